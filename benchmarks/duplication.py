@@ -62,8 +62,12 @@ def model(length: int, chunk_len: int, n_hashes: int, mode: str):
 
 def model_by_content(chunk_len: int, n_hashes: int, mode: str):
     """A window, then attention to the same symbols: a key brings the value after it too."""
-    hashed = functools.partial(lsh.lsh, chunk_len=chunk_len, n_buckets=BUCKETS, own=False)
-    found = hashed(n_hashes=n_hashes) if n_hashes else shared_qk.shared_qk(own=False)
+    hashed = functools.partial(
+        lsh.lsh, chunk_len=chunk_len, n_buckets=BUCKETS, attend_self_if_alone=False
+    )
+    found = (
+        hashed(n_hashes=n_hashes) if n_hashes else shared_qk.shared_qk(attend_self_if_alone=False)
+    )
     return ReformerLM(
         **BY_CONTENT.arguments() | dict(vocab_size=128),
         dropout=0.0,

@@ -32,7 +32,7 @@ from benchmarks.harness.rows import KEY, output_and_gradient, relative_error
 from reformax.data import stdlib
 from reformax.models import TransformerLM
 from reformax.ops import AttentionOp, block_sparse, dense, flash, memory_efficient
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.softmax.reference import reference_attention
 from reformax.training import mesh, step
 
 SIZE = 64

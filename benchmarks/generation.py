@@ -28,7 +28,7 @@ from benchmarks.harness.calls import attempt, in_turn
 from benchmarks.harness.language_models import PAPER, QUICKSTART, TINY, VOCAB_SIZE
 from benchmarks.harness.output import Table
 from reformax import generation, models
-from reformax.ops.parts import hashing
+from reformax.ops.hashing import angular as hashing
 
 # The two kinds of LSH attention, the last of which is compared with peers.
 LSH = {"strictly causal": dict(strictly_causal=True), "ordinary": {}}

@@ -169,7 +169,7 @@ CHOSEN = {
         "global_attention=@hash_sparse.hash_sparse()",
         "hash_sparse.hash_sparse.n_buckets=4",
         "hash_sparse.hash_sparse.shared_qk=True",
-        "hash_sparse.hash_sparse.own=False",
+        "hash_sparse.hash_sparse.attend_self_if_alone=False",
         NEXT_VALUE,
     ],
     "routing, shared keys, next value": [
@@ -177,7 +177,7 @@ CHOSEN = {
         "routing.routing.n_clusters=4",
         "routing.routing.decay=0.99",
         "routing.routing.shared_qk=True",
-        "routing.routing.own=False",
+        "routing.routing.attend_self_if_alone=False",
         NEXT_VALUE,
     ],
 }

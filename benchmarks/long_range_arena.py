@@ -179,7 +179,7 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
         "loop.train.checkpoint_minutes=None",
     ]
     if task.drawn and args.runs:
-        given.append(f"{task.factory}.data_dir={str(args.runs.absolute() / 'drawn')!r}")
+        given.append(f"{task.factory}.cache_dir={str(args.runs.absolute() / 'drawn')!r}")
 
     def of(model: str) -> list[str]:
         return [*given, *(setting.format(model=model) for setting in ROWS[name])]

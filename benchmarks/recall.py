@@ -53,9 +53,9 @@ from benchmarks.harness.output import Table, plot
 from reformax.cli import errors
 from reformax.declared import SettingError, Unsupported
 from reformax.ops import AttentionOp, asymmetric_lsh, lsh, smyrf
-from reformax.ops.parts.masks import except_self, visibility
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.masking.masks import except_self, visibility
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax.reference import reference_attention
 from reformax.training.evaluation import evaluate
 from reformax.training.loss import metric_name
 
@@ -70,7 +70,7 @@ LARGEST = "largest weights"
 # Of a trained model, where a query sees chunks of 64 or blocks of 64 more and more.
 OPS = (
     LARGEST,
-    "lsh.lsh(chunk_len=64, own=False, n_hashes={1, 2, 4, 8, 16})",
+    "lsh.lsh(chunk_len=64, attend_self_if_alone=False, n_hashes={1, 2, 4, 8, 16})",
     "smyrf.smyrf(chunk_len=64, n_hashes={2, 4, 8, 16, 32})",
     "asymmetric_lsh.asymmetric_lsh(chunk_len=64, n_hashes={1, 2, 4, 8})",
     "moba.moba(block_size=64, top_k={2, 4, 8, 16})",

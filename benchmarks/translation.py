@@ -138,22 +138,22 @@ def packed_batch(sizes, lengths: list[int], batch: int, length: int) -> dict[str
     rows = pack(pairs, np.arange(len(pairs)), length)
     parts = {}
     for side, name in enumerate(("source", "target")):
-        segments = np.zeros((batch, length), np.int32)
+        segment_ids = np.zeros((batch, length), np.int32)
         for b in range(batch):
             inside = pairs[rows.pairs[rows.starts[b] : rows.starts[b + 1]], side]
             ids = np.repeat(1 + np.arange(len(inside)), inside)
-            segments[b, : len(ids)] = ids
-        tokens = rng.integers(3, sizes["vocab_size"], segments.shape, np.int32)
-        parts[name] = np.where(segments > 0, tokens, 0)
-        parts[f"{name}_segments"] = segments
-        parts[f"{name}_positions"] = np.asarray(packing.segment_positions(segments))
-    parts["shifted"] = np.asarray(packing.shift_right(parts["target"], parts["target_segments"]))
+            segment_ids[b, : len(ids)] = ids
+        tokens = rng.integers(3, sizes["vocab_size"], segment_ids.shape, np.int32)
+        parts[name] = np.where(segment_ids > 0, tokens, 0)
+        parts[f"{name}_segment_ids"] = segment_ids
+        parts[f"{name}_positions"] = np.asarray(packing.segment_positions(segment_ids))
+    parts["shifted"] = np.asarray(packing.shift_right(parts["target"], parts["target_segment_ids"]))
     return parts
 
 
 def stepper(sizes, parts: dict[str, np.ndarray], scan_layers: bool) -> Callable[[int], float]:
     """A function that takes some steps in a row and gives the loss before the last."""
-    names = ("source", "target", "source_segments", "target_segments")
+    names = ("source", "target", "source_segment_ids", "target_segment_ids")
     inputs = tuple(jnp.asarray(parts[name]) for name in names)
     batch = (inputs, inputs[1], (inputs[3] > 0).astype(jnp.float32))
     options = dict(dtype=sizes["dtype"], dropout=sizes["dropout"], ff_dropout=0.0)
@@ -177,7 +177,7 @@ def training(shape: Shape, lengths: list[int], repeats: int, python: str) -> Non
     """Prints the times of a training step."""
     sizes = shape.sizes | dict(dropout=0.1, label_smoothing=0.1, dtype=shape.dtype)
     parts = packed_batch(sizes, lengths, shape.batch, shape.length)
-    n_tokens = int((parts["target_segments"] > 0).sum())
+    n_tokens = int((parts["target_segment_ids"] > 0).sum())
     size = f"{shape.batch} x {shape.length} positions on either side"
     title = f"{size}, {n_tokens:,} target tokens, {shape.dtype}"
     table = Table("model", "first loss", "ms a step", "target tokens/s", title=title)

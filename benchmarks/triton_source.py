@@ -25,8 +25,8 @@ from benchmarks.harness import command_line, rows
 from benchmarks.harness.calls import N_QUEUED, attempt
 from benchmarks.harness.output import Table
 from benchmarks.harness.rows import KEY
-from reformax.ops.kernels import chunked
-from reformax.ops.parts.orders import ChunkSizes, Order
+from reformax.ops.kernels.triton import chunked
+from reformax.ops.softmax.orders import ChunkSizes, Order
 
 PALLAS, TRITON = "Pallas", "Triton"
 REPEATS = 5
@@ -66,20 +66,20 @@ def passes(kernels: Any, shape: Shape, packed: bool) -> dict[str, Callable]:
     chunks, order = chunks_and_order(shape, dropout=0.1 if packed else 0.0)
     size = 1, shape.length, shape.n_heads, shape.d_head
     q, _, v, d_out = rows.inputs(*size, dtype=shape.dtype)
-    segments = None
+    segment_ids = None
     if packed:
-        segments = jnp.pad(rows.documents(q), ((0, 0), (0, chunks.padding)))
+        segment_ids = jnp.pad(rows.documents(q), ((0, 0), (0, chunks.padding)))
     options = dict(interpret=jax.default_backend() == "cpu")
 
-    def forward(q, v, order, segments):
-        return kernels.forward(chunks, q, None, v, order, segments, KEY, **options)
+    def forward(q, v, order, segment_ids):
+        return kernels.forward(chunks, q, None, v, order, segment_ids, KEY, **options)
 
-    def backward(q, v, order, segments, *results):
-        args = q, None, v, order, segments, KEY
+    def backward(q, v, order, segment_ids, *results):
+        args = q, None, v, order, segment_ids, KEY
         dq, _, dv = kernels.backward(chunks, *args, *results, **options)
         return dq, dv
 
-    inputs = q, v, order, segments
+    inputs = q, v, order, segment_ids
     forward, backward = jax.jit(forward), jax.jit(backward)
     more = *inputs, *forward(*inputs), d_out
     return {"forward": lambda: forward(*inputs), "backward": lambda: backward(*more)}

@@ -65,7 +65,7 @@ def current() -> AbstractMesh | None:
     return mesh
 
 
-def n_shares(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
+def n_shards(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
     """The number of shares of what is split over axes of a mesh."""
     axes = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(mesh.shape[axis] for axis in axes)
@@ -74,13 +74,13 @@ def n_shares(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
 def row_shares(mesh: Mesh | AbstractMesh | None = None) -> int:
     """The number of shares that rows are split into, by default on the mesh in use."""
     mesh = current() if mesh is None else mesh
-    return 1 if mesh is None else n_shares(mesh, ROWS)
+    return 1 if mesh is None else n_shards(mesh, ROWS)
 
 
 def n_stretches(mesh: Mesh | AbstractMesh | None = None) -> int:
     """The number of devices that share a sequence, likewise."""
     mesh = current() if mesh is None else mesh
-    return 1 if mesh is None else n_shares(mesh, CONTEXT)
+    return 1 if mesh is None else n_shards(mesh, CONTEXT)
 
 
 def whole_sequences(mesh: Mesh | None) -> Mesh | None:

@@ -97,9 +97,15 @@ def open_file(path: Path) -> io.FileIO:
     raise NotRegular(f"{path} is no regular file: put the file itself there")
 
 
-def read(path: Path) -> bytes:
-    """The content of a regular file; raises as `open_file`."""
+class TooLong(OSError):
+    """A file has more bytes than such a file ever has."""
+
+
+def read(path: Path, most: int | None = None) -> bytes:
+    """The content of a regular file; raises as `open_file`, and `TooLong` beyond `most` bytes."""
     with open_file(path) as file, explaining("read", path):
+        if most is not None and (size := os.fstat(file.fileno()).st_size) > most:
+            raise TooLong(f"{path.name} has {size:,} bytes: expected at most {most:,}")
         return file.read()
 
 

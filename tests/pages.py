@@ -282,6 +282,10 @@ def write_data(folder: Path) -> None:
         (folder / name).mkdir()
     for name in ("my_texts/one.txt", "mine.txt"):
         (folder / name).write_bytes(text)
+    for name in ("one", "two"):
+        (folder / "my_classes" / name).mkdir(parents=True)
+        for i in range(20):
+            (folder / f"my_classes/{name}/{i}.txt").write_text(f"text {i} of class {name}")
     (folder / "wheels").mkdir()
     wheel = folder / "wheels/tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

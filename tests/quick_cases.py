@@ -175,7 +175,7 @@ QUICK = {
         "test_the_indexer_learns_from_the_attention_and_from_nothing_else": ["xla"],
     },
     "ops/test_global_tokens.py": {
-        "test_outputs_and_gradients": ["True-segments1-dilation1-4-True-0.3-xla"],
+        "test_outputs_and_gradients": ["True-segment_ids1-dilation1-4-True-0.3-xla"],
     },
     "ops/test_grouped.py": {
         "test_a_head_of_keys_serves_a_group": ["flash", "linear"],
@@ -210,7 +210,6 @@ QUICK = {
         "test_kernels_select_what_array_operations_do": ["heads1-sizes1-bfloat16-32768"],
     },
     "ops/test_poison.py": {
-        "test_a_position_that_sees_itself_alone": ["lsh"],
         "test_at_padding_and_in_another_example": [
             "flash",
             "linear",
@@ -220,10 +219,6 @@ QUICK = {
         "test_behind_a_prompt": ["linear", "lsh"],
         "test_behind_causality": ["flash", "linear"],
         "test_in_another_segment": ["flash", "linear", "longformer", "lsh"],
-        "test_rows_that_see_what_is_not_a_number_are_none_among_many_logits": [
-            "longformer",
-            "nystromformer",
-        ],
     },
     "ops/test_random_cases.py": {"test_random_cases": ["longformer", "lsh"]},
     "ops/test_random_features_kernel.py": {"test_the_equations": ["True"]},
@@ -303,6 +298,10 @@ QUICK = {
             "adafactor-option16-base16",
             "adafactor-option17-base17",
         ],
+    },
+    "training/test_training_paths.py": {
+        "test_a_run_is_saved_and_restored_in_a_folder_of_any_name": ["brackets", "a backslash"],
+        "test_every_command_works_there": ["brackets-the working directory"],
     },
     "training/test_training_scripts.py": {"test_a_signal_ends_the_script_saved": ["15-143"]},
     "training/test_training_side_channels.py": {

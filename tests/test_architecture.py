@@ -27,18 +27,19 @@ TOP_LEVEL_LINKS = ("layers", "models")
 # What a part of the package may import from the package. Every part may declare its settings.
 MAY_IMPORT = {
     "declared.py": set(),
-    "carried.py": set(),
+    "buffers.py": set(),
+    "renamed.py": set(),
     "devices.py": set(),
     "memory.py": set(),
     "progress.py": set(),
-    "ops": {"ops", "carried"},
+    "ops": {"ops", "buffers"},
     "layers": {"ops", "layers"},
     "flax": {"ops", "flax"},
     "models": {"ops", "layers", "models"},
     "data": {"data", "durable"},
-    "training": {"ops", "training", "carried", "durable", "memory", "progress"},
+    "training": {"ops", "training", "buffers", "durable", "memory", "progress", "renamed"},
     "generation": {"generation", "memory", "progress"},
-    "cli": {"cli", "models", "data", "training", "generation", "durable"},
+    "cli": {"cli", "ops", "models", "data", "training", "generation", "durable", "renamed"},
     "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},
     "durable.py": set(),
     "__init__.py": {"cli"},  # by `load_run` alone, when it is called
@@ -130,6 +131,34 @@ def test_imports_run_one_way(part):
         may = {"declared", "devices", *MAY_IMPORT[part]}
         wrong = {".".join(n) for n in inner if len(n) < 2 or n[1] not in may}
         assert not wrong, f"{name(path)} may not import {sorted(wrong)}"
+
+
+# The rooms of ops, and which others each may import. None imports an op or the contract in
+# `base.py`; kernels are imported by function, when `impl` chooses them.
+ROOMS = {
+    "numerics": set(),
+    "masking": set(),
+    "calls": {"masking"},
+    "sharding": {"masking", "calls"},
+    "softmax": {"numerics", "masking", "calls", "sharding", "kernels"},
+    "hashing": {"numerics", "masking", "calls", "sharding", "softmax", "kernels"},
+    "recurrence": {"numerics", "masking", "calls", "sharding", "softmax", "kernels"},
+    "decoding": {"numerics", "masking", "calls", "softmax", "kernels"},
+    "kernels": {"numerics", "masking", "calls", "softmax", "hashing", "recurrence"},
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_of_ops_imports_no_op_and_the_rooms_below_it_alone(room):
+    for path in python_files(f"reformax/ops/{room}"):
+        inner = [n.split(".")[2] for n in imports_of(path) if n.startswith("reformax.ops.")]
+        wrong = set(inner) - {room} - ROOMS[room]
+        assert not wrong, f"{name(path)} may not import {sorted(wrong)}"
+
+
+def test_every_room_of_ops_has_a_rule():
+    folders = {p.parent.name for p in (ROOT / "reformax/ops").glob("*/__init__.py")}
+    assert folders == set(ROOMS)
 
 
 def test_every_part_of_the_package_has_a_rule():

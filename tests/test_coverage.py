@@ -13,7 +13,7 @@ from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.declared import SettingError
 from reformax.ops import dense, dsa, linear, linformer, nsa, routing, shared_qk
-from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.numerics.normalization import length_normalize
 from tests.convert.test_command import random_params
 from tests.ops.rows import ROWS, Shape, except_self
 
@@ -40,8 +40,12 @@ def found(op, layer, rng):
     [
         ("moba", dense.dense(), 1),
         pytest.param("smyrf", dense.dense(), 1, marks=pytest.mark.slow),
-        pytest.param("lsh", shared_qk.shared_qk(own=False), 0, marks=pytest.mark.slow),
-        pytest.param("smyrf", shared_qk.shared_qk(own=False), 0, marks=pytest.mark.slow),
+        pytest.param(
+            "lsh", shared_qk.shared_qk(attend_self_if_alone=False), 0, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "smyrf", shared_qk.shared_qk(attend_self_if_alone=False), 0, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own):
@@ -49,7 +53,7 @@ def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own
     (row,) = (row for row in ROWS if row.name == name)
     op, layer, rng = row.op(), layer_of(of_layer), jax.random.key(2)
     q, k = coverage._vectors(op, layer)
-    options = dict(segments=None, causal=True, rng=rng, train=False)
+    options = dict(segment_ids=None, causal=True, rng=rng, train=False)
     plan = op.plan((), q, k, **options)
     shape = Shape(1, LENGTH, LENGTH, 2)
     shown = row.counts(row.first, plan, shape, True, None) > 0
@@ -58,7 +62,7 @@ def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own
     logits = np.einsum("btnh,bsnh->bnts", *(np.asarray(x, float) for x in (layer.q, keys)))
     visible = np.tril(np.ones((LENGTH, LENGTH)))[None, None]
     if not n_own:
-        visible = except_self(visible, own=False)
+        visible = except_self(visible, attend_self_if_alone=False)
     weights = np.exp(logits / np.sqrt(8)) * visible
     weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
 
@@ -122,7 +126,7 @@ def test_nsa_shows_the_blocks_that_it_selects_and_its_window():
     sizes = dict(compress_len=4, compress_stride=2, block_size=4, n_selected=3, window=6)
     op = nsa.nsa(**sizes, compression="mean", own_projections=False)
     layer, rng = layer_of(dense.dense()), jax.random.key(0)
-    options = dict(segments=None, causal=True, rng=rng, train=False)
+    options = dict(segment_ids=None, causal=True, rng=rng, train=False)
     chosen = np.asarray(op.plan((), layer.q, layer.k, **options))
     query, key = np.ogrid[:LENGTH, :LENGTH]
     shown = (chosen[..., None] == key[0] // 4).any(axis=-2) | (query - key < 6)

@@ -191,37 +191,45 @@ class File:
 
 
 def inputs_of(op: AttentionOp, case: Case) -> dict[str, Any]:
-    """Random arrays: `d_out`, `segments` or None, and of the function `inputs` and `rng`."""
+    """Random arrays: `d_out`, `segment_ids` or None, and of the function `inputs` and `rng`."""
     size = case.batch, case.length, case.n_heads, case.d_head
     q, k, v, d_out = rows.inputs(*size, dtype=case.dtype)
     dims = op.dims(q, v)
-    extras = {
+    extra_projections = {
         name: jax.random.normal(jax.random.fold_in(rows.KEY, i), (*size[:2], x.n_heads, x.size))
-        for i, (name, x) in enumerate(op.extras_of(dims).items())
+        for i, (name, x) in enumerate(op.extra_projections_of(dims).items())
     }
-    extras = jax.tree.map(lambda x: x.astype(case.dtype), extras)
-    inputs = q, None if op.traits.shared_qk else k, v, op.init(rows.KEY, dims), extras or None
+    extra_projections = jax.tree.map(lambda x: x.astype(case.dtype), extra_projections)
+    inputs = (
+        q,
+        None if op.traits.shared_qk else k,
+        v,
+        op.init(rows.KEY, dims),
+        extra_projections or None,
+    )
     padding = jax.random.randint(rows.KEY, (case.batch, 1), 0, N_PADDING)
-    segments = jnp.arange(case.length) < case.length - padding
+    segment_ids = jnp.arange(case.length) < case.length - padding
     return dict(
-        d_out=d_out, segments=segments if case.masked else None, inputs=inputs, rng=rows.KEY
+        d_out=d_out, segment_ids=segment_ids if case.masked else None, inputs=inputs, rng=rows.KEY
     )
 
 
-def forward(op: AttentionOp, dropout: float, causal: bool, inputs, segments, rng) -> Any:
+def forward(op: AttentionOp, dropout: float, causal: bool, inputs, segment_ids, rng) -> Any:
     """The output, of the arrays that `inputs_of` names."""
-    q, k, v, params, extras = inputs
-    given = dict(segments=segments, rng=rng, params=params, extras=extras)
+    q, k, v, params, extra_projections = inputs
+    given = dict(
+        segment_ids=segment_ids, rng=rng, params=params, extra_projections=extra_projections
+    )
     causal = causal or not op.traits.bidirectional
     return op(q, k, v, causal=causal, dropout=dropout, **given)
 
 
 def both(
-    op: AttentionOp, dropout: float, causal: bool, inputs, segments, rng, d_out
+    op: AttentionOp, dropout: float, causal: bool, inputs, segment_ids, rng, d_out
 ) -> tuple[Any, Any]:
     """The output, and the gradients of the inputs."""
     attend = functools.partial(forward, op, dropout, causal)
-    out, vjp = jax.vjp(lambda inputs: attend(inputs, segments, rng), inputs)
+    out, vjp = jax.vjp(lambda inputs: attend(inputs, segment_ids, rng), inputs)
     return out, vjp(d_out.astype(out.dtype))
 
 

@@ -22,10 +22,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.carried import advanced, merged, trained
+from reformax.buffers import advanced, merged, trained
 from reformax.declared import SettingError, Unsupported
 from reformax.ops.base import AttentionOp, Dims
-from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.numerics.normalization import length_normalize
 
 # Columns of the matrix of attention that a call computes: as values they have a head's usual size.
 COLUMNS = 64
@@ -122,7 +122,7 @@ def own_weights(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Any:
     q, k = _vectors(op, layer)
     dims = op.dims(q, q)
     params = op.init(rng, dims)
-    if op.extras_of(dims).keys() - EXTRAS.get(op.name, {}).keys():
+    if op.extra_projections_of(dims).keys() - EXTRAS.get(op.name, {}).keys():
         raise Unsupported(f"{op} has projections of its own, which the run has not trained")
     if not jax.tree.leaves(params):
         return params
@@ -145,7 +145,7 @@ def _own_gradient(op, params, q, k, rng):
     """What reaches the weights while nothing of the output does."""
 
     def attend(params):
-        options = dict(segments=None, causal=True, rng=rng)
+        options = dict(segment_ids=None, causal=True, rng=rng)
         plan = op.plan(params, q, k, **options, train=True)
         return op.apply(params, q, k, q, plan=plan, dropout=0.0, **options, **_extras(op, q))
 
@@ -154,15 +154,15 @@ def _own_gradient(op, params, q, k, rng):
 
 
 def _extras(op: AttentionOp, q: Float[Array, "1 T N H"]) -> dict[str, Any]:
-    """The argument `extras` of an op that has some, of `EXTRAS`."""
-    wanted = op.extras_of(op.dims(q, q))
+    """The argument `extra_projections` of an op that has some, of `EXTRAS`."""
+    wanted = op.extra_projections_of(op.dims(q, q))
     of_each = {
         name: jnp.broadcast_to(
             jnp.asarray(EXTRAS[op.name][name], q.dtype), (*q.shape[:2], extra.n_heads, extra.size)
         )
         for name, extra in wanted.items()
     }
-    return {"extras": of_each} if of_each else {}
+    return {"extra_projections": of_each} if of_each else {}
 
 
 def _vectors(op: AttentionOp, layer: Layer) -> tuple[Array, Array | None]:
@@ -196,7 +196,7 @@ def _columns(op, params, vectors, rng, seen: bool):
     With `seen` they are those of equal logits.
     """
     q, k = vectors
-    options = dict(segments=None, causal=True, rng=rng)
+    options = dict(segment_ids=None, causal=True, rng=rng)
     plan = op.plan(params, q, k, **options, train=False)
     if seen:
         q, k = jnp.zeros_like(q), None if k is None else jnp.zeros_like(k)
@@ -258,7 +258,7 @@ def instead(model: Any, op: AttentionOp) -> Any:
             raise Unsupported(f"{op} and {own} have other projections")
     if jax.tree.leaves(op.init(jax.random.key(0), Dims(1, 1, 1, 1))):
         raise Unsupported(f"{op} has weights of its own, which the run has not")
-    if op.extras is not None:
+    if op.extra_projections is not None:
         raise Unsupported(f"{op} has projections of its own, which the run has not")
     ops = tuple(op if own.traits.exact else own for own in ops)
     return dataclasses.replace(model, attention_type=ops)

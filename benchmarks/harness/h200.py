@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 from jax.experimental import topologies
 
-from reformax.ops.parts import dispatch
+from reformax.ops.calls import dispatch
 
 NAME = "NVIDIA H200"
 _DESCRIPTION = f"""

@@ -27,7 +27,7 @@ from benchmarks.harness.calls import (
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import ask
 from reformax.ops import AttentionOp, flash, memory_efficient
-from reformax.ops.parts.orders import Order
+from reformax.ops.softmax.orders import Order
 
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-5}
 # A vector between two buckets may fall in either, and moves what lies between them by one place.
@@ -72,30 +72,34 @@ def row(
       op, reference: both, of one function.
       causal: whether later keys are hidden.
       packed: whether rows are of several `documents`.
-      marked: the first tokens that are marked, for an op that reads marks.
+      marked: the first tokens that are marked, for an op that reads global_tokens.
     """
 
     def attend(q, k, v, rng):
-        segments = documents(q) if packed else None
-        more = marks(q, marked) | extras(op, q, v) | {"params": weights(op, q, v)}
-        return op(q, k, v, causal=causal, segments=segments, rng=rng, **more)
+        segment_ids = documents(q) if packed else None
+        more = (
+            global_tokens(q, marked) | extra_projections(op, q, v) | {"params": weights(op, q, v)}
+        )
+        return op(q, k, v, causal=causal, segment_ids=segment_ids, rng=rng, **more)
 
     checked = functools.partial(check, op, reference, causal, packed, marked)
     return Row(attend, checked, op.traits.shared_qk)
 
 
-def marks(q: Array, n: int) -> dict[str, Array]:
-    """The argument `marks` of which the first `n` tokens have one; none of 0."""
+def global_tokens(q: Array, n: int) -> dict[str, Array]:
+    """The argument `global_tokens` of which the first `n` tokens have one; none of 0."""
     first = (jnp.arange(q.shape[1]) < n + _unknown_zero(q)).astype(jnp.int32)
-    return {"marks": jnp.broadcast_to(first, q.shape[:2])} if n else {}
+    return {"global_tokens": jnp.broadcast_to(first, q.shape[:2])} if n else {}
 
 
-def extras(op: AttentionOp, q: Array, v: Array) -> dict[str, dict[str, Array]]:
-    """The argument `extras` of zeros, such as gates that are half open, where an op has one."""
-    of_op, zero = op.extras_of(op.dims(q, v)), _unknown_zero(q)
+def extra_projections(op: AttentionOp, q: Array, v: Array) -> dict[str, dict[str, Array]]:
+    """The argument `extra_projections` of zeros, such as gates that are half open, where an op has
+    one.
+    """
+    of_op, zero = op.extra_projections_of(op.dims(q, v)), _unknown_zero(q)
     shapes = {name: (*q.shape[:2], x.n_heads, x.size) for name, x in of_op.items()}
     zeros = {name: jnp.broadcast_to(zero, shape) for name, shape in shapes.items()}
-    return {"extras": zeros} if zeros else {}
+    return {"extra_projections": zeros} if zeros else {}
 
 
 def weights(op: AttentionOp, q: Array, v: Array) -> Any:
@@ -187,20 +191,20 @@ def check(
     """
     q, k, v, d_out = arrays
     dtype, k = str(q.dtype), None if op.traits.shared_qk else k
-    options = dict(segments=documents(q) if packed else None, causal=causal, rng=KEY)
+    options = dict(segment_ids=documents(q) if packed else None, causal=causal, rng=KEY)
     # XLA would time many versions of each product of the array operations.
     untuned = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
 
     def given_plan(op: AttentionOp, *inputs: Array | None) -> tuple[Array, Any]:
         def attend(q, k, v):
-            more = options | extras(op, q, v)
+            more = options | extra_projections(op, q, v)
             own = weights(op, q, v)
             return op.apply(own, q, k, v, plan=plan, dropout=0.0, **more)
 
         return jax.jit(output_and_gradient(attend), compiler_options=untuned)(d_out, *inputs)
 
     def planned(op: AttentionOp, q: Array, k: Array | None) -> Any:
-        more = options | marks(q, marked)
+        more = options | global_tokens(q, marked)
         return op.plan(weights(op, q, v), q, k, train=True, **more)
 
     with jax.default_matmul_precision("highest"):

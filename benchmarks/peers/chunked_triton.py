@@ -1,9 +1,9 @@
 """Attention within neighbouring chunks in Triton's own language, called by jax-triton.
 
-The function of `reformax.ops.kernels.chunked`, from the same inputs and by the same plan: a kernel
-for each round and pass, rows read and written where they are in the sequence, a softmax carried
-over the rounds, one writer for each row. All sizes are constants of the compiled kernel. Names are
-those of `kernels.chunk_programs`.
+The function of `reformax.ops.kernels.triton.chunked`, from the same inputs and by the same plan: a
+kernel for each round and pass, rows read and written where they are in the sequence, a softmax
+carried over the rounds, one writer for each row. All sizes are constants of the compiled kernel.
+Names are those of `kernels.chunk_programs`.
 
 With `TRITON_INTERPRET=1` set before Triton is imported, `interpret=True` runs the kernels on a CPU.
 """
@@ -22,10 +22,10 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from reformax.ops.kernels import chunked
-from reformax.ops.kernels.chunk_programs import Inputs, Program, Tiles
-from reformax.ops.kernels.common import LOG2_E, LOWEST, power_of_two, query_rows
-from reformax.ops.kernels.packed_chunks import PackedChunks
+from reformax.ops.kernels.triton import chunked
+from reformax.ops.kernels.triton.chunk_programs import Inputs, Program, Tiles
+from reformax.ops.kernels.triton.common import LOG2_E, LOWEST, power_of_two, query_rows
+from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Constants:
     sees_itself: bool
     ordered: bool
     two_orders: bool
-    segments: bool
+    segment_ids: bool
     n_packs: int  # of `PackedChunks`, and three of its constants
     packs_size: int
     up: int
@@ -70,14 +70,14 @@ class Constants:
     lowest: float
     scale: float  # of logits, for the exponential of base 2
     root: float
-    share: bool
+    inverse_sum: bool
     n_statistics: int  # the last axis of statistics in order
     precision: str
 
     @property
     def whole_tokens(self) -> bool:
         """Whether every place has a token, so that loads of tokens need no mask."""
-        return self.whole and not self.segments
+        return self.whole and not self.segment_ids
 
 
 # Reading and writing.
@@ -132,7 +132,7 @@ def _block(order, segment, pack, at, start, stop, n: tl.constexpr, c: tl.constex
         position = _load(order + (at + place), exists, c.n_places, c.whole)
     elif not c.whole:
         position = tl.where(exists, place, c.n_places)
-    if c.segments:
+    if c.segment_ids:
         ids = _load(segment + place, exists, 0, c.whole)
     if c.n_packs > 0:
         packed = _load(pack + (at + place), exists, 0, c.whole)
@@ -142,7 +142,7 @@ def _block(order, segment, pack, at, start, stop, n: tl.constexpr, c: tl.constex
 @triton.jit
 def _token(position, segment, c: tl.constexpr):
     token = position < c.length
-    if c.segments:
+    if c.segment_ids:
         token = token & (segment != 0)
     return token
 
@@ -181,7 +181,7 @@ def _visible(queries, keys, lines: tl.constexpr, pack, key_pack, at, c: tl.const
         mask = (key_position < c.length) & (position == position)
     if c.window > 0:
         mask = mask & (tl.abs(position - key_position) < c.window)
-    if c.segments:
+    if c.segment_ids:
         mask = mask & (segment == key_segment) & (key_segment != 0)
     if not c.aligned:
         distance = place // c.chunk_len - key_place // c.chunk_len + c.after
@@ -224,7 +224,7 @@ def _queries(start, c: tl.constexpr):
     return first, last
 
 
-# Dropout, as `ops.parts.dropout` draws it.
+# Dropout, as `ops.softmax.dropout` draws it.
 
 
 @triton.jit
@@ -246,8 +246,8 @@ def _dropped(seed, batch, head, query, key, c: tl.constexpr):
 
 
 @triton.jit
-def _lone_weight(seed, batch, head, position, segment, total, c: tl.constexpr):
-    alone = (total == 0.0) & _token(position, segment, c)
+def _lone_weight(seed, batch, head, position, segment, row_sum, c: tl.constexpr):
+    alone = (row_sum == 0.0) & _token(position, segment, c)
     weight = tl.where(alone, 1.0, 0.0)
     if c.dropout:
         weight = weight * _dropped(seed, batch, head, position, position, c)
@@ -301,12 +301,12 @@ def forward_kernel(
     real = position < c.length
     if c.first:
         acc = tl.zeros((own, v_width), tl.float32)
-        top = tl.full((own,), c.lowest, tl.float32)
-        total = tl.zeros((own,), tl.float32)
+        row_max = tl.full((own,), c.lowest, tl.float32)
+        row_sum = tl.zeros((own,), tl.float32)
     else:
         acc = _rows(acc_before, position, real, c.v_size, v_width, c.whole, c)
-        top = _load(top_before + position, real, c.lowest, c.whole)
-        total = _load(total_before + position, real, 0.0, c.whole)
+        row_max = _load(top_before + position, real, c.lowest, c.whole)
+        row_sum = _load(total_before + position, real, 0.0, c.whole)
     queries = _rows(q, position, real, c.size, width, c.whole, c)
 
     first, last = _keys(start, c)
@@ -319,25 +319,25 @@ def forward_kernel(
         mask = _visible(block, key_block, True, pack, key_pack, at, c)
         logits = tl.dot(queries, tl.trans(keys), input_precision=c.precision)
         logits = tl.where(mask, logits, float("-inf"))
-        best = tl.maximum(top, tl.max(logits, 1))
+        best = tl.maximum(row_max, tl.max(logits, 1))
         weights = tl.math.exp2(logits * c.scale - (best * c.scale)[:, None])
-        decay = tl.math.exp2((top - best) * c.scale)
-        total = total * decay + tl.sum(weights, 1)
+        decay = tl.math.exp2((row_max - best) * c.scale)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
         if c.dropout:
             weights = weights * _dropped(seed, batch, head, position[:, None], key[None, :], c)
         weights = weights.to(values.dtype)
         acc = tl.dot(weights, values, acc=acc * decay[:, None], input_precision=c.precision)
-        top = best
+        row_max = best
 
     if c.last:
-        acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        acc = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
         if c.sees_itself:
-            lone = _lone_weight(seed, batch, head, position, ids, total, c)
+            lone = _lone_weight(seed, batch, head, position, ids, row_sum, c)
             mine = _rows(v, position, real & (lone > 0.0), c.v_size, v_width, False, c)
             acc += lone[:, None] * mine.to(tl.float32)
     _put_rows(acc_after, position, acc, c.v_size, v_width, c)
-    tl.store(top_after + position, top, mask=real)
-    tl.store(total_after + position, total, mask=real)
+    tl.store(top_after + position, row_max, mask=real)
+    tl.store(total_after + position, row_sum, mask=real)
 
 
 @triton.jit
@@ -354,9 +354,9 @@ def backward_kernel(
     key_segment,
     d_out,
     dot,
-    top,
-    total,
-    share,
+    row_max,
+    row_sum,
+    inverse_sum,
     dq_before,
     dk_before,
     dv_before,
@@ -379,10 +379,10 @@ def backward_kernel(
         dv_before + to_values,
     )
     dq_after, dk_after, dv_after = dq_after + to_rows, dk_after + to_rows, dv_after + to_values
-    total += (far * c.n_heads + head) * c.length
+    row_sum += (far * c.n_heads + head) * c.length
     at_row = (head * c.n_rounds + c.round) * c.n_statistics
     to_row = far * (c.n_heads * c.n_rounds * c.n_statistics)
-    dot, top, share = dot + to_row, top + to_row, share + to_row
+    dot, row_max, inverse_sum = dot + to_row, row_max + to_row, inverse_sum + to_row
     at = (head * c.n_rounds + c.round) * c.n_places
     to_order = far * (c.n_heads * c.n_rounds * c.n_places)
     order, key_order = order + to_order, key_order + to_order
@@ -405,13 +405,13 @@ def backward_kernel(
         there = query < c.length
         queries = _rows(q, query, _token(query, query_ids, c), c.size, width, c.whole_tokens, c)
         d_rows = _rows(d_out, query, there, c.v_size, v_width, c.whole, c)
-        tops = _load(top + (at_row + query_place), there, 0.0, c.whole) * c.scale
+        tops = _load(row_max + (at_row + query_place), there, 0.0, c.whole) * c.scale
         dots = _load(dot + (at_row + query_place), there, 0.0, c.whole)
         mask = _visible(query_block, block, False, pack, key_pack, at, c)
         logits = tl.dot(own_keys, tl.trans(queries), input_precision=c.precision)
         p = tl.math.exp2(tl.where(mask, logits, float("-inf")) * c.scale - tops[None, :])
-        if c.share:
-            p = p * _load(share + (at_row + query_place), there, 0.0, c.whole)[None, :]
+        if c.inverse_sum:
+            p = p * _load(inverse_sum + (at_row + query_place), there, 0.0, c.whole)[None, :]
         # Before the other product, which would take more registers.
         if c.dropout:
             dropped = _dropped(seed, batch, head, query[None, :], position[:, None], c)
@@ -425,7 +425,7 @@ def backward_kernel(
         ds = p * (dp - dots[None, :])
         dk = tl.dot(ds.to(queries.dtype), queries, acc=dk, input_precision=c.precision)
     if c.sees_itself and c.last:
-        sums = _load(total + position, real, 1.0, c.whole)
+        sums = _load(row_sum + position, real, 1.0, c.whole)
         lone = _lone_weight(seed, batch, head, position, ids, sums, c)
         mine = _rows(d_out, position, real & (lone > 0.0), c.v_size, v_width, False, c)
         dv += lone[:, None] * mine.to(tl.float32)
@@ -445,7 +445,7 @@ def backward_kernel(
         real, token = position < c.length, _token(position, ids, c)
     own_queries = _rows(q, position, token, c.size, width, c.whole_tokens, c)
     own_d_rows = _rows(d_out, position, real, c.v_size, v_width, c.whole, c)
-    own_top = _load(top + (at_row + place), real, 0.0, c.whole) * c.scale
+    own_top = _load(row_max + (at_row + place), real, 0.0, c.whole) * c.scale
     own_dot = _load(dot + (at_row + place), real, 0.0, c.whole)
     if c.shared_qk:
         # Through the normalization that makes keys of queries.
@@ -466,8 +466,8 @@ def backward_kernel(
         products = tl.dot(own_queries, tl.trans(keys), input_precision=c.precision)
         weights = tl.where(seen, products, float("-inf")) * c.scale - own_top[:, None]
         weights = tl.math.exp2(weights)
-        if c.share:
-            weights = weights * _load(share + (at_row + place), real, 0.0, c.whole)[:, None]
+        if c.inverse_sum:
+            weights = weights * _load(inverse_sum + (at_row + place), real, 0.0, c.whole)[:, None]
         d_weights = tl.dot(own_d_rows, tl.trans(values), input_precision=c.precision)
         if c.dropout:
             d_weights = d_weights * _dropped(seed, batch, head, position[:, None], key[None, :], c)
@@ -511,7 +511,7 @@ def _constants(
         sees_itself=chunks.sees_itself,
         ordered=x.order is not None,
         two_orders=x.key_order is not None,
-        segments=x.segment is not None,
+        segment_ids=x.segment is not None,
         n_packs=n_packs,
         packs_size=batch * n_heads * n_rounds * program.n_places,
         up=int(packed.repeated(guard + packed.after)),
@@ -593,14 +593,14 @@ def forward(
     k,
     v,
     order,
-    segments,
+    segment_ids,
     rng,
     tiles: Tiles | None = None,
     interpret: bool = False,
     precision: str = "tf32",
 ):
     """`kernels.chunked.forward`; `precision` of products of float32 is as Triton names it."""
-    x = chunked._inputs(chunks, q, k, v, order, segments, rng)
+    x = chunked._inputs(chunks, q, k, v, order, segment_ids, rng)
     batch, length, n_heads, _ = q.shape
     statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
@@ -618,23 +618,26 @@ def backward(
     k,
     v,
     order,
-    segments,
+    segment_ids,
     rng,
     out,
-    top,
-    total,
+    row_max,
+    row_sum,
     d_out,
     tiles: Tiles | None = None,
     interpret: bool = False,
     precision: str = "tf32",
 ):
     """`kernels.chunked.backward`; `precision` as in `forward`."""
-    x = chunked._inputs(chunks, q, k, v, order, segments, rng)
-    row = query_rows(d_out, out, top, total, None if segments is None else segments[:, : len(q[0])])
-    dot, top, share = (
-        None if a is None else chunked._in_order(a, x.order) for a in (row.dot, row.top, row.share)
+    x = chunked._inputs(chunks, q, k, v, order, segment_ids, rng)
+    row = query_rows(
+        d_out, out, row_max, row_sum, None if segment_ids is None else segment_ids[:, : len(q[0])]
     )
-    rows = [row.d_out, dot, top, total, dot if share is None else share]
+    dot, row_max, inverse_sum = (
+        None if a is None else chunked._in_order(a, x.order)
+        for a in (row.dot, row.row_max, row.inverse_sum)
+    )
+    rows = [row.d_out, dot, row_max, row_sum, dot if inverse_sum is None else inverse_sum]
     # Keys that are shared have no gradient of their own; something small stands for it.
     nothing = jax.ShapeDtypeStruct((16,), jnp.float32)
     gradients = None
@@ -644,7 +647,7 @@ def backward(
             x,
             gradients is None,
             precision,
-            share=share is not None,
+            inverse_sum=inverse_sum is not None,
             n_statistics=dot.shape[3],
         )
         before = [x.q] * 3 if gradients is None else list(gradients)

@@ -46,17 +46,17 @@ def _query_chunk_attention(query, start, key, value):
         weights = jnp.einsum("qhd,khd->qhk", query, key, preferred_element_type=jnp.float32)
         future = position[:, None] < first + jnp.arange(size)
         weights = jnp.where(future[:, None], -1e30, weights)
-        top = lax.stop_gradient(jnp.max(weights, axis=-1, keepdims=True))
-        weights = jnp.exp(weights - top)
+        row_max = lax.stop_gradient(jnp.max(weights, axis=-1, keepdims=True))
+        weights = jnp.exp(weights - row_max)
         values = jnp.einsum(
             "khf,qhk->qhf", value, weights.astype(value.dtype), preferred_element_type=jnp.float32
         )
-        return values, weights.sum(axis=-1), top[..., 0]
+        return values, weights.sum(axis=-1), row_max[..., 0]
 
     def chunk_scanner(first):
         keys, values = (lax.dynamic_slice_in_dim(x, first, size) for x in (key, value))
         return summarize_chunk(query, keys, values, first)
 
-    values, weights, top = lax.map(chunk_scanner, jnp.arange(0, n_keys, size))
-    scale = jnp.exp(top - jnp.max(top, axis=0))
+    values, weights, row_max = lax.map(chunk_scanner, jnp.arange(0, n_keys, size))
+    scale = jnp.exp(row_max - jnp.max(row_max, axis=0))
     return jnp.sum(values * scale[..., None], axis=0) / jnp.sum(weights * scale, axis=0)[..., None]

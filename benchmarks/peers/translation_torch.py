@@ -142,22 +142,22 @@ class Transformer(nn.Module):
         # A row of padding that saw nothing would be NaN.
         return (same | (queries == 0)[:, :, None])[:, None]
 
-    def forward(self, source, target, source_segments, target_segments, positions, shifted):
-        own = self.mask(target_segments, target_segments)
+    def forward(self, source, target, source_segment_ids, target_segment_ids, positions, shifted):
+        own = self.mask(target_segment_ids, target_segment_ids)
         if self.masked:
             length = target.shape[1]
             own = own & torch.ones(length, length, dtype=torch.bool, device=own.device).tril()
         x = self.embedded(source, positions[0])
         for layer in self.encoder:
-            x = layer(x, self.mask(source_segments, source_segments))
+            x = layer(x, self.mask(source_segment_ids, source_segment_ids))
         memory, x = x, self.embedded(shifted, positions[1])
-        cross = self.mask(target_segments, source_segments)
+        cross = self.mask(target_segment_ids, source_segment_ids)
         for layer in self.decoder:
             x = layer(x, own, causal=True, memory=memory, cross_mask=cross)
         logits = (x @ self.embedding.weight.T.to(x.dtype)).flatten(0, 1).float()
         smoothing = dict(label_smoothing=self.sizes["label_smoothing"], reduction="none")
         loss = F.cross_entropy(logits, target.flatten(), **smoothing)
-        weights = (target_segments > 0).flatten()
+        weights = (target_segment_ids > 0).flatten()
         return (loss * weights).sum() / weights.sum()
 
 
@@ -169,7 +169,7 @@ def train(
     torch.manual_seed(0)
     model = Transformer(sizes, masked).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=DEVICE == "cuda")
-    names = ("source", "target", "source_segments", "target_segments")
+    names = ("source", "target", "source_segment_ids", "target_segment_ids")
     with np.load(path) as file:
         arrays = [torch.as_tensor(file[name], device=DEVICE).long() for name in names]
         positions = [torch.as_tensor(file[f"{n}_positions"], device=DEVICE) for n in names[:2]]

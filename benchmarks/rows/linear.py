@@ -37,7 +37,7 @@ from reformax.ops import (
     performer,
     retention,
 )
-from reformax.ops.parts.random_features import orthogonal_directions
+from reformax.ops.recurrence.random_features import orthogonal_directions
 
 # Of the largest number of each array or 1.
 TOLERANCE = {"bfloat16": 5e-2, "float32": 1e-3}
@@ -115,10 +115,10 @@ def inputs_of(row: Row, shape: Shape, length: int) -> dict[str, Any]:
         1, length, shape.n_heads, shape.d_head, dtype=shape.dtype, n_kv_heads=row.n_kv_heads
     )
     dims = row.op.dims(q, v)
-    extras = row.op.extras_of(dims)
+    extra_projections = row.op.extra_projections_of(dims)
     drawn = {
         name: jax.random.normal(jax.random.fold_in(rows.KEY, i), (1, length, x.n_heads, x.size))
-        for i, (name, x) in enumerate(extras.items())
+        for i, (name, x) in enumerate(extra_projections.items())
     }
     own = dict(row.op.init(rows.KEY, dims) or {})
     return (
@@ -130,13 +130,18 @@ def inputs_of(row: Row, shape: Shape, length: int) -> dict[str, Any]:
 
 def functions(row: Row, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
     """`attend(inputs)`, and `gradient(d_out, inputs)` with respect to each of the inputs."""
-    extras_of = row.op.extras_of(row.op.dims(inputs["q"], inputs["v"]))
+    extra_projections_of = row.op.extra_projections_of(row.op.dims(inputs["q"], inputs["v"]))
 
     def attend(inputs):
-        extras = {name: inputs[name] for name in extras_of}
-        params = {n: x for n, x in inputs.items() if n not in (*"qkv", *extras)}
+        extra_projections = {name: inputs[name] for name in extra_projections_of}
+        params = {n: x for n, x in inputs.items() if n not in (*"qkv", *extra_projections)}
         qkv = (inputs[name] for name in "qkv")
-        return row.op(*qkv, causal=row.causal, params=params or (), extras=extras or None)
+        return row.op(
+            *qkv,
+            causal=row.causal,
+            params=params or (),
+            extra_projections=extra_projections or None,
+        )
 
     def gradient(d_out, inputs):
         return jax.grad(lambda x: jnp.sum(attend(x) * d_out))(inputs)

@@ -24,7 +24,7 @@ import optax
 from benchmarks.harness import command_line
 from benchmarks.harness.calls import attempt, reason
 from benchmarks.harness.processes import Answer, stage
-from reformax.carried import advanced, merged, trained
+from reformax.buffers import advanced, merged, trained
 from reformax.data.associative_recall import associative_recall
 from reformax.models import TransformerLM
 from reformax.ops import (
@@ -75,14 +75,14 @@ def attentions() -> dict[str, tuple[AttentionOp, ...]]:
     alone = {
         "flash": flash.flash(),
         "shared-QK": shared_qk.shared_qk(),
-        "shared-QK, next value": shared_qk.shared_qk(own=False),
+        "shared-QK, next value": shared_qk.shared_qk(attend_self_if_alone=False),
         f"window {WINDOW}": window,
         f"window {WINDOW} and 4 sinks": sinks.sinks(window=WINDOW),
         "longformer, dilations 1 and 4": longformer.longformer(window=WINDOW, dilation=(1, 4)),
         "LSH, 1 hash": hashes[1],
         "LSH, 4 hashes": hashes[4],
         "LSH, 8 hashes": hashes[8],
-        "LSH, 4 hashes, next value": lsh.lsh(chunk_len=32, n_hashes=4, own=False),
+        "LSH, 4 hashes, next value": lsh.lsh(chunk_len=32, n_hashes=4, attend_self_if_alone=False),
         "asymmetric LSH": asymmetric_lsh.asymmetric_lsh(chunk_len=32),
         "hash-sparse": hash_sparse.hash_sparse(),
         "smyrf": smyrf.smyrf(chunk_len=32),
@@ -192,7 +192,7 @@ def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
         n_layers=len(ops),
         attention_type=[op if op is MIXER else _without_positions(op) for op in ops],
         pos_type="rotary_local",
-        next_value=any(op.traits.strict for op in ops),
+        next_value=any(op.traits.exclude_self for op in ops),
         tie_embeddings=True,
         init_std=INIT_STD,
         dropout=0.0,

@@ -22,6 +22,7 @@ import tokenize
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import gin
@@ -115,11 +116,15 @@ def parse_saved(
     _forget(saved=True)
     if trusted:
         modules.find_in_working_directory()
-    else:
-        _parse_with(_check_names, text, source)
-    with _includes_from(*([Path(source).parent] if trusted else [])):
+        with _includes_from(Path(source).parent):
+            _parse_with(gin.parse_config, text, source)
+            _parse_overrides(overrides, data_dir)
+        return
+    names = trust.Names()
+    _parse_with(functools.partial(_check_names, names), text, source)
+    with _importing_by(names.imported):
         _parse_with(gin.parse_config, text, source)
-        _parse_overrides(overrides, data_dir)
+    _parse_overrides(overrides, data_dir)
 
 
 _saved = False  # whether the parsed config is that of a run
@@ -171,6 +176,16 @@ def _included(
     found = [str(place.absolute()) for place in places if _is_file(place)]
     others = [place for place in found if above is None or not Path(place).samefile(above)]
     return (others or found or [name])[0]
+
+
+@contextlib.contextmanager
+def _importing_by(find: Callable[..., ModuleType]) -> Iterator[None]:
+    """Gin calls this function where it would import a module."""
+    gin.config.__import__ = find  # Python looks a name up in the module before its builtins
+    try:
+        yield
+    finally:
+        del gin.config.__import__
 
 
 def _find(config_file: str, folders: Sequence[str | Path]) -> str:
@@ -469,26 +484,30 @@ class _Texts(gin.config_parser.ParserDelegate):
         return Text(f"%{macro_name}")
 
 
-def _check_names(file: _File) -> None:
+def _check_names(names: trust.Names, file: _File) -> None:
     """Raises `trust.Refused` for a config that names anything that `trust` does not allow."""
-    names, parts = trust.Names(), gin.config_parser
-    for statement in parts.ConfigParser(file, _References(names)):
+    for statement in gin.config_parser.ConfigParser(file, _References(names)):
         with gin.config.utils.try_with_location(statement.location):
-            match statement:
-                case parts.ImportStatement(module="__gin__.dynamic_registration", is_from=True):
-                    names.enable()
-                case parts.ImportStatement(module=module, is_from=is_from, alias=alias):
-                    whole = module if is_from or alias else module.partition(".")[0]
-                    names.add_import(module, statement.bound_name(), whole)
-                case parts.IncludeStatement(filename=filename):
-                    names.check_include(filename)
-                case parts.BindingStatement(arg_name=""):  # a macro
-                    pass
-                case parts.BindingStatement() | parts.BlockDeclaration():
-                    names.check(statement.selector, called=False)
-                case _:
-                    raise trust.Refused(f"the config of a run has an unknown {statement}")
+            _check_name(names, statement)
     names.finish()
+
+
+def _check_name(names: trust.Names, statement: Any) -> None:
+    parts = gin.config_parser
+    match statement:
+        case parts.ImportStatement(module="__gin__.dynamic_registration", is_from=True):
+            names.enable()
+        case parts.ImportStatement(module=module, is_from=is_from, alias=alias):
+            whole = module if is_from or alias else module.partition(".")[0]
+            names.add_import(module, statement.bound_name(), whole)
+        case parts.IncludeStatement(filename=filename):
+            names.check_include(filename)
+        case parts.BindingStatement(arg_name=""):  # a macro
+            pass
+        case parts.BindingStatement() | parts.BlockDeclaration():
+            names.check(statement.selector, called=False)
+        case _:
+            raise trust.Refused(f"the config of a run has an unknown {statement}")
 
 
 class _References(gin.config_parser.ParserDelegate):
@@ -579,6 +598,11 @@ def bindings(function, names: Collection[str] | None = None) -> dict:
     values = {name: deepcopy(x) for name, x in bound.items() if names is None or name in names}
     check_all(hints_of(function), values)
     return values
+
+
+def bindings_if_any(function) -> dict:
+    """`bindings` of a function that the config need not name."""
+    return bindings(function) if _bound(function) else {}
 
 
 def described(function, argument: str):
@@ -683,6 +707,20 @@ def _settings() -> dict[str, str]:
     return found | first | {name: name for name in gin_text.macros(text)}
 
 
+def is_macro(name: str) -> bool:
+    """Whether the config sets a macro of this name."""
+    return _is_set(f"{name}/gin.macro.value")
+
+
+def macro_of(parameter: str) -> str | None:
+    """The macro that a parameter is set to; None if it is set to none."""
+    value = gin.query_parameter(parameter) if _is_set(parameter) else None
+    if not isinstance(value, gin.config.ConfigurableReference):
+        return None
+    scope, selector = value.config_key
+    return scope if selector == "gin.macro" else None
+
+
 def arguments() -> list[str]:
     """'module.function.argument' of every function that the parsed config sets or refers to."""
     text = gin.config_str()
@@ -694,23 +732,6 @@ def arguments() -> list[str]:
     return found
 
 
-def is_macro(name: str) -> bool:
-    """Whether the parsed config defines a macro."""
-    return _is_set(f"{name}/gin.macro.value")
-
-
-def macro_of(argument: str) -> str | None:
-    """The macro that an argument, 'module.function.argument', is set to."""
-    try:
-        value = gin.query_parameter(argument)
-    except ValueError:
-        return None
-    if isinstance(value, gin.config.ConfigurableReference):
-        scope, selector = value.config_key
-        return scope if selector == "gin.macro" else None
-    return None
-
-
 def arguments_of(function) -> set[str]:
     """The arguments of a function that the config sets."""
     return set(_bound(function))
@@ -719,7 +740,7 @@ def arguments_of(function) -> set[str]:
 def needs_trust(text: str, source: str) -> bool:
     """Whether a run's config is read with --trust_config alone."""
     try:
-        _parse_with(_check_names, text, source)
+        _parse_with(functools.partial(_check_names, trust.Names()), text, source)
     except ConfigError:
         return True
     return False

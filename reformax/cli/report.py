@@ -50,7 +50,7 @@ def training(result: dict[str, Any], prints: bool = True) -> int:
     if not prints:
         return 0 if interrupted_by is None else 128 + interrupted_by
     if interrupted_by is not None:
-        again = shlex.join([*_program(), *sys.argv[1:]])
+        again = shlex.join([*program(), *sys.argv[1:]])
         print(f"stopped by {result['interrupted_by'].name}; saved at step {result['step']}")
         print(f"to go on: {again}")
         return 128 + result["interrupted_by"]
@@ -67,7 +67,7 @@ def training(result: dict[str, Any], prints: bool = True) -> int:
     kept = " vocabulary.model" if (Path(folder) / "vocabulary.model").exists() else ""
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
     flags = [f"--output_dir={folder}", "--split=test", *_trust(Path(folder) / "config.gin")]
-    print(f"next: {shlex.join([*_program('evaluate'), *flags])}")
+    print(f"next: {shlex.join([*program('evaluate'), *flags])}")
     return 0
 
 
@@ -85,7 +85,7 @@ def counted(n: int, thing: str) -> str:
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
-def _program(name: str | None = None) -> list[str]:
+def program(name: str | None = None) -> list[str]:
     """The words that call this command, or the one of `name`: a script, or `reformax`."""
     script = Path(sys.argv[0])
     if script.suffix != ".py":

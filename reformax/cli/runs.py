@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reformax import durable
+from reformax import durable, renamed
 from reformax.cli import config, flags
 from reformax.declared import PathName, SettingError
 from reformax.training import curves, record_lines
@@ -96,6 +96,7 @@ def _read(folder: Path, name: str) -> Run:
     metric = next((m for m in METRICS if any(m in line for line in lines)), METRICS[0])
     path = folder / "config.gin"
     text = path.read_text(errors="replace") if path.is_file() else ""
+    text, _ = renamed.translated(text)
     values = config.read_statements(text, str(path)).values
     return Run(name, {name: repr(value) for name, value in values.items()}, metric, lines)
 

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import compilation_cache, config, configs, flags, joining, report
+from reformax.cli import compilation_cache, config, configs, ending, flags, joining, report
 from reformax.declared import PathName
 
 
@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from reformax.training import checkpoint, dry_run, folder, loop
 
     compilation_cache.use()
+    at_end = config.bindings_if_any(ending.ending)
+    of_end = [f"ending.ending.{name}" for name in at_end]  # read here, and in no saved config
     own = {file: config.settings_of(file, configs.FOLDERS) for file in args.config_file or ()}
 
     @functools.cache  # several processes compare their texts first
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         begun = bool(checkpoint.Checkpoints(output_dir).steps())
         settings, lines = stand_in.reported(functools.partial(dry_run.report, begun=begun))
-        note_unused(*settings)
+        note_unused(*settings, *of_end)
         if joining.first():
             print("\n".join(lines))
         return 0
@@ -54,12 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     given |= {"progress": False} if args.quiet else {}
 
     def config_text() -> str:
-        note_unused(*given)  # all that the config names is built by now
+        note_unused(*given, *of_end)  # all that the config names is built by now
         return config.operative()
 
     with folder.output_folder(output_dir):  # before the config's objects are built, in minutes
         train = config.configured(loop.train)
         result = train(output_dir, config_text=config_text, **given)
+    if joining.first():
+        ending.show(result, **ending.ending(**at_end), alone=not joining.joined())
     return report.training(result, joining.first())
 
 

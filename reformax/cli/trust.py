@@ -4,13 +4,16 @@ gin imports every module that a config names and calls functions in them. A conf
 code. A folder that is read is data: its config may name models, attentions, tasks and optimizers of
 reformax, and the functions of jax.nn and optax. These compute, or read a text; tensorflow-datasets
 may fetch a dataset of its own. None starts a program, unpickles or imports what an argument says.
-All names are looked up before gin sees the config.
+All names are looked up before gin sees the config, and gin gets the modules that they were looked
+up in: it imports nothing itself.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -40,8 +43,9 @@ class Names:
     """
 
     def __init__(self):
-        self._modules: dict[str, tuple[str, str]] = {}  # name -> (what it stands for, the import)
-        self._foreign: dict[str, str] = {}  # the same, of modules that must not be imported
+        self._bound: dict[str, str] = {}  # name -> the module that it stands for
+        self._foreign: dict[str, str] = {}  # name -> a module that must not be imported
+        self._imported: set[str] = set()  # those that gin may have
         self._dynamic = False
 
     def enable(self) -> None:
@@ -49,21 +53,33 @@ class Names:
         self._dynamic = True
 
     def add_import(self, module: str, name: str, stands_for: str) -> None:
-        """Notes an import; imports nothing.
+        """Imports a module if a config may have it; notes it otherwise.
 
         Args:
           module: the module.
           name: the name that it binds.
           stands_for: the module that the name then stands for, `a` in `import a.b`.
+
+        Raises:
+          Refused: the name stands for another module already, or nothing has enabled names.
+          ImportError: there is no such module.
         """
         if not self._dynamic:  # gin would find names in its registry, which anyone may fill
             raise Refused(
                 f"the config of a run imports {module} before `from __gin__ import "
                 f"dynamic_registration`: {_FLAG}"
             )
-        self._modules.pop(name, None)
-        self._foreign.pop(name, None)
-        (self._modules if _may_import(module) else self._foreign)[name] = (stands_for, module)
+        before = self._bound.setdefault(name, stands_for)
+        if before != stands_for:
+            raise Refused(
+                f"the config of a run binds {name} to {before} and to {stands_for}: give each "
+                f"import a name of its own, or {_FLAG}"
+            )
+        if _may_import(module):
+            importlib.import_module(module)
+            self._imported.add(module)
+        else:
+            self._foreign[name] = module
 
     def check(self, selector: str, called: bool) -> None:
         """Checks a function that the config configures or refers to.
@@ -79,16 +95,14 @@ class Names:
         """
         first, *rest = selector.split(".")
         if first in self._foreign:
-            raise Refused(_explained(".".join([self._foreign[first][0], *rest])))
+            raise Refused(_explained(".".join([self._bound[first], *rest])))
         if first == "gin":
             raise Refused(_explained(selector))
-        if first not in self._modules:
+        if first not in self._bound:
             raise NameError(f"'{first}' was not provided by an import statement.")
-        stands_for, module = self._modules[first]
-        importlib.import_module(module)
-        whole = ".".join([stands_for, *rest])
+        whole = ".".join([self._bound[first], *rest])
         parent: Any = None
-        found: Any = importlib.import_module(stands_for)
+        found: Any = sys.modules[self._bound[first]]
         for name in rest:
             parent = found
             if name.startswith("_") or not isinstance(parent, ModuleType):
@@ -107,8 +121,18 @@ class Names:
 
     def finish(self) -> None:
         """Refuses a module that the config imports and names nothing of."""
-        for _, module in self._foreign.values():
+        for module in self._foreign.values():
             raise Refused(_explained(module))
+
+    def imported(self, module: str, fromlist: Sequence[str] | None = None) -> ModuleType:
+        """Stands for `__import__` where gin reads a config that was checked: imports nothing.
+
+        Raises:
+          Refused: the module was not checked.
+        """
+        if module not in self._imported:
+            raise Refused(_explained(module))
+        return sys.modules[module if fromlist else module.partition(".")[0]]
 
 
 def _explained(name: str) -> str:

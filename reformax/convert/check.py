@@ -15,7 +15,7 @@ import numpy as np
 from reformax.convert import trax_files, trax_models
 from reformax.convert.spec import Op, Spec
 from reformax.layers._trax import ShapeDtype
-from reformax.ops.parts import hashing
+from reformax.ops.hashing import angular as hashing
 from reformax.training.step import jit_once
 
 # Beyond this length a comparison takes too long on a CPU.

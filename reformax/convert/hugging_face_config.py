@@ -32,8 +32,8 @@ from reformax.declared import (
     shown,
 )
 from reformax.ops import lsh
-from reformax.ops.parts.circle import SELF_SCORE
-from reformax.ops.parts.hashing import bucket_factors
+from reformax.ops.hashing.angular import bucket_factors
+from reformax.ops.hashing.circle import SELF_SCORE
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -339,7 +339,12 @@ def _require_same_function(op: Op, pad_chunks: int) -> None:
         if op.option("n_chunks_before") > 1:
             wanted |= {"wrap": True, "pad_chunks": pad_chunks}
     else:
-        wanted |= {"count_once": False, "wrap": True, "pad_chunks": pad_chunks, "own": True}
+        wanted |= {
+            "count_once": False,
+            "wrap": True,
+            "pad_chunks": pad_chunks,
+            "attend_self_if_alone": True,
+        }
         wanted |= {"self_score": SELF_SCORE}
         n_eval = op.option("n_hashes_eval")
         _require(n_eval in (None, op.option("n_hashes")), f"n_hashes_eval is {n_eval}", "n_hashes")

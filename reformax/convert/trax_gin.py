@@ -15,7 +15,7 @@ from reformax.cli import config, trax_config
 from reformax.convert.spec import Op, Spec
 from reformax.data import files
 from reformax.declared import shown
-from reformax.ops.parts.circle import SELF_SCORE
+from reformax.ops.hashing.circle import SELF_SCORE
 
 CONFIG = "config.gin"
 WEIGHTS = ("model.pkl.gz", "model.pkl")
@@ -294,7 +294,7 @@ def _op(bound: _Bound, reference: str) -> Op:
         circle = {"count_once": False, "wrap": True, "self_score": SELF_SCORE}
         return Op("lsh", options | circle | {"pad_chunks": 1})
     if options["chunk_len"] is None:
-        return Op("shared_qk", {"own": True}) if shares else Op("dense", {})
+        return Op("shared_qk", {"attend_self_if_alone": True}) if shares else Op("dense", {})
     options |= {"shared_qk": bool(shares), "window": None, "pad_chunks": 1}
     if options["n_chunks_before"] > 1 or options["n_chunks_after"] > 0:
         options |= {"wrap": True} | ({"self_score": SELF_SCORE} if shares else {})

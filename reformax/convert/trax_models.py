@@ -18,7 +18,7 @@ from reformax.convert import tables, trax_files
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor
 from reformax.layers._trax import ShapeDtype, tl, trax
-from reformax.ops.parts.circle import SELF_SCORE
+from reformax.ops.hashing.circle import SELF_SCORE
 
 
 def table(spec: Spec) -> list[Tensor]:
@@ -162,7 +162,7 @@ def _wanted(op: Op) -> dict[str, Any]:
     if op.name == "flash":
         return {"scale": None}
     if op.name != "local":
-        return {"own": True} if op.name == "shared_qk" else {}
+        return {"attend_self_if_alone": True} if op.name == "shared_qk" else {}
     around = op.option("n_chunks_before") > 1 or op.option("n_chunks_after") > 0
     circle = {"wrap": True} if around else {}
     alone = {"self_score": SELF_SCORE} if circle and op.option("shared_qk") else {}

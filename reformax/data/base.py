@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -38,8 +38,8 @@ class SentencePairs(NamedTuple):
 
     source: Int32[np.ndarray, "B S"]
     target: Int32[np.ndarray, "B T"]
-    source_segments: Int32[np.ndarray, "B S"] | Bool[np.ndarray, "B S"]
-    target_segments: Int32[np.ndarray, "B T"] | Bool[np.ndarray, "B T"]
+    source_segment_ids: Int32[np.ndarray, "B S"] | Bool[np.ndarray, "B S"]
+    target_segment_ids: Int32[np.ndarray, "B T"] | Bool[np.ndarray, "B T"]
 
 
 class Documents(NamedTuple):
@@ -49,7 +49,7 @@ class Documents(NamedTuple):
     """
 
     tokens: Int32[np.ndarray, "B T"]
-    segments: Int32[np.ndarray, "B T"]
+    segment_ids: Int32[np.ndarray, "B T"]
 
 
 class DocumentPairs(NamedTuple):
@@ -167,6 +167,8 @@ class Task(NamedTuple):
     document_mask: bool = False
     # whether steps take their examples in turn: step n begins with the n * batch_size-th
     in_order: bool = False
+    # lines on what is trained on, and on what is left out and why: the first of a run
+    summary: Callable[[], Sequence[str]] | None = None
     # whether the tokens are the bytes of a text, so that bits per dim are bits per byte
     of_bytes: bool = False
 
@@ -326,7 +328,7 @@ def language_model(
         tokens = found.astype(np.int32) + offset
         inputs = tokens
         if document_mask:
-            inputs = Documents(tokens, segments_of(borders_of("train"), starts, length))
+            inputs = Documents(tokens, segment_ids_of(borders_of("train"), starts, length))
         return Batch(inputs, tokens, np.ones(tokens.shape, np.float32))
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
@@ -348,10 +350,12 @@ def language_model(
                 starts = ends[rows] - length
                 positions = starts[:, None] + np.arange(length)
                 weights = (positions >= scored_from[rows, None]) & (positions < n)
-                tokens, segments = data[positions].astype(np.int32) + offset, None
+                tokens, segment_ids = data[positions].astype(np.int32) + offset, None
                 if document_mask:
-                    segments = segments_of(borders_of(split), starts, length) * (positions < n)
-                yield full_batch(tokens, weights, batch_size, segments)
+                    segment_ids = segment_ids_of(borders_of(split), starts, length) * (
+                        positions < n
+                    )
+                yield full_batch(tokens, weights, batch_size, segment_ids)
 
         return batches()
 
@@ -398,7 +402,7 @@ def document_starts(
     return np.minimum(starts, n - length)
 
 
-def segments_of(
+def segment_ids_of(
     borders: Int64[np.ndarray, " d"], starts: Int64[np.ndarray, " B"], length: int
 ) -> Int32[np.ndarray, "B {length}"]:
     """The segments of windows: tokens of a row's first document have id 1, and so on upwards.
@@ -465,15 +469,15 @@ def philox(high: int, low: int) -> np.random.Generator:
 
 
 def full_batch(
-    tokens: np.ndarray, weights: np.ndarray, batch_size: int, segments: np.ndarray | None = None
+    tokens: np.ndarray, weights: np.ndarray, batch_size: int, segment_ids: np.ndarray | None = None
 ) -> Batch:
     """A batch of `tokens` [b, T] scored at `weights` [b, T], filled to B rows with weight 0.
 
-    With `segments` [b, T] the inputs are `Documents`.
+    With `segment_ids` [b, T] the inputs are `Documents`.
     """
     fill = ((0, batch_size - len(tokens)), (0, 0))
     tokens = np.pad(tokens.astype(np.int32), fill)
-    inputs = tokens if segments is None else Documents(tokens, np.pad(segments, fill))
+    inputs = tokens if segment_ids is None else Documents(tokens, np.pad(segment_ids, fill))
     return Batch(inputs, tokens, np.pad(weights.astype(np.float32), fill))
 
 

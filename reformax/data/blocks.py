@@ -33,7 +33,7 @@ def drawn_blocks(
     size: int,
     data_seed: int,
     stem: str,
-    data_dir: str | os.PathLike | None,
+    cache_dir: str | os.PathLike | None,
 ) -> Callable[[str, Int[np.ndarray, " n"]], Block]:
     """A function from a split and numbers to these examples.
 
@@ -46,17 +46,17 @@ def drawn_blocks(
       size: examples of a block.
       data_seed: of all blocks.
       stem: how the names of files begin: all that `draw` goes by.
-      data_dir: a folder to keep blocks in, compressed. None: they are in memory alone.
+      cache_dir: a folder to keep blocks in, compressed. None: they are in memory alone.
 
     Raises:
-      ValueError: data_dir is a file; by the function, for a file that is damaged.
+      ValueError: cache_dir is a file; by the function, for a file that is damaged.
       OSError: by the function, for a folder that cannot be read or written.
     """
 
-    folder = None if data_dir is None else user_path("data_dir", data_dir)
+    folder = None if cache_dir is None else user_path("cache_dir", cache_dir)
     if folder is not None and folder.exists() and not folder.is_dir():
         raise SettingError(
-            f"data_dir is {folder}, which is no folder: give the name of one to keep examples in"
+            f"cache_dir is {folder}, which is no folder: give the name of one to keep examples in"
         )
 
     @functools.cache

@@ -45,7 +45,10 @@ def enwik8(data_dir: PathName | None = None) -> Task:
             f"enwik8: {path} has {len(data):,} bytes, not the {N_BYTES:,} of enwik8: "
             "split 90/5/5 in proportion; --config_file=reformer_text.gin is for any text"
         )
-    return byte_language_model("enwik8", split_bytes(data, str(path)))
+    splits = split_bytes(data, str(path))
+    sizes = ", ".join(f"{split} {len(part):,}" for split, part in splits.items())
+    task = byte_language_model("enwik8", splits)
+    return task._replace(summary=lambda: [f"{path}: {len(data):,} bytes, cut into {sizes}"])
 
 
 def _find(folder: Path) -> Path:

@@ -40,6 +40,7 @@ DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
 )
+_MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\0", "zip": b"PK"}
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
@@ -105,11 +106,20 @@ def read_file(path: Path) -> bytes:
     return read_plain(path) if blocks is None else _unpacked(path, blocks)
 
 
+def head(path: Path) -> bytes:
+    """The first bytes of a file, 64 KiB or 1 MiB, unpacked as `read_file` does; raises the same."""
+    check_ordinary(path)
+    blocks = PACKED.get(path.suffix.lower(), _plain_blocks)
+    try:
+        return next(blocks(path), b"")
+    except DAMAGED as error:
+        raise _not_unpacked(path, error, blocks) from error
+
+
 def read_plain(path: Path) -> bytes:
     """The content of a file as it is; raises what `read_file` does."""
     size = check_ordinary(path)
-    if size > MAX_BYTES:
-        raise _too_much(path, size)
+    check_room(path, size)
     return _not_empty(path, path.read_bytes())
 
 
@@ -128,41 +138,47 @@ def read_gz(path: Path) -> bytes:
     return _unpacked(path, _gz_blocks)
 
 
-def read_folder(folder: Path, pattern: str, read: Callable[[Path], bytes]) -> Joined:
-    """The files of a folder whose names match, joined in the order of `list_files`.
+def read_all(paths: Iterable[Path], read: Callable[[Path], bytes], source: Path) -> Joined:
+    """Files, joined in this order.
 
     Args:
-      folder: searched to any depth.
-      pattern: see `list_files`.
+      paths: the files; empty ones are passed over.
       read: reads a file that is not empty.
+      source: the folder that they are of, for errors.
 
     Raises:
-      ValueError: the folder is a run's, no file matches, one of them cannot be unpacked or is no
-        ordinary file, or all together are too much.
-      OSError: one of them, or a folder below, cannot be read.
+      ValueError: one of them cannot be unpacked or is no ordinary file, or all together are too
+        much.
+      OSError: one of them cannot be read.
     """
-    if is_run(folder):
-        raise SettingError(
-            f"{folder} is the folder of a run: give a folder of text, and move the text there if "
-            "this one has it"
-        )
-    paths = list_files(folder, pattern)
-    if not paths:
-        raise SettingError(f"{folder} has no file that matches {pattern!r}: put text files there")
     sizes = {path: check_ordinary(path) for path in paths}
     total, texts = sum(sizes.values()), []
     for path, size in sizes.items():
-        if total > MAX_BYTES:
-            raise _too_much(folder, total)
+        check_room(source, total)
         if size:
             texts.append(read(path))
             total += len(texts[-1]) - size
-    if total > MAX_BYTES:
-        raise _too_much(folder, total)
+    check_room(source, total)
     return join(texts)
 
 
-def list_files(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> list[Path]:
+class Listed(NamedTuple):
+    """The files below a folder: those that are taken, in order, and the others."""
+
+    paths: list[Path]
+    left_out: dict[str, list[Path]]  # by the reason, in words; folders stand for what is in them
+
+
+def list_files(
+    folder: Path, pattern: str = "*", skip: Container[str] = (), deep: bool = True
+) -> list[Path]:
+    """The paths of `listed`."""
+    return listed(folder, pattern, skip, deep).paths
+
+
+def listed(
+    folder: Path, pattern: str = "*", skip: Container[str] = (), deep: bool = True
+) -> Listed:
     """The files below a folder, sorted by their relative paths written with '/'.
 
     Args:
@@ -170,6 +186,7 @@ def list_files(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> l
       pattern: matches file names, with the wildcards of a shell.
       skip: names of folders to leave out. Hidden files and folders are always left out, and so are
         runs and links to nothing.
+      deep: whether the folders in it are searched.
 
     Raises:
       OSError: a folder cannot be read.
@@ -178,13 +195,34 @@ def list_files(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> l
     def refuse(error: OSError) -> None:
         raise error
 
-    found = []
+    def order(path: Path) -> str:
+        return path.relative_to(folder).as_posix()
+
+    found, left_out = [], {}
     for here, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [f for f in folders if f not in skip and not f.startswith(".")]
-        folders[:] = [f for f in folders if not is_run(Path(here, f))]
-        names = [n for n in fnmatch.filter(names, pattern) if not n.startswith(".")]
-        found += [path for n in names if (path := Path(here, n)).exists()]
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+        kept = []
+        for name in folders:
+            path = Path(here, name)
+            if name in skip:
+                continue
+            reason = "hidden" if name.startswith(".") else "a run" if is_run(path) else None
+            reason = reason or ("a link to a folder" if path.is_symlink() else None)
+            kept += [name] * (reason is None)
+            if reason:
+                left_out.setdefault(reason, []).append(path)
+        folders[:] = kept if deep else []
+        for name in names:
+            path = Path(here, name)
+            reason = "hidden" if name.startswith(".") else None
+            if reason is None and not fnmatch.fnmatch(name, pattern):
+                reason = f"not {pattern}"
+            if reason is None and not path.exists():
+                reason = "a link to nothing"
+            if reason is None:
+                found.append(path)
+            else:
+                left_out.setdefault(reason, []).append(path)
+    return Listed(sorted(found, key=order), {r: sorted(left_out[r], key=order) for r in left_out})
 
 
 def is_run(folder: Path) -> bool:
@@ -212,11 +250,13 @@ def _not_empty(path: Path, data: bytes) -> bytes:
     return data
 
 
-def _too_much(path: Path, size: int) -> ValueError:
-    return ValueError(
-        f"{path} has {size:,} bytes of text and half of this machine's memory is {MAX_BYTES:,}: "
-        "give a part of it"
-    )
+def check_room(path: Path, size: int) -> None:
+    """Raises ValueError for text of so many bytes that there is no room for it and a model."""
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"{path} has {size:,} bytes of text and half of this machine's memory is "
+            f"{MAX_BYTES:,}: give a part of it"
+        )
 
 
 def _unpacked(path: Path, blocks: Callable[[Path], Iterator[bytes]]) -> bytes:
@@ -234,8 +274,36 @@ def _unpacked(path: Path, blocks: Callable[[Path], Iterator[bytes]]) -> bytes:
                     "decompression bomb; if it is none, unpack it yourself"
                 )
     except DAMAGED as error:
-        raise ValueError(f"{path} is damaged ({error}): copy or download it again") from error
+        raise _not_unpacked(path, error, blocks) from error
     return _not_empty(path, b"".join(parts))
+
+
+def _not_unpacked(
+    path: Path, error: Exception, blocks: Callable[[Path], Iterator[bytes]]
+) -> ValueError:
+    """The error of a file that is damaged, or not packed as its name says, or in a newer way."""
+    kind = {_xz_blocks: "xz", _zip_blocks: "zip"}.get(blocks, "gzip")
+    with open(path, "rb") as file:
+        begin = file.read(6)
+    if isinstance(error, NotImplementedError):
+        return ValueError(
+            f"{path} is packed in a way that is not read ({error}): unpack it yourself"
+        )
+    if "memory usage limit" in str(error).lower():
+        return ValueError(
+            f"{path} asks for more than {_XZ_MEMORY:,} bytes to be unpacked: unpack it yourself"
+        )
+    if begin and not begin.startswith(_MAGIC[kind][: len(begin)]):
+        return ValueError(
+            f"{path} is not packed by {kind}, by its first bytes: name it as what it is, or "
+            "download it again"
+        )
+    return ValueError(f"{path} is damaged ({error}): copy or download it again")
+
+
+def _plain_blocks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from iter(lambda: file.read(_PACKED), b"")
 
 
 def _gz_blocks(path: Path) -> Iterator[bytes]:

@@ -27,6 +27,8 @@ from reformax.data.base import (
     full_batch,
     generator,
 )
+from reformax.data.splits import By, Divided, left_out_lines
+from reformax.data.splits import divided as split_files
 from reformax.declared import Bounds, Name, PathName, SettingError, checked
 
 Side = Annotated[int, Bounds(1, 1024)]
@@ -39,20 +41,28 @@ _MOST_PIXELS = 2**26
 
 @checked
 def images(
-    data_dir: PathName | None = None, side: Side = 64, pattern: Name = "*", tiles: bool = False
+    data_dir: PathName | None = None,
+    side: Side = 64,
+    pattern: Name = "*",
+    tiles: bool = False,
+    splits: By = "by_name",
 ) -> Task:
     """A language model of square images: a row is one image of `side` x `side` x 3 bytes.
 
-    Of every ten images, in the order of their names, one is in 'valid' and one in 'test'. A step of
-    training draws images uniformly, with replacement, by (seed, step).
+    A folder's own splits are kept, such as train/ and test/ in it: see `reformax.data.splits`.
+    Without, of every ten images, in the order of their names, one is in 'valid' and one in 'test';
+    where one of these is not the folder's own, it is one of every ten of train. A step of training
+    draws images uniformly, with replacement, by (seed, step).
 
     Args:
-      data_dir: a folder with images, .png, .jpg or .jpeg, in it or below. None: photographs that
-        come with matplotlib and, where it is installed, scikit-learn, in tiles, to try it out.
+      data_dir: a folder with images, .png, .jpg or .jpeg, in it or below. Hidden files and folders
+        and folders of runs are left out. None: photographs that come with matplotlib and, where it
+        is installed, scikit-learn, in tiles, to try it out.
       side: of an image, in pixels.
       pattern: the names of the folder's files to take.
       tiles: whether a file is cut into as many images of `side` as it holds. Otherwise it is one:
         the largest square in its middle, each pixel the mean of those that it covers.
+      splits: 'by_name', a folder's own; or 'cut', all images together.
 
     Raises:
       FileNotFoundError: data_dir does not exist.
@@ -61,22 +71,32 @@ def images(
         split, and a length or stride other than an image's.
       OSError: a file cannot be read.
     """
+    left_out: list[str] = []
     if data_dir is None:
-        paths, tiles = _bundled(), True
+        paths, tiles = {"train": _bundled()}, True
     else:
         folder = files.existing(data_dir)
         if not folder.is_dir():
             raise SettingError(f"data_dir={data_dir} must be a folder with images")
-        found = sorted(folder.rglob(pattern))
-        paths = [path for path in found if path.suffix.lower() in KINDS and path.is_file()]
-        if not paths:
+        found = files.listed(folder, pattern)
+        chosen = sorted(path for path in found.paths if path.suffix.lower() in KINDS)
+        if not chosen:
             raise SettingError(f"data_dir={data_dir} holds no {', '.join(KINDS)} of {pattern!r}")
+        divided = Divided({"train": chosen})
+        if splits == "by_name":
+            divided = split_files(folder, chosen, "images.images.splits")
+        paths = divided.paths
+        others = {"in no split": divided.outside, **found.left_out}
+        others["no image"] = sorted(set(found.paths) - set(chosen))
+        left_out = [*divided.notes, *left_out_lines(folder, others)]
 
     @functools.cache
-    def stored() -> UInt8[np.ndarray, "n _"]:
-        parts = [_read(path, side, tiles).reshape(-1, CHANNELS * side * side) for path in paths]
+    def stored(split: str) -> UInt8[np.ndarray, "n _"]:
+        parts = [
+            _read(path, side, tiles).reshape(-1, CHANNELS * side * side) for path in paths[split]
+        ]
         rows = np.concatenate(parts)
-        if len(rows) < 10:
+        if split == "train" and len(paths) < len(SPLITS) and len(rows) < 10:
             raise SettingError(
                 f"{len(rows)} images of side {side} are too few to split: expected 10 or more"
             )
@@ -85,11 +105,22 @@ def images(
     @functools.cache
     def rows_of(split: str) -> UInt8[np.ndarray, "n _"]:
         check_split("images", split, SPLITS)
-        place = np.arange(len(stored())) % 10
-        held_out = np.isin(place, list(_HELD_OUT.values()))
-        return stored()[place == _HELD_OUT[split] if split in _HELD_OUT else ~held_out]
+        if split != "train" and split in paths:
+            return stored(split)
+        place = np.arange(len(stored("train"))) % 10
+        cut = {of: number for of, number in _HELD_OUT.items() if of not in paths}
+        held_out = np.isin(place, list(cut.values()))
+        return stored("train")[place == cut[split] if split in cut else ~held_out]
 
-    return _rows_apart("images", CHANNELS * side * side, rows_of)
+    def summary() -> list[str]:
+        sizes = [
+            f"{split} {len(rows_of(split)):,} images" + ", cut from train" * (split not in paths)
+            for split in SPLITS
+        ]
+        where = "photographs that come with packages" if data_dir is None else data_dir
+        return [f"{where}: {'; '.join(sizes)}", *left_out]
+
+    return _rows_apart("images", CHANNELS * side * side, rows_of)._replace(summary=summary)
 
 
 def _rows_apart(name: str, length: int, rows_of) -> Task:

@@ -5,6 +5,7 @@ Letters in the shapes: n examples, L the longest of them, B batch, T length.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 
@@ -175,10 +176,18 @@ def stored_task(
     def made_by(split: str) -> str:
         rows, classes = stored(split)
         flat = [part for row in rows for part in row] if labels.pairs else rows
-        text = np.frombuffer(b"\0".join([*flat, bytes(classes.tolist())]), np.uint8)
+        numbers = classes.astype(np.uint8 if labels.n_classes <= 256 else "<u4").tobytes()
+        text = np.frombuffer(b"\0".join([*flat, numbers]), np.uint8)
         return f"{len(rows):,} examples, {fingerprint(text)}"
 
-    return labelled_task(
+    def summary() -> list[str]:
+        sizes = []
+        for split in SPLITS:
+            with contextlib.suppress(ValueError, OSError):  # a run may do without 'test'
+                sizes.append(f"{split} {len(stored(split)[0]):,}")
+        return [f"{name}: {', '.join(sizes)} examples of {labels.n_classes} classes"]
+
+    task = labelled_task(
         name,
         vocab_size=vocab_size,
         labels=labels,
@@ -187,6 +196,7 @@ def stored_task(
         made_by=made_by,
         longest=longest,
     )
+    return task._replace(summary=summary)
 
 
 def _tokens(row: bytes) -> Int[np.ndarray, " _"]:

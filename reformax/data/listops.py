@@ -11,18 +11,23 @@ drawn at once, a level at a time, so that a thousand examples take well below a 
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from reformax.data.base import Labels, Task
+from reformax.data import files, splits, tables
+from reformax.data.base import SPLITS, Labels, Task, check_split, fingerprint
 from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task, padded
 from reformax.declared import Bounds, PathName, Seed, SettingError, Size, checked
 
 # Token 0 is padding; digit d is d + 1.
 WORDS = ("", *map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]")
+_TOKENS = {word: i for i, word in enumerate(WORDS) if word}
+_DIGITS = set(map(str, range(10)))
 _OPERATIONS, _CLOSE = 11, 15
 _LIKELY = 0.25
 BLOCK = 500  # examples that are drawn together
@@ -43,6 +48,7 @@ def listops(
     n_eval: Size = 2_000,
     data_seed: Seed = 0,
     data_dir: PathName | None = None,
+    cache_dir: PathName | None = None,
 ) -> Task:
     """Name the digit that a list of operations comes to: minimum, maximum, median, sum modulo 10.
 
@@ -58,12 +64,17 @@ def listops(
       n_train: examples to train on.
       n_eval: examples of 'valid' and of 'test'.
       data_seed: another one makes another set.
-      data_dir: a folder to keep lists in, 0.5 KB each. Drawing takes 0.3 ms a list, and several
-        processes may fill one folder. None: they stay in memory alone, `max_length` bytes each.
+      data_dir: a folder with published lists to read: one .tsv for each split, such as Long Range
+        Arena's basic_train.tsv, basic_val.tsv and basic_test.tsv, with the columns Source and
+        Target. The first `n_train` and `n_eval` are taken. None: lists are drawn.
+      cache_dir: a folder to keep drawn lists in, 0.5 KB each. Drawing takes 0.3 ms a list, and
+        several processes may fill one folder. None: they stay in memory alone, `max_length` bytes
+        each.
 
     Raises:
-      ValueError: the lengths leave no room, or hardly any tree has one of them; or a file is
-        damaged.
+      ValueError: the lengths leave no room, or hardly any tree has one of them; a file is
+        damaged, or has a line that is no list; or lists are read, and a setting is of drawn ones.
+      FileNotFoundError: data_dir, or a split's file when it is read, is not there.
       OSError: the folder cannot be read or written.
     """
     if max_length - min_length < 2:
@@ -71,6 +82,18 @@ def listops(
             f"min_length={min_length} and max_length={max_length}: expected a difference of 2 or "
             "more, because examples lie between them"
         )
+
+    if data_dir is not None:
+        drawn = {"min_length": (min_length, 500), "max_depth": (max_depth, 10)}
+        drawn |= {"max_args": (max_args, 10), "data_seed": (data_seed, 0)}
+        drawn |= {"cache_dir": (cache_dir, None)}
+        for name, (value, default) in drawn.items():
+            if value != default:
+                raise SettingError(
+                    f"{name} is {value!r}: lists of data_dir are read, not drawn: leave it or "
+                    "data_dir out"
+                )
+        return _published(files.existing(data_dir), max_length, n_train, n_eval)
 
     def draw(rng: np.random.Generator) -> Block:
         rows: list[np.ndarray] = []
@@ -91,7 +114,7 @@ def listops(
         return Block(tokens, np.concatenate(values)[:BLOCK].astype(np.uint8))
 
     stem = f"listops_{min_length}_{max_length}_{max_depth}_{max_args}"
-    kept = drawn_blocks(draw, BLOCK, data_seed, stem, data_dir)
+    kept = drawn_blocks(draw, BLOCK, data_seed, stem, cache_dir)
 
     made_by = (
         f"min_length={min_length}, max_length={max_length}, max_depth={max_depth}, "
@@ -108,6 +131,88 @@ def listops(
         longest=max_length - 1,
         in_order=True,
     )
+
+
+def _published(folder: Path, max_length: int, n_train: int, n_eval: int) -> Task:
+    """The task of lists in files."""
+    if not folder.is_dir():
+        raise SettingError(f"data_dir is {folder}: give the folder of the .tsv files")
+
+    files_of = {split: [] for split in SPLITS}
+    for path in files.list_files(folder, "*.tsv", deep=False):
+        if found := splits.named(path.name):
+            files_of[found.split].append(path)
+
+    def file_of(split: str) -> Path:
+        found = files_of[split]
+        if len(found) != 1:
+            there = f"several of {split}: {', '.join(x.name for x in found)}" if found else "none"
+            raise files.Missing(
+                f"{folder} has {there}: expected one .tsv of each split, such as basic_train.tsv; "
+                "what was drawn is kept by listops.listops.cache_dir"
+            )
+        return found[0]
+
+    @functools.cache
+    def stored(split: str) -> tuple[list[np.ndarray], np.ndarray]:
+        check_split("listops", split, SPLITS)
+        return _read(file_of(split), max_length, n_train if split == "train" else n_eval)
+
+    def examples(split: str, numbers: Int[np.ndarray, " n"]):
+        rows, classes = stored(split)
+        return padded([rows[i] for i in numbers], max_length - 1), classes[numbers]
+
+    @functools.cache
+    def made_by(split: str) -> str:
+        rows, classes = stored(split)
+        return f"{len(rows):,} lists, {fingerprint(np.concatenate([*rows, classes]))}"
+
+    def summary() -> list[str]:
+        there = [split for split in SPLITS if len(files_of[split]) == 1]
+        sizes = [f"{s} {len(stored(s)[0]):,} lists ({file_of(s).name})" for s in there]
+        return [f"{folder}: {'; '.join(sizes)}"]
+
+    return labelled_task(
+        "listops",
+        vocab_size=len(WORDS),
+        labels=Labels(10),
+        sizes=lambda split: len(stored(split)[0]),
+        examples=examples,
+        made_by=made_by,
+        longest=max_length - 1,
+    )._replace(summary=summary)
+
+
+def _read(path: Path, max_length: int, most: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """The lists of a file, and what they come to."""
+    rows: list[np.ndarray] = []
+    classes: list[int] = []
+    columns = {"Source": 0, "Target": 1}
+    for number, fields in enumerate(tables.delimited_rows(path, "\t"), start=1):
+        if number == 1 and set(columns) <= set(fields):
+            columns = {name: fields.index(name) for name in columns}
+            continue
+        if len(rows) == most:
+            break
+        where = f"{path} row {number:,}"
+        if len(fields) <= max(columns.values()) or fields[columns["Target"]] not in _DIGITS:
+            raise SettingError(f"{where}: expected a list and its digit, with a tab between them")
+        words = fields[columns["Source"]].replace("(", " ").replace(")", " ").split()
+        if len(words) >= max_length:
+            raise SettingError(
+                f"{where} has {len(words):,} tokens: set listops.listops.max_length to "
+                f"{len(words) + 1:,} or more"
+            )
+        try:
+            rows.append(np.array([_TOKENS[word] for word in words], np.uint8))
+        except KeyError as error:
+            raise SettingError(
+                f"{where} has {error.args[0]!r}, which is no word of a list"
+            ) from None
+        classes.append(int(fields[columns["Target"]]))
+    if not rows:
+        raise SettingError(f"{path} has no list: give a file that has some")
+    return rows, np.array(classes, np.uint8)
 
 
 class Trees(NamedTuple):

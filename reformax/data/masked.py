@@ -117,4 +117,5 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         and (lambda split: f"{fingerprint(split)}, length={length}, rate={rate}{own_id}"),
         masked=True,
         vocabulary=task.vocabulary,
+        summary=task.summary,
     )

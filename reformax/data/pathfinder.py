@@ -32,7 +32,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from reformax.data.base import Labels, Task
 from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task
-from reformax.declared import Bounds, Called, PathName, Seed, SettingError, Size, checked
+from reformax.declared import Bounds, Called, PathName, Seed, SettingError, Size, checked, shown
 
 Levels = Annotated[int, Bounds(2, 256)]
 Lengths = Annotated[Size | Sequence[Size], Called("a number of at least 1, or a list of them")]
@@ -73,6 +73,7 @@ def pathfinder(
     mirrored: bool = False,
     data_seed: Seed = 0,
     data_dir: PathName | None = None,
+    cache_dir: PathName | None = None,
 ) -> Task:
     """Name whether the dots of an image of `size * size` pixels are connected: class 1, or 0.
 
@@ -91,7 +92,8 @@ def pathfinder(
       mirrored: whether training goes on, after these images, with their seven mirrored and turned
         copies, of the same classes: eight times as many for the time of one.
       data_seed: another one makes another set.
-      data_dir: a folder to keep images in, of 32 pixels 0.3 KB each and of 128 pixels 1.7 KB.
+      data_dir: None: images are drawn, and none are read.
+      cache_dir: a folder to keep images in, of 32 pixels 0.3 KB each and of 128 pixels 1.7 KB.
         Drawing takes milliseconds an image, and several processes may fill one folder. None: they
         stay in memory alone, a byte a pixel.
 
@@ -100,13 +102,18 @@ def pathfinder(
         file is damaged.
       OSError: the folder cannot be read or written.
     """
+    if data_dir is not None:
+        raise SettingError(
+            f"data_dir is {shown(data_dir)}: images are drawn, and none are read: leave it out, or "
+            "keep what is drawn by pathfinder.pathfinder.cache_dir"
+        )
     if size not in LOOKS:
         raise SettingError(f"size is {size}: expected one of {', '.join(map(str, LOOKS))}")
     lengths = tuple(length) if isinstance(length, Sequence) else (length,)
     if not lengths:
         raise SettingError("length is (): give at least one number of dashes")
 
-    folder = None if data_dir is None else os.fspath(data_dir)
+    folder = None if cache_dir is None else os.fspath(cache_dir)
     kept = {length: _images(size, length, data_seed, folder) for length in lengths}
 
     def examples(split: str, numbers: Int[np.ndarray, " n"]):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +42,8 @@ _BLOCK = 2**14  # bytes of text that are encoded as one
 _TOGETHER = 2**24  # bytes of text whose ids are Python integers until they are joined
 # Bytes that a vocabulary is learnt from, taken evenly from the whole, and of one of its sentences.
 _SAMPLE, _SENTENCE = 10**7, 2**11
+# Bytes of a text that are decoded again together, and how often.
+_CHECKED, _CHECKS = 2**11, 2**8
 # A tokenizer.json of 250,000 pieces has 20 MB.
 _MOST_FILE = 2**28
 # Pieces that give every text back: spaces stay as they are, what has no piece is in bytes.
@@ -184,7 +187,9 @@ class PieceVocabulary:
                 )
             if not path.exists():
                 durable.write(path, made)
-            self._warn_of_loss()
+            if self._text is not None:
+                self.warn_of_loss(self._text, "train")
+                self._warn_of_no_end()
         return hash_of(self._bytes)
 
     @property
@@ -325,14 +330,35 @@ class PieceVocabulary:
                 check_settings(path, self._bytes, {"model_type": self._model_type})
             check_size(path, self.size, declared, self._model_type)
 
-    def _warn_of_loss(self) -> None:
-        if self._text is None:
-            return
-        sample = bytes(self._text[:_BLOCK]).decode("utf-8", "ignore").replace("\0", "")
-        if self.decode(self.encode(sample)) != sample:
+    def warn_of_loss(self, data: bytes, split: str) -> None:
+        """Warns if a sample of a text, taken evenly from all of it, is not what its ids give."""
+        every = max(_CHECKED, -(-len(data) // _CHECKS))
+        lost, n_parts = [], 0
+        for begin in range(0, len(data), every):
+            part = bytes(data[begin : begin + _CHECKED]).decode("utf-8", "ignore")
+            # Whole words, and no space at the begin, which tokenizers may drop in a text's.
+            part = re.sub(r"^\S*\s|\s\S*$", "", part).replace("\0", "").strip()
+            back = self.decode(self.encode(part))
+            n_parts += 1
+            if back != part:
+                lost.append((part, back))
+        if lost:
+            part, back = lost[0]
+            place = len(os.path.commonprefix(lost[0]))
+            first = slice(max(0, place - 9), place + 9)
             logging.getLogger(__name__).warning(
-                "text: the vocabulary does not give the text back as it was, so bits per byte "
-                "compare with no other's"
+                f"text: the vocabulary does not give the text back as it was in {len(lost):,} of "
+                f"{n_parts:,} samples of {split}: {part[first]!r} becomes {back[first]!r}, so bits "
+                "per byte compare with no other's"
+            )
+
+    def _warn_of_no_end(self) -> None:
+        """Warns if documents have ends, and the vocabulary has no id of one."""
+        if self._codec.end < 0 and (self._text == _BORDER[0]).any():
+            known = f"none of {', '.join(_ENDS)}" if self._path is not None else "no EOS"
+            logging.getLogger(__name__).warning(
+                f"text: the vocabulary {self._path or FILE} has no id for the end of a document "
+                f"({known}): documents end in a newline, which a model cannot tell from others"
             )
 
 
@@ -359,7 +385,13 @@ def piece_language_model(
     """
     check_documents(borders, windows, document_mask)
     bytes_of = functools.partial(of_split, name, splits)
-    encoded = functools.cache(lambda split: vocabulary.encode_documents(bytes(bytes_of(split))))
+
+    @functools.cache
+    def encoded(split: str) -> Encoded:
+        data = bytes(bytes_of(split))
+        if split != "train":  # of which the run's vocabulary was told when it was taken
+            vocabulary.warn_of_loss(data, split)
+        return vocabulary.encode_documents(data)
 
     @functools.cache
     def borders_of(split: str) -> np.ndarray:

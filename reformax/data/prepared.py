@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
 
+from reformax.data import files
+
 T = TypeVar("T")
 _TIMEOUT = 20  # seconds
 
@@ -73,9 +75,20 @@ def load(
                 urllib.request.urlopen(url, timeout=_TIMEOUT).close()
             dataset.download_and_prepare(download_config=config)
         return read(dataset)
+    except files.Missing:
+        raise
     except Exception as error:  # tensorflow-datasets has no base class of its errors
         reason = str(error).strip().partition("\n")[0].rstrip(":") or type(error).__name__
         raise OSError(f"{name} could not be prepared from {url} ({reason}): {instead}") from error
+
+
+def check_may_download(name: str, data_dir: str | None) -> None:
+    """Raises `files.Missing` where a dataset is not in the folder to read it from."""
+    if data_dir is not None:
+        raise files.Missing(
+            f"data_dir={data_dir} has no prepared {name}: give the folder that has it, or leave "
+            "data_dir out, which downloads to TFDS_DATA_DIR or ~/tensorflow_datasets"
+        )
 
 
 def columns(
@@ -95,7 +108,7 @@ def columns(
       name: the dataset's; of this package, not of a folder.
       split: the dataset's own name of the split, or a part of it such as 'train[:90%]'.
       wanted: the features.
-      data_dir: the folder of tensorflow-datasets; None: TFDS_DATA_DIR or ~/tensorflow_datasets.
+      data_dir: the folder that has it; None: TFDS_DATA_DIR or ~/tensorflow_datasets.
       url: as in `load`.
       instead: as in `load`.
 
@@ -110,6 +123,7 @@ def columns(
         there = tfds.builder(name, data_dir=folder)
         if there.is_prepared():
             return there
+        check_may_download(name, folder)
         return tfds.builder(name, data_dir=folder, file_format="array_record")
 
     def read(builder) -> list[list[Any]]:

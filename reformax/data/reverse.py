@@ -61,13 +61,13 @@ def reverse(max_symbols: Size = 15, vocab_size: Symbols = 32, n_eval: Size = 512
             np.where(position < lengths, ids, EOS * (position == lengths)).astype(np.int32)
             for ids in (symbols, backwards)
         )
-        segments = position <= lengths
-        return SentencePairs(source, target, segments, segments)
+        segment_ids = position <= lengths
+        return SentencePairs(source, target, segment_ids, segment_ids)
 
     def batch(rows: SentencePairs, batch_size: int) -> Batch:
         fill = ((0, batch_size - len(rows.source)), (0, 0))
         rows = SentencePairs(*(np.pad(part, fill) for part in rows))
-        return Batch(rows, rows.target, rows.target_segments.astype(np.float32))
+        return Batch(rows, rows.target, rows.target_segment_ids.astype(np.float32))
 
     def check_length(length: int) -> None:
         if length <= max_symbols:
@@ -96,7 +96,7 @@ def reverse(max_symbols: Size = 15, vocab_size: Symbols = 32, n_eval: Size = 512
         return (batch(SentencePairs(*(x[part] for x in rows)), batch_size) for part in parts)
 
     def n_targets(split: str) -> int:
-        return int(fixed(split, max_symbols + 1).target_segments.sum())
+        return int(fixed(split, max_symbols + 1).target_segment_ids.sum())
 
     def sentences(split: str) -> tuple[list[str], list[str]]:
         rows = fixed(split, max_symbols + 1)

@@ -255,9 +255,11 @@ def _batch(
             part = np.zeros(batch_size * length, np.int32)
             part[place] = values
             parts.append(part.reshape(batch_size, length))
-    source, source_segments, target, target_segments = parts
-    weights = (target_segments > 0).astype(np.float32)
-    return Batch(SentencePairs(source, target, source_segments, target_segments), target, weights)
+    source, source_segment_ids, target, target_segment_ids = parts
+    weights = (target_segment_ids > 0).astype(np.float32)
+    return Batch(
+        SentencePairs(source, target, source_segment_ids, target_segment_ids), target, weights
+    )
 
 
 def _ranges(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 from jaxtyping import UInt8
 
 from reformax.data import documents, files
-from reformax.data.base import Task, Windows, byte_language_model, split_borders
+from reformax.data.base import SPLITS, Task, Windows, byte_language_model, split_borders
 from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
+from reformax.data.splits import By
 from reformax.data.vocabulary import ModelType
 from reformax.declared import Bounds, Name, PathName, SettingError, Size, VocabSize, checked
 
@@ -32,21 +35,27 @@ def text(
     offset: Offset = 0,
     windows: Windows = "anywhere",
     document_mask: bool = False,
+    splits: By = "by_name",
 ) -> Task:
     """A language model of your own text, of its bytes or of pieces of words.
 
-    The last 5% of the bytes are the test split and the 5% before them the valid split, at most
-    `max_held_out` each. A character belongs to one split.
+    A folder's own splits are kept, where the names of its files or subfolders say them, such as
+    train.jsonl and test.jsonl: see `reformax.data.splits`. Without, the last 5% of the bytes are
+    the test split and the 5% before them the valid split, at most `max_held_out` each. One that is
+    not there is so cut from the end of train. A character belongs to one split.
 
     Documents are the rows of tables, and the files of a folder. A row ends in byte 0, and in a
     vocabulary's EOS. Files are joined in the order of their relative paths, with a newline after a
     file that ends without one. Hidden files and folders are left out, and so are folders of runs:
-    those with a `.lock`, or with a config.gin and checkpoints.
+    those with a `.lock`, or with a config.gin and checkpoints; and, beside tables, pages that tell
+    of them, such as README.md. A run's first lines say what is read and what is not.
 
     Args:
-      data_dir: a file or a folder. Text, plain or .gz, .xz or .zip; .jsonl, plain or packed;
+      data_dir: a file or a folder. Text, plain or .gz, .xz or .zip; .jsonl, .json with an array
+        or lines of objects, .csv and .tsv whose first row names the field, plain or packed;
         .parquet; .arrow; or a folder that `datasets` saved, whose own splits are kept.
-      pattern: the names of files to take, such as '*.txt' or '*.md'.
+      pattern: the names of files to take, such as '*.txt' or '*.md'; '**' takes pages beside tables
+        too.
       field: the field of a table's rows that is their text.
       raw: train on the bytes of files as they are, whatever they hold.
       max_held_out: the most bytes of valid and of test.
@@ -62,6 +71,7 @@ def text(
       document_mask: whether a token is predicted from its own document alone, in training and in
         evaluation: the documents of a window are hidden from each other, and positions start again
         with each. Llama 3's mask (Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.2).
+      splits: 'by_name', a folder's own; or 'cut', all that it holds as one text.
 
     Raises:
       FileNotFoundError: data_dir does not exist.
@@ -73,25 +83,52 @@ def text(
       ImportError: pyarrow or tokenizers is needed and not there.
     """
     path = files.existing(data_dir)
-    found = documents.read(path, pattern, field, raw)
-    texts = {split: files.as_array(x.data) for split, x in found.items()}
-    splits = split_text(texts, str(path), max_held_out)
-    borders = split_borders({split: x.begins for split, x in found.items()}, splits)
+    source = documents.read(path, pattern, field, raw, splits, "text.text.splits")
+    texts = {split: files.as_array(x.data) for split, x in source.texts.items()}
+    parts = split_text(texts, str(path), max_held_out)
+    borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
+    summary = functools.cache(lambda: described(path, source, parts))
     if vocabulary is None and vocab_size in (BYTES, BYTES + offset):
         if model_type is not None:
             raise SettingError(
                 f"model_type is {model_type!r}: bytes are no pieces, leave it out, or set "
                 "vocab_size to 260 or more"
             )
-        return byte_language_model("text", splits, offset, borders, windows, document_mask)
+        task = byte_language_model("text", parts, offset, borders, windows, document_mask)
+        return task._replace(summary=summary)
     if vocabulary is None and vocab_size < 260:
         raise SettingError(
             f"vocab_size is {vocab_size}: expected 256 for bytes, or 260 and more for pieces"
         )
     if offset:
         raise SettingError(f"offset is {offset}: pieces have no reserved ids, leave it out")
-    pieces = PieceVocabulary(vocab_size, splits["train"], vocabulary, model_type)
-    return piece_language_model("text", splits, pieces, borders, windows, document_mask)
+    pieces = PieceVocabulary(vocab_size, parts["train"], vocabulary, model_type)
+    task = piece_language_model("text", parts, pieces, borders, windows, document_mask)
+    return task._replace(summary=summary)
+
+
+def described(
+    path: Path, source: documents.Source, parts: Mapping[str, UInt8[np.ndarray, " n"]]
+) -> list[str]:
+    """Lines on the text: the bytes and documents of each split, of which files, and the others."""
+    found = []
+    for split in SPLITS:
+        size = f"{split} {len(parts[split]):,} bytes"
+        if split in source.files:
+            documents_of = len(source.texts[split].begins)
+            unit = "document" if documents_of == 1 else "documents"
+            found.append(f"{size} ({documents_of:,} {unit}, {source.files[split]})")
+        else:
+            found.append(f"{size} cut from the end of train")
+    if "valid" not in source.files and "test" not in source.files:
+        text = source.texts["train"]
+        unit = "document" if len(text.begins) == 1 else "documents"
+        sizes = ", ".join(f"{split} {len(parts[split]):,}" for split in SPLITS)
+        found = [
+            f"{len(text.data):,} bytes ({len(text.begins):,} {unit}, {source.files['train']}), "
+            f"cut into {sizes}"
+        ]
+    return [f"{path}: {'; '.join(found)}", *source.said]
 
 
 def split_text(
@@ -103,6 +140,10 @@ def split_text(
       ValueError: there are too few bytes to split.
     """
     parts, train = dict(found), found["train"]
+    if empty := [split for split in found if split != "train" and not len(found[split])]:
+        raise SettingError(
+            f"{source}: its own split {empty[0]} is empty: put text there or remove it"
+        )
     held_out = min(len(train) * 5 // 100, max_held_out)
     if not held_out and len(found) < 3:
         raise SettingError(

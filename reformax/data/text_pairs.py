@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 from pathlib import Path
 
-from reformax.data import files
+from reformax.data import files, splits
 from reformax.data.base import SPLITS, Task
 from reformax.data.sentence_pairs import sentence_pairs
 from reformax.data.vocabulary import Coverage, ModelType, Pieces, SentencePieces
 from reformax.declared import Name, PathName, SettingError, checked
 
 _ENDINGS = ("", ".gz", ".xz", ".zip")
+_NAMES = {"train": "train.{language}", "valid": "val*.{language}", "test": "test*.{language}"}
 
 
 @checked
@@ -20,9 +22,9 @@ def text_pairs(
     data_dir: PathName,
     source: Name = "en",
     target: Name = "de",
-    train: Name = "train.{language}",
-    valid: Name = "val*.{language}",
-    test: Name = "test*.{language}",
+    train: Name = _NAMES["train"],
+    valid: Name = _NAMES["valid"],
+    test: Name = _NAMES["test"],
     vocab_size: Pieces = 8000,
     model_type: ModelType = "unigram",
     character_coverage: Coverage = 1.0,
@@ -40,7 +42,9 @@ def text_pairs(
       train: the name of the training files without .gz, .xz or .zip, with the wildcards of a shell.
         It matches one file of each language.
       valid: the name of the files to choose by.
-      test: the name of the files to report.
+      test: the name of the files to report. Where no file has the name that is the default, it is
+        the one of its language whose name or folder says the split, as dev.en and train/news.en do:
+        see `reformax.data.splits`.
       vocab_size: pieces of the vocabulary.
       model_type: 'unigram', 'bpe', 'char' or 'word'.
       character_coverage: the share of the text's characters that is not unknown.
@@ -63,19 +67,27 @@ def text_pairs(
                 f"{split}={pattern!r} must have {{language}} in it: train.{{language}}"
             )
 
+    def paths_of(split: str) -> list[Path]:
+        return [_find(folder, split, patterns[split], language) for language in (source, target)]
+
     @functools.cache
     def sentences(split: str) -> tuple[list[str], list[str]]:
-        paths = [
-            _find(folder, split, patterns[split].replace("{language}", language))
-            for language in (source, target)
-        ]
-        return read_pairs(*paths)
+        return read_pairs(*paths_of(split))
+
+    def summary() -> list[str]:
+        said = []
+        for split in SPLITS:
+            with contextlib.suppress(ValueError, OSError):  # a run may do without 'test'
+                names = ", ".join(x.relative_to(folder).as_posix() for x in paths_of(split))
+                said.append(f"{split} {len(sentences(split)[0]):,} pairs ({names})")
+        return [f"{folder}: {'; '.join(said)}"]
 
     def training_text() -> list[str]:
         return [line for side in sentences("train") for line in side]
 
     vocabulary = SentencePieces(vocab_size, training_text, model_type, character_coverage)
-    return sentence_pairs(f"text_pairs {source}-{target}", sentences, vocabulary)
+    task = sentence_pairs(f"text_pairs {source}-{target}", sentences, vocabulary)
+    return task._replace(summary=summary)
 
 
 def read_pairs(source: Path, target: Path) -> tuple[list[str], list[str]]:
@@ -112,8 +124,14 @@ def read_lines(path: Path) -> list[str]:
         ) from None
 
 
-def _find(folder: Path, split: str, pattern: str) -> Path:
+def _find(folder: Path, split: str, names: str, language: str) -> Path:
+    pattern = names.replace("{language}", language)
     found = {path for ending in _ENDINGS for path in folder.glob(pattern + ending)}
+    found = {path for path in found if not path.name.startswith(".")}
+    if not found and names == _NAMES[split]:
+        endings = tuple(f".{language}{ending}" for ending in _ENDINGS)
+        paths = [path for path in files.list_files(folder) if path.name.endswith(endings)]
+        found = {path for path in paths if splits.named_in(folder, path) == split}
     if not found:
         raise files.Missing(
             f"{folder} has no file {pattern}, .gz, .xz or .zip: put one there, or set "
@@ -121,7 +139,7 @@ def _find(folder: Path, split: str, pattern: str) -> Path:
             "one text take --config_file=reformer_text.gin"
         )
     if len(found) > 1:
-        names = ", ".join(sorted(path.name for path in found))
+        names = ", ".join(sorted(path.relative_to(folder).as_posix() for path in found))
         raise ValueError(
             f"{folder} holds {names}: set text_pairs.text_pairs.{split} to one, with {{language}} "
             "in its name"

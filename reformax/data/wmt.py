@@ -37,8 +37,9 @@ def wmt(
     """Translation between the two languages of a WMT dataset of tensorflow-datasets.
 
     Args:
-      data_dir: the folder of tensorflow-datasets. None: TFDS_DATA_DIR or ~/tensorflow_datasets. A
-        missing dataset is downloaded and prepared, which takes an hour.
+      data_dir: the folder where tensorflow-datasets has prepared it. None: TFDS_DATA_DIR or
+        ~/tensorflow_datasets, where a missing dataset is downloaded and prepared, which takes an
+        hour.
       dataset: the dataset's name and pair of languages, such as 'wmt16_translate/ro-en'.
       source: the language to translate.
       target: the language to translate into.
@@ -103,6 +104,7 @@ def load(
         there = tfds.builder(dataset, data_dir=folder)
         if there.is_prepared():
             return there
+        prepared.check_may_download(dataset, folder)
         return tfds.builder(dataset, data_dir=folder, file_format="array_record")
 
     def read(builder):

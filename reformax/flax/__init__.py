@@ -5,7 +5,7 @@
 
 A mask is what flax makes, `[batch, heads, queries, keys]` with axes of 1 that are shared, or
 `[batch, keys]`. Every op honours one that is the same for all queries and heads. One of pairs is
-honoured by ops with the trait `bias` and refused by others, which take `causal` and `segments`.
+honoured by ops with the trait `bias` and refused by others, which take `causal` and `segment_ids`.
 
 flax comes with `pip install 'reformax[flax]'`.
 """
@@ -109,7 +109,7 @@ def heads_of(op: Op, num_heads: Size, features: Size) -> tuple[int, int]:
       ValueError: features that the heads do not divide.
       NotImplementedError: the algorithm has weights of its own, or reads further projections.
     """
-    if op.extras is not None:
+    if op.extra_projections is not None:
         raise NotImplementedError(
             f"op is {op}: it reads further projections, which reformax.layers.Attention makes"
         )

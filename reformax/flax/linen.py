@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from reformax.flax import heads_of, seen, source_of
 from reformax.ops.base import AttentionOp
-from reformax.ops.parts.masks import Segments
+from reformax.ops.masking.masks import SegmentIds
 
 
 class Attention(nn.Module):
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         inputs_kv: Float[Array, "B S E"] | None = None,
         *,
         mask: ArrayLike | None = None,
-        segments: Segments | None = None,
+        segment_ids: SegmentIds | None = None,
         deterministic: bool = False,
     ) -> Float[Array, "B T F"]:
         """Attention to `inputs_kv`, or to `inputs_q` itself.
@@ -58,7 +58,7 @@ class Attention(nn.Module):
           inputs_q: what queries are made of.
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
           mask: not 0 where a key may be seen.
-          segments: ids of the tokens, as in `reformax.ops`.
+          segment_ids: ids of the tokens, as in `reformax.ops`.
           deterministic: whether nothing is dropped, and the algorithm uses its settings for
             evaluation.
 
@@ -80,7 +80,7 @@ class Attention(nn.Module):
             None if self.op.traits.shared_qk else project("key", across),
             project("value", across),
             causal=self.causal,
-            segments=segments,
+            segment_ids=segment_ids,
             mask=seen(mask),
             dropout=rate,
             rng=self.make_rng("attention") if draws else None,

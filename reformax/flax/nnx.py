@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from reformax.flax import heads_of, seen, source_of
 from reformax.ops.base import AttentionOp
-from reformax.ops.parts.masks import Segments
+from reformax.ops.masking.masks import SegmentIds
 
 
 class Attention(nnx.Module):
@@ -72,7 +72,7 @@ class Attention(nnx.Module):
         inputs_kv: Float[Array, "B S E"] | None = None,
         *,
         mask: ArrayLike | None = None,
-        segments: Segments | None = None,
+        segment_ids: SegmentIds | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T F"]:
         """Attention to `inputs_kv`, or to `inputs_q` itself.
@@ -81,7 +81,7 @@ class Attention(nnx.Module):
           inputs_q: what queries are made of.
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
           mask: not 0 where a key may be seen.
-          segments: ids of the tokens, as in `reformax.ops`.
+          segment_ids: ids of the tokens, as in `reformax.ops`.
           deterministic: in place of the module's own.
 
         Raises:
@@ -97,7 +97,7 @@ class Attention(nnx.Module):
             None if self.key is None else self.key(across),
             self.value(across),
             causal=self.causal,
-            segments=segments,
+            segment_ids=segment_ids,
             mask=seen(mask),
             dropout=rate,
             rng=self.rngs() if draws else None,

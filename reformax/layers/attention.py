@@ -28,10 +28,10 @@ from reformax.layers.float8 import product
 from reformax.layers.matrices import Unnormed, affine, check_input, products, turned
 from reformax.layers.positions import rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
-from reformax.ops.base import AttentionOp, Dims, Extra, given
-from reformax.ops.parts.arguments import check_arguments
-from reformax.ops.parts.cache import take_rows
-from reformax.ops.parts.masks import row_lengths, segment_ids, tokens_of
+from reformax.ops.base import AttentionOp, Dims, ExtraProjection, given
+from reformax.ops.calls.arguments import check_arguments
+from reformax.ops.decoding.cache import take_rows
+from reformax.ops.masking.masks import int32_ids, row_lengths, tokens_of
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
@@ -44,13 +44,14 @@ class QKV(NamedTuple):
     """Queries, keys and values of all heads, `[B, T, N, H]`.
 
     `k` is None where queries and keys are one. In cross-attention `k` and `v` have the length of
-    the memory. `extras` are the further projections that the algorithm reads, if it reads any.
+    the memory. `extra_projections` are the further projections that the algorithm reads, if it
+    reads any.
     """
 
     q: Array
     k: Array | None
     v: Array
-    extras: dict[str, Array] | None = None
+    extra_projections: dict[str, Array] | None = None
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -76,8 +77,8 @@ class MultiHead(Layer):
         (Ainslie et al. 2023, GQA; 1 is MQA); None: N.
       masked: whether each sequence comes with a mask, `[B, T]`: True or a segment id above 0 marks
         a token, False or 0 padding. Tokens see their own segment only. The masks follow the
-        sequences. A mask may be `Tokens`, with marks for the algorithms that read them, with
-        positions for rotations, and with the word that padding is behind.
+        sequences. A mask may be `Tokens`, with global tokens for the algorithms that read them,
+        with positions for rotations, and with the word that padding is behind.
       bias: whether the projections of q, k, v have biases.
       output_bias: whether the output projection has one.
       attention_dropout: the rate on attention weights.
@@ -132,14 +133,21 @@ class MultiHead(Layer):
                 "leave it out"
             )
 
-    def projections(self) -> dict[str, Extra]:
+    def projections(self) -> dict[str, ExtraProjection]:
         """What is projected from the input, by the name that its weights have after `w_`."""
         n, h, v = self.n_heads, self.d_qk, self.d_v
         n_kv = self.n_kv_heads or n
-        both = {"q": Extra(n, h, rotated=True), "k": Extra(n_kv, h, rotated=True)}
+        both = {
+            "q": ExtraProjection(n, h, rotated=True),
+            "k": ExtraProjection(n_kv, h, rotated=True),
+        }
         if self.op.traits.shared_qk:
             del both["k"]
-        return both | {"v": Extra(n_kv, v)} | self.op.extras_of(Dims(n, h, v, 0, n_kv))
+        return (
+            both
+            | {"v": ExtraProjection(n_kv, v)}
+            | self.op.extra_projections_of(Dims(n, h, v, 0, n_kv))
+        )
 
     def init_params(self, rng, shape, *shapes):
         *_, length, d_model = shape
@@ -193,45 +201,45 @@ class MultiHead(Layer):
             for (name, w), y in zip(weights.items(), outs, strict=True)
         }
 
-    def plan(self, params, qkv: QKV, segments=None, rng=None, length: int | None = None) -> Any:
+    def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
         """Where each query will look: integers, through which no gradient flows.
 
         Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
         """
-        q, k, v, extras = qkv
-        tokens = tokens_of(segments)
-        marks = tokens.marks if self.op.traits.marks else None
+        q, k, v, extra_projections = qkv
+        tokens = tokens_of(segment_ids)
+        global_tokens = tokens.global_tokens if self.op.traits.global_tokens else None
         check_arguments(
             self.op,
             *(q, k, v),
             causal=self.causal,
-            segments=tokens.segments,
+            segment_ids=tokens.segment_ids,
             dropout=self._weights_rate,
             rng=rng,
-            extras=extras,
-            marks=marks,
+            extra_projections=extra_projections,
+            global_tokens=global_tokens,
         )
 
         def plan(qkv, tokens, params, rng):
-            segments, marks = tokens
+            segment_ids, global_tokens = tokens
             return self.op.plan(
                 params,
                 qkv.q,
                 qkv.k,
-                segments=segments,
+                segment_ids=segment_ids,
                 causal=self.causal,
                 rng=rng,
                 train=self.mode == "train",
                 length=length,
-                **given(marks=marks),
+                **given(global_tokens=global_tokens),
             )
 
-        arrays = (segment_ids(tokens.segments), marks), params["op"], _fold_in(rng, PLAN)
+        arrays = (int32_ids(tokens.segment_ids), global_tokens), params["op"], _fold_in(rng, PLAN)
         return context.plan(plan, self.op, self.n_heads, qkv, *arrays)
 
-    def attend(self, params, qkv: QKV, plan, segments=None, rng=None) -> Float[Array, "B T D"]:
+    def attend(self, params, qkv: QKV, plan, segment_ids=None, rng=None) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection."""
-        out = self._apply_op(params, qkv, plan, segments, _fold_in(rng, WEIGHTS))
+        out = self._apply_op(params, qkv, plan, segment_ids, _fold_in(rng, WEIGHTS))
         out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
         # A matrix already is from `for_decoding`.
         w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else turned(w_o)
@@ -240,25 +248,25 @@ class MultiHead(Layer):
             out = out + params["b_o"][None, None].astype(out.dtype)
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))
 
-    def _apply_op(self, params, qkv: QKV, plan, segments, rng=None) -> Float[Array, "B T N V"]:
-        tokens = tokens_of(segments)
+    def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
+        tokens = tokens_of(segment_ids)
         counted = self.op.traits.lengths and tokens.counted
 
-        def attend(qkv, plan, segments, params, rng, bias):
-            *arrays, extras = qkv
-            lengths = row_lengths(segments) if counted else None
+        def attend(qkv, plan, segment_ids, params, rng, bias):
+            *arrays, extra_projections = qkv
+            lengths = row_lengths(segment_ids) if counted else None
             return self.op.apply(
                 params,
                 *arrays,
                 plan=plan,
-                segments=segments,
+                segment_ids=segment_ids,
                 causal=self.causal,
                 dropout=self._weights_rate,
                 rng=rng,
-                **given(extras=extras, bias=bias, lengths=lengths),
+                **given(extra_projections=extra_projections, bias=bias, lengths=lengths),
             )
 
-        arrays = qkv, plan, segment_ids(tokens.segments), params["op"], rng
+        arrays = qkv, plan, int32_ids(tokens.segment_ids), params["op"], rng
         bias = self._bias(params, qkv.q.shape[1])
         return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
 
@@ -310,7 +318,7 @@ class Attention(MultiHead):
         slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
         see `layers.relative`. The algorithm needs the trait `bias`.
       next_value: whether a key brings the value of the position after it too. It needs `causal` and
-        an algorithm with the trait `strict`.
+        an algorithm with the trait `exclude_self`.
 
     Raises:
       SettingError: `next_value` with an algorithm that shows a position to itself, `position_bias`
@@ -326,10 +334,11 @@ class Attention(MultiHead):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.next_value and not (self.causal and self.op.traits.strict):
+        if self.next_value and not (self.causal and self.op.traits.exclude_self):
             raise SettingError(
                 f"next_value is True with causal={self.causal} and op={self.op}: a position may "
-                "not see itself, as in causal shared_qk.shared_qk(own=False) or lsh.lsh(own=False)"
+                "not see itself, as in causal shared_qk.shared_qk(attend_self_if_alone=False) or "
+                "lsh.lsh(attend_self_if_alone=False)"
             )
 
         n_axes = len(self.rotary_grid)
@@ -411,8 +420,8 @@ class Attention(MultiHead):
             rotated = (name for name, to in self.projections().items() if to.rotated)
             grid = self.rotary_grid
             heads = heads | {name: rotary(heads[name], position, grid) for name in rotated}
-        extras = {name: heads[name] for name in heads.keys() - {"q", "k", "v"}}
-        return QKV(heads["q"], heads.get("k"), heads["v"], extras or None)
+        extra_projections = {name: heads[name] for name in heads.keys() - {"q", "k", "v"}}
+        return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None)
 
     def apply(
         self, params, x: Float[Array, "B T D"], mask: Int[Array, "B T"] | None = None, rng=None
@@ -468,9 +477,11 @@ class Attention(MultiHead):
         plan = self.plan(params, qkv, tokens, rng, length=capacity)
 
         def fill(qkv, plan, lengths, params, rng):
-            *arrays, extras = qkv
+            *arrays, extra_projections = qkv
             options = dict(plan=plan, lengths=lengths, capacity=capacity, rng=rng)
-            return self.op.init_cache(params, *arrays, **options, **given(extras=extras))
+            return self.op.init_cache(
+                params, *arrays, **options, **given(extra_projections=extra_projections)
+            )
 
         weights = params["op"], _fold_in(rng, PLAN)
         cache = devices.by_rows(fill, (qkv, plan, lengths), weights)
@@ -496,7 +507,7 @@ class Attention(MultiHead):
           cache: from `prefill` or the step before.
           position: of each row.
           origins: in beam search, the beam whose cache has each position of a beam's past
-            (`ops.parts.cache.ring_decoding`). Algorithms without the trait `beams` ignore it:
+            (`ops.decoding.cache.ring_decoding`). Algorithms without the trait `beams` ignore it:
             their caches are reordered.
           added: a stream that the output is added to.
         """
@@ -509,8 +520,8 @@ class Attention(MultiHead):
             qkv = qkv._replace(v=own * qkv.v)
 
         def step(qkv, cache, position, origins, params):
-            *arrays, extras = qkv
-            options = given(origins=origins, extras=extras)
+            *arrays, extra_projections = qkv
+            options = given(origins=origins, extra_projections=extra_projections)
             if self.position_bias is not None:
                 now = position[:, None]
                 options["bias"] = lambda held: self._bias_at(params, now, held)[:, :, 0]

@@ -6,10 +6,10 @@ a stretch of each sequence, and there are three ways to what lies in the others:
 * **Heads for positions** (Ulysses, Jacobs et al. 2023). An all-to-all gives each device the whole
   sequence and a share of the heads, and another one takes the result back. Whatever an algorithm
   does with a sequence, such as to sort it, it does so within a device.
-* **Borders** (`ops.parts.borders`). An algorithm that sees no further than a `Reach` reads the ends
-  of the neighbouring stretches.
-* **A ring** (`ops.parts.ring`). Where many heads would be of zeros, keys and values go round. The
-  algorithm has the trait `stretches`.
+* **Borders** (`ops.sharding.borders`). An algorithm that sees no further than a `Reach` reads the
+  ends of the neighbouring stretches.
+* **A ring** (`ops.softmax.ring`). Where many heads would be of zeros, keys and values go round. The
+  algorithm has the trait `sequence_shards`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jaxtyping import Array, Float
 from reformax import devices
 from reformax.declared import SettingError
 from reformax.ops.base import AttentionOp, no_plan
-from reformax.ops.parts import borders
-from reformax.ops.parts.heads import divides_a_choice, repeat_heads
-from reformax.ops.parts.share import Share
+from reformax.ops.calls.heads import divides_a_choice, repeat_heads
+from reformax.ops.sharding import borders
+from reformax.ops.sharding.shard import Shard
 
 T = TypeVar("T")
 STRETCH = Spec(devices.ROWS, devices.CONTEXT)  # [B, t, ...]
@@ -48,7 +48,7 @@ def by_ring(op: AttentionOp, n_heads: int, biased: bool) -> bool:
     """Whether keys and values go round the devices to compute `op`."""
     n = devices.n_stretches()
     filled = -(-n_heads // n) * n
-    return n > 1 and op.traits.stretches and not biased and filled >= RING * n_heads
+    return n > 1 and op.traits.sequence_shards and not biased and filled >= RING * n_heads
 
 
 def by_heads(op: AttentionOp, n_heads: int, biased: bool) -> bool:
@@ -74,7 +74,7 @@ def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
     if not by_heads(op, qkv.q.shape[2], biased):
         return qkv
     n = devices.n_stretches()
-    if not op.traits.heads_apart:
+    if not op.traits.head_shards:
         raise SettingError(
             f"mesh has context={n} and op is {op}, which computes all heads together: use "
             "context=1, or an op whose traits say heads_apart=True"
@@ -115,7 +115,7 @@ def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens,
       qkv: from `arrange`.
       tokens: a tree of arrays `[B, T]`.
       params: the op's weights.
-      rng: for `function`, which gets a `Share` in its place where heads are shared.
+      rng: for `function`, which gets a `Shard` in its place where heads are shared.
     """
     if inspect.unwrap(op.plan) is no_plan:
         return ()
@@ -123,7 +123,7 @@ def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens,
         return devices.by_rows(function, (qkv, tokens), (params, rng))
 
     def of_heads(qkv, tokens, params, rng):
-        return function(qkv, tokens, params, _share(rng, qkv, n_heads))
+        return function(qkv, tokens, params, _shard(rng, qkv, n_heads))
 
     specs = HEADS, Spec(devices.ROWS), Spec(), Spec()
     return devices.per_shard(of_heads, specs, OWN)(qkv, tokens, params, rng)
@@ -136,28 +136,28 @@ def attend(
     n_heads: int,
     qkv,
     plan,
-    segments,
+    segment_ids,
     params,
     rng,
     bias: Float[Array, "#B #N #T #S"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """`function(qkv, plan, segments, params, rng, bias)`, an op's `apply`, likewise."""
+    """`function(qkv, plan, segment_ids, params, rng, bias)`, an op's `apply`, likewise."""
     if devices.n_stretches() == 1:
-        return devices.by_rows(function, (qkv, plan, segments), (params, rng, bias))
+        return devices.by_rows(function, (qkv, plan, segment_ids), (params, rng, bias))
 
-    def of_heads(qkv, plan, segments, params, rng, bias):
-        share = _share(rng, qkv, n_heads)
-        return _positions_for_heads(function(qkv, plan, segments, params, share, bias))
+    def of_heads(qkv, plan, segment_ids, params, rng, bias):
+        shard = _shard(rng, qkv, n_heads)
+        return _positions_for_heads(function(qkv, plan, segment_ids, params, shard, bias))
 
-    def of_stretch(qkv, plan, segments, params, rng, bias):
-        def near(q, k, v, segments, share):
-            return function(qkv._replace(q=q, k=k, v=v), plan, segments, params, share, bias)
+    def of_stretch(qkv, plan, segment_ids, params, rng, bias):
+        def near(q, k, v, segment_ids, shard):
+            return function(qkv._replace(q=q, k=k, v=v), plan, segment_ids, params, shard, bias)
 
         reach = op.reach(causal)
-        return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segments, Share(rng))
+        return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segment_ids, Shard(rng))
 
-    def of_ring(qkv, plan, segments, params, rng, bias):
-        return function(qkv, plan, segments, params, Share(rng, axis=devices.CONTEXT), bias)
+    def of_ring(qkv, plan, segment_ids, params, rng, bias):
+        return function(qkv, plan, segment_ids, params, Shard(rng, axis=devices.CONTEXT), bias)
 
     if by_heads(op, n_heads, bias is not None):
         all_heads = bias is not None and bias.shape[1] == n_heads
@@ -170,12 +170,12 @@ def attend(
         region = of_stretch if op.reach is not None else of_ring
         specs = STRETCH, OWN, STRETCH, Spec(), Spec(), Spec()
     region = devices.per_shard(region, specs, STRETCH)
-    return region(qkv, plan, segments, params, rng, bias)[:, :, :n_heads]
+    return region(qkv, plan, segment_ids, params, rng, bias)[:, :, :n_heads]
 
 
-def _share(rng, qkv, n_heads: int) -> Share:
+def _shard(rng, qkv, n_heads: int) -> Shard:
     """Which heads a device has."""
-    return Share(rng, head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
+    return Shard(rng, head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
 
 
 # What goes to one device must lie in one piece. Pieces are made as the side of heads wants them, so

@@ -16,7 +16,7 @@ from reformax.declared import Unsupported
 from reformax.layers import context
 from reformax.layers.attention import QKV, MultiHead, output
 from reformax.layers.matrices import Unnormed, affine
-from reformax.ops.parts.masks import segments_of
+from reformax.ops.masking.masks import segment_ids_of
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -37,7 +37,7 @@ class CrossAttention(MultiHead):
     def __post_init__(self):
         super().__post_init__()
         traits = self.op.traits
-        if self.op.extras is not None:
+        if self.op.extra_projections is not None:
             raise Unsupported(
                 f"op is {self.op}: it reads further projections, which a memory has none of; use "
                 "dense.dense()"
@@ -64,10 +64,10 @@ class CrossAttention(MultiHead):
         memory_mask: Int[Array, "B S"] | None = None,
         rng=None,
     ) -> Float[Array, "B T D"]:
-        segments = segments_of((mask, x), (memory_mask, memory))
+        segment_ids = segment_ids_of((mask, x), (memory_mask, memory))
         qkv = self.project(params, x, memory)
-        plan = self.plan(params, qkv, segments, rng)
-        return self.attend(params, qkv, plan, segments, rng)
+        plan = self.plan(params, qkv, segment_ids, rng)
+        return self.attend(params, qkv, plan, segment_ids, rng)
 
     # Decoding: keys and values of the memory are the same at every step.
 
@@ -104,7 +104,7 @@ class CrossAttention(MultiHead):
         params,
         x: Float[Array, "R 1 D"] | Unnormed,
         memory_kv: tuple[Float[Array, "B G H S"], Float[Array, "B G V S"], Any],
-        memory_segments: Int[Array, "B S"] | None = None,
+        memory_segment_ids: Int[Array, "B S"] | None = None,
         added: Float[Array, "R 1 D"] | None = None,
     ) -> Float[Array, "R 1 D"]:
         """The layer at one position of each row.
@@ -113,17 +113,17 @@ class CrossAttention(MultiHead):
           params: the weights from `for_decoding`.
           x: R / B rows for each memory, one after the other.
           memory_kv: from `precompute_kv`.
-          memory_segments: 0 is padding; every row reads the rest.
+          memory_segment_ids: 0 is padding; every row reads the rest.
           added: a stream that the output is added to.
         """
         *heads, rng = memory_kv
         batch = heads[0].shape[0]
         (rows,) = affine(x, params["w_in"], params.get("b_in"))
         q = rows.reshape(batch, -1, self.n_heads, self.d_qk)
-        segments = None
-        if memory_segments is not None:
-            segments = jnp.ones(q.shape[:2], bool), memory_segments.astype(bool)
+        segment_ids = None
+        if memory_segment_ids is not None:
+            segment_ids = jnp.ones(q.shape[:2], bool), memory_segment_ids.astype(bool)
         qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in heads))
-        plan = self.plan(params, qkv, segments, rng)
-        out = self._apply_op(params, qkv, plan, segments)
+        plan = self.plan(params, qkv, segment_ids, rng)
+        out = self._apply_op(params, qkv, plan, segment_ids)
         return output(params, out.reshape(*rows.shape[:2], self.n_heads, -1), added)

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import Rate, check_all, hints_of
 from reformax.layers._trax import Layer
-from reformax.ops.parts.dropout import dropout_bits, seed_words
-from reformax.ops.parts.softmax import wide
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.softmax.dropout import dropout_bits, seed_words
 
 # Two columns this far apart share a hash of 32 bits: the left one takes the upper 16, the right one
 # the lower. Hashing is half of a kernel's arithmetic. A power of two.
@@ -56,7 +56,7 @@ def dropout(
     bits = dropout_bits(seed, index, 0, position + start, column ^ right)
     # In float32: in bfloat16, 1 / (1 - rate) would be rounded to eight bits and shift the mean.
     factor = multiplier(bits << right // (APART // 16), rate)
-    dtype = wide(x.dtype)
+    dtype = accum_dtype(x.dtype)
     return (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
 
 

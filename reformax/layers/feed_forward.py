@@ -16,9 +16,9 @@ from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
 from reformax.layers.matrices import IN_KERNELS, Unnormed, affine, check_input, turned
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
-from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.softmax import wide
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.softmax.dropout import seed_words
 
 glorot = jax.nn.initializers.glorot_uniform()
 
@@ -162,7 +162,7 @@ class FeedForward(Layer):
         kernels = dict(pallas=of_float64, pallas_interpret=of_float64)
         chosen = choose(self.impl, pays, **kernels) if pre.size else "xla"
         if chosen == "xla":
-            hidden = self.activation(pre.astype(wide(pre.dtype)) + params["b1"][None, None])
+            hidden = self.activation(pre.astype(accum_dtype(pre.dtype)) + params["b1"][None, None])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
             return (product if self._float8 else _narrow)(hidden, params["w2"])
         from reformax.layers.kernels import feed_forward as kernel

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from reformax.declared import Unsupported
-from reformax.ops.parts.dispatch import compute_capability
+from reformax.ops.calls.dispatch import compute_capability
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # The scaled maximum is below 2^TOP, and so is every number that rounds to it.

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from reformax import devices
 from reformax.declared import NonNegative, SettingError, check
 from reformax.layers._trax import Layer
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
-from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose
+from reformax.ops.numerics.normalization import length_normalize
 
 # The sizes for which "auto" takes the kernel. XLA fuses the norm of fewer rows than `LEAST_ROWS`,
 # but makes three kernels of a single one's, as in a step of decoding. More than `MOST` numbers were

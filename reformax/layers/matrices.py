@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from reformax import devices
-from reformax.ops.parts.dispatch import choose
-from reformax.ops.parts.softmax import wide
+from reformax.ops.calls.dispatch import choose
+from reformax.ops.numerics.precision import accum_dtype
 
 if TYPE_CHECKING:
     from reformax.layers.layer_norm import LayerNorm
@@ -99,7 +99,7 @@ def affine(
       NotImplementedError: a kernel asked for cannot run here.
     """
     rows = x.x if isinstance(x, Unnormed) else x
-    pays = rows.size == rows.shape[-1] <= MOST and wide(w.dtype) == jnp.float32
+    pays = rows.size == rows.shape[-1] <= MOST and accum_dtype(w.dtype) == jnp.float32
     pays = pays and (activation is None or activation in IN_KERNELS)
     chosen = choose(impl, pays, pallas=None) if rows.size else "xla"
     sizes = tuple(sizes) or (b.size if b is not None else turned(w).shape[1],)
@@ -107,7 +107,7 @@ def affine(
         x = computed(x)
         y = x @ turned(w)
         if activation is not None:
-            y = y.astype(wide(y.dtype))
+            y = y.astype(accum_dtype(y.dtype))
         y = y if b is None else y + b[None, None]
         y = y if activation is None else activation(y).astype(x.dtype)
         y = y if added is None else added + y.astype(added.dtype)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Positive, SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
 from reformax.layers.matrices import check_input
-from reformax.ops.parts.softmax import wide
+from reformax.ops.numerics.precision import accum_dtype
 
 # The standard deviation of fresh embeddings: more than one layer adds to the stream, so that the
 # first layers learn from the tokens and not from each other's noise.
@@ -173,7 +173,7 @@ def rotary(
     angle = _grid_angles(position, grid, half) if grid else _angles(position, half)
     angle = angle[..., None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    y = x.astype(wide(x.dtype))
+    y = x.astype(accum_dtype(x.dtype))
     a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
     return rotated.astype(x.dtype)

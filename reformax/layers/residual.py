@@ -32,7 +32,7 @@ class ResidualStack(BlockStack):
     remat: bool = False
     post_norm: bool = False
 
-    def apply(self, params, x, segments=None, memory=None, memory_segments=None, rng=None):
+    def apply(self, params, x, segment_ids=None, memory=None, memory_segment_ids=None, rng=None):
         self._check_memory(memory)
         # Between layers that are written out, what the next one reads the stream by stays with it.
         open_ends = not (self.remat or self.scan_layers)
@@ -43,8 +43,8 @@ class ResidualStack(BlockStack):
 
                 def layer(p, streams, memory, block=block, rngs=rngs):
                     further = {
-                        "attention": (segments,),
-                        "cross_attention": (memory, segments, memory_segments),
+                        "attention": (segment_ids,),
+                        "cross_attention": (memory, segment_ids, memory_segment_ids),
                     }
                     sublayers = {
                         name: _of(attention, *further[name], rng=rngs[name])

@@ -47,7 +47,7 @@ from reformax.layers.coupling import (
 )
 from reformax.layers.matrices import Unnormed
 from reformax.layers.stacks import Block, BlockStack
-from reformax.ops.parts.masks import segments_of, tokens_of
+from reformax.ops.masking.masks import segment_ids_of, tokens_of
 
 GRID = 2.0**-12
 SlotCount = Annotated[int, Bounds(2, 256)]
@@ -67,7 +67,7 @@ class Context(NamedTuple):
     """The inputs that layers read besides their stream."""
 
     memory: Array | None  # [B, S, D], with cross-attention
-    segments: dict[str, Any]  # of each attention sublayer, by its name
+    segment_ids: dict[str, Any]  # of each attention sublayer, by its name
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -156,11 +156,13 @@ class ReversibleStack(BlockStack):
 
     def _inputs(self, *inputs) -> tuple[Streams, Context]:
         streams, others = inputs[: self.n_streams], inputs[self.n_streams :]
-        segments, memory, memory_segments = *others, *[None] * (3 - len(others))
+        segment_ids, memory, memory_segment_ids = *others, *[None] * (3 - len(others))
         self._check_memory(memory)
-        seen = {"attention": segments, "cross_attention": None}
+        seen = {"attention": segment_ids, "cross_attention": None}
         if self._cross:
-            seen["cross_attention"] = segments_of((segments, streams[0]), (memory_segments, memory))
+            seen["cross_attention"] = segment_ids_of(
+                (segment_ids, streams[0]), (memory_segment_ids, memory)
+            )
         streams = tuple(map(self._residual, streams))
         return streams, Context(memory, seen)
 
@@ -278,7 +280,7 @@ class ReversibleStack(BlockStack):
                 name,
                 layer,
                 (context.memory,) if name == "cross_attention" else (),
-                context.segments[name],
+                context.segment_ids[name],
                 rngs[name],
             )
             for name, layer in block.attentions.items()
@@ -374,13 +376,13 @@ class _AttentionSublayer(NamedTuple):
     name: str
     layer: MultiHead
     memory: tuple[Array, ...]  # one array, or none
-    segments: Any
+    segment_ids: Any
     rng: Any
 
     def forward(self, params, x) -> tuple[Array, Any]:
         """The output and the plan."""
         qkv = self.stack._alone(self.project, params, x, *self.memory)
-        plan = self.layer.plan(params[self.name], qkv, self.segments, self.rng)
+        plan = self.layer.plan(params[self.name], qkv, self.segment_ids, self.rng)
         return self.stack._alone(self.attend, params, qkv, plan), plan
 
     def again(self, params, x, plan) -> tuple[Array, Callable]:
@@ -409,10 +411,10 @@ class _AttentionSublayer(NamedTuple):
     def _heads(self, params, h, memory) -> QKV:
         if memory:
             return self.layer.project(params[self.name], h, *memory)
-        return self.layer.project(params[self.name], h, tokens_of(self.segments).positions)
+        return self.layer.project(params[self.name], h, tokens_of(self.segment_ids).positions)
 
     def attend(self, params, qkv: QKV, plan) -> Array:
-        out = self.layer.attend(params[self.name], qkv, plan, self.segments, self.rng)
+        out = self.layer.attend(params[self.name], qkv, plan, self.segment_ids, self.rng)
         return self.stack._residual(out)
 
 

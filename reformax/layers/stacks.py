@@ -213,7 +213,7 @@ class BlockStack(Layer):
         capacity: int,
         rng=None,
         memory: Float[Array, "B S D"] | None = None,
-        memory_segments: Int[Array, "B S"] | None = None,
+        memory_segment_ids: Int[Array, "B S"] | None = None,
     ) -> tuple[tuple[Array, ...], Any, Any]:
         """Reads prompts, or with a memory each target's first token.
 
@@ -242,7 +242,7 @@ class BlockStack(Layer):
                     def cross(p, h, added, layer=block.cross_attention, rngs=rngs):
                         rng = rngs["cross_attention"]
                         memory_kv.append(layer.precompute_kv(p, memory, self.dtype, rng))
-                        return layer.step(p, h, memory_kv[-1], memory_segments, added), None
+                        return layer.step(p, h, memory_kv[-1], memory_segment_ids, added), None
 
                     sublayers["cross_attention"] = cross
                     sublayers["feed_forward"] = _alone(block.feed_forward.step)
@@ -271,7 +271,7 @@ class BlockStack(Layer):
         position: Int[Array, " B"],
         origins: Int[Array, "G K C"] | None = None,
         memory_kv: Any = None,
-        memory_segments: Int[Array, "E S"] | None = None,
+        memory_segment_ids: Int[Array, "E S"] | None = None,
     ) -> tuple[tuple[Array, ...], Any]:
         """The streams `[B, 1, D]` of each row's next position, and the caches with it.
 
@@ -294,7 +294,7 @@ class BlockStack(Layer):
                     cross = functools.partial(
                         block.cross_attention.step,
                         memory_kv=memory_kv[repeat][i],
-                        memory_segments=memory_segments,
+                        memory_segment_ids=memory_segment_ids,
                     )
                     sublayers["cross_attention"] = _alone(cross)
                 sublayers["feed_forward"] = _alone(block.feed_forward.step)

@@ -28,9 +28,10 @@ from reformax.layers.attention import QKV, Attention
 from reformax.layers.dropout import dropout
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
-from reformax.ops.parts import hashing, sorting
-from reformax.ops.parts.circle import SELF_SCORE, in_a_circle
-from reformax.ops.parts.orders import ChunkSizes
+from reformax.ops.hashing import angular as hashing
+from reformax.ops.hashing import sorting
+from reformax.ops.hashing.circle import SELF_SCORE, in_a_circle
+from reformax.ops.softmax.orders import ChunkSizes
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -193,7 +194,7 @@ class TraxAttention(Layer):
     def _attend(self, inputs, weights, state, rng, update_state):
         """`(output, new state)`, `n_parallel_heads` pairs of an example and a head at a time."""
         x, mask = inputs if self.masked else (inputs, None)
-        segments = None if mask is None else (mask != 0).astype(jnp.int32)
+        segment_ids = None if mask is None else (mask != 0).astype(jnp.int32)
         attend_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
         n_examples, n_heads = x.shape[0], self.n_heads
         n_parallel = min(self.n_parallel_heads or n_examples * n_heads, n_examples * n_heads)
@@ -212,49 +213,49 @@ class TraxAttention(Layer):
         attend = functools.partial(self._attend_block, update_state)
         if (examples, heads) != (n_examples, n_heads):
             attend = functools.partial(_by_blocks, attend, examples, heads)
-        out, state = attend(x, segments, weights, state, attend_rng)
+        out, state = attend(x, segment_ids, weights, state, attend_rng)
         if self.mode == "train":
             out = dropout(out, self.output_dropout, output_rng, shared_axes=(0, 1))
         return out, _reshape(state, 2, n_examples * n_heads)
 
-    def _attend_block(self, update_state: bool, x, segments, weights, state, rng):
+    def _attend_block(self, update_state: bool, x, segment_ids, weights, state, rng):
         """`(output, new state)` of some examples and some heads."""
         params = dict(zip(self._names, weights, strict=True), op=())
         attention = dataclasses.replace(self._attention, n_heads=len(params["w_o"]))
         qkv = attention.project(params, x)
-        plan, state = self._plan(qkv, segments, state, update_state)
-        return attention.attend(params, qkv, plan, segments, rng), state
+        plan, state = self._plan(qkv, segment_ids, state, update_state)
+        return attention.attend(params, qkv, plan, segment_ids, rng), state
 
     def _init_state(self, rng, batch: int, length: int) -> tuple[jax.Array, ...]:
         """The state of a fresh layer."""
         raise NotImplementedError
 
-    def _plan(self, qkv: QKV, segments, state, update: bool):
+    def _plan(self, qkv: QKV, segment_ids, state, update: bool):
         """The op's plan for a block, and the block's new state, `[examples, heads, ...]`."""
         raise NotImplementedError
 
 
-def _by_blocks(attend, examples: int, heads: int, x, segments, weights, state, rng):
-    """`attend(x, segments, weights, state, rng)`, some examples and some heads at a time."""
+def _by_blocks(attend, examples: int, heads: int, x, segment_ids, weights, state, rng):
+    """`attend(x, segment_ids, weights, state, rng)`, some examples and some heads at a time."""
     n_examples, n_heads = x.shape[0], weights[0].shape[0]
     n_blocks = n_examples // examples, n_heads // heads
-    x, segments = _reshape((x, segments), 1, n_blocks[0], examples)
+    x, segment_ids = _reshape((x, segment_ids), 1, n_blocks[0], examples)
     weights = _reshape(weights, 1, n_blocks[1], heads)
     state = _reshape(state, 2, n_blocks[0], examples, n_blocks[1], heads)
     state = jax.tree.map(lambda s: jnp.swapaxes(s, 1, 2), state)
     rngs = None if rng is None else jax.random.split(rng, n_blocks)
 
     def some_examples(args):
-        x, segments, state, rngs = args
+        x, segment_ids, state, rngs = args
 
         @jax.checkpoint  # else the gradient would hold every block's queries and values
         def add_heads(total, args):
-            out, state = attend(x, segments, *args)
+            out, state = attend(x, segment_ids, *args)
             return total + out, state
 
         return jax.lax.scan(add_heads, jnp.zeros_like(x), (weights, state, rngs))
 
-    out, state = jax.lax.map(some_examples, (x, segments, state, rngs))
+    out, state = jax.lax.map(some_examples, (x, segment_ids, state, rngs))
     state = jax.tree.map(lambda s: jnp.swapaxes(s, 1, 2), state)
     return out.reshape(n_examples, *out.shape[2:]), _reshape(state, 4, n_examples, n_heads)
 
@@ -294,7 +295,7 @@ class SelfAttention(TraxAttention):
     def _init_state(self, rng, batch, length):
         return ()
 
-    def _plan(self, qkv, segments, state, update):
+    def _plan(self, qkv, segment_ids, state, update):
         return (), state
 
 
@@ -350,7 +351,7 @@ class LSHSelfAttention(TraxAttention):
         n_buckets = self.n_hashes * (self.max_length_for_buckets or length)
         return jnp.zeros((n_pairs, n_buckets), jnp.int32), jax.random.split(rng, n_pairs)
 
-    def _plan(self, qkv, segments, state, update):
+    def _plan(self, qkv, segment_ids, state, update):
         length = qkv.q.shape[1]
         if self.n_buckets is None:
             factors = hashing.auto_buckets(length, self.chunk_len)
@@ -369,15 +370,15 @@ class LSHSelfAttention(TraxAttention):
         if update:
             rngs, subrngs = jnp.moveaxis(jax.vmap(jax.vmap(jax.random.split))(rngs), 2, 0)
             buckets = self._hash(jax.lax.stop_gradient(qkv.q), factors, subrngs)
-            if segments is not None:
-                buckets = jnp.where(segments[:, None, None] > 0, buckets, n_buckets - 1)
+            if segment_ids is not None:
+                buckets = jnp.where(segment_ids[:, None, None] > 0, buckets, n_buckets - 1)
             new = (buckets + first).reshape(*buckets.shape[:2], -1)
             stored = jnp.zeros_like(stored).at[..., : new.shape[-1]].set(new)
         else:
             buckets = stored[..., : self.n_hashes * length]
             buckets = buckets.reshape(*stored.shape[:2], self.n_hashes, length) - first
         plan = sorting.sort_by_bucket(
-            buckets, n_buckets, segments, -length % min(self.chunk_len, length)
+            buckets, n_buckets, segment_ids, -length % min(self.chunk_len, length)
         )
         if length > self.chunk_len:
             sizes = ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)

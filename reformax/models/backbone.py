@@ -16,7 +16,7 @@ from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.models.base import AttentionType, Model, check_embedding
-from reformax.ops.parts.masks import Ids, Tokens, tokens_of
+from reformax.ops.masking.masks import Ids, Tokens, tokens_of
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -84,7 +84,7 @@ class Backbone(Model):
         self,
         params,
         inputs: Int[Array, "B T"],
-        segments: Ids | Tokens | None = None,
+        segment_ids: Ids | Tokens | None = None,
         rng=None,
         cls: Float[Array, " _"] | None = None,
     ) -> Float[Array, "B T D"]:
@@ -93,8 +93,8 @@ class Backbone(Model):
         Args:
           params: the weights.
           inputs: tokens.
-          segments: ids; a position sees its own id only, and 0 is padding. `Tokens` have marks or
-            positions too.
+          segment_ids: ids; a position sees its own id only, and 0 is padding. `Tokens` have global
+            tokens or positions too.
           rng: the source of hashes and of dropout.
           cls: a vector that stands before the first token; features and segments have it too.
         """
@@ -104,10 +104,10 @@ class Backbone(Model):
         if cls is not None:
             before = jnp.broadcast_to(cls.astype(x.dtype), (len(x), 1, x.shape[2]))
             x = jnp.concatenate([before, x], axis=1)
-        x = self._embed(params, x, tokens_of(segments).positions)
+        x = self._embed(params, x, tokens_of(segment_ids).positions)
         x = dropout(x, self._dropout_rate, rng_e)
         streams = self._layers.apply(
-            params["stack"], *[x] * self._layers.n_out, segments, rng=rng_s
+            params["stack"], *[x] * self._layers.n_out, segment_ids, rng=rng_s
         )
         streams = streams if self._layers.n_out > 1 else (streams,)
         return dropout(self._joined(params, streams), self._dropout_rate, rng_f)

@@ -86,8 +86,8 @@ class Model(Layer):
         the pixels of an image; (): positions are of a line.
       pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
       next_value: whether keys bring the value of the position after them too, in the causal layers
-        whose algorithm has the trait `strict`, such as `shared_qk.shared_qk(own=False)`; see
-        `layers.Attention`.
+        whose algorithm has the trait `exclude_self`, such as
+        `shared_qk.shared_qk(attend_self_if_alone=False)`; see `layers.Attention`.
       ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu", "gelu",
         its approximation "gelu_tanh", "silu".
       ff_chunk_size: if > 0, feed-forward layers take this many positions at a time.
@@ -219,7 +219,7 @@ class Model(Layer):
                     use_rotary=self._rotates(op),
                     rotary_grid=self.pos_axial_shape if self._rotates(op) else (),
                     position_bias=by_distance if op.traits.bias else None,
-                    next_value=self.next_value and causal and op.traits.strict,
+                    next_value=self.next_value and causal and op.traits.exclude_self,
                 ),
                 self._feed_forward(),
                 cross and CrossAttention(cross, **options),
@@ -246,10 +246,11 @@ class Model(Layer):
                 f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
                 f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
             )
-        if self.next_value and causal and not any(op.traits.strict for op in cycle):
+        if self.next_value and causal and not any(op.traits.exclude_self for op in cycle):
             raise SettingError(
-                f"next_value is True and no op of {argument} is strict: set next_value=False, or "
-                "give one that never shows a position to itself, such as lsh.lsh(own=False)"
+                f"next_value is True and no op of {argument} hides a position from itself: set "
+                "next_value=False, or give one that does, such as "
+                "lsh.lsh(attend_self_if_alone=False)"
             )
 
     @property
@@ -369,7 +370,7 @@ def _activation(given: Activation) -> Callable[[Array], Array]:
     return function
 
 
-def check_tokens(name: str, tokens: Any, segments: Any = None) -> None:
+def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:
     """Raises a `ValueError` unless tokens are integers `[B, T]`, and segments of their shape."""
     if not hasattr(tokens, "dtype"):
         raise ValueError(
@@ -380,9 +381,10 @@ def check_tokens(name: str, tokens: Any, segments: Any = None) -> None:
             f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: expected integers "
             "[batch, length]"
         )
-    if segments is not None and np.shape(segments) != tokens.shape:
+    if segment_ids is not None and np.shape(segment_ids) != tokens.shape:
         raise ValueError(
-            f"segments has shape {np.shape(segments)}: expected that of {name}, {tokens.shape}"
+            f"segment_ids has shape {np.shape(segment_ids)}: expected that of {name}, "
+            f"{tokens.shape}"
         )
 
 

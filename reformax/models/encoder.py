@@ -32,7 +32,7 @@ from reformax.models.base import (
 from reformax.models.logits import affine, affine_params, logits_product
 from reformax.models.packing import segmented
 from reformax.ops import dense, local, lsh
-from reformax.ops.parts.masks import Tokens
+from reformax.ops.masking.masks import Tokens
 
 Classes = Annotated[int, Bounds(2)]
 
@@ -43,8 +43,8 @@ class Encoder(Backbone):
 
     Args:
       n_global: the first so many tokens of a row are marked, which algorithms with the trait
-        `marks` let see all and be seen by all, as Longformer's global attention. The vector that
-        `pooling="cls"` puts before a row is the first of them.
+        `global_tokens` let see all and be seen by all, as Longformer's global attention. The vector
+        that `pooling="cls"` puts before a row is the first of them.
     """
 
     n_global: Count = 0
@@ -53,10 +53,13 @@ class Encoder(Backbone):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.n_global and not any(op.traits.marks for op in cycle_of(self.attention_type)):
+        if self.n_global and not any(
+            op.traits.global_tokens for op in cycle_of(self.attention_type)
+        ):
             raise SettingError(
-                f"n_global is {self.n_global} and no op of attention_type reads marks: leave it "
-                f"out, or take one that does, as longformer.longformer(n_global={self.n_global})"
+                f"n_global is {self.n_global} and no op of attention_type reads global_tokens: "
+                f"leave it out, or take one that does, as "
+                f"longformer.longformer(n_global={self.n_global})"
             )
 
     def read(
@@ -71,20 +74,20 @@ class Encoder(Backbone):
             a row that has such a vector.
         """
         check_tokens("tokens", tokens)
-        segments = segmented(tokens).segments
+        segment_ids = segmented(tokens).segment_ids
         if cls is not None:
             if devices.n_stretches() > 1:
                 raise SettingError(
                     f"pooling is 'cls', which makes rows one longer, and {devices.n_stretches()} "
                     "devices share a row: set pooling='mean' or 'first', or mesh.context=1"
                 )
-            segments = jnp.pad(segments, ((0, 0), (1, 0)), constant_values=True)
-        marks = None
+            segment_ids = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=True)
+        global_tokens = None
         if self.n_global:
-            first = jnp.arange(segments.shape[1])[None] < self.n_global
-            marks = (first & segments).astype(jnp.int32)
-        read = Tokens(segments, marks, padded_behind=True)
-        return self.encode(params, tokens, read, rng, cls), segments
+            first = jnp.arange(segment_ids.shape[1])[None] < self.n_global
+            global_tokens = (first & segment_ids).astype(jnp.int32)
+        read = Tokens(segment_ids, global_tokens, padded_behind=True)
+        return self.encode(params, tokens, read, rng, cls), segment_ids
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

@@ -104,10 +104,10 @@ class LanguageModel(Backbone):
                     f"op is {block.attention.op} and rows are packed, as with document_mask=True: "
                     "leave that out, or use an op whose traits say packed=True"
                 )
-        tokens, segments = inputs
-        check_tokens("tokens", tokens, segments)
-        shifted = shift_right(tokens, segments, self.first_token)
-        return self.encode(params, shifted, with_positions(segments), rng)
+        tokens, segment_ids = inputs
+        check_tokens("tokens", tokens, segment_ids)
+        shifted = shift_right(tokens, segment_ids, self.first_token)
+        return self.encode(params, shifted, with_positions(segment_ids), rng)
 
     def _shifted(self, tokens: Int[Array, "B T"]) -> Int[Array, "B U"]:
         """The T tokens behind `first_token`."""
@@ -123,9 +123,13 @@ class LanguageModel(Backbone):
         return affine(params["logits"], features, self.width, dtype)
 
     def apply(
-        self, params, tokens: Int[Array, "B T"], rng=None, segments: Int[Array, "B T"] | None = None
+        self,
+        params,
+        tokens: Int[Array, "B T"],
+        rng=None,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        inputs = tokens if segments is None else (tokens, segments)
+        inputs = tokens if segment_ids is None else (tokens, segment_ids)
         return self.logits(params, self.features(params, inputs, rng))
 
     # Decoding: `prefill` reads whole prompts, `step` one token of each row.

@@ -41,7 +41,7 @@ from reformax.models.packing import (
 )
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
-from reformax.ops.parts.cache import take_rows
+from reformax.ops.decoding.cache import take_rows
 
 CrossAttentionType = Annotated[AttentionOp, Called("an AttentionOp, such as dense.dense()")]
 
@@ -58,7 +58,7 @@ class Memory(NamedTuple):
     """The sources as every step of decoding reads them."""
 
     keys_values: Any  # of every layer's cross-attention
-    segments: Int[Array, "B S"]  # 0 is padding
+    segment_ids: Int[Array, "B S"]  # 0 is padding
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -150,7 +150,7 @@ class EncoderDecoder(Model):
         self,
         params,
         source: Int[Array, "B S"],
-        source_segments: Int[Array, "B S"] | None = None,
+        source_segment_ids: Int[Array, "B S"] | None = None,
         rng=None,
     ) -> Float[Array, "B S D"]:
         """The memory, float32; its rows of padding are arbitrary.
@@ -158,17 +158,17 @@ class EncoderDecoder(Model):
         Args:
           params: the weights.
           source: tokens.
-          source_segments: ids; None: a row is one segment, up to its last token that is not 0.
+          source_segment_ids: ids; None: a row is one segment, up to its last token that is not 0.
           rng: the source of hashes and of dropout.
 
         Raises:
           ValueError: tokens are no integers `[B, S]`, or weights are of other sizes.
         """
-        check_tokens("source", source, source_segments)
+        check_tokens("source", source, source_segment_ids)
         name = "embedding" if self.output_vocab_size is None else "source_embedding"
         check_embedding(params, name, self.input_vocab_size, self.d_model)
-        read = segmented(source, source_segments)
-        position, table = segment_positions(read.segments), params[name]
+        read = segmented(source, source_segment_ids)
+        position, table = segment_positions(read.segment_ids), params[name]
         embed_rng, stack_rng = _split(rng)
         x = self._embed(params["encoder"], table, source, position, embed_rng)
         return self._run("encoder", params, x, read, rng=stack_rng)
@@ -184,20 +184,20 @@ class EncoderDecoder(Model):
         Raises:
           ValueError: tokens are no integers `[B, T]`, or weights are of other sizes.
         """
-        source, target, *segments = inputs
-        source_segments, target_segments = segments or (None, None)
-        check_tokens("target", target, target_segments)
+        source, target, *segment_ids = inputs
+        source_segment_ids, target_segment_ids = segment_ids or (None, None)
+        check_tokens("target", target, target_segment_ids)
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
         encoder_rng, decoder_rng = _split(rng)
-        memory = self.encode(params, source, source_segments, encoder_rng)
-        of_source = segmented(source, source_segments).segments
-        read = segmented(target, target_segments)
+        memory = self.encode(params, source, source_segment_ids, encoder_rng)
+        of_source = segmented(source, source_segment_ids).segment_ids
+        read = segmented(target, target_segment_ids)
         embed_rng, stack_rng = _split(decoder_rng)
         x = self._embed(
             params["decoder"],
             params["embedding"],
-            shift_right(target, read.segments),
-            segment_positions(read.segments),
+            shift_right(target, read.segment_ids),
+            segment_positions(read.segment_ids),
             embed_rng,
         )
         x = self._run("decoder", params, x, read, memory, of_source, rng=stack_rng)
@@ -214,11 +214,11 @@ class EncoderDecoder(Model):
         params,
         source: Int[Array, "B S"],
         target: Int[Array, "B T"],
-        source_segments: Int[Array, "B S"] | None = None,
-        target_segments: Int[Array, "B T"] | None = None,
+        source_segment_ids: Int[Array, "B S"] | None = None,
+        target_segment_ids: Int[Array, "B T"] | None = None,
         rng=None,
     ) -> Float[Array, "B T V"]:
-        inputs = source, target, source_segments, target_segments
+        inputs = source, target, source_segment_ids, target_segment_ids
         return self.logits(params, self.features(params, inputs, rng))
 
     def _embed(
@@ -260,7 +260,7 @@ class EncoderDecoder(Model):
         source: Int[Array, "B S"],
         capacity: int,
         rng=None,
-        source_segments: Int[Array, "B S"] | None = None,
+        source_segment_ids: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B V"], Decoding, Memory]:
         """Reads sources in one forward pass.
 
@@ -270,7 +270,7 @@ class EncoderDecoder(Model):
           source: tokens, padded on the right.
           capacity: how many tokens a target can have, at least 1.
           rng: the source of hashes, which are those of `apply` with the same rng.
-          source_segments: 0 is padding; None: what is behind the last token that is not 0.
+          source_segment_ids: 0 is padding; None: what is behind the last token that is not 0.
 
         Returns:
           The logits of each target's first token, the state that `step` goes on from, and the
@@ -285,8 +285,8 @@ class EncoderDecoder(Model):
             raise SettingError(f"capacity is {capacity}: expected at least 1")
         check_capacity(capacity, self.max_length)
         encoder_rng, decoder_rng = _split(rng)
-        memory = self.encode(params, source, source_segments, encoder_rng)
-        segments = segmented(source, source_segments).segments
+        memory = self.encode(params, source, source_segment_ids, encoder_rng)
+        segment_ids = segmented(source, source_segment_ids).segment_ids
         decoder, stack = weights["decoder"], self._stacks["decoder"]
         position = jnp.zeros(source.shape[0], jnp.int32)
         # `shift_right` puts token 0 in front of a target.
@@ -298,10 +298,10 @@ class EncoderDecoder(Model):
             capacity,
             _split(decoder_rng)[1],
             memory,
-            segments,
+            segment_ids,
         )
         logits = self._next(weights, streams)
-        return logits, Decoding(position + 1, caches, None), Memory(keys_values, segments)
+        return logits, Decoding(position + 1, caches, None), Memory(keys_values, segment_ids)
 
     def step(
         self, params, tokens: Int[Array, " R"], decoding: Decoding, memory: Memory

@@ -33,7 +33,8 @@ from reformax.ops import (
     sinks,
     smyrf,
 )
-from reformax.ops.base import AttentionOp, Dims, Traits
+from reformax.ops.base import AttentionOp, Traits
+from reformax.ops.calls.dims import Dims
 
 __all__ = [
     "asymmetric_lsh",

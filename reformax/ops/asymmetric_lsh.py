@@ -10,7 +10,7 @@ are cut into chunks, and the queries of a chunk see the keys of the chunk at its
 neighbours. Time is O(n_hashes * T * chunk_len), besides sorting.
 
 Queries and keys may be of two sequences. A query then stands at the middle of the keys of its
-bucket (`ops.parts.meeting`), and time is O(n_hashes * (T + S) * chunk_len).
+bucket (`ops.hashing.meeting`), and time is O(n_hashes * (T + S) * chunk_len).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Size
-from reformax.ops.base import AttentionOp, named, no_params
-from reformax.ops.lsh import Buckets, Rounds
-from reformax.ops.parts import asymmetric
-from reformax.ops.parts.cache import (
+from reformax.ops import flash
+from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
     KeyValues,
     Shared,
     add_to_ring,
@@ -36,14 +36,72 @@ from reformax.ops.parts.cache import (
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.parts.centring import centred
-from reformax.ops.parts.containment import finite
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
-from reformax.ops.parts.masks import segment_pair
-from reformax.ops.parts.meeting import meeting_orders
-from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order
-from reformax.ops.parts.sorting import inserted, line, seen_before, sort_by_bucket, with_bucket
+from reformax.ops.decoding.sorted_order import inserted, line, seen_before, with_bucket
+from reformax.ops.hashing.angular import Hashing, bucket_factors, hash_by
+from reformax.ops.hashing.centring import centred
+from reformax.ops.hashing.meeting import meeting_orders
+from reformax.ops.hashing.sorting import sort_by_bucket
+from reformax.ops.lsh import Buckets, Rounds
+from reformax.ops.masking.masks import segment_pair
+from reformax.ops.masking.padding import tokens_only
+from reformax.ops.softmax.chunked import chunked_attention
+from reformax.ops.softmax.orders import ChunkCount, Chunks, ChunkSizes, Order
+
+# Of algorithms that sort queries and keys by such hashes.
+TRAITS = Traits(
+    cross=True, random_plan=True, causal_plan=False, keeps_padding_out=True, head_shards=True
+)
+
+
+def two_orders(
+    settings: Any,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    queries: Int[Array, "B N R T"],
+    keys: Int[Array, "B N R T"],
+) -> Order:
+    """The positions whose query, and whose key, stands at each place, as a plan for `attend`."""
+    order = Order(queries, keys=keys)
+    return order.as_asked(impl_of(settings, q, k), settings.count_once, two_orders=True)
+
+
+def impl_of(settings: Any, q: Array, k: Array, v: Array | None = None) -> str:
+    """The implementation of a call, whose values may not be known yet."""
+    return choose(settings.impl, **kernel_obstacles(q, k, v))
+
+
+def attend(
+    sizes: ChunkSizes, settings: Any, q, k, v, *, plan, segment_ids, causal, dropout, rng
+) -> Float[Array, "B T N V"]:
+    """Attention by `two_orders` in chunks of `sizes`; `settings` has own, count_once and impl."""
+    options = dict(
+        causal=causal,
+        shared_qk=False,
+        attend_self_if_alone=settings.attend_self_if_alone,
+        count_once=settings.count_once,
+        dropout=dropout,
+        two_orders=True,
+    )
+    if not crosses(q, k, segment_ids):
+        chunks = sizes.cut(q.shape[1], **options)
+    elif plan is None:
+        call = dict(segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
+        return flash.flash(impl=settings.impl).apply((), q, k, v, plan=(), **call)
+    else:
+        options |= dict(n_keys=k.shape[1], ratio=ratio(q.shape[1], k.shape[1]))
+        chunks = Chunks(q.shape[1], *sizes, **options)
+    impl = impl_of(settings, q, k, v)
+    return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl)
+
+
+def crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segment_ids) -> bool:
+    """Whether queries and keys are of two sequences, as their lengths or segments say."""
+    return q.shape[1] != k.shape[1] or isinstance(segment_ids, tuple)
+
+
+def ratio(n_queries: int, n_keys: int) -> int:
+    """Places of queries to each place of keys, in orders of two sequences."""
+    return max(1, round(n_queries / n_keys))
 
 
 class Settings(NamedTuple):
@@ -55,7 +113,7 @@ class Settings(NamedTuple):
     n_chunks_before: int
     n_chunks_after: int
     count_once: bool
-    own: bool
+    attend_self_if_alone: bool
     impl: str
 
     @property
@@ -84,7 +142,7 @@ def asymmetric_lsh(
     n_chunks_before: ChunkCount = 1,
     n_chunks_after: ChunkCount = 1,
     count_once: bool = True,
-    own: bool = True,
+    attend_self_if_alone: bool = True,
     impl: str = "auto",
 ) -> AttentionOp:
     """LSH attention whose keys have a projection of their own.
@@ -107,8 +165,8 @@ def asymmetric_lsh(
       n_chunks_before: how many chunks of keys before that at its own place a query sees.
       n_chunks_after: how many chunks of keys after it.
       count_once: True counts a key once however many rounds show it; False counts it each time.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it, and
-        so it is across two sequences, where a query has no key of its own.
+      attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
+        zeros of it, and so it is across two sequences, where a query has no key of its own.
       impl: as in `smyrf.smyrf`.
 
     Raises:
@@ -121,7 +179,7 @@ def asymmetric_lsh(
         init=no_params,
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
-        traits=asymmetric.TRAITS,
+        traits=TRAITS,
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
         replace_value=replace_in_memory,
@@ -129,31 +187,35 @@ def asymmetric_lsh(
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Order | None:
     """The orders of queries and of keys in each round; None where one chunk has every key."""
     del params, train
     if k.shape[1] <= settings.chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
-    vectors = q, centred(k, segment_pair(segments)[1], causal)
+    if segment_ids is not None:
+        q, k = (
+            tokens_only(x, ids) for x, ids in zip((q, k), segment_pair(segment_ids), strict=True)
+        )
+    vectors = q, centred(k, segment_pair(segment_ids)[1], causal)
     hashing, length = settings.hashing, length or k.shape[1]
     factors = hashing.factors_for(length)
     rotations = hashing.rotations_for(q, length, settings.n_hashes, rng)
     buckets = [hash_by(rotations, x, factors, settings.impl) for x in vectors]
-    if asymmetric.crosses(q, k, segments):
-        ratio = asymmetric.ratio(q.shape[1], k.shape[1])
-        return meeting_orders(*buckets, segments, settings.chunk_len, ratio)
+    if crosses(q, k, segment_ids):
+        lengths = q.shape[1], k.shape[1]
+        return meeting_orders(*buckets, segment_ids, settings.chunk_len, ratio(*lengths))
     n_pad = -q.shape[1] % settings.chunk_len
     sort = functools.partial(
-        sort_by_bucket, n_buckets=math.prod(factors), segments=segments, n_pad=n_pad
+        sort_by_bucket, n_buckets=math.prod(factors), segment_ids=segment_ids, n_pad=n_pad
     )
-    return asymmetric.two_orders(settings, q, k, *(sort(x).queries for x in buckets))
+    return two_orders(settings, q, k, *(sort(x).queries for x in buckets))
 
 
 def _apply(settings: Settings, params, q, k, v, **call):
     del params
-    return asymmetric.attend(settings.chunks, settings, q, k, v, **call)
+    return attend(settings.chunks, settings, q, k, v, **call)
 
 
 # Decoding. C is the capacity.
@@ -174,15 +236,15 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     del params, plan  # a plan has no buckets
     factors, length = settings.hashing.factors_for(capacity), q.shape[1]
     rotations = settings.hashing.rotations_for(q, capacity, settings.n_hashes, rng)
-    vectors = q, centred(k, None, causal=True)
-    of_queries, of_keys = (hash_by(rotations, x, factors, settings.impl) for x in vectors)
     is_token, last = line(length) < lengths[:, None, None, None], math.prod(factors)
+    tokens = jnp.where(jnp.swapaxes(is_token, 1, 3), k, 0)
+    vectors = q, centred(tokens, None, causal=True)
+    of_queries, of_keys = (hash_by(rotations, x, factors, settings.impl) for x in vectors)
     order = sort_by_bucket(jnp.where(is_token, of_keys, last), last + 1, None, 0).queries
-    tokens = jnp.where(jnp.swapaxes(is_token, 1, 3), finite(k.astype(jnp.float32)), 0)
     room = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
     return Hashed(
         fill_ring(k, v, lengths, capacity),
-        tokens.sum(axis=1),
+        tokens.astype(jnp.float32).sum(axis=1),
         *(jnp.pad(x, room) for x in (of_queries, of_keys, order)),
         Shared(rotations),
     )
@@ -196,7 +258,7 @@ def _step(
     memory = add_to_ring(memory, k, v, position)
     now, capacity = position[:, None, None, None], order.shape[-1]
     factors = settings.hashing.factors_for(capacity)
-    key = finite(k.astype(jnp.float32))
+    key = k.astype(jnp.float32)
     mean = total[:, None] / jnp.maximum(now, 1).astype(total.dtype)
     vectors = q, (key - mean).astype(k.dtype)
     of_query, of_key = (hash_by(rotations, x, factors, settings.impl) for x in vectors)

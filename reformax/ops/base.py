@@ -4,7 +4,7 @@ Letters in the shapes of `reformax.ops` (the order of `jax.nn.dot_product_attent
 
     B batch    T queries    S keys    N heads    H query and key size    V value size
     R hashing rounds    C chunks    L chunk length    M keys in a chunk's window
-    G heads of keys and values, a divisor of N (`parts/heads.py`); where it is not named, it is N
+    G heads of keys and values, a divisor of N (`calls/heads.py`); where it is not named, it is N
 
 Segments are integer ids, one a token: a token sees its own id only, and 0 is padding, which sees
 and gives nothing. Queries and keys of one sequence share one array `[B, T]`; those of two sequences
@@ -25,13 +25,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import checked
-from reformax.ops.parts.arguments import check_arguments, check_params
-from reformax.ops.parts.borders import Reach
-from reformax.ops.parts.containment import over_tokens, tokens_only
-from reformax.ops.parts.given_masks import checked_mask, with_mask
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.masks import Segments, segment_ids, segment_pair
-from reformax.ops.parts.placement import Call, placement
+from reformax.ops.calls.arguments import check_arguments, check_params
+from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.masking.given_masks import checked_mask, with_mask
+from reformax.ops.masking.masks import SegmentIds, int32_ids, segment_pair
+from reformax.ops.masking.padding import over_tokens, tokens_only
+from reformax.ops.sharding.borders import Reach
+from reformax.ops.sharding.placement import Call, placement
 
 T = TypeVar("T")
 # Values of options that are what they are equal to: a sequence may hold 2 or 2.0.
@@ -52,38 +53,19 @@ class Traits(NamedTuple):
     beams: bool = False  # in beam search, `step` finds a beam's past in other beams' caches
     keeps_padding_out: bool = False  # `apply` ignores what stands at padding by itself
     local: bool = False  # how far a position sees does not grow with the length
-    strict: bool = False  # a position never sees itself
+    exclude_self: bool = False  # a position never sees itself
     dropout: bool = True  # it makes attention weights, which can be dropped
     packed: bool = True  # it tells segments apart; False: a row has one, besides padding
-    marks: bool = False  # its plan reads `Tokens.marks`, such as which tokens are global
+    global_tokens: bool = (
+        False  # its plan reads `Tokens.global_tokens`, such as which tokens are global
+    )
     lengths: bool = False  # it hides padding behind a row by the number of the row's tokens
     grouped: bool = False  # it reads keys of fewer heads as they are; others get them repeated
-    heads_apart: bool = False  # it computes any of the heads, told by a `Share` in place of the rng
+    head_shards: bool = False  # it computes any of the heads, told by a `Shard` in place of the rng
     choose_together: bool = False  # heads that share keys look at the same of them
-    stretches: bool = False  # it computes stretches of sequences, told by a `Share` with an axis
-
-
-class Dims(NamedTuple):
-    """The static sizes that an algorithm's own weights may depend on."""
-
-    n_heads: int
-    d_qk: int
-    d_v: int
-    length: int
-    n_kv_heads: int | None = None  # G; None: N
-
-    @property
-    def key_heads(self) -> int:
-        """G, the number of heads of keys and values."""
-        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-
-
-class Extra(NamedTuple):
-    """A further projection of a layer's input that an algorithm reads, `[B, T, n_heads, size]`."""
-
-    n_heads: int
-    size: int
-    rotated: bool = False  # by its position, where queries and keys are
+    sequence_shards: bool = (
+        False  # it computes stretches of sequences, told by a `Shard` with an axis
+    )
 
 
 # Other than a tuple, a dataclass may stand in `jax.jit`, which keeps weak references.
@@ -98,30 +80,31 @@ class AttentionOp:
     Attributes:
       init: `(rng, dims) -> params`, the algorithm's own weights: a dict of arrays, or `()`. A stack
         maps it over the rngs of its layers by `jax.vmap`.
-      plan: `(params, q, k, *, segments, causal, rng, train, length=None) -> plan`, a pytree of
+      plan: `(params, q, k, *, segment_ids, causal, rng, train, length=None) -> plan`, a pytree of
         integers through which no gradient flows. `train=False` selects the settings for evaluation.
         Settings that depend on a length use `length` if it is given, and else the length of q. With
-        the trait `marks` it also takes `marks [B, T]`, None by default.
-      apply: `(params, q, k, v, *, plan, segments, causal, dropout, rng) -> out`. With the trait
-        `bias` it also takes `bias`, None by default; an algorithm with extras takes `extras`. With
-        the trait `lengths` it also takes `lengths [B]`, None by default: each row is so many tokens
-        of one segment and then padding, where arrays are finite. Segments say the same.
+        the trait `global_tokens` it also takes `global_tokens [B, T]`, None by default.
+      apply: `(params, q, k, v, *, plan, segment_ids, causal, dropout, rng) -> out`. With the trait
+        `bias` it also takes `bias`, None by default; an algorithm with extras takes
+        `extra_projections`. With the trait `lengths` it also takes `lengths [B]`, None by default:
+        each row is so many tokens of one segment and then padding, where arrays are finite.
+        Segments say the same.
       traits: what the algorithm can do.
       init_cache: `(params, q, k, v, *, plan, lengths, capacity, rng) -> cache`, for decoding: the
         cache after the first `lengths` positions of each row, with room for `capacity` positions.
         The plan is that of a causal call with `length=capacity` and the same rng. None if the
-        algorithm cannot decode. An algorithm with extras takes `extras`.
+        algorithm cannot decode. An algorithm with extras takes `extra_projections`.
       step: `(params, q, k, v, cache, *, position) -> (out, cache)`: attention of one more position
         of each row, `[B, 1, N, ...]`, whose number is `position [B]`. With the trait `beams` it
         also takes `origins`, with the trait `bias` also `bias`, `(positions of keys [B, S]) ->
-        [B, N, S]`; an algorithm with extras takes `extras`. The algorithm's `impl` decides as in
-        `apply` whether kernels hash and compute a softmax of one query. None if the algorithm
-        cannot decode.
+        [B, N, S]`; an algorithm with extra_projections takes `extras`. The algorithm's `impl`
+        decides as in `apply` whether kernels hash and compute a softmax of one query. None if the
+        algorithm cannot decode.
       replace_value: `(cache, v, position) -> cache`: the cache with another value, `[B, 1, N, V]`,
         of a position that it holds. None: it cannot.
-      extras: `dims -> {name: Extra}`: further projections of the layer's input, such as gates. A
-        layer makes them, and the functions above take them as a dict, `{name: [B, T, n_heads,
-        size]}`. None: there are none.
+      extra_projections: `dims -> {name: ExtraProjection}`: further projections of the layer's
+        input, such as gates. A layer makes them, and the functions above take them as a dict,
+        `{name: [B, T, n_heads, size]}`. None: there are none.
       reach: `causal -> Reach`, how far a position sees, whatever the length. A device that has a
         stretch of a sequence then reads its neighbours' borders alone. For an algorithm without a
         plan and extras; None: there is no such distance.
@@ -136,18 +119,18 @@ class AttentionOp:
     init_cache: Callable[..., Any] | None = None
     step: Callable[..., Any] | None = None
     replace_value: Callable[..., Any] | None = None
-    extras: Callable[[Dims], dict[str, Extra]] | None = None
+    extra_projections: Callable[[Dims], dict[str, ExtraProjection]] | None = None
     reach: Callable[[bool], Reach] | None = None
     name: str = "attention"
     options: str = ""
 
     def dims(self, q: Float[Array, "B T N H"], v: Float[Array, "B S N V"]) -> Dims:
-        """The sizes of a call of these arrays, which `init` and `extras` take."""
+        """The sizes of a call of these arrays, which `init` and `extra_projections` take."""
         return Dims(q.shape[2], q.shape[3], v.shape[3], q.shape[1], n_kv_heads=v.shape[2])
 
-    def extras_of(self, dims: Dims) -> dict[str, Extra]:
+    def extra_projections_of(self, dims: Dims) -> dict[str, ExtraProjection]:
         """The further projections that the algorithm reads, by name."""
-        return {} if self.extras is None else self.extras(dims)
+        return {} if self.extra_projections is None else self.extra_projections(dims)
 
     def __repr__(self) -> str:
         """The call that makes the op, such as `lsh(n_hashes=2)`."""
@@ -160,7 +143,7 @@ class AttentionOp:
         v: Float[Array, "B S G V"],
         *,
         causal: bool = False,
-        segments: Segments | None = None,
+        segment_ids: SegmentIds | None = None,
         mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None = None,
         bias: Float[Array, "#B #N #T #S"] | None = None,
         dropout: float = 0.0,
@@ -168,8 +151,8 @@ class AttentionOp:
         rng: PRNGKeyArray | None = None,
         train: bool = True,
         params: Any = (),
-        extras: dict[str, Float[Array, "B T _ _"]] | None = None,
-        marks: Int[Array, "B T"] | None = None,
+        extra_projections: dict[str, Float[Array, "B T _ _"]] | None = None,
+        global_tokens: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T N V"]:
         """Plans and applies in one call.
 
@@ -180,8 +163,8 @@ class AttentionOp:
           k: keys; None for a shared-QK algorithm. Each of G heads serves N / G heads of queries.
           v: values, of as many heads as the keys.
           causal: whether a position sees only itself and what came before it.
-          segments: ids of the tokens, or a pair of them for queries and for keys. Booleans say that
-            each row is one segment besides its padding.
+          segment_ids: ids of the tokens, or a pair of them for queries and for keys. Booleans say
+            that each row is one segment besides its padding.
           mask: True where a key may be seen. `[B, S]` marks the keys that are tokens, for every
             algorithm: it becomes segments, in which the others are padding. `[B, N, T, S]` marks
             pairs, for an algorithm with the trait `bias`; an axis of size 1 is shared.
@@ -192,8 +175,9 @@ class AttentionOp:
           rng: the source of hashes and of dropout.
           train: False selects the algorithm's settings for evaluation; `dropout` is as given.
           params: the algorithm's own weights, from its `init`.
-          extras: the further projections that the algorithm reads, by name.
-          marks: above 0 for tokens that an algorithm with the trait `marks` treats apart.
+          extra_projections: the further projections that the algorithm reads, by name.
+          global_tokens: above 0 for tokens that an algorithm with the trait `global_tokens` treats
+            apart.
 
         Returns:
           The attended values in the dtype of `v`. A row that sees nothing is zeros.
@@ -208,13 +192,19 @@ class AttentionOp:
                 "modules of flax use reformax.flax.attention_fn"
             )
         call = dict(causal=causal, dropout=dropout)
-        checked = dict(segments=segments, bias=bias, rng=rng, extras=extras, marks=marks)
+        checked = dict(
+            segment_ids=segment_ids,
+            bias=bias,
+            rng=rng,
+            extra_projections=extra_projections,
+            global_tokens=global_tokens,
+        )
         check_arguments(self, *(q, k, v), **call, train=train, **checked)
         check_params(self, params, q, v)
         if mask is not None:
             mask = checked_mask(self, mask, q, q if k is None else k)
-        segments = segment_ids(segments)
-        x = Call(params, q, k, v, segments, mask, bias, extras, marks, rng)
+        segment_ids = int32_ids(segment_ids)
+        x = Call(params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng)
         return _compiled(self)(x, **call, train=train)
 
 
@@ -237,12 +227,16 @@ def _attend(op: AttentionOp, x: Call, **settings: Any) -> Float[Array, "B T N V"
 def _attend_here(
     op: AttentionOp, x: Call, *, causal: bool, dropout: float, train: bool
 ) -> Float[Array, "B T N V"]:
-    params, q, k, v, segments, mask, bias, extras, marks, rng = x
-    segments, bias = with_mask(op, mask, q, q if k is None else k, segments, bias, causal)
-    options = dict(segments=segments, causal=causal, rng=rng, train=train) | given(marks=marks)
+    params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng = x
+    segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
+    options = dict(segment_ids=segment_ids, causal=causal, rng=rng, train=train) | given(
+        global_tokens=global_tokens
+    )
     plan = op.plan(params, q, k, **options)
-    masks = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)
-    return op.apply(params, q, k, v, **masks, **given(bias=bias, extras=extras))
+    masks = dict(plan=plan, segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
+    return op.apply(
+        params, q, k, v, **masks, **given(bias=bias, extra_projections=extra_projections)
+    )
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -336,14 +330,17 @@ def _each(wrapped: Callable[[Callable], Callable], op: AttentionOp, *names: str)
 
 
 def _apply_to_tokens(
-    apply, params, q, k, v, *, segments, extras=None, **options
+    apply, params, q, k, v, *, segment_ids, extra_projections=None, **options
 ) -> Float[Array, "B T N V"]:
     """`AttentionOp.apply` of arrays that are zeros at padding."""
-    if extras is not None and segments is not None:
-        extras = {name: tokens_only(x, segment_pair(segments)[0]) for name, x in extras.items()}
-    options |= given(extras=extras)
-    attend = functools.partial(apply, params, segments=segments, **options)
-    return over_tokens(attend, q, k, v, segments)
+    if extra_projections is not None and segment_ids is not None:
+        extra_projections = {
+            name: tokens_only(x, segment_pair(segment_ids)[0])
+            for name, x in extra_projections.items()
+        }
+    options |= given(extra_projections=extra_projections)
+    attend = functools.partial(apply, params, segment_ids=segment_ids, **options)
+    return over_tokens(attend, q, k, v, segment_ids)
 
 
 def _equal(value: Any, default: Any) -> bool:
@@ -364,7 +361,7 @@ def no_params(rng: PRNGKeyArray, dims: Dims) -> tuple[()]:
     return ()
 
 
-def no_plan(params, q, k, *, segments, causal, rng, train, length=None) -> tuple[()]:
+def no_plan(params, q, k, *, segment_ids, causal, rng, train, length=None) -> tuple[()]:
     """`AttentionOp.plan` of an algorithm whose places do not depend on what it reads."""
-    del params, q, k, segments, causal, rng, train, length
+    del params, q, k, segment_ids, causal, rng, train, length
     return ()

@@ -24,15 +24,15 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Called, Count, SettingError, Size, shown
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
-from reformax.ops.parts import band, block_lists, tiles
-from reformax.ops.parts.block_lists import MIN_TILE, Layout, Rows
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring
-from reformax.ops.parts.containment import over_tokens
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.masks import ids_or_ones, segment_pair
-from reformax.ops.parts.neighbours import first_marked, ids_at, rows_at
-from reformax.ops.parts.share import all_heads
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
+from reformax.ops.masking.bands import first_global, ids_at, rows_at
+from reformax.ops.masking.masks import ids_or_ones, segment_pair
+from reformax.ops.masking.padding import over_tokens
+from reformax.ops.sharding.shard import all_heads
+from reformax.ops.softmax import band, block_lists, tiles
+from reformax.ops.softmax.block_lists import MIN_TILE, Layout, Rows
+from reformax.ops.softmax.dropout import seed_words
 
 BUTTERFLY = butterfly()
 BlockSize = Annotated[Size | tuple[Size, Size], Called("a number of at least 1, or two")]
@@ -49,9 +49,10 @@ def block_sparse(
 ) -> AttentionOp:
     """Attention to the keys in the nonzero blocks of a mask.
 
-    With `n_global`, `marks` above 0 say which tokens are global: they see all of their segment and
-    are seen by all of it, besides the blocks. With `block_patterns.bigbird(n_global=0)` this is the
-    ETC form of BigBird (Zaheer et al. 2020, sec. 2), whose global tokens may stand anywhere.
+    With `n_global`, `global_tokens` above 0 say which tokens are global: they see all of their
+    segment and are seen by all of it, besides the blocks. With `block_patterns.bigbird(n_global=0)`
+    this is the ETC form of BigBird (Zaheer et al. 2020, sec. 2), whose global tokens may stand
+    anywhere.
 
     Args:
       pattern: which block of queries sees which block of keys: a boolean array, `[n_blocks_q,
@@ -81,7 +82,7 @@ def block_sparse(
             init=no_params,
             plan=functools.partial(_plan, n_global),
             apply=functools.partial(_apply_with_global, layout_of, impl),
-            traits=Traits(causal=False, marks=True),
+            traits=Traits(causal=False, global_tokens=True),
         )
     return AttentionOp(
         init=no_params,
@@ -89,7 +90,7 @@ def block_sparse(
         apply=functools.partial(_apply, layout_of, impl),
         # Whether a function makes masks by head is known at the call, which refuses them.
         traits=Traits(
-            cross=True, keeps_padding_out=True, heads_apart=given is None or given.ndim == 2
+            cross=True, keeps_padding_out=True, head_shards=given is None or given.ndim == 2
         ),
         init_cache=_init_cache if given is None else None,
         step=functools.partial(_step, layout_of, impl) if given is None else None,
@@ -132,7 +133,7 @@ def _apply(
     v,
     *,
     plan,
-    segments,
+    segment_ids,
     causal,
     dropout,
     rng,
@@ -145,20 +146,20 @@ def _apply(
             f"pattern gives masks of {layout.n_masks} heads, {layout.mask.shape}, and devices "
             "share the heads: use context=1, or a pattern of one mask for all heads"
         )
-    return _attend(layout, impl, q, k, v, segments, rng)
+    return _attend(layout, impl, q, k, v, segment_ids, rng)
 
 
-def _attend(layout: Layout, impl: str, q, k, v, segments, rng) -> Float[Array, "B T N V"]:
+def _attend(layout: Layout, impl: str, q, k, v, segment_ids, rng) -> Float[Array, "B T N V"]:
     sizes = layout.block_q, layout.block_k
     odd = sizes if any(size % MIN_TILE for size in sizes) else None
     impl = choose(impl, **kernel_obstacles(q, k, v, block_size=odd))
     if impl == "xla":
-        in_tiles = functools.partial(_in_tiles, layout, segments=segments, rng=rng)
-        return over_tokens(in_tiles, q, k, v, segments)
-    from reformax.ops.kernels import block_sparse as kernel
+        in_tiles = functools.partial(_in_tiles, layout, segment_ids=segment_ids, rng=rng)
+        return over_tokens(in_tiles, q, k, v, segment_ids)
+    from reformax.ops.kernels.triton import block_sparse as kernel
 
     interpret = impl == "pallas_interpret"
-    return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)[0]
+    return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), rng)[0]
 
 
 # Global tokens. G of them are keys of further blocks, which all queries see; at their own places
@@ -166,18 +167,18 @@ def _attend(layout: Layout, impl: str, q, k, v, segments, rng) -> Float[Array, "
 
 
 def _plan(
-    n_global: int, params, q, k, *, segments, causal, rng, train, length=None, marks=None
+    n_global: int, params, q, k, *, segment_ids, causal, rng, train, length=None, global_tokens=None
 ) -> Int[Array, "B G"] | None:
     """The positions of global tokens, if there are any."""
     del params, q, k, causal, rng, train, length
-    return first_marked(marks, segments, n_global)
+    return first_global(global_tokens, segment_ids, n_global)
 
 
 def _apply_with_global(
-    layout_of, impl: str, params, q, k, v, *, plan, segments, causal, dropout, rng
+    layout_of, impl: str, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
     if plan is None:
-        options = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)
+        options = dict(plan=plan, segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
         return _apply(layout_of, impl, params, q, k, v, **options)
     length = k.shape[1]
     layout = layout_of(length, length, q.shape[2], causal, dropout)
@@ -193,14 +194,14 @@ def _apply_with_global(
         return jnp.concatenate([jnp.pad(x, ((0, 0), (0, n_pad), (0, 0), (0, 0))), few], axis=1)
 
     few_k, few_v = (rows_at(x, plan) for x in (k, v))
-    ids = ids_or_ones(segments, k)
+    ids = ids_or_ones(segment_ids, k)
     row = jnp.arange(len(k))[:, None]
     elsewhere = ids.at[row, plan].set(0, mode="drop")
     elsewhere = jnp.pad(elsewhere, ((0, 0), (0, n_pad)))
     of_keys = jnp.concatenate([elsewhere, ids_at(ids, plan)], axis=1)
     out = _attend(layout, impl, q, further(k, few_k), further(v, few_v), (ids, of_keys), rng)
     seed = seed_words(rng, len(q)) if dropout else None
-    rows = band.rows_of_few(rows_at(q, plan), k, v, plan, segments, False, dropout, seed)
+    rows = band.rows_of_few(rows_at(q, plan), k, v, plan, segment_ids, False, dropout, seed)
     return out.at[row, plan].set(rows.astype(out.dtype), mode="drop")
 
 
@@ -252,7 +253,7 @@ def _check_mask(mask: Any) -> Mask:
     return mask
 
 
-def _in_tiles(layout: Layout, q, k, v, *, segments, rng) -> Float[Array, "B T N V"]:
+def _in_tiles(layout: Layout, q, k, v, *, segment_ids, rng) -> Float[Array, "B T N V"]:
     """The op in array operations: the tiles are the blocks."""
     tiling = tiles.Tiling(
         query_size=min(layout.block_q, layout.n_queries),
@@ -265,7 +266,7 @@ def _in_tiles(layout: Layout, q, k, v, *, segments, rng) -> Float[Array, "B T N 
     plan = tiles.Plan(
         *(_visits(rows(*sizes), layout.n_masks) for rows in (layout.rows, layout.columns))
     )
-    x = tiles.inputs(q, k, v, None, segments, layout.dropout, rng)
+    x = tiles.inputs(q, k, v, None, segment_ids, layout.dropout, rng)
     return tiles.attend(tiles.forward, tiling, x, plan)
 
 

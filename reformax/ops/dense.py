@@ -8,13 +8,13 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.cache import full_decoding
-from reformax.ops.parts.containment import over_tokens
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.parts.dispatch import check_impl, choose
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.masks import visibility
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.calls.dispatch import check_impl, choose
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.masking.masks import visibility
+from reformax.ops.masking.padding import over_tokens
+from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.softmax.reference import reference_attention
 
 
 @named
@@ -44,21 +44,23 @@ def dense(*, impl: str = "auto") -> AttentionOp:
             keeps_padding_out=True,
             lengths=True,
             grouped=True,
-            heads_apart=True,
+            head_shards=True,
         ),
         **full_decoding(impl),
     )
 
 
-def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl, bias=None, lengths=None):
+def _apply(
+    params, q, k, v, *, plan, segment_ids, causal, dropout, rng, impl, bias=None, lengths=None
+):
     del params, plan
-    if choose(impl, cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias, lengths)) == "cudnn":
+    if choose(impl, cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths)) == "cudnn":
         return cudnn_attention(q, k, v, causal=causal, lengths=lengths)
     k, v = repeat_heads(q, k, v)
 
     @jax.checkpoint
     def attend(bias, q, k, v) -> Float[Array, "B T N V"]:
-        mask = visibility(q.shape[1], k.shape[1], causal=causal, segments=segments)
+        mask = visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
         return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, rng=rng)
 
-    return over_tokens(functools.partial(attend, bias), q, k, v, segments)
+    return over_tokens(functools.partial(attend, bias), q, k, v, segment_ids)

@@ -32,18 +32,24 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import NonNegative, Size, Width
-from reformax.ops.base import AttentionOp, Dims, Traits, named
-from reformax.ops.parts.auxiliary import with_loss
-from reformax.ops.parts.block_lists import Everything
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
-from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dispatch import KERNELS, MAX_HEAD_SIZE, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropout_mask, seed_words
-from reformax.ops.parts.masks import ids_or_ones
-from reformax.ops.parts.query_chunks import by_chunks, joined, positions
-from reformax.ops.parts.share import row_axes
-from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
+from reformax.ops.base import AttentionOp, Traits, named
+from reformax.ops.calls.dims import Dims
+from reformax.ops.calls.dispatch import KERNELS, MAX_HEAD_SIZE, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
+    KeyValues,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_in_memory,
+)
+from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.numerics.auxiliary_loss import with_loss
+from reformax.ops.numerics.precision import accum_dtype, product
+from reformax.ops.numerics.query_chunks import by_chunks, joined, positions
+from reformax.ops.sharding.shard import row_axes
+from reformax.ops.softmax.block_lists import Everything
+from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
 
 # The largest number that the indexer reads. A score is a product of three such numbers.
 LARGEST = 1e9
@@ -51,7 +57,7 @@ LARGEST = 1e9
 MOST_PAIRS = 2**36
 
 
-class Settings(NamedTuple):
+class DsaSettings(NamedTuple):
     """The hyperparameters of `dsa`, whose arguments they are."""
 
     top_k: int
@@ -103,7 +109,7 @@ def dsa(
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
-    settings = Settings(**locals())
+    settings = DsaSettings(**locals())
     return AttentionOp(
         init=functools.partial(_init, settings),
         plan=functools.partial(_plan, settings),
@@ -115,7 +121,7 @@ def dsa(
     )
 
 
-def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+def _init(settings: DsaSettings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
     n_heads, size, n_index, d_index = dims.n_heads, dims.d_qk, *settings[1:3]
     rng, rng_weight = jax.random.split(rng)
     key = jax.random.normal(rng, (n_heads, size, d_index)) / math.sqrt(d_index)
@@ -152,7 +158,7 @@ def _index_keys(params, k: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
 
 def _read(x: Array) -> Array:
     """Vectors of float32 or wider whose scores do not overflow; no gradient flows to them."""
-    x = finite(lax.stop_gradient(x).astype(wide(x.dtype)))
+    x = lax.stop_gradient(x).astype(accum_dtype(x.dtype))
     return jnp.clip(x, -LARGEST, LARGEST)
 
 
@@ -163,7 +169,7 @@ def _scores(index: Index, keys: Float[Array, "B S D"]) -> Float[Array, "B Q S"]:
 
 
 def _best(
-    settings: Settings, scores: Float[Array, "B Q S"], may: Bool[Array, "B Q S"]
+    settings: DsaSettings, scores: Float[Array, "B Q S"], may: Bool[Array, "B Q S"]
 ) -> Int[Array, "B Q K"]:
     """The positions of the highest scores among those that a query may see; -1 is none."""
     n_best = min(settings.top_k, scores.shape[-1])
@@ -179,18 +185,18 @@ def _visible(causal: bool, ids: Int[Array, "#B S"], of_query, position) -> Bool[
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: DsaSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, "B T K"]:
     """The positions that each query sees, those of a kernel in their order."""
     del rng, train, length
-    ids, n = ids_or_ones(segments, q), q.shape[1]
+    ids, n = ids_or_ones(segment_ids, q), q.shape[1]
     index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
     impl = settings.choose(q, k, None)
     if impl != "xla":
-        from reformax.ops.kernels import indexer as kernel
+        from reformax.ops.kernels.triton import indexer as kernel
 
         sizes = min(settings.top_k, n), causal, impl == "pallas_interpret"
-        return kernel.choose(*sizes, *index, keys, None if segments is None else ids)
+        return kernel.choose(*sizes, *index, keys, None if segment_ids is None else ids)
 
     def best(queries, weights, of_query, position):
         may = _visible(causal, ids, of_query, position)
@@ -204,44 +210,39 @@ def _plan(
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng
+    settings: DsaSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
     n_batch, length, n_heads, _ = q.shape
-    ids = ids_or_ones(segments, q)
+    ids = ids_or_ones(segment_ids, q)
     index, index_keys = _index_queries(params, q), _index_keys(params, k)
     n_tokens = devices.total(jnp.sum(ids != 0), row_axes(rng))
     factor = settings.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
     impl = settings.choose(q, k, v)
     if impl != "xla":
-        from reformax.ops.kernels import dsa as kernel
+        from reformax.ops.kernels.triton import dsa as kernel
 
         layout = Everything(length, length, causal, dropout)
-        index, ids = kernel.Index(*index, index_keys), None if segments is None else ids
+        index, ids = kernel.IndexerArrays(*index, index_keys), None if segment_ids is None else ids
         inputs = q, k, v, index, factor, plan, ids, rng
         return kernel.attend(layout, impl == "pallas_interpret", *inputs)
-    fine = is_finite(k, v)[..., 0]  # [B, S, N]
-    keys, values = finite(k), finite(v)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
     batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def attend(q, chosen, of_query, position, *index):
         mask = _shown(chosen, length) & _visible(causal, ids, of_query, position)
-        logits = product("bqnh,bsnh->bnqs", finite(q), keys, q.dtype) / math.sqrt(q.shape[-1])
-        seen_fine = jnp.swapaxes(fine, 1, 2)[:, :, None] & _of_heads(is_finite(q))
-        weights, whole = contained_softmax(logits, mask[:, None], seen_fine)
+        logits = product("bqnh,bsnh->bnqs", q, k, q.dtype) / math.sqrt(q.shape[-1])
+        weights = masked_softmax(logits, mask[:, None])
         kept = weights
         if seed is not None:
             query = position[:, None, :, None]
             address = batch, head, query, jnp.arange(length, dtype=jnp.int32)[None, None, None]
             kept = weights * dropout_mask(seed, dropout, *address).astype(weights.dtype)
-        out = product("bnqs,bsnv->bqnv", kept, values, values.dtype)
-        out = jnp.where(jnp.swapaxes(whole, 1, 2), out, jnp.nan)
-        real = whole.all(axis=(1, 3)) & mask.any(axis=-1)
+        out = product("bnqs,bsnv->bqnv", kept, v, v.dtype)
         of_all = lax.stop_gradient(weights).mean(axis=1)
         scores = _scores(Index(*index), index_keys)
         scores = scores / math.sqrt(settings.n_index_heads * settings.d_index)
-        return out, _divergence(scores, of_all, mask, real)
+        return out, _divergence(scores, of_all, mask)
 
     arrays = q, plan, ids, positions(length), *index
     n_seen = (n_heads + settings.n_index_heads + 1) * length
@@ -257,19 +258,12 @@ def _shown(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:
     return none.at[row, query, place].set(True, mode="drop")
 
 
-def _of_heads(x: Array) -> Array:
-    """`[B, Q, N, 1]` as `[B, N, Q, 1]`."""
-    return jnp.swapaxes(x, 1, 2)
-
-
 def _divergence(
     scores: Float[Array, "B Q S"],
     attention: Float[Array, "B Q S"],
     mask: Bool[Array, "B Q S"],
-    real: Bool[Array, "B Q"],
 ) -> Float[Array, "B Q"]:
     """Eq. 4 of each query: `KL(attention || softmax(scores))` over the positions that it sees."""
-    mask = mask & real[..., None]
     scores = scores - largest(scores, mask, axis=-1)
     # A score exceeds the maximum by rounding alone, which of large ones is no small number.
     scores = scores - jnp.where(mask, lax.stop_gradient(jnp.maximum(scores, 0)), 0)
@@ -281,20 +275,22 @@ def _divergence(
 # Decoding. C is the capacity.
 
 
-class Cache(NamedTuple):
+class DsaCache(NamedTuple):
     """All positions, and their index keys."""
 
     memory: KeyValues
     index: Float[Array, "B C D"]
 
 
-def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+def _init_cache(
+    settings: DsaSettings, params, q, k, v, *, plan, lengths, capacity, rng
+) -> DsaCache:
     del settings, plan, rng
     index = jnp.pad(_index_keys(params, k), ((0, 0), (0, capacity - q.shape[1]), (0, 0)))
-    return Cache(fill_ring(k, v, lengths, capacity), index)
+    return DsaCache(fill_ring(k, v, lengths, capacity), index)
 
 
-def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):
+def _step(settings: DsaSettings, params, q, k, v, cache: DsaCache, *, position: Int[Array, " B"]):
     memory = add_to_ring(cache.memory, k, v, position)
     row = jnp.arange(q.shape[0])
     index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
@@ -303,4 +299,4 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Ar
     chosen = _best(settings, scores, may)  # [B, 1, K]
     at = jnp.maximum(chosen, 0)[..., None]
     keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
-    return attend_to(q, keys, values, chosen >= 0, settings.impl), Cache(memory, index)
+    return attend_to(q, keys, values, chosen >= 0, settings.impl), DsaCache(memory, index)

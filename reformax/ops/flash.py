@@ -18,15 +18,15 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts import ring, tiles
-from reformax.ops.parts.block_lists import Everything
-from reformax.ops.parts.cache import full_decoding
-from reformax.ops.parts.containment import over_tokens
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.masks import segment_pair
-from reformax.ops.parts.share import Share
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.masking.masks import segment_pair
+from reformax.ops.masking.padding import over_tokens
+from reformax.ops.sharding.shard import Shard
+from reformax.ops.softmax import ring, tiles
+from reformax.ops.softmax.block_lists import Everything
+from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 
 # A mask's lowest logit, scaled, is still a number of float32.
 Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
@@ -72,26 +72,26 @@ def flash(
             keeps_padding_out=True,
             lengths=True,
             grouped=True,
-            heads_apart=True,
-            stretches=impl != "cudnn",
+            head_shards=True,
+            sequence_shards=impl != "cudnn",
         ),
         **full_decoding(impl, scale=scale),
     )
 
 
 def _apply(
-    settings, params, q, k, v, *, plan, segments, causal, dropout, rng, bias=None, lengths=None
+    settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, bias=None, lengths=None
 ):
     del params, plan
     block_sizes, scale, impl = settings
-    if isinstance(rng, Share) and rng.axis is not None:
+    if isinstance(rng, Shard) and rng.axis is not None:
         impl = choose(impl, **kernel_obstacles(q, k, v, scale=scale))
         pieces = _Pieces(block_sizes, scale, dropout, impl)
-        return ring.attend(pieces, causal, q, k, v, segment_pair(segments), rng)
+        return ring.attend(pieces, causal, q, k, v, segment_pair(segment_ids), rng)
     bias_shape = None if bias is None else bias.shape
     impl = choose(
         impl,
-        cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias, lengths),
+        cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths),
         **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
     )
     n_queries, n_keys = q.shape[1], k.shape[1]
@@ -99,19 +99,19 @@ def _apply(
         return cudnn_attention(q, k, v, causal=causal, scale=scale, lengths=lengths)
     k, v = repeat_heads(q, k, v)
     if impl != "xla":
-        from reformax.ops.kernels import block_sparse as kernel
+        from reformax.ops.kernels.triton import block_sparse as kernel
 
         layout = Everything(n_queries, n_keys, causal, dropout)
         interpret = impl == "pallas_interpret"
-        return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)[0]
+        return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), rng)[0]
     tiling = _tiling(block_sizes, scale, dropout, causal, q, k)
     every = tiles.every_tile(tiling, n_queries, n_keys)
 
     def attend(q, k, v):
-        x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
+        x = tiles.inputs(q, k, v, bias, segment_ids, dropout, rng)
         return tiles.attend(tiles.forward, tiling, x, every)
 
-    return over_tokens(attend, q, k, v, segments)
+    return over_tokens(attend, q, k, v, segment_ids)
 
 
 def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Tiling:
@@ -136,32 +136,32 @@ class _Pieces(NamedTuple):
     def unit(self, size: int) -> float:
         return 1.0 if self.impl == "xla" else 1 / math.sqrt(size)
 
-    def forward(self, causal, q, k, v, segments, share):
+    def forward(self, causal, q, k, v, segment_ids, shard):
         k, v = repeat_heads(q, k, v)
         if self.impl != "xla":
             kernel, layout, interpret = self._kernel(causal, q, k)
-            return kernel.forward(layout, q, k, v, segments, share, interpret=interpret)
+            return kernel.forward(layout, q, k, v, segment_ids, shard, interpret=interpret)
         tiling = _tiling(*self[:3], causal, q, k)
-        x = tiles.inputs(q, k, v, None, segments, self.dropout, share)
+        x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard)
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
-        return tuple(tiles.forward(tiling, x.marked(), every.by_query))
+        return tuple(tiles.forward(tiling, x, every.by_query))
 
-    def backward(self, causal, q, k, v, segments, share, results, d_out):
+    def backward(self, causal, q, k, v, segment_ids, shard, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
         if self.impl != "xla":
             kernel, layout, interpret = self._kernel(causal, q, k)
-            arrays = q, k, v, segments, share, *results, d_out
+            arrays = q, k, v, segment_ids, shard, *results, d_out
             dq, *of_keys = kernel.backward(layout, *arrays, interpret=interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
-            x = tiles.inputs(q, k, v, None, segments, self.dropout, share).finite()
+            x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard)
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
             found = tiles.backward(tiling, x, every.by_key, tiles.Results(*results), d_out)
             dq, *of_keys = found[:3]
         return dq, *of_groups(tuple(of_keys))
 
     def _kernel(self, causal: bool, q, k):
-        from reformax.ops.kernels import block_sparse as kernel
+        from reformax.ops.kernels.triton import block_sparse as kernel
 
         layout = Everything(q.shape[1], k.shape[1], causal, self.dropout)
         return kernel, layout, self.impl == "pallas_interpret"

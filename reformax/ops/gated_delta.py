@@ -19,20 +19,21 @@ import jax
 import jax.numpy as jnp
 
 from reformax.declared import Size, Width
-from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.recurrence_chunks import Inputs
-from reformax.ops.parts.recurrent import (
+from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.recurrence.chunks import RecurrenceInputs
+from reformax.ops.recurrence.op_functions import (
     Span,
     layer_output,
-    output_extras,
     output_params,
+    output_projections,
     recurrent,
     scaled,
 )
-from reformax.ops.parts.short_convolution import conv_params
-from reformax.ops.parts.softmax import wide
+from reformax.ops.recurrence.short_convolution import conv_params
 
 
 @named
@@ -67,15 +68,15 @@ def gated_delta(
     """
     check_impl(impl, *KERNELS)
 
-    def extras(dims):
-        one = Extra(dims.n_heads, 1)
-        return {"beta": one, "keep": one} | output_extras(gated, dims)
+    def extra_projections(dims):
+        one = ExtraProjection(dims.n_heads, 1)
+        return {"beta": one, "keep": one} | output_projections(gated, dims)
 
     return AttentionOp(
         init=functools.partial(_init, normalized, memory, conv_size),
         plan=no_plan,
-        traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
-        extras=extras,
+        traits=Traits(bidirectional=False, dropout=False, head_shards=True),
+        extra_projections=extra_projections,
         **recurrent(_inputs, layer_output, chunk_len, impl),
     )
 
@@ -97,11 +98,11 @@ def _init(normalized: bool, memory: float | None, conv_size: int | None, rng, di
     return own | conv_params(conv_size, jax.random.fold_in(rng, 2), dims)
 
 
-def _inputs(params, q, k, v, extras) -> Inputs:
-    dtype = wide(q.dtype)
+def _inputs(params, q, k, v, extra_projections) -> RecurrenceInputs:
+    dtype = accum_dtype(q.dtype)
     rate, bias = (params[name].astype(dtype)[None, None, :, None] for name in ("rate", "bias"))
-    log_decay = jnp.exp(rate) * jax.nn.log_sigmoid(extras["keep"].astype(dtype) - bias)
-    beta = jax.nn.sigmoid(extras["beta"].astype(dtype))
+    log_decay = jnp.exp(rate) * jax.nn.log_sigmoid(extra_projections["keep"].astype(dtype) - bias)
+    beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
     size = q.shape[-1]
     q, k = (length_normalize(x.astype(dtype), 1e-6 / size) * size**-0.5 for x in (q, k))
-    return Inputs(scaled(q.astype(v.dtype)), k.astype(v.dtype), v, log_decay, beta)
+    return RecurrenceInputs(scaled(q.astype(v.dtype)), k.astype(v.dtype), v, log_decay, beta)

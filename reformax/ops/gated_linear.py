@@ -15,19 +15,20 @@ import jax
 import jax.numpy as jnp
 
 from reformax.declared import Size, Width
-from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.recurrence_chunks import Inputs
-from reformax.ops.parts.recurrent import (
+from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.recurrence.chunks import RecurrenceInputs
+from reformax.ops.recurrence.op_functions import (
     Span,
     layer_output,
-    output_extras,
     output_params,
+    output_projections,
     recurrent,
     scaled,
 )
-from reformax.ops.parts.short_convolution import conv_params
-from reformax.ops.parts.softmax import wide
+from reformax.ops.recurrence.short_convolution import conv_params
 
 
 @named
@@ -69,19 +70,19 @@ def gated_linear(
         own = {"bias": jnp.full((dims.n_heads, dims.d_qk), bias, float)}
         return own | output_params(normalized, dims) | conv_params(conv_size, rng, dims)
 
-    def extras(dims):
-        return {"gate": Extra(dims.n_heads, dims.d_qk)} | output_extras(gated, dims)
+    def extra_projections(dims):
+        return {"gate": ExtraProjection(dims.n_heads, dims.d_qk)} | output_projections(gated, dims)
 
     return AttentionOp(
         init=init,
         plan=no_plan,
-        traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
-        extras=extras,
+        traits=Traits(bidirectional=False, dropout=False, head_shards=True),
+        extra_projections=extra_projections,
         **recurrent(functools.partial(_inputs, temperature), layer_output, chunk_len, impl),
     )
 
 
-def _inputs(temperature: float, params, q, k, v, extras) -> Inputs:
-    dtype = wide(q.dtype)
-    gate = extras["gate"].astype(dtype) + params["bias"].astype(dtype)[None, None]
-    return Inputs(scaled(q), k, v, jax.nn.log_sigmoid(gate) / temperature, None)
+def _inputs(temperature: float, params, q, k, v, extra_projections) -> RecurrenceInputs:
+    dtype = accum_dtype(q.dtype)
+    gate = extra_projections["gate"].astype(dtype) + params["bias"].astype(dtype)[None, None]
+    return RecurrenceInputs(scaled(q), k, v, jax.nn.log_sigmoid(gate) / temperature, None)

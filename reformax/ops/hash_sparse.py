@@ -22,9 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.parts import sorted_groups, tiles
-from reformax.ops.parts.block_lists import InOrder
-from reformax.ops.parts.cache import (
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
     KeyValues,
     Shared,
     add_to_ring,
@@ -32,13 +31,14 @@ from reformax.ops.parts.cache import (
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.parts.containment import marked
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropped_own, seed_words
-from reformax.ops.parts.hashing import MAX_FACTOR, draw_rotations, hash_by
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.orders import inverse
-from reformax.ops.parts.sorted_groups import Sorted
+from reformax.ops.hashing import sorted_groups
+from reformax.ops.hashing.angular import MAX_FACTOR, draw_rotations, hash_by
+from reformax.ops.hashing.sorted_groups import Sorted
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax import tiles
+from reformax.ops.softmax.block_lists import InOrder
+from reformax.ops.softmax.dropout import dropped_own, seed_words
+from reformax.ops.softmax.orders import inverse
 
 Buckets = Annotated[int, Bounds(2, MAX_FACTOR)]
 # Queries, and keys, of a tile. Larger ones hold more pairs that share no bucket.
@@ -50,7 +50,7 @@ class Settings(NamedTuple):
 
     n_buckets: int
     shared_qk: bool
-    own: bool
+    attend_self_if_alone: bool
     impl: str
 
     def check(self) -> None:
@@ -74,7 +74,11 @@ class Orders(NamedTuple):
 
 @named
 def hash_sparse(
-    *, n_buckets: Buckets = 16, shared_qk: bool = False, own: bool = True, impl: str = "auto"
+    *,
+    n_buckets: Buckets = 16,
+    shared_qk: bool = False,
+    attend_self_if_alone: bool = True,
+    impl: str = "auto",
 ) -> AttentionOp:
     """Exact attention to the keys of a query's own bucket.
 
@@ -86,7 +90,8 @@ def hash_sparse(
       n_buckets: buckets, an even number; 16 in most of the paper's runs.
       shared_qk: whether one projection serves as query and, length-normalised, as key, as in LSH
         attention. A position then sees itself only if it sees nothing else.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
+        zeros of it.
       impl: `"xla"` runs everywhere, in array operations, a head after the other. `"pallas"` is the
         kernel of block-sparse attention, and one that hashes, for NVIDIA GPUs of Ampere or later
         and heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests.
@@ -104,9 +109,9 @@ def hash_sparse(
         apply=functools.partial(_apply, settings),
         traits=Traits(
             shared_qk=shared_qk,
-            strict=shared_qk and not own,
+            exclude_self=shared_qk and not attend_self_if_alone,
             random_plan=True,
-            heads_apart=True,
+            head_shards=True,
         ),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
@@ -118,22 +123,24 @@ def _buckets(settings: Settings, rotations, x: Float[Array, "B T N H"]) -> Int[A
     return hash_by(rotations, x, (settings.n_buckets,), settings.impl)[:, :, 0]
 
 
-def _plan(settings: Settings, params, q, k, *, segments, causal, rng, train, length=None) -> Orders:
+def _plan(
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
+) -> Orders:
     """Both orders by segment, bucket and position."""
     del params, causal, train, length
     rotations = draw_rotations(q, (settings.n_buckets,), 1, rng)
 
     def order(x: Float[Array, "B T N H"]) -> Sorted:
         buckets = _buckets(settings, rotations, lax.stop_gradient(x))
-        return sorted_groups.sort(buckets, settings.n_buckets, segments)
+        return sorted_groups.sort(buckets, settings.n_buckets, segment_ids)
 
     return Orders(order(q), None if settings.shared_qk else order(k))
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng
+    settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
-    del params, segments  # the plan has them
+    del params, segment_ids  # the plan has them
     n_batch, length, n_heads, _ = q.shape
     k = length_normalize(q) if settings.shared_qk else k
     queries, keys = plan.queries, plan.of_keys
@@ -141,30 +148,32 @@ def _apply(
     sides = (q, queries), (k, keys), (v, keys)
     x = [_in_order(x, order) for x, order in sides]
     flat = queries.folded(), keys.folded()
-    strict = settings.shared_qk
+    exclude_self = settings.shared_qk
     impl = choose(settings.impl, **kernel_obstacles(q, k, v))
     if impl == "xla":
-        out = _in_arrays(*x, *flat, causal, strict, dropout, n_heads, seed)
+        out = _in_arrays(*x, *flat, causal, exclude_self, dropout, n_heads, seed)
     else:
-        from reformax.ops.kernels import block_sparse as kernel
+        from reformax.ops.kernels.triton import block_sparse as kernel
 
-        layout = InOrder(length, length, causal, dropout, strict=strict, n_folded=n_heads)
+        layout = InOrder(
+            length, length, causal, dropout, exclude_self=exclude_self, n_folded=n_heads
+        )
         groups = *(y.group for y in flat), *(y.position for y in flat)
         out, _ = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
     out = out.reshape(n_batch, n_heads, length, -1)
     place = inverse(queries.position)
     out = jnp.take_along_axis(out, place[..., None], axis=2, mode="promise_in_bounds")
     out = jnp.swapaxes(out, 1, 2)
-    if not settings.own:
+    if not settings.attend_self_if_alone:
         return out
     alone = sorted_groups.alone(queries, plan.keys, causal)
     alone = jnp.swapaxes(jnp.take_along_axis(alone, place, axis=2), 1, 2)
-    own = marked(dropped_own(v, dropout, seed), q, k)
+    own = dropped_own(v, dropout, seed)
     return jnp.where(alone[..., None], own, out)
 
 
 def _in_arrays(
-    q, k, v, queries: Sorted, keys: Sorted, causal, strict, dropout, n_heads, seed
+    q, k, v, queries: Sorted, keys: Sorted, causal, exclude_self, dropout, n_heads, seed
 ) -> Float[Array, "X T 1 V"]:
     """The op in array operations, a tile after the other."""
     size = min(TILE, q.shape[1])
@@ -174,7 +183,7 @@ def _in_arrays(
         causal=causal,
         scale=1 / math.sqrt(q.shape[-1]),
         dropout=dropout,
-        strict=strict,
+        exclude_self=exclude_self,
         n_folded=n_heads,
     )
     groups, orders = (queries.group, keys.group), (queries.position, keys.position)
@@ -226,6 +235,6 @@ def _step(
     place = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
     now = position[:, None, None]
     mask = (buckets == of_query) & (place < now if settings.shared_qk else place <= now)
-    own = (v if settings.shared_qk else marked(v, k)) if settings.own else None
+    own = v if settings.attend_self_if_alone else None
     out = attend_to(q, *memory, mask, settings.impl, own)
     return out, Hashed(memory, buckets, Shared(rotations))

@@ -18,13 +18,13 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.means import quotient, with_ones
-from reformax.ops.parts.recurrence import everything
-from reformax.ops.parts.recurrence_chunks import Inputs
-from reformax.ops.parts.recurrent import contained, recurrent
-from reformax.ops.parts.short_convolution import conv_params
-from reformax.ops.parts.softmax import wide
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.recurrence.chunks import RecurrenceInputs
+from reformax.ops.recurrence.means import quotient, with_ones
+from reformax.ops.recurrence.op_functions import recurrent
+from reformax.ops.recurrence.recurrence import everything
+from reformax.ops.recurrence.short_convolution import conv_params
 
 
 @named
@@ -37,7 +37,7 @@ def linear(
 
     Args:
       conv_size: if set, queries, keys and values are convolved over this many positions first
-        (`parts.short_convolution`); the papers have 4.
+        (`recurrence.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
@@ -57,26 +57,28 @@ def linear(
         init=no_params if conv_size is None else functools.partial(conv_params, conv_size),
         plan=no_plan,
         apply=functools.partial(_apply, causal_apply, chunk_len),
-        traits=Traits(bidirectional=conv_size is None, dropout=False, heads_apart=True),
+        traits=Traits(bidirectional=conv_size is None, dropout=False, head_shards=True),
         **functions,
     )
 
 
-def _apply(causal_apply, chunk_len: int, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(
+    causal_apply, chunk_len: int, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+):
     if causal:
         options = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
-        return causal_apply(params, q, k, v, segments=segments, **options)
-    x = contained(_inputs, params, q, k, v)
-    sums = everything(x.q, x.k, with_ones(x.v), segments=segments, chunk_len=chunk_len)
+        return causal_apply(params, q, k, v, segment_ids=segment_ids, **options)
+    x = _inputs(params, q, k, v)
+    sums = everything(x.q, x.k, with_ones(x.v), segment_ids=segment_ids, chunk_len=chunk_len)
     return quotient(sums).astype(v.dtype)
 
 
-def _inputs(params, q, k, v, extras=None) -> Inputs:
-    del params, extras
-    return Inputs(_features(q), _features(k), v, None, None)
+def _inputs(params, q, k, v, extra_projections=None) -> RecurrenceInputs:
+    del params, extra_projections
+    return RecurrenceInputs(_features(q), _features(k), v, None, None)
 
 
 def _features(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     """`elu(x) + 1`, without rounding what is far below 0 away."""
-    y = x.astype(wide(x.dtype))
+    y = x.astype(accum_dtype(x.dtype))
     return jnp.where(y > 0, y + 1, jnp.exp(jnp.minimum(y, 0))).astype(x.dtype)

@@ -15,15 +15,14 @@ import math
 from typing import Annotated, Literal
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import Bounds, SettingError, Width
 from reformax.ops import flash
-from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
-from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite
-from reformax.ops.parts.share import of_heads
+from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.calls.dims import Dims
+from reformax.ops.numerics.precision import product
+from reformax.ops.sharding.shard import of_heads
 
 Longest = Annotated[int, Bounds(1, 2**24)]
 
@@ -58,7 +57,7 @@ def linformer(
         init=functools.partial(_init, n_projected=n_projected, share=share, max_length=max_length),
         plan=no_plan,
         apply=functools.partial(_apply, attend=flash.flash(impl=impl).apply),
-        traits=Traits(causal=False, packed=False, heads_apart=True),
+        traits=Traits(causal=False, packed=False, head_shards=True),
     )
 
 
@@ -73,12 +72,12 @@ def _init(rng: PRNGKeyArray, dims: Dims, *, n_projected, share, max_length):
     }
 
 
-def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, attend):
-    del segments  # what is at padding is zeros here, and is zeros in what returns
+def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend):
+    del segment_ids  # what is at padding is zeros here, and is zeros in what returns
     if params["e"].ndim == 3:
         params = {name: of_heads(x, rng, q.shape[2]) for name, x in params.items()}
     keys, values = _projected(k, params["e"]), _projected(v, params.get("f", params["e"]))
-    masks = dict(plan=plan, segments=None, causal=causal, dropout=dropout, rng=rng)
+    masks = dict(plan=plan, segment_ids=None, causal=causal, dropout=dropout, rng=rng)
     return attend((), q, keys, values, **masks)
 
 
@@ -99,13 +98,8 @@ def _projected(
 def _mixed(
     x: Float[Array, "B T N H"], weights: Float[Array, "T K"] | Float[Array, "N T K"]
 ) -> Float[Array, "B K N H"]:
-    """The mixtures. One that is not finite makes its head NaN, without a gradient.
-
-    A mixture sees all rows, so that none is read to see whether it is finite: its mixtures are not.
-    """
-    mixtures = product(f"btnh,{_heads(weights)}tk->bknh", x, weights, x.dtype).astype(x.dtype)
-    whole = jnp.isfinite(mixtures).all(axis=(1, 3), keepdims=True)
-    return jnp.where(whole, mixtures, jnp.nan)
+    """The mixtures."""
+    return product(f"btnh,{_heads(weights)}tk->bknh", x, weights, x.dtype).astype(x.dtype)
 
 
 def _heads(weights: Array) -> str:
@@ -114,17 +108,14 @@ def _heads(weights: Array) -> str:
 
 
 def _forward(x, weights):
-    mixtures = _mixed(x, weights)
-    whole = jnp.isfinite(mixtures[:, :1, :, :1])  # any number tells of its head
-    return mixtures, (x, weights, whole)
+    return _mixed(x, weights), (x, weights)
 
 
 def _backward(results, d_mixtures):
-    x, weights, whole = results
-    d_mixtures = jnp.where(whole, d_mixtures, 0)
+    x, weights = results
     n = _heads(weights)
     dx = product(f"bknh,{n}tk->btnh", d_mixtures, weights, x.dtype, written=x.dtype)
-    d_weights = product(f"btnh,bknh->{n}tk", finite(x), d_mixtures, x.dtype)
+    d_weights = product(f"btnh,bknh->{n}tk", x, d_mixtures, x.dtype)
     return dx, d_weights.astype(weights.dtype)
 
 

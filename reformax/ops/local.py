@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from reformax.declared import SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts import circle
-from reformax.ops.parts.borders import Reach
-from reformax.ops.parts.cache import ring_decoding
-from reformax.ops.parts.chunked import chunked_attention
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.orders import ChunkCount, ChunkSizes, PadChunks
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.decoding.cache import ring_decoding
+from reformax.ops.hashing import circle
+from reformax.ops.sharding.borders import Reach
+from reformax.ops.softmax.chunked import chunked_attention
+from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, PadChunks
 
 _FARTHEST = 2**30  # positions are below it
 
@@ -133,14 +133,14 @@ def local(
             keeps_padding_out=True,
             local=True,
             grouped=not shared_qk,
-            heads_apart=True,
+            head_shards=True,
         ),
         reach=None if wrap else settings.reaches,
         **({} if wrap else decoding),
     )
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     del params, plan
     window, shared_qk = settings.window, settings.shared_qk
     if not causal and settings.reach > settings.n_chunks_after:
@@ -150,7 +150,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         )
     not_for_cudnn = f"window={window}, shared_qk={shared_qk}, causal={causal}"
     if window is not None and not shared_qk and causal:
-        not_for_cudnn = cudnn_obstacle(q, k, v, segments, dropout)
+        not_for_cudnn = cudnn_obstacle(q, k, v, segment_ids, dropout)
     obstacles = kernel_obstacles(q, k, v, wrap=settings.wrap)
     impl = choose(settings.impl, cudnn=not_for_cudnn, **obstacles)
     if impl == "cudnn":
@@ -165,4 +165,4 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
             own_weight = circle.own_weight(settings.self_score, order, sizes)
     options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=dropout)
     chunks = sizes.cut(length, circle=settings.wrap, **options)
-    return chunked_attention(q, k, v, chunks, order, segments, rng, impl, own_weight)
+    return chunked_attention(q, k, v, chunks, order, segment_ids, rng, impl, own_weight)

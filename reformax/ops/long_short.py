@@ -24,28 +24,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Bounds, Size
-from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
-from reformax.ops.parts.cache import (
+from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.calls.dims import Dims
+from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
     attend_to,
     fill_ring,
     positions_by_slot,
 )
-from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
-from reformax.ops.parts.query_chunks import in_blocks, joined
-from reformax.ops.parts.share import of_heads
-from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+from reformax.ops.numerics.precision import accum_dtype, product
+from reformax.ops.numerics.query_chunks import in_blocks, joined
+from reformax.ops.sharding.shard import of_heads
+from reformax.ops.softmax.dropout import seed_words
+from reformax.ops.softmax.joint import Keys, attend_to_kinds, scaled_logits
+from reformax.ops.softmax.online import masked_softmax
 
 Rank = Annotated[int, Bounds(0, 2**16)]
 # Queries and keys whose logits are in memory at a time.
 LOGITS_AT_A_TIME = 2**28
 
 
-class Settings(NamedTuple):
+class LongShortSettings(NamedTuple):
     """The hyperparameters of `long_short`, whose arguments they are."""
 
     window: int
@@ -60,10 +60,9 @@ class Mixtures(NamedTuple):
     keys: Float[Array, "B S N H"]
     values: Float[Array, "B S N V"]
     real: Bool[Array, "B S"]  # whether the chunk has a token
-    finite: Bool[Array, "B S N"]
 
 
-class Cache(NamedTuple):
+class LongShortCache(NamedTuple):
     """The last positions, and the mixtures of all chunks. That of an unfinished chunk changes."""
 
     ring: KeyValues
@@ -95,18 +94,18 @@ def long_short(
       ValueError: a size out of range.
       NotImplementedError: at the call, with several segments in a row.
     """
-    settings = Settings(window, rank, chunk_len, dual_norm)
+    settings = LongShortSettings(window, rank, chunk_len, dual_norm)
     return AttentionOp(
         init=functools.partial(_init, settings),
         plan=no_plan,
         apply=functools.partial(_apply, settings),
-        traits=Traits(packed=False, local=rank == 0, heads_apart=True),
+        traits=Traits(packed=False, local=rank == 0, head_shards=True),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
     )
 
 
-def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+def _init(settings: LongShortSettings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
     n, h, v = dims.n_heads, dims.d_qk, dims.d_v
     params = {}
     if settings.rank:
@@ -119,7 +118,9 @@ def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]
     return params
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(
+    settings: LongShortSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+):
     del plan
     seed = seed_words(rng, len(q)) if dropout else None
     params = {
@@ -130,7 +131,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     @jax.checkpoint  # the gradient computes windows and summaries again instead of keeping them
     def attend(params, q, k, v) -> Float[Array, "B T N V"]:
         length, n_heads = q.shape[1:3]
-        real = jnp.ones((1, length), bool) if segments is None else segments != 0
+        real = jnp.ones((1, length), bool) if segment_ids is None else segment_ids != 0
         far, chunk_len = None, min(settings.chunk_len, length) if causal else length
         if settings.rank:
             far = mixtures(settings, params, k, v, real, chunk_len)
@@ -141,7 +142,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
             if far is not None:
                 kinds.append(_far(settings, near, far, chunk_len if causal else None))
             heads = jnp.arange(n_heads)
-            return attend_to_kinds(kinds, near.queries, near.place, dropout, seed, heads)
+            return attend_to_kinds(kinds, near.place, dropout, seed, heads)
 
         near = _window(settings, params, q, k, v, real, causal)
         n_far = 0 if far is None else far.keys.shape[1]
@@ -163,10 +164,9 @@ class Window(NamedTuple):
     values: Float[Array, "B C M N V"]
     key: Int[Array, "1 C M"]  # its position
     real: Bool[Array, "#B C M"]
-    finite: Bool[Array, "B C M N"]
 
 
-def _window(settings: Settings, params, q, k, v, real, causal: bool) -> Window:
+def _window(settings: LongShortSettings, params, q, k, v, real, causal: bool) -> Window:
     length = q.shape[1]
     size = min(settings.window, length)
     n_blocks, after = -(-length // size), 0 if causal else 1
@@ -177,10 +177,10 @@ def _window(settings: Settings, params, q, k, v, real, causal: bool) -> Window:
         x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
         return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
 
-    keys, values = finite(k), finite(v)
+    keys, values = k, v
     if settings.dual_norm:
-        keys = layer_norm(keys, params["near_keys_norm"])
-        values = layer_norm(values, params["near_values_norm"])
+        keys = layer_norm(k, params["near_keys_norm"])
+        values = layer_norm(v, params["near_values_norm"])
     return Window(
         queries=in_blocks(q, size),
         place=jnp.arange(n_blocks * size).reshape(1, n_blocks, size),
@@ -188,7 +188,6 @@ def _window(settings: Settings, params, q, k, v, real, causal: bool) -> Window:
         values=windows(values),
         key=windows(jnp.arange(length)[None]),
         real=windows(jnp.broadcast_to(real, (len(real), length))),
-        finite=windows(is_finite(k, v)[..., 0]),
     )
 
 
@@ -207,22 +206,21 @@ def _by_groups(attend, near: Window, n_far: int) -> Float[Array, "B C L N V"]:
     return joined(jax.lax.map(attend, jax.tree.map(cut, near)), n_blocks)
 
 
-def _near(settings: Settings, near: Window, causal: bool) -> Keys:
+def _near(settings: LongShortSettings, near: Window, causal: bool) -> Keys:
     """The keys of the window."""
     place, key = near.place[..., None], near.key[:, :, None]
     mask = (jnp.abs(place - key) < settings.window) & near.real[:, :, None]
     if causal:
         mask = mask & (key <= place)
     return Keys(
-        logits=scaled_logits("bclnh,bcmnh->bnclm", finite(near.queries), near.keys),
+        logits=scaled_logits("bclnh,bcmnh->bnclm", near.queries, near.keys),
         values=near.values,
         mask=mask[:, None],
-        finite=jnp.moveaxis(near.finite, 3, 1)[:, :, :, None],
         address=2 * near.key,
     )
 
 
-def _far(settings: Settings, near: Window, far: Mixtures, chunk_len: int | None) -> Keys:
+def _far(settings: LongShortSettings, near: Window, far: Mixtures, chunk_len: int | None) -> Keys:
     """The summaries of all chunks, or those before the query's own chunk of `chunk_len`."""
     number = jnp.arange(far.keys.shape[1])
     mask = far.real[:, None, None]
@@ -231,32 +229,26 @@ def _far(settings: Settings, near: Window, far: Mixtures, chunk_len: int | None)
         mask = mask & before
     mask = jnp.broadcast_to(mask, (len(mask), *near.place.shape[1:], len(number)))
     return Keys(
-        logits=scaled_logits("bclnh,bsnh->bncls", finite(near.queries), far.keys),
+        logits=scaled_logits("bclnh,bsnh->bncls", near.queries, far.keys),
         values=far.values[:, None],
         mask=mask[:, None],
-        finite=jnp.moveaxis(far.finite, 2, 1)[:, :, None, None],
         address=2 * number[None, None] + 1,
     )
 
 
 def mixtures(
-    settings: Settings, params, k, v, real: Bool[Array, "#B T"], chunk_len: int
+    settings: LongShortSettings, params, k, v, real: Bool[Array, "#B T"], chunk_len: int
 ) -> Mixtures:
     """The summaries of chunks of `chunk_len` positions, `K-` and `V-`.
 
     Weights are read off the keys. A bias would be the same for all positions and cancel.
     """
-    unfit = real[..., None] & ~is_finite(k, v)[..., 0]
     real = jnp.broadcast_to(real, k.shape[:2])
 
-    k, v, real, unfit = (in_blocks(x, chunk_len) for x in (finite(k), finite(v), real, unfit))
-    dtype = wide(k.dtype, v.dtype)
+    k, v, real = (in_blocks(x, chunk_len) for x in (k, v, real))
+    dtype = accum_dtype(k.dtype, v.dtype)
     scores = product("bclnh,nhr->bcrnl", k, params["projection"], k.dtype)
-    mask = real[:, :, None, None]
-    top = largest(scores, mask, axis=-1)
-    fit = jnp.isfinite(top)
-    weights = masked_exp(scores, mask & fit, jnp.where(fit, top, 0))
-    weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
+    weights = masked_softmax(scores, real[:, :, None, None])
     each = []
     for x, name in ((k, "far_keys_norm"), (v, "far_values_norm")):
         y = jnp.einsum("bcrnl,bclnh->bcrnh", weights, x.astype(dtype))
@@ -264,13 +256,12 @@ def mixtures(
         y = layer_norm(y, params[name]) if settings.dual_norm else y
         each.append(y.astype(x.dtype))
     repeat = functools.partial(jnp.repeat, repeats=settings.rank, axis=1)
-    fit = fit[..., 0].all(axis=2) & ~unfit.any(axis=2)
-    return Mixtures(*each, repeat(real.any(axis=2)), repeat(fit))
+    return Mixtures(*each, repeat(real.any(axis=2)))
 
 
 def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Float[Array, "*d N H"]:
     """Layer norm of a head's vector, with its scale and bias; in float32, to the dtype of `x`."""
-    y = x.astype(wide(x.dtype))
+    y = x.astype(accum_dtype(x.dtype))
     # No square overflows: numbers above 1 are divided by the largest.
     size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(y).max(axis=-1, keepdims=True), 1))
     y = y / size
@@ -284,7 +275,9 @@ def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Flo
 # Decoding
 
 
-def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+def _init_cache(
+    settings: LongShortSettings, params, q, k, v, *, plan, lengths, capacity, rng
+) -> LongShortCache:
     del q, plan, rng
     rank, chunk_len = settings.rank, min(settings.chunk_len, capacity)
     ring = fill_ring(k, v, lengths, min(max(settings.window, rank and chunk_len), capacity))
@@ -301,10 +294,12 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
                 for x, y in zip(far, (found.keys, found.values), strict=True)
             )
         )
-    return Cache(ring, far)
+    return LongShortCache(ring, far)
 
 
-def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tuple[Any, Cache]:
+def _step(
+    settings: LongShortSettings, params, q, k, v, cache: LongShortCache, *, position
+) -> tuple[Any, LongShortCache]:
     ring = add_to_ring(cache.ring, k, v, position)
     held = positions_by_slot(position, ring.keys.shape[2])
     mask = held >= jnp.maximum(position[:, None] - settings.window + 1, 0)
@@ -322,10 +317,12 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tup
         seen = jnp.arange(far.keys.shape[2])[None] // settings.rank < chunk
         mask = jnp.concatenate([mask, seen], axis=1)
         near = KeyValues(*(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True)))
-    return attend_to(q, *near, mask[:, None], "auto"), Cache(ring, far)
+    return attend_to(q, *near, mask[:, None], "auto"), LongShortCache(ring, far)
 
 
-def _with_newest(settings: Settings, params, cache: Cache, ring, held, position) -> KeyValues:
+def _with_newest(
+    settings: LongShortSettings, params, cache: LongShortCache, ring, held, position
+) -> KeyValues:
     """The mixtures with those of the newest chunk, of its tokens so far."""
     chunk = position // settings.chunk_len
     real = held >= (chunk * settings.chunk_len)[:, None]

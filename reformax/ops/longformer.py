@@ -16,17 +16,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from reformax.declared import Called, Count, SettingError, Size
-from reformax.ops.base import AttentionOp, Dims, Extra, Traits, named, no_params
-from reformax.ops.parts import band
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.neighbours import NOWHERE, Band, first_marked, rows_at
+from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.decoding import band as band_cache
+from reformax.ops.masking.bands import NOWHERE, Band, first_global, rows_at
+from reformax.ops.softmax import band
+from reformax.ops.softmax.dropout import seed_words
 
 STEPS = "a number of at least 1, or one for each head"
 Dilation = Annotated[Size | Sequence[Size], Called(STEPS)]
 
 
-class Settings(NamedTuple):
+class LongformerSettings(NamedTuple):
     """The hyperparameters of `longformer`, whose arguments they are."""
 
     window: int
@@ -57,9 +59,9 @@ def longformer(
 ) -> AttentionOp:
     """Attention to a window, and of global tokens to and from everything.
 
-    `marks` above 0 say which tokens are global. In causal attention a global token sees all before
-    it, and is seen by all after it. In decoding tokens of the prompt may be global, later ones are
-    not.
+    `global_tokens` above 0 say which tokens are global. In causal attention a global token sees all
+    before it, and is seen by all after it. In decoding tokens of the prompt may be global, later
+    ones are not.
 
     Further projections of the input with `n_global` and `own_projections`: `global_q`, `global_k`,
     `global_v`.
@@ -85,67 +87,110 @@ def longformer(
         if not dilation:
             raise SettingError(f"dilation is {dilation}: expected {STEPS}")
     check_impl(impl, *KERNELS)
-    settings = Settings(window, dilation, n_global, own_projections, impl)
+    settings = LongformerSettings(window, dilation, n_global, own_projections, impl)
     return AttentionOp(
         init=no_params,
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
         traits=Traits(
-            marks=n_global > 0,
+            global_tokens=n_global > 0,
             local=n_global == 0,
-            heads_apart=isinstance(dilation, int) and n_global == 0,
+            head_shards=isinstance(dilation, int) and n_global == 0,
         ),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
-        extras=functools.partial(_extras, settings),
+        extra_projections=functools.partial(_extras, settings),
     )
 
 
-def _extras(settings: Settings, dims: Dims) -> dict[str, Extra]:
+def _extras(settings: LongformerSettings, dims: Dims) -> dict[str, ExtraProjection]:
     if not (settings.n_global and settings.own_projections):
         return {}
-    vectors = Extra(dims.n_heads, dims.d_qk, rotated=True)
+    vectors = ExtraProjection(dims.n_heads, dims.d_qk, rotated=True)
     return {
         "global_q": vectors,
         "global_k": vectors,
-        "global_v": Extra(dims.n_heads, dims.d_v),
+        "global_v": ExtraProjection(dims.n_heads, dims.d_v),
     }
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None, marks=None
+    settings: LongformerSettings,
+    params,
+    q,
+    k,
+    *,
+    segment_ids,
+    causal,
+    rng,
+    train,
+    length=None,
+    global_tokens=None,
 ) -> Int[Array, "B G"] | None:
     """The positions of global tokens, if there are any."""
     del params, k, causal, rng, train, length
-    return first_marked(marks, segments, settings.n_global)
+    return first_global(global_tokens, segment_ids, settings.n_global)
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng, extras=None
+    settings: LongformerSettings,
+    params,
+    q,
+    k,
+    v,
+    *,
+    plan,
+    segment_ids,
+    causal,
+    dropout,
+    rng,
+    extra_projections=None,
 ) -> Array:
     del params
     bands = settings.bands(q.shape[2], causal)
-    out = band.attend(bands, q, k, v, plan, segments, dropout, rng, settings.impl)
+    out = band.attend(bands, q, k, v, plan, segment_ids, dropout, rng, settings.impl)
     if plan is None:
         return out
-    if extras:
-        q, k, v = (extras[f"global_{name}"] for name in "qkv")
+    if extra_projections:
+        q, k, v = (extra_projections[f"global_{name}"] for name in "qkv")
     seed = seed_words(rng, len(q)) if dropout else None
-    rows = band.rows_of_few(rows_at(q, plan), k, v, plan, segments, causal, dropout, seed).astype(
-        out.dtype
-    )
+    rows = band.rows_of_few(
+        rows_at(q, plan), k, v, plan, segment_ids, causal, dropout, seed
+    ).astype(out.dtype)
     return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
 
 
 def _init_cache(
-    settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extras=None
-) -> band.Cache:
-    del params, rng, extras
+    settings: LongformerSettings,
+    params,
+    q,
+    k,
+    v,
+    *,
+    plan,
+    lengths,
+    capacity,
+    rng,
+    extra_projections=None,
+) -> band_cache.BandCache:
+    del params, rng, extra_projections
     few = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
     few = jnp.where(few < lengths[:, None], few, NOWHERE)
-    return band.fill(settings.bands(q.shape[2], True), k, v, few, lengths, capacity)
+    return band_cache.fill(settings.bands(q.shape[2], True), k, v, few, lengths, capacity)
 
 
-def _step(settings: Settings, params, q, k, v, cache: band.Cache, *, position, extras=None):
-    del params, extras
-    return band.step(settings.bands(q.shape[2], True), q, k, v, cache, position, settings.impl)
+def _step(
+    settings: LongformerSettings,
+    params,
+    q,
+    k,
+    v,
+    cache: band_cache.BandCache,
+    *,
+    position,
+    extra_projections=None,
+):
+    del params, extra_projections
+    return band_cache.step(
+        settings.bands(q.shape[2], True), q, k, v, cache, position, settings.impl
+    )

@@ -20,27 +20,21 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.parts import circle
-from reformax.ops.parts.cache import (
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
     KeyValues,
     Shared,
     add_and_attend,
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.parts.chunked import chunked_attention
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order, PadChunks
-from reformax.ops.parts.sorting import (
-    inserted,
-    line,
-    seen_before,
-    sort_by_bucket,
-    with_bucket,
-    within_buckets,
-)
+from reformax.ops.decoding.sorted_order import inserted, line, seen_before, with_bucket
+from reformax.ops.hashing import circle
+from reformax.ops.hashing.angular import Hashing, bucket_factors, hash_by
+from reformax.ops.hashing.sorting import sort_by_bucket, within_buckets
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax.chunked import chunked_attention
+from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, Order, PadChunks
 
 # Every round orders the whole sequence.
 Rounds = Annotated[int, Bounds(1, 1024)]
@@ -62,7 +56,7 @@ class Settings(NamedTuple):
     strictly_causal: bool
     wrap: bool
     pad_chunks: int
-    own: bool
+    attend_self_if_alone: bool
     self_score: float | None
     rotations: Float[ArrayLike, "N H R F"] | None
     impl: str
@@ -100,8 +94,10 @@ class Settings(NamedTuple):
             )
         if self.wrap and self.strictly_causal:
             raise SettingError("wrap is True and strictly_causal is True: leave one out")
-        if not self.own and self.self_score is not None:
-            raise SettingError(f"own is False and self_score is {self.self_score}: leave one out")
+        if not self.attend_self_if_alone and self.self_score is not None:
+            raise SettingError(
+                f"attend_self_if_alone is False and self_score is {self.self_score}: leave one out"
+            )
         if self.rotations is not None and factors is None:
             raise SettingError(
                 "rotations are given and n_buckets is 'auto': give the number of buckets"
@@ -121,7 +117,7 @@ def lsh(
     strictly_causal: bool = False,
     wrap: bool = False,
     pad_chunks: PadChunks = 1,
-    own: bool = True,
+    attend_self_if_alone: bool = True,
     self_score: float | None = None,
     rotations: Float[ArrayLike, "N H R F"] | None = None,
     impl: str = "auto",
@@ -157,7 +153,8 @@ def lsh(
         first chunk is the last chunk of the round before, and before the first round the last one.
         Needs `count_once=False`.
       pad_chunks: with `wrap`, the sequence is padded to a multiple of so many chunks.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
+        zeros of it.
       self_score: the score that Trax and Hugging Face give a position's own key, -1e5. Float32 is
         coarse among scores so large: a position that sees nothing else gets its own value times a
         number up to half a percent off 1. This reproduces it. None, and a step of decoding, make
@@ -181,12 +178,12 @@ def lsh(
         apply=functools.partial(_apply, settings),
         traits=Traits(
             shared_qk=True,
-            strict=not own,
+            exclude_self=not attend_self_if_alone,
             random_plan=rotations is None,
             causal_plan=strictly_causal,
             bidirectional=not strictly_causal,
             keeps_padding_out=True,
-            heads_apart=True,
+            head_shards=True,
         ),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
@@ -206,7 +203,7 @@ def _choose(settings: Settings, q: Array, v: Array | None = None) -> str:
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Order | None:
     """The order by bucket in each round; None where one chunk shows every key."""
     del params, k, causal
@@ -219,7 +216,7 @@ def _plan(
     rotations = settings.hashing.rotations_for(vectors, length, n_rounds, rng)
     buckets = hash_by(rotations, vectors, factors, settings.impl)
     n_pad = 0 if one_chunk else -q.shape[1] % settings.whole
-    order = sort_by_bucket(buckets, math.prod(factors), segments, n_pad)
+    order = sort_by_bucket(buckets, math.prod(factors), segment_ids, n_pad)
     if settings.strictly_causal:
         return within_buckets(order, buckets, settings.chunk_len * settings.n_chunks_before)
     if settings.wrap:
@@ -227,14 +224,14 @@ def _plan(
     return order.as_asked(impl, settings.count_once)
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     del params
     chunks = settings.chunks.cut(
         q.shape[1],
         circle=settings.wrap,
         causal=causal,
         shared_qk=True,
-        own=settings.own,
+        attend_self_if_alone=settings.attend_self_if_alone,
         count_once=settings.count_once,
         dropout=dropout,
     )
@@ -242,7 +239,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     own_weight = None
     if settings.self_score is not None and plan is not None:
         own_weight = circle.own_weight(settings.self_score, plan, settings.chunks)
-    return chunked_attention(q, k, v, chunks, plan, segments, rng, impl, own_weight)
+    return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl, own_weight)
 
 
 # Decoding. C is the capacity; a *place* is an index into a round's order, a *position* one into the
@@ -292,7 +289,7 @@ def _step(
     if settings.count_once and seen.shape[2] > 1:
         exists = exists & ~seen_before(seen)
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
-    alone = v if settings.own else None
+    alone = v if settings.attend_self_if_alone else None
     mask, new = exists.reshape(index.shape), KeyValues(length_normalize(q), v)
     options = dict(alone=alone, index=index)
     out, memory = add_and_attend(q, memory, new, position, mask, settings.impl, **options)

@@ -24,13 +24,13 @@ from jax import lax
 from reformax.declared import Size
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts import tiles
-from reformax.ops.parts.block_lists import MIN_TILE, Layout
-from reformax.ops.parts.blocks import block_at, over_groups, rows
-from reformax.ops.parts.cache import full_decoding
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.softmax import Softmax
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.numerics.row_blocks import block_at, over_groups, rows
+from reformax.ops.softmax import tiles
+from reformax.ops.softmax.block_lists import MIN_TILE, Layout
+from reformax.ops.softmax.online import Softmax
 
 
 @named
@@ -67,13 +67,15 @@ def memory_efficient(
         plan=no_plan,
         apply=functools.partial(_apply, chunk_sizes=sizes, impl=impl),
         traits=Traits(
-            cross=True, bias=True, exact=True, beams=True, grouped=True, heads_apart=True
+            cross=True, bias=True, exact=True, beams=True, grouped=True, head_shards=True
         ),
         **full_decoding(impl),
     )
 
 
-def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, chunk_sizes, impl, bias=None):
+def _apply(
+    params, q, k, v, *, plan, segment_ids, causal, dropout, rng, chunk_sizes, impl, bias=None
+):
     del params, plan
     k, v = repeat_heads(q, k, v)
     n_queries, n_keys = q.shape[1], k.shape[1]
@@ -87,7 +89,7 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, chunk_sizes
         dropout=dropout,
     )
     options = dict(
-        segments="given" if segments is not None else None,
+        segment_ids="given" if segment_ids is not None else None,
         bias=None if bias is None else bias.shape,
         dropout=dropout,
         chunks=_uneven(tiling, key_size, n_queries, n_keys),
@@ -97,7 +99,7 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, chunk_sizes
     if impl != "xla":
         summary = functools.partial(kernel_summary, impl == "pallas_interpret")
     every = tiles.every_tile(tiling, n_queries, n_keys)
-    x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
+    x = tiles.inputs(q, k, v, bias, segment_ids, dropout, rng)
     return tiles.attend(functools.partial(forward, key_size, summary), tiling, x, every)
 
 
@@ -124,15 +126,15 @@ def kernel_summary(
 
     If causal, the tile is square and on the diagonal.
     """
-    from reformax.ops.kernels import block_sparse as kernel
+    from reformax.ops.kernels.triton import block_sparse as kernel
 
     q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, *(rows(y, group, keys) for y in x[1:3])))
     n_queries, n_keys = q.shape[1], k.shape[1]
     block = np.ones((1, 1, 1), bool)
     layout = Layout(block, n_queries, n_keys, n_queries, n_keys, tiling.causal, 0.0)
-    out, top, total = kernel.forward(layout, q, k, v, (None, None), None, interpret=interpret)
-    acc = jnp.swapaxes(out, 1, 2).astype(jnp.float32) * total[..., None]
-    return Softmax(acc, top * tiling.scale, total)
+    out, row_max, row_sum = kernel.forward(layout, q, k, v, (None, None), None, interpret=interpret)
+    acc = jnp.swapaxes(out, 1, 2).astype(jnp.float32) * row_sum[..., None]
+    return Softmax(acc, row_max * tiling.scale, row_sum)
 
 
 def forward(
@@ -192,10 +194,10 @@ def forward(
             found = summaries(found, tiling, n_done, -(-(end - rest) // small), rest, small)
         else:
             found = summaries(found, tiling, 0, n_large, 0, key_chunk_size)
-        top = found.top.max(axis=0, keepdims=True)
-        scale = jnp.exp(found.top - top)
+        row_max = found.row_max.max(axis=0, keepdims=True)
+        scale = jnp.exp(found.row_max - row_max)
         acc = jnp.sum(found.acc * scale[..., None], axis=0)
-        whole = Softmax(acc, top[0], jnp.sum(found.total * scale, axis=0))
+        whole = Softmax(acc, row_max[0], jnp.sum(found.row_sum * scale, axis=0))
         return results.with_rows(whole, group, queries)
 
     sizes = tiles.groups(tiling._replace(key_size=key_chunk_size), n_batch, n_heads)

@@ -25,17 +25,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
-from reformax.ops.parts.chosen_blocks import Tiles, in_three, tiles
-from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite, is_finite, tokens_only
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.gathered import softmax_of_piece, taken
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.masks import ids_or_ones
-from reformax.ops.parts.query_chunks import in_blocks
-from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.decoding.cache import (
+    KeyValues,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_in_memory,
+)
+from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.padding import tokens_only
+from reformax.ops.numerics.precision import accum_dtype, in_three, product
+from reformax.ops.numerics.query_chunks import in_blocks
+from reformax.ops.softmax.chosen_blocks import Tiles, tiles
+from reformax.ops.softmax.dropout import seed_words
+from reformax.ops.softmax.gathered import softmax_of_piece, taken
+from reformax.ops.softmax.online import Softmax, largest, masked_exp, nonzero
 
 # Queries whose scores are in memory at a time.
 SCORED = 1024
@@ -70,7 +76,7 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
         init=no_params,
         plan=functools.partial(_plan, block_size, top_k, impl),
         apply=functools.partial(_apply, block_size, impl),
-        traits=Traits(bidirectional=False, grouped=True, heads_apart=True),
+        traits=Traits(bidirectional=False, grouped=True, head_shards=True),
         init_cache=functools.partial(_init_cache, block_size),
         step=functools.partial(_step, block_size, top_k, impl),
         replace_value=replace_in_memory,
@@ -105,13 +111,13 @@ def _products(q: Float[Array, "B Q N H"], means: Float[Array, "B C N H"]) -> Arr
 
 
 def _plan(
-    block_size, top_k, impl, params, q, k, *, segments, causal, rng, train, length=None
+    block_size, top_k, impl, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, "B N T K-1"]:
     """The earlier blocks that each query chooses."""
     del params, causal, rng, train, length
     q, k = lax.stop_gradient(q), lax.stop_gradient(k)
     n_batch, length, n_heads, _ = q.shape
-    ids = ids_or_ones(segments, q)
+    ids = ids_or_ones(segment_ids, q)
     size = min(block_size, length)
     of_block, means = _means(tokens_only(k, ids), ids, size)
     (means,) = repeat_heads(q, means)
@@ -121,10 +127,10 @@ def _plan(
 
     impl = choose(impl, **kernel_obstacles(q, k, None))
     if impl != "xla":
-        from reformax.ops.kernels import choice
+        from reformax.ops.kernels.triton import choice
 
-        sizes = choice.Sizes(n_best, size)
-        masks = () if segments is None else (ids, of_block)
+        sizes = choice.ChoiceSizes(n_best, size)
+        masks = () if segment_ids is None else (ids, of_block)
         return choice.choose(sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks)
 
     def best(queries):
@@ -146,13 +152,13 @@ def _means(
     k: Float[Array, "B T N H"], ids: Int[Array, "B T"], size: int
 ) -> tuple[Int[Array, "B C"], Float[Array, "B C N H"]]:
     """The segment of each block's last token, and the mean of its keys there."""
-    keys, ids = in_blocks(k.astype(wide(k.dtype)), size), in_blocks(ids, size)
+    keys, ids = in_blocks(k.astype(accum_dtype(k.dtype)), size), in_blocks(ids, size)
     last = jnp.max(jnp.where(ids != 0, jnp.arange(ids.shape[2])[None, None], 0), axis=2)
     of_block = jnp.take_along_axis(ids, last[..., None], axis=2)
     counted = (ids == of_block) & (ids != 0)
     count = jnp.maximum(counted.sum(axis=2), 1).astype(keys.dtype)
-    total = jnp.where(counted[..., None, None], keys, 0).sum(axis=2)
-    return of_block[..., 0], total / count[..., None, None]
+    row_sum = jnp.where(counted[..., None, None], keys, 0).sum(axis=2)
+    return of_block[..., 0], row_sum / count[..., None, None]
 
 
 def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> Tiles:
@@ -165,28 +171,28 @@ def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> Tiles:
     )
 
 
-def _apply(block_size, impl, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(block_size, impl, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     del params, causal
     length, size = q.shape[1], min(block_size, q.shape[1])
     impl = choose(impl, **kernel_obstacles(q, k, v))
     if impl == "xla":
         k, v = repeat_heads(q, k, v)
-        return _in_arrays(_tiles(plan, size, size), size, q, k, v, segments, dropout, rng)
-    from reformax.ops.kernels import moba as kernel
+        return _in_arrays(_tiles(plan, size, size), size, q, k, v, segment_ids, dropout, rng)
+    from reformax.ops.kernels.triton import moba as kernel
 
     found = _tiles(plan, size, min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length)))
-    lists = kernel.Lists(found.block, found.pair, found.bounds, found.place >= 0)
-    sizes = kernel.Sizes(size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout)
-    ids = None if segments is None else jnp.asarray(segments, jnp.int32)
+    lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.place >= 0)
+    sizes = kernel.MobaSizes(size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout)
+    ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
     return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, rng)
 
 
-def _in_arrays(tiles: Tiles, size, q, k, v, segments, dropout, rng) -> Float[Array, "B T N V"]:
+def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[Array, "B T N V"]:
     """The op in array operations, a tile of all sequences and heads after the other."""
     n_batch, length, n_heads, _ = q.shape
-    dtype = wide(q.dtype, v.dtype)
+    dtype = accum_dtype(q.dtype, v.dtype)
     query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.place.shape[3])
-    ids = ids_or_ones(segments, q)
+    ids = ids_or_ones(segment_ids, q)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
 
     # Everything by tile, with the tiles in front; [M, B, N, L, ...].
@@ -197,15 +203,14 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segments, dropout, rng) -> Float[Arr
         return _by_tile(taken(jnp.moveaxis(in_blocks(x, size), 3, 1), tiles.block))
 
     heads = jnp.swapaxes(q, 1, 2)
-    tokens = (ids[:, :, None], is_finite(k, v)[..., 0])
     attend = jax.checkpoint(functools.partial(_tile, seed, dropout))
-    acc, top, total, whole = lax.map(
+    acc, row_max, row_sum = lax.map(
         lambda tile: attend(*tile),
         (
-            (_by_tile(query), of_queries(ids[:, None]), of_queries(is_finite(heads)[..., 0])),
-            (_by_tile(tiles.block), *map(of_blocks, tokens)),
-            of_queries(finite(heads).astype(dtype)),
-            *(of_blocks(finite(x).astype(dtype)) for x in (k, v)),
+            (_by_tile(query), of_queries(ids[:, None])),
+            (_by_tile(tiles.block), of_blocks(ids[:, :, None])),
+            of_queries(heads.astype(dtype)),
+            *(of_blocks(x.astype(dtype)) for x in (k, v)),
         ),
     )
 
@@ -217,12 +222,10 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segments, dropout, rng) -> Float[Arr
         x = x.reshape(n_batch, n_heads, -1, *x.shape[4:])
         return taken(x, jnp.maximum(tiles.place, 0))
 
-    acc, top, total, whole = map(of_pairs, (acc, top, total, whole))
-    scale = masked_exp(top, exists, largest(top, exists, axis=-1))
+    acc, row_max, row_sum = map(of_pairs, (acc, row_max, row_sum))
+    scale = masked_exp(row_max, exists, largest(row_max, exists, axis=-1))
     out = jnp.sum(acc * scale[..., None], axis=3)
-    out = out / nonzero(jnp.sum(total * scale, axis=-1))[..., None]
-    # A row that sees what is not finite is NaN and has no gradient.
-    out = jnp.where(jnp.all(whole | ~exists, axis=-1)[..., None], out, jnp.nan)
+    out = out / nonzero(jnp.sum(row_sum * scale, axis=-1))[..., None]
     return jnp.swapaxes(out, 1, 2).astype(v.dtype)
 
 
@@ -231,44 +234,41 @@ def _by_tile(x: Array) -> Array:
     return jnp.moveaxis(x, 2, 0)
 
 
-def _tile(seed, dropout, of_query, of_key, q, k, v):
-    """The softmax of a tile's queries over its block, and whether all that each sees is finite.
+def _tile(seed, dropout, of_query, of_key, q, k, v) -> Softmax:
+    """The softmax of a tile's queries over its block.
 
     Args:
       seed: of dropout; None where there is none.
       dropout: its rate.
-      of_query: the queries' positions, -1 for none, their segments, and whether they are finite.
-      of_key: the block's number, and the same of its keys, whose positions it tells.
+      of_query: the queries' positions, -1 for none, and their segments.
+      of_key: the block's number, and the segments of its keys.
       q, k, v: `[B, N, L, ...]`.
-
-    Returns:
-      The parts of `Softmax`, and a boolean for each query.
     """
-    query, query_ids, query_fine = (x[..., None] for x in of_query)
-    block, key_ids, key_fine = (x[..., None, :] for x in (of_key[0][..., None], *of_key[1:]))
+    query, query_ids = (x[..., None] for x in of_query)
+    block, key_ids = (x[..., None, :] for x in (of_key[0][..., None], of_key[1]))
     key = block * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
     mask = (key <= query) & (query_ids == key_ids) & (key_ids != 0)
-    fine = query_fine & key_fine
-    parts, whole = softmax_of_piece(q, k, v, mask, fine, (query, key), dropout, seed)
-    return *parts, whole
+    return softmax_of_piece(q, k, v, mask, (query, key), dropout, seed)
 
 
-class Cache(NamedTuple):
+class MobaCache(NamedTuple):
     """All positions, and the sum of the keys of each block."""
 
     memory: KeyValues
     sums: Float[Array, "B G C H"]
 
 
-def _init_cache(block_size, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+def _init_cache(block_size, params, q, k, v, *, plan, lengths, capacity, rng) -> MobaCache:
     del params, q, plan, rng
     memory = fill_ring(k, v, lengths, capacity)  # zeros where there is no position yet
-    keys = jnp.swapaxes(memory.keys, 1, 2).astype(wide(k.dtype))
+    keys = jnp.swapaxes(memory.keys, 1, 2).astype(accum_dtype(k.dtype))
     blocks = in_blocks(keys, min(block_size, capacity))
-    return Cache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
+    return MobaCache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
 
 
-def _step(block_size, top_k, impl, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):
+def _step(
+    block_size, top_k, impl, params, q, k, v, cache: MobaCache, *, position: Int[Array, " B"]
+):
     del params
     memory = add_to_ring(cache.memory, k, v, position)
     capacity, n_blocks = memory.keys.shape[2], cache.sums.shape[2]
@@ -290,4 +290,4 @@ def _step(block_size, top_k, impl, params, q, k, v, cache: Cache, *, position: I
     seen = seen.reshape(*seen.shape[:2], -1)
     row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
     keys, values = (x[row, head, jnp.clip(seen, 0, capacity - 1)] for x in memory)
-    return attend_to(q, keys, values, mask.reshape(seen.shape), impl), Cache(memory, sums)
+    return attend_to(q, keys, values, mask.reshape(seen.shape), impl), MobaCache(memory, sums)

@@ -31,23 +31,30 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
-from reformax.ops.base import AttentionOp, Dims, Extra, Traits, named
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, positions_by_slot
-from reformax.ops.parts.chosen_blocks import BEFORE, FIRST, OWN
-from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite, is_finite, tokens_only
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropout_mask, seed_words
-from reformax.ops.parts.gathered import taken
-from reformax.ops.parts.masks import ids_or_ones
-from reformax.ops.parts.query_chunks import by_chunks, in_blocks, joined, positions
-from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
+from reformax.ops.base import AttentionOp, Traits, named
+from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
+    KeyValues,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    positions_by_slot,
+)
+from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.padding import tokens_only
+from reformax.ops.numerics.precision import accum_dtype, product
+from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, joined, positions
+from reformax.ops.softmax.chosen_blocks import BEFORE, FIRST, OWN
+from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.gathered import taken
+from reformax.ops.softmax.online import masked_softmax
 
 # What the tiles of the kernels hold.
 KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}
 
 
-class Settings(NamedTuple):
+class NsaSettings(NamedTuple):
     """The hyperparameters of `nsa`, whose arguments they are."""
 
     compress_len: int
@@ -86,7 +93,7 @@ class Settings(NamedTuple):
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
         return choose(self.impl, **kernel_obstacles(q, k, v, **above))
 
-    def within(self, length: int) -> Settings:
+    def within(self, length: int) -> NsaSettings:
         """The settings that show the same of so many positions."""
         stride = self.compress_stride
         block_size = min(self.block_size, -(-length // stride) * stride)
@@ -156,25 +163,25 @@ def nsa(
       ValueError: a size out of range, or no multiple of `compress_stride`; an unknown `impl`.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
-    settings = Settings(**locals())
+    settings = NsaSettings(**locals())
     settings.check()
     return AttentionOp(
         init=functools.partial(_init, settings),
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
-        traits=Traits(bidirectional=False, grouped=True, heads_apart=True, choose_together=True),
+        traits=Traits(bidirectional=False, grouped=True, head_shards=True, choose_together=True),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
-        extras=functools.partial(_extras, settings),
+        extra_projections=functools.partial(_extras, settings),
     )
 
 
-def _extras(settings: Settings, dims: Dims) -> dict[str, Extra]:
-    gate = {"gate": Extra(dims.n_heads, 3)}
+def _extras(settings: NsaSettings, dims: Dims) -> dict[str, ExtraProjection]:
+    gate = {"gate": ExtraProjection(dims.n_heads, 3)}
     if not settings.own_projections:
         return gate
-    keys = Extra(dims.key_heads, dims.d_qk, rotated=True)
-    values = Extra(dims.key_heads, dims.d_v)
+    keys = ExtraProjection(dims.key_heads, dims.d_qk, rotated=True)
+    values = ExtraProjection(dims.key_heads, dims.d_v)
     return gate | {
         f"{branch}_{name}": what
         for branch in ("selected", "window")
@@ -182,7 +189,7 @@ def _extras(settings: Settings, dims: Dims) -> dict[str, Extra]:
     }
 
 
-def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> Any:
+def _init(settings: NsaSettings, rng: PRNGKeyArray, dims: Dims) -> Any:
     if settings.compression == "mean":
         return ()
     n_places = settings.compress_len
@@ -209,7 +216,6 @@ class Summaries(NamedTuple):
     keys: Float[Array, "B C G H"]
     values: Float[Array, "B C G V"]
     ids: Int[Array, "B C"]  # the segment of all of its positions; 0 where there is none
-    finite: Bool[Array, "B C G"]
 
     def seen(self, last: Int[Array, "1 C"], ids, position) -> Bool[Array, "B Q C"]:
         """Which of them, of `last` positions, queries of segments `ids [B, Q]` see."""
@@ -220,7 +226,7 @@ class Summaries(NamedTuple):
 def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
     """Eq. 7's phi of each block: its mean, and what a hidden layer adds to it."""
     dtype = x.dtype
-    y = x.astype(wide(dtype))
+    y = x.astype(accum_dtype(dtype))
     out = y.mean(axis=2)
     if params is not None:
         positions = params["positions"].astype(y.dtype)[None, None, :, None]
@@ -231,7 +237,7 @@ def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
     return out.astype(dtype)
 
 
-def _in_summaries(settings: Settings, x: Array) -> Array:
+def _in_summaries(settings: NsaSettings, x: Array) -> Array:
     """The positions of each summary, of `[B, T, ...]`: `[B, C, P, ...]`."""
     n, stride = settings.n_summaries(x.shape[1]), settings.compress_stride
     per = settings.compress_len // stride
@@ -242,28 +248,22 @@ def _in_summaries(settings: Settings, x: Array) -> Array:
     return jnp.concatenate([strides[:, i : i + n] for i in range(per)], axis=2)
 
 
-def _summaries(settings: Settings, params, k, v, ids: Int[Array, "#B T"]) -> Summaries:
-    """The summaries of a row. One whose numbers overflow is as one that reads no number."""
-
-    def summary(name, x):
-        own = params[name] if params else None
-        x = _in_summaries(settings, finite(x))
-        fits = jnp.isfinite(_summary(own, x)).all(axis=-1)
-        return _summary(own, jnp.where(fits[:, :, None, :, None], x, 0)), fits
-
-    keys, keys_fit = summary("k", k)
-    values, values_fit = summary("v", v)
-    whole = _in_summaries(settings, is_finite(k, v)[..., 0]).all(axis=2)
+def _summaries(settings: NsaSettings, params, k, v, ids: Int[Array, "#B T"]) -> Summaries:
+    """The summaries of a row."""
+    keys, values = (
+        _summary(params[name] if params else None, _in_summaries(settings, x))
+        for name, x in (("k", k), ("v", v))
+    )
     ids = _in_summaries(settings, jnp.broadcast_to(ids, k.shape[:2]))
     ids = jnp.where((ids == ids[:, :, :1]).all(axis=2), ids[:, :, 0], 0)
-    return Summaries(keys, values, ids, whole & keys_fit & values_fit)
+    return Summaries(keys, values, ids)
 
 
 # Which blocks are selected
 
 
 def _block_scores(
-    settings: Settings, weights: Float[Array, "*d C"], n_blocks: int
+    settings: NsaSettings, weights: Float[Array, "*d C"], n_blocks: int
 ) -> Float[Array, "*d J"]:
     """What each block is worth by the weights of summaries (eq. 9)."""
     stride = settings.compress_stride
@@ -280,7 +280,7 @@ def _block_scores(
 
 
 def _best(
-    settings: Settings,
+    settings: NsaSettings,
     scores: Float[Array, "*d J"],
     own: Int[Array, "*#d"],
     first: Int[Array, "*#d"],
@@ -297,12 +297,6 @@ def _best(
     return jnp.where(best >= 0, chosen, -1).astype(jnp.int32)
 
 
-def _weights(logits: Float[Array, "*d C"], mask: Bool[Array, "*#d C"]) -> Float[Array, "*d C"]:
-    """A softmax; zeros for a row that sees nothing."""
-    weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
-    return weights / nonzero(weights.sum(axis=-1, keepdims=True))
-
-
 def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The first position of each position's segment."""
     order = jnp.argsort(ids, axis=1, stable=True).astype(jnp.int32)
@@ -314,36 +308,36 @@ def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: NsaSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, "B G T K"]:
     """The blocks that each query selects, its own first."""
     del causal, rng, train, length
     q, k, params = lax.stop_gradient((q, k, params))
     length = q.shape[1]
     settings = settings.within(length)
-    ids = ids_or_ones(segments, q)
+    ids = ids_or_ones(segment_ids, q)
     q, k = tokens_only(q, ids), tokens_only(k, ids)
     own = params["k"] if params else None
     # Values have no say.
     far = _summaries(settings, {"k": own, "v": own} if params else params, k, k[..., :1, :], ids)
-    first = jnp.zeros_like(ids) if segments is None else _first_of_segment(ids)
+    first = jnp.zeros_like(ids) if segment_ids is None else _first_of_segment(ids)
     impl = settings.choose(q, k, None)
     if impl == "xla":
         return _select_in_arrays(settings, q, far, ids, first)
-    from reformax.ops.kernels import selection
+    from reformax.ops.kernels.triton import selection
 
-    masks = () if segments is None else (ids, far.ids, first // settings.block_size)
+    masks = () if segment_ids is None else (ids, far.ids, first // settings.block_size)
     n_best, group = (
         min(settings.n_selected, -(-length // settings.block_size)),
         q.shape[2] // k.shape[2],
     )
     sizes = settings.block_size, settings.compress_stride, settings.compress_len
-    sizes = selection.Sizes(n_best, *sizes, group)
+    sizes = selection.SelectionSizes(n_best, *sizes, group)
     return selection.select(sizes, impl == "pallas_interpret", q, far.keys, *masks)
 
 
 def _select_in_arrays(
-    settings: Settings, q, far: Summaries, ids: Int[Array, "B T"], first: Int[Array, "B T"]
+    settings: NsaSettings, q, far: Summaries, ids: Int[Array, "B T"], first: Int[Array, "B T"]
 ) -> Int[Array, "B G T K"]:
     """`_plan` in array operations, some queries after the other."""
     n_batch, length = ids.shape
@@ -352,10 +346,8 @@ def _select_in_arrays(
 
     def select(q, ids, position, first):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
         mask = far.seen(last, ids, position)
-        logits = _logits("bqgmh,bcgh->bgmqc", finite(q), far.keys)
-        # A row of what is not a number is one in all that follows; its plan is any.
-        logits = jnp.where(jnp.isfinite(logits), logits, 0)
-        weights = _weights(logits, mask[:, None, None]).sum(axis=2)
+        logits = _logits("bqgmh,bcgh->bgmqc", q, far.keys)
+        weights = masked_softmax(logits, mask[:, None, None]).sum(axis=2)
         scores = _block_scores(settings, weights, n_blocks)
         block = (x // settings.block_size for x in (position, first))
         return _best(settings, scores, *(x[:, None] for x in block))
@@ -375,14 +367,25 @@ def _logits(axes: str, queries: Array, keys: Array) -> Array:
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng, extras
+    settings: NsaSettings,
+    params,
+    q,
+    k,
+    v,
+    *,
+    plan,
+    segment_ids,
+    causal,
+    dropout,
+    rng,
+    extra_projections,
 ) -> Float[Array, "B T N V"]:
     del causal
     settings = settings.within(q.shape[1])
-    ids = ids_or_ones(segments, q)
+    ids = ids_or_ones(segment_ids, q)
     far = _summaries(settings, params, k, v, ids)
-    (selected_k, selected_v), (near_k, near_v) = _own(settings, k, v, extras)
-    more = dict(causal=True, segments=segments, dropout=dropout, rng=rng)
+    (selected_k, selected_v), (near_k, near_v) = _own(settings, k, v, extra_projections)
+    more = dict(causal=True, segment_ids=segment_ids, dropout=dropout, rng=rng)
     near = settings.near.apply((), q, near_k, near_v, plan=(), **more)
     selected = q, selected_k, selected_v
     impl = settings.choose(q, k, v)
@@ -390,37 +393,36 @@ def _apply(
         seed = seed_words(rng, len(q)) if dropout > 0.0 else None
         others = _in_arrays(settings, far, *selected, plan, ids, dropout, seed)
     else:
-        has_ids = segments is not None
+        has_ids = segment_ids is not None
         masks = plan, ids if has_ids else None, dropout, rng
         others = _in_kernels(settings, impl == "pallas_interpret", far, *selected, *masks)
-    return _gated((*others, near), extras["gate"]).astype(v.dtype)
+    return _gated((*others, near), extra_projections["gate"]).astype(v.dtype)
 
 
-def _own(settings: Settings, k, v, extras) -> tuple[KeyValues, KeyValues]:
+def _own(settings: NsaSettings, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:
     """Keys and values of the selected branch and of the window."""
     if not settings.own_projections:
         return KeyValues(k, v), KeyValues(k, v)
     return tuple(
-        KeyValues(extras[f"{branch}_k"], extras[f"{branch}_v"]) for branch in ("selected", "window")
+        KeyValues(extra_projections[f"{branch}_k"], extra_projections[f"{branch}_v"])
+        for branch in ("selected", "window")
     )
 
 
 def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:
-    """Eq. 5. A row that is not finite in one branch is NaN, and has no gradient."""
-    dtype = wide(*(x.dtype for x in branches))
-    share = jax.nn.sigmoid(finite(gate).astype(dtype))
-    out = sum(finite(x).astype(dtype) * share[..., i, None] for i, x in enumerate(branches))
-    whole = functools.reduce(jnp.logical_and, map(is_finite, (gate, *branches)))
-    return jnp.where(whole, out, jnp.nan)
+    """The branches' outputs, each times its gate (eq. 5)."""
+    dtype = accum_dtype(*(x.dtype for x in branches))
+    gates = jax.nn.sigmoid(gate.astype(dtype))
+    return sum(x.astype(dtype) * gates[..., i, None] for i, x in enumerate(branches))
 
 
 def _in_arrays(
-    settings: Settings, far: Summaries, q, k, v, plan, ids, dropout: float, seed
+    settings: NsaSettings, far: Summaries, q, k, v, plan, ids, dropout: float, seed
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
     """The compressed and the selected branch in array operations, some queries after the other."""
     n_batch, length, n_heads, _ = q.shape
     n_kv, size = k.shape[2], settings.block_size
-    of_keys = finite(k), finite(v), is_finite(k, v)[..., 0], ids[:, :, None]
+    of_keys = k, v, ids[:, :, None]
     of_keys = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in of_keys]  # [B, G or 1, J, L, ...]
     head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
     batch = jnp.arange(n_batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
@@ -433,19 +435,17 @@ def _in_arrays(
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
-        fine, q = is_finite(q)[..., 0], finite(q)
         query = position[:, None, None, :, None]
         mask = far.seen(last, ids, position)
         compressed = _softmax(
             _logits("bqgmh,bcgh->bgmqc", q, far.keys),
             ("bgmqc,bcgv->bqgmv", far.values),
             mask[:, None, None],
-            jnp.swapaxes(far.finite, 1, 2)[:, :, None, None],
             dropped(query, last[None, None, None]),
         )
         chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
         at = jnp.maximum(chosen, 0)
-        keys, values, whole, of_key = (_blocks_at(x, at) for x in of_keys)  # [B, G, Q, K L, ...]
+        keys, values, of_key = (_blocks_at(x, at) for x in of_keys)  # [B, G, Q, K L, ...]
         place = chosen[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
         place = place.reshape(*place.shape[:3], -1)
         mask = (place >= 0) & (place <= position[:, None, :, None])
@@ -454,10 +454,9 @@ def _in_arrays(
             _logits("bqgmh,bgqkh->bgmqk", q, keys),
             ("bgmqk,bgqkv->bqgmv", values),
             mask[:, :, None],
-            whole[:, :, None],
             dropped(query, place[:, :, None]),
         )
-        return tuple(jnp.where(fine[..., None], x, jnp.nan) for x in (compressed, selected))
+        return compressed, selected
 
     n_keys = min(settings.n_selected * size, length + size)
     n_seen = n_heads * (far.keys.shape[1] + n_keys) + n_kv * n_keys * (k.shape[3] + v.shape[3])
@@ -468,35 +467,30 @@ def _in_arrays(
 
 
 def _in_kernels(
-    settings: Settings, interpret: bool, far: Summaries, q, k, v, plan, ids, dropout: float, rng
+    settings: NsaSettings, interpret: bool, far: Summaries, q, k, v, plan, ids, dropout: float, rng
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
     """The same by kernels."""
-    from reformax.ops.kernels import nsa as kernel
+    from reformax.ops.kernels.triton import nsa as kernel
 
     group, size = q.shape[2] // k.shape[2], min(settings.block_size, q.shape[1])
     rng = rng if dropout > 0.0 else None
-    # A summary of what is not finite is NaN, which the rows that see it become.
-    far_keys, far_values = (
-        jnp.where(far.finite[..., None], x, jnp.nan) for x in (far.keys, far.values)
-    )
     stride, span = settings.compress_stride, settings.compress_len
     rows = kernel.n_rows(q)
-    sizes = kernel.Sizes(group, 0, 0, stride, span, dropout, rows)
+    sizes = kernel.NsaSizes(group, 0, 0, stride, span, dropout, rows)
     far_ids = None if ids is None else far.ids
-    compressed = kernel.attend(sizes, interpret, q, far_keys, far_values, ids, far_ids, None, rng)
-    sizes = kernel.Sizes(group, size, plan.shape[3], 1, 1, dropout, rows)
+    compressed = kernel.attend(sizes, interpret, q, far.keys, far.values, ids, far_ids, None, rng)
+    sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, dropout, rows)
     selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, rng)
     return compressed, selected
 
 
-def _softmax(logits, to_values, mask, fine, dropped) -> Array:
-    """Attention. A row that sees what is not finite is NaN, without a gradient."""
+def _softmax(logits, to_values, mask, dropped) -> Array:
+    """Softmax attention over a mask, with given logits."""
     axes, values = to_values
-    weights, whole = contained_softmax(logits, mask, fine)
+    weights = masked_softmax(logits, mask)
     if dropped is not None:
         weights = weights * dropped.astype(weights.dtype)
-    out = product(axes, weights, values, values.dtype)
-    return jnp.where(jnp.moveaxis(whole, 3, 1), out, jnp.nan)
+    return product(axes, weights, values, values.dtype)
 
 
 def _blocks_at(x: Array, at: Int[Array, "B G Q K"]) -> Array:
@@ -508,7 +502,7 @@ def _blocks_at(x: Array, at: Int[Array, "B G Q K"]) -> Array:
 # Decoding
 
 
-class Cache(NamedTuple):
+class NsaCache(NamedTuple):
     """All positions, the last ones that a window or a summary needs, and the summaries so far."""
 
     selected: KeyValues
@@ -518,11 +512,11 @@ class Cache(NamedTuple):
 
 
 def _init_cache(
-    settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extras
-) -> Cache:
+    settings: NsaSettings, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections
+) -> NsaCache:
     del q, plan, rng
     settings = settings.within(capacity)
-    selected, near = _own(settings, k, v, extras)
+    selected, near = _own(settings, k, v, extra_projections)
     real = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
     found = _summaries(settings, params, tokens_only(k, real), tokens_only(v, real), real)
     n = settings.n_summaries(capacity)
@@ -531,7 +525,7 @@ def _init_cache(
         x = jnp.swapaxes(x, 1, 2)[:, :, :n]
         return jnp.pad(x, ((0, 0), (0, 0), (0, n - x.shape[2]), (0, 0)))
 
-    return Cache(
+    return NsaCache(
         fill_ring(*selected, lengths, capacity),
         fill_ring(*near, lengths, min(settings.window, capacity)),
         fill_ring(k, v, lengths, min(settings.compress_len, capacity)),
@@ -539,9 +533,9 @@ def _init_cache(
     )
 
 
-def _step(settings: Settings, params, q, k, v, cache: Cache, *, position, extras):
+def _step(settings: NsaSettings, params, q, k, v, cache: NsaCache, *, position, extra_projections):
     settings = settings.within(cache.selected.keys.shape[2])
-    new_selected, new_near = _own(settings, k, v, extras)
+    new_selected, new_near = _own(settings, k, v, extra_projections)
     memory = add_to_ring(cache.selected, *new_selected, position)
     near = add_to_ring(cache.near, *new_near, position)
     newest = add_to_ring(cache.newest, k, v, position)
@@ -559,17 +553,19 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position, extras
         attend_to(q, *held, mask, settings.impl)
         for held, mask in ((far, seen), (chosen, mask), (near, window))
     ]
-    out = _gated(branches, extras["gate"]).astype(v.dtype)
-    return out, Cache(memory, near, newest, far)
+    out = _gated(branches, extra_projections["gate"]).astype(v.dtype)
+    return out, NsaCache(memory, near, newest, far)
 
 
 def _places_now(
-    settings: Settings, q, summaries: Float[Array, "B G C H"], seen, position, capacity: int
+    settings: NsaSettings, q, summaries: Float[Array, "B G C H"], seen, position, capacity: int
 ) -> Int[Array, "B G K*L"]:
     """The positions of the blocks that the newest query selects, by the summaries' keys."""
     n_batch, n_kv = summaries.shape[:2]
     heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
-    weights = _weights(_logits("bgmh,bgch->bgmc", heads, summaries), seen[:, None]).sum(axis=2)
+    weights = masked_softmax(_logits("bgmh,bgch->bgmc", heads, summaries), seen[:, None]).sum(
+        axis=2
+    )
     scores = _block_scores(settings, weights, -(-capacity // settings.block_size))
     own = (position // settings.block_size)[:, None]
     blocks = _best(settings, scores, own, jnp.zeros_like(own))
@@ -578,7 +574,7 @@ def _places_now(
     return place.reshape(n_batch, n_kv, -1)
 
 
-def _with_newest(settings: Settings, params, far: KeyValues, newest: KeyValues, position):
+def _with_newest(settings: NsaSettings, params, far: KeyValues, newest: KeyValues, position):
     """The summaries with the one that ends at `position`, if one does."""
     before = jnp.arange(settings.compress_len, dtype=jnp.int32)[None, ::-1]
     place = position[:, None] - before

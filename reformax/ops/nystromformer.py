@@ -22,11 +22,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Bounds, SettingError, Size, Width
 from reformax.ops import flash
-from reformax.ops.base import AttentionOp, Dims, Traits, named, no_params, no_plan
-from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.share import of_heads
-from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.calls.dims import Dims
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.sharding.shard import of_heads
+from reformax.ops.softmax.online import masked_softmax, nonzero
 
 Iterations = Annotated[int, Bounds(1, 1024)]  # each is written out
 
@@ -67,7 +68,7 @@ def nystromformer(
         init=no_params if conv_size is None else functools.partial(_init, size=conv_size),
         plan=no_plan,
         apply=functools.partial(_apply, attend=flash.flash(impl=impl).apply, **settings),
-        traits=Traits(causal=False, packed=False, dropout=False, heads_apart=True),
+        traits=Traits(causal=False, packed=False, dropout=False, head_shards=True),
     )
 
 
@@ -78,31 +79,28 @@ def _init(rng: PRNGKeyArray, dims: Dims, *, size):
 
 
 def _apply(
-    params, q, k, v, *, plan, segments, causal, dropout, rng, attend, n_landmarks, n_iterations
+    params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend, n_landmarks, n_iterations
 ):
-    dtype = wide(q.dtype, v.dtype)
-    # Landmarks are of all tokens: so is what is not finite.
-    whole = is_finite(q, k, v).all(axis=1, keepdims=True)
-    q, k, v = finite(q), finite(k), finite(v)
-    groups = landmark_groups(q.shape[1], segments, n_landmarks)
+    dtype = accum_dtype(q.dtype, v.dtype)
+    groups = landmark_groups(q.shape[1], segment_ids, n_landmarks)
     queries, keys = (segment_means(x, groups).astype(q.dtype) for x in (q, k))
     of_landmarks = to_landmarks = None
-    if segments is not None:
-        tokens, real = segments != 0, groups.real.any(axis=-1)
+    if segment_ids is not None:
+        tokens, real = segment_ids != 0, groups.real.any(axis=-1)
         of_landmarks, to_landmarks = (
             tuple(ids.astype(jnp.int32) for ids in pair)
             for pair in ((real, tokens), (tokens, real))
         )
     masks = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
     # In float32 throughout: the pseudo-inverse multiplies what rounding leaves in the values.
-    values = attend((), queries, k, v.astype(dtype), segments=of_landmarks, **masks)
+    values = attend((), queries, k, v.astype(dtype), segment_ids=of_landmarks, **masks)
     between = _softmax_of_landmarks(queries, keys, groups.real.any(axis=-1))
     inverse = pseudo_inverse(between, n_iterations)
     values = jnp.einsum("bnij,bjnv->binv", inverse, values, precision=jax.lax.Precision.HIGHEST)
-    out = attend((), q, keys, values, segments=to_landmarks, **masks)
+    out = attend((), q, keys, values, segment_ids=to_landmarks, **masks)
     if "conv" in params:
         out = out + convolved(v, of_heads(params["conv"], rng, v.shape[2]))
-    return jnp.where(whole, out, jnp.nan).astype(v.dtype)
+    return out.astype(v.dtype)
 
 
 class Groups(NamedTuple):
@@ -117,17 +115,17 @@ class Groups(NamedTuple):
     real: Bool[Array, "B M G"]
 
 
-def landmark_groups(length: int, segments: Int[Array, "B T"] | None, n_landmarks: int) -> Groups:
+def landmark_groups(length: int, segment_ids: Int[Array, "B T"] | None, n_landmarks: int) -> Groups:
     """Consecutive tokens in groups whose sizes differ by one at most.
 
     Of n tokens the r-th is in group `r m // n`, so that padding moves no token to another group.
     """
     n_landmarks = min(n_landmarks, length)
-    if segments is None:
+    if segment_ids is None:
         order, n_tokens = jnp.arange(length)[None], jnp.full(1, length)
     else:
-        order = jnp.argsort(segments == 0, axis=1, stable=True)  # tokens first, in their order
-        n_tokens = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
+        order = jnp.argsort(segment_ids == 0, axis=1, stable=True)  # tokens first, in their order
+        n_tokens = jnp.sum(segment_ids != 0, axis=1, dtype=jnp.int32)
     landmark = jnp.arange(n_landmarks + 1)[None]
     # landmark * n_tokens / n_landmarks, rounded up; of long rows int32 does not hold the product.
     whole, rest = jnp.divmod(n_tokens[:, None], n_landmarks)
@@ -142,7 +140,7 @@ def segment_means(x: Float[Array, "B T N H"], groups: Groups) -> Float[Array, "B
     index, real = groups
     n_batch, n_landmarks, size = x.shape[0], *index.shape[1:]
     rows = jnp.take_along_axis(x, index.reshape(index.shape[0], -1)[..., None, None], axis=1)
-    rows = rows.reshape(n_batch, n_landmarks, size, *x.shape[2:]).astype(wide(x.dtype))
+    rows = rows.reshape(n_batch, n_landmarks, size, *x.shape[2:]).astype(accum_dtype(x.dtype))
     real = real[..., None, None]
     total = jnp.sum(rows, axis=2, where=real)
     return total / jnp.maximum(jnp.sum(real, axis=2), 1).astype(total.dtype)
@@ -152,12 +150,11 @@ def _softmax_of_landmarks(
     queries: Float[Array, "B M N H"], keys: Float[Array, "B M N H"], real: Bool[Array, "#B M"]
 ) -> Float[Array, "B N M M"]:
     """Softmax attention weights between landmarks; zeros for those of no token."""
-    dtype = wide(queries.dtype)
+    dtype = accum_dtype(queries.dtype)
     logits = jnp.einsum("binh,bjnh->bnij", queries, keys, preferred_element_type=dtype)
     logits = logits / math.sqrt(queries.shape[-1])
     mask = real[:, None, :, None] & real[:, None, None, :]
-    weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
-    return weights / nonzero(weights.sum(axis=-1, keepdims=True))
+    return masked_softmax(logits, mask)
 
 
 def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array, "*d M M"]:
@@ -179,7 +176,7 @@ def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array,
 
 def convolved(v: Float[Array, "B T N V"], weights: Float[Array, "N W"]) -> Float[Array, "B T N V"]:
     """The values convolved over positions, by the weights of their head, float32."""
-    dtype = wide(v.dtype)
+    dtype = accum_dtype(v.dtype)
     n_heads, size = weights.shape
     out = jax.lax.conv_general_dilated(
         jnp.moveaxis(v.astype(dtype), 1, 2),  # [B, N, T, V]

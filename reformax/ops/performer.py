@@ -25,18 +25,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.carried import Carried, becoming
+from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Seed, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.cache import Shared
-from reformax.ops.parts.containment import finite
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.means import KEPT, mean, quotient, with_ones
-from reformax.ops.parts.random_features import Features, orthogonal_directions, positive_features
-from reformax.ops.parts.recurrence import advance, everything
-from reformax.ops.parts.share import rng_of
-from reformax.ops.parts.side_by_side import back, side_by_side
-from reformax.ops.parts.softmax import wide
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import Shared
+from reformax.ops.masking.contiguous import back, side_by_side
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.recurrence.means import KEPT, mean, quotient, with_ones
+from reformax.ops.recurrence.random_features import (
+    Features,
+    orthogonal_directions,
+    positive_features,
+)
+from reformax.ops.recurrence.recurrence import advance, everything
+from reformax.ops.sharding.shard import rng_of
 
 # Less would make quotients whose derivatives float32 cannot hold.
 Epsilon = Annotated[float, Bounds(1e-12, 1)]
@@ -46,7 +49,7 @@ Epsilon = Annotated[float, Bounds(1e-12, 1)]
 MAX_IN_TILE = 512
 
 
-class Settings(NamedTuple):
+class PerformerSettings(NamedTuple):
     """The hyperparameters of `performer`, whose arguments they are."""
 
     n_features: int
@@ -70,13 +73,13 @@ class Settings(NamedTuple):
         directions = self.directions(plan, vectors[0].shape[-1])
         return [
             positive_features(
-                x.astype(wide(x.dtype)) * x.shape[-1] ** -0.25, directions, self.epsilon
+                x.astype(accum_dtype(x.dtype)) * x.shape[-1] ** -0.25, directions, self.epsilon
             )
             for x in vectors
         ]
 
 
-class Cache(NamedTuple):
+class PerformerCache(NamedTuple):
     """The sums over all keys so far, `sums e^scale`, and the plan."""
 
     sums: Float[Array, "B N M V1"]
@@ -107,7 +110,7 @@ def performer(
       impl: as in `linear.linear`. In a causal call kernels make features of bfloat16 too.
       redraw: after how many steps of training others are drawn, of the seed and the number of the
         draw (sec. 4.3). Evaluation and decoding take the last ones that training took. The steps
-        are counted by a weight `steps`, which is `Carried`. None keeps the first.
+        are counted by a weight `steps`, which is `Buffer`. None keeps the first.
 
     Raises:
       ValueError: a setting out of range, an unknown `impl`, `redraw` with `seed=None`.
@@ -117,27 +120,27 @@ def performer(
     check_impl(impl, *KERNELS)
     if redraw is not None and seed is None:
         raise SettingError(f"redraw is {redraw} and seed None, which draws at every call: set one")
-    settings = Settings(n_features, seed, epsilon, chunk_len, impl, redraw)
+    settings = PerformerSettings(n_features, seed, epsilon, chunk_len, impl, redraw)
     return AttentionOp(
         init=no_params if redraw is None else _init,
         plan=no_plan if seed is not None and redraw is None else functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
-        traits=Traits(random_plan=seed is None, dropout=False, heads_apart=True),
+        traits=Traits(random_plan=seed is None, dropout=False, head_shards=True),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
     )
 
 
-def _init(rng, dims) -> dict[str, Carried]:
+def _init(rng, dims) -> dict[str, Buffer]:
     del rng, dims
-    return {"steps": Carried(jnp.zeros(()))}
+    return {"steps": Buffer(jnp.zeros(()))}
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: PerformerSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, 2]:
     """Two words, of which the features are drawn wherever they are needed."""
-    del q, k, segments, causal, length
+    del q, k, segment_ids, causal, length
     if settings.redraw is None:
         return jax.random.bits(rng_of(rng), (2,), jnp.uint32)
     steps = jnp.round(params["steps"].value).astype(jnp.int32)  # those that are done
@@ -146,11 +149,13 @@ def _plan(
     return jax.random.key_data(jax.random.fold_in(seed, last // settings.redraw))
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(
+    settings: PerformerSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+):
     del dropout, rng
     if settings.redraw is not None:
         # The output is to depend on the weight, and so does what this adds 0 to.
-        steps = becoming(params["steps"], params["steps"].value + 1)
+        steps = updated(params["steps"], params["steps"].value + 1)
         settings = settings._replace(epsilon=settings.epsilon + 0 * steps)
 
     # The gradient computes the features again instead of keeping them.
@@ -159,14 +164,14 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     @functools.partial(jax.checkpoint, policy=keep)
     def attend(q, k, v) -> Float[Array, "B T N V"]:
         if causal and (impl := _kernel(settings, q, k, v)):
-            return _in_kernels(settings, impl, plan, q, k, v, segments)
+            return _in_kernels(settings, impl, plan, q, k, v, segment_ids)
         queries, keys = settings.features(plan, q, k)
-        return _mean(queries.x, keys, v, segments, causal, settings).astype(v.dtype)
+        return _mean(queries.x, keys, v, segment_ids, causal, settings).astype(v.dtype)
 
     return attend(q, k, v)
 
 
-def _kernel(settings: Settings, q, k, v) -> str | None:
+def _kernel(settings: PerformerSettings, q, k, v) -> str | None:
     """The implementation whose kernels make the features too; None: array operations do."""
     if q.dtype != jnp.bfloat16 or settings.n_features > MAX_IN_TILE:
         return None
@@ -174,21 +179,23 @@ def _kernel(settings: Settings, q, k, v) -> str | None:
     return impl if impl in KERNELS else None
 
 
-def _in_kernels(settings: Settings, impl: str, plan, q, k, v, segments) -> Array:
+def _in_kernels(settings: PerformerSettings, impl: str, plan, q, k, v, segment_ids) -> Array:
     """Causal attention whose features are made in kernels.
 
     Factors of a row of queries cancel, so that what their features are relative to has no gradient.
     """
-    from reformax.ops.kernels import random_features as kernel
+    from reformax.ops.kernels.triton import random_features as kernel
 
     interpret = impl == "pallas_interpret"
     directions = settings.directions(plan, q.shape[-1])
-    top, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segments)
+    top, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segment_ids)
     queries, keys = (
-        kernel.features(interpret, kernel.Read(x, directions, settings.epsilon, relative_to))
+        kernel.features(
+            interpret, kernel.FeatureArrays(x, directions, settings.epsilon, relative_to)
+        )
         for x, relative_to in ((q, None), (k, top[..., 0]))
     )
-    options = dict(segments=segments, chunk_len=settings.chunk_len, impl=impl)
+    options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len, impl=impl)
     return mean(queries, keys, v, -rise, **options)
 
 
@@ -196,37 +203,37 @@ def _mean(
     queries: Float[Array, "B T N M"],
     keys: Features,
     v: Float[Array, "B T N V"],
-    segments: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
     causal: bool,
-    settings: Settings,
+    settings: PerformerSettings,
 ) -> Float[Array, "B T N V"]:
     """Means of values by `phi(q_i) . phi(k_j)`, whose factors of the row cancel."""
-    options = dict(segments=segments, chunk_len=settings.chunk_len)
-    top, rise = running_max(lax.stop_gradient(keys.scale), segments)
+    options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len)
+    top, rise = running_max(lax.stop_gradient(keys.scale), segment_ids)
     if causal:
-        keys = keys.x * jnp.exp(finite(keys.scale - top))
+        keys = keys.x * jnp.exp(keys.scale - top)
         # Features are no more precise than what they are of, as products of them are not.
         dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
         queries, keys, v = (x.astype(dtype) for x in (queries, keys, v))
         return mean(queries, keys, v, -rise, impl=settings.impl, **options)
-    rest, _ = running_max(lax.stop_gradient(keys.scale), segments, reverse=True)
-    keys = keys.x * jnp.exp(finite(keys.scale - jnp.maximum(top, rest)))
-    values = with_ones(v.astype(wide(v.dtype)))
+    rest, _ = running_max(lax.stop_gradient(keys.scale), segment_ids, reverse=True)
+    keys = keys.x * jnp.exp(keys.scale - jnp.maximum(top, rest))
+    values = with_ones(v.astype(accum_dtype(v.dtype)))
     return quotient(everything(queries, keys, values, **options))
 
 
 def running_max(
-    x: Float[Array, "B T N 1"], segments: Int[Array, "B T"] | None, reverse: bool = False
+    x: Float[Array, "B T N 1"], segment_ids: Int[Array, "B T"] | None, reverse: bool = False
 ) -> tuple[Float[Array, "B T N 1"], Float[Array, "B T N 1"]]:
     """The largest number of a row's segment up to it, and what it has grown by at the row.
 
     With `reverse` from the row on. The first row of a segment grows by 0.
     """
-    if segments is None:  # one scan, which compiles in a sixth of the time
+    if segment_ids is None:  # one scan, which compiles in a sixth of the time
         top = lax.cummax(x, axis=1, reverse=reverse)
         begin, end = (top[:, 1:], x[:, -1:]) if reverse else (x[:, :1], top[:, :-1])
         return top, top - jnp.concatenate([begin, end], axis=1)
-    order, x, ids = side_by_side(x, segments)
+    order, x, ids = side_by_side(x, segment_ids)
     x, ids = (jnp.flip(y, axis=1) if reverse else y for y in (x, ids))
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     begins = jnp.broadcast_to(begins[..., None, None], x.shape)
@@ -245,23 +252,29 @@ def running_max(
 # Decoding
 
 
-def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+def _init_cache(
+    settings: PerformerSettings, params, q, k, v, *, plan, lengths, capacity, rng
+) -> PerformerCache:
     del params, q, capacity, rng
     real = (jnp.arange(k.shape[1])[None] < lengths[:, None])[..., None, None]
     (keys,) = settings.features(plan, jnp.where(real, k, 0))
-    values = with_ones(jnp.where(real, v, 0).astype(wide(v.dtype)))
+    values = with_ones(jnp.where(real, v, 0).astype(accum_dtype(v.dtype)))
     scale = jnp.where(real, keys.scale, -jnp.inf)
     top = scale.max(axis=1)
     # A row without a token has no top.
     weights = keys.x * jnp.exp(scale - jnp.where(jnp.isfinite(top), top, 0)[:, None])
-    return Cache(jnp.einsum("btnm,btnv->bnmv", weights, values), top, Shared(plan))
+    return PerformerCache(jnp.einsum("btnm,btnv->bnmv", weights, values), top, Shared(plan))
 
 
-def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tuple[Any, Cache]:
+def _step(
+    settings: PerformerSettings, params, q, k, v, cache: PerformerCache, *, position
+) -> tuple[Any, PerformerCache]:
     del params, position
     queries, keys = settings.features(cache.plan.value, q, k)
     top = jnp.maximum(cache.scale, keys.scale[:, 0])
     new = keys.x * jnp.exp(keys.scale - top[:, None])
     decay = (cache.scale - top)[:, None]
-    sums, state = advance(cache.sums, queries.x, new, with_ones(v.astype(wide(v.dtype))), decay)
-    return quotient(sums).astype(v.dtype), Cache(state, top, cache.plan)
+    sums, state = advance(
+        cache.sums, queries.x, new, with_ones(v.astype(accum_dtype(v.dtype))), decay
+    )
+    return quotient(sums).astype(v.dtype), PerformerCache(state, top, cache.plan)

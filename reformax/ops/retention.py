@@ -15,17 +15,17 @@ from jaxtyping import Float
 
 from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_plan
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.recurrence_chunks import Inputs
-from reformax.ops.parts.recurrent import (
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.recurrence.chunks import RecurrenceInputs
+from reformax.ops.recurrence.op_functions import (
     layer_output,
-    output_extras,
     output_params,
+    output_projections,
     recurrent,
     scaled,
 )
-from reformax.ops.parts.short_convolution import conv_params
-from reformax.ops.parts.softmax import wide
+from reformax.ops.recurrence.short_convolution import conv_params
 
 
 @named
@@ -62,8 +62,8 @@ def retention(
     return AttentionOp(
         init=init,
         plan=no_plan,
-        traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
-        extras=functools.partial(output_extras, gated),
+        traits=Traits(bidirectional=False, dropout=False, head_shards=True),
+        extra_projections=functools.partial(output_projections, gated),
         **recurrent(_inputs, layer_output, chunk_len, impl, constants=_rates),
     )
 
@@ -73,8 +73,8 @@ def _rates(n_heads: int) -> dict[str, Float[np.ndarray, " N"]]:
     return {"rates": np.log1p(-(2.0 ** (-5.0 - np.arange(n_heads))))}
 
 
-def _inputs(params, q, k, v, extras) -> Inputs:
-    del extras
-    log_decay = jnp.asarray(params["rates"], wide(q.dtype))[None, None, :, None]
+def _inputs(params, q, k, v, extra_projections) -> RecurrenceInputs:
+    del extra_projections
+    log_decay = jnp.asarray(params["rates"], accum_dtype(q.dtype))[None, None, :, None]
     log_decay = jnp.broadcast_to(log_decay, (*q.shape[:3], 1))
-    return Inputs(scaled(q), k, v, log_decay, None)
+    return RecurrenceInputs(scaled(q), k, v, log_decay, None)

@@ -20,18 +20,25 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.carried import Carried, becoming
+from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Size, Width
-from reformax.ops.base import AttentionOp, Dims, Traits, named
-from reformax.ops.parts.block_lists import InOrder
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
-from reformax.ops.parts.containment import finite, is_finite, marked
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropped_own, seed_words
-from reformax.ops.parts.gathered import softmax_of_piece, taken
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.query_chunks import in_blocks
-from reformax.ops.parts.softmax import lowest, masked_exp, nonzero, wide
+from reformax.ops.base import AttentionOp, Traits, named
+from reformax.ops.calls.dims import Dims
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
+    KeyValues,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_in_memory,
+)
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.numerics.query_chunks import in_blocks
+from reformax.ops.softmax.block_lists import InOrder
+from reformax.ops.softmax.dropout import dropped_own, seed_words
+from reformax.ops.softmax.gathered import softmax_of_piece, taken
+from reformax.ops.softmax.online import Softmax, lowest, masked_exp, nonzero
 
 Decay = Annotated[float, Bounds(0, 1)]
 # Centroids whose products with all positions are in memory at a time.
@@ -47,7 +54,7 @@ class Settings(NamedTuple):
     cluster_size: int | None
     decay: float
     shared_qk: bool
-    own: bool
+    attend_self_if_alone: bool
     impl: str
 
     def width(self, length: int) -> int:
@@ -73,7 +80,7 @@ def routing(
     cluster_size: Size | None = None,
     decay: Decay = 0.999,
     shared_qk: bool = False,
-    own: bool = True,
+    attend_self_if_alone: bool = True,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention within the clusters of an online k-means.
@@ -94,7 +101,8 @@ def routing(
       cluster_size: queries, and keys, of a cluster; None: a row's tokens by the number of clusters.
       decay: how much of a centroid a step of training keeps, the paper's lambda.
       shared_qk: whether queries are their own keys, as in the paper's causal attention.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
+        zeros of it.
       impl: of the attention; clusters are found in array operations. `"xla"` runs everywhere, a
         cluster after the other. `"pallas"` is the kernel of block-sparse attention, for NVIDIA GPUs
         of Ampere or later and heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly,
@@ -111,7 +119,10 @@ def routing(
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
         traits=Traits(
-            shared_qk=shared_qk, strict=shared_qk and not own, causal_plan=False, packed=False
+            shared_qk=shared_qk,
+            exclude_self=shared_qk and not attend_self_if_alone,
+            causal_plan=False,
+            packed=False,
         ),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
@@ -119,28 +130,28 @@ def routing(
     )
 
 
-def _init(settings: Settings, rng, dims: Dims) -> dict[str, Carried]:
+def _init(settings: Settings, rng, dims: Dims) -> dict[str, Buffer]:
     shape = dims.n_heads, settings.n_clusters, dims.d_qk
-    return {"centroids": Carried(_unit(jax.random.normal(rng, shape)))}
+    return {"centroids": Buffer(_unit(jax.random.normal(rng, shape)))}
 
 
 def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
     """Vectors of length 1, and zeros of those that have no direction; float32 or wider."""
-    x = finite(lax.stop_gradient(x).astype(wide(x.dtype)))
+    x = lax.stop_gradient(x).astype(accum_dtype(x.dtype))
     x = x / nonzero(jnp.max(jnp.abs(x), axis=-1, keepdims=True))  # squares do not overflow
     return x / nonzero(jnp.linalg.norm(x, axis=-1, keepdims=True))
 
 
-def _real(segments: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
-    return jnp.ones(x.shape[:2], bool) if segments is None else jnp.asarray(segments) != 0
+def _real(segment_ids: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
+    return jnp.ones(x.shape[:2], bool) if segment_ids is None else jnp.asarray(segment_ids) != 0
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Clusters:
     """The members of each cluster."""
     del causal, rng, train, length
-    real, centroids = _real(segments, q), params["centroids"].value
+    real, centroids = _real(segment_ids, q), params["centroids"].value
     width, n_members = settings.width(q.shape[1]), settings.n_members(real.sum(axis=1))
     n_members = jnp.broadcast_to(n_members, q.shape[:1])
 
@@ -186,11 +197,11 @@ def _moved(settings: Settings, centroids, vectors, real) -> Float[Array, "N C H"
     return jnp.where(count > 0, moved, centroids)
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
-    centroids, dtype = params["centroids"], wide(q.dtype, v.dtype)
+def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    centroids, dtype = params["centroids"], accum_dtype(q.dtype, v.dtype)
     vectors = (q,) if settings.shared_qk else (q, k)
-    moved = _moved(settings, lax.stop_gradient(centroids.value), vectors, _real(segments, q))
-    held = becoming(centroids, moved)
+    moved = _moved(settings, lax.stop_gradient(centroids.value), vectors, _real(segment_ids, q))
+    held = updated(centroids, moved)
 
     keys = length_normalize(q) if settings.shared_qk else k
     seed = seed_words(rng, len(q)) if dropout > 0.0 else None
@@ -202,10 +213,9 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         interpret = impl == "pallas_interpret"
         found = _in_kernels(settings, interpret, q, keys, values, plan, causal, dropout, rng)
     out, total = found
-    if settings.own:
+    if settings.attend_self_if_alone:
         own = jnp.swapaxes(dropped_own(v.astype(dtype), dropout, seed), 1, 2)
-        alone = marked(own, q, keys)
-        out = jnp.where((total == 0)[..., None], alone, out)
+        out = jnp.where((total == 0)[..., None], own, out)
     out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
     return out + (0 * held.sum()).astype(v.dtype)  # the centroids' change arrives by it
 
@@ -214,20 +224,19 @@ def _in_arrays(
     settings: Settings, q, k, v, plan: Clusters, causal, dropout, seed
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """The attention in array operations, a cluster after the other, and each softmax's sum."""
-    dtype = wide(q.dtype, v.dtype)
+    dtype = accum_dtype(q.dtype, v.dtype)
 
     def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
         return jnp.moveaxis(taken(x, jnp.maximum(position, 0)), 2, 0)
 
-    fine_q, fine_k = is_finite(q)[..., 0], is_finite(k, v)[..., 0]
     attend = jax.checkpoint(functools.partial(_cluster, settings, causal, seed, dropout))
     parts = lax.map(
         lambda cluster: attend(*cluster),
         (
-            (jnp.moveaxis(plan.queries, 2, 0), of(plan.queries, fine_q)),
-            (jnp.moveaxis(plan.keys, 2, 0), of(plan.keys, fine_k)),
-            of(plan.queries, finite(q).astype(dtype)),
-            *(of(plan.keys, finite(x).astype(dtype)) for x in (k, v)),
+            jnp.moveaxis(plan.queries, 2, 0),
+            jnp.moveaxis(plan.keys, 2, 0),
+            of(plan.queries, q.astype(dtype)),
+            *(of(plan.keys, x.astype(dtype)) for x in (k, v)),
         ),
     )
     return _merged(plan.queries, q.shape[2], *parts)
@@ -237,62 +246,52 @@ def _in_kernels(
     settings: Settings, interpret: bool, q, k, v, plan: Clusters, causal, dropout, rng
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """The same by kernels."""
-    from reformax.ops.kernels import clusters as kernel
+    from reformax.ops.kernels.triton import clusters as kernel
 
     queries, n_heads = kernel.in_order(plan.queries), q.shape[1]
     keys = queries if settings.shared_qk else kernel.in_order(plan.keys)
     sizes = queries.position.shape[1], keys.position.shape[1]
-    layout = InOrder(*sizes, causal, dropout, strict=settings.shared_qk, n_folded=n_heads)
+    layout = InOrder(*sizes, causal, dropout, exclude_self=settings.shared_qk, n_folded=n_heads)
     folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
     rng = rng if dropout > 0.0 else None
     out, total = kernel.attend(layout, interpret, *folded, queries, keys, rng)
     return out.reshape(*q.shape[:3], -1), total.reshape(q.shape[:3])
 
 
-def _cluster(settings: Settings, causal, seed, dropout, of_query, of_key, q, k, v):
-    """The softmax of a cluster's queries over its keys, and whether all that each sees is finite.
+def _cluster(settings: Settings, causal, seed, dropout, query, key, q, k, v) -> Softmax:
+    """The softmax of a cluster's queries over its keys.
 
     Args:
       settings: says whether a position sees itself.
       causal: whether later keys are hidden.
       seed: of dropout; None where there is none.
       dropout: its rate.
-      of_query: the queries' positions, -1 for none, and whether their vectors are finite.
-      of_key: the same of the keys.
+      query, key: the positions of queries and of keys, `[B, N, W]`; -1 is none.
       q, k, v: `[B, N, W, ...]`.
-
-    Returns:
-      The parts of `Softmax`, and a boolean for each query.
     """
-    query, query_fine = (x[..., None] for x in of_query)
-    key, key_fine = (x[..., None, :] for x in of_key)
+    query, key = query[..., None], key[..., None, :]
     mask = (query >= 0) & (key >= 0)
     if causal:
         mask = mask & (key <= query)
     if settings.shared_qk:
         mask = mask & (key != query)
-    fine = query_fine & key_fine
-    parts, whole = softmax_of_piece(q, k, v, mask, fine, (query, key), dropout, seed)
-    return *parts, whole
+    return softmax_of_piece(q, k, v, mask, (query, key), dropout, seed)
 
 
-def _merged(queries: Int[Array, "B N C W"], length: int, acc, top, total, whole):
+def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum):
     """The softmax of each position over all clusters that it is in, and its sum of weights."""
-    acc, top, total, whole = (jnp.moveaxis(x, 0, 2) for x in (acc, top, total, whole))
+    acc, row_max, row_sum = (jnp.moveaxis(x, 0, 2) for x in (acc, row_max, row_sum))
 
-    def of_head(position, acc, top, total, whole):
+    def of_head(position, acc, row_max, row_sum):
         place = jnp.where(position >= 0, position, length).reshape(-1)
-        acc, top, total, whole = (x.reshape(-1, *x.shape[2:]) for x in (acc, top, total, whole))
-        most = jnp.full(length + 1, lowest(top.dtype), top.dtype).at[place].max(top)
-        scale = masked_exp(top, place < length, lax.stop_gradient(most)[place])
+        acc, row_max, row_sum = (x.reshape(-1, *x.shape[2:]) for x in (acc, row_max, row_sum))
+        most = jnp.full(length + 1, lowest(row_max.dtype), row_max.dtype).at[place].max(row_max)
+        scale = masked_exp(row_max, place < length, lax.stop_gradient(most)[place])
         out = jnp.zeros((length + 1, acc.shape[-1]), acc.dtype).at[place].add(acc * scale[:, None])
-        total = jnp.zeros(length + 1, acc.dtype).at[place].add(total * scale)
-        whole = jnp.ones(length + 1, bool).at[place].min(whole)
-        # A row that sees what is not finite is NaN and has no gradient.
-        out = jnp.where(whole[:, None], out / nonzero(total)[:, None], jnp.nan)
-        return out[:length], jnp.where(whole, total, jnp.nan)[:length]
+        total = jnp.zeros(length + 1, acc.dtype).at[place].add(row_sum * scale)
+        return (out / nonzero(total)[:, None])[:length], total[:length]
 
-    return jax.vmap(jax.vmap(of_head))(queries, acc, top, total, whole)
+    return jax.vmap(jax.vmap(of_head))(queries, acc, row_max, row_sum)
 
 
 # Decoding. T is the capacity.
@@ -345,6 +344,6 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Ar
         mask = mask & (seen != now)
     index = seen.reshape(*seen.shape[:2], -1)
     held = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
-    alone = (v if settings.shared_qk else marked(v, k)) if settings.own else None
+    alone = v if settings.attend_self_if_alone else None
     out = attend_to(q, *held, mask.reshape(index.shape), settings.impl, alone)
     return out, Cache(memory, queries, keys)

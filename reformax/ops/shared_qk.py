@@ -14,25 +14,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.block_lists import Everything
-from reformax.ops.parts.cache import full_decoding
-from reformax.ops.parts.containment import marked
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropped_own, seed_words
-from reformax.ops.parts.masks import except_self, segment_pair, visibility
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.masking.masks import except_self, segment_pair, visibility
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax.block_lists import Everything
+from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.softmax.dropout import dropped_own, seed_words
+from reformax.ops.softmax.reference import reference_attention
 
 
 @named
-def shared_qk(*, own: bool = True, impl: str = "auto") -> AttentionOp:
+def shared_qk(*, attend_self_if_alone: bool = True, impl: str = "auto") -> AttentionOp:
     """Dense attention with shared queries and keys, which LSH attention approximates.
 
     It takes O(T^2) time.
 
     Args:
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
+        zeros of it.
       impl: `"xla"` runs everywhere, with all T^2 logits in memory. Its gradient computes them
         again. `"cudnn"` is NVIDIA's fused kernel, for causal attention under the conditions of
         `dense.dense`. `"pallas"` is the kernel of flash attention, for NVIDIA GPUs of Ampere or
@@ -47,50 +47,55 @@ def shared_qk(*, own: bool = True, impl: str = "auto") -> AttentionOp:
     return AttentionOp(
         init=no_params,
         plan=no_plan,
-        apply=functools.partial(_apply, own=own, impl=impl),
-        traits=Traits(shared_qk=True, exact=True, beams=True, strict=not own, heads_apart=True),
-        **full_decoding(impl, shared_qk=True, own=own),
+        apply=functools.partial(_apply, attend_self_if_alone=attend_self_if_alone, impl=impl),
+        traits=Traits(
+            shared_qk=True,
+            exact=True,
+            beams=True,
+            exclude_self=not attend_self_if_alone,
+            head_shards=True,
+        ),
+        **full_decoding(impl, shared_qk=True, attend_self_if_alone=attend_self_if_alone),
     )
 
 
-def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, own, impl):
+def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend_self_if_alone, impl):
     del params, k, plan
-    obstacle = cudnn_obstacle(q, q, v, segments, dropout) if causal else "causal=False"
+    obstacle = cudnn_obstacle(q, q, v, segment_ids, dropout) if causal else "causal=False"
     impl = choose(impl, cudnn=obstacle, **kernel_obstacles(q, None, v))
     if impl == "cudnn":
-        return _to_those_before(q, v, own)
+        return _to_those_before(q, v, attend_self_if_alone)
     if impl != "xla":
-        from reformax.ops.kernels import block_sparse as kernel
+        from reformax.ops.kernels.triton import block_sparse as kernel
 
-        layout = Everything(q.shape[1], q.shape[1], causal, dropout, strict=True)
-        given = q, length_normalize(q), v, segment_pair(segments), rng
-        out, total = kernel.attend(layout, impl == "pallas_interpret", *given)
-        if not own:
+        layout = Everything(q.shape[1], q.shape[1], causal, dropout, exclude_self=True)
+        given = q, length_normalize(q), v, segment_pair(segment_ids), rng
+        out, row_sum = kernel.attend(layout, impl == "pallas_interpret", *given)
+        if not attend_self_if_alone:
             return out
         seed = seed_words(rng, len(v)) if dropout > 0.0 else None
-        alone = jnp.swapaxes(total == 0, 1, 2)[..., None]
-        if segments is not None:  # padding sees nothing, itself neither
-            alone = alone & (segments != 0)[..., None, None]
-        # What sees itself alone is NaN where it is not finite, as what sees others is.
-        return jnp.where(alone, marked(dropped_own(v, dropout, seed), q, v), out)
+        alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
+        if segment_ids is not None:  # padding sees nothing, itself neither
+            alone = alone & (segment_ids != 0)[..., None, None]
+        return jnp.where(alone, dropped_own(v, dropout, seed), out)
 
     @jax.checkpoint
     def attend(q, v) -> Float[Array, "B T N V"]:
-        mask = visibility(q.shape[1], q.shape[1], causal=causal, segments=segments)
-        mask = except_self(mask, own)
+        mask = visibility(q.shape[1], q.shape[1], causal=causal, segment_ids=segment_ids)
+        mask = except_self(mask, attend_self_if_alone)
         return reference_attention(q, length_normalize(q), v, mask, dropout=dropout, rng=rng)
 
     return attend(q, v)
 
 
 def _to_those_before(
-    q: Float[Array, "B T N H"], v: Float[Array, "B T N H"], own: bool
+    q: Float[Array, "B T N H"], v: Float[Array, "B T N H"], attend_self_if_alone: bool
 ) -> Float[Array, "B T N H"]:
     """Attention of each position to those before it, of which the first has none.
 
     Moved by one position, it is causal attention.
     """
-    first = marked(v[:, :1], q[:, :1]) if own else jnp.zeros_like(v[:, :1])
+    first = v[:, :1] if attend_self_if_alone else jnp.zeros_like(v[:, :1])
     if q.shape[1] == 1:
         return first
     keys = length_normalize(q)

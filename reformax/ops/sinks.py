@@ -15,9 +15,10 @@ from jaxtyping import Array, Int
 
 from reformax.declared import Count, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts import band
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.neighbours import Band, first_where
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.decoding import band as band_cache
+from reformax.ops.masking.bands import Band, first_where
+from reformax.ops.softmax import band
 
 
 @named
@@ -46,30 +47,42 @@ def sinks(*, window: Size = 256, n_sinks: Count = 4, impl: str = "auto") -> Atte
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, window, n_sinks, impl),
-        traits=Traits(packed=False, local=n_sinks == 0, heads_apart=True),
+        traits=Traits(packed=False, local=n_sinks == 0, head_shards=True),
         init_cache=functools.partial(_init_cache, window, n_sinks),
         step=functools.partial(_step, window, impl),
     )
 
 
 def _apply(
-    window: int, n_sinks: int, impl: str, params, q, k, v, *, plan, segments, causal, dropout, rng
+    window: int,
+    n_sinks: int,
+    impl: str,
+    params,
+    q,
+    k,
+    v,
+    *,
+    plan,
+    segment_ids,
+    causal,
+    dropout,
+    rng,
 ) -> Array:
     del params, plan
-    real = jnp.ones((1, q.shape[1]), bool) if segments is None else segments != 0
+    real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else segment_ids != 0
     few = first_where(real, n_sinks) if n_sinks else None
     bands = (Band(window, 1, causal),)
-    return band.attend(bands, q, k, v, few, segments, dropout, rng, impl)
+    return band.attend(bands, q, k, v, few, segment_ids, dropout, rng, impl)
 
 
 def _init_cache(
     window: int, n_sinks: int, params, q, k, v, *, plan, lengths, capacity, rng
-) -> band.Cache:
+) -> band_cache.BandCache:
     del params, q, plan, rng
     few: Int[Array, "B G"] = jnp.tile(jnp.arange(min(n_sinks, capacity))[None], (len(k), 1))
-    return band.fill((Band(window, 1, True),), k, v, few, lengths, capacity)
+    return band_cache.fill((Band(window, 1, True),), k, v, few, lengths, capacity)
 
 
-def _step(window: int, impl: str, params, q, k, v, cache: band.Cache, *, position):
+def _step(window: int, impl: str, params, q, k, v, cache: band_cache.BandCache, *, position):
     del params
-    return band.step((Band(window, 1, True),), q, k, v, cache, position, impl)
+    return band_cache.step((Band(window, 1, True),), q, k, v, cache, position, impl)

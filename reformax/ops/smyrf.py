@@ -8,8 +8,8 @@ and keys have projections of their own, so a dense model's weights fit without t
 O(n_hashes * T * chunk_len), besides sorting.
 
 Queries and keys may be of two sequences. A query then stands where its hash would stand among those
-of the keys (`ops.parts.meeting`), for clusters of few queries could not be as many as those of the
-keys. Such hashes have one scale: they are cosines with a direction, of keys less their mean.
+of the keys (`ops.hashing.meeting`), for clusters of few queries could not be as many as those of
+the keys. Such hashes have one scale: they are cosines with a direction, of keys less their mean.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, Size
+from reformax.ops.asymmetric_lsh import TRAITS, attend, crosses, ratio, two_orders
 from reformax.ops.base import AttentionOp, named, no_params
-from reformax.ops.parts import asymmetric
-from reformax.ops.parts.cache import (
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.decoding.cache import (
     KeyValues,
     Shared,
     add_to_ring,
@@ -32,10 +33,11 @@ from reformax.ops.parts.cache import (
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.meeting import meeting_orders
-from reformax.ops.parts.orders import ChunkSizes, Order
-from reformax.ops.parts.sorting import seen_before, sort_by_bucket
+from reformax.ops.decoding.sorted_order import seen_before
+from reformax.ops.hashing import asymmetric
+from reformax.ops.hashing.meeting import meeting_orders
+from reformax.ops.hashing.sorting import sort_by_bucket
+from reformax.ops.softmax.orders import ChunkSizes, Order
 
 # Every round orders the whole sequence twice.
 Rounds = Annotated[int, Bounds(1, 1024)]
@@ -49,7 +51,7 @@ class Settings(NamedTuple):
     chunk_len: int
     n_hashes: int
     count_once: bool
-    own: bool
+    attend_self_if_alone: bool
     impl: str
 
     def check(self) -> None:
@@ -63,7 +65,7 @@ def smyrf(
     chunk_len: Size = 64,
     n_hashes: Rounds = 4,
     count_once: bool = False,
-    own: bool = True,
+    attend_self_if_alone: bool = True,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention within balanced clusters of queries and keys.
@@ -84,7 +86,7 @@ def smyrf(
       n_hashes: hashing rounds.
       count_once: False counts a key in each round that shows it, as the paper does when it weighs
         rounds by their softmax's sums; True counts it once however many rounds show it.
-      own: as in `asymmetric_lsh.asymmetric_lsh`.
+      attend_self_if_alone: as in `asymmetric_lsh.asymmetric_lsh`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
         takes them where they run.
@@ -99,7 +101,7 @@ def smyrf(
         init=no_params,
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
-        traits=asymmetric.TRAITS,
+        traits=TRAITS,
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
         replace_value=replace_in_memory,
@@ -107,7 +109,7 @@ def smyrf(
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Order | None:
     """The orders of queries and of keys in each round; None where one cluster has every key."""
     del params, causal, train, length
@@ -116,27 +118,27 @@ def _plan(
         return None
     q, k = lax.stop_gradient((q, k))
     directions = asymmetric.draw_directions(n_heads, size, settings.n_hashes, rng)
-    if asymmetric.crosses(q, k, segments):
-        hashes = asymmetric.cosines(q, k, directions, segments)
-        ratio = asymmetric.ratio(q.shape[1], k.shape[1])
-        return meeting_orders(*hashes, segments, settings.chunk_len, ratio)
-    squares, most = asymmetric.lengths(q, k, segments)
+    if crosses(q, k, segment_ids):
+        hashes = asymmetric.cosines(q, k, directions, segment_ids)
+        lengths = q.shape[1], k.shape[1]
+        return meeting_orders(*hashes, segment_ids, settings.chunk_len, ratio(*lengths))
+    squares, most = asymmetric.lengths(q, k, segment_ids)
     n_pad = -q.shape[1] % settings.chunk_len
 
     def order(x, squares, last) -> Int[Array, "B N R Tp"]:
         hashes = asymmetric.hashes(
             asymmetric.on_directions(x, directions), squares, most, directions[:, last]
         )
-        return sort_by_bucket(hashes, asymmetric.N_HASHES, segments, n_pad).queries
+        return sort_by_bucket(hashes, asymmetric.N_HASHES, segment_ids, n_pad).queries
 
     orders = (order(*of) for of in zip((q, k), squares, (-1, -2), strict=True))
-    return asymmetric.two_orders(settings, q, k, *orders)
+    return two_orders(settings, q, k, *orders)
 
 
 def _apply(settings: Settings, params, q, k, v, **call):
     del params
     sizes = ChunkSizes(settings.chunk_len, 0, 0)
-    return asymmetric.attend(sizes, settings, q, k, v, **call)
+    return attend(sizes, settings, q, k, v, **call)
 
 
 # Decoding. C is the capacity.
@@ -184,7 +186,7 @@ def _step(
     capacity = memory.keys.shape[2]
     exists = jnp.arange(capacity)[None, None] <= position[:, None, None]
     most = sum(
-        asymmetric.largest_of_segment(jnp.where(exists, x, 0), segments=None) for x in squares
+        asymmetric.largest_of_segment(jnp.where(exists, x, 0), segment_ids=None) for x in squares
     )
     of_query, of_key = (
         jnp.where(exists[:, :, None], asymmetric.hashes(*x, most, last), asymmetric.N_HASHES)

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint, as orbax writes and reads them.
+"""The arrays of a checkpoint, as orbax writes them.
 
 Of several processes each writes what its devices hold, every number once: the first one with orbax,
 the others, whose NumPy arrays orbax leaves out, into a file of NumPy's. A part of a tensor has the
@@ -9,10 +9,16 @@ checkpoint fits any number of processes and devices.
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import logging
+import mmap
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +26,10 @@ from typing import Any
 import jax
 import numpy as np
 
-_AT = "@"
+from reformax import durable
+from reformax.training import array_reader
+
+_AT_ONCE = 2**29  # bytes that are read back at once
 
 
 def save(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -28,14 +37,130 @@ def save(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
     When this raises, nothing is in progress any more: the folder can be deleted.
     """
-    with _alone():
-        _checkpointer().save(folder, dict(tensors))
+    with _alone(), array_reader.plain(folder.parent) as parent:
+        _checkpointer().save(parent / folder.name, dict(tensors))
 
 
-def restore(folder: Path) -> dict[str, np.ndarray]:
-    """Reads the tensors of a folder."""
-    with _alone():
-        return _checkpointer().restore(folder)
+def restore(folder: Path, shapes: Mapping[str, tuple[Any, Any]]) -> dict[str, np.ndarray]:
+    """Reads tensors of a checkpoint's folder, which may be anybody's.
+
+    `array_reader` reads them, in a process that costs a tenth of a second.
+
+    Args:
+      folder: the checkpoint's.
+      shapes: shape and dtype of each tensor that is read; none is without numbers.
+
+    Raises:
+      Unreadable: the folder does not hold these tensors.
+      OSError: a file cannot be read, or no process can be started.
+    """
+    if not shapes:
+        return {}
+    file, (_, size) = _shared_file(), array_reader.layout(shapes)
+    try:
+        os.ftruncate(file, size)
+        tensors = {name: [list(shape), str(dtype)] for name, (shape, dtype) in shapes.items()}
+        _ask({"folder": str(folder), "tensors": tensors, "file": file}, file)
+        return array_reader.views(mmap.mmap(file, size), shapes)
+    finally:
+        os.close(file)
+
+
+def _ask(request: dict[str, Any], file: int) -> None:
+    """Has a request answered by `array_reader`; raises as `restore`."""
+    # -P: the working directory and the program's folder are no place to import from.
+    command = [sys.executable, "-P", array_reader.__file__]
+    paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
+    done = subprocess.run(
+        command,
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        pass_fds=[file],
+        env=os.environ | {"PYTHONPATH": paths},
+        start_new_session=True,  # Ctrl-C is for this process, which may go on
+    )
+    if done.returncode:
+        _tell_end(done.returncode, request["folder"], done.stderr)
+    answer = json.loads(done.stdout)
+    if "unfit" in answer:
+        raise Unreadable(answer["unfit"])
+    if "errno" in answer:
+        number = answer["errno"]
+        raise OSError(number, os.strerror(number or errno.EIO), answer["path"])
+    if "text" in answer:
+        told = _Told(answer["text"])
+        if (cause := durable.system_error(told)) is not None:
+            raise cause
+        raise Unreadable("its arrays cannot be decoded") from told
+
+
+def _tell_end(code: int, folder: str, stderr: str) -> None:
+    """Raises `Unreadable` where the reader died of what it read, and `OSError` where not."""
+    ended = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    if code < 0 and -code not in _OF_THE_FILES:
+        raise OSError(
+            f"{folder} cannot be read: the process that reads it was ended by {ended}, as a system "
+            "without free memory does: free memory, and run again"
+        )
+    raise Unreadable(f"reading its arrays ends in {ended}") from _Told(stderr)
+
+
+# What ends a process that reads what it cannot decode. Others are sent to it.
+_OF_THE_FILES = {
+    signal.SIGABRT,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGTRAP,
+}
+
+
+def check_written(folder: Path, shapes: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Reads what was written back; a process for every `_AT_ONCE` bytes or so.
+
+    Args:
+      folder: the checkpoint's.
+      shapes: arrays or shapes of all tensors that have numbers, by name.
+      tensors: those of `copies`, which are compared.
+
+    Raises:
+      Unreadable: the folder does not hold them.
+      OSError: as `restore`.
+    """
+    written: dict[str, list[str]] = {name: [] for name in shapes}
+    for name in tensors:
+        written[name.partition(array_reader.AT)[0]].append(name)
+    group: dict[str, tuple[Any, Any]] = {}
+    for i, (name, x) in enumerate(shapes.items(), start=1):
+        group[name] = (x.shape, x.dtype)
+        if i < len(shapes) and array_reader.layout(group)[1] < _AT_ONCE:
+            continue
+        found = restore(folder, group)
+        for part in (part for name in group for part in written[name]):
+            name, _, starts = part.partition(array_reader.AT)
+            index = array_reader.index(part, starts, tensors[part].shape, found[name])
+            if found[name][index].tobytes() != tensors[part].tobytes():
+                raise Unreadable(f"{part} has changed")
+        group = {}
+
+
+class Unreadable(ValueError):
+    """A folder does not hold the tensors that are expected; the text says why."""
+
+
+class _Told(Exception):
+    """What another process said of its error."""
+
+
+def _shared_file() -> int:
+    """A new file in memory, or where the system has none in its folder for such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("arrays")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def save_part(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -44,12 +169,6 @@ def save_part(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         np.savez(file, **tensors)
         file.flush()
         os.fsync(file.fileno())
-
-
-def restore_part(path: Path) -> dict[str, np.ndarray]:
-    """Reads what `save_part` wrote; numbers that NumPy does not know are bytes."""
-    with np.load(path, allow_pickle=False) as file:
-        return dict(file)
 
 
 def copies(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -70,38 +189,7 @@ def _part_name(name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> s
     spans = [axis.indices(n)[:2] for axis, n in zip(index, shape, strict=True)]
     if all(span == (0, n) for span, n in zip(spans, shape, strict=True)):
         return name
-    return name + _AT + ",".join(str(start) for start, _ in spans)
-
-
-def join(
-    parts: Iterable[Mapping[str, np.ndarray]], shapes: Mapping[str, tuple[list[int], str]]
-) -> dict[str, np.ndarray]:
-    """Whole tensors of what processes wrote.
-
-    Args:
-      parts: what each of them wrote.
-      shapes: shape and dtype of each tensor.
-
-    Raises:
-      ValueError: a part is missing.
-    """
-    tensors: dict[str, np.ndarray] = {}
-    found: Counter[str] = Counter()  # numbers of tensors in parts
-    for name, part in (item for own in parts for item in own.items()):
-        whole, at, starts = name.partition(_AT)
-        if part.dtype.kind == "V":  # such as bfloat16
-            part = part.view(shapes[whole][1])
-        if at:
-            tensor = tensors.setdefault(whole, np.zeros(*shapes[whole]))
-            spans = zip(map(int, starts.split(",")), part.shape, strict=True)
-            tensor[tuple(slice(start, start + n) for start, n in spans)] = part
-            found[whole] += part.size
-        else:
-            tensors[name] = part
-    for name, n in found.items():
-        if n != tensors[name].size:
-            raise ValueError(f"{name} has {n:,} of {tensors[name].size:,} numbers")
-    return tensors
+    return name + array_reader.AT + ",".join(str(start) for start, _ in spans)
 
 
 def _checkpointer():

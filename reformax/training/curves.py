@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Lines = Iterable[dict[str, Any]]  # of metrics.jsonl
+Lines = Iterable[dict[str, Any]]  # of metrics.jsonl; it is gone over more than once
 SIZE, DPI = (7, 4.5), 120  # inches, dots per inch
 
 
@@ -138,5 +138,5 @@ def png(figure) -> bytes:
 
 
 def _curve(points: Iterable[tuple[int, float]]) -> Curve:
-    steps, values = np.asarray(list(points), float).reshape(-1, 2).T
+    steps, values = np.fromiter(points, np.dtype((float, 2))).T
     return Curve(steps.astype(int), values)

@@ -8,8 +8,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from reformax import memory
 from reformax.training import manifest
 
 # 1: without "config". 2: with it. 3: with "previous" too.
@@ -81,6 +83,18 @@ def read(folder: Path, step: int, before: int | None) -> dict[str, Any]:
     return description
 
 
+def shapes(description: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the tensors are, by name."""
+    tensors = description["tensors"].items()
+    return {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (shape, dtype) in tensors}
+
+
+def most_bytes(description: dict[str, Any]) -> int:
+    """More than the files of a checkpoint with these tensors have, however few they compress."""
+    tensors = shapes(description)
+    return 2 * memory.size_of(tensors) + 2**14 * len(tensors) + 2 * manifest.MOST
+
+
 def _is_step(value: Any) -> bool:
     return type(value) is int and value >= 0
 
@@ -97,11 +111,16 @@ def _is_table(value: Any) -> bool:
 def _is_shaped(value: Any) -> bool:
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)):
         return False
+    return isinstance(value[1], str) and _is_number(value[1]) and all(map(_is_step, value[0]))
+
+
+def _is_number(dtype: str) -> bool:
+    """Whether it is one of NumPy's or JAX's dtypes of numbers, which have 16 bytes at most."""
     try:
-        np.dtype(value[1])
-    except (TypeError, ValueError):
+        found = np.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):
         return False
-    return isinstance(value[1], str) and all(map(_is_step, value[0]))
+    return found.kind in "biufcV" and found.type is not np.void and found.subdtype is None
 
 
 _FIELDS = {

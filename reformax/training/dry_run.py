@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from reformax import devices, memory
-from reformax.training import evaluation, opening, starting_weights
+from reformax.training import evaluation, fingerprints, opening, starting_weights
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.loss import vocabulary_of
@@ -111,9 +111,10 @@ def report(*, begun: bool = False, **settings: Any) -> list[str]:
     _check_evaluation(settings, models, like, mesh=mesh)
     if settings.init_from is not None and not begun:
         starting_weights.found(settings.init_from)
-    lines = [f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each"]
+    lines = fingerprints.summary(settings.all_stages)
+    lines.append(f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each")
     if mesh.devices.flat[0].platform == "cpu":
-        lines[0] += "; programs for cpu have the figures below, those for a GPU have others"
+        lines[-1] += "; programs for cpu have the figures below, those for a GPU have others"
     setup, stages = opening.Setup(settings, models, mesh, key), settings.all_stages
     for stage, model, after in zip(stages, models.train, [*stages[1:], None], strict=True):
         if after is not None and stage.program == after.program:

@@ -57,9 +57,10 @@ def check_model(model, task) -> None:
         )
     labels = loss_lib.labels_of(task)
     if labels is not None and model.n_classes != labels.n_classes:
+        name = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}.n_classes"
         raise SettingError(
             f"task {task.name} has {labels.n_classes} classes and the model "
-            f"n_classes={model.n_classes}: set the model's n_classes={labels.n_classes}"
+            f"n_classes={model.n_classes}: set --config='{name}={labels.n_classes}'"
         )
     sizes = {"vocab_size": model.vocab_size}
     if task.translation is not None:

@@ -1,4 +1,6 @@
-"""Fingerprints of a run's data: a checkpoint keeps them, and changed data is an error.
+"""What a run's data is: in lines, and in fingerprints, which a checkpoint keeps.
+
+Changed data is an error.
 
 A split by shares makes this matter for scores too. Text that grows moves its borders, so that what
 is test text now may have been trained on.
@@ -6,11 +8,18 @@ is test text now may have been trained on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # The last two stay in the memory of a task that reads a split when it is needed.
 _SPLITS = ("test", "valid", "train")
+
+
+def summary(stages: Iterable[Any]) -> list[str]:
+    """What the tasks of stages say of their data, each line once; see `Task.summary`."""
+    tasks = [stage.task for stage in stages]
+    says = [getattr(task, "summary", None) for task in reversed(tasks)]  # the run's own first
+    return list(dict.fromkeys(line for lines in says if lines is not None for line in lines()))
 
 
 def of(task: Any, needed: tuple[str, ...]) -> dict[str, str]:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reformax import durable
-from reformax.declared import user_path
-from reformax.training import lock
+from reformax import durable, renamed
+from reformax.declared import SettingError, user_path
+from reformax.training import array_reader, lock
 
 # Settings of what a run says: nothing that it computes goes by them.
 OF_WORDS = ("loop.train.config_text", "loop.train.progress")
@@ -47,6 +47,11 @@ def _unmake(folder: Path, made: list[Path]) -> None:
 def make_output_dir(path: str | os.PathLike) -> Path:
     """Makes the folder if need be; raises OSError in one line if nothing can be written there."""
     folder = user_path("output_dir", path)
+    if not array_reader.can_be_plain(folder.absolute()):
+        raise SettingError(
+            f"output_dir={path} is {folder.absolute()}, and without /proc no checkpoint can be "
+            "written there: give one of letters, digits and . , = + @ - _ alone"
+        )
     try:
         durable.make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
@@ -98,6 +103,7 @@ def write_config(folder: Path, text: str, used: bool) -> str:
 
 def _saved_config(folder: Path) -> str | None:
     try:
-        return durable.read(folder / "config.gin").decode(errors="replace")
+        text = durable.read(folder / "config.gin").decode(errors="replace")
     except FileNotFoundError:
         return None
+    return renamed.translated(text)[0]

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
-from reformax.ops.parts.first_order import first_order
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose
+from reformax.ops.numerics.first_order import first_order
 
 # With fewer ids the kernel gains nothing, nor with logits in float32.
 LEAST_VOCABULARY = 4096

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from reformax import durable
 
 FILE = "manifest.json"
+MOST = 1 << 24  # bytes of a description, or of a manifest
 _BLOCK = 1 << 22
 
 
@@ -30,25 +32,50 @@ def write(folder: Path) -> None:
     durable.write(folder / FILE, json.dumps(manifest, indent=1).encode())
 
 
-def damage(folder: Path) -> str | None:
+def damage(folder: Path, most: int | None = None) -> str | None:
     """The first difference between the files and the manifest, in words; None if there is none.
+
+    Args:
+      folder: has them.
+      most: the bytes that all may have; sizes are compared before anything is read.
 
     Raises:
       OSError: a file cannot be read, which says nothing about its content.
     """
+    return _told(_compare, folder, most)
+
+
+def difference_of_sizes(folder: Path) -> str | None:
+    """The first difference of names and sizes; takes and raises as `damage` does."""
+    return _told(_compare_sizes, folder)
+
+
+def _told(compare: Callable, *args) -> str | None:
     try:
-        manifest, there = _read(folder), _names(folder) - {FILE}
-        if missing := manifest.keys() - there:
-            return f"{min(missing)} is missing"
-        if extra := there - manifest.keys():
-            return f"{min(extra)} is not in {FILE}"
-        for name, noted in manifest.items():
-            _check(name, fingerprint(folder / name), noted)
+        compare(*args)
     except Damaged as error:
         return str(error)
     except FileNotFoundError as error:  # another process deleted it just now
         return f"{error.filename} is missing"
     return None
+
+
+def _compare(folder: Path, most: int | None) -> None:
+    for name, noted in _compare_sizes(folder, most).items():
+        _check(name, fingerprint(folder / name), noted)
+
+
+def _compare_sizes(folder: Path, most: int | None = None) -> dict[str, dict[str, int]]:
+    """Compares names and sizes; returns the manifest."""
+    manifest, there = _read(folder), _names(folder) - {FILE}
+    if missing := manifest.keys() - there:
+        raise Damaged(f"{min(missing)} is missing")
+    if extra := there - manifest.keys():
+        raise Damaged(f"{min(extra)} is not in {FILE}")
+    sizes = {name: (folder / name).lstat().st_size for name in manifest}
+    if most is not None and sum(sizes.values()) > most:
+        raise Damaged(f"its files have {sum(sizes.values()):,} bytes, its tensors fewer")
+    return manifest
 
 
 def read_file(folder: Path, name: str) -> bytes:
@@ -99,7 +126,9 @@ def _read(folder: Path) -> dict[str, dict[str, int]]:
 
 def _content(folder: Path, name: str) -> bytes:
     try:
-        return durable.read(folder / name)
+        return durable.read(folder / name, MOST)
+    except durable.TooLong as error:
+        raise Damaged(str(error)) from None
     except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{name} is missing") from None
     except durable.NotRegular:

@@ -21,15 +21,13 @@ def named(tree: Any) -> dict[str, Any]:
 OWN = "give another output_dir, or the config that the run began with"
 
 
-def as_tree(
-    tensors: dict[str, np.ndarray], like: Any, prefix: str, where: Path, fix: str = OWN
-) -> Any:
-    """The tensors as a tree.
+def check_fits(there: dict[str, Any], like: Any, prefix: str, where: Path, fix: str = OWN) -> None:
+    """Compares a checkpoint's tensors with those that are expected; no number is needed.
 
     Args:
-      tensors: by name.
+      there: what has a shape, by name.
       like: a tree of arrays or `jax.ShapeDtypeStruct`s with the same names and shapes.
-      prefix: of every name in `tensors`; `like` has none.
+      prefix: of every name in `there`; `like` has none.
       where: the checkpoint's folder, for errors.
       fix: what to do where it does not fit.
 
@@ -45,15 +43,20 @@ def as_tree(
         return not name.startswith(prefix or "params.")
 
     # The model's first, for an optimizer's are of the same shapes.
-    for name in sorted(dict.fromkeys([*expected, *tensors]), key=is_of_optimizer):
-        there, here = shape(tensors, name), shape(expected, name)
-        if there != here:
+    for name in sorted(dict.fromkeys([*expected, *there]), key=is_of_optimizer):
+        saved, here = shape(there, name), shape(expected, name)
+        if saved != here:
             other = "optimizer or ema_decay" if is_of_optimizer(name) else "model"
             raise SettingError(
                 f"checkpoint {where} is of another {other}: {name} has "
-                f"{there} there and {here} in this config: {fix}"
+                f"{saved} there and {here} in this config: {fix}"
             )
-    return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in expected])
+
+
+def as_tree(tensors: dict[str, np.ndarray], like: Any, prefix: str) -> Any:
+    """Tensors that fit `like` as a tree."""
+    names = [prefix + name for name in named(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in names])
 
 
 def check_finite(tree: Any, what: str) -> None:

@@ -166,6 +166,9 @@ class Run:
         same = begun.info.get("scored") == self._scores.kind(self._data)
         self.score = begun.info.get("evaluation") if same else None
         self._saved = (self.step, self.score) if begun.info else None
+        if self._settings.progress:
+            for line in fingerprints.summary(self._settings.all_stages):
+                self._say(line)
         if begun.changed_data:
             words = fingerprints.described(begun.changed_data)
             self._say(f"note: the data has changed: {words}")

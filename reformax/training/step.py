@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from reformax import devices
-from reformax.carried import advanced, merged, trained
+from reformax.buffers import advanced, merged, trained
 from reformax.training import loss as loss_lib
 
 

@@ -23,11 +23,11 @@ def params_of(spec, tensors):
 
 
 def encoder(spec, params, rotations=None):
-    """`(tokens, segments) -> logits` without the bias that transformers 5 leaves out."""
+    """`(tokens, segment_ids) -> logits` without the bias that transformers 5 leaves out."""
     model = spec.build(rotations=rotations)
 
-    def logits(tokens, segments):
-        features = model.encode(params, tokens, segments)
+    def logits(tokens, segment_ids):
+        features = model.encode(params, tokens, segment_ids)
         return model.logits(params, features) - params["logits"]["b"]
 
     return jax.jit(logits)

@@ -208,12 +208,12 @@ def test_a_document_mask_numbers_the_documents_of_training_windows(windows):
     assert batch.inputs.tokens is batch.targets
     np.testing.assert_array_equal(batch.targets, want.inputs)
     np.testing.assert_array_equal(batch.weights, want.weights)
-    tokens, segments = batch.inputs
-    np.testing.assert_array_equal(segments, tokens - tokens[:, :1] + 1)
-    assert segments.dtype == np.int32 and set(segments.max(axis=1)) == {1, 2, 3}
+    tokens, segment_ids = batch.inputs
+    np.testing.assert_array_equal(segment_ids, tokens - tokens[:, :1] + 1)
+    assert segment_ids.dtype == np.int32 and set(segment_ids.max(axis=1)) == {1, 2, 3}
     rows = np.array([3, 4, 90])
     own = masked.train_rows(5, 6, 500, 30, rows)
-    np.testing.assert_array_equal(own.inputs.segments, segments[rows])
+    np.testing.assert_array_equal(own.inputs.segment_ids, segment_ids[rows])
 
 
 @pytest.mark.parametrize("length, stride", [(30, 30), (30, 7), (80, 80)])
@@ -228,9 +228,9 @@ def test_a_document_mask_changes_no_target_of_an_evaluation(length, stride):
     for batch, plain in zip(batches, want, strict=True):
         np.testing.assert_array_equal(batch.targets, plain.inputs)
         np.testing.assert_array_equal(batch.weights, plain.weights)
-        tokens, segments = batch.inputs
+        tokens, segment_ids = batch.inputs
         real = (np.arange(length) < 70) & plain.weights.any(axis=1, keepdims=True)
-        np.testing.assert_array_equal(segments, np.where(real, tokens - tokens[:, :1] + 1, 0))
+        np.testing.assert_array_equal(segment_ids, np.where(real, tokens - tokens[:, :1] + 1, 0))
 
 
 def test_a_document_mask_is_part_of_the_fingerprint():

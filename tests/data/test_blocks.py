@@ -18,12 +18,12 @@ def draw(rng):
     )
 
 
-def kept(data_dir=None, seed=0, calls=None):
+def kept(cache_dir=None, seed=0, calls=None):
     def counted(rng):
         calls.append(0)
         return draw(rng)
 
-    return blocks.drawn_blocks(draw if calls is None else counted, 3, seed, "some", data_dir)
+    return blocks.drawn_blocks(draw if calls is None else counted, 3, seed, "some", cache_dir)
 
 
 def test_an_example_is_a_function_of_seed_split_and_number(tmp_path):
@@ -95,7 +95,7 @@ def test_a_folder_at_home_and_one_that_is_a_file(tmp_path, monkeypatch, fails_in
     kept("~/kept/deeper")("train", NUMBERS[1:])
     assert (tmp_path / "kept/deeper/some_0_train_0.npz").exists()
     (tmp_path / "file").write_text("")
-    with fails_in_one_line(ValueError, "data_dir is .*file, which is no folder: give the name of"):
+    with fails_in_one_line(ValueError, "cache_dir is .*file, which is no folder: give the name of"):
         kept(str(tmp_path / "file"))("train", NUMBERS)
     monkeypatch.setattr(os, "mkdir", refuse)
     with fails_in_one_line(

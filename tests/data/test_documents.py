@@ -1,5 +1,6 @@
 """Tables of documents, folders of `datasets`, and what is no text."""
 
+import csv
 import gzip
 import io
 import json
@@ -8,6 +9,7 @@ import random
 import tarfile
 import zipfile
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,10 +25,10 @@ def table(texts=TEXTS, name="text"):
     return pa.table({"id": list(range(len(texts))), name: texts})
 
 
-def write_arrow(path, of=None, options=None, writer=pa.ipc.new_stream):
+def write_arrow(path, of=None, options=None, writer=pa.ipc.new_stream, rows=7):
     of = table() if of is None else of
     with writer(str(path), of.schema, options=options) as sink:
-        sink.write_table(of, max_chunksize=7)
+        sink.write_table(of, max_chunksize=rows)
 
 
 def write_jsonl(path, rows=None):
@@ -48,6 +50,17 @@ def write_dataset(folder, texts=TEXTS, name="text"):
     (folder / "dataset_info.json").write_text("{}")
 
 
+def write_kind(path, texts):
+    of = table(texts)
+    pq.write_table(of, path) if path.suffix == ".parquet" else write_arrow(path, of)
+
+
+def write_csv(path, delimiter):
+    with open(path, "w", newline="") as file:
+        rows = csv.writer(file, delimiter=delimiter)
+        rows.writerows([["id", "text"], *enumerate(TEXTS)])
+
+
 KINDS = {
     "a.jsonl": write_jsonl,
     "a.ndjson": write_jsonl,
@@ -58,6 +71,23 @@ KINDS = {
         table(pa.array(TEXTS).dictionary_encode()), path, row_group_size=9
     ),
     "large.parquet": lambda path: pq.write_table(table(pa.array(TEXTS, pa.large_string())), path),
+    **{
+        f"{encoding}.parquet": lambda path, encoding=encoding: pq.write_table(
+            table(), path, use_dictionary=False, column_encoding={"text": encoding}
+        )
+        for encoding in ("DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY")
+    },
+    **{
+        f"{kind}.{ending}": lambda path, kind=kind: write_kind(path, pa.array(TEXTS).cast(kind))
+        for kind in (pa.string_view(), pa.binary_view(), pa.binary(), pa.large_binary())
+        for ending in ("parquet", "arrow")
+    },
+    "a.json": lambda path: path.write_text(json.dumps([{"text": t} for t in TEXTS], indent=1)),
+    "strings.json": lambda path: path.write_text(json.dumps(TEXTS)),
+    "lines.json": write_jsonl,
+    "packed.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(TEXTS).encode())),
+    "a.csv": lambda path: write_csv(path, ","),
+    "a.tsv": lambda path: write_csv(path, "\t"),
     "a.arrow": write_arrow,
     "file.arrow": lambda path: write_arrow(path, writer=pa.ipc.new_file),
     "dictionary.arrow": lambda path: write_arrow(path, table(pa.array(TEXTS).dictionary_encode())),
@@ -183,13 +213,13 @@ DAMAGE = {
     "deep JSON": ("a.jsonl", b"[" * 10**5, "line 1 is no JSON"),
     "long number": ("a.jsonl", b"1" * 10**5, "line 1 is no JSON"),
     "no text at all": ("a.jsonl", b'{"text": ""}\n', "a.jsonl has no row with text in 'text'"),
-    "text as .parquet": ("a.parquet", b"plain text", "a.parquet is damaged"),
-    "text as .arrow": ("a.arrow", b"plain text", "a.arrow is damaged"),
+    "text as .parquet": ("a.parquet", b"plain text", "a.parquet is no Parquet file by its fi"),
+    "text as .arrow": ("a.arrow", b"plain text", "a.arrow is no Arrow file by its first"),
     "cut .arrow": ("a.arrow", lambda path: path.write_bytes(arrow_bytes()[:900]), "is damaged"),
     "numbers": (
         "a.parquet",
         lambda path: pq.write_table(pa.table({"text": [1, 2]}), path),
-        "has no text 'text': it has none",
+        "column 'text' is int64, which is no text: save it as strings",
     ),
     "many times one text": (
         "a.parquet",
@@ -221,12 +251,66 @@ DAMAGE = {
         lambda path: write_arrow(path, options=pa.ipc.IpcWriteOptions(compression="zstd")),
         "has packed buffers, which `datasets` does not write",
     ),
+    "views of one text": (
+        "a.arrow",
+        lambda path: write_arrow(path, pa.table({"text": views(LONG, 64)}), rows=64),
+        "unpacks to more than .* bytes of text",
+    ),
+    "a prefix many times": (
+        "a.parquet",
+        lambda path: pq.write_table(
+            table([LONG] * 64),
+            path,
+            use_dictionary=False,
+            column_encoding={"text": "DELTA_BYTE_ARRAY"},
+        ),
+        "unpacks to more than 4,194,304 bytes of text",
+    ),
+    "lists": (
+        "a.parquet",
+        lambda path: pq.write_table(pa.table({"text": [["a"]], "body": ["b"]}), path),
+        "column 'text' is list<element: string>, which is no text: set --config='text.text.field",
+    ),
+    "bytes that are no text": (
+        "a.parquet",
+        lambda path: pq.write_table(pa.table({"text": [b"\xff\xfe"]}), path),
+        "column 'text' is binary and no UTF-8: convert it to text",
+    ),
+    "an encrypted file": ("a.parquet", b"PARE" + b"x" * 99, "a.parquet is encrypted"),
+    "a pointer of Git LFS": (
+        "a.parquet",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "is a pointer of Git LFS, not the file: run git lfs pull",
+    ),
+    "a cut array": ("a.json", b'[{"text": "a"}, {"text": ', "a.json element 2 is no JSON"),
+    "an array without its end": (
+        "a.json",
+        b'[{"text": "a"} {"text": "b"}]',
+        "element 1 is no JSON",
+    ),
+    "an array of objects of others": (
+        "a.json",
+        b'[{"body": "a"}]',
+        "has no text 'text': it has body",
+    ),
+    "more fields than names": (
+        "a.csv",
+        b"id,text\n1,one, two\n",
+        "row 2 has 3 fields and the first 2",
+    ),
     "files elsewhere": (
         "a",
         lambda path: dataset_of(path, [{"filename": "../b.arrow"}]),
         "state.json names no files of its folder",
     ),
 }
+
+
+def views(text, n):
+    """An array in which `n` rows show one text: 16 bytes each."""
+    first = np.array([len(text), int.from_bytes(text[:4].encode(), "little"), 0, 0], np.int32)
+    buffers = [None, pa.py_buffer(np.tile(first, n)), pa.py_buffer(text.encode())]
+    return pa.Array.from_buffers(pa.string_view(), n, buffers)
 
 
 def arrow_bytes():
@@ -286,6 +370,6 @@ def test_flipped_bytes_of_tables_are_told_or_harmless(tmp_path):
 def test_a_row_is_one_document_whatever_it_holds(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, [{"text": "one\0two"}, {"text": "three"}])
-    found = documents.read(path, "*", "text", raw=False)["train"]
+    found = documents.read(path, "*", "text", False, "by_name", "text.text.splits").texts["train"]
     assert bytes(found.data) == "one\ufffdtwo\0three\0".encode()
     assert list(found.begins) == [0, 10]

@@ -41,6 +41,57 @@ def test_every_tenth_image_is_held_out(folder):
     assert task.fingerprint("valid") != task.fingerprint("test")
 
 
+def colours(task, split):
+    """The first colour of each image."""
+    return [int(row[0]) for batch in task.eval_batches(split, 1, 12, 12) for row in batch.inputs]
+
+
+@pytest.mark.parametrize(
+    "names", ["train/{}.png,val/{}.png,test/{}.png", "a/train-{}.png,a/test-{}.png"]
+)
+def test_a_folder_s_own_splits_are_kept(names, tmp_path):
+    names = names.split(",")
+    own = ["train", "valid", "test"] if len(names) == 3 else ["train", "test"]
+    for number, name in enumerate(names):
+        for i in range(10):
+            path = tmp_path / name.format(i)
+            path.parent.mkdir(exist_ok=True)
+            Image.new("RGB", (4, 4), (100 * number + i, 0, 0)).save(path)
+    task = images(tmp_path, side=2)
+    found = {split: colours(task, split) for split in ("train", "valid", "test")}
+    want = {split: [100 * number + i for i in range(10)] for number, split in enumerate(own)}
+    if "valid" not in own:
+        want |= {"train": [0, 1, 2, 3, 4, 5, 6, 7, 9], "valid": [8]}
+    assert found == want
+    assert "valid 1 images, cut from train" in task.summary()[0] or len(own) == 3
+    assert sorted(sum(found.values(), [])) == sorted(
+        sum((colours(images(tmp_path, side=2, splits="cut"), split) for split in found), [])
+    )
+
+
+def test_files_that_are_no_images_are_left_out_and_said(folder, tmp_path):
+    for path in folder.glob("*.png"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "._00.png").write_bytes(b"\0\5\x16\7" + bytes(60))  # what macOS writes
+    (tmp_path / ".thumbs").mkdir()
+    (tmp_path / ".thumbs/a.png").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("no image")
+    task = images(tmp_path, side=2)
+    assert task.n_targets("train") == 8 * 12
+    first, *rest = task.summary()
+    assert first == (
+        f"{tmp_path}: train 8 images; valid 1 images, cut from train; test 1 images, cut from train"
+    )
+    assert rest == [
+        "left out: ._00.png, .thumbs/ (hidden)",
+        "left out: notes.txt (no image)",
+    ]
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/test.png").write_bytes((tmp_path / "00.png").read_bytes())
+    with pytest.raises(ValueError, match=r"has test.png and no train beside it.*images.images.spl"):
+        images(tmp_path / "x", side=2)
+
+
 def test_training_draws_by_seed_and_step(folder):
     task = images(folder, side=2)
     first, second = (task.train_batch(3, step, 8, 12) for step in (1, 2))

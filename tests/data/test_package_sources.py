@@ -57,7 +57,7 @@ def test_files_are_documents(listed, tmp_path):
     with pytest.raises(ValueError, match="windows is 'documents'"):
         package_sources.package_sources(str(tmp_path), str(listed), 100, "documents")
     masked = package_sources.package_sources(str(tmp_path), str(listed), document_mask=True)
-    assert masked.train_batch(0, 0, 4, 8).inputs.segments.shape == (4, 8)
+    assert masked.train_batch(0, 0, 4, 8).inputs.segment_ids.shape == (4, 8)
 
 
 def test_splits_are_those_of_the_text_in_a_file(listed, tmp_path, content):

@@ -108,7 +108,7 @@ def test_a_task_of_pixels(tmp_path):
     assert batch.inputs[:, :1024].min() >= 1 and not batch.inputs[:, 1024:].any()
     assert batch.inputs.max() == 256
     for _ in range(2):  # drawn, and read
-        kept = pathfinder.pathfinder(**SMALL, data_dir=str(tmp_path))
+        kept = pathfinder.pathfinder(**SMALL, cache_dir=str(tmp_path))
         again = kept.train_batch(0, 0, 5, 1030)
         np.testing.assert_array_equal(again.inputs, batch.inputs)
         np.testing.assert_array_equal(again.targets, batch.targets)
@@ -116,11 +116,13 @@ def test_a_task_of_pixels(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["pathfinder32_3_0_train_0.npz"]
     # Fewer greys of the same images, from the same file.
     for levels in (2, 5):
-        few = pathfinder.pathfinder(**SMALL, levels=levels, data_dir=str(tmp_path))
+        few = pathfinder.pathfinder(**SMALL, levels=levels, cache_dir=str(tmp_path))
         grey = batch.inputs[:, :1024] - 1
         want = np.floor(grey / 256 * levels) + 1
         np.testing.assert_array_equal(few.train_batch(0, 0, 5, 1024).inputs, want)
         assert want.max() == levels == few.vocab_size - 1
+    with pytest.raises(ValueError, match="data_dir is '.*': images are drawn, and none are read"):
+        pathfinder.pathfinder(data_dir=str(tmp_path))
     with pytest.raises(ValueError, match="levels is 1: expected"):
         pathfinder.pathfinder(levels=1)
 

@@ -183,12 +183,48 @@ def test_what_gives_no_text_back_is_told(data, caplog):
     assert "does not give the text back as it was" in caplog.text
 
 
-def test_a_vocabulary_without_an_end_of_documents_has_a_newline(tmp_path):
+@pytest.mark.parametrize("place", [0.3, 0.6, 0.97])
+def test_a_loss_anywhere_in_the_text_is_told(place, tmp_path, caplog):
+    """Such as of a tokenizer that knows one language, in a text whose later part is of another."""
+    model = models.WordLevel({"[UNK]": 0, "known": 1, "words": 2}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    n = 40_000
+    parts = [b"known words "] * n
+    begin = int(place * n)
+    parts[begin : begin + n // 50] = ["三國演義 ".encode()] * (n // 50)
+    (tmp_path / "a.txt").write_bytes(b"".join(parts))
+    task = text(tmp_path / "a.txt", vocabulary=str(tmp_path / "tokenizer.json"))
+    with caplog.at_level(logging.WARNING):
+        task.vocabulary.keep_in(tmp_path, begun=False)
+        task.n_targets("test")
+    split = "train" if place < 0.9 else "test"
+    told = [x for x in caplog.messages if "does not give the text back as it was" in x]
+    assert len(told) == 1 and f"samples of {split}: " in told[0] and "三國演義" in told[0]
+    assert "[UNK]" in told[0]
+
+
+def test_what_gives_all_text_back_is_not_told(data, caplog):
+    with caplog.at_level(logging.WARNING):
+        task = task_of("tokenizers", data)
+        list(map(task.n_targets, ("train", "valid", "test")))
+    assert not caplog.messages
+
+
+def test_a_vocabulary_without_an_end_of_documents_has_a_newline(tmp_path, caplog):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{json.dumps({'text': line})}\n" for line in LINES))
     model = tokenizer_json(tmp_path / "tokenizer.json", end="[PAD]")
     task = text(str(path), vocabulary=str(model))
     assert task.vocabulary.decode(ids_of(task, "valid")).count("\n") > 10
+    with caplog.at_level(logging.WARNING):
+        task.vocabulary.keep_in(tmp_path, begun=False)
+        (tmp_path / "b").mkdir()
+        ended = tokenizer_json(tmp_path / "ended.json")
+        text(str(path), vocabulary=str(ended)).vocabulary.keep_in(tmp_path / "b", begun=False)
+    (told,) = caplog.messages
+    assert "tokenizer.json has no id for the end of a document (none of <|endoftext|>, " in told
 
 
 def begins_of(task, split):
@@ -230,9 +266,9 @@ def test_files_are_documents_of_pieces_too(kind, tmp_path):
     assert (batch.inputs != one.train_batch(0, 0, 64, 32).inputs).any()
     masked = task_of(kind, folder, max_held_out=5_000, windows="documents", document_mask=True)
     assert masked.fingerprint("train") == task.fingerprint("train") + ", document_mask=True"
-    tokens, segments = masked.train_batch(0, 0, 64, 256).inputs
+    tokens, segment_ids = masked.train_batch(0, 0, 64, 256).inputs
     np.testing.assert_array_equal(tokens, task.train_batch(0, 0, 64, 256).inputs)
-    ends = segments[:, 1:] != segments[:, :-1]
+    ends = segment_ids[:, 1:] != segment_ids[:, :-1]
     assert ends.any() and set(map(one.vocabulary.decode, tokens[:, :-1][ends][:, None])) == {"\n"}
 
 

@@ -9,10 +9,12 @@ from reformax.data.reverse import reverse
 
 
 def check(batch, max_symbols, vocab_size):
-    source, target, source_segments, target_segments = batch.inputs
+    source, target, source_segment_ids, target_segment_ids = batch.inputs
     assert batch.targets is target and source.dtype == target.dtype == np.int32
-    assert source_segments.dtype == target_segments.dtype == bool
-    for row in zip(source, target, source_segments, target_segments, batch.weights, strict=True):
+    assert source_segment_ids.dtype == target_segment_ids.dtype == bool
+    for row in zip(
+        source, target, source_segment_ids, target_segment_ids, batch.weights, strict=True
+    ):
         n = int(row[4].sum())
         word = row[0][: n - 1]
         assert 1 <= len(word) <= max_symbols and word.min() >= 3 and word.max() < vocab_size

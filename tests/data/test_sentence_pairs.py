@@ -37,21 +37,21 @@ TASK = make()
 
 def pairs_of(batch, vocabulary):
     """The sentences of a batch, read segment by segment, and whether the rows are well formed."""
-    source, target, *segments = batch.inputs
+    source, target, *segment_ids = batch.inputs
     assert batch.targets is target
-    np.testing.assert_array_equal(batch.weights, segments[1] > 0)
+    np.testing.assert_array_equal(batch.weights, segment_ids[1] > 0)
     found = []
     for row in range(len(source)):
-        for side, ids in zip((source, target), segments, strict=True):
+        for side, ids in zip((source, target), segment_ids, strict=True):
             n = int((ids[row] > 0).sum())
             assert not side[row, n:].any() and side[row, :n].all()
             steps = np.diff(ids[row, :n])
             assert n == 0 or (
                 ids[row, 0] == 1 and set(steps) <= {0, 1} and (ids[row, :n] > 0).all()
             )
-        assert segments[0][row].max() == segments[1][row].max()
-        for k in range(1, segments[0][row].max() + 1):
-            pair = [side[row][ids[row] == k] for side, ids in zip(batch.inputs, segments)]  # noqa: B905
+        assert segment_ids[0][row].max() == segment_ids[1][row].max()
+        for k in range(1, segment_ids[0][row].max() + 1):
+            pair = [side[row][ids[row] == k] for side, ids in zip(batch.inputs, segment_ids)]  # noqa: B905
             assert all((part == 1).sum() == 1 and part[-1] == 1 for part in pair)
             found.append(tuple(vocabulary.decode(part) for part in pair))
     return found

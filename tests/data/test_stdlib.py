@@ -65,8 +65,8 @@ def test_max_bytes_keeps_the_beginning_of_each_split(whole, content):
 
 
 def test_files_are_documents():
-    tokens, segments = stdlib(document_mask=True).train_batch(0, 0, 64, 4096).inputs
-    begins = segments[:, 1:] != segments[:, :-1]
+    tokens, segment_ids = stdlib(document_mask=True).train_batch(0, 0, 64, 4096).inputs
+    begins = segment_ids[:, 1:] != segment_ids[:, :-1]
     assert begins.any() and set(tokens[:, :-1][begins]) == {ord("\n")}
 
 

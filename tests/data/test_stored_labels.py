@@ -130,9 +130,15 @@ def test_prepared_datasets_are_read(tmp_path, monkeypatch):
     assert found == {x.tobytes(): i % 10 for i, x in enumerate(pictures)}
 
 
-def test_a_dataset_that_cannot_be_had_is_told(tmp_path, fails_in_one_line):
+def test_a_dataset_that_cannot_be_had_is_told(tmp_path, monkeypatch, fails_in_one_line):
+    asked = "imdb_reviews", "test", ("text",)
+    with fails_in_one_line(FileNotFoundError, "has no prepared imdb_reviews: give the folder that"):
+        prepared.columns(*asked, tmp_path, "http://127.0.0.1:9", "no")
+    assert not list(tmp_path.iterdir())  # data_dir is read
+    monkeypatch.setattr(prepared.library("it", "no").core.constants, "DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     with fails_in_one_line(OSError, "imdb_reviews could not be prepared from http://127.0.0.1:9"):
-        prepared.columns("imdb_reviews", "test", ("text",), tmp_path, "http://127.0.0.1:9", "no")
+        prepared.columns(*asked, None, "http://127.0.0.1:9", "no")
 
 
 def test_stored_classes_are_checked(fails_in_one_line):

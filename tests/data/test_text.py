@@ -90,7 +90,7 @@ def test_files_of_a_folder_are_documents(tmp_path, fails_in_one_line):
     with fails_in_one_line(ValueError, "document_mask is True: the text to train on is one docum"):
         text(tmp_path / "0.txt", vocab_size=300, document_mask=True)
     masked = text(tmp_path, max_held_out=10, document_mask=True)
-    assert masked.train_batch(0, 0, 99, 40).inputs.segments.max() > 2
+    assert masked.train_batch(0, 0, 99, 40).inputs.segment_ids.max() > 2
 
 
 def test_order_is_that_of_the_paths_written_with_slashes(tmp_path):

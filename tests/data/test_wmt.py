@@ -56,17 +56,21 @@ def test_a_prepared_dataset_is_read(tmp_path, file_format):
     sources, references = task.translation.sentences("train")
     for row in range(2):
         pair = [
-            vocabulary.decode(side[row][segments[row] == 2])
-            for side, segments in zip(batch.inputs[:2], batch.inputs[2:], strict=True)
+            vocabulary.decode(side[row][segment_ids[row] == 2])
+            for side, segment_ids in zip(batch.inputs[:2], batch.inputs[2:], strict=True)
         ]
         assert references[sources.index(pair[0])] == pair[1]
 
 
 def test_a_dataset_that_cannot_be_had_is_told(tmp_path, monkeypatch, fails_in_one_line):
     monkeypatch.setattr(wmt, "URL", "http://127.0.0.1:9/wmt.tgz")
-    task = wmt.wmt(str(tmp_path))
+    with fails_in_one_line(FileNotFoundError, "has no prepared wmt14_translate/de-en: give the fo"):
+        wmt.wmt(str(tmp_path)).n_targets("test")
+    assert not list(tmp_path.iterdir())  # data_dir is read
+    monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     with fails_in_one_line(OSError, "wmt14_translate/de-en could not be prepared from http://127"):
-        task.n_targets("test")
+        wmt.wmt().n_targets("test")
 
 
 def test_bad_arguments_are_told(fails_in_one_line):

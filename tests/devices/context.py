@@ -32,8 +32,8 @@ from reformax.ops import (
     nystromformer,
     smyrf,
 )
-from reformax.ops.parts import borders
-from reformax.ops.parts.masks import Tokens
+from reformax.ops.masking.masks import Tokens
+from reformax.ops.sharding import borders
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from tests.helpers import assert_trees_close
@@ -73,7 +73,7 @@ OPS = {
     "circle": (local.local(**LOCAL, wrap=True), True, 40),
     "local, fewer keys": (local.local(**LOCAL), True, 40),
     "lsh, 11 heads": (lsh.lsh(chunk_len=4, n_hashes=2), True, 40),
-    "lsh, the next value": (lsh.lsh(chunk_len=4, own=False), True, 40),
+    "lsh, the next value": (lsh.lsh(chunk_len=4, attend_self_if_alone=False), True, 40),
     "biases": (dense.dense(), True, 40),
     "biases, 6 heads": (dense.dense(), True, 40),
     "fewer keys, 12 heads": (dense.dense(), True, 40),
@@ -195,7 +195,7 @@ KERNELS = [row for row in ROWS if row.name in ("flash_pallas", "lsh_pallas")]
 def test_every_op_is_that_of_one_device(row):
     op = row.op()
     layer = layer_of(op, row.causal(), op.traits.packed, d_v=4)
-    if op.traits.heads_apart or op.reach is not None:
+    if op.traits.head_shards or op.reach is not None:
         check_layer(layer, 40, [CONTEXT])
     else:
         with pytest.raises(SettingError, match="computes all heads together: use context=1"):

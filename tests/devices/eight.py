@@ -78,7 +78,10 @@ LANGUAGE = {
     ),
     "strict": (
         TransformerLM,
-        dict(attention_type=lsh.lsh(**HASHES, strictly_causal=True, own=False), next_value=True),
+        dict(
+            attention_type=lsh.lsh(**HASHES, strictly_causal=True, attend_self_if_alone=False),
+            next_value=True,
+        ),
     ),
     "dense": (TransformerLM, dict(attention_type=dense.dense(), remat=True)),
     "local": (TransformerLM, dict(attention_type=local.local(chunk_len=8, **KERNELS))),
@@ -97,7 +100,7 @@ DOCUMENTS = {
     "documents": (
         ReformerLM,
         dict(
-            attention_type=(local.local(window=5), lsh.lsh(**HASHES, own=False)),
+            attention_type=(local.local(window=5), lsh.lsh(**HASHES, attend_self_if_alone=False)),
             n_slots=4,
             next_value=True,
             **AXIAL,
@@ -136,10 +139,10 @@ def batch_of(name):
     if name in DOCUMENTS:
         ids = np.sort(random.integers(1, 4, (BATCH, LENGTH)), axis=1).astype(np.int32)
         return Documents(tokens[0], ids), tokens[0], weights
-    segments = np.repeat([[1, 2, 3, 0]], BATCH, axis=0).repeat(LENGTH // 4, axis=1)
-    segments = segments.astype(np.int32)
-    pairs = SentencePairs(*tokens * (segments > 0), segments, segments)
-    return pairs, pairs.target, weights * (segments > 0)
+    segment_ids = np.repeat([[1, 2, 3, 0]], BATCH, axis=0).repeat(LENGTH // 4, axis=1)
+    segment_ids = segment_ids.astype(np.int32)
+    pairs = SentencePairs(*tokens * (segment_ids > 0), segment_ids, segment_ids)
+    return pairs, pairs.target, weights * (segment_ids > 0)
 
 
 def on_axes(sizes):

@@ -167,7 +167,7 @@ def test_a_view_for_evaluation_drops_nothing():
 
 def test_what_a_module_refuses():
     with_weights = dataclasses.replace(dense.dense(), init=lambda rng, dims: jnp.ones(3))
-    with_extras = dataclasses.replace(dense.dense(), extras=lambda dims: {})
+    with_extras = dataclasses.replace(dense.dense(), extra_projections=lambda dims: {})
     for op, call, message in (
         (lsh.lsh(), dict(mask=CAUSAL), "mask has shape .*: lsh hides pairs"),
         (local.local(), dict(inputs_kv=X), "inputs_kv is given, but local attends within one"),

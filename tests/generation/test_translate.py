@@ -84,8 +84,8 @@ def next_log_p(name, source, tokens):
     source_row[0, : len(source)] = source
     target[0, : len(tokens)] = tokens
     target[0, len(tokens)] = 3  # the token looked for, which its own prediction does not read
-    segments = (np.arange(target.shape[1]) <= len(tokens)).astype(np.int32)[None]
-    log_p = forward(name)(source_row, target, (source_row > 0).astype(np.int32), segments)
+    segment_ids = (np.arange(target.shape[1]) <= len(tokens)).astype(np.int32)[None]
+    log_p = forward(name)(source_row, target, (source_row > 0).astype(np.int32), segment_ids)
     return np.asarray(log_p[0, len(tokens)], np.float64)
 
 

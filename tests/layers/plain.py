@@ -57,13 +57,13 @@ def layer_norm(params, x):
     return (x - mean) / deviation * params["scale"] + params["bias"]
 
 
-def halves(cycle, n_layers, params, segments, rng):
+def halves(cycle, n_layers, params, segment_ids, rng):
     """The two residual functions of each layer in turn, `(attention, feed_forward)`.
 
     Each is compiled once for all repeats of the cycle, which is far less than a program of all
     layers, so that what calls them need not be compiled.
     """
-    mask = () if segments is None else (segments,)
+    mask = () if segment_ids is None else (segment_ids,)
 
     def sublayer(name, place, index):
         """`(weights of all repeats, repeat, x) -> the sublayer's output`."""
@@ -87,25 +87,25 @@ def halves(cycle, n_layers, params, segments, rng):
         yield [functools.partial(f, params[f"block_{place}"], repeat) for f in compiled[place]]
 
 
-def reversible(cycle, n_layers, params, x1, x2, segments, rng):
+def reversible(cycle, n_layers, params, x1, x2, segment_ids, rng):
     """Reformer, eq. 9, for each layer."""
-    for attention, feed_forward in halves(cycle, n_layers, params, segments, rng):
+    for attention, feed_forward in halves(cycle, n_layers, params, segment_ids, rng):
         x1 = x1 + attention(x2)
         x2 = x2 + feed_forward(x1)
     return x1, x2
 
 
-def residual(cycle, n_layers, params, x, segments, rng):
-    for attention, feed_forward in halves(cycle, n_layers, params, segments, rng):
+def residual(cycle, n_layers, params, x, segment_ids, rng):
+    for attention, feed_forward in halves(cycle, n_layers, params, segment_ids, rng):
         x = x + attention(x)
         x = x + feed_forward(x)
     return x
 
 
-def slotted(cycle, n_layers, params, x, segments, rng, n_slots):
+def slotted(cycle, n_layers, params, x, segment_ids, rng, n_slots):
     """Each sublayer reads the stream less its slot, and adds to both."""
     slots = [0] * n_slots
-    sublayers = [f for pair in halves(cycle, n_layers, params, segments, rng) for f in pair]
+    sublayers = [f for pair in halves(cycle, n_layers, params, segment_ids, rng) for f in pair]
     for i, sublayer in enumerate(sublayers):
         out = sublayer(x - slots[i % n_slots])
         x, slots[i % n_slots] = x + out, slots[i % n_slots] + out
@@ -114,10 +114,10 @@ def slotted(cycle, n_layers, params, x, segments, rng, n_slots):
 
 def some_segments(batch, length):
     """Two packed sequences and padding in the first row, a single sequence in the others."""
-    segments = np.ones((batch, length), np.int32)
-    segments[0, length // 3 :] = 2
-    segments[0, -2:] = 0
-    return segments
+    segment_ids = np.ones((batch, length), np.int32)
+    segment_ids[0, length // 3 :] = 2
+    segment_ids[0, -2:] = 0
+    return segment_ids
 
 
 def assert_decodes(layer, params, x, lengths, whole, rng):

@@ -10,7 +10,7 @@ import pytest
 from reformax import layers
 from reformax.ops import dense, linear, lsh, shared_qk
 from reformax.ops.base import Dims
-from reformax.ops.parts.dropout import full_dropout_mask
+from reformax.ops.softmax.dropout import full_dropout_mask
 from tests.layers import plain
 from tests.ops import inputs
 from tests.ops.inputs import Inputs
@@ -44,8 +44,8 @@ def test_equals_an_independent_computation(row, everything):
     rate = row.dropout(0.3) if everything else 0.0
     op = row.op()
     layer = layers.Attention(op, **SIZES, **options, attention_dropout=rate)
-    segments = row.segments(plain.some_segments(*x.shape[:2])) if everything else None
-    mask = (segments,) if everything else ()
+    segment_ids = row.segment_ids(plain.some_segments(*x.shape[:2])) if everything else None
+    mask = (segment_ids,) if everything else ()
     params = plain.init(layer, x.shape, *(m.shape for m in mask))
     got = jax.jit(lambda params: layer.apply(params, x, *mask, rng=RNG))(params)
 
@@ -55,20 +55,20 @@ def test_equals_an_independent_computation(row, everything):
 
     heads = {name[2:]: head(name[2:]) for name in params if name[:2] == "w_" and name != "w_o"}
     if everything:
-        extras = op.extras_of(Dims(3, 6, 5, 13))
-        turned = {"q", "k"} | {name for name, extra in extras.items() if extra.rotated}
+        extra_projections = op.extra_projections_of(Dims(3, 6, 5, 13))
+        turned = {"q", "k"} | {name for name, extra in extra_projections.items() if extra.rotated}
         heads |= {name: rotated(heads[name]) for name in turned & heads.keys()}
     q, k, v = heads.pop("q"), heads.pop("k", None), heads.pop("v")
     assert (k is None) == op.traits.shared_qk
     read = Inputs(q, k, v, heads or None, params["op"])
-    masks = dict(segments=segments, causal=causal, rng=jax.random.fold_in(RNG, 0), train=True)
+    masks = dict(segment_ids=segment_ids, causal=causal, rng=jax.random.fold_in(RNG, 0), train=True)
     plan = jax.jit(lambda read: inputs.plan(op, read, **masks))(read.map(np.float32))
     shape = Shape(batch=2, n_queries=13, n_keys=13, n_heads=3)
     keep = np.ones((2, 3, 13, ADDRESSES))
     if rate:
         mask_rng, sizes = jax.random.fold_in(RNG, 1), keep.shape
         keep = jax.jit(lambda: full_dropout_mask(mask_rng, rate, sizes))()
-    asked = Asked(row, row.first, plan, shape, causal, segments, np.asarray(keep))
+    asked = Asked(row, row.first, plan, shape, causal, segment_ids, np.asarray(keep))
     out, _ = expected(asked, read, None, np.zeros_like(v))
     want = np.einsum("btnv,nvd->btd", out, np.asarray(params["w_o"], np.float64))
     np.testing.assert_allclose(got, want, atol=1e-5 * row.rounding * max(1, np.abs(want).max()))
@@ -116,7 +116,7 @@ def test_a_boolean_mask_is_one_segment(row):
     if row.op().traits.packed:
         np.testing.assert_array_equal(out, apply(mask.astype(np.int32), x))
     else:
-        with pytest.raises(NotImplementedError, match="segments of a row are integers"):
+        with pytest.raises(NotImplementedError, match="segment_ids of a row are integers"):
             apply(mask.astype(np.int32), x)
     assert not np.any(out[~mask])
     junk = np.where(mask[..., None], x, 9)
@@ -276,7 +276,7 @@ def test_errors_of_construction(options, message):
     [
         (dict(op=lsh.lsh()), None, "rng is None: lsh, which draws its plan at random, needs one"),
         (dict(attention_dropout=0.1), None, "rng is None: dropout > 0 needs one"),
-        (dict(masked=True), np.ones((2, 12), bool), "segments has shape (2, 12): expected"),
+        (dict(masked=True), np.ones((2, 12), bool), "segment_ids has shape (2, 12): expected"),
     ],
     ids=["lsh", "attention_dropout", "mask"],
 )
@@ -319,8 +319,10 @@ def test_prefill_and_steps_are_apply(row):
 @pytest.mark.parametrize(
     "op",
     [
-        shared_qk.shared_qk(own=False),
-        lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True, own=False),
+        shared_qk.shared_qk(attend_self_if_alone=False),
+        lsh.lsh(
+            chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True, attend_self_if_alone=False
+        ),
     ],
     ids=["shared_qk", "lsh"],
 )

@@ -40,11 +40,11 @@ def stack_of(row, **options):
 def check(row, options):
     stack = stack_of(row, **options)
     streams = np.random.default_rng(0).normal(size=(stack.n_streams, 2, 13, 8)).astype(np.float32)
-    segments = row.segments(plain.some_segments(2, 13))
-    params = plain.init(stack, *[streams[0].shape] * stack.n_streams, segments.shape)
+    segment_ids = row.segment_ids(plain.some_segments(2, 13))
+    params = plain.init(stack, *[streams[0].shape] * stack.n_streams, segment_ids.shape)
 
     def loss(run, params, streams):
-        out = jax.tree.leaves(run(params, *streams, segments, rng=RNG))
+        out = jax.tree.leaves(run(params, *streams, segment_ids, rng=RNG))
         return sum(jnp.sum(jnp.sin(y)) for y in out)
 
     got, want = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax import layers
-from reformax.ops.parts import dispatch
+from reformax.ops.calls import dispatch
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.layers import plain
 

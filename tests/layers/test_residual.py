@@ -9,7 +9,7 @@ import pytest
 
 from reformax import layers
 from reformax.ops import dense, local
-from reformax.ops.parts import dispatch
+from reformax.ops.calls import dispatch
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.layers import plain
 
@@ -33,14 +33,14 @@ def test_output_and_gradients_are_the_equations(remat, packed, scan_layers):
     cycle, x = plain.blocks([local.local(chunk_len=4), dense.dense()]), stream()
     stack = layers.ResidualStack(cycle, 4, remat=remat, masked=packed, scan_layers=scan_layers)
     params = plain.init(stack, x.shape)
-    segments = plain.some_segments(*x.shape[:2]) if packed else None
+    segment_ids = plain.some_segments(*x.shape[:2]) if packed else None
     weights = stream()[:, ::-1]
 
     @with_gradients
     def by_stack(params, x):
-        return stack.apply(params, x, *(() if segments is None else (segments,)), rng=RNG)
+        return stack.apply(params, x, *(() if segment_ids is None else (segment_ids,)), rng=RNG)
 
-    want, vjp = jax.vjp(lambda *z: plain.residual(cycle, 4, *z, segments, RNG), params, x)
+    want, vjp = jax.vjp(lambda *z: plain.residual(cycle, 4, *z, segment_ids, RNG), params, x)
     assert_trees_close(by_stack(weights, params, x), (want, vjp(weights)))
 
 

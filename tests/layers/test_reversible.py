@@ -33,15 +33,15 @@ def by_plain_autodiff():
     """The expected results of a stack of four layers, from a loop over its layers."""
     cycle, (x1, x2) = plain.blocks(), streams(13)
     _, params = stack_and_params(cycle, 4, x1)
-    segments = plain.some_segments(*x1.shape[:2])
+    segment_ids = plain.some_segments(*x1.shape[:2])
     weights = streams(13)[:, ::-1]
 
     def loss(params, x1, x2):
-        out = plain.reversible(cycle, 4, params, x1, x2, segments, RNG)
+        out = plain.reversible(cycle, 4, params, x1, x2, segment_ids, RNG)
         return sum(jnp.sum(w * y) for w, y in zip(weights, out, strict=True)), out
 
     gradient = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
-    return (params, x1, x2), segments, weights, gradient(params, x1, x2)
+    return (params, x1, x2), segment_ids, weights, gradient(params, x1, x2)
 
 
 @pytest.mark.matrix
@@ -62,12 +62,12 @@ def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatc
     # Rounding to the grid is a step function: a program that differs in the last bit now and then
     # rounds to another multiple. Without the rounding the two can be compared.
     monkeypatch.setattr(reversible, "to_grid", lambda x: x)
-    inputs, segments, weights, want = by_plain_autodiff()
+    inputs, segment_ids, weights, want = by_plain_autodiff()
     cycle = plain.blocks(ff_chunk_size=ff_chunk_size)
     stack = layers.ReversibleStack(cycle, 4, exact=exact, masked=True, **options)
 
     def loss(params, x1, x2):
-        out = stack.apply(params, x1, x2, segments, rng=RNG)
+        out = stack.apply(params, x1, x2, segment_ids, rng=RNG)
         return sum(jnp.sum(w * y) for w, y in zip(weights, out, strict=True)), out
 
     got = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*inputs)

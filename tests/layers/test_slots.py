@@ -28,15 +28,15 @@ def by_plain_autodiff():
     """The expected results of a stack of four layers, from a loop over its layers."""
     cycle, x = plain.blocks(), stream()
     params = plain.init(layers.ReversibleStack(cycle, 4, n_slots=N_SLOTS), x.shape)
-    segments = plain.some_segments(*x.shape[:2])
+    segment_ids = plain.some_segments(*x.shape[:2])
     weights = x[::-1]
 
     def loss(params, x):
-        out = plain.slotted(cycle, 4, params, x, segments, RNG, N_SLOTS)
+        out = plain.slotted(cycle, 4, params, x, segment_ids, RNG, N_SLOTS)
         return jnp.sum(weights * out), out
 
     gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
-    return (params, x), segments, weights, gradient(params, x)
+    return (params, x), segment_ids, weights, gradient(params, x)
 
 
 @pytest.mark.matrix
@@ -55,12 +55,12 @@ def test_gradients_are_plain_autodiffs(ff_chunk_size, options, monkeypatch):
     """Gradients of weights and of the stream, with dropout, LSH plans, and segments."""
     # As in the tests of two streams: without the rounding the two can be compared.
     monkeypatch.setattr(reversible, "to_grid", lambda x: x)
-    inputs, segments, weights, want = by_plain_autodiff()
+    inputs, segment_ids, weights, want = by_plain_autodiff()
     cycle = plain.blocks(ff_chunk_size=ff_chunk_size)
     stack = layers.ReversibleStack(cycle, 4, n_slots=N_SLOTS, masked=True, **options)
 
     def loss(params, x):
-        out = stack.apply(params, x, segments, rng=RNG)
+        out = stack.apply(params, x, segment_ids, rng=RNG)
         return jnp.sum(weights * out), out
 
     got = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*inputs)

@@ -33,10 +33,10 @@ CYCLE = (
 AXIAL = dict(pos_type="axial", pos_axial_shape=(5, 6), pos_d_axial_embs=(2, 6))
 STRICT_CYCLE = (
     CYCLE[0],
-    lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True, own=False),
+    lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True, attend_self_if_alone=False),
 )
 SLOTS = dict(
-    attention_type=(CYCLE[0], shared_qk.shared_qk(own=False)),
+    attention_type=(CYCLE[0], shared_qk.shared_qk(attend_self_if_alone=False)),
     n_slots=3,
     n_layers=4,
     next_value=True,

@@ -33,7 +33,7 @@ SMALL = dict(
 )
 AXIAL = dict(pos_type="axial", pos_axial_shape=(4, 6), pos_d_axial_embs=(2, 6))
 WHOLE = dict(chunk_len=24, n_hashes=2)
-BY_CONTENT = (local.local(chunk_len=4, window=3), lsh.lsh(**WHOLE, own=False))
+BY_CONTENT = (local.local(chunk_len=4, window=3), lsh.lsh(**WHOLE, attend_self_if_alone=False))
 MODELS = {
     "dense, axial": (TransformerLM, dict(attention_type=dense.dense(), **AXIAL)),
     "dense, sinusoids": (
@@ -53,7 +53,7 @@ MODELS = {
     "kept activations": (
         ReformerLM,
         dict(
-            attention_type=shared_qk.shared_qk(own=False),
+            attention_type=shared_qk.shared_qk(attend_self_if_alone=False),
             next_value=True,
             keep_activations=True,
             pos_type="none",
@@ -105,9 +105,9 @@ def test_a_window_computes_what_its_documents_compute_alone(name):
     params = plain.init(model, (2, 24))
     long, short = map(documents, LENGTHS.get(name, (7, 3)), (0, 1))
     rows = (long[0], short[0], long[1]), (short[1], long[2], short[2], long[3])
-    tokens, segments = (np.stack(x) for x in zip(*(packed(*row) for row in rows), strict=True))
+    tokens, segment_ids = (np.stack(x) for x in zip(*(packed(*row) for row in rows), strict=True))
     gradient = jax.jit(jax.value_and_grad(lambda p, *x: nats(model, p, *x)))
-    got = gradient(params, (tokens, segments), tokens, segments > 0)
+    got = gradient(params, (tokens, segment_ids), tokens, segment_ids > 0)
     parts = [gradient(params, x, x, np.ones(x.shape)) for x in (long, short[:3])]
     want = jax.tree.map(lambda *x: sum(x), *jax.device_get(parts))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-3 if name in ON_GRID else 1e-5)
@@ -123,23 +123,25 @@ def test_a_window_of_one_document_is_as_without_segments(positions):
     cycle = local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_hashes=2)
     model = ReformerLM(**SMALL, attention_type=cycle, **positions)
     params, tokens = plain.init(model, (4, 16)), documents(16, 2)
-    apply = jax.jit(lambda *segments: model.apply(params, tokens, RNG, *segments))
+    apply = jax.jit(lambda *segment_ids: model.apply(params, tokens, RNG, *segment_ids))
     np.testing.assert_allclose(apply(np.ones_like(tokens)), apply(), atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, dict(strictly_causal=True)], ids=["chunks", "strict"])
 def test_hashing_keeps_documents_apart(options):
     """What other documents hold changes nothing, and no gradient crosses a border."""
-    op = lsh.lsh(chunk_len=4, n_hashes=2, own=False, **options)
+    op = lsh.lsh(chunk_len=4, n_hashes=2, attend_self_if_alone=False, **options)
     model = ReformerLM(**SMALL, attention_type=op, next_value=True, n_slots=3)
     params, tokens = plain.init(model, (4, 16)), documents(16, 3)
-    segments = np.repeat([[1, 2, 3]], 4, axis=0).repeat([5, 4, 7], axis=1).astype(np.int32)
-    other = np.where(segments == 2, tokens, (tokens + 1) % 16)
-    features = jax.jit(lambda tokens: model.features(params, (tokens, segments), RNG))
+    segment_ids = np.repeat([[1, 2, 3]], 4, axis=0).repeat([5, 4, 7], axis=1).astype(np.int32)
+    other = np.where(segment_ids == 2, tokens, (tokens + 1) % 16)
+    features = jax.jit(lambda tokens: model.features(params, (tokens, segment_ids), RNG))
     one, two = features(tokens), features(other)
     np.testing.assert_array_equal(one[:, 5:9], two[:, 5:9])
     assert np.abs(one - two)[:, 9:].max() > 0.1
-    table = jax.jit(jax.grad(lambda p: nats(model, p, (tokens, segments), tokens, segments == 2)))
+    table = jax.jit(
+        jax.grad(lambda p: nats(model, p, (tokens, segment_ids), tokens, segment_ids == 2))
+    )
     read = np.unique([0, *tokens[:, 5:8].ravel()])  # 0 stands in front
     found = np.flatnonzero(np.any(table(params)["embedding"], axis=1))
     np.testing.assert_array_equal(found, read)

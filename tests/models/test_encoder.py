@@ -234,9 +234,9 @@ def test_the_first_tokens_see_all_and_are_seen():
         (dict(pooling="first", causal=True), "sees no other: set pooling='mean' or 'last'"),
         (dict(pooling="cls", causal=True), "pooling is 'cls' and causal is True"),
         (dict(pooling="cls", pos_axial_shape=(3, 4)), "moves the others by one, and pos_axial"),
-        (dict(n_global=1), "n_global is 1 and no op of attention_type reads marks"),
+        (dict(n_global=1), "n_global is 1 and no op of attention_type reads global_tokens"),
         (
-            dict(attention_type=shared_qk.shared_qk(own=False), next_value=True),
+            dict(attention_type=shared_qk.shared_qk(attend_self_if_alone=False), next_value=True),
             "next_value is True and TransformerEncoder is not causal: set next_value=False",
         ),
     ],

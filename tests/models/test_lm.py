@@ -38,7 +38,7 @@ OPS = {
     "local": local.local(chunk_len=4),
     "lsh": lsh.lsh(chunk_len=4, n_hashes=2),
 }
-STRICT = shared_qk.shared_qk(own=False)
+STRICT = shared_qk.shared_qk(attend_self_if_alone=False)
 SLOTS, KEEPS = dict(n_slots=3), dict(keep_activations=True)
 AXIAL = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(2, 6))
 both_models = pytest.mark.parametrize("model_fn", [ReformerLM, TransformerLM])
@@ -100,7 +100,9 @@ def test_position_t_depends_on_all_tokens_before_it_and_on_no_other(model_fn, na
 
 
 @pytest.mark.parametrize(
-    "op", [STRICT, lsh.lsh(chunk_len=4, n_hashes=2, own=False)], ids=["shared_qk", "lsh"]
+    "op",
+    [STRICT, lsh.lsh(chunk_len=4, n_hashes=2, attend_self_if_alone=False)],
+    ids=["shared_qk", "lsh"],
 )
 def test_the_next_value_is_never_one_of_the_future(op):
     """No logits have a gradient to a later token: exactly 0, though keys bring the next value."""
@@ -210,10 +212,10 @@ def test_features_are_of_the_tokens_shifted_right(model_fn):
 def test_padding_changes_no_token(model_fn, name):
     model = model_fn(**SMALL, attention_type=OPS[name], pos_type="none")
     params, tokens = init(model), some_tokens()
-    segments = (np.arange(LENGTH) < 9).astype(np.int32)[None].repeat(2, axis=0)
-    junk = np.where(segments, tokens, 3)
+    segment_ids = (np.arange(LENGTH) < 9).astype(np.int32)[None].repeat(2, axis=0)
+    junk = np.where(segment_ids, tokens, 3)
     encode = jax.jit(lambda t, s: model.encode(params, t, s, rng=RNG))
-    one, other = encode(tokens, segments), encode(junk, segments)
+    one, other = encode(tokens, segment_ids), encode(junk, segment_ids)
     np.testing.assert_array_equal(one[:, :9], other[:, :9])
     assert np.abs(one[:, 9:] - other[:, 9:]).max() > 0.1
 
@@ -320,8 +322,8 @@ def test_no_option_is_ignored(model_fn):
     assert traced(model_fn(**base))[1] == base_program
     for options in [*CHANGES_SHAPES, *OWN_SHAPES[model_fn]]:
         assert shapes(model_fn(**base | options)) != base_shapes
-    strict = base | dict(attention_type=STRICT)
-    assert shapes(model_fn(**strict, next_value=True)) != shapes(model_fn(**strict))
+    exclude_self = base | dict(attention_type=STRICT)
+    assert shapes(model_fn(**exclude_self, next_value=True)) != shapes(model_fn(**exclude_self))
     seen = {base_program}
     for options in [*CHANGES_PROGRAM, *OWN_OPTIONS[model_fn]]:
         own_shapes, program = traced(model_fn(**base | options))
@@ -453,7 +455,7 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
         (dict(n_heads=0), "n_heads is 0: expected at least 1"),
         (dict(attention_dropout=2.0), "attention_dropout is 2.0: expected a rate in [0, 1)"),
         (dict(pos_type="learned"), "pos_type is 'learned': expected 'rotary', 'rotary_local', "),
-        (dict(next_value=True), "next_value is True and no op of attention_type is strict: set n"),
+        (dict(next_value=True), "next_value is True and no op of attention_type hides a"),
         (
             dict(pos_type="none", pos_axial_shape=(4, 4)),
             "pos_type is 'none', pos_axial_shape (4, 4), pos_d_axial_embs (): 'axial' needs both",
@@ -486,7 +488,10 @@ def test_errors_of_construction(model_fn, options, message):
         (some_tokens()[None], "tokens has shape (1, 2, 12) and dtype int32: expected integers [ba"),
         (some_tokens() / 1.0, "tokens has shape (2, 12) and dtype float64: expected integers [bat"),
         ([[1, 2]], "tokens is [[1, 2]]: expected an array of integers [batch, length]"),
-        ((some_tokens(), some_tokens(7)), "segments has shape (2, 7): expected that of tokens, (2"),
+        (
+            (some_tokens(), some_tokens(7)),
+            "segment_ids has shape (2, 7): expected that of tokens, (2",
+        ),
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
@@ -495,7 +500,7 @@ def test_tokens_of_another_kind_are_told(model_fn, tokens, message):
     model = model_fn(**SMALL, attention_type=OPS["dense"], mode="eval")
     params = init(model)
     pair = isinstance(tokens, tuple)
-    calls = [lambda: model.apply(params, *tokens[:1], segments=tokens[1])] if pair else [
+    calls = [lambda: model.apply(params, *tokens[:1], segment_ids=tokens[1])] if pair else [
         lambda: model.apply(params, tokens),
         lambda: model.features(params, tokens),
         lambda: model.prefill(params, tokens, np.array([1, 1]), 20),

@@ -13,7 +13,7 @@ from reformax.layers import CrossAttention
 from reformax.layers._trax import signature
 from reformax.models import Reformer, Transformer
 from reformax.ops import asymmetric_lsh, dense, local, lsh, shared_qk, smyrf
-from reformax.ops.parts.cache import take_rows
+from reformax.ops.decoding.cache import take_rows
 from tests.helpers import assert_trees_close
 from tests.layers import plain
 
@@ -71,14 +71,14 @@ def sentences(lengths, seed=0, low=2):
 
 def packed(rows, length):
     """Rows of sentences one after the other, and their segments."""
-    tokens, segments = np.zeros((2, len(rows), length), np.int32)
+    tokens, segment_ids = np.zeros((2, len(rows), length), np.int32)
     for b, row in enumerate(rows):
         at = 0
         for k, sentence in enumerate(row):
             tokens[b, at : at + len(sentence)] = sentence
-            segments[b, at : at + len(sentence)] = k + 1
+            segment_ids[b, at : at + len(sentence)] = k + 1
             at += len(sentence)
-    return tokens, segments
+    return tokens, segment_ids
 
 
 def nats(model, params, inputs, weights):
@@ -103,11 +103,13 @@ def test_a_packed_batch_trains_like_its_sentences_one_by_one(name):
     """Loss and every gradient, of three pairs in a row, and of one in the next, with padding."""
     model, params = make(name)
     sources, targets = sentences([5, 3, 4, 7]), sentences([4, 6, 3, 9], seed=1)
-    (source, source_segments), (target, target_segments) = (
+    (source, source_segment_ids), (target, target_segment_ids) = (
         packed([x[:3], x[3:]], 16) for x in (sources, targets)
     )
     gradient = jax.jit(jax.value_and_grad(functools.partial(nats, model)))
-    got = gradient(params, (source, target, source_segments, target_segments), target_segments > 0)
+    got = gradient(
+        params, (source, target, source_segment_ids, target_segment_ids), target_segment_ids > 0
+    )
     parts = []
     for pair in zip(sources, targets, strict=True):
         # With an empty row, for a batch of the same shape: nothing is compiled again.
@@ -124,13 +126,15 @@ def test_a_packed_batch_trains_like_its_sentences_one_by_one(name):
 def test_padding_changes_nothing(name):
     """Neither its length nor its tokens, on either side."""
     model, params = make(name)
-    (source, segments), (target, target_segments) = (packed([[s]], 12) for s in sentences([5, 7]))
+    (source, segment_ids), (target, target_segment_ids) = (
+        packed([[s]], 12) for s in sentences([5, 7])
+    )
     features = jax.jit(lambda *inputs: model.features(params, inputs, RNG))
-    want = features(source, target, segments, target_segments)[:, :7]
-    short = features(source[:, :5], target[:, :7], segments[:, :5], target_segments[:, :7])
+    want = features(source, target, segment_ids, target_segment_ids)[:, :7]
+    short = features(source[:, :5], target[:, :7], segment_ids[:, :5], target_segment_ids[:, :7])
     np.testing.assert_allclose(short, want, atol=1e-5)
-    junk = [np.where(s > 0, x, 3) for x, s in ((source, segments), (target, target_segments))]
-    got = features(*junk, segments, target_segments)[:, :7]
+    junk = [np.where(s > 0, x, 3) for x, s in ((source, segment_ids), (target, target_segment_ids))]
+    got = features(*junk, segment_ids, target_segment_ids)[:, :7]
     np.testing.assert_array_equal(got, want)
     # By default a segment is the tokens that are not 0.
     np.testing.assert_array_equal(features(source, target)[:, :7], want)
@@ -271,7 +275,7 @@ def test_in_trax():
 STRICT = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True)
 
 
-def draw_a_sharpness(params, q, k, *, segments, causal, rng, train, length=None):
+def draw_a_sharpness(params, q, k, *, segment_ids, causal, rng, train, length=None):
     return jax.random.randint(rng, q.shape[2:3], 1, 4)
 
 
@@ -368,12 +372,14 @@ def test_translation_with_hashed_cross_attention(factory, constructor):
     options = dict(cross_attention_type=factory(chunk_len=3, n_hashes=2))
     model = constructor(**SMALL | options)
     params = plain.init(model, (2, 12))
-    source, source_segments = packed([[s] for s in sentences([14, 9])], 16)
-    target, target_segments = packed([[s] for s in sentences([10, 11], seed=1)], 12)
+    source, source_segment_ids = packed([[s] for s in sentences([14, 9])], 16)
+    target, target_segment_ids = packed([[s] for s in sentences([10, 11], seed=1)], 12)
 
     @jax.jit
     def loss(params):
-        logits = model.apply(params, source, target, source_segments, target_segments, rng=RNG)
+        logits = model.apply(
+            params, source, target, source_segment_ids, target_segment_ids, rng=RNG
+        )
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1)), logits
 
     (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(params)
@@ -440,7 +446,9 @@ def test_arrays_of_another_kind_are_told():
             assert "\n" not in str(error.value)
         with pytest.raises(ValueError, match="^source has shape .* expected integers"):
             model.prefill(params, model.for_decoding(params), other, 5)
-    with pytest.raises(ValueError, match=r"^segments has shape \(2, 6\): expected that of source"):
+    with pytest.raises(
+        ValueError, match=r"^segment_ids has shape \(2, 6\): expected that of source"
+    ):
         model.apply(params, tokens, tokens, tokens[:, :6], tokens)
     sizes = SMALL | dict(output_vocab_size=17)
     for other, name, shape in (

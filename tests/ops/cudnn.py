@@ -19,8 +19,8 @@ def instead_of_cudnn(monkeypatch, module) -> list:
     def in_array_operations(q, k, v, *, causal, lengths, scale=None):
         assert scale is None
         told.append(lengths)
-        segments = jnp.arange(q.shape[1])[None] < lengths[:, None]
-        return dense.dense(impl="xla")(q, k, v, causal=causal, segments=segments)
+        segment_ids = jnp.arange(q.shape[1])[None] < lengths[:, None]
+        return dense.dense(impl="xla")(q, k, v, causal=causal, segment_ids=segment_ids)
 
     def choose(impl, cudnn="a ring", **_):
         return "xla" if cudnn else "cudnn"

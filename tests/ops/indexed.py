@@ -6,11 +6,11 @@ In arrays of JAX, of the whole T x S matrices.
 import jax
 import jax.numpy as jnp
 
-from reformax.ops.parts.auxiliary import with_loss
+from reformax.ops.numerics.auxiliary_loss import with_loss
 from tests.ops.low_rank import logits, softmax
 
 
-def dsa(options, params, plan, qkv, extras, mask, keep):
+def dsa(options, params, plan, qkv, extra_projections, mask, keep):
     """Eq. 2 of the plan's positions, and for the indexer's gradient the loss of eq. 4."""
     q, k, v = qkv
     length = q.shape[1]

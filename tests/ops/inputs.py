@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reformax.carried import trained
+from reformax.buffers import trained
 from reformax.ops.base import AttentionOp, Dims, given
 
 
@@ -16,7 +16,7 @@ class Inputs(NamedTuple):
     q: Any
     k: Any  # None where the op makes its keys of the queries
     v: Any
-    extras: Any = None  # a dict; None where the op reads none
+    extra_projections: Any = None  # a dict; None where the op reads none
     params: Any = ()
 
     def map(self, function) -> "Inputs":
@@ -54,19 +54,21 @@ def draw(
     q, k = numbers(length, n_heads, d_qk), numbers(length, n_kv_heads, d_qk)
     v = numbers(length, n_kv_heads, d_v)
     dims = Dims(n_heads, d_qk, d_v, length)
-    extras = {
+    extra_projections = {
         name: numbers(length, extra.n_heads, extra.size)
-        for name, extra in op.extras_of(dims).items()
+        for name, extra in op.extra_projections_of(dims).items()
     }
     params = op.init(jax.random.key(seed), dims)
-    return Inputs(q, None if op.traits.shared_qk else k, v, extras or None, params)
+    return Inputs(q, None if op.traits.shared_qk else k, v, extra_projections or None, params)
 
 
 # The op's functions of inputs.
 
 
 def call(op: AttentionOp, x: Inputs, **options):
-    return op(x.q, x.k, x.v, params=x.params, **given(extras=x.extras), **options)
+    return op(
+        x.q, x.k, x.v, params=x.params, **given(extra_projections=x.extra_projections), **options
+    )
 
 
 def with_gradients(row, rng, options=None, **sizes):
@@ -87,7 +89,7 @@ def with_gradients(row, rng, options=None, **sizes):
 
     def run(d_out, arrays, ids, params):
         def attend(arrays, params):
-            return call(op, Inputs(*arrays, params), segments=ids, **options)
+            return call(op, Inputs(*arrays, params), segment_ids=ids, **options)
 
         out, vjp = jax.vjp(attend, arrays, params)
         of_arrays, of_params = vjp(d_out.astype(out.dtype))
@@ -96,18 +98,22 @@ def with_gradients(row, rng, options=None, **sizes):
     return run, (d_out, x[:4], ids, x.params)
 
 
-def plan(op: AttentionOp, x: Inputs, *, segments=None, **options):
-    return op.plan(x.params, x.q, x.k, segments=segments, **options)
+def plan(op: AttentionOp, x: Inputs, *, segment_ids=None, **options):
+    return op.plan(x.params, x.q, x.k, segment_ids=segment_ids, **options)
 
 
 def apply(op: AttentionOp, x: Inputs, *, dropout=0.0, rng=None, **options):
-    options |= dict(dropout=dropout, rng=rng) | given(extras=x.extras)
+    options |= dict(dropout=dropout, rng=rng) | given(extra_projections=x.extra_projections)
     return op.apply(x.params, x.q, x.k, x.v, **options)
 
 
 def init_cache(op: AttentionOp, x: Inputs, **options):
-    return op.init_cache(x.params, x.q, x.k, x.v, **options, **given(extras=x.extras))
+    return op.init_cache(
+        x.params, x.q, x.k, x.v, **options, **given(extra_projections=x.extra_projections)
+    )
 
 
 def step(op: AttentionOp, x: Inputs, cache, **options):
-    return op.step(x.params, x.q, x.k, x.v, cache, **options, **given(extras=x.extras))
+    return op.step(
+        x.params, x.q, x.k, x.v, cache, **options, **given(extra_projections=x.extra_projections)
+    )

@@ -6,7 +6,7 @@ Each is a `Row.reference`, in arrays of JAX, of the whole T x S matrices.
 import jax
 import jax.numpy as jnp
 
-from reformax.ops.performer import Settings
+from reformax.ops.performer import PerformerSettings
 
 
 def tokens_of(mask):
@@ -27,7 +27,7 @@ def logits(q, k):
     return jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
 
 
-def linformer(options, params, plan, qkv, extras, mask, keep):
+def linformer(options, params, plan, qkv, extra_projections, mask, keep):
     """Eq. 7: `softmax(Q (E K)^T / sqrt(d)) F V`."""
     q, k, v = qkv
     keys, queries = tokens_of(mask)
@@ -42,7 +42,7 @@ def linformer(options, params, plan, qkv, extras, mask, keep):
     return jnp.where(queries[..., None, None], out, 0)
 
 
-def nystromformer(options, params, plan, qkv, extras, mask, keep):
+def nystromformer(options, params, plan, qkv, extra_projections, mask, keep):
     """The product of three softmaxes, the middle one inverted by the iteration."""
     q, k, v = qkv
     real = tokens_of(mask)[0]
@@ -75,7 +75,7 @@ def nystromformer(options, params, plan, qkv, extras, mask, keep):
     return jnp.where(real[..., None, None], out, 0)
 
 
-def long_short(options, params, plan, qkv, extras, mask, keep):
+def long_short(options, params, plan, qkv, extra_projections, mask, keep):
     """Sec. 3.2, and in causal attention 3.3. Weights of the window have even addresses."""
     q, k, v = qkv
     length, rank, causal = q.shape[1], options["rank"], options["causal"]
@@ -117,10 +117,12 @@ def long_short(options, params, plan, qkv, extras, mask, keep):
     return jnp.where(real[..., None, None], jnp.einsum("bnts,bsnv->btnv", weights, values), 0)
 
 
-def performer(options, params, plan, qkv, extras, mask, keep):
+def performer(options, params, plan, qkv, extra_projections, mask, keep):
     """Lemma 1 and sec. 2.2: weights `phi(q) . phi(k)`, of the op's own directions."""
     q, k, v = qkv
-    settings = Settings(options["n_features"], options["seed"], options["epsilon"], 1, "xla", None)
+    settings = PerformerSettings(
+        options["n_features"], options["seed"], options["epsilon"], 1, "xla", None
+    )
     directions = settings.directions(plan, q.shape[-1]).astype(q.dtype)
 
     def features(x):

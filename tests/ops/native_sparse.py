@@ -10,7 +10,7 @@ import numpy as np
 from tests.ops.low_rank import logits, softmax
 
 
-def nsa(options, params, plan, qkv, extras, mask, keep):
+def nsa(options, params, plan, qkv, extra_projections, mask, keep):
     """Eq. 5, of the blocks that the plan has."""
     q, k, v = qkv
     length, group = q.shape[1], q.shape[2] // k.shape[2]
@@ -23,9 +23,9 @@ def nsa(options, params, plan, qkv, extras, mask, keep):
 
     def other(branch):
         own = options.get("own_projections", True)
-        return [extras[f"{branch}_{x}"] for x in "kv"] if own else [k, v]
+        return [extra_projections[f"{branch}_{x}"] for x in "kv"] if own else [k, v]
 
-    gates = jax.nn.sigmoid(extras["gate"])
+    gates = jax.nn.sigmoid(extra_projections["gate"])
     out = 0
     places = of_summaries(options, length)
     if len(places):

@@ -6,7 +6,7 @@ Nothing here is shared with `reformax`.
 import numpy as np
 
 
-def recurrence(q, k, v, log_decay, beta, segments, d_out, strict=False):
+def recurrence(q, k, v, log_decay, beta, segment_ids, d_out):
     """`S_t = a_t (1 - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T`, `out_t = S_t^T q_t`.
 
     Args:
@@ -14,9 +14,8 @@ def recurrence(q, k, v, log_decay, beta, segments, d_out, strict=False):
       v: `[B, T, N, V]`.
       log_decay: log a, `[B, T, N, 1]` or `[B, T, N, H]`; None is 0.
       beta: b, `[B, T, N, 1]`; None is the recurrence without `b_t` and the product by `1 - ...`.
-      segments: ids; each has a state of its own. None is one segment.
+      segment_ids: ids; each has a state of its own. None is one segment.
       d_out: the cotangent of the output.
-      strict: whether a position reads the state before it writes.
 
     Returns:
       `(out, (dq, dk, dv, d_log_decay, d_beta))`, the last two None where these are.
@@ -24,16 +23,16 @@ def recurrence(q, k, v, log_decay, beta, segments, d_out, strict=False):
     out = np.zeros_like(v)
     gradients = [None if x is None else np.zeros_like(x) for x in (q, k, v, log_decay, beta)]
     for b in range(q.shape[0]):
-        ids = np.ones(q.shape[1], int) if segments is None else segments[b]
+        ids = np.ones(q.shape[1], int) if segment_ids is None else segment_ids[b]
         for i in np.unique(ids):
             for n in range(q.shape[2]):
                 at = b, np.flatnonzero(ids == i), n
                 _head(*(None if x is None else x[at] for x in (q, k, v, log_decay, beta)),
-                      d_out[at], strict, out, gradients, at)  # fmt: skip
+                      d_out[at], out, gradients, at)  # fmt: skip
     return out, tuple(gradients)
 
 
-def _head(q, k, v, log_decay, beta, d_out, strict, out, gradients, at):
+def _head(q, k, v, log_decay, beta, d_out, out, gradients, at):
     """One head of one segment, `[T, ...]`."""
     length, size = k.shape
     a = np.ones((length, 1)) if log_decay is None else np.exp(log_decay)
@@ -43,18 +42,17 @@ def _head(q, k, v, log_decay, beta, d_out, strict, out, gradients, at):
         kept = a[t][:, None] * states[-1]
         values[t] = v[t] if beta is None else beta[t] * (v[t] - k[t] @ kept)
         states.append(kept + np.outer(k[t], values[t]))
-    read = [a[t][:, None] * states[t] if strict else states[t + 1] for t in range(length)]
-    out[at] = [q[t] @ read[t] for t in range(length)]
+    out[at] = [q[t] @ states[t + 1] for t in range(length)]
 
     dq, dk, dv, dg, db = (None if g is None else g[at] for g in gradients)
     d_state = np.zeros_like(states[0])
     for t in reversed(range(length)):
-        dq[t], d_read = read[t] @ d_out[t], np.outer(q[t], d_out[t])
-        d_state = d_state + (0 if strict else d_read)
+        dq[t] = states[t + 1] @ d_out[t]
+        d_state = d_state + np.outer(q[t], d_out[t])
         kept = a[t][:, None] * states[t]
         d_value = k[t] @ d_state
         dk[t] = d_state @ values[t]
-        d_kept = d_state + (d_read if strict else 0)
+        d_kept = d_state
         if beta is None:
             dv[t] = d_value
         else:

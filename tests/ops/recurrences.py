@@ -20,7 +20,7 @@ def convolved(options, params, qkv, mask):
     return [one(x, params[f"conv_{name}"]) for name, x in zip("qkv", qkv, strict=True)]
 
 
-def linear(options, params, plan, qkv, extras, mask, keep):
+def linear(options, params, plan, qkv, extra_projections, mask, keep):
     q, k, v = convolved(options, params, qkv, mask)
     q, k = (jax.nn.elu(x) + 1 for x in (q, k))
     weights = mask * jnp.einsum("btnh,bsnh->bnts", q, k)
@@ -28,24 +28,24 @@ def linear(options, params, plan, qkv, extras, mask, keep):
     return jnp.einsum("bnts,bsnv->btnv", weights / jnp.where(total > 0, total, 1), v)
 
 
-def retention(options, params, plan, qkv, extras, mask, keep):
+def retention(options, params, plan, qkv, extra_projections, mask, keep):
     q, k, v = convolved(options, params, qkv, mask)
     rates = 1 - 2.0 ** (-5 - np.arange(q.shape[2]))
     return _summed(mask, q, k, v, jnp.broadcast_to(jnp.log(rates)[:, None], q.shape))
 
 
-def gated_linear(options, params, plan, qkv, extras, mask, keep):
-    gate = jax.nn.sigmoid(extras["gate"] + params["bias"]) ** (1 / 16)
+def gated_linear(options, params, plan, qkv, extra_projections, mask, keep):
+    gate = jax.nn.sigmoid(extra_projections["gate"] + params["bias"]) ** (1 / 16)
     return _summed(mask, *convolved(options, params, qkv, mask), jnp.log(gate))
 
 
-def gated_delta(options, params, plan, qkv, extras, mask, keep):
+def gated_delta(options, params, plan, qkv, extra_projections, mask, keep):
     """Each value is less what the state holds for its key: a system of equations for them all."""
     q, k, v = convolved(options, params, qkv, mask)
     q, k = (x / jnp.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
-    step = jnp.log1p(jnp.exp(params["bias"][:, None] - extras["keep"]))
+    step = jnp.log1p(jnp.exp(params["bias"][:, None] - extra_projections["keep"]))
     decay = jnp.broadcast_to(-jnp.exp(params["rate"])[:, None] * step, k.shape)
-    beta = jnp.swapaxes(jax.nn.sigmoid(extras["beta"]), 1, 2)
+    beta = jnp.swapaxes(jax.nn.sigmoid(extra_projections["beta"]), 1, 2)
     before = mask * np.tril(np.ones(mask.shape[2:]), -1)
     system = jnp.eye(k.shape[1]) + beta * _weights(before, k, k, decay)
     v = jnp.linalg.solve(system, beta * jnp.swapaxes(v, 1, 2))

@@ -23,12 +23,12 @@ class Asked(NamedTuple):
     plan: Any
     shape: Shape
     causal: bool
-    segments: Any
+    segment_ids: Any
     keep: np.ndarray  # [B, N, T, ADDRESSES]: the factor of dropout at each address
 
     def counts(self) -> np.ndarray:
         """How many times each query counts each key."""
-        return self.row.counts(self.options, self.plan, self.shape, self.causal, self.segments)
+        return self.row.counts(self.options, self.plan, self.shape, self.causal, self.segment_ids)
 
 
 def expected(asked: Asked, x: Inputs, bias, d_out):
@@ -40,7 +40,7 @@ def expected(asked: Asked, x: Inputs, bias, d_out):
         *d_qkv, d_bias = gradients
         return out, (Inputs(*d_qkv), d_bias)
     options = asked.options | {"causal": asked.causal}
-    mask = visible(asked.shape, asked.causal, asked.segments)
+    mask = visible(asked.shape, asked.causal, asked.segment_ids)
     with with_x64():
         wide = jax.tree.map(lambda y: np.asarray(y, np.float64), x)
         run = _compiled(asked.row.reference, tuple(options.items()))
@@ -58,7 +58,7 @@ def _compiled(reference, options):
     @jax.jit
     def run(plan, mask, keep, x, d_out):
         def attend(x):
-            return reference(dict(options), x.params, plan, x[:3], x.extras, mask, keep)
+            return reference(dict(options), x.params, plan, x[:3], x.extra_projections, mask, keep)
 
         out, vjp = jax.vjp(attend, x)
         return out, *vjp(d_out)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from reformax.carried import becoming
+from reformax.buffers import updated
 from tests.ops.low_rank import logits
 
 
@@ -28,7 +28,7 @@ def moved(centroids, vectors, real, decay):
     return jnp.where(count > 0, on_sphere(decay * centroids + (1 - decay) * mean), centroids)
 
 
-def routing(options, params, plan, qkv, extras, mask, keep):
+def routing(options, params, plan, qkv, extra_projections, mask, keep):
     """Algorithm 1, as a softmax over the keys by the number of clusters that show each."""
     q, k, v = qkv
     length, real = q.shape[1], mask.any(axis=(1, 2))
@@ -40,14 +40,14 @@ def routing(options, params, plan, qkv, extras, mask, keep):
     itself = jnp.eye(length, dtype=int)
     if options["shared_qk"]:
         counts = counts * (1 - itself)
-    if options["own"]:
+    if options["attend_self_if_alone"]:
         alone = counts.sum(axis=-1, keepdims=True) == 0
         counts = counts + alone * itself * mask
     scores = logits(q, k)
-    top = jnp.max(scores, axis=-1, keepdims=True, where=counts > 0, initial=-jnp.inf)
-    weights = counts * jnp.exp(jnp.where(counts > 0, scores - jax.lax.stop_gradient(top), 0))
+    row_max = jnp.max(scores, axis=-1, keepdims=True, where=counts > 0, initial=-jnp.inf)
+    weights = counts * jnp.exp(jnp.where(counts > 0, scores - jax.lax.stop_gradient(row_max), 0))
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / jnp.where(total == 0, 1, total) * keep[..., :length]
     out = jnp.einsum("bnts,bsnv->btnv", weights, v)
     after = moved(params["centroids"].value, vectors, real, options["decay"])
-    return out + 0 * becoming(params["centroids"], after).sum()
+    return out + 0 * updated(params["centroids"], after).sum()

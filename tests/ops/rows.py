@@ -56,14 +56,15 @@ class Row(NamedTuple):
       name: what the test's id shows.
       factory: the public function that makes the op.
       options: the values to try of each option; the first of each makes `op()`.
-      counts: `(options, plan, shape, causal, segments) -> [B, N, T, S]`, how many times each query
+      counts: `(options, plan, shape, causal, segment_ids) -> [B, N, T, S]`, how many times each
+        query
         counts each key: a mask of 0 and 1 unless the op says otherwise. The row is then softmax
         attention, by the oracle.
-      reference: in place of counts, `(options, params, plan, qkv, extras, mask, keep) -> out`: what
-        the op computes, from its equations, in arrays of JAX. `qkv` and `extras` are float64, and
-        its gradient is taken. `mask` `[B, N, T, S]` says which keys causality and segments leave
-        visible, `keep` `[B, N, T, K]` is dropout's factor of each address, K being at least 2 S.
-        Of the options, `causal` is the call's.
+      reference: in place of counts, `(options, params, plan, qkv, extra_projections, mask, keep) ->
+        out`: what the op computes, from its equations, in arrays of JAX. `qkv` and
+        `extra_projections` are float64, and its gradient is taken. `mask` `[B, N, T, S]` says which
+        keys causality and segments leave visible, `keep` `[B, N, T, K]` is dropout's factor of each
+        address, K being at least 2 S. Of the options, `causal` is the call's.
       relative: whether the keys that a query sees depend on their distance alone, so that packed
         segments are attended to as they are one by one.
       padding_counts: whether padding changes real positions, as in a circle of chunks, where whole
@@ -73,7 +74,6 @@ class Row(NamedTuple):
       no_step: why the op cannot decode step by step; empty if it can.
       second_order: how many of three second derivatives the op has (`test_second_order.py`); the
         others are refused.
-      contains: whether what is not finite reaches no row that does not see it.
       rounding: how many times the error of softmax attention the op's rounding may have.
       group_chooses: whether the heads of one key head choose together where they look, so that
         repeated keys are another function.
@@ -91,7 +91,6 @@ class Row(NamedTuple):
     holds_keys: bool = True
     no_step: str = ""
     second_order: int = 3
-    contains: bool = True
     rounding: float = 1.0
     reference: Callable[..., Any] | None = None
     group_chooses: bool = False
@@ -131,7 +130,7 @@ class Row(NamedTuple):
         """`rate` where the op makes weights that can be dropped."""
         return rate if self.op().traits.dropout else 0.0
 
-    def segments(self, ids):
+    def segment_ids(self, ids):
         """`ids` where the op tells segments apart; or else one segment of them all."""
         return ids if self.op().traits.packed else (ids != 0).astype(ids.dtype)
 
@@ -141,22 +140,22 @@ class Row(NamedTuple):
         return (causal or not traits.bidirectional) and traits.causal
 
 
-def visible(shape: Shape, causal: bool, segments) -> np.ndarray:
-    """Which keys a query may see at all, by the meaning of `causal` and of `segments`."""
+def visible(shape: Shape, causal: bool, segment_ids) -> np.ndarray:
+    """Which keys a query may see at all, by the meaning of `causal` and of `segment_ids`."""
     mask = np.ones((shape.batch, shape.n_heads, shape.n_queries, shape.n_keys), int)
     if causal:
         mask = np.tril(mask)
-    if segments is not None:
-        pair = segments if isinstance(segments, tuple) else (segments, segments)
+    if segment_ids is not None:
+        pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
         query, key = (np.asarray(ids)[:, None] for ids in pair)
         mask = mask * ((query[..., None] == key[..., None, :]) & (key != 0)[..., None, :])
     return mask
 
 
-def except_self(counts: np.ndarray, own: bool = True) -> np.ndarray:
-    """No position sees itself, unless with `own` it sees nothing else."""
+def except_self(counts: np.ndarray, attend_self_if_alone: bool = True) -> np.ndarray:
+    """No position sees itself, unless with `attend_self_if_alone` it sees nothing else."""
     others = counts * ~np.eye(counts.shape[-1], dtype=bool)
-    if not own:
+    if not attend_self_if_alone:
         return others
     alone = others.sum(axis=-1, keepdims=True) == 0
     return np.where(alone, counts, others)
@@ -169,38 +168,42 @@ def in_reach(place, chunk_len: int, n_chunks_before: int, n_chunks_after: int) -
     return (ahead >= -n_chunks_before) & (ahead <= n_chunks_after)
 
 
-def _everything(options, plan, shape, causal, segments):
-    return visible(shape, causal, segments)
+def _everything(options, plan, shape, causal, segment_ids):
+    return visible(shape, causal, segment_ids)
 
 
-def _others(options, plan, shape, causal, segments):
-    return except_self(visible(shape, causal, segments), options["own"])
+def _others(options, plan, shape, causal, segment_ids):
+    return except_self(visible(shape, causal, segment_ids), options["attend_self_if_alone"])
 
 
-def _neighbours(options, plan, shape, causal, segments):
+def _neighbours(options, plan, shape, causal, segment_ids):
     reach = {name: options[name] for name in _NEIGHBOURHOODS}
-    counts = visible(shape, causal, segments) * in_reach(np.arange(shape.n_keys), **reach)
+    counts = visible(shape, causal, segment_ids) * in_reach(np.arange(shape.n_keys), **reach)
     return except_self(counts) if options.get("shared_qk") else counts
 
 
-def _window(options, plan, shape, causal, segments):
+def _window(options, plan, shape, causal, segment_ids):
     query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
-    return visible(shape, causal, segments) * (abs(query - key) < options["window"])
+    return visible(shape, causal, segment_ids) * (abs(query - key) < options["window"])
 
 
-def _dilated(options, plan, shape, causal, segments):
+def _dilated(options, plan, shape, causal, segment_ids):
     query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
     step = options["dilation"]
     near = (abs(query - key) < options["window"] * step) & ((query - key) % step == 0)
-    return visible(shape, causal, segments) * near
+    return visible(shape, causal, segment_ids) * near
 
 
-def _window_and_first(options, plan, shape, causal, segments):
+def _window_and_first(options, plan, shape, causal, segment_ids):
     query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
     near = np.broadcast_to(abs(query - key) < options["window"], (shape.batch, 1, *shape[1:3]))
-    real = np.ones((shape.batch, shape.n_keys)) if segments is None else np.asarray(segments) != 0
+    real = (
+        np.ones((shape.batch, shape.n_keys))
+        if segment_ids is None
+        else np.asarray(segment_ids) != 0
+    )
     first = real * (np.cumsum(real, axis=1) <= options["n_sinks"])
-    return visible(shape, causal, segments) * (near | (first[:, None, None] > 0))
+    return visible(shape, causal, segment_ids) * (near | (first[:, None, None] > 0))
 
 
 def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
@@ -212,14 +215,16 @@ def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
     return in_reach(place, *reach).sum(axis=2)
 
 
-def _hashed(options, plan, shape, causal, segments):
+def _hashed(options, plan, shape, causal, segment_ids):
     rounds = rounds_that_show(options, plan, shape)
     counts = rounds > 0 if options["count_once"] else rounds
-    return except_self(visible(shape, causal, segments) * counts, options.get("own", True))
+    return except_self(
+        visible(shape, causal, segment_ids) * counts, options.get("attend_self_if_alone", True)
+    )
 
 
-def _clusters(options, plan, shape, causal, segments):
-    counts = visible(shape, causal, segments)
+def _clusters(options, plan, shape, causal, segment_ids):
+    counts = visible(shape, causal, segment_ids)
     if plan is not None:
         # Across sequences a chunk has room for as many queries more as there are.
         ratio = max(1, round(shape.n_queries / shape.n_keys))
@@ -232,24 +237,24 @@ def _clusters(options, plan, shape, causal, segments):
         before, after = (options.get(f"n_chunks_{x}", 0) for x in ("before", "after"))
         rounds = ((ahead >= -before) & (ahead <= after)).sum(axis=2)
         counts = counts * (rounds > 0 if options["count_once"] else rounds)
-    crosses = shape.n_queries != shape.n_keys or isinstance(segments, tuple)
-    if crosses or not options["own"]:
+    crosses = shape.n_queries != shape.n_keys or isinstance(segment_ids, tuple)
+    if crosses or not options["attend_self_if_alone"]:
         return counts
     alone = counts.sum(axis=-1, keepdims=True) == 0
-    return counts + alone * np.eye(shape.n_keys, dtype=int) * visible(shape, causal, segments)
+    return counts + alone * np.eye(shape.n_keys, dtype=int) * visible(shape, causal, segment_ids)
 
 
-def _same_bucket(options, plan, shape, causal, segments):
+def _same_bucket(options, plan, shape, causal, segment_ids):
     of_query, of_key = (
         np.take_along_axis(np.asarray(x.group), np.argsort(np.asarray(x.position), axis=-1), -1)
         for x in (plan.queries, plan.keys or plan.queries)
     )
-    counts = visible(shape, causal, segments) * (of_query[..., None] == of_key[..., None, :])
+    counts = visible(shape, causal, segment_ids) * (of_query[..., None] == of_key[..., None, :])
     if options["shared_qk"]:
-        return except_self(counts, options["own"])
+        return except_self(counts, options["attend_self_if_alone"])
     alone = counts.sum(axis=-1, keepdims=True) == 0
-    itself = alone * np.eye(shape.n_keys, dtype=int) * visible(shape, causal, segments)
-    return counts + itself * options["own"]
+    itself = alone * np.eye(shape.n_keys, dtype=int) * visible(shape, causal, segment_ids)
+    return counts + itself * options["attend_self_if_alone"]
 
 
 def around(place, length: int, chunk_len: int, n_chunks_before: int, n_chunks_after: int):
@@ -274,30 +279,31 @@ def around(place, length: int, chunk_len: int, n_chunks_before: int, n_chunks_af
     return counts
 
 
-def _circle(options, plan, shape, causal, segments):
+def _circle(options, plan, shape, causal, segment_ids):
     sizes = {name: options[name] for name in ("chunk_len", "n_chunks_before", "n_chunks_after")}
     n_keys, whole = shape.n_keys, options["chunk_len"] * options["pad_chunks"]
     length = -(-n_keys // whole) * whole if n_keys > options["chunk_len"] else n_keys
     if plan is None:
-        return _hashed(options, plan, shape, causal, segments)
+        return _hashed(options, plan, shape, causal, segment_ids)
     if not plan:
         place = np.arange(n_keys)[None]
-        return visible(shape, causal, segments) * around(place, length, **sizes)
+        return visible(shape, causal, segment_ids) * around(place, length, **sizes)
     assert plan.keys.shape[-1] > length or not sum(list(sizes.values())[1:])
     place = np.asarray(plan.places)[..., :n_keys]
     counts = [[around(head, length, **sizes) for head in example] for example in place]
     return except_self(
-        visible(shape, causal, segments) * np.array(counts), options.get("own", True)
+        visible(shape, causal, segment_ids) * np.array(counts),
+        options.get("attend_self_if_alone", True),
     )
 
 
-def _in_blocks(options, plan, shape, causal, segments):
+def _in_blocks(options, plan, shape, causal, segment_ids):
     """Each pair asks the pattern for the blocks that it lies in."""
     sizes = np.array(options["block_size"]) * [1, 1]
     query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
     query, key = query // sizes[0], key // sizes[1]
     mask = options["pattern"](query.max() + 1, key.max() + 1)
-    return visible(shape, causal, segments) * mask[..., query, key]
+    return visible(shape, causal, segment_ids) * mask[..., query, key]
 
 
 def _odd_blocks(n_blocks_q, n_blocks_k):
@@ -306,19 +312,19 @@ def _odd_blocks(n_blocks_q, n_blocks_k):
     return ((query + 2 * key) % 3 != 1) & (query % 5 != 1)
 
 
-def _own_bucket(options, plan, shape, causal, segments):
+def _own_bucket(options, plan, shape, causal, segment_ids):
     place, first = (np.asarray(x)[..., : shape.n_queries] for x in (plan.places, plan.first))
     key = place[..., None, :]
     rounds = ((key >= first[..., None]) & (key <= place[..., None])).sum(axis=2)
     counts = rounds > 0 if options["count_once"] else rounds
-    return except_self(visible(shape, causal, segments) * counts)
+    return except_self(visible(shape, causal, segment_ids) * counts)
 
 
-def _chosen_blocks(options, plan, shape, causal, segments):
+def _chosen_blocks(options, plan, shape, causal, segment_ids):
     """A query's own block, and those that the plan has for it."""
     query, key = (x // options["block_size"] for x in np.ogrid[: shape.n_queries, : shape.n_keys])
     chosen = (np.asarray(plan)[..., None] == key[0]).any(axis=-2)
-    return visible(shape, causal, segments) * (chosen | (query == key))
+    return visible(shape, causal, segment_ids) * (chosen | (query == key))
 
 
 _CHUNKS = {"query_chunk_size": (4, 5, "sqrt", 1024), "key_chunk_size": (8, 7, 3, "sqrt", 4096)}
@@ -334,7 +340,7 @@ _HASHING = {
     "n_buckets": (4, "auto", 2, (4, 2)),
     "n_chunks_before": (1, 0, 2),
     "n_chunks_after": (0, 1),
-    "own": (True, False),
+    "attend_self_if_alone": (True, False),
 }
 _KERNEL = {"impl": ("pallas_interpret",)}
 _STRICT = {
@@ -381,7 +387,7 @@ _CLUSTERS = {
     "chunk_len": (8, 1, 5),
     "n_hashes": (3, 1, 2),
     "count_once": (False, True),
-    "own": (True, False),
+    "attend_self_if_alone": (True, False),
 }
 
 _MIXED = {"block_size": (4, 5, 1, 64), "top_k": (2, 3, 1, 50)}
@@ -406,7 +412,7 @@ _ROUTED = {
     "n_clusters": (3, 1, 2, 40),
     "cluster_size": (None, 4, 1, 200),
     "decay": (0.9, 0.0),
-    "own": (True, False),
+    "attend_self_if_alone": (True, False),
 }
 # As each query is a program, which the interpreter runs one after the other.
 _FEW_BLOCKS = {"compress_len": (8,), "block_size": (8, 16), "n_selected": (3, 1)}
@@ -417,10 +423,14 @@ _SEPARATE = {
     "n_chunks_before": (1, 0, 2),
     "n_chunks_after": (0, 1),
     "count_once": (True, False),
-    "own": (True, False),
+    "attend_self_if_alone": (True, False),
 }
 
-_BUCKETS = {"n_buckets": (4, 2, 16), "own": (True, False), "shared_qk": (False, True)}
+_BUCKETS = {
+    "n_buckets": (4, 2, 16),
+    "attend_self_if_alone": (True, False),
+    "shared_qk": (False, True),
+}
 
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
@@ -441,11 +451,16 @@ ROWS = [
     Row(
         "shared_qk",
         shared_qk.shared_qk,
-        {"own": (True, False), "impl": ("xla", "auto")},
+        {"attend_self_if_alone": (True, False), "impl": ("xla", "auto")},
         _others,
         second_order=2,
     ),
-    Row("shared_qk_pallas", shared_qk.shared_qk, {"own": (True, False)} | _KERNEL, _others),
+    Row(
+        "shared_qk_pallas",
+        shared_qk.shared_qk,
+        {"attend_self_if_alone": (True, False)} | _KERNEL,
+        _others,
+    ),
     Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks, second_order=0),
     Row(
         "block_sparse_pallas",

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from reformax import ops
 from reformax.ops import base, local, lsh
-from reformax.ops.parts import chunked
-from reformax.ops.parts.dropout import full_dropout_mask
-from reformax.ops.parts.masks import except_self, visibility
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.masking.masks import except_self, visibility
+from reformax.ops.softmax import chunked
+from reformax.ops.softmax.dropout import full_dropout_mask
+from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import inputs, oracle
 from tests.ops.reference import ADDRESSES, LONGEST, Asked, expected
@@ -31,16 +31,16 @@ DROPOUT = 0.3
 
 
 def attend_and_differentiate(op, causal, dropout):
-    """The compiled `(inputs, bias, segments, rng, d_out) -> (plan, out, gradients)`.
+    """The compiled `(inputs, bias, segment_ids, rng, d_out) -> (plan, out, gradients)`.
 
     The gradients are those of the inputs, which hold the op's weights, and of the bias, None where
     there is none.
     """
 
     @jax.jit
-    def run(x, bias, segments, rng, d_out):
-        plan = inputs.plan(op, x, segments=segments, causal=causal, rng=rng, train=True)
-        masks = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)
+    def run(x, bias, segment_ids, rng, d_out):
+        plan = inputs.plan(op, x, segment_ids=segment_ids, causal=causal, rng=rng, train=True)
+        masks = dict(plan=plan, segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
         attend = lambda x, bias: inputs.apply(op, x, **masks, **base.given(bias=bias))  # noqa: E731
         out, vjp = jax.vjp(attend, x, bias)
         return plan, out, vjp(d_out.astype(out.dtype))
@@ -52,9 +52,9 @@ def random_segments(rng, batch, length):
     """Runs of a few ids in no order, 0 (padding) among them; a second row is padding alone."""
     ends = rng.random((batch, length)) < 0.2
     ids = rng.integers(0, 4, (batch, length))
-    segments = np.take_along_axis(ids, np.cumsum(ends, axis=1) % length, axis=1)
-    segments[-1] *= batch == 1
-    return segments.astype(np.int32)
+    segment_ids = np.take_along_axis(ids, np.cumsum(ends, axis=1) % length, axis=1)
+    segment_ids[-1] *= batch == 1
+    return segment_ids.astype(np.int32)
 
 
 @st.composite
@@ -126,14 +126,14 @@ def check(
     k = None if op.traits.shared_qk else numbers(n_keys, d_qk)
     v = numbers(n_keys, d_v)
     dims = base.Dims(n_heads, d_qk, d_v, n_queries)
-    extras = {
+    extra_projections = {
         name: numbers(n_queries, extra.size, n_heads=extra.n_heads)
-        for name, extra in op.extras_of(dims).items()
+        for name, extra in op.extra_projections_of(dims).items()
     }
-    x = inputs.Inputs(q, k, v, extras or None, op.init(key, dims))
-    segments = row.segments(random_segments(rng, batch, n_queries)) if packed else None
+    x = inputs.Inputs(q, k, v, extra_projections or None, op.init(key, dims))
+    segment_ids = row.segment_ids(random_segments(rng, batch, n_queries)) if packed else None
     if packed and n_keys != n_queries:
-        segments = segments, row.segments(random_segments(rng, batch, n_keys))
+        segment_ids = segment_ids, row.segment_ids(random_segments(rng, batch, n_keys))
     bias = None
     if bias_axes is not None:
         full = (batch, n_heads, n_queries, n_keys)
@@ -147,11 +147,11 @@ def check(
 
     def run_at(scale):
         rounded = x.map(lambda y: (y * scale).astype(dtype))
-        return run(rounded, bias, segments, key, d_out.astype(dtype))
+        return run(rounded, bias, segment_ids, key, d_out.astype(dtype))
 
     for scale in (1, 0):
         plan, out, gradients = run_at(scale)
-        asked = Asked(row, options, plan, shape, causal, segments, keep)
+        asked = Asked(row, options, plan, shape, causal, segment_ids, keep)
         scaled = x.map(lambda y, scale=scale: y * scale)
         want, want_gradients = expected(asked, scaled, bias, d_out)
         (d_x, d_bias), (want_d_x, want_d_bias) = gradients, want_gradients
@@ -233,14 +233,14 @@ def test_padding_changes_no_real_position(row):
     op, key = row.op(), jax.random.key(0)
     whole = inputs.draw(op, length=length + n_pad)
     real, junk = whole.at(slice(None), slice(0, length)), whole.at(slice(None), slice(length, None))
-    segments = np.repeat([[1, 0]], [length, n_pad], axis=1).repeat(2, axis=0)
+    segment_ids = np.repeat([[1, 0]], [length, n_pad], axis=1).repeat(2, axis=0)
     masks = dict(causal=row.causal(), rng=key, dropout=row.dropout(0.2))
 
     @jax.jit
     def padded(real, junk):
         def attend(real, junk):
             joined = real.zip(lambda x, y: jnp.concatenate([x, y], axis=1), junk)
-            out = inputs.call(op, joined, segments=segments, **masks)
+            out = inputs.call(op, joined, segment_ids=segment_ids, **masks)
             return jnp.sum(jnp.sin(out)), out
 
         return jax.value_and_grad(attend, argnums=(0, 1), has_aux=True)(real, junk)
@@ -256,16 +256,16 @@ def test_padding_changes_no_real_position(row):
 @over(row for row in ROWS if row.op().traits.packed)
 def test_segments_do_not_leak(row):
     """Whatever one segment holds, the others' outputs are the same to the last bit."""
-    segments = np.repeat([[2, 1, 3]], [9, 13, 6], axis=1).repeat(2, axis=0)
+    segment_ids = np.repeat([[2, 1, 3]], [9, 13, 6], axis=1).repeat(2, axis=0)
     op, key = row.op(), jax.random.key(0)
-    masks = dict(causal=row.causal(False), segments=segments, rng=key)
+    masks = dict(causal=row.causal(False), segment_ids=segment_ids, rng=key)
     attend = jax.jit(lambda x: inputs.call(op, x, **masks))
     one, other = (inputs.draw(op, length=28, seed=seed) for seed in (0, 1))
-    change = (segments == 1)[..., None, None]
+    change = (segment_ids == 1)[..., None, None]
     mixed = one.zip(lambda x, y: np.where(change, y, x), other)
     before, after = np.asarray(attend(one)), np.asarray(attend(mixed))
-    np.testing.assert_array_equal(after[segments != 1], before[segments != 1])
-    assert not np.allclose(after[segments == 1], before[segments == 1])
+    np.testing.assert_array_equal(after[segment_ids != 1], before[segment_ids != 1])
+    assert not np.allclose(after[segment_ids == 1], before[segment_ids == 1])
 
 
 @over(row for row in ROWS if row.relative or row.op().traits.exact)
@@ -273,14 +273,14 @@ def test_packed_segments_equal_one_by_one(row):
     lengths = (9, 1, 9)
     op = row.op()
     x = inputs.draw(op, length=sum(lengths))
-    segments = np.repeat([[1, 2, 3]], lengths, axis=1).repeat(2, axis=0)
+    segment_ids = np.repeat([[1, 2, 3]], lengths, axis=1).repeat(2, axis=0)
     causal, rng = row.causal(), jax.random.key(0)
 
     @jax.jit
-    def attend(x, segments):
-        return inputs.call(op, x, causal=causal, segments=segments, rng=rng)
+    def attend(x, segment_ids):
+        return inputs.call(op, x, causal=causal, segment_ids=segment_ids, rng=rng)
 
-    packed = attend(x, segments)
+    packed = attend(x, segment_ids)
     for end, n in zip(np.cumsum(lengths), lengths, strict=True):
         here = slice(end - n, end)
         alone = attend(x.at(slice(None), here), None)
@@ -293,7 +293,7 @@ def test_with_the_plan_given_nothing_reads_the_future(row):
     op, now = row.op(), 17
     one, other = (inputs.draw(op, length=30, seed=seed) for seed in (0, 1))
     plan = make_plan(op, one)
-    attend = jax.jit(lambda x: inputs.apply(op, x, plan=plan, segments=None, causal=True))
+    attend = jax.jit(lambda x: inputs.apply(op, x, plan=plan, segment_ids=None, causal=True))
     mixed = one.zip(lambda x, y: np.concatenate([x[:, :now], y[:, now:]], axis=1), other)
     before, after = attend(one), attend(mixed)
     np.testing.assert_array_equal(after[:, :now], before[:, :now])
@@ -364,11 +364,11 @@ def test_reference_attention_is_the_oracle(dropout):
 
 
 def test_visibility_and_except_self_are_the_tables():
-    segments = np.array([[1, 1, 2, 0, 2], [0, 0, 0, 0, 0]])
+    segment_ids = np.array([[1, 1, 2, 0, 2], [0, 0, 0, 0, 0]])
     shape = Shape(batch=2, n_queries=5, n_keys=5, n_heads=1)
     for causal in (False, True):
-        mask = visibility(5, 5, causal=causal, segments=jnp.asarray(segments))
-        np.testing.assert_array_equal(mask, visible(shape, causal, segments))
+        mask = visibility(5, 5, causal=causal, segment_ids=jnp.asarray(segment_ids))
+        np.testing.assert_array_equal(mask, visible(shape, causal, segment_ids))
     # The first of a segment sees itself for want of others; padding sees nothing.
     alone = np.asarray(except_self(mask))[0, 0]
     np.testing.assert_array_equal(
@@ -417,12 +417,12 @@ def test_a_few_heads_at_a_time(op, monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v, d_out = rng.normal(size=(4, 2, 13, 6, 8)).astype(np.float32)
     x = inputs.Inputs(q, None if op.traits.shared_qk else k, v)
-    segments = random_segments(rng, 2, 13)
+    segment_ids = random_segments(rng, 2, 13)
 
     def run(n_logits):
         monkeypatch.setattr(chunked, "LOGITS_IN_CACHE", n_logits)
         run = attend_and_differentiate(op, True, DROPOUT)
-        args = x, None, segments, jax.random.key(0), d_out
+        args = x, None, segment_ids, jax.random.key(0), d_out
         return run.lower(*args).as_text(), run(*args)
 
     (whole, want), (groups, got) = run(2**19), run(2 * 2 * 16 * 8)
@@ -432,7 +432,7 @@ def test_a_few_heads_at_a_time(op, monkeypatch):
 
 def test_one_head_of_more_logits_than_a_cache_holds(monkeypatch):
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 13, 1, 4)).astype(np.float32)
-    masks = dict(plan=(), segments=None, causal=True, dropout=0.0, rng=None)
+    masks = dict(plan=(), segment_ids=None, causal=True, dropout=0.0, rng=None)
     attend = functools.partial(local.local(chunk_len=4).apply, (), q, k, v, **masks)
     want = jax.jit(lambda: attend())()
     monkeypatch.setattr(chunked, "LOGITS_IN_CACHE", 1)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from reformax.ops import asymmetric_lsh, hash_sparse, lsh
-from reformax.ops.parts import dispatch, hashing
+from reformax.ops.calls import dispatch
+from reformax.ops.hashing import angular as hashing
 from tests.helpers import assert_trees_equal, lower_for_gpu
 from tests.ops import inputs
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from reformax.ops import base, block_patterns, block_sparse
-from reformax.ops.kernels import block_sparse as kernel
-from reformax.ops.parts import block_lists, tiles
-from reformax.ops.parts.masks import visibility
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.kernels.triton import block_sparse as kernel
+from reformax.ops.masking.masks import visibility
+from reformax.ops.softmax import block_lists, tiles
+from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
 KEY = jax.random.key(0)
@@ -192,15 +192,15 @@ def random_case(per_head=True, n_heads=3, length=83, block=16):
     mask[0, 2] = mask[0, :, 3] = False  # that see or give nothing
     mask = mask if per_head else mask[0]
     arrays = (rng.normal(size=(2, length, n_heads, d)).astype(np.float32) for d in (8, 8, 5, 5))
-    segments = rng.integers(0, 3, (2, length)).astype(np.int32)
-    return mask, tuple(arrays), segments
+    segment_ids = rng.integers(0, 3, (2, length)).astype(np.int32)
+    return mask, tuple(arrays), segment_ids
 
 
-def reference(mask, block, causal, segments, dropout):
+def reference(mask, block, causal, segment_ids, dropout):
     def attend(q, k, v):
         full = np.kron(mask, np.ones((block, block))).astype(bool)
         full = full.reshape(-1, *full.shape[-2:])[:, : q.shape[1], : k.shape[1]]
-        visible = full & visibility(q.shape[1], k.shape[1], causal=causal, segments=segments)
+        visible = full & visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
         return reference_attention(q, k, v, visible, dropout=dropout, rng=KEY)
 
     return attend
@@ -208,8 +208,8 @@ def reference(mask, block, causal, segments, dropout):
 
 @pytest.mark.parametrize("causal, packed", [(True, False), (False, True)])
 def test_heads_have_masks_of_their_own(causal, packed):
-    mask, (*arrays, d_out), segments = random_case()
-    masks = dict(causal=causal, segments=segments if packed else None, dropout=0.2)
+    mask, (*arrays, d_out), segment_ids = random_case()
+    masks = dict(causal=causal, segment_ids=segment_ids if packed else None, dropout=0.2)
     op = block_sparse.block_sparse(pattern=mask, block_size=16, impl="xla")
     got = with_gradients(functools.partial(op, **masks, rng=KEY))(d_out, *arrays)
     assert_trees_close(got, with_gradients(reference(mask, 16, **masks))(d_out, *arrays))
@@ -253,13 +253,13 @@ def test_rows_in_parts_are_one_attention(
     per_head, causal, packed, dropout, least_part, sizes, monkeypatch
 ):
     monkeypatch.setattr(kernel, "LEAST_PART", least_part)
-    mask, (q, k, v, d_out), segments = random_case(per_head, length=115, block=32)
+    mask, (q, k, v, d_out), segment_ids = random_case(per_head, length=115, block=32)
     here = layout(mask, 32, q.shape[1], causal, dropout)
     if per_head is None:  # no mask at all
         mask, here = np.ones_like(mask), block_lists.Everything(115, 115, causal, dropout)
-        segments = np.sort(segments, axis=1) if causal else segments
+        segment_ids = np.sort(segment_ids, axis=1) if causal else segment_ids
     cut = kernel.Tiles(*sizes, 4, 2)
-    ids = (segments, segments) if packed else (None, None)
+    ids = (segment_ids, segment_ids) if packed else (None, None)
 
     @jax.jit
     def run(q, k, v, d_out):
@@ -268,7 +268,7 @@ def test_rows_in_parts_are_one_attention(
         gradients = kernel.backward(*inputs, *results, d_out, tiles=(cut, cut), interpret=True)
         return results[0], gradients
 
-    attend = reference(mask, 32, causal, segments if packed else None, dropout)
+    attend = reference(mask, 32, causal, segment_ids if packed else None, dropout)
     want = with_gradients(attend)(d_out, q, k, v)
     assert_trees_close(run(q, k, v, d_out), want)
 

@@ -19,7 +19,7 @@ from reformax.ops import (
     sinks,
     smyrf,
 )
-from reformax.ops.parts.arguments import check_arguments
+from reformax.ops.calls.arguments import check_arguments
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over
 
@@ -36,7 +36,7 @@ def call(op, **options):
 @over((row for row in ROWS if not row.in_kernel), quick=one_of_each_kind)
 def test_a_mask_of_keys_is_padding_in_segments(row):
     op = row.op()
-    want = call(op, segments=jnp.asarray(TOKENS, jnp.int32))
+    want = call(op, segment_ids=jnp.asarray(TOKENS, jnp.int32))
     for mask in (TOKENS, TOKENS[:, None, None]):
         got = call(op, mask=mask)
         np.testing.assert_array_equal(got[TOKENS], want[TOKENS])
@@ -49,8 +49,8 @@ def test_a_mask_of_keys_is_padding_in_segments(row):
 def test_a_mask_is_added_to_segments():
     ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 0, 0]] * 2)
     for op in (flash.flash(), shared_qk.shared_qk()):
-        got = call(op, mask=TOKENS, segments=ids)
-        want = call(op, segments=jnp.where(TOKENS, ids, 0))
+        got = call(op, mask=TOKENS, segment_ids=ids)
+        want = call(op, segment_ids=jnp.where(TOKENS, ids, 0))
         np.testing.assert_array_equal(got[TOKENS], want[TOKENS])
 
 
@@ -186,5 +186,10 @@ def test_queries_of_another_dtype_have_gradients(op):
 def test_one_segment_may_have_any_id():
     for ids in ([[-1, -1, -1, 0]], [[0, 3, 3, 3]], [[-(2**31)] * 4]):
         check_arguments(
-            sinks.sinks(), *X[:, :1, :4], causal=True, segments=np.array(ids), dropout=0, rng=None
+            sinks.sinks(),
+            *X[:, :1, :4],
+            causal=True,
+            segment_ids=np.array(ids),
+            dropout=0,
+            rng=None,
         )

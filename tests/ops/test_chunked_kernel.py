@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops.kernels import chunked as kernel
-from reformax.ops.kernels.packed_chunks import PackedChunks
-from reformax.ops.parts import chunked, sorting
-from reformax.ops.parts.orders import Chunks, Order
+from reformax.ops.hashing import sorting
+from reformax.ops.kernels.triton import chunked as kernel
+from reformax.ops.kernels.triton.packed_chunks import PackedChunks
+from reformax.ops.softmax import chunked
+from reformax.ops.softmax.orders import Chunks, Order
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
 KEY = jax.random.key(0)
@@ -52,23 +53,23 @@ def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length)
     )
     k = None if chunks.shared_qk else k
     n_pad = -length % chunks.chunk_len
-    order = segments = None
+    order = segment_ids = None
     if packed:
-        segments = rng.integers(0, 3, (batch, length + n_pad)).astype(np.int32)
-        segments[:, length:] = 0
+        segment_ids = rng.integers(0, 3, (batch, length + n_pad)).astype(np.int32)
+        segment_ids[:, length:] = 0
     if n_rounds:
         buckets = rng.integers(0, 6, (batch, n_heads, n_rounds, length)).astype(np.int32)
-        ids = None if segments is None else segments[:, :length]
+        ids = None if segment_ids is None else segment_ids[:, :length]
         order = jax.jit(lambda b: sorting.sort_by_bucket(b, 6, ids, n_pad))(buckets)
 
     @with_gradients
     def arrays(q, k, v):
-        ids = None if segments is None else segments[:, :length]
+        ids = None if segment_ids is None else segment_ids[:, :length]
         return chunked.chunked_attention(q, k, v, chunks, order, ids, KEY)
 
     @jax.jit
     def blocks(q, k, v, d_out):
-        inputs = (chunks, q, k, v, order, segments, KEY)
+        inputs = (chunks, q, k, v, order, segment_ids, KEY)
         results = kernel.forward(*inputs, tiles=tiles, interpret=True)
         gradients = kernel.backward(*inputs, *results, d_out, tiles=tiles, interpret=True)
         return results[0], gradients
@@ -132,11 +133,11 @@ def test_it_lowers_for_a_gpu(dtype, size):
     chunks = Chunks(length, 64, 1, 0, causal=True, shared_qk=True, dropout=0.1)
     x = jax.ShapeDtypeStruct((1, length, n_heads, size), dtype)
     place = jax.ShapeDtypeStruct((1, n_heads, n_rounds, 1024), jnp.int32)
-    segments = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+    segment_ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 
-    def run(q, v, order, segments, rng, d_out):
-        inputs = (chunks, q, None, v, order, segments, rng)
+    def run(q, v, order, segment_ids, rng, d_out):
+        inputs = (chunks, q, None, v, order, segment_ids, rng)
         return kernel.backward(*inputs, *kernel.forward(*inputs), d_out)
 
-    lowered = lower_for_gpu(run, x, x, Order(place, place), segments, KEY, x)
+    lowered = lower_for_gpu(run, x, x, Order(place, place), segment_ids, KEY, x)
     assert lowered.count("triton") >= 2 * n_rounds

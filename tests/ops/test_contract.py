@@ -11,7 +11,7 @@ from reformax.layers import Attention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense
 from reformax.ops.base import Dims, Traits
-from reformax.ops.parts.masks import Tokens
+from reformax.ops.masking.masks import Tokens
 from tests.layers import plain
 from tests.layers import test_attention as layer_tests
 from tests.ops import inputs
@@ -73,26 +73,30 @@ def test_one_segment_a_row_or_a_refusal():
     op = slots()
     x = inputs.draw(op, length=8)
     real = np.arange(8) < np.array([[5], [8]])
-    want = inputs.call(op, x, segments=real)
+    want = inputs.call(op, x, segment_ids=real)
     for one_each in (real.astype(np.int32), real * np.array([[3], [2]])):
-        np.testing.assert_array_equal(inputs.call(op, x, segments=one_each), want)
-    got = jax.jit(lambda s: inputs.call(op, x, segments=s))(real)
+        np.testing.assert_array_equal(inputs.call(op, x, segment_ids=one_each), want)
+    got = jax.jit(lambda s: inputs.call(op, x, segment_ids=s))(real)
     np.testing.assert_allclose(got, want, atol=1e-6)
     two = np.where(np.arange(8) < 4, 1, 2) * real
-    with pytest.raises(NotImplementedError, match="segments of a row are several, but slots does"):
-        inputs.call(op, x, segments=two)
+    with pytest.raises(
+        NotImplementedError, match="segment_ids of a row are several, but slots does"
+    ):
+        inputs.call(op, x, segment_ids=two)
     with pytest.raises(NotImplementedError, match="are integers, which may be several, but slots"):
-        jax.jit(lambda s: inputs.call(op, x, segments=s))(two)
+        jax.jit(lambda s: inputs.call(op, x, segment_ids=s))(two)
 
 
 def test_an_op_is_called_with_what_it_reads():
     x = inputs.draw(fading())
     with pytest.raises(ValueError, match=r"params is \(\): fading has weights of its own, pass"):
-        fading()(*x[:3], causal=True, extras=x.extras)
-    with pytest.raises(ValueError, match=r"extras has \[\]: fading reads \['gate'\]"):
+        fading()(*x[:3], causal=True, extra_projections=x.extra_projections)
+    with pytest.raises(ValueError, match=r"extra_projections has \[\]: fading reads \['gate'\]"):
         fading()(*x[:3], causal=True, params=x.params)
-    with pytest.raises(ValueError, match=r"extras\['gate'\] has shape \(2, 13, 2, 4\): expected"):
-        fading()(*x[:3], causal=True, params=x.params, extras={"gate": x.q})
+    with pytest.raises(
+        ValueError, match=r"extra_projections\['gate'\] has shape \(2, 13, 2, 4\): expected"
+    ):
+        fading()(*x[:3], causal=True, params=x.params, extra_projections={"gate": x.q})
     with pytest.raises(NotImplementedError, match="dropout is 0.1: fading makes no attention"):
         inputs.call(fading(), x, causal=True, dropout=0.1, rng=jax.random.key(0))
 
@@ -105,11 +109,13 @@ def test_marks_reach_the_plan():
     x = inputs.draw(op, length=9)
     seen = np.eye(9, dtype=bool) | MARKS[:, None, None]
     want = dense.dense()(*x[:3], mask=seen)
-    np.testing.assert_allclose(inputs.call(op, x, marks=jnp.int32(MARKS)), want, atol=1e-6)
-    with pytest.raises(NotImplementedError, match="marks is given, but dense treats no token"):
-        dense.dense()(*x[:3], marks=jnp.int32(MARKS))
-    with pytest.raises(ValueError, match=r"marks has shape \(2, 8\): expected .*\(2, 9\)"):
-        inputs.call(op, x, marks=jnp.int32(MARKS[:, :8]))
+    np.testing.assert_allclose(inputs.call(op, x, global_tokens=jnp.int32(MARKS)), want, atol=1e-6)
+    with pytest.raises(
+        NotImplementedError, match="global_tokens is given, but dense treats no token"
+    ):
+        dense.dense()(*x[:3], global_tokens=jnp.int32(MARKS))
+    with pytest.raises(ValueError, match=r"global_tokens has shape \(2, 8\): expected .*\(2, 9\)"):
+        inputs.call(op, x, global_tokens=jnp.int32(MARKS[:, :8]))
 
 
 @pytest.mark.parametrize("model_fn", [TransformerLM, ReformerLM])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from reformax.ops.parts import dispatch
+from reformax.ops.calls import dispatch
 
 ANY = {"cudnn": None, "pallas": None, "pallas_interpret": None}
 
@@ -15,8 +15,8 @@ ANY = {"cudnn": None, "pallas": None, "pallas_interpret": None}
     "gpu, obstacles, want",
     [
         (True, ANY, "cudnn"),
-        (True, ANY | {"cudnn": "segments"}, "pallas"),
-        (True, ANY | {"cudnn": "segments", "pallas": "a bias"}, "xla"),
+        (True, ANY | {"cudnn": "segment_ids"}, "pallas"),
+        (True, ANY | {"cudnn": "segment_ids", "pallas": "a bias"}, "xla"),
         (True, {"pallas": None}, "pallas"),
         (True, {}, "xla"),
         (False, ANY, "xla"),

@@ -7,7 +7,7 @@ import pytest
 
 from reformax.models import lm
 from reformax.ops import dense, dsa, local
-from reformax.ops.kernels import indexer
+from reformax.ops.kernels.triton import indexer
 from tests.helpers import assert_trees_close, lower_for_gpu
 from tests.ops import indexed
 
@@ -31,7 +31,7 @@ def test_a_query_chooses_the_best_of_those_before_it(impl):
     op = dsa.dsa(top_k=5, **OPTIONS, impl=impl)
     params = weights(op, q)
     ids = np.repeat([[1, 2, 0], [1, 1, 1]], 7, axis=1)
-    options = dict(segments=ids, causal=True, rng=None, train=True)
+    options = dict(segment_ids=ids, causal=True, rng=None, train=True)
     plan = np.asarray(jax.jit(lambda *x: op.plan(*x, **options))(params, q, k))
     scores = np.asarray(indexed.scores(OPTIONS, params, q, k))
     for b, t in np.ndindex(plan.shape[:2]):
@@ -89,7 +89,7 @@ def test_kernels_choose_among_ties_what_array_operations_do(top_k, causal, packe
     q, k = rng.integers(-1, 2, (2, 2, length, 2, 8)).astype(np.float32)
     params = {"query": (2, 8, 3, 4), "key": (2, 8, 4), "weight": (2, 8, 3)}
     params = {name: rng.integers(-1, 2, x).astype(np.float32) for name, x in params.items()}
-    masks = dict(segments=three_segments(length) if packed else None, causal=causal)
+    masks = dict(segment_ids=three_segments(length) if packed else None, causal=causal)
     got, want = (
         jax.jit(
             lambda *x, impl=impl: dsa.dsa(top_k=top_k, **OPTIONS, impl=impl).plan(
@@ -115,8 +115,8 @@ def test_kernels_differentiate_as_array_operations_do(dtype, tolerance, monkeypa
     q, k, v = (x.astype(dtype) for x in numbers(length))
     d_out = numbers(length, 1)[0]
     op = dsa.dsa(top_k=60, **OPTIONS)
-    params, segments = weights(op, q), three_segments(length)
-    masks = dict(segments=segments, causal=True, rng=jax.random.key(2))
+    params, segment_ids = weights(op, q), three_segments(length)
+    masks = dict(segment_ids=segment_ids, causal=True, rng=jax.random.key(2))
     plan = jax.jit(lambda *x: op.plan(*x, **masks, train=True))(params, q, k)
 
     def run(impl):
@@ -168,14 +168,14 @@ def test_kernels_refuse_what_they_do_not_hold(length, d_index, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_it_lowers_for_a_gpu(dtype, monkeypatch):
-    monkeypatch.setattr(dsa.Settings, "choose", lambda *_: "pallas")
+    monkeypatch.setattr(dsa.DsaSettings, "choose", lambda *_: "pallas")
     op = dsa.dsa(top_k=33, n_index_heads=3, d_index=40, impl="pallas")
     x = jax.ShapeDtypeStruct((2, 333, 2, 80), dtype)
     ids = jax.ShapeDtypeStruct((2, 333), jnp.int32)
     params = jax.eval_shape(lambda rng: op.init(rng, op.dims(x, x)), jax.random.key(0))
 
     def run(params, q, k, v, ids, d_out):
-        masks = dict(segments=ids, causal=True, rng=jax.random.key(1))
+        masks = dict(segment_ids=ids, causal=True, rng=jax.random.key(1))
         plan = op.plan(params, q, k, **masks, train=True)
         attend = lambda *x: op.apply(*x, **masks, plan=plan, dropout=0.1)  # noqa: E731
         out, vjp = jax.vjp(attend, params, q, k, v)

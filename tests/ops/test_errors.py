@@ -226,20 +226,30 @@ CALLS = [
     (LOCAL, (x(), x(), x()), dict(rng=None, dropout=0.1), "rng is None: dropout > 0 needs one"),
     (LOCAL, (x(), x(), x()), dict(dropout=1.0), "dropout is 1.0: expected a rate in [0, 1)"),
     (LSH, (x(), None, x()), dict(dropout=-0.1), "dropout is -0.1: expected a rate in [0, 1)"),
-    (DENSE, (x(), x(), x()), dict(segments=INTEGERS[:1]), "segments has shape (1, 8): expected"),
     (
         DENSE,
         (x(), x(), x()),
-        dict(segments=np.full((2, 8), 2**32)),
-        "segments has ids up to 4294967296: expected integers of 32 bits",
+        dict(segment_ids=INTEGERS[:1]),
+        "segment_ids has shape (1, 8): expected",
     ),
-    (LSH, (x(), None, x()), dict(segments=INTEGERS[:, 1:]), "segments has shape (2, 7)"),
-    (DENSE, (x(), x(2, 9, 2, 4), x(2, 9, 2, 4)), dict(segments=INTEGERS), "segments has shape"),
+    (
+        DENSE,
+        (x(), x(), x()),
+        dict(segment_ids=np.full((2, 8), 2**32)),
+        "segment_ids has ids up to 4294967296: expected integers of 32 bits",
+    ),
+    (LSH, (x(), None, x()), dict(segment_ids=INTEGERS[:, 1:]), "segment_ids has shape (2, 7)"),
     (
         DENSE,
         (x(), x(2, 9, 2, 4), x(2, 9, 2, 4)),
-        dict(segments=(INTEGERS, INTEGERS)),
-        "segments has shape (2, 8): expected [batch, length] of k, (2, 9)",
+        dict(segment_ids=INTEGERS),
+        "segment_ids has shape",
+    ),
+    (
+        DENSE,
+        (x(), x(2, 9, 2, 4), x(2, 9, 2, 4)),
+        dict(segment_ids=(INTEGERS, INTEGERS)),
+        "segment_ids has shape (2, 8): expected [batch, length] of k, (2, 9)",
     ),
     (DENSE, (x(), x(), x()), dict(bias=x(2, 8, 8)), "bias has shape (2, 8, 8): expected [batch"),
     (
@@ -248,7 +258,12 @@ CALLS = [
         dict(bias=x(1, 1, 8, 8) > 0),
         "bias has dtype bool: expected floats",
     ),
-    (FLASH, (x(), x(), x()), dict(segments=(None, INTEGERS)), "segments is a tuple, but not a"),
+    (
+        FLASH,
+        (x(), x(), x()),
+        dict(segment_ids=(None, INTEGERS)),
+        "segment_ids is a tuple, but not a",
+    ),
     (FLASH, (x(2, 0, 2, 4),) * 3, {}, "q has shape (2, 0, 2, 4): expected at least one of each"),
     (DENSE, (x(), x(), x()), dict(bias=x(2, 2, 8, 4)), "bias has shape (2, 2, 8, 4): expected"),
     (
@@ -259,7 +274,7 @@ CALLS = [
     ),
     (TWO_BLOCKS, (x(), x(2, 4, 2, 4), x(2, 4, 2, 4)), {}, "pattern has shape (2, 2): expected"),
     (THREE_HEADS, (x(), x(), x()), {}, "pattern has shape (3, 2, 2): expected (2, 2), the"),
-    (LOCAL, (x(), x(), x()), dict(segments=INTEGERS * 1.0), "segments has dtype float32"),
+    (LOCAL, (x(), x(), x()), dict(segment_ids=INTEGERS * 1.0), "segment_ids has dtype float32"),
 ]
 
 
@@ -278,8 +293,8 @@ def test_an_op_refuses_what_its_traits_exclude(row):
     op, longer = row.op(), x(2, 9, 2, 4)
     traits, name = op.traits, op.name
     inputs = x(), None if traits.shared_qk else x(), x()
-    *_, extras, params = draw(op, length=8)
-    own = dict(extras=extras, params=params)
+    *_, extra_projections, params = draw(op, length=8)
+    own = dict(extra_projections=extra_projections, params=params)
     refused = [
         (
             (x(), x() if traits.shared_qk else None, x()),
@@ -288,8 +303,8 @@ def test_an_op_refuses_what_its_traits_exclude(row):
         )
     ]
     if not traits.cross:
-        pair = dict(segments=(INTEGERS, INTEGERS))
-        refused.append((inputs, pair, f"segments is a pair, but {name} attends within one"))
+        pair = dict(segment_ids=(INTEGERS, INTEGERS))
+        refused.append((inputs, pair, f"segment_ids is a pair, but {name} attends within one"))
     if not traits.cross and not traits.shared_qk:
         refused.append(((x(), longer, longer), {}, f"lengths 8 and 9, but {name} attends within"))
     if not traits.bias:
@@ -301,8 +316,10 @@ def test_an_op_refuses_what_its_traits_exclude(row):
     if not traits.dropout:
         refused.append((inputs, dict(dropout=0.1), f"dropout is 0.1: {name} makes no attention"))
     if not traits.packed:
-        packed = dict(segments=INTEGERS.at[:, 4:].set(2))
-        refused.append((inputs, packed, f"segments of a row are several, but {name} does not tell"))
+        packed = dict(segment_ids=INTEGERS.at[:, 4:].set(2))
+        refused.append(
+            (inputs, packed, f"segment_ids of a row are several, but {name} does not tell")
+        )
     if traits.random_plan:
         refused.append((inputs, dict(rng=None), f"rng is None: {name}, which draws its plan at"))
     for some, options, message in refused:
@@ -315,8 +332,8 @@ def test_an_op_refuses_what_its_traits_exclude(row):
 def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
     op = row.op()
     inputs = dict(q=x(), k=None if op.traits.shared_qk else x(), v=x())
-    *_, extras, params = draw(op, length=8)
-    call = dict(causal=row.causal(False), rng=KEY) | given(extras=extras)
+    *_, extra_projections, params = draw(op, length=8)
+    call = dict(causal=row.causal(False), rng=KEY) | given(extra_projections=extra_projections)
     for name, numbers in inputs.items():
         if numbers is not None:
             with pytest.raises(ValueError, match=f"^{name} has dtype int32: expected floats, as"):
@@ -328,7 +345,13 @@ def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
                 op(**inputs, **call, params=params, **{unknown: None})
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
             op.apply(
-                params, **inputs, plan=None, segments=None, dropout=0.0, **call, **{unknown: None}
+                params,
+                **inputs,
+                plan=None,
+                segment_ids=None,
+                dropout=0.0,
+                **call,
+                **{unknown: None},
             )
 
 
@@ -346,7 +369,7 @@ def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
             "rng has shape (2,) and dtype key<fry>: expected one key, such as jax.random.key(0)",
         ),
         (dict(rng=np.ones(3)), "rng has shape (3,) and dtype float64: expected one key, such as"),
-        (dict(segments=[1, 1]), "segments is [1, 1]: expected an array"),
+        (dict(segment_ids=[1, 1]), "segment_ids is [1, 1]: expected an array"),
         (dict(bias=[[0.0]]), "bias is [[0.0]]: expected an array"),
         (dict(params={"w": x()}), "params has ['w']: dense reads []"),
     ],
@@ -361,7 +384,7 @@ def test_values_that_are_no_arrays_and_settings_that_are_none(options, message):
 def test_weights_of_another_name_or_size():
     op = gated_linear.gated_linear(gated=False)
     inputs = draw(op, length=8)
-    call = dict(causal=True, extras=inputs.extras)
+    call = dict(causal=True, extra_projections=inputs.extra_projections)
     without = {name: w for name, w in inputs.params.items() if name != "scale"}
     with pytest.raises(ValueError, match=r"params has \['bias'\]: gated_linear reads \['bias',"):
         op(*inputs[:3], params=without, **call)

@@ -1,4 +1,4 @@
-"""Global tokens, given by marks, against attention in NumPy float64."""
+"""Global tokens, given as marks, against attention in NumPy float64."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ import pytest
 
 from reformax.layers import Attention
 from reformax.ops import block_patterns, block_sparse, longformer
-from reformax.ops.parts import band
-from reformax.ops.parts.dropout import full_dropout_mask
-from reformax.ops.parts.masks import Tokens
-from reformax.ops.parts.neighbours import Band
+from reformax.ops.masking.bands import Band
+from reformax.ops.masking.masks import Tokens
+from reformax.ops.softmax import band
+from reformax.ops.softmax.dropout import full_dropout_mask
 from tests.helpers import assert_trees_close, with_gradients
 from tests.layers import plain
 from tests.ops import inputs, oracle
@@ -21,22 +21,22 @@ MARKED = (3, 4, 17, 22)
 SEGMENTS = np.repeat([[1, 2, 0], [3, 0, 0]], [9, 11, 3], axis=1)
 
 
-def _counts(shape, causal, segments, marks, window, dilation, n_global):
+def _counts(shape, causal, segment_ids, global_tokens, window, dilation, n_global):
     """Which keys each query sees, and which queries are global."""
     query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
     steps = np.broadcast_to(dilation, shape.n_heads)[:, None, None]
     near = (abs(query - key) < window * steps) & ((query - key) % steps == 0)
-    marked = (marks > 0) & (True if segments is None else segments != 0)
+    marked = (global_tokens > 0) & (True if segment_ids is None else segment_ids != 0)
     chosen = marked & (np.cumsum(marked, axis=1) <= n_global)
-    mask = visible(shape, causal, segments)
+    mask = visible(shape, causal, segment_ids)
     return mask * (near[None] | chosen[:, None, None]), mask, chosen
 
 
-def _marks(length):
-    marks = np.zeros((2, length), np.int32)
-    marks[:, MARKED] = 1
-    marks[1, 0] = 2
-    return marks
+def _global_tokens(length):
+    global_tokens = np.zeros((2, length), np.int32)
+    global_tokens[:, MARKED] = 1
+    global_tokens[1, 0] = 2
+    return global_tokens
 
 
 def _differentiated(op, x, **masks):
@@ -48,7 +48,7 @@ def _differentiated(op, x, **masks):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "causal, segments, dilation, n_global, own, dropout, impl",
+    "causal, segment_ids, dilation, n_global, own, dropout, impl",
     [
         (False, None, 1, 6, True, 0.0, "xla"),
         (True, SEGMENTS, (1, 3), 4, True, 0.3, "xla"),
@@ -60,28 +60,34 @@ def _differentiated(op, x, **masks):
         pytest.param(True, None, 2, 3, False, 0.0, "xla", marks=pytest.mark.slow),
     ],
 )
-def test_outputs_and_gradients(causal, segments, dilation, n_global, own, dropout, impl):
+def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, own, dropout, impl):
     options = dict(window=4, dilation=dilation, n_global=n_global)
     op = longformer.longformer(**options, own_projections=own, impl=impl)
     x = inputs.draw(op, length=LENGTH, d_v=3)
-    marks, rng = _marks(LENGTH), jax.random.key(3)
-    masks = dict(causal=causal, segments=segments, marks=marks, dropout=dropout, rng=rng)
+    global_tokens, rng = _global_tokens(LENGTH), jax.random.key(3)
+    masks = dict(
+        causal=causal,
+        segment_ids=segment_ids,
+        global_tokens=global_tokens,
+        dropout=dropout,
+        rng=rng,
+    )
     out, d_out, got = _differentiated(op, x, **masks)
 
     shape = Shape(2, LENGTH, LENGTH, 2)
-    near, everything, chosen = _counts(shape, causal, segments, marks, **options)
+    near, everything, chosen = _counts(shape, causal, segment_ids, global_tokens, **options)
     keep = np.ones((2, 2, LENGTH, LENGTH))
     if dropout:
         keep = np.asarray(jax.jit(lambda: full_dropout_mask(rng, dropout, keep.shape))())
     wide = x.map(lambda y: y.astype(np.float64))
-    read = [wide.extras[f"global_{name}"] for name in "qkv"] if own else wide[:3]
+    read = [wide.extra_projections[f"global_{name}"] for name in "qkv"] if own else wide[:3]
     row = chosen[..., None, None]
     want, of_near = oracle.attention(*wide[:3], near, keep, np.where(row, 0, d_out))
     far, of_far = oracle.attention(*read, everything, keep, np.where(row, d_out, 0))
     assert_trees_close({"out": out}, {"out": np.where(row, far, want)}, 1e-5)
     if own:
-        of_extras = dict(zip(("global_q", "global_k", "global_v"), of_far[:3], strict=True))
-        assert_trees_close(got.extras, of_extras, 1e-5)
+        of_projections = dict(zip(("global_q", "global_k", "global_v"), of_far[:3], strict=True))
+        assert_trees_close(got.extra_projections, of_projections, 1e-5)
     else:
         of_near = [a + b for a, b in zip(of_near, of_far, strict=True)]
     for name, mine, wanted in zip("qkv", got[:3], of_near, strict=False):
@@ -100,17 +106,19 @@ def test_outputs_and_gradients(causal, segments, dilation, n_global, own, dropou
 def test_global_tokens_beside_random_blocks(sizes, n_global, block_size, dropout, impl):
     """The ETC form of BigBird. Dropout of a global key goes by its place among further keys."""
     length = sum(sizes)
-    segments = np.repeat([[1, 2, 0], [3, 0, 0]], sizes, axis=1) if len(sizes) > 1 else None
+    segment_ids = np.repeat([[1, 2, 0], [3, 0, 0]], sizes, axis=1) if len(sizes) > 1 else None
     pattern = block_patterns.bigbird(n_before=1, n_after=0, n_global=0, n_random=1)
     options = dict(pattern=pattern, block_size=block_size, impl=impl)
     op = block_sparse.block_sparse(n_global=n_global, **options)
     x = inputs.draw(op, length=length, d_v=3)
-    marks, rng = _marks(length), jax.random.key(3)
-    masks = dict(causal=False, segments=segments, marks=marks, dropout=dropout, rng=rng)
+    global_tokens, rng = _global_tokens(length), jax.random.key(3)
+    masks = dict(
+        causal=False, segment_ids=segment_ids, global_tokens=global_tokens, dropout=dropout, rng=rng
+    )
     out, d_out, got = _differentiated(op, x, **masks)
 
-    everything = visible(Shape(2, length, length, 2), False, segments)
-    marked = (marks > 0) & (True if segments is None else segments != 0)
+    everything = visible(Shape(2, length, length, 2), False, segment_ids)
+    marked = (global_tokens > 0) & (True if segment_ids is None else segment_ids != 0)
     chosen = marked & (np.cumsum(marked, axis=1) <= n_global)
     block_q, block_k = np.broadcast_to(block_size, 2)
     query, key = np.ogrid[:length, :length]
@@ -147,17 +155,17 @@ def test_global_tokens_of_blocks_need_marks_and_both_ways():
 def test_a_step_sees_the_global_tokens_of_the_prompt():
     op = longformer.longformer(window=3, dilation=(1, 2), n_global=3)
     x = inputs.draw(op, length=LENGTH)
-    marks = np.zeros((2, LENGTH), np.int32)
-    marks[0, 1], marks[1, [0, 5]] = 1, 1
-    whole = np.asarray(inputs.call(op, x, causal=True, marks=marks))
+    global_tokens = np.zeros((2, LENGTH), np.int32)
+    global_tokens[0, 1], global_tokens[1, [0, 5]] = 1, 1
+    whole = np.asarray(inputs.call(op, x, causal=True, global_tokens=global_tokens))
     prompt = x.at(slice(None), slice(0, 9))
     lengths = np.array([9, 7])
-    marks = marks[:, :9]
-    masks = dict(segments=None, causal=True, rng=None, train=False, length=LENGTH)
+    global_tokens = global_tokens[:, :9]
+    masks = dict(segment_ids=None, causal=True, rng=None, train=False, length=LENGTH)
 
     @jax.jit
     def start(prompt, lengths):
-        plan = inputs.plan(op, prompt, **masks, marks=marks)
+        plan = inputs.plan(op, prompt, **masks, global_tokens=global_tokens)
         held = dict(plan=plan, lengths=lengths, capacity=LENGTH, rng=None)
         return inputs.init_cache(op, prompt, **held)
 
@@ -192,13 +200,15 @@ def test_each_head_has_its_own_dilation_and_no_gradient_is_scattered():
 def test_heads_one_after_the_other_compute_the_same(monkeypatch):
     op = longformer.longformer(window=4, n_global=2)
     x = inputs.draw(op, length=LENGTH, n_heads=3)
-    marks = np.zeros((2, LENGTH), np.int32)
-    marks[:, 7] = 1
+    global_tokens = np.zeros((2, LENGTH), np.int32)
+    global_tokens[:, 7] = 1
 
     def run(x):  # not the op's call, which is compiled once
-        plan = inputs.plan(op, x, segments=None, causal=True, rng=None, train=True, marks=marks)
+        plan = inputs.plan(
+            op, x, segment_ids=None, causal=True, rng=None, train=True, global_tokens=global_tokens
+        )
         out = inputs.apply(
-            op, x, plan=plan, segments=None, causal=True, dropout=0.2, rng=jax.random.key(0)
+            op, x, plan=plan, segment_ids=None, causal=True, dropout=0.2, rng=jax.random.key(0)
         )
         return jnp.sum(jnp.sin(out)), out
 
@@ -211,16 +221,16 @@ def test_heads_one_after_the_other_compute_the_same(monkeypatch):
     assert at_once.as_text().count("while(") < in_turn.as_text().count("while(")
     ((_, out), gradient), ((_, got), got_gradient) = at_once(x), in_turn(x)
     np.testing.assert_allclose(got, out, atol=1e-6)
-    assert_trees_close(got_gradient.extras, gradient.extras, 1e-5)
+    assert_trees_close(got_gradient.extra_projections, gradient.extra_projections, 1e-5)
 
 
 def test_a_layer_gives_a_global_token_projections_of_its_own():
     layer = Attention(longformer.longformer(window=3, n_global=1), n_heads=2, d_qk=4, d_v=4)
     params = plain.init(layer, (1, LENGTH, 8))
     x = np.random.default_rng(0).normal(size=(1, LENGTH, 8)).astype(np.float32)
-    marks = np.zeros((1, LENGTH), np.int32)
-    marks[0, 5] = 1
-    run = jax.jit(lambda params: layer.apply(params, x, Tokens(None, marks), rng=None))
+    global_tokens = np.zeros((1, LENGTH), np.int32)
+    global_tokens[0, 5] = 1
+    run = jax.jit(lambda params: layer.apply(params, x, Tokens(None, global_tokens), rng=None))
     before = run(params)
     after = run(params | {"w_global_q": -params["w_global_q"]})
     changed = np.any(np.asarray(before != after), axis=-1)[0]

@@ -24,8 +24,8 @@ def repeated(x):
 def test_a_head_of_keys_serves_a_group(row):
     op = row.op()
     x = inputs.draw(op, length=11, d_v=3, **HEADS)
-    segments = row.segments(np.repeat([[1, 2, 0]], [5, 4, 2], axis=1).repeat(2, axis=0))
-    masks = dict(causal=row.causal(), segments=segments, rng=KEY, dropout=row.dropout(0.2))
+    segment_ids = row.segment_ids(np.repeat([[1, 2, 0]], [5, 4, 2], axis=1).repeat(2, axis=0))
+    masks = dict(causal=row.causal(), segment_ids=segment_ids, rng=KEY, dropout=row.dropout(0.2))
 
     @jax.jit
     def both(x):

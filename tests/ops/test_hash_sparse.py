@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from reformax.ops import hash_sparse
-from reformax.ops.parts import sorted_groups
-from reformax.ops.parts.hashing import draw_rotations
+from reformax.ops.hashing import sorted_groups
+from reformax.ops.hashing.angular import draw_rotations
 
 KEY = jax.random.key(2)
 
@@ -18,7 +18,7 @@ def test_a_group_is_a_bucket_of_a_segment():
     ids = np.repeat([[7, 0, 2, 7], [1, 1, 3, 0]], 10, axis=1)
     op = hash_sparse.hash_sparse(n_buckets=4)
     options = dict(causal=True, rng=KEY, train=True)
-    plan = jax.jit(lambda q, k: op.plan((), q, k, segments=ids, **options))(q, k)
+    plan = jax.jit(lambda q, k: op.plan((), q, k, segment_ids=ids, **options))(q, k)
     rotations = np.asarray(draw_rotations(q, (4,), 1, KEY), float)[:, :, 0]
     for x, order in zip((q, k), plan, strict=True):
         rotated = np.einsum("btnh,nhf->bntf", x, rotations)

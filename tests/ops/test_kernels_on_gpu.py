@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.carried import trained
+from reformax.buffers import trained
 from reformax.ops import (
     AttentionOp,
     dsa,
@@ -30,7 +30,7 @@ from reformax.ops import (
     shared_qk,
     sinks,
 )
-from reformax.ops.parts import dispatch
+from reformax.ops.calls import dispatch
 from tests.helpers import assert_trees_close, with_gradients
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -90,7 +90,7 @@ CASES = {
     ),
     "shared_qk": Case(shared_qk.shared_qk, 4, 4, t=1777, causal=False),
     "shared_qk, packed": Case(
-        of(shared_qk.shared_qk, own=False), 4, 4, t=777, packed=True, dropout=0.2
+        of(shared_qk.shared_qk, attend_self_if_alone=False), 4, 4, t=777, packed=True, dropout=0.2
     ),
     "shared_qk, wide": Case(shared_qk.shared_qk, 2, 2, 128, 1000, causal=False, packed=True),
     "hash_sparse": Case(of(hash_sparse.hash_sparse, n_buckets=8), t=1000),
@@ -98,12 +98,16 @@ CASES = {
         of(hash_sparse.hash_sparse, n_buckets=8, shared_qk=True), t=700, packed=True
     ),
     "hash_sparse, all": Case(
-        of(hash_sparse.hash_sparse, own=False), h=40, t=333, causal=False, dropout=0.2
+        of(hash_sparse.hash_sparse, attend_self_if_alone=False),
+        h=40,
+        t=333,
+        causal=False,
+        dropout=0.2,
     ),
 }
 
 
-def segments_of(rng, case: Case):
+def segment_ids_of(rng, case: Case):
     """Three segments and padding, cut anywhere."""
     if not case.packed:
         return None
@@ -124,42 +128,53 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
 
     q, k, v, d_out = (draw(n) for n in (case.n, case.g, case.g, case.n))
     k = None if op.traits.shared_qk else k
-    dims, segments = op.dims(q, v), segments_of(rng, case)
-    if segments is not None:
-        d_out = d_out * (segments != 0)[..., None, None]
+    dims, segment_ids = op.dims(q, v), segment_ids_of(rng, case)
+    if segment_ids is not None:
+        d_out = d_out * (segment_ids != 0)[..., None, None]
     params = op.init(KEY, dims)
-    extras = {name: draw(x.n_heads, x.size) for name, x in op.extras_of(dims).items()}
-    masks = dict(segments=segments, causal=case.causal, rng=KEY)
-    marks = {}
+    extra_projections = {
+        name: draw(x.n_heads, x.size) for name, x in op.extra_projections_of(dims).items()
+    }
+    masks = dict(segment_ids=segment_ids, causal=case.causal, rng=KEY)
+    global_tokens = {}
     if case.marked:
         row = rng.permutation(np.arange(case.t) < case.marked).astype(np.int32)
-        marks = {"marks": jnp.asarray(np.stack([row, row[::-1]]))}
+        global_tokens = {"global_tokens": jnp.asarray(np.stack([row, row[::-1]]))}
     plans = [
-        jax.jit(functools.partial(x.plan, params, train=True, **masks, **marks))(q, k)
+        jax.jit(functools.partial(x.plan, params, train=True, **masks, **global_tokens))(q, k)
         for x in (op, other)
     ]
     if isinstance(plans[0], jax.Array) and not case.marked:
         same = np.equal(*(np.sort(x, axis=-1) for x in plans)).all(axis=-1)  # [B, T] or [B, N, T]
-        real = np.ones(same.shape[-1], bool) if segments is None else np.asarray(segments != 0)
-        same = same | ~(real[:, None] if segments is not None and same.ndim == 3 else real)
+        real = (
+            np.ones(same.shape[-1], bool) if segment_ids is None else np.asarray(segment_ids != 0)
+        )
+        same = same | ~(real[:, None] if segment_ids is not None and same.ndim == 3 else real)
         assert same.mean() > 0.99
 
     def run(op, d_out, *inputs):
-        def attend(q, k, v, extras, params):
+        def attend(q, k, v, extra_projections, params):
             options = masks | dict(plan=plans[0], dropout=case.dropout)
-            return op.apply(params, q, k, v, **options, **({"extras": extras} if extras else {}))
+            return op.apply(
+                params,
+                q,
+                k,
+                v,
+                **options,
+                **({"extra_projections": extra_projections} if extra_projections else {}),
+            )
 
         out, vjp = jax.vjp(attend, *inputs)
         *gradients, of_params = vjp(d_out.astype(out.dtype))
         return out, (*gradients, trained(of_params))
 
-    inputs = d_out, q, k, v, extras, params
+    inputs = d_out, q, k, v, extra_projections, params
     with jax.default_matmul_precision("highest"):
         got = jax.jit(functools.partial(run, op))(*inputs)
         inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
         want = jax.jit(functools.partial(run, other))(*inputs)
-    if segments is not None:
-        got, want = ((x[0] * (segments != 0)[..., None, None], x[1]) for x in (got, want))
+    if segment_ids is not None:
+        got, want = ((x[0] * (segment_ids != 0)[..., None, None], x[1]) for x in (got, want))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         error = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()
         assert error <= TOLERANCE[dtype] * max(1, np.abs(y).max())
@@ -174,7 +189,7 @@ def test_cudnn_hides_the_padding_behind_rows(length, causal, monkeypatch):
     rng = np.random.default_rng(length)
     shapes = [(len(lengths), length, n, 64) for n in (4, 2, 2, 4)]
     q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
-    masks = dict(segments=jnp.arange(length)[None] < lengths[:, None], causal=causal)
+    masks = dict(segment_ids=jnp.arange(length)[None] < lengths[:, None], causal=causal)
     if not ON_GPU:
         computed = jax.nn.dot_product_attention
         instead = lambda *x, implementation, **options: computed(*x, **options)  # noqa: E731

@@ -113,9 +113,9 @@ def check_step(op, options, name, size, enough=LENGTH):
 )
 def test_tokens_that_can_be_global(op, near, far):
     one, other = op(n_global=LENGTH, **near), op(n_global=LARGEST, **far)
-    x, marks = draw(one, 2, LENGTH), np.zeros((2, LENGTH), np.int32)
-    marks[:, [1, 5]] = 1
-    want, got = (inputs.call(op, x, marks=marks) for op in (one, other))
+    x, global_tokens = draw(one, 2, LENGTH), np.zeros((2, LENGTH), np.int32)
+    global_tokens[:, [1, 5]] = 1
+    want, got = (inputs.call(op, x, global_tokens=global_tokens) for op in (one, other))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 

@@ -36,13 +36,13 @@ def test_gates_that_forget_nothing():
     q = x.q / np.linalg.norm(x.q, axis=-1, keepdims=True)
     x = x._replace(q=q, k=k)
     want = np.einsum("bnts,bsnv->btnv", np.tril(np.einsum("btnh,bsnh->bnts", q, k)) / 4, x.v)
-    kept = x._replace(extras={"gate": 0 * x.q + MUCH})
+    kept = x._replace(extra_projections={"gate": 0 * x.q + MUCH})
     op = gated_linear.gated_linear(**PLAIN, chunk_len=8)
     np.testing.assert_allclose(inputs.call(op, kept, causal=True), want, atol=1e-5)
     op = gated_delta.gated_delta(**PLAIN, chunk_len=8)
     own = inputs.draw(op, length=16, d_qk=16)
-    much = np.full_like(own.extras["beta"], MUCH)
-    whole = x._replace(extras={"beta": much, "keep": much}, params=own.params)
+    much = np.full_like(own.extra_projections["beta"], MUCH)
+    whole = x._replace(extra_projections={"beta": much, "keep": much}, params=own.params)
     np.testing.assert_allclose(inputs.call(op, whole, causal=True), want, atol=1e-5)
 
 
@@ -50,8 +50,8 @@ def test_the_delta_rule_replaces_the_value_of_a_key():
     op = gated_delta.gated_delta(**PLAIN)
     x = inputs.draw(op, length=9)
     one = np.broadcast_to(x.k[:, :1], x.k.shape)
-    much = np.full_like(x.extras["beta"], MUCH)
-    x = x._replace(q=one, k=one, extras={"beta": much, "keep": much})
+    much = np.full_like(x.extra_projections["beta"], MUCH)
+    x = x._replace(q=one, k=one, extra_projections={"beta": much, "keep": much})
     out = inputs.call(op, x, causal=True)
     np.testing.assert_allclose(out, x.v / 2, atol=1e-5)  # over the square root of 4
 
@@ -64,8 +64,17 @@ def test_the_memory_that_a_training_begins_with(factory, memory):
     dims = Dims(2, 4, 1, 2, 2)
     first = np.zeros((1, 2, 2, 4), np.float32)
     first[:, 0] = 1
-    extras = {name: jnp.zeros((1, 2, *to[:2])) for name, to in op.extras_of(dims).items()}
-    options = dict(plan=None, segments=None, causal=True, dropout=0.0, rng=None, extras=extras)
+    extra_projections = {
+        name: jnp.zeros((1, 2, *to[:2])) for name, to in op.extra_projections_of(dims).items()
+    }
+    options = dict(
+        plan=None,
+        segment_ids=None,
+        causal=True,
+        dropout=0.0,
+        rng=None,
+        extra_projections=extra_projections,
+    )
 
     @jax.jit
     def attend(q, k, v):
@@ -84,11 +93,13 @@ def test_the_gated_output(factory, packed):
     gated = factory(normalized=False, gated=True, chunk_len=4)
     x = inputs.draw(op, length=11)
     x.params["scale"] = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
-    gate = x.extras["output_gate"]
-    rest = {name: y for name, y in x.extras.items() if name != "output_gate"}
-    masks = dict(causal=True, segments=np.repeat([[1, 2, 0]], [5, 4, 2], axis=1).repeat(2, axis=0))
+    gate = x.extra_projections["output_gate"]
+    rest = {name: y for name, y in x.extra_projections.items() if name != "output_gate"}
+    masks = dict(
+        causal=True, segment_ids=np.repeat([[1, 2, 0]], [5, 4, 2], axis=1).repeat(2, axis=0)
+    )
     masks = masks if packed else dict(causal=True)
-    apart = x._replace(extras=rest or None)
+    apart = x._replace(extra_projections=rest or None)
     own = {name: w for name, w in x.params.items() if name != "scale"}
     out = inputs.call(plain, apart._replace(params=own), **masks)
     norm = x.params["scale"] / np.sqrt(np.mean(out**2, axis=-1, keepdims=True) + 1e-5)
@@ -119,7 +130,7 @@ def test_kernels_compute_the_same(factory):
     """`test_recurrence_kernel.py` has their gradients."""
     op = factory(impl="pallas_interpret")
     x = inputs.draw(op, length=70, batch=1)
-    masks = dict(causal=True, segments=np.repeat([[1, 2, 0]], [30, 35, 5], axis=1))
+    masks = dict(causal=True, segment_ids=np.repeat([[1, 2, 0]], [30, 35, 5], axis=1))
     want = inputs.call(factory(impl="xla"), x, **masks)
     np.testing.assert_allclose(inputs.call(op, x, **masks), want, atol=1e-5)
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.carried import Carried
+from reformax.buffers import Buffer
 from reformax.ops import dense, linformer, local, long_short, nystromformer, performer
-from reformax.ops.parts.random_features import orthogonal_directions, positive_features
+from reformax.ops.recurrence.random_features import orthogonal_directions, positive_features
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
@@ -34,11 +34,11 @@ def test_long_short_computes_blocks_in_groups_as_at_once(causal, monkeypatch):
     q, k, v = draw(length=70)
     op = long_short.long_short(window=8, rank=2, chunk_len=8)
     params = op.init(KEY, op.dims(q, v))
-    segments = np.where(np.arange(70) < 67, 1, 0)[None].repeat(2, axis=0)
+    segment_ids = np.where(np.arange(70) < 67, 1, 0)[None].repeat(2, axis=0)
 
     def run():
         def loss(params, q, k, v):
-            out = attend(op, q, k, v, params, causal=causal, segments=segments, dropout=0.3)
+            out = attend(op, q, k, v, params, causal=causal, segment_ids=segment_ids, dropout=0.3)
             return jnp.sum(out * v), out
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(params, q, k, v)
@@ -81,17 +81,6 @@ def test_a_gpu_writes_gradients_of_mixed_rows_in_their_own_dtype(monkeypatch):
     assert "f32[1,40,2,8]" not in str(program)
 
 
-def test_linformers_head_that_overflows_has_no_gradient():
-    """Mixtures that are finite in float32 and not in float16."""
-    x = jnp.ones((1, 40, 2, 4), jnp.float16).at[:, :, 1].set(60000)
-    weights = jnp.ones((40, 3)).at[:, 0].set(0)  # the first mixture is finite
-    mixtures, vjp = jax.vjp(linformer._mixed, x, weights)
-    dx, d_weights = vjp(jnp.ones_like(mixtures))
-    assert jnp.all(mixtures[:, 1:, 0] == 40) and jnp.all(jnp.isnan(mixtures[:, :, 1]))
-    assert jnp.all(dx[:, :, 0] == 2) and not jnp.any(dx[:, :, 1])
-    np.testing.assert_array_equal(d_weights, 4)  # of the other head
-
-
 def test_nystromformer_with_a_landmark_for_each_token_is_dense():
     q, k, v = draw()
     errors = [
@@ -123,8 +112,8 @@ def test_landmarks_are_means_of_equal_segments(length, n_landmarks):
     x = np.random.default_rng(0).normal(size=(1, length, 1, 2)).astype(np.float32)
 
     @jax.jit
-    def means(x, segments):
-        groups = nystromformer.landmark_groups(x.shape[1], segments, n_landmarks)
+    def means(x, segment_ids):
+        groups = nystromformer.landmark_groups(x.shape[1], segment_ids, n_landmarks)
         return groups.real, nystromformer.segment_means(x, groups)
 
     real, got = means(x, None)
@@ -135,8 +124,8 @@ def test_landmarks_are_means_of_equal_segments(length, n_landmarks):
     assert sizes.sum() == length and sizes.max() - sizes.min() <= 1
     among = np.full((1, 2 * length, 1, 2), np.nan, np.float32)
     among[:, ::2] = x
-    segments = jnp.asarray(np.arange(2 * length) % 2 == 0)[None].astype(jnp.int32)
-    real, there = means(np.nan_to_num(among), segments)
+    segment_ids = jnp.asarray(np.arange(2 * length) % 2 == 0)[None].astype(jnp.int32)
+    real, there = means(np.nan_to_num(among), segment_ids)
     some = np.any(real, axis=-1)[0]
     np.testing.assert_allclose(there[:, some], got, atol=1e-6)
 
@@ -213,25 +202,13 @@ def test_products_of_features_are_exponentials_on_average():
     assert error < 0.02 * want
 
 
-def test_a_vector_whose_features_are_no_numbers_has_no_gradient():
-    """Where its square overflows, and where twice the vector does: the square's derivative.
-
-    Not compiled: compilers of some versions order the products so that none overflows.
-    """
-    x = np.ones(4, np.float32) * np.float32([[[[np.nan]], [[np.inf]], [[1e20]], [[3e38]]]])
-    directions = orthogonal_directions(KEY, 7, 4)
-    features, vjp = jax.vjp(lambda x: positive_features(x, directions, 1e-4), x)
-    assert all(np.isnan(y).all() for y in features)
-    assert not np.any(vjp(jax.tree.map(jnp.ones_like, features))[0])
-
-
 def test_performers_features_are_redrawn_every_few_steps():
     """In training after 3 steps, in evaluation and decoding one step later."""
     op, x = performer.performer(n_features=8, redraw=3), draw()
 
     @functools.partial(jax.jit, static_argnames="train")
     def run(steps, train):
-        params = {"steps": Carried(steps)}
+        params = {"steps": Buffer(steps)}
         out, vjp = jax.vjp(lambda params: op(*x, params=params, causal=True, train=train), params)
         return out, vjp(jnp.ones_like(out))[0]["steps"].value
 
@@ -245,7 +222,7 @@ def test_performers_features_are_redrawn_every_few_steps():
 
     @jax.jit
     def last_step(steps):
-        params, masks = {"steps": Carried(steps)}, dict(segments=None, causal=True, rng=None)
+        params, masks = {"steps": Buffer(steps)}, dict(segment_ids=None, causal=True, rng=None)
         before = [y[:, :-1] for y in x]
         plan = op.plan(params, *before[:2], **masks, train=False)
         lengths = jnp.full(2, 22)
@@ -281,12 +258,12 @@ def test_performers_error_falls_with_the_root_of_the_number_of_features():
 def test_performer_attends_to_packed_segments_as_one_by_one():
     q, k, v = draw(length=19)
     op = performer.performer(n_features=16, chunk_len=4)
-    segments = np.repeat([[1, 2, 1, 3]], [7, 4, 2, 6], axis=1).repeat(2, axis=0)
+    segment_ids = np.repeat([[1, 2, 1, 3]], [7, 4, 2, 6], axis=1).repeat(2, axis=0)
     call = jax.jit(op.__call__, static_argnames="causal")
     for causal in (True, False):
-        packed = call(q, k, v, causal=causal, segments=segments)
+        packed = call(q, k, v, causal=causal, segment_ids=segment_ids)
         for number in (1, 2, 3):
-            here = segments[0] == number
+            here = segment_ids[0] == number
             alone = call(*(x[:, here] for x in (q, k, v)), causal=causal)
             np.testing.assert_allclose(packed[:, here], alone, atol=1e-5)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from reformax.ops import lsh, shared_qk
-from reformax.ops.parts import hashing, sorting
+from reformax.ops.hashing import angular as hashing
+from reformax.ops.hashing import sorting
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
@@ -21,9 +22,9 @@ def draw(*sizes, seed=0):
     return tuple(rng.normal(size=(2, 40, 2, size)).astype(np.float32) for size in sizes)
 
 
-def make_plan(op, q, *, segments=None, train=True):
+def make_plan(op, q, *, segment_ids=None, train=True):
     plan = functools.partial(op.plan, causal=False, rng=KEY, train=train)
-    return jax.jit(lambda q: plan((), q, None, segments=segments))(q)
+    return jax.jit(lambda q: plan((), q, None, segment_ids=segment_ids))(q)
 
 
 def attend(op, q, v, **kwargs):
@@ -154,17 +155,17 @@ def test_order_is_by_segment_then_bucket_then_position(
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     rng = np.random.default_rng(0)
     buckets = rng.integers(0, 6, (2, 3, 2, 40)).astype(np.int32) + n_buckets - 6
-    segments, last = None, np.zeros((2, 1, 1, 40), int)
+    segment_ids, last = None, np.zeros((2, 1, 1, 40), int)
     if segment_dtype is not None:
-        segments = rng.integers(0, 4, (2, 40)).astype(segment_dtype)
-        last = np.where(segments == 0, 99, segments.astype(int))[:, None, None]
-    sort = jax.jit(lambda buckets: sorting.sort_by_bucket(buckets, n_buckets, segments, n_pad))
+        segment_ids = rng.integers(0, 4, (2, 40)).astype(segment_dtype)
+        last = np.where(segment_ids == 0, 99, segment_ids.astype(int))[:, None, None]
+    sort = jax.jit(lambda buckets: sorting.sort_by_bucket(buckets, n_buckets, segment_ids, n_pad))
     order, places = (np.asarray(x) for x in sort(buckets).with_places()[:2])
     position = np.broadcast_to(np.arange(40), buckets.shape)
     real = np.lexsort((position, buckets, np.broadcast_to(last, buckets.shape)), axis=-1)
     is_real = order < 40
     np.testing.assert_array_equal(order[is_real].reshape(real.shape), real)
-    if segments is None:
+    if segment_ids is None:
         assert np.all(is_real[..., :40])
     np.testing.assert_array_equal(
         np.take_along_axis(places, order, axis=-1),
@@ -175,10 +176,10 @@ def test_order_is_by_segment_then_bucket_then_position(
 
 def test_the_plan_sorts_the_hashes_of_the_queries():
     (q,) = draw(8)
-    segments = np.repeat([[2, 1, 0]], [15, 20, 5], axis=1).repeat(2, axis=0)
+    segment_ids = np.repeat([[2, 1, 0]], [15, 20, 5], axis=1).repeat(2, axis=0)
     op = lsh.lsh(chunk_len=16, n_hashes=3, n_buckets=(2, 4))
-    for ids in (None, segments):
-        plan = make_plan(op, q, segments=ids)
+    for ids in (None, segment_ids):
+        plan = make_plan(op, q, segment_ids=ids)
         buckets = hash_vectors(q, (2, 4), 3)
         np.testing.assert_array_equal(
             plan.queries, sorting.sort_by_bucket(buckets, 8, ids, 8).queries
@@ -195,7 +196,7 @@ def test_a_plan_made_for_the_kernel_serves_array_operations():
     plan = make_plan(lsh.lsh(**options, impl="pallas_interpret"), q)
     assert plan.places is None
     op = lsh.lsh(**options, impl="xla")
-    masks = dict(segments=None, causal=True, dropout=0.0, rng=None)
+    masks = dict(segment_ids=None, causal=True, dropout=0.0, rng=None)
     outs = [
         jax.jit(lambda plan: op.apply((), q, None, v, plan=plan, **masks))(plan)
         for plan in (plan, make_plan(op, q))
@@ -274,7 +275,7 @@ def test_one_chunk_is_full_shared_qk_attention(causal, packed):
     """With dropout too: a weight's coin depends on which weight it is, not on where it lies."""
     q, v, d_out = draw(8, 3, 3)
     ids = np.repeat([[3, 1, 0, 2]], [13, 16, 4, 7], axis=1).repeat(2, axis=0) if packed else None
-    masks = dict(causal=causal, segments=ids, rng=KEY, dropout=0.2)
+    masks = dict(causal=causal, segment_ids=ids, rng=KEY, dropout=0.2)
     one_chunk = dict(chunk_len=48, n_hashes=2, n_chunks_before=0)
     ops = shared_qk.shared_qk(), *(lsh.lsh(**one_chunk, count_once=x) for x in (True, False))
 
@@ -330,7 +331,7 @@ def test_a_strict_plan_shows_a_query_its_own_bucket(packed):
     (q,) = draw(8)
     ids = np.repeat([[2, 1, 0]], [15, 20, 5], axis=1).repeat(2, axis=0) if packed else None
     op = lsh.lsh(chunk_len=3, n_hashes=2, n_buckets=4, n_chunks_before=2, strictly_causal=True)
-    plan = jax.tree.map(np.asarray, make_plan(op, q, segments=ids))
+    plan = jax.tree.map(np.asarray, make_plan(op, q, segment_ids=ids))
     buckets = hash_vectors(q, (4,), 2)
     cut = False
     for b, n, r, t in np.ndindex(2, 2, 2, 40):
@@ -378,7 +379,7 @@ def test_backward_drops_the_weights_that_forward_dropped(count_once):
     plan = make_plan(op, q)
 
     def run(rng):
-        masks = dict(plan=plan, segments=None, causal=True, dropout=0.5, rng=rng)
+        masks = dict(plan=plan, segment_ids=None, causal=True, dropout=0.5, rng=rng)
         return with_gradients(lambda v: op.apply((), q, None, v, **masks))(d_out, v)
 
     out, (dv,) = run(KEY)

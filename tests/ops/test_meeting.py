@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.recall import recall_across
 from reformax.ops import asymmetric_lsh, dense, smyrf
-from reformax.ops.parts.meeting import meeting_orders
+from reformax.ops.hashing.meeting import meeting_orders
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
@@ -43,8 +43,8 @@ def test_all_positions_stand_once_and_segments_apart(n_queries, n_keys, chunk_le
     rng = np.random.default_rng(n_keys)
     of_queries, of_keys = (rng.integers(0, 5, (2, 3, 2, n)) for n in (n_queries, n_keys))
     ids = [rng.integers(0, 4, (2, n)) for n in (n_queries, n_keys)]
-    segments = tuple(ids) if packed else None
-    order = orders(of_queries, of_keys, segments, chunk_len, ratio)
+    segment_ids = tuple(ids) if packed else None
+    order = orders(of_queries, of_keys, segment_ids, chunk_len, ratio)
     n_places = order.keys.shape[-1]
     assert n_places % chunk_len == 0
     n_blocks = -(-n_queries // ratio)
@@ -106,7 +106,7 @@ def test_across_sequences_no_position_is_a_query_s_own(factory):
     q, k, v = numbers([(1, 20, 2, 4)] * 3)
     of_query, of_key = (np.repeat([ids], 5, axis=1) for ids in ([1, 2, 3, 0], [1, 0, 1, 3]))
     k[of_key == 0] = v[of_key == 0] = q[of_query == 0] = np.nan
-    attend = functools.partial(factory(chunk_len=4), segments=(of_query, of_key), rng=KEY)
+    attend = functools.partial(factory(chunk_len=4), segment_ids=(of_query, of_key), rng=KEY)
     out, gradients = with_gradients(attend)(np.ones(q.shape), q, k, v)
     assert not np.any(out[:, 5:10]) and not np.any(out[:, 15:])
     assert np.all(np.any(out[:, :5], axis=-1)) and np.all(np.any(out[:, 10:15], axis=-1))
@@ -147,7 +147,7 @@ def test_whole_tiles_of_the_kernels(factory, n_queries, n_keys, packed):
     rng = np.random.default_rng(0)
     q, k, v, d_out = numbers((2, n, 2, 16) for n in (n_queries, n_keys, n_keys, n_queries))
     ids = tuple(jnp.asarray(rng.integers(0, 3, (2, n))) for n in (n_queries, n_keys))
-    options = dict(rng=KEY, dropout=0.2, segments=ids if packed else None)
+    options = dict(rng=KEY, dropout=0.2, segment_ids=ids if packed else None)
     want, got = (
         with_gradients(functools.partial(factory(chunk_len=64, impl=impl), **options))(
             d_out, q, k, v

@@ -35,9 +35,9 @@ def test_a_query_chooses_the_blocks_of_the_best_mean_keys(impl):
         assert set(np.asarray(plan[b, n, t])) - {-1} == set(want)
 
 
-def plan_of(q, k, segments, impl="xla"):
+def plan_of(q, k, segment_ids, impl="xla"):
     op = moba.moba(block_size=SIZE, top_k=TOP_K, impl=impl)
-    return op.plan((), q, k, segments=segments, causal=True, rng=None, train=True)
+    return op.plan((), q, k, segment_ids=segment_ids, causal=True, rng=None, train=True)
 
 
 @IMPLS

@@ -7,7 +7,7 @@ import pytest
 
 from reformax.ops import dense, nsa
 from reformax.ops.base import Dims
-from reformax.ops.kernels import selection
+from reformax.ops.kernels.triton import selection
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import native_sparse
 from tests.ops.inputs import Inputs
@@ -47,8 +47,8 @@ def selected(q, k, ids, t):
 def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl):
     q, k = numbers(75, 4, 2)
     ids = np.repeat([1, 2, 1, 3], [18, 30, 6, 21]) if packed else np.ones(75, int)
-    segments = ids[None].repeat(2, 0) if packed else None
-    masks = dict(segments=segments, causal=True, rng=None, train=True)
+    segment_ids = ids[None].repeat(2, 0) if packed else None
+    masks = dict(segment_ids=segment_ids, causal=True, rng=None, train=True)
     op = nsa.nsa(**MEANS, impl=impl)
     plan = np.asarray(jax.jit(lambda q, k: op.plan((), q, k, **masks))(q, k))
     assert plan.shape == (2, 2, 75, 5)
@@ -71,7 +71,7 @@ def test_kernels_select_what_array_operations_do(heads, sizes, dtype, at_a_time,
     names = "compress_len", "compress_stride", "block_size", "n_selected"
     sizes = dict(zip(names, sizes, strict=True))
     q, k = (2 * x.astype(dtype) for x in numbers(269, *heads))
-    masks = dict(segments=None, causal=True, rng=None, train=True)
+    masks = dict(segment_ids=None, causal=True, rng=None, train=True)
     got, want = (
         jax.jit(
             lambda q, k, impl=impl: nsa.nsa(**MEANS | sizes, impl=impl).plan((), q, k, **masks)
@@ -97,8 +97,10 @@ def test_each_branch_alone_can_be_dense(branch):
     op = nsa.nsa(
         **MEANS | dict(compress_len=1, compress_stride=1, block_size=4, n_selected=8, window=30)
     )
-    extras = {"gate": jnp.broadcast_to(jnp.array(GATES[branch]), (2, 30, 4, 3))}
-    got = with_gradients(lambda *x: op(*x, causal=True, extras=extras))(d_out, q, k, v)
+    extra_projections = {"gate": jnp.broadcast_to(jnp.array(GATES[branch]), (2, 30, 4, 3))}
+    got = with_gradients(lambda *x: op(*x, causal=True, extra_projections=extra_projections))(
+        d_out, q, k, v
+    )
     want = with_gradients(lambda *x: dense.dense()(*x, causal=True))(d_out, q, k, v)
     assert_trees_close(got, want, 1e-5)
 
@@ -109,15 +111,18 @@ def test_grouped_heads_are_those_of_the_equations():
     dims = Dims(4, 8, 8, length, 2)
     q, k, v, d_out = numbers(length, 4, 2, 2, 4)
     rng = np.random.default_rng(1)
-    extras = {
+    extra_projections = {
         name: rng.normal(size=(2, length, x.n_heads, x.size)).astype(np.float32)
-        for name, x in op.extras_of(dims).items()
+        for name, x in op.extra_projections_of(dims).items()
     }
-    assert extras["window_k"].shape == (2, length, 2, 8)
-    x = Inputs(q, k, v, extras, op.init(jax.random.key(0), dims))
-    segments = np.repeat([[1, 2, 0]], [20, 12, 5], axis=1).repeat(2, axis=0)
-    masks = dict(segments=jnp.asarray(segments), causal=True)
-    mask, keep = visible(Shape(2, length, length, 4), True, segments), np.ones((2, 4, length, 99))
+    assert extra_projections["window_k"].shape == (2, length, 2, 8)
+    x = Inputs(q, k, v, extra_projections, op.init(jax.random.key(0), dims))
+    segment_ids = np.repeat([[1, 2, 0]], [20, 12, 5], axis=1).repeat(2, axis=0)
+    masks = dict(segment_ids=jnp.asarray(segment_ids), causal=True)
+    mask, keep = (
+        visible(Shape(2, length, length, 4), True, segment_ids),
+        np.ones((2, 4, length, 99)),
+    )
 
     @jax.jit
     def both(x, d_out):
@@ -125,10 +130,12 @@ def test_grouped_heads_are_those_of_the_equations():
 
         def ours(x):
             options = masks | dict(plan=plan, dropout=0.0, rng=None)
-            return op.apply(x.params, x.q, x.k, x.v, **options, extras=x.extras)
+            return op.apply(
+                x.params, x.q, x.k, x.v, **options, extra_projections=x.extra_projections
+            )
 
         def reference(x):
-            return native_sparse.nsa(SIZES, x.params, plan, x[:3], x.extras, mask, keep)
+            return native_sparse.nsa(SIZES, x.params, plan, x[:3], x.extra_projections, mask, keep)
 
         return [(out, vjp(d_out)) for out, vjp in (jax.vjp(f, x) for f in (ours, reference))]
 
@@ -142,7 +149,7 @@ def test_memory_is_linear_in_the_length():
     def used(length):
         x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
         gate = jax.ShapeDtypeStruct((1, length, 1, 3), jnp.float32)
-        run = with_gradients(lambda *x: op(*x[:3], causal=True, extras={"gate": x[3]}))
+        run = with_gradients(lambda *x: op(*x[:3], causal=True, extra_projections={"gate": x[3]}))
         return run.lower(x, x, x, x, gate).compile().memory_analysis().temp_size_in_bytes
 
     slopes = np.diff([used(2**n) for n in (15, 16, 17)]) / [2**15, 2**16]

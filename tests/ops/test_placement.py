@@ -32,7 +32,7 @@ def test_rows_and_heads_are_computed_where_they_lie(row):
     sizes = dict(batch=BATCH, length=LENGTH, n_heads=HEADS)
     run, (d_out, arrays, ids, params) = inputs.with_gradients(row, KEY, **sizes)
     whole = jax.jit(run)(d_out, arrays, ids, params)
-    axes = "batch", None, "tensor" if row.op().traits.heads_apart else None
+    axes = "batch", None, "tensor" if row.op().traits.head_shards else None
     given = lie(d_out, *axes), lie(arrays, *axes), lie(ids, "batch"), lie(params)
     got, of_params = jax.jit(run)(*given)
     assert got[0].sharding.spec[: len(axes)] == axes
@@ -67,8 +67,8 @@ def test_masks_and_biases_are_split_as_they_need(shape):
     mask = random.random(shape) < 0.8
     options = dict(mask=mask, bias=random.normal(size=(1, HEADS, LENGTH, 1)).astype(np.float32))
     ids = np.where(np.arange(LENGTH) < LENGTH - 3, 1, 0) + np.zeros((BATCH, 1), np.int32)
-    want = op(*x[:3], segments=ids, **options)
-    got = op(*lie(x[:3], "batch", None, "tensor"), segments=lie(ids), **options)
+    want = op(*x[:3], segment_ids=ids, **options)
+    got = op(*lie(x[:3], "batch", None, "tensor"), segment_ids=lie(ids), **options)
     assert_trees_close(np.asarray(got), np.asarray(want))
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.recall import mean_recall
 from reformax.ops import asymmetric_lsh, smyrf
-from reformax.ops.parts.masks import visibility
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.masking.masks import visibility
+from reformax.ops.softmax.reference import reference_attention
 
 
 @pytest.mark.slow
@@ -38,17 +38,17 @@ def test_separate_queries_and_keys_find_each_other(op, causal):
     second = np.arange(length) >= length // 2
     keys = keys + np.where(second[:, None], 3 * rng.normal(size=size), 3 * rng.normal(size=size))
     q, k = (x[None, :, None].astype(np.float32) for x in (queries, keys))
-    segments = second[None] + 1
+    segment_ids = second[None] + 1
     names = np.eye(length, dtype=np.float32)[None, :, None]
-    attend = op(chunk_len=16, n_hashes=1, own=False)
+    attend = op(chunk_len=16, n_hashes=1, attend_self_if_alone=False)
 
     @jax.jit
     def shares(names, rng):
-        mask = visibility(length, length, causal=causal, segments=segments)
+        mask = visibility(length, length, causal=causal, segment_ids=segment_ids)
         truth = reference_attention(q, k, names, mask)[0, :, 0]
         # Equal logits: what a query sees is above 0, however small its weight.
-        plan = attend.plan((), q, k, segments=segments, causal=causal, rng=rng, train=True)
-        options = dict(plan=plan, segments=segments, causal=causal, dropout=0.0, rng=None)
+        plan = attend.plan((), q, k, segment_ids=segment_ids, causal=causal, rng=rng, train=True)
+        options = dict(plan=plan, segment_ids=segment_ids, causal=causal, dropout=0.0, rng=None)
         shown = attend.apply((), 0 * q, k, names, **options)[0, :, 0] > 0
         n_keys = mask[0, 0].sum(axis=-1)
         many = n_keys > length // 4  # of a few keys all are near

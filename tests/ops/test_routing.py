@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.carried import advanced
+from reformax.buffers import advanced
 from reformax.ops import dense, routing, shared_qk
 from tests.helpers import assert_trees_close
 from tests.ops import inputs
@@ -19,8 +19,8 @@ def test_a_cluster_has_the_nearest_of_the_sphere(cluster_size, n_real):
     """As many of each cluster, ceil(n / C) of n tokens, by products with vectors of length 1."""
     op = routing.routing(n_clusters=CLUSTERS, cluster_size=cluster_size)
     x = inputs.draw(op, length=LENGTH)
-    segments = np.broadcast_to(np.arange(LENGTH) < n_real, (2, LENGTH)).astype(np.int32)
-    plan = inputs.plan(op, x, segments=segments, causal=True, rng=None, train=True)
+    segment_ids = np.broadcast_to(np.arange(LENGTH) < n_real, (2, LENGTH)).astype(np.int32)
+    plan = inputs.plan(op, x, segment_ids=segment_ids, causal=True, rng=None, train=True)
     size = cluster_size or -(-n_real // CLUSTERS)
     centroids = np.asarray(x.params["centroids"].value, float)
     np.testing.assert_allclose(np.linalg.norm(centroids, axis=-1), 1, rtol=1e-6)

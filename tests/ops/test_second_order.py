@@ -25,7 +25,7 @@ def draw(row, dtype=np.float64):
 def attention(row):
     """`(inputs) -> out` of the row's op, and the plan it goes by."""
     op = row.op()
-    masks = dict(segments=jnp.asarray(row.segments(SEGMENTS)), causal=row.causal())
+    masks = dict(segment_ids=jnp.asarray(row.segment_ids(SEGMENTS)), causal=row.causal())
     plan = jax.jit(lambda x: inputs.plan(op, x, **masks, rng=KEY, train=True))(draw(row)[0])
     return lambda x: inputs.apply(op, x, plan=plan, **masks), plan
 
@@ -33,11 +33,13 @@ def attention(row):
 def reference(row, plan):
     """The same attention as its equation has it."""
     shape = Shape(batch=2, n_queries=LENGTH, n_keys=LENGTH, n_heads=2)
-    masks = shape, row.causal(), row.segments(SEGMENTS)
+    masks = shape, row.causal(), row.segment_ids(SEGMENTS)
     if row.reference is not None:
         mask, keep = visible(*masks), np.ones((2, 2, LENGTH, ADDRESSES))
         options = row.first | {"causal": row.causal()}
-        return lambda x: row.reference(options, x.params, plan, x[:3], x.extras, mask, keep)
+        return lambda x: row.reference(
+            options, x.params, plan, x[:3], x.extra_projections, mask, keep
+        )
     counts = row.counts(row.first, plan, *masks)
 
     def attend(x):
@@ -45,8 +47,8 @@ def reference(row, plan):
         if k is None:
             k = q / jnp.sqrt(jnp.mean(q**2, axis=-1, keepdims=True) + 1e-6)
         logits = jnp.einsum("btnh,bsnh->bnts", q, k) / 2
-        top = jnp.max(logits, axis=-1, keepdims=True, where=counts > 0, initial=-1e308)
-        logits = jnp.where(counts > 0, logits - jax.lax.stop_gradient(top), -jnp.inf)
+        row_max = jnp.max(logits, axis=-1, keepdims=True, where=counts > 0, initial=-1e308)
+        logits = jnp.where(counts > 0, logits - jax.lax.stop_gradient(row_max), -jnp.inf)
         weights = counts * jnp.exp(jnp.where(counts > 0, logits, 0))
         total = weights.sum(axis=-1, keepdims=True)
         return jnp.einsum("bnts,bsnv->btnv", weights / jnp.where(total > 0, total, 1), v)

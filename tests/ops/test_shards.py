@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
 from reformax.ops import dense, flash, linear, local
-from reformax.ops.parts import dispatch
+from reformax.ops.calls import dispatch
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over

@@ -6,10 +6,10 @@ import pytest
 
 from reformax.ops import lsh
 from reformax.ops.base import given
-from reformax.ops.parts.share import Share
+from reformax.ops.sharding.shard import Shard
 from tests.ops.rows import ROWS
 
-APART = [row for row in ROWS if row.op().traits.heads_apart]
+APART = [row for row in ROWS if row.op().traits.head_shards]
 QUICK = {"lsh", "flash_pallas"}
 
 
@@ -28,27 +28,31 @@ def test_some_heads_are_those_of_the_whole(row):
     k = None if op.traits.shared_qk else k
     dims = op.dims(q, v)
     params = jax.tree.map(lambda x: x + random.normal(size=x.shape), op.init(key, dims))
-    extras = {
+    extra_projections = {
         name: random.normal(size=(2, 11, 3, extra.size)).astype(np.float32)
-        for name, extra in op.extras_of(dims).items()
+        for name, extra in op.extra_projections_of(dims).items()
     }
 
     @jax.jit
-    def attend(rng, q, k, v, extras):
-        masks = dict(segments=None, causal=causal, rng=rng)
+    def attend(rng, q, k, v, extra_projections):
+        masks = dict(segment_ids=None, causal=causal, rng=rng)
         plan = op.plan(params, q, k, **masks, train=True)
-        options = masks | dict(dropout=row.dropout(0.2)) | given(extras=extras or None)
+        options = (
+            masks
+            | dict(dropout=row.dropout(0.2))
+            | given(extra_projections=extra_projections or None)
+        )
         return op.apply(params, q, k, v, plan=plan, **options)
 
     def of_heads(heads):
-        return jax.tree.map(lambda x: x[:, :, heads], (q, k, v, extras))
+        return jax.tree.map(lambda x: x[:, :, heads], (q, k, v, extra_projections))
 
-    whole = np.asarray(attend(key, q, k, v, extras))
-    got = attend(Share(key, head=1, n_heads=3), *of_heads(slice(1, 3)))
+    whole = np.asarray(attend(key, q, k, v, extra_projections))
+    got = attend(Shard(key, head=1, n_heads=3), *of_heads(slice(1, 3)))
     np.testing.assert_allclose(got, whole[:, :, 1:], atol=1e-6 * row.rounding)
     # Where heads differ by more than what they read, it matters which ones they are.
     turned = attend(key, *of_heads(slice(None, None, -1)))[:, :, ::-1]
-    others = attend(Share(key, head=0, n_heads=3), *of_heads(slice(1, 3)))
+    others = attend(Shard(key, head=0, n_heads=3), *of_heads(slice(1, 3)))
     assert np.allclose(others, got) == np.allclose(turned, whole)
 
 
@@ -56,11 +60,11 @@ def test_given_rotations_are_those_of_the_heads():
     rotations = np.random.default_rng(1).normal(size=(3, 4, 2, 2))
     op = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, rotations=rotations)
     q = np.random.default_rng(0).normal(size=(2, 11, 3, 4)).astype(np.float32)
-    masks = dict(segments=None, causal=True, train=True)
+    masks = dict(segment_ids=None, causal=True, train=True)
 
     @jax.jit
     def plans(q):
-        part = Share(None, head=1, n_heads=3)
+        part = Shard(None, head=1, n_heads=3)
         some = op.plan((), q[:, :, 1:], None, **masks, rng=part)
         return op.plan((), q, None, **masks, rng=None), some
 

@@ -11,14 +11,14 @@ KEY = jax.random.key(0)
 LENGTH = 20
 
 
-def strict():
+def exclude_self():
     return jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
 
 
 def traced(op, function, *others):
     """Traces `function(inputs, *others)` for inputs in bfloat16 and the op's weights in float32."""
     x = inputs.draw(op, length=LENGTH)
-    types, ranks = strict()
+    types, ranks = exclude_self()
     with types, ranks:
         jax.eval_shape(function, x, *others)
 
@@ -27,21 +27,23 @@ def traced(op, function, *others):
 def test_both_passes(row):
     op = row.op()
     dtype = "float32" if row.in_kernel else "bfloat16"
-    ids = row.segments(np.repeat([[1, 2, 0]], [9, 7, 4], axis=1).repeat(2, axis=0))
+    ids = row.segment_ids(np.repeat([[1, 2, 0]], [9, 7, 4], axis=1).repeat(2, axis=0))
 
-    def gradients(x, segments):
+    def gradients(x, segment_ids):
         x = x.map(lambda y: y.astype(dtype))
 
         def attend(x):
             options = dict(causal=row.causal(), dropout=row.dropout(0.2), rng=KEY)
-            plan = inputs.plan(op, x, causal=row.causal(), segments=segments, rng=KEY, train=True)
-            return inputs.apply(op, x, plan=plan, segments=segments, **options)
+            plan = inputs.plan(
+                op, x, causal=row.causal(), segment_ids=segment_ids, rng=KEY, train=True
+            )
+            return inputs.apply(op, x, plan=plan, segment_ids=segment_ids, **options)
 
         out, vjp = jax.vjp(attend, x)
         return vjp(out)
 
-    for segments in (jnp.asarray(ids), None):
-        traced(op, gradients, segments)
+    for segment_ids in (jnp.asarray(ids), None):
+        traced(op, gradients, segment_ids)
 
 
 @over(ROWS)
@@ -59,7 +61,7 @@ def test_decoding(row):
 
     def decode(x):
         x = x.map(lambda y: y.astype("bfloat16"))
-        plan = inputs.plan(op, x, segments=tokens, causal=True, rng=KEY, train=False)
+        plan = inputs.plan(op, x, segment_ids=tokens, causal=True, rng=KEY, train=False)
         options = dict(plan=plan, lengths=lengths, capacity=24, rng=KEY)
         cache = inputs.init_cache(op, x, **options)
         return inputs.step(op, x.at(slice(None), slice(0, 1)), cache, position=lengths)

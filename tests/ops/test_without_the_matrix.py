@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from reformax.ops import base, block_sparse, dense, flash, memory_efficient
-from reformax.ops.parts import cudnn, tiles
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.softmax import cudnn, tiles
+from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, default_jit, with_gradients
 from tests.ops import oracle
 
@@ -168,7 +168,7 @@ def test_a_few_heads_at_a_time(name, monkeypatch):
     op = OPS[name](**SIZES[name])
     q, k, v, d_out = (numbers(4, 29, 6, 8, seed=i) for i in range(4))
     bias = numbers(4, 6, 29, 29)
-    segments = np.sort(np.random.default_rng(0).integers(0, 3, (4, 29)))
+    segment_ids = np.sort(np.random.default_rng(0).integers(0, 3, (4, 29)))
 
     monkeypatch.setattr(base, "_compiled", base._compiled.__wrapped__)  # traces each call
 
@@ -177,7 +177,7 @@ def test_a_few_heads_at_a_time(name, monkeypatch):
 
         def attend(*inputs):
             *inputs, bias = inputs
-            return op(*inputs, segments=segments, bias=bias, dropout=0.3, rng=KEY)
+            return op(*inputs, segment_ids=segment_ids, bias=bias, dropout=0.3, rng=KEY)
 
         return with_gradients(attend)(d_out, q, k, v, bias)
 
@@ -247,10 +247,10 @@ PACKED_KEYS = np.repeat([[1, 2, 0]], [70, 30, 50], axis=1)
     "dtype, size, n_keys, options",
     [
         (np.float32, 4, 69, dict(causal=True, dropout=0.3, rng=KEY)),
-        (np.float32, 16, 150, dict(segments=(PACKED, PACKED_KEYS))),
+        (np.float32, 16, 150, dict(segment_ids=(PACKED, PACKED_KEYS))),
         (jnp.bfloat16, 8, 69, dict(causal=True)),
     ],
-    ids=["dropout", "segments", "bfloat16"],
+    ids=["dropout", "segment_ids", "bfloat16"],
 )
 def test_the_kernel_is_the_same_function(dtype, size, n_keys, options):
     lengths = (69, n_keys, n_keys, 69)
@@ -324,8 +324,8 @@ def test_padding_behind_rows_is_told_to_cudnn(length, causal, pieces, monkeypatc
         monkeypatch.setattr(cudnn, "LEAST_PIECE", 20)
         monkeypatch.setattr(cudnn, "PROGRAMS", 32)
     run = functools.partial(cudnn.cudnn_attention, causal=causal, lengths=lengths)
-    segments = np.arange(length)[None] < lengths[:, None]
-    want = functools.partial(dense.dense(impl="xla"), causal=causal, segments=segments)
+    segment_ids = np.arange(length)[None] < lengths[:, None]
+    want = functools.partial(dense.dense(impl="xla"), causal=causal, segment_ids=segment_ids)
     assert_trees_close(with_gradients(run)(d_out, q, k, v), with_gradients(want)(d_out, q, k, v))
 
 

@@ -32,7 +32,7 @@ def test_decoding(row):
     with with_x64():
         x = inputs.draw(op, batch=1, length=9, dtype=np.float64)
         key = jax.random.key(0)
-        causal = dict(segments=None, causal=True, rng=key, train=False)
+        causal = dict(segment_ids=None, causal=True, rng=key, train=False)
 
         @jax.jit
         def run(x):

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reformax.carried import Carried, becoming
+from reformax.buffers import Buffer, updated
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from tests.ops.rows import Row
 from tests.pages import ROOT, blocks
 
@@ -41,8 +41,8 @@ def _guides_row() -> Row:
 def slots(*, n_slots: int = 3) -> AttentionOp:
     """Softmax attention to learnt mixtures of all positions, as Linformer's."""
 
-    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
-        del plan, causal, segments
+    def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+        del plan, causal, segment_ids
         mix = params["mix"][:, : q.shape[1]]
         k, v = (jnp.einsum("kt,btnh->bknh", mix.astype(x.dtype), x) for x in (k, v))
         logits = jnp.einsum("btnh,bknh->bntk", q, k) / math.sqrt(q.shape[-1])
@@ -60,7 +60,7 @@ def slots(*, n_slots: int = 3) -> AttentionOp:
     )
 
 
-def _slots(options, params, plan, qkv, extras, mask, keep):
+def _slots(options, params, plan, qkv, extra_projections, mask, keep):
     real = mask.any(axis=(1, 2))[..., None, None]
     q, k, v = qkv
     mix = params["mix"][:, : q.shape[1]]
@@ -84,12 +84,12 @@ def counting() -> AttentionOp:
 
     def apply(params, *qkv, **options):
         weight = params["count"]
-        count = becoming(weight, weight.value + 1)
+        count = updated(weight, weight.value + 1)
         out = op.apply((), *qkv, **options)
         return out + count.astype(out.dtype)
 
     return dataclasses.replace(
-        op, init=lambda rng, dims: {"count": Carried(jnp.zeros(()))}, apply=apply
+        op, init=lambda rng, dims: {"count": Buffer(jnp.zeros(()))}, apply=apply
     )
 
 
@@ -98,13 +98,13 @@ def marked() -> AttentionOp:
     """Dense attention of each position to itself and to marked tokens."""
     op = dense.dense(impl="xla")
 
-    def plan(params, q, k, *, segments, causal, rng, train, length=None, marks=None):
-        del params, k, segments, causal, rng, train, length
-        return jnp.zeros(q.shape[:2], jnp.int32) if marks is None else marks
+    def plan(params, q, k, *, segment_ids, causal, rng, train, length=None, global_tokens=None):
+        del params, k, segment_ids, causal, rng, train, length
+        return jnp.zeros(q.shape[:2], jnp.int32) if global_tokens is None else global_tokens
 
     def apply(params, q, k, v, *, plan, **options):
         seen = jnp.eye(q.shape[1], dtype=bool)[None, None] | (plan > 0)[:, None, None]
         return op.apply(params, q, k, v, plan=(), **options, bias=jnp.where(seen, 0.0, -jnp.inf))
 
-    traits = Traits(marks=True, keeps_padding_out=True)
+    traits = Traits(global_tokens=True, keeps_padding_out=True)
     return AttentionOp(init=no_params, plan=plan, apply=apply, traits=traits)

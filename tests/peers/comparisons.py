@@ -88,11 +88,11 @@ def numbers(n: int, seed: int = 0):
     return (x + 0.2 * np.sign(x)).astype(np.float32)
 
 
-def ours(op, causal, q, k, v, d_out, segments=None, params=()):
+def ours(op, causal, q, k, v, d_out, segment_ids=None, params=()):
     """`(plan, out, gradients of those of q, k and v that there are)`."""
     run = attend_and_differentiate(op, causal, 0.0)
     x = Inputs(q, None if op.traits.shared_qk else k, v, params=params)
-    plan, out, (gradients, _) = run(x, None, segments, jax.random.key(0), d_out)
+    plan, out, (gradients, _) = run(x, None, segment_ids, jax.random.key(0), d_out)
     return plan, out, [x for x in gradients[:3] if x is not None]
 
 
@@ -123,10 +123,10 @@ def sdpa(row) -> Deviations:
 
     op, causal = row.op(), row.causal()
     q, k, v, d_out = numbers(4)
-    segments = random_segments(np.random.default_rng(1), BATCH, LENGTH)
-    plan, *got = ours(op, causal, q, k, v, d_out, segments)
+    segment_ids = random_segments(np.random.default_rng(1), BATCH, LENGTH)
+    plan, *got = ours(op, causal, q, k, v, d_out, segment_ids)
     counts = np.broadcast_to(
-        row.counts(row.first, plan, SHAPE, causal, segments), (BATCH, N_HEADS, LENGTH, LENGTH)
+        row.counts(row.first, plan, SHAPE, causal, segment_ids), (BATCH, N_HEADS, LENGTH, LENGTH)
     )
     sees = counts.any(axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
@@ -154,8 +154,8 @@ def flex(op, mask) -> Deviations:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     q, k, v, d_out = numbers(4)
-    segments = np.repeat([[1, 2, 3]], [17, 23, 8], axis=1).repeat(BATCH, axis=0)
-    packed = torch.tensor(segments)
+    segment_ids = np.repeat([[1, 2, 3]], [17, 23, 8], axis=1).repeat(BATCH, axis=0)
+    packed = torch.tensor(segment_ids)
 
     def visible(batch, head, query, key):
         same = packed[batch, query] == packed[batch, key]
@@ -164,7 +164,7 @@ def flex(op, mask) -> Deviations:
     blocks = create_block_mask(visible, BATCH, None, LENGTH, LENGTH, "cpu")
     heads = (torch.tensor(x).transpose(1, 2) for x in (q, k, v))
     want = flex_attention(*heads, block_mask=blocks).transpose(1, 2).numpy()
-    _, got, _ = ours(op, True, q, k, v, d_out, segments.astype(np.int32))
+    _, got, _ = ours(op, True, q, k, v, d_out, segment_ids.astype(np.int32))
     return Deviations(deviation(got, want), None)
 
 

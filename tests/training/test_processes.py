@@ -542,7 +542,7 @@ def test_rows_of_a_text_are_those_of_its_batch():
         np.testing.assert_array_equal(one, other)
 
 
-def test_parts_of_tensors_join_to_what_they_are_of():
+def test_parts_of_tensors_join_to_what_they_are_of(tmp_path):
     whole = {
         "a": np.arange(24.0).reshape(4, 6),
         "b.c": np.arange(5, dtype=np.int32),
@@ -555,8 +555,11 @@ def test_parts_of_tensors_join_to_what_they_are_of():
         arrays._part_name("b.c", (slice(None),), (5,)): whole["b.c"],
         arrays._part_name("d", (), ()): whole["d"],
     }
-    shapes = {name: (list(np.shape(x)), str(x.dtype)) for name, x in whole.items()}
-    found = arrays.join(parts, shapes)
+    shapes = {name: (np.shape(x), str(x.dtype)) for name, x in whole.items()}
+    for i, part in enumerate(parts[1:], 1):
+        arrays.save_part(tmp_path / f"arrays.{i}.npz", part)
+    arrays.save(tmp_path / "arrays", parts[0])
+    found = arrays.restore(tmp_path, shapes)
     assert found.keys() == whole.keys()
     for name, array in whole.items():
         np.testing.assert_array_equal(found[name], array)
@@ -569,14 +572,17 @@ def test_a_part_is_read_as_it_was_written(tmp_path):
         "a@0,0": np.ones((2, 3)),
         "b": np.arange(4).astype(jnp.bfloat16),
     }
-    arrays.save_part(tmp_path / "part.npz", tensors)
+    arrays.save(tmp_path / "arrays", {"c": np.ones(3)})
+    arrays.save_part(tmp_path / "arrays.1.npz", tensors)
     shapes = {"a": ([4, 3], "float64"), "b": ([4], "bfloat16")}
-    found = arrays.join([arrays.restore_part(tmp_path / "part.npz")], shapes)
+    found = arrays.restore(tmp_path, shapes)
     np.testing.assert_array_equal(found["a"], [[1] * 3, [1] * 3, [0, 1, 2], [3, 4, 5]])
     assert found["b"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(found["b"], tensors["b"])
+    (tmp_path / "arrays.1.npz").unlink()
     with pytest.raises(ValueError, match="a has 6 of 12 numbers"):
-        arrays.join([{"a@2,0": tensors["a@2,0"]}], shapes)
+        arrays.save_part(tmp_path / "arrays.1.npz", {"a@2,0": tensors["a@2,0"]})
+        arrays.restore(tmp_path, {"a": shapes["a"]})
 
 
 def test_rows_of_this_process_are_those_of_its_devices():

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.carried import Carried, becoming
+from reformax.buffers import Buffer, updated
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import performer
 from reformax.training import mesh, optimizer, step
@@ -56,7 +56,7 @@ def test_both_passes_of_a_reversible_stack_have_the_redrawn_features(exact):
 
         @jax.jit
         def gradient(params, steps, model=model):
-            params["stack"]["block_0"]["attention"]["op"]["steps"] = Carried(jnp.full(4, steps))
+            params["stack"]["block_0"]["attention"]["op"]["steps"] = Buffer(jnp.full(4, steps))
             return jax.grad(lambda params: loss_of(model, params))(params)
 
         runs.append(gradient)
@@ -72,10 +72,10 @@ def test_both_passes_of_a_reversible_stack_have_the_redrawn_features(exact):
 
 
 def test_a_weight_that_nothing_reads_stays():
-    weight = Carried(jnp.ones(3))
-    change = jax.grad(lambda w: jnp.sum(0.0 * becoming(w, jnp.full(3, 5.0))))(weight)
+    weight = Buffer(jnp.ones(3))
+    change = jax.grad(lambda w: jnp.sum(0.0 * updated(w, jnp.full(3, 5.0))))(weight)
     np.testing.assert_array_equal(change.value, np.full(3, 4.0))
-    change = jax.grad(lambda w: (becoming(w, jnp.full(3, 5.0)), 1.0)[1])(weight)
+    change = jax.grad(lambda w: (updated(w, jnp.full(3, 5.0)), 1.0)[1])(weight)
     assert not np.any(change.value)
 
 

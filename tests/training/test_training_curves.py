@@ -1,9 +1,13 @@
 """The curves of a record, and what its figure shows."""
 
+import gc
+import tracemalloc
+
 import numpy as np
 import pytest
 
-from reformax.training import curves
+from reformax.training import curves, metrics
+from reformax.training.record_lines import RecordLines
 
 pytestmark = pytest.mark.usefixtures("figures")
 
@@ -102,3 +106,50 @@ def test_smoothing_keeps_a_line_and_the_length(n):
     smoothed = curves.smooth(noise)
     assert smoothed.shape == (n,)
     assert n < 40 or smoothed.std() < 0.7 * noise.std()
+
+
+def test_a_plot_reads_the_record_line_by_line(tmp_path, monkeypatch):
+    record_lines = RecordLines(tmp_path / "metrics.jsonl", 0, say=pytest.fail)
+    for step in range(20, 160_000, 20):
+        split = "valid" if step % 4000 == 0 else "train"
+        line = {"step": step, "split": split, "bits_per_dim": 8 / step, "timing": {"seconds": step}}
+        record_lines.append(line if split == "valid" else line | {"grad_norm": 1.0, "tokens": step})
+    found = []
+
+    def drawn(lines, metric, *_):
+        found[:] = [curves.losses(lines, metric), curves.seconds(lines)]
+        found.append(curves.scores(lines, metric)["valid"])
+        return b""
+
+    monkeypatch.setattr(curves, "draw", drawn)
+    record = metrics.Record(tmp_path, record_lines, 0)
+    tracemalloc.start()
+    try:
+        record.plot()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [len(curve.steps) for curve in found] == [7960, 8000, 39]
+    assert found[0].values[0] == 8 / 20 and found[2].steps[-1] == 156_000
+    # The texts of the lines are not in memory again, nor are their dicts: 12 times their bytes.
+    assert peak < 2 * (tmp_path / "metrics.jsonl").stat().st_size
+    record.close()
+
+
+def test_a_figure_that_was_drawn_is_not_kept(tmp_path):
+    from matplotlib.figure import Figure
+
+    record_lines = RecordLines(tmp_path / "metrics.jsonl", 0, say=pytest.fail)
+    record = metrics.Record(tmp_path, record_lines, 0)
+    gc.collect()
+    before = sum(isinstance(x, Figure) for x in gc.get_objects())
+    gc.disable()  # which does not collect in time
+    try:
+        for line in lines():
+            record_lines.append(line)
+        record.plot()
+        assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+        assert sum(isinstance(x, Figure) for x in gc.get_objects()) == before
+    finally:
+        gc.enable()
+        record.close()

@@ -276,9 +276,9 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_told(run, monkeypatch)
     like = jax.eval_shape(lambda: {"w": np.zeros(3)})
     real = manifest.damage
 
-    def pruned(folder):
+    def pruned(folder, most):
         shutil.rmtree(folder, ignore_errors=True)
-        return real(folder)
+        return real(folder, most)
 
     monkeypatch.setattr(manifest, "damage", pruned)
     with pytest.raises(ValueError, match=r"no checkpoint of step 15 in .* there is 10, 20 .a run"):

@@ -1,6 +1,7 @@
 """Data that is no longer what a checkpoint was trained on: an error, or a note in the record."""
 
 import json
+import re
 import shutil
 
 import gin
@@ -102,6 +103,28 @@ def test_runs_in_the_folder_of_their_text_are_no_text(folder, monkeypatch, capsy
     assert code == 0 and "going on from step 3 to 5" in out, err
     code, _, err = call(evaluate.main, monkeypatch, capsys, *own, "--trust_config")
     assert code == 0, err
+
+
+def test_a_run_and_a_dry_run_begin_with_what_is_read(folder, monkeypatch, capsys):
+    for split, n in (("train", 90), ("val", 9), ("test", 9)):
+        rows = [{"text": f"{split} {i} " + 9 * "words "} for i in range(n)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"own/{split}.jsonl").parent.mkdir(exist_ok=True)
+        (folder / f"own/{split}.jsonl").write_text(text)
+    (folder / "own/README.md").write_text("a page")
+    begin = f"{folder}/own: train 5,"
+    lines = [
+        r"90 documents, train.jsonl\); valid 5\d\d bytes \(9 documents, val.jsonl\); test ",
+        r"\nleft out: README.md \(beside tables",
+    ]
+    own = [*flags(folder, "own"), f"--output_dir={folder}/new"]
+    for more in (["--dry_run"], []):
+        code, out, err = call(train.main, monkeypatch, capsys, *own, *more)
+        assert code == 0 and out.startswith(begin), err
+        assert all(re.search(line, out) for line in lines)
+    assert out.index("left out") < out.index("parameters,")
+    quiet = call(train.main, monkeypatch, capsys, *own, "--quiet", "--config=steps=4")[1]
+    assert "left out" not in quiet
 
 
 def test_the_same_text_elsewhere_goes_on(folder, monkeypatch, capsys):

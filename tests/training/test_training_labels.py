@@ -108,7 +108,11 @@ def masked_task():
         (partial(TransformerLM, 8), first_token, "names the class of a row, and model Transf"),
         (partial(TransformerEncoder, 8), partial(first_token, True), "class of a pair of docum"),
         (partial(TransformerEncoder, 8, 4, pairs=True), first_token, "TransformerEncoder names"),
-        (partial(TransformerEncoder, 8, 5), first_token, "set the model's n_classes=4"),
+        (
+            partial(TransformerEncoder, 8, 5),
+            first_token,
+            "set --config='encoder.TransformerEncoder.n_classes=4'",
+        ),
         (partial(ReformerEncoder, 256), partial(stdlib.stdlib, 2000), "that continues text, and"),
         (partial(TransformerMaskedLM, 8), first_token, "set loop.train.model to a classifier"),
         (partial(TransformerLM, 256), masked_task, "that fills in hidden tokens, and model"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops.parts import dispatch
+from reformax.ops.calls import dispatch
 from reformax.training import loss
 from reformax.training.kernels import cross_entropy
 from tests.helpers import assert_trees_close

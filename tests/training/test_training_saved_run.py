@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import gin
 import jax
 import numpy as np
-import orbax.checkpoint
 import pytest
 
 import evaluate
@@ -23,6 +22,7 @@ from reformax.cli import errors, results, saved_run
 from reformax.convert import __main__ as convert
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
+from reformax.training import arrays
 from tests.training import worker
 from tests.training.scripts import call
 
@@ -136,6 +136,23 @@ def test_the_folder_s_config_counts_where_the_checkpoint_has_none(run, tmp_path)
     assert run(evaluate.main, "--checkpoint=2")[1] == before
 
 
+def test_a_config_with_names_of_before_is_read(run, tmp_path):
+    """One line tells them; what --config names is of today."""
+    from tests.training.test_training_trust import change
+
+    before = run(evaluate.main, "--checkpoint=2")[1]
+    text = json.loads((tmp_path / "run/checkpoints/2/checkpoint.json").read_text())["config"]
+    text += "\nfrom reformax.ops import shared_qk\ndense/shared_qk.shared_qk.own = False\n"
+    change(tmp_path / "run", step=2, config=text)
+    saved_run.say_renamed.cache_clear()
+    code, out, err = run(evaluate.main, "--checkpoint=2")
+    assert code == 0 and out == before
+    names = "shared_qk.own is shared_qk.attend_self_if_alone"
+    assert err.count(f"note: names of settings have changed: {names}\n") == 1
+    code, _, err = run(evaluate.main, "--checkpoint=2", "--config=shared_qk.shared_qk.own=True")
+    assert code == 2 and "shared_qk.shared_qk has no parameter own" in err
+
+
 def test_an_average_is_of_one_model(run):
     code, out, _ = run(evaluate.main, "--checkpoint=average:2")
     assert code == 0 and scored()["checkpoint_steps"] == [4, 6]
@@ -153,14 +170,14 @@ def test_an_average_is_of_one_model(run):
 
 def lose(monkeypatch, how):
     """Before each read of arrays calls `how` with the checkpoint's folder; returns the calls."""
-    read, calls = orbax.checkpoint.PyTreeCheckpointer.restore, []
+    read, calls = arrays.restore, []
 
-    def restore(self, path, *args, **kwargs):
-        calls.append(path.parent.name)
-        how(path.parent, len(calls))
-        return read(self, path, *args, **kwargs)
+    def restore(folder, shapes):
+        calls.append(folder.name)
+        how(folder, len(calls))
+        return read(folder, shapes)
 
-    monkeypatch.setattr(orbax.checkpoint.PyTreeCheckpointer, "restore", restore)
+    monkeypatch.setattr(arrays, "restore", restore)
     return calls
 
 

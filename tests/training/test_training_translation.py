@@ -29,9 +29,9 @@ class TinyTranslator(tiny.TinyLM):
         return self.vocab_size
 
     def features(self, params, inputs, rng=None):
-        source, target, source_segments, target_segments = inputs
+        source, target, source_segment_ids, target_segment_ids = inputs
         embedded = params["embedding"][source]
-        same = (target_segments[:, :, None] == source_segments[:, None, :]) * 1.0
+        same = (target_segment_ids[:, :, None] == source_segment_ids[:, None, :]) * 1.0
         mean = same @ embedded / jnp.maximum(same.sum(-1, keepdims=True), 1)
         return super().features(params, target, rng) + mean
 

@@ -75,6 +75,18 @@ HOSTILE = {
     "an include of a package": f"{HEAD}include 'pack/evil.gin'",
     "after what is right": (ROOT / "configs/reverse.gin").read_text() + "\nimport evil",
     "after an error": f"{HEAD}import evil\nloop.train.steps = (",
+    # A name that is bound twice: gin runs both modules.
+    "an alias rebound": f"{HEAD}import evil as q\nimport optax as q",
+    "an alias rebound by from": f"{HEAD}import evil as q\nfrom reformax.models import lm as q",
+    "an import rebound": f"{HEAD}import evil\nimport optax as evil",
+    "an import rebound by from": f"{HEAD}import evil\nfrom reformax.models import lm as evil",
+    "from rebound": f"{HEAD}from pack import evil\nimport jax.nn as evil",
+    "from with an alias rebound": f"{HEAD}from pack import evil as q\nimport optax as q",
+    "a package rebound": f"{HEAD}import pack.evil\nimport optax as pack",
+    "rebound to what the name was": f"{HEAD}import optax\nimport evil as optax\nimport optax",
+    "rebound after use": f"{HEAD}import optax as q\nx = @q.adam()\nimport evil as q\n"
+    "import optax as q",
+    "rebound in a block": f"{HEAD}import evil as q\nloop.train:\n  steps = 1\nimport optax as q",
 }
 # What is refused although it does no harm by itself.
 REFUSED = {
@@ -93,6 +105,8 @@ REFUSED = {
     "loop.train.task = @backbone.LayerNorm()",
     "an unpickler": f"{HEAD}import pickle\nloop.train.model = @pickle.load",
     "a binding": f"{HEAD}import numpy\nnumpy.load.allow_pickle = True",
+    "a name of two modules": f"{HEAD}import optax as q\nimport jax.nn as q",
+    "gin's name": f"{HEAD}import optax as gin\nloop.train.task = @gin.adam()",
 }
 # What is not there, so that nothing has to be refused.
 MISSING = {
@@ -146,6 +160,25 @@ def test_other_names_are_refused(text, folder):
     with pytest.raises(config.ConfigError, match="--trust_config") as error:
         config.parse_saved(text, "run/config.gin")
     assert "\n" not in str(error.value)
+
+
+def test_gin_imports_what_was_checked_and_nothing_else(folder, monkeypatch):
+    monkeypatch.setattr(config, "_check_name", lambda names, statement: None)
+    for line in ("import evil", "import pack.evil as q", "from pack import evil", "import optax"):
+        with pytest.raises(config.ConfigError, match="--trust_config"):
+            config.parse_saved(f"{HEAD}{line}", "run/config.gin")
+    assert not list(folder.glob("marker*"))
+
+
+def test_a_name_that_stands_for_one_module_may_be_bound_twice(folder):
+    text = f"{HEAD}import jax.nn\nimport jax\nimport jax.nn.initializers\nx = @jax.nn.relu\n"
+    config.parse_saved(text, "run/config.gin")
+    assert gin.query_parameter("x/gin.macro.value").configurable.wrapped is jax.nn.relu
+
+
+def test_overrides_of_a_saved_config_are_the_users_own(folder):
+    config.parse_saved(f"{HEAD}import optax\n", "run/config.gin", ["import evil"])
+    assert list(folder.glob("marker*"))
 
 
 @pytest.mark.parametrize("text", MISSING.values(), ids=MISSING)

@@ -28,9 +28,9 @@ from jaxtyping import Array, Float, Int
 
 from reformax.layers import float8
 from reformax.layers.dropout import APART, multiplier
-from reformax.ops.kernels.common import launch, load
-from reformax.ops.parts.dropout import dropout_bits
-from reformax.ops.parts.first_order import first_order
+from reformax.ops.kernels.triton.common import launch, load
+from reformax.ops.numerics.first_order import first_order
+from reformax.ops.softmax.dropout import dropout_bits
 
 # Rows and columns of a tile, and warps. A program has two tiles, whose columns are `APART` apart.
 FORWARD, BACKWARD = (16, 256, 8), (32, 128, 8)

@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from reformax.ops.kernels.common import launch, load, power_of_two
-from reformax.ops.parts.first_order import first_order
+from reformax.ops.kernels.triton.common import launch, load, power_of_two
+from reformax.ops.numerics.first_order import first_order
 
 # Programs of the backward pass, several times as many as a GPU runs at once; and numbers of a row
 # for each warp.

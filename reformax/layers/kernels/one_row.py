@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from reformax.layers.kernels.layer_norm import Rows
-from reformax.ops.kernels.common import launch, load, power_of_two
+from reformax.ops.kernels.triton.common import launch, load, power_of_two
 
 # Numbers of the matrix that a program holds, 32 for each of its threads.
 TILE, WARPS = 8192, 8

@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs. An algorithm imports its own when `impl` chooses them."""
+"""Kernels, a folder for each backend. An algorithm imports its own when `impl` chooses them."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
+import jax
 import numpy as np
 
-from reformax import durable
+from reformax import durable, memory
+from reformax.declared import SettingError
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.checkpoint.names import Names
-from reformax.training.named_tensors import OWN, as_tree
+from reformax.training.named_tensors import OWN, as_tree, check_fits
+
+Shapes = dict[str, jax.ShapeDtypeStruct]  # of tensors, by name
 
 
 def is_passing(described: dict[str, Any]) -> bool:
@@ -67,8 +71,13 @@ class Reader(Names):
           ValueError: damaged, of another format or of another model; the line says what to do.
           OSError: it cannot be read, which says nothing about its content.
         """
-        tensors, info = self._read(step)
-        return as_tree(tensors, like, "", self._folder(step)), info
+
+        def whole(there: Shapes) -> Shapes:
+            check_fits(there, like, "", self._folder(step))
+            return there
+
+        tensors, info = self._read(step, whole)
+        return as_tree(tensors, like, ""), info
 
     def restore_params(
         self, step: int, like: Any, fix: str = OWN, names: Collection[str] | None = None
@@ -78,11 +87,18 @@ class Reader(Names):
         Takes, returns and raises as `restore` does, for the parameters alone; `fix` says what to do
         with a checkpoint of another model. Of `names` only these parts of the model are read.
         """
-        tensors, info = self._read(step)
-        part = "ema." if any(name.startswith("ema.") for name in tensors) else "params."
-        parts = [part] if names is None else [f"{part}{name}." for name in names]
-        tensors = {n: x for n, x in tensors.items() if f"{n}.".startswith(tuple(parts))}
-        return as_tree(tensors, like, part, self._folder(step), fix), info
+        prefix = ""
+
+        def scored(there: Shapes) -> Shapes:
+            nonlocal prefix
+            prefix = "ema." if any(name.startswith("ema.") for name in there) else "params."
+            parts = [prefix] if names is None else [f"{prefix}{name}." for name in names]
+            there = {n: x for n, x in there.items() if f"{n}.".startswith(tuple(parts))}
+            check_fits(there, like, prefix, self._folder(step), fix)
+            return there
+
+        tensors, info = self._read(step, scored)
+        return as_tree(tensors, like, prefix), info
 
     def config(self, step: int) -> str | None:
         """The settings that a checkpoint was saved with; None if it was saved without any.
@@ -173,42 +189,58 @@ class Reader(Names):
     def _read_description(self, step: int) -> dict[str, Any]:
         return description.read(self._folder(step), step, self._before(step))
 
-    def _read(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        if step != self._checked and (harm := self._harm(step)) is not None:
-            raise self._refusal(step, harm)
-        described = self._description(step)
-        tensors = {
-            name: np.zeros(shape, dtype)
-            for name, (shape, dtype) in described["tensors"].items()
-            if 0 in shape
-        }
+    def _read(
+        self, step: int, choose: Callable[[Shapes], Shapes] = dict
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The tensors of a checkpoint that `choose` wants of those that it says it has.
+
+        `choose` raises `SettingError` where they do not fit, before any is read.
+        """
         try:
+            described = self._read_description(step)
+        except manifest.Damaged as error:
+            raise self._refusal(step, self._harm(step) or str(error)) from None
+        there = description.shapes(described)
+        try:
+            wanted = choose(there)
             folder = self._folder(step)
-            parts = [arrays_lib.restore_part(path) for path in sorted(folder.glob("arrays.*.npz"))]
-            whole = arrays_lib.restore(folder / "arrays")
-            tensors |= arrays_lib.join([whole, *parts], described["tensors"])
+            memory.check(f"the tensors of {folder}", memory.size_of(wanted), "the model's sizes")
+        except SettingError:
+            # Damage is told first, where looking for it takes no hours.
+            if memory.size_of(there) < memory.available():
+                self._refuse_damaged(step)
+            raise
+        self._refuse_damaged(step)
+        shapes = {n: (x.shape, x.dtype) for n, x in wanted.items()}
+        tensors = {n: np.zeros(*x) for n, x in shapes.items() if 0 in x[0]}
+        try:
+            tensors |= arrays_lib.restore(
+                folder, {n: x for n, x in shapes.items() if n not in tensors}
+            )
         except Exception as error:
             folder = self._folder(step)
             if not os.path.lexists(folder):
                 raise self._refusal(step, "deleted") from error
             if (cause := durable.system_error(error)) is not None:
                 raise durable.explained(cause, "read", folder) from error
-            text = next(iter(str(error).splitlines()), "")
             raise ValueError(
-                f"checkpoint {folder} matches its manifest and orbax cannot read it "
-                f"({type(error).__name__}: {text}): see with --traceback"
+                f"checkpoint {folder} matches its manifest and is none that training writes "
+                f"({error}): get it again from where it was trained"
             ) from error
         return tensors, {"step": step, "score": described["score"], **described["extra"]}
 
+    def _refuse_damaged(self, step: int) -> None:
+        if step != self._checked and (harm := self._harm(step)) is not None:
+            raise self._refusal(step, harm)
+
     def _harm(self, step: int) -> str | None:
         """What is wrong with a checkpoint, in words; None if it is whole."""
-        harm = manifest.damage(self._folder(step))
-        if harm is None:
-            try:
-                self._read_description(step)
-            except manifest.Damaged as error:
-                return str(error)
-        return harm
+        folder = self._folder(step)
+        try:
+            most = description.most_bytes(self._read_description(step))
+        except manifest.Damaged as error:
+            return manifest.difference_of_sizes(folder) or str(error)
+        return manifest.damage(folder, most)
 
     def _refusal(self, step: int, harm: str) -> ValueError:
         """The error of a step without a whole checkpoint."""

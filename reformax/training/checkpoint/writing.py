@@ -119,8 +119,12 @@ class Writer(Reader):
         step, together = described["step"], self._processes
         temporary = self.folder / f"tmp.{step}"
 
+        unproven = False
+
         def begin() -> None:
+            nonlocal unproven
             check()
+            unproven = not self.steps()
             durable.make_folder(self.folder)
             durable.remove(temporary)
             temporary.mkdir()
@@ -128,6 +132,8 @@ class Writer(Reader):
         def end() -> None:
             previous = self._scheduled_before(step)
             description.write(temporary, previous=previous, **described)
+            if unproven:
+                self._read_back(temporary, arrays, described)
             manifest.write(temporary)
             check()
             self._give_name(temporary, step)
@@ -160,6 +166,19 @@ class Writer(Reader):
             arrays_lib.save(folder / "arrays", tensors)
         elif tensors:
             arrays_lib.save_part(folder / f"arrays.{self._processes.index}.npz", tensors)
+
+    def _read_back(self, temporary: Path, arrays: dict, described: dict[str, Any]) -> None:
+        """Raises `ValueError` if what was written is not what a run would go on from."""
+        shapes = {name: x for name, x in described["arrays"].items() if 0 not in x.shape}
+        parts = {name: x for name, x in arrays.items() if x.size}
+        try:
+            arrays_lib.check_written(temporary, shapes, parts)
+        except arrays_lib.Unreadable as error:
+            raise ValueError(
+                f"the run's first checkpoint, of step {described['step']}, does not read back as "
+                f"it was written ({error}): no run could go on from {self.folder}, give an "
+                "output_dir on another disk"
+            ) from error
 
     def _give_name(self, temporary: Path, step: int) -> None:
         named, old = self.folder / str(step), self.folder / f"{OLD}{step}"

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.common import LOWEST, launch, load, power_of_two
+from reformax.ops.kernels.triton.common import LOWEST, launch, load, power_of_two
 
 # Numbers that a program holds, and its warps.
 BLOCK, WARPS = 8192, 32

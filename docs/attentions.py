@@ -1,0 +1,170 @@
+"""Writes the table of docs/choosing_an_attention.md that says what each attention can do.
+
+    python docs/attentions.py
+
+Every cell is read off the code: the traits and functions of the op with its default options, the
+values that its `impl` takes, the citation of its docstring, and the gin files. A test compares.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import reformax.ops
+from reformax.cli import config as cli_config
+from reformax.cli import configs
+from reformax.ops.base import AttentionOp, Dims
+from reformax.training import loop
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/choosing_an_attention.md"
+BEGIN, END = "<!-- begin: python docs/attentions.py -->\n", "<!-- end -->\n"
+COLUMNS = (
+    *("attention", "causal", "packed", "cross", "decoding", "kernels", "`context`", "flax"),
+    *("paper", "config"),
+)
+YES, NO = "yes", "–"
+
+
+class Attention(NamedTuple):
+    """An attention of `reformax.ops`: a module and the function in it of the same name."""
+
+    name: str
+    make: Callable[..., AttentionOp]
+    doc: str  # the module's
+
+    @property
+    def op(self) -> AttentionOp:
+        """The op with its default options."""
+        return self.make()
+
+
+def attentions() -> list[Attention]:
+    """All of them, by name."""
+    found = []
+    for module in pkgutil.iter_modules(reformax.ops.__path__):
+        if module.ispkg:
+            continue
+        text = importlib.import_module(f"reformax.ops.{module.name}")
+        make = getattr(text, module.name, None)
+        if callable(make):
+            found.append(Attention(module.name, make, text.__doc__ or ""))
+    return found
+
+
+# What a caller may ask, each in one place.
+
+
+def is_causal(op: AttentionOp) -> str:
+    """Whether it hides the future, always, never, or as it is told."""
+    both = op.traits.causal and op.traits.bidirectional
+    return "either" if both else "only" if op.traits.causal else NO
+
+
+def context(op: AttentionOp) -> str:
+    """How devices share a sequence, see reformax/layers/context.py."""
+    if op.reach is not None:
+        return "borders"
+    if op.traits.head_shards:
+        return "heads, ring" if op.traits.sequence_shards else "heads"
+    return NO
+
+
+def in_flax(op: AttentionOp) -> str:
+    """Whether `reformax.flax` takes it: it has no weights and no further projections."""
+    dims = Dims(2, 8, 8, 16)
+    weights = jax.eval_shape(lambda rng: op.init(rng, dims), jax.random.key(0))
+    return NO if jax.tree.leaves(weights) or op.extra_projections_of(dims) else YES
+
+
+def kernels(make) -> str:
+    """The values of `impl` that are kernels; its refusal of another value lists them all."""
+    try:
+        make(impl="?")
+    except TypeError:  # it takes no `impl`
+        return NO
+    except ValueError as error:
+        found = re.findall(r"'(cudnn|pallas)'", str(error).partition("expected")[2])
+        return ", ".join({"cudnn": "cuDNN", "pallas": "Pallas"}[name] for name in found) or NO
+    raise LookupError(f"{make.__name__} takes impl='?'")
+
+
+def paper(doc: str) -> str:
+    """The first citation of a docstring."""
+    names = r"[A-Z][\w-]+(?:, [A-Z]\w+)*(?: and [A-Z]\w+| et al\.)?"
+    found = re.search(rf"{names}\s(?:19|20)\d\d|\((Reformer|FlashAttention),", doc)
+    return NO if found is None else " ".join((found[1] or found[0]).split())
+
+
+def config(name: str) -> str:
+    """A gin file whose model has it: of its name, the quickstart, or the first by name."""
+    found = [file for file, names in _used().items() if name in names]
+    chosen = next((file for file in (name, "quickstart") if file in found), min(found, default=NO))
+    return chosen if chosen == NO else f"`{chosen}`"
+
+
+@functools.cache
+def _used() -> dict[str, set[str]]:
+    """The attentions of the model of each gin file that is a run."""
+    found, ours = {}, {a.make: a.name for a in attentions()}
+    for path in sorted(configs.FOLDER.glob("*.gin")):
+        if "to be included" in path.read_text().partition("\n\n")[0]:
+            continue
+        cli_config.parse([str(path)], folders=configs.FOLDERS)
+        model = cli_config.described(loop.train, "model")
+        found[path.stem] = {ours[f] for f in _functions(model) if f in ours}
+    return found
+
+
+def _functions(value: Any) -> Iterator[Callable]:
+    """What a described config calls."""
+    if isinstance(value, cli_config.Reference):
+        yield value.function
+        value = list(value.arguments.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _functions(item)
+
+
+def table() -> str:
+    """The table as Markdown."""
+    rows = []
+    for attention in attentions():
+        op = attention.op
+        rows.append(
+            (
+                f"`{attention.name}`",
+                is_causal(op),
+                YES if op.traits.packed else NO,
+                YES if op.traits.cross else NO,
+                YES if op.step is not None else NO,
+                kernels(attention.make),
+                context(op),
+                in_flax(op),
+                paper(attention.doc),
+                config(attention.name),
+            )
+        )
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def written(page: str) -> str:
+    """The page with the table of now."""
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{PAGE} has no lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))

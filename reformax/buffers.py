@@ -1,0 +1,90 @@
+"""Weights that steps of training carry on without training them: counters, running means.
+
+    value = becoming(params["count"], params["count"].value + 1)
+
+Such a weight is a `Buffer`. A function of the weights says what it becomes by `updated`, and the
+change arrives where a gradient would: through any transformation, scan and recomputation of the
+backward pass. A step of training adds it, and neither optimizer, clipping nor weight decay sees
+the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Buffer(NamedTuple):
+    """A weight whose cotangent is its change."""
+
+    value: Float[Array, "*d"]
+
+
+@jax.custom_vjp
+def _becoming(value, after):
+    del after
+    return value
+
+
+def _backward(change, gradient):
+    del gradient
+    return change, jnp.zeros_like(change)
+
+
+_becoming.defvjp(lambda value, after: (value, after - value), _backward)
+
+
+def updated(weight: Buffer, after: Float[Array, "*d"]) -> Float[Array, "*d"]:
+    """The weight's value, which after the step is `after`.
+
+    The output must depend on what is returned, if only by a factor of 0: a part of a function that
+    nothing depends on is not differentiated, and the weight stays as it is. Of a batch that is
+    computed in parts, one after the other or each on its device, each part says what the weight
+    becomes, and it becomes the mean.
+    """
+    return _becoming(weight.value, jax.lax.stop_gradient(after))
+
+
+def in_parts(params: Any, n_parts: int) -> Any:
+    """The tree as parts read it whose changes are summed: what is carried becomes their mean."""
+
+    def part(x):
+        if not is_buffer(x):
+            return x
+        fixed = jax.lax.stop_gradient(x.value)
+        return Buffer(fixed + (x.value - fixed) / n_parts)
+
+    return jax.tree.map(part, params, is_leaf=is_buffer)
+
+
+def is_buffer(x: Any) -> bool:
+    """Whether a node of a tree is a `Buffer`."""
+    return isinstance(x, Buffer)
+
+
+def trained(tree: Any) -> Any:
+    """The tree with None in the place of what is carried: what an optimizer sees."""
+    return jax.tree.map(lambda x: None if is_buffer(x) else x, tree, is_leaf=is_buffer)
+
+
+def advanced(params: Any, changes: Any, n_parts: int = 1) -> Any:
+    """The tree with each carried weight as it is after a step.
+
+    Args:
+      params: the weights before it.
+      changes: the gradient with respect to `params`, summed over the parts of the batch.
+      n_parts: the number of parts.
+    """
+
+    def after(before, change):
+        return Buffer(before.value + change.value / n_parts) if is_buffer(before) else before
+
+    return jax.tree.map(after, params, changes, is_leaf=is_buffer)
+
+
+def merged(params: Any, weights: Any) -> Any:
+    """What is carried in `params`, and all others from `weights`, a tree like `trained(params)`."""
+    return jax.tree.map(lambda x, w: x if is_buffer(x) else w, params, weights, is_leaf=is_buffer)

@@ -1,0 +1,315 @@
+"""Rows of .parquet and .arrow files, by pyarrow.
+
+A file of a few bytes may hold the same long text many times, or pages that unpack to much, so every
+reader counts what it has read and stops at its limit.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reformax.data import files
+from reformax.declared import SettingError
+
+_ROWS = 1024  # rows of a table that are read together
+# The encodings of Parquet that pyarrow reads as a dictionary.
+_AS_DICTIONARY = {"PLAIN", "RLE", "BIT_PACKED", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+# What stands in place of a file that Git LFS has not fetched.
+LFS_POINTER = b"version https://git-lfs"
+# Words of pyarrow's errors on files that are whole.
+_UNSUPPORTED = ("not yet implemented", "not supported", "unsupported", "not built with", "codec")
+
+
+class Field(NamedTuple):
+    """A field of rows that is read.
+
+    Attributes:
+      name: the field's.
+      setting: the setting that names it, for errors.
+      is_text: whether its values are text; otherwise they are numbers, booleans or text.
+    """
+
+    name: str
+    setting: str = "text.text.field"
+    is_text: bool = True
+
+
+class NoField(SettingError):
+    """A table has no such field."""
+
+
+def parquet(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple]:
+    """The rows of columns of a Parquet file.
+
+    Args:
+      path: the file.
+      fields: the columns.
+      max_bytes: the most that the columns may unpack to, and the most that their texts may have.
+
+    Yields:
+      A value of each column: of text its bytes, or None.
+
+    Raises:
+      ValueError: the file is damaged, has no such column of text, or too much in it.
+      OSError: the file cannot be read.
+      ImportError: pyarrow is not there.
+    """
+    pa = _pyarrow(path)
+    size = files.check_ordinary(path)
+    try:
+        texts = _check_columns(pa, path, pa.parquet.read_schema(path), fields)
+        names = [field.name for field in fields]
+        with pa.parquet.ParquetFile(path) as file:
+            metadata = file.metadata
+        if (stated := _stated(metadata, names)) > max_bytes:
+            raise _bomb(path, size, max_bytes)
+        # Read as a dictionary, a text that stands many times is in memory once. Where pyarrow
+        # cannot, a row has at most the bytes that the column states, so few rows are read together.
+        dictionaries = [name for name in texts if _encodings(metadata, name) <= _AS_DICTIONARY]
+        n_rows = _ROWS
+        if len(dictionaries) < len(texts):
+            n_rows = min(_ROWS, max(1, max_bytes // max(1, stated)))
+        with pa.parquet.ParquetFile(path, read_dictionary=dictionaries) as file:
+            batches = file.iter_batches(batch_size=n_rows, columns=names, use_threads=False)
+            yield from _rows(pa, path, fields, batches, max_bytes)
+    except (pa.ArrowException, OSError) as error:
+        raise _unread(pa, path, error) from error
+
+
+def arrow(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple]:
+    """The rows of columns of an Arrow file or stream, as `datasets` writes them.
+
+    Takes, yields and raises what `parquet` does; packed buffers are refused.
+    """
+    pa = _pyarrow(path)
+    size = files.check_ordinary(path)
+    try:
+        with pa.memory_map(str(path)) as source:
+            begin = 8 if source.read(6) == b"ARROW1" else 0  # a file is a stream in a frame
+            source.seek(begin)
+            if any(map(_is_packed, pa.ipc.MessageReader.open_stream(source))):
+                raise ValueError(
+                    f"{path} has packed buffers, which `datasets` does not write: save it as "
+                    ".parquet, or without compression"
+                )
+            source.seek(begin)
+            schema = pa.ipc.open_stream(source).schema
+            _check_columns(pa, path, schema, fields)
+            source.seek(begin)
+            included = [schema.get_field_index(field.name) for field in fields]
+            options = pa.ipc.IpcReadOptions(included_fields=included)
+            batches = pa.ipc.open_stream(source, options=options)
+            yield from _rows(pa, path, fields, batches, max(max_bytes, size))
+    except (pa.ArrowException, OSError) as error:
+        raise _unread(pa, path, error) from error
+
+
+def _rows(
+    pa, path: Path, fields: Sequence[Field], batches: Iterator[Any], max_bytes: int
+) -> Iterator[tuple]:
+    """The rows of batches, as long as their texts have no more bytes than that together."""
+    total, size = 0, path.stat().st_size
+    for batch in batches:
+        columns = []
+        for field in fields:
+            column = batch.column(batch.schema.get_field_index(field.name))
+            column.validate(full=True)
+            while isinstance(column, pa.ExtensionArray):
+                column = column.storage
+            total += len(column)
+            indices, values = None, column
+            if pa.types.is_dictionary(column.type):
+                indices, values = column.indices, column.dictionary
+            if _is_string(pa, values.type) or _is_binary(pa, values.type):
+                lengths = _lengths(pa, values)
+                lengths = lengths if indices is None else lengths.take(indices)
+                total += pa.compute.sum(lengths).as_py() or 0
+                if total > max_bytes:
+                    raise _bomb(path, size, max_bytes)
+                found = _as_bytes(pa, path, field.name, values)
+            else:
+                found = values.to_pylist()
+            if indices is not None:
+                found = [None if i is None else found[i] for i in indices.to_pylist()]
+            columns.append(found)
+        if total > max_bytes:
+            raise _bomb(path, size, max_bytes)
+        yield from zip(*columns, strict=True)
+
+
+def _lengths(pa, values: Any) -> Any:
+    """The bytes of each value, before any of them is copied."""
+    if not _is_view(pa, values.type):
+        return pa.compute.binary_length(values)
+    # A view is 16 bytes, of which the first four are the length; many may show one text.
+    views = np.frombuffer(values.buffers()[1], np.int32)[4 * values.offset :: 4][: len(values)]
+    return pa.array(np.where(np.asarray(values.is_valid()), views, 0), pa.int64())
+
+
+def _as_bytes(pa, path: Path, field: str, values: Any) -> list[bytes | None]:
+    """The values as they are; bytes that no type says are text must be UTF-8."""
+    found = values.cast(pa.large_binary()).to_pylist()
+    if not _is_string(pa, values.type):
+        for value in found:
+            try:
+                (value or b"").decode("utf-8")
+            except UnicodeDecodeError:
+                raise SettingError(
+                    f"{path}: column {field!r} is {values.type} and no UTF-8: convert it to text"
+                ) from None
+    return found
+
+
+def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Field]) -> list[str]:
+    """The names of those columns that are text.
+
+    Raises:
+      SettingError: a table has no such column, or it is not what a field is.
+    """
+
+    def plain(kind: Any) -> Any:
+        while isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+    kinds = [(column.name, plain(column.type)) for column in schema]
+    texts = [name for name, kind in kinds if _is_string(pa, kind)]
+    found_texts = []
+    for field in fields:
+        found = [kind for name, kind in kinds if name == field.name]
+        if not found:
+            others = texts if field.is_text else [name for name, _ in kinds]
+            raise no_field(str(path), field, others)
+        where = f"{path}: column {field.name!r}"
+        if len(found) > 1:
+            raise SettingError(f"{where} is there {len(found)} times: give each its own name")
+        is_text = _is_string(pa, found[0]) or _is_binary(pa, found[0])
+        found_texts += [field.name] * is_text
+        types = pa.types
+        is_value = types.is_integer(found[0]) or types.is_floating(found[0])
+        is_value = is_value or types.is_boolean(found[0]) or types.is_null(found[0])
+        if not is_text and (field.is_text or not is_value):
+            other = next((x for x in texts if x not in [f.name for f in fields]), None)
+            fix = f"set --config='{field.setting}=\"{other}\"'" if other else "save it as strings"
+            what = "which is no text" if field.is_text else "which is no value"
+            raise SettingError(f"{where} is {found[0]}, {what}: {fix}")
+    return found_texts
+
+
+def _is_string(pa, kind: Any) -> bool:
+    types = pa.types
+    return any(f(kind) for f in (types.is_string, types.is_large_string, types.is_string_view))
+
+
+def _is_binary(pa, kind: Any) -> bool:
+    types = pa.types
+    tests = types.is_binary, types.is_large_binary, types.is_binary_view
+    return any(test(kind) for test in (*tests, types.is_fixed_size_binary))
+
+
+def _is_view(pa, kind: Any) -> bool:
+    return pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)
+
+
+def _stated(metadata: Any, names: Sequence[str]) -> int:
+    """The bytes that columns unpack to as the file says, and one for each row."""
+    total = metadata.num_rows
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        columns = map(group.column, range(group.num_columns))
+        total += sum(c.total_uncompressed_size for c in columns if c.path_in_schema in names)
+    return total
+
+
+def _encodings(metadata: Any, field: str) -> set[str]:
+    """How a column's pages are encoded."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    columns = (group.column(i) for group in groups for i in range(group.num_columns))
+    return {name for c in columns if c.path_in_schema == field for name in c.encodings}
+
+
+def _is_packed(message: Any) -> bool:
+    """Whether the buffers of a message are packed, by its metadata.
+
+    pyarrow does not tell, and would take as much memory as a packed buffer asks for. The metadata
+    is a flatbuffer: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-ipc.
+    """
+    data = message.metadata.to_pybytes()
+
+    def follow(place: int) -> int:
+        return place + struct.unpack_from("<I", data, place)[0]
+
+    def field(table: int, number: int) -> int:  # its place; 0 if it is not there
+        offsets = table - struct.unpack_from("<i", data, table)[0]
+        if 4 + 2 * number >= struct.unpack_from("<H", data, offsets)[0]:
+            return 0
+        offset = struct.unpack_from("<H", data, offsets + 4 + 2 * number)[0]
+        return offset and table + offset
+
+    if message.type not in ("record batch", "dictionary"):
+        return False
+    batch = follow(field(follow(0), 2))  # Message.header
+    if message.type == "dictionary":
+        batch = follow(field(batch, 1))  # DictionaryBatch.data
+    return field(batch, 3) != 0  # RecordBatch.compression
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow.compute
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError(
+            f"{path} is read by pyarrow, which is not there: pip install 'reformax[parquet]'"
+        ) from None
+    return pyarrow
+
+
+def no_field(where: str, field: Field, others: Sequence[str]) -> NoField:
+    """The error of a table without a field, which names those that it has."""
+    there = f"it has {', '.join(others[:9])}" if others else "it has none"
+    fix = f", set --config='{field.setting}=\"{others[0]}\"'" if others else ""
+    what = "text" if field.is_text else "value"
+    return NoField(f"{where} has no {what} {field.name!r}: {there}{fix}")
+
+
+def _bomb(path: Path, size: int, max_bytes: int) -> ValueError:
+    return ValueError(
+        f"{path} unpacks to more than {max_bytes:,} bytes of text from {size:,}: refused as a "
+        "decompression bomb; if it is none, write it as .jsonl"
+    )
+
+
+def _unread(pa, path: Path, error: Exception) -> Exception:
+    """The error of a file that pyarrow does not read: it is damaged, or of an unknown kind."""
+    if isinstance(error, OSError) and error.errno is not None:  # of the system
+        return error
+    reason = " ".join(str(error).split())[:200]
+    if isinstance(error, pa.ArrowMemoryError):
+        return MemoryError(f"{path} does not fit into memory ({reason})")
+    with open(path, "rb") as file:
+        head = file.read(len(LFS_POINTER))
+    if head == LFS_POINTER:
+        return SettingError(f"{path} is a pointer of Git LFS, not the file: run git lfs pull")
+    if head[:4] == b"PARE" or "no decryption" in reason:
+        return SettingError(f"{path} is encrypted ({reason}): decrypt it first")
+    unknown = pa.ArrowNotImplementedError, pa.ArrowCapacityError
+    if isinstance(error, unknown) or any(word in reason.lower() for word in _UNSUPPORTED):
+        return SettingError(
+            f"{path} is of a kind that pyarrow does not read ({reason}): write it anew, or as "
+            ".jsonl"
+        )
+    magic = {".parquet": (b"PAR1",), ".arrow": (b"ARROW1", b"\xff\xff\xff\xff")}
+    known = magic[path.suffix.lower()]
+    if not head.startswith(known):
+        kind = "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
+        return ValueError(
+            f"{path} is no {kind} file by its first bytes: name it as what it is, or download it "
+            "again"
+        )
+    return ValueError(f"{path} is damaged ({reason}): copy or download it again")

@@ -1,0 +1,253 @@
+"""Checks of an op's call: one line with the argument, its value and the fix.
+
+`op` is an `ops.base.AttentionOp`, which calls these functions.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reformax.declared import Rate, Unsupported, check, shown
+from reformax.ops.masking.masks import segment_pair
+
+
+def check_arguments(
+    op,
+    q,
+    k,
+    v,
+    *,
+    causal,
+    segment_ids,
+    dropout,
+    rng,
+    bias=None,
+    extra_projections=None,
+    global_tokens=None,
+    train=True,
+) -> None:
+    """Checks the arguments of a call before any tracing.
+
+    Raises:
+      ValueError: a shape or a value that does not fit.
+      Unsupported: the op cannot do what is asked.
+    """
+    ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
+    arrays = dict(q=q, k=k, v=v, bias=bias, global_tokens=global_tokens, rng=rng)
+    for name, x in (*arrays.items(), *(("segment_ids", x) for x in ids)):
+        if x is not None and not hasattr(x, "dtype"):
+            hint = "a key, such as jax.random.key(0)" if name == "rng" else "an array"
+            raise ValueError(f"{name} is {shown(x)}: expected {hint}")
+    if rng is not None and not _is_key(rng):
+        raise ValueError(
+            f"rng has shape {rng.shape} and dtype {rng.dtype}: expected one key, such as "
+            "jax.random.key(0)"
+        )
+    for name, value in (("causal", causal), ("train", train)):
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"{name} is {shown(value)}: expected True or False")
+    check("dropout", dropout, Rate)
+    _check_shapes(op, q, k, v)
+    keys = q if k is None else k
+    if causal and not op.traits.causal:
+        raise Unsupported(
+            f"causal=True: {op.name} cannot hide the future, use an op whose traits say causal=True"
+        )
+    if not causal and not op.traits.bidirectional:
+        raise Unsupported(f"causal=False: {op} is causal only, set causal=True")
+    _check_segments(op, segment_ids, q, keys, "q" if k is None else "k")
+    if bias is not None:
+        _check_bias(op, bias, (q.shape[0], q.shape[2], q.shape[1], keys.shape[1]))
+    _check_extra_projections(op, extra_projections, q, v)
+    if global_tokens is not None:
+        _check_global_tokens(op, global_tokens, q)
+    if dropout and not op.traits.dropout:
+        raise Unsupported(
+            f"dropout is {dropout}: {op.name} makes no attention weights to drop, set it to 0"
+        )
+    if rng is None and (dropout > 0.0 or op.traits.random_plan):
+        why = "dropout > 0" if dropout > 0.0 else f"{op.name}, which draws its plan at random,"
+        raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
+
+
+def _is_key(rng) -> bool:
+    """Whether an array is one key, of either of JAX's kinds."""
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return rng.ndim == 0
+    return rng.ndim == 1 and rng.dtype == jnp.uint32
+
+
+def _check_shapes(op, q, k, v) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None and x.ndim != 4:
+            raise ValueError(
+                f"{name} has shape {x.shape}: expected 4 axes, [batch, length, heads, size]"
+            )
+        if x is not None and 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}: expected at least one of each axis")
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {x.dtype}: expected floats, as x.astype(float)")
+    if op.traits.shared_qk and k is not None:
+        raise ValueError(f"k is given, but {op.name} makes its keys of the queries: pass k=None")
+    if not op.traits.shared_qk and k is None:
+        raise ValueError(f"k is None, but {op.name} does not make its keys of the queries: pass k")
+    keys, source = (q, "q") if k is None else (k, "k")
+    if v.shape[:3] != keys.shape[:3]:
+        raise ValueError(
+            f"v has shape {v.shape}: expected [batch, length, heads] as in {source}, "
+            f"{keys.shape[:3]}"
+        )
+    if (q.shape[0], q.shape[3]) != (keys.shape[0], keys.shape[3]) or q.shape[2] % keys.shape[2]:
+        raise ValueError(
+            f"k has shape {keys.shape}: expected batch, heads and size as in q, {q.shape}, or a "
+            "divisor of its heads"
+        )
+    if q.shape[1] != keys.shape[1] and not op.traits.cross:
+        raise Unsupported(
+            f"q and k have lengths {q.shape[1]} and {keys.shape[1]}, but {op.name} attends within "
+            "one sequence: use an op whose traits say cross=True"
+        )
+
+
+def _check_segments(op, segment_ids, q, keys, source: str) -> None:
+    is_pair = isinstance(segment_ids, tuple)
+    if is_pair and not op.traits.cross:
+        raise Unsupported(
+            f"segment_ids is a pair, but {op.name} attends within one sequence: pass one array"
+        )
+    if is_pair and (len(segment_ids) != 2 or any(ids is None for ids in segment_ids)):
+        raise ValueError(
+            "segment_ids is a tuple, but not a pair of ids of queries and ids of keys: pass both, "
+            "ones where everything is visible"
+        )
+    for ids, x, name in zip(segment_pair(segment_ids), (q, keys), ("q", source), strict=True):
+        if ids is None:
+            continue
+        if ids.shape != x.shape[:2]:
+            pair = "" if is_pair else ", or a pair of arrays if keys are of another sequence"
+            raise ValueError(
+                f"segment_ids has shape {ids.shape}: expected [batch, length] of {name}, "
+                f"{x.shape[:2]}{pair}"
+            )
+        if ids.dtype == bool:
+            continue
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(f"segment_ids has dtype {ids.dtype}: expected integers")
+        if not np.can_cast(ids.dtype, np.int32):
+            _check_ids_fit(ids)
+        if not op.traits.packed:
+            _check_one_segment(op, ids)
+
+
+def _check_ids_fit(ids) -> None:
+    """Raises `ValueError` for wider ids that 32 bits do not hold, where they are known."""
+    if not isinstance(ids, jax.core.Tracer):
+        ids = np.asarray(ids)
+        if np.any(ids.astype(np.int32) != ids):
+            raise ValueError(f"segment_ids has ids up to {ids.max()}: expected integers of 32 bits")
+
+
+def _check_one_segment(op, ids) -> None:
+    """Raises `Unsupported` unless each row has one segment, besides padding.
+
+    What a compiled function reads is not known yet: there booleans alone say so.
+    """
+    if isinstance(ids, jax.core.Tracer):
+        found = "integers, which may be several"
+    else:
+        ids = np.asarray(ids)
+        first = np.take_along_axis(ids, (ids != 0).argmax(axis=1)[:, None], axis=1)
+        several = (ids != 0) & (ids != first)
+        if not np.any(several):
+            return
+        found = "several"
+    raise Unsupported(
+        f"segment_ids of a row are {found}, but {op.name} does not tell them apart: leave rows "
+        "unpacked, with booleans that are True at tokens"
+    )
+
+
+def _check_global_tokens(op, global_tokens, q) -> None:
+    if not op.traits.global_tokens:
+        raise Unsupported(
+            f"global_tokens is given, but {op.name} treats no token apart: use an op whose traits "
+            "say global_tokens=True"
+        )
+    if global_tokens.shape != q.shape[:2]:
+        raise ValueError(
+            f"global_tokens has shape {global_tokens.shape}: expected [batch, length], "
+            f"{q.shape[:2]}"
+        )
+
+
+def _check_extra_projections(op, extra_projections, q, v) -> None:
+    wanted = op.extra_projections_of(op.dims(q, v))
+    if set(extra_projections or {}) != set(wanted):
+        raise ValueError(
+            f"extra_projections has {sorted(extra_projections or {})}: {op.name} reads "
+            f"{sorted(wanted)}"
+        )
+    for name, extra in wanted.items():
+        shape = (*q.shape[:2], extra.n_heads, extra.size)
+        if extra_projections[name].shape != shape:
+            raise ValueError(
+                f"extra_projections[{name!r}] has shape {extra_projections[name].shape}: expected "
+                f"{shape}"
+            )
+
+
+def check_params(op, params, q, v) -> None:
+    """Raises `ValueError` unless `params` are the weights of its own that an op reads."""
+    dims = op.dims(q, v)
+    given = _shapes(params)
+    # A weight may be for longer sequences.
+    wanted, longer = (_of_init(op, dims._replace(length=dims.length + n)) for n in (0, 1))
+    if wanted and not given:
+        raise ValueError(
+            f"params is {params!r}: {op.name} has weights of its own, pass those of "
+            "op.init(rng, op.dims(q, v))"
+        )
+    if given.keys() != wanted.keys():
+        raise ValueError(f"params has {sorted(given)}: {op.name} reads {sorted(wanted)}")
+    for name, shape in given.items():
+        each = zip(shape, wanted[name], longer[name], strict=False)
+        if len(shape) != len(wanted[name]) or any(n != m for n, m, more in each if m == more):
+            raise ValueError(
+                f"params[{name!r}] has shape {shape}: expected {wanted[name]}, as of "
+                "op.init(rng, op.dims(q, v))"
+            )
+
+
+def _shapes(params) -> dict[str, tuple[int, ...]]:
+    """The shapes of weights by their names."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): jnp.shape(x) for path, x in leaves
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _of_init(op, dims) -> dict[str, tuple[int, ...]]:
+    """The shapes of an op's own weights."""
+    return _shapes(jax.eval_shape(lambda: op.init(jax.random.key(0), dims)))
+
+
+def _check_bias(op, bias, full: tuple[int, int, int, int]) -> None:
+    if not op.traits.bias:
+        raise Unsupported(
+            f"bias is given, but {op.name} adds none: use an op whose traits say bias=True"
+        )
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(
+            f"bias has dtype {bias.dtype}: expected floats to add; turn a mask into "
+            "jnp.where(mask, 0.0, -jnp.inf)"
+        )
+    if bias.ndim != 4 or any(n not in (1, m) for n, m in zip(bias.shape, full, strict=True)):
+        raise ValueError(
+            f"bias has shape {bias.shape}: expected [batch, heads, queries, keys], {full}, "
+            "each or 1"
+        )

@@ -1,0 +1,28 @@
+"""The static sizes of a call, and the further projections that an algorithm reads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Dims(NamedTuple):
+    """The static sizes that an algorithm's own weights may depend on."""
+
+    n_heads: int
+    d_qk: int
+    d_v: int
+    length: int
+    n_kv_heads: int | None = None  # G; None: N
+
+    @property
+    def key_heads(self) -> int:
+        """G, the number of heads of keys and values."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+
+class ExtraProjection(NamedTuple):
+    """A further projection of a layer's input that an algorithm reads, `[B, T, n_heads, size]`."""
+
+    n_heads: int
+    size: int
+    rotated: bool = False  # by its position, where queries and keys are

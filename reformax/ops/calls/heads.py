@@ -1,0 +1,32 @@
+"""Keys and values of fewer heads than queries have, each for a group of them (Ainslie et al. 2023).
+
+Key head g serves the query heads from g * N / G to (g + 1) * N / G, where G is the number of key
+heads. One key head is multi-query attention (Shazeer 2019).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def repeat_heads(
+    q: Float[Array, "B T N H"], *others: Float[Array, "B S G _"] | None
+) -> tuple[Float[Array, "B S N _"] | None, ...]:
+    """Keys and values with the heads of the queries: each is repeated for its group."""
+    n_heads = q.shape[2]
+
+    def repeated(x):
+        if x is None or x.shape[2] == n_heads:
+            return x
+        return jnp.repeat(x, n_heads // x.shape[2], axis=2)
+
+    return tuple(map(repeated, others))
+
+
+def divides_a_choice(n_shards: int, n_heads: int, n_kv_heads: int) -> bool:
+    """Whether query heads of one key head, which look at the same keys, fall into several shares.
+
+    For an op with the trait `choose_together`.
+    """
+    return n_kv_heads < n_heads and n_kv_heads % n_shards != 0

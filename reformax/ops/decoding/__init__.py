@@ -1,0 +1,1 @@
+"""Caches, and one more position at a time."""

@@ -1,0 +1,308 @@
+"""The cache of decoding, and one query's attention to it.
+
+Letters besides those of `reformax.ops.base`: S slots of a ring, K keys that one query sees.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.ops.calls.dispatch import choose, kernel_obstacles
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.softmax.online import largest, masked_exp, nonzero
+
+# The most keys for which "auto" takes the kernel, whose program goes over all keys of a head.
+MOST_KEYS = 1024
+
+
+class KeyValues(NamedTuple):
+    """Keys and values in a ring: position p is in slot p % S, where it replaces position p - S."""
+
+    keys: Float[Array, "B N S H"]
+    values: Float[Array, "B N S V"]
+
+
+class Shared(NamedTuple):
+    """A part of a cache that all rows share."""
+
+    value: Any
+
+
+def take_rows(cache: Any, rows: Int[Array, " R"]) -> Any:
+    """The cache of some of its rows, in the order of `rows`, which may repeat one."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, Shared) else x[rows],
+        cache,
+        is_leaf=lambda x: isinstance(x, Shared),
+    )
+
+
+def fill_ring(
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    lengths: Int[Array, " B"],
+    n_slots: int,
+) -> KeyValues:
+    """The ring after the first `lengths` positions of each row."""
+    held = positions_by_slot(lengths - 1, n_slots)[:, None, :, None]
+    index = jnp.clip(held, 0, k.shape[1] - 1)
+    each = (jnp.take_along_axis(jnp.swapaxes(x, 1, 2), index, axis=2) for x in (k, v))
+    # Zeros in slots that hold no position yet: a hidden NaN would be one in every sum.
+    return KeyValues(*(jnp.where(held >= 0, x, 0) for x in each))
+
+
+def add_to_ring(
+    ring: KeyValues,
+    k: Float[Array, "B 1 N H"],
+    v: Float[Array, "B 1 N V"],
+    position: Int[Array, " B"],
+) -> KeyValues:
+    """The ring with the key and the value of each row's `position`."""
+    slot = position % ring.keys.shape[2]
+    return KeyValues(*(put(x, new[:, 0], slot) for x, new in zip(ring, (k, v), strict=True)))
+
+
+def replace_value(
+    ring: KeyValues, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]
+) -> KeyValues:
+    """The ring with another value of each row's `position`, which it holds."""
+    slot = position % ring.values.shape[2]
+    return ring._replace(values=put(ring.values, v[:, 0], slot))
+
+
+def replace_in_memory(cache: Any, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]) -> Any:
+    """`replace_value` of a cache that has its keys and values as `memory`."""
+    return cache._replace(memory=replace_value(cache.memory, v, position))
+
+
+def put(
+    x: Float[Array, "B N S J"], new: Float[Array, "B N J"], slot: Int[Array, " B"]
+) -> Float[Array, "B N S J"]:
+    """`x` with `new` in a slot of each row."""
+    if len(slot) == 1:  # of which XLA makes one kernel, and of a scatter three
+        return jax.lax.dynamic_update_slice_in_dim(x, new[:, :, None], slot[0], axis=2)
+    options = dict(mode="promise_in_bounds", unique_indices=True)
+    return x.at[jnp.arange(len(slot)), :, slot].set(new, **options)
+
+
+def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]:
+    """The position in each slot once `last` is in the ring; below 0 there is none yet."""
+    return last[:, None] - (last[:, None] - jnp.arange(n_slots)[None]) % n_slots
+
+
+def attend_to(
+    q: Float[Array, "B 1 N H"],
+    keys: Float[Array, "B G S H"],
+    values: Float[Array, "B G S V"],
+    mask: Bool[Array, "#B #N K"],
+    impl: str,
+    alone: Float[Array, "B 1 N V"] | None = None,
+    scale: float | None = None,
+    bias: Float[Array, "#B N K"] | None = None,
+    index: Int[Array, "B N K"] | None = None,
+) -> Float[Array, "B 1 N V"]:
+    """Softmax attention of one query a row.
+
+    Args:
+      q: the queries.
+      keys, values: those that they may see.
+      mask: which of them they see.
+      impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
+        later and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests.
+        "auto" takes the kernel on such a GPU for a single row of up to `MOST_KEYS`: with eight
+        rows, XLA's are faster.
+      alone: the output of a query that sees no key, the value at its own position; None is zeros.
+      scale: the factor of the logits; None is `1 / sqrt(H)`.
+      bias: added to the logits.
+      index: the K keys that each head may see, where every head has keys of its own; None: all.
+
+    Raises:
+      NotImplementedError: an `impl` that cannot compute the call.
+    """
+    impl = _chosen(impl, q, keys, values, mask)
+    if impl != "xla":
+        from reformax.ops.kernels.triton import one_query as kernel
+
+        options = dict(alone=alone, scale=scale, bias=bias, index=index)
+        return kernel.attend(q, keys, values, mask, impl == "pallas_interpret", **options)[0]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if index is not None:
+        take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
+        keys, values = (take(x, index[..., None]) for x in (keys, values))
+    dtype = accum_dtype(q.dtype, values.dtype)
+    heads = grouped(q[:, 0], keys).astype(dtype)
+    logits = jnp.einsum("bgmh,bgkh->bgmk", heads, keys.astype(dtype)) * scale
+    if bias is not None:
+        logits = logits + grouped(bias, keys).astype(dtype)
+    mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, keys)
+    weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
+    total = weights.sum(axis=-1).reshape(q.shape[0], 1, -1, 1)
+    out = jnp.einsum(
+        "bgmk,bgkv->bgmv", weights.astype(values.dtype), values, preferred_element_type=dtype
+    )
+    out = out.reshape(*q.shape[:3], -1)
+    nothing = 0.0 if alone is None else alone.astype(dtype)
+    return jnp.where(total == 0, nothing, out / nonzero(total)).astype(values.dtype)
+
+
+def _chosen(impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
+    """The implementation of a call of `attend_to`."""
+    pays = q.shape[0] == 1 and mask.shape[-1] <= MOST_KEYS
+    return choose(impl, pays, **kernel_obstacles(q, keys, values))
+
+
+def add_and_attend(
+    q: Float[Array, "B 1 N H"],
+    ring: KeyValues,
+    new: KeyValues,
+    position: Int[Array, " B"],
+    mask: Bool[Array, "#B #N K"],
+    impl: str,
+    **options: Any,
+) -> tuple[Float[Array, "B 1 N V"], KeyValues]:
+    """`attend_to` a ring after `add_to_ring`, and that ring. The kernel does both.
+
+    Args:
+      q: the queries.
+      ring: the keys and values before them.
+      new: those of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
+      position: of each row.
+      mask, impl, **options: as in `attend_to`.
+    """
+    impl = _chosen(impl, q, *ring, mask)
+    if impl == "xla":
+        ring = add_to_ring(ring, *new, position)
+        return attend_to(q, *ring, mask, impl, **options), ring
+    from reformax.ops.kernels.triton import one_query as kernel
+
+    own = (x[:, 0].astype(held.dtype) for x, held in zip(new, ring, strict=True))
+    placed = kernel.New(*own, position % ring.keys.shape[2])
+    out, ring = kernel.attend(q, *ring, mask, impl == "pallas_interpret", new=placed, **options)
+    return out, KeyValues(*ring)
+
+
+def grouped(x: Array, keys: Float[Array, "B G K H"]) -> Array:
+    """`[B, N, ...]` as `[B, G, N / G, ...]`: the heads that share one of the keys' G."""
+    return x.reshape(x.shape[0], keys.shape[1], -1, *x.shape[2:])
+
+
+def attend_among(
+    q: Float[Array, "R 1 N H"],
+    keys: Float[Array, "R G S H"],
+    values: Float[Array, "R G S V"],
+    mask: Bool[Array, "R S"],
+    origins: Int[Array, "B K S"],
+    alone: Float[Array, "R 1 N V"] | None = None,
+    scale: float | None = None,
+    bias: Float[Array, "#R N S"] | None = None,
+) -> Float[Array, "R 1 N V"]:
+    """`attend_to` where `origins` says which of K rows, a search's beams, holds a slot of a row.
+
+    A query reads each slot in all rows of its search, and all rows but that of `origins` are
+    hidden. This multiplies the cache as it lies, in place of copying it.
+    """
+    n_searches, size, n_slots = origins.shape
+    heads = grouped(q[:, 0], keys)
+
+    def split(x):
+        return x.reshape(n_searches, size, *x.shape[1:])
+
+    # Axes: b search, j row of the keys, g head of the keys, i row of the query, m its head.
+    heads, keys, values = split(heads), split(keys), split(values)
+    key_row = jnp.arange(size)[None, :, None, None]
+    mask = mask.reshape(n_searches, 1, size, n_slots) & (origins[:, None] == key_row)
+    mask = mask[:, :, None, :, None]  # [b, j, 1, i, 1, s]
+    shape = (n_searches, *keys.shape[1:3], size, *heads.shape[3:])
+    heads = jnp.broadcast_to(jnp.swapaxes(heads, 1, 2)[:, None], shape)
+    dtype = accum_dtype(q.dtype, values.dtype)
+    logits = jnp.einsum("bjgimh,bjgsh->bjgims", heads, keys, preferred_element_type=dtype)
+    logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:  # [b, i, g, m, s]
+        bias = split(jnp.broadcast_to(bias, (q.shape[0], *bias.shape[1:])))
+        bias = bias.reshape(n_searches, size, *shape[2:3], -1, n_slots)
+        logits = logits + jnp.swapaxes(bias, 1, 2)[:, None].astype(dtype)
+    weights = masked_exp(logits, mask, largest(logits, mask, axis=(1, -1)))
+    total = weights.sum(axis=(1, -1))[..., None]  # [b, g, i, m, 1]
+    out = jnp.einsum(
+        "bjgims,bjgsv->bjgimv",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=dtype,
+    ).sum(axis=1)
+
+    def rows(x):  # [b, g, i, m, ...] -> [R, 1, N, ...]
+        return jnp.swapaxes(x, 1, 2).reshape(*q.shape[:3], x.shape[-1])
+
+    nothing = 0.0 if alone is None else alone.astype(dtype)
+    total = rows(total)
+    return jnp.where(total == 0, nothing, rows(out) / nonzero(total)).astype(values.dtype)
+
+
+def ring_decoding(
+    shared_qk: bool,
+    n_slots: Callable[[int], int],
+    first: Callable[[Int[Array, "B 1"]], Int[Array, "B 1"] | int],
+    impl: str,
+    scale: float | None = None,
+    attend_self_if_alone: bool = True,
+) -> dict[str, Callable]:
+    """The functions of decoding for attention to the positions from `first(position)` on.
+
+    Args:
+      shared_qk: whether keys are the length-normalised queries, hidden from themselves.
+      n_slots: how many positions a ring has to hold, given the capacity.
+      first: the first position that a query sees, by its own.
+      impl: as in `attend_to`. "cudnn", which has no kernel for one query, is "auto".
+      scale: the factor of the logits; None is `1 / sqrt(H)`.
+      attend_self_if_alone: for `shared_qk`, whether a position that sees nothing else sees itself.
+
+    With the trait `beams`, `step` also takes `origins [B, K, C]` for rows that are K beams of each
+    of B searches: which of the K beams holds the key and the value of each position of a beam. A
+    search that drops some beams and continues others twice then need not copy the cache. It is in
+    array operations, whatever `impl`.
+    """
+    impl = "auto" if impl == "cudnn" else impl
+
+    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
+        del params, plan, rng
+        return fill_ring(length_normalize(q) if shared_qk else k, v, lengths, n_slots(capacity))
+
+    def step(params, q, k, v, cache, *, position, origins=None, bias=None):
+        del params
+        new = KeyValues(length_normalize(q) if shared_qk else k, v)
+        now = position[:, None]
+        held = positions_by_slot(position, cache.keys.shape[2])
+        mask = held >= jnp.maximum(first(now), 0)
+        if shared_qk:
+            mask = mask & (held != now)
+        alone = v if shared_qk and attend_self_if_alone else None
+        added = None if bias is None else bias(held)
+        if origins is None:
+            options = dict(alone=alone, scale=scale, bias=added)
+            return add_and_attend(q, cache, new, position, mask[:, None], impl, **options)
+        cache = add_to_ring(cache, *new, position)
+        rows = jnp.maximum(held, 0).reshape(*origins.shape[:2], -1)
+        origins = jnp.take_along_axis(origins, rows, axis=2)
+        return attend_among(q, *cache, mask, origins, alone, scale, added), cache
+
+    return dict(init_cache=init_cache, step=step, replace_value=replace_value)
+
+
+def full_decoding(
+    impl: str,
+    shared_qk: bool = False,
+    scale: float | None = None,
+    attend_self_if_alone: bool = True,
+) -> dict[str, Callable]:
+    """`ring_decoding` of attention to all positions so far."""
+    return ring_decoding(
+        shared_qk, lambda capacity: capacity, lambda now: 0, impl, scale, attend_self_if_alone
+    )

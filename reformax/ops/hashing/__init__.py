@@ -1,0 +1,1 @@
+"""Hash codes, and orders of a sequence by them."""

@@ -1,0 +1,179 @@
+"""Angular hashing: vectors at a small angle share a bucket (Andoni et al. 2015).
+
+A vector is projected on random directions. Of these and their opposites, the one that it points
+along most is its bucket (Reformer, sec. 2).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
+
+from reformax.declared import SettingError, shown
+from reformax.ops.calls.dispatch import choose, kernel_obstacles
+from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
+
+MAX_BUCKETS_UNFACTORED = 128
+# Each factor has half as many random directions, in memory for every head and round.
+MAX_FACTOR = 2**16
+
+
+def bucket_factors(n_buckets: int | Sequence[int]) -> tuple[int, ...]:
+    """The even factors of `n_buckets`; `SettingError` if it has none."""
+    try:
+        sizes = n_buckets if isinstance(n_buckets, Sequence) else (n_buckets,)
+        factors = tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        factors = ()
+    wrong = any(f < 2 or f % 2 or f > MAX_FACTOR for f in factors)
+    if not factors or wrong or math.prod(factors) >= 2**31:
+        raise SettingError(
+            f"n_buckets is {shown(n_buckets)}: expected 'auto', or even numbers from 2 to "
+            f"{MAX_FACTOR:,} with a product below 2**31"
+        )
+    return factors
+
+
+def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
+    """Bucket counts for a length: about two buckets a chunk, factored if they are many."""
+    n_buckets = 2 * max(1, -(-length // chunk_len))
+    if n_buckets <= MAX_BUCKETS_UNFACTORED:
+        return (n_buckets,)
+    first = 2 ** math.ceil(math.log2(n_buckets) / 2)
+    return (first, 2 * max(1, n_buckets // (2 * first)))
+
+
+class Hashing(NamedTuple):
+    """The settings of hashing.
+
+    Attributes:
+      factors: even factors of the number of buckets; None is two buckets a chunk of the length.
+      chunk_len: the length of a chunk.
+      rotations: the rotations to hash with; None draws them from an rng.
+    """
+
+    factors: tuple[int, ...] | None
+    chunk_len: int
+    rotations: Float[ArrayLike, "N H R F"] | None
+
+    def factors_for(self, length: int) -> tuple[int, ...]:
+        """The factors of the number of buckets for a length."""
+        return self.factors or auto_buckets(length, self.chunk_len)
+
+    def rotations_for(
+        self,
+        vectors: Float[Array, "B T N H"],
+        length: int,
+        n_rounds: int,
+        rng: PRNGKeyArray | Shard | None,
+    ) -> Float[Array, "N H R F"]:
+        """The rotations of `n_rounds`, given or drawn."""
+        factors = self.factors_for(length)
+        if self.rotations is None:
+            return draw_rotations(vectors, factors, n_rounds, rng)
+        return check_rotations(self.rotations, vectors, factors, n_rounds, rng)
+
+
+def hash_vectors(
+    vectors: Float[Array, "B T N H"],
+    factors: Sequence[int],
+    n_rounds: int,
+    rng: PRNGKeyArray,
+) -> Int[Array, "B N R T"]:
+    """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
+
+    Rotations are shared by the batch and drawn for each head and round.
+
+    Args:
+      vectors: the vectors to hash; only their directions matter.
+      factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
+      n_rounds: R.
+      rng: the source of the rotations.
+    """
+    return hash_by(draw_rotations(vectors, factors, n_rounds, rng), vectors, factors, "xla")
+
+
+def draw_rotations(
+    vectors: Float[Array, "B T N H"],
+    factors: Sequence[int],
+    n_rounds: int,
+    rng: PRNGKeyArray | Shard,
+) -> Float[Array, "N H R F"]:
+    """Random directions for each head, round and half of the buckets of each factor."""
+    n_heads, size = vectors.shape[2:]
+    shape = all_heads(rng, n_heads), size, n_rounds, sum(factors) // 2
+    return of_heads(jax.random.normal(rng_of(rng), shape, jnp.float32), rng, n_heads)
+
+
+def check_rotations(
+    rotations: Float[ArrayLike, "N H R F"],
+    vectors: Float[Array, "B T N H"],
+    factors: Sequence[int],
+    n_rounds: int,
+    rng: PRNGKeyArray | Shard | None,
+) -> Float[Array, "N H R F"]:
+    """The first rounds of given rotations; `ValueError` if they do not fit the vectors."""
+    n_heads, size = vectors.shape[2:]
+    shape = (all_heads(rng, n_heads), size, n_rounds, sum(factors) // 2)
+    given = jnp.asarray(rotations, jnp.float32)[:, :, :n_rounds]
+    if given.shape != shape:
+        raise ValueError(
+            f"rotations have shape {given.shape}: expected {shape}, [heads, head size, rounds, "
+            "half the sum of the factors of n_buckets]"
+        )
+    return of_heads(given, rng, n_heads)
+
+
+def hash_by(
+    rotations: Float[Array, "N H R F"],
+    vectors: Float[Array, "B T N H"],
+    factors: Sequence[int],
+    impl: str,
+) -> Int[Array, "B N R T"]:
+    """`hash_vectors` by given rotations, which are rounded to the dtype of `vectors`.
+
+    Args:
+      rotations: from `draw_rotations`.
+      vectors, factors: as in `hash_vectors`.
+      impl: the op's. "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later
+        and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests. "auto"
+        takes the kernel on such a GPU for more than one position.
+
+    Raises:
+      NotImplementedError: an `impl` that cannot compute the call.
+    """
+    impl = choose(impl, pays=vectors.shape[1] > 1, **kernel_obstacles(vectors, None, None))
+    if impl != "xla":
+        from reformax.ops.kernels.triton import angular_hash
+
+        interpret = impl == "pallas_interpret"
+        return angular_hash.hash_vectors(vectors, rotations, factors, interpret)
+
+    rotations = rotations.astype(vectors.dtype).astype(jnp.float32)
+
+    def one_round(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:
+        rotated = jnp.einsum("nhf,btnh->bnft", rotation, vectors.astype(jnp.float32))
+        bucket, start, scale = 0, 0, 1
+        for factor in factors:
+            # The argmax of [half; -half] by comparisons: XLA's own is ten times slower on a CPU.
+            half = rotated[..., start : start + factor // 2, :]
+            top = jnp.maximum(half.max(axis=-2, keepdims=True), -half.min(axis=-2, keepdims=True))
+            index = jnp.arange(factor // 2, dtype=jnp.int32)[:, None]
+            opposite = jnp.where(half == -top, index + factor // 2, factor - 1)
+            bucket = bucket + scale * jnp.where(half == top, index, opposite).min(axis=-2)
+            start, scale = start + factor // 2, scale * factor
+        return bucket
+
+    # Round by round: the products with all rotations are the largest array of the plan.
+    map_rounds = (
+        jax.vmap(one_round) if vectors.shape[1] == 1 else functools.partial(lax.map, one_round)
+    )
+    return jnp.moveaxis(map_rounds(jnp.moveaxis(rotations, 2, 0)), 0, 2)

@@ -1,0 +1,122 @@
+"""Queries and keys as vectors of one length, among which near is what has a large product.
+
+The asymmetric transformations of Smyrf (Daras et al. 2020, "SMYRF: Efficient Attention using
+Asymmetric Clustering", sec. 3.1):
+
+    F(q) = [q; 0; sqrt(M - |q|^2)]    G(k) = [k; sqrt(M - |k|^2); 0]    M = max |q|^2 + max |k|^2
+
+Then `|F(q) - G(k)|^2 = 2 M - 2 q . k`, so a hash of vectors that are near serves queries and keys
+that are not shared. A product with a direction is a sum of two parts: that of the vector, which a
+cache can hold, and that of its last number, which changes with M.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from reformax.ops.hashing.centring import centred
+from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
+from reformax.ops.numerics.precision import product
+from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
+
+# A hash is this many of the highest bits of a product. Bits of the row have room above them.
+HASH_BITS = 20
+N_HASHES = 2**HASH_BITS
+
+
+def draw_directions(
+    n_heads: int, size: int, n_rounds: int, rng: PRNGKeyArray | Shard
+) -> Float[Array, "N H+2 R"]:
+    """Random directions of transformed vectors for each head and round."""
+    shape = all_heads(rng, n_heads), size + 2, n_rounds
+    return of_heads(jax.random.normal(rng_of(rng), shape, jnp.float32), rng, n_heads)
+
+
+def squared_lengths(x: Float[Array, "B T N H"]) -> Float[Array, "B N T"]:
+    """The squared length of each vector."""
+    return jnp.swapaxes(jnp.sum(x.astype(jnp.float32) ** 2, axis=-1), 1, 2)
+
+
+def on_directions(
+    x: Float[Array, "B T N H"], directions: Float[Array, "N H+2 R"]
+) -> Float[Array, "B N R T"]:
+    """The part of a vector itself in the product with each direction, a sum in float32.
+
+    Directions are rounded to the dtype of the vectors, which are read as they are.
+    """
+    return product("nhr,btnh->bnrt", directions[:, :-2], x, x.dtype)
+
+
+def hashes(
+    part: Float[Array, "B N R T"],
+    squares: Float[Array, "B N T"],
+    most: Float[Array, "B N #T"],
+    last: Float[Array, "N R"],
+) -> Int[Array, "B N R T"]:
+    """The products of transformed vectors with directions, as integers in their order.
+
+    They are less `sqrt(M)` times the last number, which all of a segment share: so they are near 0,
+    whose numbers in floating point are dense. A hash is below `N_HASHES`.
+
+    Args:
+      part: from `on_directions`.
+      squares: the vectors' squared lengths.
+      most: M.
+      last: the directions' number that meets `sqrt(M - |x|^2)`.
+    """
+    rest = jnp.sqrt(jnp.maximum(most - squares, 0)) - jnp.sqrt(most)
+    total = part + last[None, :, :, None] * rest[:, :, None]
+    return _highest_bits(total)
+
+
+def _highest_bits(x: Float[Array, "*d"]) -> Int[Array, "*d"]:
+    """The `HASH_BITS` highest bits of float32 numbers, as integers in the order of the numbers."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    bits = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)  # sign and size, in order
+    return (bits >> (32 - HASH_BITS)) + N_HASHES // 2
+
+
+def lengths(
+    q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None
+) -> tuple[list[Float[Array, "B N T"]], Float[Array, "B N #T"]]:
+    """The squared lengths of queries and of keys, and M of each segment."""
+    squares = [squared_lengths(x) for x in (q, k)]
+    return squares, sum(largest_of_segment(x, segment_ids) for x in squares)
+
+
+def cosines(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    directions: Float[Array, "N H+2 R"],
+    segment_ids: SegmentIds | None,
+) -> tuple[Float[Array, "B N R T"], Float[Array, "B N R S"]]:
+    """The products with directions of queries, and of keys less their mean, all of length 1.
+
+    In the place of the transformations where queries and keys are of two sequences: a query is
+    hashed as it is alone, without an M of its sequence, and its hash is like those of its keys.
+    """
+    vectors = q, centred(k, segment_pair(segment_ids)[1], causal=False)
+    of_queries, of_keys = (on_directions(_unit(x), directions) for x in vectors)
+    return of_queries, of_keys
+
+
+def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
+    """Vectors of length 1, rounded to their dtype."""
+    long = x.astype(jnp.float32)
+    return (long * lax.rsqrt(jnp.sum(long**2, axis=-1, keepdims=True) + 1e-12)).astype(x.dtype)
+
+
+def largest_of_segment(
+    squares: Float[Array, "B N T"], segment_ids: Int[Array, "B T"] | None
+) -> Float[Array, "B N #T"]:
+    """The largest number in each position's segment."""
+    if segment_ids is None:
+        return squares.max(axis=-1, keepdims=True)
+
+    def of_row(x: Float[Array, "N T"], number: Int[Array, " T"]) -> Float[Array, "N T"]:
+        return jax.ops.segment_max(x.T, number, num_segments=len(number))[number].T
+
+    return jax.vmap(of_row)(squares, segment_numbers(jnp.asarray(segment_ids)))

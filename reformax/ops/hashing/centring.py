@@ -1,0 +1,100 @@
+"""Vectors less the mean of their segment, or of those before them in it.
+
+Sums of what is before each position are taken by blocks of positions: within a block as one product
+with ones below the diagonal, and between blocks likewise, of the blocks' sums. Products with ones
+are exact, so vectors are read in their own dtype. A scan over all positions would pass over float32
+copies of them some sixteen times.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.masking.contiguous import back, side_by_side
+from reformax.ops.masking.masks import segment_numbers
+from reformax.ops.numerics.precision import accum_dtype, product
+
+# Positions of a block: as many products for each number, which takes no longer than reading it.
+BLOCK = 128
+
+
+def centred(
+    x: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None, causal: bool
+) -> Float[Array, "B T N H"]:
+    """Vectors less the mean of their segment.
+
+    Sums are float32, or float64 of float64, and what is left of a vector is rounded to its dtype.
+    Where `causal`, it is the mean of those before, which later tokens do not change. The first
+    vector of a segment stays as it is. All others then have the direction that they have less the
+    mean with themselves.
+    """
+    if causal:
+        sums, counts = _before(x, segment_ids)
+        means = sums / jnp.maximum(counts, 1)[..., None, None]
+    elif segment_ids is None:
+        means = x.mean(axis=1, keepdims=True, dtype=accum_dtype(x.dtype))
+    else:
+        means = jax.vmap(_of_segments)(x, segment_numbers(jnp.asarray(segment_ids)))
+    return (x.astype(means.dtype) - means).astype(x.dtype)
+
+
+def _of_segments(x: Float[Array, "T N H"], number: Int[Array, " T"]) -> Float[Array, "T N H"]:
+    """The mean of each position's segment."""
+    sums, counts = (
+        jax.ops.segment_sum(part, number, num_segments=len(number))
+        for part in (x.astype(accum_dtype(x.dtype)), jnp.ones(len(number), accum_dtype(x.dtype)))
+    )
+    return (sums / jnp.maximum(counts, 1)[:, None, None])[number]
+
+
+def _before(
+    x: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None
+) -> tuple[Float[Array, "B T N H"], Float[Array, "#B T"]]:
+    """The sum and the number of the vectors before each in its segment."""
+    order, here, ids = side_by_side(x.reshape(*x.shape[:2], -1), segment_ids)
+    if segment_ids is None:
+        sums = sums_before(here, jnp.zeros(x.shape[:2], jnp.int32))
+        return sums.reshape(x.shape), jnp.arange(x.shape[1], dtype=sums.dtype)[None]
+    ones = jnp.ones((*x.shape[:2], 1), x.dtype)
+    sums, counts = (back(sums_before(part, ids), order) for part in (here, ones))
+    return sums.reshape(x.shape), counts[..., 0]
+
+
+def sums_before(
+    x: Float[Array, "B T F"],
+    ids: Int[Array, "B T"],
+    sought: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T F"]:
+    """The sum of the vectors before each position that have the id which it seeks.
+
+    It is float32, or float64 of float64. Equal ids stand side by side.
+
+    Args:
+      x: the vectors.
+      ids: the id of each.
+      sought: its own id, or that of the position before it; None: its own.
+    """
+    length, sought = x.shape[1], ids if sought is None else sought
+    size = min(BLOCK, length)
+    n_pad = -length % size
+    x = jnp.pad(x, ((0, 0), (0, n_pad), (0, 0))).reshape(len(x), -1, size, x.shape[-1])
+    ids, sought = (
+        jnp.pad(i, ((0, 0), (0, n_pad)), mode="edge").reshape(len(x), -1, size)
+        for i in (ids, sought)
+    )
+    before = jnp.tril(jnp.ones((1, 1, size, size), bool), -1)
+    seen = (sought[..., :, None] == ids[..., None, :]) & before
+    sums = product("bcij,bcjf->bcif", seen, x, x.dtype, lax.Precision.HIGHEST)
+    if length > size:
+        # Of blocks before, only the id that the last one ends with can be sought. Sums that
+        # overflow are left out, or they would reach other ids.
+        end = ids[..., -1:]
+        own = sought[..., -1:] == end
+        ends = x[:, :, -1].astype(sums.dtype) + jnp.where(own, sums[:, :, -1], 0)
+        last = jnp.pad(end[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        carried = sums_before(ends, end[..., 0], last[..., 0])
+        sums = sums + jnp.where((sought == last)[..., None], carried[:, :, None], 0)
+    return sums.reshape(len(x), -1, x.shape[-1])[:, :length]

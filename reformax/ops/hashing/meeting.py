@@ -1,0 +1,160 @@
+"""Orders of the queries of one sequence and the keys of another, in which like meets like.
+
+Each position has a number, such as its bucket or its hash. Both sequences are sorted by it, segment
+by segment. A segment has as many places as the longer of its two sides. The keys are spread over
+them evenly. A query stands at the middle of the keys that have its number, or where they would
+stand. Where several want one place, they stand around it, as near as there is room. Places that
+nobody takes are padding. So a query finds its keys however few queries there are, and a query alone
+looks where it would look among others.
+
+Where queries are several times as many as keys, each place of keys is as many of queries: a ratio.
+There are about `max(T, S)` places, and with segments, which may differ in length, up to `2 T + S`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
+from reformax.ops.softmax.orders import Order, inverse
+
+_MOST = jnp.iinfo(jnp.int32).max
+
+
+class _Regions(NamedTuple):
+    """The places of an entry's segment; arrays `[B, 1, 1, T + S]`, or one number for all."""
+
+    ratio: int
+    start: Array | int  # of keys
+    size: Array | int
+    n_queries: Array | int
+    n_keys: Array | int
+    queries_before: Array | int  # in segments before
+    keys_before: Array | int
+
+    def of_key(self, rank: Array) -> Array:
+        """The place of a segment's key of that rank; each rank has another."""
+        free = self.size - self.n_keys
+        share = jnp.asarray(free, jnp.float32) / jnp.maximum(self.n_keys, 1)
+        return self.start + rank + jnp.minimum((rank * share).astype(jnp.int32), free)
+
+
+def meeting_orders(
+    of_queries: Int[Array, "B N R T"] | Float[Array, "B N R T"],
+    of_keys: Int[Array, "B N R S"] | Float[Array, "B N R S"],
+    segment_ids: SegmentIds | None,
+    chunk_len: int,
+    ratio: int = 1,
+) -> Order:
+    """The orders of queries and of keys, padded to whole chunks.
+
+    Args:
+      of_queries: the number of each query in each round.
+      of_keys: the number of each key.
+      segment_ids: ids of queries and of keys.
+      chunk_len: places of keys in a chunk.
+      ratio: places of queries to each place of keys.
+    """
+    n_queries, n_keys = of_queries.shape[-1], of_keys.shape[-1]
+    both = jnp.concatenate([of_queries, of_keys], axis=-1)
+    entry = jnp.broadcast_to(jnp.arange(n_queries + n_keys, dtype=jnp.int32), both.shape)
+    # Of equal numbers the queries come first.
+    if segment_ids is None:
+        numbers = lax.sort((both, entry), num_keys=1, is_stable=True)
+        n_places = max(-(-n_queries // ratio), n_keys)
+        regions = _Regions(ratio, 0, n_places, n_queries, n_keys, 0, 0)
+    else:
+        ids = _ids(segment_ids)
+        of_entry = jnp.broadcast_to(ids[:, None, None], both.shape)
+        numbers = lax.sort((of_entry, both, entry), num_keys=2, is_stable=True)
+        n_places = -(-n_queries // ratio) + n_keys
+        regions = _regions(ids, n_queries, ratio)
+    *numbers, entry = numbers
+    is_query = entry < n_queries
+    place = jnp.where(
+        is_query, _of_queries(numbers, is_query, regions), _of_keys(is_query, regions)
+    )
+    n_places += -n_places % chunk_len
+    queries = _order(entry, place, is_query, n_queries, n_places * ratio)
+    keys = _order(entry - n_queries, place, ~is_query, n_keys, n_places)
+    return Order(queries, inverse(queries), keys, key_places=inverse(keys))
+
+
+def _ids(segment_ids: SegmentIds) -> Int[Array, "B T+S"]:
+    """The segments of queries and keys; padding, and queries whose segment has no key, are last."""
+    of_query, of_key = (jnp.asarray(x, jnp.int32) for x in segment_pair(segment_ids))
+    ids = jnp.concatenate([of_query, of_key], axis=1)
+    is_key = jnp.arange(ids.shape[1]) >= of_query.shape[1]
+
+    def has_keys(number: Int[Array, " T+S"]) -> Bool[Array, " T+S"]:
+        return jax.ops.segment_max(is_key, number, num_segments=len(number))[number]
+
+    return jnp.where((ids != 0) & jax.vmap(has_keys)(segment_numbers(ids)), ids, _MOST)
+
+
+def _regions(ids: Int[Array, "B T+S"], n_queries: int, ratio: int) -> _Regions:
+    """The regions of segments, by entry in the order of their ids."""
+
+    def of_row(number: Int[Array, " T+S"]) -> tuple[Array, ...]:
+        is_query = jnp.arange(len(number)) < n_queries
+        queries, keys = (
+            jax.ops.segment_sum(x.astype(jnp.int32), number, num_segments=len(number))
+            for x in (is_query, ~is_query)
+        )
+        size = jnp.maximum(-(-queries // ratio), keys)
+        start, queries_before, keys_before = (jnp.cumsum(x) - x for x in (size, queries, keys))
+        regions = start, size, queries, keys, queries_before, keys_before
+        return tuple(x[jnp.sort(number)][None, None] for x in regions)
+
+    return _Regions(ratio, *jax.vmap(of_row)(segment_numbers(ids)))
+
+
+def _of_keys(is_query: Bool[Array, "B N R T+S"], regions: _Regions) -> Int[Array, "B N R T+S"]:
+    """The places of keys."""
+    is_key = (~is_query).astype(jnp.int32)
+    return regions.of_key(jnp.cumsum(is_key, axis=-1) - is_key - regions.keys_before)
+
+
+def _of_queries(
+    numbers: list[Array], is_query: Bool[Array, "B N R T+S"], regions: _Regions
+) -> Int[Array, "B N R T+S"]:
+    """The places of queries."""
+    axis = is_query.ndim - 1
+    rank = jnp.cumsum(is_query.astype(jnp.int32), axis=axis) - is_query
+    # The queries of a number stand before its keys.
+    before = jnp.cumsum((~is_query).astype(jnp.int32), axis=axis)
+    ends = jnp.zeros(is_query.shape[:-1] + (1,), bool)
+    for x in numbers:
+        ends = ends | jnp.pad(x[..., 1:] != x[..., :-1], ((0, 0),) * axis + ((0, 1),))
+    up_to = lax.cummin(jnp.where(ends, before, before[..., -1:]), axis=axis, reverse=True)
+    ratio = regions.ratio
+    wanted = ratio * regions.of_key((before + up_to) // 2 - regions.keys_before) + ratio // 2
+    # So many are before it in its segment, and so many behind.
+    least = ratio * regions.start + rank - regions.queries_before
+    wanted = jnp.clip(wanted, least, least + ratio * regions.size - regions.n_queries)
+    # The nearest distinct places to the right of those that are wanted, and to the left: the middle
+    # of the two. Segments do not meet, for what they want does not.
+    ahead = wanted - rank
+    right = lax.cummax(jnp.where(is_query, ahead, -_MOST), axis=axis)
+    left = lax.cummin(jnp.where(is_query, ahead, _MOST), axis=axis, reverse=True)
+    return rank + (right + left) // 2
+
+
+def _order(
+    position: Int[Array, "B N R T+S"],
+    place: Int[Array, "B N R T+S"],
+    some: Bool[Array, "B N R T+S"],
+    n_positions: int,
+    n_places: int,
+) -> Int[Array, "B N R P"]:
+    """The position at each place, of `some` entries; others are padding, from `n_positions` on."""
+    place = jnp.where(some, place, n_places)
+    taken = jnp.full((*place.shape[:-1], n_places), -1, jnp.int32)
+    taken = jnp.put_along_axis(taken, place, position, axis=-1, inplace=False, mode="drop")
+    free = taken < 0
+    return jnp.where(free, n_positions - 1 + jnp.cumsum(free, axis=-1, dtype=jnp.int32), taken)

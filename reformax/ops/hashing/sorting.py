@@ -1,0 +1,91 @@
+"""The order of a sequence by hash bucket, at once or a position at a time."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from reformax.ops.masking.masks import segment_numbers
+from reformax.ops.softmax.orders import Order
+
+_take = functools.partial(jnp.take_along_axis, axis=-1, mode="promise_in_bounds")
+
+
+def sort_by_bucket(
+    buckets: Int[Array, "B N R T"],
+    n_buckets: int,
+    segment_ids: Int[Array, "B T"] | None,
+    n_pad: int,
+) -> Order:
+    """The order by (segment, bucket, position) of a sequence padded by `n_pad`, padding last."""
+    length = buckets.shape[-1] + n_pad
+    n_rows = math.prod(buckets.shape[:-1])
+    buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=n_buckets)
+    n_buckets += n_pad > 0
+    if segment_ids is not None:
+        segment_ids = _last_if_padding(segment_ids, n_pad)
+    most = n_buckets if segment_ids is None else max(n_buckets, length)
+    if jax.default_backend() == "gpu" and n_rows * most <= 2**32:
+        order = _sort_as_one_row(buckets, n_buckets)
+        if segment_ids is not None:
+            # By bucket first: a stable sort by segment leaves a segment's buckets in their order.
+            number = jnp.broadcast_to(segment_numbers(segment_ids)[:, None, None], order.shape)
+            order = _take(order, _sort_as_one_row(_take(number, order), length))
+        return Order(order)
+    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), buckets.shape)
+    if segment_ids is not None:
+        segment_ids = jnp.broadcast_to(segment_ids[:, None, None], buckets.shape)
+        # A stable sort leaves equal keys in the order of their positions.
+        order = lax.sort((segment_ids, buckets, position), num_keys=2, is_stable=True)[-1]
+    elif n_buckets * length < 2**31:
+        # One packed number sorts several times faster than a key with its payload.
+        order = lax.sort(buckets * length + position) % length
+    else:
+        order = lax.sort((buckets, position), num_keys=1, is_stable=True)[-1]
+    return Order(order)
+
+
+def _sort_as_one_row(keys: Int[Array, "*d T"], n_keys: int) -> Int[Array, "*d T"]:
+    """The order of each row by key, below `n_keys`, and position.
+
+    On GPUs XLA has a radix sort: for a single row, and where a position goes with each key, for
+    keys without a sign.
+    """
+    shape, length = keys.shape, keys.shape[-1]
+    n_rows = math.prod(shape[:-1])
+    row = jnp.arange(n_rows, dtype=jnp.uint32).reshape(*shape[:-1], 1)
+    keys = (row * n_keys + keys.astype(jnp.uint32)).reshape(-1)
+    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), shape).reshape(-1)
+    if n_rows * n_keys > 2**16 and n_rows * n_keys * length <= 2**32:
+        order = lax.sort(keys * length + position.astype(jnp.uint32)) % length
+        return order.astype(jnp.int32).reshape(shape)
+    if n_rows * n_keys <= 2**16:  # one pass for 8 bits: two passes in place of four
+        keys = keys.astype(jnp.uint16)
+    return lax.sort((keys, position), num_keys=1, is_stable=True)[-1].reshape(shape)
+
+
+def _last_if_padding(segment_ids: Int[Array, "B T"], n_pad: int) -> Int[Array, "B Tp"]:
+    """The segments to sort by, of a sequence padded by `n_pad`: padding is last."""
+    segment_ids = jnp.pad(jnp.asarray(segment_ids, jnp.int32), ((0, 0), (0, n_pad)))
+    return jnp.where(segment_ids == 0, jnp.iinfo(jnp.int32).max, segment_ids)
+
+
+def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:
+    """The order in which a position sees its own bucket, up to `reach` places before its own."""
+    order = order.with_places()
+    n_pad = order.queries.shape[-1] - buckets.shape[-1]
+    buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=-1)
+    buckets = _take(buckets, order.queries)
+    begins = jnp.pad(buckets[..., 1:] != buckets[..., :-1], ((0, 0),) * 3 + ((1, 0),))
+    place = jnp.arange(buckets.shape[-1], dtype=jnp.int32)[None, None, None]
+    start = lax.cummax(jnp.where(begins, place, 0), axis=buckets.ndim - 1)
+    first = jnp.maximum(start, place - min(reach, place.shape[-1]))
+    return order._replace(first=_take(first, order.places))
+
+
+# Decoding. C is the capacity.

@@ -1,0 +1,162 @@
+"""Positive random features of bfloat16 vectors, as Pallas kernels for NVIDIA GPUs (Triton).
+
+They compute `ops.recurrence.random_features.relative_features`. A program has all features of some
+vectors, so that nothing of them but the features is written. Directions come as sums of bfloat16.
+
+Letters as in `reformax.ops.base`; M is the number of features, R of the vectors of a program.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
+
+from reformax.ops.kernels.triton.common import launch, load, power_of_two, product, view_rows
+from reformax.ops.kernels.triton.recurrence_chunk import parts_of, to_float32
+
+ROWS, WARPS = 64, 8
+PARTS = 2  # of directions, of which 2^-15 is lost
+
+
+class FeatureArrays(NamedTuple):
+    """What the kernels read."""
+
+    x: Any  # [B, T, N, H]
+    directions: Any  # [P, M, H], times H^(-1/4); P parts
+    epsilon: Any  # [1]
+    relative_to: Any  # [B, T, N] or None
+
+
+class _FeatureTile(NamedTuple):
+    """Vectors of a program of the grid (T / R, N, B), and the exponents of their features."""
+
+    x: Float[Array, "R H"]
+    place: tuple[Any, Any, Any]  # batch, positions, head
+    exists: Any
+    exponents: Float[Array, "R M"]  # minus infinity where there is no feature
+    scale: Float[Array, " R"]  # the largest of a vector
+
+    def numbers(self, ref):
+        return ref.at[self.place], self.exists
+
+
+def _tile(read: FeatureArrays) -> _FeatureTile:
+    """Reads vectors, and computes the exponents of their features."""
+    head, batch = pl.program_id(1), pl.program_id(2)
+    position = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
+    length, size = read.x.shape[1], read.x.shape[3]
+    exists = position < length
+    x = load(*view_rows(read.x, batch, position, head, power_of_two(size), exists))
+    square = jnp.sum(to_float32(x) ** 2, axis=1) * size**-0.5
+    exponents = sum(
+        product(x, _directions(read, part), transpose_b=True) for part in reversed(range(PARTS))
+    )
+    exponents = exponents - square[:, None] / 2
+    inside = jnp.arange(exponents.shape[1], dtype=jnp.int32) < read.directions.shape[1]
+    exponents = jnp.where(inside[None, :], exponents, -jnp.inf)
+    scale = jnp.max(exponents, axis=1)
+    return _FeatureTile(x, (batch, position, head), exists, exponents, scale)
+
+
+def _directions(read: FeatureArrays, part: int) -> Float[Array, "M H"]:
+    """A part of them, as a tile."""
+    n, size = read.directions.shape[1:]
+    number, column = (jnp.arange(power_of_two(i), dtype=jnp.int32) for i in (n, size))
+    inside = (number < n)[:, None] & (column < size)[None, :]
+    return load(read.directions.at[part, number[:, None], column[None, :]], inside)
+
+
+def _relative_to(read: FeatureArrays, tile: _FeatureTile):
+    if read.relative_to is None:
+        return tile.scale
+    return load(*tile.numbers(read.relative_to))
+
+
+def _view(ref, tile: _FeatureTile):
+    batch, position, head = tile.place
+    return view_rows(ref, batch, position, head, power_of_two(ref.shape[3]), tile.exists)
+
+
+def scales_kernel(read, scales) -> None:
+    """The largest exponents, `[B, T, N]`."""
+    tile = _tile(read)
+    view, mask = tile.numbers(scales)
+    pltriton.store(view, tile.scale, mask=mask)
+
+
+def features_kernel(read, features) -> None:
+    """`[B, T, N, M]`."""
+    tile = _tile(read)
+    begin = _relative_to(read, tile)
+    more = read.epsilon[0] * jnp.exp(tile.scale - begin)
+    found = jnp.exp(tile.exponents - begin[:, None]) + more[:, None]
+    view, mask = _view(features, tile)
+    pltriton.store(view, found.astype(features.dtype), mask=mask)
+
+
+def gradient_kernel(read, d_features, dx) -> None:
+    """The gradient of the vectors."""
+    tile = _tile(read)
+    begin = _relative_to(read, tile)
+    number = jnp.arange(tile.exponents.shape[1], dtype=jnp.int32)
+    d = to_float32(load(*_view(d_features, tile)))
+    more = jnp.sum(d, axis=1) * read.epsilon[0] * jnp.exp(tile.scale - begin)
+    # The largest is the first of its value.
+    at_top = tile.exponents == tile.scale[:, None]
+    first = jnp.min(jnp.where(at_top, number[None, :], len(number)), axis=1)
+    d = d * jnp.exp(tile.exponents - begin[:, None])
+    d = d + jnp.where(number[None, :] == first[:, None], more[:, None], 0)
+    d = d.astype(jnp.bfloat16)
+    size = read.x.shape[3]
+    of_directions = product(d, _directions(read, 0))
+    found = (
+        of_directions - to_float32(tile.x) * (jnp.sum(to_float32(d), axis=1) * size**-0.5)[:, None]
+    )
+    view, mask = _view(dx, tile)
+    pltriton.store(view, found.astype(dx.dtype), mask=mask)
+
+
+def _run(kernel, read: FeatureArrays, inputs, shape, interpret: bool):
+    batch, length, n_heads, size = read.x.shape
+    parts = jnp.stack(parts_of(read.directions * size**-0.25, PARTS))
+    read = read._replace(directions=parts, epsilon=jnp.reshape(read.epsilon, 1))
+    return launch(
+        kernel,
+        (read, *inputs),
+        shape,
+        grid=(pl.cdiv(length, ROWS), n_heads, batch),
+        num_warps=WARPS,
+        num_stages=2,
+        interpret=interpret,
+        name=f"random_{kernel.__name__.removesuffix('_kernel')}",
+    )
+
+
+def scales(x: Float[Array, "B T N H"], directions: Float[Array, "M H"], interpret: bool) -> Array:
+    """The largest exponents of each vector, `[B, T, N]`, without a gradient."""
+    read = FeatureArrays(*jax.lax.stop_gradient((x, directions)), jnp.zeros(()), None)
+    shape = jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)
+    return _run(scales_kernel, read, (), shape, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def features(interpret: bool, read: FeatureArrays) -> Float[Array, "B T N M"]:
+    """The features in the dtype of the vectors; only these have a gradient."""
+    shape = (*read.x.shape[:3], read.directions.shape[0])
+    return _run(features_kernel, read, (), jax.ShapeDtypeStruct(shape, read.x.dtype), interpret)
+
+
+def _backward(interpret: bool, read: FeatureArrays, d_features):
+    shape = jax.ShapeDtypeStruct(read.x.shape, read.x.dtype)
+    dx = _run(gradient_kernel, read, (d_features,), shape, interpret)
+    others = jax.tree.map(jnp.zeros_like, read._replace(x=None))
+    return (others._replace(x=dx),)
+
+
+features.defvjp(lambda interpret, read: (features(interpret, read), read), _backward)

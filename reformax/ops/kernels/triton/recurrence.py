@@ -1,0 +1,324 @@
+"""Linear recurrences, chunk by chunk, as Pallas kernels for NVIDIA GPUs (Triton).
+
+They compute the function of `reformax.ops.recurrence.recurrence`, whose equations they follow (Yang
+et al. 2023, "Gated Linear Attention", sec. 4; Yang et al. 2024, "Gated Delta Networks", sec. 3.3).
+This file launches them: `recurrence_chunk` is what a program reads, `recurrence_states` goes from
+chunk to chunk, and `recurrence_outputs` computes each chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.kernels.triton.common import launch
+from reformax.ops.kernels.triton.recurrence_chunk import (
+    L,
+    RecurrenceArrays,
+    RecurrencePlan,
+    RecurrenceStates,
+    Solved,
+)
+from reformax.ops.kernels.triton.recurrence_outputs import (
+    Gradients,
+    d_values_kernel,
+    gradients_kernel,
+    output_kernel,
+    solve_kernel,
+    sums_kernel,
+)
+from reformax.ops.kernels.triton.recurrence_states import (
+    Blocks,
+    begins_kernel,
+    d_states_kernel,
+    states_kernel,
+)
+from reformax.ops.recurrence.chunks import RecurrenceInputs
+
+F32 = jnp.float32
+# Programs that fill a GPU of 132 processors; how many chunks a group has at least.
+PROGRAMS, LEAST_CHUNKS = 264, 16
+# Warps of a program.
+WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values=4, gradients=8)
+STAGES = 3  # of the kernels that go from chunk to chunk
+
+
+def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) -> RecurrencePlan:
+    (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
+    n_chunks = pl.cdiv(length, L)
+    blocks = Blocks.of(size, d_v, delta).grid(size, d_v)
+    if groups is None:
+        groups = min(PROGRAMS // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS)
+        # Groups read all twice, with the delta rule for a matrix more.
+        groups = groups if groups > (3 if delta else 1) else 1
+    dtype = jnp.result_type(x.q, x.k, x.v)
+    n_chunks = pl.cdiv(n_chunks, groups)
+    return RecurrencePlan(length, groups, n_chunks, mean, dtype, interpret)
+
+
+def _read(plan: RecurrencePlan, x: RecurrenceInputs, ids) -> RecurrenceArrays:
+    more = plan.padded - plan.length
+    ids = None if ids is None else jnp.pad(ids, ((0, 0), (0, more)), mode="edge")
+    beta = None if x.beta is None else x.beta[..., 0]
+    read = RecurrenceArrays(x.q, x.k, x.v, None, beta, ids)
+    if x.log_decay is None:
+        return read
+    batch, _, n_heads, size = x.log_decay.shape
+    # Decays of heads are those of as many features.
+    decay = x.log_decay if size > 1 else jnp.swapaxes(x.log_decay, 2, 3)
+    shape = jax.ShapeDtypeStruct((batch, plan.padded, *decay.shape[2:]), jnp.float32)
+    grid = plan.padded // L, decay.shape[2], batch
+    (summed,) = _run(sums_kernel, plan, grid, (read, decay), (shape,))
+    return read._replace(decay=summed if size > 1 else summed[:, :, 0])
+
+
+def _run(kernel, plan: RecurrencePlan, grid, inputs, out_shape, stages: int = 2, **static):
+    name = kernel.__name__.removesuffix("_kernel")
+    return launch(
+        functools.partial(kernel, plan=plan, **static),
+        inputs,
+        out_shape,
+        grid=grid,
+        num_warps=WARPS[name],
+        num_stages=stages,
+        interpret=plan.interpret,
+        name=f"recurrence_{name}",
+    )
+
+
+class _Launches(NamedTuple):
+    """The kernels of a call."""
+
+    plan: RecurrencePlan
+    x: RecurrenceArrays
+
+    def _shape(self, *shape, dtype=None):
+        return jax.ShapeDtypeStruct(shape, dtype or self.plan.dtype)
+
+    def _like(self, x, dtype=None):
+        return self._shape(*x.shape, dtype=dtype)
+
+    def _each(self, kernel, inputs, out_shape, **static):
+        batch, _, n_heads, _ = self.x.k.shape
+        grid = self.plan.n_groups * self.plan.n_chunks, n_heads, batch
+        return _run(kernel, self.plan, grid, (self.x, *inputs), out_shape, **static)
+
+    @property
+    def by_feature(self) -> bool:
+        return self.x.decay is not None and self.x.decay.ndim == 4
+
+    def solved(self, keep: bool = False) -> Solved | None:
+        """keep: whether the inverse is written too."""
+        x = self.x
+        if x.beta is None:
+            return None
+        batch, _, n_heads, _ = x.k.shape
+        inverse = self._shape(batch, n_heads, self.plan.padded, L) if keep else None
+        return Solved(*self._each(solve_kernel, (), (self._like(x.k), self._like(x.v), inverse)))
+
+    def states(self, solved) -> tuple[RecurrenceStates, Array, RecurrenceStates | None]:
+        """The state before each chunk, and the values that are written.
+
+        The third is what the delta rule makes of a state in each group, or None.
+        """
+
+        def run(begins, states, ends):
+            values = None if solved is None or states is None else self._like(self.x.v)
+            inputs, n = (self.x, solved, begins), 0
+            if solved is not None and states is None:
+                blocks = self._blocks
+                n = pl.cdiv(blocks.h, blocks.v)
+                width = (pl.cdiv(self.x.v.shape[3], blocks.v) + n) * blocks.v
+                ends = ends._replace(outer=self._shape(*ends.outer.shape[:4], width, dtype=F32))
+            return self._scan(states_kernel, inputs, (states, values, ends), n)
+
+        (states, values, _), ends = self._grouped(run, None, reverse=False)
+        return (states, self.x.v, None) if solved is None else (states, values, ends)
+
+    def d_states(
+        self, solved, d_out, d_total, given, ends
+    ) -> tuple[RecurrenceStates, Array | None]:
+        """The gradient of the state after each chunk, and of the values of the delta rule.
+
+        ends: the third of `states`.
+        """
+
+        def run(begins, states, ends):
+            d_values = None if solved is None or states is None else self._like(self.x.v)
+            inputs = self.x, solved, begins, d_out, d_total, given
+            return self._scan(d_states_kernel, inputs, (states, d_values, ends))
+
+        return self._grouped(run, ends, reverse=True)[0][:2]
+
+    @property
+    def _blocks(self) -> Blocks:
+        return Blocks.of(self.x.k.shape[3], self.x.v.shape[3], self.x.beta is not None)
+
+    def _scan(self, kernel, inputs, out_shape, more_blocks: int = 0):
+        (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
+        blocks = self._blocks
+        grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
+        return _run(kernel, self.plan, grid, inputs, out_shape, STAGES, blocks=blocks)
+
+    def _grouped(self, run, passed, reverse: bool):
+        plan, (batch, _, n_heads, d_k) = self.plan, self.x.k.shape
+        state = d_k, self.x.v.shape[3]
+
+        def shapes(n, dtype=None):
+            outer = self._shape(batch, n_heads, n, *state, dtype=dtype)
+            keys = self._shape(batch, n_heads, n, d_k, dtype=F32) if plan.mean else None
+            return RecurrenceStates(outer, keys)
+
+        states = shapes(plan.n_groups * plan.n_chunks)
+        if plan.n_groups == 1:
+            return run(None, states, None), None
+        ends = run(None, None, shapes(plan.n_groups, F32))[2]
+        if self.x.beta is not None and passed is None:
+            passed = ends
+        blocks = self._blocks
+        (begins,) = _run(
+            begins_kernel,
+            plan,
+            (blocks.grid(*state), n_heads, batch),
+            (self.x, self._kept(), ends, passed),
+            (shapes(plan.n_groups, F32),),
+            blocks=blocks,
+            reverse=reverse,
+        )
+        return run(begins, states, None), ends
+
+    def _kept(self) -> Float[Array, "B N G H"]:
+        """How much of a state is left after each group; with the delta rule, whether any is."""
+        plan, x = self.plan, self.x
+        batch, _, n_heads, size = x.k.shape
+        kept = jnp.ones((batch, n_heads, plan.n_groups, 1))
+        if x.decay is not None and x.beta is None:
+            ends = lax.slice_in_dim(x.decay, L - 1, None, L, 1)
+            ends = ends.reshape(batch, plan.n_groups, plan.n_chunks, n_heads, -1).sum(axis=2)
+            kept = jnp.exp(jnp.moveaxis(ends, 1, 2))
+        if x.ids is not None:
+            groups = x.ids.reshape(batch, plan.n_groups, -1)
+            last = jnp.concatenate([groups[:, :1, 0], groups[:, :-1, -1]], axis=1)
+            whole = last == groups[:, :, -1]
+            kept = jnp.where(whole[:, None, :, None], kept, 0)
+        return jnp.broadcast_to(kept, (*kept.shape[:3], size))
+
+    def output(self, states, values) -> Float[Array, "B T N V"]:
+        shape = self._like(self.x.v, F32)
+        return self._each(output_kernel, (states, values), (shape, None))[0]
+
+    def means(self, states) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+        shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
+        return tuple(self._each(output_kernel, (states, self.x.v), shapes))
+
+    def gradients(self, d_out, d_total=None) -> RecurrenceInputs:
+        """Those of the inputs."""
+        x = self.x
+        d_out = d_out.astype(self.plan.dtype)
+        solved = self.solved(keep=True)
+        states, values, ends = self.states(solved)
+        given = inverse = None
+        if solved is not None:
+            (given,) = self._each(d_values_kernel, (d_out,), (self._like(x.v),))
+            inverse = solved.inverse
+        d_states, d_values = self.d_states(solved, d_out, d_total, given, ends)
+        numbers = self._shape(*x.k.shape[:3], dtype=F32)
+        decay = None
+        if x.decay is not None:
+            decay = self._like(x.k, F32) if self.by_feature else numbers
+        qkv = (self._like(a, a.dtype) for a in x[:3])
+        shapes = Gradients(*qkv, decay, None if x.beta is None else numbers)
+        inputs = inverse, states, d_states, values, d_values, d_out, d_total
+        stages = 1 if self.plan.dtype == F32 else 2  # a chip holds no more
+        (out,) = self._each(gradients_kernel, inputs, (shapes,), stages=stages)
+        decay = out.decay if decay is not numbers else out.decay[..., None]
+        return RecurrenceInputs(
+            out.q, out.k, out.v, decay, None if out.beta is None else out.beta[..., None]
+        )
+
+
+def _aligned(x: RecurrenceInputs) -> RecurrenceInputs:
+    """Values whose rows begin at multiples of 16 bytes: of others each number is a load."""
+    return x._replace(v=_wider(x.v))
+
+
+def _wider(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V8"]:
+    """Columns of zeros added, up to a multiple of 8."""
+    return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, -v.shape[3] % 8)))
+
+
+def _launches(x: RecurrenceInputs, ids, interpret, groups, mean=False) -> _Launches:
+    x = _aligned(x)
+    plan = _plan(x, interpret, groups, mean)
+    return _Launches(plan, _read(plan, x, ids))
+
+
+def forward(
+    x: RecurrenceInputs,
+    ids: Int[Array, "B T"] | None,
+    *,
+    interpret: bool = False,
+    groups: int | None = None,
+) -> Float[Array, "B T N V"]:
+    """The outputs, in float32.
+
+    Args:
+      x: as in `ops.recurrence.recurrence.recurrence`.
+      ids: segments, each of them side by side.
+      interpret: whether to run it anywhere, slowly.
+      groups: of chunks, side by side; None: as many as fill a GPU.
+    """
+    launches = _launches(x, ids, interpret, groups)
+    states, values, _ = launches.states(launches.solved())
+    return launches.output(states, values)[..., : x.v.shape[3]]
+
+
+def backward(
+    x: RecurrenceInputs,
+    ids: Int[Array, "B T"] | None,
+    d_out: Float[Array, "B T N V"],
+    *,
+    interpret: bool = False,
+    groups: int | None = None,
+) -> RecurrenceInputs:
+    """The gradients of `x`; arguments as in `forward`, `d_out` that of the outputs."""
+    found = _launches(x, ids, interpret, groups).gradients(_wider(d_out))
+    return found._replace(v=found.v[..., : x.v.shape[3]])
+
+
+def means(
+    x: RecurrenceInputs,
+    ids: Int[Array, "B T"] | None,
+    *,
+    interpret: bool = False,
+    groups: int | None = None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """`ops.recurrence.means.mean` in the dtype of the values, and the sums of weights in float32.
+
+    Arguments are as in `forward`.
+    """
+    launches = _launches(x, ids, interpret, groups, mean=True)
+    states, _, _ = launches.states(None)
+    out, total = launches.means(states)
+    return out[..., : x.v.shape[3]], total
+
+
+def means_backward(
+    x: RecurrenceInputs,
+    ids: Int[Array, "B T"] | None,
+    d_sums: Float[Array, "B T N V"],
+    d_total: Float[Array, "B T N"],
+    *,
+    interpret: bool = False,
+    groups: int | None = None,
+) -> RecurrenceInputs:
+    """The gradients of `x` by those of the sums of values and of weights."""
+    launches = _launches(x, ids, interpret, groups, mean=True)
+    found = launches.gradients(_wider(d_sums), d_total)
+    return found._replace(v=found.v[..., : x.v.shape[3]])

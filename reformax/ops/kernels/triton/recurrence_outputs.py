@@ -1,0 +1,254 @@
+"""Outputs and gradients of the chunks of a linear recurrence: kernels of `kernels.recurrence`.
+
+Each has a program for each chunk. The delta rule's triangular system is inverted once for each
+chunk, by halves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from reformax.ops.calls.dispatch import MAX_HEAD_SIZE
+from reformax.ops.kernels.triton.common import power_of_two
+from reformax.ops.kernels.triton.recurrence_chunk import (
+    BITS,
+    L,
+    across,
+    chunk_of,
+    columns_of,
+    parts_of,
+    precise,
+    product,
+    sides,
+    to_float32,
+)
+from reformax.ops.softmax.online import LEAST_SUM
+
+# Decays.
+
+
+def sums_kernel(x, log_decay, out, *, plan) -> None:
+    """Log decays summed up from the chunk's begin, within segments, `[B, T, N, H]`."""
+    rows = chunk_of(plan, x)
+    # As in `ops.recurrence.chunks`.
+    least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
+    each = jnp.maximum(to_float32(rows.read(log_decay)), least)
+    rows.write(out, _sums(rows, each))
+
+
+def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
+    """Sums over the rows of a segment up to each; or, with "00", from each on."""
+    so_far = jnp.where(rows.seen(), 1.0, 0.0).astype(jnp.bfloat16)
+    return sum(product(so_far, part, contract) for part in reversed(parts_of(x, 3)))
+
+
+# The delta rule.
+
+
+def solve_kernel(x, reads, values, inverse, *, plan) -> None:
+    """The delta rule as a recurrence of other values: `Solved` of a chunk."""
+    rows = chunk_of(plan, x)
+    k, beta = rows.read(x.k), rows.numbers(x.beta)[:, None]
+    solution = _inverse(rows, beta * rows.pairs_of(k, k, rows.seen(exclude_self=True)))
+    if inverse is not None:
+        rows.put_pairs(inverse, solution)
+    rows.write(reads, rows.product(solution, beta * rows.from_old(k)))
+    rows.write(values, rows.product(solution, beta * rows.read(x.v)))
+
+
+def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
+    """`(1 + below)^-1`, as `ops.recurrence.decay_products.inverse`: all blocks of a size at once.
+
+    Newton's iteration, of precise residuals, takes out what products of few digits left.
+    """
+    i, j = sides()
+    one = jnp.where(i == j, 1.0, 0.0)
+    result = one - jnp.where(across(0), below, 0)
+    for bit in range(1, BITS):
+        corner = jnp.where(across(bit), below, 0)
+        result = result - rows.product(rows.product(result, corner), result)
+    to_float32 = rows.plan.dtype == jnp.float32
+    for _ in range(2 if to_float32 else 1):
+        residual = one - result - precise(below, result, n=3 if to_float32 else 2)
+        result = result + rows.product(result, residual)
+    return result
+
+
+class _Delta(NamedTuple):
+    """Gradients of a chunk by the delta rule's own pairs and reads."""
+
+    v: Float[Array, "L V"]
+    beta: Float[Array, " L"]
+    read: Float[Array, "L H"]  # of the keys as they read
+    written: Float[Array, "L H"]  # and as they are written
+
+
+def _delta_vjp(rows, k, state, inverse, values, d_values) -> _Delta:
+    beta, below = rows.numbers(rows.x.beta)[:, None], rows.seen(exclude_self=True)
+    d_right = rows.product(rows.pairs(inverse), rows.read(d_values), "00")
+    d_below = -rows.product(d_right, values, "11")
+    d_below = jnp.where(below, d_below, 0)
+    d_beta = jnp.sum(d_below * rows.pairs_of(k, k, below), axis=1)
+    left = rows.read(rows.x.v) - rows.product(rows.from_old(k), state)
+    d_beta = d_beta + jnp.sum(d_right * left, axis=1)
+    dv = beta * d_right
+    read, written = rows.pairs_vjp(beta * d_below, k, k, below)
+    return _Delta(dv, d_beta, read - rows.from_old(rows.product(dv, state, "11")), written)
+
+
+# Outputs and gradients. Features of more than 128 are read by blocks, whose products add up; in
+# float32 those of more than 64, for a chip holds no more of all that a gradient reads.
+
+FEATURES = 64  # of a block
+
+
+def _blocks(x) -> tuple[int, int]:
+    """The number of blocks of features, and their width."""
+    size = x.k.shape[3]
+    narrow = x.k.dtype == jnp.float32 and x.beta is None
+    if size <= (FEATURES if narrow else MAX_HEAD_SIZE):
+        return 1, power_of_two(size)
+    return pl.cdiv(size, FEATURES), FEATURES
+
+
+def _each_block(x, step, carry):
+    """`step(columns, carry)` for each block of features in turn."""
+    n, width = _blocks(x)
+    if n == 1:
+        return step(columns_of(0, 0, width), carry)
+
+    def body(i, carry):
+        return step(columns_of(0, i * width, width), carry)
+
+    return lax.fori_loop(np.int32(0), np.int32(n), body, carry)
+
+
+def output_kernel(x, states, values, out, total, *, plan) -> None:
+    """What the queries of a chunk read; or means of it, and their weights' `total`."""
+    rows, chunk = chunk_of(plan, x), pl.program_id(0)
+    v = columns_of(x.v.shape[3])
+
+    def add(h, sums):
+        pairs, old, weights = sums
+        q, state = rows.read(x.q, h), rows.state(states, chunk, h, v)
+        pairs = pairs + rows.products_of(q, rows.read(x.k, h))
+        from_old = rows.from_old(q, h)
+        old = old + rows.product(from_old, state.outer)
+        if plan.mean:
+            weights = weights + jnp.sum(rows.rounded(from_old) * state.keys[None, :], axis=1)
+        return pairs, old, weights
+
+    zeros = jnp.zeros((L,), jnp.float32) if plan.mean else None
+    begin = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32), zeros
+    pairs, old, weights = _each_block(x, add, begin)
+    pairs = rows.weighted(pairs, rows.seen())
+    sums = rows.product(pairs, rows.read(values)) + rows.old_only(old)
+    if not plan.mean:
+        rows.write(out, sums)
+        return
+    weights = jnp.sum(rows.rounded(pairs), axis=1) + rows.old_only(weights[:, None])[:, 0]
+    weights = jnp.where(weights < LEAST_SUM, 0, weights)
+    means = jnp.where(weights == 0, 0, 1 / jnp.where(weights == 0, 1, weights))[:, None] * sums
+    rows.write(out, means)
+    rows.put_numbers(total, weights)
+
+
+def d_values_kernel(x, d_out, d_values, *, plan) -> None:
+    """Gradients of the values by the outputs of their own chunk."""
+    rows = chunk_of(plan, x)
+    pairs = rows.pairs_of(rows.read(x.q), rows.read(x.k), rows.seen())
+    rows.write(d_values, rows.product(pairs, rows.read(d_out), "00"))
+
+
+class Gradients(NamedTuple):
+    """Arrays of gradients."""
+
+    q: Any
+    k: Any
+    v: Any
+    decay: Any  # [B, T, N], or [B, T, N, H] by feature
+    beta: Any  # [B, T, N]
+
+
+def gradients_kernel(
+    x, inverse, states, d_states, values, d_values, d_out, d_total, out, *, plan
+) -> None:
+    """Those of the inputs, from the states on both sides of a chunk.
+
+    d_total: of means, the gradient of the sums of weights, `[B, T, N]`.
+    """
+    rows, chunk = chunk_of(plan, x), pl.program_id(0)
+    v = columns_of(x.v.shape[3])
+    seen = rows.seen()
+
+    def read(h):
+        states_here = (rows.state(a, chunk, h, v) for a in (states, d_states))
+        return rows.read(x.q, h), rows.read(x.k, h), *states_here
+
+    n, width = _blocks(x)
+    whole = read(columns_of(0, 0, width)) if n == 1 else None
+    u, d = rows.read(values), rows.read(d_out)
+    if x.beta is None:
+
+        def add(h, sums):
+            q, k, _, d_state = whole or read(h)
+            pairs = sums[0] + rows.products_of(q, k)
+            return pairs, sums[1] + rows.product(rows.to_new(k, h), d_state.outer)
+
+        begin = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32)
+        pairs, dv = _each_block(x, add, begin)
+        rows.write(out.v, dv + rows.product(rows.weighted(pairs, seen), d, "00"))
+
+    d_pairs, d_weights = rows.product(d, u, "11"), None
+    if plan.mean:
+        d_weights = rows.numbers(d_total)[:, None]
+        d_pairs = d_pairs + d_weights
+
+    def of_block(h, dc):
+        q, k, state, d_state = whole or read(h)
+        delta = None
+        if x.beta is not None:
+            delta = _delta_vjp(rows, k, state.outer, inverse, u, d_values)
+            rows.write(out.v, delta.v)
+            rows.put_numbers(out.beta, delta.beta)
+        dq, dk = rows.pairs_vjp(d_pairs, q, k, seen)
+        dq_old = rows.product(d, state.outer, "11")
+        dk_new = rows.product(u, d_state.outer, "11")
+        if plan.mean:
+            dq_old = dq_old + d_weights * state.keys[None, :]
+            dk_new = dk_new + d_state.keys[None, :]
+        dq = dq + rows.from_old(dq_old, h)
+        rows.write(out.q, dq, h)
+        dk_new = rows.to_new(dk_new, h)
+        dk = dk + dk_new
+        q, k = to_float32(q), to_float32(k)
+        program = q * dq - k * dk
+        if delta is not None:
+            dk = dk + delta.read + delta.written
+            program = program + k * (delta.read - delta.written)
+        rows.write(out.k, dk, h)
+        if x.decay is None:
+            return dc
+        both = jax.tree.map(lambda a, b: to_float32(a) * b, state, d_state)
+        kept = rows.forget(both, h)
+        at_end = jnp.sum(k * dk_new, axis=0) + jnp.sum(kept.outer, axis=1)
+        if plan.mean:
+            at_end = at_end + kept.keys
+        program = program + jnp.where(sides()[0] == L - 1, at_end[None, :], 0)
+        if rows.by_feature:
+            rows.write(out.decay, _sums(rows, program, "00"), h)
+            return dc
+        return dc + jnp.sum(program, axis=1)
+
+    dc = _each_block(x, of_block, jnp.zeros((L,), jnp.float32))
+    if x.decay is not None and not rows.by_feature:
+        from_here = jnp.where(rows.seen(), dc[:, None], 0)
+        rows.put_numbers(out.decay, jnp.sum(from_here, axis=0))

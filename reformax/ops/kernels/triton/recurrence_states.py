@@ -1,0 +1,174 @@
+"""The states of a linear recurrence, from chunk to chunk: kernels of `kernels.recurrence`.
+
+A program has a block of the state, which it keeps in float32, and writes the state before each
+chunk. Where heads and blocks are few, groups of chunks run side by side: once from zeros, then
+again from the state that the groups before them left. What a group makes of a state is a product:
+with a number of each feature, or, with the delta rule, with a matrix, which is what the group makes
+of the identity.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from reformax.ops.kernels.triton.common import load, power_of_two
+from reformax.ops.kernels.triton.recurrence_chunk import (
+    ChunkRows,
+    L,
+    RecurrenceArrays,
+    RecurrencePlan,
+    RecurrenceStates,
+    both,
+    columns_of,
+    precise,
+    to_float32,
+    which_exist,
+)
+
+COLUMNS = 64  # of a block
+
+
+class Blocks(NamedTuple):
+    """The block of a state that a program has."""
+
+    h: int
+    v: int
+
+    @classmethod
+    def of(cls, d_k: int, d_v: int, whole: bool) -> Blocks:
+        h, v = power_of_two(d_k), power_of_two(d_v)
+        return cls(h if whole else min(h, 64), min(v, COLUMNS if h <= 64 or not whole else 32))
+
+    def grid(self, d_k: int, d_v: int) -> int:
+        return pl.cdiv(d_k, self.h) * pl.cdiv(d_v, self.v)
+
+
+def _block(plan: RecurrencePlan, x: RecurrenceArrays, blocks: Blocks):
+    """The rows of a program of the grid (blocks, N, B x groups), its group and its block."""
+    n = pl.cdiv(x.v.shape[3], blocks.v)
+    block, last = pl.program_id(0), pl.program_id(2)
+    group = lax.rem(last, np.int32(plan.n_groups))
+    program = ChunkRows(plan, x, lax.div(last, np.int32(plan.n_groups)), pl.program_id(1), 0)
+    if x.beta is not None:  # blocks of all features; those after the values are a transition's
+        return program, group, columns_of(0, 0, blocks.h), columns_of(0, block * blocks.v, blocks.v)
+    h = columns_of(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
+    v = columns_of(0, lax.rem(block, np.int32(n)) * blocks.v, blocks.v)
+    return program, group, h, v
+
+
+def _zeros(plan: RecurrencePlan, blocks: Blocks) -> RecurrenceStates:
+    keys = jnp.zeros((blocks.h,), jnp.float32) if plan.mean else None
+    return RecurrenceStates(jnp.zeros((blocks.h, blocks.v), jnp.float32), keys)
+
+
+def _add(rows: ChunkRows, state: RecurrenceStates, x, y, weights) -> RecurrenceStates:
+    """`x^T y` added, and to the sums of keys `x^T weights`."""
+    keys = state.keys
+    if keys is not None:
+        keys = keys + jnp.sum(rows.rounded(x) * weights, axis=0)
+    return RecurrenceStates(state.outer + rows.product(x, y, "00"), keys)
+
+
+def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> None:
+    """From group to group `begins` is given; else groups begin with zeros, and write their ends."""
+    program, group, h, v = _block(plan, x, blocks)
+    state = _zeros(plan, blocks)
+    columns, transition = v, None
+    if begins is not None:
+        state = program.state(begins, group, h, v)
+    elif solved is not None and ends is not None:
+        width = pl.cdiv(x.v.shape[3], blocks.v) * blocks.v
+        transition = pl.program_id(0) * blocks.v >= width
+        columns = jnp.where(transition, columns_of(0, 0, blocks.v), v)
+        state = RecurrenceStates(jnp.where(h[:, None] == v[None, :] - width, 1.0, 0.0))
+
+    def step(i, state):
+        chunk = group * plan.n_chunks + i
+        rows = program._replace(start=chunk * L)
+        if states is not None:
+            rows.put_state(states, chunk, h, v, state)
+        keys = rows.to_new(rows.read(x.k, h), h)
+        if solved is None:
+            written = rows.read(x.v, v)
+        else:
+            held = rows.product(rows.read(solved.reads, h), state.outer)
+            written = to_float32(rows.read(solved.values, columns))
+            if transition is not None:
+                written = jnp.where(transition, 0, written)
+            written = written - rows.old_only(held)
+            if values is not None:
+                rows.write(values, written, v)
+        return _add(rows, rows.forget(state, h), keys, written, 1)
+
+    state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
+    if ends is not None:
+        program.put_state(ends, group, h, v, state)
+
+
+def d_states_kernel(
+    x, solved, begins, d_out, d_total, given, states, d_values, ends, *, plan, blocks
+) -> None:
+    """The gradient of the state after each chunk, from the last one on; else as `states_kernel`."""
+    program, group, h, v = _block(plan, x, blocks)
+
+    def step(i, state):
+        chunk = group * plan.n_chunks + (plan.n_chunks - 1 - i)
+        rows = program._replace(start=chunk * L)
+        if states is not None:
+            rows.put_state(states, chunk, h, v, state)
+        q = rows.from_old(rows.read(x.q, h), h)
+        weights = rows.numbers(d_total)[:, None] if plan.mean else None
+        after = _add(rows, rows.forget(state, h), q, rows.read(d_out, v), weights)
+        if solved is not None:
+            keys = rows.to_new(rows.read(x.k, h), h)
+            d = rows.read(given, v) + rows.product(keys, state.outer)
+            if d_values is not None:
+                rows.write(d_values, d, v)
+            outer = after.outer - rows.product(rows.read(solved.reads, h), d, "00")
+            after = RecurrenceStates(outer)
+        return after
+
+    state = _zeros(plan, blocks)
+    if begins is not None:
+        state = program.state(begins, group, h, v)
+    state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
+    if ends is not None:
+        program.put_state(ends, group, h, v, state)
+
+
+def begins_kernel(x, kept, ends, passed, begins, *, plan, blocks, reverse) -> None:
+    """The state before each group, or with `reverse` the gradient of that after it.
+
+    Args:
+      kept: `[B, N, G, H]`, how much of a state is left after a group; with the delta rule, whether
+        any is.
+      ends: what a group makes of zeros.
+      passed: None, or for the delta rule `[B, N, G, H, W + H]`, whose last H columns are what a
+        group makes of the identity.
+    """
+    n = pl.cdiv(x.v.shape[3], blocks.v)
+    block = pl.program_id(0)
+    program = ChunkRows(plan, x, pl.program_id(2), pl.program_id(1), 0)
+    h = columns_of(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
+    v = columns_of(0, lax.rem(block, np.int32(n)) * blocks.v, blocks.v)
+
+    def step(i, state):
+        group = plan.n_groups - 1 - i if reverse else i
+        program.put_state(begins, group, h, v, state)
+        left = kept.at[program.batch, program.head, group, h[:, None]]
+        left = load(left, both(None, which_exist(h, kept.shape[3], 1), (len(h), 1)))
+        outer, keys = left * state.outer, state.keys
+        if passed is not None:
+            matrix = program.state(passed, group, h, n * blocks.v + h).outer
+            outer = precise(matrix, state.outer, "00" if reverse else "10")
+        more = program.state(ends, group, h, v)
+        if keys is not None:
+            keys = jnp.where(left > 0, left * keys[:, None], 0)[:, 0] + more.keys
+        return RecurrenceStates(jnp.where(left > 0, outer, 0) + more.outer, keys)
+
+    lax.fori_loop(np.int32(0), np.int32(plan.n_groups), step, _zeros(plan, blocks))

@@ -1,0 +1,39 @@
+"""Segments side by side: the order that makes each a run, and what is behind a row of one."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+T = TypeVar("T")
+
+
+def side_by_side(
+    inputs: T, segment_ids: Int[Array, "B T"] | None
+) -> tuple[Int[Array, "B T"] | None, T, Int[Array, "B T"] | None]:
+    """The order that makes each segment a run, arrays `[B, T, ...]` in it and their ids.
+
+    Without segments all is as it is, and order and ids are None.
+    """
+    if segment_ids is None:
+        return None, inputs, None
+    segment_ids = jnp.asarray(segment_ids)
+    order = jnp.argsort(segment_ids, axis=1, stable=True)
+    inputs, segment_ids = jax.tree.map(lambda x: taken(x, order), (inputs, segment_ids))
+    return order, inputs, segment_ids
+
+
+def taken(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
+    """`x` in an order of its positions."""
+    if order is None:
+        return x
+    order = order.reshape(order.shape + (1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, order, axis=1, mode="promise_in_bounds")
+
+
+def back(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
+    """The inverse of `taken`."""
+    return x if order is None else taken(x, jnp.argsort(order, axis=1))

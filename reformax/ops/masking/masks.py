@@ -1,0 +1,115 @@
+"""Which key each query may see, by causality, segment and shared queries."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+# Booleans say of each row that its tokens are one segment.
+Ids = Int[Array, "B T"] | Bool[Array, "B T"]
+SegmentIds = Ids | tuple[Ids, Ids]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Segments, and what else is said of each token: it travels wherever segments do."""
+
+    segment_ids: Ids | None
+    global_tokens: Int[Array, "B T"] | None = (
+        None  # above 0: what an algorithm with the trait treats apart
+    )
+    positions: Int[Array, "B T"] | None = None  # that rotations go by; None: 0 to T - 1
+    # Whether the padding of a row is all behind its tokens, and what is computed there is finite.
+    padded_behind: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    @property
+    def counted(self) -> bool:
+        """Whether `lengths` say all that segments do: each row is one segment and padding."""
+        return (
+            self.padded_behind and self.segment_ids is not None and self.segment_ids.dtype == bool
+        )
+
+
+def tokens_of(segment_ids: SegmentIds | Tokens | None) -> Tokens:
+    """Segments with what else is said of them, if anything is."""
+    return segment_ids if isinstance(segment_ids, Tokens) else Tokens(segment_ids)
+
+
+def segment_pair(
+    segment_ids: SegmentIds | None,
+) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | tuple[None, None]:
+    """The segments of the queries and those of the keys."""
+    return segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+
+
+def segment_ids_of(*each: tuple[SegmentIds | Tokens | None, Shaped[Array, "B _ *d"]]) -> Ids | None:
+    """The pair of segments of two sequences, given as (segments, x); None if neither has any.
+
+    A sequence without segments is one.
+    """
+    found = [(tokens_of(segment_ids).segment_ids, x) for segment_ids, x in each]
+    if all(ids is None for ids, _ in found):
+        return None
+    return tuple(jnp.ones(x.shape[:2], bool) if ids is None else ids for ids, x in found)
+
+
+def int32_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:
+    """Segments whose ids are integers, as ops read them."""
+    return jax.tree.map(lambda ids: ids.astype(jnp.int32), segment_ids)
+
+
+def row_lengths(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
+    """How many tokens each row has."""
+    return jnp.sum(ids != 0, axis=1, dtype=jnp.int32)
+
+
+def ids_or_ones(segment_ids: Ids | None, x: Shaped[Array, "B T *d"]) -> Int[Array, "B T"]:
+    """The segments of `x`; without any, all of a row is segment 1."""
+    return jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
+
+
+def segment_numbers(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The ids of each row numbered from 0 on, in their order."""
+
+    def of_row(ids: Int[Array, " T"]) -> Int[Array, " T"]:
+        order = jnp.argsort(ids)
+        changes = jnp.diff(ids[order], prepend=ids[order][:1]) != 0
+        return jnp.zeros_like(ids).at[order].set(jnp.cumsum(changes).astype(ids.dtype))
+
+    return jax.vmap(of_row)(ids)
+
+
+def visibility(
+    n_queries: int,
+    n_keys: int,
+    *,
+    causal: bool,
+    segment_ids: SegmentIds | None = None,
+) -> Bool[Array, "#B 1 T S"]:
+    """Which keys each query may see, by causality and by segment."""
+    mask = jnp.ones((1, 1, n_queries, n_keys), bool)
+    if causal:
+        mask = jnp.tril(mask)
+    if segment_ids is not None:
+        of_query, of_key = segment_pair(segment_ids)
+        same = of_query[:, None, :, None] == of_key[:, None, None, :]
+        mask = mask & same & (of_key != 0)[:, None, None, :]
+    return mask
+
+
+def except_self(
+    mask: Bool[Array, "#B #N T T"], attend_self_if_alone: bool = True
+) -> Bool[Array, "#B #N T T"]:
+    """Hides each position from itself, or with `attend_self_if_alone` unless it sees nothing else
+    (sec. 2).
+    """
+    itself = jnp.eye(mask.shape[-1], dtype=bool)[None, None]
+    others = mask & ~itself
+    if not attend_self_if_alone:
+        return others
+    alone = ~others.any(axis=-1, keepdims=True)
+    return others | (mask & itself & alone)

@@ -1,0 +1,31 @@
+"""Zeros at padding, whatever stands there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.masking.masks import SegmentIds, segment_pair
+
+
+def tokens_only(x: Float[Array, "B T N H"], ids: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+    """`x` with zeros at padding. The gradient there is 0 too."""
+    return jnp.where((ids != 0)[..., None, None], x, 0)
+
+
+def over_tokens(
+    attend: Callable[..., Array],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"] | None,
+    v: Float[Array, "B S N V"],
+    segment_ids: SegmentIds | None,
+) -> Float[Array, "B T N V"]:
+    """`attend(q, k, v)`, which reads zeros at padding, with zeros at padding of its result."""
+    if segment_ids is None:
+        return attend(q, k, v)
+    of_query, of_key = segment_pair(segment_ids)
+    k = None if k is None else tokens_only(k, of_key)
+    out = attend(tokens_only(q, of_query), k, tokens_only(v, of_key))
+    return tokens_only(out, of_query)

@@ -1,0 +1,1 @@
+"""Arithmetic: precision of sums, normalization, blocks of rows."""

@@ -1,0 +1,48 @@
+"""Length normalisation, which makes keys of shared queries (Reformer, sec. 2)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reformax.ops.numerics.precision import accum_dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def length_normalize(x: Float[Array, "*d H"], epsilon: float = 1e-6) -> Float[Array, "*d H"]:
+    """`x` scaled to unit root mean square over its last axis."""
+    return _normalize_forward(x, epsilon)[0]
+
+
+def _normalize_forward(x, epsilon):
+    y, _ = _normalized(x, epsilon)
+    return y.astype(x.dtype), x
+
+
+def _normalize_backward(epsilon, x, dy):
+    y, scale = _normalized(x, epsilon)
+    dy = dy.astype(y.dtype)
+    return (((dy - y * mean_product(y, dy)) * scale).astype(x.dtype),)
+
+
+length_normalize.defvjp(_normalize_forward, _normalize_backward)
+
+
+def _normalized(x, epsilon):
+    x = x.astype(accum_dtype(x.dtype))
+    scale = jax.lax.rsqrt(mean_product(x, x) + epsilon)
+    return x * scale, scale
+
+
+def mean_product(x: Float[Array, "*d H"], y: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:
+    """The mean of `x * y` over the last axis, float32 or wider."""
+    dtype = accum_dtype(x.dtype, y.dtype)
+    x, y = x.astype(dtype), y.astype(dtype)
+    if jax.default_backend() == "cpu":  # where XLA's product of vectors is faster than its sum
+        product = jnp.einsum("...h,...h->...", x, y)
+    else:
+        product = jnp.sum(x * y, axis=-1)
+    return product[..., None] / x.shape[-1]

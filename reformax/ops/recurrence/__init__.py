@@ -1,0 +1,1 @@
+"""Linear recurrences in chunks, and what stands before and behind them."""

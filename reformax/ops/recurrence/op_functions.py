@@ -1,0 +1,124 @@
+"""The functions of an op that is a linear recurrence between two steps of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from reformax.declared import Bounds
+from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.recurrence.chunks import RecurrenceInputs
+from reformax.ops.recurrence.means import mean, quotient, with_ones
+from reformax.ops.recurrence.recurrence import advance, recurrence, state_after
+from reformax.ops.recurrence.short_convolution import (
+    Projected,
+    convolve_next,
+    convolved,
+    last_inputs,
+)
+from reformax.ops.sharding.shard import all_heads, of_heads
+
+OUTPUT_GATE = "output_gate"
+# Of positions, or what is divided by them: float32 holds their quotients and the bias they make.
+Span = Annotated[float, Bounds(1e-6, 1e12, name="a number from 1e-6 to 1e12")]
+
+
+class RecurrenceCache(NamedTuple):
+    """What decoding keeps, of constant size."""
+
+    state: Float[Array, "B N H V"]
+    last: Projected | None  # the inputs that short convolutions will read again
+
+
+def recurrent(
+    inputs: Callable[..., RecurrenceInputs],
+    output: Callable[..., Array] | None,
+    chunk_len: int,
+    impl: str,
+    constants: Callable[[int], dict[str, Array]] = lambda n_heads: {},
+) -> dict[str, Callable]:
+    """`apply`, `init_cache` and `step` of an op.
+
+    Queries, keys and values are convolved first where the weights have `conv_params`.
+
+    Args:
+      inputs: `(params, q, k, v, extra_projections) -> RecurrenceInputs`, what the recurrence reads.
+      output: `(params, out, extra_projections) -> out`, of the recurrence's output in float32. None
+        makes it the mean of values (`recurrence.means`).
+      chunk_len, impl: as in `recurrence`.
+      constants: `n_heads -> {name: [N, ...]}`, what `inputs` and `output` get with the weights,
+        whose first axis is the heads too.
+    """
+
+    def of_these_heads(params, n_heads: int, rng=None):
+        """Weights and constants of the heads that the arrays have."""
+        whole = dict(params) | constants(all_heads(rng, n_heads))
+        return {name: of_heads(x, rng, n_heads) for name, x in whole.items()}
+
+    def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections=None):
+        del plan, causal, dropout
+        params = of_these_heads(params, q.shape[2], rng)
+        x = inputs(params, *convolved(params, q, k, v, segment_ids), extra_projections)
+        if output is None:
+            return mean(*x[:4], segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
+        out = recurrence(*x, segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
+        return output(params, out, extra_projections).astype(v.dtype)
+
+    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None):
+        del plan, capacity, rng
+        params, lengths = of_these_heads(params, q.shape[2]), jnp.asarray(lengths)
+        x = inputs(params, *convolved(params, q, k, v), extra_projections)
+        last = last_inputs(params, Projected(q, k, v), lengths)
+        x = x if output else x._replace(v=with_ones(x.v))
+        return RecurrenceCache(state_after(x, lengths, chunk_len=chunk_len), last)
+
+    def step(params, q, k, v, cache, *, position, extra_projections=None):
+        del position
+        params = of_these_heads(params, q.shape[2])
+        new, last = convolve_next(params, Projected(q, k, v), cache.last)
+        x = inputs(params, *new, extra_projections)
+        if output is None:
+            out, state = advance(cache.state, *x._replace(v=with_ones(x.v)))
+            return quotient(out).astype(v.dtype), RecurrenceCache(state, last)
+        out, state = advance(cache.state, *x)
+        return output(params, out, extra_projections).astype(v.dtype), RecurrenceCache(state, last)
+
+    return dict(apply=apply, init_cache=init_cache, step=step)
+
+
+# What gated recurrences do with their output: each head's is brought to unit root mean square,
+# scaled by channel, and multiplied by a gate (Sun et al. 2023, eq. 8). DeltaNet has the norm alone
+# (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule").
+
+
+def output_projections(gated: bool, dims: Dims) -> dict[str, ExtraProjection]:
+    """The projection of the output's gate."""
+    return {OUTPUT_GATE: ExtraProjection(dims.n_heads, dims.d_v)} if gated else {}
+
+
+def output_params(normalized: bool, dims: Dims) -> dict[str, Array]:
+    """The scale of the normalised output."""
+    return {"scale": jnp.ones((dims.n_heads, dims.d_v))} if normalized else {}
+
+
+def layer_output(
+    params, out: Float[Array, "B T N V"], extra_projections
+) -> Float[Array, "B T N V"]:
+    """The output normalised where there is a scale, and gated where there is a gate."""
+    if "scale" in params:
+        out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
+        out = out * params["scale"].astype(out.dtype)[None, None]
+    if OUTPUT_GATE in (extra_projections or {}):
+        out = out * jax.nn.silu(extra_projections[OUTPUT_GATE].astype(out.dtype))
+    return out
+
+
+def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Queries over the square root of their size, as logits of a softmax are."""
+    return (q.astype(accum_dtype(q.dtype)) * q.shape[-1] ** -0.5).astype(q.dtype)

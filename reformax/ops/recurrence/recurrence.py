@@ -1,0 +1,213 @@
+"""Linear recurrences over a sequence.
+
+A state `S [H, V]` of constant size is read by queries and written by keys and values:
+
+    S_t = a_t S_{t-1} + k_t v_t^T,                          out_t = S_t^T q_t
+    S_t = a_t (1 - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T   with the delta rule
+
+The first is linear attention (Katharopoulos et al. 2020, eq. 18-20). With a decay a of its head it
+is retention (Sun et al. 2023, eq. 6), and with one of each feature of its keys gated linear
+attention (Yang et al. 2023, eq. 4). The second first takes out what the state holds for a key, and
+so replaces it (Yang et al. 2024, "Gated Delta Networks", eq. 10).
+
+`recurrence.chunks` computes both, a chunk of positions at a time, and on NVIDIA GPUs
+`kernels.recurrence` does. The gradient computes all of this again, and keeps nothing but the inputs
+between the passes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from reformax.devices import varying_as
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.masking.contiguous import back, side_by_side, taken
+from reformax.ops.numerics.first_order import first_order
+from reformax.ops.numerics.precision import product
+from reformax.ops.recurrence import chunks
+from reformax.ops.recurrence.chunks import RecurrenceInputs
+
+
+def recurrence(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    log_decay: Float[Array, "B T N _"] | None = None,
+    beta: Float[Array, "B T N 1"] | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    chunk_len: int = 64,
+    impl: str = "auto",
+) -> Float[Array, "B T N V"]:
+    """The outputs of a linear recurrence, causal, from a state of zeros at each segment's begin.
+
+    Products are computed in the widest dtype of q, k and v, and summed in float32, as the state is.
+
+    Args:
+      q: queries, scaled.
+      k: keys.
+      v: values.
+      log_decay: log a_t, at most 0, `[B, T, N, 1]` or for each feature of the keys `[B, T, N, H]`;
+        None is 0.
+      beta: b_t of the delta rule; None leaves the rule out.
+      segment_ids: ids; positions of one id are a sequence, wherever they stand.
+      chunk_len: positions whose products are computed at once, rounded up to a power of two. It
+        changes no number but by rounding.
+      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, with
+        chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` takes them
+        where they can compute the call.
+
+    Returns:
+      The outputs in float32, or float64 for float64 inputs.
+
+    Raises:
+      SettingError: an unknown `impl`.
+      NotImplementedError: the kernel cannot compute the call.
+    """
+    check_impl(impl, *KERNELS)
+    x = RecurrenceInputs(q, k, v, log_decay, beta)
+    x = varying_as(x, x)
+    obstacles = kernel_obstacles(q, k, v)
+    impl = choose(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
+    return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), impl, x, segment_ids)
+
+
+def _chip_obstacle(x: RecurrenceInputs) -> str | None:
+    """What a GPU's chip cannot hold beside that which `kernel_obstacles` knows."""
+    size = max(x.k.shape[-1], x.v.shape[-1])
+    by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
+    if x.beta is None or not by_feature or size <= 64 or x.q.dtype != jnp.float32:
+        return None
+    return f"beta, decays by feature and head size {size}, which is above 64, in float32"
+
+
+def everything(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    chunk_len: int = 64,
+) -> Float[Array, "B T N V"]:
+    """`q_t . sum_s k_s v_s^T` over all positions s of the row's segment, before it and behind it.
+
+    Arguments and dtypes are as in `recurrence`.
+    """
+    if segment_ids is None:
+        dtype = jnp.result_type(q, k, v)
+        state = product("bsnh,bsnv->bnhv", k, v, dtype)
+        return product("btnh,bnhv->btnv", q, state, dtype)
+    order, qkv, ids = side_by_side((q, k, v), segment_ids)
+    return back(_of_segment(chunks.chunk_size(chunk_len, q.shape[1]), qkv, ids), order)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_segment(size: int, qkv: tuple[Array, Array, Array], ids: Int[Array, "B T"]) -> Array:
+    """`q_t . sum_s k_s v_s^T` over the row's segment, where those are side by side."""
+    return _sums_of_segment(size, qkv, ids)
+
+
+def _sums_of_segment(size: int, qkv, ids) -> Array:
+    """`_of_segment`, without its gradient.
+
+    A chunk reads a state of what came before it and one of what follows, whose rows are of the
+    segments that it begins and ends in.
+    """
+    x = chunks.chunked(RecurrenceInputs(*qkv, None, None), ids, size)
+    same = x.so_far | jnp.swapaxes(x.so_far, -1, -2)
+    pairs = jnp.where(same, x.product("ih,jh->ij", x.q, x.k), 0)
+    to_next, to_last = (
+        x.product("lh,lv->hv", jnp.where(rows, x.k, 0), x.v) for rows in (x.new, x.old)
+    )
+    before = chunks.prefix(x.kept(), to_next)
+    behind = chunks.prefix(x.kept()[::-1], to_last[::-1])[::-1]
+    out = x.product("ij,jv->iv", pairs, x.v)
+    out = out + jnp.where(x.old, x.product("ih,hv->iv", x.q, before), 0)
+    out = out + jnp.where(x.new, x.product("ih,hv->iv", x.q, behind), 0)
+    return chunks.joined(out, qkv[0].shape[1])
+
+
+def _of_segment_backward(size: int, results, d_out):
+    """The function is linear in each of the three, and its derivatives are of its own form."""
+    ((q, k, v), ids), d = first_order((results, d_out))
+    d = d.astype(jnp.result_type(q, k, v))
+    each = (d, v, k), (v, d, q), (k, q, d)
+    gradients = (_sums_of_segment(size, x, ids) for x in each)
+    return tuple(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None
+
+
+_of_segment.defvjp(
+    lambda size, qkv, ids: (_of_segment(size, qkv, ids), (qkv, ids)), _of_segment_backward
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _recurrence(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
+    return _forward(size, impl, inputs, segment_ids)[0]
+
+
+def _forward(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
+    order, x, ids = side_by_side(first_order(inputs), segment_ids)
+    if impl in KERNELS:
+        from reformax.ops.kernels.triton import recurrence as kernel
+
+        out = kernel.forward(x, ids, interpret=impl == "pallas_interpret")
+    else:
+        out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
+    return back(out, order), (inputs, segment_ids)
+
+
+def _backward(size: int, impl: str, results, d_out):
+    results, d_out = first_order((results, d_out))
+    # Fenced, or the compiler would keep what the other pass computed.
+    inputs, segment_ids = lax.optimization_barrier(results)
+    order, x, ids = side_by_side(inputs, segment_ids)
+    d_out = taken(d_out, order)
+    if impl in KERNELS:
+        from reformax.ops.kernels.triton import recurrence as kernel
+
+        gradients = kernel.backward(x, ids, d_out, interpret=impl == "pallas_interpret")
+    else:
+        gradients = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
+        gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
+    return jax.tree.map(lambda g, x: back(g, order).astype(x.dtype), gradients, inputs), None
+
+
+_recurrence.defvjp(_forward, _backward)
+
+
+# Decoding.
+
+
+def state_after(inputs: RecurrenceInputs, lengths: Int[Array, " B"], *, chunk_len: int) -> Array:
+    """The state `[B, N, H, V]` after the first `lengths` positions of each row."""
+    real = (jnp.arange(inputs.q.shape[1])[None] < lengths[:, None])[..., None, None]
+    inputs = jax.tree.map(lambda x: jnp.where(real, x, 0), inputs)
+    x = chunks.chunked(inputs, None, chunks.chunk_size(chunk_len, inputs.q.shape[1]))
+    states, values = chunks.states_and_values(x)
+    written = x.product("lh,lv->hv", x.to_new(x.k), values)
+    return (chunks.forget(x.kept(), states) + written)[-1]
+
+
+def advance(
+    state: Float[Array, "B N H V"],
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B 1 N H"],
+    v: Float[Array, "B 1 N V"],
+    log_decay: Float[Array, "B 1 N _"] | None = None,
+    beta: Float[Array, "B 1 N 1"] | None = None,
+) -> tuple[Float[Array, "B 1 N V"], Float[Array, "B N H V"]]:
+    """One more position: its output and the state after it."""
+    dtype = state.dtype
+    q, k, v = (x[:, 0].astype(dtype) for x in (q, k, v))
+    if log_decay is not None:
+        state = state * jnp.exp(log_decay[:, 0, ..., None].astype(dtype))
+    if beta is not None:
+        v = (v - jnp.einsum("bnh,bnhv->bnv", k, state)) * beta[:, 0].astype(dtype)
+    state = state + k[..., None] * v[..., None, :]
+    return jnp.einsum("bnh,bnhv->bnv", q, state)[:, None], state

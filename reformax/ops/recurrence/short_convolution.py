@@ -1,0 +1,129 @@
+"""Short convolutions: neighbours are mixed into queries, keys and values before they are compared.
+
+A recurrence sums over positions, and knows who stood beside whom only if its inputs say so. Each
+feature becomes
+
+    y_t = silu(sum_j w_j x_{t-j}),    0 <= j < W,
+
+over the last W positions of its own segment, by weights of its own (Gu and Dao 2023, "Mamba", sec.
+3.4; Yang et al. 2024, "Gated Delta Networks", sec. 3.4). Decoding keeps the last W - 1 inputs.
+
+Letters besides those of `reformax.ops.base`: W the positions that a convolution reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.calls.dims import Dims
+from reformax.ops.masking.contiguous import back, side_by_side
+from reformax.ops.numerics.precision import accum_dtype
+
+
+class Projected(NamedTuple):
+    """Queries, keys and values, or anything of each."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+def conv_params(size: int | None, rng, dims: Dims) -> dict[str, Array]:
+    """`conv_q [N, H, W]`, `conv_k [N, H, W]`, `conv_v [N, V, W]`; none where `size` is None.
+
+    The newest position is first. Uniform with a variance of 1 / (3 W), as PyTorch draws them.
+    """
+    if size is None:
+        return {}
+    limit, sizes = size**-0.5, {"q": dims.d_qk, "k": dims.d_qk, "v": dims.d_v}
+    return {
+        f"conv_{name}": jax.random.uniform(
+            one, (dims.n_heads, sizes[name], size), minval=-limit, maxval=limit
+        )
+        for name, one in zip(sizes, jax.random.split(rng, 3), strict=True)
+    }
+
+
+def convolved(
+    params: Mapping[str, Array],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Projected:
+    """The three convolved within their segments; as they are if `params` has no weights for it."""
+    weights = _weights(params)
+    if weights is None:
+        return Projected(q, k, v)
+    order, x, ids = side_by_side(Projected(q, k, v), segment_ids)
+    return Projected(*(back(_convolved(*xw, ids), order) for xw in zip(x, weights, strict=True)))
+
+
+@jax.checkpoint  # the gradient computes the sums again instead of keeping them
+def _convolved(
+    x: Float[Array, "B T N H"], weights: Float[Array, "N H W"], ids: Int[Array, "B T"] | None
+) -> Float[Array, "B T N H"]:
+    numbers = x.astype(accum_dtype(x.dtype))
+    total = jnp.zeros_like(numbers)
+    for j in range(min(weights.shape[-1], x.shape[1])):
+        past = _delayed(numbers, j)
+        if ids is not None:
+            same = _delayed(jnp.ones_like(ids, bool), j) & (ids == _delayed(ids, j))
+            past = jnp.where(same[..., None, None], past, 0)
+        total = total + past * weights[None, None, ..., j].astype(total.dtype)
+    return jax.nn.silu(total).astype(x.dtype)
+
+
+def _delayed(x: Array, by: int) -> Array:
+    """`x [B, T, ...]` moved on by some positions, with zeros in front."""
+    return jnp.pad(x[:, : x.shape[1] - by], ((0, 0), (by, 0)) + ((0, 0),) * (x.ndim - 2))
+
+
+def _weights(params: Mapping[str, Array]) -> Projected | None:
+    return Projected(*(params[f"conv_{x}"] for x in "qkv")) if "conv_q" in params else None
+
+
+# Decoding.
+
+
+def last_inputs(
+    params: Mapping[str, Array], inputs: Projected, lengths: Int[Array, " B"]
+) -> Projected | None:
+    """The last W - 1 of each row's first `lengths` positions, `[B, W - 1, N, _]`.
+
+    Zeros stand before the first one.
+    """
+    weights = _weights(params)
+    if weights is None:
+        return None
+    place = lengths[:, None] - jnp.arange(weights.q.shape[-1] - 1, 0, -1)[None]
+    place = place[..., None, None]
+
+    def last(x):
+        held = jnp.take_along_axis(x, jnp.maximum(place, 0), axis=1)
+        return jnp.where(place >= 0, held, 0)
+
+    return jax.tree.map(last, inputs)
+
+
+def convolve_next(
+    params: Mapping[str, Array], new: Projected, last: Projected | None
+) -> tuple[Projected, Projected | None]:
+    """One more position, `[B, 1, N, _]`, convolved with the last ones, and the last ones then."""
+    weights = _weights(params)
+    if weights is None:
+        return new, None
+
+    def one(new, last, weights):
+        held = jnp.concatenate([last, new.astype(last.dtype)], axis=1)
+        taps = jnp.flip(weights, axis=-1).astype(accum_dtype(held.dtype))
+        total = jnp.einsum("bwnh,nhw->bnh", held.astype(taps.dtype), taps)[:, None]
+        return jax.nn.silu(total).astype(new.dtype), held[:, 1:]
+
+    outs, lasts = zip(*(one(*xs) for xs in zip(new, last, weights, strict=True)), strict=True)
+    return Projected(*outs), Projected(*lasts)

@@ -1,0 +1,1 @@
+"""A call divided over devices: shards of heads, of the batch and of the sequence."""

@@ -1,0 +1,146 @@
+"""Arrays whose types say how they lie on devices, along axes of `jax.sharding.AxisType.Explicit`.
+
+These are what `jax.make_mesh` makes. There JAX asks of every operation where its result shall lie,
+which loops, scatters and kernels cannot say. A call of an algorithm therefore becomes a
+`jax.shard_map`: it treats rows alike, and most algorithms heads, so each device computes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, reshard
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from reformax import devices
+from reformax.buffers import in_parts
+from reformax.declared import Unsupported
+from reformax.ops.calls.heads import divides_a_choice, repeat_heads
+from reformax.ops.masking.masks import SegmentIds
+from reformax.ops.sharding.shard import Shard
+
+
+class Call(NamedTuple):
+    """The arrays of a call of an op."""
+
+    params: Any
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S G H"] | None
+    v: Float[Array, "B S G V"]
+    segment_ids: SegmentIds | None
+    mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None
+    bias: Float[Array, "#B #N #T #S"] | None
+    extra_projections: dict[str, Float[Array, "B T _ _"]] | None
+    global_tokens: Int[Array, "B T"] | None
+    rng: PRNGKeyArray | None
+
+
+class Placement(NamedTuple):
+    """The axes of a mesh over which queries are split; of positions and features, into one."""
+
+    mesh: AbstractMesh
+    queries: Spec
+
+    @property
+    def rows(self) -> devices.Axes:
+        """The axes that rows are split over."""
+        return self.queries[0]
+
+    @property
+    def heads(self) -> devices.Axes:
+        """The axes that heads are split over."""
+        return self.queries[2]
+
+    @property
+    def n_shares_of_heads(self) -> int:
+        """The number of shares that heads are split into."""
+        return devices.n_shards(self.mesh, self.heads)
+
+    def specs(self, x: Call) -> Call:
+        """Where each array of a call lies."""
+
+        def of_pairs(pairs: Array) -> Spec:
+            axes = zip((self.rows, self.heads), pairs.shape[:2], strict=True)
+            return Spec(*(None if n == 1 else axis for axis, n in axes))
+
+        def each(spec: Spec, tree: Any) -> Any:
+            return jax.tree.map(lambda _: spec, tree)
+
+        return Call(
+            params=each(Spec(), x.params),
+            q=self.queries,
+            k=each(self.queries, x.k),
+            v=self.queries,
+            segment_ids=each(Spec(self.rows), x.segment_ids),
+            mask=jax.tree.map(lambda y: of_pairs(y) if y.ndim == 4 else Spec(self.rows), x.mask),
+            bias=jax.tree.map(of_pairs, x.bias),
+            extra_projections=each(self.queries, x.extra_projections),
+            global_tokens=each(Spec(self.rows), x.global_tokens),
+            rng=each(Spec(), x.rng),
+        )
+
+    def on_each(self, attend: Callable[[Call], Array], x: Call) -> Float[Array, "B T N V"]:
+        """`attend(x)`, which each device computes of its own rows and heads."""
+        n_heads, n_kv_heads = x.q.shape[2], x.v.shape[2]
+        if n_kv_heads % self.n_shares_of_heads:  # each device needs some
+            k, v = repeat_heads(x.q, x.k, x.v)
+            x = x._replace(k=k, v=v)
+
+        n_parts = self.n_shares_of_heads * devices.n_shards(self.mesh, self.rows)
+        x = x._replace(params=in_parts(x.params, n_parts))
+
+        def of_device(x: Call) -> Array:
+            head = devices.first(x.q.shape[2], self.heads)
+            share = Shard(x.rng, head=head, n_heads=n_heads, rows=self.rows or ())
+            return attend(x._replace(rng=share))
+
+        specs = self.specs(x)
+        x = jax.tree.map(lambda y, spec: reshard(y, NamedSharding(self.mesh, spec)), x, specs)
+        explicit = frozenset(self.mesh.explicit_axes)
+        # None are all but those that `jax.vmap` has taken away, which JAX alone knows.
+        axes = explicit if len(explicit) < len(self.mesh.axis_names) else frozenset()
+        options = dict(mesh=self.mesh, axis_names=axes, in_specs=(specs,), out_specs=self.queries)
+        return jax.shard_map(of_device, **options)(x)
+
+
+def placement(op: Any, x: Call) -> Placement | None:
+    """Where the type of queries says that they lie, on the mesh of any array of the call.
+
+    None: no array is on a mesh with explicit axes.
+
+    Raises:
+      Unsupported: positions or features are split, or heads that `op` computes together.
+    """
+    meshes = (jax.typeof(y).sharding.mesh for y in jax.tree.leaves(x))
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if mesh is None:
+        return None
+    for name, y in dict(q=x.q, k=x.k, v=x.v).items():
+        _, positions, _, features = (None,) * 4 if y is None else jax.typeof(y).sharding.spec
+        for what, axes in dict(positions=positions, features=features).items():
+            if devices.n_shards(mesh, axes) > 1:
+                raise Unsupported(
+                    f"{name} has its {what} split over {axes!r}: split its rows or heads, with "
+                    "jax.sharding.reshard"
+                )
+    found = Placement(mesh, jax.typeof(x.q).sharding.spec)
+    split = f"q has its heads split over {found.heads!r}"
+    fix = "split its rows, with jax.sharding.reshard"
+    n, n_kv_heads = found.n_shares_of_heads, x.v.shape[2]
+    if n > 1 and not op.traits.head_shards:
+        raise Unsupported(f"{split} and op is {op}, which computes them together: {fix}")
+    if op.traits.choose_together and divides_a_choice(n, x.q.shape[2], n_kv_heads):
+        raise Unsupported(
+            f"{split} and op is {op}, whose heads of queries choose together for each of "
+            f"{n_kv_heads} heads of keys: {fix}"
+        )
+    for name, y in (x.extra_projections or {}).items():
+        if y.shape[2] % n:
+            raise Unsupported(
+                f"{split}, {n} devices, and extra_projections[{name!r}] has {y.shape[2]} of them: "
+                f"{fix}"
+            )
+    return found

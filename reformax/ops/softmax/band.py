@@ -1,0 +1,237 @@
+"""Attention to a band of neighbours and to a few keys anywhere, in one softmax.
+
+The neighbours are `window` positions on either side, or every `dilation`-th of so many times more.
+The sequence is laid out by its position modulo the dilation, so that a band is contiguous, and cut
+into blocks as long as the window: a block sees itself and its neighbours. The few keys, such as
+global tokens or attention sinks, are at positions that may differ between rows of a batch; one in
+the band counts once. Time and memory of the logits are O(T (window + G)).
+
+Letters besides those of `reformax.ops.base`: G few keys, C blocks of L queries, M keys of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from reformax.ops.calls.dispatch import choose, kernel_obstacles
+from reformax.ops.masking.bands import Band, ids_at, rows_at
+from reformax.ops.masking.masks import segment_numbers
+from reformax.ops.softmax.chunked import chunked_attention
+from reformax.ops.softmax.dropout import seed_words
+from reformax.ops.softmax.joint import Keys, attend_to_kinds, scaled_logits
+from reformax.ops.softmax.orders import ChunkSizes, Order
+
+# Logits that are in memory at a time; of more, heads are computed one after the other.
+LOGITS_AT_A_TIME = 2**29
+# Chunks of kernels are powers of two from here on: of whole tiles, and often of whole sequences.
+TILE = 64
+
+
+def attend(
+    bands: tuple[Band, ...],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    few: Int[Array, "#B G"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    dropout: float,
+    rng: PRNGKeyArray | None,
+    impl: str = "auto",
+) -> Float[Array, "B T N V"]:
+    """Softmax attention of each head to its band and to the few keys.
+
+    Args:
+      bands: that of each head, or one for all.
+      q, k, v: queries, keys and values.
+      few: the positions of the keys that all queries see; `NOWHERE` for none.
+      segment_ids: ids; a position sees its own id only, and 0 is padding.
+      dropout: the rate at which weights are dropped.
+      rng: the source of dropout.
+      impl: the implementation asked for.
+
+    Raises:
+      NotImplementedError: `"pallas"` is asked for what it cannot do.
+    """
+    bands = tuple(band.within(q.shape[1]) for band in bands)
+    each = bands if len(set(bands)) > 1 else bands[:1]
+    # A kernel drops by the numbers of the heads that it is given.
+    others = dict(
+        dilation=tuple(band.dilation for band in each) if len(each) > 1 and dropout else None
+    )
+    impl = choose(impl, **kernel_obstacles(q, k, v, **others))
+    if impl == "xla":
+        seed = seed_words(rng, len(q)) if dropout else None
+        ids = jnp.ones((1, q.shape[1]), jnp.int32) if segment_ids is None else segment_ids
+
+        def of_heads(band: Band, q, k, v, heads):
+            return _of_heads(band, q, k, v, few, ids, dropout, seed, heads)
+
+    else:
+
+        def of_heads(band: Band, q, k, v, heads):
+            return _in_kernels(band, impl, q, k, v, few, segment_ids, dropout, rng)
+
+    if len(each) == 1:
+        return of_heads(bands[0], q, k, v, np.arange(q.shape[2]))
+    alike = [np.flatnonzero([other == band for other in bands]) for band in dict.fromkeys(bands)]
+    outs = [
+        of_heads(bands[heads[0]], *(_heads_of(x, heads) for x in (q, k, v)), heads)
+        for heads in alike
+    ]
+    return _heads_of(jnp.concatenate(outs, axis=2), np.argsort(np.concatenate(alike)))
+
+
+def _heads_of(x: Array, heads: Sequence[int]) -> Array:
+    """`x[:, :, heads]` by slices: the gradient of an index would be added up atomically."""
+    return jnp.concatenate([lax.slice_in_dim(x, i, i + 1, axis=2) for i in heads], axis=2)
+
+
+def _in_kernels(band: Band, impl: str, q, k, v, few, segment_ids, dropout: float, rng) -> Array:
+    """`attend` by kernels, in chunks that hold the window."""
+    length = max(TILE, 1 << (band.window - 1).bit_length())
+    sizes = ChunkSizes(length, 1, 0 if band.causal else 1)
+    reach = band.window * band.dilation
+    options = dict(causal=band.causal, shared_qk=False, window=reach, dropout=dropout)
+    chunks = sizes.cut(q.shape[1], **options)
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    order, of_order = None, segment_ids
+    if band.dilation > 1:
+        n_places = q.shape[1] + chunks.padding
+        places = _by_step(band.dilation, q.shape[1], n_places)
+        order = Order(jnp.broadcast_to(places, (len(q), q.shape[2], 1, n_places)))
+        of_order = _by_segment_and_step(band.dilation, q, segment_ids)
+    if few is None or few.shape[1] == 0:
+        return chunked_attention(q, k, v, chunks, order, of_order, rng, impl)
+    from reformax.ops.kernels.triton import band as kernel
+
+    few = jnp.broadcast_to(few, (len(q), few.shape[1]))
+    if of_order is not None:
+        of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
+    near, interpret = kernel.Near(order, of_order), impl == "pallas_interpret"
+    return kernel.attend(band, chunks, interpret, q, k, v, few, near, segment_ids, rng)
+
+
+def _by_step(step: int, length: int, n_places: int) -> Int[Array, " n_places"]:
+    """The positions by their number modulo `step`, and those behind `length` at their places."""
+    place = jnp.arange(n_places, dtype=jnp.int32)
+    few, n_more = divmod(length, step)  # the first numbers have one position more
+    behind = place - n_more * (few + 1)
+    first = place // (few + 1), place % (few + 1)
+    then = n_more + behind // max(few, 1), behind % max(few, 1)
+    number, nth = (jnp.where(behind < 0, x, y) for x, y in zip(first, then, strict=True))
+    return jnp.where(place < length, nth * step + number, place)
+
+
+def _by_segment_and_step(step: int, x: Array, segment_ids) -> Int[Array, "B T"]:
+    """Ids of positions of one segment and one number modulo `step`; 0 is padding."""
+    number = 1 + jnp.arange(x.shape[1], dtype=jnp.int32)[None] % step
+    if segment_ids is None:
+        return jnp.broadcast_to(number, x.shape[:2])
+    return jnp.where(segment_ids != 0, segment_numbers(segment_ids) * step + number, 0)
+
+
+def _of_heads(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
+    """`attend` of heads with one band; heads after each other where logits of all are too many."""
+
+    @jax.checkpoint  # the gradient computes the logits again instead of keeping them
+    def some(q, k, v, heads):
+        return _attend(band, q, k, v, few, ids, dropout, seed, heads)
+
+    n_seen = 3 * band.window + (0 if few is None else few.shape[1])
+    if q.shape[0] * q.shape[1] * q.shape[2] * n_seen <= LOGITS_AT_A_TIME:
+        return some(q, k, v, heads)
+    each = (jnp.moveaxis(x, 2, 0)[..., None, :] for x in (q, k, v))
+    out = lax.map(lambda x: some(*x), (*each, jnp.asarray(heads)[:, None]))
+    return jnp.moveaxis(out[..., 0, :], 0, 2)
+
+
+def _attend(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
+    n_batch, length, n_heads, _ = q.shape
+    step = band.dilation
+    size = min(band.window, -(-length // step))
+    n_steps = -(-length // (step * size)) * size
+    after = 0 if band.causal else 1
+
+    def blocks(x):  # [B, T, ...] -> [B, C, L, ...]
+        pad = [(0, 0), (0, n_steps * step - length)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, pad).reshape(x.shape[0], n_steps, step, *x.shape[2:])
+        return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], -1, size, *x.shape[3:])
+
+    def windows(x):  # [B, C, L, ...] -> [B, C, M, ...]
+        n_blocks = x.shape[1]
+        x = jnp.pad(x, [(0, 0), (1, after)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
+
+    place = jnp.arange(n_steps * step).reshape(n_steps, step).T.reshape(1, -1, size)
+    queries, of_query = blocks(q), blocks(ids)
+    key, of_key = windows(place), windows(of_query)
+    mask = band.shows(place[..., None], key[:, :, None]) & (of_key != 0)[:, :, None]
+    mask = mask & (of_query[..., None] == of_key[:, :, None])
+    kinds = [
+        Keys(
+            logits=scaled_logits("bclnh,bcmnh->bnclm", queries, windows(blocks(k))),
+            values=windows(blocks(v)),
+            mask=mask[:, None],
+            address=key,
+        )
+    ]
+    if few is not None:
+        of_few = ids_at(ids, few)[:, None, None]
+        at = few[:, None, None]
+        mask = (of_few == of_query[..., None]) & (of_few != 0)
+        mask = mask & ~band.shows(place[..., None], at)
+        if band.causal:
+            mask = mask & (at <= place[..., None])
+        keys, values = (rows_at(x, few) for x in (k, v))
+        kinds.append(
+            Keys(
+                logits=scaled_logits("bclnh,bgnh->bnclg", queries, keys),
+                values=values[:, None],
+                mask=mask[:, None],
+                address=few[:, None],
+            )
+        )
+    out = attend_to_kinds(kinds, place, dropout, seed, heads).astype(v.dtype)
+    out = out.reshape(n_batch, step, n_steps, n_heads, -1)
+    return jnp.swapaxes(out, 1, 2).reshape(n_batch, -1, n_heads, v.shape[3])[:, :length]
+
+
+def rows_of_few(
+    q: Float[Array, "B G N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    few: Int[Array, "B G"],
+    segment_ids: Int[Array, "B T"] | None,
+    causal: bool,
+    dropout: float,
+    seed: Int[Array, 6] | None,
+) -> Float[Array, "B G N V"]:
+    """Attention of a few queries, at positions `few`, to all keys."""
+
+    @jax.checkpoint
+    def rows(q, k, v):
+        ids = jnp.ones((1, k.shape[1]), jnp.int32) if segment_ids is None else segment_ids
+        key, of_query = jnp.arange(k.shape[1]), ids_at(ids, few)
+        mask = (of_query[..., None] == ids[:, None]) & (ids != 0)[:, None]
+        if causal:
+            mask = mask & (key <= few[..., None])
+        all_keys = Keys(
+            logits=scaled_logits("bclnh,bsnh->bncls", q[:, None], k),
+            values=v[:, None],
+            mask=mask[:, None, None],
+            address=key[None, None],
+        )
+        heads = jnp.arange(q.shape[2])
+        out = attend_to_kinds([all_keys], few[:, None], dropout, seed, heads)
+        return out[:, 0].astype(v.dtype)
+
+    return rows(q, k, v)
+
+
+# Decoding

@@ -1,0 +1,262 @@
+"""Lists of the nonzero tiles of a block mask, and sums over rows of any length.
+
+Block-sparse attention runs through the nonzero tiles of each row of the mask, and of each column
+for the gradient of keys. The lists are NumPy arrays, because the mask is known when a call is
+traced. Without a mask, all rows share one list.
+
+Rows may be very uneven: a global block is one full row among thousands that hold ten tiles each.
+Kernels that compute rows side by side therefore cut them into *parts* with a bounded number of
+tiles and merge the results of the parts in a tree. Every sum then still has one order, and results
+repeat bit for bit.
+
+Letters besides those of `reformax.ops.base`: G masks, one for each head or 1 for all; U rows of all
+masks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from reformax.ops.softmax.online import Softmax, lowest
+
+# The least side of a kernel's tile.
+MIN_TILE = 16
+# How many parts are merged at once.
+FAN_IN = 8
+
+Ints = Int[np.ndarray, "..."]
+
+
+class Rows(NamedTuple):
+    """The nonzero tiles of each row: `entries[start[i] : start[i] + count[i]]`.
+
+    A tile is whole if each of its queries sees each of its keys by position. Whole ones come first.
+    """
+
+    start: Int[np.ndarray, " U"]
+    count: Int[np.ndarray, " U"]
+    n_whole: Int[np.ndarray, " U"]
+    entries: Int[np.ndarray, " nnz"]  # the column of each tile; in lists of columns, its row
+
+
+class Parts(NamedTuple):
+    """Stretches of the entries of `Rows`, of bounded length: one or more for each row, in order."""
+
+    row: Ints
+    first: Ints  # index of its first entry
+    count: Ints
+    n_whole: Ints
+    per_row: Int[np.ndarray, " U"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """The static part of a block-sparse attention: which query sees which key, by position.
+
+    Attributes:
+      mask: whether each block of queries sees each block of keys.
+      block_q: queries in a block.
+      block_k: keys in a block.
+      n_queries: the number of queries, T.
+      n_keys: the number of keys, S.
+      causal: whether keys after the query are hidden.
+      dropout: the rate at which attention weights are dropped.
+    """
+
+    mask: Bool[np.ndarray, "G n_blocks_q n_blocks_k"]
+    block_q: int
+    block_k: int
+    n_queries: int
+    n_keys: int
+    causal: bool
+    dropout: float
+
+    @property
+    def n_masks(self) -> int:
+        """The number of heads if each has its own mask, or else 1."""
+        return len(self.mask)
+
+    def rows(self, tile_q: int, tile_k: int) -> Rows:
+        """The nonzero tiles of each row of `tile_q` queries."""
+        head, query, key, whole = self._tiles(tile_q, tile_k)
+        return _rows(head, query, key, whole, self.n_masks, -(-self.n_queries // tile_q))
+
+    def columns(self, tile_q: int, tile_k: int) -> Rows:
+        """The nonzero tiles of each column of `tile_k` keys."""
+        head, query, key, whole = self._tiles(tile_q, tile_k)
+        return _rows(head, key, query, whole, self.n_masks, -(-self.n_keys // tile_k))
+
+    def _tiles(self, tile_q: int, tile_k: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """Mask, row and column of each nonzero tile, and whether it is whole.
+
+        The sizes of tiles divide those of blocks.
+        """
+        head, query, key = (x[:, None, None] for x in np.nonzero(self.mask))
+        each_q, each_k = np.ogrid[: self.block_q // tile_q, : self.block_k // tile_k]
+        query, key = query * len(each_q) + each_q, key * each_k.shape[1] + each_k
+        head, query, key = (x.ravel() for x in np.broadcast_arrays(head, query, key))
+        first_q, first_k = query * tile_q, key * tile_k
+        end_q, end_k = first_q + tile_q, first_k + tile_k
+        seen = (first_q < self.n_queries) & (first_k < self.n_keys)
+        whole = (end_q <= self.n_queries) & (end_k <= self.n_keys)
+        if self.causal:
+            seen &= first_k < np.minimum(end_q, self.n_queries)
+            whole &= end_k <= first_q + 1
+        return head[seen], query[seen], key[seen], whole[seen]
+
+
+def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows: int) -> Rows:
+    row = mask * n_rows + row
+    order = np.lexsort((entry, ~whole, row))
+    count, n_whole = (np.bincount(x, minlength=n_masks * n_rows) for x in (row, row[whole]))
+    return Rows(np.cumsum(count) - count, count, n_whole, entry[order].astype(np.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    """The `Layout` of attention without a mask, whose rows share one list.
+
+    Attributes, besides those of `Layout`:
+      exclude_self: whether a key is hidden from the query of its own position.
+    """
+
+    n_queries: int
+    n_keys: int
+    causal: bool
+    dropout: float
+    block_q: int = 128
+    block_k: int = 128
+    n_masks: int = 1
+    exclude_self: bool = False
+
+    def rows(self, tile_q: int, tile_k: int) -> Rows:
+        """The tiles of each row of `tile_q` queries, from the first keys on."""
+        n_columns = -(-self.n_keys // tile_k)
+        first_q = tile_q * np.arange(-(-self.n_queries // tile_q))
+        count = np.full_like(first_q, n_columns)
+        n_whole = np.full_like(first_q, self.n_keys // tile_k)
+        if self.causal:
+            last_q = np.minimum(first_q + tile_q, self.n_queries) - 1
+            count = np.minimum(count, last_q // tile_k + 1)
+            n_whole = np.minimum(n_whole, (first_q + 1) // tile_k)
+        n_whole = n_whole * (first_q + tile_q <= self.n_queries)
+        return Rows(np.zeros_like(count), count, n_whole, np.arange(n_columns, dtype=np.int32))
+
+    def columns(self, tile_q: int, tile_k: int) -> Rows:
+        """The tiles of each column of `tile_k` keys, from the last queries on."""
+        n_rows = -(-self.n_queries // tile_q)
+        first_k = tile_k * np.arange(-(-self.n_keys // tile_k))
+        # The first row that sees any of the keys, and the first that sees all of them.
+        first = whole = np.zeros_like(first_k)
+        if self.causal:
+            first = np.where(first_k < self.n_queries, first_k // tile_q, n_rows)
+            whole = np.minimum(-(-(first_k + tile_k - 1) // tile_q), n_rows)
+        # A list begins with the last row. If that is not full, no tile counts as whole.
+        full = (first_k + tile_k <= self.n_keys) & (self.n_queries % tile_q == 0)
+        entries = np.arange(n_rows, dtype=np.int32)[::-1]
+        return Rows(np.zeros_like(first), n_rows - first, full * (n_rows - whole), entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class InOrder(Everything):
+    """The `Layout` of sequences that stand in orders of their own, by bucket.
+
+    Lists have all tiles in order, none of them whole; which stretch of them a tile meets is known
+    in the call.
+
+    Attributes, besides those of `Everything`:
+      n_folded: the number of heads, which stand in the axis of examples.
+    """
+
+    n_folded: int = 1
+
+    def rows(self, tile_q: int, tile_k: int) -> Rows:
+        """All tiles of each row of `tile_q` queries."""
+        return _all_in_order(-(-self.n_queries // tile_q), -(-self.n_keys // tile_k))
+
+    def columns(self, tile_q: int, tile_k: int) -> Rows:
+        """All tiles of each column of `tile_k` keys."""
+        return _all_in_order(-(-self.n_keys // tile_k), -(-self.n_queries // tile_q))
+
+
+def _all_in_order(n_rows: int, n_columns: int) -> Rows:
+    none = np.zeros(n_rows, int)
+    return Rows(none, none + n_columns, none, np.arange(n_columns, dtype=np.int32))
+
+
+def cut(rows: Rows, most: int) -> Parts:
+    """The rows in parts of at most `most` tiles."""
+    per_row = np.maximum(-(-rows.count // most), 1)
+    row, nth = _ranges(per_row)
+    start = rows.start[row] + nth * most
+    count = np.clip(rows.count[row] - nth * most, 0, most)
+    n_whole = np.clip(rows.n_whole[row] - nth * most, 0, count)
+    return Parts(row, start, count, n_whole, per_row)
+
+
+def _ranges(sizes: Ints) -> tuple[Ints, Ints]:
+    """`(0, 0), (0, 1), ...`: the index of each range, and the indices in it."""
+    which = np.repeat(np.arange(len(sizes)), sizes)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np.ndarray, "P W"]:
+    """The entries of each part, one part a row, filled up with `nothing`."""
+    nth = np.arange(width)
+    index = np.where(nth < parts.count[:, None], parts.first[:, None] + nth, len(rows.entries))
+    return np.append(rows.entries, np.int32(nothing))[index]
+
+
+def merge_softmax(parts: Softmax, per_row: Ints, scale: float) -> Softmax:
+    """One `Softmax` for each row, of those of its parts; `scale` turns `row_max` into logits."""
+
+    def merged(x: Softmax, exists: Bool[Array, "P F"]) -> Softmax:
+        exists = exists.reshape(*exists.shape, *[1] * (x.row_max.ndim - 2))
+        least = lowest(x.row_max.dtype)
+        row_max = jnp.max(x.row_max, axis=1, keepdims=True, where=exists, initial=least)
+        factor = jnp.where(exists, jnp.exp((x.row_max - row_max) * scale), 0.0)
+        acc = jnp.sum(x.acc * factor[..., None], axis=1)
+        return Softmax(acc, row_max[:, 0], jnp.sum(x.row_sum * factor, axis=1))
+
+    return merge(parts, per_row, merged)
+
+
+def merge_sums(parts: Any, per_row: Ints) -> Any:
+    """The sum of each row's parts, of every array of a tree."""
+
+    def merged(x, exists):
+        return jax.tree.map(lambda x: jnp.einsum("pf...,pf->p...", x, exists.astype(x.dtype)), x)
+
+    return merge(parts, per_row, merged)
+
+
+def merge(parts: Any, per_row: Ints, merged: Callable[[Any, Array], Any]) -> Any:
+    """The results of rows, arrays `[U, ...]`, from those of their parts, `[P, ...]`.
+
+    Args:
+      parts: a tree of arrays.
+      per_row: the number of parts of each row.
+      merged: `(x, exists) -> y`, which merges `[P, F, ...]` to `[P, ...]` and ignores parts that do
+        not exist.
+    """
+    first, left, stride = np.cumsum(per_row) - per_row, np.asarray(per_row), 1
+    while left.max(initial=1) > 1:
+        groups = np.where(left > 1, -(-left // FAN_IN), 0)
+        row, nth = _ranges(groups)
+        member = nth[:, None] * FAN_IN + np.arange(FAN_IN)
+        exists = member < left[row][:, None]
+        slot = first[row][:, None] + stride * np.where(exists, member, 0)
+        one = merged(jax.tree.map(lambda x, slot=slot: x[slot], parts), jnp.asarray(exists))
+        leader = first[row] + stride * FAN_IN * nth
+        parts = jax.tree.map(
+            lambda x, new, slot=leader: x.at[slot].set(new, unique_indices=True), parts, one
+        )
+        left, stride = -(-left // FAN_IN), stride * FAN_IN
+    return parts if stride == 1 else jax.tree.map(lambda x: x[first], parts)

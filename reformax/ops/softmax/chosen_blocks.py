@@ -1,0 +1,91 @@
+"""Queries grouped by the blocks of keys that they chose, so that each block's keys meet tiles.
+
+Lu et al. 2025 ("MoBA", sec. 2.3, algorithm 1). There are at most `T K / I + J` tiles of I queries,
+whatever T queries choose K of J blocks each.
+
+Letters besides those of `reformax.ops.base`: J blocks, K that a query chose, M tiles of I queries,
+W parts of lists.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+# What a block is worth that a query sees whatever its weights: its own, the first, the one before.
+OWN, FIRST, BEFORE = 4e30, 3e30, 2e30
+
+
+class Tiles(NamedTuple):
+    """Pairs of a query and a block that it chose, in tiles of one block each.
+
+    Attributes:
+      block: the block of each tile.
+      pair: each tile's queries; query q that chose a block as its n-th is q K + n. -1 is none.
+      bounds: the first tile of each block, and the end.
+      place: where each query's K blocks are among all places of the tiles; -1 where it has fewer.
+    """
+
+    block: Int[Array, "B N M"]
+    pair: Int[Array, "B N M I"]
+    bounds: Int[Array, "B N J+1"]
+    place: Int[Array, "B N T K"]
+
+
+def tiles(blocks: Int[Array, "B N T K"], n_blocks: int, n_rows: int) -> Tiles:
+    """The tiles, of `n_rows` queries each, of the blocks that queries chose; -1 is none."""
+    length, n_chosen = blocks.shape[2:]
+    n_tiles = length * n_chosen // n_rows + n_blocks  # each block has at most one that is not full
+
+    def of_head(blocks: Int[Array, "T K"]) -> Tiles:
+        block = jnp.where(blocks < 0, n_blocks, blocks).reshape(-1)
+        number, n_places = jnp.arange(block.size, dtype=jnp.int32), n_tiles * n_rows
+        in_order, pair = lax.sort((block, number), num_keys=1, is_stable=True)
+        count = jnp.zeros(n_blocks + 1, jnp.int32).at[block].add(1)
+        tiles = -(-count // n_rows)
+        end, tiles_end = jnp.cumsum(count), jnp.cumsum(tiles)
+        place = (tiles_end - tiles)[in_order] * n_rows + number - (end - count)[in_order]
+        place = jnp.where(in_order < n_blocks, place, n_places).astype(jnp.int32)
+        pairs = jnp.full(n_places, -1, jnp.int32).at[place].set(pair, mode="drop")
+        of_pair = jnp.zeros(block.size, jnp.int32).at[pair].set(place)
+        of_pair = jnp.where(of_pair < n_places, of_pair, -1).reshape(length, n_chosen)
+        bounds = jnp.pad(tiles_end[:n_blocks], (1, 0)).astype(jnp.int32)
+        of_tile = _owner(bounds, n_tiles)
+        return Tiles(of_tile, pairs.reshape(n_tiles, n_rows), bounds, of_pair)
+
+    return jax.vmap(jax.vmap(of_head))(blocks)
+
+
+def _owner(bounds: Int[Array, " J+1"], n: int) -> Int[Array, " n"]:
+    """Which stretch of `bounds` each of `n` numbers is in; behind the end, the last one."""
+    number = jnp.arange(n, dtype=jnp.int32)
+    found = jnp.searchsorted(bounds[1:], number, side="right", method="scan_unrolled")
+    return jnp.minimum(found, len(bounds) - 2).astype(jnp.int32)
+
+
+def parts(
+    bounds: Int[Array, "B N J+1"], n_tiles: int, size: int
+) -> tuple[Int[Array, "3 B N W"], Int[Array, "B N J+1"]]:
+    """The blocks' lists of tiles cut into parts of at most `size`, so that none is long.
+
+    Returns:
+      Of each part its block, its first tile, and the end, both 0 where it does not exist; and the
+      first part of each block, and the end.
+    """
+    n_parts = n_tiles // size + bounds.shape[2] - 1
+
+    def of_head(bounds):
+        ends = jnp.cumsum(-(-jnp.diff(bounds) // size))
+        first = jnp.pad(ends, (1, 0)).astype(jnp.int32)
+        number, block = jnp.arange(n_parts, dtype=jnp.int32), _owner(first, n_parts)
+        start = bounds[block] + (number - first[block]) * size
+        end = jnp.minimum(start + size, bounds[block + 1])
+        exists = number < first[-1]
+        return jnp.stack([block, jnp.where(exists, start, 0), jnp.where(exists, end, 0)]), first
+
+    each, first = jax.vmap(jax.vmap(of_head))(bounds)
+    return jnp.moveaxis(each, 2, 0), first

@@ -1,0 +1,127 @@
+"""cuDNN's fused attention, NVIDIA's own kernel, and what it can compute.
+
+While a program that calls it is loaded, cuDNN captures a graph on the stream on which the device's
+programs run (`warmup` in cudnn-frontend's graph_interface.h). What another thread launches there in
+the meantime is captured and not run: its results are NaN, or wrong. Load such programs while no
+thread runs one.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.masking.masks import SegmentIds
+from reformax.ops.masking.padding import tokens_only
+
+# Lengths are padded to a multiple of this.
+BLOCK = 64
+
+# The gradient of keys has a program for so many keys of a head. This many programs fill a GPU; the
+# fewest queries of a piece that one goes through.
+KEYS, PROGRAMS, LEAST_PIECE = 128, 264, 1024
+
+
+def cudnn_obstacle(
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: SegmentIds | None,
+    dropout: float,
+    bias: Array | None = None,
+    lengths: Int[Array, " B"] | None = None,
+) -> str | None:
+    """The reason why cuDNN cannot compute this call, in words; None if it can.
+
+    Segments are none where `lengths` say the same.
+    """
+    if segment_ids is not None and lengths is None:
+        return "segment_ids"
+    if bias is not None:
+        return "a bias"
+    if dropout > 0.0:
+        return f"dropout {dropout}"
+    if not all(x.dtype == q.dtype and x.dtype in (jnp.float16, jnp.bfloat16) for x in (q, k, v)):
+        return f"dtypes {q.dtype}, {k.dtype} and {v.dtype}"
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > 128:
+        return f"head sizes {q.shape[-1]} and {v.shape[-1]}"
+    return None
+
+
+def cudnn_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N H"],
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    lengths: Int[Array, " B"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention by cuDNN, for a call without a `cudnn_obstacle`.
+
+    Lengths are padded to a multiple of 64. Padded keys are in the future of every query; where the
+    future is visible, cuDNN is told the true lengths. Padded queries are cut off. Where few keys
+    see all queries, these are cut into pieces, which are examples to cuDNN.
+
+    At the padding of rows that have `lengths` cuDNN writes gradients of 0: its own tests compare
+    them (test/python/sdpa/fp16.py of cudnn-frontend). They leave out what it puts out there, which
+    is masked here, for it may be no number.
+
+    Args:
+      q, k, v: the call's.
+      causal: whether a position sees only itself and what came before it.
+      scale: the factor of the logits; None is `1 / sqrt(H)`.
+      window: if set, a causal position sees only the last `window` positions.
+      lengths: how many tokens a row has, queries and keys alike, before its padding; None: no
+        position is padding. Arrays are finite at padding: a weight of 0 times NaN is NaN.
+    """
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    options = {} if window is None else dict(local_window_size=(window - 1, 0))
+    pieces = 1 if causal else _pieces(q, n_keys)
+    pads = -n_queries % (pieces * BLOCK), -n_keys % BLOCK
+    if any(pads):
+        q, k, v = (
+            jnp.pad(x, ((0, 0), (0, n), (0, 0), (0, 0)))
+            for x, n in zip((q, k, v), (pads[0], pads[1], pads[1]), strict=True)
+        )
+    if pieces > 1:
+        q, k, v = _in_pieces(q, pieces), _repeated(k, pieces), _repeated(v, pieces)
+    if lengths is not None or (any(pads) and not (causal and n_queries <= n_keys)):
+        of_queries = jnp.full(q.shape[0], n_queries if pieces == 1 else q.shape[1], jnp.int32)
+        of_keys = jnp.full(q.shape[0], n_keys, jnp.int32)
+        if lengths is not None:
+            # A softmax over no key is NaN: a row of padding alone sees its first position.
+            of_keys = jnp.repeat(jnp.maximum(lengths, 1), pieces)
+            of_queries = of_keys if pieces == 1 else of_queries
+        options |= dict(query_seq_lengths=of_queries, key_value_seq_lengths=of_keys)
+    out = jax.nn.dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, implementation="cudnn", **options
+    )
+    out = out.reshape(-1, out.shape[1] * pieces, *out.shape[2:])[:, :n_queries]
+    if lengths is None:
+        return out
+    return tokens_only(out, jnp.arange(n_queries)[None] < lengths[:, None])
+
+
+def _pieces(q: Float[Array, "B T N H"], n_keys: int) -> int:
+    """How many pieces queries are cut into, a power of two.
+
+    Many queries of few keys would leave their gradient to a few programs.
+    """
+    n_batch, length, n_heads, _ = q.shape
+    programs = n_batch * n_heads * -(-n_keys // KEYS)
+    most = min(PROGRAMS // programs, length // LEAST_PIECE)
+    return 1 << max(most, 1).bit_length() - 1
+
+
+def _in_pieces(q: Float[Array, "B T N H"], pieces: int) -> Float[Array, "BP T/P N H"]:
+    """Pieces of a sequence as sequences; each has all keys."""
+    return q.reshape(-1, q.shape[1] // pieces, *q.shape[2:])
+
+
+def _repeated(x: Float[Array, "B S N H"], pieces: int) -> Float[Array, "BP S N H"]:
+    """The keys of each piece. Their gradients are summed in float32."""
+    each = jnp.repeat(x.astype(jnp.float32), pieces, axis=0)
+    return each.astype(x.dtype)

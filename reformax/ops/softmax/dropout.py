@@ -1,0 +1,96 @@
+"""Dropout of attention weights as a function of which weight it is.
+
+A weight is addressed by its batch, head, query and key position, so any tiling, any order and both
+passes see the same mask, and none of it is stored.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from reformax import devices
+from reformax.ops.sharding.shard import Shard, row_axes
+
+
+def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
+    """Mixes 32-bit words: a bijection, where each input bit flips each output bit half the time."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def seed_words(rng: PRNGKeyArray | Shard, n_rows: int) -> Int[Array, 6]:
+    """The seed of a dropout mask, as words of uint32, which a kernel can read.
+
+    Two are drawn. The others are the numbers of the first row, head and positions of a query and of
+    a key here, to which addresses add: a device may have a share of the batch, whose rows it
+    numbers from 0.
+
+    Args:
+      rng: the source.
+      n_rows: how many rows, by which addresses go, are here.
+    """
+    share = rng if isinstance(rng, Shard) else Shard(rng)
+    of_key = share.position if share.key_position is None else share.key_position
+    here = devices.first(n_rows, row_axes(rng)), share.head, share.position, of_key
+    here = jnp.stack([jnp.asarray(x, jnp.int32) for x in here]).astype(jnp.uint32)
+    return jnp.concatenate([jax.random.bits(share.rng, (2,), jnp.uint32), here])
+
+
+def dropout_mask(
+    seed: Int[Array, 6],
+    rate: float,
+    batch: Int[Array, "*d"],
+    head: Int[Array, "*d"],
+    query: Int[Array, "*d"],
+    key: Int[Array, "*d"],
+) -> Float[Array, "*d"]:
+    """The factor of each weight: 0 where it is dropped, `1 / (1 - rate)` where it is kept.
+
+    Args:
+      seed: the words that `seed_words` makes of an rng.
+      rate: the probability that a weight is dropped.
+      batch, head, query, key: the weights' addresses, integers that broadcast.
+    """
+    query, key = (
+        jnp.asarray(x).astype(jnp.uint32) + start for x, start in ((query, seed[4]), (key, seed[5]))
+    )
+    bits = dropout_bits(seed, batch, head, query, key)
+    kept = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return jnp.where(kept, np.float32(1 / (1 - rate)), np.float32(0))
+
+
+def dropout_bits(
+    seed: Int[Array, 6],
+    batch: Int[Array, "*d"],
+    head: Int[Array, "*d"],
+    query: Int[Array, "*d"],
+    key: Int[Array, "*d"],
+) -> Int[Array, "*d"]:
+    """The 32 random bits of each address."""
+    first, second, first_batch, first_head = (seed[i] for i in range(4))
+    batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
+    batch, head = batch + first_batch, head + first_head
+    row = _mix(query ^ _mix(head ^ _mix(batch ^ first)))
+    return _mix(row ^ _mix(key ^ second))
+
+
+def full_dropout_mask(
+    rng: PRNGKeyArray, rate: float, shape: tuple[int, int, int, int]
+) -> Float[Array, "B N T S"]:
+    """The `dropout_mask` of every weight of a `[B, N, T, S]` attention matrix."""
+    return dropout_mask(seed_words(rng, shape[0]), rate, *jnp.ogrid[tuple(slice(n) for n in shape)])
+
+
+def dropped_own(
+    v: Float[Array, "B T N V"], rate: float, seed: Int[Array, 6] | None
+) -> Float[Array, "B T N V"]:
+    """The outputs of positions that see themselves alone; `seed` is read if `rate` is above 0."""
+    if rate == 0.0:
+        return v
+    batch, position, head = jnp.ogrid[tuple(slice(n) for n in v.shape[:3])]
+    kept = dropout_mask(seed, rate, batch, head, position, position)
+    return v * kept[..., None].astype(v.dtype)

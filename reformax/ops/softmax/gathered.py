@@ -1,0 +1,52 @@
+"""Attention among vectors that are gathered by index: a tile of queries and the keys it chose.
+
+Letters besides those of `reformax.ops.base`: Q queries of a piece, K keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.softmax.online import Softmax, largest, masked_exp
+
+
+def taken(x: Array, index: Int[Array, "B N *d"]) -> Array:
+    """`x[b, n, index[b, n]]` of `[B, N or 1, I, ...]`."""
+    x = jnp.broadcast_to(x, (*index.shape[:2], *x.shape[2:]))
+    take = functools.partial(jnp.take, axis=0, mode="clip")
+    return jax.vmap(jax.vmap(take))(x, index)
+
+
+def softmax_of_piece(
+    q: Float[Array, "B N Q H"],
+    k: Float[Array, "B N K H"],
+    v: Float[Array, "B N K V"],
+    mask: Bool[Array, "B N Q K"],
+    positions: tuple[Int[Array, "B N Q 1"], Int[Array, "B N 1 K"]],
+    dropout: float,
+    seed: Array | None,
+) -> Softmax:
+    """The softmax of a piece's queries over its keys.
+
+    Args:
+      q, k, v: queries, keys, values.
+      mask: which keys a query sees.
+      positions: of queries and keys in their rows, which dropout goes by.
+      dropout: its rate.
+      seed: of dropout; None where there is none.
+    """
+    logits = jnp.einsum("bnqh,bnkh->bnqk", q, k) * (1 / math.sqrt(q.shape[-1]))
+    row_max = largest(logits, mask, axis=-1)
+    weights = masked_exp(logits, mask, row_max)
+    row_sum = weights.sum(axis=-1)
+    if dropout > 0.0:
+        batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
+        weights = weights * dropout_mask(seed, dropout, batch, head, *positions).astype(q.dtype)
+    acc = jnp.einsum("bnqk,bnkv->bnqv", weights, v)
+    return Softmax(acc, row_max[..., 0], row_sum)

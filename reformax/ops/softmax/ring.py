@@ -1,0 +1,288 @@
+"""Attention of one sequence over several devices, whose keys and values go round.
+
+Each device holds a stretch of the sequence. In a step a device attends with its queries to the keys
+that it has, and sends these on; a row's softmax is merged from those of the steps (ring attention,
+Liu et al. 2023). The backward pass computes the weights again, from the merged statistics, while
+the gradients of keys and values travel with these and come home.
+
+In a causal call the last stretch would see everything, the first one itself alone, and all would
+wait for the last. Stretches are therefore cut into halves, of which device i of p gets numbers i
+and 2p - 1 - i (zigzag, as in Llama 3, section 3.3.2): in each step each device then has two of its
+four pairs of halves to compute.
+
+All functions are for the inside of `jax.shard_map`. Letters besides those of `reformax.ops.base`: t
+and s the positions of a stretch, h of a half.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.numerics.first_order import first_order
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.sharding.shard import Shard
+from reformax.ops.softmax.online import lowest, nonzero
+
+Pair = tuple[Any, Any]  # of the early half of a device and the late one
+
+
+class Pieces(Protocol):
+    """Attention of some queries to some keys. It can be hashed.
+
+    A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, the
+    largest logit of a row in a unit of the algorithm's own, and the sum of `exp(logit - row_max)`.
+    """
+
+    def unit(self, size: int) -> float:
+        """What makes a logit of `row_max`, for heads of `size`."""
+
+    def forward(self, causal: bool, q, k, v, segment_ids: tuple, shard: Shard) -> tuple:
+        """The result; `segment_ids` of queries and keys, `shard` with both first positions."""
+
+    def backward(
+        self, causal: bool, q, k, v, segment_ids: tuple, shard: Shard, results: tuple, d_out
+    ) -> tuple:
+        """The gradients of q, k and v, given the results of rows that also saw other keys."""
+
+
+class _Side(NamedTuple):
+    """Some queries, or some keys and values, and where they stand."""
+
+    arrays: tuple[Array, ...]  # [B, h, N, H]
+    segment_ids: Int[Array, "B h"] | None
+    position: Int[Array, ""]  # the first one
+
+
+def attend(
+    pieces: Pieces,
+    causal: bool,
+    q: Float[Array, "B t N H"],
+    k: Float[Array, "B s G H"],
+    v: Float[Array, "B s G V"],
+    segment_ids: tuple[Int[Array, "B t"], Int[Array, "B s"]] | tuple[None, None],
+    shard: Shard,
+) -> Float[Array, "B t N V"]:
+    """Attention of a stretch of queries to the keys of all.
+
+    Args:
+      pieces: how it is computed.
+      causal: whether a key is hidden from the queries before it; queries and keys are one sequence.
+      q, k, v: the stretch, keys and values of as many heads as they have.
+      segment_ids: ids; twice None: one segment.
+      share: the rng of dropout, and the axis of the devices.
+    """
+    sides = (q,), (k, v)
+    if causal and q.shape[1] % 2 and segment_ids[0] is None:
+        segment_ids = (jnp.ones(q.shape[:2], jnp.int32),) * 2  # halves end in padding
+    here = lax.axis_index(shard.axis)
+    halves = []
+    for arrays, ids in zip(sides, segment_ids, strict=True):
+        length = arrays[0].shape[1]
+        if causal:
+            pair = _zigzag((arrays, ids), shard.axis)
+            starts = (_start(c, length) for c in _numbers(here, shard.axis))
+        else:
+            pair, starts = ((arrays, ids),), (here * length,)
+        halves.append(tuple(_Side(*half, at) for half, at in zip(pair, starts, strict=True)))
+    out = _ring(pieces, causal, shard.axis, *halves, shard.rng)
+    return _in_order(out, shard.axis)[:, : q.shape[1]] if causal else out[0]
+
+
+# The halves of the devices.
+
+
+def _numbers(device: Any, axis: str) -> Pair:
+    """The numbers, from 0 to 2p - 1, of a device's halves."""
+    return device, 2 * lax.axis_size(axis) - 1 - device
+
+
+def _start(number: Any, length: int) -> Any:
+    """The first position of a half of stretches of a length."""
+    return number // 2 * length + number % 2 * -(-length // 2)
+
+
+def _routes(axis: str) -> tuple[list, list]:
+    """From which device to which the first halves of stretches go, and the second ones."""
+    n = lax.axis_size(axis)
+    owner = [c if c < n else 2 * n - 1 - c for c in range(2 * n)]
+    return [(i, owner[2 * i]) for i in range(n)], [(i, owner[2 * i + 1]) for i in range(n)]
+
+
+def _zigzag(tree: Any, axis: str) -> Pair:
+    """A device's halves, from the stretches `[B, t, ...]` of all."""
+
+    def half(x, which):
+        h = -(-x.shape[1] // 2)
+        x = jnp.pad(x, ((0, 0), (0, 2 * h - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
+        return x[:, h * which : h * (which + 1)]
+
+    def came(which, route):
+        return jax.tree.map(lambda x: lax.ppermute(half(x, which), axis, route), tree)
+
+    return _if(lax.axis_index(axis) % 2 == 0, *map(came, (0, 1), _routes(axis)))
+
+
+def _in_order(halves: Pair, axis: str) -> Array:
+    """Stretches, with their padding, from halves."""
+    pairs = zip(_if(lax.axis_index(axis) % 2 == 0, *halves), _routes(axis), strict=True)
+    back = [lax.ppermute(x, axis, [(j, i) for i, j in route]) for x, route in pairs]
+    return jnp.concatenate(back, axis=1)
+
+
+def _if(condition: Any, one: Any, other: Any) -> Pair:
+    """Both trees, exchanged unless the condition holds."""
+
+    def choose(condition):
+        return jax.tree.map(lambda x, y: jnp.where(condition, x, y), one, other)
+
+    return choose(condition), choose(~condition)
+
+
+# The ring.
+
+
+def _around(axis: str, keys: Any, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+    """`carry = step(s, keys, carry)` for the keys of the device s before, from s = 1 on.
+
+    The keys of the next step travel while one is computed.
+    """
+    n = lax.axis_size(axis)
+
+    def body(s, held):
+        keys, carry = held
+        return _sent_on(axis, keys), step(s, keys, carry)
+
+    keys, carry = lax.fori_loop(1, n - 1, body, (_sent_on(axis, keys), carry))
+    return step(n - 1, keys, carry)
+
+
+def _sent_on(axis: str, tree: Any) -> Any:
+    n = lax.axis_size(axis)
+    send = functools.partial(
+        lax.ppermute, axis_name=axis, perm=[(i, (i + 1) % n) for i in range(n)]
+    )
+    return jax.tree.map(send, tree)
+
+
+def _own(causal: bool) -> list[tuple[int, int, bool]]:
+    """The pairs of a device's own halves, and whether they are causal."""
+    return [(0, 0, True), (1, 0, False), (1, 1, True)] if causal else [(0, 0, False)]
+
+
+def _chosen(queries: tuple, keys: tuple, s: Any, axis: str) -> list[tuple]:
+    """The pairs of halves that see each other where the keys are of the device s before.
+
+    Keys of an earlier device are seen by both halves, its late ones by none; those of a later
+    device by the late half alone.
+    """
+    if len(keys) == 1:
+        return [(queries[0], keys[0])]
+    earlier = lax.axis_index(axis) >= s
+    return [(_if(earlier, *queries)[0], keys[0]), (queries[1], _if(earlier, *keys)[0])]
+
+
+def _put(pair: tuple, s: Any, axis: str, values: list, of_keys: bool, merge: Callable) -> tuple:
+    """`pair` with the values of `_chosen` merged into the halves that they are of."""
+    if len(pair) == 1:
+        return (merge(pair[0], values[0]),)
+    earlier = lax.axis_index(axis) >= s
+    if of_keys:
+        pair = merge(pair[0], values[0]), pair[1]
+        one, other = _if(earlier, *pair)
+        return _if(earlier, merge(one, values[1]), other)
+    one, other = _if(earlier, *pair)
+    pair = _if(earlier, merge(one, values[0]), other)
+    return pair[0], merge(pair[1], values[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _ring(pieces, causal, axis, queries, keys, rng) -> tuple[Array, ...]:
+    return _forward(pieces, causal, axis, queries, keys, rng)[0]
+
+
+def _call(pieces: Pieces, causal: bool, rng, query: _Side, key: _Side) -> tuple:
+    """The arguments of a method of `pieces`."""
+    shard = Shard(rng, position=query.position, key_position=key.position)
+    return causal, *query.arrays, *key.arrays, (query.segment_ids, key.segment_ids), shard
+
+
+def _forward(pieces, causal, axis, queries, keys, rng):
+    (q,), v = queries[0].arrays, keys[0].arrays[1]
+    dtype = accum_dtype(q.dtype, v.dtype)
+    statistic = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), dtype)
+    nothing = jnp.zeros((*q.shape[:3], v.shape[3]), dtype), statistic + lowest(dtype), statistic
+    merge = functools.partial(_merged, pieces.unit(q.shape[3]))
+    states = [nothing] * len(queries)
+    for i, j, cut in _own(causal):
+        found = pieces.forward(*_call(pieces, cut, rng, queries[i], keys[j]))
+        states[i] = merge(states[i], found)
+
+    def step(s, keys, states):
+        pairs = _chosen(queries, keys, s, axis)
+        found = [pieces.forward(*_call(pieces, False, rng, *pair)) for pair in pairs]
+        return _put(states, s, axis, found, False, merge)
+
+    states = _around(axis, keys, step, tuple(states))
+    results = tuple((out.astype(v.dtype), row_max, row_sum) for out, row_max, row_sum in states)
+    return tuple(out for out, *_ in results), (queries, keys, rng, results)
+
+
+def _merged(unit: float, one: tuple, other: tuple) -> tuple:
+    """The result of rows from their results with some keys and with others."""
+    row_max = jnp.maximum(one[1], other[1])
+    totals = [x[2] * jnp.exp((x[1] - row_max) * unit) for x in (one, other)]
+    row_sum = totals[0] + totals[1]
+    parts = (jnp.swapaxes(x / nonzero(row_sum), 1, 2)[..., None] for x in totals)
+    out = sum(
+        part * x[0].astype(row_sum.dtype) for part, x in zip(parts, (one, other), strict=True)
+    )
+    return out, row_max, row_sum
+
+
+def _backward(pieces, causal, axis, residuals, d_out):
+    queries, keys, rng, results = residuals
+    rows = tuple(zip(queries, *first_order((results, d_out)), strict=True))
+    dtype = accum_dtype(queries[0].arrays[0].dtype)
+
+    def zeros(sides):
+        return [jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), side.arrays) for side in sides]
+
+    def add(x, y):
+        return jax.tree.map(lambda x, y: x + y.astype(dtype), x, y)
+
+    def gradients(cut, row, key):
+        query, results, d_out = row
+        dq, *of_key = pieces.backward(*_call(pieces, cut, rng, query, key), results, d_out)
+        return (dq,), tuple(of_key)
+
+    of_queries, of_keys = zeros(queries), zeros(keys)
+    for i, j, cut in _own(causal):
+        dq, dk = gradients(cut, rows[i], keys[j])
+        of_queries[i], of_keys[j] = add(of_queries[i], dq), add(of_keys[j], dk)
+
+    def step(s, keys, sums):
+        of_queries, of_keys = sums[0], _sent_on(axis, sums[1])
+        found = [gradients(False, *pair) for pair in _chosen(rows, keys, s, axis)]
+        dq, dk = (list(x) for x in zip(*found, strict=True))
+        return _put(of_queries, s, axis, dq, False, add), _put(of_keys, s, axis, dk, True, add)
+
+    of_queries, of_keys = _around(axis, keys, step, (tuple(of_queries), tuple(of_keys)))
+    of_keys = _sent_on(axis, of_keys)
+
+    def sides(of, gradients):
+        return tuple(
+            _Side(jax.tree.map(lambda x, d: d.astype(x.dtype), side.arrays, d), None, None)
+            for side, d in zip(of, gradients, strict=True)
+        )
+
+    return sides(queries, of_queries), sides(keys, of_keys), None
+
+
+_ring.defvjp(_forward, _backward)

@@ -1,0 +1,423 @@
+"""Exact attention tile by tile, in array operations: the core of the ops without a T x S matrix.
+
+A tile is one block of queries with one block of keys. FlashAttention (Dao et al. 2022) walks
+through the tiles of a row with a running maximum and sum (algorithm 2), and its gradient computes
+the logits again from those two and the output (algorithm 4). `Visits` names the tiles. Other tiles
+cost nothing in either pass: causal attention visits those up to the diagonal.
+
+Letters besides those of `reformax.ops.base`: b examples and n heads of a group, Q queries and K
+keys of a tile, I and J the blocks of queries and of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+
+from reformax.devices import varying_as
+from reformax.ops.masking.masks import SegmentIds, segment_pair
+from reformax.ops.numerics.first_order import first_order
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.numerics.row_blocks import (
+    Block,
+    Group,
+    add_bias_tile,
+    add_rows,
+    bias_tile,
+    block_at,
+    ids_of,
+    over_groups,
+    put_row_statistics,
+    put_rows,
+    row_statistics,
+    rows,
+)
+from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.online import Softmax, lowest, nonzero
+
+# Logits of a tile, of all heads that are computed together. On a CPU they fit in its cache. On a
+# GPU each is written and read by several kernels, and many at a time pay for their start.
+LOGITS_IN_CACHE = 2**19
+LOGITS_AT_A_TIME = 2**25
+
+
+class Tiling(NamedTuple):
+    """The static part of a call: how it is cut, and what each tile computes.
+
+    Attributes:
+      query_size: queries of a block.
+      key_size: keys of a block.
+      causal: whether a key is hidden from the queries before it.
+      scale: the factor of the products of queries and keys.
+      dropout: the rate at which attention weights are dropped.
+      exclude_self: whether a key is hidden from the query of its own position too.
+      n_folded: where heads stand in the axis of examples, as those of orders of their own do, their
+        number; each example then has visits of its own. 0: they do not.
+    """
+
+    query_size: int
+    key_size: int
+    causal: bool
+    scale: float
+    dropout: float = 0.0
+    exclude_self: bool = False
+    n_folded: int = 0
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call; None for those it does not have."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S N H"]
+    v: Float[Array, "B S N V"]
+    bias: Float[Array, "#B #N #T #S"] | None
+    query_segment_ids: Int[Array, "B T"] | None
+    key_segment_ids: Int[Array, "B S"] | None
+    seed: Int[Array, 6] | None  # `seed_words` of the rng
+    query_order: Int[Array, "B T"] | None = None  # the position that stands at each place
+    key_order: Int[Array, "B S"] | None = None
+
+    @property
+    def dtype(self) -> Any:
+        """That of logits, softmax and sums."""
+        return accum_dtype(self.q.dtype, self.k.dtype, self.v.dtype)
+
+
+class Visits(NamedTuple):
+    """The blocks of the other side that each block meets: `index[start[i]:stop[i]]`.
+
+    The first axis is heads, of size 1 where all heads meet the same; with `Tiling.n_folded` it is
+    examples. Without an `index`, the blocks are `start[i]` to `stop[i] - 1`.
+    """
+
+    start: Int[Array, "#N I"]
+    stop: Int[Array, "#N I"]
+    index: Int[Array, "#N P"] | None = None
+
+    def loop(
+        self, tiling: Tiling, group: Group, i: Any, body: Callable[[Any, Any], Any], carry: Any
+    ) -> Any:
+        """`carry = body(j, carry)` over the blocks that block `i` meets."""
+        row = group.batch if tiling.n_folded else group.head
+        row = row if self.start.shape[0] > 1 else 0
+        each = body
+        if self.index is not None:
+
+            def each(place, carry):
+                return body(self.index[row, place], carry)
+
+        return lax.fori_loop(self.start[row, i], self.stop[row, i], each, carry)
+
+
+class Plan(NamedTuple):
+    """The tiles of a call, by their queries and by their keys."""
+
+    by_query: Visits
+    by_key: Visits
+
+
+def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> Plan:
+    """All tiles; if causal, those where some query sees some key."""
+    n_rows, n_columns = -(-n_queries // tiling.query_size), -(-n_keys // tiling.key_size)
+    row, column = np.arange(n_rows), np.arange(n_columns)
+    stop, start = np.full(n_rows, n_columns), np.zeros(n_columns, int)
+    if tiling.causal:
+        last = np.minimum((row + 1) * tiling.query_size, n_queries) - 1
+        stop = np.minimum(last // tiling.key_size + 1, n_columns)
+        start = np.minimum(column * tiling.key_size // tiling.query_size, n_rows)
+    ranges = (np.zeros(n_rows), stop), (start, np.full(n_columns, n_rows))
+    return Plan(*(Visits(*(jnp.asarray(x, jnp.int32)[None] for x in pair)) for pair in ranges))
+
+
+def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -> tuple[int, int]:
+    """The numbers of examples and of heads that are computed together, divisors of all.
+
+    Heads are divided first.
+    """
+    fit = LOGITS_IN_CACHE if jax.default_backend() == "cpu" else LOGITS_AT_A_TIME
+    if tiling.n_folded:
+        return 1, n_heads
+    fit //= tiling.query_size * tiling.key_size
+    heads = 1 if per_head else _largest_divisor(n_heads, fit // n_batch)
+    return n_batch if heads > 1 else _largest_divisor(n_batch, fit), heads
+
+
+def _largest_divisor(n: int, at_most: int) -> int:
+    return next(d for d in range(max(1, min(n, at_most)), 0, -1) if n % d == 0)
+
+
+# The arithmetic of a tile.
+
+
+def _positions(
+    x: Inputs, group: Group, queries: Block, keys: Block
+) -> tuple[Int[Array, "#b 1 Q 1"], Int[Array, "#b 1 1 K"]]:
+    """The positions in the sequence of a tile's queries and keys."""
+    if x.query_order is None:
+        return _column(queries.position), _line(keys.position)
+    of_query = ids_of(x.query_order, group, queries)
+    return of_query[:, None, :, None], ids_of(x.key_order, group, keys)[:, None, None, :]
+
+
+def _column(x: Shaped[Array, " Q"]) -> Shaped[Array, "1 1 Q 1"]:
+    return x[None, None, :, None]
+
+
+def _line(x: Shaped[Array, " K"]) -> Shaped[Array, "1 1 1 K"]:
+    return x[None, None, None]
+
+
+def visible(
+    tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
+) -> Bool[Array, "#b 1 #Q #K"] | None:
+    """Which keys of a tile each query sees; None: all."""
+    masks = []
+    query, key = _positions(x, group, queries, keys)
+    if tiling.causal:
+        masks.append(query >= key)
+    if tiling.exclude_self:
+        masks.append(query != key)
+    if queries.own is not None:
+        masks.append(_column(queries.own))
+    if keys.own is not None:
+        masks.append(_line(keys.own))
+    if x.query_segment_ids is not None:
+        of_query = ids_of(x.query_segment_ids, group, queries)[:, None, :, None]
+        of_key = ids_of(x.key_segment_ids, group, keys)[:, None, None, :]
+        masks.append((of_query == of_key) & (of_key != 0))
+    return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def logits(
+    tiling: Tiling,
+    x: Inputs,
+    group: Group,
+    queries: Block,
+    keys: Block,
+    q: Float[Array, "b n Q H"],
+    k: Float[Array, "b n K H"],
+) -> Float[Array, "b n Q K"]:
+    """The logits of a tile, minus infinity where a query does not see a key."""
+    s = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=x.dtype) * tiling.scale
+    if x.bias is not None:
+        bias = lax.dynamic_slice(x.bias, *bias_tile(x.bias.shape, group, queries, keys))
+        s = s + bias.astype(s.dtype)
+    mask = visible(tiling, x, group, queries, keys)
+    return s if mask is None else jnp.where(mask, s, -jnp.inf)
+
+
+def tile_dropout_mask(
+    tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
+) -> Float[Array, "b n Q K"] | float:
+    """The dropout mask of a tile's weights."""
+    if tiling.dropout == 0.0:
+        return 1.0
+    example = group.batch + jnp.arange(group.n_batch)[:, None, None, None]
+    head = group.head + jnp.arange(group.n_heads)[None, :, None, None]
+    if tiling.n_folded:
+        example, head = jnp.divmod(example, tiling.n_folded)
+    positions = _positions(x, group, queries, keys)
+    return dropout_mask(x.seed, tiling.dropout, example, head, *positions)
+
+
+class Results(NamedTuple):
+    """The results of a forward pass: all that the backward pass needs besides the inputs."""
+
+    out: Float[Array, "B T N V"]
+    row_max: Float[Array, "B N T"]  # the largest logit of each row
+    row_sum: Float[Array, "B N T"]  # the sum of `exp(logit - row_max)`
+
+    def with_rows(self, state: Softmax, group: Group, block: Block) -> Results:
+        """Adds the rows of a block, whose softmax is complete; zeros for rows that saw nothing."""
+        out = state.acc / nonzero(state.row_sum)[..., None]
+        return Results(
+            put_rows(self.out, out, group, block),
+            put_row_statistics(self.row_max, state.row_max, group, block),
+            put_row_statistics(self.row_sum, state.row_sum, group, block),
+        )
+
+
+def no_results(x: Inputs) -> Results:
+    """Results with no rows written."""
+    statistic = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), x.dtype)
+    out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
+    return varying_as(x, Results(out, statistic, statistic))
+
+
+def summary(
+    tiling: Tiling,
+    x: Inputs,
+    group: Group,
+    queries: Block,
+    keys: Block,
+    q: Float[Array, "b n Q H"],
+    row_max: Float[Array, "b n Q"] | None = None,
+) -> Softmax:
+    """The softmax of one tile by itself, relative to the larger of its maximum and `row_max`."""
+    row_max = lowest(x.dtype) if row_max is None else row_max
+    k, v = rows(x.k, group, keys), rows(x.v, group, keys)
+    s = logits(tiling, x, group, queries, keys, q, k)
+    row_max = jnp.maximum(jnp.max(s, axis=-1), row_max)
+    p = jnp.exp(s - row_max[..., None])
+    row_sum = jnp.sum(p, axis=-1)
+    p = p * tile_dropout_mask(tiling, x, group, queries, keys)
+    acc = jnp.einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v, preferred_element_type=x.dtype)
+    return Softmax(acc, row_max, row_sum)
+
+
+# Both passes.
+
+
+def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
+    """Attention over the tiles that the `visits` of the blocks of queries name.
+
+    This is algorithm 2 of Dao et al. with the loops exchanged, so that a row is written once.
+    """
+    n_batch, length, n_heads, _ = x.q.shape
+    n_keys = x.k.shape[1]
+
+    def query_block(group, i, results):
+        queries = block_at(i * tiling.query_size, tiling.query_size, length)
+        q = rows(x.q, group, queries)
+
+        def key_block(j, state):
+            keys = block_at(j * tiling.key_size, tiling.key_size, n_keys)
+            here = summary(tiling, x, group, queries, keys, q, state.row_max)
+            old = jnp.exp(state.row_max - here.row_max)
+            return Softmax(
+                state.acc * old[..., None] + here.acc,
+                here.row_max,
+                state.row_sum * old + here.row_sum,
+            )
+
+        shape = group.n_batch, group.n_heads, tiling.query_size
+        state = varying_as(x, Softmax.empty(shape, x.v.shape[3], x.dtype))
+        state = visits.loop(tiling, group, i, key_block, state)
+        return results.with_rows(state, group, queries)
+
+    sizes = groups(tiling, n_batch, n_heads, visits.start.shape[0] > 1)
+    n_blocks = visits.start.shape[1]
+    return over_groups(sizes, n_batch, n_heads, n_blocks, query_block, no_results(x))
+
+
+def backward(
+    tiling: Tiling,
+    x: Inputs,
+    visits: Visits,
+    results: Results,
+    d_out: Float[Array, "B T N V"],
+) -> tuple[Array, Array, Array, Array | None]:
+    """The gradients of q, k, v and the bias (Dao et al., algorithm 4).
+
+    Args:
+      tiling, x: as in `forward`.
+      visits: of the blocks of keys.
+      results: those of the forward pass.
+      d_out: the gradient of `out`.
+    """
+    n_batch, length, n_heads, _ = x.q.shape
+    n_keys = x.k.shape[1]
+    f32 = dict(preferred_element_type=x.dtype)
+    # D_i = sum_j P_ij dP_ij = dO_i . O_i.
+    dot = jnp.einsum("btnv,btnv->bnt", d_out, results.out, **f32)
+    inverse_sum = 1.0 / nonzero(results.row_sum)
+
+    def key_block(group, j, written):
+        *sums, dk_all, dv_all = written
+        keys = block_at(j * tiling.key_size, tiling.key_size, n_keys)
+        k, v = rows(x.k, group, keys), rows(x.v, group, keys)
+
+        def query_block(i, sums):
+            dq_all, d_bias, dk, dv = sums
+            queries = block_at(i * tiling.query_size, tiling.query_size, length)
+            q, d = rows(x.q, group, queries), rows(d_out, group, queries)
+            row_top, row_share, row_dot = (
+                row_statistics(y, group, queries)[..., None]
+                for y in (results.row_max, inverse_sum, dot)
+            )
+            s = logits(tiling, x, group, queries, keys, q, k)
+            # A logit exceeds the maximum by rounding alone.
+            p = jnp.exp(jnp.minimum(s - row_top, 0)) * row_share
+            p = jnp.where(row_share > 0, p, 0)
+            mask = tile_dropout_mask(tiling, x, group, queries, keys)
+            dp = jnp.einsum("bnqv,bnkv->bnqk", d, v, **f32)
+            # The product with a hidden value may have overflowed.
+            ds = jnp.where(p > 0, p * (dp * mask - row_dot), 0)
+            p = (p * mask).astype(v.dtype)
+            dv = dv + jnp.einsum("bnqk,bnqv->bnkv", p, d, **f32)
+            if d_bias is not None:
+                d_bias = add_bias_tile(d_bias, ds, group, queries, keys)
+            ds = ds.astype(q.dtype)
+            dk = dk + jnp.einsum("bnqk,bnqh->bnkh", ds, q, **f32)
+            dq = jnp.einsum("bnqk,bnkh->bnqh", ds, k, **f32)
+            return add_rows(dq_all, dq * tiling.scale, group, queries), d_bias, dk, dv
+
+        zeros = varying_as(x, [jnp.zeros(y.shape, x.dtype) for y in (k, v)])
+        *sums, dk, dv = visits.loop(tiling, group, j, query_block, (*sums, *zeros))
+        dk_all = put_rows(dk_all, dk * tiling.scale, group, keys)
+        return *sums, dk_all, put_rows(dv_all, dv, group, keys)
+
+    d_bias = None if x.bias is None else jnp.zeros(x.bias.shape, x.dtype)
+    dq = jnp.zeros(x.q.shape, x.dtype)
+    written = varying_as(x, (dq, d_bias, jnp.zeros_like(x.k), jnp.zeros_like(x.v)))
+    sizes = groups(tiling, n_batch, n_heads, visits.start.shape[0] > 1)
+    n_blocks = visits.start.shape[1]
+    dq, d_bias, dk, dv = over_groups(sizes, n_batch, n_heads, n_blocks, key_block, written)
+    return (
+        dq.astype(x.q.dtype),
+        dk,
+        dv,
+        None if d_bias is None else d_bias.astype(x.bias.dtype),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(
+    forward_pass: Callable[..., Results], tiling: Tiling, x: Inputs, plan: Plan
+) -> Float[Array, "B T N V"]:
+    """Softmax attention over the tiles of a plan.
+
+    Args:
+      forward_pass: `forward`, or another function of its arguments with the same results.
+      tiling, x: as there.
+      plan: the tiles, for both passes.
+    """
+    return forward_pass(tiling, x, plan.by_query).out
+
+
+def _attend_forward(forward_pass, tiling, x, plan):
+    results = forward_pass(tiling, x, plan.by_query)
+    return results.out, (x, plan, results)
+
+
+def _attend_backward(forward_pass, tiling, residuals, d_out):
+    del forward_pass
+    x, plan, results = residuals
+    results, d_out = first_order((results, d_out))
+    gradients = backward(tiling, x, plan.by_key, results, d_out)
+    # Integers have no gradient.
+    return Inputs(*gradients, query_segment_ids=None, key_segment_ids=None, seed=None), None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def inputs(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+    bias: Float[Array, "#B #N #T #S"] | None,
+    segment_ids: SegmentIds | None,
+    dropout: float,
+    rng: PRNGKeyArray | None,
+) -> Inputs:
+    """The arrays of an op's call."""
+    seed = seed_words(rng, len(q)) if dropout > 0.0 else None
+    return Inputs(q, k, v, bias, *segment_pair(segment_ids), seed)

@@ -1,0 +1,109 @@
+"""What scripts of docs draw and write: pictures, and tables that are read off the code."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES = ROOT / "docs/pictures"
+
+
+def script(path: Path):
+    """A script of docs as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """The script that draws, and what it imports."""
+    monkeypatch.syspath_prepend(str(PICTURES))
+    before = set(sys.modules)
+    yield script(PICTURES / "draw.py")
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(PICTURES)):
+            del sys.modules[name]
+
+
+def test_every_picture_is_drawn_as_it_is_kept(pictures, tmp_path):
+    pictures.main([f"--folder={tmp_path}"])
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in PICTURES.glob("*.svg")}
+    for name in drawn:
+        modes = [(tmp_path / name.replace("light", mode)).read_text() for mode in ("light", "dark")]
+        assert "<svg" in modes[0] and ("light" not in name or modes[0] != modes[1])
+
+
+def test_a_picture_has_the_same_bytes_again(pictures, tmp_path):
+    (tmp_path / "again").mkdir()
+    for folder in (tmp_path, tmp_path / "again"):
+        pictures.main(["--only", "training_step", f"--folder={folder}"])
+    name = "training_step-light.svg"
+    assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_the_picture_of_lsh_attention_shows_what_it_computes(pictures):
+    lsh = importlib.import_module("lsh")
+    _, buckets = lsh.hashed()
+    seen, read = lsh.sees(buckets)
+    order = np.argsort(buckets, kind="stable")
+    for i, j in np.ndindex(seen.shape):
+        near = 0 <= i // lsh.CHUNK - j // lsh.CHUNK <= 1
+        assert read[i, j] == near
+        assert seen[i, j] == (
+            near and buckets[order[i]] == buckets[order[j]] and order[j] <= order[i]
+        )
+
+
+def test_every_page_shows_a_picture_in_both_modes():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    texts = [page.read_text() for page in pages]
+    for path in PICTURES.glob("*.svg"):
+        assert any(f"pictures/{path.name}" in text for text in texts), path.name
+
+
+def test_the_table_of_attentions_is_that_of_the_code():
+    attentions = script(ROOT / "docs/attentions.py")
+    page = attentions.PAGE.read_text()
+    assert attentions.written(page) == page, "run python docs/attentions.py"
+
+
+def test_the_table_of_attentions_reads_the_code():
+    attentions = script(ROOT / "docs/attentions.py")
+    rows = {a.name: a for a in attentions.attentions()}
+    assert attentions.is_causal(rows["moba"].op) == "only"
+    assert attentions.is_causal(rows["linformer"].op) == attentions.NO
+    assert attentions.context(rows["local"].op) == "borders"
+    assert attentions.in_flax(rows["retention"].op) == attentions.NO
+    assert attentions.kernels(rows["long_short"].make) == attentions.NO
+    assert attentions.paper("A window (Parmar et al.\n2018).") == "Parmar et al. 2018"
+    assert attentions.config("moba") == "`moba`"
+
+
+def test_the_tables_of_times_are_those_of_the_file():
+    tables = script(ROOT / "docs/attention_table.py")
+    page = tables.PAGE.read_text()
+    assert tables.written(page) == page, "run python docs/attention_table.py"
+
+
+def test_a_backward_pass_below_nothing_is_no_figure():
+    tables = script(ROOT / "docs/attention_table.py")
+    rows = tables.read()
+    below = [key for key, row in rows.items() if row["backward_ms"].startswith("-")]
+    assert len(below) == 44
+    for key in below:
+        assert tables.cell(rows[key], "backward_ms") == tables.NONE
+    assert tables.cell({"error": "out of memory"}, "backward_ms") == "OOM"
+
+
+def test_every_attention_has_a_panel(pictures):
+    drawn = importlib.import_module("attention_table")
+    names = [name for panel in drawn.PANELS.values() for name in panel]
+    assert sorted([*names, drawn.REFERENCE]) == sorted(drawn.read())
+    assert max(map(len, drawn.PANELS.values())) < 8
