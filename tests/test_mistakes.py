@@ -50,7 +50,7 @@ SETTINGS = {
     "dropout=0,1": "expected one value: a number, a text in quotes, a list, or a function after",
     "steps": "expected NAME=VALUE: steps",
     "steps=[1, 2": "a bracket or a quote is open",
-    "loop.train.accumulate=3": "batch_size=8 cannot be divided into accumulate=3 micro-batches",
+    "loop.train.accumulate=3": "batch_size=8 cannot be divided into loop.train.accumulate=3 micro",
     "vocab_size=100": "expected 256 for bytes, or 260 and more for pieces",
     "length=1000000": "the bytes that text trains on",
     "n_layers=0": "n_layers is 0: expected at least 1",

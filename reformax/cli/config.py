@@ -113,7 +113,7 @@ def parse_saved(
     Raises:
       ConfigError: as `parse` does; or the config names something that could run code.
     """
-    _forget()
+    _forget(saved=True)
     if trusted:
         modules.find_in_working_directory()
         with _includes_from(Path(source).parent):
@@ -127,8 +127,18 @@ def parse_saved(
     _parse_overrides(overrides, data_dir)
 
 
-def _forget() -> None:
+_saved = False  # whether the parsed config is that of a run
+
+
+def is_saved() -> bool:
+    """Whether the parsed config is that of a run: flags of a command go before its settings."""
+    return _saved
+
+
+def _forget(saved: bool = False) -> None:
     """Forgets what was parsed before, and what of it was read."""
+    global _saved
+    _saved = saved
     gin.clear_config()
     _described_macros.clear()
 
@@ -717,15 +727,20 @@ def arguments() -> list[str]:
     named = [*gin_text.selectors(text), *gin_text.references(text), "loop.train"]
     found = []
     for selector in dict.fromkeys(named):
-        with contextlib.suppress(ValueError, LookupError):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
             found += [f"{selector}.{name}" for name in _parameters(selector)]
     return found
+
+
+def arguments_of(function) -> set[str]:
+    """The arguments of a function that the config sets."""
+    return set(_bound(function))
 
 
 def needs_trust(text: str, source: str) -> bool:
     """Whether a run's config is read with --trust_config alone."""
     try:
-        _parse_with(_check_names, text, source)
+        _parse_with(functools.partial(_check_names, trust.Names()), text, source)
     except ConfigError:
         return True
     return False

@@ -59,6 +59,8 @@ def _typed(line: str, error: Exception) -> str:
         or isinstance(error, config.ConfigError)
     ):
         return line
+    if config.is_saved():
+        return line
     from reformax.cli import typed
 
     return typed.typed(line, messages.owner_of(error))

@@ -234,7 +234,13 @@ def _print(result: dict[str, Any], where: str, task) -> None:
     print(f"accuracy: {result['accuracy']:.4f}")
     for name in ("bits_per_dim", "bits_per_token", "bits_per_label", "bits_per_byte"):
         if name in result:
-            print(f"{name}: {result[name]:.4f}", flush=True)
+            unit = " (bits per byte)" if name == "bits_per_dim" and _is_bytes(task) else ""
+            print(f"{name}: {result[name]:.4f}{unit}", flush=True)
+
+
+def _is_bytes(task) -> bool:
+    """Whether the tokens are the bytes of a text."""
+    return getattr(task, "of_bytes", False)
 
 
 def _print_translation(scores: dict[str, Any]) -> None:

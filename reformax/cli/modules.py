@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from reformax.cli import gin_text
@@ -62,6 +62,17 @@ def reference(name: str) -> str | None:
     if not callable(found):
         return None
     return f"@{module}.{attribute}{'' if isinstance(found, type) else '()'}"
+
+
+def ops() -> dict[str, Callable]:
+    """The functions that make ops, by their names: 'lsh' of @lsh.lsh()."""
+    found = {}
+    for name, package in _packages().items():
+        if package == "reformax.ops":
+            module = importlib.import_module(f"{package}.{name}")
+            if callable(make := getattr(module, name, None)):
+                found[name] = make
+    return found
 
 
 def find_in_working_directory() -> None:

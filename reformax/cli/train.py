@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config.refuse_flags(unknown)
     joining.join(args)
     # After parsing: a wrong flag is told first.
+    from reformax.cli import stand_in
     from reformax.training import checkpoint, dry_run, folder, loop
 
     compilation_cache.use()
@@ -45,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.dry_run:
         begun = bool(checkpoint.Checkpoints(output_dir).steps())
-        settings = config.bindings(loop.train)
-        lines = dry_run.report(begun=begun, **settings)
+        settings, lines = stand_in.reported(functools.partial(dry_run.report, begun=begun))
         note_unused(*settings, *of_end)
         if joining.first():
             print("\n".join(lines))

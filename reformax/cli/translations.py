@@ -97,4 +97,10 @@ def score_split(
         values = f"{line.score:.4f}", f"{line.log_p:.4f}", line.n_tokens
         table.writerow([*values, line.text, source, reference])
     write(f"translations_{split}.tsv", file.getvalue())
+    if not any(text.strip() for text in texts):
+        print(
+            f"note: all {counted(len(texts), 'translation')} of {split} are empty: the model ends "
+            "each at once, train it longer",
+            file=sys.stderr,
+        )
     return score(texts, references) | {"n_sentences": len(lines)}

@@ -7,11 +7,9 @@ says what each is called: the macro that it is set to, or else module.function.a
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 import re
 
-from reformax.cli import config
+from reformax.cli import config, modules
 
 _NAME = re.compile(r"(?<![\w./@%('\"=-])([a-z_][A-Za-z_0-9.]*)(?==[^=\s])")
 _FIRST = re.compile(r"^([a-z_]\w*)(?= is | \()")
@@ -56,19 +54,14 @@ def name_of(name: str, of: str = "") -> str | None:
 @functools.cache
 def _with_trait(trait: str) -> str | None:
     """'@dense.dense() or @flash.flash()': the ops that have a trait with their default options."""
-    from reformax import ops
-
     found = []
-    for module in pkgutil.iter_modules(ops.__path__):
-        if module.ispkg or module.name.startswith("_") or module.name == "base":
-            continue
-        make = getattr(importlib.import_module(f"reformax.ops.{module.name}"), module.name, None)
+    for name, make in modules.ops().items():
         try:
             traits = make().traits
         except (TypeError, ValueError, AttributeError):  # it needs arguments, or is no op
             continue
         if getattr(traits, trait, False) is True:
-            found.append(f"@{module.name}.{module.name}()")
+            found.append(f"@{name}.{name}()")
     common = [f"@{name}.{name}()" for name in ("dense", "flash", "local", "lsh")]
     found.sort(key=lambda op: (op not in common, op))
     if not found:

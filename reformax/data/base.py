@@ -169,6 +169,8 @@ class Task(NamedTuple):
     in_order: bool = False
     # lines on what is trained on, and on what is left out and why: the first of a run
     summary: Callable[[], Sequence[str]] | None = None
+    # whether the tokens are the bytes of a text, so that bits per dim are bits per byte
+    of_bytes: bool = False
 
     @property
     def kind(self) -> str:
@@ -276,7 +278,7 @@ def byte_language_model(
         windows=windows,
         document_mask=document_mask,
     )
-    return task._replace(fingerprint=text_fingerprint(bytes_of, document_mask))
+    return task._replace(fingerprint=text_fingerprint(bytes_of, document_mask), of_bytes=True)
 
 
 def language_model(

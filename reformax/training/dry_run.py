@@ -113,6 +113,8 @@ def report(*, begun: bool = False, **settings: Any) -> list[str]:
         starting_weights.found(settings.init_from)
     lines = fingerprints.summary(settings.all_stages)
     lines.append(f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each")
+    if mesh.devices.flat[0].platform == "cpu":
+        lines[-1] += "; programs for cpu have the figures below, those for a GPU have others"
     setup, stages = opening.Setup(settings, models, mesh, key), settings.all_stages
     for stage, model, after in zip(stages, models.train, [*stages[1:], None], strict=True):
         if after is not None and stage.program == after.program:

@@ -64,24 +64,18 @@ def make_output_dir(path: str | os.PathLike) -> Path:
     return folder
 
 
-def write_config(folder: Path, text: str, used: bool, say: Callable[[str], None]) -> str:
-    """Writes config.gin and says which settings changed since the last run in this folder.
+def tell_changes(folder: Path, text: str, used: bool, say: Callable[[str], None]) -> None:
+    """Says which settings changed since the last run in this folder.
 
     Args:
       folder: the run's.
       text: its config.
-      used: whether anything is computed by it. Otherwise a config.gin that is there stays, for the
-        weights and the scores are of that.
+      used: whether anything is computed by it.
       say: gets the lines.
-
-    Returns:
-      What config.gin holds.
     """
-    path = folder / "config.gin"
-    try:
-        before, _ = renamed.translated(durable.read(path).decode(errors="replace"))
-    except FileNotFoundError:
-        before, used = text, True
+    before = _saved_config(folder)
+    if before is None:
+        return
     changes = [
         line
         for line in difflib.ndiff(before.splitlines(), text.splitlines())
@@ -93,7 +87,23 @@ def write_config(folder: Path, text: str, used: bool, say: Callable[[str], None]
         stays = "" if used else ", which no step is left to train with: config.gin stays"
         say(f"settings changed since the last run in this folder (- before, + now){stays}:")
         say("\n".join(changes))
-    if not used:
+
+
+def write_config(folder: Path, text: str, used: bool) -> str:
+    """Writes config.gin; returns what it holds.
+
+    Without anything `used`, a config.gin that is there stays: the weights and scores are of that.
+    """
+    before = _saved_config(folder)
+    if not used and before is not None:
         return before
-    durable.write(path, text.encode())
+    durable.write(folder / "config.gin", text.encode())
     return text
+
+
+def _saved_config(folder: Path) -> str | None:
+    try:
+        text = durable.read(folder / "config.gin").decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    return renamed.translated(text)[0]

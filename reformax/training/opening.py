@@ -297,6 +297,7 @@ def compiled(
         return steps, batches
     now, start, flops = settings.stage_after(begun.step), begun.step, 0
     started = time.monotonic()
+    say("compiling")
     with naming(settings.all_stages[now]):
         first = next(batches)
     for stage, step in zip(settings.all_stages[now:], steps[now:], strict=True):

@@ -30,7 +30,7 @@ from reformax.training import step as step_lib
 from reformax.training.callbacks import Callbacks
 from reformax.training.checkpoint import Checkpoints, NotSaved
 from reformax.training.decisions import Decisions, Moment
-from reformax.training.folder import write_config
+from reformax.training.folder import tell_changes, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
 from reformax.training.metrics import Bar, NoRecord, Record
@@ -96,10 +96,13 @@ class Run:
             newest = processes.same(self._checkpoints.newest_whole)
             self._checkpoints.trust(newest)
             self._vocabulary = self._keep_vocabulary(newest)
+            if self._vocabulary is not None:
+                self._say("tokenizing")
             self._task.n_targets(settings.eval_split)  # an unknown split fails now
             setup = opening.Setup(settings, self._models, self._mesh, self._key)
             begun = opening.begin(setup, self._checkpoints, newest, self._vocabulary)
             self._go_on_from(begun)
+            self._tell_changes()
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
             batches = opened.enter_context(prefetch(self._placed_batches()))
@@ -183,12 +186,20 @@ class Run:
             f"{self._task.name}: {self._n_params:,} parameters, {shown}, {part}, in {self.folder}"
         )
 
+    @property
+    def _uses_config(self) -> bool:
+        return self.step < self._settings.steps or self.score is None  # it evaluates then
+
+    def _tell_changes(self) -> None:
+        """Says which settings changed, before minutes go into compiling."""
+        if self._settings.config_text is not None and self._processes.first:
+            tell_changes(self.folder, self._settings.config_text(), self._uses_config, self._say)
+
     def _write_config(self) -> str | None:
         if self._settings.config_text is None:
             return None
         text = self._settings.config_text()
-        used = self.step < self._settings.steps or self.score is None  # it evaluates then
-        write = partial(write_config, self.folder, text, used, self._say)
+        write = partial(write_config, self.folder, text, self._uses_config)
         return self._processes.by_first(write)
 
     def _open_record(self, begun: opening.Begun) -> None:

@@ -358,6 +358,6 @@ def test_the_scripts_run_as_programs_from_any_folder(folder):
         process = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert process.returncode == code, process.stderr
         if code:
-            assert process.stderr == "error: length is 0: expected at least 1\n"
+            assert process.stderr == "error: loop.train.length is 0: expected at least 1\n"
         else:
             assert "--output_dir" in process.stdout and process.stderr == ""

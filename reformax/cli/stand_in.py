@@ -1,0 +1,82 @@
+"""A task without data, for a dry run: batches of the shapes that a model reads, all zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from reformax.cli import config, messages
+from reformax.data.base import Batch, DocumentPairs, Labels, SentencePairs, Task, Translation
+from reformax.training import loop
+from reformax.training.settings import build
+
+_TARGETS = 1  # of a split
+
+
+class _Vocabulary:
+    """A vocabulary of sentences of which the size alone is known."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+
+def reported(report: Callable[..., list[str]]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of `loop.train`, and `report(**settings)`.
+
+    A task whose data cannot be read here, or needs an extra, is stood in for; a line says so.
+
+    Raises:
+      Exception: that of the task, where a stage has data of its own; and those of `report`.
+    """
+    try:
+        settings = config.bindings(loop.train)
+        return settings, report(**settings)
+    except (OSError, ImportError, TypeError) as error:
+        without = isinstance(error, TypeError)
+        if without and "'data_dir'" not in str(error):
+            raise
+        names = config.arguments_of(loop.train) - {"task"}
+        why = "no data_dir" if without else messages.first_line(error)
+        try:
+            settings = config.bindings(loop.train, names)
+            settings["task"] = task_of(build(settings["model"], "train"))
+            lines = report(**settings)
+        except (OSError, ImportError, TypeError):
+            raise error from None
+    return settings, [*lines, f"note: the data is not read ({why}): batches stand in for it"]
+
+
+def task_of(model: Any) -> Task:
+    """A task of the kind and the sizes of a model."""
+    kind = getattr(model, "task_kind", "text")
+    labelled = kind in ("labels", "pairs")
+    labels = Labels(model.n_classes, kind == "pairs") if labelled else None
+    translation = None
+    vocab_size = model.vocab_size
+    if kind == "translation":
+        vocab_size = min(model.vocab_size, model.source_vocab_size)
+        translation = Translation(_Vocabulary(vocab_size), lambda split: ([], []))
+
+    def batch(batch_size: int, length: int) -> Batch:
+        tokens = np.zeros((batch_size, length), np.int32)
+        if labelled:
+            inputs = DocumentPairs(tokens, tokens) if kind == "pairs" else tokens
+            return Batch(inputs, tokens[:, :1], np.ones((batch_size, 1), np.float32))
+        inputs = SentencePairs(tokens, tokens, tokens, tokens) if translation else tokens
+        return Batch(inputs, tokens, np.ones(tokens.shape, np.float32))
+
+    def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
+        return iter([batch(batch_size, length)])
+
+    return Task(
+        "stand-in",
+        vocab_size,
+        lambda seed, step, batch_size, length: batch(batch_size, length),
+        eval_batches,
+        lambda split: _TARGETS,
+        translation=translation,
+        labels=labels,
+        masked=kind == "masked",
+    )

@@ -1,0 +1,123 @@
+"""A dry run without data or extras; what a run says, and when."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from reformax.cli import config, configs, errors, stand_in, train, translations
+from reformax.training import folder
+
+TINY = ["n_layers=2", "steps=4", "batch_size=2", "length=32", "warmup_steps=1", "d_model=32"]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """`reformax train` in a folder of its own: `(exit code, stdout, stderr)`."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+        code = errors.exit_code(train.main)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "file, sizes",
+    [
+        ("reformer_text.gin", ["n_layers=2", "length=64", "batch_size=1"]),  # no data_dir
+        ("enwik8.gin", []),
+        ("reviews.gin", ["n_layers=1", "length=64", "batch_size=1"]),
+        ("transformer_multi30k.gin", ["n_layers=1", "length=32", "batch_size=1"]),
+    ],
+)
+def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    name = "transformer_enwik8_small.gin" if file == "enwik8.gin" else file
+    sizes = ["n_layers=1", "length=64", "batch_size=1"] if file == "enwik8.gin" else sizes
+    code, out, err = call(f"--config_file={name}", "--dry_run", *(f"--config={x}" for x in sizes))
+    assert code == 0 and "MiB of a device" in out, err
+    assert "programs for cpu have the figures below, those for a GPU have others" in out
+    assert "note: the data is not read (" in out
+
+
+def test_a_stand_in_has_the_shapes_of_the_task(tmp_path):
+    """The batches of the quickstart's task and of what stands in for it compile the same step."""
+    config.parse([str(configs.FOLDER / "quickstart.gin")], TINY, folders=configs.FOLDERS)
+    settings, lines = stand_in.reported(lambda **settings: [])
+    assert lines == []
+    real = settings["task"].train_batch(0, 0, 2, 32)
+    other = stand_in.task_of(settings["model"](mode="train")).train_batch(0, 0, 2, 32)
+    for one, two in zip(real, other, strict=True):
+        assert (np.shape(one), np.asarray(one).dtype) == (np.shape(two), np.asarray(two).dtype)
+
+
+def test_changes_are_told_before_compiling(call, tmp_path):
+    flags = ["--config_file=quickstart.gin", "--output_dir=run", *(f"--config={x}" for x in TINY)]
+    flags += ["--config=loop.train.eval_tokens=64", "--config=loop.train.eval_whole=False"]
+    code, out, err = call(*flags)
+    assert code == 0, err
+    assert out.index("\ncompiling\n") < out.index("\ncompiled in ")
+    code, out, err = call(*flags, "--config=steps=5")
+    assert code == 0, err
+    assert out.index("settings changed since the last run") < out.index("\ncompiling\n")
+
+
+def test_tokenizing_is_said_when_it_begins(call, tmp_path):
+    (tmp_path / "text").write_text("the cat sat on the mat and the dog ran after it. " * 400)
+    flags = ["--config_file=reformer_text.gin", "--data_dir=text", "--output_dir=run"]
+    flags += [f"--config={x}" for x in TINY]
+    flags += ["--config=vocab_size=300", "--config=loop.train.eval_tokens=64"]
+    code, out, err = call(*flags)
+    assert code == 0, err
+    assert out.index("tokenizing\n") < out.index("\ncompiling\n")
+
+
+def test_a_config_that_is_not_used_stays(tmp_path):
+    said = []
+    assert folder.write_config(tmp_path, "a = 1\n", used=False) == "a = 1\n"
+    folder.tell_changes(tmp_path, "a = 2\n", False, said.append)
+    assert "config.gin stays" in said[0] and folder.write_config(tmp_path, "a = 2\n", False)
+    assert (tmp_path / "config.gin").read_text() == "a = 1\n"
+
+
+def test_translations_that_are_all_empty_are_told(monkeypatch, capsys):
+    from typing import NamedTuple
+
+    import reformax.generation as generation
+
+    class Line(NamedTuple):
+        text: str
+        score: float = 0.0
+        log_p: float = 0.0
+        n_tokens: int = 1
+
+    class Translation(NamedTuple):
+        vocabulary: None = None
+
+        def sentences(self, split):
+            return ["ein Hund", "eine Katze"], ["a dog", "a cat"]
+
+    for texts, told in ((["", " "], True), (["a dog", ""], False)):
+        monkeypatch.setattr(
+            generation, "translate_lines", lambda *a, t=texts, **k: [Line(x) for x in t]
+        )
+        translations.score_split(None, None, Translation(), "test", lambda name, text: None)
+        assert ("all 2 translations of test are empty" in capsys.readouterr().err) == told
+
+
+@pytest.mark.parametrize("of_bytes", [True, False])
+def test_bits_per_dim_of_bytes_are_named(of_bytes, capsys):
+    from reformax.cli import evaluate
+    from reformax.data import base
+
+    data = {x: np.zeros(99, np.uint8) for x in ("train", "valid", "test")}
+    task = base.byte_language_model("text", data)
+    task = task if of_bytes else task._replace(of_bytes=False)
+    result = {"split": "test", "length": 8, "stride": 8, "n_targets": 9, "whole": True}
+    result |= {"accuracy": 0.5, "bits_per_dim": 1.5, "checkpoint_steps": [3]}
+    evaluate._print(result, "on a device", task)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "bits_per_dim: 1.5000" + " (bits per byte)" * of_bytes
