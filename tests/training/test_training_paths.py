@@ -32,6 +32,8 @@ NAMES = {
     "a space": "a b",
     "a percent sign": "100%",
     "letters beyond ASCII": "ü#~",
+    "a new line": "a\nb",
+    "a byte that is no UTF-8": "\udcff",
 }
 
 
