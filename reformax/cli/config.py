@@ -683,6 +683,20 @@ def _settings() -> dict[str, str]:
     return found | first | {name: name for name in gin_text.macros(text)}
 
 
+def is_macro(name: str) -> bool:
+    """Whether the config sets a macro of this name."""
+    return _is_set(f"{name}/gin.macro.value")
+
+
+def macro_of(parameter: str) -> str | None:
+    """The macro that a parameter is set to; None if it is set to none."""
+    value = gin.query_parameter(parameter) if _is_set(parameter) else None
+    if not isinstance(value, gin.config.ConfigurableReference):
+        return None
+    scope, selector = value.config_key
+    return scope if selector == "gin.macro" else None
+
+
 def arguments() -> list[str]:
     """'module.function.argument' of every function that the parsed config sets or refers to."""
     text = gin.config_str()
@@ -692,23 +706,6 @@ def arguments() -> list[str]:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             found += [f"{selector}.{name}" for name in _parameters(selector)]
     return found
-
-
-def is_macro(name: str) -> bool:
-    """Whether the parsed config defines a macro."""
-    return _is_set(f"{name}/gin.macro.value")
-
-
-def macro_of(argument: str) -> str | None:
-    """The macro that an argument, 'module.function.argument', is set to."""
-    try:
-        value = gin.query_parameter(argument)
-    except ValueError:
-        return None
-    if isinstance(value, gin.config.ConfigurableReference):
-        scope, selector = value.config_key
-        return scope if selector == "gin.macro" else None
-    return None
 
 
 def arguments_of(function) -> set[str]:
