@@ -24,10 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import evaluate
 import generate
 import train
-from reformax.cli import joining
 from reformax.data import base
 from reformax.declared import SettingError
-from reformax.training import arrays, placing, processes
+from reformax.training import alike, arrays, folder, placing, processes, watcher
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.lock import Lost
 from reformax.training.processes import Processes
@@ -247,7 +246,7 @@ def test_the_page_finds_the_processes_of_a_launcher(launcher, found, tmp_path):
     (tmp_path / "run.gin").write_text(CONFIG.replace("100_000", "6"))
     # At random: another test may be about to take the first one that is free.
     ports = random.sample(range(FIRST_PORT, 2**16), 100)
-    free = next(port for port in ports if not joining_fails(port))
+    free = next(port for port in ports if is_free(port))
     each = tuple(found(index, free) for index in range(2))
     with Launch([words] * 2, tmp_path, found=each) as launched:
         assert launched.codes() == [0, 0], launched.said
@@ -256,11 +255,13 @@ def test_the_page_finds_the_processes_of_a_launcher(launcher, found, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "two", "train")] == [*range(1, 7)]
 
 
-def joining_fails(port: int) -> bool:
-    try:
-        return joining._check_free(port)
-    except SettingError:
-        return True
+def is_free(number: int) -> bool:
+    with socket.socket(socket.AF_INET6) as server:
+        try:
+            server.bind(("", number))
+        except OSError:
+            return False
+    return True
 
 
 @pytest.mark.slow
@@ -401,9 +402,11 @@ def test_a_process_that_is_done_ends_well_while_it_looks_for_the_others(tmp_path
 import sys
 import jax
 from reformax.training import processes
-jax.distributed.initialize(sys.argv[1], 4, int(sys.argv[2]))
+here = sys.argv[1], 4, int(sys.argv[2])
+processes.meet(*here, 100, 100)
+jax.distributed.initialize(*here)
 processes._LOOK = 0
-processes.watch(100, 100)
+processes.watch()
 processes.Processes.of_jax().meet()
 """)
     address = f"localhost:{port()}"
@@ -440,12 +443,109 @@ def test_a_port_that_is_taken_and_an_address_without_an_answer_are_told(monkeypa
         server.bind(("", 0))
         server.listen()
         taken = server.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port {taken} cannot be had"):
-            joining._check(f"localhost:{taken}", 2, 0)
+        server.close()
+        with socket.create_server(("", taken), family=socket.AF_INET6) as other:
+            threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+            with pytest.raises(SettingError, match=f"port {taken} cannot be had"):
+                processes.meet(f"localhost:{taken}", 2, 0, 100, 100)
+    monkeypatch.setattr(watcher, "_WAIT", 0.0)
     with pytest.raises(
-        OSError, match=rf"localhost:{taken} does not answer for 0 s .*start process 0"
+        watcher.Refused, match=rf"localhost:{taken} does not answer for 0 s .*start process 0"
     ):
-        joining._wait_for(("localhost", taken), 0)
+        watcher.Watcher(1, 2, 100, 100).connect("localhost", taken)
+
+
+FACTS = alike.facts()
+
+
+def test_facts_that_differ_are_told_in_a_line():
+    assert alike.difference([FACTS, dict(FACTS), dict(FACTS)]) is None
+    for name in FACTS:
+        line = alike.difference([FACTS, FACTS, FACTS | {name: "another"}])
+        assert line.startswith(
+            f"{name} is {FACTS[name] or 'not there'} in process 0 and another in process 2: "
+        )
+    one, other = ({"the config": f"a = 1\nb = {b}\n"} for b in (2, 3))
+    assert "the config is b = 2 in process 0 and b = 3 in process 1" in alike.difference(
+        [one, other]
+    )
+    assert "x is not there in process 0 and 1 in process 1" in alike.difference([{}, {"x": "1"}])
+
+
+@pytest.mark.parametrize(
+    "name, variable, value",
+    [
+        ("JAX_ENABLE_X64", "JAX_ENABLE_X64", "1"),
+        ("JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_MATMUL_PRECISION", "highest"),
+        ("JAX_DEFAULT_PRNG_IMPL", "JAX_DEFAULT_PRNG_IMPL", "rbg"),
+        ("JAX_DEBUG_NANS", "JAX_DEBUG_NANS", "1"),
+        ("JAX_PLATFORMS", "JAX_PLATFORMS", "cuda,cpu"),
+        ("XLA_FLAGS", "XLA_FLAGS", "--xla_cpu_enable_fast_math=true"),
+        (None, "XLA_FLAGS", "--xla_dump_to=/one"),
+        (None, "JAX_COMPILATION_CACHE_DIR", "/one"),
+    ],
+)
+def test_facts_go_by_what_changes_numbers_and_not_by_paths(name, variable, value):
+    script = "import json; from reformax.training import alike; print(json.dumps(alike.facts()))"
+    environment = {x: y for x, y in os.environ.items() if not x.startswith(("JAX_", "XLA_"))}
+    found = [
+        json.loads(
+            subprocess.check_output(
+                [sys.executable, "-c", script], env=environment | more, cwd=ROOT, text=True
+            )
+        )
+        for more in ({}, {variable: value})
+    ]
+    line = alike.difference(found)
+    assert line is None if name is None else line.startswith(f"{name} is ")
+
+
+def test_the_source_of_the_package_and_of_own_modules_is_a_fact(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("x = 1\n")
+    monkeypatch.setattr(alike, "_PACKAGE", package)
+    before = alike.facts()["the source of reformax"]
+    (package / "__init__.py").write_text("x = 2\n")
+    assert alike.facts()["the source of reformax"] != before
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_model.py").write_text("width = 1\n")
+    __import__("my_model")
+    own = alike.facts()["the source of my_model"]
+    (tmp_path / "my_model.py").write_text("width = 2\n")
+    assert alike.facts()["the source of my_model"] != own
+    assert not any(name.startswith("the source of jax") for name in alike.facts())
+
+
+def test_facts_are_compared_among_processes(both):
+    def compare(own: Processes):
+        own.compare({"python": "3.11"})
+        own.compare({"python": f"3.{own.index + 11}"})
+
+    for error in both(compare):
+        assert isinstance(error, SettingError)
+        assert "python is 3.11 in process 0 and 3.12 in process 1" in str(error)
+
+
+@pytest.mark.parametrize("second, seen", [("link", True), ("other", False)])
+def test_every_process_sees_the_folder_of_process_0(both, second, seen, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "_SEEN", 0.3)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    own_paths = [tmp_path / "one", tmp_path / second]
+
+    def see(own: Processes):
+        folder._see_together(own_paths[own.index], own)
+
+    found = both(see)
+    if seen:
+        assert found == [None, None]
+    else:
+        assert all(isinstance(error, SettingError) for error in found)
+        assert all("/other is not the folder of process 0" in str(error) for error in found)
+    assert not list((tmp_path / "one").iterdir()) and not list((tmp_path / "other").iterdir())
 
 
 def test_one_process_decides_by_itself():
