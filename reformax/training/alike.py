@@ -31,6 +31,8 @@ _PACKAGES = (
     "trax",
     "gin-config",
 )
+# Devices and paths of a process, by which JAX traces too.
+_FREE_JAX = ("jax_default_device", "jax_hlo_source_file_canonicalization_regex")
 # Besides those that JAX itself traces and compiles by.
 _JAX = (
     "jax_platforms",
@@ -106,10 +108,12 @@ def _digest(files: Sequence[Path]) -> str:
 def _own_modules() -> dict[str, Path]:
     """The user's own modules that are imported, which a config may name."""
     installed = {*sysconfig.get_paths().values(), *site.getsitepackages(), sys.base_prefix}
-    installed |= {sys.prefix, site.getusersitepackages(), str(_PACKAGE)}
+    installed |= {sys.prefix, site.getusersitepackages()}
     folders = {os.path.realpath(path) for path in installed} - {"/"}
     found = {}
     for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "reformax":
+            continue
         path = os.path.realpath(getattr(module, "__file__", None) or "")
         inside = any(path.startswith(folder + os.sep) for folder in folders)
         if path.endswith(".py") and not inside and os.path.isfile(path):
@@ -122,7 +126,8 @@ def _jax_settings() -> dict[str, object]:
 
     traced = [name for name in config.trace_context_names() if name.startswith("jax_")]
     values = jax.config.values
-    return {name: values[name] for name in (*traced, *_JAX) if name in values}
+    names = [name for name in (*traced, *_JAX) if name not in _FREE_JAX]
+    return {name: values[name] for name in names if name in values}
 
 
 def _flags(text: str) -> str:
