@@ -15,7 +15,6 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from itertools import zip_longest
 from pathlib import Path
 
 import jax
@@ -81,9 +80,15 @@ def difference(of_each: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def _first_lines(one: str, other: str) -> tuple[str, str]:
-    """The first lines that differ."""
-    lines = zip_longest(one.splitlines(), other.splitlines(), fillvalue="not there")
-    return next((pair for pair in lines if pair[0] != pair[1]), (one, other))
+    """The first line that differs, by the name of what it sets, if it sets any."""
+    mine, theirs = (
+        {(" = " in line) * line.partition(" = ")[0]: line for line in text.splitlines()}
+        for text in (one, other)
+    )
+    for name in [*mine, *theirs]:
+        if mine.get(name) != theirs.get(name):
+            return mine.get(name, "not there"), theirs.get(name, "not there")
+    return one, other
 
 
 def _version(package: str) -> str:

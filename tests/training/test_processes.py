@@ -1,5 +1,6 @@
 """Several processes that train one run: real ones, of four simulated devices each."""
 
+import functools
 import json
 import os
 import random
@@ -309,10 +310,9 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
     (tmp_path / "run.gin").write_text(CONFIG)
     run = tmp_path / "run"
 
-    def launch(*of_second: str) -> Launch:
-        address, own = f"localhost:{port()}", ["--config_file=run.gin", "--output_dir=run"]
-        both = [[*own, *flags(address, 0)], [*own, *flags(address, 1), *of_second]]
-        return Launch(both, tmp_path)
+    def launch(*more: str) -> Launch:
+        address, own = f"localhost:{port()}", ["--config_file=run.gin", "--output_dir=run", *more]
+        return Launch([[*own, *flags(address, 0)], [*own, *flags(address, 1)]], tmp_path)
 
     def wait_for(step: int, launched: Launch) -> None:
         end = time.monotonic() + 100
@@ -353,9 +353,9 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
         return {path: path.stat().st_mtime_ns for path in found}
 
     there = files()
-    with launch("--data_dir=empty") as launched:
+    with launch("--data_dir=empty in process 1") as launched:
         assert launched.codes(60) == [1, 1], launched.said
-        told = "no data in data_dir=empty: give the folder that has it\n"
+        told = "no data in data_dir=empty in process 1: give the folder that has it\n"
         assert launched.said == [f"error: process 1 ended: {told}", f"error: {told}"]
     assert files() == there
 
@@ -365,6 +365,61 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
     expected = [line["bits_per_dim"] for line in lines(tmp_path / "alone", "train")]
     found = [line["bits_per_dim"] for line in lines(run, "train")]
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given, found, told",
+    [
+        (
+            flags("", 1)[1:],
+            {"JAX_ENABLE_X64": "1"},
+            "JAX_ENABLE_X64 is False in process 0 and True",
+        ),
+        (["--num_processes=3", "--process_id=1"], {}, "num_processes is 2 in process 0 and 3 in p"),
+        (["--num_processes=2", "--process_id=0"], {}, "process_id=0 is given to two processes"),
+        ([*flags("", 1)[1:], "--output_dir=other"], {}, "/other is not the folder of process 0"),
+        (
+            [*flags("", 1)[1:], "--config=tiny.counting.noise=0.2"],
+            {},
+            "the config is not there in process 0 and tiny.counting.noise = 0.2 in process 1",
+        ),
+        ([*flags("", 1)[1:], "--allow_changed_data"], {}, "--allow_changed_data is False in proc"),
+    ],
+    ids=["x64", "count", "id", "folder", "config", "flag"],
+)
+def test_processes_that_are_not_alike_end_before_step_1(given, found, told, tmp_path):
+    (tmp_path / "run.gin").write_text(CONFIG)
+    address, own = f"localhost:{port()}", ["--config_file=run.gin", "--output_dir=run"]
+    commands = [[*own, *flags(address, 0)], [*own, f"--coordinator_address={address}", *given]]
+    with Launch(commands, tmp_path, found=({}, found)) as launched:
+        assert launched.codes(60) == [2, 2], launched.said
+        assert all(told in said and said.count("\n") == 1 for said in launched.said), launched.said
+    assert not list(tmp_path.glob("*/"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_watcher_that_is_killed_ends_both(killed, tmp_path):
+    (tmp_path / "run.gin").write_text(CONFIG)
+    command, address = ["--config_file=run.gin", "--output_dir=run"], f"localhost:{port()}"
+    with Launch([[*command, *flags(address, index)] for index in range(2)], tmp_path) as launched:
+        end = time.monotonic() + 100
+        while not Checkpoints(tmp_path / "run").steps():
+            assert time.monotonic() < end, launched.said
+            time.sleep(0.05)
+        of = Path(f"/proc/{launched.processes[killed].pid}/task")
+        children = [int(x) for path in of.glob("*/children") for x in path.read_text().split()]
+        (watching,) = (x for x in children if b"watcher.py" in command_line_of(x))
+        os.kill(watching, signal.SIGKILL)
+        codes = launched.codes(30)
+        assert all(code in (-signal.SIGKILL, -signal.SIGABRT) for code in codes), launched.said
+        assert f"error: the watcher of process {killed} was killed" in launched.said[killed]
+
+
+def command_line_of(process: int) -> bytes:
+    """The command line of a process."""
+    return Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 @pytest.mark.slow
@@ -466,10 +521,20 @@ def test_facts_that_differ_are_told_in_a_line():
             f"{name} is {FACTS[name] or 'not there'} in process 0 and another in process 2: "
         )
     one, other = ({"the config": f"a = 1\nb = {b}\n"} for b in (2, 3))
-    assert "the config is b = 2 in process 0 and b = 3 in process 1" in alike.difference(
-        [one, other]
-    )
+    assert "config is b = 2 in process 0 and b = 3 in process 1" in alike.difference([one, other])
+    other = {"the config": "a = 1\nc = 3\nb = 2\n"}
+    assert "config is not there in process 0 and c = 3 in p" in alike.difference([one, other])
     assert "x is not there in process 0 and 1 in process 1" in alike.difference([{}, {"x": "1"}])
+
+
+@functools.cache
+def facts_with(*variables: tuple[str, str]) -> dict[str, str]:
+    """The facts of another process with these environment variables."""
+    script = "import json; from reformax.training import alike; print(json.dumps(alike.facts()))"
+    environment = {x: y for x, y in os.environ.items() if not x.startswith(("JAX_", "XLA_"))}
+    command = [sys.executable, "-c", script]
+    environment |= dict(variables)
+    return json.loads(subprocess.check_output(command, env=environment, cwd=ROOT, text=True))
 
 
 @pytest.mark.parametrize(
@@ -486,16 +551,7 @@ def test_facts_that_differ_are_told_in_a_line():
     ],
 )
 def test_facts_go_by_what_changes_numbers_and_not_by_paths(name, variable, value):
-    script = "import json; from reformax.training import alike; print(json.dumps(alike.facts()))"
-    environment = {x: y for x, y in os.environ.items() if not x.startswith(("JAX_", "XLA_"))}
-    found = [
-        json.loads(
-            subprocess.check_output(
-                [sys.executable, "-c", script], env=environment | more, cwd=ROOT, text=True
-            )
-        )
-        for more in ({}, {variable: value})
-    ]
+    found = [facts_with(), facts_with((variable, value))]
     line = alike.difference(found)
     assert line is None if name is None else line.startswith(f"{name} is ")
 
