@@ -19,7 +19,7 @@ Seconds = Annotated[int, Bounds(1, 86_400)]
 _NAMES = ("coordinator_address", "num_processes", "process_id")
 _TIMEOUTS = ("heartbeat_timeout", "step_timeout")
 # Flags that may differ: paths, whose content is compared, and what is shown.
-_FREE = ("config_file", "config", "output_dir", "data_dir", "distributed", "quiet", "traceback")
+_FREE = ("config_file", "output_dir", "data_dir", "distributed", "quiet", "traceback")
 # Seconds that a process waits for the others to be there.
 WAIT = 300
 HEARTBEAT = 100
@@ -101,8 +101,8 @@ def join(args: argparse.Namespace, config: str | None = None) -> None:
     processes.watch()
     free = (*_NAMES, *_TIMEOUTS, *_FREE)
     given = {f"--{x}": str(value) for x, value in vars(args).items() if x not in free}
-    facts = alike.facts() | given | ({} if config is None else {"the config": config})
-    processes.Processes.of_jax().compare(facts)
+    text = {} if config is None else {"the config": config}
+    processes.Processes.of_jax().compare(alike.facts() | text | given)
 
 
 def _detected(given: dict) -> dict:
