@@ -7,11 +7,8 @@ abort, such as an address at which nothing listens, is found before and told in 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import socket
 import sys
-import time
 from typing import Annotated
 
 from reformax.cli import flags
@@ -21,6 +18,8 @@ Address = Annotated[str, Filled("HOST:PORT")]
 Seconds = Annotated[int, Bounds(1, 86_400)]
 _NAMES = ("coordinator_address", "num_processes", "process_id")
 _TIMEOUTS = ("heartbeat_timeout", "step_timeout")
+# Flags that may differ: paths, whose content is compared, and what is shown.
+_FREE = ("config_file", "output_dir", "data_dir", "distributed", "quiet", "traceback")
 # Seconds that a process waits for the others to be there.
 WAIT = 300
 HEARTBEAT = 100
@@ -58,44 +57,66 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def join(args: argparse.Namespace) -> None:
-    """Makes this process one of a run's, if the flags ask for it.
+def join(args: argparse.Namespace, config: str | None = None) -> None:
+    """Makes this process one of a run's, if the flags ask for it; compares it with the others.
+
+    Args:
+      args: the flags.
+      config: the settings that they make, in lines.
 
     Raises:
       SettingError: flags that do not fit together, or nothing is found.
-      OSError: process 0 does not answer, or its port is taken.
+        Or they differ, process 0 does not answer, its port is taken, or not all come.
     """
     given = {name: getattr(args, name) for name in _NAMES if getattr(args, name) is not None}
     if not (given or args.distributed):
         flags.refuse(args, _TIMEOUTS, "this process is alone")
         return
-    import jax
-
     if len(given) == len(_NAMES):
         _check(**given)
-        given["cluster_detection_method"] = "deactivate"
     elif not args.distributed:
         missing = next(name for name in _NAMES if name not in given)
         raise SettingError(
             f"--{missing} is missing: give --{', --'.join(_NAMES[:-1])} and --{_NAMES[-1]}, or "
             "--distributed where Slurm or Open MPI started this process"
         )
+    import jax
+
+    from reformax.training import alike, processes
+
+    given = _detected(given) if args.distributed else given
     # It would swallow SIGTERM; the run itself agrees with the others on when to stop.
     jax.config.update("jax_enable_preemption_service", False)
     timeout = args.heartbeat_timeout or HEARTBEAT
-    try:
-        # Our own watchers are to tell of a death first: JAX would abort, with a stack of C++.
-        jax.distributed.initialize(
-            **given, initialization_timeout=WAIT, heartbeat_timeout_seconds=2 * timeout
-        )
-    except ValueError as error:
-        raise SettingError(
-            f"--distributed finds no processes ({error}): start it with srun or mpirun, or give "
-            f"--{', --'.join(_NAMES[:-1])} and --{_NAMES[-1]}"
-        ) from None
-    from reformax.training import processes
+    # Before JAX, which would wait for what never comes, or abort with a stack of C++.
+    processes.meet(
+        *(given[name] for name in _NAMES), timeout=timeout, step_timeout=args.step_timeout or STEP
+    )
+    jax.distributed.initialize(
+        **given,
+        cluster_detection_method="deactivate",
+        initialization_timeout=WAIT,
+        heartbeat_timeout_seconds=2 * timeout,  # the watchers are to tell of a death first
+    )
+    processes.watch()
+    free = (*_NAMES, *_TIMEOUTS, *_FREE)
+    given = {f"--{x}": str(value) for x, value in vars(args).items() if x not in free}
+    text = {} if config is None else {"the config": config}
+    processes.Processes.of_jax().compare(alike.facts() | text | given)
 
-    processes.watch(timeout, args.step_timeout or STEP)
+
+def _detected(given: dict) -> dict:
+    """What JAX finds in the variables of a launcher, besides the flags."""
+    from jax._src import clusters
+
+    find = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    found = find(*(given.get(name) for name in _NAMES), None, None, WAIT)
+    if None in found[:3]:
+        raise SettingError(
+            "--distributed finds no processes: start it with srun or mpirun, or give "
+            f"--{', --'.join(_NAMES[:-1])} and --{_NAMES[-1]}"
+        )
+    return dict(zip((*_NAMES, "local_device_ids"), found, strict=True))
 
 
 def refuse(args: argparse.Namespace, why: str) -> None:
@@ -166,36 +187,3 @@ def _check(coordinator_address: str, num_processes: int, process_id: int) -> Non
             f"coordinator_address is {coordinator_address!r}: expected HOST:PORT, such as "
             "localhost:12355"
         )
-    address = found[1].strip("[]"), int(found[2])
-    if process_id == 0:
-        _check_free(address[1])
-    else:
-        _wait_for(address, WAIT)
-
-
-def _check_free(port: int) -> None:
-    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(("", port))
-        except OSError as error:
-            raise SettingError(
-                f"coordinator_address: port {port} cannot be had ({os.strerror(error.errno)}): "
-                "give another one to all processes"
-            ) from None
-
-
-def _wait_for(address: tuple[str, int], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection(address, timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                host, port = address
-                raise OSError(
-                    f"coordinator_address={host}:{port} does not answer for {seconds:.0f} s "
-                    f"({error}): start process 0 there, and let the others reach that port"
-                ) from None
-        time.sleep(0.2)

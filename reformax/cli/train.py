@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config.parse(files, args.config, folders=configs.FOLDERS, data_dir=args.data_dir)
     config.refuse_flags(unknown)
-    joining.join(args)
+    joining.join(args, config.text())
     # After parsing: a wrong flag is told first.
     from reformax.cli import stand_in
     from reformax.training import checkpoint, dry_run, folder, loop

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import secrets
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +14,10 @@ from pathlib import Path
 from reformax import durable, renamed
 from reformax.declared import SettingError, user_path
 from reformax.training import array_reader, lock
+from reformax.training.processes import Processes
 
+TOGETHER = ".processes"  # there while several processes look whether they see one folder
+_SEEN = 10.0  # seconds for a shared disk to show it
 # Settings of what a run says: nothing that it computes goes by them.
 OF_WORDS = ("loop.train.config_text", "loop.train.progress")
 
@@ -27,11 +32,42 @@ def output_folder(path: str | os.PathLike) -> Iterator[Path]:
     folder = user_path("output_dir", path)
     made = [x for x in (folder, *folder.parents) if not os.path.exists(x)]
     try:
-        yield make_output_dir(path)
+        folder = make_output_dir(path)
+        _see_together(folder, Processes.of_jax())
+        yield folder
     except BaseException:
         if made:
             _unmake(folder, made)
         raise
+
+
+def _see_together(folder: Path, processes: Processes) -> None:
+    """Raises `SettingError` in a process that does not see what process 0 writes into its folder.
+
+    They may know the folder of a shared disk by other paths.
+    """
+    file = folder / TOGETHER
+    if processes.count == 1:
+        return
+    token = processes.same(lambda: secrets.token_hex(8))
+
+    def look() -> None:
+        end = time.monotonic() + _SEEN
+        while not file.is_file() or durable.read(file) != token.encode():
+            if time.monotonic() > end:
+                raise SettingError(
+                    f"output_dir={folder} is not the folder of process 0: give all processes the "
+                    "same folder, on a disk that all of them see"
+                )
+            time.sleep(0.1)
+
+    try:
+        processes.by_first(lambda: durable.write(file, token.encode()))
+        processes.by_all(look)
+    finally:
+        if processes.first:
+            with suppress(OSError):
+                file.unlink()
 
 
 def _unmake(folder: Path, made: list[Path]) -> None:

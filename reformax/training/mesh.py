@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from reformax.declared import SettingError, shown
-from reformax.devices import AXES, n_stretches, placement, row_shares
+from reformax.devices import AXES, CONTEXT, n_stretches, placement, row_shares
 
 
 class _Sizes:
@@ -89,8 +89,18 @@ def bytes_stored(tree: Any, mesh: Mesh) -> int:
     return sum(math.prod(p.shard_shape(x.shape)) * x.dtype.itemsize for x, p in pairs)
 
 
-def check_batch_size(name: str, batch_size: int, mesh: Mesh, accumulate: int = 1) -> None:
-    """Raises `SettingError` unless all shares get the same number of rows in every micro-batch."""
+def check_batch_size(
+    name: str, batch_size: int, mesh: Mesh, accumulate: int = 1, length: int | None = None
+) -> None:
+    """Raises `SettingError` unless all shares get the same number of rows in every micro-batch.
+
+    Args:
+      name: of the batch's size.
+      batch_size: rows of a batch.
+      mesh: the devices.
+      accumulate: micro-batches of a batch.
+      length: of rows, if devices may share them: the line then names the mesh that does.
+    """
     n = row_shares(mesh)
     parts = n * accumulate
     if batch_size < 1:
@@ -100,11 +110,21 @@ def check_batch_size(name: str, batch_size: int, mesh: Mesh, accumulate: int = 1
         over += [f"into accumulate={accumulate} micro-batches"] * (accumulate > 1)
         fix = ", or show JAX fewer devices (CUDA_VISIBLE_DEVICES=0)" if n > 1 else ""
         fix += ", or change accumulate" if accumulate > 1 else ""
+        if length is not None and (context := _context_for(batch_size, mesh, accumulate, length)):
+            fix = f", or split rows by loop.train.mesh={{'context': {context}}}{fix}"
         below = max(batch_size // parts, 1) * parts
         raise SettingError(
             f"{name}={batch_size} cannot be divided {' and '.join(over)}: make it a multiple of "
             f"{parts}, such as {below}{fix}"
         )
+
+
+def _context_for(batch_size: int, mesh: Mesh, accumulate: int, length: int) -> int | None:
+    """The least number of devices that share a row so that the others divide the rows."""
+    if batch_size % accumulate or mesh.shape[CONTEXT] > 1:
+        return None
+    context = mesh.size // math.gcd(batch_size // accumulate, mesh.size)
+    return None if length % context else context
 
 
 def filled(n_rows: int, mesh: Mesh) -> int:

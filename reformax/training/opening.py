@@ -23,7 +23,7 @@ from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Loggers
 from reformax.training.checkpoint import Checkpoints
-from reformax.training.loss import vocabulary_of
+from reformax.training.loss import labels_of, vocabulary_of
 from reformax.training.metrics import Record
 from reformax.training.placing import place
 from reformax.training.record_lines import RecordLines
@@ -93,7 +93,10 @@ def check_sizes(settings: Settings, mesh: Mesh) -> None:
         with naming(stage):
             evaluation.check_mesh(stage.task, mesh)
             mesh_lib.check_length("length", stage.length, mesh)
-            mesh_lib.check_batch_size("batch_size", stage.batch_size, mesh, settings.accumulate)
+            shared = labels_of(stage.task) is None and stage.task.translation is None
+            length = stage.length if shared else None
+            rows = stage.batch_size, mesh, settings.accumulate, length
+            mesh_lib.check_batch_size("batch_size", *rows)
             evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
     sizes = settings.eval_sizes
     mesh_lib.check_length("eval_length", sizes["length"], mesh)

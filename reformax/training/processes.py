@@ -15,12 +15,12 @@ import atexit
 import itertools
 import json
 import os
-import secrets
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ import jax
 
 from reformax import durable
 from reformax.declared import SettingError
-from reformax.training import watcher
+from reformax.training import alike, watcher
 from reformax.training.lock import Lost
 
 T = TypeVar("T")
@@ -41,9 +41,8 @@ _LOOK = 0.5  # seconds between looks at whether another process ended
 _GRACE = 2.0  # seconds for a process to tell of its own error before it tells another's
 _LINGER = 10.0  # seconds for a look at the others to end, where they no longer answer
 _SETTLED = 0.5  # seconds in which a watcher hears of a death
-_WATCHER = "reformax/watcher"
-_MEETING = 300  # seconds to wait for the watcher of process 0
 _numbers = itertools.count()
+_looked = threading.Event()  # nobody looks at the others any more
 _ends = threading.Event()  # this process does, by itself
 _watcher: subprocess.Popen | None = None
 _steps = 0  # how far this process is, as it told its watcher
@@ -66,7 +65,12 @@ class Processes:
     @classmethod
     def of_jax(cls) -> Processes:
         """Those that JAX knows; all of them make their instances in the same order."""
-        return cls(f"reformax/{next(_numbers)}", jax.process_index(), jax.process_count())
+        from jax._src import distributed
+
+        name, state = f"reformax/{next(_numbers)}", distributed.global_state
+        if state.client is None:
+            return cls(name, jax.process_index(), jax.process_count())
+        return cls(name, state.process_id, state.num_processes)  # asks no device
 
     @property
     def first(self) -> bool:
@@ -141,6 +145,22 @@ class Processes:
         """Returns when every process is here."""
         self.by_all(lambda: None)
 
+    def compare(self, facts: Mapping[str, str]) -> None:
+        """Raises `SettingError`, in every process, unless all have the same facts; see `alike`."""
+        if self.count == 1:
+            return
+        key = f"{self._name}/{self._number}/facts"
+        _client().key_value_set(f"{key}/{self.index}", json.dumps(dict(facts)))
+
+        def check() -> None:
+            each = range(self.count)
+            texts = [_client().blocking_key_value_get(f"{key}/{i}", _PATIENCE) for i in each]
+            _client().key_value_delete(key)
+            if (line := alike.difference([json.loads(text) for text in texts])) is not None:
+                raise SettingError(line)
+
+        self.same(check)
+
     def wish(self, wish: str) -> None:
         """Tells process 0 what this process would have it decide; once."""
         if self.count > 1:
@@ -198,55 +218,74 @@ def _opened(text: str, who: str) -> Any:
 # The end of a process.
 
 
-def watch(timeout: float, step_timeout: float) -> None:
-    """Ends this process when another one ends, by an error that it tells, dies or hangs.
+def meet(address: str, count: int, index: int, timeout: float, step_timeout: float) -> None:
+    """Starts the program of `watcher` beside this process; returns when all processes have come.
+
+    From then on this process ends when another one dies or hangs, or a watcher does. JAX's
+    coordination service can have the address afterwards.
 
     Args:
+      address: HOST:PORT of process 0.
+      count: of all processes.
+      index: of this one.
       timeout: seconds without a sign of life after which a machine counts as failed.
       step_timeout: seconds without `go_on` after which those that are behind count as hanging.
 
     Raises:
-      OSError: the other machines cannot be reached.
+      SettingError: the processes do not make a run, or not all of them come.
     """
-    _start_watcher(timeout, step_timeout)
+    global _watcher
+    host, _, port = address.rpartition(":")
+    if index == 0:  # JAX takes another port there, if this variable says so
+        port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address).rpartition(":")[2]
+    numbers = [str(x) for x in (index, count, timeout, step_timeout)]
+    command = [sys.executable, "-I", watcher.__file__, *numbers, host.strip("[]"), port]
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    for line in iter(started.stdout.readline, b""):
+        word, _, rest = line.decode().strip().partition(" ")
+        if word == "refused":
+            raise SettingError(rest)
+        if word == "met":
+            break
+    else:
+        raise SettingError(f"the watcher of process {index} was killed: try again")
+    _watcher = started
+    os.set_blocking(_watcher.stdin.fileno(), False)
+    threading.Thread(target=_mind_watcher, args=(index,), name="watcher", daemon=True).start()
+
+
+def _mind_watcher(index: int) -> None:
+    """Ends this process when its watcher is killed, for nobody would end it later."""
+    while os.read(_watcher.stdout.fileno(), 2**12):
+        pass
+    if not _ends.is_set():
+        line = f"error: the watcher of process {index} was killed: the same command goes on from "
+        with suppress(OSError):
+            os.write(2, f"{line}the latest checkpoint\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch() -> None:
+    """Ends this process when another one ends by an error that it tells; JAX knows all of them."""
     thread = threading.Thread(target=_watch, name="other processes", daemon=True)
     thread.start()
     # A thread that came back from C++ while the interpreter ends would abort the process.
-    atexit.register(lambda: (_ends.set(), thread.join(_LINGER)))
-
-
-def _start_watcher(timeout: float, step_timeout: float) -> None:
-    """Starts the program of `watcher`, beside this process, and joins it to that of process 0."""
-    global _watcher
-    index, client = _index(), _client()
-    token, where = secrets.token_hex(8), ["0"]
-    if index:
-        token, port = client.blocking_key_value_get(_WATCHER, 1_000 * _MEETING).split()
-        where = [port, _host()]
-    numbers = [str(x) for x in (index, timeout, step_timeout)]
-    command = [sys.executable, "-I", watcher.__file__, *numbers, token, *where]
-    _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    said = _watcher.stdout.readline().decode().strip()
-    if not said:
-        raise OSError(
-            f"process {index} cannot reach port {where[0]} of {where[-1]}, at which process 0 "
-            "listens: let the processes reach each other at all ports"
-        )
-    if not index:
-        client.key_value_set(_WATCHER, f"{token} {said}")
-    os.set_blocking(_watcher.stdin.fileno(), False)
-    atexit.register(_release)
-
-
-def _host() -> str:
-    """The machine of process 0."""
-    from jax._src import distributed
-
-    return distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
+    atexit.register(lambda: (_looked.set(), thread.join(_LINGER), _release()))
 
 
 def _release() -> None:
-    """Tells the watcher that this process ends by itself."""
+    """Tells the watcher that this process ends by itself.
+
+    JAX's end waits for the other processes, and one of them may be killed before: it comes first.
+    """
+    if _watcher is not None:
+        with suppress(Exception):
+            jax.distributed.shutdown()
+        _done()
+
+
+def _done() -> None:
+    _ends.set()
     if _watcher is not None:
         with suppress(OSError, ValueError):
             _watcher.stdin.write(b"done\n")
@@ -276,7 +315,7 @@ def settle() -> None:
 
 
 def _watch() -> None:
-    while not _ends.wait(_LOOK):
+    while not _looked.wait(_LOOK):
         try:
             found = _client().key_value_try_get(_END)
         except Exception:  # there is none so far, or JAX is shutting down
@@ -305,7 +344,7 @@ def leave(line: str, code: int) -> None:
         time.sleep(2 * _GRACE)  # the others hear it from the service that ends with this process
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    _release()
+    _done()
     os._exit(code)
 
 

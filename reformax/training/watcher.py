@@ -8,11 +8,13 @@ dead, and its process. A process that hangs is there, with its heartbeat. It say
 through its pipe, and watcher 0 hears that of all: those that stay behind are what the others wait
 for.
 
-    python watcher.py INDEX TIMEOUT STEP_TIMEOUT TOKEN PORT [HOST]
+    python watcher.py INDEX COUNT TIMEOUT STEP_TIMEOUT HOST PORT
 
-Watcher 0 is given port 0 and prints the one that it listens on; the others are given that and its
-host. TOKEN keeps strangers out. Standard input is the pipe: a number says how far the process is,
-and `done` that it ends by itself. The end of the pipe without it is a death.
+The processes meet here first. Watcher 0 listens at the port, which JAX takes afterwards, until all
+have come; what it is told in place of a process's number and the run's count ends the run that
+begins. Each watcher prints `met` then, or `refused` and a line. Standard input is the pipe of the
+process: a number says how far it is, and `done` that it ends by itself. The end of the pipe without
+it is a death. No watcher ends before its process, which takes that for the watcher's death.
 """
 
 from __future__ import annotations
@@ -22,11 +24,21 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 
 _LINGER = 1.0  # seconds in which a dead process's watcher hears of a death before its own
-_CONNECT = 30.0  # seconds to reach watcher 0
+_WAIT = 300.0  # seconds for all processes to come
+_NOTICE = 10.0  # seconds after which a process says whom it waits for
+_LATE = 3.0  # seconds in which those that come later hear of a refusal too
+_GREETING = 15.0  # seconds for watcher 0 to answer
+_TELLING = 2.0  # seconds for stderr to take a line
+_HELLO = "reformax"  # the first word of both sides
+
+
+class Refused(Exception):
+    """The processes do not make a run."""
 
 
 class Watcher:
@@ -34,48 +46,124 @@ class Watcher:
 
     Attributes:
       index: of the process.
+      count: of all processes.
       timeout: seconds after which a silent watcher, or a stopped process, counts as dead.
       step_timeout: seconds after which processes that do not go on count as hanging, once they did.
     """
 
-    def __init__(self, index: int, timeout: float, step_timeout: float, token: str):
+    def __init__(self, index: int, count: int, timeout: float, step_timeout: float):
         """Begins with no connection; its parent is the process."""
-        self.index, self._token = index, token
+        self.index, self.count = index, count
         self.timeout, self.step_timeout = timeout, step_timeout
         self._process = os.getppid()
         self._said, self._done = b"", False  # an unfinished line of the process, and its last word
-        self._ran = self._went_on = time.monotonic()  # not stopped; any of them went on
+        self._ran = self._went_on = self._began = time.monotonic()  # not stopped; any went on
         self._steps = {index: 0}  # how far each process is, as far as is known here
         self._selector = selectors.DefaultSelector()
         self._others: dict[socket.socket, int] = {}  # those who said who they are
         self._rests: dict[socket.socket, bytes] = {}  # unfinished lines
         self._heard: dict[socket.socket, float] = {}
+        self._server: socket.socket | None = None
+        self._address = ""
+        self._met = self._greeted = self._noticed = False
+        self._refusal: tuple[float, str] | None = None  # since when
 
-    def listen(self) -> int:
-        """Waits for other watchers at the port that is returned."""
+    def listen(self, host: str, port: int) -> int:
+        """Waits for other watchers at the port that is returned; raises `Refused` if taken."""
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        server = socket.create_server(
-            ("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6
-        )
-        self._selector.register(server, selectors.EVENT_READ, "server")
-        return server.getsockname()[1]
+        try:
+            self._server = socket.create_server(
+                ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6
+            )
+        except OSError as error:
+            self._tell_of_two(host, port)
+            raise Refused(
+                f"coordinator_address: port {port} cannot be had ({os.strerror(error.errno)}): "
+                "give another one to all processes"
+            ) from None
+        self._selector.register(self._server, selectors.EVENT_READ, "server")
+        return self._server.getsockname()[1]
 
-    def connect(self, address: tuple[str, int]) -> None:
-        """Joins watcher 0."""
-        end = time.monotonic() + _CONNECT
+    def _tell_of_two(self, host: str, port: int) -> None:
+        """Raises `Refused` if what has the port is another process 0 that waits."""
+        with suppress(OSError), socket.create_connection((host, port), timeout=5) as other:
+            other.sendall(f"{_HELLO} 0 {self.count}\n".encode())
+            with other.makefile() as lines:
+                for line in lines:
+                    word, _, rest = line.strip().partition(" ")
+                    if word == "refused":
+                        raise Refused(rest)
+
+    def connect(self, host: str, port: int) -> None:
+        """Joins watcher 0; raises `Refused` if nothing answers."""
+        self._address = f"{host}:{port}"
         while True:
             try:
-                other = socket.create_connection(address, timeout=5)
+                other = socket.create_connection((host, port), timeout=5)
                 break
-            except OSError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.2)
+            except OSError as error:
+                if os.getppid() != self._process:
+                    sys.exit()
+                if time.monotonic() > self._began + _WAIT:
+                    raise Refused(
+                        f"coordinator_address={self._address} does not answer for {_WAIT:.0f} s "
+                        f"({error}): start process 0 there, and let the others reach that port"
+                    ) from None
+                self._notice(f"process 0 at {self._address}")
+            time.sleep(0.2)
+        self._began_to_greet = time.monotonic()
         self._add(other, 0)
-        self._send(other, f"{self._token} {self.index}")
+        self._send(other, f"{_HELLO} {self.index} {self.count}")
+
+    def _notice(self, whom: str) -> None:
+        """Says once whom the process has been waiting for."""
+        if not self._noticed and time.monotonic() > self._began + _NOTICE:
+            self._noticed = True
+            _print(f"note: process {self.index} waits for {whom}, for {_WAIT:.0f} s at most")
+
+    def _welcome(self, index: int, count: int) -> str | None:
+        """Why a process that came cannot be one of the run; None if it can."""
+        if count != self.count:
+            return (
+                f"num_processes is {self.count} in process 0 and {count} in process {index}: give "
+                "all processes the same"
+            )
+        if index == 0 or index in self._others.values():
+            return (
+                f"process_id={index} is given to two processes: number them from 0 to "
+                f"{self.count - 1}"
+            )
+        return None
+
+    def _meet(self, now: float) -> None:
+        """In watcher 0, while processes come; raises `Refused` where they make no run."""
+        missing = sorted({*range(1, self.count)} - {*self._others.values()})
+        if self._refusal is not None:
+            since, why = self._refusal
+            if now > since + _LATE:
+                raise Refused(why)
+        elif not missing:
+            self._selector.unregister(self._server)
+            self._server.close()  # JAX listens there from now on
+            self._tell("met")
+            self._met = True
+            _answer("met")
+        else:
+            s = "es" * (len(missing) > 1)
+            whom = f"process{s} {', '.join(map(str, missing[:8]))}{', ...' * (len(missing) > 8)}"
+            self._notice(whom)
+            if now > self._began + _WAIT:
+                raise Refused(
+                    f"{whom} did not come within {_WAIT:.0f} s: start all that num_processes="
+                    f"{self.count} says, and let them reach process 0"
+                )
 
     def watch(self) -> None:
-        """Returns when the run is over, or the process of this watcher."""
+        """Returns when the process of this watcher is over.
+
+        Raises:
+          Refused: the processes do not make a run.
+        """
         os.set_blocking(0, False)  # nothing may be in a pipe that another still holds
         self._selector.register(sys.stdin.buffer, selectors.EVENT_READ, "process")
         beat = min(1.0, self.timeout / 4, self.step_timeout / 4)
@@ -87,11 +175,17 @@ class Watcher:
             if said and (not self._process_goes_on() or gone):
                 return self._process_ends()
             for key in ready:
+                if self._selector.get_map().get(key.fd) is not key:
+                    continue
                 if key.data == "server":
                     self._add(key.fileobj.accept()[0], None)
                 elif key.data == "other" and (end := self._read(key.fileobj)) is not None:
                     return self._end(*end)
             now = time.monotonic()
+            if self.index == 0 and not self._met:
+                self._meet(now)
+            if self.index and not self._greeted and now > self._began_to_greet + _GREETING:
+                raise self._stranger()
             if now >= next_beat:
                 next_beat = now + beat
                 self._tell(f"alive {self._steps[self.index]}")
@@ -101,6 +195,12 @@ class Watcher:
                 if now - self._heard[other] > self.timeout:
                     how = f"gave no sign of life for {self.timeout:g} s"
                     return self._end("dead", index, how)
+
+    def _stranger(self) -> Refused:
+        return Refused(
+            f"what answers at coordinator_address={self._address} is no process 0 that begins: "
+            "give a free port there, the same to all processes"
+        )
 
     def _process_goes_on(self) -> bool:
         """Hears what the process says; False where it ended."""
@@ -159,33 +259,60 @@ class Watcher:
             self._send(other, line)
 
     def _read(self, other: socket.socket) -> tuple[str, int, str] | None:
-        """What came: "dead" or "done", of whom, and how; None where the run goes on."""
+        """What came: "dead" or "lost", of whom, and how; None where the run goes on."""
         try:
             data = other.recv(4096)
         except OSError:
             data = b""
+        if not data and self.index and not self._greeted:
+            raise self._stranger()
         if not data:
             index = self._others.get(other)
             self._remove(other)
             return None if index is None else ("lost", index, "")
         self._heard[other] = time.monotonic()
         *lines, self._rests[other] = (self._rests[other] + data).split(b"\n")
-        for line in lines:
+        for line in lines or [b""] * (self.index > 0 and not self._greeted):
             word, _, rest = line.decode(errors="replace").partition(" ")
-            if other not in self._others:
-                if word != self._token or not rest.isdigit():
-                    self._remove(other)
+            if self.index and not self._greeted:
+                if word != _HELLO:
+                    raise self._stranger()
+                self._greeted = True
+            elif other not in self._others:
+                if not self._comes(other, word, rest):
                     return None
-                self._others[other] = int(rest)
+            elif word == "met":
+                _answer("met")
+            elif word == "refused":
+                raise Refused(rest)
             elif word == "alive":
                 self._is_at(self._others[other], int(rest))
-            elif word == "done" and self.index == 0:
+            elif word == "done":
                 self._remove(other)  # the others may go on for a moment
                 return None
-            elif word in ("done", "dead"):
+            elif word == "dead":
                 index, _, how = rest.partition(" ")
                 return word, int(index), how
         return None
+
+    def _comes(self, other: socket.socket, word: str, rest: str) -> bool:
+        """In watcher 0: hears who another one is; False for a stranger, who is shut out."""
+        numbers = rest.split()
+        if word != _HELLO or len(numbers) != 2 or not all(x.isdecimal() for x in numbers):
+            self._remove(other)
+            return False
+        index, count = map(int, numbers)
+        self._send(other, _HELLO)
+        why = self._welcome(index, count)
+        if why is not None and self._refusal is None:
+            self._refusal = time.monotonic(), why
+            for known in self._others:
+                self._send(known, f"refused {why}")
+        if self._refusal is not None:
+            self._send(other, f"refused {self._refusal[1]}")
+            return False
+        self._others[other] = index
+        return True
 
     def _process_ends(self) -> None:
         """Tells the others how the own process ended.
@@ -207,9 +334,8 @@ class Watcher:
         return None
 
     def _end(self, word: str, index: int, how: str) -> None:
-        """Ends the own process, unless the run is over; watcher 0 tells the others why."""
-        if word == "done":
-            return
+        """Ends the own process; watcher 0 tells the others why."""
+        del word
         if self.index == 0 or index == self.index:
             self._tell(f"dead {index} {how}")
         self._say(index, how)
@@ -220,7 +346,7 @@ class Watcher:
         if how or index != self.index:
             how = how or "was killed, or its machine failed"
             line = f"process {index} {how}: the same command goes on from the latest checkpoint"
-            print(f"error: {line}", file=sys.stderr, flush=True)
+            _print(f"error: {line}")
 
 
 def _is_stopped(process: int) -> bool:
@@ -232,19 +358,38 @@ def _is_stopped(process: int) -> bool:
         return False
 
 
-def main(
-    index: str, timeout: str, step_timeout: str, token: str, port: str, host: str = ""
-) -> None:
+def _print(line: str) -> None:
+    """Prints on stderr, which may be closed or full: the process is ended all the same."""
+
+    def write() -> None:
+        with suppress(OSError):
+            os.write(2, f"{line}\n".encode())
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(_TELLING)
+
+
+def _answer(line: str) -> None:
+    """Tells the own process."""
+    with suppress(OSError):
+        os.write(1, f"{line}\n".encode())
+
+
+def main(index: str, count: str, timeout: str, step_timeout: str, host: str, port: str) -> None:
     """The program."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the process decides on these
-    watcher = Watcher(int(index), float(timeout), float(step_timeout), token)
-    if watcher.index == 0:
-        print(watcher.listen(), flush=True)
-    else:
-        watcher.connect((host, int(port)))
-        print("connected", flush=True)
-    watcher.watch()
+    watcher = Watcher(int(index), int(count), float(timeout), float(step_timeout))
+    try:
+        if watcher.index == 0:
+            _answer(f"listening {watcher.listen(host, int(port))}")
+        else:
+            watcher.connect(host, int(port))
+        watcher.watch()
+    except Refused as refused:
+        _answer(f"refused {refused}")
+    os._exit(0)  # a thread may wait for a full stderr
 
 
 if __name__ == "__main__":

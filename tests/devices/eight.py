@@ -412,6 +412,10 @@ APART = "lm.TransformerLM.attention_type=@longformer.longformer()"
         ("loop.train.eval_length=60", "eval_length=60 cannot be divided over context=8"),
         ("loop.train.mesh={'context': 3}", "mesh is {'context': 3} and the number of devices 8"),
         ("loop.train.mesh={'data': 8}", "batch_size=2 cannot be divided over 8 devices"),
+        (
+            "loop.train.mesh={}",
+            "or split rows by loop.train.mesh={'context': 4}, or show JAX fewer",
+        ),
         (APART, "mesh has context=8 and op is longformer"),
     ],
 )

@@ -1,5 +1,6 @@
 """Several processes that train one run: real ones, of four simulated devices each."""
 
+import functools
 import json
 import os
 import random
@@ -24,10 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import evaluate
 import generate
 import train
-from reformax.cli import joining
 from reformax.data import base
 from reformax.declared import SettingError
-from reformax.training import arrays, placing, processes
+from reformax.training import alike, arrays, folder, placing, processes, watcher
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.lock import Lost
 from reformax.training.processes import Processes
@@ -247,7 +247,7 @@ def test_the_page_finds_the_processes_of_a_launcher(launcher, found, tmp_path):
     (tmp_path / "run.gin").write_text(CONFIG.replace("100_000", "6"))
     # At random: another test may be about to take the first one that is free.
     ports = random.sample(range(FIRST_PORT, 2**16), 100)
-    free = next(port for port in ports if not joining_fails(port))
+    free = next(port for port in ports if is_free(port))
     each = tuple(found(index, free) for index in range(2))
     with Launch([words] * 2, tmp_path, found=each) as launched:
         assert launched.codes() == [0, 0], launched.said
@@ -256,11 +256,13 @@ def test_the_page_finds_the_processes_of_a_launcher(launcher, found, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "two", "train")] == [*range(1, 7)]
 
 
-def joining_fails(port: int) -> bool:
-    try:
-        return joining._check_free(port)
-    except SettingError:
-        return True
+def is_free(number: int) -> bool:
+    with socket.socket(socket.AF_INET6) as server:
+        try:
+            server.bind(("", number))
+        except OSError:
+            return False
+    return True
 
 
 @pytest.mark.slow
@@ -308,10 +310,9 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
     (tmp_path / "run.gin").write_text(CONFIG)
     run = tmp_path / "run"
 
-    def launch(*of_second: str) -> Launch:
-        address, own = f"localhost:{port()}", ["--config_file=run.gin", "--output_dir=run"]
-        both = [[*own, *flags(address, 0)], [*own, *flags(address, 1), *of_second]]
-        return Launch(both, tmp_path)
+    def launch(*more: str) -> Launch:
+        address, own = f"localhost:{port()}", ["--config_file=run.gin", "--output_dir=run", *more]
+        return Launch([[*own, *flags(address, 0)], [*own, *flags(address, 1)]], tmp_path)
 
     def wait_for(step: int, launched: Launch) -> None:
         end = time.monotonic() + 100
@@ -352,9 +353,9 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
         return {path: path.stat().st_mtime_ns for path in found}
 
     there = files()
-    with launch("--data_dir=empty") as launched:
+    with launch("--data_dir=empty in process 1") as launched:
         assert launched.codes(60) == [1, 1], launched.said
-        told = "no data in data_dir=empty: give the folder that has it\n"
+        told = "no data in data_dir=empty in process 1: give the folder that has it\n"
         assert launched.said == [f"error: process 1 ended: {told}", f"error: {told}"]
     assert files() == there
 
@@ -364,6 +365,61 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
     expected = [line["bits_per_dim"] for line in lines(tmp_path / "alone", "train")]
     found = [line["bits_per_dim"] for line in lines(run, "train")]
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given, found, told",
+    [
+        (
+            flags("", 1)[1:],
+            {"JAX_ENABLE_X64": "1"},
+            "JAX_ENABLE_X64 is False in process 0 and True",
+        ),
+        (["--num_processes=3", "--process_id=1"], {}, "num_processes is 2 in process 0 and 3 in p"),
+        (["--num_processes=2", "--process_id=0"], {}, "process_id=0 is given to two processes"),
+        ([*flags("", 1)[1:], "--output_dir=other"], {}, "/other is not the folder of process 0"),
+        (
+            [*flags("", 1)[1:], "--config=tiny.counting.noise=0.2"],
+            {},
+            "the config is not there in process 0 and tiny.counting.noise = 0.2 in process 1",
+        ),
+        ([*flags("", 1)[1:], "--allow_changed_data"], {}, "--allow_changed_data is False in proc"),
+    ],
+    ids=["x64", "count", "id", "folder", "config", "flag"],
+)
+def test_processes_that_are_not_alike_end_before_step_1(given, found, told, tmp_path):
+    (tmp_path / "run.gin").write_text(CONFIG)
+    address, own = f"localhost:{port()}", ["--config_file=run.gin", "--output_dir=run"]
+    commands = [[*own, *flags(address, 0)], [*own, f"--coordinator_address={address}", *given]]
+    with Launch(commands, tmp_path, found=({}, found)) as launched:
+        assert launched.codes(60) == [2, 2], launched.said
+        assert all(told in said and said.count("\n") == 1 for said in launched.said), launched.said
+    assert not list(tmp_path.glob("*/"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_watcher_that_is_killed_ends_both(killed, tmp_path):
+    (tmp_path / "run.gin").write_text(CONFIG)
+    command, address = ["--config_file=run.gin", "--output_dir=run"], f"localhost:{port()}"
+    with Launch([[*command, *flags(address, index)] for index in range(2)], tmp_path) as launched:
+        end = time.monotonic() + 100
+        while not Checkpoints(tmp_path / "run").steps():
+            assert time.monotonic() < end, launched.said
+            time.sleep(0.05)
+        of = Path(f"/proc/{launched.processes[killed].pid}/task")
+        children = [int(x) for path in of.glob("*/children") for x in path.read_text().split()]
+        (watching,) = (x for x in children if b"watcher.py" in command_line_of(x))
+        os.kill(watching, signal.SIGKILL)
+        codes = launched.codes(30)
+        assert all(code in (-signal.SIGKILL, -signal.SIGABRT) for code in codes), launched.said
+        assert f"error: the watcher of process {killed} was killed" in launched.said[killed]
+
+
+def command_line_of(process: int) -> bytes:
+    """The command line of a process."""
+    return Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 @pytest.mark.slow
@@ -401,9 +457,11 @@ def test_a_process_that_is_done_ends_well_while_it_looks_for_the_others(tmp_path
 import sys
 import jax
 from reformax.training import processes
-jax.distributed.initialize(sys.argv[1], 4, int(sys.argv[2]))
+here = sys.argv[1], 4, int(sys.argv[2])
+processes.meet(*here, 100, 100)
+jax.distributed.initialize(*here)
 processes._LOOK = 0
-processes.watch(100, 100)
+processes.watch()
 processes.Processes.of_jax().meet()
 """)
     address = f"localhost:{port()}"
@@ -440,12 +498,110 @@ def test_a_port_that_is_taken_and_an_address_without_an_answer_are_told(monkeypa
         server.bind(("", 0))
         server.listen()
         taken = server.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port {taken} cannot be had"):
-            joining._check(f"localhost:{taken}", 2, 0)
+        server.close()
+        with socket.create_server(("", taken), family=socket.AF_INET6) as other:
+            threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+            with pytest.raises(SettingError, match=f"port {taken} cannot be had"):
+                processes.meet(f"localhost:{taken}", 2, 0, 100, 100)
+    monkeypatch.setattr(watcher, "_WAIT", 0.0)
     with pytest.raises(
-        OSError, match=rf"localhost:{taken} does not answer for 0 s .*start process 0"
+        watcher.Refused, match=rf"localhost:{taken} does not answer for 0 s .*start process 0"
     ):
-        joining._wait_for(("localhost", taken), 0)
+        watcher.Watcher(1, 2, 100, 100).connect("localhost", taken)
+
+
+FACTS = alike.facts()
+
+
+def test_facts_that_differ_are_told_in_a_line():
+    assert alike.difference([FACTS, dict(FACTS), dict(FACTS)]) is None
+    for name in FACTS:
+        line = alike.difference([FACTS, FACTS, FACTS | {name: "another"}])
+        assert line.startswith(
+            f"{name} is {FACTS[name] or 'not there'} in process 0 and another in process 2: "
+        )
+    one, other = ({"the config": f"a = 1\nb = {b}\n"} for b in (2, 3))
+    assert "config is b = 2 in process 0 and b = 3 in process 1" in alike.difference([one, other])
+    other = {"the config": "a = 1\nc = 3\nb = 2\n"}
+    assert "config is not there in process 0 and c = 3 in p" in alike.difference([one, other])
+    assert "x is not there in process 0 and 1 in process 1" in alike.difference([{}, {"x": "1"}])
+
+
+@functools.cache
+def facts_with(*variables: tuple[str, str]) -> dict[str, str]:
+    """The facts of another process with these environment variables."""
+    script = "import json; from reformax.training import alike; print(json.dumps(alike.facts()))"
+    environment = {x: y for x, y in os.environ.items() if not x.startswith(("JAX_", "XLA_"))}
+    command = [sys.executable, "-c", script]
+    environment |= dict(variables)
+    return json.loads(subprocess.check_output(command, env=environment, cwd=ROOT, text=True))
+
+
+@pytest.mark.parametrize(
+    "name, variable, value",
+    [
+        ("JAX_ENABLE_X64", "JAX_ENABLE_X64", "1"),
+        ("JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_MATMUL_PRECISION", "highest"),
+        ("JAX_DEFAULT_PRNG_IMPL", "JAX_DEFAULT_PRNG_IMPL", "rbg"),
+        ("JAX_DEBUG_NANS", "JAX_DEBUG_NANS", "1"),
+        ("JAX_PLATFORMS", "JAX_PLATFORMS", "cuda,cpu"),
+        ("XLA_FLAGS", "XLA_FLAGS", "--xla_cpu_enable_fast_math=true"),
+        (None, "XLA_FLAGS", "--xla_dump_to=/one"),
+        (None, "JAX_COMPILATION_CACHE_DIR", "/one"),
+    ],
+)
+def test_facts_go_by_what_changes_numbers_and_not_by_paths(name, variable, value):
+    found = [facts_with(), facts_with((variable, value))]
+    line = alike.difference(found)
+    assert line is None if name is None else line.startswith(f"{name} is ")
+
+
+def test_the_source_of_the_package_and_of_own_modules_is_a_fact(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("x = 1\n")
+    monkeypatch.setattr(alike, "_PACKAGE", package)
+    before = alike.facts()["the source of reformax"]
+    (package / "__init__.py").write_text("x = 2\n")
+    assert alike.facts()["the source of reformax"] != before
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_model.py").write_text("width = 1\n")
+    __import__("my_model")
+    own = alike.facts()["the source of my_model"]
+    (tmp_path / "my_model.py").write_text("width = 2\n")
+    assert alike.facts()["the source of my_model"] != own
+    assert not any(name.startswith("the source of jax") for name in alike.facts())
+
+
+def test_facts_are_compared_among_processes(both):
+    def compare(own: Processes):
+        own.compare({"python": "3.11"})
+        own.compare({"python": f"3.{own.index + 11}"})
+
+    for error in both(compare):
+        assert isinstance(error, SettingError)
+        assert "python is 3.11 in process 0 and 3.12 in process 1" in str(error)
+
+
+@pytest.mark.parametrize("second, seen", [("link", True), ("other", False)])
+def test_every_process_sees_the_folder_of_process_0(both, second, seen, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "_SEEN", 0.3)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    own_paths = [tmp_path / "one", tmp_path / second]
+
+    def see(own: Processes):
+        folder._see_together(own_paths[own.index], own)
+
+    found = both(see)
+    if seen:
+        assert found == [None, None]
+    else:
+        assert all(isinstance(error, SettingError) for error in found)
+        assert all("/other is not the folder of process 0" in str(error) for error in found)
+    assert not list((tmp_path / "one").iterdir()) and not list((tmp_path / "other").iterdir())
 
 
 def test_one_process_decides_by_itself():

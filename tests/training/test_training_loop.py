@@ -314,6 +314,19 @@ def test_a_batch_that_devices_cannot_share_is_told(tmp_path):
     mesh.check_batch_size("batch_size", 5, mesh_of_1)
     with pytest.raises(ValueError, match="batch_size=12 cannot .* multiple of 8, such as 8"):
         mesh.check_batch_size("batch_size", 12, mesh_of_8)
+    mesh_of_4 = type("Mesh", (), {"shape": {"data": 4, "fsdp": 1, "context": 1}, "size": 4})
+    for rows, length, context in [(1, 64, 4), (2, 64, 2), (6, 6, 2), (1, 6, None), (1, None, None)]:
+        with pytest.raises(ValueError, match="cannot be divided over 4 devices") as told:
+            mesh.check_batch_size("batch_size", rows, mesh_of_4, length=length)
+        named = f"loop.train.mesh={{'context': {context}}}"
+        assert (named in str(told.value)) == (context is not None)
+        if context is not None:
+            mesh.check_batch_size(
+                "batch_size",
+                rows,
+                type("Mesh", (), {"shape": mesh.sizes_of({"context": context}, 4)}),
+                length=length,
+            )
 
 
 def test_micro_batches_give_the_gradient_of_the_whole(tmp_path):

@@ -11,12 +11,17 @@ import pytest
 
 from reformax.training import watcher
 
-# Starts a watcher, prints its process and what it says, passes on lines, and ends at an empty one.
+# Starts a watcher, prints its process and what it says; then passes on lines until an empty one.
 PROCESS = """
 import subprocess, sys
 command = [sys.executable, "-I", *sys.argv[1:]]
 watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-print(watcher.pid, watcher.stdout.readline().decode().strip(), flush=True)
+print(watcher.pid, flush=True)
+while (said := watcher.stdout.readline().decode().strip()) != "met":
+    print(said, flush=True)
+    if said.startswith("refused"):
+        sys.exit(2)
+print("met", flush=True)
 while line := sys.stdin.readline().strip():
     watcher.stdin.write(line.encode() + b"\\n")
     watcher.stdin.flush()
@@ -25,33 +30,35 @@ watcher.stdin.close()
 """
 
 
+class Process(subprocess.Popen):
+    """A process with its watcher, whose number is `watching`."""
+
+    def __init__(self, index: int, count: int, port: str, *timeouts: float):
+        numbers = [*map(str, (index, count, *(timeouts or (60, 60))))]
+        super().__init__(
+            [sys.executable, "-c", PROCESS, watcher.__file__, *numbers, "localhost", port],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.watching = int(self.said())
+
+    def said(self) -> str:
+        """The next line."""
+        return self.stdout.readline().strip()
+
+
 class Run:
     """Three processes."""
 
     def __init__(self, timeout: float, step_timeout: float):
-        self.processes, self.watchers = [], []
-        port = "0"
-        for index in range(3):
-            where = [port] if index == 0 else [port, "localhost"]
-            arguments = [
-                watcher.__file__,
-                *map(str, (index, timeout, step_timeout)),
-                "token",
-                *where,
-            ]
-            process = subprocess.Popen(
-                [sys.executable, "-c", PROCESS, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            pid, said = process.stdout.readline().split()
-            port = self.port = said if index == 0 else port
-            assert index == 0 or said == "connected"
-            self.processes.append(process)
-            self.watchers.append(int(pid))
-        time.sleep(0.2)  # until watcher 0 has read who they are
+        first = Process(0, 3, "0", timeout, step_timeout)
+        self.port = first.said().removeprefix("listening ")
+        others = [Process(index, 3, self.port, timeout, step_timeout) for index in (1, 2)]
+        self.processes = [first, *others]
+        self.watchers = [process.watching for process in self.processes]
+        assert [process.said() for process in self.processes] == ["met"] * 3
 
     def tell(self, *steps: int) -> None:
         """Each process says how far it is."""
@@ -180,13 +187,95 @@ def test_a_process_is_done_though_it_ends_before_its_watcher_looks(run):
     assert found.ended() == [(0, "")] * 3
 
 
-def test_strangers_are_not_heard(run):
-    found = run()
-    port = int(found.port)
-    with socket.create_connection(("localhost", port), timeout=20) as stranger:
+def test_strangers_are_not_heard():
+    first = Process(0, 2, "0")
+    port = first.said().removeprefix("listening ")
+    with socket.create_connection(("localhost", int(port)), timeout=20) as stranger:
         stranger.sendall(b"hello 1\ndead 0\n")
         assert stranger.recv(10) == b""
-    with socket.create_connection(("localhost", port)):
-        pass
-    time.sleep(0.2)
-    assert all(process.poll() is None for process in found.processes)
+    with socket.create_connection(("localhost", int(port))):
+        second = Process(1, 2, port)
+        assert first.said() == second.said() == "met"
+    with pytest.raises(OSError):  # the port is JAX's from now on
+        socket.create_connection(("localhost", int(port)))
+    assert first.poll() is None
+    for process in (second, first):
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    "first, others, told",
+    [
+        (3, [(1, 2)], "num_processes is 3 in process 0 and 2 in process 1"),
+        (2, [(1, 3), (2, 3)], "num_processes is 2 in process 0 and 3 in process 1"),
+        (3, [(1, 3), (1, 3)], "process_id=1 is given to two processes: number them from 0 to 2"),
+        (2, [(0, 2)], "process_id=0 is given to two processes: number them from 0 to 1"),
+    ],
+)
+def test_processes_that_are_no_run_are_told_in_a_line(first, others, told):
+    begin = time.monotonic()
+    started = [Process(0, first, "0")]
+    port = started[0].said().removeprefix("listening ")
+    for index, count in others:
+        started.append(Process(index, count, port))
+        time.sleep(0.3)
+    for process in started:
+        assert process.said().startswith(f"refused {told}")
+        assert process.wait(20) == 2
+    assert time.monotonic() - begin < 20
+
+
+def test_a_process_that_comes_to_another_service_is_told():
+    with socket.create_server(("localhost", 0)) as server:
+        process = Process(1, 2, str(server.getsockname()[1]))
+        other, _ = server.accept()
+        other.sendall(b"\0\0\x12\4")
+        assert "is no process 0 that begins: give a free port there" in process.said()
+        other.close()
+        assert process.wait(20) == 2
+
+
+def test_a_process_that_is_killed_before_all_have_come_ends_the_others():
+    first = Process(0, 3, "0")
+    second = Process(1, 3, first.said().removeprefix("listening "))
+    time.sleep(0.5)
+    second.kill()
+    assert first.wait(20) == -signal.SIGKILL
+    assert first.stderr.read() == LINE.format(1, KILLED)
+
+
+def test_a_watcher_that_is_killed_ends_the_others(run):
+    found = run()
+    os.kill(found.watchers[0], signal.SIGKILL)
+    for process in found.processes[1:]:
+        assert (process.wait(20), process.stderr.read()) == (
+            -signal.SIGKILL,
+            LINE.format(0, KILLED),
+        )
+
+
+@pytest.mark.parametrize("how", ["closed", "full"])
+def test_a_process_is_ended_where_nobody_reads_its_errors(how):
+    reader, writer = os.pipe()
+    if how == "closed":
+        os.close(reader)
+    else:
+        os.set_blocking(writer, False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(writer, b"-" * 4096)
+        os.set_blocking(writer, True)
+    first = Process(0, 2, "0")
+    numbers = ["1", "2", "60", "60", "localhost", first.said().removeprefix("listening ")]
+    second = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, watcher.__file__, *numbers],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=writer,
+    )
+    assert first.said() == "met" and second.stdout.readline() and second.stdout.readline()
+    first.kill()
+    assert second.wait(20) == -signal.SIGKILL
+    os.close(writer)

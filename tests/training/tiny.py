@@ -86,7 +86,7 @@ def counting(
     The batch of `poison_step` has an infinite weight; that of `signal_step` sends this process the
     signal `number`. A batch takes `seconds` to make.
     """
-    if data_dir == "empty":
+    if data_dir == "empty" or (data_dir == "empty in process 1" and jax.process_index()):
         raise FileNotFoundError("no data in data_dir=empty: give the folder that has it")
     split = np.arange(n_valid) % vocab_size
 
