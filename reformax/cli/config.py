@@ -580,7 +580,7 @@ def operative() -> str:
     """
     text = gin.operative_config_str()
     imported = set(gin_text.imports(gin.config_str()))
-    ours = {module for module in imported if module.startswith("reformax.cli.")}
+    ours = {line for line in imported if line.startswith("from reformax.cli import ")}
     return gin_text.without(text, set(gin_text.imports(text)) - (imported - ours))
 
 
