@@ -53,12 +53,12 @@ PARTS = {
     "linear_attention": Part(
         "linear_attention --peers --lengths 1024 131072 1048576 --only linear gated_linear "
         "gated_delta retention linformer nystromformer performer "
-        "--saved=docs/linear_attention.jsonl --plot=docs/linear_attention.png",
+        "--saved=docs/linear_attention.jsonl --plot=runs/linear_attention.png",
         (*ROWS, "benchmarks/linear_attention.py"),
     ),
     "sparse_attention": Part(
         "sparse_attention --peers --lengths 1024 65536 1048576 "
-        "--saved=docs/sparse_attention.jsonl --plot=docs/sparse_attention.png",
+        "--saved=docs/sparse_attention.jsonl --plot=runs/sparse_attention.png",
         (*ROWS, "benchmarks/sparse_attention.py"),
     ),
     "scaling": Part(

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def load_run(

@@ -139,8 +139,9 @@ def is_walk(text: str) -> bool:
 
 
 def wheel_extras(command: str) -> re.Match | None:
-    """The match of `pip install reformax`, whose group 1 has the extras in their brackets."""
-    return re.fullmatch(r"pip install '?reformax(\[[\w,]+\])?'?", command)
+    """The match of `pip install WHEEL`, whose group 1 has the extras in their brackets."""
+    wheel = r"dist/reformax-[\d.]+-py3-none-any\.whl"
+    return re.fullmatch(rf"pip install '?{wheel}(\[[\w,]+\])?'?", command)
 
 
 def benchmark(command: str) -> re.Match | None:

@@ -52,7 +52,7 @@ def test_a_command_that_is_not_run_is_on_a_page_and_says_why(pattern, reason):
         ("python evaluate.py --stride=256", "", "{} --stride=32"),
         ("X=1 taskset -c 1 python -m benchmarks.step", "", None),
         ("python -m benchmarks.reliability", "", "{}"),
-        ("pip install 'reformax[trax]'", "", None),
+        ("pip install 'dist/reformax-0.2.0-py3-none-any.whl[trax]'", "", None),
     ],
 )
 def test_a_command_is_made_small_by_a_rule(command, page, expected, tmp_path):
@@ -69,6 +69,21 @@ WALKS = [page for page in PAGES if pages.is_walk(page.read_text())]
 def test_a_page_for_readers_without_the_repository_needs_nothing_of_it(page):
     for command in commands(page.read_text()):
         assert re.match(r"(reformax|pip install(?! -e)) ", command), command
+
+
+def test_pages_install_the_wheel_of_this_version():
+    wheels = {
+        name for page in PAGES for name in re.findall(r"reformax-[\w.-]+?\.whl", page.read_text())
+    }
+    assert wheels == {f"reformax-{reformax.__version__}-py3-none-any.whl"}
+
+
+def test_the_version_is_the_same_everywhere():
+    version = reformax.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(
+        rf"^## {version} - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
 
 
 @pytest.mark.parametrize("command", ["python other.py", "rm -r runs", "python -m benchmark.step"])

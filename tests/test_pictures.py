@@ -107,3 +107,11 @@ def test_every_attention_has_a_panel(pictures):
     names = [name for panel in drawn.PANELS.values() for name in panel]
     assert sorted([*names, drawn.REFERENCE]) == sorted(drawn.read())
     assert max(map(len, drawn.PANELS.values())) < 8
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "sparse_attention"])
+def test_lines_beside_peers_are_those_of_the_file(pictures, name):
+    drawn, peers = importlib.import_module(name), importlib.import_module("peers")
+    names = {line for panel in drawn.PANELS.values() for line in panel}
+    assert names <= peers.read(name).keys()
+    assert peers.read(name).keys() - names <= {"flash", "flash, 1 head of keys"}

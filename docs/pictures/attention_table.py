@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import multiples
 from matplotlib.figure import Figure
-from style import Palette, label_ends
+from style import Palette
 
 CSV = Path(__file__).resolve().parents[1] / "attention_table.csv"
 REFERENCE = "flash"
@@ -33,26 +34,7 @@ def read() -> dict[str, list[tuple[int, float]]]:
 
 
 def draw(colors: Palette) -> Figure:
-    """Six panels with the same axes, each beside the reference."""
-    made, times = Figure(figsize=(11.0, 6.4)), read()
-    panels = made.subplots(2, 3, sharex=True, sharey=True).flat
-    for axes, (title, names) in zip(panels, PANELS.items(), strict=True):
-        colors.axes(axes)
-        ends = []
-        hues = (*colors.hues, colors.text)
-        for name, color in ((REFERENCE, colors.line), *zip(names, hues, strict=False)):
-            x, y = zip(*times[name], strict=True)
-            axes.plot(x, y, color=color, lw=2 if name != REFERENCE else 3, solid_capstyle="round")
-            ends.append((x[-1], y[-1], name, color if name != REFERENCE else colors.faint))
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlim=(1024, 65536 * 10), ylim=(0.1, 8000))
-        axes.set_xticks([1024, 4096, 16384, 65536], ["1,024", "4,096", "16,384", "65,536"])
-        axes.minorticks_off()
-        axes.set_yticks([0.1, 1, 10, 100, 1000], ["0.1", "1", "10", "100", "1,000"])
-        axes.set_title(title, loc="left", size=11.5, weight="bold", color=colors.text)
-        label_ends(axes, ends)
+    """Six panels, each beside the reference."""
     title = "Milliseconds of both passes by length, 16 rows of 8 heads, one H100"
-    made.text(0.045, 0.965, title, size=13, weight="bold", color=colors.text, va="center")
-    made.subplots_adjust(left=0.055, right=0.995, top=0.885, bottom=0.06, hspace=0.24, wspace=0.05)
-    return made
+    shared = multiples.Axes((1024, 4096, 16384, 65536), 65536 * 10, (0.1, 8000))
+    return multiples.draw(colors, title, PANELS, read(), shared, REFERENCE)

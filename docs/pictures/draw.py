@@ -13,7 +13,10 @@ from pathlib import Path
 
 import style
 
-PICTURES = ("lsh", "reversible", "package", "training_step", "fair", "attention_table")
+PICTURES = (
+    *("lsh", "reversible", "package", "training_step", "fair"),
+    *("attention_table", "linear_attention", "sparse_attention"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

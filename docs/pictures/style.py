@@ -146,7 +146,7 @@ def label_ends(
     style = dict(size=9, weight="bold", va="center", transform=axes.transAxes)
     for x, y, name, color in places:
         if x < last - 0.15:  # a line that ends early has its name above
-            axes.text(x, y + 0.05, name, color=color, ha="center", **style)
+            axes.text(x, y + 0.045, name, color=color, ha="right", **style)
     places = sorted((p for p in places if p[0] >= last - 0.15), key=lambda place: place[1])
     heights: list[float] = []
     for _, y, *_ in places:

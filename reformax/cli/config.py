@@ -645,11 +645,12 @@ def operative() -> str:
     """The values in use, defaults included, as text that `parse` reads.
 
     Trax configures some of its own functions by gin. The text leaves them out: no config file
-    imports their modules.
+    imports their modules. So it does the commands' own, which are no part of a run.
     """
     text = gin.operative_config_str()
     imported = set(gin_text.imports(gin.config_str()))
-    return gin_text.without(text, set(gin_text.imports(text)) - imported)
+    ours = {line for line in imported if line.startswith("from reformax.cli import ")}
+    return gin_text.without(text, set(gin_text.imports(text)) - (imported - ours))
 
 
 def text() -> str:
