@@ -162,7 +162,7 @@ def _apply(
 
 def _init_cache(
     settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None
-) -> band_cache.Cache:
+) -> band_cache.BandCache:
     del params, rng, extra_projections
     few = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
     few = jnp.where(few < lengths[:, None], few, NOWHERE)
@@ -175,7 +175,7 @@ def _step(
     q,
     k,
     v,
-    cache: band_cache.Cache,
+    cache: band_cache.BandCache,
     *,
     position,
     extra_projections=None,

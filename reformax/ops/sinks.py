@@ -77,12 +77,12 @@ def _apply(
 
 def _init_cache(
     window: int, n_sinks: int, params, q, k, v, *, plan, lengths, capacity, rng
-) -> band_cache.Cache:
+) -> band_cache.BandCache:
     del params, q, plan, rng
     few: Int[Array, "B G"] = jnp.tile(jnp.arange(min(n_sinks, capacity))[None], (len(k), 1))
     return band_cache.fill((Band(window, 1, True),), k, v, few, lengths, capacity)
 
 
-def _step(window: int, impl: str, params, q, k, v, cache: band_cache.Cache, *, position):
+def _step(window: int, impl: str, params, q, k, v, cache: band_cache.BandCache, *, position):
     del params
     return band_cache.step((Band(window, 1, True),), q, k, v, cache, position, impl)

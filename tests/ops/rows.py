@@ -210,7 +210,7 @@ def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
     """How many of an LSH plan's rounds bring each key within reach of each query."""
     if plan is None:  # One chunk shows all there is.
         return np.ones((shape.batch, shape.n_heads, shape.n_queries, shape.n_keys), int)
-    place = np.argsort(np.asarray(plan.queries), axis=-1)[..., : shape.n_queries]
+    place = np.argsort(np.asarray(plan.query_positions), axis=-1)[..., : shape.n_queries]
     reach = [options[name] for name in ("chunk_len", "n_chunks_before", "n_chunks_after")]
     return in_reach(place, *reach).sum(axis=2)
 
@@ -228,7 +228,10 @@ def _clusters(options, plan, shape, causal, segment_ids):
     if plan is not None:
         # Across sequences a chunk has room for as many queries more as there are.
         ratio = max(1, round(shape.n_queries / shape.n_keys))
-        sides = (plan.queries, shape.n_queries, ratio), (plan.keys, shape.n_keys, 1)
+        sides = (
+            (plan.query_positions, shape.n_queries, ratio),
+            (plan.key_positions, shape.n_keys, 1),
+        )
         of_query, of_key = (
             np.argsort(np.asarray(x), axis=-1)[..., :n] // (options["chunk_len"] * more)
             for x, n, more in sides
@@ -288,8 +291,8 @@ def _circle(options, plan, shape, causal, segment_ids):
     if not plan:
         place = np.arange(n_keys)[None]
         return visible(shape, causal, segment_ids) * around(place, length, **sizes)
-    assert plan.keys.shape[-1] > length or not sum(list(sizes.values())[1:])
-    place = np.asarray(plan.places)[..., :n_keys]
+    assert plan.key_positions.shape[-1] > length or not sum(list(sizes.values())[1:])
+    place = np.asarray(plan.query_slots)[..., :n_keys]
     counts = [[around(head, length, **sizes) for head in example] for example in place]
     return except_self(
         visible(shape, causal, segment_ids) * np.array(counts),
@@ -313,7 +316,9 @@ def _odd_blocks(n_blocks_q, n_blocks_k):
 
 
 def _own_bucket(options, plan, shape, causal, segment_ids):
-    place, first = (np.asarray(x)[..., : shape.n_queries] for x in (plan.places, plan.first))
+    place, first = (
+        np.asarray(x)[..., : shape.n_queries] for x in (plan.query_slots, plan.first_slot)
+    )
     key = place[..., None, :]
     rounds = ((key >= first[..., None]) & (key <= place[..., None])).sum(axis=2)
     counts = rounds > 0 if options["count_once"] else rounds

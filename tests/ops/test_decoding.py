@@ -339,7 +339,7 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
 
 
 @pytest.mark.parametrize(
-    "n_rows, n_keys, kernels", [(1, 5, 1), (2, 5, 0), (1, cache.MOST_KEYS + 1, 0)]
+    "n_rows, n_keys, kernels", [(1, 5, 1), (2, 5, 0), (1, cache.MAX_KERNEL_KEYS + 1, 0)]
 )
 def test_auto_takes_the_kernel_of_one_query_for_a_single_row(n_rows, n_keys, kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
