@@ -1,16 +1,18 @@
 """LSH attention with separate queries and keys.
 
-The buckets are those of angular hashing (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2), of the
-queries, and of the keys less their mean: a softmax does not see what all keys share, and a hash
-would see little else. In a causal call it is the mean of the keys before. Smyrf's asymmetric
-transformations (Daras et al. 2020, sec. 3.1) do not serve here. The number that they add to a query
-stands where a key has a zero, so the angle between the two is never below 60 degrees where they
-have one length. Each round sorts the queries by bucket and, apart from them, the keys. Both orders
-are cut into chunks, and the queries of a chunk see the keys of the chunk at its slot and of its
-neighbours. Time is O(n_hashes * T * chunk_len), besides sorting.
+Angular hashing (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2) gives buckets to the queries
+and to the keys less their mean: a softmax does not see what all keys share, and a hash would see
+little else. In a causal call it is the mean of the keys before. Each hash sorts the queries by bucket and,
+apart from them, the keys. Both orders are cut into chunks. The queries of a chunk see the keys of
+the chunk with the same number and of its neighbours. Time is O(n_hashes * T * chunk_len), besides
+sorting.
 
-Queries and keys may be of two sequences. A query then stands at the middle of the keys of its
-bucket (`ops.hashing.meeting`), and time is O(n_hashes * (T + S) * chunk_len).
+Smyrf's asymmetric transformations (Daras et al. 2020, sec. 3.1) do not serve an angular hash: they
+add a number to a query where a key has a zero, so a query and a key of one length are never closer
+than 60 degrees. `smyrf` is the same algorithm with a `QueryKeyHash` of its own.
+
+Queries and keys may be of two sequences. A query's slot is then the middle of the slots of its
+bucket's keys (`ops.hashing.meeting`), and time is O(n_hashes * (T + S) * chunk_len).
 """
 
 from __future__ import annotations
@@ -66,22 +68,22 @@ def asymmetric_lsh(
 ) -> AttentionOp:
     """LSH attention whose keys have a projection of their own.
 
-    It is exact attention over the union of the chunks that the rounds show each query; where one
+    It is exact attention over the union of the chunks that the hashes show each query. Where one
     chunk covers the length, these are all keys, as in `dense.dense()`. A bucket's queries and its
-    keys need not stand at the same slots: neighbours on both sides make up for some of that.
+    keys need not have the same slots: neighbours on both sides make up for some of that.
 
     In a causal call later tokens decide what is in a chunk, and it may hold no key that a query may
     see. A step of decoding computes the last row of attention over the tokens so far.
 
     Across two sequences, of other lengths or with a pair of segments, a query sees the chunks
-    around its bucket's keys; the more queries want one slot, the farther they stand from it. Where
+    around its bucket's keys; the more queries want one slot, the farther they are from it. Where
     one chunk covers the keys, all are seen.
 
     Args:
       chunk_len: queries, and keys, in a chunk; across sequences keys, and some may be missing.
       n_hashes: hashes.
       n_buckets: as in `lsh.lsh`.
-      n_chunks_before: how many chunks of keys before that at its own slot a query sees.
+      n_chunks_before: how many chunks of keys before the chunk of its number a query sees.
       n_chunks_after: how many chunks of keys after it.
       count_once: True counts a key once however many hashes show it; False counts it each time.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes

@@ -206,8 +206,8 @@ def _window_and_first(options, plan, shape, causal, segment_ids):
     return visible(shape, causal, segment_ids) * (near | (first[:, None, None] > 0))
 
 
-def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
-    """How many of an LSH plan's rounds bring each key within reach of each query."""
+def hashes_that_show(options, plan, shape: Shape) -> np.ndarray:
+    """How many of an LSH plan's hashes bring each key within reach of each query."""
     if plan is None:  # One chunk shows all there is.
         return np.ones((shape.batch, shape.n_heads, shape.n_queries, shape.n_keys), int)
     place = np.argsort(np.asarray(plan.query_positions), axis=-1)[..., : shape.n_queries]
@@ -216,8 +216,8 @@ def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
 
 
 def _hashed(options, plan, shape, causal, segment_ids):
-    rounds = rounds_that_show(options, plan, shape)
-    counts = rounds > 0 if options["count_once"] else rounds
+    shown = hashes_that_show(options, plan, shape)
+    counts = shown > 0 if options["count_once"] else shown
     return except_self(
         visible(shape, causal, segment_ids) * counts, options.get("attend_self_if_alone", True)
     )
@@ -238,8 +238,8 @@ def _clusters(options, plan, shape, causal, segment_ids):
         )
         ahead = of_key[..., None, :] - of_query[..., None]
         before, after = (options.get(f"n_chunks_{x}", 0) for x in ("before", "after"))
-        rounds = ((ahead >= -before) & (ahead <= after)).sum(axis=2)
-        counts = counts * (rounds > 0 if options["count_once"] else rounds)
+        shown = ((ahead >= -before) & (ahead <= after)).sum(axis=2)
+        counts = counts * (shown > 0 if options["count_once"] else shown)
     crosses = shape.n_queries != shape.n_keys or isinstance(segment_ids, tuple)
     if crosses or not options["attend_self_if_alone"]:
         return counts
@@ -261,16 +261,16 @@ def _same_bucket(options, plan, shape, causal, segment_ids):
 
 
 def around(place, length: int, chunk_len: int, n_chunks_before: int, n_chunks_after: int):
-    """How many times key j is in reach of query i where the rounds' chunks stand in a circle.
+    """How many times key j is in reach of query i where the hashes' chunks are in a circle.
 
     `place` `[R, T]` is where each position stands in each round of `length` places.
     """
-    n_rounds, n_positions = place.shape
+    n_hashes, n_positions = place.shape
     counts = np.zeros((n_positions, n_positions), int)
     if length <= chunk_len:
         return counts + 1
-    at = np.full(n_rounds * length, -1)
-    for r in range(n_rounds):
+    at = np.full(n_hashes * length, -1)
+    for r in range(n_hashes):
         at[r * length + place[r]] = np.arange(n_positions)
     n_chunks = len(at) // chunk_len
     for r, query in np.ndindex(place.shape):
@@ -320,8 +320,8 @@ def _own_bucket(options, plan, shape, causal, segment_ids):
         np.asarray(x)[..., : shape.n_queries] for x in (plan.query_slots, plan.first_slot)
     )
     key = place[..., None, :]
-    rounds = ((key >= first[..., None]) & (key <= place[..., None])).sum(axis=2)
-    counts = rounds > 0 if options["count_once"] else rounds
+    shown = ((key >= first[..., None]) & (key <= place[..., None])).sum(axis=2)
+    counts = shown > 0 if options["count_once"] else shown
     return except_self(visible(shape, causal, segment_ids) * counts)
 
 

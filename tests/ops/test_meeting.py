@@ -56,21 +56,21 @@ def test_all_positions_stand_once_and_segments_apart(n_queries, n_keys, chunk_le
     np.testing.assert_array_equal(np.argsort(order.key_positions), order.key_slots)
     of_query, of_key = slots(order)
     of_query = of_query // ratio
-    for row, head, round_ in np.ndindex(2, 3, 2) if packed else ():
+    for row, head, hash_index in np.ndindex(2, 3, 2) if packed else ():
         start = 0
         for segment in (1, 2, 3):
             is_query, is_key = (x[row] == segment for x in ids)
             if not is_key.any():
                 continue
-            queries = of_query[row, head, round_, :n_queries][is_query]
-            keys = of_key[row, head, round_, :n_keys][is_key]
+            queries = of_query[row, head, hash_index, :n_queries][is_query]
+            keys = of_key[row, head, hash_index, :n_keys][is_key]
             size = max(-(-len(queries) // ratio), len(keys))
             for x in (queries, keys):
                 assert ((start <= x) & (x < start + size)).all()
             start += size
 
 
-def test_queries_stand_around_the_keys_of_their_bucket():
+def test_queries_stand_ahash_indexthe_keys_of_their_bucket():
     of_query, of_key = slots(orders(row(1, 3, 1, 1), row(0, 2, 2, 0, 1, 2, 3, 2), None, 4))
     np.testing.assert_array_equal(of_key[0, 0, 0], [0, 3, 4, 1, 2, 5, 7, 6])
     np.testing.assert_array_equal(of_query[0, 0, 0, :4], [1, 7, 2, 3])

@@ -22,7 +22,7 @@ from reformax.ops.calls.dispatch import choose, kernel_obstacles
 from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
 
 MAX_BUCKETS_UNFACTORED = 128
-# Each factor has half as many random directions, in memory for every head and round.
+# Each factor has half as many random directions, in memory for every head and hash.
 MAX_FACTOR = 2**16
 
 

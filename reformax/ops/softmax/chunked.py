@@ -407,7 +407,7 @@ def _attend_forward(chunks, q, k, v, order, segment_ids, seed, self_weight):
 
 def _attend_backward(chunks, residuals, d_out):
     q, k, v, order, segment_ids, seed, self_weight, out, row_max, row_sum = residuals
-    # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
+    # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed at once.
     row_dot = mean_product(d_out, out) * out.shape[-1]
     d_out, row_dot = (_heads_first(x, q.shape[2]) for x in (d_out, row_dot))
     backward = functools.partial(_backward, chunks, segment_ids, seed)
@@ -462,8 +462,8 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
         acc = acc * old[..., None] + order_acc * new[..., None]
         return Softmax(acc, new_max, row_sum * old + order_sum * new)
 
-    nothing = varying_as((q, v), Softmax.empty(q.shape[:3], v.shape[3], dtype))
-    acc, row_max, row_sum = _scan_orders(attend_in_order, nothing, chunks, order)
+    unseen = varying_as((q, v), Softmax.empty(q.shape[:3], v.shape[3], dtype))
+    acc, row_max, row_sum = _scan_orders(attend_in_order, unseen, chunks, order)
     return acc / nonzero(row_sum)[..., None], row_max, row_sum
 
 
@@ -516,5 +516,5 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         dv = dv + this.by_key(_sum_windows(d_values, chunks))
         return dq, dk, dv
 
-    nothing = tuple(None if x is None else jnp.zeros(x.shape, dtype) for x in (q, k, v))
-    return _scan_orders(attend_in_order, varying_as((q, v), nothing), chunks, order)
+    zeros = tuple(None if x is None else jnp.zeros(x.shape, dtype) for x in (q, k, v))
+    return _scan_orders(attend_in_order, varying_as((q, v), zeros), chunks, order)
