@@ -2,10 +2,10 @@
 
 Angular hashing (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2) gives buckets to the queries
 and to the keys less their mean: a softmax does not see what all keys share, and a hash would see
-little else. In a causal call it is the mean of the keys before. Each hash sorts the queries by bucket and,
-apart from them, the keys. Both orders are cut into chunks. The queries of a chunk see the keys of
-the chunk with the same number and of its neighbours. Time is O(n_hashes * T * chunk_len), besides
-sorting.
+little else. In a causal call it is the mean of the keys before. Each hash sorts the queries by
+bucket and, apart from them, the keys. Both orders are cut into chunks. The queries of a chunk see
+the keys of the chunk with the same number and of its neighbours. Time is
+O(n_hashes * T * chunk_len), besides sorting.
 
 Smyrf's asymmetric transformations (Daras et al. 2020, sec. 3.1) do not serve an angular hash: they
 add a number to a query where a key has a zero, so a query and a key of one length are never closer
