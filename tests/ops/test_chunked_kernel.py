@@ -107,7 +107,7 @@ def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pac
 
 
 def test_packed_chunks_are_in_each_round_s_order():
-    """Fifteen earlier rounds of eleven-bit chunk numbers take eight packs; none is lost."""
+    """Fifteen earlier hashes of eleven-bit chunk numbers take eight packs; none is lost."""
     rng = np.random.default_rng(0)
     chunks = Chunks(1100, 1, 0, 0, causal=False, shared_qk=True)
     slots = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
@@ -116,7 +116,7 @@ def test_packed_chunks_are_in_each_round_s_order():
     inputs = kernel._inputs(chunks, q, None, q, order, None, None)
     packed = PackedChunks.of(chunks)
     assert (packed.guard, packed.per_pack, len(inputs.packs)) == (11, 2, 8)
-    for r in range(15):  # as the last round sees them
+    for r in range(15):  # as the last hash sees them
         pack, field = divmod(r, packed.per_pack)
         got = (np.asarray(inputs.packs[pack, 0, 0, 15]).view(np.uint32) >> (13 * field)) & 2047
         np.testing.assert_array_equal(got, slots[0, 0, r][order.query_positions[0, 0, 15]])

@@ -255,8 +255,8 @@ def check_beams(op, heads):
 
     @jax.jit
     def steps(new, copied, shared, origins, position):
-        here = jnp.arange(n_beams)[:, None]
-        origins = jnp.where(jnp.arange(capacity) == position[0], here, origins)
+        beam = jnp.arange(n_beams)[:, None]
+        origins = jnp.where(jnp.arange(capacity) == position[0], beam, origins)
         want, copied = inputs.step(op, new, copied, position=position)
         got, shared = inputs.step(op, new, shared, position=position, origins=origins)
         return want, got, copied, shared, origins

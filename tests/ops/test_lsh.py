@@ -57,11 +57,11 @@ def test_buckets_are_filled_evenly():
         buckets = hash_vectors(x, factors, n_hashes)
         share = np.bincount(np.ravel(buckets), minlength=n_buckets) / buckets.size
         assert len(share) == n_buckets
-        # Many rotations of few vectors: what varies is each rotation's own unevenness.
-        per_round = np.stack([np.bincount(b, minlength=n_buckets) for b in buckets[0, 0]]) / 2048
-        error = per_round.std(axis=0) / np.sqrt(n_hashes)
+        # Many rotations of few vectors: what varies is how unevenly each rotation fills buckets.
+        per_hash = np.stack([np.bincount(b, minlength=n_buckets) for b in buckets[0, 0]]) / 2048
+        error = per_hash.std(axis=0) / np.sqrt(n_hashes)
         assert np.all(np.abs(share - 1 / n_buckets) < 5 * error)
-        assert per_round.min() > 0
+        assert per_hash.min() > 0
 
 
 def test_near_vectors_share_buckets_more_often_than_far_ones():
@@ -305,7 +305,7 @@ def test_future_values_never_reach_the_past():
 
 
 def test_future_queries_reach_the_past_through_chunk_borders_alone():
-    """The one thing that causal LSH attention does not promise, in the paper as here.
+    """The one thing that causal LSH attention does not promise, as in the paper.
 
     Chunks cut the order of *all* positions, so a later token can move an earlier query and its key
     apart. It then decides whether a past key is seen, and no more: with as many chunks in reach as
@@ -327,7 +327,7 @@ def test_future_queries_reach_the_past_through_chunk_borders_alone():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_strict_plan_shows_a_query_its_own_bucket(packed):
-    """Each round's last `reach` positions before it that hash as it does, by brute force."""
+    """By each hash, the last `reach` positions before it in its bucket, by brute force."""
     (q,) = draw(8)
     ids = np.repeat([[2, 1, 0]], [15, 20, 5], axis=1).repeat(2, axis=0) if packed else None
     op = lsh.lsh(chunk_len=3, n_hashes=2, n_buckets=4, n_chunks_before=2, strictly_causal=True)

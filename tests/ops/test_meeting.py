@@ -1,4 +1,4 @@
-"""Hashed attention across two sequences: who stands where, and what is found there."""
+"""Hashed attention across two sequences: the slots of queries and keys, and what a query finds."""
 
 import functools
 
@@ -74,7 +74,7 @@ def test_queries_stand_ahash_indexthe_keys_of_their_bucket():
     of_query, of_key = slots(orders(row(1, 3, 1, 1), row(0, 2, 2, 0, 1, 2, 3, 2), None, 4))
     np.testing.assert_array_equal(of_key[0, 0, 0], [0, 3, 4, 1, 2, 5, 7, 6])
     np.testing.assert_array_equal(of_query[0, 0, 0, :4], [1, 7, 2, 3])
-    # Where there is no room, they are pushed aside; where there is no such key, they stand between.
+    # Where there is no room, they are pushed aside; where there is no such key, they are between.
     of_query, _ = slots(orders(row(9, 9, -1, 9, 1), row(0, 1, 1, 2, 2, 2), None, 1))
     np.testing.assert_array_equal(of_query[0, 0, 0, :5], [3, 4, 0, 5, 2])
 

@@ -65,10 +65,10 @@ def test_a_row_alone_has_the_order_that_it_has_among_others(make, packed, backen
     op = make(n_hashes=100)
     among = make_plan(op, q, k, ids)
     for row in (0, 40):
-        here = slice(row, row + 1)
-        alone = make_plan(op, q[here], k[here], ids if ids is None else ids[here])
-        np.testing.assert_array_equal(alone.query_positions, among.query_positions[here])
-        np.testing.assert_array_equal(alone.key_positions, among.key_positions[here])
+        rows = slice(row, row + 1)
+        alone = make_plan(op, q[rows], k[rows], ids if ids is None else ids[rows])
+        np.testing.assert_array_equal(alone.query_positions, among.query_positions[rows])
+        np.testing.assert_array_equal(alone.key_positions, among.key_positions[rows])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
