@@ -37,7 +37,7 @@ from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import tiles
 from reformax.ops.softmax.block_lists import InOrder
 from reformax.ops.softmax.dropout import dropped_own, seed_words
-from reformax.ops.softmax.orders import inverse
+from reformax.ops.softmax.orders import inverse_permutation
 
 Buckets = Annotated[int, Bounds(2, MAX_FACTOR)]
 # Queries, and keys, of a tile. A larger tile has more pairs that share no bucket.
@@ -162,7 +162,7 @@ def _apply(
         groups = *(y.group for y in flat), *(y.position for y in flat)
         out, _ = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
     out = out.reshape(n_batch, n_heads, length, -1)
-    slot = inverse(queries.position)
+    slot = inverse_permutation(queries.position)
     out = jnp.take_along_axis(out, slot[..., None], axis=2, mode="promise_in_bounds")
     out = jnp.swapaxes(out, 1, 2)
     if not settings.attend_self_if_alone:

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
-from reformax.ops.softmax.orders import Order, inverse
+from reformax.ops.softmax.orders import Order, inverse_permutation
 
 _MOST = jnp.iinfo(jnp.int32).max
 
@@ -81,7 +81,7 @@ def meeting_orders(
     n_slots += -n_slots % chunk_len
     queries = _order(entry, slot, is_query, n_queries, n_slots * ratio)
     keys = _order(entry - n_queries, slot, ~is_query, n_keys, n_slots)
-    return Order(queries, inverse(queries), keys, key_slots=inverse(keys))
+    return Order(queries, inverse_permutation(queries), keys, key_slots=inverse_permutation(keys))
 
 
 def _ids(segment_ids: SegmentIds) -> Int[Array, "B T+S"]:

@@ -260,19 +260,19 @@ def _scan_orders(body: Callable, carry: Any, chunks: Chunks, order: Order | None
     of_hashes = order.query_positions, order.query_slots, order.key_positions, order.key_slots
     n_hashes = order.query_positions.shape[2]
     if n_hashes == 1:
-        of_hash = jax.tree.map(lambda x: x[:, :, 0], of_hashes)
-        return body(carry, _ChunkedOrder(chunks, jnp.int32(0), *of_hash))
+        arrays = jax.tree.map(lambda x: x[:, :, 0], of_hashes)
+        return body(carry, _ChunkedOrder(chunks, jnp.int32(0), *arrays))
     of_hashes = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), of_hashes)
 
     def each(carry, indexed):
-        index, of_hash = indexed
-        return body(carry, _ChunkedOrder(chunks, index, *of_hash)), None
+        index, arrays = indexed
+        return body(carry, _ChunkedOrder(chunks, index, *arrays)), None
 
     return lax.scan(each, carry, (jnp.arange(n_hashes), of_hashes))[0]
 
 
 def visible_keys(
-    this: _ChunkedOrder,
+    of_hash: _ChunkedOrder,
     order: Order | None,
     segment_ids: SegmentIds | None,
     n_heads: int,
@@ -284,14 +284,14 @@ def visible_keys(
     is the query itself, before `first_slot`, or where an earlier hash has shown it.
 
     Args:
-      this: the order, cut into chunks.
+      of_hash: the order of one hash, cut into chunks.
       order: the orders of all hashes, `[N, B, R, T]`.
       segment_ids: the ids of each position.
       n_heads: N.
       length: T.
     """
-    chunks = this.chunks
-    query, key = this.positions(length)
+    chunks = of_hash.chunks
+    query, key = of_hash.positions(length)
     mask = key <= query if chunks.causal else key < chunks.key_length
     if chunks.causal and chunks.n_keys is not None:
         mask = mask & (key < chunks.n_keys)
@@ -303,50 +303,55 @@ def visible_keys(
         of_query, of_key = (
             jnp.broadcast_to(x, (n_heads, *x.shape)) for x in segment_pair(segment_ids)
         )
-        query_segment, key_segment = this.at_queries(of_query)[..., None], this.in_windows(of_key)
+        query_segment, key_segment = (
+            of_hash.at_queries(of_query)[..., None],
+            of_hash.in_windows(of_key),
+        )
         mask = mask & (query_segment == key_segment) & (key_segment != 0)
     if order is not None and order.first_slot is not None:
         first_slot = order.first_slot
-        first = jax.lax.dynamic_index_in_dim(first_slot, this.hash_index, axis=2, keepdims=False)
-        mask = mask & _between_slots(this, this.query_slots, first)
+        first = jax.lax.dynamic_index_in_dim(first_slot, of_hash.hash_index, axis=2, keepdims=False)
+        mask = mask & _between_slots(of_hash, of_hash.query_slots, first)
     if chunks.count_once and order is not None:
         # N_ij by elimination: a key counts with the first hash that shows it.
         for earlier in range(order.query_slots.shape[2] - 1):
             query_slots = order.query_slots[:, :, earlier]
             if order.first_slot is None:
                 of_keys = None if order.key_slots is None else order.key_slots[:, :, earlier]
-                seen = _in_reach(this, query_slots, of_keys)
+                seen = _in_reach(of_hash, query_slots, of_keys)
             else:
-                seen = _between_slots(this, query_slots, order.first_slot[:, :, earlier])
-            mask = mask & ~(seen & (earlier < this.hash_index))
+                seen = _between_slots(of_hash, query_slots, order.first_slot[:, :, earlier])
+            mask = mask & ~(seen & (earlier < of_hash.hash_index))
     return mask
 
 
 def _in_reach(
-    this: _ChunkedOrder,
+    of_hash: _ChunkedOrder,
     query_slots: Int[Array, "N B T"],
     key_slots: Int[Array, "N B T"] | None,
 ) -> Bool[Array, "N B C L M"]:
     """Whether each key's chunk is in reach of the query's, in the order with those slots."""
-    query_chunk = this.at_queries(query_slots // this.chunks.query_chunk_len)[..., None]
+    query_chunk = of_hash.at_queries(query_slots // of_hash.chunks.query_chunk_len)[..., None]
     key_slots = query_slots if key_slots is None else key_slots
-    key_chunk = this.in_windows(key_slots // this.chunks.chunk_len)
+    key_chunk = of_hash.in_windows(key_slots // of_hash.chunks.chunk_len)
     distance = key_chunk - query_chunk
-    return (distance >= -this.chunks.n_chunks_before) & (distance <= this.chunks.n_chunks_after)
+    return (distance >= -of_hash.chunks.n_chunks_before) & (
+        distance <= of_hash.chunks.n_chunks_after
+    )
 
 
 def _between_slots(
-    this: _ChunkedOrder, slots: Int[Array, "N B T"], first: Int[Array, "N B T"]
+    of_hash: _ChunkedOrder, slots: Int[Array, "N B T"], first: Int[Array, "N B T"]
 ) -> Bool[Array, "N B C L M"]:
     """Whether each key's slot is from the query's `first` to the query's own, in that order."""
-    query, key = this.pair(slots)
-    return (key >= this.at_queries(first)[..., None]) & (key <= query)
+    query, key = of_hash.pair(slots)
+    return (key >= of_hash.at_queries(first)[..., None]) & (key <= query)
 
 
-def _keys(this: _ChunkedOrder, rows: Array) -> Array:
+def _keys(of_hash: _ChunkedOrder, rows: Array) -> Array:
     """The keys of each window, from rows of keys, or of queries where they are shared."""
-    rows = length_normalize(rows) if this.chunks.shared_qk else rows
-    return _windows(this.with_border(rows), this.chunks)
+    rows = length_normalize(rows) if of_hash.chunks.shared_qk else rows
+    return _windows(of_hash.with_border(rows), of_hash.chunks)
 
 
 def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Array:
@@ -356,14 +361,14 @@ def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Ar
 
 
 def _dropout_mask(
-    this: _ChunkedOrder, length: int, head: Int[Array, "N B"], seed: Int[Array, 6] | None
+    of_hash: _ChunkedOrder, length: int, head: Int[Array, "N B"], seed: Int[Array, 6] | None
 ) -> Float[Array, "N B C L M"] | float:
     """The dropout mask of the weights of one order."""
-    if this.chunks.dropout == 0.0:
+    if of_hash.chunks.dropout == 0.0:
         return 1.0
     batch = jnp.arange(head.shape[1])[None, :, None, None, None]
-    address = batch, head[..., None, None, None], *this.positions(length)
-    return dropout_mask(seed, this.chunks.dropout, *address)
+    address = batch, head[..., None, None, None], *of_hash.positions(length)
+    return dropout_mask(seed, of_hash.chunks.dropout, *address)
 
 
 # All orders, both passes.
@@ -437,17 +442,17 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
     dtype = accum_dtype(q.dtype, v.dtype)
     of_keys = q if k is None else k
 
-    def attend_in_order(carry, this):
+    def attend_in_order(carry, of_hash):
         acc, row_max, row_sum = carry
-        queries = this.at_queries(q)
-        keys = _keys(this, this.at_keys_alone(of_keys))
-        values = _windows(this.at_keys(v), chunks)
-        mask = visible_keys(this, order, segment_ids, n_heads, length)
+        queries = of_hash.at_queries(q)
+        keys = _keys(of_hash, of_hash.at_keys_alone(of_keys))
+        values = _windows(of_hash.at_keys(v), chunks)
+        mask = visible_keys(of_hash, order, segment_ids, n_heads, length)
         logits = jnp.where(mask, _logits(queries, keys), lowest(dtype))
         order_max = logits.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(logits - order_max[..., None]), 0.0)
         order_sum = weights.sum(axis=-1)
-        weights = weights * _dropout_mask(this, length, head, seed)
+        weights = weights * _dropout_mask(of_hash, length, head, seed)
         order_acc = jnp.einsum(
             "bnclm,bncmv->bnclv",
             weights.astype(v.dtype),
@@ -455,7 +460,7 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
             preferred_element_type=dtype,
         )
         order_acc, order_max, order_sum = (
-            this.by_query(x) for x in (order_acc, order_max, order_sum)
+            of_hash.by_query(x) for x in (order_acc, order_max, order_sum)
         )
         new_max = jnp.maximum(row_max, order_max)
         old, new = jnp.exp(row_max - new_max), jnp.exp(order_max - new_max)
@@ -478,23 +483,23 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
     inverse_sum = jnp.where(real, 1 / jnp.where(real, row_sum, 1), 0)
     d_out = jnp.where(real[..., None], d_out, 0)
 
-    def attend_in_order(carry, this):
+    def attend_in_order(carry, of_hash):
         dq, dk, dv = carry
-        queries = this.at_queries(q)
-        rows = this.at_keys_alone(q if k is None else k)
-        keys, keys_vjp = jax.vjp(functools.partial(_keys, this), rows)
-        values = _windows(this.at_keys(v), chunks)
-        d_attended = this.at_queries(d_out)
-        mask = visible_keys(this, order, segment_ids, n_heads, length)
+        queries = of_hash.at_queries(q)
+        rows = of_hash.at_keys_alone(q if k is None else k)
+        keys, keys_vjp = jax.vjp(functools.partial(_keys, of_hash), rows)
+        values = _windows(of_hash.at_keys(v), chunks)
+        d_attended = of_hash.at_queries(d_out)
+        mask = visible_keys(of_hash, order, segment_ids, n_heads, length)
         max_of_row, inverse_of_row, dot = (
-            this.at_queries(x)[..., None] for x in (row_max, inverse_sum, row_dot)
+            of_hash.at_queries(x)[..., None] for x in (row_max, inverse_sum, row_dot)
         )
         mask = mask & (inverse_of_row > 0)
         # A visible logit exceeds the maximum by rounding alone.
         logits = _logits(queries, keys) - max_of_row
         logits = jnp.where(mask & (logits < 0), logits, 0)
         weights = jnp.where(mask, jnp.exp(logits) * inverse_of_row, 0.0)
-        dropped = _dropout_mask(this, length, head, seed)
+        dropped = _dropout_mask(of_hash, length, head, seed)
         d_values = jnp.einsum(
             "bnclm,bnclv->bncvm", (weights * dropped).astype(v.dtype), d_attended, **f32
         )
@@ -507,13 +512,15 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         (d_rows,) = keys_vjp(d_keys.astype(keys.dtype))
         if k is None:  # a query and its key are one vector
             # An empty border joins after the sum, which keeps the bits of short sequences.
-            d_queries = d_queries if this.key_positions is None else _with_border(d_queries, chunks)
+            d_queries = (
+                d_queries if of_hash.key_positions is None else _with_border(d_queries, chunks)
+            )
             d_rows = d_rows.astype(dtype) + d_queries
-            dq = dq + this.by_key(this.with_border(d_rows))
+            dq = dq + of_hash.by_key(of_hash.with_border(d_rows))
         else:
-            dq = dq + this.by_query(d_queries)
-            dk = dk + this.by_key(this.with_border(d_rows)).astype(dtype)
-        dv = dv + this.by_key(_sum_windows(d_values, chunks))
+            dq = dq + of_hash.by_query(d_queries)
+            dk = dk + of_hash.by_key(of_hash.with_border(d_rows)).astype(dtype)
+        dv = dv + of_hash.by_key(_sum_windows(d_values, chunks))
         return dq, dk, dv
 
     zeros = tuple(None if x is None else jnp.zeros(x.shape, dtype) for x in (q, k, v))

@@ -141,8 +141,10 @@ class Order(NamedTuple):
         """The order with the slot of each position, and of its key if keys have their own order."""
         if self.query_slots is not None:
             return self
-        key_slots = inverse(self.key_positions) if two_orders else None
-        return self._replace(query_slots=inverse(self.query_positions), key_slots=key_slots)
+        key_slots = inverse_permutation(self.key_positions) if two_orders else None
+        return self._replace(
+            query_slots=inverse_permutation(self.query_positions), key_slots=key_slots
+        )
 
     def for_impl(self, impl: str, count_once: bool, two_orders: bool = False) -> Order:
         """`with_slots` where the implementation needs them.
@@ -153,7 +155,7 @@ class Order(NamedTuple):
         return self.with_slots(two_orders) if needed else self
 
 
-def inverse(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
+def inverse_permutation(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
     """The inverse of each permutation along the last axis."""
     slot = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=order.dtype), order.shape)
     slots = jnp.zeros_like(order)
