@@ -303,10 +303,8 @@ def visible_keys(
         of_query, of_key = (
             jnp.broadcast_to(x, (n_heads, *x.shape)) for x in segment_pair(segment_ids)
         )
-        query_segment, key_segment = (
-            of_hash.at_queries(of_query)[..., None],
-            of_hash.in_windows(of_key),
-        )
+        query_segment = of_hash.at_queries(of_query)[..., None]
+        key_segment = of_hash.in_windows(of_key)
         mask = mask & (query_segment == key_segment) & (key_segment != 0)
     if order is not None and order.first_slot is not None:
         first_slot = order.first_slot
@@ -331,13 +329,12 @@ def _in_reach(
     key_slots: Int[Array, "N B T"] | None,
 ) -> Bool[Array, "N B C L M"]:
     """Whether each key's chunk is in reach of the query's, in the order with those slots."""
-    query_chunk = of_hash.at_queries(query_slots // of_hash.chunks.query_chunk_len)[..., None]
+    chunks = of_hash.chunks
+    query_chunk = of_hash.at_queries(query_slots // chunks.query_chunk_len)[..., None]
     key_slots = query_slots if key_slots is None else key_slots
-    key_chunk = of_hash.in_windows(key_slots // of_hash.chunks.chunk_len)
+    key_chunk = of_hash.in_windows(key_slots // chunks.chunk_len)
     distance = key_chunk - query_chunk
-    return (distance >= -of_hash.chunks.n_chunks_before) & (
-        distance <= of_hash.chunks.n_chunks_after
-    )
+    return (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
 
 
 def _between_slots(
@@ -512,9 +509,8 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         (d_rows,) = keys_vjp(d_keys.astype(keys.dtype))
         if k is None:  # a query and its key are one vector
             # An empty border joins after the sum, which keeps the bits of short sequences.
-            d_queries = (
-                d_queries if of_hash.key_positions is None else _with_border(d_queries, chunks)
-            )
+            if of_hash.key_positions is not None:
+                d_queries = _with_border(d_queries, chunks)
             d_rows = d_rows.astype(dtype) + d_queries
             dq = dq + of_hash.by_key(of_hash.with_border(d_rows))
         else:
