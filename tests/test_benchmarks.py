@@ -737,7 +737,7 @@ def wrong_plan(op):
 def lost_positions(op):
     def plan(*args, **options):
         order = op.plan(*args, **options)
-        return order._replace(queries=order.queries // 2 * 2)
+        return order._replace(query_positions=order.query_positions // 2 * 2)
 
     return dataclasses.replace(op, plan=plan)
 

@@ -230,9 +230,9 @@ def check(
 
 def check_order(order: Order, reference: Order) -> None:
     """Raises `ArithmeticError` unless nearly all positions have about the same place in both."""
-    if not jnp.all(jnp.sort(order.queries) == jnp.arange(order.queries.shape[-1])):
+    if not jnp.all(jnp.sort(order.query_positions) == jnp.arange(order.query_positions.shape[-1])):
         raise ArithmeticError("the plan is no permutation")
-    places = (jnp.argsort(x.queries, axis=-1) for x in (order, reference))
+    places = (jnp.argsort(x.query_positions, axis=-1) for x in (order, reference))
     share = float(jnp.mean(jnp.abs(jnp.subtract(*places)) <= NEAR))
     if share < NEAR_SHARE:
         raise ArithmeticError(f"the plan has {share:.1%} of positions near their places")

@@ -1,8 +1,8 @@
 """Attention within neighbouring chunks in Triton's own language, called by jax-triton.
 
 The function of `reformax.ops.kernels.triton.chunked`, from the same inputs and by the same plan: a
-kernel for each round and pass, rows read and written where they are in the sequence, a softmax
-carried over the rounds, one writer for each row. All sizes are constants of the compiled kernel.
+kernel for each hash and pass, rows read and written where they are in the sequence, a softmax
+carried over the hashes, one writer for each row. All sizes are constants of the compiled kernel.
 Names are those of `kernels.chunk_programs`.
 
 With `TRITON_INTERPRET=1` set before Triton is imported, `interpret=True` runs the kernels on a CPU.
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from reformax.ops.kernels.triton import chunked
-from reformax.ops.kernels.triton.chunk_programs import Inputs, Program, Tiles
+from reformax.ops.kernels.triton.chunk_programs import ChunkInputs, ChunkProgram, ChunkTiles
 from reformax.ops.kernels.triton.common import LOG2_E, LOWEST, power_of_two, query_rows
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 
@@ -33,16 +33,16 @@ class Constants:
     """What a kernel is compiled for. Sizes of tiles are powers of two."""
 
     length: int
-    n_places: int
+    n_slots: int
     n_heads: int
     size: int
     v_size: int
     width: int
     v_width: int
-    n_rounds: int
-    round: int
-    own: int
-    other: int
+    n_hashes: int
+    hash_index: int
+    rows: int
+    loop_rows: int
     chunk_len: int
     before: int
     after: int
@@ -62,10 +62,10 @@ class Constants:
     dropout: bool
     threshold: int
     kept: float
-    first: bool  # whether no round came before
+    first: bool  # whether no hash came before
     last: bool
     aligned: bool
-    whole: bool
+    unmasked: bool
     wide: bool  # whether an index of a number needs 64 bits
     lowest: float
     scale: float  # of logits, for the exponential of base 2
@@ -75,17 +75,17 @@ class Constants:
     precision: str
 
     @property
-    def whole_tokens(self) -> bool:
-        """Whether every place has a token, so that loads of tokens need no mask."""
-        return self.whole and not self.segment_ids
+    def unmasked_tokens(self) -> bool:
+        """Whether every slot has a token, so that loads of tokens need no mask."""
+        return self.unmasked and not self.segment_ids
 
 
 # Reading and writing.
 
 
 @triton.jit
-def _load(view, exists, other, whole: tl.constexpr):
-    return tl.load(view) if whole else tl.load(view, mask=exists, other=other)
+def _load(view, exists, other, unmasked: tl.constexpr):
+    return tl.load(view) if unmasked else tl.load(view, mask=exists, other=other)
 
 
 @triton.jit
@@ -102,14 +102,14 @@ def _rows(
     exists,
     size: tl.constexpr,
     width: tl.constexpr,
-    whole: tl.constexpr,
+    unmasked: tl.constexpr,
     c: tl.constexpr,
 ):
     view = _view_rows(ref, position, size, width, c)
     if size != width:
         x = tl.load(view, mask=exists[:, None] & (tl.arange(0, width) < size)[None, :], other=0.0)
     else:
-        x = _load(view, exists[:, None], 0.0, whole)
+        x = _load(view, exists[:, None], 0.0, unmasked)
     return x
 
 
@@ -124,19 +124,19 @@ def _put_rows(ref, position, value, size: tl.constexpr, width: tl.constexpr, c: 
 
 @triton.jit
 def _block(order, segment, pack, at, start, stop, n: tl.constexpr, c: tl.constexpr):
-    """`n` places: numbers, positions, segments, chunks of earlier rounds, and which exist."""
-    place = start + tl.arange(0, n)
-    exists = place < stop
-    position, ids, packed = place, place, place
+    """`n` slots: numbers, positions, segments, chunks by earlier hashes, and which exist."""
+    slot = start + tl.arange(0, n)
+    exists = slot < stop
+    position, ids, packed = slot, slot, slot
     if c.ordered:
-        position = _load(order + (at + place), exists, c.n_places, c.whole)
-    elif not c.whole:
-        position = tl.where(exists, place, c.n_places)
+        position = _load(order + (at + slot), exists, c.n_slots, c.unmasked)
+    elif not c.unmasked:
+        position = tl.where(exists, slot, c.n_slots)
     if c.segment_ids:
-        ids = _load(segment + place, exists, 0, c.whole)
+        ids = _load(segment + slot, exists, 0, c.unmasked)
     if c.n_packs > 0:
-        packed = _load(pack + (at + place), exists, 0, c.whole)
-    return place, position, ids, packed, exists
+        packed = _load(pack + (at + slot), exists, 0, c.unmasked)
+    return slot, position, ids, packed, exists
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def _token(position, segment, c: tl.constexpr):
     return token
 
 
-# Who sees whom.
+# Which keys a query sees.
 
 
 @triton.jit
@@ -159,18 +159,18 @@ def _near(query, key, bits: tl.constexpr, c: tl.constexpr):
 @triton.jit
 def _visible(queries, keys, lines: tl.constexpr, pack, key_pack, at, c: tl.constexpr):
     """Which keys queries see, two blocks; queries are the lines of the tile, or its columns."""
-    place, position, segment, packed, exists = queries
-    key_place, key_position, key_segment, key_packed, key_exists = keys
+    slot, position, segment, packed, exists = queries
+    key_slot, key_position, key_segment, key_packed, key_exists = keys
     if lines:
-        place, position, segment = place[:, None], position[:, None], segment[:, None]
+        slot, position, segment = slot[:, None], position[:, None], segment[:, None]
         packed, exists = packed[:, None], exists[:, None]
-        key_place, key_position = key_place[None, :], key_position[None, :]
+        key_slot, key_position = key_slot[None, :], key_position[None, :]
         key_segment, key_packed = key_segment[None, :], key_packed[None, :]
         key_exists = key_exists[None, :]
     else:
-        place, position, segment = place[None, :], position[None, :], segment[None, :]
+        slot, position, segment = slot[None, :], position[None, :], segment[None, :]
         packed, exists = packed[None, :], exists[None, :]
-        key_place, key_position = key_place[:, None], key_position[:, None]
+        key_slot, key_position = key_slot[:, None], key_position[:, None]
         key_segment, key_packed = key_segment[:, None], key_packed[:, None]
         key_exists = key_exists[:, None]
     if c.causal:
@@ -184,14 +184,14 @@ def _visible(queries, keys, lines: tl.constexpr, pack, key_pack, at, c: tl.const
     if c.segment_ids:
         mask = mask & (segment == key_segment) & (key_segment != 0)
     if not c.aligned:
-        distance = place // c.chunk_len - key_place // c.chunk_len + c.after
+        distance = slot // c.chunk_len - key_slot // c.chunk_len + c.after
         mask = mask & (distance.to(tl.uint32, bitcast=True) <= c.before + c.after)
     if c.n_packs > 0:
         first = c.last_bits if c.n_packs == 1 else c.bits
         mask = mask & ~_near(packed, key_packed, first, c)
     for i in tl.static_range(1, tl.constexpr(c.n_packs)):
-        query = _load(pack + i * c.packs_size + (at + place), exists, 0, c.whole)
-        key = _load(key_pack + i * c.packs_size + (at + key_place), key_exists, 0, c.whole)
+        query = _load(pack + i * c.packs_size + (at + slot), exists, 0, c.unmasked)
+        key = _load(key_pack + i * c.packs_size + (at + key_slot), key_exists, 0, c.unmasked)
         mask = mask & ~_near(query, key, c.last_bits if i == c.n_packs - 1 else c.bits, c)
     return mask
 
@@ -199,12 +199,12 @@ def _visible(queries, keys, lines: tl.constexpr, pack, key_pack, at, c: tl.const
 @triton.jit
 def _window(start, before: tl.constexpr, after: tl.constexpr, c: tl.constexpr):
     first = (start // c.chunk_len - before) * c.chunk_len
-    last = ((start + c.own - 1) // c.chunk_len + 1 + after) * c.chunk_len
-    first, last = tl.maximum(first, 0), tl.minimum(last, c.n_places)
+    last = ((start + c.rows - 1) // c.chunk_len + 1 + after) * c.chunk_len
+    first, last = tl.maximum(first, 0), tl.minimum(last, c.n_slots)
     if c.window > 0 and not c.ordered:
-        reach = tl.maximum(start - c.window + 1, 0) // c.other * c.other
+        reach = tl.maximum(start - c.window + 1, 0) // c.loop_rows * c.loop_rows
         first = tl.maximum(first, reach)
-        last = tl.minimum(last, start + c.own + c.window - 1)
+        last = tl.minimum(last, start + c.rows + c.window - 1)
     return first, last
 
 
@@ -212,7 +212,7 @@ def _window(start, before: tl.constexpr, after: tl.constexpr, c: tl.constexpr):
 def _keys(start, c: tl.constexpr):
     first, last = _window(start, c.before, c.after, c)
     if c.causal and not c.ordered:
-        last = tl.minimum(last, start + c.own)
+        last = tl.minimum(last, start + c.rows)
     return first, last
 
 
@@ -246,7 +246,7 @@ def _dropped(seed, batch, head, query, key, c: tl.constexpr):
 
 
 @triton.jit
-def _lone_weight(seed, batch, head, position, segment, row_sum, c: tl.constexpr):
+def _alone_weight(seed, batch, head, position, segment, row_sum, c: tl.constexpr):
     alone = (row_sum == 0.0) & _token(position, segment, c)
     weight = tl.where(alone, 1.0, 0.0)
     if c.dropout:
@@ -270,52 +270,52 @@ def forward_kernel(
     key_pack,
     key_segment,
     acc_before,
-    top_before,
-    total_before,
+    max_before,
+    sum_before,
     acc_after,
-    top_after,
-    total_after,
+    max_after,
+    sum_after,
     c: tl.constexpr,
 ):
-    own: tl.constexpr = c.own
+    rows: tl.constexpr = c.rows
     width: tl.constexpr = c.width
     v_width: tl.constexpr = c.v_width
-    start, head, batch = tl.program_id(0) * own, tl.program_id(1), tl.program_id(2)
+    start, head, batch = tl.program_id(0) * rows, tl.program_id(1), tl.program_id(2)
     far = batch.to(tl.int64)
     to_rows = far * (c.length * c.n_heads * c.size) + head * c.size
     to_values = far * (c.length * c.n_heads * c.v_size) + head * c.v_size
     q, k, v = q + to_rows, k + to_rows, v + to_values
     acc_before, acc_after = acc_before + to_values, acc_after + to_values
     to_row = (far * c.n_heads + head) * c.length
-    top_before, total_before = top_before + to_row, total_before + to_row
-    top_after, total_after = top_after + to_row, total_after + to_row
-    at = (head * c.n_rounds + c.round) * c.n_places
-    to_order = far * (c.n_heads * c.n_rounds * c.n_places)
+    max_before, sum_before = max_before + to_row, sum_before + to_row
+    max_after, sum_after = max_after + to_row, sum_after + to_row
+    at = (head * c.n_hashes + c.hash_index) * c.n_slots
+    to_order = far * (c.n_heads * c.n_hashes * c.n_slots)
     order, key_order = order + to_order, key_order + to_order
     pack, key_pack = pack + to_order, key_pack + to_order
-    to_segment = to_order + at if c.ordered else far * c.n_places
+    to_segment = to_order + at if c.ordered else far * c.n_slots
     segment, key_segment = segment + to_segment, key_segment + to_segment
 
-    block = _block(order, segment, pack, at, start, c.n_places, own, c)
-    place, position, ids, packed, exists = block
+    block = _block(order, segment, pack, at, start, c.n_slots, rows, c)
+    slot, position, ids, packed, exists = block
     real = position < c.length
     if c.first:
-        acc = tl.zeros((own, v_width), tl.float32)
-        row_max = tl.full((own,), c.lowest, tl.float32)
-        row_sum = tl.zeros((own,), tl.float32)
+        acc = tl.zeros((rows, v_width), tl.float32)
+        row_max = tl.full((rows,), c.lowest, tl.float32)
+        row_sum = tl.zeros((rows,), tl.float32)
     else:
-        acc = _rows(acc_before, position, real, c.v_size, v_width, c.whole, c)
-        row_max = _load(top_before + position, real, c.lowest, c.whole)
-        row_sum = _load(total_before + position, real, 0.0, c.whole)
-    queries = _rows(q, position, real, c.size, width, c.whole, c)
+        acc = _rows(acc_before, position, real, c.v_size, v_width, c.unmasked, c)
+        row_max = _load(max_before + position, real, c.lowest, c.unmasked)
+        row_sum = _load(sum_before + position, real, 0.0, c.unmasked)
+    queries = _rows(q, position, real, c.size, width, c.unmasked, c)
 
     first, last = _keys(start, c)
-    for begin in range(first, last, c.other):
-        key_block = _block(key_order, key_segment, key_pack, at, begin, last, c.other, c)
+    for begin in range(first, last, c.loop_rows):
+        key_block = _block(key_order, key_segment, key_pack, at, begin, last, c.loop_rows, c)
         _, key, key_ids, _, _ = key_block
-        keys = _rows(k, key, key < c.length, c.size, width, c.whole, c)
+        keys = _rows(k, key, key < c.length, c.size, width, c.unmasked, c)
         token = _token(key, key_ids, c)
-        values = _rows(v, key, token, c.v_size, v_width, c.whole_tokens, c)
+        values = _rows(v, key, token, c.v_size, v_width, c.unmasked_tokens, c)
         mask = _visible(block, key_block, True, pack, key_pack, at, c)
         logits = tl.dot(queries, tl.trans(keys), input_precision=c.precision)
         logits = tl.where(mask, logits, float("-inf"))
@@ -332,12 +332,12 @@ def forward_kernel(
     if c.last:
         acc = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
         if c.sees_itself:
-            lone = _lone_weight(seed, batch, head, position, ids, row_sum, c)
-            mine = _rows(v, position, real & (lone > 0.0), c.v_size, v_width, False, c)
-            acc += lone[:, None] * mine.to(tl.float32)
+            lone = _alone_weight(seed, batch, head, position, ids, row_sum, c)
+            alone_rows = _rows(v, position, real & (lone > 0.0), c.v_size, v_width, False, c)
+            acc += lone[:, None] * alone_rows.to(tl.float32)
     _put_rows(acc_after, position, acc, c.v_size, v_width, c)
-    tl.store(top_after + position, row_max, mask=real)
-    tl.store(total_after + position, row_sum, mask=real)
+    tl.store(max_after + position, row_max, mask=real)
+    tl.store(sum_after + position, row_sum, mask=real)
 
 
 @triton.jit
@@ -365,10 +365,10 @@ def backward_kernel(
     dv_after,
     c: tl.constexpr,
 ):
-    own: tl.constexpr = c.own
+    rows: tl.constexpr = c.rows
     width: tl.constexpr = c.width
     v_width: tl.constexpr = c.v_width
-    start, head, batch = tl.program_id(0) * own, tl.program_id(1), tl.program_id(2)
+    start, head, batch = tl.program_id(0) * rows, tl.program_id(1), tl.program_id(2)
     far = batch.to(tl.int64)
     to_rows = far * (c.length * c.n_heads * c.size) + head * c.size
     to_values = far * (c.length * c.n_heads * c.v_size) + head * c.v_size
@@ -380,38 +380,38 @@ def backward_kernel(
     )
     dq_after, dk_after, dv_after = dq_after + to_rows, dk_after + to_rows, dv_after + to_values
     row_sum += (far * c.n_heads + head) * c.length
-    at_row = (head * c.n_rounds + c.round) * c.n_statistics
-    to_row = far * (c.n_heads * c.n_rounds * c.n_statistics)
+    at_row = (head * c.n_hashes + c.hash_index) * c.n_statistics
+    to_row = far * (c.n_heads * c.n_hashes * c.n_statistics)
     dot, row_max, inverse_sum = dot + to_row, row_max + to_row, inverse_sum + to_row
-    at = (head * c.n_rounds + c.round) * c.n_places
-    to_order = far * (c.n_heads * c.n_rounds * c.n_places)
+    at = (head * c.n_hashes + c.hash_index) * c.n_slots
+    to_order = far * (c.n_heads * c.n_hashes * c.n_slots)
     order, key_order = order + to_order, key_order + to_order
     pack, key_pack = pack + to_order, key_pack + to_order
-    to_segment = to_order + at if c.ordered else far * c.n_places
+    to_segment = to_order + at if c.ordered else far * c.n_slots
     segment, key_segment = segment + to_segment, key_segment + to_segment
 
-    # The program's places as keys.
-    block = _block(key_order, key_segment, key_pack, at, start, c.n_places, own, c)
-    place, position, ids, packed, exists = block
+    # The program's slots as keys.
+    block = _block(key_order, key_segment, key_pack, at, start, c.n_slots, rows, c)
+    slot, position, ids, packed, exists = block
     real, token = position < c.length, _token(position, ids, c)
-    own_keys = _rows(k, position, real, c.size, width, c.whole, c)
-    own_values = _rows(v, position, token, c.v_size, v_width, c.whole_tokens, c)
-    dk = tl.zeros((own, width), tl.float32)
-    dv = tl.zeros((own, v_width), tl.float32)
+    block_keys = _rows(k, position, real, c.size, width, c.unmasked, c)
+    block_values = _rows(v, position, token, c.v_size, v_width, c.unmasked_tokens, c)
+    dk = tl.zeros((rows, width), tl.float32)
+    dv = tl.zeros((rows, v_width), tl.float32)
     first, last = _queries(start, c)
-    for begin in range(first, last, c.other):
-        query_block = _block(order, segment, pack, at, begin, last, c.other, c)
-        query_place, query, query_ids, _, _ = query_block
+    for begin in range(first, last, c.loop_rows):
+        query_block = _block(order, segment, pack, at, begin, last, c.loop_rows, c)
+        query_slot, query, query_ids, _, _ = query_block
         there = query < c.length
-        queries = _rows(q, query, _token(query, query_ids, c), c.size, width, c.whole_tokens, c)
-        d_rows = _rows(d_out, query, there, c.v_size, v_width, c.whole, c)
-        tops = _load(row_max + (at_row + query_place), there, 0.0, c.whole) * c.scale
-        dots = _load(dot + (at_row + query_place), there, 0.0, c.whole)
+        queries = _rows(q, query, _token(query, query_ids, c), c.size, width, c.unmasked_tokens, c)
+        d_rows = _rows(d_out, query, there, c.v_size, v_width, c.unmasked, c)
+        row_maxes = _load(row_max + (at_row + query_slot), there, 0.0, c.unmasked) * c.scale
+        dots = _load(dot + (at_row + query_slot), there, 0.0, c.unmasked)
         mask = _visible(query_block, block, False, pack, key_pack, at, c)
-        logits = tl.dot(own_keys, tl.trans(queries), input_precision=c.precision)
-        p = tl.math.exp2(tl.where(mask, logits, float("-inf")) * c.scale - tops[None, :])
+        logits = tl.dot(block_keys, tl.trans(queries), input_precision=c.precision)
+        p = tl.math.exp2(tl.where(mask, logits, float("-inf")) * c.scale - row_maxes[None, :])
         if c.inverse_sum:
-            p = p * _load(inverse_sum + (at_row + query_place), there, 0.0, c.whole)[None, :]
+            p = p * _load(inverse_sum + (at_row + query_slot), there, 0.0, c.unmasked)[None, :]
         # Before the other product, which would take more registers.
         if c.dropout:
             dropped = _dropped(seed, batch, head, query[None, :], position[:, None], c)
@@ -419,63 +419,63 @@ def backward_kernel(
         else:
             kept = p.to(d_rows.dtype)
         dv = tl.dot(kept, d_rows, acc=dv, input_precision=c.precision)
-        dp = tl.dot(own_values, tl.trans(d_rows), input_precision=c.precision)
+        dp = tl.dot(block_values, tl.trans(d_rows), input_precision=c.precision)
         if c.dropout:
             dp = dp * dropped
         ds = p * (dp - dots[None, :])
         dk = tl.dot(ds.to(queries.dtype), queries, acc=dk, input_precision=c.precision)
     if c.sees_itself and c.last:
-        sums = _load(row_sum + position, real, 1.0, c.whole)
-        lone = _lone_weight(seed, batch, head, position, ids, sums, c)
-        mine = _rows(d_out, position, real & (lone > 0.0), c.v_size, v_width, False, c)
-        dv += lone[:, None] * mine.to(tl.float32)
+        sums = _load(row_sum + position, real, 1.0, c.unmasked)
+        lone = _alone_weight(seed, batch, head, position, ids, sums, c)
+        alone_rows = _rows(d_out, position, real & (lone > 0.0), c.v_size, v_width, False, c)
+        dv += lone[:, None] * alone_rows.to(tl.float32)
     if not c.first:
-        dv += _rows(dv_before, position, real, c.v_size, v_width, c.whole, c)
+        dv += _rows(dv_before, position, real, c.v_size, v_width, c.unmasked, c)
     _put_rows(dv_after, position, dv, c.v_size, v_width, c)
     if not c.shared_qk:
         dk = dk * c.root
         if not c.first:
-            dk += _rows(dk_before, position, real, c.size, width, c.whole, c)
+            dk += _rows(dk_before, position, real, c.size, width, c.unmasked, c)
         _put_rows(dk_after, position, dk, c.size, width, c)
 
-    # The program's places as queries.
+    # The program's slots as queries.
     if c.two_orders:
-        block = _block(order, segment, pack, at, start, c.n_places, own, c)
-        place, position, ids, packed, exists = block
+        block = _block(order, segment, pack, at, start, c.n_slots, rows, c)
+        slot, position, ids, packed, exists = block
         real, token = position < c.length, _token(position, ids, c)
-    own_queries = _rows(q, position, token, c.size, width, c.whole_tokens, c)
-    own_d_rows = _rows(d_out, position, real, c.v_size, v_width, c.whole, c)
-    own_top = _load(row_max + (at_row + place), real, 0.0, c.whole) * c.scale
-    own_dot = _load(dot + (at_row + place), real, 0.0, c.whole)
+    block_queries = _rows(q, position, token, c.size, width, c.unmasked_tokens, c)
+    block_d_rows = _rows(d_out, position, real, c.v_size, v_width, c.unmasked, c)
+    block_top = _load(row_max + (at_row + slot), real, 0.0, c.unmasked) * c.scale
+    block_dot = _load(dot + (at_row + slot), real, 0.0, c.unmasked)
     if c.shared_qk:
         # Through the normalization that makes keys of queries.
-        x = own_queries.to(tl.float32)
+        x = block_queries.to(tl.float32)
         factor = tl.rsqrt(tl.sum(x * x, 1) / c.size + 1e-6)[:, None]
         unit = x * factor
         dq = (dk - unit * (tl.sum(unit * dk, 1) / c.size)[:, None]) * factor
     else:
-        dq = tl.zeros((own, width), tl.float32)
+        dq = tl.zeros((rows, width), tl.float32)
     first, last = _keys(start, c)
-    for begin in range(first, last, c.other):
-        key_block = _block(key_order, key_segment, key_pack, at, begin, last, c.other, c)
+    for begin in range(first, last, c.loop_rows):
+        key_block = _block(key_order, key_segment, key_pack, at, begin, last, c.loop_rows, c)
         _, key, key_ids, _, _ = key_block
         key_token = _token(key, key_ids, c)
-        keys = _rows(k, key, key_token, c.size, width, c.whole_tokens, c)
-        values = _rows(v, key, key_token, c.v_size, v_width, c.whole_tokens, c)
+        keys = _rows(k, key, key_token, c.size, width, c.unmasked_tokens, c)
+        values = _rows(v, key, key_token, c.v_size, v_width, c.unmasked_tokens, c)
         seen = _visible(block, key_block, True, pack, key_pack, at, c)
-        products = tl.dot(own_queries, tl.trans(keys), input_precision=c.precision)
-        weights = tl.where(seen, products, float("-inf")) * c.scale - own_top[:, None]
+        products = tl.dot(block_queries, tl.trans(keys), input_precision=c.precision)
+        weights = tl.where(seen, products, float("-inf")) * c.scale - block_top[:, None]
         weights = tl.math.exp2(weights)
         if c.inverse_sum:
-            weights = weights * _load(inverse_sum + (at_row + place), real, 0.0, c.whole)[:, None]
-        d_weights = tl.dot(own_d_rows, tl.trans(values), input_precision=c.precision)
+            weights = weights * _load(inverse_sum + (at_row + slot), real, 0.0, c.unmasked)[:, None]
+        d_weights = tl.dot(block_d_rows, tl.trans(values), input_precision=c.precision)
         if c.dropout:
             d_weights = d_weights * _dropped(seed, batch, head, position[:, None], key[None, :], c)
-        d_logits = (weights * (d_weights - own_dot[:, None])).to(keys.dtype)
+        d_logits = (weights * (d_weights - block_dot[:, None])).to(keys.dtype)
         dq = tl.dot(d_logits, keys, acc=dq, input_precision=c.precision)
     dq = dq * c.root
     if not c.first:
-        dq += _rows(dq_before, position, real, c.size, width, c.whole, c)
+        dq += _rows(dq_before, position, real, c.size, width, c.unmasked, c)
     _put_rows(dq_after, position, dq, c.size, width, c)
 
 
@@ -483,25 +483,25 @@ def backward_kernel(
 
 
 def _constants(
-    program: Program, x: Inputs, first: bool, precision: str, **others: Any
+    program: ChunkProgram, x: ChunkInputs, first: bool, precision: str, **others: Any
 ) -> Constants:
     chunks, tiles, packed = program.chunks, program.tiles, PackedChunks.of(program.chunks)
     batch, length, n_heads, size = x.q.shape
-    v_size, n_rounds, guard = x.v.shape[3], max(program.n_rounds, 1), 1 << packed.guard
-    n_packs = 0 if x.packs is None else -(-program.round // packed.per_pack)
-    left = program.round - packed.per_pack * max(n_packs - 1, 0)
+    v_size, n_hashes, guard = x.v.shape[3], max(program.n_hashes, 1), 1 << packed.guard
+    n_packs = 0 if x.packs is None else -(-program.hash_index // packed.per_pack)
+    left = program.hash_index - packed.per_pack * max(n_packs - 1, 0)
     return Constants(
         length=length,
-        n_places=program.n_places,
+        n_slots=program.n_slots,
         n_heads=n_heads,
         size=size,
         v_size=v_size,
         width=power_of_two(size),
         v_width=power_of_two(v_size),
-        n_rounds=n_rounds,
-        round=program.round,
-        own=tiles.own,
-        other=tiles.other,
+        n_hashes=n_hashes,
+        hash_index=program.hash_index,
+        rows=tiles.rows,
+        loop_rows=tiles.loop_rows,
         chunk_len=chunks.chunk_len,
         before=chunks.n_chunks_before,
         after=chunks.n_chunks_after,
@@ -513,7 +513,7 @@ def _constants(
         two_orders=x.key_order is not None,
         segment_ids=x.segment is not None,
         n_packs=n_packs,
-        packs_size=batch * n_heads * n_rounds * program.n_places,
+        packs_size=batch * n_heads * n_hashes * program.n_slots,
         up=int(packed.repeated(guard + packed.after)),
         down=int(packed.repeated(2 * guard + packed.before + packed.after)),
         bits=int(packed.repeated(guard)),
@@ -524,17 +524,17 @@ def _constants(
         first=first,
         last=program.is_last,
         aligned=program.aligned,
-        whole=program.whole,
+        unmasked=program.unmasked,
         wide=length * n_heads * max(size, v_size) >= 2**31,
         lowest=float(LOWEST),
         scale=LOG2_E / math.sqrt(size),
         root=1 / math.sqrt(size),
         precision=precision,
-        **{"share": False, "n_statistics": 0, **others},
+        **{"inverse_sum": False, "n_statistics": 0, **others},
     )
 
 
-def _pointers(x: Inputs) -> list[jax.Array]:
+def _pointers(x: ChunkInputs) -> list[jax.Array]:
     """What a kernel reads first. Queries stand for what a call does not have."""
     keys = x.at_keys()
     of_keys = keys.order, keys.packs, keys.segment
@@ -542,9 +542,11 @@ def _pointers(x: Inputs) -> list[jax.Array]:
     return [x.q if pointer is None else pointer for pointer in pointers]
 
 
-def _launch(kernel, arrays, out_shape, program: Program, constants: Constants, interpret: bool):
+def _launch(
+    kernel, arrays, out_shape, program: ChunkProgram, constants: Constants, interpret: bool
+):
     n_batch, _, n_heads, _ = arrays[0].shape
-    grid = (-(-program.n_places // program.tiles.own), n_heads, n_batch)
+    grid = (-(-program.n_slots // program.tiles.rows), n_heads, n_batch)
     if interpret:
         return _interpreted(kernel, arrays, out_shape, grid, constants)
     import jax_triton
@@ -595,7 +597,7 @@ def forward(
     order,
     segment_ids,
     rng,
-    tiles: Tiles | None = None,
+    tiles: ChunkTiles | None = None,
     interpret: bool = False,
     precision: str = "tf32",
 ):
@@ -624,7 +626,7 @@ def backward(
     row_max,
     row_sum,
     d_out,
-    tiles: Tiles | None = None,
+    tiles: ChunkTiles | None = None,
     interpret: bool = False,
     precision: str = "tf32",
 ):

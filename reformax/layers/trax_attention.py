@@ -383,7 +383,7 @@ class LSHSelfAttention(TraxAttention):
         if length > self.chunk_len:
             sizes = ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
             plan = in_a_circle(plan, sizes)
-        return plan.with_places(), (stored, rngs)
+        return plan.with_slots(), (stored, rngs)
 
     def _hash(self, vectors: Float[Array, "E T G H"], factors, rngs) -> Int[Array, "E G R T"]:
         """Buckets of E examples and G heads in R rounds, each head with rotations of its own."""

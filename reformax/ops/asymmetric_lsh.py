@@ -1,24 +1,25 @@
 """LSH attention with separate queries and keys.
 
-The buckets are those of angular hashing (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2), of the
-queries, and of the keys less their mean: a softmax does not see what all keys share, and a hash
-would see little else. In a causal call it is the mean of the keys before. Smyrf's asymmetric
-transformations (Daras et al. 2020, sec. 3.1) do not serve here. The number that they add to a query
-stands where a key has a zero, so the angle between the two is never below 60 degrees where they
-have one length. Each round sorts the queries by bucket and, apart from them, the keys. Both orders
-are cut into chunks, and the queries of a chunk see the keys of the chunk at its place and of its
-neighbours. Time is O(n_hashes * T * chunk_len), besides sorting.
+Angular hashing (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2) gives buckets to the queries
+and to the keys less their mean: a softmax does not see what all keys share, and a hash would see
+little else. In a causal call it is the mean of the keys before. Each hash sorts the queries by
+bucket and, apart from them, the keys. Both orders are cut into chunks. The queries of a chunk see
+the keys of the chunk with the same number and of its neighbours. Time is
+O(n_hashes * T * chunk_len), besides sorting.
 
-Queries and keys may be of two sequences. A query then stands at the middle of the keys of its
-bucket (`ops.hashing.meeting`), and time is O(n_hashes * (T + S) * chunk_len).
+Smyrf's asymmetric transformations (Daras et al. 2020, sec. 3.1) do not serve an angular hash: they
+add a number to a query where a key has a zero, so a query and a key of one length are never closer
+than 60 degrees. `smyrf` is the same algorithm with a `QueryKeyHash` of its own.
+
+Queries and keys may be of two sequences. A query's slot is then the middle of the slots of its
+bucket's keys (`ops.hashing.meeting`), and time is O(n_hashes * (T + S) * chunk_len).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import lax
@@ -36,108 +37,28 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.decoding.sorted_order import inserted, line, seen_before, with_bucket
-from reformax.ops.hashing.angular import Hashing, bucket_factors, hash_by
+from reformax.ops.decoding.sorted_order import (
+    arange_last,
+    insert_newest,
+    shown_by_earlier_hash,
+    with_bucket,
+)
+from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
 from reformax.ops.hashing.centring import centred
 from reformax.ops.hashing.meeting import meeting_orders
 from reformax.ops.hashing.sorting import sort_by_bucket
-from reformax.ops.lsh import Buckets, Rounds
+from reformax.ops.lsh import Buckets, HashCount
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, Chunks, ChunkSizes, Order
-
-# Of algorithms that sort queries and keys by such hashes.
-TRAITS = Traits(
-    cross=True, random_plan=True, causal_plan=False, keeps_padding_out=True, head_shards=True
-)
-
-
-def two_orders(
-    settings: Any,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"],
-    queries: Int[Array, "B N R T"],
-    keys: Int[Array, "B N R T"],
-) -> Order:
-    """The positions whose query, and whose key, stands at each place, as a plan for `attend`."""
-    order = Order(queries, keys=keys)
-    return order.as_asked(impl_of(settings, q, k), settings.count_once, two_orders=True)
-
-
-def impl_of(settings: Any, q: Array, k: Array, v: Array | None = None) -> str:
-    """The implementation of a call, whose values may not be known yet."""
-    return choose(settings.impl, **kernel_obstacles(q, k, v))
-
-
-def attend(
-    sizes: ChunkSizes, settings: Any, q, k, v, *, plan, segment_ids, causal, dropout, rng
-) -> Float[Array, "B T N V"]:
-    """Attention by `two_orders` in chunks of `sizes`; `settings` has own, count_once and impl."""
-    options = dict(
-        causal=causal,
-        shared_qk=False,
-        attend_self_if_alone=settings.attend_self_if_alone,
-        count_once=settings.count_once,
-        dropout=dropout,
-        two_orders=True,
-    )
-    if not crosses(q, k, segment_ids):
-        chunks = sizes.cut(q.shape[1], **options)
-    elif plan is None:
-        call = dict(segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
-        return flash.flash(impl=settings.impl).apply((), q, k, v, plan=(), **call)
-    else:
-        options |= dict(n_keys=k.shape[1], ratio=ratio(q.shape[1], k.shape[1]))
-        chunks = Chunks(q.shape[1], *sizes, **options)
-    impl = impl_of(settings, q, k, v)
-    return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl)
-
-
-def crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segment_ids) -> bool:
-    """Whether queries and keys are of two sequences, as their lengths or segments say."""
-    return q.shape[1] != k.shape[1] or isinstance(segment_ids, tuple)
-
-
-def ratio(n_queries: int, n_keys: int) -> int:
-    """Places of queries to each place of keys, in orders of two sequences."""
-    return max(1, round(n_queries / n_keys))
-
-
-class Settings(NamedTuple):
-    """The hyperparameters of `asymmetric_lsh`, whose arguments they are."""
-
-    chunk_len: int
-    n_hashes: int
-    n_buckets: int | Sequence[int] | str
-    n_chunks_before: int
-    n_chunks_after: int
-    count_once: bool
-    attend_self_if_alone: bool
-    impl: str
-
-    @property
-    def chunks(self) -> ChunkSizes:
-        """The sizes of chunks."""
-        return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
-
-    @property
-    def hashing(self) -> Hashing:
-        """The numbers of buckets; rotations are drawn."""
-        factors = None if self.n_buckets == "auto" else bucket_factors(self.n_buckets)
-        return Hashing(factors, self.chunk_len, None)
-
-    def check(self) -> None:
-        """Raises `ValueError` for numbers of buckets that are not even and an unknown `impl`."""
-        check_impl(self.impl, *KERNELS)
-        _ = self.hashing
 
 
 @named
 def asymmetric_lsh(
     *,
     chunk_len: Size = 64,
-    n_hashes: Rounds = 4,
+    n_hashes: HashCount = 4,
     n_buckets: Buckets = "auto",
     n_chunks_before: ChunkCount = 1,
     n_chunks_after: ChunkCount = 1,
@@ -147,34 +68,83 @@ def asymmetric_lsh(
 ) -> AttentionOp:
     """LSH attention whose keys have a projection of their own.
 
-    It is exact attention over the union of the chunks that the rounds show each query; where one
+    It is exact attention over the union of the chunks that the hashes show each query. Where one
     chunk covers the length, these are all keys, as in `dense.dense()`. A bucket's queries and its
-    keys need not stand at the same places: neighbours on both sides make up for some of that.
+    keys need not have the same slots: neighbours on both sides make up for some of that.
 
     In a causal call later tokens decide what is in a chunk, and it may hold no key that a query may
     see. A step of decoding computes the last row of attention over the tokens so far.
 
     Across two sequences, of other lengths or with a pair of segments, a query sees the chunks
-    around its bucket's keys; the more queries want one place, the farther they stand from it. Where
+    around its bucket's keys; the more queries want one slot, the farther they are from it. Where
     one chunk covers the keys, all are seen.
 
     Args:
       chunk_len: queries, and keys, in a chunk; across sequences keys, and some may be missing.
-      n_hashes: hashing rounds.
+      n_hashes: hashes.
       n_buckets: as in `lsh.lsh`.
-      n_chunks_before: how many chunks of keys before that at its own place a query sees.
+      n_chunks_before: how many chunks of keys before the chunk of its number a query sees.
       n_chunks_after: how many chunks of keys after it.
-      count_once: True counts a key once however many rounds show it; False counts it each time.
+      count_once: True counts a key once however many hashes show it; False counts it each time.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
-        zeros of it, and so it is across two sequences, where a query has no key of its own.
+        its output zeros. Across two sequences it is zeros always: no key has a query's position.
       impl: as in `smyrf.smyrf`.
 
     Raises:
       ValueError: sizes out of range or an unknown `impl`.
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
-    settings = Settings(**locals())
-    settings.check()
+    factors = None if n_buckets == "auto" else bucket_factors(n_buckets)
+    hashing = CentredAngularHash(AngularHashing(factors, chunk_len, None), n_hashes, impl)
+    chunks = ChunkSizes(chunk_len, n_chunks_before, n_chunks_after)
+    return sorted_attention(hashing, chunks, count_once, attend_self_if_alone, impl)
+
+
+# The algorithm, of any hash.
+
+TRAITS = Traits(
+    cross=True, random_plan=True, causal_plan=False, keeps_padding_out=True, head_shards=True
+)
+
+
+class HashCodes(NamedTuple):
+    """The numbers that queries and keys are sorted by."""
+
+    queries: Int[Array, "B N R T"] | Float[Array, "B N R T"]
+    keys: Int[Array, "B N R S"] | Float[Array, "B N R S"]
+    n_codes: int  # integers are below it
+
+
+class QueryKeyHash(Protocol):
+    """How queries `[B, T, N, H]` and keys `[B, S, N, H]` are hashed."""
+
+    def codes(self, q, k, *, segment_ids, causal, rng, length, cross) -> HashCodes:
+        """Their hashes; floats only where `cross`, of two sequences."""
+        ...
+
+    def start(self, q, k, *, lengths: Int[Array, " B"], capacity: int, rng) -> Any:
+        """What decoding keeps after the first `lengths` positions of each row."""
+        ...
+
+    def advance(self, state, q, k, *, position: Int[Array, " B"], capacity: int) -> tuple:
+        """That after one more position; the keys' order [B, N, R, C]; the query's slot in it."""
+        ...
+
+
+class SortedSettings(NamedTuple):
+    """The arguments of `sorted_attention`."""
+
+    hashing: QueryKeyHash
+    chunks: ChunkSizes
+    count_once: bool
+    attend_self_if_alone: bool
+    impl: str
+
+
+def sorted_attention(*args: Any) -> AttentionOp:
+    """Attention in chunks of queries and of keys, each sorted by a hash; of `SortedSettings`."""
+    settings = SortedSettings(*args)
+    check_impl(settings.impl, *KERNELS)
     return AttentionOp(
         init=no_params,
         plan=functools.partial(_plan, settings),
@@ -186,98 +156,168 @@ def asymmetric_lsh(
     )
 
 
+def _choose(settings: SortedSettings, q: Array, k: Array, v: Array | None = None) -> str:
+    """The implementation of a call, whose values may not be known yet."""
+    return choose(settings.impl, **kernel_obstacles(q, k, v))
+
+
+def _crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segment_ids) -> bool:
+    """Whether queries and keys are of two sequences, as their lengths or segments say."""
+    return q.shape[1] != k.shape[1] or isinstance(segment_ids, tuple)
+
+
+def _ratio(n_queries: int, n_keys: int) -> int:
+    """Slots of queries to each slot of keys, in orders of two sequences."""
+    return max(1, round(n_queries / n_keys))
+
+
 def _plan(
-    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
+    settings: SortedSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Order | None:
-    """The orders of queries and of keys in each round; None where one chunk has every key."""
+    """The orders of queries and of keys by each hash; None where one chunk has every key."""
     del params, train
-    if k.shape[1] <= settings.chunk_len:
+    chunk_len = settings.chunks.chunk_len
+    if k.shape[1] <= chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
-    if segment_ids is not None:
-        q, k = (
-            tokens_only(x, ids) for x, ids in zip((q, k), segment_pair(segment_ids), strict=True)
-        )
-    vectors = q, centred(k, segment_pair(segment_ids)[1], causal)
-    hashing, length = settings.hashing, length or k.shape[1]
-    factors = hashing.factors_for(length)
-    rotations = hashing.rotations_for(q, length, settings.n_hashes, rng)
-    buckets = [hash_by(rotations, x, factors, settings.impl) for x in vectors]
-    if crosses(q, k, segment_ids):
-        lengths = q.shape[1], k.shape[1]
-        return meeting_orders(*buckets, segment_ids, settings.chunk_len, ratio(*lengths))
-    n_pad = -q.shape[1] % settings.chunk_len
-    sort = functools.partial(
-        sort_by_bucket, n_buckets=math.prod(factors), segment_ids=segment_ids, n_pad=n_pad
+    cross, options = _crosses(q, k, segment_ids), dict(segment_ids=segment_ids, causal=causal)
+    length = length or k.shape[1]
+    codes = settings.hashing.codes(q, k, rng=rng, length=length, cross=cross, **options)
+    if cross:
+        ratio = _ratio(q.shape[1], k.shape[1])
+        return meeting_orders(codes.queries, codes.keys, segment_ids, chunk_len, ratio)
+    n_pad = -q.shape[1] % chunk_len
+    queries, keys = (
+        sort_by_bucket(x, codes.n_codes, segment_ids, n_pad).query_positions for x in codes[:2]
     )
-    return two_orders(settings, q, k, *(sort(x).queries for x in buckets))
+    order = Order(queries, key_positions=keys)
+    return order.for_impl(_choose(settings, q, k), settings.count_once, two_orders=True)
 
 
-def _apply(settings: Settings, params, q, k, v, **call):
+def _apply(
+    settings: SortedSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+) -> Float[Array, "B T N V"]:
+    """Softmax attention over the chunks of all hashes' orders (`softmax.chunked`)."""
     del params
-    return attend(settings.chunks, settings, q, k, v, **call)
+    options = dict(
+        causal=causal,
+        shared_qk=False,
+        attend_self_if_alone=settings.attend_self_if_alone,
+        count_once=settings.count_once,
+        dropout=dropout,
+        two_orders=True,
+    )
+    if not _crosses(q, k, segment_ids):
+        chunks = settings.chunks.cut(q.shape[1], **options)
+    elif plan is None:
+        call = dict(segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
+        return flash.flash(impl=settings.impl).apply((), q, k, v, plan=(), **call)
+    else:
+        options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
+        chunks = Chunks(q.shape[1], *settings.chunks, **options)
+    impl = _choose(settings, q, k, v)
+    return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl)
 
 
 # Decoding. C is the capacity.
 
 
-class Hashed(NamedTuple):
-    """The cache of asymmetric LSH; entries of positions without a token are arbitrary."""
+class SortedCache(NamedTuple):
+    """Keys and values by position, and what the hash keeps."""
 
-    memory: KeyValues  # by position
-    sum: Float[Array, "B N H"]  # of all keys, which the next one's mean is made of
-    of_queries: Int[Array, "B N R C"]  # buckets, by position
-    of_keys: Int[Array, "B N R C"]
+    memory: KeyValues
+    hashes: Any
+
+
+def _init_cache(
+    settings: SortedSettings, params, q, k, v, *, plan, lengths, capacity, rng
+) -> SortedCache:
+    del params, plan  # a plan has no hashes
+    hashes = settings.hashing.start(q, k, lengths=lengths, capacity=capacity, rng=rng)
+    return SortedCache(fill_ring(k, v, lengths, capacity), hashes)
+
+
+def _step(
+    settings: SortedSettings, params, q, k, v, cache: SortedCache, *, position: Int[Array, " B"]
+) -> tuple[Float[Array, "B 1 N V"], SortedCache]:
+    del params
+    memory = add_to_ring(cache.memory, k, v, position)
+    newest, capacity = position[:, None, None, None], memory.keys.shape[2]
+    advance = functools.partial(settings.hashing.advance, position=position, capacity=capacity)
+    hashes, order, query_slot = advance(cache.hashes, q, k)
+    # The query sees the keys in the slots of its chunk and of the chunks around it.
+    chunk_len, n_chunks_before, n_chunks_after = settings.chunks.within(capacity)
+    n_slots = (n_chunks_before + 1 + n_chunks_after) * chunk_len
+    slot = (query_slot // chunk_len - n_chunks_before) * chunk_len + arange_last(n_slots)
+    seen = jnp.take_along_axis(order, jnp.clip(slot, 0, capacity - 1), axis=-1)
+    exists = (slot >= 0) & (slot <= newest)
+    if settings.count_once and seen.shape[2] > 1:
+        exists = exists & ~shown_by_earlier_hash(jnp.where(exists, seen, -1))
+    index = seen.reshape(*seen.shape[:2], -1)
+    out = attend_to(q, *memory, exists.reshape(index.shape), settings.impl, index=index)
+    return out, SortedCache(memory, hashes)
+
+
+# The angular hash of queries and of centred keys.
+
+
+class AsymmetricLshState(NamedTuple):
+    """What decoding keeps; entries of positions without a token are arbitrary."""
+
+    sum: Float[Array, "B N H"]  # of all keys, for the mean that the next key is less
+    query_buckets: Int[Array, "B N R C"]  # by position
+    key_buckets: Int[Array, "B N R C"]
     order: Int[Array, "B N R C"]  # positions, sorted by their key's bucket and position
     rotations: Shared  # [N, H, R, F]
 
 
-def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
-    del params, plan  # a plan has no buckets
-    factors, length = settings.hashing.factors_for(capacity), q.shape[1]
-    rotations = settings.hashing.rotations_for(q, capacity, settings.n_hashes, rng)
-    is_token, last = line(length) < lengths[:, None, None, None], math.prod(factors)
-    tokens = jnp.where(jnp.swapaxes(is_token, 1, 3), k, 0)
-    vectors = q, centred(tokens, None, causal=True)
-    of_queries, of_keys = (hash_by(rotations, x, factors, settings.impl) for x in vectors)
-    order = sort_by_bucket(jnp.where(is_token, of_keys, last), last + 1, None, 0).queries
-    room = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
-    return Hashed(
-        fill_ring(k, v, lengths, capacity),
-        tokens.astype(jnp.float32).sum(axis=1),
-        *(jnp.pad(x, room) for x in (of_queries, of_keys, order)),
-        Shared(rotations),
-    )
+class CentredAngularHash(NamedTuple):
+    """The `QueryKeyHash` of `asymmetric_lsh`."""
 
+    hashing: AngularHashing
+    n_hashes: int
+    impl: str
 
-def _step(
-    settings: Settings, params, q, k, v, cache: Hashed, *, position: Int[Array, " B"]
-) -> tuple[Float[Array, "B 1 N V"], Hashed]:
-    del params
-    memory, total, of_queries, of_keys, order, (rotations,) = cache
-    memory = add_to_ring(memory, k, v, position)
-    now, capacity = position[:, None, None, None], order.shape[-1]
-    factors = settings.hashing.factors_for(capacity)
-    key = k.astype(jnp.float32)
-    mean = total[:, None] / jnp.maximum(now, 1).astype(total.dtype)
-    vectors = q, (key - mean).astype(k.dtype)
-    of_query, of_key = (hash_by(rotations, x, factors, settings.impl) for x in vectors)
-    of_queries, of_keys = (
-        with_bucket(buckets, new, position)
-        for buckets, new in ((of_queries, of_query), (of_keys, of_key))
-    )
-    order, _, _ = inserted(order, of_keys, of_key, now)
-    # Equal buckets stand by position, and the newest query stands behind them.
-    before = (of_queries <= of_query) & (line(capacity) <= now)
-    chunk_len, n_chunks_before, n_chunks_after = settings.chunks.within(capacity)
-    chunk = (before.sum(axis=-1, keepdims=True) - 1) // chunk_len
-    n_places = (n_chunks_before + 1 + n_chunks_after) * chunk_len
-    place = (chunk - n_chunks_before) * chunk_len + line(n_places)
-    seen = jnp.take_along_axis(order, jnp.clip(place, 0, capacity - 1), axis=-1)
-    exists = (place >= 0) & (place <= now)
-    if settings.count_once and settings.n_hashes > 1:
-        exists = exists & ~seen_before(jnp.where(exists, seen, -1))
-    index = seen.reshape(*seen.shape[:2], -1)
-    out = attend_to(q, *memory, exists.reshape(index.shape), settings.impl, index=index)
-    new = Hashed(memory, total + key[:, 0], of_queries, of_keys, order, Shared(rotations))
-    return out, new
+    def _buckets(self, rotations, factors, *vectors) -> list[Int[Array, "B N R T"]]:
+        return [hash_by(rotations, x, factors, self.impl) for x in vectors]
+
+    def codes(self, q, k, *, segment_ids, causal, rng, length, cross) -> HashCodes:
+        del cross
+        if segment_ids is not None:
+            ids = segment_pair(segment_ids)
+            q, k = (tokens_only(x, of_x) for x, of_x in zip((q, k), ids, strict=True))
+        keys = centred(k, segment_pair(segment_ids)[1], causal)
+        factors = self.hashing.factors_for(length)
+        rotations = self.hashing.rotations_for(q, length, self.n_hashes, rng)
+        return HashCodes(*self._buckets(rotations, factors, q, keys), math.prod(factors))
+
+    def start(self, q, k, *, lengths, capacity, rng) -> AsymmetricLshState:
+        factors, length = self.hashing.factors_for(capacity), q.shape[1]
+        rotations = self.hashing.rotations_for(q, capacity, self.n_hashes, rng)
+        is_token, last = arange_last(length) < lengths[:, None, None, None], math.prod(factors)
+        tokens = jnp.where(jnp.swapaxes(is_token, 1, 3), k, 0)
+        keys = centred(tokens, None, causal=True)
+        of_queries, of_keys = self._buckets(rotations, factors, q, keys)
+        order = sort_by_bucket(jnp.where(is_token, of_keys, last), last + 1, None, 0)
+        n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
+        return AsymmetricLshState(
+            tokens.astype(jnp.float32).sum(axis=1),
+            *(jnp.pad(x, n_free) for x in (of_queries, of_keys, order.query_positions)),
+            Shared(rotations),
+        )
+
+    def advance(self, state: AsymmetricLshState, q, k, *, position, capacity):
+        total, of_queries, of_keys, order, (rotations,) = state
+        newest = position[:, None, None, None]
+        factors = self.hashing.factors_for(capacity)
+        key = k.astype(jnp.float32)
+        mean = total[:, None] / jnp.maximum(newest, 1).astype(total.dtype)
+        of_query, of_key = self._buckets(rotations, factors, q, (key - mean).astype(k.dtype))
+        of_queries = with_bucket(of_queries, of_query, position)
+        of_keys = with_bucket(of_keys, of_key, position)
+        order, _, _ = insert_newest(order, of_keys, of_key, newest)
+        # Equal buckets are sorted by position, so the newest query is behind them.
+        up_to = (of_queries <= of_query) & (arange_last(capacity) <= newest)
+        query_slot = up_to.sum(axis=-1, keepdims=True) - 1
+        new = AsymmetricLshState(total + key[:, 0], of_queries, of_keys, order, Shared(rotations))
+        return new, order, query_slot

@@ -1,11 +1,10 @@
 """Hash-sparse flash attention: a query sees every key of its hash bucket (Pagliardini et al. 2023).
 
 "Faster Causal Attention Over Large Sequences Through Sparse Flash Attention", sec. 3.2. Queries and
-keys are sorted by bucket, and tiles of the sorted arrays are attended to that share one. Buckets
-are as large as they are: nothing is cut into chunks, and no key of a bucket is missed, whatever the
-buckets' sizes. In a causal call positions decide, as kept through sorting. Time is that of the
-pairs that share a bucket, T^2 / n_buckets where buckets are even and T^2 at worst; memory is linear
-in T.
+keys are sorted by bucket, and attention visits the tiles of the sorted arrays that share a bucket.
+Buckets have any size: nothing is cut into chunks, and no key of a bucket is missed. In a causal
+call a query sees the keys of its bucket up to its position. Time is that of the pairs that share a
+bucket, T^2 / n_buckets where buckets are even and T^2 at worst; memory is linear in T.
 
 Letters besides those of `reformax.ops.base`: X examples with their heads, B N of them.
 """
@@ -38,15 +37,15 @@ from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import tiles
 from reformax.ops.softmax.block_lists import InOrder
 from reformax.ops.softmax.dropout import dropped_own, seed_words
-from reformax.ops.softmax.orders import inverse
+from reformax.ops.softmax.orders import inverse_permutation
 
 Buckets = Annotated[int, Bounds(2, MAX_FACTOR)]
-# Queries, and keys, of a tile. Larger ones hold more pairs that share no bucket.
+# Queries, and keys, of a tile. A larger tile has more pairs that share no bucket.
 TILE = 128
 
 
-class Settings(NamedTuple):
-    """The hyperparameters of `hash_sparse`, whose arguments they are."""
+class HashSparseSettings(NamedTuple):
+    """The options of `hash_sparse`, which documents them."""
 
     n_buckets: int
     shared_qk: bool
@@ -60,14 +59,14 @@ class Settings(NamedTuple):
             raise SettingError(f"n_buckets is {self.n_buckets}: expected an even number")
 
 
-class Orders(NamedTuple):
-    """Queries and keys by bucket; shared ones have one order."""
+class HashSparsePlan(NamedTuple):
+    """The orders of queries and of keys by bucket; shared queries and keys have one order."""
 
     queries: Sorted  # [B, N, T]
     keys: Sorted | None
 
     @property
-    def of_keys(self) -> Sorted:
+    def key_order(self) -> Sorted:
         """The order of the keys."""
         return self.queries if self.keys is None else self.keys
 
@@ -80,19 +79,19 @@ def hash_sparse(
     attend_self_if_alone: bool = True,
     impl: str = "auto",
 ) -> AttentionOp:
-    """Exact attention to the keys of a query's own bucket.
+    """Exact attention to the keys of a query's bucket.
 
-    Buckets are those of angular hashing (Andoni et al. 2015), one hash a head: directions count,
-    and the lengths of queries and keys do not. No later token decides what a position sees, and a
-    step of decoding computes the same function as one call.
+    Angular hashing (Andoni et al. 2015) gives the buckets, one hash a head. It depends on the
+    directions of queries and keys alone, and not on their lengths. No later token decides what a
+    position sees, and a step of decoding computes the same function as one call.
 
     Args:
       n_buckets: buckets, an even number; 16 in most of the paper's runs.
       shared_qk: whether one projection serves as query and, length-normalised, as key, as in LSH
         attention. A position then sees itself only if it sees nothing else.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
-        zeros of it.
-      impl: `"xla"` runs everywhere, in array operations, a head after the other. `"pallas"` is the
+        its output zeros.
+      impl: `"xla"` runs everywhere, in array operations, head by head. `"pallas"` is the
         kernel of block-sparse attention, and one that hashes, for NVIDIA GPUs of Ampere or later
         and heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests.
         `"auto"` takes them where they compute the same function.
@@ -101,7 +100,7 @@ def hash_sparse(
       ValueError: a number of buckets that is odd or out of range, an unknown `impl`.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
-    settings = Settings(**locals())
+    settings = HashSparseSettings(**locals())
     settings.check()
     return AttentionOp(
         init=no_params,
@@ -119,13 +118,15 @@ def hash_sparse(
     )
 
 
-def _buckets(settings: Settings, rotations, x: Float[Array, "B T N H"]) -> Int[Array, "B N T"]:
+def _buckets(
+    settings: HashSparseSettings, rotations, x: Float[Array, "B T N H"]
+) -> Int[Array, "B N T"]:
     return hash_by(rotations, x, (settings.n_buckets,), settings.impl)[:, :, 0]
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
-) -> Orders:
+    settings: HashSparseSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
+) -> HashSparsePlan:
     """Both orders by segment, bucket and position."""
     del params, causal, train, length
     rotations = draw_rotations(q, (settings.n_buckets,), 1, rng)
@@ -134,16 +135,16 @@ def _plan(
         buckets = _buckets(settings, rotations, lax.stop_gradient(x))
         return sorted_groups.sort(buckets, settings.n_buckets, segment_ids)
 
-    return Orders(order(q), None if settings.shared_qk else order(k))
+    return HashSparsePlan(order(q), None if settings.shared_qk else order(k))
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+    settings: HashSparseSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
     del params, segment_ids  # the plan has them
     n_batch, length, n_heads, _ = q.shape
     k = length_normalize(q) if settings.shared_qk else k
-    queries, keys = plan.queries, plan.of_keys
+    queries, keys = plan.queries, plan.key_order
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
     sides = (q, queries), (k, keys), (v, keys)
     x = [_in_order(x, order) for x, order in sides]
@@ -161,21 +162,20 @@ def _apply(
         groups = *(y.group for y in flat), *(y.position for y in flat)
         out, _ = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
     out = out.reshape(n_batch, n_heads, length, -1)
-    place = inverse(queries.position)
-    out = jnp.take_along_axis(out, place[..., None], axis=2, mode="promise_in_bounds")
+    slot = inverse_permutation(queries.position)
+    out = jnp.take_along_axis(out, slot[..., None], axis=2, mode="promise_in_bounds")
     out = jnp.swapaxes(out, 1, 2)
     if not settings.attend_self_if_alone:
         return out
     alone = sorted_groups.alone(queries, plan.keys, causal)
-    alone = jnp.swapaxes(jnp.take_along_axis(alone, place, axis=2), 1, 2)
-    own = dropped_own(v, dropout, seed)
-    return jnp.where(alone[..., None], own, out)
+    alone = jnp.swapaxes(jnp.take_along_axis(alone, slot, axis=2), 1, 2)
+    return jnp.where(alone[..., None], dropped_own(v, dropout, seed), out)
 
 
 def _in_arrays(
     q, k, v, queries: Sorted, keys: Sorted, causal, exclude_self, dropout, n_heads, seed
 ) -> Float[Array, "X T 1 V"]:
-    """The op in array operations, a tile after the other."""
+    """The op in array operations, tile by tile."""
     size = min(TILE, q.shape[1])
     tiling = tiles.Tiling(
         query_size=size,
@@ -193,7 +193,7 @@ def _in_arrays(
 
 
 def _in_order(x: Float[Array, "B T N H"], order: Sorted) -> Float[Array, "X T 1 H"]:
-    """The vectors of each head in an order of its own."""
+    """The vectors of each head, sorted by that head's order."""
     x = jnp.swapaxes(x, 1, 2)
     x = jnp.take_along_axis(x, order.position[..., None], axis=2, mode="promise_in_bounds")
     return x.reshape(-1, x.shape[2], 1, x.shape[3])
@@ -202,20 +202,22 @@ def _in_order(x: Float[Array, "B T N H"], order: Sorted) -> Float[Array, "X T 1 
 # Decoding. C is the capacity.
 
 
-class Hashed(NamedTuple):
-    """All positions, and the buckets of their keys."""
+class HashSparseCache(NamedTuple):
+    """Keys and values by position, and the buckets of the keys."""
 
     memory: KeyValues
     buckets: Int[Array, "B N C"]
     rotations: Shared  # [N, H, 1, F]
 
 
-def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
+def _init_cache(
+    settings: HashSparseSettings, params, q, k, v, *, plan, lengths, capacity, rng
+) -> HashSparseCache:
     del params, plan  # a plan has orders
     rotations = draw_rotations(q, (settings.n_buckets,), 1, rng)
     buckets = _buckets(settings, rotations, q if settings.shared_qk else k)
     keys = length_normalize(q) if settings.shared_qk else k
-    return Hashed(
+    return HashSparseCache(
         fill_ring(keys, v, lengths, capacity),
         jnp.pad(buckets, ((0, 0), (0, 0), (0, capacity - q.shape[1]))),
         Shared(rotations),
@@ -223,8 +225,15 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
 
 
 def _step(
-    settings: Settings, params, q, k, v, cache: Hashed, *, position: Int[Array, " B"]
-) -> tuple[Float[Array, "B 1 N V"], Hashed]:
+    settings: HashSparseSettings,
+    params,
+    q,
+    k,
+    v,
+    cache: HashSparseCache,
+    *,
+    position: Int[Array, " B"],
+) -> tuple[Float[Array, "B 1 N V"], HashSparseCache]:
     del params
     memory, buckets, (rotations,) = cache
     of_query = _buckets(settings, rotations, q)
@@ -232,9 +241,9 @@ def _step(
     keys = length_normalize(q) if settings.shared_qk else k
     memory = add_to_ring(memory, keys, v, position)
     buckets = buckets.at[jnp.arange(q.shape[0]), :, position].set(of_key[..., 0])
-    place = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
-    now = position[:, None, None]
-    mask = (buckets == of_query) & (place < now if settings.shared_qk else place <= now)
-    own = v if settings.attend_self_if_alone else None
-    out = attend_to(q, *memory, mask, settings.impl, own)
-    return out, Hashed(memory, buckets, Shared(rotations))
+    key = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
+    newest = position[:, None, None]
+    mask = (buckets == of_query) & (key < newest if settings.shared_qk else key <= newest)
+    alone = v if settings.attend_self_if_alone else None
+    out = attend_to(q, *memory, mask, settings.impl, alone)
+    return out, HashSparseCache(memory, buckets, Shared(rotations))

@@ -1,7 +1,7 @@
 """Local attention: each chunk sees itself and its neighbours (Parmar et al. 2018).
 
 Time and memory are linear in the length. With `window` it is exact sliding-window attention
-(Longformer, sec. 3.1), and the chunks are only how it is computed.
+(Longformer, sec. 3.1), and the chunks decide only how it is computed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, PadChunks
 _FARTHEST = 2**30  # positions are below it
 
 
-class Settings(NamedTuple):
-    """The hyperparameters of `local`, whose arguments they are."""
+class LocalSettings(NamedTuple):
+    """The options of `local`, which documents them."""
 
     chunk_len: int
     n_chunks_before: int
@@ -53,7 +53,7 @@ class Settings(NamedTuple):
         if self.window is not None:
             return Reach(self.window - 1, 0 if causal else self.window - 1)
         before, after = (self.chunk_len * n for n in (self.n_chunks_before, self.n_chunks_after))
-        # What is left of a position's own chunk is in the future.
+        # The rest of a position's own chunk is in the future.
         behind = 0 if causal else after + self.chunk_len - 1
         return Reach(before, behind, self.chunk_len)
 
@@ -61,11 +61,11 @@ class Settings(NamedTuple):
         """The number of positions that decoding holds."""
         return min(self.window or (self.n_chunks_before + 1) * self.chunk_len, capacity)
 
-    def first_key(self, now):
-        """The first position that a query at `now` sees in decoding."""
+    def first_key(self, position):
+        """The first position that a query at `position` sees in decoding."""
         before = min(self.n_chunks_before * self.chunk_len, _FARTHEST)
-        chunk = now // self.chunk_len * self.chunk_len - before
-        return chunk if self.window is None else jnp.maximum(chunk, now - self.window + 1)
+        chunk = position // self.chunk_len * self.chunk_len - before
+        return chunk if self.window is None else jnp.maximum(chunk, position - self.window + 1)
 
     def check(self) -> None:
         """Raises `ValueError` for sizes out of range and options that exclude each other."""
@@ -104,7 +104,7 @@ def local(
       window: if set, a position sees exactly those less than `window` positions away, before it
         and, if not causal, after it. The chunk counts must then be large enough to hold it.
       shared_qk: whether keys are the length-normalised queries.
-      wrap: True sets the chunks in a circle, as Trax and Hugging Face do: before the first stands
+      wrap: True joins the chunks to a circle, as Trax and Hugging Face do: before the first comes
         the last one. A key that a query's chunks show twice then counts twice. In causal attention
         it changes something only where `n_chunks_before` reaches around to the chunk itself, or
         `n_chunks_after` from the last chunk to the first.
@@ -120,7 +120,7 @@ def local(
       ValueError: sizes out of range, a window that the chunks cannot hold, an unknown `impl`.
       NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
-    settings = Settings(**locals())
+    settings = LocalSettings(**locals())
     settings.check()
     decoding = ring_decoding(shared_qk, settings.n_slots, settings.first_key, impl)
     return AttentionOp(
@@ -140,7 +140,7 @@ def local(
     )
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+def _apply(settings: LocalSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     del params, plan
     window, shared_qk = settings.window, settings.shared_qk
     if not causal and settings.reach > settings.n_chunks_after:
@@ -157,12 +157,12 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dr
         return cudnn_attention(q, k, v, causal=True, window=window)
     k, v = repeat_heads(q, k, v)
     sizes, (n_batch, length, n_heads) = settings.chunks, q.shape[:3]
-    order = own_weight = None
+    order = self_weight = None
     if settings.wrap and length > settings.chunk_len:
-        n_places = length + -length % (settings.chunk_len * settings.pad_chunks)
-        order = circle.sequence_in_a_circle(n_batch, n_heads, n_places, sizes)
+        n_slots = length + -length % (settings.chunk_len * settings.pad_chunks)
+        order = circle.sequence_in_a_circle(n_batch, n_heads, n_slots, sizes)
         if settings.self_score is not None:
-            own_weight = circle.own_weight(settings.self_score, order, sizes)
+            self_weight = circle.self_weight(settings.self_score, order, sizes)
     options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=dropout)
     chunks = sizes.cut(length, circle=settings.wrap, **options)
-    return chunked_attention(q, k, v, chunks, order, segment_ids, rng, impl, own_weight)
+    return chunked_attention(q, k, v, chunks, order, segment_ids, rng, impl, self_weight)

@@ -1,10 +1,18 @@
 """Locality-sensitive hashing attention (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2).
 
-Shared-QK attention in which a query sees the keys that fall near it when the sequence is sorted by
-hash bucket. Angular hashing (Andoni et al. 2015) projects each vector on random directions and
-takes the direction it points along most. Vectors at a small angle then share a bucket with high
-probability, and several rounds make a miss in all of them unlikely. Time is
+One projection serves as query and, length-normalised, as key. Each of R hashes puts every
+vector in a bucket: vectors at a small angle share one with high probability. The sequence is sorted
+by bucket and cut into chunks, and a query sees the keys of its own chunk and of the chunks before
+it. Several hashes make it unlikely that all of them miss a key. Time is
 O(n_hashes * T * chunk_len).
+
+The file reads in the order of the computation:
+
+1. `LshSettings`, `lsh`: the options.
+2. `_plan`: hash, sort by bucket. The plan is each hash's order of the positions.
+3. `_apply`: softmax attention in the chunks of these orders. `softmax.chunked.visible_keys` tells
+   each query which keys of its chunks it sees.
+4. `_init_cache`, `_step`: decoding. `_candidates` tells the newest query which keys it sees.
 """
 
 from __future__ import annotations
@@ -28,23 +36,28 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.decoding.sorted_order import inserted, line, seen_before, with_bucket
+from reformax.ops.decoding.sorted_order import (
+    arange_last,
+    insert_newest,
+    shown_by_earlier_hash,
+    with_bucket,
+)
 from reformax.ops.hashing import circle
-from reformax.ops.hashing.angular import Hashing, bucket_factors, hash_by
+from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
 from reformax.ops.hashing.sorting import sort_by_bucket, within_buckets
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, Order, PadChunks
 
-# Every round orders the whole sequence.
-Rounds = Annotated[int, Bounds(1, 1024)]
+# Every hash sorts the whole sequence.
+HashCount = Annotated[int, Bounds(1, 1024)]
 Buckets = Annotated[int | Sequence[int] | str, Called("'auto', or even numbers")]
 
 _take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
 
-class Settings(NamedTuple):
-    """The hyperparameters of `lsh`, whose arguments they are."""
+class LshSettings(NamedTuple):
+    """The options of `lsh`, which documents them."""
 
     chunk_len: int
     n_hashes: int
@@ -63,22 +76,22 @@ class Settings(NamedTuple):
 
     @property
     def chunks(self) -> ChunkSizes:
-        """The sizes of chunks."""
+        """A chunk's length, and how many chunks around its own a query sees."""
         return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
 
     @property
-    def hashing(self) -> Hashing:
+    def hashing(self) -> AngularHashing:
         """The numbers of buckets and the rotations."""
         factors = None if self.n_buckets == "auto" else bucket_factors(self.n_buckets)
-        return Hashing(factors, self.chunk_len, self.rotations)
+        return AngularHashing(factors, self.chunk_len, self.rotations)
 
     @property
-    def whole(self) -> int:
-        """The number of places that a sequence of several chunks is padded to a multiple of."""
+    def pad_multiple(self) -> int:
+        """A sequence of several chunks is padded to a multiple of this length."""
         return self.chunk_len * (self.pad_chunks if self.wrap else 1)
 
-    def n_rounds(self, train: bool) -> int:
-        """The number of hashing rounds."""
+    def hashes_in(self, train: bool) -> int:
+        """The number of hashes in training or at evaluation."""
         return self.n_hashes if train or self.n_hashes_eval is None else self.n_hashes_eval
 
     def check(self) -> None:
@@ -108,8 +121,8 @@ class Settings(NamedTuple):
 def lsh(
     *,
     chunk_len: Size = 64,
-    n_hashes: Rounds = 4,
-    n_hashes_eval: Rounds | None = None,
+    n_hashes: HashCount = 4,
+    n_hashes_eval: HashCount | None = None,
     n_buckets: Buckets = "auto",
     n_chunks_before: ChunkCount = 1,
     n_chunks_after: ChunkCount = 0,
@@ -124,43 +137,43 @@ def lsh(
 ) -> AttentionOp:
     """LSH attention with its hyperparameters fixed.
 
-    It is exact shared-QK attention over the union of the chunks that the rounds show each query;
-    where one chunk covers the length, these are all keys, as in `shared_qk.shared_qk()`. The first
+    It is exact shared-QK attention over the union of the chunks that the hashes show each query.
+    Where one chunk covers the length, these are all keys, as in `shared_qk.shared_qk()`. The first
     chunk has no chunk before it, unless `wrap` is set.
 
     A step of decoding computes the last row of attention over the tokens so far. In one call over
-    all positions, later tokens may move the border of a chunk, and an earlier row may see other
-    keys than it did in its step. With `strictly_causal`, no later token decides what a position
-    sees, and decoding computes the same function as one call.
+    all positions, later tokens may move the border of a chunk, so an earlier row may see other keys
+    than in its own step. With `strictly_causal`, no later token decides what a position sees, and
+    decoding computes the same function as one call.
 
     Args:
       chunk_len: positions in a chunk of the sorted sequence.
-      n_hashes: hashing rounds in training.
-      n_hashes_eval: rounds at evaluation; by default as many as in training.
-      n_buckets: an even number, a sequence of even factors, or "auto". Each factor is hashed with
-        its own rotation and a bucket is their mixed-radix number, the first factor's digit the
-        least: two factors a and b cost a + b in place of a * b. "auto" makes about two buckets a
-        chunk, above 128 in two factors. It counts the chunks of the sequence, padding included; in
-        decoding those of the capacity.
+      n_hashes: hashes in training, the paper's hashing rounds.
+      n_hashes_eval: hashes at evaluation; by default as many as in training.
+      n_buckets: an even number, a sequence of even factors, or "auto". Each factor has its own
+        rotation, and a bucket is the mixed-radix number of their hashes, the first factor's digit
+        the least: two factors a and b cost a + b in place of a * b. "auto" makes about two buckets
+        a chunk, above 128 in two factors. It counts the chunks of the sequence, padding included;
+        in decoding those of the capacity.
       n_chunks_before: how many chunks before its own, in sorted order, a query sees.
       n_chunks_after: how many chunks after its own.
-      count_once: True counts a key once however many rounds show it, as the paper's N_ij does
+      count_once: True counts a key once however many hashes show it, as the paper's N_ij does
         (appendix A); False counts it each time, as Trax does.
-      strictly_causal: True shows a query, in each round, only the keys of its own bucket that are
-        among the `chunk_len * n_chunks_before` places before its own. For causal attention. The
-        plan is then three integers a position in place of two.
-      wrap: True sets the rounds' chunks in a circle, as Trax and Hugging Face do: before a round's
-        first chunk is the last chunk of the round before, and before the first round the last one.
+      strictly_causal: True shows a query, in each hash's order, only the keys of its own bucket
+        that are among the `chunk_len * n_chunks_before` slots before the query's. For causal
+        attention. The plan is then three integers a position in place of two.
+      wrap: True joins the hashes' chunks to a circle, as Trax and Hugging Face do: before a hash's
+        first chunk comes the last chunk of the hash before, and before the first hash the last one.
         Needs `count_once=False`.
       pad_chunks: with `wrap`, the sequence is padded to a multiple of so many chunks.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
-        zeros of it.
+        its output zeros.
       self_score: the score that Trax and Hugging Face give a position's own key, -1e5. Float32 is
         coarse among scores so large: a position that sees nothing else gets its own value times a
-        number up to half a percent off 1. This reproduces it. None, and a step of decoding, make
-        it 1.
+        number up to half a percent off 1. This reproduces it. With None, and in a step of decoding,
+        the number is 1.
       rotations: the rotations to hash with; None draws them from the rng. N heads of size H, at
-        least as many rounds R as are used, and F half the sum of the factors of `n_buckets`.
+        least as many hashes R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less, without `strictly_causal`, `wrap` and `self_score`;
         `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes them where they
@@ -170,7 +183,7 @@ def lsh(
       ValueError: sizes out of range, an unknown `impl`, or options that exclude each other.
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
-    settings = Settings(**locals())
+    settings = LshSettings(**locals())
     settings.check()
     return AttentionOp(
         init=no_params,
@@ -191,7 +204,7 @@ def lsh(
     )
 
 
-def _choose(settings: Settings, q: Array, v: Array | None = None) -> str:
+def _choose(settings: LshSettings, q: Array, v: Array | None = None) -> str:
     """The implementation of a call, whose values may not be known yet."""
     obstacles = kernel_obstacles(
         *(q, None, v),
@@ -203,28 +216,31 @@ def _choose(settings: Settings, q: Array, v: Array | None = None) -> str:
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
+    settings: LshSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Order | None:
-    """The order by bucket in each round; None where one chunk shows every key."""
+    """The order by bucket of each hash; None where one chunk has all keys."""
     del params, k, causal
     one_chunk = q.shape[1] <= settings.chunk_len
     if one_chunk and not settings.strictly_causal:
         return None
+    # Hash: a random rotation for each hash, a bucket [B, N, R, T] for each position.
     vectors, impl = lax.stop_gradient(q), _choose(settings, q)
-    length, n_rounds = length or q.shape[1], settings.n_rounds(train)
+    length, n_hashes = length or q.shape[1], settings.hashes_in(train)
     factors = settings.hashing.factors_for(length)
-    rotations = settings.hashing.rotations_for(vectors, length, n_rounds, rng)
+    rotations = settings.hashing.rotations_for(vectors, length, n_hashes, rng)
     buckets = hash_by(rotations, vectors, factors, settings.impl)
-    n_pad = 0 if one_chunk else -q.shape[1] % settings.whole
+    # Sort: by segment, bucket and position, padded to whole chunks.
+    n_pad = 0 if one_chunk else -q.shape[1] % settings.pad_multiple
     order = sort_by_bucket(buckets, math.prod(factors), segment_ids, n_pad)
     if settings.strictly_causal:
         return within_buckets(order, buckets, settings.chunk_len * settings.n_chunks_before)
     if settings.wrap:
         order = circle.in_a_circle(order, settings.chunks)
-    return order.as_asked(impl, settings.count_once)
+    return order.for_impl(impl, settings.count_once)
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+def _apply(settings: LshSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    """Softmax attention over the chunks of all hashes' orders (`softmax.chunked`)."""
     del params
     chunks = settings.chunks.cut(
         q.shape[1],
@@ -236,17 +252,17 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dr
         dropout=dropout,
     )
     impl = _choose(settings, q, v)
-    own_weight = None
+    self_weight = None
     if settings.self_score is not None and plan is not None:
-        own_weight = circle.own_weight(settings.self_score, plan, settings.chunks)
-    return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl, own_weight)
+        self_weight = circle.self_weight(settings.self_score, plan, settings.chunks)
+    return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl, self_weight)
 
 
-# Decoding. C is the capacity; a *place* is an index into a round's order, a *position* one into the
-# sequence.
+# Decoding. C is the capacity, M the keys that one hash shows. A *position* is an index into the
+# sequence, a *slot* one into a hash's sorted order.
 
 
-class Hashed(NamedTuple):
+class LshCache(NamedTuple):
     """The cache of LSH attention; entries of positions without a token are arbitrary."""
 
     memory: KeyValues  # by position
@@ -255,16 +271,19 @@ class Hashed(NamedTuple):
     rotations: Shared  # [N, H, R, F]
 
 
-def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
+def _init_cache(
+    settings: LshSettings, params, q, k, v, *, plan, lengths, capacity, rng
+) -> LshCache:
+    """The cache after the first `lengths` positions of each row."""
     del params, k, plan  # a plan has no buckets
     factors, length = settings.hashing.factors_for(capacity), q.shape[1]
-    rotations = settings.hashing.rotations_for(q, capacity, settings.n_rounds(train=False), rng)
+    rotations = settings.hashing.rotations_for(q, capacity, settings.hashes_in(train=False), rng)
     buckets = hash_by(rotations, q, factors, settings.impl)
-    is_token = line(length) < lengths[:, None, None, None]
+    is_token = arange_last(length) < lengths[:, None, None, None]
     last = math.prod(factors)
-    order = sort_by_bucket(jnp.where(is_token, buckets, last), last + 1, None, 0).queries
+    order = sort_by_bucket(jnp.where(is_token, buckets, last), last + 1, None, 0).query_positions
     n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
-    return Hashed(
+    return LshCache(
         fill_ring(length_normalize(q), v, lengths, capacity),
         jnp.pad(buckets, n_free),
         jnp.pad(order, n_free),
@@ -273,75 +292,81 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
 
 
 def _step(
-    settings: Settings, params, q, k, v, cache: Hashed, *, position: Int[Array, " B"]
-) -> tuple[Float[Array, "B 1 N V"], Hashed]:
+    settings: LshSettings, params, q, k, v, cache: LshCache, *, position: Int[Array, " B"]
+) -> tuple[Float[Array, "B 1 N V"], LshCache]:
+    """Attention of one more position of each row, and the cache with it."""
     del params, k
     memory, buckets, order, (rotations,) = cache
+    # Hash the new query, and insert its position in each hash's order.
     factors = settings.hashing.factors_for(order.shape[-1])
     bucket = hash_by(rotations, q, factors, settings.impl)
-    now = position[:, None, None, None]
+    newest = position[:, None, None, None]
     buckets = with_bucket(buckets, bucket, position)
-    order, first, own = inserted(order, buckets, bucket, now)
+    order, bucket_start, query_slot = insert_newest(order, buckets, bucket, newest)
 
-    seen, exists = _seen(settings, order, first, own, now)
-    exists = exists & (seen != now)
+    # Which positions it sees: `seen` [B, N, R, M], of which `exists` says which there are.
+    seen, exists = _candidates(settings, order, bucket_start, query_slot, newest)
+    exists = exists & (seen != newest)
     seen = jnp.where(exists, seen, -1)
     if settings.count_once and seen.shape[2] > 1:
-        exists = exists & ~seen_before(seen)
+        exists = exists & ~shown_by_earlier_hash(seen)
+
+    # One softmax over the keys of all hashes.
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
     alone = v if settings.attend_self_if_alone else None
     mask, new = exists.reshape(index.shape), KeyValues(length_normalize(q), v)
     options = dict(alone=alone, index=index)
     out, memory = add_and_attend(q, memory, new, position, mask, settings.impl, **options)
-    return out, Hashed(memory, buckets, order, Shared(rotations))
+    return out, LshCache(memory, buckets, order, Shared(rotations))
 
 
-def _seen(
-    settings: Settings,
+def _candidates(
+    settings: LshSettings,
     order: Int[Array, "B N R C"],
-    first: Int[Array, "B N R 1"],
-    own: Int[Array, "B N R 1"],
-    now: Int[Array, "B 1 1 1"],
+    bucket_start: Int[Array, "B N R 1"],
+    query_slot: Int[Array, "B N R 1"],
+    newest: Int[Array, "B 1 1 1"],
 ) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
-    """The positions in reach of the newest one in each round, and whether there is one.
+    """The positions in the chunks that each hash shows the newest query, and whether each exists.
 
     Args:
       settings: the op's.
-      order: each round's order, with the newest position in it.
-      first: the place where its bucket begins.
-      own: its place.
-      now: the newest position.
+      order: each hash's order, with the newest position in it.
+      bucket_start: the slot where the query's bucket begins.
+      query_slot: the query's slot.
+      newest: the query's position.
     """
     sizes = settings.chunks.within(order.shape[-1], circle=settings.wrap)
     chunk_len, n_chunks_before, n_chunks_after = sizes
     if settings.strictly_causal:
         reach = chunk_len * n_chunks_before
-        place = own - reach + line(reach)
-        exists = place >= first
+        slot = query_slot - reach + arange_last(reach)
+        exists = slot >= bucket_start
     else:
-        n_places = (n_chunks_before + 1 + n_chunks_after) * chunk_len
-        place = (own // chunk_len - n_chunks_before) * chunk_len + line(n_places)
-        exists = (place >= 0) & (place <= now)
+        n_slots = (n_chunks_before + 1 + n_chunks_after) * chunk_len
+        first = (query_slot // chunk_len - n_chunks_before) * chunk_len
+        slot = first + arange_last(n_slots)
+        exists = (slot >= 0) & (slot <= newest)
     if settings.wrap:
-        return _in_a_circle(order, place, now, chunk_len * settings.pad_chunks)
-    return _take(order, jnp.clip(place, 0, order.shape[-1] - 1), axis=-1), exists
+        return _across_hashes(order, slot, newest, chunk_len * settings.pad_chunks)
+    return _take(order, jnp.clip(slot, 0, order.shape[-1] - 1), axis=-1), exists
 
 
-def _in_a_circle(
+def _across_hashes(
     order: Int[Array, "B N R C"],
-    place: Int[Array, "B N R M"],
-    now: Int[Array, "B 1 1 1"],
-    whole: int,
+    slot: Int[Array, "B N R M"],
+    newest: Int[Array, "B 1 1 1"],
+    pad_multiple: int,
 ) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
-    """The positions at places of rounds in a circle, and whether there is one.
+    """`_candidates` with `wrap`: a slot beyond a hash's order is in that of the next hash.
 
-    Rounds are padded to a multiple of `whole` places.
+    Orders are padded to a multiple of `pad_multiple` slots.
     """
-    n_rounds, capacity = order.shape[2:]
-    length = (now // whole + 1) * whole
-    place = jnp.arange(n_rounds)[None, None, :, None] * length + place
-    index, place = jnp.divmod(place % (n_rounds * length), length)
-    index = index * capacity + jnp.minimum(place, capacity - 1)
+    n_hashes, capacity = order.shape[2:]
+    length = (newest // pad_multiple + 1) * pad_multiple
+    slot = jnp.arange(n_hashes)[None, None, :, None] * length + slot
+    index, slot = jnp.divmod(slot % (n_hashes * length), length)
+    index = index * capacity + jnp.minimum(slot, capacity - 1)
     shape = (*order.shape[:2], -1)
     seen = _take(order.reshape(shape), index.reshape(shape), axis=-1).reshape(index.shape)
-    return seen, place <= now
+    return seen, slot <= newest

@@ -1,11 +1,11 @@
 """Routing attention: queries see the keys that lie near the same centroid (Roy et al. 2021).
 
 "Efficient Content-Based Sparse Attention with Routing Transformers", sec. 4.1 and algorithm 1.
-Queries and keys are vectors on the unit sphere. Each centroid takes the queries that are nearest to
-it, as many for every centroid, and the keys that are nearest to it, and its queries see its keys.
-Training moves the centroids by online k-means: each towards the mean of the vectors whose nearest
-centroid it is. They are no weights that an optimizer sees, and evaluation leaves them as they are.
-With T / C tokens a centroid, and sqrt(T) centroids, time is O(T^1.5).
+Queries and keys are compared as vectors on the unit sphere. Each centroid takes the same number of
+queries and of keys, those nearest to it, and its queries see its keys. Training moves the centroids
+by online k-means: each towards the mean of the vectors whose nearest centroid it is. They are
+buffers that no optimizer sees, and evaluation leaves them as they are. With T / C tokens a
+centroid, and sqrt(T) centroids, time is O(T^1.5).
 
 Letters besides those of `reformax.ops.base`: C centroids, W members of a centroid's cluster.
 """
@@ -41,14 +41,14 @@ from reformax.ops.softmax.gathered import softmax_of_piece, taken
 from reformax.ops.softmax.online import Softmax, lowest, masked_exp, nonzero
 
 Decay = Annotated[float, Bounds(0, 1)]
-# Centroids whose products with all positions are in memory at a time.
+# The number of centroids whose products with all positions are in memory at a time.
 SCORED = 16
-# Positions whose products with all centroids are.
+# The number of positions whose products with all centroids are in memory at a time.
 COUNTED = 1024
 
 
-class Settings(NamedTuple):
-    """The hyperparameters of `routing`, whose arguments they are."""
+class RoutingSettings(NamedTuple):
+    """The options of `routing`, which documents them."""
 
     n_clusters: int
     cluster_size: int | None
@@ -87,14 +87,14 @@ def routing(
 
     It is exact attention over the clusters that a query is in, which may be none or several; a key
     counts in each that it shares with the query. With one cluster it is dense attention, or
-    `shared_qk.shared_qk()`. Products are of queries and keys as they are; the paper attends with
-    those of unit length too. The paper moves a centroid by the sum of its vectors, and here their
-    mean does, so that the batch's size does not matter.
+    `shared_qk.shared_qk()`. Logits are products of queries and keys as they are; the paper's have
+    unit length there too. The paper moves a centroid by the sum of its vectors. This moves it by
+    their mean, so that the batch's size does not matter.
 
     In a causal call later tokens decide what is in a cluster. A step of decoding computes the last
-    row of attention over the tokens so far. Rows have one segment: clusters go over all of it.
+    row of attention over the tokens so far. Rows have one segment: clusters cover the whole row.
 
-    Weights, carried and not trained: `centroids [N, C, H]`, of unit length.
+    Buffers, which are not trained: `centroids [N, C, H]`, of unit length.
 
     Args:
       n_clusters: centroids of a head; the paper takes about the square root of the length.
@@ -102,18 +102,18 @@ def routing(
       decay: how much of a centroid a step of training keeps, the paper's lambda.
       shared_qk: whether queries are their own keys, as in the paper's causal attention.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
-        zeros of it.
-      impl: of the attention; clusters are found in array operations. `"xla"` runs everywhere, a
-        cluster after the other. `"pallas"` is the kernel of block-sparse attention, for NVIDIA GPUs
-        of Ampere or later and heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly,
-        for tests. `"auto"` takes the kernel where it computes the same function.
+        its output zeros.
+      impl: of the attention; clusters are found in array operations. `"xla"` runs everywhere,
+        cluster by cluster. `"pallas"` is the kernel of block-sparse attention, for NVIDIA GPUs of
+        Ampere or later and heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for
+        tests. `"auto"` takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a number below 1, a decay that is not from 0 to 1, or an unknown `impl`.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
-    settings = Settings(**locals())
+    settings = RoutingSettings(**locals())
     return AttentionOp(
         init=functools.partial(_init, settings),
         plan=functools.partial(_plan, settings),
@@ -130,29 +130,29 @@ def routing(
     )
 
 
-def _init(settings: Settings, rng, dims: Dims) -> dict[str, Buffer]:
+def _init(settings: RoutingSettings, rng, dims: Dims) -> dict[str, Buffer]:
     shape = dims.n_heads, settings.n_clusters, dims.d_qk
     return {"centroids": Buffer(_unit(jax.random.normal(rng, shape)))}
 
 
 def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
-    """Vectors of length 1, and zeros of those that have no direction; float32 or wider."""
+    """Vectors scaled to length 1; zeros stay zeros. Float32 or wider."""
     x = lax.stop_gradient(x).astype(accum_dtype(x.dtype))
     x = x / nonzero(jnp.max(jnp.abs(x), axis=-1, keepdims=True))  # squares do not overflow
     return x / nonzero(jnp.linalg.norm(x, axis=-1, keepdims=True))
 
 
-def _real(segment_ids: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
+def _token_mask(segment_ids: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
     return jnp.ones(x.shape[:2], bool) if segment_ids is None else jnp.asarray(segment_ids) != 0
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
+    settings: RoutingSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Clusters:
     """The members of each cluster."""
     del causal, rng, train, length
-    real, centroids = _real(segment_ids, q), params["centroids"].value
-    width, n_members = settings.width(q.shape[1]), settings.n_members(real.sum(axis=1))
+    token_mask, centroids = _token_mask(segment_ids, q), params["centroids"].value
+    width, n_members = settings.width(q.shape[1]), settings.n_members(token_mask.sum(axis=1))
     n_members = jnp.broadcast_to(n_members, q.shape[:1])
 
     def members(x: Float[Array, "B T N H"]) -> Int[Array, "B N C W"]:
@@ -160,8 +160,8 @@ def _plan(
 
         def of_centroid(centroid: Float[Array, "N H"]) -> Int[Array, "B N W"]:
             products = jnp.einsum("btnh,nh->bnt", x, centroid, precision=lax.Precision.HIGHEST)
-            _, position = lax.top_k(jnp.where(real[:, None], products, -jnp.inf), width)
-            is_token = jnp.take_along_axis(real[:, None], position, axis=2)
+            _, position = lax.top_k(jnp.where(token_mask[:, None], products, -jnp.inf), width)
+            is_token = jnp.take_along_axis(token_mask[:, None], position, axis=2)
             taken = jnp.arange(width)[None, None] < n_members[:, None, None]
             return jnp.where(taken & is_token, position, -1)
 
@@ -172,58 +172,62 @@ def _plan(
     return Clusters(queries, queries if settings.shared_qk else members(k))
 
 
-def _moved(settings: Settings, centroids, vectors, real) -> Float[Array, "N C H"]:
+def _moved(settings: RoutingSettings, centroids, vectors, token_mask) -> Float[Array, "N C H"]:
     """The centroids after a step of online k-means over some arrays of unit vectors."""
     n_clusters = centroids.shape[1]
 
     def add(sums, chunk):
-        x, real = chunk  # [B, t, N, H], [B, t]
+        x, token_mask = chunk  # [B, t, N, H], [B, t]
         products = jnp.einsum("btnh,nch->btnc", x, centroids, precision=lax.Precision.HIGHEST)
         nearest = jax.nn.one_hot(jnp.argmax(products, axis=-1), n_clusters, dtype=x.dtype)
-        nearest = nearest * real[..., None, None]
+        nearest = nearest * token_mask[..., None, None]
         total = jnp.einsum("btnc,btnh->nch", nearest, x, precision=lax.Precision.HIGHEST)
         return (sums[0] + total, sums[1] + nearest.sum(axis=(0, 1))), None
 
-    def chunks(x):  # the chunks in front, padding without weight behind
+    def chunks(x):  # chunks first; padding has no weight
         return jnp.moveaxis(in_blocks(x, min(COUNTED, x.shape[1])), 1, 0)
 
-    real = real.astype(centroids.dtype)
+    token_mask = token_mask.astype(centroids.dtype)
     sums = jnp.zeros_like(centroids), jnp.zeros_like(centroids[..., 0])
     for x in vectors:
-        sums, _ = lax.scan(add, sums, (chunks(_unit(x).astype(centroids.dtype)), chunks(real)))
+        sums, _ = lax.scan(
+            add, sums, (chunks(_unit(x).astype(centroids.dtype)), chunks(token_mask))
+        )
     total, count = (sums[0], sums[1][..., None])
     mean = total / nonzero(count)
     moved = _unit(settings.decay * centroids + (1 - settings.decay) * mean)
     return jnp.where(count > 0, moved, centroids)
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+def _apply(settings: RoutingSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     centroids, dtype = params["centroids"], accum_dtype(q.dtype, v.dtype)
     vectors = (q,) if settings.shared_qk else (q, k)
-    moved = _moved(settings, lax.stop_gradient(centroids.value), vectors, _real(segment_ids, q))
-    held = updated(centroids, moved)
+    moved = _moved(
+        settings, lax.stop_gradient(centroids.value), vectors, _token_mask(segment_ids, q)
+    )
+    new_centroids = updated(centroids, moved)
 
     keys = length_normalize(q) if settings.shared_qk else k
     seed = seed_words(rng, len(q)) if dropout > 0.0 else None
     q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
     impl = choose(settings.impl, **kernel_obstacles(q, keys, v))
     if impl == "xla":
-        found = _in_arrays(settings, q, keys, values, plan, causal, dropout, seed)
+        results = _in_arrays(settings, q, keys, values, plan, causal, dropout, seed)
     else:
         interpret = impl == "pallas_interpret"
-        found = _in_kernels(settings, interpret, q, keys, values, plan, causal, dropout, rng)
-    out, total = found
+        results = _in_kernels(settings, interpret, q, keys, values, plan, causal, dropout, rng)
+    out, row_sum = results
     if settings.attend_self_if_alone:
-        own = jnp.swapaxes(dropped_own(v.astype(dtype), dropout, seed), 1, 2)
-        out = jnp.where((total == 0)[..., None], own, out)
+        alone = jnp.swapaxes(dropped_own(v.astype(dtype), dropout, seed), 1, 2)
+        out = jnp.where((row_sum == 0)[..., None], alone, out)
     out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
-    return out + (0 * held.sum()).astype(v.dtype)  # the centroids' change arrives by it
+    return out + (0 * new_centroids.sum()).astype(v.dtype)  # its gradient carries them
 
 
 def _in_arrays(
-    settings: Settings, q, k, v, plan: Clusters, causal, dropout, seed
+    settings: RoutingSettings, q, k, v, plan: Clusters, causal, dropout, seed
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """The attention in array operations, a cluster after the other, and each softmax's sum."""
+    """The attention in array operations, cluster by cluster, and each row's sum of weights."""
     dtype = accum_dtype(q.dtype, v.dtype)
 
     def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
@@ -243,9 +247,9 @@ def _in_arrays(
 
 
 def _in_kernels(
-    settings: Settings, interpret: bool, q, k, v, plan: Clusters, causal, dropout, rng
+    settings: RoutingSettings, interpret: bool, q, k, v, plan: Clusters, causal, dropout, rng
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """The same by kernels."""
+    """`_in_arrays` by kernels."""
     from reformax.ops.kernels.triton import clusters as kernel
 
     queries, n_heads = kernel.in_order(plan.queries), q.shape[1]
@@ -254,11 +258,11 @@ def _in_kernels(
     layout = InOrder(*sizes, causal, dropout, exclude_self=settings.shared_qk, n_folded=n_heads)
     folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
     rng = rng if dropout > 0.0 else None
-    out, total = kernel.attend(layout, interpret, *folded, queries, keys, rng)
-    return out.reshape(*q.shape[:3], -1), total.reshape(q.shape[:3])
+    out, row_sum = kernel.attend(layout, interpret, *folded, queries, keys, rng)
+    return out.reshape(*q.shape[:3], -1), row_sum.reshape(q.shape[:3])
 
 
-def _cluster(settings: Settings, causal, seed, dropout, query, key, q, k, v) -> Softmax:
+def _cluster(settings: RoutingSettings, causal, seed, dropout, query, key, q, k, v) -> Softmax:
     """The softmax of a cluster's queries over its keys.
 
     Args:
@@ -283,13 +287,13 @@ def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum):
     acc, row_max, row_sum = (jnp.moveaxis(x, 0, 2) for x in (acc, row_max, row_sum))
 
     def of_head(position, acc, row_max, row_sum):
-        place = jnp.where(position >= 0, position, length).reshape(-1)
+        index = jnp.where(position >= 0, position, length).reshape(-1)  # `length`: dropped
         acc, row_max, row_sum = (x.reshape(-1, *x.shape[2:]) for x in (acc, row_max, row_sum))
-        most = jnp.full(length + 1, lowest(row_max.dtype), row_max.dtype).at[place].max(row_max)
-        scale = masked_exp(row_max, place < length, lax.stop_gradient(most)[place])
-        out = jnp.zeros((length + 1, acc.shape[-1]), acc.dtype).at[place].add(acc * scale[:, None])
-        total = jnp.zeros(length + 1, acc.dtype).at[place].add(row_sum * scale)
-        return (out / nonzero(total)[:, None])[:length], total[:length]
+        most = jnp.full(length + 1, lowest(row_max.dtype), row_max.dtype).at[index].max(row_max)
+        scale = masked_exp(row_max, index < length, lax.stop_gradient(most)[index])
+        out = jnp.zeros((length + 1, acc.shape[-1]), acc.dtype).at[index].add(acc * scale[:, None])
+        sums = jnp.zeros(length + 1, acc.dtype).at[index].add(row_sum * scale)
+        return (out / nonzero(sums)[:, None])[:length], sums[:length]
 
     return jax.vmap(jax.vmap(of_head))(queries, acc, row_max, row_sum)
 
@@ -297,8 +301,8 @@ def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum):
 # Decoding. T is the capacity.
 
 
-class Cache(NamedTuple):
-    """All positions, and the products of their queries and keys with the centroids."""
+class RoutingCache(NamedTuple):
+    """Keys and values by position, and the products of queries and keys with the centroids."""
 
     memory: KeyValues
     queries: Float[Array, "B N C T"]
@@ -311,16 +315,20 @@ def _products(params, x: Float[Array, "B T N H"]) -> Float[Array, "B N C T"]:
     return jnp.einsum("btnh,nch->bnct", _unit(x), centroids, precision=lax.Precision.HIGHEST)
 
 
-def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+def _init_cache(
+    settings: RoutingSettings, params, q, k, v, *, plan, lengths, capacity, rng
+) -> RoutingCache:
     del plan, rng
-    room = ((0, 0),) * 3 + ((0, capacity - q.shape[1]),)
-    queries = jnp.pad(_products(params, q), room)
-    keys = queries if settings.shared_qk else jnp.pad(_products(params, k), room)
+    n_free = ((0, 0),) * 3 + ((0, capacity - q.shape[1]),)
+    queries = jnp.pad(_products(params, q), n_free)
+    keys = queries if settings.shared_qk else jnp.pad(_products(params, k), n_free)
     memory = fill_ring(length_normalize(q) if settings.shared_qk else k, v, lengths, capacity)
-    return Cache(memory, queries, keys)
+    return RoutingCache(memory, queries, keys)
 
 
-def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):
+def _step(
+    settings: RoutingSettings, params, q, k, v, cache: RoutingCache, *, position: Int[Array, " B"]
+):
     row = jnp.arange(q.shape[0])
     queries = cache.queries.at[row, :, :, position].set(_products(params, q)[..., 0])
     keys = queries
@@ -330,20 +338,20 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Ar
         cache.memory, length_normalize(q) if settings.shared_qk else k, v, position
     )
     capacity = memory.keys.shape[2]
-    now = position[:, None, None, None]
-    exists = jnp.arange(capacity)[None, None, None] <= now
+    newest = position[:, None, None, None]
+    exists = jnp.arange(capacity)[None, None, None] <= newest
     n_members = settings.n_members(position + 1)
     n_members = jnp.broadcast_to(n_members, position.shape)[:, None, None, None]
     # Of equal products the earlier positions come first, and the newest is the last.
-    own = jnp.take_along_axis(queries, now, axis=3)
-    is_member = ((queries >= own) & exists).sum(axis=3, keepdims=True) <= n_members
+    of_query = jnp.take_along_axis(queries, newest, axis=3)
+    is_member = ((queries >= of_query) & exists).sum(axis=3, keepdims=True) <= n_members
     width = settings.width(capacity)
     _, seen = lax.top_k(jnp.where(exists, keys, -jnp.inf), width)
-    mask = is_member & (jnp.arange(width)[None, None, None] < n_members) & (seen <= now)
+    mask = is_member & (jnp.arange(width)[None, None, None] < n_members) & (seen <= newest)
     if settings.shared_qk:
-        mask = mask & (seen != now)
+        mask = mask & (seen != newest)
     index = seen.reshape(*seen.shape[:2], -1)
-    held = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
+    seen_rows = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
     alone = v if settings.attend_self_if_alone else None
-    out = attend_to(q, *held, mask.reshape(index.shape), settings.impl, alone)
-    return out, Cache(memory, queries, keys)
+    out = attend_to(q, *seen_rows, mask.reshape(index.shape), settings.impl, alone)
+    return out, RoutingCache(memory, queries, keys)

@@ -189,8 +189,8 @@ def test_mode_selects_the_hashes_of_evaluation():
         layer = layers.Attention(op, **SIZES, mode=mode)
         return jax.eval_shape(lambda: layer.plan(params, layer.project(params, x), rng=RNG))
 
-    assert plan(op, "train").queries.shape[2] == 1
-    assert plan(op, "eval").queries.shape[2] == 3
+    assert plan(op, "train").query_positions.shape[2] == 1
+    assert plan(op, "eval").query_positions.shape[2] == 3
     three = layers.Attention(lsh.lsh(chunk_len=4, n_hashes=3), **SIZES)
     one = layers.Attention(op, **SIZES, mode="eval")
     outs = (jax.jit(layer.apply)(params, x, rng=RNG) for layer in (one, three))

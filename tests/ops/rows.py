@@ -161,9 +161,9 @@ def except_self(counts: np.ndarray, attend_self_if_alone: bool = True) -> np.nda
     return np.where(alone, counts, others)
 
 
-def in_reach(place, chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> np.ndarray:
+def in_reach(slot, chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> np.ndarray:
     """Whether key j's chunk lies in reach of query i's, for the place of each position."""
-    chunk = np.asarray(place) // chunk_len
+    chunk = np.asarray(slot) // chunk_len
     ahead = chunk[..., None, :] - chunk[..., :, None]
     return (ahead >= -n_chunks_before) & (ahead <= n_chunks_after)
 
@@ -206,18 +206,18 @@ def _window_and_first(options, plan, shape, causal, segment_ids):
     return visible(shape, causal, segment_ids) * (near | (first[:, None, None] > 0))
 
 
-def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
-    """How many of an LSH plan's rounds bring each key within reach of each query."""
+def hashes_that_show(options, plan, shape: Shape) -> np.ndarray:
+    """How many of an LSH plan's hashes bring each key within reach of each query."""
     if plan is None:  # One chunk shows all there is.
         return np.ones((shape.batch, shape.n_heads, shape.n_queries, shape.n_keys), int)
-    place = np.argsort(np.asarray(plan.queries), axis=-1)[..., : shape.n_queries]
+    slot = np.argsort(np.asarray(plan.query_positions), axis=-1)[..., : shape.n_queries]
     reach = [options[name] for name in ("chunk_len", "n_chunks_before", "n_chunks_after")]
-    return in_reach(place, *reach).sum(axis=2)
+    return in_reach(slot, *reach).sum(axis=2)
 
 
 def _hashed(options, plan, shape, causal, segment_ids):
-    rounds = rounds_that_show(options, plan, shape)
-    counts = rounds > 0 if options["count_once"] else rounds
+    shown = hashes_that_show(options, plan, shape)
+    counts = shown > 0 if options["count_once"] else shown
     return except_self(
         visible(shape, causal, segment_ids) * counts, options.get("attend_self_if_alone", True)
     )
@@ -228,15 +228,18 @@ def _clusters(options, plan, shape, causal, segment_ids):
     if plan is not None:
         # Across sequences a chunk has room for as many queries more as there are.
         ratio = max(1, round(shape.n_queries / shape.n_keys))
-        sides = (plan.queries, shape.n_queries, ratio), (plan.keys, shape.n_keys, 1)
+        sides = (
+            (plan.query_positions, shape.n_queries, ratio),
+            (plan.key_positions, shape.n_keys, 1),
+        )
         of_query, of_key = (
             np.argsort(np.asarray(x), axis=-1)[..., :n] // (options["chunk_len"] * more)
             for x, n, more in sides
         )
         ahead = of_key[..., None, :] - of_query[..., None]
         before, after = (options.get(f"n_chunks_{x}", 0) for x in ("before", "after"))
-        rounds = ((ahead >= -before) & (ahead <= after)).sum(axis=2)
-        counts = counts * (rounds > 0 if options["count_once"] else rounds)
+        shown = ((ahead >= -before) & (ahead <= after)).sum(axis=2)
+        counts = counts * (shown > 0 if options["count_once"] else shown)
     crosses = shape.n_queries != shape.n_keys or isinstance(segment_ids, tuple)
     if crosses or not options["attend_self_if_alone"]:
         return counts
@@ -257,21 +260,21 @@ def _same_bucket(options, plan, shape, causal, segment_ids):
     return counts + itself * options["attend_self_if_alone"]
 
 
-def around(place, length: int, chunk_len: int, n_chunks_before: int, n_chunks_after: int):
-    """How many times key j is in reach of query i where the rounds' chunks stand in a circle.
+def around(slot, length: int, chunk_len: int, n_chunks_before: int, n_chunks_after: int):
+    """How many times key j is in reach of query i where the hashes' chunks are in a circle.
 
-    `place` `[R, T]` is where each position stands in each round of `length` places.
+    `slot` `[R, T]` is the slot of each position in the order of each hash, of `length` slots.
     """
-    n_rounds, n_positions = place.shape
+    n_hashes, n_positions = slot.shape
     counts = np.zeros((n_positions, n_positions), int)
     if length <= chunk_len:
         return counts + 1
-    at = np.full(n_rounds * length, -1)
-    for r in range(n_rounds):
-        at[r * length + place[r]] = np.arange(n_positions)
+    at = np.full(n_hashes * length, -1)
+    for r in range(n_hashes):
+        at[r * length + slot[r]] = np.arange(n_positions)
     n_chunks = len(at) // chunk_len
-    for r, query in np.ndindex(place.shape):
-        own = (r * length + place[r, query]) // chunk_len
+    for r, query in np.ndindex(slot.shape):
+        own = (r * length + slot[r, query]) // chunk_len
         for c in range(own - n_chunks_before, own + n_chunks_after + 1):
             start = c % n_chunks * chunk_len
             for key in at[start : start + chunk_len]:
@@ -286,11 +289,11 @@ def _circle(options, plan, shape, causal, segment_ids):
     if plan is None:
         return _hashed(options, plan, shape, causal, segment_ids)
     if not plan:
-        place = np.arange(n_keys)[None]
-        return visible(shape, causal, segment_ids) * around(place, length, **sizes)
-    assert plan.keys.shape[-1] > length or not sum(list(sizes.values())[1:])
-    place = np.asarray(plan.places)[..., :n_keys]
-    counts = [[around(head, length, **sizes) for head in example] for example in place]
+        slot = np.arange(n_keys)[None]
+        return visible(shape, causal, segment_ids) * around(slot, length, **sizes)
+    assert plan.key_positions.shape[-1] > length or not sum(list(sizes.values())[1:])
+    slot = np.asarray(plan.query_slots)[..., :n_keys]
+    counts = [[around(head, length, **sizes) for head in example] for example in slot]
     return except_self(
         visible(shape, causal, segment_ids) * np.array(counts),
         options.get("attend_self_if_alone", True),
@@ -313,10 +316,12 @@ def _odd_blocks(n_blocks_q, n_blocks_k):
 
 
 def _own_bucket(options, plan, shape, causal, segment_ids):
-    place, first = (np.asarray(x)[..., : shape.n_queries] for x in (plan.places, plan.first))
-    key = place[..., None, :]
-    rounds = ((key >= first[..., None]) & (key <= place[..., None])).sum(axis=2)
-    counts = rounds > 0 if options["count_once"] else rounds
+    slot, first = (
+        np.asarray(x)[..., : shape.n_queries] for x in (plan.query_slots, plan.first_slot)
+    )
+    key = slot[..., None, :]
+    shown = ((key >= first[..., None]) & (key <= slot[..., None])).sum(axis=2)
+    counts = shown > 0 if options["count_once"] else shown
     return except_self(visible(shape, causal, segment_ids) * counts)
 
 

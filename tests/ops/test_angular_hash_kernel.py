@@ -15,18 +15,18 @@ from tests.ops import inputs
 
 
 @pytest.mark.parametrize(
-    "length, size, factors, n_rounds",
+    "length, size, factors, n_hashes",
     [(37, 8, (4,), 3), (150, 20, (6, 10), 2), (20, 64, (300,), 1)],
 )
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_the_same_buckets(length, size, factors, n_rounds, dtype):
+def test_the_same_buckets(length, size, factors, n_hashes, dtype):
     """More vectors and more directions than a program takes at a time; and a vector of zeros."""
     vectors = np.random.default_rng(0).normal(size=(2, length, 3, size)).astype(dtype)
     vectors[0, 3] = 0
 
     @jax.jit
     def buckets(vectors):
-        rotations = hashing.draw_rotations(vectors, factors, n_rounds, jax.random.key(0))
+        rotations = hashing.draw_rotations(vectors, factors, n_hashes, jax.random.key(0))
         args = rotations, vectors, factors
         return [hashing.hash_by(*args, impl) for impl in ("xla", "pallas_interpret")]
 

@@ -67,9 +67,9 @@ def test_the_mean_of_all(packed):
     segment_ids = ids if packed else np.ones_like(ids)
     want = x.copy()
     for row, number in np.ndindex(2, 4):
-        here = segment_ids[row] == number
-        if here.any():
-            want[row, here] -= want[row, here].mean(axis=0)
+        in_segment = segment_ids[row] == number
+        if in_segment.any():
+            want[row, in_segment] -= want[row, in_segment].mean(axis=0)
     got = jax.jit(lambda x: centring.centred(x, ids if packed else None, False))(
         x.astype(np.float32)
     )

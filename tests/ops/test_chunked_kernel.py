@@ -15,13 +15,13 @@ from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 KEY = jax.random.key(0)
 ONE_BEFORE = dict(chunk_len=16, n_chunks_before=1, n_chunks_after=0, causal=True, shared_qk=True)
 AROUND = ONE_BEFORE | dict(n_chunks_after=1, causal=False)
-SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16), (16, 32)))
+SQUARE, TALL, WIDE = (kernel.ChunkTiles(*size, 4, 2) for size in ((16, 16), (32, 16), (16, 32)))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("length", [83, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "options, n_rounds, packed, tiles",
+    "options, n_hashes, packed, tiles",
     [
         pytest.param(ONE_BEFORE, 1, False, SQUARE, marks=pytest.mark.slow),
         pytest.param(ONE_BEFORE, 3, True, TALL, marks=pytest.mark.slow),
@@ -43,7 +43,7 @@ SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16),
         (ONE_BEFORE | dict(chunk_len=32, window=20, shared_qk=False), 0, False, WIDE),
     ],
 )
-def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length):
+def test_many_blocks_are_one_attention(options, n_hashes, packed, tiles, length):
     """Chunks of several blocks, blocks of several chunks, and padding."""
     batch, n_heads = 2, 2
     chunks = Chunks(length=length, **options)
@@ -57,8 +57,8 @@ def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length)
     if packed:
         segment_ids = rng.integers(0, 3, (batch, length + n_pad)).astype(np.int32)
         segment_ids[:, length:] = 0
-    if n_rounds:
-        buckets = rng.integers(0, 6, (batch, n_heads, n_rounds, length)).astype(np.int32)
+    if n_hashes:
+        buckets = rng.integers(0, 6, (batch, n_heads, n_hashes, length)).astype(np.int32)
         ids = None if segment_ids is None else segment_ids[:, :length]
         order = jax.jit(lambda b: sorting.sort_by_bucket(b, 6, ids, n_pad))(buckets)
 
@@ -84,17 +84,17 @@ def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length)
 )
 def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pack):
     """Every pair of the first and last chunks, in any field of any pack, among any others."""
-    n_rounds = 9
+    n_hashes = 9
     rng = np.random.default_rng(0)
     chunks = Chunks(n_chunks * 2, 2, before, after, causal=False, shared_qk=True)
     packed = PackedChunks.of(chunks)
     assert packed.per_pack == per_pack
     ends = np.r_[np.arange(n_chunks), rng.integers(0, n_chunks, 2000), [0, n_chunks - 1] * 99]
     query, key = (
-        np.stack([rng.permutation(ends) for _ in range(n_rounds)]).astype(np.int32) for _ in "qk"
+        np.stack([rng.permutation(ends) for _ in range(n_hashes)]).astype(np.int32) for _ in "qk"
     )
     distance = query - key
-    for n in range(1, n_rounds + 1):
+    for n in range(1, n_hashes + 1):
         want = ((distance[:n] <= before) & (-distance[:n] <= after)).any(axis=0)
         got = np.zeros_like(want)
         for first in range(0, n, per_pack):
@@ -107,19 +107,19 @@ def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pac
 
 
 def test_packed_chunks_are_in_each_round_s_order():
-    """Fifteen earlier rounds of eleven-bit chunk numbers take eight packs; none is lost."""
+    """Fifteen earlier hashes of eleven-bit chunk numbers take eight packs; none is lost."""
     rng = np.random.default_rng(0)
     chunks = Chunks(1100, 1, 0, 0, causal=False, shared_qk=True)
-    places = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
-    order = Order(np.argsort(places, axis=-1).astype(np.int32), places)
+    slots = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
+    order = Order(np.argsort(slots, axis=-1).astype(np.int32), slots)
     q = jnp.zeros((1, 1100, 1, 2))
     inputs = kernel._inputs(chunks, q, None, q, order, None, None)
     packed = PackedChunks.of(chunks)
     assert (packed.guard, packed.per_pack, len(inputs.packs)) == (11, 2, 8)
-    for r in range(15):  # as the last round sees them
+    for r in range(15):  # as the last hash sees them
         pack, field = divmod(r, packed.per_pack)
         got = (np.asarray(inputs.packs[pack, 0, 0, 15]).view(np.uint32) >> (13 * field)) & 2047
-        np.testing.assert_array_equal(got, places[0, 0, r][order.queries[0, 0, 15]])
+        np.testing.assert_array_equal(got, slots[0, 0, r][order.query_positions[0, 0, 15]])
 
 
 @pytest.mark.matrix
@@ -129,15 +129,15 @@ def test_packed_chunks_are_in_each_round_s_order():
 @pytest.mark.parametrize("size", [64, pytest.param(80, marks=pytest.mark.slow)])
 def test_it_lowers_for_a_gpu(dtype, size):
     """What the interpreter takes and Triton does not would show here, without a GPU."""
-    length, n_heads, n_rounds = 1000, 2, 2
+    length, n_heads, n_hashes = 1000, 2, 2
     chunks = Chunks(length, 64, 1, 0, causal=True, shared_qk=True, dropout=0.1)
     x = jax.ShapeDtypeStruct((1, length, n_heads, size), dtype)
-    place = jax.ShapeDtypeStruct((1, n_heads, n_rounds, 1024), jnp.int32)
+    slot = jax.ShapeDtypeStruct((1, n_heads, n_hashes, 1024), jnp.int32)
     segment_ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 
     def run(q, v, order, segment_ids, rng, d_out):
         inputs = (chunks, q, None, v, order, segment_ids, rng)
         return kernel.backward(*inputs, *kernel.forward(*inputs), d_out)
 
-    lowered = lower_for_gpu(run, x, x, Order(place, place), segment_ids, KEY, x)
-    assert lowered.count("triton") >= 2 * n_rounds
+    lowered = lower_for_gpu(run, x, x, Order(slot, slot), segment_ids, KEY, x)
+    assert lowered.count("triton") >= 2 * n_hashes

@@ -255,8 +255,8 @@ def check_beams(op, heads):
 
     @jax.jit
     def steps(new, copied, shared, origins, position):
-        here = jnp.arange(n_beams)[:, None]
-        origins = jnp.where(jnp.arange(capacity) == position[0], here, origins)
+        beam = jnp.arange(n_beams)[:, None]
+        origins = jnp.where(jnp.arange(capacity) == position[0], beam, origins)
         want, copied = inputs.step(op, new, copied, position=position)
         got, shared = inputs.step(op, new, shared, position=position, origins=origins)
         return want, got, copied, shared, origins
@@ -339,7 +339,7 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
 
 
 @pytest.mark.parametrize(
-    "n_rows, n_keys, kernels", [(1, 5, 1), (2, 5, 0), (1, cache.MOST_KEYS + 1, 0)]
+    "n_rows, n_keys, kernels", [(1, 5, 1), (2, 5, 0), (1, cache.MAX_KERNEL_KEYS + 1, 0)]
 )
 def test_auto_takes_the_kernel_of_one_query_for_a_single_row(n_rows, n_keys, kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)

@@ -26,8 +26,8 @@ def test_a_group_is_a_bucket_of_a_segment():
         position, group = map(np.asarray, order)
         at = np.take_along_axis(np.broadcast_to(ids[:, None], bucket.shape), position, -1)
         bucket = np.take_along_axis(bucket, position, -1)
-        place = np.lexsort((position, group))
-        np.testing.assert_array_equal(place, np.broadcast_to(np.arange(40), place.shape))
+        slot = np.lexsort((position, group))
+        np.testing.assert_array_equal(slot, np.broadcast_to(np.arange(40), slot.shape))
         for b, n in np.ndindex(2, 3):
             pairs = {*zip(group[b, n], at[b, n], bucket[b, n], strict=True)}
             pairs = {(g, *((s, c) if s else (0, 0))) for g, s, c in pairs}
@@ -55,16 +55,16 @@ def test_tiles_that_share_a_pair_meet(causal):
     find = jax.jit(sorted_groups.visits, static_argnums=(0, 1))
     for sizes in ((1, 1), (4, 3)):
         plan = find(sizes, causal, queries, keys)
-        for visits, mine, sizes_here in (
+        for visits, mine, tile_sizes in (
             (plan.by_query, pairs, sizes),
             (plan.by_key, pairs.swapaxes(1, 2), sizes[::-1]),
         ):
-            own, other = (-(-23 // n) for n in sizes_here)
-            shape = 5, own, sizes_here[0], other, sizes_here[1]
-            padded = np.zeros((5, own * sizes_here[0], other * sizes_here[1]), bool)
+            n_tiles, n_other_tiles = (-(-23 // n) for n in tile_sizes)
+            shape = 5, n_tiles, tile_sizes[0], n_other_tiles, tile_sizes[1]
+            padded = np.zeros((5, n_tiles * tile_sizes[0], n_other_tiles * tile_sizes[1]), bool)
             padded[:, :23, :23] = mine
             meet = padded.reshape(shape).any(axis=(2, 4))
-            number = np.arange(other)
+            number = np.arange(n_other_tiles)
             start, stop = (np.asarray(x)[..., None] for x in visits[:2])
             visited = (number >= start) & (number < stop)
             assert not np.any(meet & ~visited)

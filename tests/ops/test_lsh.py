@@ -31,8 +31,8 @@ def attend(op, q, v, **kwargs):
     return jax.jit(lambda q, v: op(q, None, v, **({"rng": KEY} | kwargs)))(q, v)
 
 
-def hash_vectors(x, factors, n_rounds):
-    return np.asarray(jax.jit(lambda x: hashing.hash_vectors(x, factors, n_rounds, KEY))(x))
+def hash_vectors(x, factors, n_hashes):
+    return np.asarray(jax.jit(lambda x: hashing.hash_vectors(x, factors, n_hashes, KEY))(x))
 
 
 # Hashing
@@ -53,15 +53,15 @@ def test_buckets_are_filled_evenly():
     """Random directions fall in every bucket equally often, within five standard deviations."""
     x = np.random.default_rng(0).normal(size=(1, 2048, 1, 32)).astype(np.float32)
     for factors in ((8,), (4, 6)):
-        n_buckets, n_rounds = math.prod(factors), 64
-        buckets = hash_vectors(x, factors, n_rounds)
+        n_buckets, n_hashes = math.prod(factors), 64
+        buckets = hash_vectors(x, factors, n_hashes)
         share = np.bincount(np.ravel(buckets), minlength=n_buckets) / buckets.size
         assert len(share) == n_buckets
-        # Many rotations of few vectors: what varies is each rotation's own unevenness.
-        per_round = np.stack([np.bincount(b, minlength=n_buckets) for b in buckets[0, 0]]) / 2048
-        error = per_round.std(axis=0) / np.sqrt(n_rounds)
+        # Many rotations of few vectors: what varies is how unevenly each rotation fills buckets.
+        per_hash = np.stack([np.bincount(b, minlength=n_buckets) for b in buckets[0, 0]]) / 2048
+        error = per_hash.std(axis=0) / np.sqrt(n_hashes)
         assert np.all(np.abs(share - 1 / n_buckets) < 5 * error)
-        assert per_round.min() > 0
+        assert per_hash.min() > 0
 
 
 def test_near_vectors_share_buckets_more_often_than_far_ones():
@@ -160,7 +160,7 @@ def test_order_is_by_segment_then_bucket_then_position(
         segment_ids = rng.integers(0, 4, (2, 40)).astype(segment_dtype)
         last = np.where(segment_ids == 0, 99, segment_ids.astype(int))[:, None, None]
     sort = jax.jit(lambda buckets: sorting.sort_by_bucket(buckets, n_buckets, segment_ids, n_pad))
-    order, places = (np.asarray(x) for x in sort(buckets).with_places()[:2])
+    order, slots = (np.asarray(x) for x in sort(buckets).with_slots()[:2])
     position = np.broadcast_to(np.arange(40), buckets.shape)
     real = np.lexsort((position, buckets, np.broadcast_to(last, buckets.shape)), axis=-1)
     is_real = order < 40
@@ -168,8 +168,8 @@ def test_order_is_by_segment_then_bucket_then_position(
     if segment_ids is None:
         assert np.all(is_real[..., :40])
     np.testing.assert_array_equal(
-        np.take_along_axis(places, order, axis=-1),
-        np.broadcast_to(np.arange(40 + n_pad), places.shape),
+        np.take_along_axis(slots, order, axis=-1),
+        np.broadcast_to(np.arange(40 + n_pad), slots.shape),
     )
     np.testing.assert_array_equal(np.sort(order, axis=-1)[0, 0, 0], np.arange(40 + n_pad))
 
@@ -182,7 +182,7 @@ def test_the_plan_sorts_the_hashes_of_the_queries():
         plan = make_plan(op, q, segment_ids=ids)
         buckets = hash_vectors(q, (2, 4), 3)
         np.testing.assert_array_equal(
-            plan.queries, sorting.sort_by_bucket(buckets, 8, ids, 8).queries
+            plan.query_positions, sorting.sort_by_bucket(buckets, 8, ids, 8).query_positions
         )
 
 
@@ -190,11 +190,11 @@ def test_the_plan_sorts_the_hashes_of_the_queries():
 
 
 def test_a_plan_made_for_the_kernel_serves_array_operations():
-    """The kernel may take the queries and not the values, and its plan has no places."""
+    """The kernel may take the queries and not the values, and its plan has no slots."""
     q, v = draw(8, 3)
     options = dict(chunk_len=8, n_hashes=1, n_buckets=4)
     plan = make_plan(lsh.lsh(**options, impl="pallas_interpret"), q)
-    assert plan.places is None
+    assert plan.query_slots is None
     op = lsh.lsh(**options, impl="xla")
     masks = dict(segment_ids=None, causal=True, dropout=0.0, rng=None)
     outs = [
@@ -210,7 +210,7 @@ def test_number_of_hashes():
         op = lsh.lsh(chunk_len=8, n_hashes=3, n_hashes_eval=n_eval)
         for train, n in ((True, 3), (False, expected)):
             plan = jax.eval_shape(functools.partial(make_plan, op, train=train), q)
-            assert plan.queries.shape == (2, 2, n, 40)
+            assert plan.query_positions.shape == (2, 2, n, 40)
     both = lsh.lsh(chunk_len=8, n_hashes=1, n_hashes_eval=4)
     train, evaluation = (attend(both, q, v, train=train) for train in (True, False))
     np.testing.assert_array_equal(train, attend(lsh.lsh(chunk_len=8, n_hashes=1), q, v))
@@ -221,7 +221,7 @@ def test_number_of_hashes():
 def test_number_of_buckets():
     (q,) = draw(8)
     orders = {
-        n: np.asarray(make_plan(lsh.lsh(chunk_len=8, n_buckets=n), q).queries)
+        n: np.asarray(make_plan(lsh.lsh(chunk_len=8, n_buckets=n), q).query_positions)
         for n in ("auto", 10, 2, 8, (4, 2), (2, 4))
     }
     # 40 positions are 5 chunks of 8, two buckets each.
@@ -230,10 +230,10 @@ def test_number_of_buckets():
         for other in list(orders)[:i]:
             assert np.any(orders[one] != orders[other]), (one, other)
     np.testing.assert_array_equal(
-        make_plan(lsh.lsh(chunk_len=8, n_buckets=(8,)), q).queries, orders[8]
+        make_plan(lsh.lsh(chunk_len=8, n_buckets=(8,)), q).query_positions, orders[8]
     )
     np.testing.assert_array_equal(
-        make_plan(lsh.lsh(chunk_len=8, n_buckets=[4, 2]), q).queries, orders[4, 2]
+        make_plan(lsh.lsh(chunk_len=8, n_buckets=[4, 2]), q).query_positions, orders[4, 2]
     )
 
 
@@ -305,7 +305,7 @@ def test_future_values_never_reach_the_past():
 
 
 def test_future_queries_reach_the_past_through_chunk_borders_alone():
-    """The one thing that causal LSH attention does not promise, in the paper as here.
+    """The one thing that causal LSH attention does not promise, as in the paper.
 
     Chunks cut the order of *all* positions, so a later token can move an earlier query and its key
     apart. It then decides whether a past key is seen, and no more: with as many chunks in reach as
@@ -327,7 +327,7 @@ def test_future_queries_reach_the_past_through_chunk_borders_alone():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_strict_plan_shows_a_query_its_own_bucket(packed):
-    """Each round's last `reach` positions before it that hash as it does, by brute force."""
+    """By each hash, the last `reach` positions before it in its bucket, by brute force."""
     (q,) = draw(8)
     ids = np.repeat([[2, 1, 0]], [15, 20, 5], axis=1).repeat(2, axis=0) if packed else None
     op = lsh.lsh(chunk_len=3, n_hashes=2, n_buckets=4, n_chunks_before=2, strictly_causal=True)
@@ -343,8 +343,8 @@ def test_a_strict_plan_shows_a_query_its_own_bucket(packed):
             if buckets[b, n, r, j] == buckets[b, n, r, t] and (not packed or ids[b, j] == ids[b, t])
         ]
         cut = cut or len(alike) > 7
-        places = slice(plan.first[b, n, r, t], plan.places[b, n, r, t] + 1)
-        seen = plan.queries[b, n, r, places]
+        slots = slice(plan.first_slot[b, n, r, t], plan.query_slots[b, n, r, t] + 1)
+        seen = plan.query_positions[b, n, r, slots]
         # Another segment's bucket may lie just before; segments hide it.
         seen = [j for j in seen if not packed or ids[b, j] == ids[b, t]]
         assert seen == alike[-7:]

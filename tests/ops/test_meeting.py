@@ -1,4 +1,4 @@
-"""Hashed attention across two sequences: who stands where, and what is found there."""
+"""Hashed attention across two sequences: the slots of queries and keys, and what a query finds."""
 
 import functools
 
@@ -20,9 +20,11 @@ FACTORIES = pytest.mark.parametrize("factory", HASHED, ids=lambda f: f.__name__)
 orders = jax.jit(meeting_orders, static_argnums=(3, 4))
 
 
-def places(order):
-    """Where each query and each key stands; padding behind them."""
-    return (np.argsort(np.asarray(x), axis=-1) for x in (order.queries, order.keys))
+def slots(order):
+    """The slot of each query and of each key; padding behind them."""
+    return (
+        np.argsort(np.asarray(x), axis=-1) for x in (order.query_positions, order.key_positions)
+    )
 
 
 def numbers(shapes):
@@ -45,44 +47,44 @@ def test_all_positions_stand_once_and_segments_apart(n_queries, n_keys, chunk_le
     ids = [rng.integers(0, 4, (2, n)) for n in (n_queries, n_keys)]
     segment_ids = tuple(ids) if packed else None
     order = orders(of_queries, of_keys, segment_ids, chunk_len, ratio)
-    n_places = order.keys.shape[-1]
-    assert n_places % chunk_len == 0
+    n_slots = order.key_positions.shape[-1]
+    assert n_slots % chunk_len == 0
     n_blocks = -(-n_queries // ratio)
-    assert n_places < (n_blocks + n_keys if packed else max(n_blocks, n_keys)) + chunk_len
-    for x, n in (order.queries, n_places * ratio), (order.keys, n_places):
+    assert n_slots < (n_blocks + n_keys if packed else max(n_blocks, n_keys)) + chunk_len
+    for x, n in (order.query_positions, n_slots * ratio), (order.key_positions, n_slots):
         np.testing.assert_array_equal(np.sort(x, axis=-1), np.broadcast_to(np.arange(n), x.shape))
-    np.testing.assert_array_equal(np.argsort(order.keys), order.key_places)
-    of_query, of_key = places(order)
+    np.testing.assert_array_equal(np.argsort(order.key_positions), order.key_slots)
+    of_query, of_key = slots(order)
     of_query = of_query // ratio
-    for row, head, round_ in np.ndindex(2, 3, 2) if packed else ():
+    for row, head, hash_index in np.ndindex(2, 3, 2) if packed else ():
         start = 0
         for segment in (1, 2, 3):
             is_query, is_key = (x[row] == segment for x in ids)
             if not is_key.any():
                 continue
-            queries = of_query[row, head, round_, :n_queries][is_query]
-            keys = of_key[row, head, round_, :n_keys][is_key]
+            queries = of_query[row, head, hash_index, :n_queries][is_query]
+            keys = of_key[row, head, hash_index, :n_keys][is_key]
             size = max(-(-len(queries) // ratio), len(keys))
             for x in (queries, keys):
                 assert ((start <= x) & (x < start + size)).all()
             start += size
 
 
-def test_queries_stand_around_the_keys_of_their_bucket():
-    of_query, of_key = places(orders(row(1, 3, 1, 1), row(0, 2, 2, 0, 1, 2, 3, 2), None, 4))
+def test_queries_stand_ahash_indexthe_keys_of_their_bucket():
+    of_query, of_key = slots(orders(row(1, 3, 1, 1), row(0, 2, 2, 0, 1, 2, 3, 2), None, 4))
     np.testing.assert_array_equal(of_key[0, 0, 0], [0, 3, 4, 1, 2, 5, 7, 6])
     np.testing.assert_array_equal(of_query[0, 0, 0, :4], [1, 7, 2, 3])
-    # Where there is no room, they are pushed aside; where there is no such key, they stand between.
-    of_query, _ = places(orders(row(9, 9, -1, 9, 1), row(0, 1, 1, 2, 2, 2), None, 1))
+    # Where there is no room, they are pushed aside; where there is no such key, they are between.
+    of_query, _ = slots(orders(row(9, 9, -1, 9, 1), row(0, 1, 1, 2, 2, 2), None, 1))
     np.testing.assert_array_equal(of_query[0, 0, 0, :5], [3, 4, 0, 5, 2])
 
 
 def test_a_query_stands_alone_where_it_stands_among_others():
     rng = np.random.default_rng(0)
     of_keys = rng.integers(0, 8, (1, 1, 1, 64))
-    among, _ = places(orders(row(*range(8)), of_keys, None, 8))
+    among, _ = slots(orders(row(*range(8)), of_keys, None, 8))
     for bucket in range(8):
-        alone, of_key = places(orders(row(bucket), of_keys, None, 8))
+        alone, of_key = slots(orders(row(bucket), of_keys, None, 8))
         assert alone[0, 0, 0, 0] == among[0, 0, 0, bucket]
         stands_there = np.argmax(of_key[0, 0, 0] == alone[0, 0, 0, 0])
         assert of_keys[0, 0, 0, stands_there] == bucket
@@ -143,7 +145,7 @@ WHOLE = [
 @pytest.mark.slow
 @pytest.mark.parametrize("factory, n_queries, n_keys, packed", WHOLE)
 def test_whole_tiles_of_the_kernels(factory, n_queries, n_keys, packed):
-    """Which read without a mask where every place has a position."""
+    """Which read without a mask where every slot has a position."""
     rng = np.random.default_rng(0)
     q, k, v, d_out = numbers((2, n, 2, 16) for n in (n_queries, n_keys, n_keys, n_queries))
     ids = tuple(jnp.asarray(rng.integers(0, 3, (2, n))) for n in (n_queries, n_keys))

@@ -20,7 +20,7 @@ def test_recall_of_the_attention_weight_grows_with_the_hashes(causal):
     )
     assert weight[0] < weight[1] < weight[2] < weight[3]
     assert weight[3] > 0.9
-    # One round shows a query far more of the weight than of the keys, so it is not the number of
+    # One hash shows a query far more of the weight than of the keys, so it is not the number of
     # keys that does it.
     assert weight[0] > 2 * keys[0]
 
@@ -30,7 +30,7 @@ def test_recall_of_the_attention_weight_grows_with_the_hashes(causal):
     "op", [asymmetric_lsh.asymmetric_lsh, smyrf.smyrf], ids=lambda f: f.__name__
 )
 def test_separate_queries_and_keys_find_each_other(op, causal):
-    """Of keys with a mean of their own, and in two segments with two: no softmax sees a mean."""
+    """Keys have a mean, and in two segments two: no softmax sees a mean."""
     rng = np.random.default_rng(0)
     length, size = 256, 32
     keys = rng.normal(size=(length, size))

@@ -41,7 +41,7 @@ def test_hashes_are_in_the_order_of_the_transformed_products():
         return asymmetric.hashes(part, squares, most, directions[:, -2])
 
     found = np.asarray(run(k))
-    assert found.min() >= 0 and found.max() < asymmetric.N_HASHES
+    assert found.min() >= 0 and found.max() < asymmetric.N_CODES
     squares = [(x.astype(np.float64) ** 2).sum(axis=-1) for x in (q, k)]
     most = sum(x.max(axis=1, keepdims=True) for x in squares)
     rest = np.sqrt(most - squares[1])[..., None]
@@ -65,10 +65,10 @@ def test_a_row_alone_has_the_order_that_it_has_among_others(make, packed, backen
     op = make(n_hashes=100)
     among = make_plan(op, q, k, ids)
     for row in (0, 40):
-        here = slice(row, row + 1)
-        alone = make_plan(op, q[here], k[here], ids if ids is None else ids[here])
-        np.testing.assert_array_equal(alone.queries, among.queries[here])
-        np.testing.assert_array_equal(alone.keys, among.keys[here])
+        rows = slice(row, row + 1)
+        alone = make_plan(op, q[rows], k[rows], ids if ids is None else ids[rows])
+        np.testing.assert_array_equal(alone.query_positions, among.query_positions[rows])
+        np.testing.assert_array_equal(alone.key_positions, among.key_positions[rows])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -76,17 +76,17 @@ def test_the_kernel_hashes_as_array_operations_do(dtype):
     q, k, _ = draw(2, 200, 2, 16, dtype=dtype)
     make = functools.partial(OPS["asymmetric_lsh"], n_hashes=3, n_buckets=(4, 6))
     want, got = (make_plan(make(impl=impl), q, k + 1) for impl in ("xla", "pallas_interpret"))
-    np.testing.assert_array_equal(got.queries, want.queries)
-    np.testing.assert_array_equal(got.keys, want.keys)
+    np.testing.assert_array_equal(got.query_positions, want.query_positions)
+    np.testing.assert_array_equal(got.key_positions, want.key_positions)
 
 
 @over_ops
 def test_a_plan_made_for_the_kernel_serves_array_operations(make):
-    """The kernel may take queries and keys and not the values, and its plan has no places."""
+    """The kernel may take queries and keys and not the values, and its plan has no slots."""
     q, k, v = draw(2, 40, 2, 8)
     options = dict(n_hashes=2, count_once=False)
     plan = make_plan(make(**options, impl="pallas_interpret"), q, k)
-    assert plan.places is None and plan.key_places is None
+    assert plan.query_slots is None and plan.key_slots is None
     op = make(**options, impl="xla")
     masks = dict(segment_ids=None, causal=True, dropout=0.0, rng=None)
     outs = [

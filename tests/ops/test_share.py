@@ -69,4 +69,4 @@ def test_given_rotations_are_those_of_the_heads():
         return op.plan((), q, None, **masks, rng=None), some
 
     whole, some = plans(q)
-    np.testing.assert_array_equal(some.queries, whole.queries[:, 1:])
+    np.testing.assert_array_equal(some.query_positions, whole.query_positions[:, 1:])

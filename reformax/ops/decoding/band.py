@@ -1,4 +1,4 @@
-"""Decoding of attention to a band and to a few keys (`softmax.band`)."""
+"""Decoding of attention to a band and to global tokens (`softmax.band`)."""
 
 from __future__ import annotations
 
@@ -18,41 +18,48 @@ from reformax.ops.masking.bands import Band, rows_at
 
 
 class BandCache(NamedTuple):
-    """The last positions, and the few keys. A position that is still to come has its slot."""
+    """The last positions, and the global tokens. A global token that is still to come has a row."""
 
     ring: KeyValues
-    few: KeyValues
-    places: Int[Array, "B G"]
+    global_rows: KeyValues  # [B, N, G, ...]
+    global_positions: Int[Array, "B G"]
 
 
 def fill(
-    bands: tuple[Band, ...], k: Array, v: Array, few: Int[Array, "B G"], lengths, capacity: int
+    bands: tuple[Band, ...],
+    k: Array,
+    v: Array,
+    global_positions: Int[Array, "B G"],
+    lengths,
+    capacity: int,
 ) -> BandCache:
     """The cache after the first `lengths` positions."""
     reach = max((band.window - 1) * band.dilation + 1 for band in bands)
-    here = (few < lengths[:, None])[:, None, :, None]
-    rows = (jnp.swapaxes(rows_at(x, few), 1, 2) for x in (k, v))
-    held = KeyValues(*(jnp.where(here, x, 0) for x in rows))
-    return BandCache(fill_ring(k, v, lengths, min(reach, capacity)), held, few)
+    exists = (global_positions < lengths[:, None])[:, None, :, None]
+    rows = (jnp.swapaxes(rows_at(x, global_positions), 1, 2) for x in (k, v))
+    global_rows = KeyValues(*(jnp.where(exists, x, 0) for x in rows))
+    ring = fill_ring(k, v, lengths, min(reach, capacity))
+    return BandCache(ring, global_rows, global_positions)
 
 
 def step(
     bands: tuple[Band, ...], q, k, v, cache: BandCache, position, impl: str
 ) -> tuple[Any, BandCache]:
     """Attention of one more position."""
-    ring, places = add_to_ring(cache.ring, k, v, position), cache.places
-    now = (places == position[:, None])[:, None, :, None]
-    few = KeyValues(
+    ring, of_global = add_to_ring(cache.ring, k, v, position), cache.global_positions
+    is_new = (of_global == position[:, None])[:, None, :, None]
+    global_rows = KeyValues(
         *(
-            jnp.where(now, jnp.swapaxes(new, 1, 2), x)
-            for x, new in zip(cache.few, (k, v), strict=True)
+            jnp.where(is_new, jnp.swapaxes(new, 1, 2), x)
+            for x, new in zip(cache.global_rows, (k, v), strict=True)
         )
     )
-    held = positions_by_slot(position, ring.keys.shape[2])
+    in_ring = positions_by_slot(position, ring.keys.shape[2])
     masks = []
     for band in bands:
-        near = band.shows(position[:, None], held) & (held >= 0)
-        far = (places <= position[:, None]) & ~band.shows(position[:, None], places)
+        near = band.shows(position[:, None], in_ring) & (in_ring >= 0)
+        far = (of_global <= position[:, None]) & ~band.shows(position[:, None], of_global)
         masks.append(jnp.concatenate([near, far], axis=1))
-    both = (jnp.concatenate(pair, axis=2) for pair in zip(ring, few, strict=True))
-    return attend_to(q, *both, jnp.stack(masks, axis=1), impl), BandCache(ring, few, places)
+    both = (jnp.concatenate(pair, axis=2) for pair in zip(ring, global_rows, strict=True))
+    new = BandCache(ring, global_rows, of_global)
+    return attend_to(q, *both, jnp.stack(masks, axis=1), impl), new

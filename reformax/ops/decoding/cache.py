@@ -19,8 +19,8 @@ from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
 
-# The most keys for which "auto" takes the kernel, whose program goes over all keys of a head.
-MOST_KEYS = 1024
+# "auto" takes the kernel up to this number of keys: one program goes over all keys of a head.
+MAX_KERNEL_KEYS = 1024
 
 
 class KeyValues(NamedTuple):
@@ -31,7 +31,7 @@ class KeyValues(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A part of a cache that all rows share."""
+    """A part of a cache that all rows of the batch share."""
 
     value: Any
 
@@ -52,11 +52,11 @@ def fill_ring(
     n_slots: int,
 ) -> KeyValues:
     """The ring after the first `lengths` positions of each row."""
-    held = positions_by_slot(lengths - 1, n_slots)[:, None, :, None]
-    index = jnp.clip(held, 0, k.shape[1] - 1)
+    positions = positions_by_slot(lengths - 1, n_slots)[:, None, :, None]
+    index = jnp.clip(positions, 0, k.shape[1] - 1)
     each = (jnp.take_along_axis(jnp.swapaxes(x, 1, 2), index, axis=2) for x in (k, v))
-    # Zeros in slots that hold no position yet: a hidden NaN would be one in every sum.
-    return KeyValues(*(jnp.where(held >= 0, x, 0) for x in each))
+    # Zeros in slots that hold no position yet: padding may be NaN, and 0 * NaN is NaN.
+    return KeyValues(*(jnp.where(positions >= 0, x, 0) for x in each))
 
 
 def add_to_ring(
@@ -87,14 +87,14 @@ def put(
     x: Float[Array, "B N S J"], new: Float[Array, "B N J"], slot: Int[Array, " B"]
 ) -> Float[Array, "B N S J"]:
     """`x` with `new` in a slot of each row."""
-    if len(slot) == 1:  # of which XLA makes one kernel, and of a scatter three
+    if len(slot) == 1:  # XLA makes one kernel of it, and three of a scatter
         return jax.lax.dynamic_update_slice_in_dim(x, new[:, :, None], slot[0], axis=2)
     options = dict(mode="promise_in_bounds", unique_indices=True)
     return x.at[jnp.arange(len(slot)), :, slot].set(new, **options)
 
 
 def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]:
-    """The position in each slot once `last` is in the ring; below 0 there is none yet."""
+    """The position in each slot when `last` is the newest; below 0 a slot is empty."""
     return last[:, None] - (last[:, None] - jnp.arange(n_slots)[None]) % n_slots
 
 
@@ -113,21 +113,21 @@ def attend_to(
 
     Args:
       q: the queries.
-      keys, values: those that they may see.
-      mask: which of them they see.
+      keys, values: those of the cache.
+      mask: which keys a query sees.
       impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
         later and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests.
-        "auto" takes the kernel on such a GPU for a single row of up to `MOST_KEYS`: with eight
-        rows, XLA's are faster.
+        "auto" takes the kernel on such a GPU for a single row of up to `MAX_KERNEL_KEYS` keys: with
+        eight rows, XLA is faster.
       alone: the output of a query that sees no key, the value at its own position; None is zeros.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       bias: added to the logits.
-      index: the K keys that each head may see, where every head has keys of its own; None: all.
+      index: the slots of the K keys that each head may see; None: all slots.
 
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    impl = _chosen(impl, q, keys, values, mask)
+    impl = _choose(impl, q, keys, values, mask)
     if impl != "xla":
         from reformax.ops.kernels.triton import one_query as kernel
 
@@ -144,18 +144,18 @@ def attend_to(
         logits = logits + grouped(bias, keys).astype(dtype)
     mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, keys)
     weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
-    total = weights.sum(axis=-1).reshape(q.shape[0], 1, -1, 1)
+    row_sum = weights.sum(axis=-1).reshape(q.shape[0], 1, -1, 1)
     out = jnp.einsum(
         "bgmk,bgkv->bgmv", weights.astype(values.dtype), values, preferred_element_type=dtype
     )
     out = out.reshape(*q.shape[:3], -1)
-    nothing = 0.0 if alone is None else alone.astype(dtype)
-    return jnp.where(total == 0, nothing, out / nonzero(total)).astype(values.dtype)
+    if_alone = 0.0 if alone is None else alone.astype(dtype)
+    return jnp.where(row_sum == 0, if_alone, out / nonzero(row_sum)).astype(values.dtype)
 
 
-def _chosen(impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
+def _choose(impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
     """The implementation of a call of `attend_to`."""
-    pays = q.shape[0] == 1 and mask.shape[-1] <= MOST_KEYS
+    pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
     return choose(impl, pays, **kernel_obstacles(q, keys, values))
 
 
@@ -168,29 +168,29 @@ def add_and_attend(
     impl: str,
     **options: Any,
 ) -> tuple[Float[Array, "B 1 N V"], KeyValues]:
-    """`attend_to` a ring after `add_to_ring`, and that ring. The kernel does both.
+    """`attend_to` a ring after `add_to_ring`, and that ring. The kernel does both in one launch.
 
     Args:
       q: the queries.
-      ring: the keys and values before them.
+      ring: the keys and values of earlier positions.
       new: those of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
-      position: of each row.
+      position: the query's position in each row.
       mask, impl, **options: as in `attend_to`.
     """
-    impl = _chosen(impl, q, *ring, mask)
+    impl = _choose(impl, q, *ring, mask)
     if impl == "xla":
         ring = add_to_ring(ring, *new, position)
         return attend_to(q, *ring, mask, impl, **options), ring
     from reformax.ops.kernels.triton import one_query as kernel
 
-    own = (x[:, 0].astype(held.dtype) for x, held in zip(new, ring, strict=True))
-    placed = kernel.New(*own, position % ring.keys.shape[2])
-    out, ring = kernel.attend(q, *ring, mask, impl == "pallas_interpret", new=placed, **options)
+    rows = (x[:, 0].astype(of_ring.dtype) for x, of_ring in zip(new, ring, strict=True))
+    added = kernel.New(*rows, position % ring.keys.shape[2])
+    out, ring = kernel.attend(q, *ring, mask, impl == "pallas_interpret", new=added, **options)
     return out, KeyValues(*ring)
 
 
 def grouped(x: Array, keys: Float[Array, "B G K H"]) -> Array:
-    """`[B, N, ...]` as `[B, G, N / G, ...]`: the heads that share one of the keys' G."""
+    """`[B, N, ...]` as `[B, G, N / G, ...]`: the query heads of each of the G key heads."""
     return x.reshape(x.shape[0], keys.shape[1], -1, *x.shape[2:])
 
 
@@ -204,10 +204,10 @@ def attend_among(
     scale: float | None = None,
     bias: Float[Array, "#R N S"] | None = None,
 ) -> Float[Array, "R 1 N V"]:
-    """`attend_to` where `origins` says which of K rows, a search's beams, holds a slot of a row.
+    """`attend_to` in beam search: `origins` says which of K beams holds each slot of a beam.
 
-    A query reads each slot in all rows of its search, and all rows but that of `origins` are
-    hidden. This multiplies the cache as it lies, in place of copying it.
+    A query reads each slot of all beams of its search, and all beams but that of `origins` are
+    hidden. This multiplies the cache where it is, in place of copying it.
     """
     n_searches, size, n_slots = origins.shape
     heads = grouped(q[:, 0], keys)
@@ -230,7 +230,7 @@ def attend_among(
         bias = bias.reshape(n_searches, size, *shape[2:3], -1, n_slots)
         logits = logits + jnp.swapaxes(bias, 1, 2)[:, None].astype(dtype)
     weights = masked_exp(logits, mask, largest(logits, mask, axis=(1, -1)))
-    total = weights.sum(axis=(1, -1))[..., None]  # [b, g, i, m, 1]
+    row_sum = weights.sum(axis=(1, -1))[..., None]  # [b, g, i, m, 1]
     out = jnp.einsum(
         "bjgims,bjgsv->bjgimv",
         weights.astype(values.dtype),
@@ -241,9 +241,9 @@ def attend_among(
     def rows(x):  # [b, g, i, m, ...] -> [R, 1, N, ...]
         return jnp.swapaxes(x, 1, 2).reshape(*q.shape[:3], x.shape[-1])
 
-    nothing = 0.0 if alone is None else alone.astype(dtype)
-    total = rows(total)
-    return jnp.where(total == 0, nothing, rows(out) / nonzero(total)).astype(values.dtype)
+    if_alone = 0.0 if alone is None else alone.astype(dtype)
+    row_sum = rows(row_sum)
+    return jnp.where(row_sum == 0, if_alone, rows(out) / nonzero(row_sum)).astype(values.dtype)
 
 
 def ring_decoding(
@@ -254,20 +254,20 @@ def ring_decoding(
     scale: float | None = None,
     attend_self_if_alone: bool = True,
 ) -> dict[str, Callable]:
-    """The functions of decoding for attention to the positions from `first(position)` on.
+    """Functions of decoding for attention to the positions from `first(position)` on.
 
     Args:
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
       n_slots: how many positions a ring has to hold, given the capacity.
-      first: the first position that a query sees, by its own.
+      first: the first position that a query sees, given the query's.
       impl: as in `attend_to`. "cudnn", which has no kernel for one query, is "auto".
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       attend_self_if_alone: for `shared_qk`, whether a position that sees nothing else sees itself.
 
     With the trait `beams`, `step` also takes `origins [B, K, C]` for rows that are K beams of each
     of B searches: which of the K beams holds the key and the value of each position of a beam. A
-    search that drops some beams and continues others twice then need not copy the cache. It is in
-    array operations, whatever `impl`.
+    search that drops some beams and continues others twice then need not copy the cache. These
+    steps run in array operations, whatever `impl`.
     """
     impl = "auto" if impl == "cudnn" else impl
 
@@ -278,18 +278,18 @@ def ring_decoding(
     def step(params, q, k, v, cache, *, position, origins=None, bias=None):
         del params
         new = KeyValues(length_normalize(q) if shared_qk else k, v)
-        now = position[:, None]
-        held = positions_by_slot(position, cache.keys.shape[2])
-        mask = held >= jnp.maximum(first(now), 0)
+        newest = position[:, None]
+        in_ring = positions_by_slot(position, cache.keys.shape[2])
+        mask = in_ring >= jnp.maximum(first(newest), 0)
         if shared_qk:
-            mask = mask & (held != now)
+            mask = mask & (in_ring != newest)
         alone = v if shared_qk and attend_self_if_alone else None
-        added = None if bias is None else bias(held)
+        added = None if bias is None else bias(in_ring)
         if origins is None:
             options = dict(alone=alone, scale=scale, bias=added)
             return add_and_attend(q, cache, new, position, mask[:, None], impl, **options)
         cache = add_to_ring(cache, *new, position)
-        rows = jnp.maximum(held, 0).reshape(*origins.shape[:2], -1)
+        rows = jnp.maximum(in_ring, 0).reshape(*origins.shape[:2], -1)
         origins = jnp.take_along_axis(origins, rows, axis=2)
         return attend_among(q, *cache, mask, origins, alone, scale, added), cache
 
@@ -304,5 +304,5 @@ def full_decoding(
 ) -> dict[str, Callable]:
     """`ring_decoding` of attention to all positions so far."""
     return ring_decoding(
-        shared_qk, lambda capacity: capacity, lambda now: 0, impl, scale, attend_self_if_alone
+        shared_qk, lambda capacity: capacity, lambda position: 0, impl, scale, attend_self_if_alone
     )

@@ -1,7 +1,7 @@
 """Angular hashing: vectors at a small angle share a bucket (Andoni et al. 2015).
 
-A vector is projected on random directions. Of these and their opposites, the one that it points
-along most is its bucket (Reformer, sec. 2).
+A vector is projected on random directions. Its bucket is the one of them and their opposites that
+it points along most (Reformer, sec. 2).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reformax.ops.calls.dispatch import choose, kernel_obstacles
 from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
 
 MAX_BUCKETS_UNFACTORED = 128
-# Each factor has half as many random directions, in memory for every head and round.
+# Each factor has half as many random directions, in memory for every head and hash.
 MAX_FACTOR = 2**16
 
 
@@ -43,7 +43,7 @@ def bucket_factors(n_buckets: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
-    """Bucket counts for a length: about two buckets a chunk, factored if they are many."""
+    """Factors of the number of buckets for a length: about two buckets a chunk."""
     n_buckets = 2 * max(1, -(-length // chunk_len))
     if n_buckets <= MAX_BUCKETS_UNFACTORED:
         return (n_buckets,)
@@ -51,11 +51,11 @@ def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
     return (first, 2 * max(1, n_buckets // (2 * first)))
 
 
-class Hashing(NamedTuple):
-    """The settings of hashing.
+class AngularHashing(NamedTuple):
+    """The numbers of buckets and the rotations.
 
     Attributes:
-      factors: even factors of the number of buckets; None is two buckets a chunk of the length.
+      factors: even factors of the number of buckets; None: about two buckets a chunk.
       chunk_len: the length of a chunk.
       rotations: the rotations to hash with; None draws them from an rng.
     """
@@ -72,44 +72,44 @@ class Hashing(NamedTuple):
         self,
         vectors: Float[Array, "B T N H"],
         length: int,
-        n_rounds: int,
+        n_hashes: int,
         rng: PRNGKeyArray | Shard | None,
     ) -> Float[Array, "N H R F"]:
-        """The rotations of `n_rounds`, given or drawn."""
+        """The rotations of the first `n_hashes` hashes, given or drawn."""
         factors = self.factors_for(length)
         if self.rotations is None:
-            return draw_rotations(vectors, factors, n_rounds, rng)
-        return check_rotations(self.rotations, vectors, factors, n_rounds, rng)
+            return draw_rotations(vectors, factors, n_hashes, rng)
+        return check_rotations(self.rotations, vectors, factors, n_hashes, rng)
 
 
 def hash_vectors(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
-    n_rounds: int,
+    n_hashes: int,
     rng: PRNGKeyArray,
 ) -> Int[Array, "B N R T"]:
     """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
 
-    Rotations are shared by the batch and drawn for each head and round.
+    Rotations are shared by the batch and drawn for each head and hash.
 
     Args:
       vectors: the vectors to hash; only their directions matter.
       factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
-      n_rounds: R.
+      n_hashes: R.
       rng: the source of the rotations.
     """
-    return hash_by(draw_rotations(vectors, factors, n_rounds, rng), vectors, factors, "xla")
+    return hash_by(draw_rotations(vectors, factors, n_hashes, rng), vectors, factors, "xla")
 
 
 def draw_rotations(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
-    n_rounds: int,
+    n_hashes: int,
     rng: PRNGKeyArray | Shard,
 ) -> Float[Array, "N H R F"]:
-    """Random directions for each head, round and half of the buckets of each factor."""
+    """Random directions for each head, hash and half of the buckets of each factor."""
     n_heads, size = vectors.shape[2:]
-    shape = all_heads(rng, n_heads), size, n_rounds, sum(factors) // 2
+    shape = all_heads(rng, n_heads), size, n_hashes, sum(factors) // 2
     return of_heads(jax.random.normal(rng_of(rng), shape, jnp.float32), rng, n_heads)
 
 
@@ -117,16 +117,16 @@ def check_rotations(
     rotations: Float[ArrayLike, "N H R F"],
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
-    n_rounds: int,
+    n_hashes: int,
     rng: PRNGKeyArray | Shard | None,
 ) -> Float[Array, "N H R F"]:
-    """The first rounds of given rotations; `ValueError` if they do not fit the vectors."""
+    """The first `n_hashes` of given rotations; `ValueError` if they do not fit the vectors."""
     n_heads, size = vectors.shape[2:]
-    shape = (all_heads(rng, n_heads), size, n_rounds, sum(factors) // 2)
-    given = jnp.asarray(rotations, jnp.float32)[:, :, :n_rounds]
+    shape = (all_heads(rng, n_heads), size, n_hashes, sum(factors) // 2)
+    given = jnp.asarray(rotations, jnp.float32)[:, :, :n_hashes]
     if given.shape != shape:
         raise ValueError(
-            f"rotations have shape {given.shape}: expected {shape}, [heads, head size, rounds, "
+            f"rotations have shape {given.shape}: expected {shape}, [heads, head size, hashes, "
             "half the sum of the factors of n_buckets]"
         )
     return of_heads(given, rng, n_heads)
@@ -159,21 +159,21 @@ def hash_by(
 
     rotations = rotations.astype(vectors.dtype).astype(jnp.float32)
 
-    def one_round(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:
+    def one_hash(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:
         rotated = jnp.einsum("nhf,btnh->bnft", rotation, vectors.astype(jnp.float32))
         bucket, start, scale = 0, 0, 1
         for factor in factors:
             # The argmax of [half; -half] by comparisons: XLA's own is ten times slower on a CPU.
             half = rotated[..., start : start + factor // 2, :]
-            top = jnp.maximum(half.max(axis=-2, keepdims=True), -half.min(axis=-2, keepdims=True))
+            most = jnp.maximum(half.max(axis=-2, keepdims=True), -half.min(axis=-2, keepdims=True))
             index = jnp.arange(factor // 2, dtype=jnp.int32)[:, None]
-            opposite = jnp.where(half == -top, index + factor // 2, factor - 1)
-            bucket = bucket + scale * jnp.where(half == top, index, opposite).min(axis=-2)
+            opposite = jnp.where(half == -most, index + factor // 2, factor - 1)
+            bucket = bucket + scale * jnp.where(half == most, index, opposite).min(axis=-2)
             start, scale = start + factor // 2, scale * factor
         return bucket
 
-    # Round by round: the products with all rotations are the largest array of the plan.
-    map_rounds = (
-        jax.vmap(one_round) if vectors.shape[1] == 1 else functools.partial(lax.map, one_round)
+    # Hash by hash: the products with all rotations are the most array of the plan.
+    map_hashes = (
+        jax.vmap(one_hash) if vectors.shape[1] == 1 else functools.partial(lax.map, one_hash)
     )
-    return jnp.moveaxis(map_rounds(jnp.moveaxis(rotations, 2, 0)), 0, 2)
+    return jnp.moveaxis(map_hashes(jnp.moveaxis(rotations, 2, 0)), 0, 2)

@@ -1,13 +1,13 @@
-"""Queries and keys as vectors of one length, among which near is what has a large product.
+"""Hashes queries and keys so that those with a large product have near hashes.
 
 The asymmetric transformations of Smyrf (Daras et al. 2020, "SMYRF: Efficient Attention using
 Asymmetric Clustering", sec. 3.1):
 
     F(q) = [q; 0; sqrt(M - |q|^2)]    G(k) = [k; sqrt(M - |k|^2); 0]    M = max |q|^2 + max |k|^2
 
-Then `|F(q) - G(k)|^2 = 2 M - 2 q . k`, so a hash of vectors that are near serves queries and keys
-that are not shared. A product with a direction is a sum of two parts: that of the vector, which a
-cache can hold, and that of its last number, which changes with M.
+All transformed vectors have one length, and `|F(q) - G(k)|^2 = 2 M - 2 q . k`. A hash is a product
+with a random direction. It is a sum of two parts: that of the vector, which a cache can hold, and
+that of the last number, which changes with M.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
 
 # A hash is this many of the highest bits of a product. Bits of the row have room above them.
 HASH_BITS = 20
-N_HASHES = 2**HASH_BITS
+N_CODES = 2**HASH_BITS
 
 
 def draw_directions(
-    n_heads: int, size: int, n_rounds: int, rng: PRNGKeyArray | Shard
+    n_heads: int, size: int, n_hashes: int, rng: PRNGKeyArray | Shard
 ) -> Float[Array, "N H+2 R"]:
-    """Random directions of transformed vectors for each head and round."""
-    shape = all_heads(rng, n_heads), size + 2, n_rounds
+    """Random directions of transformed vectors for each head and hash."""
+    shape = all_heads(rng, n_heads), size + 2, n_hashes
     return of_heads(jax.random.normal(rng_of(rng), shape, jnp.float32), rng, n_heads)
 
 
@@ -58,8 +58,8 @@ def hashes(
 ) -> Int[Array, "B N R T"]:
     """The products of transformed vectors with directions, as integers in their order.
 
-    They are less `sqrt(M)` times the last number, which all of a segment share: so they are near 0,
-    whose numbers in floating point are dense. A hash is below `N_HASHES`.
+    `sqrt(M)` times the direction's last number, which is the same in a segment, is subtracted: near
+    0, floating-point numbers are dense. A hash is below `N_CODES`.
 
     Args:
       part: from `on_directions`.
@@ -68,15 +68,15 @@ def hashes(
       last: the directions' number that meets `sqrt(M - |x|^2)`.
     """
     rest = jnp.sqrt(jnp.maximum(most - squares, 0)) - jnp.sqrt(most)
-    total = part + last[None, :, :, None] * rest[:, :, None]
-    return _highest_bits(total)
+    products = part + last[None, :, :, None] * rest[:, :, None]
+    return _highest_bits(products)
 
 
 def _highest_bits(x: Float[Array, "*d"]) -> Int[Array, "*d"]:
     """The `HASH_BITS` highest bits of float32 numbers, as integers in the order of the numbers."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     bits = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)  # sign and size, in order
-    return (bits >> (32 - HASH_BITS)) + N_HASHES // 2
+    return (bits >> (32 - HASH_BITS)) + N_CODES // 2
 
 
 def lengths(
@@ -95,8 +95,8 @@ def cosines(
 ) -> tuple[Float[Array, "B N R T"], Float[Array, "B N R S"]]:
     """The products with directions of queries, and of keys less their mean, all of length 1.
 
-    In the place of the transformations where queries and keys are of two sequences: a query is
-    hashed as it is alone, without an M of its sequence, and its hash is like those of its keys.
+    They replace the transformations where queries and keys are of two sequences: a query's hash
+    needs no M of its sequence, and has the scale of its keys' hashes.
     """
     vectors = q, centred(k, segment_pair(segment_ids)[1], causal=False)
     of_queries, of_keys = (on_directions(_unit(x), directions) for x in vectors)

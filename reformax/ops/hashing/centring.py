@@ -1,9 +1,9 @@
-"""Vectors less the mean of their segment, or of those before them in it.
+"""Subtracts from vectors the mean of their segment, or of the vectors before them in it.
 
-Sums of what is before each position are taken by blocks of positions: within a block as one product
-with ones below the diagonal, and between blocks likewise, of the blocks' sums. Products with ones
-are exact, so vectors are read in their own dtype. A scan over all positions would pass over float32
-copies of them some sixteen times.
+Sums of the vectors before each position are computed in blocks of positions: within a block as one
+product with ones below the diagonal, and between blocks likewise, of the blocks' sums. Products
+with ones are exact, so vectors are read in the dtype that they have. A scan over all positions
+would pass over float32 copies of them some sixteen times.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def centred(
     """Vectors less the mean of their segment.
 
     Sums are float32, or float64 of float64, and what is left of a vector is rounded to its dtype.
-    Where `causal`, it is the mean of those before, which later tokens do not change. The first
-    vector of a segment stays as it is. All others then have the direction that they have less the
-    mean with themselves.
+    Where `causal`, it is the mean of the vectors before, which later tokens do not change. The
+    first vector of a segment stays as it is. All others have the direction that they would have
+    with themselves in the mean.
     """
     if causal:
         sums, counts = _before(x, segment_ids)
@@ -54,12 +54,12 @@ def _before(
     x: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "#B T"]]:
     """The sum and the number of the vectors before each in its segment."""
-    order, here, ids = side_by_side(x.reshape(*x.shape[:2], -1), segment_ids)
+    order, rows, ids = side_by_side(x.reshape(*x.shape[:2], -1), segment_ids)
     if segment_ids is None:
-        sums = sums_before(here, jnp.zeros(x.shape[:2], jnp.int32))
+        sums = sums_before(rows, jnp.zeros(x.shape[:2], jnp.int32))
         return sums.reshape(x.shape), jnp.arange(x.shape[1], dtype=sums.dtype)[None]
     ones = jnp.ones((*x.shape[:2], 1), x.dtype)
-    sums, counts = (back(sums_before(part, ids), order) for part in (here, ones))
+    sums, counts = (back(sums_before(part, ids), order) for part in (rows, ones))
     return sums.reshape(x.shape), counts[..., 0]
 
 
@@ -68,14 +68,14 @@ def sums_before(
     ids: Int[Array, "B T"],
     sought: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T F"]:
-    """The sum of the vectors before each position that have the id which it seeks.
+    """The sum of the vectors before each position whose id it seeks.
 
     It is float32, or float64 of float64. Equal ids stand side by side.
 
     Args:
       x: the vectors.
       ids: the id of each.
-      sought: its own id, or that of the position before it; None: its own.
+      sought: the id that each position seeks, its own or the one before it; None: its own.
     """
     length, sought = x.shape[1], ids if sought is None else sought
     size = min(BLOCK, length)
@@ -92,8 +92,8 @@ def sums_before(
         # Of blocks before, only the id that the last one ends with can be sought. Sums that
         # overflow are left out, or they would reach other ids.
         end = ids[..., -1:]
-        own = sought[..., -1:] == end
-        ends = x[:, :, -1].astype(sums.dtype) + jnp.where(own, sums[:, :, -1], 0)
+        same = sought[..., -1:] == end
+        ends = x[:, :, -1].astype(sums.dtype) + jnp.where(same, sums[:, :, -1], 0)
         last = jnp.pad(end[:, :-1], ((0, 0), (1, 0), (0, 0)))
         carried = sums_before(ends, end[..., 0], last[..., 0])
         sums = sums + jnp.where((sought == last)[..., None], carried[:, :, None], 0)

@@ -1,8 +1,8 @@
-"""Chunks in a circle and their rounding, as in Trax and Hugging Face.
+"""Chunks in a circle, as in Trax and Hugging Face, and the rounding of their self score.
 
-In their attention the first chunk of a round looks at the last chunk of the round before, and that
-of the first round at the last chunk of all. A position's own key is not hidden: its score is -1e5,
-where float32 is coarse.
+In their attention the first chunk of a hash's order sees the last chunk of the hash before, and the
+first chunk of the first hash sees the last chunk of the last hash. A position's own key is not
+hidden: its score is -1e5, where float32 is coarse.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ SELF_SCORE = -1e5
 
 
 def in_a_circle(order: Order, chunks: ChunkSizes) -> Order:
-    """The order with its rounds in a circle: the first follows the last.
+    """The order with its hashes in a circle: the first follows the last.
 
-    Before a round's first chunk stand the last keys of the round before, and behind its last chunk
-    the first keys of the next round. A single round follows itself.
+    Before a hash's first chunk come the last keys of the hash before, and behind its last chunk the
+    first keys of the next hash. A single hash follows itself.
     """
     chunk_len, n_chunks_before, n_chunks_after = chunks
-    n_rounds, length = order.queries.shape[2:]
+    n_hashes, length = order.query_positions.shape[2:]
     before, after = n_chunks_before * chunk_len, n_chunks_after * chunk_len
-    place = np.arange(n_rounds)[:, None] * length + np.arange(-before, length + after)
-    rounds = order.queries.reshape(*order.queries.shape[:2], -1)
-    return order._replace(keys=rounds[:, :, place % (n_rounds * length)])
+    slot = np.arange(n_hashes)[:, None] * length + np.arange(-before, length + after)
+    of_all = order.query_positions.reshape(*order.query_positions.shape[:2], -1)
+    return order._replace(key_positions=of_all[:, :, slot % (n_hashes * length)])
 
 
 def sequence_in_a_circle(n_batch: int, n_heads: int, length: int, chunks: ChunkSizes) -> Order:
-    """One round of the sequence as it is, in a circle."""
+    """The sequence in its own order, in a circle."""
     position = jnp.arange(length, dtype=jnp.int32)
     position = jnp.broadcast_to(position, (n_batch, n_heads, 1, length))
     return in_a_circle(Order(position, position), chunks)
 
 
-def own_weight(self_score: float, order: Order, chunks: ChunkSizes) -> Float[Array, "B N T"]:
+def self_weight(self_score: float, order: Order, chunks: ChunkSizes) -> Float[Array, "B N T"]:
     """The weight of a position's own value where it sees nothing else: 1, up to rounding.
 
-    It is a softmax over the position's own key in every round. The logarithms of how often a round
-    shows the key, and of the number of rounds, are added to scores of `self_score`. Near -1e5,
-    float32 rounds what is added to multiples of 1/128.
+    It is a softmax over the position's own key in the orders of all hashes. The logarithms of how
+    often an order shows the key, and of the number of hashes, are added to scores of `self_score`.
+    Near -1e5, float32 rounds what is added to multiples of 1/128.
     """
     chunk_len, n_chunks_before, n_chunks_after = chunks
     score = jnp.float32(self_score)
-    copies = jnp.ones(order.queries.shape, jnp.float32)
-    if order.keys is not None:
-        places = order.with_places().places
-        own_chunk = jnp.take_along_axis(places, order.keys, axis=-1) // chunk_len
-        chunk = jnp.arange(order.keys.shape[-1]) // chunk_len - n_chunks_before
-        distance = chunk - own_chunk
+    copies = jnp.ones(order.query_positions.shape, jnp.float32)
+    if order.key_positions is not None:
+        keys = order.key_positions
+        query_chunk = jnp.take_along_axis(order.with_slots().query_slots, keys, axis=-1)
+        query_chunk = query_chunk // chunk_len
+        chunk = jnp.arange(keys.shape[-1]) // chunk_len - n_chunks_before
+        distance = chunk - query_chunk
         seen = (distance >= -n_chunks_before) & (distance <= n_chunks_after)
-        index = np.ogrid[tuple(slice(n) for n in order.keys.shape[:-1])]
-        copies = jnp.zeros_like(copies).at[*(i[..., None] for i in index), order.keys].add(seen)
+        index = np.ogrid[tuple(slice(n) for n in keys.shape[:-1])]
+        copies = jnp.zeros_like(copies).at[*(i[..., None] for i in index), keys].add(seen)
     # The barriers keep XLA from simplifying away the rounding.
     logits = jax.lax.optimization_barrier(score + jnp.log(copies))
-    top = logits.max(axis=2, keepdims=True)
-    everything = jnp.log(jnp.sum(jnp.exp(logits - top), axis=2, keepdims=True))
-    everything = jax.lax.optimization_barrier(top + everything)
-    return jnp.sum(copies * jnp.exp(score - logits) * jnp.exp(logits - everything), axis=2)
+    row_max = logits.max(axis=2, keepdims=True)
+    lse = jnp.log(jnp.sum(jnp.exp(logits - row_max), axis=2, keepdims=True))
+    lse = jax.lax.optimization_barrier(row_max + lse)
+    return jnp.sum(copies * jnp.exp(score - logits) * jnp.exp(logits - lse), axis=2)

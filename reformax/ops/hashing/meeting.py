@@ -1,14 +1,15 @@
 """Orders of the queries of one sequence and the keys of another, in which like meets like.
 
 Each position has a number, such as its bucket or its hash. Both sequences are sorted by it, segment
-by segment. A segment has as many places as the longer of its two sides. The keys are spread over
-them evenly. A query stands at the middle of the keys that have its number, or where they would
-stand. Where several want one place, they stand around it, as near as there is room. Places that
-nobody takes are padding. So a query finds its keys however few queries there are, and a query alone
-looks where it would look among others.
+by segment. A segment has as many slots as the longer of its two sides. The keys are spread over
+them evenly. A query's slot is the middle of the slots of the keys with its number, or of where they
+would be. Queries that want one slot are put around it, as near as there is room. Empty slots are
+padding. So a query finds its keys however few queries there are, and sees the same keys alone as
+among other queries.
 
-Where queries are several times as many as keys, each place of keys is as many of queries: a ratio.
-There are about `max(T, S)` places, and with segments, which may differ in length, up to `2 T + S`.
+Where queries are several times as many as keys, each slot of keys is so many slots of queries: the
+ratio.
+There are about `max(T, S)` slots, and with segments, which may differ in length, up to `2 T + S`.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
-from reformax.ops.softmax.orders import Order, inverse
+from reformax.ops.softmax.orders import Order, inverse_permutation
 
 _MOST = jnp.iinfo(jnp.int32).max
 
 
 class _Regions(NamedTuple):
-    """The places of an entry's segment; arrays `[B, 1, 1, T + S]`, or one number for all."""
+    """The slots of an entry's segment; arrays `[B, 1, 1, T + S]`, or one number for all."""
 
     ratio: int
     start: Array | int  # of keys
     size: Array | int
     n_queries: Array | int
     n_keys: Array | int
-    queries_before: Array | int  # in segments before
+    queries_before: Array | int  # in earlier segments
     keys_before: Array | int
 
     def of_key(self, rank: Array) -> Array:
-        """The place of a segment's key of that rank; each rank has another."""
+        """The slot of a segment's key of that rank; each rank has another."""
         free = self.size - self.n_keys
-        share = jnp.asarray(free, jnp.float32) / jnp.maximum(self.n_keys, 1)
-        return self.start + rank + jnp.minimum((rank * share).astype(jnp.int32), free)
+        spacing = jnp.asarray(free, jnp.float32) / jnp.maximum(self.n_keys, 1)
+        return self.start + rank + jnp.minimum((rank * spacing).astype(jnp.int32), free)
 
 
 def meeting_orders(
@@ -54,11 +55,11 @@ def meeting_orders(
     """The orders of queries and of keys, padded to whole chunks.
 
     Args:
-      of_queries: the number of each query in each round.
+      of_queries: the number of each query by each hash.
       of_keys: the number of each key.
       segment_ids: ids of queries and of keys.
-      chunk_len: places of keys in a chunk.
-      ratio: places of queries to each place of keys.
+      chunk_len: slots of keys in a chunk.
+      ratio: slots of queries to each slot of keys.
     """
     n_queries, n_keys = of_queries.shape[-1], of_keys.shape[-1]
     both = jnp.concatenate([of_queries, of_keys], axis=-1)
@@ -66,23 +67,21 @@ def meeting_orders(
     # Of equal numbers the queries come first.
     if segment_ids is None:
         numbers = lax.sort((both, entry), num_keys=1, is_stable=True)
-        n_places = max(-(-n_queries // ratio), n_keys)
-        regions = _Regions(ratio, 0, n_places, n_queries, n_keys, 0, 0)
+        n_slots = max(-(-n_queries // ratio), n_keys)
+        regions = _Regions(ratio, 0, n_slots, n_queries, n_keys, 0, 0)
     else:
         ids = _ids(segment_ids)
         of_entry = jnp.broadcast_to(ids[:, None, None], both.shape)
         numbers = lax.sort((of_entry, both, entry), num_keys=2, is_stable=True)
-        n_places = -(-n_queries // ratio) + n_keys
+        n_slots = -(-n_queries // ratio) + n_keys
         regions = _regions(ids, n_queries, ratio)
     *numbers, entry = numbers
     is_query = entry < n_queries
-    place = jnp.where(
-        is_query, _of_queries(numbers, is_query, regions), _of_keys(is_query, regions)
-    )
-    n_places += -n_places % chunk_len
-    queries = _order(entry, place, is_query, n_queries, n_places * ratio)
-    keys = _order(entry - n_queries, place, ~is_query, n_keys, n_places)
-    return Order(queries, inverse(queries), keys, key_places=inverse(keys))
+    slot = jnp.where(is_query, _of_queries(numbers, is_query, regions), _of_keys(is_query, regions))
+    n_slots += -n_slots % chunk_len
+    queries = _order(entry, slot, is_query, n_queries, n_slots * ratio)
+    keys = _order(entry - n_queries, slot, ~is_query, n_keys, n_slots)
+    return Order(queries, inverse_permutation(queries), keys, key_slots=inverse_permutation(keys))
 
 
 def _ids(segment_ids: SegmentIds) -> Int[Array, "B T+S"]:
@@ -115,7 +114,7 @@ def _regions(ids: Int[Array, "B T+S"], n_queries: int, ratio: int) -> _Regions:
 
 
 def _of_keys(is_query: Bool[Array, "B N R T+S"], regions: _Regions) -> Int[Array, "B N R T+S"]:
-    """The places of keys."""
+    """The slots of keys."""
     is_key = (~is_query).astype(jnp.int32)
     return regions.of_key(jnp.cumsum(is_key, axis=-1) - is_key - regions.keys_before)
 
@@ -123,10 +122,10 @@ def _of_keys(is_query: Bool[Array, "B N R T+S"], regions: _Regions) -> Int[Array
 def _of_queries(
     numbers: list[Array], is_query: Bool[Array, "B N R T+S"], regions: _Regions
 ) -> Int[Array, "B N R T+S"]:
-    """The places of queries."""
+    """The slots of queries."""
     axis = is_query.ndim - 1
     rank = jnp.cumsum(is_query.astype(jnp.int32), axis=axis) - is_query
-    # The queries of a number stand before its keys.
+    # The queries of a number are sorted before its keys.
     before = jnp.cumsum((~is_query).astype(jnp.int32), axis=axis)
     ends = jnp.zeros(is_query.shape[:-1] + (1,), bool)
     for x in numbers:
@@ -134,11 +133,11 @@ def _of_queries(
     up_to = lax.cummin(jnp.where(ends, before, before[..., -1:]), axis=axis, reverse=True)
     ratio = regions.ratio
     wanted = ratio * regions.of_key((before + up_to) // 2 - regions.keys_before) + ratio // 2
-    # So many are before it in its segment, and so many behind.
+    # Room for the queries before it in its segment, and for those behind it.
     least = ratio * regions.start + rank - regions.queries_before
     wanted = jnp.clip(wanted, least, least + ratio * regions.size - regions.n_queries)
-    # The nearest distinct places to the right of those that are wanted, and to the left: the middle
-    # of the two. Segments do not meet, for what they want does not.
+    # The middle of the nearest distinct slots to the right of the wanted ones and to the left.
+    # Segments do not meet, for the slots that they want do not.
     ahead = wanted - rank
     right = lax.cummax(jnp.where(is_query, ahead, -_MOST), axis=axis)
     left = lax.cummin(jnp.where(is_query, ahead, _MOST), axis=axis, reverse=True)
@@ -147,14 +146,14 @@ def _of_queries(
 
 def _order(
     position: Int[Array, "B N R T+S"],
-    place: Int[Array, "B N R T+S"],
-    some: Bool[Array, "B N R T+S"],
+    slot: Int[Array, "B N R T+S"],
+    included: Bool[Array, "B N R T+S"],
     n_positions: int,
-    n_places: int,
+    n_slots: int,
 ) -> Int[Array, "B N R P"]:
-    """The position at each place, of `some` entries; others are padding, from `n_positions` on."""
-    place = jnp.where(some, place, n_places)
-    taken = jnp.full((*place.shape[:-1], n_places), -1, jnp.int32)
-    taken = jnp.put_along_axis(taken, place, position, axis=-1, inplace=False, mode="drop")
+    """The position in each slot, of `included` entries; others are padding, from `n_positions`."""
+    slot = jnp.where(included, slot, n_slots)
+    taken = jnp.full((*slot.shape[:-1], n_slots), -1, jnp.int32)
+    taken = jnp.put_along_axis(taken, slot, position, axis=-1, inplace=False, mode="drop")
     free = taken < 0
     return jnp.where(free, n_positions - 1 + jnp.cumsum(free, axis=-1, dtype=jnp.int32), taken)

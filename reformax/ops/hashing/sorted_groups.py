@@ -1,9 +1,9 @@
-"""Attention within groups that stand together in orders of queries and of keys.
+"""Sorts queries and keys into groups, and finds the tiles where a group's queries and keys meet.
 
-A group is what shares a hash bucket and a segment, of any size. Both orders go by (group,
-position), so that the keys of a tile of queries are one stretch of places: from the beginning of
-its first query's group to the last key that its last query may see (Pagliardini et al. 2023, sec.
-3.2). Tiles outside of that are not visited.
+A group is the positions that share a hash bucket and a segment, of any size. Both orders go by
+(group, position), so that the keys of a tile of queries have consecutive slots: from the first slot
+of its first query's group to the last key that its last query may see (Pagliardini et al. 2023,
+sec. 3.2). Other tiles are not visited.
 
 Letters besides those of `reformax.ops.base`: X examples with their heads, B N of them; I tiles.
 """
@@ -28,8 +28,8 @@ _take = functools.partial(jnp.take_along_axis, axis=-1, mode="promise_in_bounds"
 class Sorted(NamedTuple):
     """A sequence by (group, position), with padding, group 0, in front."""
 
-    position: Int[Array, "*d T"]  # what stands at each place
-    group: Int[Array, "*d T"]  # of each place
+    position: Int[Array, "*d T"]  # of each slot
+    group: Int[Array, "*d T"]  # of each slot
 
     def folded(self) -> Sorted:
         """With all axes but the last as one, [X, T]."""
@@ -55,27 +55,27 @@ def sort(
         segment_ids = jnp.asarray(segment_ids)
         group = group + (segment_numbers(segment_ids) * n_buckets)[:, None]
         group = jnp.where((segment_ids != 0)[:, None], group, 0)
-    position = sort_by_bucket(group[:, :, None], n_groups + 1, None, 0).queries[:, :, 0]
+    position = sort_by_bucket(group[:, :, None], n_groups + 1, None, 0).query_positions[:, :, 0]
     return Sorted(position, _take(group, position))
 
 
 def rank(
     x: Sorted, group: Int[Array, "*d I"], position: Int[Array, "*d I"] | int
 ) -> Int[Array, "*d I"]:
-    """How many places of an order are at or before (group, position)."""
+    """The number of slots of an order that are at or before (group, position)."""
     length = x.group.shape[-1]
     found = jnp.zeros_like(group)
     for step in (2**i for i in reversed(range(length.bit_length()))):
-        place = jnp.minimum(found + step, length) - 1
-        of_place = _take(x.group, place)
-        before = (of_place == group) & (_take(x.position, place) <= position)
-        before = (before | (of_place < group)) & (found + step <= length)
+        slot = jnp.minimum(found + step, length) - 1
+        of_slot = _take(x.group, slot)
+        before = (of_slot == group) & (_take(x.position, slot) <= position)
+        before = (before | (of_slot < group)) & (found + step <= length)
         found = jnp.where(before, found + step, found)
     return found
 
 
 def alone(queries: Sorted, keys: Sorted | None, causal: bool) -> Bool[Array, "*d T"]:
-    """Whether the query of each place sees no key.
+    """Whether the query of each slot sees no key.
 
     Args:
       queries: the order of the queries.
@@ -88,10 +88,10 @@ def alone(queries: Sorted, keys: Sorted | None, causal: bool) -> Bool[Array, "*d
         before = jnp.pad(same, (*none, (1, 0)))
         return ~before if causal else ~(before | jnp.pad(same, (*none, (0, 1))))
     first = rank(keys, queries.group, -1)
-    place = jnp.minimum(first, keys.group.shape[-1] - 1)
-    seen = (first == place) & (_take(keys.group, place) == queries.group)
+    slot = jnp.minimum(first, keys.group.shape[-1] - 1)
+    seen = (first == slot) & (_take(keys.group, slot) == queries.group)
     if causal:
-        seen = seen & (_take(keys.position, place) <= queries.position)
+        seen = seen & (_take(keys.position, slot) <= queries.position)
     return ~seen
 
 
@@ -107,7 +107,7 @@ def visits(sizes: tuple[int, int], causal: bool, queries: Sorted, keys: Sorted) 
     length = keys.group.shape[-1]
 
     def ends(x: Sorted, size: int) -> tuple[Sorted, Sorted]:
-        """The first place of each tile, of those that are no padding, and the last."""
+        """The first slot of each tile that is not padding, and the last."""
         first = jnp.arange(0, x.group.shape[-1], size)
         last = jnp.minimum(first + size, x.group.shape[-1]) - 1
         first, last = (Sorted(x.position[:, i], x.group[:, i]) for i in (first, last))
@@ -115,7 +115,7 @@ def visits(sizes: tuple[int, int], causal: bool, queries: Sorted, keys: Sorted) 
         first = Sorted(jnp.where(padding, 0, first.position), jnp.maximum(first.group, 1))
         return first, last
 
-    def stretch(other: Sorted, size: int, first, last) -> tiles.Visits:
+    def tiles_between(other: Sorted, size: int, first, last) -> tiles.Visits:
         """The tiles of the other side from behind `first` to `last`, both a group and a number."""
         start, stop = rank(other, *first), rank(other, *last)
         stop = jnp.where(stop > start, -(-stop // size), 0)
@@ -123,8 +123,8 @@ def visits(sizes: tuple[int, int], causal: bool, queries: Sorted, keys: Sorted) 
 
     first, last = ends(queries, query_size)
     newest = last.position if causal else length
-    by_query = stretch(keys, key_size, (first.group, -1), (last.group, newest))
+    by_query = tiles_between(keys, key_size, (first.group, -1), (last.group, newest))
     first, last = ends(keys, key_size)
     oldest = first.position - 1 if causal else -1
-    by_key = stretch(queries, query_size, (first.group, oldest), (last.group, length))
+    by_key = tiles_between(queries, query_size, (first.group, oldest), (last.group, length))
     return jax.tree.map(lambda x: x.astype(jnp.int32), tiles.Plan(by_query, by_key))

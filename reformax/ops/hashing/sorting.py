@@ -1,4 +1,4 @@
-"""The order of a sequence by hash bucket, at once or a position at a time."""
+"""Sorts a sequence by hash bucket."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def sort_by_bucket(
 def _sort_as_one_row(keys: Int[Array, "*d T"], n_keys: int) -> Int[Array, "*d T"]:
     """The order of each row by key, below `n_keys`, and position.
 
-    On GPUs XLA has a radix sort: for a single row, and where a position goes with each key, for
-    keys without a sign.
+    XLA sorts by radix on GPUs, but only a single row, and unsigned keys where a position goes with
+    each key.
     """
     shape, length = keys.shape, keys.shape[-1]
     n_rows = math.prod(shape[:-1])
@@ -70,22 +70,19 @@ def _sort_as_one_row(keys: Int[Array, "*d T"], n_keys: int) -> Int[Array, "*d T"
 
 
 def _last_if_padding(segment_ids: Int[Array, "B T"], n_pad: int) -> Int[Array, "B Tp"]:
-    """The segments to sort by, of a sequence padded by `n_pad`: padding is last."""
+    """Segment ids to sort by, of a sequence padded by `n_pad`: padding is last."""
     segment_ids = jnp.pad(jnp.asarray(segment_ids, jnp.int32), ((0, 0), (0, n_pad)))
     return jnp.where(segment_ids == 0, jnp.iinfo(jnp.int32).max, segment_ids)
 
 
 def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:
-    """The order in which a position sees its own bucket, up to `reach` places before its own."""
-    order = order.with_places()
-    n_pad = order.queries.shape[-1] - buckets.shape[-1]
+    """The order in which a query sees keys of its bucket, in up to `reach` slots before its own."""
+    order = order.with_slots()
+    n_pad = order.query_positions.shape[-1] - buckets.shape[-1]
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=-1)
-    buckets = _take(buckets, order.queries)
+    buckets = _take(buckets, order.query_positions)
     begins = jnp.pad(buckets[..., 1:] != buckets[..., :-1], ((0, 0),) * 3 + ((1, 0),))
-    place = jnp.arange(buckets.shape[-1], dtype=jnp.int32)[None, None, None]
-    start = lax.cummax(jnp.where(begins, place, 0), axis=buckets.ndim - 1)
-    first = jnp.maximum(start, place - min(reach, place.shape[-1]))
-    return order._replace(first=_take(first, order.places))
-
-
-# Decoding. C is the capacity.
+    slot = jnp.arange(buckets.shape[-1], dtype=jnp.int32)[None, None, None]
+    start = lax.cummax(jnp.where(begins, slot, 0), axis=buckets.ndim - 1)
+    first = jnp.maximum(start, slot - min(reach, slot.shape[-1]))
+    return order._replace(first_slot=_take(first, order.query_slots))

@@ -1,6 +1,7 @@
 """Orders of a sequence and the chunks they are cut into: the data of chunked attention.
 
-A *position* is an index into the sequence, a *place* one into an order of it.
+A *position* is an index into the sequence, a *slot* one into an order of it. R is the number of
+hashes, each of which has an order; without hashes there is one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from jaxtyping import Array, Int
 
 from reformax.declared import Bounds
 
-# The chunks that a query sees are read together.
+# All chunks that a query sees are in memory at a time.
 ChunkCount = Annotated[int, Bounds(0, 4096)]
 PadChunks = Annotated[int, Bounds(1, 4096)]
 
@@ -25,9 +26,9 @@ class ChunkSizes(NamedTuple):
     n_chunks_after: int
 
     def within(self, length: int, circle: bool = False) -> ChunkSizes:
-        """Sizes by which a query sees the same of so many positions.
+        """Sizes no larger than a sequence of `length` needs; a query sees the same keys.
 
-        More chunks than there are go around a `circle`, and are left out elsewhere.
+        Chunk counts stay in a `circle`, where more chunks than there are go around.
         """
         chunk_len = min(self.chunk_len, length)
         if circle:
@@ -38,7 +39,7 @@ class ChunkSizes(NamedTuple):
     def cut(
         self, length: int, circle: bool = False, window: int | None = None, **options: Any
     ) -> Chunks:
-        """The `Chunks` of a sequence, with further `options` of theirs; one if it is shorter."""
+        """The `Chunks` of a sequence of `length`, with their further `options`."""
         window = None if window is None else min(window, length)
         return Chunks(length, *self.within(length, circle), window=window, **options)
 
@@ -47,7 +48,7 @@ class Chunks(NamedTuple):
     """The static part of a chunked attention: which keys a query sees, and with what weight.
 
     Attributes:
-      length: the number of positions; those behind them are padding.
+      length: the number of positions, before padding.
       chunk_len: positions in a chunk, L.
       n_chunks_before: how many chunks before its own a query sees.
       n_chunks_after: how many chunks after its own a query sees.
@@ -56,13 +57,13 @@ class Chunks(NamedTuple):
       attend_self_if_alone: for `shared_qk` and `two_orders`, whether a position that sees nothing
         else sees itself.
       window: if set, keys `window` or more positions away are hidden.
-      count_once: whether a key that several rounds show counts once (the paper's N_ij) or each
+      count_once: whether a key that several hashes show counts once (the paper's N_ij) or each
         time.
       dropout: the rate at which attention weights are dropped.
-      two_orders: whether keys stand in an order of their own, in which a query's own chunk need not
-        hold its own key.
-      n_keys: the number of keys, of another sequence than the queries; None: they are of one.
-      ratio: how many places of queries there are to each place of keys, in an order and in a chunk.
+      two_orders: whether keys have an order of their own, so that a query's chunk need not hold the
+        key of its position.
+      n_keys: the number of keys of another sequence than the queries'; None: they are of one.
+      ratio: slots of queries to each slot of keys, in an order and in a chunk.
     """
 
     length: int
@@ -81,7 +82,7 @@ class Chunks(NamedTuple):
 
     @property
     def query_chunk_len(self) -> int:
-        """Places of queries in a chunk."""
+        """Slots of queries in a chunk."""
         return self.ratio * self.chunk_len
 
     @property
@@ -90,8 +91,8 @@ class Chunks(NamedTuple):
         return self.length if self.n_keys is None else self.n_keys
 
     @property
-    def most_chunks(self) -> int:
-        """No order has more chunks; one of a single sequence has as many."""
+    def max_chunks(self) -> int:
+        """The most chunks that an order has; an order of a single sequence has as many."""
         return -(-(-(-self.length // self.ratio) + (self.n_keys or 0)) // self.chunk_len)
 
     @property
@@ -105,57 +106,57 @@ class Chunks(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """The padding that makes whole chunks."""
+        """The number of positions that fill up the last chunk."""
         return -self.length % self.chunk_len
 
 
 class Order(NamedTuple):
-    """Where the queries and the keys of a padded sequence, or of two, stand in each round.
+    """For each hash, the order of the queries and of the keys of a padded sequence, or of two.
 
-    A number from the sequence's length on is padding. The places of queries are cut into chunks.
-    Around them stand the keys: a query's chunk sees the `n_chunks_before` chunks of keys before it,
-    its own, and `n_chunks_after` chunks behind it.
+    A position from the sequence's length on is padding. The slots of queries are cut into chunks.
+    A query sees the `n_chunks_before` chunks of keys before its own chunk, its own, and
+    `n_chunks_after` chunks behind it.
 
     Attributes:
-      queries: the position whose query stands at each place.
-      places: the place of each position's query, the inverse of `queries`. None leaves it to
-        `with_places`.
-      keys: the position whose key stands at each place, from `n_chunks_before` chunks before the
-        first query's to `n_chunks_after` behind the last query's. None is `queries`, with no key
-        before or behind them.
-      key_places: the place of each position's key, where the keys have an order of their own:
-        `keys` then has as many chunks as `queries`, with no key before or behind them. None leaves
-        it to `with_places`, or keys stand where their queries do.
-      first: the first place whose key a position's query sees; it then sees none after its own
-        place either. None shows it all chunks in reach.
+      query_positions: the position of the query in each slot.
+      query_slots: the slot of each position's query, the inverse of `query_positions`. None leaves
+        it to `with_slots`.
+      key_positions: the position of the key in each slot, from `n_chunks_before` chunks before the
+        first query to `n_chunks_after` behind the last query. None: keys have the slots of their
+        queries, and there is none before or behind them.
+      first_slot: the first slot whose key a position's query sees; it then sees none behind its own
+        slot either. None shows it all chunks in reach.
+      key_slots: the slot of each position's key, where keys have an order of their own:
+        `key_positions` then has as many chunks as `query_positions`, with no key before or behind
+        them. None leaves it to `with_slots`, or keys have the slots of their queries.
     """
 
-    queries: Int[Array, "B N R T"]
-    places: Int[Array, "B N R T"] | None = None
-    keys: Int[Array, "B N R K"] | None = None
-    first: Int[Array, "B N R T"] | None = None
-    key_places: Int[Array, "B N R T"] | None = None
+    query_positions: Int[Array, "B N R T"]
+    query_slots: Int[Array, "B N R T"] | None = None
+    key_positions: Int[Array, "B N R K"] | None = None
+    first_slot: Int[Array, "B N R T"] | None = None
+    key_slots: Int[Array, "B N R T"] | None = None
 
-    def with_places(self, two_orders: bool = False) -> Order:
-        """The order with the place of each position, and of its key if that has its own."""
-        if self.places is not None:
+    def with_slots(self, two_orders: bool = False) -> Order:
+        """The order with the slot of each position, and of its key if keys have their own order."""
+        if self.query_slots is not None:
             return self
-        key_places = inverse(self.keys) if two_orders else None
-        return self._replace(places=inverse(self.queries), key_places=key_places)
+        key_slots = inverse_permutation(self.key_positions) if two_orders else None
+        return self._replace(
+            query_slots=inverse_permutation(self.query_positions), key_slots=key_slots
+        )
 
-    def as_asked(self, impl: str, count_once: bool, two_orders: bool = False) -> Order:
-        """With places if the implementation asks for them.
+    def for_impl(self, impl: str, count_once: bool, two_orders: bool = False) -> Order:
+        """`with_slots` where the implementation needs them.
 
-        A kernel does only to tell which keys an earlier round has shown.
+        A kernel needs them only to tell which keys an earlier hash has shown.
         """
-        asks = impl == "xla" or (self.queries.shape[2] > 1 and count_once)
-        return self.with_places(two_orders) if asks else self
+        needed = impl == "xla" or (self.query_positions.shape[2] > 1 and count_once)
+        return self.with_slots(two_orders) if needed else self
 
 
-def inverse(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
+def inverse_permutation(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
     """The inverse of each permutation along the last axis."""
-    place = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=order.dtype), order.shape)
-    places = jnp.zeros_like(order)
-    return jnp.put_along_axis(
-        places, order, place, axis=-1, inplace=False, mode="promise_in_bounds"
-    )
+    slot = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=order.dtype), order.shape)
+    slots = jnp.zeros_like(order)
+    return jnp.put_along_axis(slots, order, slot, axis=-1, inplace=False, mode="promise_in_bounds")

@@ -43,11 +43,11 @@ class _Extremes(NamedTuple):
 
 
 def _extremes(products: Array, index: Array, half: int) -> _Extremes:
-    """Of products with the directions `index`; those from `half` on do not exist."""
+    """The extremes of products with the directions `index`, of which `half` exist."""
     real = (index < half)[None, :]
     up, down = jnp.where(real, products, -jnp.inf), jnp.where(real, products, jnp.inf)
     high, low = jnp.max(up, axis=1), jnp.min(down, axis=1)
-    none = jnp.int32(half - 1)  # of NaN, which equals nothing: a bucket like another
+    none = jnp.int32(half - 1)  # NaN at padding equals nothing; any bucket will do
     argmax = jnp.min(jnp.where(up == high[:, None], index[None, :], none), axis=1)
     argmin = jnp.min(jnp.where(down == low[:, None], index[None, :], none), axis=1)
     return _Extremes(high, argmax, low, argmin)
@@ -65,14 +65,14 @@ def _kernel(x_ref, rotations_ref, bucket_ref, *, factors: Sequence[int], rows: i
         0.0,
     )
 
-    def best(round_, start: int, half: int) -> _Extremes:
-        """Among `half` directions of a round, from `start` on; some at a time."""
+    def best(hash_index, start: int, half: int) -> _Extremes:
+        """Among `half` directions of a hash, from `start` on; `DIRECTIONS` at a time."""
         width = min(DIRECTIONS, power_of_two(half))
 
         def among(first) -> _Extremes:
             index = first + jnp.arange(width, dtype=jnp.int32)
             rotation = load(
-                rotations_ref.at[head, round_, feature[:, None], start + index[None, :]],
+                rotations_ref.at[head, hash_index, feature[:, None], start + index[None, :]],
                 (feature < size)[:, None] & (index < half)[None, :],
                 0.0,
             )
@@ -84,18 +84,18 @@ def _kernel(x_ref, rotations_ref, bucket_ref, *, factors: Sequence[int], rows: i
         rest = -(-half // width)
         return _loop(1, rest, lambda i, found: found.with_more(among(i * width)), found)
 
-    def one_round(round_, _):
+    def one_hash(hash_index, _):
         bucket, start, scale = jnp.zeros((rows,), jnp.int32), 0, 1
         for factor in factors:
             half = factor // 2
-            found = best(round_, start, half)
+            found = best(hash_index, start, half)
             along = found.high >= -found.low
             bucket = bucket + scale * jnp.where(along, found.argmax, found.argmin + half)
             start, scale = start + half, scale * factor
-        pltriton.store(bucket_ref.at[batch, head, round_, row], bucket, mask=exists)
+        pltriton.store(bucket_ref.at[batch, head, hash_index, row], bucket, mask=exists)
 
-    # Loops, so that the program to be compiled is that of one round.
-    _loop(0, rotations_ref.shape[1], one_round, None)
+    # A loop, so that the compiled program is that of one hash.
+    _loop(0, rotations_ref.shape[1], one_hash, None)
 
 
 def _loop(first: int, stop: int, body: Callable, carry: Any) -> Any:
@@ -112,17 +112,17 @@ def hash_vectors(
 
     Args:
       vectors: what to hash.
-      rotations: for each head and round the directions, half of each factor's after another.
+      rotations: the directions of each head and hash, half of each factor's after another.
       factors: even bucket counts.
       interpret: whether to run the kernel anywhere, slowly.
     """
     batch, length, n_heads, _ = vectors.shape
-    n_rounds = rotations.shape[2]
+    n_hashes = rotations.shape[2]
     rows = min(ROWS, power_of_two(length))
     return launch(
         functools.partial(_kernel, factors=tuple(factors), rows=rows),
         (vectors, jnp.swapaxes(rotations, 1, 2).astype(vectors.dtype)),
-        jax.ShapeDtypeStruct((batch, n_heads, n_rounds, length), jnp.int32),
+        jax.ShapeDtypeStruct((batch, n_heads, n_hashes, length), jnp.int32),
         grid=(pl.cdiv(length, rows), n_heads, batch),
         num_warps=4,
         num_stages=2,

@@ -1,6 +1,6 @@
-"""One program of `kernels.chunked`: which places it reads, who sees whom there, where it writes.
+"""One program of `kernels.chunked`: the slots it reads, which keys a query sees, where it writes.
 
-A *place* is an index into the order, a *position* one into the sequence. Positions of T or more are
+A *slot* is an index into the order, a *position* one into the sequence. Positions of T or more are
 neither read nor written. What stands at positions of segment 0 is not read either, or hidden.
 Letters as in `kernels.chunked`.
 """
@@ -20,208 +20,210 @@ from reformax.ops.kernels.triton.common import dropout_mask, load, power_of_two,
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 
 
-class Tiles(NamedTuple):
-    """The sizes of a kernel: rows of a program, rows it reads at a time, warps, pipeline stages."""
+class ChunkTiles(NamedTuple):
+    """The sizes of a kernel: rows of a program, rows of a step of its loop, warps, stages."""
 
-    own: int
-    other: int
+    rows: int
+    loop_rows: int
     num_warps: int
     num_stages: int
 
 
-class Inputs(NamedTuple):
+class ChunkInputs(NamedTuple):
     """The arrays that both passes read; None for those that a call does not have.
 
-    Without an order, the axes of heads and rounds have size 1. What is said of keys alone is None
-    where they stand at the places of their queries.
+    Without an order, the axes of heads and hashes have size 1. Arrays of keys alone are None where
+    keys have the slots of their queries.
     """
 
     q: Array  # [B, T, N, H]
     k: Array  # [B, T, N, H]
     v: Array  # [B, T, N, V]
     order: Array | None  # [B, N, R, Tp]
-    packs: Array | None  # [W, B, N, R, Tp], `PackedChunks` of all rounds but the last
+    packs: Array | None  # [W, B, N, R, Tp], `PackedChunks` of all hashes but the last
     segment: Array | None  # [B, N, R, Tp]
     seed: Array | None  # [6], of dropout
     key_order: Array | None = None  # [B, N, R, Tp]
     key_packs: Array | None = None  # [W, B, N, R, Tp]
     key_segment: Array | None = None  # [B, N, R, Tp]
 
-    def at_keys(self) -> Inputs:
+    def at_keys(self) -> ChunkInputs:
         """The inputs whose order is that of the keys."""
         if self.key_order is None:
             return self
         return self._replace(order=self.key_order, packs=self.key_packs, segment=self.key_segment)
 
 
-class Block(NamedTuple):
-    """Some places, and what decides which of them see each other."""
+class ChunkBlock(NamedTuple):
+    """Some slots, and the numbers that decide which of them see each other."""
 
-    place: Array
+    slot: Array
     position: Array
     segment: Array | None
     chunk: Array
-    packs: tuple[Array, ...]  # the chunks in the rounds before this one
+    packs: tuple[Array, ...]  # the chunks by the hashes before this one
 
 
-class Program(NamedTuple):
+class ChunkProgram(NamedTuple):
     """One program of a kernel: its static part, and how it reads, masks and writes.
 
     `batch` and `head` are known within a kernel only.
     """
 
     chunks: Any  # ops.softmax.orders.Chunks
-    tiles: Tiles
-    round: int
-    n_rounds: int  # 0 where there is no order
-    n_places: int
+    tiles: ChunkTiles
+    hash_index: int
+    n_hashes: int  # 0 where there is no order
+    n_slots: int
     batch: Any = None
     head: Any = None
 
-    def here(self) -> Program:
-        """The program that runs."""
+    def located(self) -> ChunkProgram:
+        """The program that runs, with its batch and head."""
         # Outside of loops, where the interpreter does not know the numbers of a program.
         return self._replace(batch=pl.program_id(2), head=pl.program_id(1))
 
     @property
     def start(self):
-        """The first place of the program's own block."""
-        return pl.program_id(0) * self.tiles.own
+        """The first slot of the program's block."""
+        return pl.program_id(0) * self.tiles.rows
 
     @property
     def is_last(self) -> bool:
-        """Whether this round completes the softmax."""
-        return self.round + 1 >= self.n_rounds
+        """Whether this hash completes the softmax."""
+        return self.hash_index + 1 >= self.n_hashes
 
     @property
     def aligned(self) -> bool:
         """Whether every block lies within one chunk."""
         length = self.chunks.chunk_len
-        return length % self.tiles.own == 0 and length % self.tiles.other == 0
+        return length % self.tiles.rows == 0 and length % self.tiles.loop_rows == 0
 
     @property
-    def whole(self) -> bool:
-        """Whether every place of every block has a position, so that loads need no mask."""
-        tiled = self.tiles.own % self.tiles.other == 0
+    def unmasked(self) -> bool:
+        """Whether every slot of every block has a position, so that loads need no mask."""
+        tiled = self.tiles.rows % self.tiles.loop_rows == 0
         c = self.chunks
         # With a ratio there is no key for the last programs.
-        return tiled and self.aligned and c.ratio == 1 and self.n_places == c.length == c.key_length
+        return tiled and self.aligned and c.ratio == 1 and self.n_slots == c.length == c.key_length
 
     # Reading and writing.
 
-    def load_places(self, ref, place, exists, other, pack: int | None = None) -> Array | None:
+    def load_slots(self, ref, slot, exists, other, pack: int | None = None) -> Array | None:
         """Entries of `[B, N, R, Tp]`, or of one pack of `[W, B, N, R, Tp]`; None of None."""
         if ref is None:
             return None
         index = (
             self.batch,
             self.head if ref.shape[-3] > 1 else jnp.int32(0),
-            jnp.int32(self.round if ref.shape[-2] > 1 else 0),
-            place,
+            jnp.int32(self.hash_index if ref.shape[-2] > 1 else 0),
+            slot,
         )
         index = index if pack is None else (jnp.int32(pack), *index)
         return self._load(ref.at[index], exists, other)
 
     def _load(self, view, exists, other) -> Array:
-        return load(view, None if self.whole else exists, other)
+        return load(view, None if self.unmasked else exists, other)
 
     def side(self, of_keys: bool) -> tuple[int, int]:
-        """The length of a chunk of queries or of keys, and the number of places."""
+        """The length of a chunk of queries or of keys, and the number of slots."""
         if of_keys:
-            return self.chunks.chunk_len, self.n_places // self.chunks.ratio
-        return self.chunks.query_chunk_len, self.n_places
+            return self.chunks.chunk_len, self.n_slots // self.chunks.ratio
+        return self.chunks.query_chunk_len, self.n_slots
 
-    def block(self, x: Inputs, start, size: int, stop=None, of_keys: bool = False) -> Block:
-        """`size` places from `start` on; those from `stop` on are padding."""
-        chunk_len, n_places = self.side(of_keys)
-        place = start + jnp.arange(size, dtype=jnp.int32)
-        exists = place < (n_places if stop is None else stop)
+    def block(
+        self, x: ChunkInputs, start, size: int, stop=None, of_keys: bool = False
+    ) -> ChunkBlock:
+        """`size` slots from `start` on; those from `stop` on are padding."""
+        chunk_len, n_slots = self.side(of_keys)
+        slot = start + jnp.arange(size, dtype=jnp.int32)
+        exists = slot < (n_slots if stop is None else stop)
         if x.order is not None:
-            position = self.load_places(x.order, place, exists, self.n_places)
+            position = self.load_slots(x.order, slot, exists, self.n_slots)
         else:
-            position = place if self.whole else jnp.where(exists, place, self.n_places)
-        segment = self.load_places(x.segment, place, exists, 0)
+            position = slot if self.unmasked else jnp.where(exists, slot, self.n_slots)
+        segment = self.load_slots(x.segment, slot, exists, 0)
         per_pack = PackedChunks.of(self.chunks).per_pack
-        n_packs = 0 if x.packs is None else pl.cdiv(self.round, per_pack)
-        packs = tuple(self.load_places(x.packs, place, exists, 0, pack) for pack in range(n_packs))
-        return Block(place, position, segment, place // chunk_len, packs)
+        n_packs = 0 if x.packs is None else pl.cdiv(self.hash_index, per_pack)
+        packs = tuple(self.load_slots(x.packs, slot, exists, 0, pack) for pack in range(n_packs))
+        return ChunkBlock(slot, position, segment, slot // chunk_len, packs)
 
-    def rows(self, ref, block: Block, some=None) -> Array:
-        """A block's rows of `[B, T, N, H]`, or some; zeros where there is none, H padded."""
+    def rows(self, ref, block: ChunkBlock, included=None) -> Array:
+        """A block's rows of `[B, T, N, H]`, or the `included` ones, and zeros; H is padded."""
         width = power_of_two(ref.shape[3])
         view, exists = self._view_rows(ref, block, width)
-        if some is not None:
-            return load(view, exists & some[:, None], 0.0)
+        if included is not None:
+            return load(view, exists & included[:, None], 0.0)
         if width != ref.shape[3]:
             return load(view, exists, 0.0)
         return self._load(view, exists, 0.0)
 
-    def tokens(self, ref, block: Block) -> Array:
-        """A block's rows with zeros at padding too, for products that hide nothing.
+    def tokens(self, ref, block: ChunkBlock) -> Array:
+        """A block's rows with zeros at padding, for products whose weights may be 0 there.
 
-        Weights of 0 keep nothing out of them, for 0 times NaN is NaN.
+        Padding may be NaN, and 0 times NaN is NaN.
         """
         return self.rows(ref, block, None if block.segment is None else block.segment != 0)
 
-    def put_rows(self, ref, block: Block, value: Array) -> None:
+    def put_rows(self, ref, block: ChunkBlock, value: Array) -> None:
         """Writes a block's rows of `[B, T, N, H]`."""
         view, exists = self._view_rows(ref, block, value.shape[1])
         pltriton.store(view, value.astype(ref.dtype), mask=exists)
 
-    def _view_rows(self, ref, block: Block, width: int):
+    def _view_rows(self, ref, block: ChunkBlock, width: int):
         exists = block.position < ref.shape[1]
         return view_rows(ref, self.batch, block.position, self.head, width, exists)
 
-    def statistics(self, ref, block: Block, other: float) -> Array:
+    def statistics(self, ref, block: ChunkBlock, other: float) -> Array:
         """A block's entries of `[B, N, T]`."""
         view = ref.at[self.batch, self.head, block.position]
         return self._load(view, block.position < ref.shape[2], other)
 
-    def put_statistics(self, ref, block: Block, value: Array) -> None:
+    def put_statistics(self, ref, block: ChunkBlock, value: Array) -> None:
         """Writes a block's entries of `[B, N, T]`."""
         view = ref.at[self.batch, self.head, block.position]
         pltriton.store(view, value.astype(ref.dtype), mask=block.position < ref.shape[2])
 
-    # Who sees whom.
+    # Which keys a query sees.
 
     def _window(self, before: int, after: int, of_keys: bool):
-        """The places, of keys or of queries, within so many chunks of the program's own."""
-        own, _ = self.side(not of_keys)
-        length, n_places = self.side(of_keys)
-        first = (self.start // own - before) * length
-        last = ((self.start + self.tiles.own - 1) // own + 1 + after) * length
-        return jnp.maximum(first, 0), jnp.minimum(last, n_places)
+        """The slots, of keys or of queries, within so many chunks of the program's block."""
+        block_chunk, _ = self.side(not of_keys)
+        chunk_len, n_slots = self.side(of_keys)
+        first = (self.start // block_chunk - before) * chunk_len
+        last = ((self.start + self.tiles.rows - 1) // block_chunk + 1 + after) * chunk_len
+        return jnp.maximum(first, 0), jnp.minimum(last, n_slots)
 
     def keys(self):
-        """The places, from and to, of the keys that the program's queries see."""
+        """The slots, from and to, of the keys that the program's queries see."""
         c = self.chunks
         first, last = self._window(c.n_chunks_before, c.n_chunks_after, of_keys=True)
-        if self.n_rounds == 0 and c.causal:
-            last = jnp.minimum(last, self.start + self.tiles.own)
-        if self.n_rounds == 0 and c.window is not None:
+        if self.n_hashes == 0 and c.causal:
+            last = jnp.minimum(last, self.start + self.tiles.rows)
+        if self.n_hashes == 0 and c.window is not None:
             first, last = self._within_reach(first, last)
         return first, last
 
     def queries(self):
-        """The places, from and to, of the queries that see the program's keys."""
+        """The slots, from and to, of the queries that see the program's keys."""
         c = self.chunks
         first, last = self._window(c.n_chunks_after, c.n_chunks_before, of_keys=False)
-        if self.n_rounds == 0 and c.causal:
+        if self.n_hashes == 0 and c.causal:
             first = self.start
-        if self.n_rounds == 0 and c.window is not None:
+        if self.n_hashes == 0 and c.window is not None:
             first, last = self._within_reach(first, last)
         return first, last
 
     def _within_reach(self, first, last):
-        """The places, of those from `first` to `last`, within a window of the program's own."""
+        """The slots, of those from `first` to `last`, within a window of the program's block."""
         reach = self.start - self.chunks.window + 1
-        first = jnp.maximum(first, reach // self.tiles.other * self.tiles.other)
-        return first, jnp.minimum(last, self.start + self.tiles.own + self.chunks.window - 1)
+        first = jnp.maximum(first, reach // self.tiles.loop_rows * self.tiles.loop_rows)
+        return first, jnp.minimum(last, self.start + self.tiles.rows + self.chunks.window - 1)
 
-    def over(self, x: Inputs, window, body, carry, of_keys: bool = False):
+    def over(self, x: ChunkInputs, window, body, carry, of_keys: bool = False):
         """`carry = body(block, carry)` over the blocks of a window."""
         first, last = window
-        size = self.tiles.other
+        size = self.tiles.loop_rows
 
         def step(i, carry):
             return body(self.block(x, first + i * size, size, last, of_keys), carry)
@@ -229,8 +231,8 @@ class Program(NamedTuple):
         n = lax.div(last - first + np.int32(size - 1), np.int32(size))
         return lax.fori_loop(np.int32(0), n, step, carry)
 
-    def visible(self, q: Block, k: Block) -> Array:
-        """Which key, `[1, K]`, each query, `[Q, 1]`, sees in this round; or both transposed."""
+    def visible(self, q: ChunkBlock, k: ChunkBlock) -> Array:
+        """Which key, `[1, K]`, each query, `[Q, 1]`, sees by this hash; or both transposed."""
         c = self.chunks
         if c.causal:
             mask = k.position < q.position if c.shared_qk else k.position <= q.position
@@ -245,11 +247,11 @@ class Program(NamedTuple):
             mask = mask & (q.segment == k.segment) & (k.segment != 0)
         if not self.aligned:
             mask = mask & self._near(q.chunk, k.chunk)
-        # A key counts in the first round that shows it (the paper's N_ij).
-        n_rounds, packed = self.round, PackedChunks.of(self.chunks)
+        # A key counts with the first hash that shows it (the paper's N_ij).
+        n_hashes, packed = self.hash_index, PackedChunks.of(self.chunks)
         for query_pack, key_pack in zip(q.packs, k.packs, strict=True):
-            mask = mask & ~packed.near(query_pack, key_pack, min(n_rounds, packed.per_pack))
-            n_rounds -= packed.per_pack
+            mask = mask & ~packed.near(query_pack, key_pack, min(n_hashes, packed.per_pack))
+            n_hashes -= packed.per_pack
         return mask
 
     def _near(self, query_chunk, key_chunk) -> Array:
@@ -259,14 +261,14 @@ class Program(NamedTuple):
         distance = (query_chunk - key_chunk + after).astype(jnp.uint32)
         return distance <= jnp.uint32(before + after)
 
-    def dropped(self, x: Inputs, query: Block, key: Block) -> Array | float:
+    def dropped(self, x: ChunkInputs, query: ChunkBlock, key: ChunkBlock) -> Array | float:
         """The dropout mask of the weights of a query, or queries, on keys."""
         rate = self.chunks.dropout
         return dropout_mask(x.seed, rate, self.batch, self.head, query.position, key.position)
 
-    def lone_weight(self, x: Inputs, block: Block, total: Array) -> Array:
+    def alone_weight(self, x: ChunkInputs, block: ChunkBlock, row_sum: Array) -> Array:
         """The weight of a position's own value: 0 if it sees another, or its dropout mask."""
-        alone = (total == 0.0) & (block.position < self.chunks.length)
+        alone = (row_sum == 0.0) & (block.position < self.chunks.length)
         if block.segment is not None:
             alone = alone & (block.segment != 0)
         return jnp.where(alone, self.dropped(x, block, block), 0.0)

@@ -1,9 +1,9 @@
 """Attention within clusters that overlap, by the kernels of block-sparse attention.
 
-The members of a cluster stand together, in orders of queries and of keys. A query that is in
-several has a row in each; their maxima and sums merge the rows into one softmax (Milakov and
-Gimelshein 2018, "Online normalizer calculation for softmax"). The backward pass gives those of the
-whole softmax to each row.
+Queries and keys are sorted by cluster. A query that is in several clusters has a row in each; the
+rows' maxima and sums merge them into one softmax (Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax"). The backward pass uses the maximum and sum of the merged softmax in each
+row.
 
 Letters as in `reformax.ops.routing`; X examples with their heads, M members of all clusters.
 """
@@ -66,15 +66,15 @@ def attend(
 
 
 def _taken(x: Array, order: Sorted) -> Array:
-    """The rows of `[X, T, ...]` at the members' places."""
+    """The members' rows of `[X, T, ...]`."""
     index = order.position.reshape(*order.position.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
 
 def _at(x: Array, order: Sorted):
-    """Where the members stand in `[X, T, ...]`, to be updated; behind the end for group 0."""
-    place = jnp.where(order.group == 0, x.shape[1], order.position)
-    return x.at[jnp.arange(len(x))[:, None], place]
+    """The members' rows of `[X, T, ...]`, to be updated; behind the end for group 0."""
+    index = jnp.where(order.group == 0, x.shape[1], order.position)
+    return x.at[jnp.arange(len(x))[:, None], index]
 
 
 def _summed(x: Array, order: Sorted, like: Array) -> Array:
@@ -95,14 +95,13 @@ def _attend_forward(layout, interpret, q, k, v, queries, keys, rng):
     out, row_max, row_sum = block_sparse.forward(layout, *parts, interpret=interpret)
     row_max, row_sum = row_max[:, 0], row_sum[:, 0]
     most = _at(jnp.full(q.shape[:2], LOWEST, jnp.float32), queries).max(row_max, mode="drop")
-    inverse_sum = (
-        jnp.exp2((row_max - _taken(most, queries)) * (LOG2_E / math.sqrt(q.shape[3]))) * row_sum
-    )
+    below = row_max - _taken(most, queries)
+    row_sum = jnp.exp2(below * (LOG2_E / math.sqrt(q.shape[3]))) * row_sum
     sums = jnp.zeros(q.shape[:2], jnp.float32)
-    sums = _at(sums, queries).add(inverse_sum, mode="drop")
-    # A row's share of its position's softmax.
-    inverse_sum = (inverse_sum / nonzero(_taken(sums, queries)))[..., None, None]
-    out = _summed(out.astype(jnp.float32) * inverse_sum, queries, v)
+    sums = _at(sums, queries).add(row_sum, mode="drop")
+    # The fraction of its position's softmax that a row has.
+    fraction = (row_sum / nonzero(_taken(sums, queries)))[..., None, None]
+    out = _summed(out.astype(jnp.float32) * fraction, queries, v)
     return (out, sums), ((q, k, v, queries, keys, rng), (out, most, sums))
 
 

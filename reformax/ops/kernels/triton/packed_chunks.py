@@ -1,4 +1,4 @@
-"""The chunks of a position in several hashing rounds, packed to be compared at once."""
+"""The chunks of a position by several hashes, packed to be compared at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxtyping import Array, Int
 
 
 class PackedChunks(NamedTuple):
-    """The chunks of a position in several rounds, packed in one integer of 32 bits.
+    """The chunks of a position by several hashes, packed in one integer of 32 bits.
 
-    Three operations then compare two positions in all of these rounds. A chunk's number has `guard`
+    Three operations then compare two positions by all of these hashes. A chunk's number has `guard`
     bits and its field two more, so that no sum reaches the next field. The last field needs only
     one more, because its carry may be lost.
     """
@@ -22,13 +22,13 @@ class PackedChunks(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Any) -> PackedChunks:
-        last = chunks.most_chunks - 1
+        last = chunks.max_chunks - 1
         near = chunks.n_chunks_before + chunks.n_chunks_after
         return cls(max(last, near, 1).bit_length(), chunks.n_chunks_before, chunks.n_chunks_after)
 
     @property
     def per_pack(self) -> int:
-        """Rounds in a pack."""
+        """Hashes in a pack."""
         return 1 + (31 - self.guard) // (self.guard + 2)
 
     def repeated(self, value: int, n: int | None = None) -> np.int32:
@@ -38,11 +38,11 @@ class PackedChunks(NamedTuple):
         return np.uint32(pack).view(np.int32)
 
     def pack(self, chunk: Int[Array, "B N R Tp"]) -> Int[Array, "B N Tp"]:
-        """The chunks in up to `per_pack` rounds, the first in the lowest bits."""
+        """The chunks by up to `per_pack` hashes, the first in the lowest bits."""
         return sum(chunk[:, :, r] << r * (self.guard + 2) for r in range(chunk.shape[2]))
 
     def near(self, query: Array, key: Array, n: int) -> Array:
-        """Whether the query's chunk looks at the key's in one of the first `n` rounds of a pack."""
+        """Whether the query's chunk looks at the key's by one of the first `n` hashes of a pack."""
         # With g = 2^guard, field by field: g + d, d the distance, has its bit g if d >= 0, and
         # g + most - d has it if d <= most.
         g, most = 1 << self.guard, self.before + self.after
