@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -164,6 +165,16 @@ def named(steps: list[int]) -> str:
     if len(steps) == 1:
         return f"checkpoint of step {steps[0]}"
     return f"mean of the checkpoints of steps {', '.join(map(str, steps))}"
+
+
+def identities(folder: str | Path, steps: Sequence[int]) -> list[str]:
+    """Tells checkpoints from others of the same steps, wherever their folder is."""
+    from reformax.training.manifest import FILE
+
+    files = [Path(folder) / "checkpoints" / str(step) / FILE for step in steps]
+    return [
+        f"{step} ({zlib.crc32(durable.read(x)):08x})" for step, x in zip(steps, files, strict=True)
+    ]
 
 
 def keep_vocabulary(args: argparse.Namespace, vocabulary, saved: Saved) -> None:
