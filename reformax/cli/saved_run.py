@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -169,12 +168,12 @@ def named(steps: list[int]) -> str:
 
 def identities(folder: str | Path, steps: Sequence[int]) -> list[str]:
     """Tells checkpoints from others of the same steps, wherever their folder is."""
+    from zlib import crc32
+
     from reformax.training.manifest import FILE
 
     files = [Path(folder) / "checkpoints" / str(step) / FILE for step in steps]
-    return [
-        f"{step} ({zlib.crc32(durable.read(x)):08x})" for step, x in zip(steps, files, strict=True)
-    ]
+    return [f"{step} ({crc32(durable.read(x)):08x})" for step, x in zip(steps, files, strict=True)]
 
 
 def keep_vocabulary(args: argparse.Namespace, vocabulary, saved: Saved) -> None:
