@@ -553,6 +553,7 @@ def test_the_campaigns_are_listed(monkeypatch, capsys):
     listed = capsys.readouterr().out
     folder = Path(reliability_main.__file__).parent
     campaigns = {"channels", "cost", "failing_calls", "inputs", "kills", "power_cuts"}
+    campaigns |= {"process_kills"}
     assert all(f"  {name} " in listed for name in campaigns)
     assert {path.stem for path in folder.glob("*.py")} - campaigns - reliability_main.SHARED == {
         "__init__"

@@ -6,6 +6,7 @@ JAX's threads would not survive the fork.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import multiprocessing
@@ -253,7 +254,9 @@ def _train(argv, outputs, run, strike, log, compiled) -> None:
     sys.argv = argv
     if strike is not None or log is not None:
         calls.watch(run, log, strike)
-    sys.exit(errors.exit_code(train.main))
+    code = errors.exit_code(train.main)
+    atexit._run_exitfuncs()  # as an interpreter does that ends; multiprocessing leaves them out
+    sys.exit(code)
 
 
 def _redirect(fd: int, path: str) -> None:

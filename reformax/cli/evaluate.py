@@ -55,7 +55,7 @@ def _evaluate(args) -> int:
     files = results.Files(args.output_dir, writes=joining.first())
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
-    joining.agree("the checkpoint", saved.steps)
+    joining.agree("the checkpoint", lambda: saved_run.identities(args.output_dir, saved.steps))
     from reformax.training import loop, loss
     from reformax.training.evaluation import evaluate
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 from reformax.cli import flags
@@ -124,16 +125,16 @@ def refuse(args: argparse.Namespace, why: str) -> None:
     flags.refuse(args, [*_NAMES, "distributed", *_TIMEOUTS], why)
 
 
-def agree(name: str, value: object) -> None:
-    """Raises `SettingError` unless all processes of the run have the same value, which JSON holds.
+def agree(name: str, find: Callable[[], object]) -> None:
+    """Raises `SettingError` unless all processes of the run find the same value, which JSON holds.
 
-    All of them call it, equally often.
+    All of them call it, equally often. A process that is alone finds nothing.
     """
     if not joined():
         return
     from reformax.training.processes import Processes
 
-    processes = Processes.of_jax()
+    processes, value = Processes.of_jax(), find()
 
     def check(of_first: object) -> None:
         if of_first != value:

@@ -177,6 +177,16 @@ def named(steps: list[int]) -> str:
     return f"mean of the checkpoints of steps {', '.join(map(str, steps))}"
 
 
+def identities(folder: str | Path, steps: Sequence[int]) -> list[str]:
+    """Tells checkpoints from others of the same steps, wherever their folder is."""
+    from zlib import crc32
+
+    from reformax.training.manifest import FILE
+
+    files = [Path(folder) / "checkpoints" / str(step) / FILE for step in steps]
+    return [f"{step} ({crc32(durable.read(x)):08x})" for step, x in zip(steps, files, strict=True)]
+
+
 def keep_vocabulary(args: argparse.Namespace, vocabulary, saved: Saved) -> None:
     """Reads the run's vocabulary and checks it against a checkpoint.
 

@@ -17,6 +17,7 @@ from reformax.training import array_reader, lock
 from reformax.training.processes import Processes
 
 TOGETHER = ".processes"  # there while several processes look whether they see one folder
+_seen: set[Path] = set()  # by this process and all others
 _SEEN = 10.0  # seconds for a shared disk to show it
 # Settings of what a run says: nothing that it computes goes by them.
 OF_WORDS = ("loop.train.config_text", "loop.train.progress")
@@ -44,11 +45,13 @@ def output_folder(path: str | os.PathLike) -> Iterator[Path]:
 def _see_together(folder: Path, processes: Processes) -> None:
     """Raises `SettingError` in a process that does not see what process 0 writes into its folder.
 
-    They may know the folder of a shared disk by other paths.
+    They may know the folder of a shared disk by other paths. A folder is looked at once: a script
+    does so before the data is read, and the run in it need not do it again.
     """
     file = folder / TOGETHER
-    if processes.count == 1:
+    if processes.count == 1 or file in _seen:
         return
+    _seen.add(file)
     token = processes.same(lambda: secrets.token_hex(8))
 
     def look() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.training import fingerprints, forecast, opening, placing, side_channels
+from reformax.training import alike, fingerprints, forecast, opening, placing, side_channels
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Callbacks
@@ -89,6 +89,8 @@ class Run:
         """
         settings, processes = self._settings, self._processes
         with ExitStack() as opened:
+            if processes.count > 1:
+                processes.compare(alike.facts())
             self._check_alike("settings", settings.config_text)
             self._lock = processes.by_first(
                 lambda: opened.enter_context(alone_in(self.folder, self._say))

@@ -269,14 +269,15 @@ class Watcher:
         if not data:
             index = self._others.get(other)
             self._remove(other)
-            return None if index is None else ("lost", index, "")
+            refused = self._refusal is not None  # who is told ends
+            return None if index is None or refused else ("lost", index, "")
         self._heard[other] = time.monotonic()
         *lines, self._rests[other] = (self._rests[other] + data).split(b"\n")
-        for line in lines or [b""] * (self.index > 0 and not self._greeted):
+        if self.index and not (self._greeted or data.startswith(_HELLO.encode())):
+            raise self._stranger()
+        for line in lines:
             word, _, rest = line.decode(errors="replace").partition(" ")
             if self.index and not self._greeted:
-                if word != _HELLO:
-                    raise self._stranger()
                 self._greeted = True
             elif other not in self._others:
                 if not self._comes(other, word, rest):

@@ -378,7 +378,11 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
         ),
         (["--num_processes=3", "--process_id=1"], {}, "num_processes is 2 in process 0 and 3 in p"),
         (["--num_processes=2", "--process_id=0"], {}, "process_id=0 is given to two processes"),
-        ([*flags("", 1)[1:], "--output_dir=other"], {}, "/other is not the folder of process 0"),
+        (
+            [*flags("", 1)[1:], "--output_dir=other"],
+            {},
+            "output_dir=other is not the folder of process 0",
+        ),
         (
             [*flags("", 1)[1:], "--config=tiny.counting.noise=0.2"],
             {},
@@ -587,6 +591,7 @@ def test_facts_are_compared_among_processes(both):
 @pytest.mark.parametrize("second, seen", [("link", True), ("other", False)])
 def test_every_process_sees_the_folder_of_process_0(both, second, seen, tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "_SEEN", 0.3)
+    monkeypatch.setattr(folder, "_seen", set())
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "one")

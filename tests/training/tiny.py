@@ -87,7 +87,7 @@ def counting(
     signal `number`. A batch takes `seconds` to make.
     """
     if data_dir == "empty" or (data_dir == "empty in process 1" and jax.process_index()):
-        raise FileNotFoundError("no data in data_dir=empty: give the folder that has it")
+        raise FileNotFoundError(f"no data in data_dir={data_dir}: give the folder that has it")
     split = np.arange(n_valid) % vocab_size
 
     def train_batch(seed, step, batch_size, length):
