@@ -160,7 +160,7 @@ def test_a_run_that_fails_is_reported_and_the_next_begins(swept, folder):
         (f"{GRID}loop.train.keep = [1, 0]", f"{NAMES[0]},keep=0: keep is 0: expected at least 1"),
         (f"{GRID}optimizer.adamw.weight_decay = [0, -1]", ",weight_decay=-1: weight_decay is -1: "),
         (f"{GRID}tiny.TinyLM.vocab_size = [16, 8]", ",vocab_size=8: task counting has ids "),
-        (f"{GRID}tiny.TinyLM.max_length = [16, 8]", ",max_length=8: length=16 is above max_length"),
+        (f"{GRID}tiny.TinyLM.max_length = [16, 8]", ",max_length=8: loop.train.length=16 is above"),
         ("include 'bsae.gin'\nsteps = [1]", "no config file bsae.gin; did you mean"),
     ],
 )

@@ -27,8 +27,8 @@ _PARTS = {
     "reformax.training.stages": None,
     "reformax.training.wandb_log": None,  # makes a logger, which training alone opens
 }
-# Configured, but never called by a config: it writes a folder.
-_TRAIN = ("reformax.training.loop", "train")
+# Configured, but never called by a config: they write a folder, and print a sample.
+_CONFIGURED = (("reformax.training.loop", "train"), ("reformax.cli.ending", "ending"))
 _FLAG = "--trust_config reads the config of a run that you trust"
 
 
@@ -112,7 +112,10 @@ class Names:
                     f"Couldn't resolve selector {selector}; {parent} has no attribute {name}."
                 )
             found = getattr(parent, name)
-        if not (_is_allowed(parent, found) or (not called and _is(found, *_TRAIN))):
+        if not (
+            _is_allowed(parent, found)
+            or (not called and any(_is(found, *name) for name in _CONFIGURED))
+        ):
             raise Refused(_explained(whole))
 
     def check_include(self, file: str) -> None:

@@ -27,7 +27,9 @@ def typed(line: str, owner: str = "") -> str:
       owner: the function that raised it, 'scope/function', if gin called it.
     """
     line = _TRAIT.sub(lambda match: _with_trait(match[1]) or match[0], line)
-    parts = re.split(r"(\([^()]*\)|'[^']*'|`[^`]*`)", line)  # settings stand outside of these
+    parts = re.split(
+        r"(\([^()]*\)|'[^']*'|`[^`]*`|\S+=\S*,\S+=\S*)", line
+    )  # settings stand outside of these, as of a run's name
     parts[::2] = [_NAME.sub(lambda m: name_of(m[1], owner) or m[1], part) for part in parts[::2]]
     return _FIRST.sub(lambda m: name_of(m[1], owner) or m[1], "".join(parts))
 
