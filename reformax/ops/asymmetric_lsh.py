@@ -97,7 +97,7 @@ def asymmetric_lsh(
     factors = None if n_buckets == "auto" else bucket_factors(n_buckets)
     hashing = CentredAngularHash(AngularHashing(factors, chunk_len, None), n_hashes, impl)
     chunks = ChunkSizes(chunk_len, n_chunks_before, n_chunks_after)
-    return sorted_attention(hashing, chunks, count_once, attend_self_if_alone, impl)
+    return SortedSettings(hashing, chunks, count_once, attend_self_if_alone, impl).op()
 
 
 # The algorithm, of any hash.
@@ -132,7 +132,7 @@ class QueryKeyHash(Protocol):
 
 
 class SortedSettings(NamedTuple):
-    """The arguments of `sorted_attention`."""
+    """Attention in chunks of queries and of keys, each sorted by a hash: its arguments."""
 
     hashing: QueryKeyHash
     chunks: ChunkSizes
@@ -140,20 +140,18 @@ class SortedSettings(NamedTuple):
     attend_self_if_alone: bool
     impl: str
 
-
-def sorted_attention(*args: Any) -> AttentionOp:
-    """Attention in chunks of queries and of keys, each sorted by a hash; of `SortedSettings`."""
-    settings = SortedSettings(*args)
-    check_impl(settings.impl, *KERNELS)
-    return AttentionOp(
-        init=no_params,
-        plan=functools.partial(_plan, settings),
-        apply=functools.partial(_apply, settings),
-        traits=TRAITS,
-        init_cache=functools.partial(_init_cache, settings),
-        step=functools.partial(_step, settings),
-        replace_value=replace_in_memory,
-    )
+    def op(self) -> AttentionOp:
+        """The op that has them."""
+        check_impl(self.impl, *KERNELS)
+        return AttentionOp(
+            init=no_params,
+            plan=functools.partial(_plan, self),
+            apply=functools.partial(_apply, self),
+            traits=TRAITS,
+            init_cache=functools.partial(_init_cache, self),
+            step=functools.partial(_step, self),
+            replace_value=replace_in_memory,
+        )
 
 
 def _choose(settings: SortedSettings, q: Array, k: Array, v: Array | None = None) -> str:

@@ -5,7 +5,7 @@ vectors of queries and keys whose distance is small where their product is large
 the queries and, apart from them, the keys along a random direction. Both orders are cut into chunks
 of one length, the clusters, and the queries of cluster i see the keys of cluster i. Queries and
 keys have projections of their own, so a dense model's weights fit without training. Time is
-O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.sorted_attention`;
+O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.SortedSettings`;
 this file is its hash.
 
 Queries and keys may be of two sequences. A query's slot is then where its hash would be among those
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.declared import Size
-from reformax.ops.asymmetric_lsh import HashCodes, sorted_attention
+from reformax.ops.asymmetric_lsh import HashCodes, SortedSettings
 from reformax.ops.base import AttentionOp, named
 from reformax.ops.decoding.cache import Shared
 from reformax.ops.hashing import asymmetric
@@ -67,9 +67,8 @@ def smyrf(
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
     chunks = ChunkSizes(chunk_len, 0, 0)
-    return sorted_attention(
-        AsymmetricHash(n_hashes), chunks, count_once, attend_self_if_alone, impl
-    )
+    hashing = AsymmetricHash(n_hashes)
+    return SortedSettings(hashing, chunks, count_once, attend_self_if_alone, impl).op()
 
 
 # Decoding. C is the capacity.
