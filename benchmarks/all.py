@@ -40,11 +40,11 @@ def _arena(flags: str, runs: str) -> Part:
 PARTS = {
     "step": Part("step --lengths 65536", (*MODELS, "benchmarks/step.py")),
     "attention": Part(
-        "attention --peers --plot docs/attention.png", (*ATTENTION, "benchmarks/attention.py")
+        "attention --peers --plot runs/attention.png", (*ATTENTION, "benchmarks/attention.py")
     ),
     "exact_attention": Part("attention --exact", (*ATTENTION, "benchmarks/attention.py")),
     "block_sparse": Part(
-        "block_sparse --peers --plot docs/block_sparse.png",
+        "block_sparse --peers --plot runs/block_sparse.png",
         (*ATTENTION, "benchmarks/block_sparse.py"),
     ),
     "generation": Part("generation", (*MODELS, "reformax/generation", "benchmarks/generation.py")),

@@ -157,7 +157,7 @@ def _known(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, plot=Path("docs/associative_recall.png"))
+    parser = command_line.parser(__doc__, plot=Path("runs/associative_recall.png"))
     for name, default in dict(at_once=1, vocab_size=8192, seeds=1).items():
         text = f"default: {default:,}"
         parser.add_argument(f"--{name}", type=command_line.positive, default=default, help=text)

@@ -1,6 +1,6 @@
 """Attention by length against dense causal attention: LSH and local, or exact ones.
 
-    python -m benchmarks.attention --peers --plot docs/attention.png
+    python -m benchmarks.attention --peers --plot runs/attention.png
     python -m benchmarks.attention --exact
     python -m benchmarks.attention --table=runs/attention_table
 

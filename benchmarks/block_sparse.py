@@ -1,6 +1,6 @@
 """Block-sparse attention by its nonzero blocks, against dense attention and FlexAttention.
 
-    python -m benchmarks.block_sparse --peers --plot docs/block_sparse.png
+    python -m benchmarks.block_sparse --peers --plot runs/block_sparse.png
 
 prints errors and then times: of causal attention over the patterns of
 `reformax.ops.block_patterns`, and of bidirectional attention over random masks with the same number

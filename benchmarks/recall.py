@@ -2,7 +2,7 @@
 
     python -m benchmarks.recall
 
-prints a table and draws docs/recall.png. The vectors lie in clusters, as the queries of a trained
+prints a table and draws runs/recall.png. The vectors lie in clusters, as the queries of a trained
 model do. Recall is the share of full shared-QK attention's weight that falls on the keys that LSH
 attention shows a query.
 
@@ -63,7 +63,7 @@ LENGTH, CHUNK_LEN, N_SEEDS = 1024, 64, 8
 N_HASHES = (1, 2, 4, 8, 16)
 NOISES, NOISE = (0.25, 0.5, 1.0), 0.5
 SIZE, N_CLUSTERS = 64, 32
-PLOT = Path("docs/recall.png")
+PLOT = Path("runs/recall.png")
 # Of a trained model: numbers of keys to compare at, and what no choice of so many keys exceeds.
 N_KEYS = (32, 64, 128, 256, 512, 1024)
 LARGEST = "largest weights"

@@ -3,7 +3,7 @@
     python -m benchmarks.reversible
     python -m benchmarks.reversible --options
 
-The first prints two tables and draws docs/reversible.png. One has the error of the inputs that the
+The first prints two tables and draws runs/reversible.png. One has the error of the inputs that the
 backward pass rebuilds, and of the gradient relative to that of the same forward pass with every
 activation kept. Two programs may round their products differently, as a GPU's do, and then
 gradients differ even without drift. The other has temporary memory and compile time of the gradient
@@ -236,7 +236,7 @@ def print_costs(shape: Shape) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, plot=Path("docs/reversible.png"))
+    parser = command_line.parser(__doc__, plot=Path("runs/reversible.png"))
     parser.add_argument(
         "--layers", type=command_line.positive, nargs="+", help="increasing even numbers"
     )

@@ -18,7 +18,7 @@ runs what docs/scaling.md measures, each in a process of its own, most important
 model, the Transformer and one long sequence. What FILE has is not measured again, so that the
 command goes on where it was interrupted.
 
-    python -m benchmarks.scaling --saved=docs/scaling.jsonl --plot=docs/scaling.png
+    python -m benchmarks.scaling --saved=docs/scaling.jsonl --plot=runs/scaling.png
 
 draws results that earlier runs saved. With a config a run first adds its own. `--profile=FOLDER`
 writes a trace of each mesh's steps, which TensorBoard and Perfetto show, and prints where the time

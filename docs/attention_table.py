@@ -1,6 +1,7 @@
-"""Writes the tables of docs/attention_table.md from docs/attention_table.csv.
+"""Writes the table of docs/attention_table.md from docs/attention_table.csv.
 
-    python docs/attention_table.py
+    python docs/attention_table.py          the page's table
+    python docs/attention_table.py --all    prints the tables 9 to 21 instead
 
 The CSV has the columns that `python -m benchmarks.attention --table` writes into table.csv, less
 the sizes that all rows share. A test compares the page with it.
@@ -8,6 +9,7 @@ the sizes that all rows share. A test compares the page with it.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import itertools
 from pathlib import Path
@@ -22,6 +24,16 @@ PASSES = {
     "Both passes": "combined_ms",
 }
 Rows = dict[tuple[str, str, str, str], dict[str, str]]  # by attention, length, dropout, masked
+PLAIN, DROPOUT, MASKED = ("0.0", "False"), ("0.1", "False"), ("0.0", "True")
+SHOWN = {  # the page's columns: length, dropout and mask, what of it
+    "N=1,024": ("1024", PLAIN, "combined_ms"),
+    "4,096": ("4096", PLAIN, "combined_ms"),
+    "16,384": ("16384", PLAIN, "combined_ms"),
+    "65,536": ("65536", PLAIN, "combined_ms"),
+    "65,536, dropout": ("65536", DROPOUT, "combined_ms"),
+    "65,536, mask": ("65536", MASKED, "combined_ms"),
+    "MiB at 65,536": ("65536", PLAIN, "memory_mib"),
+}
 NONE = "–"
 
 
@@ -61,6 +73,16 @@ def table(rows: Rows, setting: tuple[str, str], column: str) -> str:
     return "\n".join(lines)
 
 
+def summary() -> str:
+    """The page's table."""
+    rows = read()
+    lines = [f"| ms | {' | '.join(SHOWN)} |", f"| --- |{' ---: |' * len(SHOWN)}"]
+    for name in dict.fromkeys(key[0] for key in rows):
+        cells = [cell(rows.get((name, n, *setting)), of) for n, setting, of in SHOWN.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def tables() -> str:
     """The thirteen tables as Markdown."""
     rows, parts = read(), []
@@ -76,13 +98,18 @@ def tables() -> str:
 
 
 def written(page: str) -> str:
-    """The page with the tables of the CSV."""
+    """The page with the table of the CSV."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"{PAGE} has no lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{summary()}\n\n{END}{after}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="print the tables 9 to 21 instead")
+    if parser.parse_args().all:
+        print(tables())
+    else:
+        PAGE.write_text(written(PAGE.read_text()))

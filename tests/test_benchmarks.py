@@ -459,7 +459,7 @@ def test_help_says_what_a_command_prints_and_draws(name, capsys):
     printed = capsys.readouterr().out
     assert stop.value.code == 0 and module.__doc__.strip() in printed
     if name in ("recall", "reversible"):
-        assert f"(default: docs/{name}.png)" in " ".join(printed.split())
+        assert f"(default: runs/{name}.png)" in " ".join(printed.split())
 
 
 def test_lines_that_lie_on_each_other_differ_in_style():

@@ -15,7 +15,8 @@ import style
 
 PICTURES = (
     *("lsh", "reversible", "package", "training_step", "fair"),
-    *("attention_table", "linear_attention", "sparse_attention"),
+    *("attention_table", "linear_attention", "sparse_attention", "lsh_by_length", "block_sparse"),
+    *("recall", "recall_of_a_model", "associative_recall", "depth", "more_training", "scaling"),
 )
 
 

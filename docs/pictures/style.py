@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 
@@ -145,12 +147,35 @@ def label_ends(
     last = max(place[0] for place in places)
     style = dict(size=9, weight="bold", va="center", transform=axes.transAxes)
     for x, y, name, color in places:
-        if x < last - 0.15:  # a line that ends early has its name above
-            axes.text(x, y + 0.045, name, color=color, ha="right", **style)
+        if x < last - 0.15:  # a line that ends early has its name above or below
+            others = [_height(axes, line, max(x - 0.08, 0.0)) for line in axes.lines]
+            free = {y + by: min(abs(y + by - other) for other in others) for by in (0.045, -0.06)}
+            right = max(x - 0.03, 0.24)  # where the shortest of them ends, a name has room
+            axes.text(right, max(free, key=free.get), name, color=color, ha="right", **style)
     places = sorted((p for p in places if p[0] >= last - 0.15), key=lambda place: place[1])
-    heights: list[float] = []
-    for _, y, *_ in places:
-        heights.append(max(y, heights[-1] + apart) if heights else y)
-    over = max(0.0, heights[-1] - 0.98)
+    heights = spread([y for _, y, *_ in places], apart)
     for (_, _, name, color), y in zip(places, heights, strict=True):
-        axes.text(last + 0.02, y - over, name, color=color, **style)
+        axes.text(last + 0.02, y, name, color=color, **style)
+
+
+def _height(axes: Axes, line: Line2D, x: float) -> float:
+    """Where a line is at x, in units of the axes."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    return float(np.interp(x, *to_axes.transform(line.get_xydata()).T))
+
+
+def spread(heights: Sequence[float], apart: float) -> list[float]:
+    """The nearest heights, by squares, that are so far apart, in [0.03, 0.97]; both ascend."""
+    groups: list[list[float]] = []  # of heights less what they are apart
+    for i, y in enumerate(heights):
+        groups.append([y - i * apart])
+        while len(groups) > 1 and _mean(groups[-2]) > _mean(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    flat = [_mean(group) for group in groups for _ in group]
+    found = [max(y, 0.03) + i * apart for i, y in enumerate(flat)]
+    return [min(y, 0.97 - (len(found) - 1 - i) * apart) for i, y in enumerate(found)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,6 +1,8 @@
 """Writes the table of docs/peers.md: `python -m tests.peers.table`."""
 
+import itertools
 import re
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -14,10 +16,26 @@ PACKAGES = (
 )
 
 
-def line(row: Comparison, found: Deviations) -> str:
-    gradients = "none on a CPU" if found.gradients is None else f"{found.gradients:.1e}"
-    cells = (row.peer, row.subject, row.ours, f"{found.output:.1e}", gradients, f"{row.allowed:g}")
-    return f"| {' | '.join(cells)} |"
+def groups() -> list[list[Comparison]]:
+    """The comparisons by lines of the table: all that SDPA gets a mask for are one."""
+    found = itertools.groupby(COMPARISONS, lambda row: "SDPA" if row.peer == "SDPA" else row.name)
+    return [list(group) for _, group in found]
+
+
+def names(group: Sequence[Comparison]) -> list[str]:
+    """The first cells of a line."""
+    first, *others = group
+    if others:
+        return [first.peer, f"the masks of {len(group)} rows of `tests/ops/rows.py`", "each op"]
+    return [first.peer, first.subject, first.ours]
+
+
+def line(group: Sequence[Comparison], found: Sequence[Deviations]) -> str:
+    """A line of the table, with the largest deviations of its comparisons."""
+    gradients = [one.gradients for one in found if one.gradients is not None]
+    cells = [*names(group), f"{max(one.output for one in found):.1e}"]
+    cells.append(f"{max(gradients):.1e}" if gradients else "none on a CPU")
+    return f"| {' | '.join([*cells, f'{group[0].allowed:g}'])} |"
 
 
 def rows(page: str) -> list[list[str]]:
@@ -30,7 +48,7 @@ def rows(page: str) -> list[list[str]]:
 def main() -> None:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
     table = [HEAD, "| --- | --- | --- | ---: | ---: | ---: |"]
-    table += [line(row, row.measure()) for row in COMPARISONS]
+    table += [line(group, [row.measure() for row in group]) for group in groups()]
     before = re.split(r"^Measured with ", PAGE.read_text(), flags=re.MULTILINE)[0]
     PAGE.write_text(f"{before}Measured with {versions}.\n\n" + "\n".join(table) + "\n")
 
