@@ -1,6 +1,7 @@
 """Writes the table of docs/peers.md: `python -m tests.peers.table`."""
 
 import itertools
+import operator
 import re
 from collections.abc import Sequence
 from importlib import metadata
@@ -17,17 +18,16 @@ PACKAGES = (
 
 
 def groups() -> list[list[Comparison]]:
-    """The comparisons by lines of the table: all that SDPA gets a mask for are one."""
-    found = itertools.groupby(COMPARISONS, lambda row: "SDPA" if row.peer == "SDPA" else row.name)
-    return [list(group) for _, group in found]
+    """The comparisons by lines of the table: those with a peer within one bound."""
+    key = operator.attrgetter("peer", "allowed")
+    return [list(group) for _, group in itertools.groupby(sorted(COMPARISONS, key=key), key)]
 
 
 def names(group: Sequence[Comparison]) -> list[str]:
     """The first cells of a line."""
-    first, *others = group
-    if others:
-        return [first.peer, f"the masks of {len(group)} rows of `tests/ops/rows.py`", "each op"]
-    return [first.peer, first.subject, first.ours]
+    masks = f"the masks of {len(group)} rows of `tests/ops/rows.py`"
+    subjects = masks if group[0].peer == "SDPA" else "; ".join(row.subject for row in group)
+    return [group[0].peer, subjects, ", ".join(dict.fromkeys(row.ours for row in group))]
 
 
 def line(group: Sequence[Comparison], found: Sequence[Deviations]) -> str:
