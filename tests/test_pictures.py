@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -86,10 +87,56 @@ def test_the_table_of_attentions_reads_the_code():
     assert attentions.config("moba") == "`moba`"
 
 
-def test_the_tables_of_times_are_those_of_the_file():
+def test_names_of_lines_are_apart_and_near_their_lines(pictures):
+    style = importlib.import_module("style")
+    assert style.spread([0.2, 0.5], 0.1) == [0.2, 0.5]
+    assert style.spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
+    for heights in ([0.0, 0.01, 0.6], [0.9, 0.99, 1.0], [0.1] * 8):
+        found = style.spread(heights, 0.1)
+        assert min(np.diff(found)) > 0.0999 and found[0] >= 0.03 and found[-1] <= 0.98
+
+
+def test_pictures_read_the_tables_of_pages(pictures, tmp_path, monkeypatch):
+    tables = importlib.import_module("pages")
+    page = "Text.\n\n| ms | N=1,024 | N=2,048 | MiB |\n| --- | ---: | ---: | ---: |\n"
+    (tmp_path / "a.md").write_text(f"{page}| `one`, **two** | 1.5 / 2,500 | | 8 |\n\nText.\n")
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    (row,) = tables.table("a.md", "ms").values()
+    assert row == {"ms": "one, two", "N=1,024": "1.5 / 2,500", "N=2,048": "", "MiB": "8"}
+    assert tables.line(row, 1, "N=") == [(1024, 2500)]
+    with pytest.raises(ValueError, match="substring not found"):
+        tables.table("a.md", "seconds")
+
+
+def test_a_picture_shows_what_the_page_says(pictures):
+    """Of one whose figures are on the page, and one whose figures are in a file beside it."""
+    colors = importlib.import_module("style").MODES["light"]
+    recall = importlib.import_module("recall").draw(colors).axes[0].lines
+    rows = importlib.import_module("pages").table(
+        "results.md", "share of the true attention weight, by hashes"
+    )
+    assert [list(line.get_ydata()) for line in recall] == [
+        [float(row[str(n)]) for n in (1, 2, 4, 8, 16)] for row in rows.values()
+    ]
+    scaling = importlib.import_module("scaling").draw(colors).axes[0].lines
+    assert sorted(line.get_ydata()[-1] for line in scaling) == [3.496 / 4, 3.732 / 4, 3.821 / 4]
+
+
+def test_the_table_of_times_is_that_of_the_file():
     tables = script(ROOT / "docs/attention_table.py")
     page = tables.PAGE.read_text()
     assert tables.written(page) == page, "run python docs/attention_table.py"
+
+
+def test_all_tables_of_times_have_every_figure_of_the_file():
+    tables = script(ROOT / "docs/attention_table.py")
+    printed, rows = tables.tables(), tables.read()
+    assert [int(n) for n in re.findall(r"^### (\d+)\.", printed, re.MULTILINE)] == [*range(9, 22)]
+    both = printed.partition("### 20.")[2].partition("### 21.")[0]
+    for name in {key[0] for key in rows}:
+        cells = [tables.cell(rows[name, n, *tables.PLAIN], "combined_ms") for n in ("128", "65536")]
+        line = next(x for x in both.splitlines() if x.startswith(f"| {name} |"))
+        assert [line.split(" | ")[1], line.removesuffix(" |").split(" | ")[-1]] == cells
 
 
 def test_a_backward_pass_below_nothing_is_no_figure():

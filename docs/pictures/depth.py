@@ -7,7 +7,7 @@ import pages
 from matplotlib.figure import Figure
 from style import Palette
 
-MEMORY = ("TransformerLM", "exact=True", "seven slots", "ReformerLM, MiB")
+MEMORY = ("TransformerLM", "exact=True", "ReformerLM, MiB")
 EXACT = "exact=True, float32"
 
 
