@@ -18,6 +18,7 @@ PICTURES = (
     *("attention_table", "linear_attention", "sparse_attention", "lsh_by_length", "block_sparse"),
     *("recall", "recall_of_a_model", "associative_recall", "depth", "more_training", "scaling"),
 )
+MATPLOTLIB = "3.11.2"  # which drew the kept files
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,13 +18,13 @@ PANELS = {  # of a title the machine and the name of rows
 
 def read() -> dict[tuple[str, str], dict[str, list[tuple[float, float]]]]:
     """Shares of linear scaling by devices, by mesh, of each GPU and name."""
-    found: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    found: dict[tuple[str, str], dict[str, dict[float, float]]] = {}
     for line in (FOLDER / "scaling.jsonl").read_text().splitlines():
         row = json.loads(line)
         gpu = next(name for name in ("H100", "H200") if name in row["machine"])
-        of = found.setdefault((gpu, row["name"]), {}).setdefault(row["mesh"], [(1, 1.0)])
-        of.append((row["devices"], row["times"] / row["devices"]))
-    return {key: {k: sorted(v) for k, v in of.items()} for key, of in found.items()}
+        of = found.setdefault((gpu, row["name"]), {}).setdefault(row["mesh"], {1: 1.0})
+        of[row["devices"]] = row["times"] / row["devices"]  # the last result counts
+    return {key: {k: sorted(v.items()) for k, v in of.items()} for key, of in found.items()}
 
 
 def draw(colors: Palette) -> Figure:
