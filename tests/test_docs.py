@@ -50,6 +50,11 @@ def test_a_command_that_is_not_run_is_on_a_page_and_says_why(pattern, reason):
     [
         ("python train.py --config_file=mine.gin", "", "{} --config='d_model=16'"),
         ("python evaluate.py --stride=256", "", "{} --stride=32"),
+        (
+            "reformax evaluate --output_dir=runs/four",
+            "```gin\n# reformax train --config_file=a.gin\nloop.train.mesh = {'context': 4}\n```",
+            "JAX_NUM_CPU_DEVICES=4 {}",
+        ),
         ("X=1 taskset -c 1 python -m benchmarks.step", "", None),
         ("python -m benchmarks.reliability", "", "{}"),
         ("pip install 'dist/reformax-0.2.0-py3-none-any.whl[trax]'", "", None),
