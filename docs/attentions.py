@@ -3,11 +3,13 @@
     python docs/attentions.py
 
 Every cell is read off the code: the traits and functions of the op with its default options, the
-values that its `impl` takes, the citation of its docstring, and the gin files. A test compares.
+values that its `impl` takes, the citation of its docstring, and the gin files. Times and memory are
+those of docs/attention_table.csv. A test compares.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib
 import pkgutil
@@ -26,10 +28,12 @@ from reformax.training import loop
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/choosing_an_attention.md"
+MEASURED = ROOT / "docs/attention_table.csv"
 BEGIN, END = "<!-- begin: python docs/attentions.py -->\n", "<!-- end -->\n"
+FIGURES = (("combined_ms", 4096), ("combined_ms", 65_536), ("memory_mib", 65_536))
 COLUMNS = (
-    *("attention", "causal", "packed", "cross", "decoding", "kernels", "`context`", "flax"),
-    *("paper", "config"),
+    *("attention", "ms, 4,096", "ms, 65,536", "MiB, 65,536"),
+    *("causal", "packed", "cross", "decoding", "kernels", "`context`", "flax", "paper", "config"),
 )
 YES, NO = "yes", "–"
 
@@ -97,6 +101,23 @@ def kernels(make) -> str:
     raise LookupError(f"{make.__name__} takes impl='?'")
 
 
+@functools.cache
+def _measured() -> dict[tuple[str, str], dict[str, str]]:
+    """The rows without dropout and mask by attention and length."""
+    with MEASURED.open() as file:
+        rows = [r for r in csv.DictReader(file) if (r["dropout"], r["masked"]) == ("0.0", "False")]
+    return {(row["attention"], row["length"]): row for row in rows}
+
+
+def figure(name: str, column: str, length: int) -> str:
+    """A time or memory of both passes at a length; why there is none."""
+    row = _measured().get((name, str(length)), {})
+    if row.get("error"):
+        return "OOM" if row["error"] == "out of memory" else NO
+    value = float(row.get(column) or 0)
+    return NO if value <= 0 else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
+
+
 def paper(doc: str) -> str:
     """The first citation of a docstring."""
     names = r"[A-Z][\w-]+(?:, [A-Z]\w+)*(?: and [A-Z]\w+| et al\.)?"
@@ -141,7 +162,8 @@ def table() -> str:
         op = attention.op
         rows.append(
             (
-                f"`{attention.name}`",
+                f"[`{attention.name}`](zoo.md#{attention.name})",
+                *(figure(attention.name, *of) for of in FIGURES),
                 is_causal(op),
                 YES if op.traits.packed else NO,
                 YES if op.traits.cross else NO,

@@ -7,6 +7,7 @@ nothing of the tests.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import subprocess
@@ -47,6 +48,7 @@ SMALL = {
     "steps": 2,
     "warmup_steps": 1,
     "optimizer.cosine.warmup_steps": 1,
+    "loop.train.eval_length": 64,
     "loop.train.eval_stride": 32,
     "stages.Stage.batch_size": 2,
     "stages.Stage.length": 32,
@@ -175,8 +177,19 @@ def small(command: str, folder: Path, page: str = "") -> str | None:
         if re.search(rf"(^|\s){pattern}(\s|$)", command):
             # Behind the flags may stand a file for the output.
             call, arrow, output = command.partition(" > ")
-            return f"{call} {flags(command, folder, page)}{arrow}{output}".strip()
+            call = f"{_devices(call, page)}{call} {flags(command, folder, page)}"
+            return f"{call}{arrow}{output}".strip()
     raise LookupError(f"no rule in tests/pages.py makes this command small: {command}")
+
+
+def _devices(command: str, page: str) -> str:
+    """The variable that simulates the devices that a gin file of the page asks for."""
+    meshes = "".join(
+        re.findall(r"^loop\.train\.mesh = (.+)$", "\n".join(gin_files(page).values()), re.M)
+    )
+    n_devices = math.prod(map(int, re.findall(r": (\d+)", meshes)))
+    wanted = n_devices > 1 and "JAX_NUM_CPU_DEVICES=" not in command
+    return f"JAX_NUM_CPU_DEVICES={n_devices} " if wanted else ""
 
 
 def _training(command: str, folder: Path, page: str) -> str:

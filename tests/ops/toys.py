@@ -1,6 +1,6 @@
 """Small ops that use what few algorithms do: own weights, gates, one segment a row.
 
-The first is the second of the guide to a new attention, whose text is run here.
+The first is examples/fading.py, of which the guide to a new attention tells.
 """
 
 import dataclasses
@@ -16,25 +16,30 @@ from reformax.ops import dense
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from tests.ops.rows import Row
-from tests.pages import ROOT, blocks
+from tests.pages import ROOT
 
 MAX_LENGTH = 40
 
 
-def _of_the_guide(start: str) -> str:
-    """The block of Python of the guide to a new attention that begins with `start`."""
-    text = (ROOT / "docs" / "adding_an_attention.md").read_text()
-    return next(b.text for b in blocks(text) if b.text.lstrip().startswith(start))
-
-
-def _guides_row() -> Row:
-    """The guide's op with weights and gates, by its row."""
+def _example() -> types.ModuleType:
+    """The example of an op with weights and gates, as a module of the ops."""
     module = types.ModuleType("reformax.ops.fading")
-    exec(_of_the_guide('"""Fading attention'), module.__dict__)
-    names = {"jax": jax, "jnp": jnp, "Row": Row, "fading": module}
-    exec(_of_the_guide("def _fading("), names)
-    (row,) = eval("[" + _of_the_guide('Row("fading"') + "]", names)
-    return row
+    exec((ROOT / "examples/fading.py").read_text(), module.__dict__)
+    return module
+
+
+def _fading(options, params, plan, qkv, extra_projections, mask, keep):
+    q, k, v = qkv
+    left = jax.nn.sigmoid(-extra_projections["gate"][..., 0] - params["rate"])
+    rows = []
+    for t in range(q.shape[1]):
+        state = jnp.zeros((*q.shape[:1], *q.shape[2:], v.shape[-1]))
+        for s in range(t + 1):
+            seen = mask[:, :, t, s]
+            new = jnp.where(seen[..., None, None], k[:, s, :, :, None] * v[:, s, :, None], 0)
+            state = jnp.where(seen, left[:, s], 1)[..., None, None] * state + new
+        rows.append(jnp.einsum("bnh,bnhv->bnv", q[:, t], state))
+    return jnp.stack(rows, axis=1)
 
 
 @named
@@ -70,7 +75,7 @@ def _slots(options, params, plan, qkv, extra_projections, mask, keep):
     return jnp.einsum("bntk,bknv->btnv", weights, v) * real
 
 
-FADING = _guides_row()
+FADING = Row("fading", _example().fading, {}, reference=_fading, holds_keys=False)
 TOYS = [
     FADING,
     Row("slots", slots, {"n_slots": (3, 1, 5)}, reference=_slots, no_step="its slots mix all"),

@@ -140,8 +140,8 @@ def lines(folder: Path, split: str) -> list[dict]:
 
 @pytest.mark.slow
 def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch, capsys):
-    """The commands of docs/launching.md: from a checkpoint of one process, and back to one."""
-    text = (ROOT / "docs/launching.md").read_text()
+    """The commands of docs/devices.md: from a checkpoint of one process, and back to one."""
+    text = (ROOT / "docs/devices.md").read_text()
     both = [command for command in pages.commands(text) if "--process_id=" in command]
     settings = [
         "seed=3",
@@ -241,7 +241,7 @@ FIRST_PORT = 61_440
 @pytest.mark.parametrize("launcher, found", [("srun", under_slurm), ("mpirun", under_open_mpi)])
 def test_the_page_finds_the_processes_of_a_launcher(launcher, found, tmp_path):
     """Its command, in two processes with the launcher's variables."""
-    text = (ROOT / "docs/launching.md").read_text()
+    text = (ROOT / "docs/devices.md").read_text()
     (line,) = re.findall(rf"^{launcher} .*python train\.py (--dist.*)", text, re.M)
     words = [*shlex.split(line.replace("/shared/runs/two", "two")), "--config_file=run.gin"]
     (tmp_path / "run.gin").write_text(CONFIG.replace("100_000", "6"))
@@ -275,7 +275,7 @@ def is_free(number: int) -> bool:
     ids=["kubernetes", "Open MPI 5"],
 )
 def test_the_page_numbers_processes_in_a_shell(pattern, own, tmp_path):
-    (command,) = re.findall(pattern, (ROOT / "docs/launching.md").read_text())
+    (command,) = re.findall(pattern, (ROOT / "docs/devices.md").read_text())
     train, address = (
         f"{sys.executable} -m reformax train --config_file=run.gin",
         f"localhost:{port()}",
