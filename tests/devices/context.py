@@ -173,7 +173,7 @@ def test_padding_behind_rows_is_that_of_one_device(sizes, n_heads, n_told, monke
     params = layer.init_params(jax.random.key(0), x.shape)
 
     def loss(params, x, real):
-        out = layer.apply(params, x, Tokens(real, padded_behind=True))
+        out = layer.apply(params, x, Tokens(real, right_padded=True))
         return jnp.sum(out * d_out), out
 
     run = jax.grad(loss, argnums=(0, 1), has_aux=True)

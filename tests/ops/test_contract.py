@@ -138,10 +138,10 @@ def test_marks_travel_with_segments(model_fn):
 @pytest.mark.parametrize(
     "tokens, want",
     [
-        (Tokens(MARKS[:, 1:] | True, padded_behind=True), [8, 8]),
-        (Tokens(np.arange(8) < np.array([[5], [0]]), padded_behind=True), [5, 0]),
+        (Tokens(MARKS[:, 1:] | True, right_padded=True), [8, 8]),
+        (Tokens(np.arange(8) < np.array([[5], [0]]), right_padded=True), [5, 0]),
         (Tokens(np.arange(8) < np.array([[5], [0]])), None),
-        (Tokens(np.array([[1, 1, 2, 2, 2, 3, 0, 0]] * 2), padded_behind=True), None),
+        (Tokens(np.array([[1, 1, 2, 2, 2, 3, 0, 0]] * 2), right_padded=True), None),
         (np.arange(8) < np.array([[5], [0]]), None),
         (None, None),
     ],

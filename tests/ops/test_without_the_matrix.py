@@ -204,7 +204,7 @@ def test_tiles_of_any_block_mask():
             index[head, : some.sum()] = np.nonzero(some)[1]
         return tiles.Visits(*(jnp.asarray(x) for x in (stop - count, stop, index)))
 
-    plan = tiles.Plan(visits(mask), visits(np.swapaxes(mask, 1, 2)))
+    plan = tiles.TilePlan(visits(mask), visits(np.swapaxes(mask, 1, 2)))
 
     def attend(q, k, v):
         x = tiles.inputs(q, k, v, None, None, 0.0, None)

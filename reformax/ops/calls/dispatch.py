@@ -31,7 +31,7 @@ def check_impl(impl: str, *others: str) -> None:
         raise SettingError(f"impl is {shown(impl)}: expected {names} or {known[-1]!r}")
 
 
-def choose(impl: str, pays: bool = True, **obstacles: str | None) -> str:
+def choose_impl(impl: str, pays: bool = True, **obstacles: str | None) -> str:
     """The implementation that computes a call: "cudnn", "pallas", "pallas_interpret" or "xla".
 
     `"auto"` takes the first one without an obstacle. Any other `impl` is taken as it is, or raises.
@@ -82,7 +82,7 @@ def compute_capability(device: jax.Device) -> float:
 def kernel_obstacles(
     q: Array, k: Array | None, v: Array | None, **options: Any
 ) -> dict[str, str | None]:
-    """The obstacles of our attention kernels, as `choose` takes them.
+    """The obstacles of our attention kernels, as `choose_impl` takes them.
 
     Args:
       q: queries.

@@ -24,7 +24,7 @@ def repeat_heads(
     return tuple(map(repeated, others))
 
 
-def divides_a_choice(n_shards: int, n_heads: int, n_kv_heads: int) -> bool:
+def splits_head_groups(n_shards: int, n_heads: int, n_kv_heads: int) -> bool:
     """Whether query heads of one key head, which look at the same keys, fall into several shares.
 
     For an op with the trait `choose_together`.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.calls.dispatch import choose, kernel_obstacles
+from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
@@ -30,7 +30,7 @@ class KeyValues(NamedTuple):
     values: Float[Array, "B N S V"]
 
 
-class Shared(NamedTuple):
+class SharedByBatch(NamedTuple):
     """A part of a cache that all rows of the batch share."""
 
     value: Any
@@ -39,9 +39,9 @@ class Shared(NamedTuple):
 def take_rows(cache: Any, rows: Int[Array, " R"]) -> Any:
     """The cache of some of its rows, in the order of `rows`, which may repeat one."""
     return jax.tree.map(
-        lambda x: x if isinstance(x, Shared) else x[rows],
+        lambda x: x if isinstance(x, SharedByBatch) else x[rows],
         cache,
-        is_leaf=lambda x: isinstance(x, Shared),
+        is_leaf=lambda x: isinstance(x, SharedByBatch),
     )
 
 
@@ -156,7 +156,7 @@ def attend_to(
 def _choose(impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
     """The implementation of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
-    return choose(impl, pays, **kernel_obstacles(q, keys, values))
+    return choose_impl(impl, pays, **kernel_obstacles(q, keys, values))
 
 
 def add_and_attend(

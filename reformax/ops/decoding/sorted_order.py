@@ -41,7 +41,7 @@ def insert_newest(
     return order, bucket_start, slot
 
 
-def shown_by_earlier_hash(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
+def seen_by_earlier_hash(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
     """Which positions an earlier hash shows too."""
     of_hash = jnp.arange(seen.shape[2])[None, None, :, None]
     again = seen[..., None, None] == seen[:, :, None, None]  # [B, N, R, M, R, M]

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, shown
-from reformax.ops.calls.dispatch import choose, kernel_obstacles
+from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
 from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
 
 MAX_BUCKETS_UNFACTORED = 128
@@ -150,7 +150,7 @@ def hash_by(
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    impl = choose(impl, pays=vectors.shape[1] > 1, **kernel_obstacles(vectors, None, None))
+    impl = choose_impl(impl, pays=vectors.shape[1] > 1, **kernel_obstacles(vectors, None, None))
     if impl != "xla":
         from reformax.ops.kernels.triton import angular_hash
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.masking.contiguous import back, side_by_side
+from reformax.ops.masking.contiguous import contiguous_segments, restore_order
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.numerics.precision import accum_dtype, product
 
@@ -54,12 +54,12 @@ def _before(
     x: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "#B T"]]:
     """The sum and the number of the vectors before each in its segment."""
-    order, rows, ids = side_by_side(x.reshape(*x.shape[:2], -1), segment_ids)
+    order, rows, ids = contiguous_segments(x.reshape(*x.shape[:2], -1), segment_ids)
     if segment_ids is None:
         sums = sums_before(rows, jnp.zeros(x.shape[:2], jnp.int32))
         return sums.reshape(x.shape), jnp.arange(x.shape[1], dtype=sums.dtype)[None]
     ones = jnp.ones((*x.shape[:2], 1), x.dtype)
-    sums, counts = (back(sums_before(part, ids), order) for part in (rows, ones))
+    sums, counts = (restore_order(sums_before(part, ids), order) for part in (rows, ones))
     return sums.reshape(x.shape), counts[..., 0]
 
 

@@ -15,18 +15,18 @@ from jaxtyping import Array, Bool, Int
 NOWHERE = np.iinfo(np.int32).max
 
 
-class Band(NamedTuple):
+class BandMask(NamedTuple):
     """Which neighbours a position sees."""
 
     window: int  # those less than so many steps away
     dilation: int  # positions of a step
     causal: bool
 
-    def within(self, length: int) -> Band:
+    def within(self, length: int) -> BandMask:
         """The band that shows the same of so many positions."""
         return self._replace(window=min(self.window, length), dilation=min(self.dilation, length))
 
-    def shows(self, query, key) -> Bool[Array, "*d"]:
+    def sees(self, query, key) -> Bool[Array, "*d"]:
         """Whether positions `query` see positions `key`, which broadcast."""
         ahead = key - query
         reach = min(self.window * self.dilation, NOWHERE)

@@ -24,14 +24,12 @@ class Tokens:
     )
     positions: Int[Array, "B T"] | None = None  # that rotations go by; None: 0 to T - 1
     # Whether the padding of a row is all behind its tokens, and what is computed there is finite.
-    padded_behind: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    right_padded: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @property
     def counted(self) -> bool:
         """Whether `lengths` say all that segments do: each row is one segment and padding."""
-        return (
-            self.padded_behind and self.segment_ids is not None and self.segment_ids.dtype == bool
-        )
+        return self.right_padded and self.segment_ids is not None and self.segment_ids.dtype == bool
 
 
 def tokens_of(segment_ids: SegmentIds | Tokens | None) -> Tokens:
@@ -46,7 +44,9 @@ def segment_pair(
     return segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
 
 
-def segment_ids_of(*each: tuple[SegmentIds | Tokens | None, Shaped[Array, "B _ *d"]]) -> Ids | None:
+def paired_segment_ids(
+    *each: tuple[SegmentIds | Tokens | None, Shaped[Array, "B _ *d"]],
+) -> Ids | None:
     """The pair of segments of two sequences, given as (segments, x); None if neither has any.
 
     A sequence without segments is one.

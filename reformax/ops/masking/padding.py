@@ -15,7 +15,7 @@ def tokens_only(x: Float[Array, "B T N H"], ids: Int[Array, "B T"]) -> Float[Arr
     return jnp.where((ids != 0)[..., None, None], x, 0)
 
 
-def over_tokens(
+def attend_to_tokens(
     attend: Callable[..., Array],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"] | None,

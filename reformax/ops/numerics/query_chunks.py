@@ -33,7 +33,7 @@ def in_blocks(x: Shaped[Array, "B T *d"], size: int) -> Shaped[Array, "B C L *d"
     return x.reshape(x.shape[0], -1, size, *x.shape[2:])
 
 
-def joined(x: Array, length: int) -> Array:
+def join_chunks(x: Array, length: int) -> Array:
     """Results of chunks, `[chunks, B, Q, ...]`, as those of all queries, `[B, T, ...]`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

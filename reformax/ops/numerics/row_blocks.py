@@ -28,7 +28,7 @@ class Group(NamedTuple):
     n_heads: int
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Neighbouring rows of queries or of keys."""
 
     start: Any  # the first row that is read
@@ -36,7 +36,7 @@ class Block(NamedTuple):
     own: Bool[Array, " L"] | None  # False for rows of the block before; None: all are its own
 
 
-def block_at(start: Any, size: int, length: int, aligned: bool | None = None) -> Block:
+def block_at(start: Any, size: int, length: int, aligned: bool | None = None) -> RowBlock:
     """The block of `size` rows from `start` on; it begins earlier if there are too few.
 
     Args:
@@ -48,7 +48,7 @@ def block_at(start: Any, size: int, length: int, aligned: bool | None = None) ->
     aligned = length % size == 0 if aligned is None else aligned
     first = start if aligned else jnp.minimum(start, length - size)
     position = first + jnp.arange(size, dtype=jnp.int32)
-    return Block(first, position, None if aligned else position >= start)
+    return RowBlock(first, position, None if aligned else position >= start)
 
 
 def over_groups(
@@ -79,7 +79,7 @@ def _at(*starts: Any) -> tuple[Array, ...]:
     return tuple(jnp.asarray(i, jnp.int32) for i in starts)
 
 
-def rows(x: Float[Array, "B T N H"], group: Group, block: Block) -> Float[Array, "b n L H"]:
+def rows(x: Float[Array, "B T N H"], group: Group, block: RowBlock) -> Float[Array, "b n L H"]:
     """A block's rows of the group's heads."""
     sizes = group.n_batch, block.position.size, group.n_heads, x.shape[3]
     part = lax.dynamic_slice(x, _at(group.batch, block.start, group.head, 0), sizes)
@@ -87,7 +87,7 @@ def rows(x: Float[Array, "B T N H"], group: Group, block: Block) -> Float[Array,
 
 
 def put_rows(
-    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: Block
+    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: RowBlock
 ) -> Float[Array, "B T N H"]:
     """`x` with a block's rows of the group's heads replaced."""
     value = value.astype(x.dtype)
@@ -98,7 +98,7 @@ def put_rows(
 
 
 def add_rows(
-    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: Block
+    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: RowBlock
 ) -> Float[Array, "B T N H"]:
     """`x` with `value` added, which is 0 in rows that are not the block's own."""
     total = rows(x, group, block) + value.astype(x.dtype)
@@ -106,14 +106,16 @@ def add_rows(
     return lax.dynamic_update_slice(x, jnp.swapaxes(total, 1, 2), start)
 
 
-def row_statistics(x: Float[Array, "B N T"], group: Group, block: Block) -> Float[Array, "b n L"]:
+def row_statistics(
+    x: Float[Array, "B N T"], group: Group, block: RowBlock
+) -> Float[Array, "b n L"]:
     """The statistics of a block's rows, of the group's heads."""
     sizes = group.n_batch, group.n_heads, block.position.size
     return lax.dynamic_slice(x, _at(group.batch, group.head, block.start), sizes)
 
 
 def put_row_statistics(
-    x: Float[Array, "B N T"], value: Float[Array, "b n L"], group: Group, block: Block
+    x: Float[Array, "B N T"], value: Float[Array, "b n L"], group: Group, block: RowBlock
 ) -> Float[Array, "B N T"]:
     """`x` with the statistics of a block's rows, of the group's heads, replaced."""
     if block.own is not None:
@@ -122,7 +124,7 @@ def put_row_statistics(
 
 
 def bias_tile(
-    shape: tuple[int, ...], group: Group, queries: Block, keys: Block
+    shape: tuple[int, ...], group: Group, queries: RowBlock, keys: RowBlock
 ) -> tuple[tuple[Array, ...], list[int]]:
     """The start and the size of a tile's part of a bias; axes of size 1 are not cut."""
     starts = group.batch, group.head, queries.start, keys.start
@@ -135,8 +137,8 @@ def add_bias_tile(
     x: Float[Array, "#B #N #T #S"],
     value: Float[Array, "b n Q K"],
     group: Group,
-    queries: Block,
-    keys: Block,
+    queries: RowBlock,
+    keys: RowBlock,
 ) -> Float[Array, "#B #N #T #S"]:
     """`x` with a tile's gradient added, summed over the axes of size 1."""
     start, sizes = bias_tile(x.shape, group, queries, keys)
@@ -145,7 +147,7 @@ def add_bias_tile(
     return lax.dynamic_update_slice(x, lax.dynamic_slice(x, start, sizes) + value, start)
 
 
-def ids_of(ids: Int[Array, "B T"], group: Group, block: Block) -> Int[Array, "b L"]:
+def ids_of(ids: Int[Array, "B T"], group: Group, block: RowBlock) -> Int[Array, "b L"]:
     """The ids of a block's rows, such as segments."""
     sizes = group.n_batch, block.position.size
     return lax.dynamic_slice(ids, _at(group.batch, block.start), sizes)

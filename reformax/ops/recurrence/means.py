@@ -17,8 +17,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.masking.contiguous import back, side_by_side, taken
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
@@ -48,7 +48,7 @@ def mean(
     """
     check_impl(impl, *KERNELS)
     x = RecurrenceInputs(q, k, v, log_decay, None)
-    impl = choose(impl, **_obstacles(x))
+    impl = choose_impl(impl, **_obstacles(x))
     if impl in KERNELS:
         return _mean(impl == "pallas_interpret", x, segment_ids)
     options = dict(segment_ids=segment_ids, chunk_len=chunk_len, impl="xla")
@@ -85,9 +85,9 @@ def _mean(interpret: bool, inputs: RecurrenceInputs, segment_ids) -> Float[Array
 def _forward(interpret: bool, inputs: RecurrenceInputs, segment_ids):
     from reformax.ops.kernels.triton import recurrence as kernel
 
-    order, x, ids = side_by_side(first_order(inputs), segment_ids)
+    order, x, ids = contiguous_segments(first_order(inputs), segment_ids)
     out, total = kernel.means(x, ids, interpret=interpret)
-    out, total = (checkpoint_name(x, KEPT) for x in (back(out, order), total))
+    out, total = (checkpoint_name(x, KEPT) for x in (restore_order(out, order), total))
     return out, (inputs, segment_ids, out, total)
 
 
@@ -98,14 +98,16 @@ def _backward(interpret: bool, results, d_out):
     results, d_out = first_order((results, d_out))
     # Fenced, or the compiler would keep what the other pass computed.
     inputs, segment_ids, out, total = lax.optimization_barrier(results)
-    order, x, ids = side_by_side(inputs, segment_ids)
-    out, d_out = (taken(a, order) for a in (out, d_out))
+    order, x, ids = contiguous_segments(inputs, segment_ids)
+    out, d_out = (reorder(a, order) for a in (out, d_out))
     inverse_sum = jnp.where(total > 0, 1 / nonzero(total), 0)[..., None]
     dtype = accum_dtype(out.dtype)
     d_sums = (d_out.astype(dtype) * inverse_sum).astype(out.dtype)
     d_total = -jnp.sum(d_sums.astype(dtype) * out.astype(dtype), axis=-1)
     gradients = kernel.means_backward(x, ids, d_sums, d_total, interpret=interpret)
-    return jax.tree.map(lambda g, x: back(g, order).astype(x.dtype), gradients, inputs), None
+    return jax.tree.map(
+        lambda g, x: restore_order(g, order).astype(x.dtype), gradients, inputs
+    ), None
 
 
 _mean.defvjp(_forward, _backward)

@@ -18,8 +18,8 @@ from reformax.ops.recurrence.means import mean, quotient, with_ones
 from reformax.ops.recurrence.recurrence import advance, recurrence, state_after
 from reformax.ops.recurrence.short_convolution import (
     Projected,
+    convolve,
     convolve_next,
-    convolved,
     last_inputs,
 )
 from reformax.ops.sharding.shard import all_heads, of_heads
@@ -64,7 +64,7 @@ def recurrent(
     def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections=None):
         del plan, causal, dropout
         params = of_these_heads(params, q.shape[2], rng)
-        x = inputs(params, *convolved(params, q, k, v, segment_ids), extra_projections)
+        x = inputs(params, *convolve(params, q, k, v, segment_ids), extra_projections)
         if output is None:
             return mean(*x[:4], segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
         out = recurrence(*x, segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
@@ -73,7 +73,7 @@ def recurrent(
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None):
         del plan, capacity, rng
         params, lengths = of_these_heads(params, q.shape[2]), jnp.asarray(lengths)
-        x = inputs(params, *convolved(params, q, k, v), extra_projections)
+        x = inputs(params, *convolve(params, q, k, v), extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
         x = x if output else x._replace(v=with_ones(x.v))
         return RecurrenceCache(state_after(x, lengths, chunk_len=chunk_len), last)

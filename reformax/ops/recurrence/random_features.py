@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from reformax.ops.numerics.precision import accum_dtype
 
 
-class Features(NamedTuple):
+class PositiveFeatures(NamedTuple):
     """Features of vectors, `x e^scale`. The largest of each vector's `x` is about 1."""
 
     x: Float[Array, "B T N M"]
@@ -37,7 +37,7 @@ def orthogonal_directions(rng: PRNGKeyArray, n: int, size: int) -> Float[Array, 
 
 def positive_features(
     x: Float[Array, "B T N H"], directions: Float[Array, "M H"], epsilon: float | Float[Array, ""]
-) -> Features:
+) -> PositiveFeatures:
     """`exp(w . x - |x|^2 / 2)` for each direction w, in float32.
 
     The exponents are relative to the largest of their own vector, and to no other position's, so
@@ -59,7 +59,7 @@ def positive_features(
     here = jax.lax.broadcasted_iota(largest.dtype, exponents.shape, exponents.ndim - 1) == largest
     scale = jnp.sum(jnp.where(here, exponents, 0), axis=-1, keepdims=True)
     features = jnp.exp(exponents - scale) + jnp.asarray(epsilon, dtype)
-    return Features(features, scale)
+    return PositiveFeatures(features, scale)
 
 
 def _square(x: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:

@@ -25,8 +25,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.devices import varying_as
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.masking.contiguous import back, side_by_side, taken
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.recurrence import chunks
@@ -73,7 +73,7 @@ def recurrence(
     x = RecurrenceInputs(q, k, v, log_decay, beta)
     x = varying_as(x, x)
     obstacles = kernel_obstacles(q, k, v)
-    impl = choose(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
+    impl = choose_impl(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
     return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), impl, x, segment_ids)
 
 
@@ -86,7 +86,7 @@ def _chip_obstacle(x: RecurrenceInputs) -> str | None:
     return f"beta, decays by feature and head size {size}, which is above 64, in float32"
 
 
-def everything(
+def bidirectional(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
@@ -102,8 +102,8 @@ def everything(
         dtype = jnp.result_type(q, k, v)
         state = product("bsnh,bsnv->bnhv", k, v, dtype)
         return product("btnh,bnhv->btnv", q, state, dtype)
-    order, qkv, ids = side_by_side((q, k, v), segment_ids)
-    return back(_of_segment(chunks.chunk_size(chunk_len, q.shape[1]), qkv, ids), order)
+    order, qkv, ids = contiguous_segments((q, k, v), segment_ids)
+    return restore_order(_of_segment(chunks.chunk_size(chunk_len, q.shape[1]), qkv, ids), order)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -152,22 +152,22 @@ def _recurrence(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
 
 
 def _forward(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
-    order, x, ids = side_by_side(first_order(inputs), segment_ids)
+    order, x, ids = contiguous_segments(first_order(inputs), segment_ids)
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
 
         out = kernel.forward(x, ids, interpret=impl == "pallas_interpret")
     else:
         out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
-    return back(out, order), (inputs, segment_ids)
+    return restore_order(out, order), (inputs, segment_ids)
 
 
 def _backward(size: int, impl: str, results, d_out):
     results, d_out = first_order((results, d_out))
     # Fenced, or the compiler would keep what the other pass computed.
     inputs, segment_ids = lax.optimization_barrier(results)
-    order, x, ids = side_by_side(inputs, segment_ids)
-    d_out = taken(d_out, order)
+    order, x, ids = contiguous_segments(inputs, segment_ids)
+    d_out = reorder(d_out, order)
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
 
@@ -175,7 +175,9 @@ def _backward(size: int, impl: str, results, d_out):
     else:
         gradients = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
         gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
-    return jax.tree.map(lambda g, x: back(g, order).astype(x.dtype), gradients, inputs), None
+    return jax.tree.map(
+        lambda g, x: restore_order(g, order).astype(x.dtype), gradients, inputs
+    ), None
 
 
 _recurrence.defvjp(_forward, _backward)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls.dims import Dims
-from reformax.ops.masking.contiguous import back, side_by_side
+from reformax.ops.masking.contiguous import contiguous_segments, restore_order
 from reformax.ops.numerics.precision import accum_dtype
 
 
@@ -49,7 +49,7 @@ def conv_params(size: int | None, rng, dims: Dims) -> dict[str, Array]:
     }
 
 
-def convolved(
+def convolve(
     params: Mapping[str, Array],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
@@ -60,8 +60,10 @@ def convolved(
     weights = _weights(params)
     if weights is None:
         return Projected(q, k, v)
-    order, x, ids = side_by_side(Projected(q, k, v), segment_ids)
-    return Projected(*(back(_convolved(*xw, ids), order) for xw in zip(x, weights, strict=True)))
+    order, x, ids = contiguous_segments(Projected(q, k, v), segment_ids)
+    return Projected(
+        *(restore_order(_convolved(*xw, ids), order) for xw in zip(x, weights, strict=True))
+    )
 
 
 @jax.checkpoint  # the gradient computes the sums again instead of keeping them

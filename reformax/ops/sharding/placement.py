@@ -18,12 +18,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax import devices
 from reformax.buffers import in_parts
 from reformax.declared import Unsupported
-from reformax.ops.calls.heads import divides_a_choice, repeat_heads
+from reformax.ops.calls.heads import repeat_heads, splits_head_groups
 from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.sharding.shard import Shard
 
 
-class Call(NamedTuple):
+class CallArrays(NamedTuple):
     """The arrays of a call of an op."""
 
     params: Any
@@ -55,11 +55,11 @@ class Placement(NamedTuple):
         return self.queries[2]
 
     @property
-    def n_shares_of_heads(self) -> int:
+    def n_head_shards(self) -> int:
         """The number of shares that heads are split into."""
         return devices.n_shards(self.mesh, self.heads)
 
-    def specs(self, x: Call) -> Call:
+    def specs(self, x: CallArrays) -> CallArrays:
         """Where each array of a call lies."""
 
         def of_pairs(pairs: Array) -> Spec:
@@ -69,7 +69,7 @@ class Placement(NamedTuple):
         def each(spec: Spec, tree: Any) -> Any:
             return jax.tree.map(lambda _: spec, tree)
 
-        return Call(
+        return CallArrays(
             params=each(Spec(), x.params),
             q=self.queries,
             k=each(self.queries, x.k),
@@ -82,17 +82,19 @@ class Placement(NamedTuple):
             rng=each(Spec(), x.rng),
         )
 
-    def on_each(self, attend: Callable[[Call], Array], x: Call) -> Float[Array, "B T N V"]:
+    def on_each(
+        self, attend: Callable[[CallArrays], Array], x: CallArrays
+    ) -> Float[Array, "B T N V"]:
         """`attend(x)`, which each device computes of its own rows and heads."""
         n_heads, n_kv_heads = x.q.shape[2], x.v.shape[2]
-        if n_kv_heads % self.n_shares_of_heads:  # each device needs some
+        if n_kv_heads % self.n_head_shards:  # each device needs some
             k, v = repeat_heads(x.q, x.k, x.v)
             x = x._replace(k=k, v=v)
 
-        n_parts = self.n_shares_of_heads * devices.n_shards(self.mesh, self.rows)
+        n_parts = self.n_head_shards * devices.n_shards(self.mesh, self.rows)
         x = x._replace(params=in_parts(x.params, n_parts))
 
-        def of_device(x: Call) -> Array:
+        def of_device(x: CallArrays) -> Array:
             head = devices.first(x.q.shape[2], self.heads)
             share = Shard(x.rng, head=head, n_heads=n_heads, rows=self.rows or ())
             return attend(x._replace(rng=share))
@@ -106,7 +108,7 @@ class Placement(NamedTuple):
         return jax.shard_map(of_device, **options)(x)
 
 
-def placement(op: Any, x: Call) -> Placement | None:
+def placement_of(op: Any, x: CallArrays) -> Placement | None:
     """Where the type of queries says that they lie, on the mesh of any array of the call.
 
     None: no array is on a mesh with explicit axes.
@@ -129,10 +131,10 @@ def placement(op: Any, x: Call) -> Placement | None:
     found = Placement(mesh, jax.typeof(x.q).sharding.spec)
     split = f"q has its heads split over {found.heads!r}"
     fix = "split its rows, with jax.sharding.reshard"
-    n, n_kv_heads = found.n_shares_of_heads, x.v.shape[2]
+    n, n_kv_heads = found.n_head_shards, x.v.shape[2]
     if n > 1 and not op.traits.head_shards:
         raise Unsupported(f"{split} and op is {op}, which computes them together: {fix}")
-    if op.traits.choose_together and divides_a_choice(n, x.q.shape[2], n_kv_heads):
+    if op.traits.choose_together and splits_head_groups(n, x.q.shape[2], n_kv_heads):
         raise Unsupported(
             f"{split} and op is {op}, whose heads of queries choose together for each of "
             f"{n_kv_heads} heads of keys: {fix}"

@@ -48,7 +48,7 @@ class Shard:
     rows: devices.Axes = None
 
 
-def row_axes(rng: PRNGKeyArray | Shard | None) -> devices.Axes:
+def row_axes_of(rng: PRNGKeyArray | Shard | None) -> devices.Axes:
     """The mesh axes whose devices each have other rows of the whole call."""
     told = rng.rows if isinstance(rng, Shard) else None
     return devices.row_axes() if told is None else told

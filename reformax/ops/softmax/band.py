@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax.ops.calls.dispatch import choose, kernel_obstacles
-from reformax.ops.masking.bands import Band, ids_at, rows_at
+from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
+from reformax.ops.masking.bands import BandMask, ids_at, rows_at
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.dropout import seed_words
-from reformax.ops.softmax.joint import Keys, attend_to_kinds, scaled_logits
+from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds, scaled_logits
 from reformax.ops.softmax.orders import ChunkSizes, Order
 
 # Logits that are in memory at a time; of more, heads are computed one after the other.
@@ -34,7 +34,7 @@ TILE = 64
 
 
 def attend(
-    bands: tuple[Band, ...],
+    bands: tuple[BandMask, ...],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
@@ -64,17 +64,17 @@ def attend(
     others = dict(
         dilation=tuple(band.dilation for band in each) if len(each) > 1 and dropout else None
     )
-    impl = choose(impl, **kernel_obstacles(q, k, v, **others))
+    impl = choose_impl(impl, **kernel_obstacles(q, k, v, **others))
     if impl == "xla":
         seed = seed_words(rng, len(q)) if dropout else None
         ids = jnp.ones((1, q.shape[1]), jnp.int32) if segment_ids is None else segment_ids
 
-        def of_heads(band: Band, q, k, v, heads):
+        def of_heads(band: BandMask, q, k, v, heads):
             return _of_heads(band, q, k, v, few, ids, dropout, seed, heads)
 
     else:
 
-        def of_heads(band: Band, q, k, v, heads):
+        def of_heads(band: BandMask, q, k, v, heads):
             return _in_kernels(band, impl, q, k, v, few, segment_ids, dropout, rng)
 
     if len(each) == 1:
@@ -92,7 +92,7 @@ def _heads_of(x: Array, heads: Sequence[int]) -> Array:
     return jnp.concatenate([lax.slice_in_dim(x, i, i + 1, axis=2) for i in heads], axis=2)
 
 
-def _in_kernels(band: Band, impl: str, q, k, v, few, segment_ids, dropout: float, rng) -> Array:
+def _in_kernels(band: BandMask, impl: str, q, k, v, few, segment_ids, dropout: float, rng) -> Array:
     """`attend` by kernels, in chunks that hold the window."""
     length = max(TILE, 1 << (band.window - 1).bit_length())
     sizes = ChunkSizes(length, 1, 0 if band.causal else 1)
@@ -136,7 +136,7 @@ def _by_segment_and_step(step: int, x: Array, segment_ids) -> Int[Array, "B T"]:
     return jnp.where(segment_ids != 0, segment_numbers(segment_ids) * step + number, 0)
 
 
-def _of_heads(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
+def _of_heads(band: BandMask, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
     """`attend` of heads with one band; heads after each other where logits of all are too many."""
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
@@ -151,7 +151,7 @@ def _of_heads(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Arr
     return jnp.moveaxis(out[..., 0, :], 0, 2)
 
 
-def _attend(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
+def _attend(band: BandMask, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
     n_batch, length, n_heads, _ = q.shape
     step = band.dilation
     size = min(band.window, -(-length // step))
@@ -171,10 +171,10 @@ def _attend(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array
     place = jnp.arange(n_steps * step).reshape(n_steps, step).T.reshape(1, -1, size)
     queries, of_query = blocks(q), blocks(ids)
     key, of_key = windows(place), windows(of_query)
-    mask = band.shows(place[..., None], key[:, :, None]) & (of_key != 0)[:, :, None]
+    mask = band.sees(place[..., None], key[:, :, None]) & (of_key != 0)[:, :, None]
     mask = mask & (of_query[..., None] == of_key[:, :, None])
     kinds = [
-        Keys(
+        KeysOfKind(
             logits=scaled_logits("bclnh,bcmnh->bnclm", queries, windows(blocks(k))),
             values=windows(blocks(v)),
             mask=mask[:, None],
@@ -185,12 +185,12 @@ def _attend(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array
         of_few = ids_at(ids, few)[:, None, None]
         at = few[:, None, None]
         mask = (of_few == of_query[..., None]) & (of_few != 0)
-        mask = mask & ~band.shows(place[..., None], at)
+        mask = mask & ~band.sees(place[..., None], at)
         if band.causal:
             mask = mask & (at <= place[..., None])
         keys, values = (rows_at(x, few) for x in (k, v))
         kinds.append(
-            Keys(
+            KeysOfKind(
                 logits=scaled_logits("bclnh,bgnh->bnclg", queries, keys),
                 values=values[:, None],
                 mask=mask[:, None],
@@ -202,7 +202,7 @@ def _attend(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array
     return jnp.swapaxes(out, 1, 2).reshape(n_batch, -1, n_heads, v.shape[3])[:, :length]
 
 
-def rows_of_few(
+def rows_of_global_tokens(
     q: Float[Array, "B G N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
@@ -221,7 +221,7 @@ def rows_of_few(
         mask = (of_query[..., None] == ids[:, None]) & (ids != 0)[:, None]
         if causal:
             mask = mask & (key <= few[..., None])
-        all_keys = Keys(
+        all_keys = KeysOfKind(
             logits=scaled_logits("bclnh,bsnh->bncls", q[:, None], k),
             values=v[:, None],
             mask=mask[:, None, None],

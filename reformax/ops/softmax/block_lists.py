@@ -34,7 +34,7 @@ FAN_IN = 8
 Ints = Int[np.ndarray, "..."]
 
 
-class Rows(NamedTuple):
+class TileLists(NamedTuple):
     """The nonzero tiles of each row: `entries[start[i] : start[i] + count[i]]`.
 
     A tile is whole if each of its queries sees each of its keys by position. Whole ones come first.
@@ -46,8 +46,10 @@ class Rows(NamedTuple):
     entries: Int[np.ndarray, " nnz"]  # the column of each tile; in lists of columns, its row
 
 
-class Parts(NamedTuple):
-    """Stretches of the entries of `Rows`, of bounded length: one or more for each row, in order."""
+class ListParts(NamedTuple):
+    """Stretches of the entries of `TileLists`, of bounded length: one or more for each row, in
+    order.
+    """
 
     row: Ints
     first: Ints  # index of its first entry
@@ -83,12 +85,12 @@ class Layout:
         """The number of heads if each has its own mask, or else 1."""
         return len(self.mask)
 
-    def rows(self, tile_q: int, tile_k: int) -> Rows:
+    def rows(self, tile_q: int, tile_k: int) -> TileLists:
         """The nonzero tiles of each row of `tile_q` queries."""
         head, query, key, whole = self._tiles(tile_q, tile_k)
         return _rows(head, query, key, whole, self.n_masks, -(-self.n_queries // tile_q))
 
-    def columns(self, tile_q: int, tile_k: int) -> Rows:
+    def columns(self, tile_q: int, tile_k: int) -> TileLists:
         """The nonzero tiles of each column of `tile_k` keys."""
         head, query, key, whole = self._tiles(tile_q, tile_k)
         return _rows(head, key, query, whole, self.n_masks, -(-self.n_keys // tile_k))
@@ -112,15 +114,15 @@ class Layout:
         return head[seen], query[seen], key[seen], whole[seen]
 
 
-def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows: int) -> Rows:
+def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows: int) -> TileLists:
     row = mask * n_rows + row
     order = np.lexsort((entry, ~whole, row))
     count, n_whole = (np.bincount(x, minlength=n_masks * n_rows) for x in (row, row[whole]))
-    return Rows(np.cumsum(count) - count, count, n_whole, entry[order].astype(np.int32))
+    return TileLists(np.cumsum(count) - count, count, n_whole, entry[order].astype(np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
-class Everything:
+class FullLayout:
     """The `Layout` of attention without a mask, whose rows share one list.
 
     Attributes, besides those of `Layout`:
@@ -136,7 +138,7 @@ class Everything:
     n_masks: int = 1
     exclude_self: bool = False
 
-    def rows(self, tile_q: int, tile_k: int) -> Rows:
+    def rows(self, tile_q: int, tile_k: int) -> TileLists:
         """The tiles of each row of `tile_q` queries, from the first keys on."""
         n_columns = -(-self.n_keys // tile_k)
         first_q = tile_q * np.arange(-(-self.n_queries // tile_q))
@@ -147,9 +149,9 @@ class Everything:
             count = np.minimum(count, last_q // tile_k + 1)
             n_whole = np.minimum(n_whole, (first_q + 1) // tile_k)
         n_whole = n_whole * (first_q + tile_q <= self.n_queries)
-        return Rows(np.zeros_like(count), count, n_whole, np.arange(n_columns, dtype=np.int32))
+        return TileLists(np.zeros_like(count), count, n_whole, np.arange(n_columns, dtype=np.int32))
 
-    def columns(self, tile_q: int, tile_k: int) -> Rows:
+    def columns(self, tile_q: int, tile_k: int) -> TileLists:
         """The tiles of each column of `tile_k` keys, from the last queries on."""
         n_rows = -(-self.n_queries // tile_q)
         first_k = tile_k * np.arange(-(-self.n_keys // tile_k))
@@ -161,44 +163,44 @@ class Everything:
         # A list begins with the last row. If that is not full, no tile counts as whole.
         full = (first_k + tile_k <= self.n_keys) & (self.n_queries % tile_q == 0)
         entries = np.arange(n_rows, dtype=np.int32)[::-1]
-        return Rows(np.zeros_like(first), n_rows - first, full * (n_rows - whole), entries)
+        return TileLists(np.zeros_like(first), n_rows - first, full * (n_rows - whole), entries)
 
 
 @dataclasses.dataclass(frozen=True)
-class InOrder(Everything):
+class SortedLayout(FullLayout):
     """The `Layout` of sequences that stand in orders of their own, by bucket.
 
     Lists have all tiles in order, none of them whole; which stretch of them a tile meets is known
     in the call.
 
-    Attributes, besides those of `Everything`:
+    Attributes, besides those of `FullLayout`:
       n_folded: the number of heads, which stand in the axis of examples.
     """
 
     n_folded: int = 1
 
-    def rows(self, tile_q: int, tile_k: int) -> Rows:
+    def rows(self, tile_q: int, tile_k: int) -> TileLists:
         """All tiles of each row of `tile_q` queries."""
         return _all_in_order(-(-self.n_queries // tile_q), -(-self.n_keys // tile_k))
 
-    def columns(self, tile_q: int, tile_k: int) -> Rows:
+    def columns(self, tile_q: int, tile_k: int) -> TileLists:
         """All tiles of each column of `tile_k` keys."""
         return _all_in_order(-(-self.n_keys // tile_k), -(-self.n_queries // tile_q))
 
 
-def _all_in_order(n_rows: int, n_columns: int) -> Rows:
+def _all_in_order(n_rows: int, n_columns: int) -> TileLists:
     none = np.zeros(n_rows, int)
-    return Rows(none, none + n_columns, none, np.arange(n_columns, dtype=np.int32))
+    return TileLists(none, none + n_columns, none, np.arange(n_columns, dtype=np.int32))
 
 
-def cut(rows: Rows, most: int) -> Parts:
+def cut_lists(rows: TileLists, most: int) -> ListParts:
     """The rows in parts of at most `most` tiles."""
     per_row = np.maximum(-(-rows.count // most), 1)
     row, nth = _ranges(per_row)
     start = rows.start[row] + nth * most
     count = np.clip(rows.count[row] - nth * most, 0, most)
     n_whole = np.clip(rows.n_whole[row] - nth * most, 0, count)
-    return Parts(row, start, count, n_whole, per_row)
+    return ListParts(row, start, count, n_whole, per_row)
 
 
 def _ranges(sizes: Ints) -> tuple[Ints, Ints]:
@@ -207,7 +209,9 @@ def _ranges(sizes: Ints) -> tuple[Ints, Ints]:
     return which, np.arange(len(which)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
-def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np.ndarray, "P W"]:
+def padded_entries(
+    rows: TileLists, parts: ListParts, width: int, nothing: int
+) -> Int[np.ndarray, "P W"]:
     """The entries of each part, one part a row, filled up with `nothing`."""
     nth = np.arange(width)
     index = np.where(nth < parts.count[:, None], parts.first[:, None] + nth, len(rows.entries))

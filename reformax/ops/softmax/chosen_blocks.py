@@ -17,10 +17,10 @@ from jax import lax
 from jaxtyping import Array, Int
 
 # What a block is worth that a query sees whatever its weights: its own, the first, the one before.
-OWN, FIRST, BEFORE = 4e30, 3e30, 2e30
+OWN_BLOCK, FIRST_BLOCK, PREVIOUS_BLOCK = 4e30, 3e30, 2e30
 
 
-class Tiles(NamedTuple):
+class ChosenTiles(NamedTuple):
     """Pairs of a query and a block that it chose, in tiles of one block each.
 
     Attributes:
@@ -36,12 +36,12 @@ class Tiles(NamedTuple):
     place: Int[Array, "B N T K"]
 
 
-def tiles(blocks: Int[Array, "B N T K"], n_blocks: int, n_rows: int) -> Tiles:
+def tiles(blocks: Int[Array, "B N T K"], n_blocks: int, n_rows: int) -> ChosenTiles:
     """The tiles, of `n_rows` queries each, of the blocks that queries chose; -1 is none."""
     length, n_chosen = blocks.shape[2:]
     n_tiles = length * n_chosen // n_rows + n_blocks  # each block has at most one that is not full
 
-    def of_head(blocks: Int[Array, "T K"]) -> Tiles:
+    def of_head(blocks: Int[Array, "T K"]) -> ChosenTiles:
         block = jnp.where(blocks < 0, n_blocks, blocks).reshape(-1)
         number, n_places = jnp.arange(block.size, dtype=jnp.int32), n_tiles * n_rows
         in_order, pair = lax.sort((block, number), num_keys=1, is_stable=True)
@@ -55,7 +55,7 @@ def tiles(blocks: Int[Array, "B N T K"], n_blocks: int, n_rows: int) -> Tiles:
         of_pair = jnp.where(of_pair < n_places, of_pair, -1).reshape(length, n_chosen)
         bounds = jnp.pad(tiles_end[:n_blocks], (1, 0)).astype(jnp.int32)
         of_tile = _owner(bounds, n_tiles)
-        return Tiles(of_tile, pairs.reshape(n_tiles, n_rows), bounds, of_pair)
+        return ChosenTiles(of_tile, pairs.reshape(n_tiles, n_rows), bounds, of_pair)
 
     return jax.vmap(jax.vmap(of_head))(blocks)
 

@@ -32,12 +32,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.devices import varying_as
 from reformax.ops.masking.masks import SegmentIds, segment_pair
-from reformax.ops.masking.padding import over_tokens
+from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
-from reformax.ops.softmax.orders import Chunks, Order
+from reformax.ops.softmax.orders import Chunking, Order
 
 # Logits of one order that a CPU computes at a time: 2 MiB of float32.
 LOGITS_IN_CACHE = 2**19
@@ -47,7 +47,7 @@ def chunked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
-    chunks: Chunks,
+    chunks: Chunking,
     order: Order | None,
     segment_ids: SegmentIds | None,
     rng: PRNGKeyArray | None,
@@ -67,7 +67,7 @@ def chunked_attention(
       segment_ids: ids; a position sees its own id only, and 0 is padding. A pair if
         `chunks.n_keys`.
       rng: the source of dropout, needed where `chunks.dropout > 0`.
-      impl: "xla" or the kernel, as `dispatch.choose` returns them.
+      impl: "xla" or the kernel, as `dispatch.choose_impl` returns them.
       self_weight: for shared queries and keys, the weight of a position's own value where it sees
         nothing else; None is 1. "xla" only.
 
@@ -79,7 +79,7 @@ def chunked_attention(
         order = None if order is None else order.with_slots(chunks.two_orders)
         seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
         others = order, padded, seed, self_weight
-        return over_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segment_ids)
+        return attend_to_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segment_ids)
     from reformax.ops.kernels.triton import chunked as kernel
 
     return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, padded, rng)
@@ -96,7 +96,7 @@ def _padded(segment_ids: SegmentIds | None, n_slots: tuple[int, int]) -> Segment
     return None if segment_ids is None else pad(segment_ids, n_slots[0])
 
 
-def _n_slots(chunks: Chunks, order: Order | None) -> tuple[int, int]:
+def _n_slots(chunks: Chunking, order: Order | None) -> tuple[int, int]:
     """The numbers of slots of queries and of keys, without their border."""
     n = chunks.length + chunks.padding if order is None else order.query_positions.shape[-1]
     return n, n // chunks.ratio
@@ -116,7 +116,7 @@ def _heads_last(x: Float[Array, "N B Tp H"], length: int) -> Float[Array, "B T N
     return jnp.moveaxis(x[:, :, :length], 0, 2)
 
 
-def _by_heads(function: Callable, chunks: Chunks, *operands: Any) -> Any:
+def _by_heads(function: Callable, chunks: Chunking, *operands: Any) -> Any:
     """`function` of arrays `[N, B, T, ...]`, on a CPU for a few heads at a time."""
     n_heads, n_batch, length = operands[0].shape[:3]
     n_seen = (chunks.n_chunks_before + 1 + chunks.n_chunks_after) * chunks.chunk_len
@@ -147,20 +147,20 @@ def _merge(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def _with_border(x: Array, chunks: Chunks, value: int = 0) -> Array:
+def _with_border(x: Array, chunks: Chunking, value: int = 0) -> Array:
     """`[N, B, C, ...]` with chunks of `value` as the keys' border."""
     border = [(0, 0), (0, 0), (chunks.n_chunks_before, chunks.n_chunks_after)]
     return jnp.pad(x, border + [(0, 0)] * (x.ndim - 3), constant_values=value)
 
 
-def _windows(x: Array, chunks: Chunks) -> Array:
+def _windows(x: Array, chunks: Chunking) -> Array:
     """The keys that each chunk sees: of `[N, B, C + border, L, ...]`, `[N, B, C, M, ...]`."""
     reach = chunks.n_chunks_before + chunks.n_chunks_after
     n = x.shape[2] - reach
     return jnp.concatenate([x[:, :, i : i + n] for i in range(reach + 1)], axis=3)
 
 
-def _sum_windows(x: Array, chunks: Chunks) -> Array:
+def _sum_windows(x: Array, chunks: Chunking) -> Array:
     """The transpose of `_windows`, `[N, B, C, V, M] -> [N, B, C + border, L, V]`.
 
     It sums over the windows that hold a key. Windows come with features first, because a CPU
@@ -179,7 +179,7 @@ def _sum_windows(x: Array, chunks: Chunks) -> Array:
 class _ChunkedOrder(NamedTuple):
     """The order of one hash, and the chunks it is cut into; None keeps the sequence as it is."""
 
-    chunks: Chunks
+    chunks: Chunking
     hash_index: Int[Array, ""]
     query_positions: Int[Array, "N B T"] | None
     query_slots: Int[Array, "N B T"] | None
@@ -253,7 +253,7 @@ class _ChunkedOrder(NamedTuple):
         return queries[..., :, None], _windows(keys, self.chunks)[..., None, :]
 
 
-def _scan_orders(body: Callable, carry: Any, chunks: Chunks, order: Order | None) -> Any:
+def _scan_orders(body: Callable, carry: Any, chunks: Chunking, order: Order | None) -> Any:
     """`lax.scan` of `body(carry, chunked_order)` over the hashes; a single order needs no loop."""
     if order is None:
         return body(carry, _ChunkedOrder(chunks, jnp.int32(0), None, None, None, None))
@@ -372,7 +372,7 @@ def _dropout_mask(
 
 
 def _alone_weight(
-    chunks: Chunks, row_sum, segment_ids, seed, self_weight
+    chunks: Chunking, row_sum, segment_ids, seed, self_weight
 ) -> Float[Array, "N B T 1"]:
     """The weight of a position's own value: 1, or its dropout mask, where it sees nothing else."""
     self_weight = 1.0 if self_weight is None else jnp.swapaxes(self_weight, 0, 1)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.ops.sharding.shard import Shard, row_axes
+from reformax.ops.sharding.shard import Shard, row_axes_of
 
 
 def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
@@ -35,7 +35,7 @@ def seed_words(rng: PRNGKeyArray | Shard, n_rows: int) -> Int[Array, 6]:
     """
     share = rng if isinstance(rng, Shard) else Shard(rng)
     of_key = share.position if share.key_position is None else share.key_position
-    here = devices.first(n_rows, row_axes(rng)), share.head, share.position, of_key
+    here = devices.first(n_rows, row_axes_of(rng)), share.head, share.position, of_key
     here = jnp.stack([jnp.asarray(x, jnp.int32) for x in here]).astype(jnp.uint32)
     return jnp.concatenate([jax.random.bits(share.rng, (2,), jnp.uint32), here])
 
@@ -85,7 +85,7 @@ def full_dropout_mask(
     return dropout_mask(seed_words(rng, shape[0]), rate, *jnp.ogrid[tuple(slice(n) for n in shape)])
 
 
-def dropped_own(
+def dropped_self_values(
     v: Float[Array, "B T N V"], rate: float, seed: Int[Array, 6] | None
 ) -> Float[Array, "B T N V"]:
     """The outputs of positions that see themselves alone; `seed` is read if `rate` is above 0."""

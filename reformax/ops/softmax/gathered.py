@@ -16,14 +16,14 @@ from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import Softmax, largest, masked_exp
 
 
-def taken(x: Array, index: Int[Array, "B N *d"]) -> Array:
+def gather_rows(x: Array, index: Int[Array, "B N *d"]) -> Array:
     """`x[b, n, index[b, n]]` of `[B, N or 1, I, ...]`."""
     x = jnp.broadcast_to(x, (*index.shape[:2], *x.shape[2:]))
     take = functools.partial(jnp.take, axis=0, mode="clip")
     return jax.vmap(jax.vmap(take))(x, index)
 
 
-def softmax_of_piece(
+def gathered_softmax(
     q: Float[Array, "B N Q H"],
     k: Float[Array, "B N K H"],
     v: Float[Array, "B N K V"],

@@ -19,7 +19,7 @@ from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
 
 
-class Keys(NamedTuple):
+class KeysOfKind(NamedTuple):
     """The keys of one kind, as the blocks of queries see them."""
 
     logits: Float[Array, "B N C L M"]
@@ -29,7 +29,7 @@ class Keys(NamedTuple):
 
 
 def attend_to_kinds(
-    kinds: Sequence[Keys],
+    kinds: Sequence[KeysOfKind],
     query: Int[Array, "#B C L"],
     dropout: float,
     seed: Int[Array, 6] | None,

@@ -38,13 +38,13 @@ class ChunkSizes(NamedTuple):
 
     def cut(
         self, length: int, circle: bool = False, window: int | None = None, **options: Any
-    ) -> Chunks:
-        """The `Chunks` of a sequence of `length`, with their further `options`."""
+    ) -> Chunking:
+        """The `Chunking` of a sequence of `length`, with their further `options`."""
         window = None if window is None else min(window, length)
-        return Chunks(length, *self.within(length, circle), window=window, **options)
+        return Chunking(length, *self.within(length, circle), window=window, **options)
 
 
-class Chunks(NamedTuple):
+class Chunking(NamedTuple):
     """The static part of a chunked attention: which keys a query sees, and with what weight.
 
     Attributes:

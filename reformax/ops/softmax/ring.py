@@ -33,7 +33,7 @@ from reformax.ops.softmax.online import lowest, nonzero
 Pair = tuple[Any, Any]  # of the early half of a device and the late one
 
 
-class Pieces(Protocol):
+class PartialAttention(Protocol):
     """Attention of some queries to some keys. It can be hashed.
 
     A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, the
@@ -61,7 +61,7 @@ class _Side(NamedTuple):
 
 
 def attend(
-    pieces: Pieces,
+    pieces: PartialAttention,
     causal: bool,
     q: Float[Array, "B t N H"],
     k: Float[Array, "B s G H"],
@@ -207,7 +207,7 @@ def _ring(pieces, causal, axis, queries, keys, rng) -> tuple[Array, ...]:
     return _forward(pieces, causal, axis, queries, keys, rng)[0]
 
 
-def _call(pieces: Pieces, causal: bool, rng, query: _Side, key: _Side) -> tuple:
+def _call(pieces: PartialAttention, causal: bool, rng, query: _Side, key: _Side) -> tuple:
     """The arguments of a method of `pieces`."""
     shard = Shard(rng, position=query.position, key_position=key.position)
     return causal, *query.arrays, *key.arrays, (query.segment_ids, key.segment_ids), shard

@@ -26,8 +26,8 @@ from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.row_blocks import (
-    Block,
     Group,
+    RowBlock,
     add_bias_tile,
     add_rows,
     bias_tile,
@@ -71,7 +71,7 @@ class Tiling(NamedTuple):
     n_folded: int = 0
 
 
-class Inputs(NamedTuple):
+class TiledInputs(NamedTuple):
     """The arrays of a call; None for those it does not have."""
 
     q: Float[Array, "B T N H"]
@@ -116,14 +116,14 @@ class Visits(NamedTuple):
         return lax.fori_loop(self.start[row, i], self.stop[row, i], each, carry)
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """The tiles of a call, by their queries and by their keys."""
 
     by_query: Visits
     by_key: Visits
 
 
-def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> Plan:
+def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> TilePlan:
     """All tiles; if causal, those where some query sees some key."""
     n_rows, n_columns = -(-n_queries // tiling.query_size), -(-n_keys // tiling.key_size)
     row, column = np.arange(n_rows), np.arange(n_columns)
@@ -133,7 +133,7 @@ def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> Plan:
         stop = np.minimum(last // tiling.key_size + 1, n_columns)
         start = np.minimum(column * tiling.key_size // tiling.query_size, n_rows)
     ranges = (np.zeros(n_rows), stop), (start, np.full(n_columns, n_rows))
-    return Plan(*(Visits(*(jnp.asarray(x, jnp.int32)[None] for x in pair)) for pair in ranges))
+    return TilePlan(*(Visits(*(jnp.asarray(x, jnp.int32)[None] for x in pair)) for pair in ranges))
 
 
 def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def _largest_divisor(n: int, at_most: int) -> int:
 
 
 def _positions(
-    x: Inputs, group: Group, queries: Block, keys: Block
+    x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> tuple[Int[Array, "#b 1 Q 1"], Int[Array, "#b 1 1 K"]]:
     """The positions in the sequence of a tile's queries and keys."""
     if x.query_order is None:
@@ -175,7 +175,7 @@ def _line(x: Shaped[Array, " K"]) -> Shaped[Array, "1 1 1 K"]:
 
 
 def visible(
-    tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
+    tiling: Tiling, x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> Bool[Array, "#b 1 #Q #K"] | None:
     """Which keys of a tile each query sees; None: all."""
     masks = []
@@ -197,10 +197,10 @@ def visible(
 
 def logits(
     tiling: Tiling,
-    x: Inputs,
+    x: TiledInputs,
     group: Group,
-    queries: Block,
-    keys: Block,
+    queries: RowBlock,
+    keys: RowBlock,
     q: Float[Array, "b n Q H"],
     k: Float[Array, "b n K H"],
 ) -> Float[Array, "b n Q K"]:
@@ -214,7 +214,7 @@ def logits(
 
 
 def tile_dropout_mask(
-    tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
+    tiling: Tiling, x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> Float[Array, "b n Q K"] | float:
     """The dropout mask of a tile's weights."""
     if tiling.dropout == 0.0:
@@ -227,36 +227,36 @@ def tile_dropout_mask(
     return dropout_mask(x.seed, tiling.dropout, example, head, *positions)
 
 
-class Results(NamedTuple):
+class TiledResults(NamedTuple):
     """The results of a forward pass: all that the backward pass needs besides the inputs."""
 
     out: Float[Array, "B T N V"]
     row_max: Float[Array, "B N T"]  # the largest logit of each row
     row_sum: Float[Array, "B N T"]  # the sum of `exp(logit - row_max)`
 
-    def with_rows(self, state: Softmax, group: Group, block: Block) -> Results:
+    def with_rows(self, state: Softmax, group: Group, block: RowBlock) -> TiledResults:
         """Adds the rows of a block, whose softmax is complete; zeros for rows that saw nothing."""
         out = state.acc / nonzero(state.row_sum)[..., None]
-        return Results(
+        return TiledResults(
             put_rows(self.out, out, group, block),
             put_row_statistics(self.row_max, state.row_max, group, block),
             put_row_statistics(self.row_sum, state.row_sum, group, block),
         )
 
 
-def no_results(x: Inputs) -> Results:
+def no_results(x: TiledInputs) -> TiledResults:
     """Results with no rows written."""
     statistic = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), x.dtype)
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
-    return varying_as(x, Results(out, statistic, statistic))
+    return varying_as(x, TiledResults(out, statistic, statistic))
 
 
-def summary(
+def tile_softmax(
     tiling: Tiling,
-    x: Inputs,
+    x: TiledInputs,
     group: Group,
-    queries: Block,
-    keys: Block,
+    queries: RowBlock,
+    keys: RowBlock,
     q: Float[Array, "b n Q H"],
     row_max: Float[Array, "b n Q"] | None = None,
 ) -> Softmax:
@@ -275,7 +275,7 @@ def summary(
 # Both passes.
 
 
-def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
+def forward(tiling: Tiling, x: TiledInputs, visits: Visits) -> TiledResults:
     """Attention over the tiles that the `visits` of the blocks of queries name.
 
     This is algorithm 2 of Dao et al. with the loops exchanged, so that a row is written once.
@@ -289,7 +289,7 @@ def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
 
         def key_block(j, state):
             keys = block_at(j * tiling.key_size, tiling.key_size, n_keys)
-            here = summary(tiling, x, group, queries, keys, q, state.row_max)
+            here = tile_softmax(tiling, x, group, queries, keys, q, state.row_max)
             old = jnp.exp(state.row_max - here.row_max)
             return Softmax(
                 state.acc * old[..., None] + here.acc,
@@ -309,9 +309,9 @@ def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
 
 def backward(
     tiling: Tiling,
-    x: Inputs,
+    x: TiledInputs,
     visits: Visits,
-    results: Results,
+    results: TiledResults,
     d_out: Float[Array, "B T N V"],
 ) -> tuple[Array, Array, Array, Array | None]:
     """The gradients of q, k, v and the bias (Dao et al., algorithm 4).
@@ -380,7 +380,7 @@ def backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
-    forward_pass: Callable[..., Results], tiling: Tiling, x: Inputs, plan: Plan
+    forward_pass: Callable[..., TiledResults], tiling: Tiling, x: TiledInputs, plan: TilePlan
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the tiles of a plan.
 
@@ -403,7 +403,7 @@ def _attend_backward(forward_pass, tiling, residuals, d_out):
     results, d_out = first_order((results, d_out))
     gradients = backward(tiling, x, plan.by_key, results, d_out)
     # Integers have no gradient.
-    return Inputs(*gradients, query_segment_ids=None, key_segment_ids=None, seed=None), None
+    return TiledInputs(*gradients, query_segment_ids=None, key_segment_ids=None, seed=None), None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
@@ -417,7 +417,7 @@ def inputs(
     segment_ids: SegmentIds | None,
     dropout: float,
     rng: PRNGKeyArray | None,
-) -> Inputs:
+) -> TiledInputs:
     """The arrays of an op's call."""
     seed = seed_words(rng, len(q)) if dropout > 0.0 else None
-    return Inputs(q, k, v, bias, *segment_pair(segment_ids), seed)
+    return TiledInputs(q, k, v, bias, *segment_pair(segment_ids), seed)
