@@ -184,10 +184,10 @@ def visible(
         masks.append(query >= key)
     if tiling.exclude_self:
         masks.append(query != key)
-    if queries.own is not None:
-        masks.append(_column(queries.own))
-    if keys.own is not None:
-        masks.append(_line(keys.own))
+    if queries.in_block is not None:
+        masks.append(_column(queries.in_block))
+    if keys.in_block is not None:
+        masks.append(_line(keys.in_block))
     if x.query_segment_ids is not None:
         of_query = ids_of(x.query_segment_ids, group, queries)[:, None, :, None]
         of_key = ids_of(x.key_segment_ids, group, keys)[:, None, None, :]
