@@ -1,4 +1,4 @@
-"""Segments side by side: the order that makes each a run, and what is behind a row of one."""
+"""Sorts sequences by segment, so that each segment is contiguous, and restores their order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 def contiguous_segments(
     inputs: T, segment_ids: Int[Array, "B T"] | None
 ) -> tuple[Int[Array, "B T"] | None, T, Int[Array, "B T"] | None]:
-    """The order that makes each segment a run, arrays `[B, T, ...]` in it and their ids.
+    """The order that makes each segment contiguous, and arrays `[B, T, ...]` and ids in that order.
 
-    Without segments all is as it is, and order and ids are None.
+    Without segments the inputs are unchanged, and order and ids are None.
     """
     if segment_ids is None:
         return None, inputs, None
@@ -27,7 +27,7 @@ def contiguous_segments(
 
 
 def reorder(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
-    """`x` in an order of its positions."""
+    """`x` with its positions in the order; None keeps them."""
     if order is None:
         return x
     order = order.reshape(order.shape + (1,) * (x.ndim - 2))
