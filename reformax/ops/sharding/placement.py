@@ -1,8 +1,8 @@
-"""Arrays whose types say how they lie on devices, along axes of `jax.sharding.AxisType.Explicit`.
+"""Runs a call of arrays that are sharded along axes of `jax.sharding.AxisType.Explicit`.
 
-These are what `jax.make_mesh` makes. There JAX asks of every operation where its result shall lie,
-which loops, scatters and kernels cannot say. A call of an algorithm therefore becomes a
-`jax.shard_map`: it treats rows alike, and most algorithms heads, so each device computes its own.
+`jax.make_mesh` makes such axes. JAX then asks for the sharding of each operation's result, which
+loops, scatters and kernels cannot state. The call therefore becomes a `jax.shard_map`, in which
+each device computes its rows, and for most algorithms its heads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CallArrays(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The axes of a mesh over which queries are split; of positions and features, into one."""
+    """The mesh of a call, and the axes that its queries are split over: rows and heads only."""
 
     mesh: AbstractMesh
     queries: Spec
@@ -56,11 +56,11 @@ class Placement(NamedTuple):
 
     @property
     def n_head_shards(self) -> int:
-        """The number of shares that heads are split into."""
+        """The number of shards that heads are split into."""
         return devices.n_shards(self.mesh, self.heads)
 
     def specs(self, x: CallArrays) -> CallArrays:
-        """Where each array of a call lies."""
+        """The sharding of each array of a call."""
 
         def of_pairs(pairs: Array) -> Spec:
             axes = zip((self.rows, self.heads), pairs.shape[:2], strict=True)
@@ -85,9 +85,9 @@ class Placement(NamedTuple):
     def on_each(
         self, attend: Callable[[CallArrays], Array], x: CallArrays
     ) -> Float[Array, "B T N V"]:
-        """`attend(x)`, which each device computes of its own rows and heads."""
+        """`attend(x)`, of which each device computes its rows and heads."""
         n_heads, n_kv_heads = x.q.shape[2], x.v.shape[2]
-        if n_kv_heads % self.n_head_shards:  # each device needs some
+        if n_kv_heads % self.n_head_shards:  # each device needs at least one
             k, v = repeat_heads(x.q, x.k, x.v)
             x = x._replace(k=k, v=v)
 
@@ -96,20 +96,20 @@ class Placement(NamedTuple):
 
         def of_device(x: CallArrays) -> Array:
             head = devices.first(x.q.shape[2], self.heads)
-            share = Shard(x.rng, head=head, n_heads=n_heads, rows=self.rows or ())
-            return attend(x._replace(rng=share))
+            shard = Shard(x.rng, head=head, n_heads=n_heads, rows=self.rows or ())
+            return attend(x._replace(rng=shard))
 
         specs = self.specs(x)
         x = jax.tree.map(lambda y, spec: reshard(y, NamedSharding(self.mesh, spec)), x, specs)
         explicit = frozenset(self.mesh.explicit_axes)
-        # None are all but those that `jax.vmap` has taken away, which JAX alone knows.
+        # An empty set means all axes but those of `jax.vmap`, which only JAX knows.
         axes = explicit if len(explicit) < len(self.mesh.axis_names) else frozenset()
         options = dict(mesh=self.mesh, axis_names=axes, in_specs=(specs,), out_specs=self.queries)
         return jax.shard_map(of_device, **options)(x)
 
 
 def placement_of(op: Any, x: CallArrays) -> Placement | None:
-    """Where the type of queries says that they lie, on the mesh of any array of the call.
+    """The sharding of the queries' type, on the mesh of any array of the call.
 
     None: no array is on a mesh with explicit axes.
 
