@@ -39,7 +39,7 @@ class Reach(NamedTuple):
 
 
 def border(x: Array, axis: str, n: int, *, ahead: bool) -> Array:
-    """The `n` positions before a shard, or behind it with `ahead`; zeros outside of the sequence."""
+    """The `n` positions before a shard, or behind it with `ahead`; zeros outside the sequence."""
     n_devices, length = lax.axis_size(axis), x.shape[1]
     parts, step = [], -1 if ahead else 1
     for hop in range(1, -(-n // length) + 1):

@@ -1,6 +1,6 @@
-"""Attention among vectors that are gathered by index: a tile of queries and the keys it chose.
+"""The softmax of a tile of queries over the keys that were gathered for it by index.
 
-Letters besides those of `reformax.ops.base`: Q queries of a piece, K keys.
+Letters besides those of `reformax.ops.base`: Q queries of a tile, K keys.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def gathered_softmax(
     dropout: float,
     seed: Array | None,
 ) -> Softmax:
-    """The softmax of a piece's queries over its keys.
+    """The softmax of a tile's queries over its keys.
 
     Args:
       q, k, v: queries, keys, values.
       mask: which keys a query sees.
-      positions: of queries and keys in their rows, which dropout goes by.
-      dropout: its rate.
-      seed: of dropout; None where there is none.
+      positions: the positions of queries and of keys, by which dropout is drawn.
+      dropout: the rate at which weights are dropped.
+      seed: `seed_words` of dropout; None without dropout.
     """
     logits = jnp.einsum("bnqh,bnkh->bnqk", q, k) * (1 / math.sqrt(q.shape[-1]))
     row_max = largest(logits, mask, axis=-1)
