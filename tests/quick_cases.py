@@ -195,7 +195,7 @@ QUICK = {
         "test_backward_drops_the_weights_that_forward_dropped": ["False"],
         "test_one_chunk_is_full_shared_qk_attention": ["True-True"],
     },
-    "ops/test_meeting.py": {
+    "ops/test_alignment.py": {
         "test_across_sequences_it_finds_what_it_finds_within_one": ["smyrf"],
         "test_across_sequences_no_position_is_a_query_s_own": ["smyrf"],
         "test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has": [],

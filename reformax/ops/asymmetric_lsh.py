@@ -12,7 +12,7 @@ add a number to a query where a key has a zero, so a query and a key of one leng
 than 60 degrees. `smyrf` is the same algorithm with a `QueryKeyHash` of its own.
 
 Queries and keys may be of two sequences. A query's slot is then the middle of the slots of its
-bucket's keys (`ops.hashing.meeting`), and time is O(n_hashes * (T + S) * chunk_len).
+bucket's keys (`ops.hashing.alignment`), and time is O(n_hashes * (T + S) * chunk_len).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from reformax.ops.decoding.sorted_order import (
     seen_by_earlier_hash,
     with_bucket,
 )
+from reformax.ops.hashing.alignment import aligned_orders
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
 from reformax.ops.hashing.centring import centred
-from reformax.ops.hashing.meeting import meeting_orders
 from reformax.ops.hashing.sorting import sort_by_bucket
 from reformax.ops.lsh import Buckets, HashCount
 from reformax.ops.masking.masks import segment_pair
@@ -183,7 +183,7 @@ def _plan(
     codes = settings.hashing.codes(q, k, rng=rng, length=length, cross=cross, **options)
     if cross:
         ratio = _ratio(q.shape[1], k.shape[1])
-        return meeting_orders(codes.queries, codes.keys, segment_ids, chunk_len, ratio)
+        return aligned_orders(codes.queries, codes.keys, segment_ids, chunk_len, ratio)
     n_pad = -q.shape[1] % chunk_len
     queries, keys = (
         sort_by_bucket(x, codes.n_codes, segment_ids, n_pad).query_positions for x in codes[:2]

@@ -9,7 +9,7 @@ O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.S
 this file is its hash.
 
 Queries and keys may be of two sequences. A query's slot is then where its hash would be among those
-of the keys (`ops.hashing.meeting`), for a few queries cannot fill as many clusters as the
+of the keys (`ops.hashing.alignment`), for a few queries cannot fill as many clusters as the
 keys do. Such hashes have one scale: they are cosines with a direction, of keys less their mean.
 """
 

@@ -1,6 +1,6 @@
-"""Sorts queries and keys into groups, and finds the tiles where a group's queries and keys meet.
+"""Sorts queries and keys into groups, and lists the tiles with a query and a key of one group.
 
-A group is the positions that share a hash bucket and a segment, of any size. Both orders go by
+A group is all positions of the same hash bucket and segment, of any number. Both orders are by
 (group, position), so that the keys of a tile of queries have consecutive slots: from the first slot
 of its first query's group to the last key that its last query may see (Pagliardini et al. 2023,
 sec. 3.2). Other tiles are not visited.
@@ -26,23 +26,23 @@ _take = functools.partial(jnp.take_along_axis, axis=-1, mode="promise_in_bounds"
 
 
 class SortedSequence(NamedTuple):
-    """A sequence by (group, position), with padding, group 0, in front."""
+    """A sequence sorted by (group, position), with padding, group 0, in front."""
 
     position: Int[Array, "*d T"]  # of each slot
     group: Int[Array, "*d T"]  # of each slot
 
     def folded(self) -> SortedSequence:
-        """With all axes but the last as one, [X, T]."""
+        """The order with all axes but the last merged, [X, T]."""
         return SortedSequence(*(x.reshape(-1, x.shape[-1]) for x in self))
 
 
 def sort(
     buckets: Int[Array, "B N T"], n_buckets: int, segment_ids: Int[Array, "B T"] | None
 ) -> SortedSequence:
-    """The order by group, which is a bucket of a segment.
+    """The order by group, a bucket of a segment.
 
     Raises:
-      NotImplementedError: segments and buckets are too many to be numbered.
+      NotImplementedError: groups of segments and buckets do not fit in int32.
     """
     group, n_groups, length = buckets + 1, n_buckets, buckets.shape[-1]
     if segment_ids is not None:
@@ -81,7 +81,7 @@ def sees_no_key(
 
     Args:
       queries: the order of the queries.
-      keys: that of the keys; None: queries are the keys, and none sees itself.
+      keys: the order of the keys; None: queries are the keys, and none sees itself.
       causal: whether later keys are hidden.
     """
     if keys is None:
@@ -100,10 +100,10 @@ def sees_no_key(
 def visits(
     sizes: tuple[int, int], causal: bool, queries: SortedSequence, keys: SortedSequence
 ) -> tiles.TilePlan:
-    """The tiles that a query and a key of one group meet in, by example and head.
+    """The tiles with a query and a key of one group, by example and head.
 
     Args:
-      sizes: queries and keys of a tile.
+      sizes: the numbers of queries and of keys of a tile.
       causal: whether later keys are hidden.
       queries, keys: the orders, [X, T].
     """
@@ -111,7 +111,7 @@ def visits(
     length = keys.group.shape[-1]
 
     def ends(x: SortedSequence, size: int) -> tuple[SortedSequence, SortedSequence]:
-        """The first slot of each tile that is not padding, and the last."""
+        """The first slot of each tile that is not padding, and the last slot."""
         first = jnp.arange(0, x.group.shape[-1], size)
         last = jnp.minimum(first + size, x.group.shape[-1]) - 1
         first, last = (SortedSequence(x.position[:, i], x.group[:, i]) for i in (first, last))
@@ -120,7 +120,7 @@ def visits(
         return first, last
 
     def tiles_between(other: SortedSequence, size: int, first, last) -> tiles.Visits:
-        """The tiles of the other side from behind `first` to `last`, both a group and a number."""
+        """The tiles of the other side, from behind `first` to `last`, each (group, position)."""
         start, stop = rank(other, *first), rank(other, *last)
         stop = jnp.where(stop > start, -(-stop // size), 0)
         return tiles.Visits(start // size, stop)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.recall import recall_across
 from reformax.ops import asymmetric_lsh, dense, smyrf
-from reformax.ops.hashing.meeting import meeting_orders
+from reformax.ops.hashing.alignment import aligned_orders
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
@@ -17,7 +17,7 @@ HASHED = asymmetric_lsh.asymmetric_lsh, smyrf.smyrf
 FACTORIES = pytest.mark.parametrize("factory", HASHED, ids=lambda f: f.__name__)
 
 
-orders = jax.jit(meeting_orders, static_argnums=(3, 4))
+orders = jax.jit(aligned_orders, static_argnums=(3, 4))
 
 
 def slots(order):
