@@ -1,4 +1,4 @@
-"""Decoding of attention to a band and to global tokens (`softmax.band`)."""
+"""Decoding of attention to a band and to global keys (`softmax.band`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reformax.ops.masking.bands import BandMask, rows_at
 
 
 class BandCache(NamedTuple):
-    """The last positions, and the global tokens. A global token that is still to come has a row."""
+    """The last positions, and the global keys. A global key of a later position has a row too."""
 
     ring: KeyValues
     global_rows: KeyValues  # [B, N, G, ...]
