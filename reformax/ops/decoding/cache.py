@@ -204,7 +204,7 @@ def attend_among(
     scale: float | None = None,
     bias: Float[Array, "#R N S"] | None = None,
 ) -> Float[Array, "R 1 N V"]:
-    """`attend_to` in beam search. `origins` is the index of the beam that holds each slot of a beam.
+    """`attend_to` in beam search. `origins` is the index of the beam that holds each beam's slot.
 
     A query is multiplied with the slots of all K beams of its search, and all but those of
     `origins` are hidden. No beam's cache is copied.
