@@ -92,7 +92,7 @@ def test_a_query_stands_alone_where_it_stands_among_others():
 
 @FACTORIES
 def test_across_sequences_it_finds_what_it_finds_within_one(factory):
-    """At as many keys seen, however few queries there are."""
+    """With as many visible keys, whatever the number of queries."""
     attend, length = factory(chunk_len=16, n_hashes=2), 256
     weight, keys = recall_across(attend, length, length)
     assert weight > 1.3 * keys

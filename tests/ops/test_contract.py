@@ -1,4 +1,4 @@
-"""What few ops use of the contract, by two small ones: weights, gates, one segment a row."""
+"""Parts of the contract that few ops use, by two small ops: weights, gates, one segment a row."""
 
 import dataclasses
 
@@ -147,10 +147,10 @@ def test_marks_travel_with_segments(model_fn):
     ],
 )
 def test_lengths_are_told_where_padding_is_behind(tokens, want):
-    told = []
+    lengths_seen = []
 
     def apply(params, q, k, v, *, lengths=None, **_):
-        told.append(lengths)
+        lengths_seen.append(lengths)
         return v
 
     for traits, expected in ((Traits(lengths=True), want), (Traits(), None)):
@@ -158,7 +158,7 @@ def test_lengths_are_told_where_padding_is_behind(tokens, want):
         layer = Attention(op, masked=True)
         x = np.ones((2, 8, 4), np.float32)
         layer.apply(layer.init_params(jax.random.key(0), x.shape), x, tokens)
-        lengths = told.pop()
+        lengths = lengths_seen.pop()
         assert (lengths if lengths is None else list(lengths)) == expected
 
 
