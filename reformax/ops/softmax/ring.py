@@ -207,8 +207,8 @@ def _ring(pieces, causal, axis, queries, keys, rng) -> tuple[Array, ...]:
     return _forward(pieces, causal, axis, queries, keys, rng)[0]
 
 
-def _call(pieces: PartialAttention, causal: bool, rng, query: _Side, key: _Side) -> tuple:
-    """The arguments of a method of `pieces`."""
+def _call(causal: bool, rng, query: _Side, key: _Side) -> tuple:
+    """The arguments of a method of `PartialAttention`."""
     shard = Shard(rng, position=query.position, key_position=key.position)
     return causal, *query.arrays, *key.arrays, (query.segment_ids, key.segment_ids), shard
 
@@ -221,12 +221,12 @@ def _forward(pieces, causal, axis, queries, keys, rng):
     merge = functools.partial(_merged, pieces.unit(q.shape[3]))
     states = [nothing] * len(queries)
     for i, j, cut in _within(causal):
-        found = pieces.forward(*_call(pieces, cut, rng, queries[i], keys[j]))
+        found = pieces.forward(*_call(cut, rng, queries[i], keys[j]))
         states[i] = merge(states[i], found)
 
     def step(s, keys, states):
         pairs = _chosen(queries, keys, s, axis)
-        found = [pieces.forward(*_call(pieces, False, rng, *pair)) for pair in pairs]
+        found = [pieces.forward(*_call(False, rng, *pair)) for pair in pairs]
         return _put(states, s, axis, found, False, merge)
 
     states = _around(axis, keys, step, tuple(states))
@@ -259,7 +259,7 @@ def _backward(pieces, causal, axis, residuals, d_out):
 
     def gradients(cut, row, key):
         query, results, d_out = row
-        dq, *of_key = pieces.backward(*_call(pieces, cut, rng, query, key), results, d_out)
+        dq, *of_key = pieces.backward(*_call(cut, rng, query, key), results, d_out)
         return (dq,), tuple(of_key)
 
     of_queries, of_keys = zeros(queries), zeros(keys)
