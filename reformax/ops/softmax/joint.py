@@ -25,7 +25,7 @@ class KeysOfKind(NamedTuple):
     logits: Float[Array, "B N C L M"]
     values: Float[Array, "B _ M N V"]  # for each block, or for all of them
     mask: Bool[Array, "#B #N C L M"]
-    address: Int[Array, "#B _ M"]  # of dropout, unique among the kinds
+    address: Int[Array, "#B _ M"]  # by which dropout is drawn
 
 
 def attend_to_kinds(
