@@ -104,14 +104,14 @@ def test_an_op_is_called_with_what_it_reads():
 MARKS = np.arange(9)[None].repeat(2, 0) % 4 == 1
 
 
-def test_marks_reach_the_plan():
+def test_global_tokens_reach_the_plan():
     op = marked()
     x = inputs.draw(op, length=9)
     seen = np.eye(9, dtype=bool) | MARKS[:, None, None]
     want = dense.dense()(*x[:3], mask=seen)
     np.testing.assert_allclose(inputs.call(op, x, global_tokens=jnp.int32(MARKS)), want, atol=1e-6)
     with pytest.raises(
-        NotImplementedError, match="global_tokens is given, but dense treats no token"
+        NotImplementedError, match="global_tokens is given, but dense has no global tokens"
     ):
         dense.dense()(*x[:3], global_tokens=jnp.int32(MARKS))
     with pytest.raises(ValueError, match=r"global_tokens has shape \(2, 8\): expected .*\(2, 9\)"):
