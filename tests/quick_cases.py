@@ -134,6 +134,11 @@ QUICK = {
         "test_segments_do_not_leak": ["flash", "linear", "longformer", "lsh"],
         "test_with_the_plan_given_nothing_reads_the_future": ["flash", "linear", "lsh"],
     },
+    "ops/test_alignment.py": {
+        "test_across_sequences_it_finds_what_it_finds_within_one": ["smyrf"],
+        "test_across_sequences_no_position_is_a_query_s_own": ["smyrf"],
+        "test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has": [],
+    },
     "ops/test_angular_hash_kernel.py": {
         "test_the_impl_of_an_op_decides_how_it_hashes": [
             "lsh-plan",
@@ -181,6 +186,7 @@ QUICK = {
         "test_a_head_of_keys_serves_a_group": ["flash", "linear"],
         "test_decoding": ["flash"],
     },
+    "ops/test_head_shards.py": {"test_some_heads_are_those_of_the_whole": ["lsh"]},
     "ops/test_linear_attention.py": {
         "test_the_gated_output": ["False-retention"],
         "test_kernels_compute_the_same": [],  # `test_recurrence_kernel.py` has gradients too
@@ -194,11 +200,6 @@ QUICK = {
     "ops/test_lsh.py": {
         "test_backward_drops_the_weights_that_forward_dropped": ["False"],
         "test_one_chunk_is_full_shared_qk_attention": ["True-True"],
-    },
-    "ops/test_meeting.py": {
-        "test_across_sequences_it_finds_what_it_finds_within_one": ["smyrf"],
-        "test_across_sequences_no_position_is_a_query_s_own": ["smyrf"],
-        "test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has": [],
     },
     "ops/test_moba.py": {
         "test_a_query_chooses_among_blocks_that_its_segment_goes_on_behind": ["xla"],
@@ -236,7 +237,6 @@ QUICK = {
         ],
         "test_the_kernel_hashes_as_array_operations_do": ["bfloat16"],
     },
-    "ops/test_share.py": {"test_some_heads_are_those_of_the_whole": ["lsh"]},
     "ops/test_shared_qk.py": {
         "test_a_lone_position_that_is_not_finite": ["xla-True"],
         "test_causal_attention_moved_by_one_position": ["9-True", "1-False"],

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 from reformax import devices
 from reformax.declared import SettingError
 from reformax.ops.base import AttentionOp, no_plan
-from reformax.ops.calls.heads import divides_a_choice, repeat_heads
+from reformax.ops.calls.heads import repeat_heads, splits_head_groups
 from reformax.ops.sharding import borders
 from reformax.ops.sharding.shard import Shard
 
@@ -80,7 +80,7 @@ def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
             "context=1, or an op whose traits say heads_apart=True"
         )
     n_heads, n_kv_heads = qkv.q.shape[2], qkv.v.shape[2]
-    if op.traits.choose_together and divides_a_choice(n, n_heads, n_kv_heads):
+    if op.traits.choose_together and splits_head_groups(n, n_heads, n_kv_heads):
         raise SettingError(
             f"mesh has context={n} and op is {op}, whose heads of queries choose together for each "
             f"of {n_kv_heads} heads of keys: expected a multiple of {n}, or as many as of queries"

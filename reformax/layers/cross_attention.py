@@ -16,7 +16,7 @@ from reformax.declared import Unsupported
 from reformax.layers import context
 from reformax.layers.attention import QKV, MultiHead, output
 from reformax.layers.matrices import Unnormed, affine
-from reformax.ops.masking.masks import segment_ids_of
+from reformax.ops.masking.masks import paired_segment_ids
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -64,7 +64,7 @@ class CrossAttention(MultiHead):
         memory_mask: Int[Array, "B S"] | None = None,
         rng=None,
     ) -> Float[Array, "B T D"]:
-        segment_ids = segment_ids_of((mask, x), (memory_mask, memory))
+        segment_ids = paired_segment_ids((mask, x), (memory_mask, memory))
         qkv = self.project(params, x, memory)
         plan = self.plan(params, qkv, segment_ids, rng)
         return self.attend(params, qkv, plan, segment_ids, rng)

@@ -16,7 +16,7 @@ from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
 from reformax.layers.matrices import IN_KERNELS, Unnormed, affine, check_input, turned
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import seed_words
 
@@ -160,7 +160,7 @@ class FeedForward(Layer):
         pays = narrow and LEAST_SIZE <= pre.size < MOST and self.activation in IN_KERNELS
         of_float64 = f"inputs of {pre.dtype}" if pre.dtype == jnp.float64 else None
         kernels = dict(pallas=of_float64, pallas_interpret=of_float64)
-        chosen = choose(self.impl, pays, **kernels) if pre.size else "xla"
+        chosen = choose_impl(self.impl, pays, **kernels) if pre.size else "xla"
         if chosen == "xla":
             hidden = self.activation(pre.astype(accum_dtype(pre.dtype)) + params["b1"][None, None])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)

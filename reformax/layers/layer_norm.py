@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from reformax import devices
 from reformax.declared import NonNegative, SettingError, check
 from reformax.layers._trax import Layer
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.normalization import length_normalize
 
 # The sizes for which "auto" takes the kernel. XLA fuses the norm of fewer rows than `LEAST_ROWS`,
@@ -79,7 +79,7 @@ class LayerNorm(Layer):
         weights = params["scale"], params["bias"]
         size = x.shape[-1]
         pays = LEAST_ROWS * size <= x.size < MOST or x.size == size
-        chosen = choose(self._impl, pays, pallas=None) if x.size else "xla"
+        chosen = choose_impl(self._impl, pays, pallas=None) if x.size else "xla"
         if pass_on and y is not None and chosen == "xla":
             x, y = x + y.astype(x.dtype), None
 

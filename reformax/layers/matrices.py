@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from reformax import devices
-from reformax.ops.calls.dispatch import choose
+from reformax.ops.calls.dispatch import choose_impl
 from reformax.ops.numerics.precision import accum_dtype
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def affine(
     rows = x.x if isinstance(x, Unnormed) else x
     pays = rows.size == rows.shape[-1] <= MOST and accum_dtype(w.dtype) == jnp.float32
     pays = pays and (activation is None or activation in IN_KERNELS)
-    chosen = choose(impl, pays, pallas=None) if rows.size else "xla"
+    chosen = choose_impl(impl, pays, pallas=None) if rows.size else "xla"
     sizes = tuple(sizes) or (b.size if b is not None else turned(w).shape[1],)
     if chosen == "xla":
         x = computed(x)

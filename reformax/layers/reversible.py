@@ -47,7 +47,7 @@ from reformax.layers.coupling import (
 )
 from reformax.layers.matrices import Unnormed
 from reformax.layers.stacks import Block, BlockStack
-from reformax.ops.masking.masks import segment_ids_of, tokens_of
+from reformax.ops.masking.masks import paired_segment_ids, tokens_of
 
 GRID = 2.0**-12
 SlotCount = Annotated[int, Bounds(2, 256)]
@@ -160,7 +160,7 @@ class ReversibleStack(BlockStack):
         self._check_memory(memory)
         seen = {"attention": segment_ids, "cross_attention": None}
         if self._cross:
-            seen["cross_attention"] = segment_ids_of(
+            seen["cross_attention"] = paired_segment_ids(
                 (segment_ids, streams[0]), (memory_segment_ids, memory)
             )
         streams = tuple(map(self._residual, streams))

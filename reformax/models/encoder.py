@@ -86,7 +86,7 @@ class Encoder(Backbone):
         if self.n_global:
             first = jnp.arange(segment_ids.shape[1])[None] < self.n_global
             global_tokens = (first & segment_ids).astype(jnp.int32)
-        read = Tokens(segment_ids, global_tokens, padded_behind=True)
+        read = Tokens(segment_ids, global_tokens, right_padded=True)
         return self.encode(params, tokens, read, rng, cls), segment_ids
 
 

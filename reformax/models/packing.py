@@ -18,7 +18,7 @@ def segmented(tokens: Int[Array, "B T"], segment_ids: Ids | None = None) -> Toke
         return with_positions(segment_ids)
     place = jnp.arange(tokens.shape[1])[None]
     length = jnp.max(jnp.where(tokens != 0, place + 1, 0), axis=1, initial=0, keepdims=True)
-    return Tokens(place < length, padded_behind=True)
+    return Tokens(place < length, right_padded=True)
 
 
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

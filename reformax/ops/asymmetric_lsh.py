@@ -12,7 +12,7 @@ add a number to a query where a key has a zero, so a query and a key of one leng
 than 60 degrees. `smyrf` is the same algorithm with a `QueryKeyHash` of its own.
 
 Queries and keys may be of two sequences. A query's slot is then the middle of the slots of its
-bucket's keys (`ops.hashing.meeting`), and time is O(n_hashes * (T + S) * chunk_len).
+bucket's keys (`ops.hashing.alignment`), and time is O(n_hashes * (T + S) * chunk_len).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
-    Shared,
+    SharedByBatch,
     add_to_ring,
     attend_to,
     fill_ring,
@@ -40,18 +40,18 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.decoding.sorted_order import (
     arange_last,
     insert_newest,
-    shown_by_earlier_hash,
+    seen_by_earlier_hash,
     with_bucket,
 )
+from reformax.ops.hashing.alignment import aligned_orders
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
 from reformax.ops.hashing.centring import centred
-from reformax.ops.hashing.meeting import meeting_orders
 from reformax.ops.hashing.sorting import sort_by_bucket
 from reformax.ops.lsh import Buckets, HashCount
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.softmax.chunked import chunked_attention
-from reformax.ops.softmax.orders import ChunkCount, Chunks, ChunkSizes, Order
+from reformax.ops.softmax.orders import ChunkCount, Chunking, ChunkSizes, Order
 
 
 @named
@@ -156,7 +156,7 @@ class SortedSettings(NamedTuple):
 
 def _choose(settings: SortedSettings, q: Array, k: Array, v: Array | None = None) -> str:
     """The implementation of a call, whose values may not be known yet."""
-    return choose(settings.impl, **kernel_obstacles(q, k, v))
+    return choose_impl(settings.impl, **kernel_obstacles(q, k, v))
 
 
 def _crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segment_ids) -> bool:
@@ -183,7 +183,7 @@ def _plan(
     codes = settings.hashing.codes(q, k, rng=rng, length=length, cross=cross, **options)
     if cross:
         ratio = _ratio(q.shape[1], k.shape[1])
-        return meeting_orders(codes.queries, codes.keys, segment_ids, chunk_len, ratio)
+        return aligned_orders(codes.queries, codes.keys, segment_ids, chunk_len, ratio)
     n_pad = -q.shape[1] % chunk_len
     queries, keys = (
         sort_by_bucket(x, codes.n_codes, segment_ids, n_pad).query_positions for x in codes[:2]
@@ -212,7 +212,7 @@ def _apply(
         return flash.flash(impl=settings.impl).apply((), q, k, v, plan=(), **call)
     else:
         options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
-        chunks = Chunks(q.shape[1], *settings.chunks, **options)
+        chunks = Chunking(q.shape[1], *settings.chunks, **options)
     impl = _choose(settings, q, k, v)
     return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl)
 
@@ -250,7 +250,7 @@ def _step(
     seen = jnp.take_along_axis(order, jnp.clip(slot, 0, capacity - 1), axis=-1)
     exists = (slot >= 0) & (slot <= newest)
     if settings.count_once and seen.shape[2] > 1:
-        exists = exists & ~shown_by_earlier_hash(jnp.where(exists, seen, -1))
+        exists = exists & ~seen_by_earlier_hash(jnp.where(exists, seen, -1))
     index = seen.reshape(*seen.shape[:2], -1)
     out = attend_to(q, *memory, exists.reshape(index.shape), settings.impl, index=index)
     return out, SortedCache(memory, hashes)
@@ -266,7 +266,7 @@ class AsymmetricLshState(NamedTuple):
     query_buckets: Int[Array, "B N R C"]  # by position
     key_buckets: Int[Array, "B N R C"]
     order: Int[Array, "B N R C"]  # positions, sorted by their key's bucket and position
-    rotations: Shared  # [N, H, R, F]
+    rotations: SharedByBatch  # [N, H, R, F]
 
 
 class CentredAngularHash(NamedTuple):
@@ -301,7 +301,7 @@ class CentredAngularHash(NamedTuple):
         return AsymmetricLshState(
             tokens.astype(jnp.float32).sum(axis=1),
             *(jnp.pad(x, n_free) for x in (of_queries, of_keys, order.query_positions)),
-            Shared(rotations),
+            SharedByBatch(rotations),
         )
 
     def advance(self, state: AsymmetricLshState, q, k, *, position, capacity):
@@ -317,5 +317,7 @@ class CentredAngularHash(NamedTuple):
         # Equal buckets are sorted by position, so the newest query is behind them.
         up_to = (of_queries <= of_query) & (arange_last(capacity) <= newest)
         query_slot = up_to.sum(axis=-1, keepdims=True) - 1
-        new = AsymmetricLshState(total + key[:, 0], of_queries, of_keys, order, Shared(rotations))
+        new = AsymmetricLshState(
+            total + key[:, 0], of_queries, of_keys, order, SharedByBatch(rotations)
+        )
         return new, order, query_slot

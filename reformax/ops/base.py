@@ -30,9 +30,9 @@ from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.masking.given_masks import checked_mask, with_mask
 from reformax.ops.masking.masks import SegmentIds, int32_ids, segment_pair
-from reformax.ops.masking.padding import over_tokens, tokens_only
+from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.sharding.borders import Reach
-from reformax.ops.sharding.placement import Call, placement
+from reformax.ops.sharding.placement import CallArrays, placement_of
 
 T = TypeVar("T")
 # Values of options that are what they are equal to: a sequence may hold 2 or 2.0.
@@ -204,7 +204,9 @@ class AttentionOp:
         if mask is not None:
             mask = checked_mask(self, mask, q, q if k is None else k)
         segment_ids = int32_ids(segment_ids)
-        x = Call(params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng)
+        x = CallArrays(
+            params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng
+        )
         return _compiled(self)(x, **call, train=train)
 
 
@@ -218,14 +220,14 @@ def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
     return jax.jit(functools.partial(_attend, op), static_argnames=settings)
 
 
-def _attend(op: AttentionOp, x: Call, **settings: Any) -> Float[Array, "B T N V"]:
-    where = placement(op, x)
+def _attend(op: AttentionOp, x: CallArrays, **settings: Any) -> Float[Array, "B T N V"]:
+    where = placement_of(op, x)
     attend = functools.partial(_attend_here, op, **settings)
     return attend(x) if where is None else where.on_each(attend, x)
 
 
 def _attend_here(
-    op: AttentionOp, x: Call, *, causal: bool, dropout: float, train: bool
+    op: AttentionOp, x: CallArrays, *, causal: bool, dropout: float, train: bool
 ) -> Float[Array, "B T N V"]:
     params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng = x
     segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
@@ -340,7 +342,7 @@ def _apply_to_tokens(
         }
     options |= given(extra_projections=extra_projections)
     attend = functools.partial(apply, params, segment_ids=segment_ids, **options)
-    return over_tokens(attend, q, k, v, segment_ids)
+    return attend_to_tokens(attend, q, k, v, segment_ids)
 
 
 def _equal(value: Any, default: Any) -> bool:

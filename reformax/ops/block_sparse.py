@@ -24,14 +24,14 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Called, Count, SettingError, Size, shown
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.masking.bands import first_global, ids_at, rows_at
 from reformax.ops.masking.masks import ids_or_ones, segment_pair
-from reformax.ops.masking.padding import over_tokens
+from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.sharding.shard import all_heads
 from reformax.ops.softmax import band, block_lists, tiles
-from reformax.ops.softmax.block_lists import MIN_TILE, Layout, Rows
+from reformax.ops.softmax.block_lists import MIN_TILE, Layout, TileLists
 from reformax.ops.softmax.dropout import seed_words
 
 BUTTERFLY = butterfly()
@@ -152,10 +152,10 @@ def _apply(
 def _attend(layout: Layout, impl: str, q, k, v, segment_ids, rng) -> Float[Array, "B T N V"]:
     sizes = layout.block_q, layout.block_k
     odd = sizes if any(size % MIN_TILE for size in sizes) else None
-    impl = choose(impl, **kernel_obstacles(q, k, v, block_size=odd))
+    impl = choose_impl(impl, **kernel_obstacles(q, k, v, block_size=odd))
     if impl == "xla":
         in_tiles = functools.partial(_in_tiles, layout, segment_ids=segment_ids, rng=rng)
-        return over_tokens(in_tiles, q, k, v, segment_ids)
+        return attend_to_tokens(in_tiles, q, k, v, segment_ids)
     from reformax.ops.kernels.triton import block_sparse as kernel
 
     interpret = impl == "pallas_interpret"
@@ -201,7 +201,9 @@ def _apply_with_global(
     of_keys = jnp.concatenate([elsewhere, ids_at(ids, plan)], axis=1)
     out = _attend(layout, impl, q, further(k, few_k), further(v, few_v), (ids, of_keys), rng)
     seed = seed_words(rng, len(q)) if dropout else None
-    rows = band.rows_of_few(rows_at(q, plan), k, v, plan, segment_ids, False, dropout, seed)
+    rows = band.rows_of_global_tokens(
+        rows_at(q, plan), k, v, plan, segment_ids, False, dropout, seed
+    )
     return out.at[row, plan].set(rows.astype(out.dtype), mode="drop")
 
 
@@ -221,7 +223,7 @@ def _step(
     rows = layout.rows(block_q, block_k)
     # The keys of the blocks that the query's own block sees, [B, G, M].
     width = max(1, rows.count.max())
-    seen = block_lists.padded_entries(rows, block_lists.cut(rows, width), width, capacity)
+    seen = block_lists.padded_entries(rows, block_lists.cut_lists(rows, width), width, capacity)
     seen = jnp.asarray(seen.reshape(-1, -(-capacity // block_q), width))
     seen = jnp.swapaxes(seen[:, position // block_q], 0, 1)[..., None]
     seen = (seen * block_k + jnp.arange(block_k)[None, None, None]).reshape(*seen.shape[:2], -1)
@@ -263,14 +265,14 @@ def _in_tiles(layout: Layout, q, k, v, *, segment_ids, rng) -> Float[Array, "B T
         dropout=layout.dropout,
     )
     sizes = layout.block_q, layout.block_k
-    plan = tiles.Plan(
+    plan = tiles.TilePlan(
         *(_visits(rows(*sizes), layout.n_masks) for rows in (layout.rows, layout.columns))
     )
     x = tiles.inputs(q, k, v, None, segment_ids, layout.dropout, rng)
     return tiles.attend(tiles.forward, tiling, x, plan)
 
 
-def _visits(rows: Rows, n_masks: int) -> tiles.Visits:
+def _visits(rows: TileLists, n_masks: int) -> tiles.Visits:
     stop = np.cumsum(rows.count.reshape(n_masks, -1), axis=1)
     start = stop - rows.count.reshape(stop.shape)
     # The list of each mask, filled up to the length of the longest.

@@ -8,11 +8,11 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import check_impl, choose
+from reformax.ops.calls.dispatch import check_impl, choose_impl
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import full_decoding
 from reformax.ops.masking.masks import visibility
-from reformax.ops.masking.padding import over_tokens
+from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.softmax.reference import reference_attention
 
@@ -25,7 +25,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
       impl: `"xla"` runs everywhere. Its gradient computes the logits again, so that no T x S array
         is kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
         without bias, dropout and segments, except for padding behind rows that a layer tells of
-        (`Tokens.padded_behind`). `"auto"` takes it where it computes the same function.
+        (`Tokens.right_padded`). `"auto"` takes it where it computes the same function.
 
     Raises:
       ValueError: an unknown `impl`.
@@ -54,7 +54,10 @@ def _apply(
     params, q, k, v, *, plan, segment_ids, causal, dropout, rng, impl, bias=None, lengths=None
 ):
     del params, plan
-    if choose(impl, cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths)) == "cudnn":
+    if (
+        choose_impl(impl, cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths))
+        == "cudnn"
+    ):
         return cudnn_attention(q, k, v, causal=causal, lengths=lengths)
     k, v = repeat_heads(q, k, v)
 
@@ -63,4 +66,4 @@ def _apply(
         mask = visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
         return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, rng=rng)
 
-    return over_tokens(functools.partial(attend, bias), q, k, v, segment_ids)
+    return attend_to_tokens(functools.partial(attend, bias), q, k, v, segment_ids)

@@ -34,7 +34,13 @@ from reformax import devices
 from reformax.declared import NonNegative, Size, Width
 from reformax.ops.base import AttentionOp, Traits, named
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import KERNELS, MAX_HEAD_SIZE, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import (
+    KERNELS,
+    MAX_HEAD_SIZE,
+    check_impl,
+    choose_impl,
+    kernel_obstacles,
+)
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -45,9 +51,9 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.precision import accum_dtype, product
-from reformax.ops.numerics.query_chunks import by_chunks, joined, positions
-from reformax.ops.sharding.shard import row_axes
-from reformax.ops.softmax.block_lists import Everything
+from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
+from reformax.ops.sharding.shard import row_axes_of
+from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
 
@@ -71,7 +77,7 @@ class DsaSettings(NamedTuple):
         n_pairs = q.shape[0] * q.shape[1] ** 2
         above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MOST_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
-        return choose(self.impl, **kernel_obstacles(q, k, v, **above))
+        return choose_impl(self.impl, **kernel_obstacles(q, k, v, **above))
 
 
 @named
@@ -203,7 +209,7 @@ def _plan(
         return _best(settings, _scores(Index(queries, weights), keys), may)
 
     chosen = by_chunks(best, (settings.n_index_heads + 1) * n, *index, ids, positions(n))
-    return joined(chosen, n)
+    return join_chunks(chosen, n)
 
 
 # Attention
@@ -215,13 +221,13 @@ def _apply(
     n_batch, length, n_heads, _ = q.shape
     ids = ids_or_ones(segment_ids, q)
     index, index_keys = _index_queries(params, q), _index_keys(params, k)
-    n_tokens = devices.total(jnp.sum(ids != 0), row_axes(rng))
+    n_tokens = devices.total(jnp.sum(ids != 0), row_axes_of(rng))
     factor = settings.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
     impl = settings.choose(q, k, v)
     if impl != "xla":
         from reformax.ops.kernels.triton import dsa as kernel
 
-        layout = Everything(length, length, causal, dropout)
+        layout = FullLayout(length, length, causal, dropout)
         index, ids = kernel.IndexerArrays(*index, index_keys), None if segment_ids is None else ids
         inputs = q, k, v, index, factor, plan, ids, rng
         return kernel.attend(layout, impl == "pallas_interpret", *inputs)
@@ -247,7 +253,7 @@ def _apply(
     arrays = q, plan, ids, positions(length), *index
     n_seen = (n_heads + settings.n_index_heads + 1) * length
     out, losses = by_chunks(attend, n_seen, *arrays)
-    return with_loss(joined(out, length).astype(v.dtype), factor * losses.sum())
+    return with_loss(join_chunks(out, length).astype(v.dtype), factor * losses.sum())
 
 
 def _shown(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:

@@ -18,14 +18,14 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import full_decoding
 from reformax.ops.masking.masks import segment_pair
-from reformax.ops.masking.padding import over_tokens
+from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax import ring, tiles
-from reformax.ops.softmax.block_lists import Everything
+from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 
 # A mask's lowest logit, scaled, is still a number of float32.
@@ -48,7 +48,7 @@ def flash(
       scale: the factor of the products of queries and keys; None is `1 / sqrt(H)`.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
         and bfloat16 without bias, dropout and segments, except for padding behind rows that a layer
-        tells of (`Tokens.padded_behind`). `"pallas"` is the kernel of block-sparse attention with
+        tells of (`Tokens.right_padded`). `"pallas"` is the kernel of block-sparse attention with
         every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less, without bias and
         `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it anywhere, slowly,
         for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes the call.
@@ -85,11 +85,11 @@ def _apply(
     del params, plan
     block_sizes, scale, impl = settings
     if isinstance(rng, Shard) and rng.axis is not None:
-        impl = choose(impl, **kernel_obstacles(q, k, v, scale=scale))
+        impl = choose_impl(impl, **kernel_obstacles(q, k, v, scale=scale))
         pieces = _Pieces(block_sizes, scale, dropout, impl)
         return ring.attend(pieces, causal, q, k, v, segment_pair(segment_ids), rng)
     bias_shape = None if bias is None else bias.shape
-    impl = choose(
+    impl = choose_impl(
         impl,
         cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths),
         **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
@@ -101,7 +101,7 @@ def _apply(
     if impl != "xla":
         from reformax.ops.kernels.triton import block_sparse as kernel
 
-        layout = Everything(n_queries, n_keys, causal, dropout)
+        layout = FullLayout(n_queries, n_keys, causal, dropout)
         interpret = impl == "pallas_interpret"
         return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), rng)[0]
     tiling = _tiling(block_sizes, scale, dropout, causal, q, k)
@@ -111,7 +111,7 @@ def _apply(
         x = tiles.inputs(q, k, v, bias, segment_ids, dropout, rng)
         return tiles.attend(tiles.forward, tiling, x, every)
 
-    return over_tokens(attend, q, k, v, segment_ids)
+    return attend_to_tokens(attend, q, k, v, segment_ids)
 
 
 def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Tiling:
@@ -156,14 +156,14 @@ class _Pieces(NamedTuple):
             tiling = _tiling(*self[:3], causal, q, k)
             x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard)
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
-            found = tiles.backward(tiling, x, every.by_key, tiles.Results(*results), d_out)
+            found = tiles.backward(tiling, x, every.by_key, tiles.TiledResults(*results), d_out)
             dq, *of_keys = found[:3]
         return dq, *of_groups(tuple(of_keys))
 
     def _kernel(self, causal: bool, q, k):
         from reformax.ops.kernels.triton import block_sparse as kernel
 
-        layout = Everything(q.shape[1], k.shape[1], causal, self.dropout)
+        layout = FullLayout(q.shape[1], k.shape[1], causal, self.dropout)
         return kernel, layout, self.impl == "pallas_interpret"
 
 

@@ -21,10 +21,10 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
-    Shared,
+    SharedByBatch,
     add_to_ring,
     attend_to,
     fill_ring,
@@ -32,11 +32,11 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.hashing import sorted_groups
 from reformax.ops.hashing.angular import MAX_FACTOR, draw_rotations, hash_by
-from reformax.ops.hashing.sorted_groups import Sorted
+from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import tiles
-from reformax.ops.softmax.block_lists import InOrder
-from reformax.ops.softmax.dropout import dropped_own, seed_words
+from reformax.ops.softmax.block_lists import SortedLayout
+from reformax.ops.softmax.dropout import dropped_self_values, seed_words
 from reformax.ops.softmax.orders import inverse_permutation
 
 Buckets = Annotated[int, Bounds(2, MAX_FACTOR)]
@@ -62,11 +62,11 @@ class HashSparseSettings(NamedTuple):
 class HashSparsePlan(NamedTuple):
     """The orders of queries and of keys by bucket; shared queries and keys have one order."""
 
-    queries: Sorted  # [B, N, T]
-    keys: Sorted | None
+    queries: SortedSequence  # [B, N, T]
+    keys: SortedSequence | None
 
     @property
-    def key_order(self) -> Sorted:
+    def key_order(self) -> SortedSequence:
         """The order of the keys."""
         return self.queries if self.keys is None else self.keys
 
@@ -131,7 +131,7 @@ def _plan(
     del params, causal, train, length
     rotations = draw_rotations(q, (settings.n_buckets,), 1, rng)
 
-    def order(x: Float[Array, "B T N H"]) -> Sorted:
+    def order(x: Float[Array, "B T N H"]) -> SortedSequence:
         buckets = _buckets(settings, rotations, lax.stop_gradient(x))
         return sorted_groups.sort(buckets, settings.n_buckets, segment_ids)
 
@@ -150,13 +150,13 @@ def _apply(
     x = [_in_order(x, order) for x, order in sides]
     flat = queries.folded(), keys.folded()
     exclude_self = settings.shared_qk
-    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
+    impl = choose_impl(settings.impl, **kernel_obstacles(q, k, v))
     if impl == "xla":
         out = _in_arrays(*x, *flat, causal, exclude_self, dropout, n_heads, seed)
     else:
         from reformax.ops.kernels.triton import block_sparse as kernel
 
-        layout = InOrder(
+        layout = SortedLayout(
             length, length, causal, dropout, exclude_self=exclude_self, n_folded=n_heads
         )
         groups = *(y.group for y in flat), *(y.position for y in flat)
@@ -167,13 +167,22 @@ def _apply(
     out = jnp.swapaxes(out, 1, 2)
     if not settings.attend_self_if_alone:
         return out
-    alone = sorted_groups.alone(queries, plan.keys, causal)
+    alone = sorted_groups.sees_no_key(queries, plan.keys, causal)
     alone = jnp.swapaxes(jnp.take_along_axis(alone, slot, axis=2), 1, 2)
-    return jnp.where(alone[..., None], dropped_own(v, dropout, seed), out)
+    return jnp.where(alone[..., None], dropped_self_values(v, dropout, seed), out)
 
 
 def _in_arrays(
-    q, k, v, queries: Sorted, keys: Sorted, causal, exclude_self, dropout, n_heads, seed
+    q,
+    k,
+    v,
+    queries: SortedSequence,
+    keys: SortedSequence,
+    causal,
+    exclude_self,
+    dropout,
+    n_heads,
+    seed,
 ) -> Float[Array, "X T 1 V"]:
     """The op in array operations, tile by tile."""
     size = min(TILE, q.shape[1])
@@ -187,12 +196,12 @@ def _in_arrays(
         n_folded=n_heads,
     )
     groups, orders = (queries.group, keys.group), (queries.position, keys.position)
-    x = tiles.Inputs(q, k, v, None, *groups, seed, *orders)
+    x = tiles.TiledInputs(q, k, v, None, *groups, seed, *orders)
     visits = sorted_groups.visits((size, size), causal, queries, keys)
     return tiles.attend(tiles.forward, tiling, x, visits)
 
 
-def _in_order(x: Float[Array, "B T N H"], order: Sorted) -> Float[Array, "X T 1 H"]:
+def _in_order(x: Float[Array, "B T N H"], order: SortedSequence) -> Float[Array, "X T 1 H"]:
     """The vectors of each head, sorted by that head's order."""
     x = jnp.swapaxes(x, 1, 2)
     x = jnp.take_along_axis(x, order.position[..., None], axis=2, mode="promise_in_bounds")
@@ -207,7 +216,7 @@ class HashSparseCache(NamedTuple):
 
     memory: KeyValues
     buckets: Int[Array, "B N C"]
-    rotations: Shared  # [N, H, 1, F]
+    rotations: SharedByBatch  # [N, H, 1, F]
 
 
 def _init_cache(
@@ -220,7 +229,7 @@ def _init_cache(
     return HashSparseCache(
         fill_ring(keys, v, lengths, capacity),
         jnp.pad(buckets, ((0, 0), (0, 0), (0, capacity - q.shape[1]))),
-        Shared(rotations),
+        SharedByBatch(rotations),
     )
 
 
@@ -246,4 +255,4 @@ def _step(
     mask = (buckets == of_query) & (key < newest if settings.shared_qk else key <= newest)
     alone = v if settings.attend_self_if_alone else None
     out = attend_to(q, *memory, mask, settings.impl, alone)
-    return out, HashSparseCache(memory, buckets, Shared(rotations))
+    return out, HashSparseCache(memory, buckets, SharedByBatch(rotations))

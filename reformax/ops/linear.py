@@ -23,7 +23,7 @@ from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import quotient, with_ones
 from reformax.ops.recurrence.op_functions import recurrent
-from reformax.ops.recurrence.recurrence import everything
+from reformax.ops.recurrence.recurrence import bidirectional
 from reformax.ops.recurrence.short_convolution import conv_params
 
 
@@ -69,7 +69,7 @@ def _apply(
         options = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
         return causal_apply(params, q, k, v, segment_ids=segment_ids, **options)
     x = _inputs(params, q, k, v)
-    sums = everything(x.q, x.k, with_ones(x.v), segment_ids=segment_ids, chunk_len=chunk_len)
+    sums = bidirectional(x.q, x.k, with_ones(x.v), segment_ids=segment_ids, chunk_len=chunk_len)
     return quotient(sums).astype(v.dtype)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from reformax.declared import SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import ring_decoding
 from reformax.ops.hashing import circle
@@ -152,7 +152,7 @@ def _apply(settings: LocalSettings, params, q, k, v, *, plan, segment_ids, causa
     if window is not None and not shared_qk and causal:
         not_for_cudnn = cudnn_obstacle(q, k, v, segment_ids, dropout)
     obstacles = kernel_obstacles(q, k, v, wrap=settings.wrap)
-    impl = choose(settings.impl, cudnn=not_for_cudnn, **obstacles)
+    impl = choose_impl(settings.impl, cudnn=not_for_cudnn, **obstacles)
     if impl == "cudnn":
         return cudnn_attention(q, k, v, causal=True, window=window)
     k, v = repeat_heads(q, k, v)

@@ -34,10 +34,10 @@ from reformax.ops.decoding.cache import (
     positions_by_slot,
 )
 from reformax.ops.numerics.precision import accum_dtype, product
-from reformax.ops.numerics.query_chunks import in_blocks, joined
+from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax.dropout import seed_words
-from reformax.ops.softmax.joint import Keys, attend_to_kinds, scaled_logits
+from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds, scaled_logits
 from reformax.ops.softmax.online import masked_softmax
 
 Rank = Annotated[int, Bounds(0, 2**16)]
@@ -203,16 +203,16 @@ def _by_groups(attend, near: Window, n_far: int) -> Float[Array, "B C L N V"]:
         x = jnp.pad(x, [(0, 0), (0, -n_blocks % group)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(x.shape[0], -1, group, *x.shape[2:]), 1, 0)
 
-    return joined(jax.lax.map(attend, jax.tree.map(cut, near)), n_blocks)
+    return join_chunks(jax.lax.map(attend, jax.tree.map(cut, near)), n_blocks)
 
 
-def _near(settings: LongShortSettings, near: Window, causal: bool) -> Keys:
+def _near(settings: LongShortSettings, near: Window, causal: bool) -> KeysOfKind:
     """The keys of the window."""
     place, key = near.place[..., None], near.key[:, :, None]
     mask = (jnp.abs(place - key) < settings.window) & near.real[:, :, None]
     if causal:
         mask = mask & (key <= place)
-    return Keys(
+    return KeysOfKind(
         logits=scaled_logits("bclnh,bcmnh->bnclm", near.queries, near.keys),
         values=near.values,
         mask=mask[:, None],
@@ -220,7 +220,9 @@ def _near(settings: LongShortSettings, near: Window, causal: bool) -> Keys:
     )
 
 
-def _far(settings: LongShortSettings, near: Window, far: Mixtures, chunk_len: int | None) -> Keys:
+def _far(
+    settings: LongShortSettings, near: Window, far: Mixtures, chunk_len: int | None
+) -> KeysOfKind:
     """The summaries of all chunks, or those before the query's own chunk of `chunk_len`."""
     number = jnp.arange(far.keys.shape[1])
     mask = far.real[:, None, None]
@@ -228,7 +230,7 @@ def _far(settings: LongShortSettings, near: Window, far: Mixtures, chunk_len: in
         before = number[None, None, None] // settings.rank < near.place[..., None] // chunk_len
         mask = mask & before
     mask = jnp.broadcast_to(mask, (len(mask), *near.place.shape[1:], len(number)))
-    return Keys(
+    return KeysOfKind(
         logits=scaled_logits("bclnh,bsnh->bncls", near.queries, far.keys),
         values=far.values[:, None],
         mask=mask[:, None],

@@ -20,7 +20,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS, check_impl
 from reformax.ops.decoding import band as band_cache
-from reformax.ops.masking.bands import NOWHERE, Band, first_global, rows_at
+from reformax.ops.masking.bands import NOWHERE, BandMask, first_global, rows_at
 from reformax.ops.softmax import band
 from reformax.ops.softmax.dropout import seed_words
 
@@ -37,7 +37,7 @@ class LongformerSettings(NamedTuple):
     own_projections: bool
     impl: str
 
-    def bands(self, n_heads: int, causal: bool) -> tuple[Band, ...]:
+    def bands(self, n_heads: int, causal: bool) -> tuple[BandMask, ...]:
         """The band of each head, or one for all."""
         each = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
         if len(each) not in (1, n_heads):
@@ -45,7 +45,7 @@ class LongformerSettings(NamedTuple):
                 f"dilation is {self.dilation}: expected one number, or one for each of "
                 f"{n_heads} heads"
             )
-        return tuple(Band(self.window, n, causal) for n in each)
+        return tuple(BandMask(self.window, n, causal) for n in each)
 
 
 @named
@@ -154,7 +154,7 @@ def _apply(
     if extra_projections:
         q, k, v = (extra_projections[f"global_{name}"] for name in "qkv")
     seed = seed_words(rng, len(q)) if dropout else None
-    rows = band.rows_of_few(
+    rows = band.rows_of_global_tokens(
         rows_at(q, plan), k, v, plan, segment_ids, causal, dropout, seed
     ).astype(out.dtype)
     return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")

@@ -28,10 +28,10 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
-    Shared,
+    SharedByBatch,
     add_and_attend,
     fill_ring,
     replace_in_memory,
@@ -39,7 +39,7 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.decoding.sorted_order import (
     arange_last,
     insert_newest,
-    shown_by_earlier_hash,
+    seen_by_earlier_hash,
     with_bucket,
 )
 from reformax.ops.hashing import circle
@@ -212,7 +212,7 @@ def _choose(settings: LshSettings, q: Array, v: Array | None = None) -> str:
         wrap=settings.wrap,
         self_score=settings.self_score,
     )
-    return choose(settings.impl, **obstacles)
+    return choose_impl(settings.impl, **obstacles)
 
 
 def _plan(
@@ -268,7 +268,7 @@ class LshCache(NamedTuple):
     memory: KeyValues  # by position
     buckets: Int[Array, "B N R C"]  # by position
     order: Int[Array, "B N R C"]  # positions, sorted by bucket and position
-    rotations: Shared  # [N, H, R, F]
+    rotations: SharedByBatch  # [N, H, R, F]
 
 
 def _init_cache(
@@ -287,7 +287,7 @@ def _init_cache(
         fill_ring(length_normalize(q), v, lengths, capacity),
         jnp.pad(buckets, n_free),
         jnp.pad(order, n_free),
-        Shared(rotations),
+        SharedByBatch(rotations),
     )
 
 
@@ -309,7 +309,7 @@ def _step(
     exists = exists & (seen != newest)
     seen = jnp.where(exists, seen, -1)
     if settings.count_once and seen.shape[2] > 1:
-        exists = exists & ~shown_by_earlier_hash(seen)
+        exists = exists & ~seen_by_earlier_hash(seen)
 
     # One softmax over the keys of all hashes.
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
@@ -317,7 +317,7 @@ def _step(
     mask, new = exists.reshape(index.shape), KeyValues(length_normalize(q), v)
     options = dict(alone=alone, index=index)
     out, memory = add_and_attend(q, memory, new, position, mask, settings.impl, **options)
-    return out, LshCache(memory, buckets, order, Shared(rotations))
+    return out, LshCache(memory, buckets, order, SharedByBatch(rotations))
 
 
 def _candidates(

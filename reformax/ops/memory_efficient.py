@@ -24,7 +24,7 @@ from jax import lax
 from reformax.declared import Size
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import full_decoding
 from reformax.ops.numerics.row_blocks import block_at, over_groups, rows
@@ -94,8 +94,8 @@ def _apply(
         dropout=dropout,
         chunks=_uneven(tiling, key_size, n_queries, n_keys),
     )
-    impl = choose(impl, **kernel_obstacles(q, k, v, **options))
-    summary = tiles.summary
+    impl = choose_impl(impl, **kernel_obstacles(q, k, v, **options))
+    summary = tiles.tile_softmax
     if impl != "xla":
         summary = functools.partial(kernel_summary, impl == "pallas_interpret")
     every = tiles.every_tile(tiling, n_queries, n_keys)
@@ -120,9 +120,9 @@ def _uneven(
 
 
 def kernel_summary(
-    interpret: bool, tiling: tiles.Tiling, x: tiles.Inputs, group, queries, keys, q
+    interpret: bool, tiling: tiles.Tiling, x: tiles.TiledInputs, group, queries, keys, q
 ) -> Softmax:
-    """`tiles.summary` by the kernel of block-sparse attention, to which the tile is one block.
+    """`tiles.tile_softmax` by the kernel of block-sparse attention, to which the tile is one block.
 
     If causal, the tile is square and on the diagonal.
     """
@@ -141,15 +141,15 @@ def forward(
     key_chunk_size: int,
     summary: Callable[..., Softmax],
     tiling: tiles.Tiling,
-    x: tiles.Inputs,
+    x: tiles.TiledInputs,
     visits: tiles.Visits,
-) -> tiles.Results:
+) -> tiles.TiledResults:
     """`tiles.forward` by summaries of chunks of keys.
 
     Args:
       key_chunk_size: keys in a chunk below the diagonal, which all queries of a chunk see. Chunks
         around the diagonal have `tiling.key_size`.
-      summary: `tiles.summary`, or another function of its arguments with the same results.
+      summary: `tiles.tile_softmax`, or another function of its arguments with the same results.
       tiling, x, visits: as in `tiles.forward`.
     """
     n_batch, length, n_heads, _ = x.q.shape
@@ -201,7 +201,7 @@ def forward(
         return results.with_rows(whole, group, queries)
 
     sizes = tiles.groups(tiling._replace(key_size=key_chunk_size), n_batch, n_heads)
-    if summary is not tiles.summary:  # a kernel has no array of logits
+    if summary is not tiles.tile_softmax:  # a kernel has no array of logits
         sizes = n_batch, n_heads
     n_chunks = visits.start.shape[1]
     return over_groups(sizes, n_batch, n_heads, n_chunks, query_chunk, tiles.no_results(x))

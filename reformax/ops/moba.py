@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -38,9 +38,9 @@ from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
 from reformax.ops.numerics.query_chunks import in_blocks
-from reformax.ops.softmax.chosen_blocks import Tiles, tiles
+from reformax.ops.softmax.chosen_blocks import ChosenTiles, tiles
 from reformax.ops.softmax.dropout import seed_words
-from reformax.ops.softmax.gathered import softmax_of_piece, taken
+from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax, largest, masked_exp, nonzero
 
 # Queries whose scores are in memory at a time.
@@ -125,7 +125,7 @@ def _plan(
     if n_best == 0:
         return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
 
-    impl = choose(impl, **kernel_obstacles(q, k, None))
+    impl = choose_impl(impl, **kernel_obstacles(q, k, None))
     if impl != "xla":
         from reformax.ops.kernels.triton import choice
 
@@ -161,7 +161,7 @@ def _means(
     return of_block[..., 0], row_sum / count[..., None, None]
 
 
-def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> Tiles:
+def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> ChosenTiles:
     """The tiles, of `n_rows` queries each, of blocks of `size`."""
     length = chosen.shape[2]
     own = jnp.arange(length, dtype=jnp.int32) // size
@@ -174,33 +174,35 @@ def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> Tiles:
 def _apply(block_size, impl, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     del params, causal
     length, size = q.shape[1], min(block_size, q.shape[1])
-    impl = choose(impl, **kernel_obstacles(q, k, v))
+    impl = choose_impl(impl, **kernel_obstacles(q, k, v))
     if impl == "xla":
         k, v = repeat_heads(q, k, v)
         return _in_arrays(_tiles(plan, size, size), size, q, k, v, segment_ids, dropout, rng)
     from reformax.ops.kernels.triton import moba as kernel
 
     found = _tiles(plan, size, min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length)))
-    lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.place >= 0)
+    lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.slot >= 0)
     sizes = kernel.MobaSizes(size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout)
     ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
     return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, rng)
 
 
-def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[Array, "B T N V"]:
+def _in_arrays(
+    tiles: ChosenTiles, size, q, k, v, segment_ids, dropout, rng
+) -> Float[Array, "B T N V"]:
     """The op in array operations, a tile of all sequences and heads after the other."""
     n_batch, length, n_heads, _ = q.shape
     dtype = accum_dtype(q.dtype, v.dtype)
-    query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.place.shape[3])
+    query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.slot.shape[3])
     ids = ids_or_ones(segment_ids, q)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
 
     # Everything by tile, with the tiles in front; [M, B, N, L, ...].
     def of_queries(x: Array) -> Array:  # of [B, N or 1, T, ...]
-        return _by_tile(taken(x, jnp.maximum(query, 0)))
+        return _by_tile(gather_rows(x, jnp.maximum(query, 0)))
 
     def of_blocks(x: Array) -> Array:  # of [B, T, N or 1, ...]
-        return _by_tile(taken(jnp.moveaxis(in_blocks(x, size), 3, 1), tiles.block))
+        return _by_tile(gather_rows(jnp.moveaxis(in_blocks(x, size), 3, 1), tiles.block))
 
     heads = jnp.swapaxes(q, 1, 2)
     attend = jax.checkpoint(functools.partial(_tile, seed, dropout))
@@ -215,12 +217,12 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[
     )
 
     # The softmax of each query over the blocks that it sees.
-    exists = tiles.place >= 0
+    exists = tiles.slot >= 0
 
     def of_pairs(x: Array) -> Array:  # [M, B, N, L, ...] -> [B, N, T, K, ...]
         x = jnp.moveaxis(x, 0, 2)
         x = x.reshape(n_batch, n_heads, -1, *x.shape[4:])
-        return taken(x, jnp.maximum(tiles.place, 0))
+        return gather_rows(x, jnp.maximum(tiles.slot, 0))
 
     acc, row_max, row_sum = map(of_pairs, (acc, row_max, row_sum))
     scale = masked_exp(row_max, exists, largest(row_max, exists, axis=-1))
@@ -248,7 +250,7 @@ def _tile(seed, dropout, of_query, of_key, q, k, v) -> Softmax:
     block, key_ids = (x[..., None, :] for x in (of_key[0][..., None], of_key[1]))
     key = block * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
     mask = (key <= query) & (query_ids == key_ids) & (key_ids != 0)
-    return softmax_of_piece(q, k, v, mask, (query, key), dropout, seed)
+    return gathered_softmax(q, k, v, mask, (query, key), dropout, seed)
 
 
 class MobaCache(NamedTuple):

@@ -33,7 +33,7 @@ from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
 from reformax.ops.base import AttentionOp, Traits, named
 from reformax.ops.calls.dims import Dims, ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -44,10 +44,10 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype, product
-from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, joined, positions
-from reformax.ops.softmax.chosen_blocks import BEFORE, FIRST, OWN
+from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
+from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
-from reformax.ops.softmax.gathered import taken
+from reformax.ops.softmax.gathered import gather_rows
 from reformax.ops.softmax.online import masked_softmax
 
 # What the tiles of the kernels hold.
@@ -91,7 +91,7 @@ class NsaSettings(NamedTuple):
             "blocks": -(-q.shape[1] // self.block_size),
         }
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
-        return choose(self.impl, **kernel_obstacles(q, k, v, **above))
+        return choose_impl(self.impl, **kernel_obstacles(q, k, v, **above))
 
     def within(self, length: int) -> NsaSettings:
         """The settings that show the same of so many positions."""
@@ -289,9 +289,9 @@ def _best(
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     block = block.reshape(*[1] * (scores.ndim - 1), -1)
     own, first = own[..., None], first[..., None]
-    scores = jnp.where(block == own - 1, BEFORE, scores)
-    scores = jnp.where(block == first, FIRST, scores)
-    scores = jnp.where(block == own, OWN, scores)
+    scores = jnp.where(block == own - 1, PREVIOUS_BLOCK, scores)
+    scores = jnp.where(block == first, FIRST_BLOCK, scores)
+    scores = jnp.where(block == own, OWN_BLOCK, scores)
     scores = jnp.where((block >= first) & (block <= own), scores, -1)
     best, chosen = lax.top_k(scores, min(settings.n_selected, scores.shape[-1]))
     return jnp.where(best >= 0, chosen, -1).astype(jnp.int32)
@@ -463,7 +463,7 @@ def _in_arrays(
     heads = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
     arrays = heads, ids, positions(length), jnp.swapaxes(plan, 1, 2)
     branches = by_chunks(attend, n_seen, *arrays)
-    return tuple(joined(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
+    return tuple(join_chunks(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
 
 
 def _in_kernels(
@@ -495,7 +495,7 @@ def _softmax(logits, to_values, mask, dropped) -> Array:
 
 def _blocks_at(x: Array, at: Int[Array, "B G Q K"]) -> Array:
     """Blocks of `[B, G or 1, J, L, ...]`, one after the other: `[B, G, Q, K L, ...]`."""
-    x = taken(x, at)
+    x = gather_rows(x, at)
     return x.reshape(*x.shape[:3], -1, *x.shape[5:])
 
 

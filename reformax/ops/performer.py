@@ -28,17 +28,17 @@ from reformax import devices
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Seed, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.decoding.cache import Shared
-from reformax.ops.masking.contiguous import back, side_by_side
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.decoding.cache import SharedByBatch
+from reformax.ops.masking.contiguous import contiguous_segments, restore_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.means import KEPT, mean, quotient, with_ones
 from reformax.ops.recurrence.random_features import (
-    Features,
+    PositiveFeatures,
     orthogonal_directions,
     positive_features,
 )
-from reformax.ops.recurrence.recurrence import advance, everything
+from reformax.ops.recurrence.recurrence import advance, bidirectional
 from reformax.ops.sharding.shard import rng_of
 
 # Less would make quotients whose derivatives float32 cannot hold.
@@ -68,7 +68,7 @@ class PerformerSettings(NamedTuple):
             rng = jax.random.key(self.seed, impl="threefry2x32")
             return np.asarray(orthogonal_directions(rng, self.n_features, size))
 
-    def features(self, plan: Any, *vectors: Float[Array, "B T N H"]) -> list[Features]:
+    def features(self, plan: Any, *vectors: Float[Array, "B T N H"]) -> list[PositiveFeatures]:
         """The features of queries or keys, whose products are made `exp(q . k / sqrt(H))`."""
         directions = self.directions(plan, vectors[0].shape[-1])
         return [
@@ -84,7 +84,7 @@ class PerformerCache(NamedTuple):
 
     sums: Float[Array, "B N M V1"]
     scale: Float[Array, "B N 1"]
-    plan: Shared
+    plan: SharedByBatch
 
 
 @named
@@ -175,7 +175,7 @@ def _kernel(settings: PerformerSettings, q, k, v) -> str | None:
     """The implementation whose kernels make the features too; None: array operations do."""
     if q.dtype != jnp.bfloat16 or settings.n_features > MAX_IN_TILE:
         return None
-    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
+    impl = choose_impl(settings.impl, **kernel_obstacles(q, k, v))
     return impl if impl in KERNELS else None
 
 
@@ -201,7 +201,7 @@ def _in_kernels(settings: PerformerSettings, impl: str, plan, q, k, v, segment_i
 
 def _mean(
     queries: Float[Array, "B T N M"],
-    keys: Features,
+    keys: PositiveFeatures,
     v: Float[Array, "B T N V"],
     segment_ids: Int[Array, "B T"] | None,
     causal: bool,
@@ -219,7 +219,7 @@ def _mean(
     rest, _ = running_max(lax.stop_gradient(keys.scale), segment_ids, reverse=True)
     keys = keys.x * jnp.exp(keys.scale - jnp.maximum(top, rest))
     values = with_ones(v.astype(accum_dtype(v.dtype)))
-    return quotient(everything(queries, keys, values, **options))
+    return quotient(bidirectional(queries, keys, values, **options))
 
 
 def running_max(
@@ -233,7 +233,7 @@ def running_max(
         top = lax.cummax(x, axis=1, reverse=reverse)
         begin, end = (top[:, 1:], x[:, -1:]) if reverse else (x[:, :1], top[:, :-1])
         return top, top - jnp.concatenate([begin, end], axis=1)
-    order, x, ids = side_by_side(x, segment_ids)
+    order, x, ids = contiguous_segments(x, segment_ids)
     x, ids = (jnp.flip(y, axis=1) if reverse else y for y in (x, ids))
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     begins = jnp.broadcast_to(begins[..., None, None], x.shape)
@@ -245,7 +245,7 @@ def running_max(
     _, top = lax.associative_scan(larger, (begins, x), axis=1)
     before = jnp.where(begins, x, jnp.pad(top[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))))
     results = (jnp.flip(y, axis=1) if reverse else y for y in (top, top - before))
-    top, rise = (back(y, order) for y in results)
+    top, rise = (restore_order(y, order) for y in results)
     return top, rise
 
 
@@ -263,7 +263,7 @@ def _init_cache(
     top = scale.max(axis=1)
     # A row without a token has no top.
     weights = keys.x * jnp.exp(scale - jnp.where(jnp.isfinite(top), top, 0)[:, None])
-    return PerformerCache(jnp.einsum("btnm,btnv->bnmv", weights, values), top, Shared(plan))
+    return PerformerCache(jnp.einsum("btnm,btnv->bnmv", weights, values), top, SharedByBatch(plan))
 
 
 def _step(

@@ -24,7 +24,7 @@ from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Size, Width
 from reformax.ops.base import AttentionOp, Traits, named
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -35,9 +35,9 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import in_blocks
-from reformax.ops.softmax.block_lists import InOrder
-from reformax.ops.softmax.dropout import dropped_own, seed_words
-from reformax.ops.softmax.gathered import softmax_of_piece, taken
+from reformax.ops.softmax.block_lists import SortedLayout
+from reformax.ops.softmax.dropout import dropped_self_values, seed_words
+from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax, lowest, masked_exp, nonzero
 
 Decay = Annotated[float, Bounds(0, 1)]
@@ -210,7 +210,7 @@ def _apply(settings: RoutingSettings, params, q, k, v, *, plan, segment_ids, cau
     keys = length_normalize(q) if settings.shared_qk else k
     seed = seed_words(rng, len(q)) if dropout > 0.0 else None
     q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
-    impl = choose(settings.impl, **kernel_obstacles(q, keys, v))
+    impl = choose_impl(settings.impl, **kernel_obstacles(q, keys, v))
     if impl == "xla":
         results = _in_arrays(settings, q, keys, values, plan, causal, dropout, seed)
     else:
@@ -218,7 +218,7 @@ def _apply(settings: RoutingSettings, params, q, k, v, *, plan, segment_ids, cau
         results = _in_kernels(settings, interpret, q, keys, values, plan, causal, dropout, rng)
     out, row_sum = results
     if settings.attend_self_if_alone:
-        alone = jnp.swapaxes(dropped_own(v.astype(dtype), dropout, seed), 1, 2)
+        alone = jnp.swapaxes(dropped_self_values(v.astype(dtype), dropout, seed), 1, 2)
         out = jnp.where((row_sum == 0)[..., None], alone, out)
     out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
     return out + (0 * new_centroids.sum()).astype(v.dtype)  # its gradient carries them
@@ -231,7 +231,7 @@ def _in_arrays(
     dtype = accum_dtype(q.dtype, v.dtype)
 
     def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
-        return jnp.moveaxis(taken(x, jnp.maximum(position, 0)), 2, 0)
+        return jnp.moveaxis(gather_rows(x, jnp.maximum(position, 0)), 2, 0)
 
     attend = jax.checkpoint(functools.partial(_cluster, settings, causal, seed, dropout))
     parts = lax.map(
@@ -255,7 +255,9 @@ def _in_kernels(
     queries, n_heads = kernel.in_order(plan.queries), q.shape[1]
     keys = queries if settings.shared_qk else kernel.in_order(plan.keys)
     sizes = queries.position.shape[1], keys.position.shape[1]
-    layout = InOrder(*sizes, causal, dropout, exclude_self=settings.shared_qk, n_folded=n_heads)
+    layout = SortedLayout(
+        *sizes, causal, dropout, exclude_self=settings.shared_qk, n_folded=n_heads
+    )
     folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
     rng = rng if dropout > 0.0 else None
     out, row_sum = kernel.attend(layout, interpret, *folded, queries, keys, rng)
@@ -279,7 +281,7 @@ def _cluster(settings: RoutingSettings, causal, seed, dropout, query, key, q, k,
         mask = mask & (key <= query)
     if settings.shared_qk:
         mask = mask & (key != query)
-    return softmax_of_piece(q, k, v, mask, (query, key), dropout, seed)
+    return gathered_softmax(q, k, v, mask, (query, key), dropout, seed)
 
 
 def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum):

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import full_decoding
 from reformax.ops.masking.masks import except_self, segment_pair, visibility
 from reformax.ops.numerics.normalization import length_normalize
-from reformax.ops.softmax.block_lists import Everything
+from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.softmax.dropout import dropped_own, seed_words
+from reformax.ops.softmax.dropout import dropped_self_values, seed_words
 from reformax.ops.softmax.reference import reference_attention
 
 
@@ -62,13 +62,13 @@ def shared_qk(*, attend_self_if_alone: bool = True, impl: str = "auto") -> Atten
 def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend_self_if_alone, impl):
     del params, k, plan
     obstacle = cudnn_obstacle(q, q, v, segment_ids, dropout) if causal else "causal=False"
-    impl = choose(impl, cudnn=obstacle, **kernel_obstacles(q, None, v))
+    impl = choose_impl(impl, cudnn=obstacle, **kernel_obstacles(q, None, v))
     if impl == "cudnn":
         return _to_those_before(q, v, attend_self_if_alone)
     if impl != "xla":
         from reformax.ops.kernels.triton import block_sparse as kernel
 
-        layout = Everything(q.shape[1], q.shape[1], causal, dropout, exclude_self=True)
+        layout = FullLayout(q.shape[1], q.shape[1], causal, dropout, exclude_self=True)
         given = q, length_normalize(q), v, segment_pair(segment_ids), rng
         out, row_sum = kernel.attend(layout, impl == "pallas_interpret", *given)
         if not attend_self_if_alone:
@@ -77,7 +77,7 @@ def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend_s
         alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
         if segment_ids is not None:  # padding sees nothing, itself neither
             alone = alone & (segment_ids != 0)[..., None, None]
-        return jnp.where(alone, dropped_own(v, dropout, seed), out)
+        return jnp.where(alone, dropped_self_values(v, dropout, seed), out)
 
     @jax.checkpoint
     def attend(q, v) -> Float[Array, "B T N V"]:

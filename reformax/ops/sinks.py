@@ -17,7 +17,7 @@ from reformax.declared import Count, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl
 from reformax.ops.decoding import band as band_cache
-from reformax.ops.masking.bands import Band, first_where
+from reformax.ops.masking.bands import BandMask, first_where
 from reformax.ops.softmax import band
 
 
@@ -71,7 +71,7 @@ def _apply(
     del params, plan
     real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else segment_ids != 0
     few = first_where(real, n_sinks) if n_sinks else None
-    bands = (Band(window, 1, causal),)
+    bands = (BandMask(window, 1, causal),)
     return band.attend(bands, q, k, v, few, segment_ids, dropout, rng, impl)
 
 
@@ -80,9 +80,9 @@ def _init_cache(
 ) -> band_cache.BandCache:
     del params, q, plan, rng
     few: Int[Array, "B G"] = jnp.tile(jnp.arange(min(n_sinks, capacity))[None], (len(k), 1))
-    return band_cache.fill((Band(window, 1, True),), k, v, few, lengths, capacity)
+    return band_cache.fill((BandMask(window, 1, True),), k, v, few, lengths, capacity)
 
 
 def _step(window: int, impl: str, params, q, k, v, cache: band_cache.BandCache, *, position):
     del params
-    return band_cache.step((Band(window, 1, True),), q, k, v, cache, position, impl)
+    return band_cache.step((BandMask(window, 1, True),), q, k, v, cache, position, impl)

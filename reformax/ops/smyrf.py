@@ -9,7 +9,7 @@ O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.S
 this file is its hash.
 
 Queries and keys may be of two sequences. A query's slot is then where its hash would be among those
-of the keys (`ops.hashing.meeting`), for a few queries cannot fill as many clusters as the
+of the keys (`ops.hashing.alignment`), for a few queries cannot fill as many clusters as the
 keys do. Such hashes have one scale: they are cosines with a direction, of keys less their mean.
 """
 
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from reformax.declared import Size
 from reformax.ops.asymmetric_lsh import HashCodes, SortedSettings
 from reformax.ops.base import AttentionOp, named
-from reformax.ops.decoding.cache import Shared
+from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.hashing import asymmetric
 from reformax.ops.hashing.sorting import sort_by_bucket
 from reformax.ops.lsh import HashCount
@@ -79,7 +79,7 @@ class SmyrfState(NamedTuple):
 
     products: tuple[Float[Array, "B N R C"], Float[Array, "B N R C"]]  # of queries and of keys
     squares: tuple[Float[Array, "B N C"], Float[Array, "B N C"]]
-    directions: Shared  # [N, H + 2, R]
+    directions: SharedByBatch  # [N, H + 2, R]
 
 
 class AsymmetricHash(NamedTuple):
@@ -112,7 +112,7 @@ class AsymmetricHash(NamedTuple):
         return SmyrfState(
             tuple(padded(asymmetric.on_directions(x, directions)) for x in (q, k)),
             tuple(padded(asymmetric.squared_lengths(x)) for x in (q, k)),
-            Shared(directions),
+            SharedByBatch(directions),
         )
 
     def advance(self, state: SmyrfState, q, k, *, position, capacity):
@@ -145,4 +145,4 @@ class AsymmetricHash(NamedTuple):
         up_to = (of_query <= newest) & exists[:, :, None]
         query_slot = up_to.sum(axis=-1, keepdims=True) - 1
         order = sort_by_bucket(of_key, asymmetric.N_CODES + 1, None, 0).query_positions
-        return SmyrfState(products, squares, Shared(directions)), order, query_slot
+        return SmyrfState(products, squares, SharedByBatch(directions)), order, query_slot

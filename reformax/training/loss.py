@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.first_order import first_order
 
 # With fewer ids the kernel gains nothing, nor with logits in float32.
@@ -98,7 +98,7 @@ def cross_entropy(
     one = jax.ShapeDtypeStruct((n_shares, n_stretches, features.shape[2]), features.dtype)
     vocab_size = jax.eval_shape(logits_fn, params, one).shape[-1]
     pays = vocab_size >= LEAST_VOCABULARY and features.dtype == jnp.bfloat16
-    chosen = choose(impl, pays, pallas=None) if targets.size else "xla"
+    chosen = choose_impl(impl, pays, pallas=None) if targets.size else "xla"
     # The kernel reads logits as PyTorch's autocast does, in bfloat16, and puts their gradient in
     # their place: four times as many take twice the memory.
     rounded = chosen != "xla" and features.dtype == jnp.bfloat16

@@ -83,7 +83,7 @@ def kernels(x, *arguments, **options):
 
 
 def test_auto_takes_the_kernel_for_one_row_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(matrices, "choose", lambda impl, pays, **_: KERNEL if pays else "xla")
+    monkeypatch.setattr(matrices, "choose_impl", lambda impl, pays, **_: KERNEL if pays else "xla")
     row, w = drawn(1, 1, 16), drawn(16, 16)
     assert kernels(row, w) == 1
     assert kernels(row, w, activation=jax.nn.gelu) == 1

@@ -1,4 +1,4 @@
-"""cuDNN's place, taken by array operations where there is no GPU."""
+"""Array operations in place of cuDNN, for tests without a GPU."""
 
 import jax.numpy as jnp
 
@@ -6,26 +6,26 @@ from reformax.ops import dense
 
 
 def instead_of_cudnn(monkeypatch, module) -> list:
-    """An op's module asks for cuDNN whatever the dtype, and gets dense attention by the lengths.
+    """Makes an op's module choose cuDNN for any dtype, and replaces cuDNN by dense attention.
 
     Returns:
-      What will be told: the lengths of each call that is traced.
+      A list to which each traced call appends its lengths.
     """
-    told, obstacle = [], module.cudnn_obstacle
+    traced, obstacle = [], module.cudnn_obstacle
 
     def of_bfloat16(q, k, v, *others):
         return obstacle(*(x.astype(jnp.bfloat16) for x in (q, k, v)), *others)
 
     def in_array_operations(q, k, v, *, causal, lengths, scale=None):
         assert scale is None
-        told.append(lengths)
+        traced.append(lengths)
         segment_ids = jnp.arange(q.shape[1])[None] < lengths[:, None]
         return dense.dense(impl="xla")(q, k, v, causal=causal, segment_ids=segment_ids)
 
-    def choose(impl, cudnn="a ring", **_):
+    def choose_impl(impl, cudnn="a ring", **_):
         return "xla" if cudnn else "cudnn"
 
     monkeypatch.setattr(module, "cudnn_obstacle", of_bfloat16)
     monkeypatch.setattr(module, "cudnn_attention", in_array_operations)
-    monkeypatch.setattr(module, "choose", choose)
-    return told
+    monkeypatch.setattr(module, "choose_impl", choose_impl)
+    return traced

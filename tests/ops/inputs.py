@@ -1,4 +1,4 @@
-"""What an op reads, of any kind: its arrays, its own weights, its further projections."""
+"""The inputs of any op: its arrays, its own weights, its extra projections."""
 
 from typing import Any, NamedTuple
 

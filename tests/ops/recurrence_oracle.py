@@ -1,6 +1,6 @@
 """Linear recurrences and their gradients in NumPy float64, a position at a time.
 
-Nothing here is shared with `reformax`.
+It uses no code of `reformax`.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ def recurrence(q, k, v, log_decay, beta, segment_ids, d_out):
       v: `[B, T, N, V]`.
       log_decay: log a, `[B, T, N, 1]` or `[B, T, N, H]`; None is 0.
       beta: b, `[B, T, N, 1]`; None is the recurrence without `b_t` and the product by `1 - ...`.
-      segment_ids: ids; each has a state of its own. None is one segment.
+      segment_ids: ids; each segment has its own state. None: one segment.
       d_out: the cotangent of the output.
 
     Returns:

@@ -81,7 +81,7 @@ def layout(mask, block, length, causal=True, dropout=0.0):
 
 
 def check_lists(rows, visible, tile_row, tile_column):
-    """Each tile with something visible stands once in its row's list, whole ones first."""
+    """Each nonzero tile is once in its row's list, whole tiles first."""
     n_masks, n_rows, n_columns = visible.shape
     tiles = np.pad(visible, ((0, 0), (0, -n_rows % tile_row), (0, -n_columns % tile_column)))
     shape = n_masks, tiles.shape[1] // tile_row, tile_row, -1, tile_column
@@ -117,12 +117,12 @@ def test_random_blocks_of_bigbird():
 def test_lists_hold_each_tile_once(causal, tile_q, tile_k):
     length, rng = 37, np.random.default_rng(0)
     mask = rng.random((2, 5, 5)) < 0.5
-    here = layout(mask, 8, length, causal)
+    blocks = layout(mask, 8, length, causal)
     visible = np.kron(mask, np.ones((8, 8)))[:, :length, :length]
     visible = visible * (np.tri(length) if causal else 1)
     for rows, seen, sizes in (
-        (here.rows(tile_q, tile_k), visible, (tile_q, tile_k)),
-        (here.columns(tile_q, tile_k), np.swapaxes(visible, 1, 2), (tile_k, tile_q)),
+        (blocks.rows(tile_q, tile_k), visible, (tile_q, tile_k)),
+        (blocks.columns(tile_q, tile_k), np.swapaxes(visible, 1, 2), (tile_k, tile_q)),
     ):
         assert not any(len(missed) for missed in check_lists(rows, seen, *sizes))
 
@@ -131,11 +131,11 @@ def test_lists_hold_each_tile_once(causal, tile_q, tile_k):
 @pytest.mark.parametrize("tile_q, tile_k", [(8, 8), (4, 2), (2, 8), (16, 4)])
 @pytest.mark.parametrize("n_queries, n_keys", [(32, 32), (37, 37), (32, 21), (9, 48), (50, 16)])
 def test_lists_of_everything_hold_each_tile_once(n_queries, n_keys, causal, tile_q, tile_k):
-    here = block_lists.Everything(n_queries, n_keys, causal, 0.0)
+    blocks = block_lists.FullLayout(n_queries, n_keys, causal, 0.0)
     visible = np.tri(n_queries, n_keys) if causal else np.ones((n_queries, n_keys))
     for rows, seen, sizes in (
-        (here.rows(tile_q, tile_k), visible, (tile_q, tile_k)),
-        (here.columns(tile_q, tile_k), visible.T, (tile_k, tile_q)),
+        (blocks.rows(tile_q, tile_k), visible, (tile_q, tile_k)),
+        (blocks.columns(tile_q, tile_k), visible.T, (tile_k, tile_q)),
     ):
         missed = list(check_lists(rows, seen[None], *sizes))
         # A whole tile may be taken for one that is not where the last of the rows is cut short.
@@ -181,7 +181,7 @@ def test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never(
     assert sorted((int(i), int(j)) for i, j in ran) == sorted(2 * want)
 
 
-# Heads with masks of their own.
+# Heads with different masks.
 
 
 def random_case(per_head=True, n_heads=3, length=83, block=16):
@@ -254,16 +254,16 @@ def test_rows_in_parts_are_one_attention(
 ):
     monkeypatch.setattr(kernel, "LEAST_PART", least_part)
     mask, (q, k, v, d_out), segment_ids = random_case(per_head, length=115, block=32)
-    here = layout(mask, 32, q.shape[1], causal, dropout)
+    blocks = layout(mask, 32, q.shape[1], causal, dropout)
     if per_head is None:  # no mask at all
-        mask, here = np.ones_like(mask), block_lists.Everything(115, 115, causal, dropout)
+        mask, blocks = np.ones_like(mask), block_lists.FullLayout(115, 115, causal, dropout)
         segment_ids = np.sort(segment_ids, axis=1) if causal else segment_ids
     cut = kernel.Tiles(*sizes, 4, 2)
     ids = (segment_ids, segment_ids) if packed else (None, None)
 
     @jax.jit
     def run(q, k, v, d_out):
-        inputs = (here, q, k, v, ids, KEY)
+        inputs = (blocks, q, k, v, ids, KEY)
         results = kernel.forward(*inputs, tiles=cut, interpret=True)
         gradients = kernel.backward(*inputs, *results, d_out, tiles=(cut, cut), interpret=True)
         return results[0], gradients
@@ -277,29 +277,29 @@ def test_rows_in_parts_are_one_attention(
 def test_segments_leave_out_the_tiles_that_none_of_them_is_in(by_query):
     queries = np.repeat([1, 2, 3, 4, 0], [9, 1, 14, 5, 11]).astype(np.int32)
     keys = np.repeat([1, 2, 4, 7, 0], [8, 8, 3, 5, 8]).astype(np.int32)
-    here = block_lists.Everything(40, 32, causal=False, dropout=0.0)
-    entries = (here.rows if by_query else here.columns)(8, 8).entries
+    blocks = block_lists.FullLayout(40, 32, causal=False, dropout=0.0)
+    entries = (blocks.rows if by_query else blocks.columns)(8, 8).entries
     ids = (queries, keys) if by_query else (keys, queries)
     spans = kernel._spans(*(kernel._range(jnp.asarray(x)[None], 8) for x in ids), entries)
-    own, other = ([set(tile) - {0} for tile in x.reshape(-1, 8)] for x in ids)
-    for tile, (first, end) in zip(own, np.stack(spans, axis=2)[0], strict=True):
-        places = np.flatnonzero([bool(tile & other[entry]) for entry in entries])
-        assert list(range(first, end)) == list(places)
+    tiles_of, other = ([set(tile) - {0} for tile in x.reshape(-1, 8)] for x in ids)
+    for tile, (first, end) in zip(tiles_of, np.stack(spans, axis=2)[0], strict=True):
+        indices = np.flatnonzero([bool(tile & other[entry]) for entry in entries])
+        assert list(range(first, end)) == list(indices)
 
 
 @pytest.mark.parametrize(
     "dtype, size, dropout", [("bfloat16", 64, 0.0), ("float16", 64, 0.0), ("float32", 80, 0.1)]
 )
 def test_it_lowers_for_a_gpu(dtype, size, dropout):
-    """What the interpreter takes and Triton does not would show here, without a GPU."""
+    """The interpreter accepts more than Triton. Lowering shows it without a GPU."""
     length = 5000
     pattern = block_patterns.local_global()(*[math.ceil(length / 64)] * 2)
-    here = layout(pattern, 64, length, dropout=dropout)
+    blocks = layout(pattern, 64, length, dropout=dropout)
     x = jax.ShapeDtypeStruct((1, length, 2, size), dtype)
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if dropout else None
 
     def run(q, k, v, ids, rng, d_out):
-        inputs = (here, q, k, v, (ids, ids), rng)
+        inputs = (blocks, q, k, v, (ids, ids), rng)
         return kernel.backward(*inputs, *kernel.forward(*inputs), d_out)
 
     lowered = lower_for_gpu(run, x, x, x, ids, KEY, x)

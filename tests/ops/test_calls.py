@@ -1,4 +1,4 @@
-"""The call of an op: masks, what is compiled once, and what an op shows of itself."""
+"""Calls of an op: masks, what is compiled once, and the op's repr."""
 
 import logging
 
@@ -145,10 +145,10 @@ def test_an_op_shows_its_name_and_the_options_that_are_set():
     for row in ROWS:
         assert row.factory().name == row.factory.__name__
         assert repr(row.factory()) == f"{row.factory.__name__}()"
-        shown = repr(row.op())
-        options = {name for name, values in row.options.items() if f"{name}=" in shown}
-        assert "\n" not in shown and options <= row.options.keys()
-        assert options or repr(row.factory()) == shown
+        text = repr(row.op())
+        options = {name for name, values in row.options.items() if f"{name}=" in text}
+        assert "\n" not in text and options <= row.options.keys()
+        assert options or repr(row.factory()) == text
     assert repr(lsh.lsh(n_hashes=2)) == "lsh(n_hashes=2)"
     op = lsh.lsh(n_hashes=2, chunk_len=64, n_buckets=4, rotations=np.zeros((2, 4, 2, 2)))
     assert repr(op) == "lsh(n_hashes=2, n_buckets=4, rotations=float64[2, 4, 2, 2])"

@@ -9,7 +9,7 @@ from reformax.ops.hashing import sorting
 from reformax.ops.kernels.triton import chunked as kernel
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 from reformax.ops.softmax import chunked
-from reformax.ops.softmax.orders import Chunks, Order
+from reformax.ops.softmax.orders import Chunking, Order
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
 KEY = jax.random.key(0)
@@ -46,7 +46,7 @@ SQUARE, TALL, WIDE = (kernel.ChunkTiles(*size, 4, 2) for size in ((16, 16), (32,
 def test_many_blocks_are_one_attention(options, n_hashes, packed, tiles, length):
     """Chunks of several blocks, blocks of several chunks, and padding."""
     batch, n_heads = 2, 2
-    chunks = Chunks(length=length, **options)
+    chunks = Chunking(length=length, **options)
     rng = np.random.default_rng(0)
     q, k, v, d_out = (
         rng.normal(size=(batch, length, n_heads, size)).astype(np.float32) for size in (8, 8, 5, 5)
@@ -86,7 +86,7 @@ def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pac
     """Every pair of the first and last chunks, in any field of any pack, among any others."""
     n_hashes = 9
     rng = np.random.default_rng(0)
-    chunks = Chunks(n_chunks * 2, 2, before, after, causal=False, shared_qk=True)
+    chunks = Chunking(n_chunks * 2, 2, before, after, causal=False, shared_qk=True)
     packed = PackedChunks.of(chunks)
     assert packed.per_pack == per_pack
     ends = np.r_[np.arange(n_chunks), rng.integers(0, n_chunks, 2000), [0, n_chunks - 1] * 99]
@@ -109,7 +109,7 @@ def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pac
 def test_packed_chunks_are_in_each_round_s_order():
     """Fifteen earlier hashes of eleven-bit chunk numbers take eight packs; none is lost."""
     rng = np.random.default_rng(0)
-    chunks = Chunks(1100, 1, 0, 0, causal=False, shared_qk=True)
+    chunks = Chunking(1100, 1, 0, 0, causal=False, shared_qk=True)
     slots = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
     order = Order(np.argsort(slots, axis=-1).astype(np.int32), slots)
     q = jnp.zeros((1, 1100, 1, 2))
@@ -130,7 +130,7 @@ def test_packed_chunks_are_in_each_round_s_order():
 def test_it_lowers_for_a_gpu(dtype, size):
     """What the interpreter takes and Triton does not would show here, without a GPU."""
     length, n_heads, n_hashes = 1000, 2, 2
-    chunks = Chunks(length, 64, 1, 0, causal=True, shared_qk=True, dropout=0.1)
+    chunks = Chunking(length, 64, 1, 0, causal=True, shared_qk=True, dropout=0.1)
     x = jax.ShapeDtypeStruct((1, length, n_heads, size), dtype)
     slot = jax.ShapeDtypeStruct((1, n_heads, n_hashes, 1024), jnp.int32)
     segment_ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)

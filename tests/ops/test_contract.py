@@ -1,4 +1,4 @@
-"""What few ops use of the contract, by two small ones: weights, gates, one segment a row."""
+"""Parts of the contract that few ops use, by two small ops: weights, gates, one segment a row."""
 
 import dataclasses
 
@@ -104,14 +104,14 @@ def test_an_op_is_called_with_what_it_reads():
 MARKS = np.arange(9)[None].repeat(2, 0) % 4 == 1
 
 
-def test_marks_reach_the_plan():
+def test_global_tokens_reach_the_plan():
     op = marked()
     x = inputs.draw(op, length=9)
     seen = np.eye(9, dtype=bool) | MARKS[:, None, None]
     want = dense.dense()(*x[:3], mask=seen)
     np.testing.assert_allclose(inputs.call(op, x, global_tokens=jnp.int32(MARKS)), want, atol=1e-6)
     with pytest.raises(
-        NotImplementedError, match="global_tokens is given, but dense treats no token"
+        NotImplementedError, match="global_tokens is given, but dense has no global tokens"
     ):
         dense.dense()(*x[:3], global_tokens=jnp.int32(MARKS))
     with pytest.raises(ValueError, match=r"global_tokens has shape \(2, 8\): expected .*\(2, 9\)"):
@@ -138,19 +138,19 @@ def test_marks_travel_with_segments(model_fn):
 @pytest.mark.parametrize(
     "tokens, want",
     [
-        (Tokens(MARKS[:, 1:] | True, padded_behind=True), [8, 8]),
-        (Tokens(np.arange(8) < np.array([[5], [0]]), padded_behind=True), [5, 0]),
+        (Tokens(MARKS[:, 1:] | True, right_padded=True), [8, 8]),
+        (Tokens(np.arange(8) < np.array([[5], [0]]), right_padded=True), [5, 0]),
         (Tokens(np.arange(8) < np.array([[5], [0]])), None),
-        (Tokens(np.array([[1, 1, 2, 2, 2, 3, 0, 0]] * 2), padded_behind=True), None),
+        (Tokens(np.array([[1, 1, 2, 2, 2, 3, 0, 0]] * 2), right_padded=True), None),
         (np.arange(8) < np.array([[5], [0]]), None),
         (None, None),
     ],
 )
 def test_lengths_are_told_where_padding_is_behind(tokens, want):
-    told = []
+    lengths_seen = []
 
     def apply(params, q, k, v, *, lengths=None, **_):
-        told.append(lengths)
+        lengths_seen.append(lengths)
         return v
 
     for traits, expected in ((Traits(lengths=True), want), (Traits(), None)):
@@ -158,7 +158,7 @@ def test_lengths_are_told_where_padding_is_behind(tokens, want):
         layer = Attention(op, masked=True)
         x = np.ones((2, 8, 4), np.float32)
         layer.apply(layer.init_params(jax.random.key(0), x.shape), x, tokens)
-        lengths = told.pop()
+        lengths = lengths_seen.pop()
         assert (lengths if lengths is None else list(lengths)) == expected
 
 

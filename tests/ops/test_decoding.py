@@ -17,7 +17,7 @@ from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over, the_others
 
 KEY = jax.random.key(3)
-# In a circle of chunks padding counts: the op has a test of its own below.
+# In a circle of chunks padding counts: another test has it.
 DECODING = [row for row in ROWS if row.decodes]
 
 

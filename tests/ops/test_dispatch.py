@@ -24,30 +24,30 @@ ANY = {"cudnn": None, "pallas": None, "pallas_interpret": None}
 )
 def test_auto_takes_the_first_without_an_obstacle(monkeypatch, gpu, obstacles, want):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None if gpu else "the backend 'cpu'")
-    assert dispatch.choose("auto", **obstacles) == want
+    assert dispatch.choose_impl("auto", **obstacles) == want
 
 
 @pytest.mark.parametrize("impl", dispatch.IMPLEMENTATIONS)
 def test_what_does_not_pay_is_taken_where_it_is_asked_for_alone(monkeypatch, impl):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
-    assert dispatch.choose("auto", pays=False, **ANY) == "xla"
-    assert dispatch.choose(impl, pays=False, **ANY) == impl
+    assert dispatch.choose_impl("auto", pays=False, **ANY) == "xla"
+    assert dispatch.choose_impl(impl, pays=False, **ANY) == impl
 
 
 @pytest.mark.parametrize("impl", dispatch.IMPLEMENTATIONS)
 def test_an_explicit_implementation_never_falls_back(monkeypatch, impl):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
-    assert dispatch.choose(impl, **ANY) == impl
+    assert dispatch.choose_impl(impl, **ANY) == impl
     if impl != "xla":
         message = f"^impl='{impl}' with scale=2: use impl='auto' or 'xla'$"
         with pytest.raises(NotImplementedError, match=message):
-            dispatch.choose(impl, **ANY | {impl: "scale=2"})
+            dispatch.choose_impl(impl, **ANY | {impl: "scale=2"})
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "the backend 'cpu'")
     if impl in ("xla", "pallas_interpret"):
-        assert dispatch.choose(impl, **ANY) == impl
+        assert dispatch.choose_impl(impl, **ANY) == impl
     else:
         with pytest.raises(NotImplementedError, match=f"^impl='{impl}' with the backend 'cpu': "):
-            dispatch.choose(impl, **ANY)
+            dispatch.choose_impl(impl, **ANY)
 
 
 def test_what_keeps_a_kernel_from_a_call():

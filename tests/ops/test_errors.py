@@ -294,7 +294,7 @@ def test_an_op_refuses_what_its_traits_exclude(row):
     traits, name = op.traits, op.name
     inputs = x(), None if traits.shared_qk else x(), x()
     *_, extra_projections, params = draw(op, length=8)
-    own = dict(extra_projections=extra_projections, params=params)
+    given = dict(extra_projections=extra_projections, params=params)
     refused = [
         (
             (x(), x() if traits.shared_qk else None, x()),
@@ -322,9 +322,9 @@ def test_an_op_refuses_what_its_traits_exclude(row):
         )
     if traits.random_plan:
         refused.append((inputs, dict(rng=None), f"rng is None: {name}, which draws its plan at"))
-    for some, options, message in refused:
+    for arrays, options, message in refused:
         with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)) as raised:
-            op(*some, **(dict(causal=row.causal(False), rng=KEY) | own | options))
+            op(*arrays, **(dict(causal=row.causal(False), rng=KEY) | given | options))
         assert "\n" not in str(raised.value)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from reformax.layers import Attention
 from reformax.ops import block_patterns, block_sparse, longformer
-from reformax.ops.masking.bands import Band
+from reformax.ops.masking.bands import BandMask
 from reformax.ops.masking.masks import Tokens
 from reformax.ops.softmax import band
 from reformax.ops.softmax.dropout import full_dropout_mask
@@ -48,7 +48,7 @@ def _differentiated(op, x, **masks):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "causal, segment_ids, dilation, n_global, own, dropout, impl",
+    "causal, segment_ids, dilation, n_global, projected, dropout, impl",
     [
         (False, None, 1, 6, True, 0.0, "xla"),
         (True, SEGMENTS, (1, 3), 4, True, 0.3, "xla"),
@@ -60,9 +60,9 @@ def _differentiated(op, x, **masks):
         pytest.param(True, None, 2, 3, False, 0.0, "xla", marks=pytest.mark.slow),
     ],
 )
-def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, own, dropout, impl):
+def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, projected, dropout, impl):
     options = dict(window=4, dilation=dilation, n_global=n_global)
-    op = longformer.longformer(**options, own_projections=own, impl=impl)
+    op = longformer.longformer(**options, own_projections=projected, impl=impl)
     x = inputs.draw(op, length=LENGTH, d_v=3)
     global_tokens, rng = _global_tokens(LENGTH), jax.random.key(3)
     masks = dict(
@@ -80,12 +80,12 @@ def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, own, dro
     if dropout:
         keep = np.asarray(jax.jit(lambda: full_dropout_mask(rng, dropout, keep.shape))())
     wide = x.map(lambda y: y.astype(np.float64))
-    read = [wide.extra_projections[f"global_{name}"] for name in "qkv"] if own else wide[:3]
+    read = [wide.extra_projections[f"global_{name}"] for name in "qkv"] if projected else wide[:3]
     row = chosen[..., None, None]
     want, of_near = oracle.attention(*wide[:3], near, keep, np.where(row, 0, d_out))
     far, of_far = oracle.attention(*read, everything, keep, np.where(row, d_out, 0))
     assert_trees_close({"out": out}, {"out": np.where(row, far, want)}, 1e-5)
-    if own:
+    if projected:
         of_projections = dict(zip(("global_q", "global_k", "global_v"), of_far[:3], strict=True))
         assert_trees_close(got.extra_projections, of_projections, 1e-5)
     else:
@@ -104,7 +104,7 @@ def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, own, dro
     ],
 )
 def test_global_tokens_beside_random_blocks(sizes, n_global, block_size, dropout, impl):
-    """The ETC form of BigBird. Dropout of a global key goes by its place among further keys."""
+    """The ETC form of BigBird. Dropout of a global key goes by its slot among extra keys."""
     length = sum(sizes)
     segment_ids = np.repeat([[1, 2, 0], [3, 0, 0]], sizes, axis=1) if len(sizes) > 1 else None
     pattern = block_patterns.bigbird(n_before=1, n_after=0, n_global=0, n_random=1)
@@ -127,13 +127,13 @@ def test_global_tokens_beside_random_blocks(sizes, n_global, block_size, dropout
     near = everything * (near | chosen[:, None, None])
     keep = keep_near = np.ones((2, 2, length, length))
     if dropout:
-        n_places = -(-length // block_k) * block_k + n_global
-        shape = (2, 2, length, n_places)
+        n_slots = -(-length // block_k) * block_k + n_global
+        shape = (2, 2, length, n_slots)
         drawn = np.asarray(jax.jit(lambda: full_dropout_mask(rng, dropout, shape))())
         keep, keep_near = drawn[..., :length], drawn[..., :length].copy()
         for row, key in zip(*np.nonzero(chosen), strict=True):
-            place = n_places - n_global + chosen[row, :key].sum()
-            keep_near[row, :, :, key] = drawn[row, :, :, place]
+            slot = n_slots - n_global + chosen[row, :key].sum()
+            keep_near[row, :, :, key] = drawn[row, :, :, slot]
     wide = x.map(lambda y: y.astype(np.float64))
     row = chosen[..., None, None]
     want, of_near = oracle.attention(*wide[:3], near, keep_near, np.where(row, 0, d_out))
@@ -183,15 +183,15 @@ def test_each_head_has_its_own_dilation_and_no_gradient_is_scattered():
     """A GPU adds up atomically what is scattered, which takes longer than the attention."""
     rng = np.random.default_rng(8)
     q, k, v = rng.normal(size=(3, 2, LENGTH, 3, 4)).astype(np.float32)
-    bands = [Band(3, dilation, causal=False) for dilation in (2, 1, 2)]
+    bands = [BandMask(3, dilation, causal=False) for dilation in (2, 1, 2)]
 
     def attended(q, k, v, bands):
         return band.attend(bands, q, k, v, None, None, 0.0, None, "xla")
 
     got = attended(q, k, v, bands)
-    for head, own in enumerate(bands):
+    for head, each in enumerate(bands):
         one = (x[:, :, head : head + 1] for x in (q, k, v))
-        np.testing.assert_allclose(got[:, :, head : head + 1], attended(*one, [own]), atol=1e-6)
+        np.testing.assert_allclose(got[:, :, head : head + 1], attended(*one, [each]), atol=1e-6)
     gradient = jax.grad(lambda *x: attended(*x, bands).sum(), argnums=(0, 1, 2))
     assert "scatter" not in str(jax.make_jaxpr(gradient)(q, k, v))
 

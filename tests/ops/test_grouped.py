@@ -29,11 +29,11 @@ def test_a_head_of_keys_serves_a_group(row):
 
     @jax.jit
     def both(x):
-        few = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(inputs.call(op, x, **masks))))
+        grouped = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(inputs.call(op, x, **masks))))
         all_heads = jax.value_and_grad(
             lambda x: jnp.sum(jnp.sin(inputs.call(op, repeated(x), **masks)))
         )
-        return few(x), all_heads(x)
+        return grouped(x), all_heads(x)
 
     assert_trees_close(*both(x), 1e-5 * row.rounding)
 
@@ -43,8 +43,8 @@ def test_decoding(row):
     op, lengths = row.op(), np.array([5, 3], np.int32)
     x = inputs.draw(op, length=9, **HEADS)
     got, want = (run(op, y, lengths, n_prompt=5, capacity=9) for y in (x, repeated(x)))
-    for place, out in want.items():
-        np.testing.assert_allclose(got[place], out, atol=1e-5 * row.rounding)
+    for name, out in want.items():
+        np.testing.assert_allclose(got[name], out, atol=1e-5 * row.rounding)
 
 
 @pytest.mark.parametrize("op", [dense.dense(), local.local()], ids=repr)

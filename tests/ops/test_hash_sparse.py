@@ -42,7 +42,7 @@ def test_tiles_that_share_a_pair_meet(causal):
     groups = np.sort(rng.integers(0, 4, (2, 5, 23)), axis=-1)
     positions = [[rng.permutation(23) for _ in range(5)] for _ in range(2)]
     queries, keys = (
-        sorted_groups.Sorted(
+        sorted_groups.SortedSequence(
             jnp.asarray([p[np.lexsort((p, g))] for p, g in zip(*each, strict=True)]),
             jnp.asarray(each[1]),
         )

@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-def segment_ids_of(rng, case: Case):
+def paired_segment_ids(rng, case: Case):
     """Three segments and padding, cut anywhere."""
     if not case.packed:
         return None
@@ -128,7 +128,7 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
 
     q, k, v, d_out = (draw(n) for n in (case.n, case.g, case.g, case.n))
     k = None if op.traits.shared_qk else k
-    dims, segment_ids = op.dims(q, v), segment_ids_of(rng, case)
+    dims, segment_ids = op.dims(q, v), paired_segment_ids(rng, case)
     if segment_ids is not None:
         d_out = d_out * (segment_ids != 0)[..., None, None]
     params = op.init(KEY, dims)

@@ -96,9 +96,9 @@ def test_few_heads_of_keys_serve_heads_of_queries_on_several_devices():
 def test_what_an_op_cannot_divide_is_told_in_one_line(op, axes, message):
     x = inputs.draw(op, batch=BATCH, length=24, n_heads=HEADS, d_qk=8, d_v=8)
     x = inputs.Inputs(*lie(x[:4], *axes), x.params)
-    with pytest.raises(Unsupported, match=message) as told:
+    with pytest.raises(Unsupported, match=message) as raised:
         inputs.call(op, x, causal=True, rng=KEY)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_dropout_is_that_of_the_whole_call():
@@ -134,8 +134,8 @@ def test_rows_are_counted_along_the_axes_that_they_are_split_over():
 
         return jax.grad(loss, has_aux=True)(params)
 
-    place = NamedSharding(mesh, Spec())
-    got = run(x.params, jax.device_put(x[:4], place))
+    replicated = NamedSharding(mesh, Spec())
+    got = run(x.params, jax.device_put(x[:4], replicated))
     assert_trees_close(jax.device_get(got), jax.device_get(run(x.params, x[:4])))
 
 

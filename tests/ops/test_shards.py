@@ -1,6 +1,6 @@
-"""Every op in a `jax.shard_map` of one's own, which checks by default along which axes arrays vary.
+"""Every op in a user's `jax.shard_map`, which by default checks along which axes arrays vary.
 
-Over all devices that there are: `tests/devices/test_devices.py` runs these tests on eight.
+The mesh has all devices. `tests/devices/test_devices.py` runs these tests on eight.
 """
 
 import functools
@@ -25,7 +25,7 @@ ON_ROWS = Spec("data")
 
 
 def call_of(row, **options):
-    """A call of a row's op with its gradients: whole, in shards, and what it takes."""
+    """A call of a row's op with its gradients: whole, in shards, and its arguments."""
     run, given = inputs.with_gradients(row, KEY, options, batch=BATCH, length=LENGTH)
     shards = jax.shard_map(
         run,
@@ -78,9 +78,11 @@ def test_kernels_lower_for_a_gpu(row, monkeypatch):
 def test_kernels_that_are_interpreted_say_what_they_need():
     row = next(row for row in ROWS if row.name == "flash_pallas")
     _, shards, given = call_of(row)
-    with pytest.raises(NotImplementedError, match="jax.shard_map: pass it check_vma=False") as told:
+    with pytest.raises(
+        NotImplementedError, match="jax.shard_map: pass it check_vma=False"
+    ) as raised:
         shards(*given)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("op", [flash.flash(), local.local(chunk_len=4), linear.linear()], ids=repr)

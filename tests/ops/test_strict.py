@@ -48,7 +48,7 @@ def test_both_passes(row):
 
 @over(ROWS)
 def test_a_call(row):
-    """Its checks trace what makes the op's own weights."""
+    """Checks of a call trace `init` of the op."""
     op = row.op()
     traced(op, lambda x: inputs.call(op, x, causal=row.causal(), rng=KEY))
 

@@ -34,7 +34,7 @@ def numbers(*shape, seed=0, dtype=np.float32):
     "draw, bound", [(jax.random.normal, 1.5e-7), (jax.random.uniform, 8e-7)], ids=["n", "u"]
 )
 def test_the_papers_check_of_16384_tokens(name, draw, bound):
-    """Rabe and Staats, sec. 3: the difference to plain attention, here of some of the rows."""
+    """Rabe and Staats, sec. 3: the difference to plain attention, in some of the rows."""
     length, size = 2**14, 64
     q, k, v = (draw(key, (1, length, 1, size)) for key in jax.random.split(KEY, 3))
     some = np.random.default_rng(0).choice(length, 64, replace=False)
@@ -187,7 +187,7 @@ def test_a_few_heads_at_a_time(name, monkeypatch):
 
 
 def test_tiles_of_any_block_mask():
-    """A plan may name any tiles, of each head its own; the others have no part in either pass."""
+    """A plan may list any tiles for each head. Other tiles have no part in either pass."""
     rng = np.random.default_rng(0)
     sizes, shape = (8, 12), (4, 3)
     mask = rng.random((3, *shape)) < 0.5
@@ -204,7 +204,7 @@ def test_tiles_of_any_block_mask():
             index[head, : some.sum()] = np.nonzero(some)[1]
         return tiles.Visits(*(jnp.asarray(x) for x in (stop - count, stop, index)))
 
-    plan = tiles.Plan(visits(mask), visits(np.swapaxes(mask, 1, 2)))
+    plan = tiles.TilePlan(visits(mask), visits(np.swapaxes(mask, 1, 2)))
 
     def attend(q, k, v):
         x = tiles.inputs(q, k, v, None, None, 0.0, None)
@@ -359,7 +359,7 @@ EVERYTHING = np.ones((2, 2), bool)
     ids=["flash", "block_sparse"],
 )
 def test_kernels_keep_the_small_gradients_of_float16(op):
-    """An even share of a small cotangent is below what float16 has: 1e-4 / 256."""
+    """An equal part of a small cotangent is below what float16 has: 1e-4 / 256."""
     q, k, v, d_out = numbers(4, 1, 256, 1, 16) * np.array([0.01, 1, 1, 1e-4]).reshape(4, 1, 1, 1, 1)
     inputs = [x.astype(np.float16) for x in (d_out, q, k, v)]
     _, (*_, got) = with_gradients(op)(*inputs)

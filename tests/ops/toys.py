@@ -1,6 +1,6 @@
-"""Small ops that use what few algorithms do: own weights, gates, one segment a row.
+"""Small ops with their own weights, with gates, and with one segment a row.
 
-The first is examples/fading.py, of which the guide to a new attention tells.
+The first is `examples/fading.py`, the example of the guide to a new attention.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ def slots(*, n_slots: int = 3) -> AttentionOp:
         logits = jnp.einsum("btnh,bknh->bntk", q, k) / math.sqrt(q.shape[-1])
         weights = jax.nn.softmax(logits.astype(jnp.promote_types(q.dtype, jnp.float32)))
         if dropout > 0.0:
-            place = (x.reshape(x.shape) for x in jnp.ogrid[tuple(map(slice, weights.shape))])
-            weights = weights * dropout_mask(seed_words(rng, len(q)), dropout, *place)
+            address = (x.reshape(x.shape) for x in jnp.ogrid[tuple(map(slice, weights.shape))])
+            weights = weights * dropout_mask(seed_words(rng, len(q)), dropout, *address)
         return jnp.einsum("bntk,bknv->btnv", weights.astype(v.dtype), v)
 
     return AttentionOp(

@@ -1,1 +1,1 @@
-"""A call of an op: its arguments, its sizes, and the implementation that computes it."""
+"""Checks a call of an op, and chooses the implementation that computes it."""

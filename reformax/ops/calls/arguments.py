@@ -1,4 +1,4 @@
-"""Checks of an op's call: one line with the argument, its value and the fix.
+"""Checks the arguments of an op's call. An error is the argument, its value and the fix.
 
 `op` is an `ops.base.AttentionOp`, which calls these functions.
 """
@@ -33,8 +33,8 @@ def check_arguments(
     """Checks the arguments of a call before any tracing.
 
     Raises:
-      ValueError: a shape or a value that does not fit.
-      Unsupported: the op cannot do what is asked.
+      ValueError: a shape or a value does not fit.
+      Unsupported: the op cannot compute the call.
     """
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
     arrays = dict(q=q, k=k, v=v, bias=bias, global_tokens=global_tokens, rng=rng)
@@ -75,7 +75,7 @@ def check_arguments(
 
 
 def _is_key(rng) -> bool:
-    """Whether an array is one key, of either of JAX's kinds."""
+    """Whether an array is one PRNG key, typed or of uint32."""
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng.ndim == 0
     return rng.ndim == 1 and rng.dtype == jnp.uint32
@@ -144,7 +144,7 @@ def _check_segments(op, segment_ids, q, keys, source: str) -> None:
 
 
 def _check_ids_fit(ids) -> None:
-    """Raises `ValueError` for wider ids that 32 bits do not hold, where they are known."""
+    """Raises `ValueError` for concrete ids that do not fit in 32 bits."""
     if not isinstance(ids, jax.core.Tracer):
         ids = np.asarray(ids)
         if np.any(ids.astype(np.int32) != ids):
@@ -154,7 +154,7 @@ def _check_ids_fit(ids) -> None:
 def _check_one_segment(op, ids) -> None:
     """Raises `Unsupported` unless each row has one segment, besides padding.
 
-    What a compiled function reads is not known yet: there booleans alone say so.
+    Traced ids have no values yet, and may be of several segments. Booleans are of one.
     """
     if isinstance(ids, jax.core.Tracer):
         found = "integers, which may be several"
@@ -174,7 +174,7 @@ def _check_one_segment(op, ids) -> None:
 def _check_global_tokens(op, global_tokens, q) -> None:
     if not op.traits.global_tokens:
         raise Unsupported(
-            f"global_tokens is given, but {op.name} treats no token apart: use an op whose traits "
+            f"global_tokens is given, but {op.name} has no global tokens: use an op whose traits "
             "say global_tokens=True"
         )
     if global_tokens.shape != q.shape[:2]:
@@ -201,10 +201,10 @@ def _check_extra_projections(op, extra_projections, q, v) -> None:
 
 
 def check_params(op, params, q, v) -> None:
-    """Raises `ValueError` unless `params` are the weights of its own that an op reads."""
+    """Raises `ValueError` unless `params` are the op's own weights."""
     dims = op.dims(q, v)
     given = _shapes(params)
-    # A weight may be for longer sequences.
+    # A weight may be made for longer sequences: its axes that grow with the length may be longer.
     wanted, longer = (_of_init(op, dims._replace(length=dims.length + n)) for n in (0, 1))
     if wanted and not given:
         raise ValueError(

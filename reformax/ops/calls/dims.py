@@ -1,4 +1,4 @@
-"""The static sizes of a call, and the further projections that an algorithm reads."""
+"""The static sizes of a call, and the extra projections that an algorithm reads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Dims(NamedTuple):
 
 
 class ExtraProjection(NamedTuple):
-    """A further projection of a layer's input that an algorithm reads, `[B, T, n_heads, size]`."""
+    """An extra projection of a layer's input that an algorithm reads, `[B, T, n_heads, size]`."""
 
     n_heads: int
     size: int
-    rotated: bool = False  # by its position, where queries and keys are
+    rotated: bool = False  # whether rotary embeddings apply to it as to queries and keys

@@ -1,4 +1,4 @@
-"""The choice of an implementation: array operations, a kernel of ours, or NVIDIA's cuDNN."""
+"""Chooses the implementation of a call: array operations, one of our kernels, or NVIDIA's cuDNN."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jaxtyping import Array
 
 from reformax.declared import SettingError, shown
 
-# In the order in which "auto" tries them. Nothing stands in the way of "xla".
+# In the order in which "auto" tries them. "xla" computes every call.
 IMPLEMENTATIONS = ("cudnn", "pallas", "xla", "pallas_interpret")
 
-# Those that need an NVIDIA GPU of Ampere or later.
+# Implementations that need an NVIDIA GPU of Ampere or later.
 ON_GPU = ("cudnn", "pallas")
 
-# Kernels of ours, compiled and interpreted.
+# Our kernels, compiled and interpreted.
 KERNELS = ("pallas", "pallas_interpret")
 
 # A row of an attention kernel's tile must fit on the chip.
@@ -31,19 +31,20 @@ def check_impl(impl: str, *others: str) -> None:
         raise SettingError(f"impl is {shown(impl)}: expected {names} or {known[-1]!r}")
 
 
-def choose(impl: str, pays: bool = True, **obstacles: str | None) -> str:
+def choose_impl(impl: str, pays: bool = True, **obstacles: str | None) -> str:
     """The implementation that computes a call: "cudnn", "pallas", "pallas_interpret" or "xla".
 
-    `"auto"` takes the first one without an obstacle. Any other `impl` is taken as it is, or raises.
+    `"auto"` takes the first one without an obstacle. Any other `impl` is used, or raises.
 
     Args:
-      impl: what the user asked for, checked by `check_impl`.
-      pays: whether `"auto"` gains by another one than "xla".
-      **obstacles: for each implementation but "xla", what in the call it cannot compute; None if
-        it can. `"auto"` tries no others. The machine's obstacles are found here.
+      impl: the user's choice, checked by `check_impl`.
+      pays: whether `"auto"` may take another implementation than "xla".
+      **obstacles: for each implementation but "xla", the property of the call that it cannot
+        compute; None if it can. `"auto"` tries no others. This function adds the machine's
+        obstacles.
 
     Raises:
-      NotImplementedError: the implementation asked for cannot compute the call.
+      NotImplementedError: the chosen implementation cannot compute the call.
     """
     if impl != "auto":
         if obstacle := _machine_obstacle(impl) or obstacles.get(impl):
@@ -54,7 +55,7 @@ def choose(impl: str, pays: bool = True, **obstacles: str | None) -> str:
     for name in IMPLEMENTATIONS:
         if name in ("xla", *obstacles) and not (obstacles.get(name) or _machine_obstacle(name)):
             return name
-    raise AssertionError("nothing stands in the way of 'xla'")
+    raise AssertionError("'xla' has no obstacle")
 
 
 def _machine_obstacle(impl: str) -> str | None:
@@ -62,7 +63,7 @@ def _machine_obstacle(impl: str) -> str | None:
 
 
 def gpu_obstacle() -> str | None:
-    """Why kernels for NVIDIA GPUs do not run on this machine; None where they do."""
+    """The reason why kernels for NVIDIA GPUs do not run on this machine; None where they run."""
     if jax.default_backend() != "gpu":
         return f"the backend {jax.default_backend()!r}"
     device = jax.local_devices()[0]
@@ -72,23 +73,23 @@ def gpu_obstacle() -> str | None:
 
 
 def compute_capability(device: jax.Device) -> float:
-    """NVIDIA's number of a generation of GPUs, 9.0 for Hopper; 0 for devices of others."""
+    """NVIDIA's compute capability of a device, 9.0 for Hopper; 0 for other vendors' devices."""
     try:
         return float(getattr(device, "compute_capability", 0))
-    except (TypeError, ValueError):  # such as gfx942
+    except (TypeError, ValueError):  # AMD's are text, such as gfx942
         return 0.0
 
 
 def kernel_obstacles(
     q: Array, k: Array | None, v: Array | None, **options: Any
 ) -> dict[str, str | None]:
-    """The obstacles of our attention kernels, as `choose` takes them.
+    """The obstacles of our attention kernels, in the form that `choose_impl` takes.
 
     Args:
       q: queries.
-      k: keys; None where they are made of the queries.
+      k: keys; None where keys are made of queries.
       v: values; None if they are not known yet.
-      **options: those that no kernel has, by name. None, False and 0 are not set.
+      **options: options that no kernel has, by name. None, False and 0 mean unset.
     """
     if k is not None and k.dtype != q.dtype:
         options["dtypes"] = f"{q.dtype} and {k.dtype}"
@@ -99,7 +100,7 @@ def kernel_obstacles(
 
 
 def _chip_obstacle(q: Array, v: Array | None) -> str | None:
-    """The obstacle of a GPU's chip alone: the interpreter computes such calls."""
+    """The obstacle on a GPU's chip. The interpreter computes such calls."""
     for x in (q, q if v is None else v):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             return f"dtype {x.dtype}"

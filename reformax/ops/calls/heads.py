@@ -1,4 +1,4 @@
-"""Keys and values of fewer heads than queries have, each for a group of them (Ainslie et al. 2023).
+"""Grouped-query attention: a head of keys and values for several of queries (Ainslie et al. 2023).
 
 Key head g serves the query heads from g * N / G to (g + 1) * N / G, where G is the number of key
 heads. One key head is multi-query attention (Shazeer 2019).
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 def repeat_heads(
     q: Float[Array, "B T N H"], *others: Float[Array, "B S G _"] | None
 ) -> tuple[Float[Array, "B S N _"] | None, ...]:
-    """Keys and values with the heads of the queries: each is repeated for its group."""
+    """Repeats each head of keys and values for its group of query heads."""
     n_heads = q.shape[2]
 
     def repeated(x):
@@ -24,9 +24,9 @@ def repeat_heads(
     return tuple(map(repeated, others))
 
 
-def divides_a_choice(n_shards: int, n_heads: int, n_kv_heads: int) -> bool:
-    """Whether query heads of one key head, which look at the same keys, fall into several shares.
+def splits_head_groups(n_shards: int, n_heads: int, n_kv_heads: int) -> bool:
+    """Whether the query heads of one key head fall into several shards.
 
-    For an op with the trait `choose_together`.
+    This matters to an op with the trait `choose_together`, whose group chooses the same keys.
     """
     return n_kv_heads < n_heads and n_kv_heads % n_shards != 0

@@ -1,1 +1,1 @@
-"""Caches, and one more position at a time."""
+"""Caches of decoding, and attention of one more position."""

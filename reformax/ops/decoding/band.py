@@ -1,4 +1,4 @@
-"""Decoding of attention to a band and to global tokens (`softmax.band`)."""
+"""Decoding of attention to a band and to global keys (`softmax.band`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     positions_by_slot,
 )
-from reformax.ops.masking.bands import Band, rows_at
+from reformax.ops.masking.bands import BandMask, rows_at
 
 
 class BandCache(NamedTuple):
-    """The last positions, and the global tokens. A global token that is still to come has a row."""
+    """The last positions, and the global keys. A global key of a later position has a row too."""
 
     ring: KeyValues
     global_rows: KeyValues  # [B, N, G, ...]
@@ -26,7 +26,7 @@ class BandCache(NamedTuple):
 
 
 def fill(
-    bands: tuple[Band, ...],
+    bands: tuple[BandMask, ...],
     k: Array,
     v: Array,
     global_positions: Int[Array, "B G"],
@@ -43,7 +43,7 @@ def fill(
 
 
 def step(
-    bands: tuple[Band, ...], q, k, v, cache: BandCache, position, impl: str
+    bands: tuple[BandMask, ...], q, k, v, cache: BandCache, position, impl: str
 ) -> tuple[Any, BandCache]:
     """Attention of one more position."""
     ring, of_global = add_to_ring(cache.ring, k, v, position), cache.global_positions
@@ -57,8 +57,8 @@ def step(
     in_ring = positions_by_slot(position, ring.keys.shape[2])
     masks = []
     for band in bands:
-        near = band.shows(position[:, None], in_ring) & (in_ring >= 0)
-        far = (of_global <= position[:, None]) & ~band.shows(position[:, None], of_global)
+        near = band.sees(position[:, None], in_ring) & (in_ring >= 0)
+        far = (of_global <= position[:, None]) & ~band.sees(position[:, None], of_global)
         masks.append(jnp.concatenate([near, far], axis=1))
     both = (jnp.concatenate(pair, axis=2) for pair in zip(ring, global_rows, strict=True))
     new = BandCache(ring, global_rows, of_global)

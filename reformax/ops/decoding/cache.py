@@ -1,4 +1,4 @@
-"""The cache of decoding, and one query's attention to it.
+"""The cache of keys and values in decoding, and a query's attention to it.
 
 Letters besides those of `reformax.ops.base`: S slots of a ring, K keys that one query sees.
 """
@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.calls.dispatch import choose, kernel_obstacles
+from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
 
-# "auto" takes the kernel up to this number of keys: one program goes over all keys of a head.
+# The most keys for which "auto" takes the kernel, in which one program reads all keys of a head.
 MAX_KERNEL_KEYS = 1024
 
 
@@ -30,18 +30,18 @@ class KeyValues(NamedTuple):
     values: Float[Array, "B N S V"]
 
 
-class Shared(NamedTuple):
-    """A part of a cache that all rows of the batch share."""
+class SharedByBatch(NamedTuple):
+    """A part of a cache that is the same for all rows of the batch."""
 
     value: Any
 
 
 def take_rows(cache: Any, rows: Int[Array, " R"]) -> Any:
-    """The cache of some of its rows, in the order of `rows`, which may repeat one."""
+    """The cache of the rows with these indices, in their order. An index may repeat."""
     return jax.tree.map(
-        lambda x: x if isinstance(x, Shared) else x[rows],
+        lambda x: x if isinstance(x, SharedByBatch) else x[rows],
         cache,
-        is_leaf=lambda x: isinstance(x, Shared),
+        is_leaf=lambda x: isinstance(x, SharedByBatch),
     )
 
 
@@ -51,7 +51,7 @@ def fill_ring(
     lengths: Int[Array, " B"],
     n_slots: int,
 ) -> KeyValues:
-    """The ring after the first `lengths` positions of each row."""
+    """The ring after each row's first `lengths` positions."""
     positions = positions_by_slot(lengths - 1, n_slots)[:, None, :, None]
     index = jnp.clip(positions, 0, k.shape[1] - 1)
     each = (jnp.take_along_axis(jnp.swapaxes(x, 1, 2), index, axis=2) for x in (k, v))
@@ -65,7 +65,7 @@ def add_to_ring(
     v: Float[Array, "B 1 N V"],
     position: Int[Array, " B"],
 ) -> KeyValues:
-    """The ring with the key and the value of each row's `position`."""
+    """The ring with the key and the value of each row's `position` added."""
     slot = position % ring.keys.shape[2]
     return KeyValues(*(put(x, new[:, 0], slot) for x, new in zip(ring, (k, v), strict=True)))
 
@@ -73,13 +73,13 @@ def add_to_ring(
 def replace_value(
     ring: KeyValues, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]
 ) -> KeyValues:
-    """The ring with another value of each row's `position`, which it holds."""
+    """The ring with the value of each row's `position` replaced. The ring holds that position."""
     slot = position % ring.values.shape[2]
     return ring._replace(values=put(ring.values, v[:, 0], slot))
 
 
 def replace_in_memory(cache: Any, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]) -> Any:
-    """`replace_value` of a cache that has its keys and values as `memory`."""
+    """`replace_value` for a cache whose keys and values are its field `memory`."""
     return cache._replace(memory=replace_value(cache.memory, v, position))
 
 
@@ -87,14 +87,14 @@ def put(
     x: Float[Array, "B N S J"], new: Float[Array, "B N J"], slot: Int[Array, " B"]
 ) -> Float[Array, "B N S J"]:
     """`x` with `new` in a slot of each row."""
-    if len(slot) == 1:  # XLA makes one kernel of it, and three of a scatter
+    if len(slot) == 1:  # one kernel; XLA makes three of a scatter
         return jax.lax.dynamic_update_slice_in_dim(x, new[:, :, None], slot[0], axis=2)
     options = dict(mode="promise_in_bounds", unique_indices=True)
     return x.at[jnp.arange(len(slot)), :, slot].set(new, **options)
 
 
 def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]:
-    """The position in each slot when `last` is the newest; below 0 a slot is empty."""
+    """The position in each slot if `last` is the newest one; below 0 in empty slots."""
     return last[:, None] - (last[:, None] - jnp.arange(n_slots)[None]) % n_slots
 
 
@@ -113,13 +113,13 @@ def attend_to(
 
     Args:
       q: the queries.
-      keys, values: those of the cache.
+      keys, values: the cache's.
       mask: which keys a query sees.
       impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
         later and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests.
-        "auto" takes the kernel on such a GPU for a single row of up to `MAX_KERNEL_KEYS` keys: with
-        eight rows, XLA is faster.
-      alone: the output of a query that sees no key, the value at its own position; None is zeros.
+        "auto" takes the kernel on such a GPU for a single row of up to `MAX_KERNEL_KEYS` keys. XLA
+        is faster with eight rows.
+      alone: the output of a query that sees no key: the value at its own position; None is zeros.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       bias: added to the logits.
       index: the slots of the K keys that each head may see; None: all slots.
@@ -156,7 +156,7 @@ def attend_to(
 def _choose(impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
     """The implementation of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
-    return choose(impl, pays, **kernel_obstacles(q, keys, values))
+    return choose_impl(impl, pays, **kernel_obstacles(q, keys, values))
 
 
 def add_and_attend(
@@ -168,12 +168,12 @@ def add_and_attend(
     impl: str,
     **options: Any,
 ) -> tuple[Float[Array, "B 1 N V"], KeyValues]:
-    """`attend_to` a ring after `add_to_ring`, and that ring. The kernel does both in one launch.
+    """`add_to_ring`, then `attend_to`: the output and the ring. A kernel does both at once.
 
     Args:
       q: the queries.
       ring: the keys and values of earlier positions.
-      new: those of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
+      new: the keys and values of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
       position: the query's position in each row.
       mask, impl, **options: as in `attend_to`.
     """
@@ -190,7 +190,7 @@ def add_and_attend(
 
 
 def grouped(x: Array, keys: Float[Array, "B G K H"]) -> Array:
-    """`[B, N, ...]` as `[B, G, N / G, ...]`: the query heads of each of the G key heads."""
+    """`[B, N, ...]` as `[B, G, N / G, ...]`: the query heads of each key head."""
     return x.reshape(x.shape[0], keys.shape[1], -1, *x.shape[2:])
 
 
@@ -204,10 +204,10 @@ def attend_among(
     scale: float | None = None,
     bias: Float[Array, "#R N S"] | None = None,
 ) -> Float[Array, "R 1 N V"]:
-    """`attend_to` in beam search: `origins` says which of K beams holds each slot of a beam.
+    """`attend_to` in beam search. `origins` is the index of the beam that holds each beam's slot.
 
-    A query reads each slot of all beams of its search, and all beams but that of `origins` are
-    hidden. This multiplies the cache where it is, in place of copying it.
+    A query is multiplied with the slots of all K beams of its search, and all but those of
+    `origins` are hidden. No beam's cache is copied.
     """
     n_searches, size, n_slots = origins.shape
     heads = grouped(q[:, 0], keys)
@@ -254,20 +254,20 @@ def ring_decoding(
     scale: float | None = None,
     attend_self_if_alone: bool = True,
 ) -> dict[str, Callable]:
-    """Functions of decoding for attention to the positions from `first(position)` on.
+    """The functions of decoding for attention to the positions from `first(position)` on.
 
     Args:
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
-      n_slots: how many positions a ring has to hold, given the capacity.
+      n_slots: the number of positions that a ring holds, given the capacity.
       first: the first position that a query sees, given the query's.
       impl: as in `attend_to`. "cudnn", which has no kernel for one query, is "auto".
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       attend_self_if_alone: for `shared_qk`, whether a position that sees nothing else sees itself.
 
     With the trait `beams`, `step` also takes `origins [B, K, C]` for rows that are K beams of each
-    of B searches: which of the K beams holds the key and the value of each position of a beam. A
-    search that drops some beams and continues others twice then need not copy the cache. These
-    steps run in array operations, whatever `impl`.
+    of B searches: the index of the beam that holds the key and the value of each position of a
+    beam. A search that drops some beams and continues others twice then copies no cache. These
+    steps run in array operations, whatever `impl` is.
     """
     impl = "auto" if impl == "cudnn" else impl
 

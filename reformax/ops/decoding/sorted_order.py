@@ -1,7 +1,7 @@
 """Inserts one more position into the order by hash bucket, in decoding.
 
-Letters besides those of `reformax.ops.base`: C is the capacity, M the keys that a hash shows. A
-*slot* is an index into an order.
+Letters besides those of `reformax.ops.base`: C is the capacity, M the number of keys that a query
+sees in a hash. A *slot* is an index into an order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from reformax.ops.decoding.cache import put
 def with_bucket(
     buckets: Int[Array, "B N R C"], bucket: Int[Array, "B N R 1"], position: Int[Array, " B"]
 ) -> Int[Array, "B N R C"]:
-    """The buckets with that of each row's `position`."""
+    """The buckets with the bucket of each row's `position` added."""
     rows = buckets.reshape(buckets.shape[0], -1, buckets.shape[-1], 1)
     return put(rows, bucket.reshape(*rows.shape[:2], 1), position).reshape(buckets.shape)
 
@@ -26,10 +26,10 @@ def insert_newest(
     bucket: Int[Array, "B N R 1"],
     newest: Int[Array, "B 1 1 1"],
 ) -> tuple[Int[Array, "B N R C"], Int[Array, "B N R 1"], Int[Array, "B N R 1"]]:
-    """The order with position `newest` behind all positions of its bucket and of lower buckets.
+    """Inserts position `newest` behind all positions of its bucket and of lower buckets.
 
     Returns:
-      The order, the slot where the bucket begins, and the slot of `newest`.
+      The order, the first slot of the bucket, and the slot of `newest`.
     """
     index = arange_last(order.shape[-1])
     slot, bucket_start = (
@@ -41,8 +41,8 @@ def insert_newest(
     return order, bucket_start, slot
 
 
-def shown_by_earlier_hash(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
-    """Which positions an earlier hash shows too."""
+def seen_by_earlier_hash(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
+    """Whether each position is also visible in an earlier hash."""
     of_hash = jnp.arange(seen.shape[2])[None, None, :, None]
     again = seen[..., None, None] == seen[:, :, None, None]  # [B, N, R, M, R, M]
     again = again & (of_hash[..., None, None] > of_hash[:, :, None, None])
@@ -50,5 +50,5 @@ def shown_by_earlier_hash(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]
 
 
 def arange_last(n: int) -> Int[Array, "1 1 1 n"]:
-    """0 to n - 1 along the last of the axes of an order."""
+    """0 to n - 1 along the last axis of an order."""
     return jnp.arange(n, dtype=jnp.int32)[None, None, None]

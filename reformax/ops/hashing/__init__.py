@@ -1,1 +1,1 @@
-"""Hash codes, and orders of a sequence by them."""
+"""Hashes of vectors, and orders of a sequence by hash."""

@@ -1,7 +1,7 @@
 """Angular hashing: vectors at a small angle share a bucket (Andoni et al. 2015).
 
-A vector is projected on random directions. Its bucket is the one of them and their opposites that
-it points along most (Reformer, sec. 2).
+A vector is projected on random directions and their opposites. Its bucket is the index of the
+largest projection (Reformer, sec. 2).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, shown
-from reformax.ops.calls.dispatch import choose, kernel_obstacles
+from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
 from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
 
 MAX_BUCKETS_UNFACTORED = 128
-# Each factor has half as many random directions, in memory for every head and hash.
+# A factor needs half as many random directions, in memory for every head and hash.
 MAX_FACTOR = 2**16
 
 
 def bucket_factors(n_buckets: int | Sequence[int]) -> tuple[int, ...]:
-    """The even factors of `n_buckets`; `SettingError` if it has none."""
+    """The factors of `n_buckets`; `SettingError` unless they are even numbers in range."""
     try:
         sizes = n_buckets if isinstance(n_buckets, Sequence) else (n_buckets,)
         factors = tuple(operator.index(size) for size in sizes)
@@ -43,7 +43,7 @@ def bucket_factors(n_buckets: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
-    """Factors of the number of buckets for a length: about two buckets a chunk."""
+    """The factors of the number of buckets for a length: about two buckets a chunk."""
     n_buckets = 2 * max(1, -(-length // chunk_len))
     if n_buckets <= MAX_BUCKETS_UNFACTORED:
         return (n_buckets,)
@@ -52,12 +52,12 @@ def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
 
 
 class AngularHashing(NamedTuple):
-    """The numbers of buckets and the rotations.
+    """The number of buckets and the rotations.
 
     Attributes:
       factors: even factors of the number of buckets; None: about two buckets a chunk.
       chunk_len: the length of a chunk.
-      rotations: the rotations to hash with; None draws them from an rng.
+      rotations: the rotations; None draws them from an rng.
     """
 
     factors: tuple[int, ...] | None
@@ -90,7 +90,7 @@ def hash_vectors(
 ) -> Int[Array, "B N R T"]:
     """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
 
-    Rotations are shared by the batch and drawn for each head and hash.
+    Each head and each hash has its own rotations, which are the same for all examples.
 
     Args:
       vectors: the vectors to hash; only their directions matter.
@@ -107,7 +107,7 @@ def draw_rotations(
     n_hashes: int,
     rng: PRNGKeyArray | Shard,
 ) -> Float[Array, "N H R F"]:
-    """Random directions for each head, hash and half of the buckets of each factor."""
+    """Random directions for each head and hash: half as many as buckets of each factor."""
     n_heads, size = vectors.shape[2:]
     shape = all_heads(rng, n_heads), size, n_hashes, sum(factors) // 2
     return of_heads(jax.random.normal(rng_of(rng), shape, jnp.float32), rng, n_heads)
@@ -120,7 +120,7 @@ def check_rotations(
     n_hashes: int,
     rng: PRNGKeyArray | Shard | None,
 ) -> Float[Array, "N H R F"]:
-    """The first `n_hashes` of given rotations; `ValueError` if they do not fit the vectors."""
+    """The first `n_hashes` of given rotations; `ValueError` if the vectors need another shape."""
     n_heads, size = vectors.shape[2:]
     shape = (all_heads(rng, n_heads), size, n_hashes, sum(factors) // 2)
     given = jnp.asarray(rotations, jnp.float32)[:, :, :n_hashes]
@@ -138,7 +138,7 @@ def hash_by(
     factors: Sequence[int],
     impl: str,
 ) -> Int[Array, "B N R T"]:
-    """`hash_vectors` by given rotations, which are rounded to the dtype of `vectors`.
+    """`hash_vectors` with given rotations, rounded to the dtype of `vectors`.
 
     Args:
       rotations: from `draw_rotations`.
@@ -150,7 +150,7 @@ def hash_by(
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    impl = choose(impl, pays=vectors.shape[1] > 1, **kernel_obstacles(vectors, None, None))
+    impl = choose_impl(impl, pays=vectors.shape[1] > 1, **kernel_obstacles(vectors, None, None))
     if impl != "xla":
         from reformax.ops.kernels.triton import angular_hash
 
@@ -172,7 +172,7 @@ def hash_by(
             start, scale = start + factor // 2, scale * factor
         return bucket
 
-    # Hash by hash: the products with all rotations are the most array of the plan.
+    # Hash by hash, because the products with all rotations would be the largest array of the plan.
     map_hashes = (
         jax.vmap(one_hash) if vectors.shape[1] == 1 else functools.partial(lax.map, one_hash)
     )

@@ -1,13 +1,13 @@
-"""Hashes queries and keys so that those with a large product have near hashes.
+"""Hashes queries and keys so that pairs with large products have close hashes.
 
 The asymmetric transformations of Smyrf (Daras et al. 2020, "SMYRF: Efficient Attention using
 Asymmetric Clustering", sec. 3.1):
 
     F(q) = [q; 0; sqrt(M - |q|^2)]    G(k) = [k; sqrt(M - |k|^2); 0]    M = max |q|^2 + max |k|^2
 
-All transformed vectors have one length, and `|F(q) - G(k)|^2 = 2 M - 2 q . k`. A hash is a product
-with a random direction. It is a sum of two parts: that of the vector, which a cache can hold, and
-that of the last number, which changes with M.
+All transformed vectors have the same length, and `|F(q) - G(k)|^2 = 2 M - 2 q . k`. A hash is the
+product with a random direction. It is a sum of two parts: that of the vector, which a cache can
+hold, and that of the added number, which depends on M.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
 from reformax.ops.numerics.precision import product
 from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
 
-# A hash is this many of the highest bits of a product. Bits of the row have room above them.
+# The number of bits of a hash, the highest bits of a product. Bits above them can number the rows.
 HASH_BITS = 20
 N_CODES = 2**HASH_BITS
 
@@ -30,7 +30,7 @@ N_CODES = 2**HASH_BITS
 def draw_directions(
     n_heads: int, size: int, n_hashes: int, rng: PRNGKeyArray | Shard
 ) -> Float[Array, "N H+2 R"]:
-    """Random directions of transformed vectors for each head and hash."""
+    """Random directions for transformed vectors, for each head and hash."""
     shape = all_heads(rng, n_heads), size + 2, n_hashes
     return of_heads(jax.random.normal(rng_of(rng), shape, jnp.float32), rng, n_heads)
 
@@ -43,9 +43,9 @@ def squared_lengths(x: Float[Array, "B T N H"]) -> Float[Array, "B N T"]:
 def on_directions(
     x: Float[Array, "B T N H"], directions: Float[Array, "N H+2 R"]
 ) -> Float[Array, "B N R T"]:
-    """The part of a vector itself in the product with each direction, a sum in float32.
+    """The vectors' part of the products with each direction, summed in float32.
 
-    Directions are rounded to the dtype of the vectors, which are read as they are.
+    Directions are rounded to the dtype of the vectors.
     """
     return product("nhr,btnh->bnrt", directions[:, :-2], x, x.dtype)
 
@@ -56,16 +56,16 @@ def hashes(
     most: Float[Array, "B N #T"],
     last: Float[Array, "N R"],
 ) -> Int[Array, "B N R T"]:
-    """The products of transformed vectors with directions, as integers in their order.
+    """The products of transformed vectors with directions, as integers of the same order.
 
-    `sqrt(M)` times the direction's last number, which is the same in a segment, is subtracted: near
-    0, floating-point numbers are dense. A hash is below `N_CODES`.
+    `sqrt(M)` times the direction's last number, a constant of the segment, is subtracted, because
+    floating-point numbers are dense near 0. A hash is from 0 to `N_CODES - 1`.
 
     Args:
       part: from `on_directions`.
       squares: the vectors' squared lengths.
       most: M.
-      last: the directions' number that meets `sqrt(M - |x|^2)`.
+      last: the directions' factor of `sqrt(M - |x|^2)`.
     """
     rest = jnp.sqrt(jnp.maximum(most - squares, 0)) - jnp.sqrt(most)
     products = part + last[None, :, :, None] * rest[:, :, None]
@@ -75,7 +75,8 @@ def hashes(
 def _highest_bits(x: Float[Array, "*d"]) -> Int[Array, "*d"]:
     """The `HASH_BITS` highest bits of float32 numbers, as integers in the order of the numbers."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-    bits = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)  # sign and size, in order
+    # The bits of negative numbers descend.
+    bits = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
     return (bits >> (32 - HASH_BITS)) + N_CODES // 2
 
 
@@ -93,10 +94,10 @@ def cosines(
     directions: Float[Array, "N H+2 R"],
     segment_ids: SegmentIds | None,
 ) -> tuple[Float[Array, "B N R T"], Float[Array, "B N R S"]]:
-    """The products with directions of queries, and of keys less their mean, all of length 1.
+    """The products with directions of unit queries, and of unit keys minus their mean.
 
-    They replace the transformations where queries and keys are of two sequences: a query's hash
-    needs no M of its sequence, and has the scale of its keys' hashes.
+    They replace the transformations where queries and keys are two sequences. A query's hash then
+    does not depend on M of its sequence, and has the scale of its keys' hashes.
     """
     vectors = q, centred(k, segment_pair(segment_ids)[1], causal=False)
     of_queries, of_keys = (on_directions(_unit(x), directions) for x in vectors)
@@ -104,7 +105,7 @@ def cosines(
 
 
 def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
-    """Vectors of length 1, rounded to their dtype."""
+    """Unit vectors, rounded to the dtype of `x`."""
     long = x.astype(jnp.float32)
     return (long * lax.rsqrt(jnp.sum(long**2, axis=-1, keepdims=True) + 1e-12)).astype(x.dtype)
 

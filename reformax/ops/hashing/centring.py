@@ -1,9 +1,9 @@
-"""Subtracts from vectors the mean of their segment, or of the vectors before them in it.
+"""Subtracts from each vector the mean of its segment, or of the vectors before it in its segment.
 
-Sums of the vectors before each position are computed in blocks of positions: within a block as one
-product with ones below the diagonal, and between blocks likewise, of the blocks' sums. Products
-with ones are exact, so vectors are read in the dtype that they have. A scan over all positions
-would pass over float32 copies of them some sixteen times.
+Exclusive prefix sums are computed in blocks of positions: within a block as a product with ones
+below the diagonal, and between blocks likewise, on the blocks' sums. Products with ones are exact,
+so vectors keep their dtype. A scan over all positions would read float32 copies of them some
+sixteen times.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.masking.contiguous import back, side_by_side
+from reformax.ops.masking.contiguous import contiguous_segments, restore_order
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.numerics.precision import accum_dtype, product
 
-# Positions of a block: as many products for each number, which takes no longer than reading it.
+# Positions of a block. So many products for each number take no longer than reading it.
 BLOCK = 128
 
 
 def centred(
     x: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None, causal: bool
 ) -> Float[Array, "B T N H"]:
-    """Vectors less the mean of their segment.
+    """Vectors minus the mean of their segment.
 
-    Sums are float32, or float64 of float64, and what is left of a vector is rounded to its dtype.
-    Where `causal`, it is the mean of the vectors before, which later tokens do not change. The
-    first vector of a segment stays as it is. All others have the direction that they would have
-    with themselves in the mean.
+    Sums are float32, or float64 for float64, and the difference is rounded to the vectors' dtype.
+    If `causal`, the mean is that of the earlier vectors of the segment, which later tokens do not
+    change. The first vector of a segment stays. All others have the direction that they would have
+    if the mean included them.
     """
     if causal:
         sums, counts = _before(x, segment_ids)
@@ -53,13 +53,13 @@ def _of_segments(x: Float[Array, "T N H"], number: Int[Array, " T"]) -> Float[Ar
 def _before(
     x: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "#B T"]]:
-    """The sum and the number of the vectors before each in its segment."""
-    order, rows, ids = side_by_side(x.reshape(*x.shape[:2], -1), segment_ids)
+    """The sum and the number of the vectors before each position in its segment."""
+    order, rows, ids = contiguous_segments(x.reshape(*x.shape[:2], -1), segment_ids)
     if segment_ids is None:
         sums = sums_before(rows, jnp.zeros(x.shape[:2], jnp.int32))
         return sums.reshape(x.shape), jnp.arange(x.shape[1], dtype=sums.dtype)[None]
     ones = jnp.ones((*x.shape[:2], 1), x.dtype)
-    sums, counts = (back(sums_before(part, ids), order) for part in (rows, ones))
+    sums, counts = (restore_order(sums_before(part, ids), order) for part in (rows, ones))
     return sums.reshape(x.shape), counts[..., 0]
 
 
@@ -68,14 +68,14 @@ def sums_before(
     ids: Int[Array, "B T"],
     sought: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T F"]:
-    """The sum of the vectors before each position whose id it seeks.
+    """The sum of the earlier vectors with the id that each position seeks.
 
-    It is float32, or float64 of float64. Equal ids stand side by side.
+    Sums are float32, or float64 for float64. Equal ids are contiguous.
 
     Args:
       x: the vectors.
-      ids: the id of each.
-      sought: the id that each position seeks, its own or the one before it; None: its own.
+      ids: the id of each vector.
+      sought: the id that each position seeks, its own or the previous one; None: its own.
     """
     length, sought = x.shape[1], ids if sought is None else sought
     size = min(BLOCK, length)
@@ -89,8 +89,8 @@ def sums_before(
     seen = (sought[..., :, None] == ids[..., None, :]) & before
     sums = product("bcij,bcjf->bcif", seen, x, x.dtype, lax.Precision.HIGHEST)
     if length > size:
-        # Of blocks before, only the id that the last one ends with can be sought. Sums that
-        # overflow are left out, or they would reach other ids.
+        # A block seeks at most one id of earlier blocks, the last one of the block before. `where`
+        # keeps sums that overflow from reaching other ids.
         end = ids[..., -1:]
         same = sought[..., -1:] == end
         ends = x[:, :, -1].astype(sums.dtype) + jnp.where(same, sums[:, :, -1], 0)

@@ -1,8 +1,8 @@
 """Chunks in a circle, as in Trax and Hugging Face, and the rounding of their self score.
 
-In their attention the first chunk of a hash's order sees the last chunk of the hash before, and the
-first chunk of the first hash sees the last chunk of the last hash. A position's own key is not
-hidden: its score is -1e5, where float32 is coarse.
+In Trax the first chunk of a hash's order sees the last chunk of the hash before, and the first
+chunk of the first hash sees the last chunk of the last hash. Trax does not hide a position's own
+key: it sets the score to -1e5, where float32 is coarse. Hugging Face's code does the same.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from jaxtyping import Array, Float
 
 from reformax.ops.softmax.orders import ChunkSizes, Order
 
-# The score that Trax and Hugging Face give a position's own key to hide it.
+# The score of a position's own key in Trax and Hugging Face.
 SELF_SCORE = -1e5
 
 
 def in_a_circle(order: Order, chunks: ChunkSizes) -> Order:
     """The order with its hashes in a circle: the first follows the last.
 
-    Before a hash's first chunk come the last keys of the hash before, and behind its last chunk the
-    first keys of the next hash. A single hash follows itself.
+    The last keys of the hash before precede a hash's first chunk. The first keys of the next hash
+    follow its last chunk. A single hash follows itself.
     """
     chunk_len, n_chunks_before, n_chunks_after = chunks
     n_hashes, length = order.query_positions.shape[2:]
@@ -33,7 +33,7 @@ def in_a_circle(order: Order, chunks: ChunkSizes) -> Order:
 
 
 def sequence_in_a_circle(n_batch: int, n_heads: int, length: int, chunks: ChunkSizes) -> Order:
-    """The sequence in its own order, in a circle."""
+    """The order of the sequence itself, in a circle."""
     position = jnp.arange(length, dtype=jnp.int32)
     position = jnp.broadcast_to(position, (n_batch, n_heads, 1, length))
     return in_a_circle(Order(position, position), chunks)
@@ -42,9 +42,9 @@ def sequence_in_a_circle(n_batch: int, n_heads: int, length: int, chunks: ChunkS
 def self_weight(self_score: float, order: Order, chunks: ChunkSizes) -> Float[Array, "B N T"]:
     """The weight of a position's own value where it sees nothing else: 1, up to rounding.
 
-    It is a softmax over the position's own key in the orders of all hashes. The logarithms of how
-    often an order shows the key, and of the number of hashes, are added to scores of `self_score`.
-    Near -1e5, float32 rounds what is added to multiples of 1/128.
+    It is a softmax over the copies of the position's own key in the orders of all hashes. The
+    logarithms of the number of copies in an order, and of the number of hashes, are added to
+    `self_score`. Near -1e5, float32 rounds the added number to a multiple of 1/128.
     """
     chunk_len, n_chunks_before, n_chunks_after = chunks
     score = jnp.float32(self_score)

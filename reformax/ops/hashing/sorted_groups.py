@@ -1,6 +1,6 @@
-"""Sorts queries and keys into groups, and finds the tiles where a group's queries and keys meet.
+"""Sorts queries and keys into groups, and lists the tiles with a query and a key of one group.
 
-A group is the positions that share a hash bucket and a segment, of any size. Both orders go by
+A group is all positions of the same hash bucket and segment, of any number. Both orders are by
 (group, position), so that the keys of a tile of queries have consecutive slots: from the first slot
 of its first query's group to the last key that its last query may see (Pagliardini et al. 2023,
 sec. 3.2). Other tiles are not visited.
@@ -25,24 +25,24 @@ from reformax.ops.softmax import tiles
 _take = functools.partial(jnp.take_along_axis, axis=-1, mode="promise_in_bounds")
 
 
-class Sorted(NamedTuple):
-    """A sequence by (group, position), with padding, group 0, in front."""
+class SortedSequence(NamedTuple):
+    """A sequence sorted by (group, position), with padding, group 0, in front."""
 
     position: Int[Array, "*d T"]  # of each slot
     group: Int[Array, "*d T"]  # of each slot
 
-    def folded(self) -> Sorted:
-        """With all axes but the last as one, [X, T]."""
-        return Sorted(*(x.reshape(-1, x.shape[-1]) for x in self))
+    def folded(self) -> SortedSequence:
+        """The order with all axes but the last merged, [X, T]."""
+        return SortedSequence(*(x.reshape(-1, x.shape[-1]) for x in self))
 
 
 def sort(
     buckets: Int[Array, "B N T"], n_buckets: int, segment_ids: Int[Array, "B T"] | None
-) -> Sorted:
-    """The order by group, which is a bucket of a segment.
+) -> SortedSequence:
+    """The order by group, a bucket of a segment.
 
     Raises:
-      NotImplementedError: segments and buckets are too many to be numbered.
+      NotImplementedError: groups of segments and buckets do not fit in int32.
     """
     group, n_groups, length = buckets + 1, n_buckets, buckets.shape[-1]
     if segment_ids is not None:
@@ -56,11 +56,11 @@ def sort(
         group = group + (segment_numbers(segment_ids) * n_buckets)[:, None]
         group = jnp.where((segment_ids != 0)[:, None], group, 0)
     position = sort_by_bucket(group[:, :, None], n_groups + 1, None, 0).query_positions[:, :, 0]
-    return Sorted(position, _take(group, position))
+    return SortedSequence(position, _take(group, position))
 
 
 def rank(
-    x: Sorted, group: Int[Array, "*d I"], position: Int[Array, "*d I"] | int
+    x: SortedSequence, group: Int[Array, "*d I"], position: Int[Array, "*d I"] | int
 ) -> Int[Array, "*d I"]:
     """The number of slots of an order that are at or before (group, position)."""
     length = x.group.shape[-1]
@@ -74,12 +74,14 @@ def rank(
     return found
 
 
-def alone(queries: Sorted, keys: Sorted | None, causal: bool) -> Bool[Array, "*d T"]:
+def sees_no_key(
+    queries: SortedSequence, keys: SortedSequence | None, causal: bool
+) -> Bool[Array, "*d T"]:
     """Whether the query of each slot sees no key.
 
     Args:
       queries: the order of the queries.
-      keys: that of the keys; None: queries are the keys, and none sees itself.
+      keys: the order of the keys; None: queries are the keys, and none sees itself.
       causal: whether later keys are hidden.
     """
     if keys is None:
@@ -95,28 +97,30 @@ def alone(queries: Sorted, keys: Sorted | None, causal: bool) -> Bool[Array, "*d
     return ~seen
 
 
-def visits(sizes: tuple[int, int], causal: bool, queries: Sorted, keys: Sorted) -> tiles.Plan:
-    """The tiles that a query and a key of one group meet in, by example and head.
+def visits(
+    sizes: tuple[int, int], causal: bool, queries: SortedSequence, keys: SortedSequence
+) -> tiles.TilePlan:
+    """The tiles with a query and a key of one group, by example and head.
 
     Args:
-      sizes: queries and keys of a tile.
+      sizes: the numbers of queries and of keys of a tile.
       causal: whether later keys are hidden.
       queries, keys: the orders, [X, T].
     """
     query_size, key_size = sizes
     length = keys.group.shape[-1]
 
-    def ends(x: Sorted, size: int) -> tuple[Sorted, Sorted]:
-        """The first slot of each tile that is not padding, and the last."""
+    def ends(x: SortedSequence, size: int) -> tuple[SortedSequence, SortedSequence]:
+        """The first slot of each tile that is not padding, and the last slot."""
         first = jnp.arange(0, x.group.shape[-1], size)
         last = jnp.minimum(first + size, x.group.shape[-1]) - 1
-        first, last = (Sorted(x.position[:, i], x.group[:, i]) for i in (first, last))
+        first, last = (SortedSequence(x.position[:, i], x.group[:, i]) for i in (first, last))
         padding = first.group == 0
-        first = Sorted(jnp.where(padding, 0, first.position), jnp.maximum(first.group, 1))
+        first = SortedSequence(jnp.where(padding, 0, first.position), jnp.maximum(first.group, 1))
         return first, last
 
-    def tiles_between(other: Sorted, size: int, first, last) -> tiles.Visits:
-        """The tiles of the other side from behind `first` to `last`, both a group and a number."""
+    def tiles_between(other: SortedSequence, size: int, first, last) -> tiles.Visits:
+        """The tiles of the other side, from behind `first` to `last`, each (group, position)."""
         start, stop = rank(other, *first), rank(other, *last)
         stop = jnp.where(stop > start, -(-stop // size), 0)
         return tiles.Visits(start // size, stop)
@@ -127,4 +131,4 @@ def visits(sizes: tuple[int, int], causal: bool, queries: Sorted, keys: Sorted) 
     first, last = ends(keys, key_size)
     oldest = first.position - 1 if causal else -1
     by_key = tiles_between(queries, query_size, (first.group, oldest), (last.group, length))
-    return jax.tree.map(lambda x: x.astype(jnp.int32), tiles.Plan(by_query, by_key))
+    return jax.tree.map(lambda x: x.astype(jnp.int32), tiles.TilePlan(by_query, by_key))

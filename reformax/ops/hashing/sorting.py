@@ -33,7 +33,7 @@ def sort_by_bucket(
     if jax.default_backend() == "gpu" and n_rows * most <= 2**32:
         order = _sort_as_one_row(buckets, n_buckets)
         if segment_ids is not None:
-            # By bucket first: a stable sort by segment leaves a segment's buckets in their order.
+            # A stable sort by segment keeps the order of a segment's buckets.
             number = jnp.broadcast_to(segment_numbers(segment_ids)[:, None, None], order.shape)
             order = _take(order, _sort_as_one_row(_take(number, order), length))
         return Order(order)
@@ -51,10 +51,10 @@ def sort_by_bucket(
 
 
 def _sort_as_one_row(keys: Int[Array, "*d T"], n_keys: int) -> Int[Array, "*d T"]:
-    """The order of each row by key, below `n_keys`, and position.
+    """The order of each row by (key, position); keys are below `n_keys`.
 
-    XLA sorts by radix on GPUs, but only a single row, and unsigned keys where a position goes with
-    each key.
+    XLA has a radix sort on GPUs, for a single row only, and for unsigned keys only where a position
+    is sorted along with each key.
     """
     shape, length = keys.shape, keys.shape[-1]
     n_rows = math.prod(shape[:-1])
@@ -64,19 +64,19 @@ def _sort_as_one_row(keys: Int[Array, "*d T"], n_keys: int) -> Int[Array, "*d T"
     if n_rows * n_keys > 2**16 and n_rows * n_keys * length <= 2**32:
         order = lax.sort(keys * length + position.astype(jnp.uint32)) % length
         return order.astype(jnp.int32).reshape(shape)
-    if n_rows * n_keys <= 2**16:  # one pass for 8 bits: two passes in place of four
+    if n_rows * n_keys <= 2**16:  # a pass sorts by 8 bits: two passes instead of four
         keys = keys.astype(jnp.uint16)
     return lax.sort((keys, position), num_keys=1, is_stable=True)[-1].reshape(shape)
 
 
 def _last_if_padding(segment_ids: Int[Array, "B T"], n_pad: int) -> Int[Array, "B Tp"]:
-    """Segment ids to sort by, of a sequence padded by `n_pad`: padding is last."""
+    """Segment ids to sort by, of a sequence padded by `n_pad`. Padding is last."""
     segment_ids = jnp.pad(jnp.asarray(segment_ids, jnp.int32), ((0, 0), (0, n_pad)))
     return jnp.where(segment_ids == 0, jnp.iinfo(jnp.int32).max, segment_ids)
 
 
 def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:
-    """The order in which a query sees keys of its bucket, in up to `reach` slots before its own."""
+    """The order in which a query sees keys of its bucket, up to `reach` slots before its own."""
     order = order.with_slots()
     n_pad = order.query_positions.shape[-1] - buckets.shape[-1]
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=-1)

@@ -1,1 +1,1 @@
-"""Which keys a query sees: causality, segments, padding, bands."""
+"""Masks: causality, segments, padding, bands."""

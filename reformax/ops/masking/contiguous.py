@@ -1,4 +1,4 @@
-"""Segments side by side: the order that makes each a run, and what is behind a row of one."""
+"""Sorts sequences by segment, so that each segment is contiguous, and restores their order."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from jaxtyping import Array, Int, Shaped
 T = TypeVar("T")
 
 
-def side_by_side(
+def contiguous_segments(
     inputs: T, segment_ids: Int[Array, "B T"] | None
 ) -> tuple[Int[Array, "B T"] | None, T, Int[Array, "B T"] | None]:
-    """The order that makes each segment a run, arrays `[B, T, ...]` in it and their ids.
+    """The order that makes each segment contiguous, and arrays `[B, T, ...]` and ids in that order.
 
-    Without segments all is as it is, and order and ids are None.
+    Without segments the inputs are unchanged, and order and ids are None.
     """
     if segment_ids is None:
         return None, inputs, None
     segment_ids = jnp.asarray(segment_ids)
     order = jnp.argsort(segment_ids, axis=1, stable=True)
-    inputs, segment_ids = jax.tree.map(lambda x: taken(x, order), (inputs, segment_ids))
+    inputs, segment_ids = jax.tree.map(lambda x: reorder(x, order), (inputs, segment_ids))
     return order, inputs, segment_ids
 
 
-def taken(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
-    """`x` in an order of its positions."""
+def reorder(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
+    """`x` with its positions in the order; None keeps them."""
     if order is None:
         return x
     order = order.reshape(order.shape + (1,) * (x.ndim - 2))
     return jnp.take_along_axis(x, order, axis=1, mode="promise_in_bounds")
 
 
-def back(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
-    """The inverse of `taken`."""
-    return x if order is None else taken(x, jnp.argsort(order, axis=1))
+def restore_order(
+    x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None
+) -> Shaped[Array, "B T *d"]:
+    """The inverse of `reorder`."""
+    return x if order is None else reorder(x, jnp.argsort(order, axis=1))

@@ -1,7 +1,7 @@
-"""A mask given as booleans, in terms that ops compute with: segments, or a bias.
+"""Turns a boolean mask into what ops compute with: segment ids, or a bias.
 
-Segments hide padding from every op and cost nothing. A mask of pairs is an array of T x S, which
-ops with the trait `bias` add to their logits.
+A mask of keys becomes segment ids, which hide padding in every op and cost nothing. A mask of pairs
+becomes an array of T x S, which ops with the trait `bias` add to their logits.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ def checked_mask(
     q: Float[Array, "B T N H"],
     keys: Float[Array, "B S N H"],
 ) -> Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"]:
-    """The mask of a call of `op`, an `AttentionOp`, as an array.
+    """The mask of a call of `op`, an `AttentionOp`, as an array, after checks.
 
     Raises:
-      ValueError: its shape or dtype does not fit.
-      NotImplementedError: it hides pairs, and the op adds no bias.
+      ValueError: the mask's shape or dtype does not fit.
+      NotImplementedError: the mask hides pairs, and the op adds no bias.
     """
     mask = jnp.asarray(mask)
     (n_batch, n_queries, n_heads), n_keys = q.shape[:3], keys.shape[1]
     full = n_batch, n_heads, n_queries, n_keys
     if mask.dtype != bool:
         raise ValueError(
-            f"mask has dtype {mask.dtype}: expected booleans, True where a key may be seen; what "
-            "is added to logits is a bias"
+            f"mask has dtype {mask.dtype}: expected booleans, True where a key is visible; pass "
+            "numbers to add to logits as bias"
         )
     pairs = mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, full, strict=True))
     if not pairs and mask.shape != (n_batch, n_keys):
@@ -42,14 +42,14 @@ def checked_mask(
         )
     if _hides_pairs(mask) and not op.traits.bias:
         raise NotImplementedError(
-            f"mask has shape {mask.shape}: {op.name} hides pairs by causal=True and segments "
-            "alone; give a mask of keys, [batch, keys], or use an op whose traits say bias=True"
+            f"mask has shape {mask.shape}: {op.name} hides pairs only by causal=True and segments; "
+            "give a mask of keys, [batch, keys], or use an op whose traits say bias=True"
         )
     return mask
 
 
 def _hides_pairs(mask: Bool[Array, ...]) -> bool:
-    """Whether a mask is not the same for all queries and heads."""
+    """Whether the mask differs between queries or heads."""
     return mask.ndim == 4 and mask.shape[1:3] != (1, 1)
 
 
@@ -66,18 +66,18 @@ def with_mask(
 
     Args:
       op: the algorithm, an `AttentionOp`.
-      mask: from `checked_mask`, True where a key may be seen: `[B, S]` says it of each key, four
-        axes of each pair. Four axes that are 1 for heads and for queries say it of each key too.
+      mask: from `checked_mask`, True where a key is visible: of keys, `[B, S]` or four axes of
+        which those of heads and queries are 1, or of pairs, with four axes.
       q: queries.
-      keys: keys; q where they are made of it.
-      segment_ids: those of the call.
-      bias: that of the call.
-      causal: that of the call.
+      keys: keys; q where keys are made of queries.
+      segment_ids: the call's segment ids.
+      bias: the call's bias.
+      causal: whether the call is causal.
 
     Returns:
-      Segments in which hidden keys are padding, and the bias. Where the op can tell queries from
-      keys, hidden keys hide no query; elsewhere a hidden position is padding, and its row is zeros.
-      An op that sorts a sequence takes the sides of a causal call for one.
+      Segment ids in which hidden keys are padding, and the bias. Where the op distinguishes queries
+      from keys, hidden keys hide no query. Elsewhere a hidden position is padding, and its row is
+      zeros. An op that sorts a sequence does not distinguish them in a causal call.
     """
     if mask is None:
         return segment_ids, bias
@@ -89,8 +89,8 @@ def with_mask(
     of_query, of_key = segment_pair(segment_ids)
     of_key = jnp.where(seen, 1 if of_key is None else of_key, 0)
     sorts = op.traits.random_plan and not op.traits.causal_plan
-    one = causal and sorts and n_queries == n_keys and not isinstance(segment_ids, tuple)
-    if one or not op.traits.cross:
+    one_sequence = causal and sorts and n_queries == n_keys and not isinstance(segment_ids, tuple)
+    if one_sequence or not op.traits.cross:
         return of_key, bias
     ones = jnp.ones((n_batch, n_queries), of_key.dtype)
     return (ones if of_query is None else of_query, of_key), bias

@@ -1,4 +1,4 @@
-"""Which key each query may see, by causality, segment and shared queries."""
+"""Masks of causality, segments and shared queries, and what a call says of its tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-# Booleans say of each row that its tokens are one segment.
+# Booleans, True at tokens: each row is one segment.
 Ids = Int[Array, "B T"] | Bool[Array, "B T"]
 SegmentIds = Ids | tuple[Ids, Ids]
 
@@ -16,40 +16,44 @@ SegmentIds = Ids | tuple[Ids, Ids]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Segments, and what else is said of each token: it travels wherever segments do."""
+    """Segment ids and other numbers of tokens, which layers pass on together.
+
+    Attributes:
+      segment_ids: ids; 0 or False is padding. None: no padding, one segment.
+      global_tokens: above 0 at global tokens, for ops with the trait.
+      positions: the positions that rotary embeddings read; None: 0 to T - 1.
+      right_padded: whether all padding of a row is behind its tokens, with finite numbers.
+    """
 
     segment_ids: Ids | None
-    global_tokens: Int[Array, "B T"] | None = (
-        None  # above 0: what an algorithm with the trait treats apart
-    )
-    positions: Int[Array, "B T"] | None = None  # that rotations go by; None: 0 to T - 1
-    # Whether the padding of a row is all behind its tokens, and what is computed there is finite.
-    padded_behind: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    global_tokens: Int[Array, "B T"] | None = None
+    positions: Int[Array, "B T"] | None = None
+    right_padded: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @property
     def counted(self) -> bool:
-        """Whether `lengths` say all that segments do: each row is one segment and padding."""
-        return (
-            self.padded_behind and self.segment_ids is not None and self.segment_ids.dtype == bool
-        )
+        """Whether lengths can replace segments: each row is one segment, then padding."""
+        return self.right_padded and self.segment_ids is not None and self.segment_ids.dtype == bool
 
 
 def tokens_of(segment_ids: SegmentIds | Tokens | None) -> Tokens:
-    """Segments with what else is said of them, if anything is."""
+    """`Tokens` as they are, or made of segment ids."""
     return segment_ids if isinstance(segment_ids, Tokens) else Tokens(segment_ids)
 
 
 def segment_pair(
     segment_ids: SegmentIds | None,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | tuple[None, None]:
-    """The segments of the queries and those of the keys."""
+    """The segment ids of the queries and those of the keys."""
     return segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
 
 
-def segment_ids_of(*each: tuple[SegmentIds | Tokens | None, Shaped[Array, "B _ *d"]]) -> Ids | None:
-    """The pair of segments of two sequences, given as (segments, x); None if neither has any.
+def paired_segment_ids(
+    *each: tuple[SegmentIds | Tokens | None, Shaped[Array, "B _ *d"]],
+) -> Ids | None:
+    """The pair of segment ids of two sequences, each given as (segments, x).
 
-    A sequence without segments is one.
+    A sequence without segments is one segment. None: neither has segments.
     """
     found = [(tokens_of(segment_ids).segment_ids, x) for segment_ids, x in each]
     if all(ids is None for ids, _ in found):
@@ -58,22 +62,22 @@ def segment_ids_of(*each: tuple[SegmentIds | Tokens | None, Shaped[Array, "B _ *
 
 
 def int32_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:
-    """Segments whose ids are integers, as ops read them."""
+    """Segment ids as int32, the dtype that ops read."""
     return jax.tree.map(lambda ids: ids.astype(jnp.int32), segment_ids)
 
 
 def row_lengths(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
-    """How many tokens each row has."""
+    """The number of tokens of each row."""
     return jnp.sum(ids != 0, axis=1, dtype=jnp.int32)
 
 
 def ids_or_ones(segment_ids: Ids | None, x: Shaped[Array, "B T *d"]) -> Int[Array, "B T"]:
-    """The segments of `x`; without any, all of a row is segment 1."""
+    """The segment ids of `x`; without any, each row is segment 1."""
     return jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
 
 
 def segment_numbers(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The ids of each row numbered from 0 on, in their order."""
+    """The index of each segment id among the sorted ids of its row, from 0 on."""
 
     def of_row(ids: Int[Array, " T"]) -> Int[Array, " T"]:
         order = jnp.argsort(ids)
@@ -90,7 +94,7 @@ def visibility(
     causal: bool,
     segment_ids: SegmentIds | None = None,
 ) -> Bool[Array, "#B 1 T S"]:
-    """Which keys each query may see, by causality and by segment."""
+    """Which keys each query sees, by causality and by segment."""
     mask = jnp.ones((1, 1, n_queries, n_keys), bool)
     if causal:
         mask = jnp.tril(mask)
@@ -104,8 +108,9 @@ def visibility(
 def except_self(
     mask: Bool[Array, "#B #N T T"], attend_self_if_alone: bool = True
 ) -> Bool[Array, "#B #N T T"]:
-    """Hides each position from itself, or with `attend_self_if_alone` unless it sees nothing else
-    (sec. 2).
+    """Hides each position from itself (Reformer, sec. 2).
+
+    With `attend_self_if_alone`, a position that sees nothing else still sees itself.
     """
     itself = jnp.eye(mask.shape[-1], dtype=bool)[None, None]
     others = mask & ~itself

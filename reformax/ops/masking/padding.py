@@ -1,4 +1,4 @@
-"""Zeros at padding, whatever stands there."""
+"""Replaces padding by zeros, whatever it contains."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from reformax.ops.masking.masks import SegmentIds, segment_pair
 
 
 def tokens_only(x: Float[Array, "B T N H"], ids: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
-    """`x` with zeros at padding. The gradient there is 0 too."""
+    """`x` with zeros at padding, where the gradient is 0 too."""
     return jnp.where((ids != 0)[..., None, None], x, 0)
 
 
-def over_tokens(
+def attend_to_tokens(
     attend: Callable[..., Array],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"] | None,
     v: Float[Array, "B S N V"],
     segment_ids: SegmentIds | None,
 ) -> Float[Array, "B T N V"]:
-    """`attend(q, k, v)`, which reads zeros at padding, with zeros at padding of its result."""
+    """`attend(q, k, v)` with zeros at the padding of its arguments and of its result."""
     if segment_ids is None:
         return attend(q, k, v)
     of_query, of_key = segment_pair(segment_ids)

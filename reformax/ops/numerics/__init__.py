@@ -1,1 +1,1 @@
-"""Arithmetic: precision of sums, normalization, blocks of rows."""
+"""Precision of sums, normalization, and loops over blocks of rows and chunks of queries."""

@@ -1,4 +1,4 @@
-"""A loss of a layer's own, beside that of the model."""
+"""Adds a layer's own loss to the gradient of the model's loss."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 
 @jax.custom_vjp
 def with_loss(out: Float[Array, "*d"], loss: Float[Array, ""]) -> Float[Array, "*d"]:
-    """`out`, by which `loss` reaches the weights it depends on.
+    """Returns `out`, and adds the gradient of `loss` to that of the model's loss.
 
-    The gradient is that of what is made of `out` and of `loss`, added up, through any stack and
-    recomputation. `loss` itself is nowhere to be seen: no metric has it.
+    The sum of both gradients passes through any stack and any recomputation. No metric reports
+    `loss` itself.
     """
     del loss
     return out

@@ -1,4 +1,4 @@
-"""Gradients that have no derivative of their own refuse to be differentiated."""
+"""Raises an error where a gradient without a second derivative is differentiated again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 @jax.custom_jvp
 def first_order(inputs: Any) -> Any:
-    """The inputs of a pass, any tree; `NotImplementedError` if the pass is differentiated."""
+    """The inputs of a pass, any tree; `NotImplementedError` when the pass is differentiated."""
     return inputs
 
 

@@ -1,4 +1,4 @@
-"""Length normalisation, which makes keys of shared queries (Reformer, sec. 2)."""
+"""Length normalisation, which turns shared queries into keys (Reformer, sec. 2)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mean_product(x: Float[Array, "*d H"], y: Float[Array, "*d H"]) -> Float[Arra
     """The mean of `x * y` over the last axis, float32 or wider."""
     dtype = accum_dtype(x.dtype, y.dtype)
     x, y = x.astype(dtype), y.astype(dtype)
-    if jax.default_backend() == "cpu":  # where XLA's product of vectors is faster than its sum
+    if jax.default_backend() == "cpu":  # XLA computes a dot product faster than a sum on a CPU
         product = jnp.einsum("...h,...h->...", x, y)
     else:
         product = jnp.sum(x * y, axis=-1)

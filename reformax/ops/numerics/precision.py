@@ -1,4 +1,4 @@
-"""The precision of sums: accumulation dtypes, and products that are summed in them."""
+"""The dtypes that sums are accumulated in, and products with such sums."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def product(
 ) -> Array:
     """`einsum` of arrays rounded to `dtype`, summed in float32, or in float64 for float64.
 
-    Sums are returned as they are, or rounded to the dtype `written`: then a GPU's product writes
-    them so, and no array has them in float32.
+    The result has the dtype of the sums, or `written`. A GPU's product then writes that dtype, and
+    no array holds the sums in float32.
     """
     x, y = x.astype(dtype), y.astype(dtype)
     sums = accum_dtype(dtype)
-    if jax.default_backend() == "cpu":  # which multiplies bfloat16 along the last axis alone
+    if jax.default_backend() == "cpu":  # XLA there multiplies bfloat16 along the last axis only
         x, y = x.astype(sums), y.astype(sums)
     elif written is not None:
         sums = written
@@ -39,14 +39,14 @@ def product(
 
 
 def in_three(x: Float[Array, "*d"], dtype: Any) -> tuple[Float[Array, "*d"], ...]:
-    """Numbers of float32 as sums of three of a narrower dtype.
+    """Splits numbers of float32 into three parts of a narrower dtype, whose sum they are.
 
-    Three of bfloat16 have as many digits, and the product of two bfloat16 is exact in float32:
-    products by parts choose what those of float32 do.
+    Three bfloat16 have the digits of one float32, and float32 holds the product of two bfloat16
+    exactly. A selection by products of parts is therefore that by products in float32.
     """
     digits, parts, rest = jnp.finfo(dtype), [], x
     for _ in range(3):
-        # Not by a cast there and back, which XLA may leave out.
+        # XLA may leave out a cast there and back.
         part = lax.reduce_precision(rest, digits.nexp, digits.nmant)
         parts.append(part.astype(dtype))
         rest = rest - part

@@ -1,8 +1,8 @@
-"""Blocks of neighbouring rows: read, replaced and added to, for some examples and heads at once.
+"""Reads, replaces and adds blocks of neighbouring rows, for some examples and heads at once.
 
-Nothing is padded and nothing is copied: a block is a slice of the arrays as they are. Where the
-length is not a multiple of the block, the last block begins earlier, and its rows that belong to
-the block before are masked.
+A block is a slice of the arrays: none is padded or copied. Where the length is not a multiple of
+the block size, the last block begins earlier and overlaps the block before. `RowBlock.in_block`
+masks the rows of the overlap.
 
 Letters besides those of `reformax.ops.base`: b examples and n heads of a group, L rows of a block,
 Q queries and K keys of a tile.
@@ -22,33 +22,33 @@ from jaxtyping import Array, Bool, Float, Int
 class Group(NamedTuple):
     """Examples and heads that are computed together."""
 
-    batch: Any  # the first of them
-    head: Any
+    batch: Any  # the first example
+    head: Any  # the first head
     n_batch: int
     n_heads: int
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Neighbouring rows of queries or of keys."""
 
     start: Any  # the first row that is read
     position: Int[Array, " L"]
-    own: Bool[Array, " L"] | None  # False for rows of the block before; None: all are its own
+    in_block: Bool[Array, " L"] | None  # False for rows of the block before; None: none is
 
 
-def block_at(start: Any, size: int, length: int, aligned: bool | None = None) -> Block:
-    """The block of `size` rows from `start` on; it begins earlier if there are too few.
+def block_at(start: Any, size: int, length: int, aligned: bool | None = None) -> RowBlock:
+    """The block of `size` rows from `start` on. It begins earlier where fewer rows are left.
 
     Args:
-      start: its first own row.
-      size: its number of rows.
+      start: its first row, without the overlap.
+      size: its number of rows, with the overlap.
       length: the length of the sequence.
-      aligned: whether there are always enough rows; by default, whether `size` divides the length.
+      aligned: whether every block has enough rows; by default, whether `size` divides the length.
     """
     aligned = length % size == 0 if aligned is None else aligned
     first = start if aligned else jnp.minimum(start, length - size)
     position = first + jnp.arange(size, dtype=jnp.int32)
-    return Block(first, position, None if aligned else position >= start)
+    return RowBlock(first, position, None if aligned else position >= start)
 
 
 def over_groups(
@@ -74,69 +74,71 @@ def over_groups(
     return lax.fori_loop(np.int32(0), n, each, carry)
 
 
-def _at(*starts: Any) -> tuple[Array, ...]:
-    """Where a slice starts, in integers of one dtype."""
+def _starts(*starts: Any) -> tuple[Array, ...]:
+    """The start of a slice, as integers of one dtype."""
     return tuple(jnp.asarray(i, jnp.int32) for i in starts)
 
 
-def rows(x: Float[Array, "B T N H"], group: Group, block: Block) -> Float[Array, "b n L H"]:
+def rows(x: Float[Array, "B T N H"], group: Group, block: RowBlock) -> Float[Array, "b n L H"]:
     """A block's rows of the group's heads."""
     sizes = group.n_batch, block.position.size, group.n_heads, x.shape[3]
-    part = lax.dynamic_slice(x, _at(group.batch, block.start, group.head, 0), sizes)
+    part = lax.dynamic_slice(x, _starts(group.batch, block.start, group.head, 0), sizes)
     return jnp.swapaxes(part, 1, 2)
 
 
 def put_rows(
-    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: Block
+    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: RowBlock
 ) -> Float[Array, "B T N H"]:
     """`x` with a block's rows of the group's heads replaced."""
     value = value.astype(x.dtype)
-    if block.own is not None:
-        value = jnp.where(block.own[:, None], value, rows(x, group, block))
-    start = _at(group.batch, block.start, group.head, 0)
+    if block.in_block is not None:
+        value = jnp.where(block.in_block[:, None], value, rows(x, group, block))
+    start = _starts(group.batch, block.start, group.head, 0)
     return lax.dynamic_update_slice(x, jnp.swapaxes(value, 1, 2), start)
 
 
 def add_rows(
-    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: Block
+    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: RowBlock
 ) -> Float[Array, "B T N H"]:
-    """`x` with `value` added, which is 0 in rows that are not the block's own."""
+    """`x` with `value` added, which is 0 in the rows of the block before."""
     total = rows(x, group, block) + value.astype(x.dtype)
-    start = _at(group.batch, block.start, group.head, 0)
+    start = _starts(group.batch, block.start, group.head, 0)
     return lax.dynamic_update_slice(x, jnp.swapaxes(total, 1, 2), start)
 
 
-def row_statistics(x: Float[Array, "B N T"], group: Group, block: Block) -> Float[Array, "b n L"]:
+def row_statistics(
+    x: Float[Array, "B N T"], group: Group, block: RowBlock
+) -> Float[Array, "b n L"]:
     """The statistics of a block's rows, of the group's heads."""
     sizes = group.n_batch, group.n_heads, block.position.size
-    return lax.dynamic_slice(x, _at(group.batch, group.head, block.start), sizes)
+    return lax.dynamic_slice(x, _starts(group.batch, group.head, block.start), sizes)
 
 
 def put_row_statistics(
-    x: Float[Array, "B N T"], value: Float[Array, "b n L"], group: Group, block: Block
+    x: Float[Array, "B N T"], value: Float[Array, "b n L"], group: Group, block: RowBlock
 ) -> Float[Array, "B N T"]:
     """`x` with the statistics of a block's rows, of the group's heads, replaced."""
-    if block.own is not None:
-        value = jnp.where(block.own[None, None], value, row_statistics(x, group, block))
-    return lax.dynamic_update_slice(x, value, _at(group.batch, group.head, block.start))
+    if block.in_block is not None:
+        value = jnp.where(block.in_block[None, None], value, row_statistics(x, group, block))
+    return lax.dynamic_update_slice(x, value, _starts(group.batch, group.head, block.start))
 
 
 def bias_tile(
-    shape: tuple[int, ...], group: Group, queries: Block, keys: Block
+    shape: tuple[int, ...], group: Group, queries: RowBlock, keys: RowBlock
 ) -> tuple[tuple[Array, ...], list[int]]:
-    """The start and the size of a tile's part of a bias; axes of size 1 are not cut."""
+    """The start and the size of a tile's slice of a bias. Axes of size 1 stay whole."""
     starts = group.batch, group.head, queries.start, keys.start
     sizes = group.n_batch, group.n_heads, queries.position.size, keys.position.size
     start = [i if n > 1 else 0 for i, n in zip(starts, shape, strict=True)]
-    return _at(*start), [s if n > 1 else 1 for s, n in zip(sizes, shape, strict=True)]
+    return _starts(*start), [s if n > 1 else 1 for s, n in zip(sizes, shape, strict=True)]
 
 
 def add_bias_tile(
     x: Float[Array, "#B #N #T #S"],
     value: Float[Array, "b n Q K"],
     group: Group,
-    queries: Block,
-    keys: Block,
+    queries: RowBlock,
+    keys: RowBlock,
 ) -> Float[Array, "#B #N #T #S"]:
     """`x` with a tile's gradient added, summed over the axes of size 1."""
     start, sizes = bias_tile(x.shape, group, queries, keys)
@@ -145,7 +147,7 @@ def add_bias_tile(
     return lax.dynamic_update_slice(x, lax.dynamic_slice(x, start, sizes) + value, start)
 
 
-def ids_of(ids: Int[Array, "B T"], group: Group, block: Block) -> Int[Array, "b L"]:
-    """The ids of a block's rows, such as segments."""
+def ids_of(ids: Int[Array, "B T"], group: Group, block: RowBlock) -> Int[Array, "b L"]:
+    """The ids of a block's rows, such as segment ids."""
     sizes = group.n_batch, block.position.size
-    return lax.dynamic_slice(ids, _at(group.batch, block.start), sizes)
+    return lax.dynamic_slice(ids, _starts(group.batch, block.start), sizes)

@@ -1,1 +1,1 @@
-"""Linear recurrences in chunks, and what stands before and behind them."""
+"""Linear recurrences in chunks, and the features and convolutions of their inputs."""

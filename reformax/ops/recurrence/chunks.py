@@ -1,14 +1,12 @@
-"""The chunks of a linear recurrence, and their products: `recurrence.recurrence` in array
-operations.
+"""`recurrence.recurrence` in array operations: products of matrices for each chunk.
 
-A chunk of L positions is products of matrices: positions of the chunk see each other by an L x L
-matrix, and what came before by the state at the chunk's border (Yang et al. 2023, sec. 4.2). The
-delta rule becomes the first recurrence with other values u, for which a triangular system is solved
-(Yang et al. 2024, sec. 3.3):
+A chunk of L positions reads its own positions by an L x L matrix, and earlier ones by the state at
+the chunk's start (Yang et al. 2023, sec. 4.2). The delta rule becomes the first recurrence with
+other values u, the solution of a triangular system (Yang et al. 2024, sec. 3.3):
 
     (1 + M) u = b (v - e^c k S),    M_ij = b_i e^(c_i - c_j) k_i . k_j  for j < i
 
-Only states at the borders pass from chunk to chunk. Time is O(T L), and memory O(T). Arrays are
+Only states pass from chunk to chunk. Time is O(T L), and memory O(T). Arrays are
 `[C, B, N, L, ...]`, chunks first.
 """
 
@@ -28,7 +26,7 @@ from reformax.ops.recurrence.decay_products import decayed_products, decayed_pro
 
 
 class RecurrenceInputs(NamedTuple):
-    """What a recurrence reads."""
+    """The inputs of a recurrence."""
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B T N H"]
@@ -41,16 +39,16 @@ class RecurrenceInputs(NamedTuple):
 
 
 class RecurrenceChunks(NamedTuple):
-    """The inputs in chunks, `[C, B, N, L, ...]`, and which positions are of one segment."""
+    """The inputs in chunks, `[C, B, N, L, ...]`, and masks of segments."""
 
     q: Float[Array, "C B N L H"]
     k: Float[Array, "C B N L H"]
     v: Float[Array, "C B N L V"]
-    decay: Float[Array, "C B N L _"] | None  # log_decay summed up, from the chunk's begin
+    decay: Float[Array, "C B N L _"] | None  # the cumulative sum of log_decay in the chunk
     beta: Float[Array, "C B N L 1"] | None
-    so_far: Bool[Array, "*c L L"]  # whether row j is of row i's segment, and not behind it
-    old: Bool[Array, "*c L 1"]  # whether a row is of the segment that the chunk begins in
-    new: Bool[Array, "*c L 1"]  # or of the one that it ends in
+    so_far: Bool[Array, "*c L L"]  # whether row j is of row i's segment, and not behind row i
+    old: Bool[Array, "*c L 1"]  # whether a row is of the segment of the state before the chunk
+    new: Bool[Array, "*c L 1"]  # whether a row is of the segment of the state after it
 
     def product(self, spec: str, x: Array, y: Array) -> Array:
         """`einsum` over the last two axes, in the inputs' dtype, summed in float32."""
@@ -60,27 +58,27 @@ class RecurrenceChunks(NamedTuple):
         return chunk_products.product(spec, x, y, dtype)
 
     def pairs(self) -> Float[Array, "C B N L L"]:
-        """What each query reads of each key of its chunk."""
+        """The weight of each key of a chunk for each of its queries."""
         dtype = jnp.result_type(self.q, self.k)
         return decayed_products(self.q, self.k, self.decay, self.so_far, dtype)
 
-    # Decays between a row and its chunk's borders; 0 for rows of other segments.
+    # Decays between a row and its chunk's start or end; 0 for rows of other segments.
 
     def from_old(self, x: Float[Array, "C B N L H"]) -> Float[Array, "C B N L H"]:
-        """`x` as it meets the state before the chunk."""
+        """`x` times the decay since the state before the chunk."""
         if self.decay is not None:
             x = _to_accum_dtype(x) * jnp.exp(self.decay)
         return jnp.where(self.old, x, 0)
 
     def to_new(self, x: Float[Array, "C B N L H"]) -> Float[Array, "C B N L H"]:
-        """`x` as it is added to the state after the chunk."""
+        """`x` times the decay until the state after the chunk."""
         if self.decay is not None:
             left = self.decay[..., -1:, :] - self.decay
             x = _to_accum_dtype(x) * jnp.exp(jnp.where(self.new, left, 0))
         return jnp.where(self.new, x, 0)
 
     def kept(self) -> Float[Array, "C B N _ 1"]:
-        """How much of the state before a chunk is in the one after it."""
+        """The factor of the state before a chunk in the state after it."""
         whole = jnp.swapaxes(self.old[..., -1:, :], -1, -2)
         if self.decay is None:
             whole = jnp.broadcast_to(whole, (self.q.shape[0], *whole.shape[-4:]))
@@ -89,7 +87,7 @@ class RecurrenceChunks(NamedTuple):
 
 
 def chunked(inputs: RecurrenceInputs, ids: Int[Array, "B T"] | None, size: int) -> RecurrenceChunks:
-    """The inputs in chunks of `size`; `ids` are segments, each of them side by side."""
+    """Cuts the inputs into chunks of `size`; `ids` are of contiguous segments."""
     dtype = accum_dtype(*(x.dtype for x in inputs[:3]))
     q, k, v = (cut(x, size) for x in inputs[:3])
     log_decay, beta = (None if x is None else cut(x.astype(dtype), size) for x in inputs[3:])
@@ -101,12 +99,12 @@ def chunked(inputs: RecurrenceInputs, ids: Int[Array, "B T"] | None, size: int) 
         ids = cut(ids, size)
         so_far = so_far & (ids == jnp.swapaxes(ids, -1, -2))
         new = ids == ids[..., -1:, :]
-        # Before the first chunk the state is zeros, as of the first segment.
+        # The state before the first chunk is zeros, of the first segment.
         last = jnp.concatenate([ids[:1, ..., :1, :], ids[:-1, ..., -1:, :]])
         old = ids == last
     decay = None
     if log_decay is not None:
-        # The exponential of less is 0 too; sums of less would not be exact.
+        # The exponential of smaller numbers is 0 too, and their sums would not be exact.
         log_decay = jnp.maximum(log_decay, math.log(jnp.finfo(dtype).smallest_subnormal) - 1)
         sums = so_far.astype(dtype)
         decay = jnp.einsum("...ij,...jh->...ih", sums, log_decay, precision=lax.Precision.HIGHEST)
@@ -119,7 +117,7 @@ def chunk_size(chunk_len: int, length: int) -> int:
 
 
 def cut(x: Float[Array, "B T N H"], size: int) -> Float[Array, "C B N L H"]:
-    """Chunks of `size` positions, the last one filled up with zeros."""
+    """Chunks of `size` positions; zeros fill up the last one."""
     n_chunks = -(-x.shape[1] // size)
     x = jnp.pad(x, ((0, 0), (0, n_chunks * size - x.shape[1]), (0, 0), (0, 0)))
     x = x.reshape(x.shape[0], n_chunks, size, *x.shape[2:])
@@ -145,7 +143,7 @@ def outputs(x: RecurrenceChunks) -> Float[Array, "C B N L V"]:
 def states_and_values(
     x: RecurrenceChunks,
 ) -> tuple[Float[Array, "C B N H V"], Float[Array, "C B N L V"]]:
-    """The states before each chunk, and the values that are written."""
+    """The states before each chunk, and the written values."""
     if x.beta is None:
         return prefix(x.kept(), x.product("lh,lv->hv", x.to_new(x.k), x.v)), x.v
     solved = _solved(x)
@@ -168,14 +166,14 @@ def prefix(
 ) -> Float[Array, "C B N H V"]:
     """The states before each step of `S_{c+1} = kept_c S_c + added_c`, from zeros.
 
-    About sqrt(C) steps in blocks of as many, all blocks side by side, then from block to block.
+    It takes about sqrt(C) steps within blocks, in parallel, then as many from block to block.
     """
     n = len(added)
     size = n if n <= 16 else 1 << ((n - 1).bit_length() + 1) // 2
     n_blocks = -(-n // size)
     padding = [(0, n_blocks * size - n)] + [(0, 0)] * (added.ndim - 1)
 
-    def in_blocks(x):  # steps of a block in front, then blocks
+    def in_blocks(x):  # [steps of a block, blocks, ...]
         x = jnp.pad(x, padding)
         return jnp.swapaxes(x.reshape(n_blocks, size, *x.shape[1:]), 0, 1)
 
@@ -196,17 +194,17 @@ def prefix(
 
 
 def forget(kept: Float[Array, "*c H 1"], state: Float[Array, "*c H V"]) -> Float[Array, "*c H V"]:
-    """`kept * state`; zeros where nothing is kept, of a state that overflowed too."""
+    """`kept * state`; zeros where `kept` is 0, even if the state overflowed."""
     return jnp.where(kept > 0, kept * state, 0)
 
 
 class _Solved(NamedTuple):
-    """What makes the delta rule a recurrence of other values."""
+    """The solved triangular systems of the delta rule."""
 
     pairs: Float[Array, "C B N L L"]  # e^(c_i - c_j) k_i . k_j
-    below: Bool[Array, "*c L L"]  # where M has numbers
+    below: Bool[Array, "*c L L"]  # where M is not 0
     inverse: Float[Array, "C B N L L"]  # (1 + M)^-1
-    keys: Float[Array, "C B N L H"]  # as they meet the state before the chunk
+    keys: Float[Array, "C B N L H"]  # times the decay since the state before the chunk
     reads: Float[Array, "C B N L H"]  # u = (1 + M)^-1 b v - reads S
 
 
@@ -226,8 +224,8 @@ def _solved(x: RecurrenceChunks) -> _Solved:
 def gradients(x: RecurrenceChunks, d_out: Float[Array, "C B N L V"]) -> RecurrenceInputs:
     """The gradients of the inputs, in chunks.
 
-    That of a cumulative decay needs no product of its own: what is read at t is a function of
-    `q_t e^(c_t)` and what is written there of `k_t e^(-c_t)`.
+    The gradient of a cumulative decay needs no other product, because the recurrence is a function
+    of `q_t e^(c_t)` and `k_t e^(-c_t)`.
     """
     solved = None if x.beta is None else _solved(x)
     states, values = states_and_values(x)
@@ -260,7 +258,7 @@ def gradients(x: RecurrenceChunks, d_out: Float[Array, "C B N L V"]) -> Recurren
 
 
 def _d_states(x: RecurrenceChunks, solved: _Solved | None, d_out, d_values):
-    """The gradients of the states after each chunk, and of the values that are written."""
+    """The gradients of the states after each chunk, and of the written values."""
     read = x.product("ih,iv->hv", x.from_old(x.q), d_out)
     keys = x.to_new(x.k)
     if solved is None:
@@ -278,7 +276,7 @@ def _d_states(x: RecurrenceChunks, solved: _Solved | None, d_out, d_values):
 
 
 def _solved_vjp(x: RecurrenceChunks, solved: _Solved, states, values, d_values):
-    """The gradients of v, of b, and of the keys where they read and where they are written."""
+    """The gradients of v and b, and of keys as they read and as they are written."""
     d_right = x.product("ij,iv->jv", solved.inverse, d_values)
     left = _to_accum_dtype(x.v) - jnp.where(x.old, x.product("lh,hv->lv", solved.keys, states), 0)
     d_below = jnp.where(solved.below, -x.product("iv,jv->ij", d_right, values), 0)
@@ -293,5 +291,5 @@ def _solved_vjp(x: RecurrenceChunks, solved: _Solved, states, values, d_values):
 
 
 def _to_accum_dtype(x: Array) -> Array:
-    """The same numbers in float32, or float64."""
+    """`x` in its accumulation dtype."""
     return x.astype(accum_dtype(x.dtype))

@@ -1,9 +1,9 @@
-"""Products within a chunk of a linear recurrence, weighted by how much is forgotten in between.
+"""Products of pairs of rows of a chunk, weighted by the decay between the rows.
 
 Decays are cumulative logarithms `c`, `[*b, L, 1]` for a head or `[*b, L, H]` for each feature of
-its keys; None forgets nothing. Between rows of one segment c never rises. Every exponent here is a
-difference that is at most 0: `exp(-c)` by itself would overflow where much is forgotten (Yang et
-al. 2023, "Gated Linear Attention", sec. 4.3).
+its keys; None is no decay. Within a segment c never increases. Every exponent in this file is a
+difference that is at most 0: `exp(-c)` would overflow after much decay (Yang et al. 2023, "Gated
+Linear Attention", sec. 4.3).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from reformax.ops.numerics.precision import product
 
-# Rows whose products by feature are summed one by one; more are split into halves.
+# Up to so many rows, products by feature are summed one by one. More rows are split into halves.
 DIRECT = 16
 
 
@@ -50,16 +50,16 @@ def decayed_products_vjp(
 
 
 def _weighted(products, decay, seen):
-    """The products of whole vectors, by the decay of their head."""
+    """The products of whole vectors, times the decay of their head."""
     if decay is not None:
         between = decay - jnp.swapaxes(decay, -1, -2)
         products = products * jnp.exp(jnp.where(seen, between, 0))
     return jnp.where(seen, products, 0)
 
 
-# A decay of each feature: the later half of the rows meets the earlier half at the row between
-# them, `exp(c_i - c_j) = exp(c_i - c_m) exp(c_m - c_j)`, and each half is split likewise. Rows of
-# different segments have no decay between them: theirs is cut at 1, and `seen` hides them.
+# Decays by feature: between the later and the earlier half of the rows they factor at the middle
+# row m, `exp(c_i - c_j) = exp(c_i - c_m) exp(c_m - c_j)`. Each half is split likewise. Between rows
+# of different segments decays mean nothing: they are cut at 1, and `seen` hides them.
 
 
 def _by_feature(x, y, decay, dtype):
@@ -69,18 +69,18 @@ def _by_feature(x, y, decay, dtype):
         x, y = (a.astype(decay.dtype) for a in (x, y))
         return jnp.sum(x[..., :, None, :] * y[..., None, :, :] * between, axis=-1)
     x, y, decay = (_halves(a) for a in (x, y, decay))
-    own = _by_feature(x, y, decay, dtype)
-    late, early = _to_the_middle(decay)
-    later, earlier = _met_in_the_middle(x, y, late, early)
+    within = _by_feature(x, y, decay, dtype)
+    late, early = _decays_to_middle(decay)
+    later, earlier = _decayed_to_middle(x, y, late, early)
     across = product("...ih,...jh->...ij", later, earlier, dtype)
-    return _of_quarters(own[..., 0, :, :], across, own[..., 1, :, :])
+    return _of_quarters(within[..., 0, :, :], across, within[..., 1, :, :])
 
 
 def _by_feature_vjp(d_out, x, y, decay, dtype):
     n = x.shape[-2]
     if n <= DIRECT:
         dx, dy = jnp.zeros_like(decay), jnp.zeros_like(decay)
-        for t in range(n):  # terms, for an axis to sum over would be in memory
+        for t in range(n):  # a sum over an axis would put all its terms in memory
             row = slice(t, t + 1)
             since = jnp.exp(jnp.minimum(decay - decay[..., row, :], 0))
             dx = dx + d_out[..., :, row] * y[..., row, :].astype(decay.dtype) * since
@@ -94,8 +94,8 @@ def _by_feature_vjp(d_out, x, y, decay, dtype):
         return dx, dy
     x, y, decay = (_halves(a) for a in (x, y, decay))
     dx, dy = _by_feature_vjp(_diagonal_quarters(d_out), x, y, decay, dtype)
-    late, early = _to_the_middle(decay)
-    later, earlier = _met_in_the_middle(x, y, late, early)
+    late, early = _decays_to_middle(decay)
+    later, earlier = _decayed_to_middle(x, y, late, early)
     across = d_out[..., n // 2 :, : n // 2]
     dx_late = product("...ij,...jh->...ih", across, earlier, dtype) * late
     dy_early = product("...ij,...ih->...jh", across, later, dtype) * early
@@ -103,8 +103,8 @@ def _by_feature_vjp(d_out, x, y, decay, dtype):
     return dx, jnp.concatenate([dy[..., 0, :, :] + dy_early, dy[..., 1, :, :]], axis=-2)
 
 
-def _met_in_the_middle(x, y, late, early) -> tuple[Array, Array]:
-    """The later half of x and the earlier half of y, as they are at the row between."""
+def _decayed_to_middle(x, y, late, early) -> tuple[Array, Array]:
+    """The later half of x and the earlier half of y, decayed to the middle row."""
     return x[..., 1, :, :].astype(late.dtype) * late, y[..., 0, :, :].astype(early.dtype) * early
 
 
@@ -112,18 +112,18 @@ def _halves(x: Float[Array, "*b L H"]) -> Float[Array, "*b 2 L/2 H"]:
     return x.reshape(*x.shape[:-2], 2, x.shape[-2] // 2, x.shape[-1])
 
 
-def _to_the_middle(decay: Float[Array, "*b 2 L H"]) -> tuple[Array, Array]:
-    """What is left of the earlier half's last row in the later half, and of the earlier in it."""
+def _decays_to_middle(decay: Float[Array, "*b 2 L H"]) -> tuple[Array, Array]:
+    """The decays from the earlier half's last row to the later half, and from the earlier to it."""
     early, late = decay[..., 0, :, :], decay[..., 1, :, :]
     middle = early[..., -1:, :]
     return jnp.exp(jnp.minimum(late - middle, 0)), jnp.exp(jnp.minimum(middle - early, 0))
 
 
 def inverse(below: Float[Array, "*b L L"]) -> Float[Array, "*b L L"]:
-    """`(1 + M)^-1` of a matrix M whose only numbers are below its diagonal; L is a power of 2.
+    """`(1 + M)^-1` of a strictly lower triangular matrix M; L is a power of 2.
 
-    By halves: the lower left quarter is `-D^-1 B A^-1` of the quarters A, B and D. Unlike a series
-    of powers of M this is as exact as substitution, whatever the size of M.
+    The lower left quarter is `-D^-1 B A^-1` of the quarters A, B and D. Unlike a series of powers
+    of M, this is as exact as substitution for any magnitude of M.
     """
     n = below.shape[-1]
     if n == 1:
@@ -145,6 +145,6 @@ def _diagonal_quarters(x: Float[Array, "*b L L"]) -> Float[Array, "*b 2 L/2 L/2"
 
 
 def _of_quarters(first: Array, corner: Array, second: Array) -> Float[Array, "*b L L"]:
-    """The matrix with zeros in its upper right quarter."""
+    """The matrix of these quarters, with zeros in the upper right one."""
     above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
     return jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)

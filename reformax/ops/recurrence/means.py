@@ -1,10 +1,10 @@
-"""Means of values, weighted by products of queries and keys: a linear recurrence over another.
+"""Means of values weighted by products of queries and keys: a quotient of linear recurrences.
 
     out_t = sum_s a_(s,t) (q_t . k_s) v_s / sum_s a_(s,t) (q_t . k_s),
 
-over the positions s up to t of its segment, where a_(s,t) is what the decays leave (Katharopoulos
-et al. 2020, eq. 18-20; Choromanski et al. 2020, sec. 2.2). The sum below is the recurrence of a
-column of ones. Array operations have that column; kernels sum the keys instead, and divide.
+over the positions s up to t of its segment, where a_(s,t) is the decay from s to t (Katharopoulos
+et al. 2020, eq. 18-20; Choromanski et al. 2020, sec. 2.2). The denominator is the recurrence of a
+column of ones. Array operations add that column to the values. Kernels sum the keys instead.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.masking.contiguous import back, side_by_side, taken
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.recurrence import recurrence
 from reformax.ops.softmax.online import LEAST_SUM, nonzero
 
-# What the gradient reads of the other pass, for policies of `jax.checkpoint`.
+# The name of the forward pass's results that the gradient reads, for policies of `jax.checkpoint`.
 KEPT = "mean"
 
-# Features of keys of which a GPU's program reads some at a time.
+# The most features of keys; a GPU's program reads some at a time.
 MAX_FEATURES = 1024
 
 
@@ -42,13 +42,13 @@ def mean(
     chunk_len: int = 64,
     impl: str = "auto",
 ) -> Float[Array, "B T N V"]:
-    """The means, in the dtype of `v`; zeros where weights sum up to less than 1e-18.
+    """The means, in the dtype of `v`; zeros where the sum of weights is below 1e-18.
 
     Arguments and errors are as in `recurrence`. Products of queries and keys must be at least 0.
     """
     check_impl(impl, *KERNELS)
     x = RecurrenceInputs(q, k, v, log_decay, None)
-    impl = choose(impl, **_obstacles(x))
+    impl = choose_impl(impl, **_obstacles(x))
     if impl in KERNELS:
         return _mean(impl == "pallas_interpret", x, segment_ids)
     options = dict(segment_ids=segment_ids, chunk_len=chunk_len, impl="xla")
@@ -56,7 +56,7 @@ def mean(
 
 
 def _obstacles(x: RecurrenceInputs) -> dict[str, str | None]:
-    """Blocks of features add up, so that queries and keys may be wider than a tile."""
+    """Queries and keys may be wider than a tile: the kernel sums over blocks of features."""
     size = x.k.shape[-1]
     narrow = (a[..., :1] for a in (x.q, x.k))
     found = kernel_obstacles(*narrow, x.v)
@@ -66,12 +66,12 @@ def _obstacles(x: RecurrenceInputs) -> dict[str, str | None]:
 
 
 def with_ones(v: Float[Array, "*d V"]) -> Float[Array, "*d V1"]:
-    """Values with a column more, whose sums are those of weights."""
+    """Values with a column of ones, whose sums are those of the weights."""
     return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
 
 
 def quotient(sums: Float[Array, "*d V1"]) -> Float[Array, "*d V"]:
-    """Means, of sums of `with_ones`; zeros where the weights sum up to less than `LEAST_SUM`."""
+    """The means, given the sums of `with_ones`; zeros where weights sum to below `LEAST_SUM`."""
     weights = sums[..., -1:]
     weights = jnp.where(weights < LEAST_SUM, 0, weights)
     return jnp.where(weights == 0, 0, sums[..., :-1] / nonzero(weights))
@@ -85,27 +85,29 @@ def _mean(interpret: bool, inputs: RecurrenceInputs, segment_ids) -> Float[Array
 def _forward(interpret: bool, inputs: RecurrenceInputs, segment_ids):
     from reformax.ops.kernels.triton import recurrence as kernel
 
-    order, x, ids = side_by_side(first_order(inputs), segment_ids)
+    order, x, ids = contiguous_segments(first_order(inputs), segment_ids)
     out, total = kernel.means(x, ids, interpret=interpret)
-    out, total = (checkpoint_name(x, KEPT) for x in (back(out, order), total))
+    out, total = (checkpoint_name(x, KEPT) for x in (restore_order(out, order), total))
     return out, (inputs, segment_ids, out, total)
 
 
 def _backward(interpret: bool, results, d_out):
-    """The gradient d of a mean is `d / total` of its sum and `-d . mean / total` of its total."""
+    """The gradient d of a mean is `d / total` for its sum and `-d . mean / total` for its total."""
     from reformax.ops.kernels.triton import recurrence as kernel
 
     results, d_out = first_order((results, d_out))
-    # Fenced, or the compiler would keep what the other pass computed.
+    # Without the barrier the compiler would keep intermediate arrays of the forward pass.
     inputs, segment_ids, out, total = lax.optimization_barrier(results)
-    order, x, ids = side_by_side(inputs, segment_ids)
-    out, d_out = (taken(a, order) for a in (out, d_out))
+    order, x, ids = contiguous_segments(inputs, segment_ids)
+    out, d_out = (reorder(a, order) for a in (out, d_out))
     inverse_sum = jnp.where(total > 0, 1 / nonzero(total), 0)[..., None]
     dtype = accum_dtype(out.dtype)
     d_sums = (d_out.astype(dtype) * inverse_sum).astype(out.dtype)
     d_total = -jnp.sum(d_sums.astype(dtype) * out.astype(dtype), axis=-1)
     gradients = kernel.means_backward(x, ids, d_sums, d_total, interpret=interpret)
-    return jax.tree.map(lambda g, x: back(g, order).astype(x.dtype), gradients, inputs), None
+    return jax.tree.map(
+        lambda g, x: restore_order(g, order).astype(x.dtype), gradients, inputs
+    ), None
 
 
 _mean.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""The functions of an op that is a linear recurrence between two steps of its own."""
+"""The functions of an op that is a linear recurrence with other inputs and another output."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from reformax.ops.recurrence.means import mean, quotient, with_ones
 from reformax.ops.recurrence.recurrence import advance, recurrence, state_after
 from reformax.ops.recurrence.short_convolution import (
     Projected,
+    convolve,
     convolve_next,
-    convolved,
     last_inputs,
 )
 from reformax.ops.sharding.shard import all_heads, of_heads
 
 OUTPUT_GATE = "output_gate"
-# Of positions, or what is divided by them: float32 holds their quotients and the bias they make.
+# Bounds within which float32 holds quotients of spans, and the bias that is made of them.
 Span = Annotated[float, Bounds(1e-6, 1e12, name="a number from 1e-6 to 1e12")]
 
 
 class RecurrenceCache(NamedTuple):
-    """What decoding keeps, of constant size."""
+    """The cache of decoding, of constant size."""
 
     state: Float[Array, "B N H V"]
-    last: Projected | None  # the inputs that short convolutions will read again
+    last: Projected | None  # the last inputs of short convolutions
 
 
 def recurrent(
@@ -45,26 +45,26 @@ def recurrent(
 ) -> dict[str, Callable]:
     """`apply`, `init_cache` and `step` of an op.
 
-    Queries, keys and values are convolved first where the weights have `conv_params`.
+    Where the weights have `conv_params`, queries, keys and values are convolved first.
 
     Args:
-      inputs: `(params, q, k, v, extra_projections) -> RecurrenceInputs`, what the recurrence reads.
-      output: `(params, out, extra_projections) -> out`, of the recurrence's output in float32. None
-        makes it the mean of values (`recurrence.means`).
+      inputs: `(params, q, k, v, extra_projections) -> RecurrenceInputs`.
+      output: `(params, out, extra_projections) -> out`, applied to the recurrence's output in
+        float32. None: the op computes means of values (`recurrence.means`).
       chunk_len, impl: as in `recurrence`.
-      constants: `n_heads -> {name: [N, ...]}`, what `inputs` and `output` get with the weights,
-        whose first axis is the heads too.
+      constants: `n_heads -> {name: [N, ...]}`, passed to `inputs` and `output` along with the
+        weights. The first axis of either is heads.
     """
 
     def of_these_heads(params, n_heads: int, rng=None):
-        """Weights and constants of the heads that the arrays have."""
+        """The weights and constants of the heads that the arrays have."""
         whole = dict(params) | constants(all_heads(rng, n_heads))
         return {name: of_heads(x, rng, n_heads) for name, x in whole.items()}
 
     def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections=None):
         del plan, causal, dropout
         params = of_these_heads(params, q.shape[2], rng)
-        x = inputs(params, *convolved(params, q, k, v, segment_ids), extra_projections)
+        x = inputs(params, *convolve(params, q, k, v, segment_ids), extra_projections)
         if output is None:
             return mean(*x[:4], segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
         out = recurrence(*x, segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
@@ -73,7 +73,7 @@ def recurrent(
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None):
         del plan, capacity, rng
         params, lengths = of_these_heads(params, q.shape[2]), jnp.asarray(lengths)
-        x = inputs(params, *convolved(params, q, k, v), extra_projections)
+        x = inputs(params, *convolve(params, q, k, v), extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
         x = x if output else x._replace(v=with_ones(x.v))
         return RecurrenceCache(state_after(x, lengths, chunk_len=chunk_len), last)
@@ -92,13 +92,13 @@ def recurrent(
     return dict(apply=apply, init_cache=init_cache, step=step)
 
 
-# What gated recurrences do with their output: each head's is brought to unit root mean square,
-# scaled by channel, and multiplied by a gate (Sun et al. 2023, eq. 8). DeltaNet has the norm alone
-# (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule").
+# The output of gated recurrences: each head's is normalised to unit root mean square, scaled by
+# channel, and multiplied by a gate (Sun et al. 2023, eq. 8). DeltaNet has no gate (Yang et al.
+# 2024, "Parallelizing Linear Transformers with the Delta Rule").
 
 
 def output_projections(gated: bool, dims: Dims) -> dict[str, ExtraProjection]:
-    """The projection of the output's gate."""
+    """The projection of the output gate."""
     return {OUTPUT_GATE: ExtraProjection(dims.n_heads, dims.d_v)} if gated else {}
 
 
@@ -110,7 +110,7 @@ def output_params(normalized: bool, dims: Dims) -> dict[str, Array]:
 def layer_output(
     params, out: Float[Array, "B T N V"], extra_projections
 ) -> Float[Array, "B T N V"]:
-    """The output normalised where there is a scale, and gated where there is a gate."""
+    """The output, normalised if there is a scale, and gated if there is a gate."""
     if "scale" in params:
         out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
         out = out * params["scale"].astype(out.dtype)[None, None]
@@ -120,5 +120,5 @@ def layer_output(
 
 
 def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """Queries over the square root of their size, as logits of a softmax are."""
+    """Queries divided by the square root of their size, as in softmax attention."""
     return (q.astype(accum_dtype(q.dtype)) * q.shape[-1] ** -0.5).astype(q.dtype)

@@ -2,7 +2,7 @@
 
 Choromanski et al. 2020 ("Rethinking Attention with Performers", lemma 1): for normally distributed
 w, the mean of `exp(w . x - |x|^2 / 2) exp(w . y - |y|^2 / 2)` is `exp(x . y)`. All features are
-positive, so no sum of them is near 0 by chance.
+positive, so their sum is not near 0 by chance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from reformax.ops.numerics.precision import accum_dtype
 
 
-class Features(NamedTuple):
+class PositiveFeatures(NamedTuple):
     """Features of vectors, `x e^scale`. The largest of each vector's `x` is about 1."""
 
     x: Float[Array, "B T N M"]
@@ -24,10 +24,10 @@ class Features(NamedTuple):
 
 
 def orthogonal_directions(rng: PRNGKeyArray, n: int, size: int) -> Float[Array, "M H"]:
-    """n normally distributed vectors, those of each `size` in turn orthogonal (sec. 2.4).
+    """n normally distributed vectors, orthogonal within each `size` consecutive ones (sec. 2.4).
 
-    Each has a direction from a random rotation and the length of another normal vector, whose
-    square is chi-squared. So each by itself is distributed as without the others.
+    Each has its direction from a random rotation and its length from another normal vector. Its
+    marginal distribution is therefore normal.
     """
     rng_direction, rng_length = jax.random.split(rng)
     blocks = jax.random.orthogonal(rng_direction, size, (-(-n // size),), jnp.float32)
@@ -37,16 +37,16 @@ def orthogonal_directions(rng: PRNGKeyArray, n: int, size: int) -> Float[Array, 
 
 def positive_features(
     x: Float[Array, "B T N H"], directions: Float[Array, "M H"], epsilon: float | Float[Array, ""]
-) -> Features:
+) -> PositiveFeatures:
     """`exp(w . x - |x|^2 / 2)` for each direction w, in float32.
 
-    The exponents are relative to the largest of their own vector, and to no other position's, so
-    that a position's features are the same whatever else there is.
+    The exponents are relative to the largest one of their vector, so that a position's features
+    do not depend on other positions.
 
     Args:
-      x: vectors, scaled.
+      x: scaled vectors.
       directions: from `orthogonal_directions`.
-      epsilon: added to the features in units of the largest, so that no product of two vanishes.
+      epsilon: added to the features, in units of the largest one. No product of two is then 0.
     """
     dtype: Any = accum_dtype(x.dtype)
     x = x.astype(dtype)
@@ -54,12 +54,12 @@ def positive_features(
         "btnh,mh->btnm", x, directions.astype(dtype), precision=jax.lax.Precision.HIGHEST
     )
     exponents = exponents - _square(x) / 2
-    # By its index: a number computed twice may not equal itself, and the gradient asks which does.
+    # By index: the gradient needs the largest, and a number computed twice may differ from itself.
     largest = jnp.argmax(jax.lax.stop_gradient(exponents), axis=-1, keepdims=True)
-    here = jax.lax.broadcasted_iota(largest.dtype, exponents.shape, exponents.ndim - 1) == largest
-    scale = jnp.sum(jnp.where(here, exponents, 0), axis=-1, keepdims=True)
+    index = jax.lax.broadcasted_iota(largest.dtype, exponents.shape, exponents.ndim - 1)
+    scale = jnp.sum(jnp.where(index == largest, exponents, 0), axis=-1, keepdims=True)
     features = jnp.exp(exponents - scale) + jnp.asarray(epsilon, dtype)
-    return Features(features, scale)
+    return PositiveFeatures(features, scale)
 
 
 def _square(x: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:

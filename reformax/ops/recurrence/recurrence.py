@@ -1,18 +1,18 @@
-"""Linear recurrences over a sequence.
+"""Linear recurrences over a sequence, and their gradient.
 
-A state `S [H, V]` of constant size is read by queries and written by keys and values:
+Keys and values write into a state `S [H, V]` of constant size, and queries read it:
 
     S_t = a_t S_{t-1} + k_t v_t^T,                          out_t = S_t^T q_t
     S_t = a_t (1 - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T   with the delta rule
 
-The first is linear attention (Katharopoulos et al. 2020, eq. 18-20). With a decay a of its head it
-is retention (Sun et al. 2023, eq. 6), and with one of each feature of its keys gated linear
-attention (Yang et al. 2023, eq. 4). The second first takes out what the state holds for a key, and
-so replaces it (Yang et al. 2024, "Gated Delta Networks", eq. 10).
+The first is linear attention (Katharopoulos et al. 2020, eq. 18-20). With a decay a for each head
+it is retention (Sun et al. 2023, eq. 6), and with a decay for each feature of the keys gated linear
+attention (Yang et al. 2023, eq. 4). The second replaces the value that the state holds for a key
+(Yang et al. 2024, "Gated Delta Networks", eq. 10).
 
-`recurrence.chunks` computes both, a chunk of positions at a time, and on NVIDIA GPUs
-`kernels.recurrence` does. The gradient computes all of this again, and keeps nothing but the inputs
-between the passes.
+`recurrence.chunks` computes both, a chunk of positions at a time, and so does
+`kernels.triton.recurrence` on NVIDIA GPUs. The gradient computes the states again: only the inputs
+are kept between the passes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.devices import varying_as
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.masking.contiguous import back, side_by_side, taken
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.recurrence import chunks
@@ -44,9 +44,9 @@ def recurrence(
     chunk_len: int = 64,
     impl: str = "auto",
 ) -> Float[Array, "B T N V"]:
-    """The outputs of a linear recurrence, causal, from a state of zeros at each segment's begin.
+    """The outputs of a causal linear recurrence, whose state is zeros at the start of each segment.
 
-    Products are computed in the widest dtype of q, k and v, and summed in float32, as the state is.
+    Products are computed in the widest dtype of q, k and v. The state and all sums are float32.
 
     Args:
       q: queries, scaled.
@@ -54,13 +54,13 @@ def recurrence(
       v: values.
       log_decay: log a_t, at most 0, `[B, T, N, 1]` or for each feature of the keys `[B, T, N, H]`;
         None is 0.
-      beta: b_t of the delta rule; None leaves the rule out.
-      segment_ids: ids; positions of one id are a sequence, wherever they stand.
+      beta: b_t of the delta rule; None: no delta rule.
+      segment_ids: ids; positions of one id are a sequence, contiguous or not.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
-        changes no number but by rounding.
+        changes results by rounding only.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, with
-        chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` takes them
-        where they can compute the call.
+        chunks of 64, and `"pallas_interpret"` runs these kernels anywhere, slowly. `"auto"` takes
+        the kernels where they can compute the call.
 
     Returns:
       The outputs in float32, or float64 for float64 inputs.
@@ -73,12 +73,12 @@ def recurrence(
     x = RecurrenceInputs(q, k, v, log_decay, beta)
     x = varying_as(x, x)
     obstacles = kernel_obstacles(q, k, v)
-    impl = choose(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
+    impl = choose_impl(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
     return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), impl, x, segment_ids)
 
 
 def _chip_obstacle(x: RecurrenceInputs) -> str | None:
-    """What a GPU's chip cannot hold beside that which `kernel_obstacles` knows."""
+    """The property of a call that does not fit on a GPU's chip, besides `kernel_obstacles`."""
     size = max(x.k.shape[-1], x.v.shape[-1])
     by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
     if x.beta is None or not by_feature or size <= 64 or x.q.dtype != jnp.float32:
@@ -86,7 +86,7 @@ def _chip_obstacle(x: RecurrenceInputs) -> str | None:
     return f"beta, decays by feature and head size {size}, which is above 64, in float32"
 
 
-def everything(
+def bidirectional(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
@@ -94,7 +94,7 @@ def everything(
     segment_ids: Int[Array, "B T"] | None = None,
     chunk_len: int = 64,
 ) -> Float[Array, "B T N V"]:
-    """`q_t . sum_s k_s v_s^T` over all positions s of the row's segment, before it and behind it.
+    """`q_t . sum_s k_s v_s^T` over all positions s of the segment of t, earlier and later ones.
 
     Arguments and dtypes are as in `recurrence`.
     """
@@ -102,21 +102,21 @@ def everything(
         dtype = jnp.result_type(q, k, v)
         state = product("bsnh,bsnv->bnhv", k, v, dtype)
         return product("btnh,bnhv->btnv", q, state, dtype)
-    order, qkv, ids = side_by_side((q, k, v), segment_ids)
-    return back(_of_segment(chunks.chunk_size(chunk_len, q.shape[1]), qkv, ids), order)
+    order, qkv, ids = contiguous_segments((q, k, v), segment_ids)
+    return restore_order(_of_segment(chunks.chunk_size(chunk_len, q.shape[1]), qkv, ids), order)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _of_segment(size: int, qkv: tuple[Array, Array, Array], ids: Int[Array, "B T"]) -> Array:
-    """`q_t . sum_s k_s v_s^T` over the row's segment, where those are side by side."""
+    """`bidirectional` for contiguous segments."""
     return _sums_of_segment(size, qkv, ids)
 
 
 def _sums_of_segment(size: int, qkv, ids) -> Array:
     """`_of_segment`, without its gradient.
 
-    A chunk reads a state of what came before it and one of what follows, whose rows are of the
-    segments that it begins and ends in.
+    A chunk reads a state of earlier chunks, for rows of its first segment, and one of later chunks,
+    for rows of its last segment.
     """
     x = chunks.chunked(RecurrenceInputs(*qkv, None, None), ids, size)
     same = x.so_far | jnp.swapaxes(x.so_far, -1, -2)
@@ -133,7 +133,7 @@ def _sums_of_segment(size: int, qkv, ids) -> Array:
 
 
 def _of_segment_backward(size: int, results, d_out):
-    """The function is linear in each of the three, and its derivatives are of its own form."""
+    """`_of_segment` is linear in q, k and v: each gradient is the same function of others."""
     ((q, k, v), ids), d = first_order((results, d_out))
     d = d.astype(jnp.result_type(q, k, v))
     each = (d, v, k), (v, d, q), (k, q, d)
@@ -152,22 +152,22 @@ def _recurrence(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
 
 
 def _forward(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
-    order, x, ids = side_by_side(first_order(inputs), segment_ids)
+    order, x, ids = contiguous_segments(first_order(inputs), segment_ids)
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
 
         out = kernel.forward(x, ids, interpret=impl == "pallas_interpret")
     else:
         out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
-    return back(out, order), (inputs, segment_ids)
+    return restore_order(out, order), (inputs, segment_ids)
 
 
 def _backward(size: int, impl: str, results, d_out):
     results, d_out = first_order((results, d_out))
-    # Fenced, or the compiler would keep what the other pass computed.
+    # Without the barrier the compiler would keep intermediate arrays of the forward pass.
     inputs, segment_ids = lax.optimization_barrier(results)
-    order, x, ids = side_by_side(inputs, segment_ids)
-    d_out = taken(d_out, order)
+    order, x, ids = contiguous_segments(inputs, segment_ids)
+    d_out = reorder(d_out, order)
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
 
@@ -175,7 +175,9 @@ def _backward(size: int, impl: str, results, d_out):
     else:
         gradients = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
         gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
-    return jax.tree.map(lambda g, x: back(g, order).astype(x.dtype), gradients, inputs), None
+    return jax.tree.map(
+        lambda g, x: restore_order(g, order).astype(x.dtype), gradients, inputs
+    ), None
 
 
 _recurrence.defvjp(_forward, _backward)

@@ -1,12 +1,12 @@
-"""Short convolutions: neighbours are mixed into queries, keys and values before they are compared.
+"""Short causal convolutions of queries, keys and values.
 
-A recurrence sums over positions, and knows who stood beside whom only if its inputs say so. Each
-feature becomes
+A recurrence sums over positions, and has the order of neighbours only from its inputs. Each feature
+becomes
 
     y_t = silu(sum_j w_j x_{t-j}),    0 <= j < W,
 
-over the last W positions of its own segment, by weights of its own (Gu and Dao 2023, "Mamba", sec.
-3.4; Yang et al. 2024, "Gated Delta Networks", sec. 3.4). Decoding keeps the last W - 1 inputs.
+over the last W positions of its segment, with its own weights (Gu and Dao 2023, "Mamba", sec. 3.4;
+Yang et al. 2024, "Gated Delta Networks", sec. 3.4). Decoding keeps the last W - 1 inputs.
 
 Letters besides those of `reformax.ops.base`: W the positions that a convolution reads.
 """
@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls.dims import Dims
-from reformax.ops.masking.contiguous import back, side_by_side
+from reformax.ops.masking.contiguous import contiguous_segments, restore_order
 from reformax.ops.numerics.precision import accum_dtype
 
 
 class Projected(NamedTuple):
-    """Queries, keys and values, or anything of each."""
+    """Queries, keys and values, or a number or array of each."""
 
     q: Any
     k: Any
@@ -34,9 +34,9 @@ class Projected(NamedTuple):
 
 
 def conv_params(size: int | None, rng, dims: Dims) -> dict[str, Array]:
-    """`conv_q [N, H, W]`, `conv_k [N, H, W]`, `conv_v [N, V, W]`; none where `size` is None.
+    """`conv_q [N, H, W]`, `conv_k [N, H, W]`, `conv_v [N, V, W]`; no weights if `size` is None.
 
-    The newest position is first. Uniform with a variance of 1 / (3 W), as PyTorch draws them.
+    The newest position is first. Weights are uniform with a variance of 1 / (3 W), as in PyTorch.
     """
     if size is None:
         return {}
@@ -49,19 +49,21 @@ def conv_params(size: int | None, rng, dims: Dims) -> dict[str, Array]:
     }
 
 
-def convolved(
+def convolve(
     params: Mapping[str, Array],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Projected:
-    """The three convolved within their segments; as they are if `params` has no weights for it."""
+    """Convolves all three within their segments; unchanged without `conv_params` in `params`."""
     weights = _weights(params)
     if weights is None:
         return Projected(q, k, v)
-    order, x, ids = side_by_side(Projected(q, k, v), segment_ids)
-    return Projected(*(back(_convolved(*xw, ids), order) for xw in zip(x, weights, strict=True)))
+    order, x, ids = contiguous_segments(Projected(q, k, v), segment_ids)
+    return Projected(
+        *(restore_order(_convolved(*xw, ids), order) for xw in zip(x, weights, strict=True))
+    )
 
 
 @jax.checkpoint  # the gradient computes the sums again instead of keeping them
@@ -80,7 +82,7 @@ def _convolved(
 
 
 def _delayed(x: Array, by: int) -> Array:
-    """`x [B, T, ...]` moved on by some positions, with zeros in front."""
+    """`x [B, T, ...]` shifted right by `by` positions, with zeros in front."""
     return jnp.pad(x[:, : x.shape[1] - by], ((0, 0), (by, 0)) + ((0, 0),) * (x.ndim - 2))
 
 
@@ -96,17 +98,17 @@ def last_inputs(
 ) -> Projected | None:
     """The last W - 1 of each row's first `lengths` positions, `[B, W - 1, N, _]`.
 
-    Zeros stand before the first one.
+    Positions before the first are zeros.
     """
     weights = _weights(params)
     if weights is None:
         return None
-    place = lengths[:, None] - jnp.arange(weights.q.shape[-1] - 1, 0, -1)[None]
-    place = place[..., None, None]
+    position = lengths[:, None] - jnp.arange(weights.q.shape[-1] - 1, 0, -1)[None]
+    position = position[..., None, None]
 
     def last(x):
-        held = jnp.take_along_axis(x, jnp.maximum(place, 0), axis=1)
-        return jnp.where(place >= 0, held, 0)
+        held = jnp.take_along_axis(x, jnp.maximum(position, 0), axis=1)
+        return jnp.where(position >= 0, held, 0)
 
     return jax.tree.map(last, inputs)
 
@@ -114,7 +116,7 @@ def last_inputs(
 def convolve_next(
     params: Mapping[str, Array], new: Projected, last: Projected | None
 ) -> tuple[Projected, Projected | None]:
-    """One more position, `[B, 1, N, _]`, convolved with the last ones, and the last ones then."""
+    """Convolves one more position, `[B, 1, N, _]`. Returns it and the new `last_inputs`."""
     weights = _weights(params)
     if weights is None:
         return new, None

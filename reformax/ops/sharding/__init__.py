@@ -1,1 +1,1 @@
-"""A call divided over devices: shards of heads, of the batch and of the sequence."""
+"""Divides a call over devices: shards of heads, of the batch and of the sequence."""

@@ -1,11 +1,11 @@
-"""Attention of one sequence over several devices, to what stands near.
+"""Local attention in one sequence over several devices.
 
-Each device of an axis holds a stretch of the sequence. A position that sees no further than a
-`Reach` needs of the other stretches their borders alone. They travel by `ppermute`, straight from
-the device that has them, and the gradient comes back on the same way.
+Each device of an axis holds a shard of the sequence. A position that sees no further than a `Reach`
+needs only the borders of the other shards. `ppermute` sends them from the devices that hold them,
+and sends their gradients back.
 
-All functions are for the inside of `jax.shard_map`. A *stretch* is `[B, t, ...]`: as many positions
-on each device.
+All functions run inside `jax.shard_map`. A *shard* is `[B, t, ...]`, with the same number of
+positions on each device.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from reformax.ops.sharding.shard import Shard
 
 
 class Reach(NamedTuple):
-    """How far a position sees.
+    """How far a position sees, in positions.
 
     Attributes:
-      before: the positions before its own unit, a multiple of the unit.
-      after: the positions behind its own, at most.
-      unit: a chunk, which begins at a multiple of its length. A window goes by single positions.
+      before: visible positions before the query's unit, a multiple of the unit.
+      after: visible positions behind the query, at most.
+      unit: the length of a chunk, which begins at a multiple of it. 1 for a sliding window.
     """
 
     before: int
@@ -39,7 +39,7 @@ class Reach(NamedTuple):
 
 
 def border(x: Array, axis: str, n: int, *, ahead: bool) -> Array:
-    """The `n` positions before a stretch, or with `ahead` those behind it; zeros outside of all."""
+    """The `n` positions before a shard, or behind it with `ahead`; zeros outside the sequence."""
     n_devices, length = lax.axis_size(axis), x.shape[1]
     parts, step = [], -1 if ahead else 1
     for hop in range(1, -(-n // length) + 1):
@@ -63,24 +63,24 @@ def attend(
     k: Float[Array, "B t N H"] | None,
     v: Float[Array, "B t N V"],
     segment_ids: Int[Array, "B t"] | None,
-    share: Shard,
+    shard: Shard,
 ) -> Float[Array, "B t N V"]:
-    """Attention of a stretch of queries to all that they see.
+    """Attention of a shard of queries to all keys that they see.
 
-    Each device attends within its stretch. Where stretches are long and whole units, as they are in
-    use, it then does so again for the rows near its ends, with the borders that they see. Otherwise
-    the stretch and its borders are one sequence, of which it keeps the rows of its own queries.
+    Each device attends within its shard. Long shards of whole units are the usual case: the device
+    then computes the rows near the shard's ends again, with the borders that they see. Otherwise
+    the device attends within the shard and its borders, and keeps the rows of its own queries.
 
     Args:
-      apply: `(q, k, v, segment_ids, share) -> out`, attention within one sequence.
+      apply: `(q, k, v, segment_ids, shard) -> out`, attention within one sequence.
       reach: how far a position sees.
       axis: the mesh axis that the sequence is split over.
-      q, k, v: the stretch; `k` is None where queries are the keys.
-      segment_ids: ids; None: one segment.
-      share: which heads these are.
+      q, k, v: the shard's arrays; `k` is None where queries are the keys.
+      segment_ids: the shard's ids; None: one segment.
+      shard: which heads the arrays have.
     """
     length = q.shape[1]
-    # Where stretches are no multiple of a unit, the first own unit began up to `slack` earlier.
+    # Where a shard is not a multiple of a unit, its first unit begins up to `slack` earlier.
     slack = reach.unit - 1 if length % reach.unit else 0
     before, after = reach.before + slack, reach.after
     if not slack:
@@ -88,12 +88,12 @@ def attend(
     start = lax.axis_index(axis) * length
     begun = start % reach.unit if slack else 0
 
-    def joined(inside: Array, head: Array, tail: Array, left: int, right: int, exchanged: bool):
-        """What is inside, behind the `left` positions before it and before the `right` behind it.
+    def joined(inside: Array, head: Array, tail: Array, left: int, right: int, exchange: bool):
+        """`inside` with the `left` positions before it and the `right` positions behind it.
 
-        The former come from the tail of the stretch before, the latter from the head of the next.
+        The former come from the tail of the shard before, the latter from the head of the next.
         """
-        if exchanged:
+        if exchange:
             ends = border(tail, axis, left, ahead=False), border(head, axis, right, ahead=True)
             x = jnp.concatenate([ends[0], inside, ends[1]], axis=1)
         else:
@@ -104,29 +104,29 @@ def attend(
         return lax.dynamic_slice_in_dim(x, slack - begun, x.shape[1] - slack, axis=1)
 
     def rows(first: int, last: int, seen: list[Array | None]) -> Float[Array, "B l N V"]:
-        """The outputs at positions `first` to `last`, of what they see."""
-        place = dataclasses.replace(share, position=start + first - begun - reach.before)
-        out = apply(*seen, place)
+        """The outputs at positions `first` to `last`, given what they see."""
+        at = dataclasses.replace(shard, position=start + first - begun - reach.before)
+        out = apply(*seen, at)
         return lax.dynamic_slice_in_dim(out, reach.before + begun, last - first, axis=1)
 
-    # Each array whole, its head and its tail, and whether borders of it travel.
+    # Each whole array with its head and its tail, and whether devices exchange its borders.
     ids, n = ids_or_ones(segment_ids, q), before + after
     is_short = slack > 0 or length < 2 * n
     parts = [None if x is None else (x, x, x) if is_short else with_ends(x, n) for x in (q, k, v)]
     parts.append((ids, ids, ids) if is_short else (ids, ids[:, :n], ids[:, length - n :]))
-    travels = k is None, True, True, True
+    exchanged = k is None, True, True, True
 
     def near(inside: int, left: int, right: int) -> list[Array | None]:
-        """What rows see: all of a stretch (0), its head (1) or its tail (2), and borders."""
+        """What rows see: a whole shard (0), its head (1) or its tail (2), and borders."""
         return [
-            None if x is None else joined(x[inside], x[1], x[2], left, right, travel)
-            for x, travel in zip(parts, travels, strict=True)
+            None if x is None else joined(x[inside], x[1], x[2], left, right, exchange)
+            for x, exchange in zip(parts, exchanged, strict=True)
         ]
 
     if is_short:
         return rows(0, length, near(0, before, after))
     whole = [None if x is None else x[0] for x in parts[:3]]
-    out = apply(*whole, segment_ids, dataclasses.replace(share, position=start))
+    out = apply(*whole, segment_ids, dataclasses.replace(shard, position=start))
     if before:
         first = rows(0, before, near(1, before, 0))
         out = lax.dynamic_update_slice_in_dim(out, first, 0, axis=1)
@@ -138,10 +138,10 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def with_ends(x: Array, n: int) -> tuple[Array, Array, Array]:
-    """A stretch, its first and its last `n` positions, which do not overlap.
+    """A shard, its first `n` positions and its last `n`, which do not overlap.
 
-    The gradients of the ends are added to that of the stretch in its place. Of slices they would
-    be padded to the stretch's length, and all of it read and written once more for each.
+    The gradients of the ends are added to slices of the shard's gradient. JAX's gradient of a slice
+    pads it to the shard's length, and so reads and writes the whole shard once more for each end.
     """
     return x, x[:, :n], x[:, x.shape[1] - n :]
 
@@ -149,8 +149,8 @@ def with_ends(x: Array, n: int) -> tuple[Array, Array, Array]:
 def _with_ends_backward(n: int, _, gradients):
     d_x, *d_ends = gradients
     for start, d_end in zip((0, d_x.shape[1] - n), d_ends, strict=True):
-        here = lax.dynamic_slice_in_dim(d_x, start, n, axis=1)
-        d_x = lax.dynamic_update_slice_in_dim(d_x, here + d_end, start, axis=1)
+        d_slice = lax.dynamic_slice_in_dim(d_x, start, n, axis=1)
+        d_x = lax.dynamic_update_slice_in_dim(d_x, d_slice + d_end, start, axis=1)
     return (d_x,)
 
 

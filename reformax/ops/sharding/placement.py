@@ -1,8 +1,8 @@
-"""Arrays whose types say how they lie on devices, along axes of `jax.sharding.AxisType.Explicit`.
+"""Runs a call of arrays that are sharded along axes of `jax.sharding.AxisType.Explicit`.
 
-These are what `jax.make_mesh` makes. There JAX asks of every operation where its result shall lie,
-which loops, scatters and kernels cannot say. A call of an algorithm therefore becomes a
-`jax.shard_map`: it treats rows alike, and most algorithms heads, so each device computes its own.
+`jax.make_mesh` makes such axes. JAX then asks for the sharding of each operation's result, which
+loops, scatters and kernels cannot state. The call therefore becomes a `jax.shard_map`, in which
+each device computes its rows, and for most algorithms its heads.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax import devices
 from reformax.buffers import in_parts
 from reformax.declared import Unsupported
-from reformax.ops.calls.heads import divides_a_choice, repeat_heads
+from reformax.ops.calls.heads import repeat_heads, splits_head_groups
 from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.sharding.shard import Shard
 
 
-class Call(NamedTuple):
+class CallArrays(NamedTuple):
     """The arrays of a call of an op."""
 
     params: Any
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The axes of a mesh over which queries are split; of positions and features, into one."""
+    """The mesh of a call, and the axes that its queries are split over: rows and heads only."""
 
     mesh: AbstractMesh
     queries: Spec
@@ -55,12 +55,12 @@ class Placement(NamedTuple):
         return self.queries[2]
 
     @property
-    def n_shares_of_heads(self) -> int:
-        """The number of shares that heads are split into."""
+    def n_head_shards(self) -> int:
+        """The number of shards that heads are split into."""
         return devices.n_shards(self.mesh, self.heads)
 
-    def specs(self, x: Call) -> Call:
-        """Where each array of a call lies."""
+    def specs(self, x: CallArrays) -> CallArrays:
+        """The sharding of each array of a call."""
 
         def of_pairs(pairs: Array) -> Spec:
             axes = zip((self.rows, self.heads), pairs.shape[:2], strict=True)
@@ -69,7 +69,7 @@ class Placement(NamedTuple):
         def each(spec: Spec, tree: Any) -> Any:
             return jax.tree.map(lambda _: spec, tree)
 
-        return Call(
+        return CallArrays(
             params=each(Spec(), x.params),
             q=self.queries,
             k=each(self.queries, x.k),
@@ -82,32 +82,34 @@ class Placement(NamedTuple):
             rng=each(Spec(), x.rng),
         )
 
-    def on_each(self, attend: Callable[[Call], Array], x: Call) -> Float[Array, "B T N V"]:
-        """`attend(x)`, which each device computes of its own rows and heads."""
+    def on_each(
+        self, attend: Callable[[CallArrays], Array], x: CallArrays
+    ) -> Float[Array, "B T N V"]:
+        """`attend(x)`, of which each device computes its rows and heads."""
         n_heads, n_kv_heads = x.q.shape[2], x.v.shape[2]
-        if n_kv_heads % self.n_shares_of_heads:  # each device needs some
+        if n_kv_heads % self.n_head_shards:  # each device needs at least one
             k, v = repeat_heads(x.q, x.k, x.v)
             x = x._replace(k=k, v=v)
 
-        n_parts = self.n_shares_of_heads * devices.n_shards(self.mesh, self.rows)
+        n_parts = self.n_head_shards * devices.n_shards(self.mesh, self.rows)
         x = x._replace(params=in_parts(x.params, n_parts))
 
-        def of_device(x: Call) -> Array:
+        def of_device(x: CallArrays) -> Array:
             head = devices.first(x.q.shape[2], self.heads)
-            share = Shard(x.rng, head=head, n_heads=n_heads, rows=self.rows or ())
-            return attend(x._replace(rng=share))
+            shard = Shard(x.rng, head=head, n_heads=n_heads, rows=self.rows or ())
+            return attend(x._replace(rng=shard))
 
         specs = self.specs(x)
         x = jax.tree.map(lambda y, spec: reshard(y, NamedSharding(self.mesh, spec)), x, specs)
         explicit = frozenset(self.mesh.explicit_axes)
-        # None are all but those that `jax.vmap` has taken away, which JAX alone knows.
+        # An empty set means all axes but those of `jax.vmap`, which only JAX knows.
         axes = explicit if len(explicit) < len(self.mesh.axis_names) else frozenset()
         options = dict(mesh=self.mesh, axis_names=axes, in_specs=(specs,), out_specs=self.queries)
         return jax.shard_map(of_device, **options)(x)
 
 
-def placement(op: Any, x: Call) -> Placement | None:
-    """Where the type of queries says that they lie, on the mesh of any array of the call.
+def placement_of(op: Any, x: CallArrays) -> Placement | None:
+    """The sharding of the queries' type, on the mesh of any array of the call.
 
     None: no array is on a mesh with explicit axes.
 
@@ -129,10 +131,10 @@ def placement(op: Any, x: Call) -> Placement | None:
     found = Placement(mesh, jax.typeof(x.q).sharding.spec)
     split = f"q has its heads split over {found.heads!r}"
     fix = "split its rows, with jax.sharding.reshard"
-    n, n_kv_heads = found.n_shares_of_heads, x.v.shape[2]
+    n, n_kv_heads = found.n_head_shards, x.v.shape[2]
     if n > 1 and not op.traits.head_shards:
         raise Unsupported(f"{split} and op is {op}, which computes them together: {fix}")
-    if op.traits.choose_together and divides_a_choice(n, x.q.shape[2], n_kv_heads):
+    if op.traits.choose_together and splits_head_groups(n, x.q.shape[2], n_kv_heads):
         raise Unsupported(
             f"{split} and op is {op}, whose heads of queries choose together for each of "
             f"{n_kv_heads} heads of keys: {fix}"

@@ -1,8 +1,8 @@
-"""A share of a call: some of its heads or positions, and which ones they are.
+"""A shard of a call: some of its heads, rows or positions, and their indices in the whole call.
 
-Dropout belongs to a weight's head and positions in the whole call, and hashes to a head. Who has a
-part of the arrays therefore draws what belongs to it, if he knows where it begins. `Shard` says so
-in the place of an rng. Of rows, `devices.row_axes` knows too.
+Dropout is drawn by head and positions of the whole call, and hashes by head. A device with a part
+of the arrays draws the same numbers where it knows the part's first indices. `Shard` holds these,
+and is passed as the rng. For rows, `devices.row_axes` knows them too.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from reformax import devices
 )
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """An rng, and where the arrays of a call stand in those of the whole one.
+    """The rng of the whole call, and the first indices of a shard's arrays in it.
 
     Attributes:
-      rng: that of the whole call.
-      head: the first head.
-      position: the first position of queries and of keys. It may be below 0 where what stands
-        there is padding.
-      n_heads: the heads of the whole call; None: the call has them all.
-      key_position: the first position of keys, where it is another than that of queries.
-      axis: the mesh axis whose devices each have a stretch of the sequences, as many positions one
-        as the other; None: the arrays are whole sequences. For an op with the trait
-        `sequence_shards`.
-      rows: the mesh axes whose devices each have other rows; None: those of `devices.row_axes`.
+      rng: the whole call's rng.
+      head: the index of the first head.
+      position: the first position of queries and of keys. Positions below 0 are padding.
+      n_heads: the number of heads of the whole call; None: the shard has all of them.
+      key_position: the first position of keys; None: `position`.
+      axis: the mesh axis whose devices each have a shard of the sequences, all of one length; None:
+        the arrays are whole sequences. For an op with the trait `sequence_shards`.
+      rows: the mesh axes that rows are split over; None: those of `devices.row_axes`.
     """
 
     rng: PRNGKeyArray | None
@@ -48,10 +46,10 @@ class Shard:
     rows: devices.Axes = None
 
 
-def row_axes(rng: PRNGKeyArray | Shard | None) -> devices.Axes:
-    """The mesh axes whose devices each have other rows of the whole call."""
-    told = rng.rows if isinstance(rng, Shard) else None
-    return devices.row_axes() if told is None else told
+def row_axes_of(rng: PRNGKeyArray | Shard | None) -> devices.Axes:
+    """The mesh axes that the rows of the whole call are split over."""
+    given = rng.rows if isinstance(rng, Shard) else None
+    return devices.row_axes() if given is None else given
 
 
 def rng_of(rng: PRNGKeyArray | Shard | None) -> PRNGKeyArray | None:
@@ -60,14 +58,14 @@ def rng_of(rng: PRNGKeyArray | Shard | None) -> PRNGKeyArray | None:
 
 
 def all_heads(rng: PRNGKeyArray | Shard | None, n_heads: int) -> int:
-    """The number of heads of the whole call, of which the arrays have `n_heads`."""
+    """The number of heads of the whole call; the arrays have `n_heads` of them."""
     return (rng.n_heads if isinstance(rng, Shard) else None) or n_heads
 
 
 def of_heads(x: Array, rng: PRNGKeyArray | Shard | None, n_heads: int, axis: int = 0) -> Array:
-    """From `x`, whose `axis` is all heads, the part of the `n_heads` that the arrays have.
+    """The part of `x`, whose `axis` is all heads, for the `n_heads` heads of the arrays.
 
-    Heads that fill up the last shares, behind all of `x`, have that of its last one.
+    Heads that only fill up the last shards take the part of the last head.
     """
     if x.shape[axis] == n_heads:
         return x

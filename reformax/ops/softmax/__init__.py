@@ -1,1 +1,1 @@
-"""Softmax attention in array operations: tiles, chunks, bands, lists of blocks, gathered keys."""
+"""Softmax attention in array operations: tiles, chunks, bands, gathered keys; its dropout."""

@@ -1,12 +1,14 @@
-"""Attention to a band of neighbours and to a few keys anywhere, in one softmax.
+"""Attention to a band of neighbours and to global keys, in one softmax.
 
-The neighbours are `window` positions on either side, or every `dilation`-th of so many times more.
-The sequence is laid out by its position modulo the dilation, so that a band is contiguous, and cut
-into blocks as long as the window: a block sees itself and its neighbours. The few keys, such as
-global tokens or attention sinks, are at positions that may differ between rows of a batch; one in
-the band counts once. Time and memory of the logits are O(T (window + G)).
+The neighbours are `window` positions on either side, or every `dilation`-th position of a range
+that is `dilation` times as long. The sequence is ordered by position modulo the dilation, so that a
+band is contiguous, and cut into blocks of `window` positions: a block sees itself and its
+neighbouring blocks. Global keys, such as global tokens or attention sinks, may have other positions
+in each row of a batch. A global key in the band counts once. Logits take O(T (window + G)) time and
+memory.
 
-Letters besides those of `reformax.ops.base`: G few keys, C blocks of L queries, M keys of a window.
+Letters besides those of `reformax.ops.base`: G global keys, C blocks of L queries, M keys of a
+window.
 """
 
 from __future__ import annotations
@@ -19,63 +21,63 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax.ops.calls.dispatch import choose, kernel_obstacles
-from reformax.ops.masking.bands import Band, ids_at, rows_at
+from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
+from reformax.ops.masking.bands import BandMask, ids_at, rows_at
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.dropout import seed_words
-from reformax.ops.softmax.joint import Keys, attend_to_kinds, scaled_logits
+from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds, scaled_logits
 from reformax.ops.softmax.orders import ChunkSizes, Order
 
-# Logits that are in memory at a time; of more, heads are computed one after the other.
+# Logits in memory at a time. More are computed head by head.
 LOGITS_AT_A_TIME = 2**29
-# Chunks of kernels are powers of two from here on: of whole tiles, and often of whole sequences.
+# The least chunk of a kernel. Chunks are powers of two: whole tiles, and often whole sequences.
 TILE = 64
 
 
 def attend(
-    bands: tuple[Band, ...],
+    bands: tuple[BandMask, ...],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
-    few: Int[Array, "#B G"] | None,
+    global_positions: Int[Array, "#B G"] | None,
     segment_ids: Int[Array, "B T"] | None,
     dropout: float,
     rng: PRNGKeyArray | None,
     impl: str = "auto",
 ) -> Float[Array, "B T N V"]:
-    """Softmax attention of each head to its band and to the few keys.
+    """Softmax attention of each head to its band and to the global keys.
 
     Args:
-      bands: that of each head, or one for all.
+      bands: the band of each head, or one for all heads.
       q, k, v: queries, keys and values.
-      few: the positions of the keys that all queries see; `NOWHERE` for none.
-      segment_ids: ids; a position sees its own id only, and 0 is padding.
+      global_positions: the positions of the global keys, which all queries see; `NOWHERE` for none.
+      segment_ids: ids; a position sees its own segment, and 0 is padding.
       dropout: the rate at which weights are dropped.
       rng: the source of dropout.
-      impl: the implementation asked for.
+      impl: the op's.
 
     Raises:
-      NotImplementedError: `"pallas"` is asked for what it cannot do.
+      NotImplementedError: `impl` cannot compute the call.
     """
     bands = tuple(band.within(q.shape[1]) for band in bands)
     each = bands if len(set(bands)) > 1 else bands[:1]
-    # A kernel drops by the numbers of the heads that it is given.
+    # A kernel draws dropout by the index of a head among those of its call.
     others = dict(
         dilation=tuple(band.dilation for band in each) if len(each) > 1 and dropout else None
     )
-    impl = choose(impl, **kernel_obstacles(q, k, v, **others))
+    impl = choose_impl(impl, **kernel_obstacles(q, k, v, **others))
     if impl == "xla":
         seed = seed_words(rng, len(q)) if dropout else None
         ids = jnp.ones((1, q.shape[1]), jnp.int32) if segment_ids is None else segment_ids
 
-        def of_heads(band: Band, q, k, v, heads):
-            return _of_heads(band, q, k, v, few, ids, dropout, seed, heads)
+        def of_heads(band: BandMask, q, k, v, heads):
+            return _of_heads(band, q, k, v, global_positions, ids, dropout, seed, heads)
 
     else:
 
-        def of_heads(band: Band, q, k, v, heads):
-            return _in_kernels(band, impl, q, k, v, few, segment_ids, dropout, rng)
+        def of_heads(band: BandMask, q, k, v, heads):
+            return _in_kernels(band, impl, q, k, v, global_positions, segment_ids, dropout, rng)
 
     if len(each) == 1:
         return of_heads(bands[0], q, k, v, np.arange(q.shape[2]))
@@ -88,12 +90,14 @@ def attend(
 
 
 def _heads_of(x: Array, heads: Sequence[int]) -> Array:
-    """`x[:, :, heads]` by slices: the gradient of an index would be added up atomically."""
+    """`x[:, :, heads]` by slices. The gradient of an index would be an atomic sum."""
     return jnp.concatenate([lax.slice_in_dim(x, i, i + 1, axis=2) for i in heads], axis=2)
 
 
-def _in_kernels(band: Band, impl: str, q, k, v, few, segment_ids, dropout: float, rng) -> Array:
-    """`attend` by kernels, in chunks that hold the window."""
+def _in_kernels(
+    band: BandMask, impl: str, q, k, v, global_positions, segment_ids, dropout: float, rng
+) -> Array:
+    """`attend` in kernels, in chunks that hold the window."""
     length = max(TILE, 1 << (band.window - 1).bit_length())
     sizes = ChunkSizes(length, 1, 0 if band.causal else 1)
     reach = band.window * band.dilation
@@ -102,48 +106,48 @@ def _in_kernels(band: Band, impl: str, q, k, v, few, segment_ids, dropout: float
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     order, of_order = None, segment_ids
     if band.dilation > 1:
-        n_places = q.shape[1] + chunks.padding
-        places = _by_step(band.dilation, q.shape[1], n_places)
-        order = Order(jnp.broadcast_to(places, (len(q), q.shape[2], 1, n_places)))
+        n_slots = q.shape[1] + chunks.padding
+        positions = _by_step(band.dilation, q.shape[1], n_slots)
+        order = Order(jnp.broadcast_to(positions, (len(q), q.shape[2], 1, n_slots)))
         of_order = _by_segment_and_step(band.dilation, q, segment_ids)
-    if few is None or few.shape[1] == 0:
+    if global_positions is None or global_positions.shape[1] == 0:
         return chunked_attention(q, k, v, chunks, order, of_order, rng, impl)
     from reformax.ops.kernels.triton import band as kernel
 
-    few = jnp.broadcast_to(few, (len(q), few.shape[1]))
+    global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
     if of_order is not None:
         of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
     near, interpret = kernel.Near(order, of_order), impl == "pallas_interpret"
-    return kernel.attend(band, chunks, interpret, q, k, v, few, near, segment_ids, rng)
+    return kernel.attend(band, chunks, interpret, q, k, v, global_positions, near, segment_ids, rng)
 
 
-def _by_step(step: int, length: int, n_places: int) -> Int[Array, " n_places"]:
-    """The positions by their number modulo `step`, and those behind `length` at their places."""
-    place = jnp.arange(n_places, dtype=jnp.int32)
-    few, n_more = divmod(length, step)  # the first numbers have one position more
-    behind = place - n_more * (few + 1)
-    first = place // (few + 1), place % (few + 1)
-    then = n_more + behind // max(few, 1), behind % max(few, 1)
-    number, nth = (jnp.where(behind < 0, x, y) for x, y in zip(first, then, strict=True))
-    return jnp.where(place < length, nth * step + number, place)
+def _by_step(step: int, length: int, n_slots: int) -> Int[Array, " n_slots"]:
+    """The positions ordered by position modulo `step`; padding from `length` on keeps its slots."""
+    slot = jnp.arange(n_slots, dtype=jnp.int32)
+    size, n_larger = divmod(length, step)  # the first `n_larger` residues have `size + 1` positions
+    behind = slot - n_larger * (size + 1)
+    first = slot // (size + 1), slot % (size + 1)
+    then = n_larger + behind // max(size, 1), behind % max(size, 1)
+    residue, nth = (jnp.where(behind < 0, x, y) for x, y in zip(first, then, strict=True))
+    return jnp.where(slot < length, nth * step + residue, slot)
 
 
 def _by_segment_and_step(step: int, x: Array, segment_ids) -> Int[Array, "B T"]:
-    """Ids of positions of one segment and one number modulo `step`; 0 is padding."""
+    """Ids of each segment's positions of each residue modulo `step`; 0 is padding."""
     number = 1 + jnp.arange(x.shape[1], dtype=jnp.int32)[None] % step
     if segment_ids is None:
         return jnp.broadcast_to(number, x.shape[:2])
     return jnp.where(segment_ids != 0, segment_numbers(segment_ids) * step + number, 0)
 
 
-def _of_heads(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
-    """`attend` of heads with one band; heads after each other where logits of all are too many."""
+def _of_heads(band: BandMask, q, k, v, global_positions, ids, dropout: float, seed, heads) -> Array:
+    """`attend` of heads with one band; head by head where all logits would be too many."""
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def some(q, k, v, heads):
-        return _attend(band, q, k, v, few, ids, dropout, seed, heads)
+        return _attend(band, q, k, v, global_positions, ids, dropout, seed, heads)
 
-    n_seen = 3 * band.window + (0 if few is None else few.shape[1])
+    n_seen = 3 * band.window + (0 if global_positions is None else global_positions.shape[1])
     if q.shape[0] * q.shape[1] * q.shape[2] * n_seen <= LOGITS_AT_A_TIME:
         return some(q, k, v, heads)
     each = (jnp.moveaxis(x, 2, 0)[..., None, :] for x in (q, k, v))
@@ -151,7 +155,7 @@ def _of_heads(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Arr
     return jnp.moveaxis(out[..., 0, :], 0, 2)
 
 
-def _attend(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
+def _attend(band: BandMask, q, k, v, global_positions, ids, dropout: float, seed, heads) -> Array:
     n_batch, length, n_heads, _ = q.shape
     step = band.dilation
     size = min(band.window, -(-length // step))
@@ -168,70 +172,67 @@ def _attend(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array
         x = jnp.pad(x, [(0, 0), (1, after)] + [(0, 0)] * (x.ndim - 2))
         return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
 
-    place = jnp.arange(n_steps * step).reshape(n_steps, step).T.reshape(1, -1, size)
+    query = jnp.arange(n_steps * step).reshape(n_steps, step).T.reshape(1, -1, size)
     queries, of_query = blocks(q), blocks(ids)
-    key, of_key = windows(place), windows(of_query)
-    mask = band.shows(place[..., None], key[:, :, None]) & (of_key != 0)[:, :, None]
+    key, of_key = windows(query), windows(of_query)
+    mask = band.sees(query[..., None], key[:, :, None]) & (of_key != 0)[:, :, None]
     mask = mask & (of_query[..., None] == of_key[:, :, None])
     kinds = [
-        Keys(
+        KeysOfKind(
             logits=scaled_logits("bclnh,bcmnh->bnclm", queries, windows(blocks(k))),
             values=windows(blocks(v)),
             mask=mask[:, None],
             address=key,
         )
     ]
-    if few is not None:
-        of_few = ids_at(ids, few)[:, None, None]
-        at = few[:, None, None]
-        mask = (of_few == of_query[..., None]) & (of_few != 0)
-        mask = mask & ~band.shows(place[..., None], at)
+    if global_positions is not None:
+        of_global = ids_at(ids, global_positions)[:, None, None]
+        at = global_positions[:, None, None]
+        mask = (of_global == of_query[..., None]) & (of_global != 0)
+        mask = mask & ~band.sees(query[..., None], at)
         if band.causal:
-            mask = mask & (at <= place[..., None])
-        keys, values = (rows_at(x, few) for x in (k, v))
+            mask = mask & (at <= query[..., None])
+        keys, values = (rows_at(x, global_positions) for x in (k, v))
         kinds.append(
-            Keys(
+            KeysOfKind(
                 logits=scaled_logits("bclnh,bgnh->bnclg", queries, keys),
                 values=values[:, None],
                 mask=mask[:, None],
-                address=few[:, None],
+                address=global_positions[:, None],
             )
         )
-    out = attend_to_kinds(kinds, place, dropout, seed, heads).astype(v.dtype)
+    out = attend_to_kinds(kinds, query, dropout, seed, heads).astype(v.dtype)
     out = out.reshape(n_batch, step, n_steps, n_heads, -1)
     return jnp.swapaxes(out, 1, 2).reshape(n_batch, -1, n_heads, v.shape[3])[:, :length]
 
 
-def rows_of_few(
+def rows_of_global_tokens(
     q: Float[Array, "B G N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
-    few: Int[Array, "B G"],
+    global_positions: Int[Array, "B G"],
     segment_ids: Int[Array, "B T"] | None,
     causal: bool,
     dropout: float,
     seed: Int[Array, 6] | None,
 ) -> Float[Array, "B G N V"]:
-    """Attention of a few queries, at positions `few`, to all keys."""
+    """Attention of the queries at `global_positions` to all keys."""
 
     @jax.checkpoint
     def rows(q, k, v):
         ids = jnp.ones((1, k.shape[1]), jnp.int32) if segment_ids is None else segment_ids
-        key, of_query = jnp.arange(k.shape[1]), ids_at(ids, few)
+        key, of_query = jnp.arange(k.shape[1]), ids_at(ids, global_positions)
         mask = (of_query[..., None] == ids[:, None]) & (ids != 0)[:, None]
         if causal:
-            mask = mask & (key <= few[..., None])
-        all_keys = Keys(
+            mask = mask & (key <= global_positions[..., None])
+        all_keys = KeysOfKind(
             logits=scaled_logits("bclnh,bsnh->bncls", q[:, None], k),
             values=v[:, None],
             mask=mask[:, None, None],
             address=key[None, None],
         )
         heads = jnp.arange(q.shape[2])
-        out = attend_to_kinds([all_keys], few[:, None], dropout, seed, heads)
+        out = attend_to_kinds([all_keys], global_positions[:, None], dropout, seed, heads)
         return out[:, 0].astype(v.dtype)
 
     return rows(q, k, v)
-
-
-# Decoding

@@ -1,12 +1,12 @@
-"""Lists of the nonzero tiles of a block mask, and sums over rows of any length.
+"""Lists the nonzero tiles of a block mask, and merges the results of parts of the lists.
 
-Block-sparse attention runs through the nonzero tiles of each row of the mask, and of each column
-for the gradient of keys. The lists are NumPy arrays, because the mask is known when a call is
-traced. Without a mask, all rows share one list.
+Block-sparse attention computes the nonzero tiles of each row of the mask, and of each column for
+the gradient of keys. The lists are NumPy arrays, because the mask is known when a call is traced.
+Without a mask, all rows have the same list.
 
-Rows may be very uneven: a global block is one full row among thousands that hold ten tiles each.
-Kernels that compute rows side by side therefore cut them into *parts* with a bounded number of
-tiles and merge the results of the parts in a tree. Every sum then still has one order, and results
+Rows may have very different lengths: a global block is a full row among thousands of ten tiles
+each. Kernels that compute rows in parallel therefore cut them into *parts* with a bounded number of
+tiles, and merge the results of the parts in a tree. Every sum then has a fixed order, and results
 repeat bit for bit.
 
 Letters besides those of `reformax.ops.base`: G masks, one for each head or 1 for all; U rows of all
@@ -28,16 +28,16 @@ from reformax.ops.softmax.online import Softmax, lowest
 
 # The least side of a kernel's tile.
 MIN_TILE = 16
-# How many parts are merged at once.
+# The number of parts that are merged at once.
 FAN_IN = 8
 
 Ints = Int[np.ndarray, "..."]
 
 
-class Rows(NamedTuple):
+class TileLists(NamedTuple):
     """The nonzero tiles of each row: `entries[start[i] : start[i] + count[i]]`.
 
-    A tile is whole if each of its queries sees each of its keys by position. Whole ones come first.
+    A tile is whole if all its queries see all its keys by position. A list begins with whole tiles.
     """
 
     start: Int[np.ndarray, " U"]
@@ -46,11 +46,11 @@ class Rows(NamedTuple):
     entries: Int[np.ndarray, " nnz"]  # the column of each tile; in lists of columns, its row
 
 
-class Parts(NamedTuple):
-    """Stretches of the entries of `Rows`, of bounded length: one or more for each row, in order."""
+class ListParts(NamedTuple):
+    """Slices of bounded length of the entries of `TileLists`, in order; one or more for a row."""
 
     row: Ints
-    first: Ints  # index of its first entry
+    first: Ints  # the index of its first entry
     count: Ints
     n_whole: Ints
     per_row: Int[np.ndarray, " U"]
@@ -80,21 +80,21 @@ class Layout:
 
     @property
     def n_masks(self) -> int:
-        """The number of heads if each has its own mask, or else 1."""
+        """The number of heads if each has another mask, else 1."""
         return len(self.mask)
 
-    def rows(self, tile_q: int, tile_k: int) -> Rows:
+    def rows(self, tile_q: int, tile_k: int) -> TileLists:
         """The nonzero tiles of each row of `tile_q` queries."""
         head, query, key, whole = self._tiles(tile_q, tile_k)
         return _rows(head, query, key, whole, self.n_masks, -(-self.n_queries // tile_q))
 
-    def columns(self, tile_q: int, tile_k: int) -> Rows:
+    def columns(self, tile_q: int, tile_k: int) -> TileLists:
         """The nonzero tiles of each column of `tile_k` keys."""
         head, query, key, whole = self._tiles(tile_q, tile_k)
         return _rows(head, key, query, whole, self.n_masks, -(-self.n_keys // tile_k))
 
     def _tiles(self, tile_q: int, tile_k: int) -> tuple[Ints, Ints, Ints, Ints]:
-        """Mask, row and column of each nonzero tile, and whether it is whole.
+        """The mask, the row and the column of each nonzero tile, and whether it is whole.
 
         The sizes of tiles divide those of blocks.
         """
@@ -112,16 +112,16 @@ class Layout:
         return head[seen], query[seen], key[seen], whole[seen]
 
 
-def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows: int) -> Rows:
+def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows: int) -> TileLists:
     row = mask * n_rows + row
     order = np.lexsort((entry, ~whole, row))
     count, n_whole = (np.bincount(x, minlength=n_masks * n_rows) for x in (row, row[whole]))
-    return Rows(np.cumsum(count) - count, count, n_whole, entry[order].astype(np.int32))
+    return TileLists(np.cumsum(count) - count, count, n_whole, entry[order].astype(np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
-class Everything:
-    """The `Layout` of attention without a mask, whose rows share one list.
+class FullLayout:
+    """The `Layout` of attention without a mask, whose rows have the same list.
 
     Attributes, besides those of `Layout`:
       exclude_self: whether a key is hidden from the query of its own position.
@@ -136,7 +136,7 @@ class Everything:
     n_masks: int = 1
     exclude_self: bool = False
 
-    def rows(self, tile_q: int, tile_k: int) -> Rows:
+    def rows(self, tile_q: int, tile_k: int) -> TileLists:
         """The tiles of each row of `tile_q` queries, from the first keys on."""
         n_columns = -(-self.n_keys // tile_k)
         first_q = tile_q * np.arange(-(-self.n_queries // tile_q))
@@ -147,9 +147,9 @@ class Everything:
             count = np.minimum(count, last_q // tile_k + 1)
             n_whole = np.minimum(n_whole, (first_q + 1) // tile_k)
         n_whole = n_whole * (first_q + tile_q <= self.n_queries)
-        return Rows(np.zeros_like(count), count, n_whole, np.arange(n_columns, dtype=np.int32))
+        return TileLists(np.zeros_like(count), count, n_whole, np.arange(n_columns, dtype=np.int32))
 
-    def columns(self, tile_q: int, tile_k: int) -> Rows:
+    def columns(self, tile_q: int, tile_k: int) -> TileLists:
         """The tiles of each column of `tile_k` keys, from the last queries on."""
         n_rows = -(-self.n_queries // tile_q)
         first_k = tile_k * np.arange(-(-self.n_keys // tile_k))
@@ -158,56 +158,58 @@ class Everything:
         if self.causal:
             first = np.where(first_k < self.n_queries, first_k // tile_q, n_rows)
             whole = np.minimum(-(-(first_k + tile_k - 1) // tile_q), n_rows)
-        # A list begins with the last row. If that is not full, no tile counts as whole.
+        # A list begins with the last row. If that row is not full, no tile counts as whole.
         full = (first_k + tile_k <= self.n_keys) & (self.n_queries % tile_q == 0)
         entries = np.arange(n_rows, dtype=np.int32)[::-1]
-        return Rows(np.zeros_like(first), n_rows - first, full * (n_rows - whole), entries)
+        return TileLists(np.zeros_like(first), n_rows - first, full * (n_rows - whole), entries)
 
 
 @dataclasses.dataclass(frozen=True)
-class InOrder(Everything):
-    """The `Layout` of sequences that stand in orders of their own, by bucket.
+class SortedLayout(FullLayout):
+    """The `Layout` of queries and keys that are sorted by bucket.
 
-    Lists have all tiles in order, none of them whole; which stretch of them a tile meets is known
-    in the call.
+    A list holds all tiles in order, none of them whole. The call computes which range of the list a
+    row needs.
 
-    Attributes, besides those of `Everything`:
-      n_folded: the number of heads, which stand in the axis of examples.
+    Attributes, besides those of `FullLayout`:
+      n_folded: the number of heads, which are folded into the axis of examples.
     """
 
     n_folded: int = 1
 
-    def rows(self, tile_q: int, tile_k: int) -> Rows:
+    def rows(self, tile_q: int, tile_k: int) -> TileLists:
         """All tiles of each row of `tile_q` queries."""
         return _all_in_order(-(-self.n_queries // tile_q), -(-self.n_keys // tile_k))
 
-    def columns(self, tile_q: int, tile_k: int) -> Rows:
+    def columns(self, tile_q: int, tile_k: int) -> TileLists:
         """All tiles of each column of `tile_k` keys."""
         return _all_in_order(-(-self.n_keys // tile_k), -(-self.n_queries // tile_q))
 
 
-def _all_in_order(n_rows: int, n_columns: int) -> Rows:
+def _all_in_order(n_rows: int, n_columns: int) -> TileLists:
     none = np.zeros(n_rows, int)
-    return Rows(none, none + n_columns, none, np.arange(n_columns, dtype=np.int32))
+    return TileLists(none, none + n_columns, none, np.arange(n_columns, dtype=np.int32))
 
 
-def cut(rows: Rows, most: int) -> Parts:
-    """The rows in parts of at most `most` tiles."""
+def cut_lists(rows: TileLists, most: int) -> ListParts:
+    """Cuts the lists into parts of at most `most` tiles."""
     per_row = np.maximum(-(-rows.count // most), 1)
     row, nth = _ranges(per_row)
     start = rows.start[row] + nth * most
     count = np.clip(rows.count[row] - nth * most, 0, most)
     n_whole = np.clip(rows.n_whole[row] - nth * most, 0, count)
-    return Parts(row, start, count, n_whole, per_row)
+    return ListParts(row, start, count, n_whole, per_row)
 
 
 def _ranges(sizes: Ints) -> tuple[Ints, Ints]:
-    """`(0, 0), (0, 1), ...`: the index of each range, and the indices in it."""
+    """`(0, 0), (0, 1), ...`: the index of each range, and the indices within it."""
     which = np.repeat(np.arange(len(sizes)), sizes)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
-def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np.ndarray, "P W"]:
+def padded_entries(
+    rows: TileLists, parts: ListParts, width: int, nothing: int
+) -> Int[np.ndarray, "P W"]:
     """The entries of each part, one part a row, filled up with `nothing`."""
     nth = np.arange(width)
     index = np.where(nth < parts.count[:, None], parts.first[:, None] + nth, len(rows.entries))
@@ -215,12 +217,12 @@ def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np
 
 
 def merge_softmax(parts: Softmax, per_row: Ints, scale: float) -> Softmax:
-    """One `Softmax` for each row, of those of its parts; `scale` turns `row_max` into logits."""
+    """Merges the softmax of each row's parts. `scale` turns `row_max` into logits."""
 
     def merged(x: Softmax, exists: Bool[Array, "P F"]) -> Softmax:
         exists = exists.reshape(*exists.shape, *[1] * (x.row_max.ndim - 2))
-        least = lowest(x.row_max.dtype)
-        row_max = jnp.max(x.row_max, axis=1, keepdims=True, where=exists, initial=least)
+        initial = lowest(x.row_max.dtype)
+        row_max = jnp.max(x.row_max, axis=1, keepdims=True, where=exists, initial=initial)
         factor = jnp.where(exists, jnp.exp((x.row_max - row_max) * scale), 0.0)
         acc = jnp.sum(x.acc * factor[..., None], axis=1)
         return Softmax(acc, row_max[:, 0], jnp.sum(x.row_sum * factor, axis=1))
@@ -229,7 +231,7 @@ def merge_softmax(parts: Softmax, per_row: Ints, scale: float) -> Softmax:
 
 
 def merge_sums(parts: Any, per_row: Ints) -> Any:
-    """The sum of each row's parts, of every array of a tree."""
+    """Sums each row's parts, in every array of a tree."""
 
     def merged(x, exists):
         return jax.tree.map(lambda x: jnp.einsum("pf...,pf->p...", x, exists.astype(x.dtype)), x)
@@ -238,7 +240,7 @@ def merge_sums(parts: Any, per_row: Ints) -> Any:
 
 
 def merge(parts: Any, per_row: Ints, merged: Callable[[Any, Array], Any]) -> Any:
-    """The results of rows, arrays `[U, ...]`, from those of their parts, `[P, ...]`.
+    """Merges the results of parts, `[P, ...]`, to the results of rows, `[U, ...]`.
 
     Args:
       parts: a tree of arrays.

@@ -1,7 +1,7 @@
-"""Queries grouped by the blocks of keys that they chose, so that each block's keys meet tiles.
+"""Groups queries by the blocks of keys that they chose, in tiles of queries of one block.
 
-Lu et al. 2025 ("MoBA", sec. 2.3, algorithm 1). There are at most `T K / I + J` tiles of I queries,
-whatever T queries choose K of J blocks each.
+Lu et al. 2025 ("MoBA", sec. 2.3, algorithm 1). Where each of T queries chooses K of J blocks, at
+most `T K / I + J` tiles of I queries are needed.
 
 Letters besides those of `reformax.ops.base`: J blocks, K that a query chose, M tiles of I queries,
 W parts of lists.
@@ -16,52 +16,53 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-# What a block is worth that a query sees whatever its weights: its own, the first, the one before.
-OWN, FIRST, BEFORE = 4e30, 3e30, 2e30
+# Scores of the blocks that a query always sees: its own, the first, the one before its own.
+OWN_BLOCK, FIRST_BLOCK, PREVIOUS_BLOCK = 4e30, 3e30, 2e30
 
 
-class Tiles(NamedTuple):
+class ChosenTiles(NamedTuple):
     """Pairs of a query and a block that it chose, in tiles of one block each.
 
     Attributes:
       block: the block of each tile.
-      pair: each tile's queries; query q that chose a block as its n-th is q K + n. -1 is none.
+      pair: the pairs in each tile's slots; query q with its n-th block is q K + n. -1: none.
       bounds: the first tile of each block, and the end.
-      place: where each query's K blocks are among all places of the tiles; -1 where it has fewer.
+      slot: the slot of each query's K pairs among the M I slots of all tiles; -1 where a query has
+        fewer.
     """
 
     block: Int[Array, "B N M"]
     pair: Int[Array, "B N M I"]
     bounds: Int[Array, "B N J+1"]
-    place: Int[Array, "B N T K"]
+    slot: Int[Array, "B N T K"]
 
 
-def tiles(blocks: Int[Array, "B N T K"], n_blocks: int, n_rows: int) -> Tiles:
-    """The tiles, of `n_rows` queries each, of the blocks that queries chose; -1 is none."""
+def tiles(blocks: Int[Array, "B N T K"], n_blocks: int, n_rows: int) -> ChosenTiles:
+    """The tiles, of `n_rows` queries each, of the blocks that queries chose; -1: none."""
     length, n_chosen = blocks.shape[2:]
     n_tiles = length * n_chosen // n_rows + n_blocks  # each block has at most one that is not full
 
-    def of_head(blocks: Int[Array, "T K"]) -> Tiles:
+    def of_head(blocks: Int[Array, "T K"]) -> ChosenTiles:
         block = jnp.where(blocks < 0, n_blocks, blocks).reshape(-1)
-        number, n_places = jnp.arange(block.size, dtype=jnp.int32), n_tiles * n_rows
+        number, n_slots = jnp.arange(block.size, dtype=jnp.int32), n_tiles * n_rows
         in_order, pair = lax.sort((block, number), num_keys=1, is_stable=True)
         count = jnp.zeros(n_blocks + 1, jnp.int32).at[block].add(1)
         tiles = -(-count // n_rows)
         end, tiles_end = jnp.cumsum(count), jnp.cumsum(tiles)
-        place = (tiles_end - tiles)[in_order] * n_rows + number - (end - count)[in_order]
-        place = jnp.where(in_order < n_blocks, place, n_places).astype(jnp.int32)
-        pairs = jnp.full(n_places, -1, jnp.int32).at[place].set(pair, mode="drop")
-        of_pair = jnp.zeros(block.size, jnp.int32).at[pair].set(place)
-        of_pair = jnp.where(of_pair < n_places, of_pair, -1).reshape(length, n_chosen)
+        slot = (tiles_end - tiles)[in_order] * n_rows + number - (end - count)[in_order]
+        slot = jnp.where(in_order < n_blocks, slot, n_slots).astype(jnp.int32)
+        pairs = jnp.full(n_slots, -1, jnp.int32).at[slot].set(pair, mode="drop")
+        of_pair = jnp.zeros(block.size, jnp.int32).at[pair].set(slot)
+        of_pair = jnp.where(of_pair < n_slots, of_pair, -1).reshape(length, n_chosen)
         bounds = jnp.pad(tiles_end[:n_blocks], (1, 0)).astype(jnp.int32)
-        of_tile = _owner(bounds, n_tiles)
-        return Tiles(of_tile, pairs.reshape(n_tiles, n_rows), bounds, of_pair)
+        of_tile = _range_index(bounds, n_tiles)
+        return ChosenTiles(of_tile, pairs.reshape(n_tiles, n_rows), bounds, of_pair)
 
     return jax.vmap(jax.vmap(of_head))(blocks)
 
 
-def _owner(bounds: Int[Array, " J+1"], n: int) -> Int[Array, " n"]:
-    """Which stretch of `bounds` each of `n` numbers is in; behind the end, the last one."""
+def _range_index(bounds: Int[Array, " J+1"], n: int) -> Int[Array, " n"]:
+    """For each of 0 to n - 1, the index of its range between `bounds`; at most the last range."""
     number = jnp.arange(n, dtype=jnp.int32)
     found = jnp.searchsorted(bounds[1:], number, side="right", method="scan_unrolled")
     return jnp.minimum(found, len(bounds) - 2).astype(jnp.int32)
@@ -70,18 +71,18 @@ def _owner(bounds: Int[Array, " J+1"], n: int) -> Int[Array, " n"]:
 def parts(
     bounds: Int[Array, "B N J+1"], n_tiles: int, size: int
 ) -> tuple[Int[Array, "3 B N W"], Int[Array, "B N J+1"]]:
-    """The blocks' lists of tiles cut into parts of at most `size`, so that none is long.
+    """Cuts each block's list of tiles into parts of at most `size` tiles.
 
     Returns:
-      Of each part its block, its first tile, and the end, both 0 where it does not exist; and the
-      first part of each block, and the end.
+      The block, the first tile and the end of each part, the latter two 0 where the part does not
+      exist. Then the first part of each block, and the end.
     """
     n_parts = n_tiles // size + bounds.shape[2] - 1
 
     def of_head(bounds):
         ends = jnp.cumsum(-(-jnp.diff(bounds) // size))
         first = jnp.pad(ends, (1, 0)).astype(jnp.int32)
-        number, block = jnp.arange(n_parts, dtype=jnp.int32), _owner(first, n_parts)
+        number, block = jnp.arange(n_parts, dtype=jnp.int32), _range_index(first, n_parts)
         start = bounds[block] + (number - first[block]) * size
         end = jnp.minimum(start + size, bounds[block + 1])
         exists = number < first[-1]

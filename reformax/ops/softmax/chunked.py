@@ -1,20 +1,21 @@
-"""Attention within neighbouring chunks of a reordered sequence: the core of local and LSH.
+"""Attention within neighbouring chunks of a sorted sequence: the core of local and LSH attention.
 
-A sequence is put in an order and cut into chunks of `L` slots. The queries of a chunk see keys of
-their own chunk and of its neighbours: `visible_keys` says which. Local attention keeps the sequence
-as it is; LSH attention has an order by bucket for each hash. Keys may have an order of their own.
-All orders share one softmax, accumulated order by order with a running maximum and sum, so a row's
-output is exactly softmax attention over the union of the keys that it sees.
+The sequence is sorted and cut into chunks of `L` slots. The queries of a chunk see keys of their
+own chunk and of its neighbours: `visible_keys` computes the mask. Local attention keeps the order
+of the sequence. LSH attention sorts by bucket, once for each hash. Keys may have another order than
+queries. One softmax spans all orders and is accumulated order by order, with a running maximum and
+sum. A row's output is exactly softmax attention over the union of its visible keys.
 
-The gradient is analytic: it computes the logits again from the output, the maximum and the sum,
-order by order, and stores none (Dao et al. 2022, sec. 3.1 and appendix B.2).
+The gradient is analytic. It computes the logits again, order by order, from the output, the maximum
+and the sum, and stores none (Dao et al. 2022, sec. 3.1 and appendix B.2).
 
-Inside this module arrays are heads-first, `[N, B, T, ...]`, with T padded to whole chunks. C counts
-chunks, and M is the number of keys in a window: the chunks that one chunk of queries sees. Keys
+Arrays in this module are heads-first, `[N, B, T, ...]`, with T padded to whole chunks. C is the
+number of chunks, M the number of keys in a window, the chunks that one chunk of queries sees. Keys
 have `n_chunks_before` more chunks in front and `n_chunks_after` behind, called their border.
 
-A CPU computes a few heads at a time: logits are written and read a dozen times, and those of all
-heads would not fit in its cache. On NVIDIA GPUs `kernels.chunked` computes the same function.
+A CPU computes some heads at a time: logits are written and read a dozen times, and those of all
+heads would not fit in its cache. On NVIDIA GPUs `kernels.triton.chunked` computes the same
+function.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.devices import varying_as
 from reformax.ops.masking.masks import SegmentIds, segment_pair
-from reformax.ops.masking.padding import over_tokens
+from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
-from reformax.ops.softmax.orders import Chunks, Order
+from reformax.ops.softmax.orders import Chunking, Order
 
 # Logits of one order that a CPU computes at a time: 2 MiB of float32.
 LOGITS_IN_CACHE = 2**19
@@ -47,7 +48,7 @@ def chunked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
-    chunks: Chunks,
+    chunks: Chunking,
     order: Order | None,
     segment_ids: SegmentIds | None,
     rng: PRNGKeyArray | None,
@@ -56,37 +57,37 @@ def chunked_attention(
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the union of the chunks that each query sees.
 
-    It does not read what is at padding.
+    The function does not read the arrays at padding.
 
     Args:
       q: queries.
       k: keys; None where `chunks.shared_qk`.
       v: values.
-      chunks: which keys are seen.
-      order: the hashes' orders of the padded sequence; None keeps the sequence as it is.
-      segment_ids: ids; a position sees its own id only, and 0 is padding. A pair if
+      chunks: which keys are visible.
+      order: the hashes' orders of the padded sequence; None keeps the order of the sequence.
+      segment_ids: ids; a position sees its own segment, and 0 is padding. A pair if
         `chunks.n_keys`.
       rng: the source of dropout, needed where `chunks.dropout > 0`.
-      impl: "xla" or the kernel, as `dispatch.choose` returns them.
-      self_weight: for shared queries and keys, the weight of a position's own value where it sees
-        nothing else; None is 1. "xla" only.
+      impl: "xla" or the kernel, from `dispatch.choose_impl`.
+      self_weight: for shared queries and keys, the weight of a position's own value where the
+        position sees nothing else; None is 1. "xla" only.
 
     Returns:
-      The attended values, in the dtype of `v`; zeros for a row that sees nothing.
+      The attended values, in the dtype of `v`; zeros for a row without visible keys.
     """
     padded = _padded(segment_ids, _n_slots(chunks, order))
     if impl == "xla":
         order = None if order is None else order.with_slots(chunks.two_orders)
         seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
         others = order, padded, seed, self_weight
-        return over_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segment_ids)
+        return attend_to_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segment_ids)
     from reformax.ops.kernels.triton import chunked as kernel
 
     return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, padded, rng)
 
 
 def _padded(segment_ids: SegmentIds | None, n_slots: tuple[int, int]) -> SegmentIds | None:
-    """Segments with 0 behind them, for each slot of queries and of keys."""
+    """Segment ids padded with 0, for each slot of queries and of keys."""
 
     def pad(ids: Int[Array, "B T"], n: int) -> Int[Array, "B Tp"]:
         return jnp.pad(ids, ((0, 0), (0, n - ids.shape[1])))
@@ -96,7 +97,7 @@ def _padded(segment_ids: SegmentIds | None, n_slots: tuple[int, int]) -> Segment
     return None if segment_ids is None else pad(segment_ids, n_slots[0])
 
 
-def _n_slots(chunks: Chunks, order: Order | None) -> tuple[int, int]:
+def _n_slots(chunks: Chunking, order: Order | None) -> tuple[int, int]:
     """The numbers of slots of queries and of keys, without their border."""
     n = chunks.length + chunks.padding if order is None else order.query_positions.shape[-1]
     return n, n // chunks.ratio
@@ -106,7 +107,7 @@ def _n_slots(chunks: Chunks, order: Order | None) -> tuple[int, int]:
 
 
 def _heads_first(x: Float[Array, "B T N H"], length: int) -> Float[Array, "N B Tp H"]:
-    """Heads outermost, positions padded to `length`."""
+    """Puts heads first, and pads positions to `length`."""
     padding = length - x.shape[1]
     return jnp.pad(jnp.moveaxis(x, 2, 0), ((0, 0), (0, 0), (0, padding), (0, 0)))
 
@@ -116,8 +117,8 @@ def _heads_last(x: Float[Array, "N B Tp H"], length: int) -> Float[Array, "B T N
     return jnp.moveaxis(x[:, :, :length], 0, 2)
 
 
-def _by_heads(function: Callable, chunks: Chunks, *operands: Any) -> Any:
-    """`function` of arrays `[N, B, T, ...]`, on a CPU for a few heads at a time."""
+def _by_heads(function: Callable, chunks: Chunking, *operands: Any) -> Any:
+    """`function` of arrays `[N, B, T, ...]`, on a CPU for some heads at a time."""
     n_heads, n_batch, length = operands[0].shape[:3]
     n_seen = (chunks.n_chunks_before + 1 + chunks.n_chunks_after) * chunks.chunk_len
     fit = LOGITS_IN_CACHE // max(1, n_batch * length * n_seen)
@@ -130,7 +131,7 @@ def _by_heads(function: Callable, chunks: Chunks, *operands: Any) -> Any:
 
 
 def _take(x: Array, index: Int[Array, "N B T"] | None) -> Array:
-    """Rows of `x`, `[N, B, T, ...]`, by index along T; all of them in order if there is none."""
+    """Rows of `x`, `[N, B, T, ...]`, by index along T; all rows without an index."""
     if index is None:
         return x
     index = index.reshape(index.shape + (1,) * (x.ndim - 3))
@@ -138,33 +139,33 @@ def _take(x: Array, index: Int[Array, "N B T"] | None) -> Array:
 
 
 def _split(x: Array, chunk_len: int) -> Array:
-    """`[N, B, T, ...]` cut into `[N, B, C, L, ...]`."""
+    """Cuts `[N, B, T, ...]` into `[N, B, C, L, ...]`."""
     return x.reshape(*x.shape[:2], -1, chunk_len, *x.shape[3:])
 
 
 def _merge(x: Array) -> Array:
-    """`[N, B, C, L, ...]` put back together as `[N, B, T, ...]`."""
+    """Joins `[N, B, C, L, ...]` to `[N, B, T, ...]`."""
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def _with_border(x: Array, chunks: Chunks, value: int = 0) -> Array:
+def _with_border(x: Array, chunks: Chunking, value: int = 0) -> Array:
     """`[N, B, C, ...]` with chunks of `value` as the keys' border."""
     border = [(0, 0), (0, 0), (chunks.n_chunks_before, chunks.n_chunks_after)]
     return jnp.pad(x, border + [(0, 0)] * (x.ndim - 3), constant_values=value)
 
 
-def _windows(x: Array, chunks: Chunks) -> Array:
-    """The keys that each chunk sees: of `[N, B, C + border, L, ...]`, `[N, B, C, M, ...]`."""
+def _windows(x: Array, chunks: Chunking) -> Array:
+    """The keys that each chunk sees: `[N, B, C + border, L, ...] -> [N, B, C, M, ...]`."""
     reach = chunks.n_chunks_before + chunks.n_chunks_after
     n = x.shape[2] - reach
     return jnp.concatenate([x[:, :, i : i + n] for i in range(reach + 1)], axis=3)
 
 
-def _sum_windows(x: Array, chunks: Chunks) -> Array:
+def _sum_windows(x: Array, chunks: Chunking) -> Array:
     """The transpose of `_windows`, `[N, B, C, V, M] -> [N, B, C + border, L, V]`.
 
-    It sums over the windows that hold a key. Windows come with features first, because a CPU
-    computes such products twice as fast; the barrier keeps the transposition out of them.
+    It sums over the windows that hold a key. Windows have features first, because a CPU computes
+    such products twice as fast. The barrier keeps the transposition out of the products.
     """
     reach, n = chunks.n_chunks_before + chunks.n_chunks_after, x.shape[2]
     total = jnp.zeros((*x.shape[:2], n + reach, x.shape[3], chunks.chunk_len), x.dtype)
@@ -177,9 +178,9 @@ def _sum_windows(x: Array, chunks: Chunks) -> Array:
 
 
 class _ChunkedOrder(NamedTuple):
-    """The order of one hash, and the chunks it is cut into; None keeps the sequence as it is."""
+    """The order of one hash, cut into chunks; None keeps the order of the sequence."""
 
-    chunks: Chunks
+    chunks: Chunking
     hash_index: Int[Array, ""]
     query_positions: Int[Array, "N B T"] | None
     query_slots: Int[Array, "N B T"] | None
@@ -196,13 +197,13 @@ class _ChunkedOrder(NamedTuple):
         return _split(_take(x, self.query_positions), self.chunks.query_chunk_len)
 
     def at_keys_alone(self, x: Array) -> Array:
-        """Rows of `x` at the slots of keys; without the border where that is empty."""
+        """Rows of `x` at the slots of keys, without the border where it is empty."""
         if self.key_positions is None:
             return self.at_queries(x)
         return _split(_take(x, self.key_positions), self.chunks.chunk_len)
 
     def with_border(self, x: Array, outside: int = 0) -> Array:
-        """`at_keys_alone` with the border, `[N, B, C + border, L, ...]`; `outside` fills it."""
+        """`at_keys_alone` with the border; `outside` fills an empty one."""
         return _with_border(x, self.chunks, outside) if self.empty_border else x
 
     def at_keys(self, x: Array, outside: int = 0) -> Array:
@@ -253,8 +254,8 @@ class _ChunkedOrder(NamedTuple):
         return queries[..., :, None], _windows(keys, self.chunks)[..., None, :]
 
 
-def _scan_orders(body: Callable, carry: Any, chunks: Chunks, order: Order | None) -> Any:
-    """`lax.scan` of `body(carry, chunked_order)` over the hashes; a single order needs no loop."""
+def _scan_orders(body: Callable, carry: Any, chunks: Chunking, order: Order | None) -> Any:
+    """`lax.scan` of `body(carry, chunked_order)` over the hashes. A single order needs no loop."""
     if order is None:
         return body(carry, _ChunkedOrder(chunks, jnp.int32(0), None, None, None, None))
     of_hashes = order.query_positions, order.query_slots, order.key_positions, order.key_slots
@@ -278,10 +279,10 @@ def visible_keys(
     n_heads: int,
     length: int,
 ) -> Bool[Array, "#N #B C #L M"]:
-    """Which keys of its window each query sees in one order; this tells a query what it attends to.
+    """The mask of one order: which keys of its window each query sees.
 
-    A key is hidden in the future, at padding, in another segment, outside of a `window`, where it
-    is the query itself, before `first_slot`, or where an earlier hash has shown it.
+    A key is hidden if it is later, padding, of another segment, outside the `window`, the query's
+    own, before `first_slot`, or visible in an earlier hash.
 
     Args:
       of_hash: the order of one hash, cut into chunks.
@@ -311,7 +312,7 @@ def visible_keys(
         first = jax.lax.dynamic_index_in_dim(first_slot, of_hash.hash_index, axis=2, keepdims=False)
         mask = mask & _between_slots(of_hash, of_hash.query_slots, first)
     if chunks.count_once and order is not None:
-        # N_ij by elimination: a key counts with the first hash that shows it.
+        # N_ij by elimination: a key counts in the first hash in which it is visible.
         for earlier in range(order.query_slots.shape[2] - 1):
             query_slots = order.query_slots[:, :, earlier]
             if order.first_slot is None:
@@ -360,7 +361,7 @@ def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Ar
 def _dropout_mask(
     of_hash: _ChunkedOrder, length: int, head: Int[Array, "N B"], seed: Int[Array, 6] | None
 ) -> Float[Array, "N B C L M"] | float:
-    """The dropout mask of the weights of one order."""
+    """The dropout mask of one order's weights."""
     if of_hash.chunks.dropout == 0.0:
         return 1.0
     batch = jnp.arange(head.shape[1])[None, :, None, None, None]
@@ -372,9 +373,9 @@ def _dropout_mask(
 
 
 def _alone_weight(
-    chunks: Chunks, row_sum, segment_ids, seed, self_weight
+    chunks: Chunking, row_sum, segment_ids, seed, self_weight
 ) -> Float[Array, "N B T 1"]:
-    """The weight of a position's own value: 1, or its dropout mask, where it sees nothing else."""
+    """The weight of a position's own value where it sees nothing else: 1, or its dropout mask."""
     self_weight = 1.0 if self_weight is None else jnp.swapaxes(self_weight, 0, 1)
     weight = jnp.where(row_sum == 0.0, self_weight, 0.0)
     if segment_ids is not None:
@@ -402,14 +403,14 @@ def _attend_forward(chunks, q, k, v, order, segment_ids, seed, self_weight):
         alone = _alone_weight(chunks, row_sum, segment_ids, seed, self_weight)
         out = out + alone * values.astype(out.dtype)
     out = _heads_last(out, chunks.length).astype(v.dtype)
-    # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where logits are
+    # The maximum and the sum are two numbers: a log-sum-exp would lose the sum where logits are
     # large.
     return out, (q, k, values, order, segment_ids, seed, self_weight, out, row_max, row_sum)
 
 
 def _attend_backward(chunks, residuals, d_out):
     q, k, v, order, segment_ids, seed, self_weight, out, row_max, row_sum = residuals
-    # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed at once.
+    # D_i = sum_j P_ij dP_ij = dO_i . O_i needs no whole row of P.
     row_dot = mean_product(d_out, out) * out.shape[-1]
     d_out, row_dot = (_heads_first(x, q.shape[2]) for x in (d_out, row_dot))
     backward = functools.partial(_backward, chunks, segment_ids, seed)
@@ -429,12 +430,12 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
-    """The number of each head, by which its dropout is drawn."""
+    """The index of each head, by which dropout is drawn."""
     return jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], q.shape[:2])
 
 
 def _forward(chunks, segment_ids, seed, q, k, v, order, head):
-    """Each position's attended values, largest logit, and sum of `exp(logit - largest)`."""
+    """The attended values, the largest logit, and the sum of `exp(logit - largest)` of each row."""
     n_heads, _, length = q.shape[:3]
     dtype = accum_dtype(q.dtype, v.dtype)
     of_keys = q if k is None else k
@@ -470,12 +471,12 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
 
 
 def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head):
-    """The gradients of q, k and v, float32, of what `_forward` returns first."""
+    """The gradients of q, k and v in float32, given that of `_forward`'s attended values."""
     n_heads, _, length = q.shape[:3]
     dtype = accum_dtype(q.dtype, v.dtype)
     f32 = dict(preferred_element_type=dtype)
     row_max, row_sum, row_dot = statistics
-    real = row_sum > 0  # a row that saw nothing has no gradient
+    real = row_sum > 0  # a row without visible keys has no gradient
     row_max, row_dot = (jnp.where(real, x, 0) for x in (row_max, row_dot))
     inverse_sum = jnp.where(real, 1 / jnp.where(real, row_sum, 1), 0)
     d_out = jnp.where(real[..., None], d_out, 0)
@@ -508,7 +509,7 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_logits, queries, **f32)
         (d_rows,) = keys_vjp(d_keys.astype(keys.dtype))
         if k is None:  # a query and its key are one vector
-            # An empty border joins after the sum, which keeps the bits of short sequences.
+            # An empty border is added after the sum, which keeps the bits of short sequences.
             if of_hash.key_positions is not None:
                 d_queries = _with_border(d_queries, chunks)
             d_rows = d_rows.astype(dtype) + d_queries

@@ -1,9 +1,9 @@
-"""cuDNN's fused attention, NVIDIA's own kernel, and what it can compute.
+"""Attention by NVIDIA's cuDNN, and the calls that cuDNN can compute.
 
-While a program that calls it is loaded, cuDNN captures a graph on the stream on which the device's
-programs run (`warmup` in cudnn-frontend's graph_interface.h). What another thread launches there in
-the meantime is captured and not run: its results are NaN, or wrong. Load such programs while no
-thread runs one.
+While a program that calls cuDNN is loaded, cuDNN captures a graph on the stream on which the
+device's programs run (`warmup` in cudnn-frontend's graph_interface.h). It also captures what
+another thread launches there meanwhile, which then does not run: the results are NaN, or wrong.
+Load such programs while no thread runs one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from reformax.ops.masking.padding import tokens_only
 # Lengths are padded to a multiple of this.
 BLOCK = 64
 
-# The gradient of keys has a program for so many keys of a head. This many programs fill a GPU; the
-# fewest queries of a piece that one goes through.
+# Keys of a head in one program of the gradient of keys; programs that fill a GPU; the fewest
+# queries of a piece.
 KEYS, PROGRAMS, LEAST_PIECE = 128, 264, 1024
 
 
@@ -32,9 +32,9 @@ def cudnn_obstacle(
     bias: Array | None = None,
     lengths: Int[Array, " B"] | None = None,
 ) -> str | None:
-    """The reason why cuDNN cannot compute this call, in words; None if it can.
+    """The property of a call that cuDNN cannot compute; None if it can compute the call.
 
-    Segments are none where `lengths` say the same.
+    It can compute segments where `lengths` replace them.
     """
     if segment_ids is not None and lengths is None:
         return "segment_ids"
@@ -61,21 +61,21 @@ def cudnn_attention(
 ) -> Float[Array, "B T N H"]:
     """Attention by cuDNN, for a call without a `cudnn_obstacle`.
 
-    Lengths are padded to a multiple of 64. Padded keys are in the future of every query; where the
-    future is visible, cuDNN is told the true lengths. Padded queries are cut off. Where few keys
-    see all queries, these are cut into pieces, which are examples to cuDNN.
+    Lengths are padded to a multiple of 64. Padded keys are in the future of every query. Where the
+    future is visible, cuDNN also gets the true lengths. Padded queries are cut off. Many queries of
+    few keys are cut into pieces, each an example to cuDNN.
 
-    At the padding of rows that have `lengths` cuDNN writes gradients of 0: its own tests compare
-    them (test/python/sdpa/fp16.py of cudnn-frontend). They leave out what it puts out there, which
-    is masked here, for it may be no number.
+    cuDNN writes gradients of 0 at the padding of rows that have `lengths`: its own tests compare
+    them (test/python/sdpa/fp16.py of cudnn-frontend). Those tests leave out the outputs at padding,
+    which may be NaN. This function masks them.
 
     Args:
-      q, k, v: the call's.
-      causal: whether a position sees only itself and what came before it.
+      q, k, v: queries, keys and values.
+      causal: whether a position sees only itself and earlier positions.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       window: if set, a causal position sees only the last `window` positions.
-      lengths: how many tokens a row has, queries and keys alike, before its padding; None: no
-        position is padding. Arrays are finite at padding: a weight of 0 times NaN is NaN.
+      lengths: the number of tokens of each row before its padding, of queries and keys alike; None:
+        no position is padding. Arrays are finite at padding: a weight of 0 times NaN is NaN.
     """
     n_queries, n_keys = q.shape[1], k.shape[1]
     options = {} if window is None else dict(local_window_size=(window - 1, 0))
@@ -92,7 +92,7 @@ def cudnn_attention(
         of_queries = jnp.full(q.shape[0], n_queries if pieces == 1 else q.shape[1], jnp.int32)
         of_keys = jnp.full(q.shape[0], n_keys, jnp.int32)
         if lengths is not None:
-            # A softmax over no key is NaN: a row of padding alone sees its first position.
+            # A softmax over no key is NaN, so a row with only padding sees its first position.
             of_keys = jnp.repeat(jnp.maximum(lengths, 1), pieces)
             of_queries = of_keys if pieces == 1 else of_queries
         options |= dict(query_seq_lengths=of_queries, key_value_seq_lengths=of_keys)
@@ -106,9 +106,9 @@ def cudnn_attention(
 
 
 def _pieces(q: Float[Array, "B T N H"], n_keys: int) -> int:
-    """How many pieces queries are cut into, a power of two.
+    """The number of pieces that queries are cut into, a power of two.
 
-    Many queries of few keys would leave their gradient to a few programs.
+    Without pieces, few programs would compute the gradient of few keys over many queries.
     """
     n_batch, length, n_heads, _ = q.shape
     programs = n_batch * n_heads * -(-n_keys // KEYS)
@@ -117,11 +117,11 @@ def _pieces(q: Float[Array, "B T N H"], n_keys: int) -> int:
 
 
 def _in_pieces(q: Float[Array, "B T N H"], pieces: int) -> Float[Array, "BP T/P N H"]:
-    """Pieces of a sequence as sequences; each has all keys."""
+    """Pieces of sequences as sequences, each of which sees all keys."""
     return q.reshape(-1, q.shape[1] // pieces, *q.shape[2:])
 
 
 def _repeated(x: Float[Array, "B S N H"], pieces: int) -> Float[Array, "BP S N H"]:
-    """The keys of each piece. Their gradients are summed in float32."""
+    """Keys or values repeated for each piece. Their gradients are summed in float32."""
     each = jnp.repeat(x.astype(jnp.float32), pieces, axis=0)
     return each.astype(x.dtype)

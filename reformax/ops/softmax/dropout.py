@@ -1,7 +1,7 @@
-"""Dropout of attention weights as a function of which weight it is.
+"""Dropout of attention weights, drawn by the address of a weight.
 
-A weight is addressed by its batch, head, query and key position, so any tiling, any order and both
-passes see the same mask, and none of it is stored.
+The address is the batch, the head, the query's position and the key's. Any tiling, any order and
+both passes therefore see the same mask, and none of it is stored.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.ops.sharding.shard import Shard, row_axes
+from reformax.ops.sharding.shard import Shard, row_axes_of
 
 
 def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
-    """Mixes 32-bit words: a bijection, where each input bit flips each output bit half the time."""
+    """Mixes 32-bit words by a bijection. Each input bit flips each output bit half the time."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -25,19 +25,18 @@ def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
 def seed_words(rng: PRNGKeyArray | Shard, n_rows: int) -> Int[Array, 6]:
     """The seed of a dropout mask, as words of uint32, which a kernel can read.
 
-    Two are drawn. The others are the numbers of the first row, head and positions of a query and of
-    a key here, to which addresses add: a device may have a share of the batch, whose rows it
-    numbers from 0.
+    Two words are random. The others are the indices in the whole call of the arrays' first row,
+    head, query and key, to which local addresses are added.
 
     Args:
-      rng: the source.
-      n_rows: how many rows, by which addresses go, are here.
+      rng: the source of randomness, or a shard.
+      n_rows: the number of rows of the arrays.
     """
-    share = rng if isinstance(rng, Shard) else Shard(rng)
-    of_key = share.position if share.key_position is None else share.key_position
-    here = devices.first(n_rows, row_axes(rng)), share.head, share.position, of_key
-    here = jnp.stack([jnp.asarray(x, jnp.int32) for x in here]).astype(jnp.uint32)
-    return jnp.concatenate([jax.random.bits(share.rng, (2,), jnp.uint32), here])
+    shard = rng if isinstance(rng, Shard) else Shard(rng)
+    of_key = shard.position if shard.key_position is None else shard.key_position
+    first = devices.first(n_rows, row_axes_of(rng)), shard.head, shard.position, of_key
+    first = jnp.stack([jnp.asarray(x, jnp.int32) for x in first]).astype(jnp.uint32)
+    return jnp.concatenate([jax.random.bits(shard.rng, (2,), jnp.uint32), first])
 
 
 def dropout_mask(
@@ -51,7 +50,7 @@ def dropout_mask(
     """The factor of each weight: 0 where it is dropped, `1 / (1 - rate)` where it is kept.
 
     Args:
-      seed: the words that `seed_words` makes of an rng.
+      seed: from `seed_words`.
       rate: the probability that a weight is dropped.
       batch, head, query, key: the weights' addresses, integers that broadcast.
     """
@@ -85,10 +84,10 @@ def full_dropout_mask(
     return dropout_mask(seed_words(rng, shape[0]), rate, *jnp.ogrid[tuple(slice(n) for n in shape)])
 
 
-def dropped_own(
+def dropped_self_values(
     v: Float[Array, "B T N V"], rate: float, seed: Int[Array, 6] | None
 ) -> Float[Array, "B T N V"]:
-    """The outputs of positions that see themselves alone; `seed` is read if `rate` is above 0."""
+    """The outputs of positions that see only themselves. `seed` is read if `rate` is above 0."""
     if rate == 0.0:
         return v
     batch, position, head = jnp.ogrid[tuple(slice(n) for n in v.shape[:3])]

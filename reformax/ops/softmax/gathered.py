@@ -1,6 +1,6 @@
-"""Attention among vectors that are gathered by index: a tile of queries and the keys it chose.
+"""The softmax of a tile of queries over the keys that were gathered for it by index.
 
-Letters besides those of `reformax.ops.base`: Q queries of a piece, K keys.
+Letters besides those of `reformax.ops.base`: Q queries of a tile, K keys.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import Softmax, largest, masked_exp
 
 
-def taken(x: Array, index: Int[Array, "B N *d"]) -> Array:
+def gather_rows(x: Array, index: Int[Array, "B N *d"]) -> Array:
     """`x[b, n, index[b, n]]` of `[B, N or 1, I, ...]`."""
     x = jnp.broadcast_to(x, (*index.shape[:2], *x.shape[2:]))
     take = functools.partial(jnp.take, axis=0, mode="clip")
     return jax.vmap(jax.vmap(take))(x, index)
 
 
-def softmax_of_piece(
+def gathered_softmax(
     q: Float[Array, "B N Q H"],
     k: Float[Array, "B N K H"],
     v: Float[Array, "B N K V"],
@@ -32,14 +32,14 @@ def softmax_of_piece(
     dropout: float,
     seed: Array | None,
 ) -> Softmax:
-    """The softmax of a piece's queries over its keys.
+    """The softmax of a tile's queries over its keys.
 
     Args:
       q, k, v: queries, keys, values.
       mask: which keys a query sees.
-      positions: of queries and keys in their rows, which dropout goes by.
-      dropout: its rate.
-      seed: of dropout; None where there is none.
+      positions: the positions of queries and of keys, by which dropout is drawn.
+      dropout: the rate at which weights are dropped.
+      seed: `seed_words` of dropout; None without dropout.
     """
     logits = jnp.einsum("bnqh,bnkh->bnqk", q, k) * (1 / math.sqrt(q.shape[-1]))
     row_max = largest(logits, mask, axis=-1)

@@ -1,7 +1,7 @@
-"""Orders of a sequence and the chunks they are cut into: the data of chunked attention.
+"""The orders of a sequence and their chunks: the plan of chunked attention.
 
-A *position* is an index into the sequence, a *slot* one into an order of it. R is the number of
-hashes, each of which has an order; without hashes there is one.
+A *position* is an index into the sequence, a *slot* an index into an order of it. R is the number
+of hashes, each of which has an order. Without hashes there is one order.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from jaxtyping import Array, Int
 
 from reformax.declared import Bounds
 
-# All chunks that a query sees are in memory at a time.
+# All chunks that a query sees are in memory at once.
 ChunkCount = Annotated[int, Bounds(0, 4096)]
 PadChunks = Annotated[int, Bounds(1, 4096)]
 
 
 class ChunkSizes(NamedTuple):
-    """A chunk's length, and how many chunks before and after its own a query sees."""
+    """The length of a chunk, and how many chunks before and after its own a query sees."""
 
     chunk_len: int
     n_chunks_before: int
     n_chunks_after: int
 
     def within(self, length: int, circle: bool = False) -> ChunkSizes:
-        """Sizes no larger than a sequence of `length` needs; a query sees the same keys.
+        """Sizes no larger than a sequence of `length` needs. A query sees the same keys.
 
-        Chunk counts stay in a `circle`, where more chunks than there are go around.
+        In a `circle` the numbers of chunks stay, because chunks may repeat.
         """
         chunk_len = min(self.chunk_len, length)
         if circle:
@@ -38,32 +38,33 @@ class ChunkSizes(NamedTuple):
 
     def cut(
         self, length: int, circle: bool = False, window: int | None = None, **options: Any
-    ) -> Chunks:
-        """The `Chunks` of a sequence of `length`, with their further `options`."""
+    ) -> Chunking:
+        """The `Chunking` of a sequence of `length`, with its other `options`."""
         window = None if window is None else min(window, length)
-        return Chunks(length, *self.within(length, circle), window=window, **options)
+        return Chunking(length, *self.within(length, circle), window=window, **options)
 
 
-class Chunks(NamedTuple):
-    """The static part of a chunked attention: which keys a query sees, and with what weight.
+class Chunking(NamedTuple):
+    """The static part of chunked attention: which keys a query sees, and with what weight.
 
     Attributes:
       length: the number of positions, before padding.
       chunk_len: positions in a chunk, L.
-      n_chunks_before: how many chunks before its own a query sees.
-      n_chunks_after: how many chunks after its own a query sees.
-      causal: whether the future is hidden, by original position.
+      n_chunks_before: the number of chunks before its own that a query sees.
+      n_chunks_after: the number of chunks after its own that a query sees.
+      causal: whether later positions are hidden, whatever their slots.
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
       attend_self_if_alone: for `shared_qk` and `two_orders`, whether a position that sees nothing
         else sees itself.
       window: if set, keys `window` or more positions away are hidden.
-      count_once: whether a key that several hashes show counts once (the paper's N_ij) or each
-        time.
+      count_once: whether a key that is visible in several hashes counts once (the paper's N_ij) or
+        each time.
       dropout: the rate at which attention weights are dropped.
-      two_orders: whether keys have an order of their own, so that a query's chunk need not hold the
+      two_orders: whether keys have another order than queries, so that a query's chunk may lack the
         key of its position.
-      n_keys: the number of keys of another sequence than the queries'; None: they are of one.
-      ratio: slots of queries to each slot of keys, in an order and in a chunk.
+      n_keys: the number of keys where they are another sequence than the queries; None: they are
+        the same.
+      ratio: slots of queries for each slot of keys, in an order and in a chunk.
     """
 
     length: int
@@ -92,7 +93,7 @@ class Chunks(NamedTuple):
 
     @property
     def max_chunks(self) -> int:
-        """The most chunks that an order has; an order of a single sequence has as many."""
+        """The most chunks that an order has. An order of a single sequence has as many."""
         return -(-(-(-self.length // self.ratio) + (self.n_keys or 0)) // self.chunk_len)
 
     @property
@@ -113,8 +114,8 @@ class Chunks(NamedTuple):
 class Order(NamedTuple):
     """For each hash, the order of the queries and of the keys of a padded sequence, or of two.
 
-    A position from the sequence's length on is padding. The slots of queries are cut into chunks.
-    A query sees the `n_chunks_before` chunks of keys before its own chunk, its own, and
+    Positions from the sequence's length on are padding. The slots of queries are cut into chunks.
+    A query sees the keys of `n_chunks_before` chunks before its own chunk, of its own, and of
     `n_chunks_after` chunks behind it.
 
     Attributes:
@@ -122,13 +123,13 @@ class Order(NamedTuple):
       query_slots: the slot of each position's query, the inverse of `query_positions`. None leaves
         it to `with_slots`.
       key_positions: the position of the key in each slot, from `n_chunks_before` chunks before the
-        first query to `n_chunks_after` behind the last query. None: keys have the slots of their
-        queries, and there is none before or behind them.
-      first_slot: the first slot whose key a position's query sees; it then sees none behind its own
-        slot either. None shows it all chunks in reach.
-      key_slots: the slot of each position's key, where keys have an order of their own:
+        first query to `n_chunks_after` behind the last query. None: a key has the slot of its
+        query, and there are no keys before or behind these slots.
+      first_slot: the first slot whose key each position's query sees. The query then sees no key
+        behind its own slot. None: a query sees all chunks in reach.
+      key_slots: the slot of each position's key, where keys have another order than queries.
         `key_positions` then has as many chunks as `query_positions`, with no key before or behind
-        them. None leaves it to `with_slots`, or keys have the slots of their queries.
+        them. None leaves it to `with_slots`, or a key has the slot of its query.
     """
 
     query_positions: Int[Array, "B N R T"]
@@ -138,7 +139,7 @@ class Order(NamedTuple):
     key_slots: Int[Array, "B N R T"] | None = None
 
     def with_slots(self, two_orders: bool = False) -> Order:
-        """The order with the slot of each position, and of its key if keys have their own order."""
+        """The order with the slot of each position's query, and of its key for `two_orders`."""
         if self.query_slots is not None:
             return self
         key_slots = inverse_permutation(self.key_positions) if two_orders else None
@@ -147,9 +148,9 @@ class Order(NamedTuple):
         )
 
     def for_impl(self, impl: str, count_once: bool, two_orders: bool = False) -> Order:
-        """`with_slots` where the implementation needs them.
+        """The order, `with_slots` where the implementation needs them.
 
-        A kernel needs them only to tell which keys an earlier hash has shown.
+        A kernel needs them only to find the keys that are visible in an earlier hash.
         """
         needed = impl == "xla" or (self.query_positions.shape[2] > 1 and count_once)
         return self.with_slots(two_orders) if needed else self

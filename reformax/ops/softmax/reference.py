@@ -22,9 +22,9 @@ def reference_attention(
     dropout: float = 0.0,
     rng: PRNGKeyArray | None = None,
 ) -> Float[Array, "B T N V"]:
-    """`softmax(q k^T / sqrt(H) + bias) v` over the keys that a mask shows.
+    """`softmax(q k^T / sqrt(H) + bias) v` over the keys that are visible in a mask.
 
-    Logits and weights are float32 or wider. A row that sees nothing is zeros.
+    Logits and weights are float32 or wider. A row without visible keys is zeros.
     """
     dtype = accum_dtype(q.dtype, k.dtype, v.dtype)
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=dtype)

@@ -1,17 +1,17 @@
-"""Attention of one sequence over several devices, whose keys and values go round.
+"""Ring attention: one sequence over several devices, which pass keys and values around a ring.
 
-Each device holds a stretch of the sequence. In a step a device attends with its queries to the keys
-that it has, and sends these on; a row's softmax is merged from those of the steps (ring attention,
-Liu et al. 2023). The backward pass computes the weights again, from the merged statistics, while
-the gradients of keys and values travel with these and come home.
+Each device holds a shard of the sequence. In each step a device attends with its queries to the
+keys that it holds, and sends these to the next device. A row's softmax is merged from those of the
+steps (Liu et al. 2023). The backward pass computes the weights again from the merged statistics.
+The gradients of keys and values travel with them, and return to the device of the shard.
 
-In a causal call the last stretch would see everything, the first one itself alone, and all would
-wait for the last. Stretches are therefore cut into halves, of which device i of p gets numbers i
-and 2p - 1 - i (zigzag, as in Llama 3, section 3.3.2): in each step each device then has two of its
-four pairs of halves to compute.
+In a causal call the first shard sees only itself and the last one sees all, so devices would wait
+for the last. Shards are therefore cut into halves, of which device i of p gets numbers i and
+2p - 1 - i (zigzag, as in Llama 3, section 3.3.2). Each device then computes two of its four pairs
+of halves in each step.
 
-All functions are for the inside of `jax.shard_map`. Letters besides those of `reformax.ops.base`: t
-and s the positions of a stretch, h of a half.
+All functions run inside `jax.shard_map`. Letters besides those of `reformax.ops.base`: t and s the
+positions of a shard, h of a half.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax.online import lowest, nonzero
 
-Pair = tuple[Any, Any]  # of the early half of a device and the late one
+Pair = tuple[Any, Any]  # of a device's early and late half
 
 
-class Pieces(Protocol):
-    """Attention of some queries to some keys. It can be hashed.
+class PartialAttention(Protocol):
+    """Attention of some queries to some keys. Implementations are hashable.
 
-    A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, the
-    largest logit of a row in a unit of the algorithm's own, and the sum of `exp(logit - row_max)`.
+    A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, a
+    row's largest logit divided by `unit`, and the sum of `exp(logit - largest logit)`.
     """
 
     def unit(self, size: int) -> float:
-        """What makes a logit of `row_max`, for heads of `size`."""
+        """The factor that turns `row_max` into a logit, for heads of `size`."""
 
     def forward(self, causal: bool, q, k, v, segment_ids: tuple, shard: Shard) -> tuple:
-        """The result; `segment_ids` of queries and keys, `shard` with both first positions."""
+        """The result. `segment_ids` and the positions of `shard` are of queries and of keys."""
 
     def backward(
         self, causal: bool, q, k, v, segment_ids: tuple, shard: Shard, results: tuple, d_out
     ) -> tuple:
-        """The gradients of q, k and v, given the results of rows that also saw other keys."""
+        """The gradients of q, k and v, given the results of rows over all their keys."""
 
 
 class _Side(NamedTuple):
-    """Some queries, or some keys and values, and where they stand."""
+    """Some queries, or some keys and values, and their position."""
 
     arrays: tuple[Array, ...]  # [B, h, N, H]
     segment_ids: Int[Array, "B h"] | None
-    position: Int[Array, ""]  # the first one
+    position: Int[Array, ""]  # of the first row
 
 
 def attend(
-    pieces: Pieces,
+    pieces: PartialAttention,
     causal: bool,
     q: Float[Array, "B t N H"],
     k: Float[Array, "B s G H"],
@@ -69,27 +69,27 @@ def attend(
     segment_ids: tuple[Int[Array, "B t"], Int[Array, "B s"]] | tuple[None, None],
     shard: Shard,
 ) -> Float[Array, "B t N V"]:
-    """Attention of a stretch of queries to the keys of all.
+    """Attention of a shard of queries to the keys of all shards.
 
     Args:
-      pieces: how it is computed.
-      causal: whether a key is hidden from the queries before it; queries and keys are one sequence.
-      q, k, v: the stretch, keys and values of as many heads as they have.
-      segment_ids: ids; twice None: one segment.
-      share: the rng of dropout, and the axis of the devices.
+      pieces: computes attention of some queries to some keys.
+      causal: whether later keys are hidden. Queries and keys are then one sequence.
+      q, k, v: the shard's arrays. Keys and values may have fewer heads.
+      segment_ids: the shard's ids of queries and keys; twice None: one segment.
+      shard: the rng of dropout, and the axis of the devices.
     """
     sides = (q,), (k, v)
     if causal and q.shape[1] % 2 and segment_ids[0] is None:
         segment_ids = (jnp.ones(q.shape[:2], jnp.int32),) * 2  # halves end in padding
-    here = lax.axis_index(shard.axis)
+    device = lax.axis_index(shard.axis)
     halves = []
     for arrays, ids in zip(sides, segment_ids, strict=True):
         length = arrays[0].shape[1]
         if causal:
             pair = _zigzag((arrays, ids), shard.axis)
-            starts = (_start(c, length) for c in _numbers(here, shard.axis))
+            starts = (_start(c, length) for c in _numbers(device, shard.axis))
         else:
-            pair, starts = ((arrays, ids),), (here * length,)
+            pair, starts = ((arrays, ids),), (device * length,)
         halves.append(tuple(_Side(*half, at) for half, at in zip(pair, starts, strict=True)))
     out = _ring(pieces, causal, shard.axis, *halves, shard.rng)
     return _in_order(out, shard.axis)[:, : q.shape[1]] if causal else out[0]
@@ -104,40 +104,40 @@ def _numbers(device: Any, axis: str) -> Pair:
 
 
 def _start(number: Any, length: int) -> Any:
-    """The first position of a half of stretches of a length."""
+    """The first position of a half, where shards have `length` positions."""
     return number // 2 * length + number % 2 * -(-length // 2)
 
 
 def _routes(axis: str) -> tuple[list, list]:
-    """From which device to which the first halves of stretches go, and the second ones."""
+    """The (source, target) devices of the first halves of shards, and of the second halves."""
     n = lax.axis_size(axis)
     owner = [c if c < n else 2 * n - 1 - c for c in range(2 * n)]
     return [(i, owner[2 * i]) for i in range(n)], [(i, owner[2 * i + 1]) for i in range(n)]
 
 
 def _zigzag(tree: Any, axis: str) -> Pair:
-    """A device's halves, from the stretches `[B, t, ...]` of all."""
+    """A device's halves, from the shards `[B, t, ...]` of all devices."""
 
     def half(x, which):
         h = -(-x.shape[1] // 2)
         x = jnp.pad(x, ((0, 0), (0, 2 * h - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
         return x[:, h * which : h * (which + 1)]
 
-    def came(which, route):
+    def receive(which, route):
         return jax.tree.map(lambda x: lax.ppermute(half(x, which), axis, route), tree)
 
-    return _if(lax.axis_index(axis) % 2 == 0, *map(came, (0, 1), _routes(axis)))
+    return _if(lax.axis_index(axis) % 2 == 0, *map(receive, (0, 1), _routes(axis)))
 
 
 def _in_order(halves: Pair, axis: str) -> Array:
-    """Stretches, with their padding, from halves."""
+    """Shards, with their padding, from halves."""
     pairs = zip(_if(lax.axis_index(axis) % 2 == 0, *halves), _routes(axis), strict=True)
     back = [lax.ppermute(x, axis, [(j, i) for i, j in route]) for x, route in pairs]
     return jnp.concatenate(back, axis=1)
 
 
 def _if(condition: Any, one: Any, other: Any) -> Pair:
-    """Both trees, exchanged unless the condition holds."""
+    """Both trees, swapped unless the condition holds."""
 
     def choose(condition):
         return jax.tree.map(lambda x, y: jnp.where(condition, x, y), one, other)
@@ -151,7 +151,7 @@ def _if(condition: Any, one: Any, other: Any) -> Pair:
 def _around(axis: str, keys: Any, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
     """`carry = step(s, keys, carry)` for the keys of the device s before, from s = 1 on.
 
-    The keys of the next step travel while one is computed.
+    The keys of the next step travel while a step is computed.
     """
     n = lax.axis_size(axis)
 
@@ -171,16 +171,16 @@ def _sent_on(axis: str, tree: Any) -> Any:
     return jax.tree.map(send, tree)
 
 
-def _own(causal: bool) -> list[tuple[int, int, bool]]:
-    """The pairs of a device's own halves, and whether they are causal."""
+def _within(causal: bool) -> list[tuple[int, int, bool]]:
+    """The pairs of one device's halves, and whether each is causal."""
     return [(0, 0, True), (1, 0, False), (1, 1, True)] if causal else [(0, 0, False)]
 
 
 def _chosen(queries: tuple, keys: tuple, s: Any, axis: str) -> list[tuple]:
-    """The pairs of halves that see each other where the keys are of the device s before.
+    """The pairs of halves to compute where the keys are of the device s before.
 
-    Keys of an earlier device are seen by both halves, its late ones by none; those of a later
-    device by the late half alone.
+    Both halves of queries see the early half of an earlier device's keys, and not its late half.
+    Only the late half of queries sees a later device's keys.
     """
     if len(keys) == 1:
         return [(queries[0], keys[0])]
@@ -189,7 +189,7 @@ def _chosen(queries: tuple, keys: tuple, s: Any, axis: str) -> list[tuple]:
 
 
 def _put(pair: tuple, s: Any, axis: str, values: list, of_keys: bool, merge: Callable) -> tuple:
-    """`pair` with the values of `_chosen` merged into the halves that they are of."""
+    """`pair` with the values of `_chosen`'s pairs merged into their halves."""
     if len(pair) == 1:
         return (merge(pair[0], values[0]),)
     earlier = lax.axis_index(axis) >= s
@@ -207,8 +207,8 @@ def _ring(pieces, causal, axis, queries, keys, rng) -> tuple[Array, ...]:
     return _forward(pieces, causal, axis, queries, keys, rng)[0]
 
 
-def _call(pieces: Pieces, causal: bool, rng, query: _Side, key: _Side) -> tuple:
-    """The arguments of a method of `pieces`."""
+def _call(causal: bool, rng, query: _Side, key: _Side) -> tuple:
+    """The arguments of a method of `PartialAttention`."""
     shard = Shard(rng, position=query.position, key_position=key.position)
     return causal, *query.arrays, *key.arrays, (query.segment_ids, key.segment_ids), shard
 
@@ -220,13 +220,13 @@ def _forward(pieces, causal, axis, queries, keys, rng):
     nothing = jnp.zeros((*q.shape[:3], v.shape[3]), dtype), statistic + lowest(dtype), statistic
     merge = functools.partial(_merged, pieces.unit(q.shape[3]))
     states = [nothing] * len(queries)
-    for i, j, cut in _own(causal):
-        found = pieces.forward(*_call(pieces, cut, rng, queries[i], keys[j]))
+    for i, j, cut in _within(causal):
+        found = pieces.forward(*_call(cut, rng, queries[i], keys[j]))
         states[i] = merge(states[i], found)
 
     def step(s, keys, states):
         pairs = _chosen(queries, keys, s, axis)
-        found = [pieces.forward(*_call(pieces, False, rng, *pair)) for pair in pairs]
+        found = [pieces.forward(*_call(False, rng, *pair)) for pair in pairs]
         return _put(states, s, axis, found, False, merge)
 
     states = _around(axis, keys, step, tuple(states))
@@ -235,7 +235,7 @@ def _forward(pieces, causal, axis, queries, keys, rng):
 
 
 def _merged(unit: float, one: tuple, other: tuple) -> tuple:
-    """The result of rows from their results with some keys and with others."""
+    """Merges two results of the same rows over different keys."""
     row_max = jnp.maximum(one[1], other[1])
     totals = [x[2] * jnp.exp((x[1] - row_max) * unit) for x in (one, other)]
     row_sum = totals[0] + totals[1]
@@ -259,11 +259,11 @@ def _backward(pieces, causal, axis, residuals, d_out):
 
     def gradients(cut, row, key):
         query, results, d_out = row
-        dq, *of_key = pieces.backward(*_call(pieces, cut, rng, query, key), results, d_out)
+        dq, *of_key = pieces.backward(*_call(cut, rng, query, key), results, d_out)
         return (dq,), tuple(of_key)
 
     of_queries, of_keys = zeros(queries), zeros(keys)
-    for i, j, cut in _own(causal):
+    for i, j, cut in _within(causal):
         dq, dk = gradients(cut, rows[i], keys[j])
         of_queries[i], of_keys[j] = add(of_queries[i], dq), add(of_keys[j], dk)
 

@@ -1,9 +1,9 @@
-"""Exact attention tile by tile, in array operations: the core of the ops without a T x S matrix.
+"""FlashAttention in array operations, tile by tile, for ops without a T x S matrix.
 
-A tile is one block of queries with one block of keys. FlashAttention (Dao et al. 2022) walks
-through the tiles of a row with a running maximum and sum (algorithm 2), and its gradient computes
-the logits again from those two and the output (algorithm 4). `Visits` names the tiles. Other tiles
-cost nothing in either pass: causal attention visits those up to the diagonal.
+A tile is a block of queries and a block of keys. FlashAttention (Dao et al. 2022) accumulates the
+tiles of a row with a running maximum and sum (algorithm 2). Its gradient computes the logits again
+from the maximum, the sum and the output (algorithm 4). `Visits` lists the tiles. Other tiles cost
+nothing in either pass: causal attention visits the tiles up to the diagonal.
 
 Letters besides those of `reformax.ops.base`: b examples and n heads of a group, Q queries and K
 keys of a tile, I and J the blocks of queries and of keys.
@@ -26,8 +26,8 @@ from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.row_blocks import (
-    Block,
     Group,
+    RowBlock,
     add_bias_tile,
     add_rows,
     bias_tile,
@@ -42,14 +42,14 @@ from reformax.ops.numerics.row_blocks import (
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
-# Logits of a tile, of all heads that are computed together. On a CPU they fit in its cache. On a
-# GPU each is written and read by several kernels, and many at a time pay for their start.
+# Logits of a tile, of all heads that are computed together. A CPU's fit in its cache. On a GPU
+# several kernels write and read them, and more logits at a time amortize the launches.
 LOGITS_IN_CACHE = 2**19
 LOGITS_AT_A_TIME = 2**25
 
 
 class Tiling(NamedTuple):
-    """The static part of a call: how it is cut, and what each tile computes.
+    """The static part of a call: its tiles, and what each tile computes.
 
     Attributes:
       query_size: queries of a block.
@@ -58,8 +58,8 @@ class Tiling(NamedTuple):
       scale: the factor of the products of queries and keys.
       dropout: the rate at which attention weights are dropped.
       exclude_self: whether a key is hidden from the query of its own position too.
-      n_folded: where heads stand in the axis of examples, as those of orders of their own do, their
-        number; each example then has visits of its own. 0: they do not.
+      n_folded: the number of heads where they are folded into the axis of examples, because each
+        has another order. Each example then has its own visits. 0: heads are not folded.
     """
 
     query_size: int
@@ -71,7 +71,7 @@ class Tiling(NamedTuple):
     n_folded: int = 0
 
 
-class Inputs(NamedTuple):
+class TiledInputs(NamedTuple):
     """The arrays of a call; None for those it does not have."""
 
     q: Float[Array, "B T N H"]
@@ -81,20 +81,20 @@ class Inputs(NamedTuple):
     query_segment_ids: Int[Array, "B T"] | None
     key_segment_ids: Int[Array, "B S"] | None
     seed: Int[Array, 6] | None  # `seed_words` of the rng
-    query_order: Int[Array, "B T"] | None = None  # the position that stands at each place
+    query_order: Int[Array, "B T"] | None = None  # the position in each slot
     key_order: Int[Array, "B S"] | None = None
 
     @property
     def dtype(self) -> Any:
-        """That of logits, softmax and sums."""
+        """The dtype of logits, softmax and sums."""
         return accum_dtype(self.q.dtype, self.k.dtype, self.v.dtype)
 
 
 class Visits(NamedTuple):
-    """The blocks of the other side that each block meets: `index[start[i]:stop[i]]`.
+    """The blocks of keys for each block of queries, or vice versa: `index[start[i]:stop[i]]`.
 
-    The first axis is heads, of size 1 where all heads meet the same; with `Tiling.n_folded` it is
-    examples. Without an `index`, the blocks are `start[i]` to `stop[i] - 1`.
+    The first axis is heads, of size 1 where all heads have the same blocks. With `Tiling.n_folded`
+    it is examples. Without an `index`, the blocks are `start[i]` to `stop[i] - 1`.
     """
 
     start: Int[Array, "#N I"]
@@ -104,27 +104,27 @@ class Visits(NamedTuple):
     def loop(
         self, tiling: Tiling, group: Group, i: Any, body: Callable[[Any, Any], Any], carry: Any
     ) -> Any:
-        """`carry = body(j, carry)` over the blocks that block `i` meets."""
+        """`carry = body(j, carry)` over the blocks j of block `i`."""
         row = group.batch if tiling.n_folded else group.head
         row = row if self.start.shape[0] > 1 else 0
         each = body
         if self.index is not None:
 
-            def each(place, carry):
-                return body(self.index[row, place], carry)
+            def each(entry, carry):
+                return body(self.index[row, entry], carry)
 
         return lax.fori_loop(self.start[row, i], self.stop[row, i], each, carry)
 
 
-class Plan(NamedTuple):
-    """The tiles of a call, by their queries and by their keys."""
+class TilePlan(NamedTuple):
+    """The tiles of a call, by block of queries and by block of keys."""
 
     by_query: Visits
     by_key: Visits
 
 
-def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> Plan:
-    """All tiles; if causal, those where some query sees some key."""
+def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> TilePlan:
+    """All tiles; of a causal call, those in which some query sees some key."""
     n_rows, n_columns = -(-n_queries // tiling.query_size), -(-n_keys // tiling.key_size)
     row, column = np.arange(n_rows), np.arange(n_columns)
     stop, start = np.full(n_rows, n_columns), np.zeros(n_columns, int)
@@ -133,11 +133,11 @@ def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> Plan:
         stop = np.minimum(last // tiling.key_size + 1, n_columns)
         start = np.minimum(column * tiling.key_size // tiling.query_size, n_rows)
     ranges = (np.zeros(n_rows), stop), (start, np.full(n_columns, n_rows))
-    return Plan(*(Visits(*(jnp.asarray(x, jnp.int32)[None] for x in pair)) for pair in ranges))
+    return TilePlan(*(Visits(*(jnp.asarray(x, jnp.int32)[None] for x in pair)) for pair in ranges))
 
 
 def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -> tuple[int, int]:
-    """The numbers of examples and of heads that are computed together, divisors of all.
+    """The numbers of examples and heads that are computed together, divisors of all of them.
 
     Heads are divided first.
     """
@@ -157,7 +157,7 @@ def _largest_divisor(n: int, at_most: int) -> int:
 
 
 def _positions(
-    x: Inputs, group: Group, queries: Block, keys: Block
+    x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> tuple[Int[Array, "#b 1 Q 1"], Int[Array, "#b 1 1 K"]]:
     """The positions in the sequence of a tile's queries and keys."""
     if x.query_order is None:
@@ -175,19 +175,19 @@ def _line(x: Shaped[Array, " K"]) -> Shaped[Array, "1 1 1 K"]:
 
 
 def visible(
-    tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
+    tiling: Tiling, x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> Bool[Array, "#b 1 #Q #K"] | None:
-    """Which keys of a tile each query sees; None: all."""
+    """The mask of a tile: which keys each query sees; None: all."""
     masks = []
     query, key = _positions(x, group, queries, keys)
     if tiling.causal:
         masks.append(query >= key)
     if tiling.exclude_self:
         masks.append(query != key)
-    if queries.own is not None:
-        masks.append(_column(queries.own))
-    if keys.own is not None:
-        masks.append(_line(keys.own))
+    if queries.in_block is not None:
+        masks.append(_column(queries.in_block))
+    if keys.in_block is not None:
+        masks.append(_line(keys.in_block))
     if x.query_segment_ids is not None:
         of_query = ids_of(x.query_segment_ids, group, queries)[:, None, :, None]
         of_key = ids_of(x.key_segment_ids, group, keys)[:, None, None, :]
@@ -197,10 +197,10 @@ def visible(
 
 def logits(
     tiling: Tiling,
-    x: Inputs,
+    x: TiledInputs,
     group: Group,
-    queries: Block,
-    keys: Block,
+    queries: RowBlock,
+    keys: RowBlock,
     q: Float[Array, "b n Q H"],
     k: Float[Array, "b n K H"],
 ) -> Float[Array, "b n Q K"]:
@@ -214,7 +214,7 @@ def logits(
 
 
 def tile_dropout_mask(
-    tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
+    tiling: Tiling, x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> Float[Array, "b n Q K"] | float:
     """The dropout mask of a tile's weights."""
     if tiling.dropout == 0.0:
@@ -227,40 +227,40 @@ def tile_dropout_mask(
     return dropout_mask(x.seed, tiling.dropout, example, head, *positions)
 
 
-class Results(NamedTuple):
-    """The results of a forward pass: all that the backward pass needs besides the inputs."""
+class TiledResults(NamedTuple):
+    """The results of a forward pass. The backward pass needs them and the inputs."""
 
     out: Float[Array, "B T N V"]
     row_max: Float[Array, "B N T"]  # the largest logit of each row
     row_sum: Float[Array, "B N T"]  # the sum of `exp(logit - row_max)`
 
-    def with_rows(self, state: Softmax, group: Group, block: Block) -> Results:
-        """Adds the rows of a block, whose softmax is complete; zeros for rows that saw nothing."""
+    def with_rows(self, state: Softmax, group: Group, block: RowBlock) -> TiledResults:
+        """Writes the rows of a block from their complete softmax; zeros without visible keys."""
         out = state.acc / nonzero(state.row_sum)[..., None]
-        return Results(
+        return TiledResults(
             put_rows(self.out, out, group, block),
             put_row_statistics(self.row_max, state.row_max, group, block),
             put_row_statistics(self.row_sum, state.row_sum, group, block),
         )
 
 
-def no_results(x: Inputs) -> Results:
-    """Results with no rows written."""
+def no_results(x: TiledInputs) -> TiledResults:
+    """Zeros, into which `with_rows` writes."""
     statistic = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), x.dtype)
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
-    return varying_as(x, Results(out, statistic, statistic))
+    return varying_as(x, TiledResults(out, statistic, statistic))
 
 
-def summary(
+def tile_softmax(
     tiling: Tiling,
-    x: Inputs,
+    x: TiledInputs,
     group: Group,
-    queries: Block,
-    keys: Block,
+    queries: RowBlock,
+    keys: RowBlock,
     q: Float[Array, "b n Q H"],
     row_max: Float[Array, "b n Q"] | None = None,
 ) -> Softmax:
-    """The softmax of one tile by itself, relative to the larger of its maximum and `row_max`."""
+    """The softmax of one tile, relative to the larger of its maximum and `row_max`."""
     row_max = lowest(x.dtype) if row_max is None else row_max
     k, v = rows(x.k, group, keys), rows(x.v, group, keys)
     s = logits(tiling, x, group, queries, keys, q, k)
@@ -275,10 +275,10 @@ def summary(
 # Both passes.
 
 
-def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
-    """Attention over the tiles that the `visits` of the blocks of queries name.
+def forward(tiling: Tiling, x: TiledInputs, visits: Visits) -> TiledResults:
+    """Attention over the tiles in `visits`, the blocks of keys for each block of queries.
 
-    This is algorithm 2 of Dao et al. with the loops exchanged, so that a row is written once.
+    This is algorithm 2 of Dao et al. with the loops swapped, so that each row is written once.
     """
     n_batch, length, n_heads, _ = x.q.shape
     n_keys = x.k.shape[1]
@@ -289,12 +289,12 @@ def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
 
         def key_block(j, state):
             keys = block_at(j * tiling.key_size, tiling.key_size, n_keys)
-            here = summary(tiling, x, group, queries, keys, q, state.row_max)
-            old = jnp.exp(state.row_max - here.row_max)
+            tile = tile_softmax(tiling, x, group, queries, keys, q, state.row_max)
+            old = jnp.exp(state.row_max - tile.row_max)
             return Softmax(
-                state.acc * old[..., None] + here.acc,
-                here.row_max,
-                state.row_sum * old + here.row_sum,
+                state.acc * old[..., None] + tile.acc,
+                tile.row_max,
+                state.row_sum * old + tile.row_sum,
             )
 
         shape = group.n_batch, group.n_heads, tiling.query_size
@@ -309,17 +309,17 @@ def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
 
 def backward(
     tiling: Tiling,
-    x: Inputs,
+    x: TiledInputs,
     visits: Visits,
-    results: Results,
+    results: TiledResults,
     d_out: Float[Array, "B T N V"],
 ) -> tuple[Array, Array, Array, Array | None]:
     """The gradients of q, k, v and the bias (Dao et al., algorithm 4).
 
     Args:
       tiling, x: as in `forward`.
-      visits: of the blocks of keys.
-      results: those of the forward pass.
+      visits: the blocks of queries for each block of keys.
+      results: of the forward pass.
       d_out: the gradient of `out`.
     """
     n_batch, length, n_heads, _ = x.q.shape
@@ -338,14 +338,14 @@ def backward(
             dq_all, d_bias, dk, dv = sums
             queries = block_at(i * tiling.query_size, tiling.query_size, length)
             q, d = rows(x.q, group, queries), rows(d_out, group, queries)
-            row_top, row_share, row_dot = (
+            row_max, row_inverse, row_dot = (
                 row_statistics(y, group, queries)[..., None]
                 for y in (results.row_max, inverse_sum, dot)
             )
             s = logits(tiling, x, group, queries, keys, q, k)
             # A logit exceeds the maximum by rounding alone.
-            p = jnp.exp(jnp.minimum(s - row_top, 0)) * row_share
-            p = jnp.where(row_share > 0, p, 0)
+            p = jnp.exp(jnp.minimum(s - row_max, 0)) * row_inverse
+            p = jnp.where(row_inverse > 0, p, 0)
             mask = tile_dropout_mask(tiling, x, group, queries, keys)
             dp = jnp.einsum("bnqv,bnkv->bnqk", d, v, **f32)
             # The product with a hidden value may have overflowed.
@@ -380,14 +380,14 @@ def backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
-    forward_pass: Callable[..., Results], tiling: Tiling, x: Inputs, plan: Plan
+    forward_pass: Callable[..., TiledResults], tiling: Tiling, x: TiledInputs, plan: TilePlan
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the tiles of a plan.
 
     Args:
       forward_pass: `forward`, or another function of its arguments with the same results.
-      tiling, x: as there.
-      plan: the tiles, for both passes.
+      tiling, x: as in `forward`.
+      plan: the tiles of both passes.
     """
     return forward_pass(tiling, x, plan.by_query).out
 
@@ -403,7 +403,7 @@ def _attend_backward(forward_pass, tiling, residuals, d_out):
     results, d_out = first_order((results, d_out))
     gradients = backward(tiling, x, plan.by_key, results, d_out)
     # Integers have no gradient.
-    return Inputs(*gradients, query_segment_ids=None, key_segment_ids=None, seed=None), None
+    return TiledInputs(*gradients, query_segment_ids=None, key_segment_ids=None, seed=None), None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
@@ -417,7 +417,7 @@ def inputs(
     segment_ids: SegmentIds | None,
     dropout: float,
     rng: PRNGKeyArray | None,
-) -> Inputs:
+) -> TiledInputs:
     """The arrays of an op's call."""
     seed = seed_words(rng, len(q)) if dropout > 0.0 else None
-    return Inputs(q, k, v, bias, *segment_pair(segment_ids), seed)
+    return TiledInputs(q, k, v, bias, *segment_pair(segment_ids), seed)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.kernels.triton import chunked
 from reformax.ops.kernels.triton.common import LOG2_E, LOWEST
-from reformax.ops.masking.bands import Band, ids_at, rows_at
+from reformax.ops.masking.bands import BandMask, ids_at, rows_at
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
@@ -40,7 +40,7 @@ class Near(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def attend(
-    of: Band,
+    of: BandMask,
     chunks: Any,
     interpret: bool,
     q: Float[Array, "B T N H"],
@@ -75,11 +75,11 @@ class _Few(NamedTuple):
     dropped: Array | float
 
 
-def _few(of: Band, dropout: float, q, k, v, few, segment_ids, rng) -> _Few:
+def _few(of: BandMask, dropout: float, q, k, v, few, segment_ids, rng) -> _Few:
     length, place = q.shape[1], jnp.arange(q.shape[1])[None, :, None]
     at = few[:, None]
     mask = at < length
-    mask = mask & ~of.shows(place, at)
+    mask = mask & ~of.sees(place, at)
     if of.causal:
         mask = mask & (at <= place)
     if segment_ids is not None:

@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.hashing import sorted_groups
-from reformax.ops.hashing.sorted_groups import Sorted
+from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.kernels.triton.block_programs import Inputs, Program, Tiles, Work
 from reformax.ops.kernels.triton.common import (
     LOG2_E,
@@ -49,7 +49,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax import block_lists
-from reformax.ops.softmax.block_lists import Everything, InOrder, Layout, Rows
+from reformax.ops.softmax.block_lists import FullLayout, Layout, SortedLayout, TileLists
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.online import Softmax, nonzero
 
@@ -149,13 +149,15 @@ class _Cut(NamedTuple):
     per_row: Int[np.ndarray, " R"]  # its number of parts
 
 
-def _cut(layout: Layout | Everything, rows: Rows, x: Inputs, tiles: Tiles, by_query: bool) -> _Cut:
+def _cut(
+    layout: Layout | FullLayout, rows: TileLists, x: Inputs, tiles: Tiles, by_query: bool
+) -> _Cut:
     """Divides the tiles of all rows, or columns, among programs, long parts first."""
     packed, per_head = x.query_segment_ids is not None, layout.n_masks > 1
     any_cut = packed or x.chosen is not None
     n_heads = 1 if per_head else x.q.shape[2]
     inverse_sum = int(rows.count.sum()) * x.q.shape[0] * n_heads // N_SHARES
-    parts = block_lists.cut(rows, max(LEAST_PART, inverse_sum))
+    parts = block_lists.cut_lists(rows, max(LEAST_PART, inverse_sum))
     n_tiles = len(rows.count) // layout.n_masks
     head, tile = np.divmod(parts.row, n_tiles)
     is_cut = parts.per_row > 1
@@ -172,17 +174,20 @@ def _cut(layout: Layout | Everything, rows: Rows, x: Inputs, tiles: Tiles, by_qu
         per_head=per_head,
         any_whole=bool(np.any(columns[3] > columns[2])),
         any_cut=bool(np.any(columns[4] > columns[3])),
-        exclude_self=isinstance(layout, Everything) and layout.exclude_self,
-        n_folded=layout.n_folded if isinstance(layout, InOrder) else 0,
+        exclude_self=isinstance(layout, FullLayout) and layout.exclude_self,
+        n_folded=layout.n_folded if isinstance(layout, SortedLayout) else 0,
     )
     # A kernel takes no empty array: an empty list has one entry, which nobody reads.
     entries = rows.entries if len(rows.entries) else np.zeros(1, np.int32)
     spans = None
-    if isinstance(layout, InOrder):
-        orders = Sorted(x.query_order, x.query_segment_ids), Sorted(x.key_order, x.key_segment_ids)
+    if isinstance(layout, SortedLayout):
+        orders = (
+            SortedSequence(x.query_order, x.query_segment_ids),
+            SortedSequence(x.key_order, x.key_segment_ids),
+        )
         visits = sorted_groups.visits(tiles[:2], layout.causal, *orders)
         spans = jnp.stack((visits.by_query if by_query else visits.by_key)[:2])
-    elif packed and isinstance(layout, Everything):
+    elif packed and isinstance(layout, FullLayout):
         own = _range(x.query_segment_ids, tiles.query), _range(x.key_segment_ids, tiles.key)
         spans = _spans(*(own if by_query else own[::-1]), rows.entries)
     work = Work(jnp.asarray(columns), jnp.asarray(entries), spans)
@@ -253,15 +258,15 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
     return x.at[:, position].set(rows, mode="drop")
 
 
-def _inputs(layout: Layout | Everything, q, k, v, segment_ids, rng) -> Inputs:
-    n_rows = len(q) // (layout.n_folded if isinstance(layout, InOrder) else 1)
+def _inputs(layout: Layout | FullLayout, q, k, v, segment_ids, rng) -> Inputs:
+    n_rows = len(q) // (layout.n_folded if isinstance(layout, SortedLayout) else 1)
     seed = seed_words(rng, n_rows) if layout.dropout > 0.0 else None
     return Inputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
-    layout: Layout | Everything,
+    layout: Layout | FullLayout,
     interpret: bool,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
@@ -293,7 +298,7 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 def forward(
-    layout: Layout | Everything,
+    layout: Layout | FullLayout,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
@@ -309,7 +314,7 @@ def forward(
     Args:
       layout: who sees whom, with blocks of a multiple of 16 positions.
       q, k, v: queries, keys, values.
-      segment_ids: the ids of queries and of keys, or twice None; of `InOrder`, whose ids are
+      segment_ids: the ids of queries and of keys, or twice None; of `SortedLayout`, whose ids are
         groups, also the positions in the sequence of both. Behind these, or twice None, stands
         which keys each query has chosen, if it has (`common.chosen_bits`).
       rng: the source of dropout; None if there is none.
@@ -334,7 +339,7 @@ def forward(
 
 
 def backward(
-    layout: Layout | Everything,
+    layout: Layout | FullLayout,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
@@ -380,7 +385,7 @@ QUERIES = Tiles(128, 64, 4, 3)
 KEYS = Tiles(128, 64, 4, 2)
 
 
-def _tiles(layout: Layout | Everything, x: Inputs, tiles: Tiles) -> Tiles:
+def _tiles(layout: Layout | FullLayout, x: Inputs, tiles: Tiles) -> Tiles:
     """`tiles`, smaller where blocks are, or where longer rows take more of the chip's memory."""
     n_bytes = max(x.q.shape[3], x.v.shape[3]) * x.q.dtype.itemsize
     if n_bytes > 128:

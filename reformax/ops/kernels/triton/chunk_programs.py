@@ -70,7 +70,7 @@ class ChunkProgram(NamedTuple):
     `batch` and `head` are known within a kernel only.
     """
 
-    chunks: Any  # ops.softmax.orders.Chunks
+    chunks: Any  # ops.softmax.orders.Chunking
     tiles: ChunkTiles
     hash_index: int
     n_hashes: int  # 0 where there is no order

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.hashing.sorted_groups import Sorted
+from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.kernels.triton import block_sparse
 from reformax.ops.kernels.triton.common import LOG2_E, LOWEST
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.softmax.block_lists import InOrder
+from reformax.ops.softmax.block_lists import SortedLayout
 from reformax.ops.softmax.online import nonzero
 
 
-def in_order(members: Int[Array, "B N C W"]) -> Sorted:
+def in_order(members: Int[Array, "B N C W"]) -> SortedSequence:
     """The members of all clusters by (cluster, position), [X, M]; a group is a cluster.
 
     members: positions; -1 is none, of group 0.
@@ -37,18 +37,18 @@ def in_order(members: Int[Array, "B N C W"]) -> Sorted:
         for x in (jnp.where(members < 0, 0, cluster), jnp.maximum(members, 0))
     )
     group, position = lax.sort((group, position), num_keys=2)
-    return Sorted(position, group)
+    return SortedSequence(position, group)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
-    layout: InOrder,
+    layout: SortedLayout,
     interpret: bool,
     q: Float[Array, "X T 1 H"],
     k: Float[Array, "X T 1 H"],
     v: Float[Array, "X T 1 V"],
-    queries: Sorted,
-    keys: Sorted,
+    queries: SortedSequence,
+    keys: SortedSequence,
     rng: Array | None,
 ) -> tuple[Float[Array, "X T 1 V"], Float[Array, "X T"]]:
     """The attended values, and the sum of each position's softmax, 0 where it sees nothing.
@@ -65,25 +65,25 @@ def attend(
     return _attend_forward(layout, interpret, q, k, v, queries, keys, rng)[0]
 
 
-def _taken(x: Array, order: Sorted) -> Array:
+def _taken(x: Array, order: SortedSequence) -> Array:
     """The members' rows of `[X, T, ...]`."""
     index = order.position.reshape(*order.position.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
 
-def _at(x: Array, order: Sorted):
+def _at(x: Array, order: SortedSequence):
     """The members' rows of `[X, T, ...]`, to be updated; behind the end for group 0."""
     index = jnp.where(order.group == 0, x.shape[1], order.position)
     return x.at[jnp.arange(len(x))[:, None], index]
 
 
-def _summed(x: Array, order: Sorted, like: Array) -> Array:
+def _summed(x: Array, order: SortedSequence, like: Array) -> Array:
     """The sum of each position's rows."""
     zeros = jnp.zeros((*like.shape[:2], *x.shape[2:]), jnp.float32)
     return _at(zeros, order).add(x.astype(jnp.float32), mode="drop").astype(like.dtype)
 
 
-def _parts(q, k, v, queries: Sorted, keys: Sorted) -> tuple:
+def _parts(q, k, v, queries: SortedSequence, keys: SortedSequence) -> tuple:
     """The arguments of `block_sparse` behind its layout."""
     groups = queries.group, keys.group, queries.position, keys.position
     return _taken(q, queries), _taken(k, keys), _taken(v, keys), groups

@@ -57,7 +57,7 @@ from reformax.ops.kernels.triton.indexer import (
     within,
 )
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.softmax.block_lists import Everything
+from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.online import nonzero
 
 
@@ -219,7 +219,7 @@ def _bits(chosen: Int[Array, "B T K"]) -> Int[Array, "B T words"]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
-    layout: Everything,
+    layout: FullLayout,
     interpret: bool,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],

@@ -38,7 +38,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
 from reformax.ops.numerics.precision import in_three
-from reformax.ops.softmax.chosen_blocks import BEFORE, FIRST, OWN
+from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.online import nonzero
 
 # Summaries of a tile, stages by the parts of a number (`in_three`).
@@ -263,9 +263,9 @@ def _best_kernel(worth, first, start, out, *, sizes: SelectionSizes, length: int
         there = (block >= lag) & (block <= own)
         before = jnp.where(there, block - lag, 0)
         score += load(worth.at[lag, batch, head, row, before], there, 0.0)
-    score = jnp.where(block == own - 1, BEFORE, score)
-    score = jnp.where(block == lowest, FIRST, score)
-    score = jnp.where(block == own, OWN, score)
+    score = jnp.where(block == own - 1, PREVIOUS_BLOCK, score)
+    score = jnp.where(block == lowest, FIRST_BLOCK, score)
+    score = jnp.where(block == own, OWN_BLOCK, score)
     # As integers, numbers from 0 on have the same order.
     score = lax.bitcast_convert_type(score, jnp.int32)
     score = jnp.where((block >= lowest) & (block <= own) & exists, score, -1)

@@ -1,4 +1,4 @@
-"""Some of the heads of a call, told which ones they are, are those of the whole call."""
+"""A shard of heads computes what the whole call computes for them."""
 
 import jax
 import numpy as np
@@ -51,9 +51,9 @@ def test_some_heads_are_those_of_the_whole(row):
     got = attend(Shard(key, head=1, n_heads=3), *of_heads(slice(1, 3)))
     np.testing.assert_allclose(got, whole[:, :, 1:], atol=1e-6 * row.rounding)
     # Where heads differ by more than what they read, it matters which ones they are.
-    turned = attend(key, *of_heads(slice(None, None, -1)))[:, :, ::-1]
+    reversed_heads = attend(key, *of_heads(slice(None, None, -1)))[:, :, ::-1]
     others = attend(Shard(key, head=0, n_heads=3), *of_heads(slice(1, 3)))
-    assert np.allclose(others, got) == np.allclose(turned, whole)
+    assert np.allclose(others, got) == np.allclose(reversed_heads, whole)
 
 
 def test_given_rotations_are_those_of_the_heads():

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.recall import recall_across
 from reformax.ops import asymmetric_lsh, dense, smyrf
-from reformax.ops.hashing.meeting import meeting_orders
+from reformax.ops.hashing.alignment import aligned_orders
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
@@ -17,7 +17,7 @@ HASHED = asymmetric_lsh.asymmetric_lsh, smyrf.smyrf
 FACTORIES = pytest.mark.parametrize("factory", HASHED, ids=lambda f: f.__name__)
 
 
-orders = jax.jit(meeting_orders, static_argnums=(3, 4))
+orders = jax.jit(aligned_orders, static_argnums=(3, 4))
 
 
 def slots(order):
@@ -92,7 +92,7 @@ def test_a_query_stands_alone_where_it_stands_among_others():
 
 @FACTORIES
 def test_across_sequences_it_finds_what_it_finds_within_one(factory):
-    """At as many keys seen, however few queries there are."""
+    """With as many visible keys, whatever the number of queries."""
     attend, length = factory(chunk_len=16, n_hashes=2), 256
     weight, keys = recall_across(attend, length, length)
     assert weight > 1.3 * keys

@@ -1,15 +1,15 @@
-"""Orders of the queries of one sequence and the keys of another, in which like meets like.
+"""Sorts the queries of one sequence and the keys of another into aligned slots.
 
-Each position has a number, such as its bucket or its hash. Both sequences are sorted by it, segment
-by segment. A segment has as many slots as the longer of its two sides. The keys are spread over
-them evenly. A query's slot is the middle of the slots of the keys with its number, or of where they
-would be. Queries that want one slot are put around it, as near as there is room. Empty slots are
-padding. So a query finds its keys however few queries there are, and sees the same keys alone as
-among other queries.
+Each position has a code, such as its bucket or its hash. Both sequences are sorted by code, segment
+by segment. A segment has as many slots as the longer of its two sides. The keys are spread evenly
+over the slots. A query's slot is the middle of the slots of the keys with its code, or of the slots
+that such keys would have. Queries of the same slot are spread around it, as near as possible. Empty
+slots are padding. A query therefore finds its keys even if there are few queries, and sees the same
+keys without the other queries.
 
-Where queries are several times as many as keys, each slot of keys is so many slots of queries: the
-ratio.
-There are about `max(T, S)` slots, and with segments, which may differ in length, up to `2 T + S`.
+Where queries are several times as many as keys, a slot of keys is several slots of queries: the
+ratio. There are about `max(T, S)` slots, and up to `2 T + S` with segments, whose lengths may
+differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST = jnp.iinfo(jnp.int32).max
 
 
 class _Regions(NamedTuple):
-    """The slots of an entry's segment; arrays `[B, 1, 1, T + S]`, or one number for all."""
+    """The slots of the segment of each entry, arrays `[B, 1, 1, T + S]`, or a number for all."""
 
     ratio: int
     start: Array | int  # of keys
@@ -39,13 +39,13 @@ class _Regions(NamedTuple):
     keys_before: Array | int
 
     def of_key(self, rank: Array) -> Array:
-        """The slot of a segment's key of that rank; each rank has another."""
+        """The slot of a segment's key by its rank. Each rank has another slot."""
         free = self.size - self.n_keys
         spacing = jnp.asarray(free, jnp.float32) / jnp.maximum(self.n_keys, 1)
         return self.start + rank + jnp.minimum((rank * spacing).astype(jnp.int32), free)
 
 
-def meeting_orders(
+def aligned_orders(
     of_queries: Int[Array, "B N R T"] | Float[Array, "B N R T"],
     of_keys: Int[Array, "B N R S"] | Float[Array, "B N R S"],
     segment_ids: SegmentIds | None,
@@ -55,8 +55,8 @@ def meeting_orders(
     """The orders of queries and of keys, padded to whole chunks.
 
     Args:
-      of_queries: the number of each query by each hash.
-      of_keys: the number of each key.
+      of_queries: the code of each query in each hash.
+      of_keys: the code of each key.
       segment_ids: ids of queries and of keys.
       chunk_len: slots of keys in a chunk.
       ratio: slots of queries to each slot of keys.
@@ -64,7 +64,7 @@ def meeting_orders(
     n_queries, n_keys = of_queries.shape[-1], of_keys.shape[-1]
     both = jnp.concatenate([of_queries, of_keys], axis=-1)
     entry = jnp.broadcast_to(jnp.arange(n_queries + n_keys, dtype=jnp.int32), both.shape)
-    # Of equal numbers the queries come first.
+    # Of equal codes the queries come first.
     if segment_ids is None:
         numbers = lax.sort((both, entry), num_keys=1, is_stable=True)
         n_slots = max(-(-n_queries // ratio), n_keys)
@@ -85,7 +85,7 @@ def meeting_orders(
 
 
 def _ids(segment_ids: SegmentIds) -> Int[Array, "B T+S"]:
-    """The segments of queries and keys; padding, and queries whose segment has no key, are last."""
+    """The ids to sort queries and keys by: padding, and queries without keys, are last."""
     of_query, of_key = (jnp.asarray(x, jnp.int32) for x in segment_pair(segment_ids))
     ids = jnp.concatenate([of_query, of_key], axis=1)
     is_key = jnp.arange(ids.shape[1]) >= of_query.shape[1]
@@ -97,7 +97,7 @@ def _ids(segment_ids: SegmentIds) -> Int[Array, "B T+S"]:
 
 
 def _regions(ids: Int[Array, "B T+S"], n_queries: int, ratio: int) -> _Regions:
-    """The regions of segments, by entry in the order of their ids."""
+    """The regions of the segments, by entry in the order of the ids."""
 
     def of_row(number: Int[Array, " T+S"]) -> tuple[Array, ...]:
         is_query = jnp.arange(len(number)) < n_queries
@@ -125,7 +125,7 @@ def _of_queries(
     """The slots of queries."""
     axis = is_query.ndim - 1
     rank = jnp.cumsum(is_query.astype(jnp.int32), axis=axis) - is_query
-    # The queries of a number are sorted before its keys.
+    # The queries of a code are sorted before its keys.
     before = jnp.cumsum((~is_query).astype(jnp.int32), axis=axis)
     ends = jnp.zeros(is_query.shape[:-1] + (1,), bool)
     for x in numbers:
@@ -133,11 +133,11 @@ def _of_queries(
     up_to = lax.cummin(jnp.where(ends, before, before[..., -1:]), axis=axis, reverse=True)
     ratio = regions.ratio
     wanted = ratio * regions.of_key((before + up_to) // 2 - regions.keys_before) + ratio // 2
-    # Room for the queries before it in its segment, and for those behind it.
+    # Leaves room for the queries before it in its segment, and for those behind it.
     least = ratio * regions.start + rank - regions.queries_before
     wanted = jnp.clip(wanted, least, least + ratio * regions.size - regions.n_queries)
-    # The middle of the nearest distinct slots to the right of the wanted ones and to the left.
-    # Segments do not meet, for the slots that they want do not.
+    # The middle of the nearest distinct slots to the right of the wanted slots and to the left.
+    # Segments do not overlap, because their wanted slots do not.
     ahead = wanted - rank
     right = lax.cummax(jnp.where(is_query, ahead, -_MOST), axis=axis)
     left = lax.cummin(jnp.where(is_query, ahead, _MOST), axis=axis, reverse=True)
@@ -151,7 +151,7 @@ def _order(
     n_positions: int,
     n_slots: int,
 ) -> Int[Array, "B N R P"]:
-    """The position in each slot, of `included` entries; others are padding, from `n_positions`."""
+    """The position in each slot, of `included` entries. Others are padding, from `n_positions`."""
     slot = jnp.where(included, slot, n_slots)
     taken = jnp.full((*slot.shape[:-1], n_slots), -1, jnp.int32)
     taken = jnp.put_along_axis(taken, slot, position, axis=-1, inplace=False, mode="drop")
