@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.triton.common import launch, load, power_of_two, product
+from reformax.ops.kernels.triton.common import launch, load, matmul, power_of_two
 
 # Vectors of a program, and directions that it compares at a time.
 ROWS, DIRECTIONS = 128, 64
@@ -76,7 +76,7 @@ def _kernel(x_ref, rotations_ref, bucket_ref, *, factors: Sequence[int], rows: i
                 (feature < size)[:, None] & (index < half)[None, :],
                 0.0,
             )
-            return _extremes(product(x, rotation), index, half)
+            return _extremes(matmul(x, rotation), index, half)
 
         found = among(jnp.int32(0))
         if half <= width:

@@ -17,9 +17,9 @@ from jaxtyping import Array
 
 from reformax.ops.kernels.triton.common import (
     chosen_bits,
-    dropout_mask,
     load,
     power_of_two,
+    tile_dropout_mask,
     view_rows,
 )
 
@@ -218,4 +218,4 @@ class Program(NamedTuple):
         batch = self.batch
         if self.n_folded:
             batch, head = (f(batch, jnp.int32(self.n_folded)) for f in (lax.div, lax.rem))
-        return dropout_mask(x.seed, self.dropout, batch, head, q.at, k.at)
+        return tile_dropout_mask(x.seed, self.dropout, batch, head, q.at, k.at)

@@ -41,8 +41,8 @@ from reformax.ops.kernels.triton.common import (
     hide,
     launch,
     line,
+    matmul,
     power_of_two,
-    product,
     query_rows,
     recompute_weights,
     softmax_step,
@@ -68,7 +68,7 @@ def _forward_kernel(x: Inputs, work: Work, out: Softmax, part: Softmax | None, *
         k = here.rows(x.k, keys, own.head)
         v = here.tokens(x.v, keys, own.head)
         query, key = column(queries), line(keys)
-        logits = hide(product(q, k, transpose_b=True), here.visible(x, query, key, whole))
+        logits = hide(matmul(q, k, transpose_b=True), here.visible(x, query, key, whole))
         dropped = here.dropped(x, own.head, query, key)
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
@@ -99,11 +99,11 @@ def _queries_kernel(x: Inputs, row: QueryRows, work: Work, dq, part, *, program)
         k = here.tokens(x.k, keys, own.head)
         v = here.tokens(x.v, keys, own.head)
         key = line(keys)
-        logits = hide(product(q, k, transpose_b=True), here.visible(x, query, key, whole))
+        logits = hide(matmul(q, k, transpose_b=True), here.visible(x, query, key, whole))
         p = recompute_weights(logits, row_max[:, None] * scale, column(inverse_sum), size)
-        dp = product(d_out, v, transpose_b=True) * here.dropped(x, own.head, query, key)
+        dp = matmul(d_out, v, transpose_b=True) * here.dropped(x, own.head, query, key)
         ds = p * (dp - dot[:, None])
-        return sums + product(ds.astype(k.dtype), k)
+        return sums + matmul(ds.astype(k.dtype), k)
 
     sums = here.over(work, own, differentiate, jnp.zeros(q.shape, jnp.float32))
     here.put_rows(dq, part, queries, own, sums * (1.0 / math.sqrt(size)))
@@ -125,12 +125,12 @@ def _keys_kernel(x: Inputs, row: QueryRows, work: Work, gradients, part, *, prog
         statistics = row.row_max, row.dot, row.inverse_sum
         row_max, dot, inverse_sum = (here.statistics(ref, queries, own.head) for ref in statistics)
         query = line(queries)
-        logits = hide(product(k, q, transpose_b=True), here.visible(x, query, key, whole))
+        logits = hide(matmul(k, q, transpose_b=True), here.visible(x, query, key, whole))
         p = recompute_weights(logits, row_max[None, :] * scale, line(inverse_sum), size)
         dropped = here.dropped(x, own.head, query, key)
-        dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + product(ds.astype(q.dtype), q), dv
+        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
+        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
+        return dk + matmul(ds.astype(q.dtype), q), dv
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = here.over(work, own, differentiate, sums)

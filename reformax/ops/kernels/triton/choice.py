@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.triton.common import launch, load, power_of_two, product_in_parts
+from reformax.ops.kernels.triton.common import launch, load, matmul_in_parts, power_of_two
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
 from reformax.ops.numerics.precision import in_three
 
@@ -75,7 +75,7 @@ class _ChoiceProgram(NamedTuple):
             view = means.at[self.batch, jnp.where(exists, block, 0)[:, None], self.head, width]
             return load(view, mask, 0.0)
 
-        return product_in_parts(q, self.x.means, read)
+        return matmul_in_parts(q, self.x.means, read)
 
     def put(self, out, rows: GroupRows, best: _Best) -> None:
         slot = jnp.arange(best.block.shape[1], dtype=jnp.int32)[None, :]

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from reformax.ops.kernels.triton.common import dropout_mask, load, power_of_two, view_rows
+from reformax.ops.kernels.triton.common import load, power_of_two, tile_dropout_mask, view_rows
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 
 
@@ -264,7 +264,7 @@ class ChunkProgram(NamedTuple):
     def dropped(self, x: ChunkInputs, query: ChunkBlock, key: ChunkBlock) -> Array | float:
         """The dropout mask of the weights of a query, or queries, on keys."""
         rate = self.chunks.dropout
-        return dropout_mask(x.seed, rate, self.batch, self.head, query.position, key.position)
+        return tile_dropout_mask(x.seed, rate, self.batch, self.head, query.position, key.position)
 
     def alone_weight(self, x: ChunkInputs, block: ChunkBlock, row_sum: Array) -> Array:
         """The weight of a position's own value: 0 if it sees another, or its dropout mask."""

@@ -41,7 +41,7 @@ from reformax.ops.kernels.triton.common import (
     hide,
     launch,
     line,
-    product,
+    matmul,
     query_rows,
     recompute_weights,
     softmax_step,
@@ -80,7 +80,7 @@ def _forward_kernel(
     def attend(block, state):
         keys = line(block)
         k, v = program.rows(x.k, block), program.tokens(x.v, block)
-        logits = hide(product(q, k, transpose_b=True), program.visible(queries, keys))
+        logits = hide(matmul(q, k, transpose_b=True), program.visible(queries, keys))
         return softmax_step(state, logits, v, x.q.shape[3], program.dropped(x, queries, keys))
 
     acc, row_max, row_sum = program.over(x.at_keys(), program.keys(), attend, state, of_keys=True)
@@ -125,12 +125,12 @@ def _backward_kernel(
         q = program.tokens(x.q, block)
         d_out, dot, row_max, inverse_sum = queries(block)
         query, key = line(block), column(key_block)
-        logits = hide(product(k, q, transpose_b=True), program.visible(query, key))
+        logits = hide(matmul(k, q, transpose_b=True), program.visible(query, key))
         p = recompute_weights(logits, row_max[None, :], line(inverse_sum), size)
         dropped = program.dropped(x, query, key)
-        dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + product(ds.astype(q.dtype), q), dv
+        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
+        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
+        return dk + matmul(ds.astype(q.dtype), q), dv
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = program.over(x, program.queries(), as_keys, sums)
@@ -156,11 +156,11 @@ def _backward_kernel(
     def as_queries(block, dq):
         k, v = program.tokens(x.k, block), program.tokens(x.v, block)
         query, key = column(query_block), line(block)
-        logits = hide(product(q, k, transpose_b=True), program.visible(query, key))
+        logits = hide(matmul(q, k, transpose_b=True), program.visible(query, key))
         p = recompute_weights(logits, row_max[:, None], column(inverse_sum), size)
         dropped = program.dropped(x, query, key)
-        ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
-        return dq + product(ds.astype(k.dtype), k)
+        ds = p * (matmul(d_out, v, transpose_b=True) * dropped - dot[:, None])
+        return dq + matmul(ds.astype(k.dtype), k)
 
     dq = program.over(x.at_keys(), program.keys(), as_queries, dq, of_keys=True) * scale
     if before is not None:

@@ -41,8 +41,8 @@ from reformax.ops.kernels.triton.common import (
     hide,
     launch,
     load,
+    matmul,
     power_of_two,
-    product,
     view_rows,
 )
 from reformax.ops.kernels.triton.indexer import (
@@ -133,7 +133,7 @@ def _difference_kernel(
 
         def add(head, total):
             q, k = rows(attention.q, query, head), rows(attention.k, key, head)
-            logits = product(q, k, transpose_b=True)
+            logits = matmul(q, k, transpose_b=True)
             at = batch, head, query.position
             row_max, total_of = (load(ref.at[at], query.exists, 0.0) for ref in attention.sums)
             weights = jnp.exp2((hide(logits, mask) - row_max[:, None]) * scale)
@@ -165,10 +165,10 @@ def _queries_kernel(x: IndexerInputs, difference, gradients, *, causal: bool):
     def step(i, sums):
         dq, dw = sums
         (k,), slope = program.of_keys(program.keys(i)), _tile_of(difference, batch, tile, i)
-        found = product(q, k, transpose_b=True)
+        found = matmul(q, k, transpose_b=True)
         active = jnp.where(found > 0, slope, 0.0)
         dw = dw + jnp.sum(active * found, axis=1)
-        return dq + product(active.astype(k.dtype), k), dw
+        return dq + matmul(active.astype(k.dtype), k), dw
 
     sums = jnp.zeros(q.shape, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
     dq, dw = lax.fori_loop(jnp.int32(0), program.end(tile), step, sums)
@@ -192,8 +192,8 @@ def _keys_kernel(x: IndexerInputs, difference, out, *, causal: bool):
 
         def add(head, total):
             (q,), weight = program.of_queries(query, head), program.weights(query, head)
-            active = jnp.where(product(q, k, transpose_b=True) > 0, slope * weight[:, None], 0.0)
-            return total + product(active.T.astype(q.dtype), q)
+            active = jnp.where(matmul(q, k, transpose_b=True) > 0, slope * weight[:, None], 0.0)
+            return total + matmul(active.T.astype(q.dtype), q)
 
         return lax.fori_loop(jnp.int32(0), jnp.int32(x.queries[0].shape[2]), add, total)
 

@@ -24,8 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.ops.kernels.triton.common import (
     launch,
     load,
+    matmul_in_parts,
     power_of_two,
-    product_in_parts,
     view_rows,
 )
 from reformax.ops.numerics.precision import in_three
@@ -119,7 +119,7 @@ class IndexerProgram(NamedTuple):
         keys = self.of_keys(key)
 
         def add(head, total):
-            found = jnp.maximum(product_in_parts(self.of_queries(query, head), keys), 0.0)
+            found = jnp.maximum(matmul_in_parts(self.of_queries(query, head), keys), 0.0)
             return total + self.weights(query, head)[:, None] * found
 
         n_heads = jnp.int32(self.x.queries[0].shape[2])

@@ -30,17 +30,17 @@ from reformax.ops.kernels.triton.common import (
     LOG2_E,
     QueryRows,
     column,
-    dropout_mask,
     empty_softmax,
     hide,
     launch,
     line,
     load,
+    matmul,
     power_of_two,
-    product,
     query_rows,
     recompute_weights,
     softmax_step,
+    tile_dropout_mask,
     view_rows,
 )
 from reformax.ops.numerics.first_order import first_order
@@ -152,7 +152,7 @@ class _MobaProgram(NamedTuple):
         return mask
 
     def dropped(self, x: _MobaInputs, query, key) -> Array | float:
-        return dropout_mask(x.seed, self.sizes.dropout, self.batch, self.head, query, key)
+        return tile_dropout_mask(x.seed, self.sizes.dropout, self.batch, self.head, query, key)
 
     def n_keys(self, block, last_query) -> Any:
         """How many tiles of a block's keys are up to a position."""
@@ -173,7 +173,7 @@ def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
         key, there, key_ids = program.keys(x, block, number)
         k, v = (program.rows_of_keys(ref, x, key, there) for ref in (x.k, x.v))
         mask = program.visible(*column((position, ids)), *line((key, there, key_ids)))
-        logits = hide(product(q, k, transpose_b=True), mask)
+        logits = hide(matmul(q, k, transpose_b=True), mask)
         dropped = program.dropped(x, position[:, None], key[None])
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
@@ -189,7 +189,7 @@ def _weights(program, x, q, k, query, key, ids, statistics, transposed):
     key, there, key_ids = key
     first, second = (line, column) if transposed else (column, line)
     mask = program.visible(*first((query, ids)), *second((key, there, key_ids)))
-    products = product(k, q, transpose_b=True) if transposed else product(q, k, transpose_b=True)
+    products = matmul(k, q, transpose_b=True) if transposed else matmul(q, k, transpose_b=True)
     row_max, inverse_sum = statistics
     size = x.q.shape[3]
     row_max = first(row_max) * (LOG2_E / math.sqrt(size))
@@ -213,8 +213,8 @@ def _queries_kernel(x: _MobaInputs, row: QueryRows, dq, *, sizes):
         key = program.keys(x, block, number)
         k, v = (program.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
         p, dropped = _weights(program, x, q, k, position, key, ids, (row_max, inverse_sum), False)
-        ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
-        return sums + product(ds.astype(k.dtype), k)
+        ds = p * (matmul(d_out, v, transpose_b=True) * dropped - dot[:, None])
+        return sums + matmul(ds.astype(k.dtype), k)
 
     sums = jnp.zeros(q.shape, jnp.float32)
     n_keys = program.n_keys(block, jnp.max(position))
@@ -239,9 +239,9 @@ def _keys_kernel(x: _MobaInputs, row: QueryRows, gradients, *, sizes):
             for ref in (row.row_max, row.dot, row.inverse_sum)
         )
         p, dropped = _weights(program, x, q, k, position, key, ids, (row_max, inverse_sum), True)
-        dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + product(ds.astype(q.dtype), q), dv
+        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
+        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
+        return dk + matmul(ds.astype(q.dtype), q), dv
 
     first, end = (x.bounds[program.batch, program.head, block + jnp.int32(i)] for i in (0, 1))
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)

@@ -30,17 +30,17 @@ from reformax.ops.kernels.triton.common import (
     LOG2_E,
     QueryRows,
     column,
-    dropout_mask,
     empty_softmax,
     hide,
     launch,
     line,
     load,
+    matmul,
     power_of_two,
-    product,
     query_rows,
     recompute_weights,
     softmax_step,
+    tile_dropout_mask,
     view_rows,
 )
 from reformax.ops.numerics.first_order import first_order
@@ -226,7 +226,7 @@ class _NsaProgram(NamedTuple):
 
     def dropped(self, x: _NsaInputs, rows: _Rows, columns: _Columns) -> Array | float:
         address = rows.head, rows.position, columns.last
-        return dropout_mask(x.seed, self.sizes.dropout, self.batch, *address)
+        return tile_dropout_mask(x.seed, self.sizes.dropout, self.batch, *address)
 
     def over_keys(self, x: _NsaInputs, rows: _Rows, tile, body, carry):
         """`carry = body(columns, carry)` over the tiles of keys that a tile of queries sees."""
@@ -273,7 +273,7 @@ def _forward_kernel(x: _NsaInputs, out: Softmax, *, sizes):
     def attend(columns, state):
         k, v = program.of_columns(x.k, columns), program.of_columns(x.v, columns)
         mask = program.visible(column(rows), line(columns))
-        logits = hide(product(q, k, transpose_b=True), mask)
+        logits = hide(matmul(q, k, transpose_b=True), mask)
         dropped = program.dropped(x, column(rows), line(columns))
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
@@ -288,7 +288,7 @@ def _weights(program, x, row, q, k, rows, columns, transposed):
     """A tile's weights, and the mask of their dropout; `transposed` puts keys first."""
     first, second = (line, column) if transposed else (column, line)
     mask = program.visible(first(rows), second(columns))
-    products = product(k, q, transpose_b=True) if transposed else product(q, k, transpose_b=True)
+    products = matmul(k, q, transpose_b=True) if transposed else matmul(q, k, transpose_b=True)
     size = x.q.shape[3]
     row_max = first(program.numbers(row.row_max, rows)) * (LOG2_E / math.sqrt(size))
     inverse_sum = program.numbers(row.inverse_sum, rows)
@@ -306,8 +306,8 @@ def _queries_kernel(x: _NsaInputs, row: QueryRows, dq, *, sizes):
     def differentiate(columns, sums):
         k, v = program.of_columns(x.k, columns), program.of_columns(x.v, columns)
         p, dropped = _weights(program, x, row, q, k, rows, columns, False)
-        ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
-        return sums + product(ds.astype(k.dtype), k)
+        ds = p * (matmul(d_out, v, transpose_b=True) * dropped - dot[:, None])
+        return sums + matmul(ds.astype(k.dtype), k)
 
     sums = program.over_keys(x, rows, tile, differentiate, jnp.zeros(q.shape, jnp.float32))
     program.put_rows(dq, rows, sums * (1.0 / math.sqrt(x.q.shape[3])))
@@ -339,9 +339,9 @@ def _keys_kernel(x: _NsaInputs, row: QueryRows, gradients, *, sizes):
         q, d_out = program.of_rows(x.q, rows), program.of_rows(row.d_out, rows)
         dot = program.numbers(row.dot, rows)
         p, dropped = _weights(program, x, row, q, k, rows, columns, True)
-        dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + product(ds.astype(q.dtype), q), dv
+        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
+        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
+        return dk + matmul(ds.astype(q.dtype), q), dv
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     count = lax.div(jnp.maximum(end - start + (step - 1), 0), step)

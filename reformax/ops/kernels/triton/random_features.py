@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from reformax.ops.kernels.triton.common import launch, load, power_of_two, product, view_rows
+from reformax.ops.kernels.triton.common import launch, load, matmul, power_of_two, view_rows
 from reformax.ops.kernels.triton.recurrence_chunk import parts_of, to_float32
 
 ROWS, WARPS = 64, 8
@@ -55,7 +55,7 @@ def _tile(read: FeatureArrays) -> _FeatureTile:
     x = load(*view_rows(read.x, batch, position, head, power_of_two(size), exists))
     square = jnp.sum(to_float32(x) ** 2, axis=1) * size**-0.5
     exponents = sum(
-        product(x, _directions(read, part), transpose_b=True) for part in reversed(range(PARTS))
+        matmul(x, _directions(read, part), transpose_b=True) for part in reversed(range(PARTS))
     )
     exponents = exponents - square[:, None] / 2
     inside = jnp.arange(exponents.shape[1], dtype=jnp.int32) < read.directions.shape[1]
@@ -114,7 +114,7 @@ def gradient_kernel(read, d_features, dx) -> None:
     d = d + jnp.where(number[None, :] == first[:, None], more[:, None], 0)
     d = d.astype(jnp.bfloat16)
     size = read.x.shape[3]
-    of_directions = product(d, _directions(read, 0))
+    of_directions = matmul(d, _directions(read, 0))
     found = (
         of_directions - to_float32(tile.x) * (jnp.sum(to_float32(d), axis=1) * size**-0.5)[:, None]
     )

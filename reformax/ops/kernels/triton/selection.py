@@ -32,8 +32,8 @@ from reformax.ops.kernels.triton.common import (
     launch,
     line,
     load,
+    matmul_in_parts,
     power_of_two,
-    product_in_parts,
     view_rows,
 )
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
@@ -167,7 +167,7 @@ class _SelectionProgram(NamedTuple):
         def read(keys) -> Array:
             return load(*view_rows(keys, self.batch, number, self.head, width, exists))
 
-        return product_in_parts(q, self.x.keys, read, transposed)
+        return matmul_in_parts(q, self.x.keys, read, transposed)
 
 
 def _program(sizes: SelectionSizes, x: _SelectionInputs) -> _SelectionProgram:
