@@ -196,7 +196,7 @@ def _plan(
         from reformax.ops.kernels.triton import indexer as kernel
 
         sizes = min(settings.top_k, n), causal, impl == "pallas_interpret"
-        return kernel.choose(*sizes, *index, keys, None if segment_ids is None else ids)
+        return kernel.choose_positions(*sizes, *index, keys, None if segment_ids is None else ids)
 
     def best(queries, weights, of_query, position):
         may = _visible(causal, ids, of_query, position)

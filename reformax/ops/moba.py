@@ -131,7 +131,9 @@ def _plan(
 
         sizes = choice.ChoiceSizes(n_best, size)
         masks = () if segment_ids is None else (ids, of_block)
-        return choice.choose(sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks)
+        return choice.choose_blocks(
+            sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks
+        )
 
     def best(queries):
         q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]

@@ -252,13 +252,13 @@ def test_a_step_sees_the_blocks_of_its_head():
 def test_rows_in_parts_are_one_attention(
     per_head, causal, packed, dropout, least_part, sizes, monkeypatch
 ):
-    monkeypatch.setattr(kernel, "LEAST_PART", least_part)
+    monkeypatch.setattr(kernel, "MIN_PART", least_part)
     mask, (q, k, v, d_out), segment_ids = random_case(per_head, length=115, block=32)
     here = layout(mask, 32, q.shape[1], causal, dropout)
     if per_head is None:  # no mask at all
         mask, here = np.ones_like(mask), block_lists.Everything(115, 115, causal, dropout)
         segment_ids = np.sort(segment_ids, axis=1) if causal else segment_ids
-    cut = kernel.Tiles(*sizes, 4, 2)
+    cut = kernel.BlockTiles(*sizes, 4, 2)
     ids = (segment_ids, segment_ids) if packed else (None, None)
 
     @jax.jit

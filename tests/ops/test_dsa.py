@@ -151,7 +151,7 @@ def test_kernels_have_no_scores_of_all_pairs_in_memory():
     total = lambda *x: op(*x[1:], causal=True, params=x[0]).sum()  # noqa: E731
     jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2, 3)))(params, x, x, x)
     largest = max(sizes_of(jaxpr.jaxpr))
-    assert indexer.AT_A_TIME / 2 < largest <= max(indexer.AT_A_TIME, length**2 // 8)
+    assert indexer.MAX_SCORE_BYTES / 2 < largest <= max(indexer.MAX_SCORE_BYTES, length**2 // 8)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ SELECTIONS = [
 
 @pytest.mark.parametrize("heads, sizes, dtype, at_a_time", SELECTIONS)
 def test_kernels_select_what_array_operations_do(heads, sizes, dtype, at_a_time, monkeypatch):
-    monkeypatch.setattr(selection, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(selection, "MAX_SCORE_BYTES", at_a_time)
     names = "compress_len", "compress_stride", "block_size", "n_selected"
     sizes = dict(zip(names, sizes, strict=True))
     q, k = (2 * x.astype(dtype) for x in numbers(269, *heads))

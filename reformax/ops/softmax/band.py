@@ -113,7 +113,7 @@ def _in_kernels(band: Band, impl: str, q, k, v, few, segment_ids, dropout: float
     few = jnp.broadcast_to(few, (len(q), few.shape[1]))
     if of_order is not None:
         of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
-    near, interpret = kernel.Near(order, of_order), impl == "pallas_interpret"
+    near, interpret = kernel.BandOrder(order, of_order), impl == "pallas_interpret"
     return kernel.attend(band, chunks, interpret, q, k, v, few, near, segment_ids, rng)
 
 
