@@ -201,7 +201,7 @@ QUICK = {
         "test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has": [],
     },
     "ops/test_moba.py": {
-        "test_a_query_chooses_among_blocks_that_its_segment_goes_on_behind": ["xla"],
+        "test_a_query_chooses_among_the_blocks_whose_segment_is_its_own": ["xla"],
         "test_with_all_blocks_it_is_dense": [],  # a `top_k` of 50 is among the oracle's options
     },
     "ops/test_nsa.py": {
