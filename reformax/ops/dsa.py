@@ -138,17 +138,17 @@ def _init(settings: DsaSettings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Arr
 # The indexer
 
 
-class Index(NamedTuple):
+class IndexQueries(NamedTuple):
     """The indexer's queries and weights."""
 
     queries: Float[Array, "B T J D"]
     weights: Float[Array, "B T J"]
 
 
-def _index_queries(params, q: Float[Array, "B T N H"]) -> Index:
+def _index_queries(params, q: Float[Array, "B T N H"]) -> IndexQueries:
     q = _clipped(q)
     weights = 1 + jnp.einsum("btnh,nhj->btj", q, params["weight"].astype(q.dtype))
-    return Index(jnp.einsum("btnh,nhjd->btjd", q, params["query"].astype(q.dtype)), weights)
+    return IndexQueries(jnp.einsum("btnh,nhjd->btjd", q, params["query"].astype(q.dtype)), weights)
 
 
 def _index_keys(params, k: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
@@ -162,7 +162,7 @@ def _clipped(x: Array) -> Array:
     return jnp.clip(x, -MAX_INPUT, MAX_INPUT)
 
 
-def _scores(index: Index, keys: Float[Array, "B S D"]) -> Float[Array, "B Q S"]:
+def _scores(index: IndexQueries, keys: Float[Array, "B S D"]) -> Float[Array, "B Q S"]:
     """Eq. 1."""
     products = jax.nn.relu(jnp.einsum("bqjd,bsd->bqjs", index.queries, keys))
     return jnp.einsum("bqjs,bqj->bqs", products, index.weights)
@@ -200,7 +200,7 @@ def _plan(
 
     def best(queries, weights, query_ids, position):
         allowed = _visible(causal, ids, query_ids, position)
-        return _best_positions(settings, _scores(Index(queries, weights), keys), allowed)
+        return _best_positions(settings, _scores(IndexQueries(queries, weights), keys), allowed)
 
     chosen = by_chunks(best, (settings.n_index_heads + 1) * n, *index, ids, positions(n))
     return joined(chosen, n)
@@ -240,7 +240,7 @@ def _apply(
             dropped_weights = weights * dropout_mask(seed, dropout, *address).astype(weights.dtype)
         out = product("bnqs,bsnv->bqnv", dropped_weights, v, v.dtype)
         mean_weights = lax.stop_gradient(weights).mean(axis=1)
-        scores = _scores(Index(*index), index_keys)
+        scores = _scores(IndexQueries(*index), index_keys)
         scores = scores / math.sqrt(settings.n_index_heads * settings.d_index)
         return out, _divergence(scores, mean_weights, mask)
 

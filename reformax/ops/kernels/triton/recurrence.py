@@ -252,18 +252,16 @@ class _Launches(NamedTuple):
         )
 
 
-def _aligned(x: RecurrenceInputs) -> RecurrenceInputs:
-    """Pads values so that rows begin at multiples of 16 bytes: other rows load number by number."""
-    return x._replace(v=_wider(x.v))
-
-
 def _wider(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V8"]:
-    """Adds columns of zeros, up to a multiple of 8."""
+    """Adds columns of zeros, up to a multiple of 8.
+
+    Rows then begin at multiples of 16 bytes. Other rows load number by number.
+    """
     return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, -v.shape[3] % 8)))
 
 
 def _launches(x: RecurrenceInputs, ids, interpret, groups, mean=False) -> _Launches:
-    x = _aligned(x)
+    x = x._replace(v=_wider(x.v))
     plan = _plan(x, interpret, groups, mean)
     return _Launches(plan, _read(plan, x, ids))
 
