@@ -213,7 +213,7 @@ def _sums_kernel(x: _SelectionInputs, out, *, sizes: SelectionSizes):
     pltriton.store(out.at[program.batch, rows.head, position], found, mask=rows.exists)
 
 
-def _worth_kernel(x: _SelectionInputs, sums, out, *, sizes: SelectionSizes):
+def _scores_kernel(x: _SelectionInputs, sums, out, *, sizes: SelectionSizes):
     """The scores (eq. 9) that the summaries starting in a block add to it and to later blocks."""
     program = _program(sizes, x)
     rows, width = program.rows(), sizes.width
@@ -338,7 +338,7 @@ def select(
         shape = len(sizes.multiplicity), n_batch, n_kv, n_rows, n_blocks
         scores = jax.ShapeDtypeStruct(shape, jnp.float32)
         inputs = x._replace(start=start), sums
-        scores = run(_worth_kernel, inputs, scores, (n_tiles, n_kv, n_batch))
+        scores = run(_scores_kernel, inputs, scores, (n_tiles, n_kv, n_batch))
         best = jax.ShapeDtypeStruct((n_batch, n_kv, n_rows, sizes.n_best), jnp.int32)
         kernel = functools.partial(_best_kernel, length=length)
         grid = n_rows, n_kv, n_batch
