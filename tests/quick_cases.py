@@ -202,7 +202,7 @@ QUICK = {
         "test_one_chunk_is_full_shared_qk_attention": ["True-True"],
     },
     "ops/test_moba.py": {
-        "test_a_query_chooses_among_blocks_that_its_segment_goes_on_behind": ["xla"],
+        "test_a_query_chooses_among_the_blocks_whose_segment_is_its_own": ["xla"],
         "test_with_all_blocks_it_is_dense": [],  # a `top_k` of 50 is among the oracle's options
     },
     "ops/test_nsa.py": {

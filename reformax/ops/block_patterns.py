@@ -6,7 +6,7 @@ A pattern is a function of the two lengths in blocks, so that one gin line serve
 
 Whether a block of queries sees a block of keys does not depend on the number of blocks. A longer
 sequence only adds rows and columns, padding changes nothing, and decoding step by step computes the
-same as one call. Patterns know nothing of causality: a causal call leaves out the blocks above the
+same as one call. Patterns do not depend on causality: a causal call skips the blocks above the
 diagonal of any pattern.
 """
 
@@ -28,7 +28,7 @@ Factors = Annotated[int, Bounds(1, 31)]
 
 
 def _named(factory: Callable[..., Pattern]) -> Callable[..., Pattern]:
-    """Names patterns after the call that makes them, for an op's repr, and checks the options."""
+    """Names patterns by their call, for an op's repr, and checks the options."""
 
     def finish(pattern: Pattern, options: str) -> Pattern:
         pattern.__name__ = f"{factory.__name__}({options})"
@@ -89,15 +89,15 @@ def strided(*, stride: Size = 8) -> Pattern:
 def fixed(*, stride: Size = 8, n_summary: Size = 1) -> Pattern:
     """The fixed pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3), in blocks.
 
-    The sequence is cut into stretches of `stride` blocks. A block sees its own stretch and the last
-    `n_summary` blocks of every stretch, which summarise it.
+    The sequence is cut into groups of `stride` blocks. A block sees its own group, and the last
+    `n_summary` blocks of every group, which summarize it.
 
     Args:
       stride: the paper's l, in blocks.
       n_summary: the paper's c, in blocks.
 
     Raises:
-      ValueError: stride or n_summary below 1, or a summary longer than its stretch.
+      ValueError: stride or n_summary below 1, or a summary longer than its group.
     """
     if n_summary > stride:
         raise SettingError(f"n_summary is {n_summary}: expected at most the stride, {stride}")
@@ -144,18 +144,18 @@ def bigbird(
     The first blocks are global. In the paper's ITC form they hold the first tokens of the sequence,
     in its ETC form tokens that are put in front of it; the mask is the same.
 
-    The paper lets each block of queries draw from all blocks, so that a longer sequence would draw
-    others. Here each block draws from those before it, outside of its window and of the global
-    ones, and a pair that is drawn sees each other. In causal attention a block sees `n_random`
-    drawn blocks, or all where there are fewer. In both directions it sees twice as many on average,
-    the first blocks more than the last.
+    In the paper, each block of queries draws from all blocks, and a longer sequence would draw
+    others. In this pattern, each block draws from the earlier blocks outside of its window and of
+    the global ones, and both blocks of a drawn pair see each other. In causal attention a block
+    sees `n_random` drawn blocks, or all if there are fewer. Without causality it sees twice as many
+    on average, the first blocks more than the last.
 
     Args:
       n_before: how many blocks before its own a block sees.
       n_after: how many blocks after its own a block sees; useful if not causal.
       n_global: how many of the first blocks are global.
-      n_random: the paper's r: how many of the blocks before it each block draws.
-      seed: of the draws. Layers that are to see different blocks have different seeds.
+      n_random: the paper's r: how many of the earlier blocks each block draws.
+      seed: the seed of the draws. Layers with different seeds see different blocks.
 
     Raises:
       ValueError: a number below 0.
@@ -167,40 +167,40 @@ def bigbird(
         mask = near(n_blocks_q, n_blocks_k)
         later, earlier = _drawn(max(n_blocks_q, n_blocks_k), n_global, n_near, n_random, seed)
         for query, key in ((later, earlier), (earlier, later)):
-            here = (query < n_blocks_q) & (key < n_blocks_k)
-            mask[query[here], key[here]] = True
+            inside = (query < n_blocks_q) & (key < n_blocks_k)
+            mask[query[inside], key[inside]] = True
         return mask
 
     return pattern
 
 
 def _drawn(n_blocks: int, n_global: int, n_near: int, n_random: int, seed: int):
-    """Pairs of a block and one that it draws, of those from `n_global` to `n_near` before it.
+    """Pairs of a block and one that it draws from block `n_global` to `n_near` before itself.
 
-    This is Floyd's algorithm for a uniform choice of `n_random` without repetition, of all blocks
-    at once: a choice that repeats becomes the largest that was allowed.
+    Floyd's algorithm draws `n_random` blocks uniformly without repetition, for all blocks at once.
+    It replaces a repeated choice by the largest candidate.
     """
     block = np.arange(n_blocks)
     n_candidates = np.maximum(block - n_near - n_global, 0)
     drawn = np.full((n_blocks, n_random), -1)
-    for place in range(n_random):
-        last = n_candidates - n_random + place
+    for i_draw in range(n_random):
+        last = n_candidates - n_random + i_draw
         choice = (
-            _scrambled(seed, block, place) % np.maximum(last + 1, 1).astype(np.uint64)
+            _scrambled(seed, block, i_draw) % np.maximum(last + 1, 1).astype(np.uint64)
         ).astype(int)
         repeats = (drawn == choice[:, None]).any(axis=1)
-        drawn[:, place] = np.where(last < 0, -1, np.where(repeats, last, choice))
-    later, place = np.nonzero(drawn >= 0)
-    return later, drawn[later, place] + n_global
+        drawn[:, i_draw] = np.where(last < 0, -1, np.where(repeats, last, choice))
+    later, i_draw = np.nonzero(drawn >= 0)
+    return later, drawn[later, i_draw] + n_global
 
 
-def _scrambled(seed: int, block: np.ndarray, place: int) -> np.ndarray:
-    """64 bits that look random for each block: splitmix64 (Steele et al. 2014) of the arguments.
+def _scrambled(seed: int, block: np.ndarray, i_draw: int) -> np.ndarray:
+    """64 pseudorandom bits for each block: splitmix64 (Steele et al. 2014) of the arguments.
 
-    NumPy's generators may change with its version, and a trained model must see what it saw.
+    NumPy's generators may change with its version, and a trained model must keep its pattern.
     """
     x = block.astype(np.uint64)
-    for number in (seed % 2**64, place):
+    for number in (seed % 2**64, i_draw):
         x = (x ^ np.uint64(number)) + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -213,7 +213,7 @@ def _global(query, key, n_global: int):
 
 
 def _blockwise(rule: Callable) -> Pattern:
-    """The pattern of a rule for the numbers of two blocks, which broadcast."""
+    """The pattern of a rule for the indices of two blocks, which broadcast."""
 
     def pattern(n_blocks_q: int, n_blocks_k: int) -> Bool[np.ndarray, "n_blocks_q n_blocks_k"]:
         return rule(*np.indices((n_blocks_q, n_blocks_k), np.int32, sparse=True))

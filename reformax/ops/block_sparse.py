@@ -1,11 +1,11 @@
 """Block-sparse attention: only the nonzero blocks of a mask (FlashAttention, algorithm 5).
 
-A block mask says which blocks of the attention matrix to leave out; the softmax is over the others
-(Dao et al. 2022, "FlashAttention", sec. 3.3 and appendix D.1). Time is proportional to the number
-of nonzero blocks in both passes, and memory to the length. Patterns are in `block_patterns`.
+A block mask selects blocks of the attention matrix, and the softmax is over these alone (Dao et al.
+2022, "FlashAttention", sec. 3.3 and appendix D.1). Time is proportional to the number of nonzero
+blocks in both passes, and memory to the length. Patterns are in `block_patterns`.
 
-The arithmetic is FlashAttention's: in array operations that of `tiles`, one tile after the other,
-and on NVIDIA GPUs that of `kernels.block_sparse`.
+The arithmetic is FlashAttention's: `tiles` in array operations, one tile after the other, and
+`kernels.block_sparse` on NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ def block_sparse(
 ) -> AttentionOp:
     """Attention to the keys in the nonzero blocks of a mask.
 
-    With `n_global`, `global_tokens` above 0 say which tokens are global: they see all of their
-    segment and are seen by all of it, besides the blocks. With `block_patterns.bigbird(n_global=0)`
-    this is the ETC form of BigBird (Zaheer et al. 2020, sec. 2), whose global tokens may stand
-    anywhere.
+    With `n_global`, the tokens where `global_tokens` is above 0 are global: besides the blocks,
+    they see their whole segment, and all of it sees them. With `block_patterns.bigbird(n_global=0)`
+    this is the ETC form of BigBird (Zaheer et al. 2020, sec. 2), with global tokens at any
+    position.
 
     Args:
-      pattern: which block of queries sees which block of keys: a boolean array, `[n_blocks_q,
+      pattern: which block of queries sees which block of keys. It is a boolean array, `[n_blocks_q,
         n_blocks_k]` or with an axis for heads in front, or a function of the two numbers of blocks
         that returns one, such as those of `block_patterns`. An array fits one number of blocks and
         cannot decode.
       block_size: positions in a block; a pair is for queries and keys.
-      n_global: how many tokens of a row can be global, its first marked ones. Of 0 none are, and
-        marks are refused. With others attention is not causal and stays within one sequence.
+      n_global: how many tokens of a row can be global, the first where `global_tokens` is above 0.
+        With 0 none are, and `global_tokens` is refused. Otherwise attention is not causal and stays
+        within one sequence.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later,
         heads of 128 or less and blocks of a multiple of 16; `"pallas_interpret"` runs it anywhere,
         slowly, for tests. `"auto"` takes the kernel where it computes the same function.
@@ -74,9 +75,11 @@ def block_sparse(
     """
     check_impl(impl, *KERNELS)
     block_q, block_k = map(int, np.broadcast_to(block_size, 2))
-    given = None if callable(pattern) else _check_mask(pattern)
+    fixed_mask = None if callable(pattern) else _check_mask(pattern)
 
-    layout_of = functools.partial(_layout, pattern if given is None else given, block_q, block_k)
+    layout_of = functools.partial(
+        _layout, pattern if fixed_mask is None else fixed_mask, block_q, block_k
+    )
     if n_global:
         return AttentionOp(
             init=no_params,
@@ -90,10 +93,12 @@ def block_sparse(
         apply=functools.partial(_apply, layout_of, impl),
         # Whether a function makes masks by head is known at the call, which refuses them.
         traits=Traits(
-            cross=True, keeps_padding_out=True, head_shards=given is None or given.ndim == 2
+            cross=True,
+            keeps_padding_out=True,
+            head_shards=fixed_mask is None or fixed_mask.ndim == 2,
         ),
-        init_cache=_init_cache if given is None else None,
-        step=functools.partial(_step, layout_of, impl) if given is None else None,
+        init_cache=_init_cache if fixed_mask is None else None,
+        step=functools.partial(_step, layout_of, impl) if fixed_mask is None else None,
     )
 
 
@@ -116,7 +121,7 @@ def _layout(
             f"{n_queries} queries and of {block_k} in {n_keys} keys, or {(n_heads, *shape)}"
         )
     mask = mask[None] if mask.ndim == 2 else mask
-    # One block that holds all shows the same as a larger one.
+    # One block that holds all positions is equal to a larger one.
     block_q, block_k = (
         min(size, -(-length // MIN_TILE) * MIN_TILE)
         for size, length in ((block_q, n_queries), (block_k, n_keys))
@@ -162,14 +167,14 @@ def _attend(layout: Layout, impl: str, q, k, v, segment_ids, rng) -> Float[Array
     return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), rng)[0]
 
 
-# Global tokens. G of them are keys of further blocks, which all queries see; at their own places
-# nobody sees them. What they see themselves is computed apart.
+# Global tokens. G of them are keys of additional blocks, which all queries see. At their own
+# positions they are masked. Their rows are computed separately.
 
 
 def _plan(
     n_global: int, params, q, k, *, segment_ids, causal, rng, train, length=None, global_tokens=None
 ) -> Int[Array, "B G"] | None:
-    """The positions of global tokens, if there are any."""
+    """The positions of global tokens; None without any."""
     del params, q, k, causal, rng, train, length
     return first_global(global_tokens, segment_ids, n_global)
 
@@ -190,16 +195,20 @@ def _apply_with_global(
         n_keys=length + n_pad + n_global,
     )
 
-    def further(x, few):  # [B, S, ...] and those at the end
-        return jnp.concatenate([jnp.pad(x, ((0, 0), (0, n_pad), (0, 0), (0, 0))), few], axis=1)
+    def with_global(x, global_rows):  # [B, S, ...] with those of global tokens at the end
+        return jnp.concatenate(
+            [jnp.pad(x, ((0, 0), (0, n_pad), (0, 0), (0, 0))), global_rows], axis=1
+        )
 
-    few_k, few_v = (rows_at(x, plan) for x in (k, v))
+    global_k, global_v = (rows_at(x, plan) for x in (k, v))
     ids = ids_or_ones(segment_ids, k)
     row = jnp.arange(len(k))[:, None]
-    elsewhere = ids.at[row, plan].set(0, mode="drop")
-    elsewhere = jnp.pad(elsewhere, ((0, 0), (0, n_pad)))
-    of_keys = jnp.concatenate([elsewhere, ids_at(ids, plan)], axis=1)
-    out = _attend(layout, impl, q, further(k, few_k), further(v, few_v), (ids, of_keys), rng)
+    masked_ids = ids.at[row, plan].set(0, mode="drop")
+    masked_ids = jnp.pad(masked_ids, ((0, 0), (0, n_pad)))
+    key_ids = jnp.concatenate([masked_ids, ids_at(ids, plan)], axis=1)
+    out = _attend(
+        layout, impl, q, with_global(k, global_k), with_global(v, global_v), (ids, key_ids), rng
+    )
     seed = seed_words(rng, len(q)) if dropout else None
     rows = band.rows_of_global_tokens(
         rows_at(q, plan), k, v, plan, segment_ids, False, dropout, seed
@@ -221,7 +230,7 @@ def _step(
     layout = layout_of(capacity, capacity, n_heads, True, 0.0)
     block_q, block_k = layout.block_q, layout.block_k
     rows = layout.rows(block_q, block_k)
-    # The keys of the blocks that the query's own block sees, [B, G, M].
+    # The keys of the blocks that the query's block sees, [B, G, M].
     width = max(1, rows.count.max())
     seen = block_lists.padded_entries(rows, block_lists.cut_lists(rows, width), width, capacity)
     seen = jnp.asarray(seen.reshape(-1, -(-capacity // block_q), width))
@@ -233,7 +242,7 @@ def _step(
 
 
 def _made_by(pattern: Pattern, shape: tuple[int, int]) -> Mask:
-    """The mask that a pattern makes for these numbers of blocks."""
+    """The mask of a pattern for these numbers of blocks."""
     try:
         return _check_mask(pattern(*shape))
     except TypeError as error:
@@ -275,8 +284,8 @@ def _in_tiles(layout: Layout, q, k, v, *, segment_ids, rng) -> Float[Array, "B T
 def _visits(rows: TileLists, n_masks: int) -> tiles.Visits:
     stop = np.cumsum(rows.count.reshape(n_masks, -1), axis=1)
     start = stop - rows.count.reshape(stop.shape)
-    # The list of each mask, filled up to the length of the longest.
-    place = np.arange(max(1, stop[:, -1].max()))
-    place = place + (np.cumsum(stop[:, -1]) - stop[:, -1])[:, None]
-    index = np.append(rows.entries, 0)[np.minimum(place, len(rows.entries))]
-    return tiles.Visits(*(jnp.asarray(x, jnp.int32) for x in (start, stop, index)))
+    # The list of each mask, padded to the length of the longest.
+    index = np.arange(max(1, stop[:, -1].max()))
+    index = index + (np.cumsum(stop[:, -1]) - stop[:, -1])[:, None]
+    column = np.append(rows.entries, 0)[np.minimum(index, len(rows.entries))]
+    return tiles.Visits(*(jnp.asarray(x, jnp.int32) for x in (start, stop, column)))

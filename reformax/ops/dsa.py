@@ -1,19 +1,19 @@
-"""DeepSeek sparse attention: a light indexer scores all keys, and a query sees the best of them.
+"""DeepSeek sparse attention: an indexer scores all keys, and a query sees the best of them.
 
 DeepSeek-AI 2025 ("DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse
-Attention", sec. 1.1). A few index heads, with queries and a weight each and one key for all, say
-what position s is worth to position t (eq. 1):
+Attention", sec. 1.1). Several index heads, each with queries and a weight, and one key for all
+heads, give the score of position s for position t (eq. 1):
 
     I_ts = sum_j w_tj ReLU(q_tj . k_s)
 
-All attention heads of a query attend to the `top_k` positions of the highest scores (eq. 2). The
-choice has no gradient. The indexer learns from the attention instead: of the weights of all heads,
-averaged, its softmax over the chosen positions is to have the least divergence (eq. 4). That loss
-reaches the indexer alone, and the model's loss does not reach it.
+All attention heads of a query attend to the `top_k` positions with the highest scores (eq. 2). The
+choice has no gradient. The indexer learns from the attention: its loss is the divergence of its
+softmax over the chosen positions from the mean of all heads' weights (eq. 4). Only the indexer gets
+a gradient from that loss, and it gets none from the model's loss.
 
-Here the indexer reads the layer's queries and keys of all heads in the place of its input, so that
-a plan can be made of what plans are made of. Time is T^2 for the scores, with one small product in
-the place of N, and in array operations for the attention too; memory is T * top_k.
+The indexer reads the layer's queries and keys of all heads instead of the layer's input, because a
+plan is made of queries and keys. Time is T^2 for the scores, with one small product instead of N;
+in array operations the attention takes T^2 too. Memory is T * top_k.
 
 Letters besides those of `reformax.ops.base`: J index heads of size D, K positions that a query
 sees, Q queries of a chunk.
@@ -57,14 +57,14 @@ from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
 
-# The largest number that the indexer reads. A score is a product of three such numbers.
-LARGEST = 1e9
-# The kernels count the bits of pairs, in words of 32, with 31 bits.
-MOST_PAIRS = 2**36
+# The indexer clips its inputs to this magnitude. A score is a product of three inputs.
+MAX_INPUT = 1e9
+# The kernels index words of 32 pairs with 31 bits.
+MAX_PAIRS = 2**36
 
 
 class DsaSettings(NamedTuple):
-    """The hyperparameters of `dsa`, whose arguments they are."""
+    """The options of `dsa`, which documents them."""
 
     top_k: int
     n_index_heads: int
@@ -75,7 +75,7 @@ class DsaSettings(NamedTuple):
     def choose(self, q: Array, k: Array, v: Array | None) -> str:
         """The implementation of a call."""
         n_pairs = q.shape[0] * q.shape[1] ** 2
-        above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MOST_PAIRS)}
+        above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
         return choose_impl(self.impl, **kernel_obstacles(q, k, v, **above))
 
@@ -89,22 +89,22 @@ def dsa(
     index_loss: NonNegative = 1.0,
     impl: str = "auto",
 ) -> AttentionOp:
-    """Attention to the positions that an indexer likes best, the same for all heads.
+    """Attention to the positions with the indexer's highest scores, the same for all heads.
 
-    Dense attention where `top_k` is at least the length; the indexer's loss is then that of the
-    paper's dense warm-up (eq. 3).
+    It is dense attention where `top_k` is at least the length. The indexer's loss is then that of
+    the paper's dense warm-up (eq. 3).
 
     Weights: `query [N, H, J, D]`, `key [N, H, D]` and `weight [N, H, J]`, to whose products 1 is
-    added. They begin with a random projection that an index head's query shares with the keys, of
-    the attention heads `j mod J`: scores then resemble the sum of their products.
+    added. Initially, index head j projects the queries of the attention heads n with `n mod J = j`
+    by the same random matrix as their keys. Scores then resemble the sum of these heads' products.
 
     Args:
       top_k: K: positions that a query sees; 2,048 in the paper's sec. 2.1.
       n_index_heads: J.
       d_index: D: the size of an index head.
-      index_loss: the factor of the indexer's loss, a mean over positions, beside the model's. With
-        0 the indexer stays as it is. Of a batch that is computed in parts, or by several devices,
-        the parts' means add up; Adam does not feel the factor.
+      index_loss: the factor of the indexer's loss, a mean over positions that is added to the
+        model's loss. With 0 the indexer does not learn. The means of the parts of a batch, or of
+        several devices, add up; Adam is invariant to the factor.
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
         Ampere or later, heads and index heads of 128 or less and at most 2^36 pairs of tokens,
         which take a bit of memory each. `"pallas_interpret"` runs them anywhere, slowly, for tests.
@@ -132,10 +132,10 @@ def _init(settings: DsaSettings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Arr
     rng, rng_weight = jax.random.split(rng)
     key = jax.random.normal(rng, (n_heads, size, d_index)) / math.sqrt(d_index)
     head, index = jnp.arange(n_heads)[:, None], jnp.arange(n_index)[None]
-    mine = (head % n_index == index) | (index % n_heads == head)  # [N, J]
+    shares_key = (head % n_index == index) | (index % n_heads == head)  # [N, J]
     weight = jax.random.normal(rng_weight, (n_heads, size, n_index))
     return {
-        "query": jnp.where(mine[:, None, :, None], key[:, :, None], 0),
+        "query": jnp.where(shares_key[:, None, :, None], key[:, :, None], 0),
         "key": key,
         "weight": 0.1 * weight / math.sqrt(n_heads * size),
     }
@@ -144,56 +144,56 @@ def _init(settings: DsaSettings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Arr
 # The indexer
 
 
-class Index(NamedTuple):
-    """What the indexer reads of each position."""
+class IndexQueries(NamedTuple):
+    """The indexer's queries and weights."""
 
     queries: Float[Array, "B T J D"]
     weights: Float[Array, "B T J"]
 
 
-def _index_queries(params, q: Float[Array, "B T N H"]) -> Index:
-    q = _read(q)
+def _index_queries(params, q: Float[Array, "B T N H"]) -> IndexQueries:
+    q = _clipped(q)
     weights = 1 + jnp.einsum("btnh,nhj->btj", q, params["weight"].astype(q.dtype))
-    return Index(jnp.einsum("btnh,nhjd->btjd", q, params["query"].astype(q.dtype)), weights)
+    return IndexQueries(jnp.einsum("btnh,nhjd->btjd", q, params["query"].astype(q.dtype)), weights)
 
 
 def _index_keys(params, k: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-    k = _read(k)
+    k = _clipped(k)
     return jnp.einsum("btnh,nhd->btd", k, params["key"].astype(k.dtype))
 
 
-def _read(x: Array) -> Array:
-    """Vectors of float32 or wider whose scores do not overflow; no gradient flows to them."""
+def _clipped(x: Array) -> Array:
+    """Clips vectors, in float32 or wider, so that scores do not overflow. They have no gradient."""
     x = lax.stop_gradient(x).astype(accum_dtype(x.dtype))
-    return jnp.clip(x, -LARGEST, LARGEST)
+    return jnp.clip(x, -MAX_INPUT, MAX_INPUT)
 
 
-def _scores(index: Index, keys: Float[Array, "B S D"]) -> Float[Array, "B Q S"]:
+def _scores(index: IndexQueries, keys: Float[Array, "B S D"]) -> Float[Array, "B Q S"]:
     """Eq. 1."""
-    found = jax.nn.relu(jnp.einsum("bqjd,bsd->bqjs", index.queries, keys))
-    return jnp.einsum("bqjs,bqj->bqs", found, index.weights)
+    products = jax.nn.relu(jnp.einsum("bqjd,bsd->bqjs", index.queries, keys))
+    return jnp.einsum("bqjs,bqj->bqs", products, index.weights)
 
 
-def _best(
-    settings: DsaSettings, scores: Float[Array, "B Q S"], may: Bool[Array, "B Q S"]
+def _best_positions(
+    settings: DsaSettings, scores: Float[Array, "B Q S"], allowed: Bool[Array, "B Q S"]
 ) -> Int[Array, "B Q K"]:
-    """The positions of the highest scores among those that a query may see; -1 is none."""
+    """The positions with the highest scores among the `allowed` ones; -1 is none."""
     n_best = min(settings.top_k, scores.shape[-1])
-    best, position = lax.top_k(jnp.where(may, scores, -jnp.inf), n_best)
+    best, position = lax.top_k(jnp.where(allowed, scores, -jnp.inf), n_best)
     return jnp.where(best > -jnp.inf, position, -1).astype(jnp.int32)
 
 
-def _visible(causal: bool, ids: Int[Array, "#B S"], of_query, position) -> Bool[Array, "B Q S"]:
+def _visible(causal: bool, ids: Int[Array, "#B S"], query_ids, position) -> Bool[Array, "B Q S"]:
     """Which keys the queries of a chunk may see, by causality and segment."""
-    may = (ids[:, None] == of_query[..., None]) & (ids != 0)[:, None]
+    allowed = (ids[:, None] == query_ids[..., None]) & (ids != 0)[:, None]
     later = jnp.arange(ids.shape[1])[None, None] > position[..., None]
-    return may & ~later if causal else may
+    return allowed & ~later if causal else allowed
 
 
 def _plan(
     settings: DsaSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, "B T K"]:
-    """The positions that each query sees, those of a kernel in their order."""
+    """The positions that each query sees; the kernel returns them in order."""
     del rng, train, length
     ids, n = ids_or_ones(segment_ids, q), q.shape[1]
     index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
@@ -202,11 +202,11 @@ def _plan(
         from reformax.ops.kernels.triton import indexer as kernel
 
         sizes = min(settings.top_k, n), causal, impl == "pallas_interpret"
-        return kernel.choose(*sizes, *index, keys, None if segment_ids is None else ids)
+        return kernel.choose_positions(*sizes, *index, keys, None if segment_ids is None else ids)
 
-    def best(queries, weights, of_query, position):
-        may = _visible(causal, ids, of_query, position)
-        return _best(settings, _scores(Index(queries, weights), keys), may)
+    def best(queries, weights, query_ids, position):
+        allowed = _visible(causal, ids, query_ids, position)
+        return _best_positions(settings, _scores(IndexQueries(queries, weights), keys), allowed)
 
     chosen = by_chunks(best, (settings.n_index_heads + 1) * n, *index, ids, positions(n))
     return join_chunks(chosen, n)
@@ -235,20 +235,20 @@ def _apply(
     batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
-    def attend(q, chosen, of_query, position, *index):
-        mask = _shown(chosen, length) & _visible(causal, ids, of_query, position)
+    def attend(q, chosen, query_ids, position, *index):
+        mask = _is_chosen(chosen, length) & _visible(causal, ids, query_ids, position)
         logits = product("bqnh,bsnh->bnqs", q, k, q.dtype) / math.sqrt(q.shape[-1])
         weights = masked_softmax(logits, mask[:, None])
-        kept = weights
+        dropped_weights = weights
         if seed is not None:
             query = position[:, None, :, None]
             address = batch, head, query, jnp.arange(length, dtype=jnp.int32)[None, None, None]
-            kept = weights * dropout_mask(seed, dropout, *address).astype(weights.dtype)
-        out = product("bnqs,bsnv->bqnv", kept, v, v.dtype)
-        of_all = lax.stop_gradient(weights).mean(axis=1)
-        scores = _scores(Index(*index), index_keys)
+            dropped_weights = weights * dropout_mask(seed, dropout, *address).astype(weights.dtype)
+        out = product("bnqs,bsnv->bqnv", dropped_weights, v, v.dtype)
+        mean_weights = lax.stop_gradient(weights).mean(axis=1)
+        scores = _scores(IndexQueries(*index), index_keys)
         scores = scores / math.sqrt(settings.n_index_heads * settings.d_index)
-        return out, _divergence(scores, of_all, mask)
+        return out, _divergence(scores, mean_weights, mask)
 
     arrays = q, plan, ids, positions(length), *index
     n_seen = (n_heads + settings.n_index_heads + 1) * length
@@ -256,12 +256,12 @@ def _apply(
     return with_loss(join_chunks(out, length).astype(v.dtype), factor * losses.sum())
 
 
-def _shown(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:
-    """Whether each position is among those that a query chose."""
+def _is_chosen(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:
+    """Whether each query chose each position."""
     row, query, _ = jnp.ogrid[: chosen.shape[0], : chosen.shape[1], :1]
-    place = jnp.where(chosen < 0, length, chosen)
+    position = jnp.where(chosen < 0, length, chosen)
     none = jnp.zeros((*chosen.shape[:2], length), bool)
-    return none.at[row, query, place].set(True, mode="drop")
+    return none.at[row, query, position].set(True, mode="drop")
 
 
 def _divergence(
@@ -271,10 +271,10 @@ def _divergence(
 ) -> Float[Array, "B Q"]:
     """Eq. 4 of each query: `KL(attention || softmax(scores))` over the positions that it sees."""
     scores = scores - largest(scores, mask, axis=-1)
-    # A score exceeds the maximum by rounding alone, which of large ones is no small number.
+    # A score may exceed the maximum by rounding, which for large scores is not small.
     scores = scores - jnp.where(mask, lax.stop_gradient(jnp.maximum(scores, 0)), 0)
-    total = masked_exp(scores, mask, jnp.zeros_like(scores[..., :1])).sum(axis=-1, keepdims=True)
-    log_ratio = jnp.log(jnp.where(attention > 0, attention, 1)) - scores + jnp.log(nonzero(total))
+    row_sum = masked_exp(scores, mask, jnp.zeros_like(scores[..., :1])).sum(axis=-1, keepdims=True)
+    log_ratio = jnp.log(jnp.where(attention > 0, attention, 1)) - scores + jnp.log(nonzero(row_sum))
     return jnp.where(mask, attention * log_ratio, 0).sum(axis=-1)
 
 
@@ -301,8 +301,8 @@ def _step(settings: DsaSettings, params, q, k, v, cache: DsaCache, *, position: 
     row = jnp.arange(q.shape[0])
     index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
     scores = _scores(_index_queries(params, q), index)
-    may = jnp.arange(index.shape[1])[None, None] <= position[:, None, None]
-    chosen = _best(settings, scores, may)  # [B, 1, K]
+    allowed = jnp.arange(index.shape[1])[None, None] <= position[:, None, None]
+    chosen = _best_positions(settings, scores, allowed)  # [B, 1, K]
     at = jnp.maximum(chosen, 0)[..., None]
     keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
     return attend_to(q, keys, values, chosen >= 0, settings.impl), DsaCache(memory, index)

@@ -1,10 +1,10 @@
 """Hash-sparse flash attention: a query sees every key of its hash bucket (Pagliardini et al. 2023).
 
 "Faster Causal Attention Over Large Sequences Through Sparse Flash Attention", sec. 3.2. Queries and
-keys are sorted by bucket, and attention visits the tiles of the sorted arrays that share a bucket.
-Buckets have any size: nothing is cut into chunks, and no key of a bucket is missed. In a causal
-call a query sees the keys of its bucket up to its position. Time is that of the pairs that share a
-bucket, T^2 / n_buckets where buckets are even and T^2 at worst; memory is linear in T.
+keys are sorted by bucket, and attention visits the tiles of the sorted arrays whose buckets meet.
+Buckets have any size: a query sees all keys of its bucket, without chunks. In a causal call it sees
+those up to its position. Time is proportional to the pairs of one bucket, T^2 / n_buckets for equal
+buckets and T^2 at worst; memory is linear in T.
 
 Letters besides those of `reformax.ops.base`: X examples with their heads, B N of them.
 """
@@ -40,7 +40,7 @@ from reformax.ops.softmax.dropout import dropped_self_values, seed_words
 from reformax.ops.softmax.orders import inverse_permutation
 
 Buckets = Annotated[int, Bounds(2, MAX_FACTOR)]
-# Queries, and keys, of a tile. A larger tile has more pairs that share no bucket.
+# Queries, and keys, of a tile. A larger tile has more pairs of different buckets.
 TILE = 128
 
 
@@ -81,14 +81,14 @@ def hash_sparse(
 ) -> AttentionOp:
     """Exact attention to the keys of a query's bucket.
 
-    Angular hashing (Andoni et al. 2015) gives the buckets, one hash a head. It depends on the
-    directions of queries and keys alone, and not on their lengths. No later token decides what a
-    position sees, and a step of decoding computes the same function as one call.
+    Buckets come from angular hashing (Andoni et al. 2015), with one hash for each head. It depends
+    on the directions of queries and keys, and not on their lengths. Later tokens do not change what
+    a position sees, and a step of decoding computes the same function as one call.
 
     Args:
       n_buckets: buckets, an even number; 16 in most of the paper's runs.
-      shared_qk: whether one projection serves as query and, length-normalised, as key, as in LSH
-        attention. A position then sees itself only if it sees nothing else.
+      shared_qk: whether queries, length-normalised, are also the keys, as in LSH attention. A
+        position then sees itself only if it sees nothing else.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
         its output zeros.
       impl: `"xla"` runs everywhere, in array operations, head by head. `"pallas"` is the
@@ -141,7 +141,7 @@ def _plan(
 def _apply(
     settings: HashSparseSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
-    del params, segment_ids  # the plan has them
+    del params, segment_ids  # groups of the plan tell segments apart
     n_batch, length, n_heads, _ = q.shape
     k = length_normalize(q) if settings.shared_qk else k
     queries, keys = plan.queries, plan.key_order
@@ -222,7 +222,7 @@ class HashSparseCache(NamedTuple):
 def _init_cache(
     settings: HashSparseSettings, params, q, k, v, *, plan, lengths, capacity, rng
 ) -> HashSparseCache:
-    del params, plan  # a plan has orders
+    del params, plan  # only orders, which decoding does not use
     rotations = draw_rotations(q, (settings.n_buckets,), 1, rng)
     buckets = _buckets(settings, rotations, q if settings.shared_qk else k)
     keys = length_normalize(q) if settings.shared_qk else k
@@ -245,14 +245,14 @@ def _step(
 ) -> tuple[Float[Array, "B 1 N V"], HashSparseCache]:
     del params
     memory, buckets, (rotations,) = cache
-    of_query = _buckets(settings, rotations, q)
-    of_key = of_query if settings.shared_qk else _buckets(settings, rotations, k)
+    query_bucket = _buckets(settings, rotations, q)
+    key_bucket = query_bucket if settings.shared_qk else _buckets(settings, rotations, k)
     keys = length_normalize(q) if settings.shared_qk else k
     memory = add_to_ring(memory, keys, v, position)
-    buckets = buckets.at[jnp.arange(q.shape[0]), :, position].set(of_key[..., 0])
+    buckets = buckets.at[jnp.arange(q.shape[0]), :, position].set(key_bucket[..., 0])
     key = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
     newest = position[:, None, None]
-    mask = (buckets == of_query) & (key < newest if settings.shared_qk else key <= newest)
+    mask = (buckets == query_bucket) & (key < newest if settings.shared_qk else key <= newest)
     alone = v if settings.attend_self_if_alone else None
     out = attend_to(q, *memory, mask, settings.impl, alone)
     return out, HashSparseCache(memory, buckets, SharedByBatch(rotations))

@@ -1,13 +1,13 @@
-"""Mixture of block attention: each query sees its own block and those whose mean key it likes best.
+"""Mixture of block attention: a query sees its block and the blocks with the best mean keys.
 
-Lu et al. 2025 ("MoBA: Mixture of Block Attention for Long-Context LLMs", sec. 2.2): keys stand in
-blocks, a block's score is the product of the query and the mean of the block's keys (eq. 6), and a
-softmax goes over the keys of the blocks with the highest scores. The query's own block is always
-among them, and later ones never. Which blocks are chosen has no gradient.
+Lu et al. 2025 ("MoBA: Mixture of Block Attention for Long-Context LLMs", sec. 2.2): keys are cut
+into blocks, a block's score is the product of the query and the mean of the block's keys (eq. 6),
+and the softmax is over the keys of the blocks with the highest scores. They always include the
+query's block, and no later ones. The choice of blocks has no gradient.
 
-Queries are sorted by the blocks that they chose, so that each block's keys meet tiles of the
-queries that see them (sec. 2.3, algorithm 1). Time is T * top_k * block_size for the softmax and
-T^2 / block_size for the scores; memory is T * top_k.
+Queries are sorted by the blocks that they chose, so that each block meets tiles of the queries that
+see it (sec. 2.3, algorithm 1). Time is T * top_k * block_size for the softmax and T^2 / block_size
+for the scores; memory is T * top_k.
 
 Letters besides those of `reformax.ops.base`: C blocks, L positions in a block, K blocks that a
 query sees, M tiles of I queries and one block.
@@ -44,25 +44,25 @@ from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax, largest, masked_exp, nonzero
 
 # Queries whose scores are in memory at a time.
-SCORED = 1024
-# Of how many blocks the best are found one by one.
-FEW = 4
-# Queries of a kernel's tile, by the bytes of a number, and keys.
+SCORED_QUERIES = 1024
+# Up to so many best blocks are found by repeated maxima, more by `top_k`.
+MAX_REPEATED_MAX = 4
+# Queries of a kernel's tile, by the bytes of the dtype, and keys.
 QUERIES, KEYS = {2: 128, 4: 32}, 64
 
 
 @named
 def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> AttentionOp:
-    """Causal attention to a query's own block and to the best of the earlier ones.
+    """Causal attention to a query's block and to the best of the earlier blocks.
 
-    Dense attention where `top_k` is at least the number of blocks. Blocks are cut by the place in
-    the row. In packed rows the mean of a block is that of the segment of its last token, and
-    queries of other segments do not choose it: of segments that are contiguous, only that one goes
-    on behind the block.
+    It is dense attention where `top_k` is at least the number of blocks. Blocks are at fixed
+    positions of the row. In packed rows, the mean of a block is over the segment of its last token,
+    and queries of other segments do not choose the block: if segments are contiguous, only that
+    segment continues after the block.
 
     Args:
       block_size: positions in a block; 512 in the paper's sec. 3.1.
-      top_k: blocks that a query sees, its own among them; 3 in sec. 3.1.
+      top_k: blocks that a query sees, including its own; 3 in sec. 3.1.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"`
         takes the kernel where it computes the same function.
@@ -83,17 +83,17 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
     )
 
 
-def _best(
-    scores: Float[Array, "*rows C"], may: Bool[Array, "*#rows C"], n_best: int
+def _best_blocks(
+    scores: Float[Array, "*rows C"], allowed: Bool[Array, "*#rows C"], n_best: int
 ) -> Int[Array, "*rows K-1"]:
-    """The blocks of the highest scores among those that a query may choose; -1 is none."""
-    scores = jnp.where(may, scores, -jnp.inf)
-    if n_best > FEW:
+    """The blocks with the highest scores among the `allowed` ones; -1 is none."""
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    if n_best > MAX_REPEATED_MAX:
         best, block = lax.top_k(scores, n_best)
         return jnp.where(best > -jnp.inf, block, -1)
     number = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
     blocks = [number[..., :0]]
-    for _ in range(n_best):  # sorting takes longer than to run through a row a few times
+    for _ in range(n_best):  # sorting takes longer than a few loops over a row
         best = scores.max(axis=-1, keepdims=True)
         first = jnp.where(scores == best, number, scores.shape[-1]).min(axis=-1, keepdims=True)
         blocks.append(jnp.where(best > -jnp.inf, first, -1))
@@ -119,7 +119,7 @@ def _plan(
     n_batch, length, n_heads, _ = q.shape
     ids = ids_or_ones(segment_ids, q)
     size = min(block_size, length)
-    of_block, means = _means(tokens_only(k, ids), ids, size)
+    block_ids, means = _means(tokens_only(k, ids), ids, size)
     (means,) = repeat_heads(q, means)
     n_best = min(top_k, means.shape[1]) - 1
     if n_best == 0:
@@ -130,17 +130,19 @@ def _plan(
         from reformax.ops.kernels.triton import choice
 
         sizes = choice.ChoiceSizes(n_best, size)
-        masks = () if segment_ids is None else (ids, of_block)
-        return choice.choose(sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks)
+        masks = () if segment_ids is None else (ids, block_ids)
+        return choice.choose_blocks(
+            sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks
+        )
 
     def best(queries):
         q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
         scores = _products(q, means)
-        may = jnp.arange(means.shape[1])[None] < (position // size)[:, None]
-        may = may[None] & (ids[..., None] == of_block[:, None]) & (ids != 0)[..., None]
-        return _best(scores, may[:, None], n_best)
+        allowed = jnp.arange(means.shape[1])[None] < (position // size)[:, None]
+        allowed = allowed[None] & (ids[..., None] == block_ids[:, None]) & (ids != 0)[..., None]
+        return _best_blocks(scores, allowed[:, None], n_best)
 
-    n_scored = min(SCORED, length)
+    n_scored = min(SCORED_QUERIES, length)
     queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
     chunks = [jnp.moveaxis(in_blocks(x, n_scored), 1, 0) for x in queries]
     chosen = lax.map(best, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
@@ -151,23 +153,25 @@ def _plan(
 def _means(
     k: Float[Array, "B T N H"], ids: Int[Array, "B T"], size: int
 ) -> tuple[Int[Array, "B C"], Float[Array, "B C N H"]]:
-    """The segment of each block's last token, and the mean of its keys there."""
+    """The segment of each block's last token, and the mean of the block's keys of that segment."""
     keys, ids = in_blocks(k.astype(accum_dtype(k.dtype)), size), in_blocks(ids, size)
     last = jnp.max(jnp.where(ids != 0, jnp.arange(ids.shape[2])[None, None], 0), axis=2)
-    of_block = jnp.take_along_axis(ids, last[..., None], axis=2)
-    counted = (ids == of_block) & (ids != 0)
-    count = jnp.maximum(counted.sum(axis=2), 1).astype(keys.dtype)
-    row_sum = jnp.where(counted[..., None, None], keys, 0).sum(axis=2)
-    return of_block[..., 0], row_sum / count[..., None, None]
+    block_ids = jnp.take_along_axis(ids, last[..., None], axis=2)
+    included = (ids == block_ids) & (ids != 0)
+    count = jnp.maximum(included.sum(axis=2), 1).astype(keys.dtype)
+    key_sum = jnp.where(included[..., None, None], keys, 0).sum(axis=2)
+    return block_ids[..., 0], key_sum / count[..., None, None]
 
 
-def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> ChosenTiles:
-    """The tiles, of `n_rows` queries each, of blocks of `size`."""
+def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> Tiles:
+    """The tiles, of `n_rows` queries and a block of `size` keys each."""
     length = chosen.shape[2]
-    own = jnp.arange(length, dtype=jnp.int32) // size
-    own = jnp.broadcast_to(own[None, None, :, None], (*chosen.shape[:3], 1))
+    query_block = jnp.arange(length, dtype=jnp.int32) // size
+    query_block = jnp.broadcast_to(query_block[None, None, :, None], (*chosen.shape[:3], 1))
     return tiles(
-        jnp.concatenate([own, chosen.astype(jnp.int32)], axis=-1), -(-length // size), n_rows
+        jnp.concatenate([query_block, chosen.astype(jnp.int32)], axis=-1),
+        -(-length // size),
+        n_rows,
     )
 
 
@@ -187,44 +191,42 @@ def _apply(block_size, impl, params, q, k, v, *, plan, segment_ids, causal, drop
     return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, rng)
 
 
-def _in_arrays(
-    tiles: ChosenTiles, size, q, k, v, segment_ids, dropout, rng
-) -> Float[Array, "B T N V"]:
-    """The op in array operations, a tile of all sequences and heads after the other."""
+def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[Array, "B T N V"]:
+    """The op in array operations, in a loop over the tiles of all sequences and heads."""
     n_batch, length, n_heads, _ = q.shape
     dtype = accum_dtype(q.dtype, v.dtype)
     query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.slot.shape[3])
     ids = ids_or_ones(segment_ids, q)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
 
-    # Everything by tile, with the tiles in front; [M, B, N, L, ...].
-    def of_queries(x: Array) -> Array:  # of [B, N or 1, T, ...]
-        return _by_tile(gather_rows(x, jnp.maximum(query, 0)))
+    # Arrays by tile, with the axis of tiles in front; [M, B, N, L, ...].
+    def queries_by_tile(x: Array) -> Array:  # of [B, N or 1, T, ...]
+        return _by_tile(taken(x, jnp.maximum(query, 0)))
 
-    def of_blocks(x: Array) -> Array:  # of [B, T, N or 1, ...]
-        return _by_tile(gather_rows(jnp.moveaxis(in_blocks(x, size), 3, 1), tiles.block))
+    def blocks_by_tile(x: Array) -> Array:  # of [B, T, N or 1, ...]
+        return _by_tile(taken(jnp.moveaxis(in_blocks(x, size), 3, 1), tiles.block))
 
     heads = jnp.swapaxes(q, 1, 2)
     attend = jax.checkpoint(functools.partial(_tile, seed, dropout))
     acc, row_max, row_sum = lax.map(
         lambda tile: attend(*tile),
         (
-            (_by_tile(query), of_queries(ids[:, None])),
-            (_by_tile(tiles.block), of_blocks(ids[:, :, None])),
-            of_queries(heads.astype(dtype)),
-            *(of_blocks(x.astype(dtype)) for x in (k, v)),
+            (_by_tile(query), queries_by_tile(ids[:, None])),
+            (_by_tile(tiles.block), blocks_by_tile(ids[:, :, None])),
+            queries_by_tile(heads.astype(dtype)),
+            *(blocks_by_tile(x.astype(dtype)) for x in (k, v)),
         ),
     )
 
     # The softmax of each query over the blocks that it sees.
     exists = tiles.slot >= 0
 
-    def of_pairs(x: Array) -> Array:  # [M, B, N, L, ...] -> [B, N, T, K, ...]
+    def pairs_by_query(x: Array) -> Array:  # [M, B, N, L, ...] -> [B, N, T, K, ...]
         x = jnp.moveaxis(x, 0, 2)
         x = x.reshape(n_batch, n_heads, -1, *x.shape[4:])
         return gather_rows(x, jnp.maximum(tiles.slot, 0))
 
-    acc, row_max, row_sum = map(of_pairs, (acc, row_max, row_sum))
+    acc, row_max, row_sum = map(pairs_by_query, (acc, row_max, row_sum))
     scale = masked_exp(row_max, exists, largest(row_max, exists, axis=-1))
     out = jnp.sum(acc * scale[..., None], axis=3)
     out = out / nonzero(jnp.sum(row_sum * scale, axis=-1))[..., None]
@@ -232,22 +234,22 @@ def _in_arrays(
 
 
 def _by_tile(x: Array) -> Array:
-    """The tiles' axis of `[B, N, M, ...]` in front."""
+    """Moves the axis of tiles of `[B, N, M, ...]` to the front."""
     return jnp.moveaxis(x, 2, 0)
 
 
-def _tile(seed, dropout, of_query, of_key, q, k, v) -> Softmax:
+def _tile(seed, dropout, queries, keys, q, k, v) -> Softmax:
     """The softmax of a tile's queries over its block.
 
     Args:
-      seed: of dropout; None where there is none.
-      dropout: its rate.
-      of_query: the queries' positions, -1 for none, and their segments.
-      of_key: the block's number, and the segments of its keys.
+      seed: the seed of dropout; None without dropout.
+      dropout: the rate of dropout.
+      queries: the queries' positions, -1 for none, and their segments.
+      keys: the block's index, and the segments of its keys.
       q, k, v: `[B, N, L, ...]`.
     """
-    query, query_ids = (x[..., None] for x in of_query)
-    block, key_ids = (x[..., None, :] for x in (of_key[0][..., None], of_key[1]))
+    query, query_ids = (x[..., None] for x in queries)
+    block, key_ids = (x[..., None, :] for x in (keys[0][..., None], keys[1]))
     key = block * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
     mask = (key <= query) & (query_ids == key_ids) & (key_ids != 0)
     return gathered_softmax(q, k, v, mask, (query, key), dropout, seed)
@@ -275,21 +277,21 @@ def _step(
     memory = add_to_ring(cache.memory, k, v, position)
     capacity, n_blocks = memory.keys.shape[2], cache.sums.shape[2]
     size = min(block_size, capacity)
-    own = (position // size).astype(jnp.int32)
+    query_block = (position // size).astype(jnp.int32)
     new = k[:, 0].astype(cache.sums.dtype)
-    sums = cache.sums.at[jnp.arange(q.shape[0]), :, own].add(new)
+    sums = cache.sums.at[jnp.arange(q.shape[0]), :, query_block].add(new)
 
     n_rows, n_heads, group = q.shape[0], q.shape[2], q.shape[2] // k.shape[2]
     query = q[:, 0].astype(sums.dtype).reshape(n_rows, -1, group, q.shape[3])
     scores = jnp.einsum("bgmh,bgch->bgmc", query, sums / size, precision=lax.Precision.HIGHEST)
     scores = scores.reshape(n_rows, n_heads, -1)
-    may = jnp.arange(n_blocks, dtype=jnp.int32)[None, None] < own[:, None, None]
-    chosen = _best(scores, may, min(top_k, n_blocks) - 1)
-    own = jnp.broadcast_to(own[:, None, None], (*chosen.shape[:2], 1))
-    blocks = jnp.concatenate([own, chosen.astype(jnp.int32)], axis=-1)
-    seen = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
-    mask = (seen >= 0) & (seen <= position[:, None, None, None])
-    seen = seen.reshape(*seen.shape[:2], -1)
+    allowed = jnp.arange(n_blocks, dtype=jnp.int32)[None, None] < query_block[:, None, None]
+    chosen = _best_blocks(scores, allowed, min(top_k, n_blocks) - 1)
+    query_block = jnp.broadcast_to(query_block[:, None, None], (*chosen.shape[:2], 1))
+    blocks = jnp.concatenate([query_block, chosen.astype(jnp.int32)], axis=-1)
+    key = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
+    mask = (key >= 0) & (key <= position[:, None, None, None])
+    key = key.reshape(*key.shape[:2], -1)
     row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
-    keys, values = (x[row, head, jnp.clip(seen, 0, capacity - 1)] for x in memory)
-    return attend_to(q, keys, values, mask.reshape(seen.shape), impl), MobaCache(memory, sums)
+    keys, values = (x[row, head, jnp.clip(key, 0, capacity - 1)] for x in memory)
+    return attend_to(q, keys, values, mask.reshape(key.shape), impl), MobaCache(memory, sums)

@@ -1,18 +1,19 @@
 """Native sparse attention: summaries of all blocks, the best blocks themselves, and a window.
 
 Yuan et al. 2025 ("Native Sparse Attention: Hardware-Aligned and Natively Trainable Sparse
-Attention"). A query attends three times, and gates add up what it found (eq. 5):
+Attention"). A query attends in three branches, and gates weight their outputs (eq. 5):
 
     out_t = g_cmp Attn(q_t, K_cmp, V_cmp) + g_slc Attn(q_t, K_slc, V_slc) + g_win Attn(q_t, ...)
 
-Of the compressed branch, a key is a summary of `compress_len` positions, one every
-`compress_stride` of them (eq. 7). Its weights say which blocks matter: a block has the weights of
-the summaries that overlap it, once for each stride that they share (eq. 9), summed over the query
-heads of one key head, which therefore read the same keys (eq. 10). The selected branch attends to
-the positions of the best blocks (eq. 11-12), the third to a sliding window (sec. 3.3.3).
+In the compressed branch, a key summarizes `compress_len` positions, and summaries start
+`compress_stride` positions apart (eq. 7). The weights of this branch are the scores of blocks: a
+block's score is the sum of the weights of the summaries that overlap it, once for each stride in
+common (eq. 9), and over the query heads of a key head, which therefore read the same keys (eq. 10).
+The selected branch attends to the positions of the best blocks (eq. 11-12), the third to a sliding
+window (sec. 3.3.3).
 
-Time is T^2 / compress_stride for the summaries and T (n_selected block_size + window) besides;
-memory is linear in T.
+Time is T^2 / compress_stride for the summaries and T (n_selected block_size + window) for the other
+branches; memory is linear in T.
 
 Letters besides those of `reformax.ops.base`: C summaries, J blocks of L positions, K blocks that a
 query selects, M query heads of a key head, Q queries of a chunk, P positions of a summary.
@@ -50,12 +51,12 @@ from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from reformax.ops.softmax.gathered import gather_rows
 from reformax.ops.softmax.online import masked_softmax
 
-# What the tiles of the kernels hold.
+# The largest sizes that the tiles of the kernels hold.
 KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}
 
 
 class NsaSettings(NamedTuple):
-    """The hyperparameters of `nsa`, whose arguments they are."""
+    """The options of `nsa`, which documents them."""
 
     compress_len: int
     compress_stride: int
@@ -84,7 +85,7 @@ class NsaSettings(NamedTuple):
                 )
 
     def choose(self, q: Array, k: Array, v: Array | None) -> str:
-        """The implementation of summaries and of selected blocks."""
+        """The implementation of the compressed and the selected branch."""
         shape = {
             "heads_of_a_key_head": q.shape[2] // k.shape[2],
             "summaries_of_a_block": self.block_size // self.compress_stride,
@@ -94,23 +95,23 @@ class NsaSettings(NamedTuple):
         return choose_impl(self.impl, **kernel_obstacles(q, k, v, **above))
 
     def within(self, length: int) -> NsaSettings:
-        """The settings that show the same of so many positions."""
+        """Settings of sizes up to `length` that compute the same function."""
         stride = self.compress_stride
         block_size = min(self.block_size, -(-length // stride) * stride)
         span = self.compress_len
-        if self.compression == "mean":  # or weights have its length
-            span = min(span, (length // stride + 1) * stride)  # of which none is complete either
+        if self.compression == "mean":  # the weights of "mlp" have the length of a summary
+            span = min(span, (length // stride + 1) * stride)  # no summary is complete either
         return self._replace(compress_len=span, block_size=block_size)
 
     @property
-    def near(self) -> AttentionOp:
+    def window_attention(self) -> AttentionOp:
         """The attention of the window."""
         return local.local(
             chunk_len=self.window, n_chunks_before=1, window=self.window, impl=self.impl
         )
 
     def n_summaries(self, length: int) -> int:
-        """C: those that are complete within `length`; at least one, which nothing sees."""
+        """C, the number of complete summaries; at least one, which no query sees."""
         return max(1, (length - self.compress_len) // self.compress_stride + 1)
 
     def last(self, n_summaries: int) -> Int[Array, "1 C"]:
@@ -131,29 +132,30 @@ def nsa(
     own_projections: bool = True,
     impl: str = "auto",
 ) -> AttentionOp:
-    """Causal attention to summaries, to the best blocks and to a window, added up by gates.
+    """Causal attention to summaries, to the best blocks and to a window, in a gated sum.
 
-    Summaries and blocks are cut by the place in the row. In packed rows a summary of positions of
-    several segments is seen by none. A query's blocks are among those from the first token of its
-    segment on; its own, that first one and the one before its own are always selected (sec. 4.1).
-    With as many as there are, the selected branch is dense attention.
+    Summaries and blocks are at fixed positions of the row. In packed rows, no query sees a summary
+    of several segments. A query selects from the blocks between the first token of its segment and
+    itself. It always selects the block that it is in, the one before, and the segment's first one
+    (sec. 4.1). The selected branch is dense attention where `n_selected` is at least the number of
+    blocks.
 
-    Weights, for all heads and with `compression="mlp"` alone: of keys and of values, `positions
-    [P, H]`, `hidden [P, H, H]` and `out [H, H]`. Further projections: `gate [N, 3]`, of the
-    compressed, the selected and the window's branch, through a sigmoid; with `own_projections`
-    also `selected_k`, `selected_v`, `window_k` and `window_v`, of the heads of keys.
+    Weights, shared by all heads, and only with `compression="mlp"`: for keys and for values,
+    `positions [P, H]`, `hidden [P, H, H]` and `out [H, H]`. Further projections: `gate [N, 3]`, of
+    the compressed, the selected and the window's branch, through a sigmoid; with `own_projections`
+    also `selected_k`, `selected_v`, `window_k` and `window_v`, for the heads of keys.
 
     Args:
       compress_len: P, l of the paper: positions of a summary; 32 in sec. 4.1.
-      compress_stride: d: positions from one to the next; 16.
+      compress_stride: d: positions between the starts of summaries; 16.
       block_size: L, l': positions of a block; 64.
-      n_selected: K, n: blocks that a query selects; 16, those that it always selects among them.
+      n_selected: K, n: blocks that a query selects, including those that it always selects; 16.
       window: w: a position sees those less than `window` positions before it; 512.
-      compression: what makes a summary. `"mlp"` adds to the mean a hidden layer over all numbers
-        of the positions, to which learnt ones are added by place in the block, as in sec. 3.3.1;
-        the mean lets blocks be found from the first step on. `"mean"` is that alone.
-      own_projections: whether the selected branch and the window have keys and values of their
-        own, as in sec. 3.3.3; or else all branches read the same.
+      compression: how a summary is computed. `"mean"` is the mean of its positions. `"mlp"` adds
+        the output of a hidden layer over all features of the positions and their learnt embedding
+        within the summary (sec. 3.3.1). With the mean, queries find blocks from the first step on.
+      own_projections: whether the selected branch and the window have separate projections of keys
+        and values, as in sec. 3.3.3; if not, all branches read the same.
       impl: `"xla"` runs everywhere. `"pallas"` has kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
         takes them where they compute the same function, and for the window what `local.local`
@@ -172,11 +174,11 @@ def nsa(
         traits=Traits(bidirectional=False, grouped=True, head_shards=True, choose_together=True),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
-        extra_projections=functools.partial(_extras, settings),
+        extra_projections=functools.partial(_extra_projections, settings),
     )
 
 
-def _extras(settings: NsaSettings, dims: Dims) -> dict[str, ExtraProjection]:
+def _extra_projections(settings: NsaSettings, dims: Dims) -> dict[str, ExtraProjection]:
     gate = {"gate": ExtraProjection(dims.n_heads, 3)}
     if not settings.own_projections:
         return gate
@@ -192,19 +194,18 @@ def _extras(settings: NsaSettings, dims: Dims) -> dict[str, ExtraProjection]:
 def _init(settings: NsaSettings, rng: PRNGKeyArray, dims: Dims) -> Any:
     if settings.compression == "mean":
         return ()
-    n_places = settings.compress_len
+    span = settings.compress_len
 
-    def of(rng, size):
-        places, hidden, out = jax.random.split(rng, 3)
+    def weights(rng, size):
+        rng_positions, rng_hidden, rng_out = jax.random.split(rng, 3)
         return {
-            "positions": 0.02 * jax.random.normal(places, (n_places, size)),
-            "hidden": jax.random.normal(hidden, (n_places, size, size))
-            / math.sqrt(n_places * size),
-            "out": 0.1 * jax.random.normal(out, (size, size)) / math.sqrt(size),
+            "positions": 0.02 * jax.random.normal(rng_positions, (span, size)),
+            "hidden": jax.random.normal(rng_hidden, (span, size, size)) / math.sqrt(span * size),
+            "out": 0.1 * jax.random.normal(rng_out, (size, size)) / math.sqrt(size),
         }
 
     rng_k, rng_v = jax.random.split(rng)
-    return {"k": of(rng_k, dims.d_qk), "v": of(rng_v, dims.d_v)}
+    return {"k": weights(rng_k, dims.d_qk), "v": weights(rng_v, dims.d_v)}
 
 
 # Summaries
@@ -215,16 +216,16 @@ class Summaries(NamedTuple):
 
     keys: Float[Array, "B C G H"]
     values: Float[Array, "B C G V"]
-    ids: Int[Array, "B C"]  # the segment of all of its positions; 0 where there is none
+    ids: Int[Array, "B C"]  # the segment of all positions of a summary; 0 for several
 
     def seen(self, last: Int[Array, "1 C"], ids, position) -> Bool[Array, "B Q C"]:
-        """Which of them, of `last` positions, queries of segments `ids [B, Q]` see."""
+        """Which summaries, whose last positions are `last`, the queries see, by `ids [B, Q]`."""
         mask = (last[None] <= position[..., None]) & (ids[..., None] == self.ids[:, None])
         return mask & (ids != 0)[..., None]
 
 
 def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
-    """Eq. 7's phi of each block: its mean, and what a hidden layer adds to it."""
+    """Eq. 7's phi of each summary: the mean, plus the output of the hidden layer."""
     dtype = x.dtype
     y = x.astype(accum_dtype(dtype))
     out = y.mean(axis=2)
@@ -238,7 +239,7 @@ def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
 
 
 def _in_summaries(settings: NsaSettings, x: Array) -> Array:
-    """The positions of each summary, of `[B, T, ...]`: `[B, C, P, ...]`."""
+    """Gathers the positions of each summary, from `[B, T, ...]` to `[B, C, P, ...]`."""
     n, stride = settings.n_summaries(x.shape[1]), settings.compress_stride
     per = settings.compress_len // stride
     length = (n + per - 1) * stride
@@ -265,11 +266,11 @@ def _summaries(settings: NsaSettings, params, k, v, ids: Int[Array, "#B T"]) -> 
 def _block_scores(
     settings: NsaSettings, weights: Float[Array, "*d C"], n_blocks: int
 ) -> Float[Array, "*d J"]:
-    """What each block is worth by the weights of summaries (eq. 9)."""
+    """The score of each block, by the weights of summaries (eq. 9)."""
     stride = settings.compress_stride
     per_summary, per_block = settings.compress_len // stride, settings.block_size // stride
     none = [(0, 0)] * (weights.ndim - 1)
-    # A stride is worth what the summaries are that it is in.
+    # The score of a stride is the sum of the weights of the summaries that contain it.
     n_strides = max(n_blocks * per_block, weights.shape[-1])
     at_strides = 0
     for i in range(per_summary):
@@ -279,20 +280,23 @@ def _block_scores(
     return at_strides.reshape(*weights.shape[:-1], n_blocks, per_block).sum(axis=-1)
 
 
-def _best(
+def _best_blocks(
     settings: NsaSettings,
     scores: Float[Array, "*d J"],
-    own: Int[Array, "*#d"],
+    query_block: Int[Array, "*#d"],
     first: Int[Array, "*#d"],
 ) -> Int[Array, "*d K"]:
-    """The blocks of the highest scores from `first` to a query's own, which leads; -1 is none."""
+    """The blocks with the highest scores from `first` to `query_block`; -1 is none.
+
+    The query's block comes first.
+    """
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     block = block.reshape(*[1] * (scores.ndim - 1), -1)
-    own, first = own[..., None], first[..., None]
-    scores = jnp.where(block == own - 1, PREVIOUS_BLOCK, scores)
-    scores = jnp.where(block == first, FIRST_BLOCK, scores)
-    scores = jnp.where(block == own, OWN_BLOCK, scores)
-    scores = jnp.where((block >= first) & (block <= own), scores, -1)
+    query_block, first = query_block[..., None], first[..., None]
+    scores = jnp.where(block == query_block - 1, BEFORE, scores)
+    scores = jnp.where(block == first, FIRST, scores)
+    scores = jnp.where(block == query_block, OWN, scores)
+    scores = jnp.where((block >= first) & (block <= query_block), scores, -1)
     best, chosen = lax.top_k(scores, min(settings.n_selected, scores.shape[-1]))
     return jnp.where(best >= 0, chosen, -1).astype(jnp.int32)
 
@@ -300,61 +304,69 @@ def _best(
 def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The first position of each position's segment."""
     order = jnp.argsort(ids, axis=1, stable=True).astype(jnp.int32)
-    in_order = jnp.take_along_axis(ids, order, axis=1)
-    place = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    new = jnp.pad(in_order[:, 1:] != in_order[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    first = jnp.take_along_axis(order, lax.cummax(jnp.where(new, place, 0), axis=1), axis=1)
+    sorted_ids = jnp.take_along_axis(ids, order, axis=1)
+    slot = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    new = jnp.pad(sorted_ids[:, 1:] != sorted_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    first = jnp.take_along_axis(order, lax.cummax(jnp.where(new, slot, 0), axis=1), axis=1)
     return jnp.zeros_like(order).at[jnp.arange(len(ids))[:, None], order].set(first)
 
 
 def _plan(
     settings: NsaSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, "B G T K"]:
-    """The blocks that each query selects, its own first."""
+    """The blocks that each query selects."""
     del causal, rng, train, length
     q, k, params = lax.stop_gradient((q, k, params))
     length = q.shape[1]
     settings = settings.within(length)
     ids = ids_or_ones(segment_ids, q)
     q, k = tokens_only(q, ids), tokens_only(k, ids)
-    own = params["k"] if params else None
-    # Values have no say.
-    far = _summaries(settings, {"k": own, "v": own} if params else params, k, k[..., :1, :], ids)
-    first = jnp.zeros_like(ids) if segment_ids is None else _first_of_segment(ids)
+    weights = params["k"] if params else None
+    # The scores do not depend on values.
+    summaries = _summaries(
+        settings, {"k": weights, "v": weights} if params else params, k, k[..., :1, :], ids
+    )
+    first_position = jnp.zeros_like(ids) if segment_ids is None else _first_of_segment(ids)
     impl = settings.choose(q, k, None)
     if impl == "xla":
-        return _select_in_arrays(settings, q, far, ids, first)
+        return _select_in_arrays(settings, q, summaries, ids, first_position)
     from reformax.ops.kernels.triton import selection
 
-    masks = () if segment_ids is None else (ids, far.ids, first // settings.block_size)
+    masks = (
+        () if segment_ids is None else (ids, summaries.ids, first_position // settings.block_size)
+    )
     n_best, group = (
         min(settings.n_selected, -(-length // settings.block_size)),
         q.shape[2] // k.shape[2],
     )
     sizes = settings.block_size, settings.compress_stride, settings.compress_len
     sizes = selection.SelectionSizes(n_best, *sizes, group)
-    return selection.select(sizes, impl == "pallas_interpret", q, far.keys, *masks)
+    return selection.select(sizes, impl == "pallas_interpret", q, summaries.keys, *masks)
 
 
 def _select_in_arrays(
-    settings: NsaSettings, q, far: Summaries, ids: Int[Array, "B T"], first: Int[Array, "B T"]
+    settings: NsaSettings,
+    q,
+    summaries: Summaries,
+    ids: Int[Array, "B T"],
+    first_position: Int[Array, "B T"],
 ) -> Int[Array, "B G T K"]:
-    """`_plan` in array operations, some queries after the other."""
+    """`_plan` in array operations, in chunks of queries."""
     n_batch, length = ids.shape
-    n_kv, n_blocks = far.keys.shape[2], -(-length // settings.block_size)
-    last = settings.last(far.keys.shape[1])
+    n_kv, n_blocks = summaries.keys.shape[2], -(-length // settings.block_size)
+    last = settings.last(summaries.keys.shape[1])
 
-    def select(q, ids, position, first):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
-        mask = far.seen(last, ids, position)
-        logits = _logits("bqgmh,bcgh->bgmqc", q, far.keys)
+    def select(q, ids, position, first_position):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
+        mask = summaries.seen(last, ids, position)
+        logits = _logits("bqgmh,bcgh->bgmqc", q, summaries.keys)
         weights = masked_softmax(logits, mask[:, None, None]).sum(axis=2)
         scores = _block_scores(settings, weights, n_blocks)
-        block = (x // settings.block_size for x in (position, first))
-        return _best(settings, scores, *(x[:, None] for x in block))
+        blocks = (x // settings.block_size for x in (position, first_position))
+        return _best_blocks(settings, scores, *(x[:, None] for x in blocks))
 
-    n_seen = far.keys.shape[1] * q.shape[2]
+    n_seen = summaries.keys.shape[1] * q.shape[2]
     q = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
-    chosen = by_chunks(select, n_seen, q, ids, positions(length), first)
+    chosen = by_chunks(select, n_seen, q, ids, positions(length), first_position)
     return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_kv, -1, chosen.shape[-1])[:, :, :length]
 
 
@@ -383,23 +395,27 @@ def _apply(
     del causal
     settings = settings.within(q.shape[1])
     ids = ids_or_ones(segment_ids, q)
-    far = _summaries(settings, params, k, v, ids)
-    (selected_k, selected_v), (near_k, near_v) = _own(settings, k, v, extra_projections)
-    more = dict(causal=True, segment_ids=segment_ids, dropout=dropout, rng=rng)
-    near = settings.near.apply((), q, near_k, near_v, plan=(), **more)
+    summaries = _summaries(settings, params, k, v, ids)
+    (selected_k, selected_v), (window_k, window_v) = _branch_projections(
+        settings, k, v, extra_projections
+    )
+    masks_and_rng = dict(causal=True, segment_ids=segment_ids, dropout=dropout, rng=rng)
+    in_window = settings.window_attention.apply((), q, window_k, window_v, plan=(), **masks_and_rng)
     selected = q, selected_k, selected_v
     impl = settings.choose(q, k, v)
     if impl == "xla":
         seed = seed_words(rng, len(q)) if dropout > 0.0 else None
-        others = _in_arrays(settings, far, *selected, plan, ids, dropout, seed)
+        others = _in_arrays(settings, summaries, *selected, plan, ids, dropout, seed)
     else:
         has_ids = segment_ids is not None
         masks = plan, ids if has_ids else None, dropout, rng
-        others = _in_kernels(settings, impl == "pallas_interpret", far, *selected, *masks)
-    return _gated((*others, near), extra_projections["gate"]).astype(v.dtype)
+        others = _in_kernels(settings, impl == "pallas_interpret", summaries, *selected, *masks)
+    return _gated((*others, in_window), extra_projections["gate"]).astype(v.dtype)
 
 
-def _own(settings: NsaSettings, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:
+def _branch_projections(
+    settings: NsaSettings, k, v, extra_projections
+) -> tuple[KeyValues, KeyValues]:
     """Keys and values of the selected branch and of the window."""
     if not settings.own_projections:
         return KeyValues(k, v), KeyValues(k, v)
@@ -417,18 +433,18 @@ def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:
 
 
 def _in_arrays(
-    settings: NsaSettings, far: Summaries, q, k, v, plan, ids, dropout: float, seed
+    settings: NsaSettings, summaries: Summaries, q, k, v, plan, ids, dropout: float, seed
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
-    """The compressed and the selected branch in array operations, some queries after the other."""
+    """The compressed and the selected branch in array operations, in chunks of queries."""
     n_batch, length, n_heads, _ = q.shape
     n_kv, size = k.shape[2], settings.block_size
-    of_keys = k, v, ids[:, :, None]
-    of_keys = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in of_keys]  # [B, G or 1, J, L, ...]
+    blocks = k, v, ids[:, :, None]
+    blocks = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in blocks]  # [B, G or 1, J, L, ...]
     head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
     batch = jnp.arange(n_batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
-    last = settings.last(far.keys.shape[1])
+    last = settings.last(summaries.keys.shape[1])
 
-    def dropped(query, key):
+    def dropout_factors(query, key):
         if seed is None:
             return None
         return dropout_mask(seed, dropout, batch, head, query, key)
@@ -436,40 +452,51 @@ def _in_arrays(
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
         query = position[:, None, None, :, None]
-        mask = far.seen(last, ids, position)
+        mask = summaries.seen(last, ids, position)
         compressed = _softmax(
-            _logits("bqgmh,bcgh->bgmqc", q, far.keys),
-            ("bgmqc,bcgv->bqgmv", far.values),
+            _logits("bqgmh,bcgh->bgmqc", q, summaries.keys),
+            ("bgmqc,bcgv->bqgmv", summaries.values),
             mask[:, None, None],
-            dropped(query, last[None, None, None]),
+            dropout_factors(query, last[None, None, None]),
         )
         chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
-        at = jnp.maximum(chosen, 0)
-        keys, values, of_key = (_blocks_at(x, at) for x in of_keys)  # [B, G, Q, K L, ...]
-        place = chosen[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
-        place = place.reshape(*place.shape[:3], -1)
-        mask = (place >= 0) & (place <= position[:, None, :, None])
-        mask = mask & (of_key == ids[:, None, :, None]) & (of_key != 0)
+        block = jnp.maximum(chosen, 0)
+        keys, values, key_ids = (_blocks_at(x, block) for x in blocks)  # [B, G, Q, K L, ...]
+        key = chosen[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
+        key = key.reshape(*key.shape[:3], -1)
+        mask = (key >= 0) & (key <= position[:, None, :, None])
+        mask = mask & (key_ids == ids[:, None, :, None]) & (key_ids != 0)
         selected = _softmax(
             _logits("bqgmh,bgqkh->bgmqk", q, keys),
             ("bgmqk,bgqkv->bqgmv", values),
             mask[:, :, None],
-            dropped(query, place[:, :, None]),
+            dropout_factors(query, key[:, :, None]),
         )
         return compressed, selected
 
     n_keys = min(settings.n_selected * size, length + size)
-    n_seen = n_heads * (far.keys.shape[1] + n_keys) + n_kv * n_keys * (k.shape[3] + v.shape[3])
-    heads = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
-    arrays = heads, ids, positions(length), jnp.swapaxes(plan, 1, 2)
+    n_seen = n_heads * (summaries.keys.shape[1] + n_keys) + n_kv * n_keys * (
+        k.shape[3] + v.shape[3]
+    )
+    q_by_group = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
+    arrays = q_by_group, ids, positions(length), jnp.swapaxes(plan, 1, 2)
     branches = by_chunks(attend, n_seen, *arrays)
     return tuple(join_chunks(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
 
 
 def _in_kernels(
-    settings: NsaSettings, interpret: bool, far: Summaries, q, k, v, plan, ids, dropout: float, rng
+    settings: NsaSettings,
+    interpret: bool,
+    summaries: Summaries,
+    q,
+    k,
+    v,
+    plan,
+    ids,
+    dropout: float,
+    rng,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
-    """The same by kernels."""
+    """The compressed and the selected branch in kernels."""
     from reformax.ops.kernels.triton import nsa as kernel
 
     group, size = q.shape[2] // k.shape[2], min(settings.block_size, q.shape[1])
@@ -477,25 +504,34 @@ def _in_kernels(
     stride, span = settings.compress_stride, settings.compress_len
     rows = kernel.n_rows(q)
     sizes = kernel.NsaSizes(group, 0, 0, stride, span, dropout, rows)
-    far_ids = None if ids is None else far.ids
-    compressed = kernel.attend(sizes, interpret, q, far.keys, far.values, ids, far_ids, None, rng)
+    summary_ids = None if ids is None else summaries.ids
+    compressed = kernel.attend(
+        sizes, interpret, q, summaries.keys, summaries.values, ids, summary_ids, None, rng
+    )
     sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, dropout, rows)
     selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, rng)
     return compressed, selected
 
 
-def _softmax(logits, to_values, mask, dropped) -> Array:
-    """Softmax attention over a mask, with given logits."""
+def _softmax(logits, to_values, mask, dropout_factors) -> Array:
+    """Softmax attention over a mask, of given logits.
+
+    Args:
+      logits: the logits.
+      to_values: the equation of the product with the values, and the values.
+      mask: which keys a query sees.
+      dropout_factors: factors of the weights; None without dropout.
+    """
     axes, values = to_values
     weights = masked_softmax(logits, mask)
-    if dropped is not None:
-        weights = weights * dropped.astype(weights.dtype)
+    if dropout_factors is not None:
+        weights = weights * dropout_factors.astype(weights.dtype)
     return product(axes, weights, values, values.dtype)
 
 
-def _blocks_at(x: Array, at: Int[Array, "B G Q K"]) -> Array:
-    """Blocks of `[B, G or 1, J, L, ...]`, one after the other: `[B, G, Q, K L, ...]`."""
-    x = gather_rows(x, at)
+def _blocks_at(x: Array, block: Int[Array, "B G Q K"]) -> Array:
+    """Gathers blocks of `[B, G or 1, J, L, ...]`, concatenated: `[B, G, Q, K L, ...]`."""
+    x = taken(x, block)
     return x.reshape(*x.shape[:3], -1, *x.shape[5:])
 
 
@@ -503,12 +539,19 @@ def _blocks_at(x: Array, at: Int[Array, "B G Q K"]) -> Array:
 
 
 class NsaCache(NamedTuple):
-    """All positions, the last ones that a window or a summary needs, and the summaries so far."""
+    """The branches' keys and values.
+
+    Attributes:
+      selected: all positions, of the selected branch.
+      window: the last positions, of the window.
+      newest: the last positions, from which the next summary is computed.
+      summaries: the summaries so far.
+    """
 
     selected: KeyValues
-    near: KeyValues
+    window: KeyValues
     newest: KeyValues
-    far: KeyValues
+    summaries: KeyValues
 
 
 def _init_cache(
@@ -516,80 +559,82 @@ def _init_cache(
 ) -> NsaCache:
     del q, plan, rng
     settings = settings.within(capacity)
-    selected, near = _own(settings, k, v, extra_projections)
-    real = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
-    found = _summaries(settings, params, tokens_only(k, real), tokens_only(v, real), real)
+    selected, window = _branch_projections(settings, k, v, extra_projections)
+    exists = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
+    summaries = _summaries(settings, params, tokens_only(k, exists), tokens_only(v, exists), exists)
     n = settings.n_summaries(capacity)
 
-    def room(x):
+    def padded(x):
         x = jnp.swapaxes(x, 1, 2)[:, :, :n]
         return jnp.pad(x, ((0, 0), (0, 0), (0, n - x.shape[2]), (0, 0)))
 
     return NsaCache(
         fill_ring(*selected, lengths, capacity),
-        fill_ring(*near, lengths, min(settings.window, capacity)),
+        fill_ring(*window, lengths, min(settings.window, capacity)),
         fill_ring(k, v, lengths, min(settings.compress_len, capacity)),
-        KeyValues(room(found.keys), room(found.values)),
+        KeyValues(padded(summaries.keys), padded(summaries.values)),
     )
 
 
 def _step(settings: NsaSettings, params, q, k, v, cache: NsaCache, *, position, extra_projections):
     settings = settings.within(cache.selected.keys.shape[2])
-    new_selected, new_near = _own(settings, k, v, extra_projections)
+    new_selected, new_window = _branch_projections(settings, k, v, extra_projections)
     memory = add_to_ring(cache.selected, *new_selected, position)
-    near = add_to_ring(cache.near, *new_near, position)
+    window = add_to_ring(cache.window, *new_window, position)
     newest = add_to_ring(cache.newest, k, v, position)
-    far = _with_newest(settings, params, cache.far, newest, position)
-    last = settings.last(far.keys.shape[2])
+    summaries = _with_newest(settings, params, cache.summaries, newest, position)
+    last = settings.last(summaries.keys.shape[2])
     seen = (last <= position[:, None])[:, None]
-    held = positions_by_slot(position, near.keys.shape[2])
-    window = (held >= jnp.maximum(position[:, None] - settings.window + 1, 0))[:, None]
-    place = _places_now(settings, q, far.keys, seen, position, memory.keys.shape[2])
-    mask = (place >= 0) & (place <= position[:, None, None])
-    index = jnp.clip(place, 0, memory.keys.shape[2] - 1)[..., None]
+    position_held = positions_by_slot(position, window.keys.shape[2])
+    window_mask = (position_held >= jnp.maximum(position[:, None] - settings.window + 1, 0))[
+        :, None
+    ]
+    key = _selected_positions(settings, q, summaries.keys, seen, position, memory.keys.shape[2])
+    mask = (key >= 0) & (key <= position[:, None, None])
+    index = jnp.clip(key, 0, memory.keys.shape[2] - 1)[..., None]
     chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
     mask = jnp.repeat(mask, q.shape[2] // memory.keys.shape[1], axis=1)
     branches = [
-        attend_to(q, *held, mask, settings.impl)
-        for held, mask in ((far, seen), (chosen, mask), (near, window))
+        attend_to(q, *keys_and_values, mask, settings.impl)
+        for keys_and_values, mask in ((summaries, seen), (chosen, mask), (window, window_mask))
     ]
     out = _gated(branches, extra_projections["gate"]).astype(v.dtype)
-    return out, NsaCache(memory, near, newest, far)
+    return out, NsaCache(memory, window, newest, summaries)
 
 
-def _places_now(
+def _selected_positions(
     settings: NsaSettings, q, summaries: Float[Array, "B G C H"], seen, position, capacity: int
 ) -> Int[Array, "B G K*L"]:
-    """The positions of the blocks that the newest query selects, by the summaries' keys."""
+    """The positions of the blocks that the newest query selects."""
     n_batch, n_kv = summaries.shape[:2]
     heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
     weights = masked_softmax(_logits("bgmh,bgch->bgmc", heads, summaries), seen[:, None]).sum(
         axis=2
     )
     scores = _block_scores(settings, weights, -(-capacity // settings.block_size))
-    own = (position // settings.block_size)[:, None]
-    blocks = _best(settings, scores, own, jnp.zeros_like(own))
+    query_block = (position // settings.block_size)[:, None]
+    blocks = _best_blocks(settings, scores, query_block, jnp.zeros_like(query_block))
     within = jnp.arange(settings.block_size, dtype=jnp.int32)[None, None, None]
-    place = blocks[..., None] * settings.block_size + within
-    return place.reshape(n_batch, n_kv, -1)
+    key = blocks[..., None] * settings.block_size + within
+    return key.reshape(n_batch, n_kv, -1)
 
 
-def _with_newest(settings: NsaSettings, params, far: KeyValues, newest: KeyValues, position):
+def _with_newest(settings: NsaSettings, params, summaries: KeyValues, newest: KeyValues, position):
     """The summaries with the one that ends at `position`, if one does."""
-    before = jnp.arange(settings.compress_len, dtype=jnp.int32)[None, ::-1]
-    place = position[:, None] - before
-    index = (place % newest.keys.shape[2])[:, None, :, None]
-    number, left = jnp.divmod(position - (settings.compress_len - 1), settings.compress_stride)
-    n = far.keys.shape[2]
-    number = jnp.where((left == 0) & (number >= 0), number, n)  # behind the end: not written
+    steps_back = jnp.arange(settings.compress_len, dtype=jnp.int32)[None, ::-1]
+    key = position[:, None] - steps_back
+    slot = (key % newest.keys.shape[2])[:, None, :, None]
+    number, remainder = jnp.divmod(position - (settings.compress_len - 1), settings.compress_stride)
+    n = summaries.keys.shape[2]
+    number = jnp.where((remainder == 0) & (number >= 0), number, n)  # out of bounds: not written
     row = jnp.arange(position.shape[0])
     new = (
         _summary(
             params[name] if params else None,
-            jnp.moveaxis(jnp.take_along_axis(x, index, axis=2), 1, 2)[:, None],
+            jnp.moveaxis(jnp.take_along_axis(x, slot, axis=2), 1, 2)[:, None],
         )[:, 0]
         for name, x in zip("kv", newest, strict=True)
     )
     return KeyValues(
-        *(x.at[row, :, number].set(y, mode="drop") for x, y in zip(far, new, strict=True))
+        *(x.at[row, :, number].set(y, mode="drop") for x, y in zip(summaries, new, strict=True))
     )

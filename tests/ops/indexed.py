@@ -1,4 +1,4 @@
-"""What DeepSeek sparse attention computes for a plan, from its equations: a row's reference.
+"""DeepSeek sparse attention of a plan, from its equations: a `Row.reference`.
 
 In arrays of JAX, of the whole T x S matrices.
 """
@@ -11,7 +11,7 @@ from tests.ops.low_rank import logits, softmax
 
 
 def dsa(options, params, plan, qkv, extra_projections, mask, keep):
-    """Eq. 2 of the plan's positions, and for the indexer's gradient the loss of eq. 4."""
+    """Eq. 2 for the plan's positions, with the indexer's loss of eq. 4."""
     q, k, v = qkv
     length = q.shape[1]
     chosen = (plan[..., None] == jnp.arange(length)).any(axis=-2)[:, None] & (mask != 0)
@@ -28,7 +28,7 @@ def dsa(options, params, plan, qkv, extra_projections, mask, keep):
 
 
 def scores(options, params, q, k):
-    """Eq. 1, of which the layer's vectors get no gradient."""
+    """Eq. 1, without a gradient for the layer's vectors."""
     q, k = jax.lax.stop_gradient((q, k))
     queries = jnp.einsum("btnh,nhjd->btjd", q, params["query"])
     keys = jnp.einsum("btnh,nhd->btd", k, params["key"])

@@ -1,4 +1,4 @@
-"""What native sparse attention computes, from the paper's equations: a `Row.reference`.
+"""Native sparse attention from the paper's equations: a `Row.reference`.
 
 In arrays of JAX, of the whole T x S matrices.
 """
@@ -21,27 +21,29 @@ def nsa(options, params, plan, qkv, extra_projections, mask, keep):
         keys, values = (jnp.repeat(x, group, axis=2) for x in (keys, values))
         return jnp.einsum("bnts,bsnv->btnv", softmax(logits(q, keys), seen) * keep, values)
 
-    def other(branch):
-        own = options.get("own_projections", True)
-        return [extra_projections[f"{branch}_{x}"] for x in "kv"] if own else [k, v]
+    def branch_projections(branch):
+        separate = options.get("own_projections", True)
+        return [extra_projections[f"{branch}_{x}"] for x in "kv"] if separate else [k, v]
 
     gates = jax.nn.sigmoid(extra_projections["gate"])
     out = 0
-    places = of_summaries(options, length)
-    if len(places):
+    positions = summary_positions(options, length)
+    if len(positions):
         keys, values = (
-            summary(options, params, name, x[:, places]) for name, x in (("k", k), ("v", v))
+            summary(options, params, name, x[:, positions]) for name, x in (("k", k), ("v", v))
         )
-        seen = mask[..., places].all(axis=-1)
-        out = gates[..., :1] * attend(keys, values, seen, jnp.asarray(keep)[..., places[:, -1]])
+        seen = mask[..., positions].all(axis=-1)
+        out = gates[..., :1] * attend(keys, values, seen, jnp.asarray(keep)[..., positions[:, -1]])
     chosen = (plan[..., None] == key // options["block_size"]).any(axis=-2)
     chosen = jnp.repeat(chosen, group, axis=1) & mask
-    out = out + gates[..., 1:2] * attend(*other("selected"), chosen, keep[..., :length])
+    out = out + gates[..., 1:2] * attend(
+        *branch_projections("selected"), chosen, keep[..., :length]
+    )
     near = mask & (query - key < options["window"])
-    return out + gates[..., 2:] * attend(*other("window"), near, keep[..., :length])
+    return out + gates[..., 2:] * attend(*branch_projections("window"), near, keep[..., :length])
 
 
-def of_summaries(options, length):
+def summary_positions(options, length):
     """The positions of each summary, `[C, P]`, eq. 7."""
     size, stride = options["compress_len"], options["compress_stride"]
     first = np.arange(0, length - size + 1, stride)
@@ -53,9 +55,9 @@ def summary(options, params, name, x):
     mean = x.mean(axis=2)
     if options.get("compression", "mlp") == "mean":
         return mean
-    own = params[name]
-    placed = x + own["positions"][:, None]
-    return mean + _gelu(jnp.einsum("bcpgh,phf->bcgf", placed, own["hidden"])) @ own["out"]
+    weights = params[name]
+    embedded = x + weights["positions"][:, None]
+    return mean + _gelu(jnp.einsum("bcpgh,phf->bcgf", embedded, weights["hidden"])) @ weights["out"]
 
 
 def _gelu(x):

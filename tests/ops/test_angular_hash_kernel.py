@@ -1,4 +1,4 @@
-"""The kernel of angular hashing, interpreted, against the array operations, and who takes it."""
+"""The kernel of angular hashing, interpreted, against array operations; which ops use it."""
 
 import functools
 
@@ -20,7 +20,7 @@ from tests.ops import inputs
 )
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_the_same_buckets(length, size, factors, n_hashes, dtype):
-    """More vectors and more directions than a program takes at a time; and a vector of zeros."""
+    """More vectors and directions than a program has at a time, and a vector of zeros."""
     vectors = np.random.default_rng(0).normal(size=(2, length, 3, size)).astype(dtype)
     vectors[0, 3] = 0
 
@@ -55,7 +55,7 @@ HASHING = dict(
 
 
 def functions_of(op):
-    """The op's functions that hash, each of a prompt, one more position, and the cache between."""
+    """The op's functions that hash, called with a prompt, a new position, and a cache."""
     lengths = np.array([9, 5])
 
     def plan(prompt, new, cache):
@@ -73,7 +73,7 @@ def functions_of(op):
 @pytest.mark.parametrize("function", ["plan", "init_cache", "step"])
 @pytest.mark.parametrize("factory", HASHING.values(), ids=HASHING)
 def test_the_impl_of_an_op_decides_how_it_hashes(factory, function, monkeypatch):
-    """The same hashes; in a step "auto" takes array operations."""
+    """The hashes are equal; a step with "auto" uses array operations."""
     plain = factory(impl="xla")
     x = inputs.draw(plain, 2, 10)
     prompt, new = x.at(slice(None), slice(0, 9)), x.at(slice(None), slice(9, 10))
@@ -93,7 +93,7 @@ def test_the_impl_of_an_op_decides_how_it_hashes(factory, function, monkeypatch)
         assert hashes_in_a_kernel("pallas_interpret")
         with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu'"):
             of("pallas")(*args)
-        if function != "plan":  # a plan is as its kernel reads it
+        if function != "plan":  # plans of kernels and of array operations may differ
             assert_trees_equal(*(jax.jit(of(impl))(*args) for impl in ("pallas_interpret", "xla")))
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     assert hashes_in_a_kernel("auto") == (function != "step")

@@ -1,4 +1,4 @@
-"""Block-sparse attention, where no shared test looks: patterns, lists, cost, heads, kernels."""
+"""Block-sparse attention beyond the shared tests: patterns, lists, cost, heads, kernels."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 KEY = jax.random.key(0)
 
 
-# Patterns, as their papers' sets say them.
+# Patterns, as the papers define their sets.
 
 
 def _butterfly(i, j):
@@ -81,7 +81,7 @@ def layout(mask, block, length, causal=True, dropout=0.0):
 
 
 def check_lists(rows, visible, tile_row, tile_column):
-    """Each nonzero tile is once in its row's list, whole tiles first."""
+    """Each tile with a visible pair is once in its row's list, whole tiles first."""
     n_masks, n_rows, n_columns = visible.shape
     tiles = np.pad(visible, ((0, 0), (0, -n_rows % tile_row), (0, -n_columns % tile_column)))
     shape = n_masks, tiles.shape[1] // tile_row, tile_row, -1, tile_column
@@ -95,7 +95,7 @@ def check_lists(rows, visible, tile_row, tile_column):
 
 
 def test_random_blocks_of_bigbird():
-    """Each draws as many of those before it as there are, and a longer sequence changes none."""
+    """Each block draws up to 3 earlier blocks, and a longer sequence changes no draw."""
     options = dict(n_before=1, n_after=1, n_global=2, n_random=3)
     mask = block_patterns.bigbird(**options)(60, 60)
     near = block_patterns.local_global(n_before=1, n_after=1, n_global=2)(60, 60)
@@ -131,14 +131,14 @@ def test_lists_hold_each_tile_once(causal, tile_q, tile_k):
 @pytest.mark.parametrize("tile_q, tile_k", [(8, 8), (4, 2), (2, 8), (16, 4)])
 @pytest.mark.parametrize("n_queries, n_keys", [(32, 32), (37, 37), (32, 21), (9, 48), (50, 16)])
 def test_lists_of_everything_hold_each_tile_once(n_queries, n_keys, causal, tile_q, tile_k):
-    blocks = block_lists.FullLayout(n_queries, n_keys, causal, 0.0)
+    everything = block_lists.Everything(n_queries, n_keys, causal, 0.0)
     visible = np.tri(n_queries, n_keys) if causal else np.ones((n_queries, n_keys))
     for rows, seen, sizes in (
-        (blocks.rows(tile_q, tile_k), visible, (tile_q, tile_k)),
-        (blocks.columns(tile_q, tile_k), visible.T, (tile_k, tile_q)),
+        (everything.rows(tile_q, tile_k), visible, (tile_q, tile_k)),
+        (everything.columns(tile_q, tile_k), visible.T, (tile_k, tile_q)),
     ):
         missed = list(check_lists(rows, seen[None], *sizes))
-        # A whole tile may be taken for one that is not where the last of the rows is cut short.
+        # A whole tile may be listed as masked where the last row of tiles is incomplete.
         assert n_queries % tile_q or not any(map(len, missed))
 
 
@@ -163,7 +163,7 @@ def test_merging_parts_is_summing_them():
 def test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never(
     pattern, causal, monkeypatch
 ):
-    """Also where rows are as uneven as can be: a full row and a full column among short ones."""
+    """Also for very uneven rows: a full row and a full column among short ones."""
     ran, logits = [], tiles.logits
 
     def counted(tiling, x, group, queries, keys, q, k):
@@ -189,7 +189,7 @@ def random_case(per_head=True, n_heads=3, length=83, block=16):
     n = -(-length // block)
     mask = rng.random((n_heads, n, n)) < 0.4
     mask[:, 0] = mask[:, :, 0] = True  # global blocks
-    mask[0, 2] = mask[0, :, 3] = False  # that see or give nothing
+    mask[0, 2] = mask[0, :, 3] = False  # a row that sees no key, and an unseen column
     mask = mask if per_head else mask[0]
     arrays = (rng.normal(size=(2, length, n_heads, d)).astype(np.float32) for d in (8, 8, 5, 5))
     segment_ids = rng.integers(0, 3, (2, length)).astype(np.int32)
@@ -239,7 +239,7 @@ def test_a_step_sees_the_blocks_of_its_head():
 
 
 @pytest.mark.parametrize(
-    "per_head, causal, packed, dropout, least_part, sizes",
+    "per_head, causal, packed, dropout, min_part, sizes",
     [
         (False, True, False, 0.0, 2, (16, 16)),
         pytest.param(None, True, True, 0.2, 2, (16, 32), marks=pytest.mark.slow),
@@ -250,22 +250,24 @@ def test_a_step_sees_the_blocks_of_its_head():
     ],
 )
 def test_rows_in_parts_are_one_attention(
-    per_head, causal, packed, dropout, least_part, sizes, monkeypatch
+    per_head, causal, packed, dropout, min_part, sizes, monkeypatch
 ):
-    monkeypatch.setattr(kernel, "LEAST_PART", least_part)
+    monkeypatch.setattr(kernel, "MIN_PART", min_part)
     mask, (q, k, v, d_out), segment_ids = random_case(per_head, length=115, block=32)
     blocks = layout(mask, 32, q.shape[1], causal, dropout)
     if per_head is None:  # no mask at all
-        mask, blocks = np.ones_like(mask), block_lists.FullLayout(115, 115, causal, dropout)
+        mask, blocks = np.ones_like(mask), block_lists.Everything(115, 115, causal, dropout)
         segment_ids = np.sort(segment_ids, axis=1) if causal else segment_ids
-    cut = kernel.Tiles(*sizes, 4, 2)
+    block_tiles = kernel.BlockTiles(*sizes, 4, 2)
     ids = (segment_ids, segment_ids) if packed else (None, None)
 
     @jax.jit
     def run(q, k, v, d_out):
         inputs = (blocks, q, k, v, ids, KEY)
-        results = kernel.forward(*inputs, tiles=cut, interpret=True)
-        gradients = kernel.backward(*inputs, *results, d_out, tiles=(cut, cut), interpret=True)
+        results = kernel.forward(*inputs, tiles=block_tiles, interpret=True)
+        gradients = kernel.backward(
+            *inputs, *results, d_out, tiles=(block_tiles, block_tiles), interpret=True
+        )
         return results[0], gradients
 
     attend = reference(mask, 32, causal, segment_ids if packed else None, dropout)
@@ -277,13 +279,13 @@ def test_rows_in_parts_are_one_attention(
 def test_segments_leave_out_the_tiles_that_none_of_them_is_in(by_query):
     queries = np.repeat([1, 2, 3, 4, 0], [9, 1, 14, 5, 11]).astype(np.int32)
     keys = np.repeat([1, 2, 4, 7, 0], [8, 8, 3, 5, 8]).astype(np.int32)
-    blocks = block_lists.FullLayout(40, 32, causal=False, dropout=0.0)
-    entries = (blocks.rows if by_query else blocks.columns)(8, 8).entries
+    everything = block_lists.Everything(40, 32, causal=False, dropout=0.0)
+    entries = (everything.rows if by_query else everything.columns)(8, 8).entries
     ids = (queries, keys) if by_query else (keys, queries)
     spans = kernel._spans(*(kernel._range(jnp.asarray(x)[None], 8) for x in ids), entries)
-    tiles_of, other = ([set(tile) - {0} for tile in x.reshape(-1, 8)] for x in ids)
-    for tile, (first, end) in zip(tiles_of, np.stack(spans, axis=2)[0], strict=True):
-        indices = np.flatnonzero([bool(tile & other[entry]) for entry in entries])
+    tiles_of_programs, other_tiles = ([set(tile) - {0} for tile in x.reshape(-1, 8)] for x in ids)
+    for tile, (first, end) in zip(tiles_of_programs, np.stack(spans, axis=2)[0], strict=True):
+        indices = np.flatnonzero([bool(tile & other_tiles[entry]) for entry in entries])
         assert list(range(first, end)) == list(indices)
 
 
@@ -291,7 +293,7 @@ def test_segments_leave_out_the_tiles_that_none_of_them_is_in(by_query):
     "dtype, size, dropout", [("bfloat16", 64, 0.0), ("float16", 64, 0.0), ("float32", 80, 0.1)]
 )
 def test_it_lowers_for_a_gpu(dtype, size, dropout):
-    """The interpreter accepts more than Triton. Lowering shows it without a GPU."""
+    """Finds, without a GPU, what the interpreter accepts and Triton does not."""
     length = 5000
     pattern = block_patterns.local_global()(*[math.ceil(length / 64)] * 2)
     blocks = layout(pattern, 64, length, dropout=dropout)

@@ -83,7 +83,7 @@ def test_many_blocks_are_one_attention(options, n_hashes, packed, tiles, length)
     [(1100, 0, 0, 2), (512, 1, 0, 3), (513, 1, 0, 2), (64, 1, 1, 4), (2, 1, 1, 8), (3, 5, 0, 6)],
 )
 def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pack):
-    """Every pair of the first and last chunks, in any field of any pack, among any others."""
+    """Every pair of the first and last chunks, in every field of every pack."""
     n_hashes = 9
     rng = np.random.default_rng(0)
     chunks = Chunking(n_chunks * 2, 2, before, after, causal=False, shared_qk=True)
@@ -106,7 +106,7 @@ def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pac
         np.testing.assert_array_equal(got, want)
 
 
-def test_packed_chunks_are_in_each_round_s_order():
+def test_packed_chunks_are_in_the_order_of_each_hash():
     """Fifteen earlier hashes of eleven-bit chunk numbers take eight packs; none is lost."""
     rng = np.random.default_rng(0)
     chunks = Chunking(1100, 1, 0, 0, causal=False, shared_qk=True)
@@ -128,7 +128,7 @@ def test_packed_chunks_are_in_each_round_s_order():
 )
 @pytest.mark.parametrize("size", [64, pytest.param(80, marks=pytest.mark.slow)])
 def test_it_lowers_for_a_gpu(dtype, size):
-    """What the interpreter takes and Triton does not would show here, without a GPU."""
+    """Finds, without a GPU, what the interpreter accepts and Triton does not."""
     length, n_heads, n_hashes = 1000, 2, 2
     chunks = Chunking(length, 64, 1, 0, causal=True, shared_qk=True, dropout=0.1)
     x = jax.ShapeDtypeStruct((1, length, n_heads, size), dtype)

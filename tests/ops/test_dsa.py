@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention: what its indexer chooses, and what it learns from."""
+"""DeepSeek sparse attention: the indexer's choice, and its gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,10 @@ def test_a_query_chooses_the_best_of_those_before_it(impl):
     plan = np.asarray(jax.jit(lambda *x: op.plan(*x, **options))(params, q, k))
     scores = np.asarray(indexed.scores(OPTIONS, params, q, k))
     for b, t in np.ndindex(plan.shape[:2]):
-        may = [s for s in range(t + 1) if ids[b, t] and ids[b, s] == ids[b, t]]
+        allowed = [s for s in range(t + 1) if ids[b, t] and ids[b, s] == ids[b, t]]
         chosen = set(plan[b, t]) - {-1}
-        assert len(chosen) == min(5, len(may)) and chosen <= set(may)
-        left = [scores[b, t, s] for s in set(may) - chosen]
+        assert len(chosen) == min(5, len(allowed)) and chosen <= set(allowed)
+        left = [scores[b, t, s] for s in set(allowed) - chosen]
         assert not left or min(scores[b, t, list(chosen)]) >= max(left) - 1e-6
 
 
@@ -69,22 +69,22 @@ def test_the_indexer_learns_from_the_attention_and_from_nothing_else(impl):
         assert all(np.any(x) == bool(scale) for x in others)
 
 
-def few_at_a_time(monkeypatch):
+def small_chunks(monkeypatch):
     """Chunks of one tile of queries, and rows of several tiles of scores."""
-    monkeypatch.setattr(indexer, "AT_A_TIME", 1)
-    monkeypatch.setattr(indexer, "WIDTH", 64)
+    monkeypatch.setattr(indexer, "MAX_SCORE_BYTES", 1)
+    monkeypatch.setattr(indexer, "TILE_SCORES", 64)
 
 
 def three_segments(length):
-    """Of two rows: interleaved, and one after another; both with padding."""
-    place = np.arange(length)
-    return jnp.asarray(np.stack([place * 7 % 4, 3 - place * 4 // length]), jnp.int32)
+    """Interleaved segments in one row, contiguous ones in another, both with padding."""
+    position = np.arange(length)
+    return jnp.asarray(np.stack([position * 7 % 4, 3 - position * 4 // length]), jnp.int32)
 
 
 @pytest.mark.parametrize("top_k, causal, packed", [(40, True, False), (70, False, True)])
 def test_kernels_choose_among_ties_what_array_operations_do(top_k, causal, packed, monkeypatch):
-    """Of whole numbers, whose sums are exact: many positions have one score, of either sign."""
-    few_at_a_time(monkeypatch)
+    """Sums of integers are exact, so many positions have equal scores, of either sign."""
+    small_chunks(monkeypatch)
     rng, length = np.random.default_rng(0), 301
     q, k = rng.integers(-1, 2, (2, 2, length, 2, 8)).astype(np.float32)
     params = {"query": (2, 8, 3, 4), "key": (2, 8, 4), "weight": (2, 8, 3)}
@@ -103,14 +103,14 @@ def test_kernels_choose_among_ties_what_array_operations_do(top_k, causal, packe
     np.testing.assert_array_equal(np.where(got < 0, length, got), in_order(got))
     scores = np.asarray(indexed.scores(OPTIONS, params, q, k))
     chosen = np.take_along_axis(scores, np.maximum(got, 0), axis=-1)
-    even = (scores == chosen.min(axis=-1, where=got >= 0, initial=np.inf, keepdims=True)).sum(-1)
-    assert even.max() > 30 and chosen.min() < 0
+    tied = (scores == chosen.min(axis=-1, where=got >= 0, initial=np.inf, keepdims=True)).sum(-1)
+    assert tied.max() > 30 and chosen.min() < 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
 def test_kernels_differentiate_as_array_operations_do(dtype, tolerance, monkeypatch):
-    few_at_a_time(monkeypatch)
+    small_chunks(monkeypatch)
     length = 301
     q, k, v = (x.astype(dtype) for x in numbers(length))
     d_out = numbers(length, 1)[0]
@@ -130,7 +130,7 @@ def test_kernels_differentiate_as_array_operations_do(dtype, tolerance, monkeypa
 
 
 def sizes_of(jaxpr):
-    """Bytes of all results of a program and of those within it, but for what a kernel computes."""
+    """Bytes of all results of a program and of the programs in it, kernels excepted."""
     for eqn in jaxpr.eqns:
         yield from (x.aval.size * x.aval.dtype.itemsize for x in eqn.outvars)
         if eqn.primitive.name != "pallas_call":
@@ -151,7 +151,7 @@ def test_kernels_have_no_scores_of_all_pairs_in_memory():
     total = lambda *x: op(*x[1:], causal=True, params=x[0]).sum()  # noqa: E731
     jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2, 3)))(params, x, x, x)
     largest = max(sizes_of(jaxpr.jaxpr))
-    assert indexer.AT_A_TIME / 2 < largest <= max(indexer.AT_A_TIME, length**2 // 8)
+    assert indexer.MAX_SCORE_BYTES / 2 < largest <= max(indexer.MAX_SCORE_BYTES, length**2 // 8)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Hash-sparse attention: whose bucket is whose, which tiles meet, and that memory is linear."""
+"""Hash-sparse attention: the buckets, the tiles that are visited, and linear memory."""
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,20 @@ def test_a_group_is_a_bucket_of_a_segment():
         rotated = np.einsum("btnh,nhf->bntf", x, rotations)
         bucket = np.argmax(np.concatenate([rotated, -rotated], axis=-1), axis=-1)
         position, group = map(np.asarray, order)
-        at = np.take_along_axis(np.broadcast_to(ids[:, None], bucket.shape), position, -1)
+        segment = np.take_along_axis(np.broadcast_to(ids[:, None], bucket.shape), position, -1)
         bucket = np.take_along_axis(bucket, position, -1)
         slot = np.lexsort((position, group))
         np.testing.assert_array_equal(slot, np.broadcast_to(np.arange(40), slot.shape))
         for b, n in np.ndindex(2, 3):
-            pairs = {*zip(group[b, n], at[b, n], bucket[b, n], strict=True)}
+            pairs = {*zip(group[b, n], segment[b, n], bucket[b, n], strict=True)}
             pairs = {(g, *((s, c) if s else (0, 0))) for g, s, c in pairs}
             assert len(pairs) == len({g for g, *_ in pairs}) == len({x[1:] for x in pairs})
-            assert not np.any((group[b, n] == 0) != (at[b, n] == 0))
+            assert not np.any((group[b, n] == 0) != (segment[b, n] == 0))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiles_that_share_a_pair_meet(causal):
-    """And in tiles of one position no others do."""
+    """Tiles of one position are visited only if they have a visible pair."""
     rng = np.random.default_rng(1)
     groups = np.sort(rng.integers(0, 4, (2, 5, 23)), axis=-1)
     positions = [[rng.permutation(23) for _ in range(5)] for _ in range(2)]
@@ -55,26 +55,26 @@ def test_tiles_that_share_a_pair_meet(causal):
     find = jax.jit(sorted_groups.visits, static_argnums=(0, 1))
     for sizes in ((1, 1), (4, 3)):
         plan = find(sizes, causal, queries, keys)
-        for visits, mine, tile_sizes in (
+        for visits, visible, tile_sizes in (
             (plan.by_query, pairs, sizes),
             (plan.by_key, pairs.swapaxes(1, 2), sizes[::-1]),
         ):
             n_tiles, n_other_tiles = (-(-23 // n) for n in tile_sizes)
             shape = 5, n_tiles, tile_sizes[0], n_other_tiles, tile_sizes[1]
             padded = np.zeros((5, n_tiles * tile_sizes[0], n_other_tiles * tile_sizes[1]), bool)
-            padded[:, :23, :23] = mine
-            meet = padded.reshape(shape).any(axis=(2, 4))
+            padded[:, :23, :23] = visible
+            has_pair = padded.reshape(shape).any(axis=(2, 4))
             number = np.arange(n_other_tiles)
             start, stop = (np.asarray(x)[..., None] for x in visits[:2])
             visited = (number >= start) & (number < stop)
-            assert not np.any(meet & ~visited)
+            assert not np.any(has_pair & ~visited)
             if sizes == (1, 1):
-                np.testing.assert_array_equal(meet, visited)
+                np.testing.assert_array_equal(has_pair, visited)
 
 
 @pytest.mark.slow
 def test_memory_is_linear_in_the_length():
-    """Both passes, whatever falls into one bucket."""
+    """Both passes, also where many positions have one bucket."""
     op = hash_sparse.hash_sparse(n_buckets=2, impl="xla")
 
     def temp(length):

@@ -1,8 +1,8 @@
 """Kernels against array operations in float32, given the same plan, at lengths of several tiles.
 
 On an NVIDIA GPU `JAX_PLATFORMS=cuda pytest -n 8 -m slow tests/ops/test_kernels_on_gpu.py` runs the
-compiled kernels, sooner with `XLA_FLAGS=--xla_gpu_autotune_level=0`. Elsewhere a short case is
-interpreted, which shows that the test runs.
+compiled kernels, faster with `XLA_FLAGS=--xla_gpu_autotune_level=0`. Elsewhere a short case is
+interpreted, to check the test itself.
 """
 
 import functools
@@ -35,12 +35,12 @@ from tests.helpers import assert_trees_close, with_gradients
 
 ON_GPU = jax.default_backend() == "gpu"
 KEY = jax.random.PRNGKey(3)
-# Products of float32 are those of `jax_default_matmul_precision`, which "highest" makes exact.
+# With `jax_default_matmul_precision` "highest", products of float32 are exact.
 TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-5}
 
 
 class Case(NamedTuple):
-    """N and G heads of H, T positions of two rows, `marked` of them global."""
+    """N and G heads of size H, and two rows of T positions, `marked` of them global."""
 
     make: Callable[..., AttentionOp]
     n: int = 2
@@ -184,7 +184,7 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [512, 999, 4096] if ON_GPU else [70])
 def test_cudnn_hides_the_padding_behind_rows(length, causal, monkeypatch):
-    """Rows without padding, with some, with almost nothing else and with nothing else."""
+    """Rows without padding, with some, with one token, and with only padding."""
     lengths = jnp.array([length, length // 2 + 1, length - 1, 1, 0], jnp.int32)
     rng = np.random.default_rng(length)
     shapes = [(len(lengths), length, n, 64) for n in (4, 2, 2, 4)]

@@ -1,4 +1,4 @@
-"""Mixture of block attention: which blocks it chooses, and that its memory is linear."""
+"""Mixture of block attention: the chosen blocks, and linear memory."""
 
 import jax
 import jax.numpy as jnp
@@ -41,22 +41,24 @@ def plan_of(q, k, segment_ids, impl="xla"):
 
 
 @IMPLS
-def test_a_query_chooses_among_blocks_that_its_segment_goes_on_behind(impl):
-    """By the mean over its own segment; blocks of padding, and of what has ended, it leaves."""
+def test_a_query_chooses_among_the_blocks_whose_segment_is_its_own(impl):
+    """By the mean over its segment, and not among blocks of padding or of ended segments."""
     ids = np.repeat([1, 2, 0, 2, 3], [6, 9, 5, 4, 3])
     q, k, _ = numbers(len(ids))
     plan = jax.jit(lambda *x: plan_of(*x, impl))(q, k, ids[None].repeat(2, 0))
     position = np.arange(len(ids))
     for b, t, n in np.ndindex(q.shape[:3]):
-        own = [np.flatnonzero((position // SIZE == i) & (ids == ids[t])) for i in range(t // SIZE)]
+        of_segment = [
+            np.flatnonzero((position // SIZE == i) & (ids == ids[t])) for i in range(t // SIZE)
+        ]
         last = [ids[: (i + 1) * SIZE][SIZE * i :] for i in range(t // SIZE)]
-        may = [i for i, x in enumerate(last) if ids[t] and x.any() and x[x > 0][-1] == ids[t]]
-        found = best(q[b, :, n], k[b, :, n], t, [own[i] for i in may])
-        assert set(np.asarray(plan[b, n, t])) - {-1} == {may[i] for i in found}
+        allowed = [i for i, x in enumerate(last) if ids[t] and x.any() and x[x > 0][-1] == ids[t]]
+        found = best(q[b, :, n], k[b, :, n], t, [of_segment[i] for i in allowed])
+        assert set(np.asarray(plan[b, n, t])) - {-1} == {allowed[i] for i in found}
 
 
 def test_bfloat16_chooses_by_means_of_float32():
-    """A product with a mean in three parts has float32's digits, so hardly a choice differs."""
+    """A product with a mean in three parts is exact to float32, so almost all choices agree."""
     q, k, _ = np.random.default_rng(0).normal(size=(3, 2, 300, 2, 8)).astype(jnp.bfloat16)
     one, other = (np.sort(plan_of(q, k, None, impl)) for impl in ("xla", "pallas_interpret"))
     assert np.mean(one != other) < 1e-3
@@ -83,5 +85,5 @@ def test_memory_is_linear_in_the_length():
 
     slopes = np.diff([used(2**n) for n in (12, 13, 14)]) / [2**12, 2**13]
     assert slopes[1] < 1.1 * slopes[0]
-    # Keys, values and queries of each of three blocks, their gradients, and what they are made of.
+    # Keys, values and queries of each of three blocks, their gradients, and temporary arrays.
     assert slopes[1] < 64 * 4 * 40

@@ -1,4 +1,4 @@
-"""Native sparse attention: which blocks it selects, where it is dense, grouped heads, memory."""
+"""Native sparse attention: the selected blocks, dense branches, grouped heads, memory."""
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +26,18 @@ def numbers(length, *heads, seed=0):
 def selected(q, k, ids, t):
     """The blocks of a key head's queries, `[M, H]`, at position t, by eq. 8-12 in float64."""
     size, stride, length = 8, 4, 8
-    first, own = np.flatnonzero(ids == ids[t])[0] // size, t // size
+    first, query_block = np.flatnonzero(ids == ids[t])[0] // size, t // size
     starts = [c for c in range(0, t - length + 2, stride) if (ids[c : c + length] == ids[t]).all()]
-    score = {j: 0.0 for j in range(first, own + 1)}
+    score = {j: 0.0 for j in range(first, query_block + 1)}
     if starts:
         keys = np.stack([k[c : c + length].mean(axis=0) for c in starts]).astype(np.float64)
         logits = q.astype(np.float64) @ keys.T / np.sqrt(8)
         p = np.exp(logits - logits.max(axis=1, keepdims=True))
         p = (p / p.sum(axis=1, keepdims=True)).sum(axis=0)
         for c, weight in zip(starts, p, strict=True):
-            for place in range(c, c + length, stride):  # the strides that a block shares with it
-                score[place // size] += weight
-    always = [j for j in (own, first, own - 1) if j in score]
+            for position in range(c, c + length, stride):  # the strides of the summary
+                score[position // size] += weight
+    always = [j for j in (query_block, first, query_block - 1) if j in score]
     others = sorted((j for j in score if j not in always), key=lambda j: (-score[j], j))
     return list(dict.fromkeys(always + others))[:5]
 
@@ -58,7 +58,7 @@ def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl):
         assert set(plan[b, g, t]) - {-1} == set(want)
 
 
-# Heads, and sizes whose tiles are filled up, reach two blocks on, or are of some queries at a time.
+# Heads, and sizes with padded tiles, summaries over three blocks, or several chunks of queries.
 SELECTIONS = [
     ((6, 2), (8, 4, 12, 4), jnp.float32, 2**30),
     ((3, 3), (16, 4, 4, 9), jnp.bfloat16, 2**15),
@@ -67,7 +67,7 @@ SELECTIONS = [
 
 @pytest.mark.parametrize("heads, sizes, dtype, at_a_time", SELECTIONS)
 def test_kernels_select_what_array_operations_do(heads, sizes, dtype, at_a_time, monkeypatch):
-    monkeypatch.setattr(selection, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(selection, "MAX_SCORE_BYTES", at_a_time)
     names = "compress_len", "compress_stride", "block_size", "n_selected"
     sizes = dict(zip(names, sizes, strict=True))
     q, k = (2 * x.astype(dtype) for x in numbers(269, *heads))
@@ -106,7 +106,7 @@ def test_each_branch_alone_can_be_dense(branch):
 
 
 def test_grouped_heads_are_those_of_the_equations():
-    """Output and gradients of four heads of queries for two of keys, which have branches' own."""
+    """Four query heads and two key heads, with separate projections of each branch."""
     op, length = nsa.nsa(**SIZES), 37
     dims = Dims(4, 8, 8, length, 2)
     q, k, v, d_out = numbers(length, 4, 2, 2, 4)
@@ -154,5 +154,5 @@ def test_memory_is_linear_in_the_length():
 
     slopes = np.diff([used(2**n) for n in (15, 16, 17)]) / [2**15, 2**16]
     assert slopes[1] < 1.1 * slopes[0]
-    # Mostly the logits of the window: those of 2 * 512 keys, of all queries, and their gradient.
+    # Mostly the window's logits of 2 * 512 keys for all queries, and their gradient.
     assert slopes[1] < 64 * 4 * 70

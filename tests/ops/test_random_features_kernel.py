@@ -25,19 +25,19 @@ def draw(length=70, size=20, n_features=40, seed=0):
 
 
 def oracle(x, d, directions, relative_to):
-    """`exp(E - r) + epsilon exp(top - r)` of the exponents E, and the gradient, r a constant."""
+    """`exp(E - r) + epsilon exp(max(E) - r)` of exponents E, and its gradient with r constant."""
     x, d = np.float64(x), np.float64(d)
     size = x.shape[-1]
     exponents = x @ (directions * size**-0.25).T - (x**2).sum(-1, keepdims=True) * size**-0.5 / 2
-    top = exponents.max(-1)
-    begin = (top if relative_to is None else np.float64(relative_to))[..., None]
-    more = EPSILON * np.exp(top[..., None] - begin)
-    d_exponents = d * np.exp(exponents - begin)
-    at_top = exponents == top[..., None]
-    d_exponents = d_exponents + at_top * more * d.sum(-1, keepdims=True)
+    row_max = exponents.max(-1)
+    reference = (row_max if relative_to is None else np.float64(relative_to))[..., None]
+    offset = EPSILON * np.exp(row_max[..., None] - reference)
+    d_exponents = d * np.exp(exponents - reference)
+    at_max = exponents == row_max[..., None]
+    d_exponents = d_exponents + at_max * offset * d.sum(-1, keepdims=True)
     dx = d_exponents @ (directions * size**-0.25)
     dx = dx - x * size**-0.5 * d_exponents.sum(-1, keepdims=True)
-    return top, np.exp(exponents - begin) + more, dx
+    return row_max, np.exp(exponents - reference) + offset, dx
 
 
 @pytest.mark.parametrize("relative", [True, False])
@@ -49,14 +49,14 @@ def test_the_equations(relative):
         return kernel.features(True, kernel.FeatureArrays(x, directions, EPSILON, relative_to))
 
     out, (dx,) = with_gradients(features)(d, x)
-    top, *want = oracle(x, d, directions, relative_to)
+    row_max, *want = oracle(x, d, directions, relative_to)
     assert_trees_close((out, dx), tuple(want), 1e-2)
-    np.testing.assert_allclose(kernel.scales(x, directions, True), top, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(kernel.scales(x, directions, True), row_max, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.slow
 def test_attention_by_features_is_that_of_array_operations():
-    """In float32, of the same numbers."""
+    """The array operations are in float32."""
     rng = np.random.default_rng(1)
     q, k, v, d = (jnp.asarray(rng.normal(size=(1, 100, 2, 24)), jnp.bfloat16) for _ in range(4))
     segment_ids = np.repeat([[1, 2]], [45, 55], axis=1)

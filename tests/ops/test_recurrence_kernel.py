@@ -58,7 +58,7 @@ def test_decays_that_forget_all():
     "kind, packed", [("linear", False), ("head", True), ("feature", False), ("delta", False)]
 )
 def test_groups_of_chunks_are_one_sequence(kind, packed):
-    """Three groups of two chunks, of which there are five, against one group; none forgets all."""
+    """Five chunks in three groups of two, against one group; decays leave some of each state."""
     length = 300
     inputs = draw(kind, length, batch=1, n_heads=1, least=-0.02)
     inputs = RecurrenceInputs(*jax.tree.map(np.float32, inputs))
@@ -97,7 +97,7 @@ def test_what_a_segment_holds_stays_there():
     "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x in PARTS)) for x in KINDS]
 )
 def test_it_lowers_for_a_gpu(kind, dtype):
-    """What the interpreter takes and Triton does not would show here, without a GPU."""
+    """Finds, without a GPU, what the interpreter accepts and Triton does not."""
     length, n_heads = 4000, 2
     f32, long = jnp.float32, (1, length, n_heads)
     q, v = (jax.ShapeDtypeStruct((*long, size), dtype) for size in (64, 80))

@@ -184,7 +184,7 @@ def add_and_attend(
     from reformax.ops.kernels.triton import one_query as kernel
 
     rows = (x[:, 0].astype(of_ring.dtype) for x, of_ring in zip(new, ring, strict=True))
-    added = kernel.New(*rows, position % ring.keys.shape[2])
+    added = kernel.NewKey(*rows, position % ring.keys.shape[2])
     out, ring = kernel.attend(q, *ring, mask, impl == "pallas_interpret", new=added, **options)
     return out, KeyValues(*ring)
 

@@ -1,7 +1,7 @@
 """Angular hashing as a Pallas kernel for NVIDIA GPUs (Triton).
 
-The products with the rotations, hundreds for each number hashed, stay on the chip. Vectors are read
-once and buckets written once.
+The products with the rotations stay on the chip; there are hundreds for each bucket. The kernel
+reads vectors once and writes buckets once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.triton.common import launch, load, power_of_two, product
+from reformax.ops.kernels.triton.common import launch, load, matmul, power_of_two
 
-# Vectors of a program, and directions that it compares at a time.
+# Vectors of a program, and directions of a step of its loop.
 ROWS, DIRECTIONS = 128, 64
 
 
@@ -33,7 +33,7 @@ class _Extremes(NamedTuple):
     argmin: Array
 
     def with_more(self, more: _Extremes) -> _Extremes:
-        """Those of these directions and of `more`, whose numbers are larger."""
+        """The extremes of these directions and of `more`, which have larger indices."""
         return _Extremes(
             jnp.maximum(self.high, more.high),
             jnp.where(more.high > self.high, more.argmax, self.argmax),
@@ -43,13 +43,13 @@ class _Extremes(NamedTuple):
 
 
 def _extremes(products: Array, index: Array, half: int) -> _Extremes:
-    """The extremes of products with the directions `index`, of which `half` exist."""
-    real = (index < half)[None, :]
-    up, down = jnp.where(real, products, -jnp.inf), jnp.where(real, products, jnp.inf)
-    high, low = jnp.max(up, axis=1), jnp.min(down, axis=1)
-    none = jnp.int32(half - 1)  # NaN at padding equals nothing; any bucket will do
-    argmax = jnp.min(jnp.where(up == high[:, None], index[None, :], none), axis=1)
-    argmin = jnp.min(jnp.where(down == low[:, None], index[None, :], none), axis=1)
+    """The extremes of products with the directions `index`; those from `half` on do not exist."""
+    exists = (index < half)[None, :]
+    positive, negative = jnp.where(exists, products, -jnp.inf), jnp.where(exists, products, jnp.inf)
+    high, low = jnp.max(positive, axis=1), jnp.min(negative, axis=1)
+    fallback = jnp.int32(half - 1)  # for NaN at padding, which equals nothing; any bucket is right
+    argmax = jnp.min(jnp.where(positive == high[:, None], index[None, :], fallback), axis=1)
+    argmin = jnp.min(jnp.where(negative == low[:, None], index[None, :], fallback), axis=1)
     return _Extremes(high, argmax, low, argmin)
 
 
@@ -65,36 +65,36 @@ def _kernel(x_ref, rotations_ref, bucket_ref, *, factors: Sequence[int], rows: i
         0.0,
     )
 
-    def best(hash_index, start: int, half: int) -> _Extremes:
-        """Among `half` directions of a hash, from `start` on; `DIRECTIONS` at a time."""
+    def best_of(hash_index, start: int, half: int) -> _Extremes:
+        """The extremes over `half` directions of a hash from `start`, `DIRECTIONS` at a time."""
         width = min(DIRECTIONS, power_of_two(half))
 
-        def among(first) -> _Extremes:
+        def of_tile(first) -> _Extremes:
             index = first + jnp.arange(width, dtype=jnp.int32)
             rotation = load(
                 rotations_ref.at[head, hash_index, feature[:, None], start + index[None, :]],
                 (feature < size)[:, None] & (index < half)[None, :],
                 0.0,
             )
-            return _extremes(product(x, rotation), index, half)
+            return _extremes(matmul(x, rotation), index, half)
 
-        found = among(jnp.int32(0))
+        found = of_tile(jnp.int32(0))
         if half <= width:
             return found
-        rest = -(-half // width)
-        return _loop(1, rest, lambda i, found: found.with_more(among(i * width)), found)
+        n_tiles = -(-half // width)
+        return _loop(1, n_tiles, lambda i, found: found.with_more(of_tile(i * width)), found)
 
     def one_hash(hash_index, _):
         bucket, start, scale = jnp.zeros((rows,), jnp.int32), 0, 1
         for factor in factors:
             half = factor // 2
-            found = best(hash_index, start, half)
-            along = found.high >= -found.low
-            bucket = bucket + scale * jnp.where(along, found.argmax, found.argmin + half)
+            found = best_of(hash_index, start, half)
+            positive = found.high >= -found.low
+            bucket = bucket + scale * jnp.where(positive, found.argmax, found.argmin + half)
             start, scale = start + half, scale * factor
         pltriton.store(bucket_ref.at[batch, head, hash_index, row], bucket, mask=exists)
 
-    # A loop, so that the compiled program is that of one hash.
+    # A loop keeps the compiled program as small as that of one hash.
     _loop(0, rotations_ref.shape[1], one_hash, None)
 
 
@@ -111,10 +111,10 @@ def hash_vectors(
     """The buckets of `ops.hashing.angular.hash_by`, from products in the dtype of `vectors`.
 
     Args:
-      vectors: what to hash.
-      rotations: the directions of each head and hash, half of each factor's after another.
+      vectors: the vectors to hash.
+      rotations: the directions of each head and hash, half as many as each factor, concatenated.
       factors: even bucket counts.
-      interpret: whether to run the kernel anywhere, slowly.
+      interpret: whether to run the kernel on any device, slowly.
     """
     batch, length, n_heads, _ = vectors.shape
     n_hashes = rotations.shape[2]

@@ -1,21 +1,21 @@
 """Block-sparse attention as Pallas kernels for NVIDIA GPUs (Triton).
 
-They compute the function of `reformax.ops.block_sparse`: a program owns a tile of queries, reads
-from a list which tiles of keys they see, and runs through these (FlashAttention, algorithm 5).
-There are three kernels: one for the output, one for the gradient of queries, by the rows of the
-mask, and one for those of keys and values, by its columns. Each row has one writer, so sums have
-one order and need no atomics.
+They compute the function of `reformax.ops.block_sparse`. A program has a tile of queries, and
+loops over the tiles of keys that a list names (FlashAttention, algorithm 5). There are three
+kernels: one for the output, one for the gradient of queries, by the rows of the mask, and one for
+the gradients of keys and values, by its columns. Each row has one writer, so sums have one order
+and need no atomics.
 
-  * Tiles of which every query sees every key come first in a list, and need no mask. A mask is for
-    tiles that the diagonal or the end of the sequence cuts, and for all tiles of a call with
+  * Tiles in which every query sees every key come first in a list, and need no mask. A mask is for
+    tiles that cross the diagonal or the end of the sequence, and for all tiles of a call with
     segments, or in which no position sees itself.
-  * Without a block mask, segments shorten the lists: a packed sequence costs what it would alone.
-  * A row that is much longer than its share of the work, such as that of a global block, is cut
-    into parts. A part leaves its sums in a buffer of its own, and array operations merge them.
+  * Without a block mask, segments shorten the lists: a packed sequence costs as much as its
+    segments alone.
+  * A row with much more work than the average, such as that of a global block, is cut into parts.
+    A part writes its sums to a buffer, and array operations merge them.
   * Long parts start first.
 
-Letters as in `reformax.ops.base`; P is the number of parts of rows that were cut, L the positions
-of a tile.
+Letters as in `reformax.ops.base`; P is the number of parts of cut rows, L the positions of a tile.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.hashing import sorted_groups
-from reformax.ops.hashing.sorted_groups import SortedSequence
-from reformax.ops.kernels.triton.block_programs import Inputs, Program, Tiles, Work
+from reformax.ops.hashing.sorted_groups import Sorted
+from reformax.ops.kernels.triton.block_programs import (
+    BlockInputs,
+    BlockProgram,
+    BlockTiles,
+    BlockWork,
+)
 from reformax.ops.kernels.triton.common import (
     LOG2_E,
     QueryRows,
@@ -41,8 +46,8 @@ from reformax.ops.kernels.triton.common import (
     hide,
     launch,
     line,
+    matmul,
     power_of_two,
-    product,
     query_rows,
     recompute_weights,
     softmax_step,
@@ -53,119 +58,125 @@ from reformax.ops.softmax.block_lists import FullLayout, Layout, SortedLayout, T
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.online import Softmax, nonzero
 
-# The fewest tiles of a part, and how many parts keep all processors of a GPU busy.
-LEAST_PART, N_SHARES = 16, 2048
+# The fewest tiles of a part, and the number of parts that keeps all processors of a GPU busy.
+MIN_PART, TARGET_PARTS = 16, 2048
 
 
-def _forward_kernel(x: Inputs, work: Work, out: Softmax, part: Softmax | None, *, program):
-    here = program.here()
-    own = here.own(work)
-    queries = here.queries(x, own.tile)
-    q = here.rows(x.q, queries, own.head)
+def _forward_kernel(
+    x: BlockInputs, work: BlockWork, out: Softmax, buffer: Softmax | None, *, program
+):
+    program = program.located()
+    part = program.part(work)
+    queries = program.queries(x, part.tile)
+    q = program.rows(x.q, queries, part.head)
 
     def attend(tile, whole, state):
-        keys = here.keys(x, tile, whole)
-        k = here.rows(x.k, keys, own.head)
-        v = here.tokens(x.v, keys, own.head)
+        keys = program.keys(x, tile, whole)
+        k = program.rows(x.k, keys, part.head)
+        v = program.tokens(x.v, keys, part.head)
         query, key = column(queries), line(keys)
-        logits = hide(product(q, k, transpose_b=True), here.visible(x, query, key, whole))
-        dropped = here.dropped(x, own.head, query, key)
+        logits = hide(matmul(q, k, transpose_b=True), program.visible(x, query, key, whole))
+        dropped = program.dropped(x, part.head, query, key)
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
-    state = empty_softmax(here.tiles.query, x.v.shape[3])
-    acc, row_max, row_sum = here.over(work, own, attend, state)
+    state = empty_softmax(program.tiles.query, x.v.shape[3])
+    acc, row_max, row_sum = program.over(work, part, attend, state)
     divisor = nonzero(row_sum)
-    if part is None:
-        part = Softmax(None, None, None)
+    if buffer is None:
+        buffer = Softmax(None, None, None)
     else:
-        divisor = jnp.where(own.slot < 0, divisor, 1.0)
-    here.put_rows(out.acc, part.acc, queries, own, acc * (1.0 / divisor)[:, None])
-    here.put_statistics(out.row_max, part.row_max, queries, own, row_max)
-    here.put_statistics(out.row_sum, part.row_sum, queries, own, row_sum)
+        divisor = jnp.where(part.buffer_index < 0, divisor, 1.0)
+    program.put_rows(out.acc, buffer.acc, queries, part, acc * (1.0 / divisor)[:, None])
+    program.put_statistics(out.row_max, buffer.row_max, queries, part, row_max)
+    program.put_statistics(out.row_sum, buffer.row_sum, queries, part, row_sum)
 
 
-def _queries_kernel(x: Inputs, row: QueryRows, work: Work, dq, part, *, program):
-    here = program.here()
-    own = here.own(work)
-    queries = here.queries(x, own.tile)
-    q, d_out = (here.rows(ref, queries, own.head) for ref in (x.q, row.d_out))
+def _queries_kernel(x: BlockInputs, row: QueryRows, work: BlockWork, dq, buffer, *, program):
+    program = program.located()
+    part = program.part(work)
+    queries = program.queries(x, part.tile)
+    q, d_out = (program.rows(ref, queries, part.head) for ref in (x.q, row.d_out))
     statistics = row.row_max, row.dot, row.inverse_sum
-    row_max, dot, inverse_sum = (here.statistics(ref, queries, own.head) for ref in statistics)
+    row_max, dot, inverse_sum = (program.statistics(ref, queries, part.head) for ref in statistics)
     query, size = column(queries), x.q.shape[3]
     scale = LOG2_E / math.sqrt(size)
 
     def differentiate(tile, whole, sums):
-        keys = here.keys(x, tile, whole)
-        k = here.tokens(x.k, keys, own.head)
-        v = here.tokens(x.v, keys, own.head)
+        keys = program.keys(x, tile, whole)
+        k = program.tokens(x.k, keys, part.head)
+        v = program.tokens(x.v, keys, part.head)
         key = line(keys)
-        logits = hide(product(q, k, transpose_b=True), here.visible(x, query, key, whole))
+        logits = hide(matmul(q, k, transpose_b=True), program.visible(x, query, key, whole))
         p = recompute_weights(logits, row_max[:, None] * scale, column(inverse_sum), size)
-        dp = product(d_out, v, transpose_b=True) * here.dropped(x, own.head, query, key)
+        dp = matmul(d_out, v, transpose_b=True) * program.dropped(x, part.head, query, key)
         ds = p * (dp - dot[:, None])
-        return sums + product(ds.astype(k.dtype), k)
+        return sums + matmul(ds.astype(k.dtype), k)
 
-    sums = here.over(work, own, differentiate, jnp.zeros(q.shape, jnp.float32))
-    here.put_rows(dq, part, queries, own, sums * (1.0 / math.sqrt(size)))
+    sums = program.over(work, part, differentiate, jnp.zeros(q.shape, jnp.float32))
+    program.put_rows(dq, buffer, queries, part, sums * (1.0 / math.sqrt(size)))
 
 
-def _keys_kernel(x: Inputs, row: QueryRows, work: Work, gradients, part, *, program):
-    here = program.here()
-    own = here.own(work)
-    keys = here.keys(x, own.tile)
-    k, v = here.rows(x.k, keys, own.head), here.tokens(x.v, keys, own.head)
+def _keys_kernel(x: BlockInputs, row: QueryRows, work: BlockWork, gradients, buffer, *, program):
+    program = program.located()
+    part = program.part(work)
+    keys = program.keys(x, part.tile)
+    k, v = program.rows(x.k, keys, part.head), program.tokens(x.v, keys, part.head)
     key, size = column(keys), x.q.shape[3]
     scale = LOG2_E / math.sqrt(size)
 
     def differentiate(tile, whole, sums):
         dk, dv = sums
-        queries = here.queries(x, tile, whole)
-        q = here.tokens(x.q, queries, own.head)
-        d_out = here.rows(row.d_out, queries, own.head)
+        queries = program.queries(x, tile, whole)
+        q = program.tokens(x.q, queries, part.head)
+        d_out = program.rows(row.d_out, queries, part.head)
         statistics = row.row_max, row.dot, row.inverse_sum
-        row_max, dot, inverse_sum = (here.statistics(ref, queries, own.head) for ref in statistics)
+        row_max, dot, inverse_sum = (
+            program.statistics(ref, queries, part.head) for ref in statistics
+        )
         query = line(queries)
-        logits = hide(product(k, q, transpose_b=True), here.visible(x, query, key, whole))
+        logits = hide(matmul(k, q, transpose_b=True), program.visible(x, query, key, whole))
         p = recompute_weights(logits, row_max[None, :] * scale, line(inverse_sum), size)
-        dropped = here.dropped(x, own.head, query, key)
-        dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + product(ds.astype(q.dtype), q), dv
+        dropped = program.dropped(x, part.head, query, key)
+        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
+        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
+        return dk + matmul(ds.astype(q.dtype), q), dv
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dk, dv = here.over(work, own, differentiate, sums)
-    part_dk, part_dv = (None, None) if part is None else part
-    here.put_rows(gradients[0], part_dk, keys, own, dk * (1.0 / math.sqrt(size)))
-    here.put_rows(gradients[1], part_dv, keys, own, dv)
+    dk, dv = program.over(work, part, differentiate, sums)
+    dk_buffer, dv_buffer = (None, None) if buffer is None else buffer
+    program.put_rows(gradients[0], dk_buffer, keys, part, dk * (1.0 / math.sqrt(size)))
+    program.put_rows(gradients[1], dv_buffer, keys, part, dv)
 
 
 class _Cut(NamedTuple):
-    """The work of a kernel, and the rows that were cut, which are merged after it."""
+    """The work of a kernel, and the cut rows, which are merged after it."""
 
-    work: Work
-    program: Program
-    tile: Int[np.ndarray, " R"]  # of each row that was cut
+    work: BlockWork
+    program: BlockProgram
+    tile: Int[np.ndarray, " R"]  # of each cut row
     head: Int[np.ndarray, " R"]
-    per_row: Int[np.ndarray, " R"]  # its number of parts
+    per_row: Int[np.ndarray, " R"]  # parts of each cut row
 
 
 def _cut(
-    layout: Layout | FullLayout, rows: TileLists, x: Inputs, tiles: Tiles, by_query: bool
+    layout: Layout | Everything, rows: Rows, x: BlockInputs, tiles: BlockTiles, by_query: bool
 ) -> _Cut:
-    """Divides the tiles of all rows, or columns, among programs, long parts first."""
+    """Divides the tiles of all rows or columns among programs, long parts first."""
     packed, per_head = x.query_segment_ids is not None, layout.n_masks > 1
-    any_cut = packed or x.chosen is not None
+    all_masked = packed or x.chosen is not None
     n_heads = 1 if per_head else x.q.shape[2]
-    inverse_sum = int(rows.count.sum()) * x.q.shape[0] * n_heads // N_SHARES
-    parts = block_lists.cut_lists(rows, max(LEAST_PART, inverse_sum))
+    per_part = int(rows.count.sum()) * x.q.shape[0] * n_heads // TARGET_PARTS
+    parts = block_lists.cut(rows, max(MIN_PART, per_part))
     n_tiles = len(rows.count) // layout.n_masks
     head, tile = np.divmod(parts.row, n_tiles)
     is_cut = parts.per_row > 1
-    slot = np.where(is_cut[parts.row], np.cumsum(is_cut[parts.row]) - 1, -1)
-    end_whole = parts.first + (0 if any_cut else parts.n_whole)
-    columns = np.stack([head, tile, parts.first, end_whole, parts.first + parts.count, slot])
+    buffer_index = np.where(is_cut[parts.row], np.cumsum(is_cut[parts.row]) - 1, -1)
+    end_whole = parts.first + (0 if all_masked else parts.n_whole)
+    columns = np.stack(
+        [head, tile, parts.first, end_whole, parts.first + parts.count, buffer_index]
+    )
     columns = columns[:, np.argsort(-parts.count, kind="stable")].astype(np.int32)
-    program = Program(
+    program = BlockProgram(
         tiles=tiles,
         n_queries=layout.n_queries,
         n_keys=layout.n_keys,
@@ -173,11 +184,11 @@ def _cut(
         dropout=layout.dropout,
         per_head=per_head,
         any_whole=bool(np.any(columns[3] > columns[2])),
-        any_cut=bool(np.any(columns[4] > columns[3])),
-        exclude_self=isinstance(layout, FullLayout) and layout.exclude_self,
-        n_folded=layout.n_folded if isinstance(layout, SortedLayout) else 0,
+        any_masked=bool(np.any(columns[4] > columns[3])),
+        exclude_self=isinstance(layout, Everything) and layout.exclude_self,
+        n_folded=layout.n_folded if isinstance(layout, InOrder) else 0,
     )
-    # A kernel takes no empty array: an empty list has one entry, which nobody reads.
+    # A kernel takes no empty array: an empty list has one entry, which no program reads.
     entries = rows.entries if len(rows.entries) else np.zeros(1, np.int32)
     spans = None
     if isinstance(layout, SortedLayout):
@@ -187,10 +198,10 @@ def _cut(
         )
         visits = sorted_groups.visits(tiles[:2], layout.causal, *orders)
         spans = jnp.stack((visits.by_query if by_query else visits.by_key)[:2])
-    elif packed and isinstance(layout, FullLayout):
-        own = _range(x.query_segment_ids, tiles.query), _range(x.key_segment_ids, tiles.key)
-        spans = _spans(*(own if by_query else own[::-1]), rows.entries)
-    work = Work(jnp.asarray(columns), jnp.asarray(entries), spans)
+    elif packed and isinstance(layout, Everything):
+        ranges = _range(x.query_segment_ids, tiles.query), _range(x.key_segment_ids, tiles.key)
+        spans = _spans(*(ranges if by_query else ranges[::-1]), rows.entries)
+    work = BlockWork(jnp.asarray(columns), jnp.asarray(entries), spans)
     row_head, row_tile = np.divmod(np.flatnonzero(is_cut), n_tiles)
     return _Cut(work, program, row_tile, row_head, parts.per_row[is_cut])
 
@@ -198,7 +209,7 @@ def _cut(
 def _range(
     segment_ids: Int[Array, "B T"], size: int
 ) -> tuple[Int[Array, "B tiles"], Int[Array, "B tiles"]]:
-    """The lowest and the highest id in each tile; a tile of padding alone meets no other."""
+    """The lowest and the highest id in each tile; a tile of only padding overlaps no other."""
     tiles = jnp.pad(segment_ids, ((0, 0), (0, -segment_ids.shape[1] % size)))
     tiles = tiles.reshape(len(segment_ids), -1, size)
     limits = jnp.iinfo(segment_ids.dtype)
@@ -207,24 +218,32 @@ def _range(
     return lowest, jnp.max(jnp.where(tiles == 0, least, tiles), axis=2)
 
 
-def _spans(own, other, entries: Int[np.ndarray, " E"]) -> Int[Array, "2 B tiles"]:
-    """For each own tile, the first and the end of the entries whose ids meet its own."""
-    lowest, highest = (x[:, entries] for x in other)
-    meets = (lowest[:, None] <= own[1][..., None]) & (own[0][..., None] <= highest[:, None])
+def _spans(ranges, others, entries: Int[np.ndarray, " E"]) -> Int[Array, "2 B tiles"]:
+    """For each tile, the first and the end of the entries whose range of ids overlaps its range.
+
+    Args:
+      ranges: `_range` of the tiles of the programs' side.
+      others: `_range` of the tiles of the other side.
+      entries: tiles of the other side.
+    """
+    lowest, highest = (x[:, entries] for x in others)
+    overlaps = (lowest[:, None] <= ranges[1][..., None]) & (
+        ranges[0][..., None] <= highest[:, None]
+    )
     index = jnp.arange(len(entries), dtype=jnp.int32)
-    first = jnp.min(jnp.where(meets, index, len(entries)), axis=2)
-    return jnp.stack([first, jnp.max(jnp.where(meets, index + 1, 0), axis=2)])
+    first = jnp.min(jnp.where(overlaps, index, len(entries)), axis=2)
+    return jnp.stack([first, jnp.max(jnp.where(overlaps, index + 1, 0), axis=2)])
 
 
 def _launch_parts(kernel: Callable, cut: _Cut, inputs: tuple, shapes: Any, interpret: bool) -> Any:
-    """The kernel's results in place, and those of parts, None where no row is cut.
+    """Runs a kernel, and returns its results and the buffers of parts, None where no row is cut.
 
     Args:
-      kernel: called with the inputs, the work, references to results and to parts.
+      kernel: called with the inputs, the work, references to results and to buffers.
       cut: the work.
-      inputs: trees of arrays, the first `Inputs`.
-      shapes: of the results, `[B, T, N, H]` or `[B, N, T]`.
-      interpret: whether to run anywhere, slowly.
+      inputs: trees of arrays, the first `BlockInputs`.
+      shapes: the shapes of the results, `[B, T, N, H]` or `[B, N, T]`.
+      interpret: whether to run on any device, slowly.
     """
     program = cut.program
     n_batch, _, n_heads, _ = inputs[0].q.shape
@@ -249,7 +268,7 @@ def _launch_parts(kernel: Callable, cut: _Cut, inputs: tuple, shapes: Any, inter
 
 
 def _put(x: Array, rows: Array, cut: _Cut) -> Array:
-    """`x`, `[B, T, N, ...]`, with the rows that were cut, `[R, B, N, L, ...]`, in place."""
+    """Sets the cut rows `[R, B, N, L, ...]` in `x`, `[B, T, N, ...]`."""
     size = rows.shape[3]
     position = cut.tile[:, None] * size + np.arange(size)
     rows = jnp.moveaxis(rows, (0, 2), (1, 3)).astype(x.dtype)  # [B, R, L, N, ...]
@@ -258,10 +277,10 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
     return x.at[:, position].set(rows, mode="drop")
 
 
-def _inputs(layout: Layout | FullLayout, q, k, v, segment_ids, rng) -> Inputs:
-    n_rows = len(q) // (layout.n_folded if isinstance(layout, SortedLayout) else 1)
+def _inputs(layout: Layout | Everything, q, k, v, segment_ids, rng) -> BlockInputs:
+    n_rows = len(q) // (layout.n_folded if isinstance(layout, InOrder) else 1)
     seed = seed_words(rng, n_rows) if layout.dropout > 0.0 else None
-    return Inputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
+    return BlockInputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -274,9 +293,9 @@ def attend(
     segment_ids: tuple[Int[Array, "B _"] | None, ...],
     rng: Array | None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """The attention of a layout by these kernels, with its gradient, and each row's sum of weights.
+    """The attention of a layout by these kernels, and each row's sum of weights.
 
-    The sum is 0 where a row sees nothing, and has no gradient. Arguments are those of `forward`.
+    The sum is 0 where a row sees no key, and has no gradient. Arguments are those of `forward`.
     """
     return _attend_forward(layout, interpret, q, k, v, segment_ids, rng)[0]
 
@@ -304,22 +323,22 @@ def forward(
     v: Float[Array, "B S N V"],
     segment_ids: tuple[Int[Array, "B _"] | None, ...],
     rng: Array | None,
-    tiles: Tiles | None = None,
+    tiles: BlockTiles | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
     """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
 
-    The largest logit is that of the products of queries and keys, before they are scaled.
+    The largest logit is that of the unscaled products of queries and keys.
 
     Args:
-      layout: who sees whom, with blocks of a multiple of 16 positions.
+      layout: which queries see which keys, with blocks of a multiple of 16 positions.
       q, k, v: queries, keys, values.
-      segment_ids: the ids of queries and of keys, or twice None; of `SortedLayout`, whose ids are
-        groups, also the positions in the sequence of both. Behind these, or twice None, stands
-        which keys each query has chosen, if it has (`common.chosen_bits`).
-      rng: the source of dropout; None if there is none.
-      tiles: how the kernel is cut, in sizes that divide the blocks; None chooses.
-      interpret: whether to run it anywhere, slowly.
+      segment_ids: the ids of queries and of keys, or None twice. For an `InOrder`, whose ids are
+        groups, the positions of queries and of keys follow. Bits of chosen keys
+        (`common.chosen_bits`) follow the positions, or None twice in their place.
+      rng: the source of dropout; None without dropout.
+      tiles: the kernel's tiles, of sizes that divide the blocks; None: chosen by the sizes.
+      interpret: whether to run the kernel on any device, slowly.
     """
     x = _inputs(layout, q, k, v, segment_ids, rng)
     tiles = tiles or _tiles(layout, x, FORWARD)
@@ -349,17 +368,17 @@ def backward(
     row_max: Float[Array, "B N T"],
     row_sum: Float[Array, "B N T"],
     d_out: Float[Array, "B T N V"],
-    tiles: tuple[Tiles, Tiles] | None = None,
+    tiles: tuple[BlockTiles, BlockTiles] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S N H"], Float[Array, "B S N V"]]:
     """The gradients of q, k and v.
 
     Args:
       layout, q, k, v, segment_ids, rng: as in `forward`.
-      out, row_max, row_sum: what it returned.
+      out, row_max, row_sum: the results of `forward`.
       d_out: the gradient of `out`.
-      tiles: how the kernels for queries and for keys are cut; None chooses.
-      interpret: whether to run them anywhere, slowly.
+      tiles: the tiles of the kernels of queries and of keys; None: chosen by the sizes.
+      interpret: whether to run the kernels on any device, slowly.
     """
     x = _inputs(layout, q, k, v, segment_ids, rng)
     row = query_rows(d_out, out, row_max, row_sum, segment_ids[0])
@@ -379,17 +398,17 @@ def backward(
     return dq, dk, dv
 
 
-# For numbers of two bytes and heads of 64.
-FORWARD = Tiles(64, 64, 4, 2)
-QUERIES = Tiles(128, 64, 4, 3)
-KEYS = Tiles(128, 64, 4, 2)
+# For dtypes of two bytes and heads of 64.
+FORWARD = BlockTiles(64, 64, 4, 2)
+QUERIES = BlockTiles(128, 64, 4, 3)
+KEYS = BlockTiles(128, 64, 4, 2)
 
 
-def _tiles(layout: Layout | FullLayout, x: Inputs, tiles: Tiles) -> Tiles:
-    """`tiles`, smaller where blocks are, or where longer rows take more of the chip's memory."""
+def _tiles(layout: Layout | Everything, x: BlockInputs, tiles: BlockTiles) -> BlockTiles:
+    """`tiles`, or smaller ones where blocks are smaller or rows take more of the chip's memory."""
     n_bytes = max(x.q.shape[3], x.v.shape[3]) * x.q.dtype.itemsize
     if n_bytes > 128:
-        tiles = Tiles(64, 64, 4, 2 if n_bytes <= 256 else 1)
+        tiles = BlockTiles(64, 64, 4, 2 if n_bytes <= 256 else 1)
 
     def side(block: int, length: int, most: int) -> int:
         # The largest power of two that divides a block, or holds a shorter length.

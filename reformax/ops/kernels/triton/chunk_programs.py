@@ -1,7 +1,7 @@
-"""One program of `kernels.chunked`: the slots it reads, which keys a query sees, where it writes.
+"""A program of `kernels.chunked`: the slots it visits, its mask, its reads and writes.
 
 A *slot* is an index into the order, a *position* one into the sequence. Positions of T or more are
-neither read nor written. What stands at positions of segment 0 is not read either, or hidden.
+neither read nor written. Rows of segment 0 are not read, or are masked.
 Letters as in `kernels.chunked`.
 """
 
@@ -16,12 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from reformax.ops.kernels.triton.common import dropout_mask, load, power_of_two, view_rows
+from reformax.ops.kernels.triton.common import load, power_of_two, tile_dropout_mask, view_rows
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 
 
 class ChunkTiles(NamedTuple):
-    """The sizes of a kernel: rows of a program, rows of a step of its loop, warps, stages."""
+    """The rows of a program and of a step of its loop, and its warps and pipeline stages."""
 
     rows: int
     loop_rows: int
@@ -30,10 +30,10 @@ class ChunkTiles(NamedTuple):
 
 
 class ChunkInputs(NamedTuple):
-    """The arrays that both passes read; None for those that a call does not have.
+    """The arrays that both passes read; None for those that a call lacks.
 
-    Without an order, the axes of heads and hashes have size 1. Arrays of keys alone are None where
-    keys have the slots of their queries.
+    Without an order, the axes of heads and hashes have size 1. The arrays named `key_` are None
+    where keys have the order of the queries.
     """
 
     q: Array  # [B, T, N, H]
@@ -48,39 +48,39 @@ class ChunkInputs(NamedTuple):
     key_segment: Array | None = None  # [B, N, R, Tp]
 
     def at_keys(self) -> ChunkInputs:
-        """The inputs whose order is that of the keys."""
+        """The inputs in the order of the keys."""
         if self.key_order is None:
             return self
         return self._replace(order=self.key_order, packs=self.key_packs, segment=self.key_segment)
 
 
 class ChunkBlock(NamedTuple):
-    """Some slots, and the numbers that decide which of them see each other."""
+    """Consecutive slots, and the numbers that decide which of them see each other."""
 
     slot: Array
     position: Array
     segment: Array | None
     chunk: Array
-    packs: tuple[Array, ...]  # the chunks by the hashes before this one
+    packs: tuple[Array, ...]  # the chunks by the earlier hashes
 
 
 class ChunkProgram(NamedTuple):
-    """One program of a kernel: its static part, and how it reads, masks and writes.
+    """One program of a kernel: its static settings, and how it reads, masks and writes.
 
-    `batch` and `head` are known within a kernel only.
+    `batch` and `head` are known only within a kernel.
     """
 
     chunks: Any  # ops.softmax.orders.Chunking
     tiles: ChunkTiles
     hash_index: int
-    n_hashes: int  # 0 where there is no order
+    n_hashes: int  # 0 without an order
     n_slots: int
     batch: Any = None
     head: Any = None
 
     def located(self) -> ChunkProgram:
-        """The program that runs, with its batch and head."""
-        # Outside of loops, where the interpreter does not know the numbers of a program.
+        """The running program, with its batch and head."""
+        # Call it outside of loops: in them the interpreter does not know program ids.
         return self._replace(batch=pl.program_id(2), head=pl.program_id(1))
 
     @property
@@ -104,13 +104,13 @@ class ChunkProgram(NamedTuple):
         """Whether every slot of every block has a position, so that loads need no mask."""
         tiled = self.tiles.rows % self.tiles.loop_rows == 0
         c = self.chunks
-        # With a ratio there is no key for the last programs.
+        # With a ratio above 1, the last programs have no keys.
         return tiled and self.aligned and c.ratio == 1 and self.n_slots == c.length == c.key_length
 
     # Reading and writing.
 
     def load_slots(self, ref, slot, exists, other, pack: int | None = None) -> Array | None:
-        """Entries of `[B, N, R, Tp]`, or of one pack of `[W, B, N, R, Tp]`; None of None."""
+        """Entries of `[B, N, R, Tp]`, or of a pack of `[W, B, N, R, Tp]`; None without `ref`."""
         if ref is None:
             return None
         index = (
@@ -134,7 +134,7 @@ class ChunkProgram(NamedTuple):
     def block(
         self, x: ChunkInputs, start, size: int, stop=None, of_keys: bool = False
     ) -> ChunkBlock:
-        """`size` slots from `start` on; those from `stop` on are padding."""
+        """`size` slots from `start`; those from `stop` on are padding."""
         chunk_len, n_slots = self.side(of_keys)
         slot = start + jnp.arange(size, dtype=jnp.int32)
         exists = slot < (n_slots if stop is None else stop)
@@ -149,7 +149,7 @@ class ChunkProgram(NamedTuple):
         return ChunkBlock(slot, position, segment, slot // chunk_len, packs)
 
     def rows(self, ref, block: ChunkBlock, included=None) -> Array:
-        """A block's rows of `[B, T, N, H]`, or the `included` ones, and zeros; H is padded."""
+        """A block's rows of `[B, T, N, H]`, H padded; zeros where none exists or is `included`."""
         width = power_of_two(ref.shape[3])
         view, exists = self._view_rows(ref, block, width)
         if included is not None:
@@ -184,10 +184,10 @@ class ChunkProgram(NamedTuple):
         view = ref.at[self.batch, self.head, block.position]
         pltriton.store(view, value.astype(ref.dtype), mask=block.position < ref.shape[2])
 
-    # Which keys a query sees.
+    # The mask.
 
     def _window(self, before: int, after: int, of_keys: bool):
-        """The slots, of keys or of queries, within so many chunks of the program's block."""
+        """The first and the end of the slots within so many chunks of the program's block."""
         block_chunk, _ = self.side(not of_keys)
         chunk_len, n_slots = self.side(of_keys)
         first = (self.start // block_chunk - before) * chunk_len
@@ -195,7 +195,7 @@ class ChunkProgram(NamedTuple):
         return jnp.maximum(first, 0), jnp.minimum(last, n_slots)
 
     def keys(self):
-        """The slots, from and to, of the keys that the program's queries see."""
+        """The first and the end of the slots of the keys that the program's queries see."""
         c = self.chunks
         first, last = self._window(c.n_chunks_before, c.n_chunks_after, of_keys=True)
         if self.n_hashes == 0 and c.causal:
@@ -205,7 +205,7 @@ class ChunkProgram(NamedTuple):
         return first, last
 
     def queries(self):
-        """The slots, from and to, of the queries that see the program's keys."""
+        """The first and the end of the slots of the queries that see the program's keys."""
         c = self.chunks
         first, last = self._window(c.n_chunks_after, c.n_chunks_before, of_keys=False)
         if self.n_hashes == 0 and c.causal:
@@ -215,7 +215,7 @@ class ChunkProgram(NamedTuple):
         return first, last
 
     def _within_reach(self, first, last):
-        """The slots, of those from `first` to `last`, within a window of the program's block."""
+        """The part of `first` to `last` that is within a window of the program's block."""
         reach = self.start - self.chunks.window + 1
         first = jnp.maximum(first, reach // self.tiles.loop_rows * self.tiles.loop_rows)
         return first, jnp.minimum(last, self.start + self.tiles.rows + self.chunks.window - 1)
@@ -232,7 +232,7 @@ class ChunkProgram(NamedTuple):
         return lax.fori_loop(np.int32(0), n, step, carry)
 
     def visible(self, q: ChunkBlock, k: ChunkBlock) -> Array:
-        """Which key, `[1, K]`, each query, `[Q, 1]`, sees by this hash; or both transposed."""
+        """Which keys `[1, K]` each query `[Q, 1]` sees by this hash, or both transposed."""
         c = self.chunks
         if c.causal:
             mask = k.position < q.position if c.shared_qk else k.position <= q.position
@@ -247,7 +247,7 @@ class ChunkProgram(NamedTuple):
             mask = mask & (q.segment == k.segment) & (k.segment != 0)
         if not self.aligned:
             mask = mask & self._near(q.chunk, k.chunk)
-        # A key counts with the first hash that shows it (the paper's N_ij).
+        # A key counts only for the first hash by which the query sees it (the paper's N_ij).
         n_hashes, packed = self.hash_index, PackedChunks.of(self.chunks)
         for query_pack, key_pack in zip(q.packs, k.packs, strict=True):
             mask = mask & ~packed.near(query_pack, key_pack, min(n_hashes, packed.per_pack))
@@ -255,19 +255,19 @@ class ChunkProgram(NamedTuple):
         return mask
 
     def _near(self, query_chunk, key_chunk) -> Array:
-        """Whether a key's chunk is among those that a query's chunk looks at."""
+        """Whether a query's chunk attends to a key's chunk."""
         before, after = self.chunks.n_chunks_before, self.chunks.n_chunks_after
-        # One comparison in place of two: below 0 is a large number without a sign.
+        # One comparison instead of two: negative distances are large unsigned numbers.
         distance = (query_chunk - key_chunk + after).astype(jnp.uint32)
         return distance <= jnp.uint32(before + after)
 
     def dropped(self, x: ChunkInputs, query: ChunkBlock, key: ChunkBlock) -> Array | float:
-        """The dropout mask of the weights of a query, or queries, on keys."""
+        """The dropout mask of the weights of queries on keys."""
         rate = self.chunks.dropout
-        return dropout_mask(x.seed, rate, self.batch, self.head, query.position, key.position)
+        return tile_dropout_mask(x.seed, rate, self.batch, self.head, query.position, key.position)
 
     def alone_weight(self, x: ChunkInputs, block: ChunkBlock, row_sum: Array) -> Array:
-        """The weight of a position's own value: 0 if it sees another, or its dropout mask."""
+        """The weight of a position's value for itself: its dropout mask if it sees no other."""
         alone = (row_sum == 0.0) & (block.position < self.chunks.length)
         if block.segment is not None:
             alone = alone & (block.segment != 0)

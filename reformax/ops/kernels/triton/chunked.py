@@ -4,18 +4,18 @@ They compute the function of `reformax.ops.softmax.chunked`, one kernel for each
 
   * Kernels read rows of q, k and v, and write results, at the positions that the order names. There
     is no sorted copy of them.
-  * The hashes run one after the other and share one softmax: the kernel of a hash reads the
-    accumulator, the maximum and the sum that the hashes before it left at a position, and goes on
-    from there. It reads and writes each position once, so sums have one order and need no atomics.
-  * The backward pass computes logits again from the maximum and the sum (Dao et al. 2022, algorithm
-    4). A program takes a block of slots first as keys and then as queries, so that it, too,
-    writes each row once. Keys may have an order of their own.
+  * The hashes run one after the other and accumulate one softmax. The kernel of a hash starts from
+    the accumulator, the maximum and the sum of the earlier hashes at each position. It reads and
+    writes each position once, so sums have one order and need no atomics.
+  * The backward pass recomputes logits from the maximum and the sum (Dao et al. 2022, algorithm 4).
+    A program takes a block of slots first as keys and then as queries, so that it, too, writes each
+    row once. Keys may have a different order from queries.
 
 Instructions limit these kernels more than memory does. Row statistics (segments, chunks, maxima)
 are therefore sorted beforehand, and a block reads consecutive numbers.
 
 Letters as in `reformax.ops.base`; Tp is T padded to whole chunks, W the packs of `PackedChunks`.
-`kernels.chunk_programs` has the program: its slots, its positions and which keys a query sees.
+`kernels.chunk_programs` has the program: its slots, its positions and its mask.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from reformax.ops.kernels.triton.common import (
     hide,
     launch,
     line,
-    product,
+    matmul,
     query_rows,
     recompute_weights,
     softmax_step,
@@ -57,7 +57,7 @@ from reformax.ops.softmax.online import Softmax, nonzero
 class ChunkGradients(NamedTuple):
     """The gradients of the inputs."""
 
-    q: Array  # [B, T, N, H]; where keys are shared, theirs included
+    q: Array  # [B, T, N, H]; with shared keys, their gradient included
     k: Array | None  # [B, T, N, H]
     v: Array  # [B, T, N, V]
 
@@ -68,7 +68,7 @@ def _forward_kernel(
     program = program.located()
     query_block = program.block(x, program.start, program.tiles.rows)
     queries = column(query_block)
-    # The loads with the longest wait come first.
+    # The loads with the longest latency come first.
     if before is None:
         state = empty_softmax(program.tiles.rows, x.v.shape[3])
     else:
@@ -80,7 +80,7 @@ def _forward_kernel(
     def attend(block, state):
         keys = line(block)
         k, v = program.rows(x.k, block), program.tokens(x.v, block)
-        logits = hide(product(q, k, transpose_b=True), program.visible(queries, keys))
+        logits = hide(matmul(q, k, transpose_b=True), program.visible(queries, keys))
         return softmax_step(state, logits, v, x.q.shape[3], program.dropped(x, queries, keys))
 
     acc, row_max, row_sum = program.over(x.at_keys(), program.keys(), attend, state, of_keys=True)
@@ -125,12 +125,12 @@ def _backward_kernel(
         q = program.tokens(x.q, block)
         d_out, dot, row_max, inverse_sum = queries(block)
         query, key = line(block), column(key_block)
-        logits = hide(product(k, q, transpose_b=True), program.visible(query, key))
+        logits = hide(matmul(k, q, transpose_b=True), program.visible(query, key))
         p = recompute_weights(logits, row_max[None, :], line(inverse_sum), size)
         dropped = program.dropped(x, query, key)
-        dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + product(ds.astype(q.dtype), q), dv
+        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
+        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
+        return dk + matmul(ds.astype(q.dtype), q), dv
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = program.over(x, program.queries(), as_keys, sums)
@@ -156,11 +156,11 @@ def _backward_kernel(
     def as_queries(block, dq):
         k, v = program.tokens(x.k, block), program.tokens(x.v, block)
         query, key = column(query_block), line(block)
-        logits = hide(product(q, k, transpose_b=True), program.visible(query, key))
+        logits = hide(matmul(q, k, transpose_b=True), program.visible(query, key))
         p = recompute_weights(logits, row_max[:, None], column(inverse_sum), size)
         dropped = program.dropped(x, query, key)
-        ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
-        return dq + product(ds.astype(k.dtype), k)
+        ds = p * (matmul(d_out, v, transpose_b=True) * dropped - dot[:, None])
+        return dq + matmul(ds.astype(k.dtype), k)
 
     dq = program.over(x.at_keys(), program.keys(), as_queries, dq, of_keys=True) * scale
     if before is not None:
@@ -169,21 +169,21 @@ def _backward_kernel(
 
 
 def _through_normalization(q: Array, dk: Array, size: int) -> Array:
-    """The gradient of queries whose keys, `length_normalize` of them, have the gradient `dk`."""
+    """The gradient of queries, by the gradient `dk` of their keys `length_normalize(q)`."""
     q = q.astype(jnp.float32)
     factor = lax.rsqrt(jnp.sum(q * q, axis=1) / size + 1e-6)[:, None]
     k = q * factor
     return (dk - k * (jnp.sum(k * dk, axis=1) / size)[:, None]) * factor
 
 
-def _launch_hash(kernel, program: ChunkProgram, inputs, carried, out_shape, interpret: bool):
-    """The kernel of one hash. It overwrites the results of the hash before, where dtypes allow."""
+def _launch_hash(kernel, program: ChunkProgram, inputs, previous, out_shape, interpret: bool):
+    """Runs the kernel of one hash, over the `previous` hash's results where dtypes are equal."""
     n_batch, _, n_heads, _ = inputs[0].q.shape
     first = len(jax.tree.leaves(inputs))
-    pairs = zip(jax.tree.leaves(carried), jax.tree.leaves(out_shape), strict=False)
+    pairs = zip(jax.tree.leaves(previous), jax.tree.leaves(out_shape), strict=False)
     (result,) = launch(
         functools.partial(kernel, program=program),
-        (*inputs, carried),
+        (*inputs, previous),
         (out_shape,),
         grid=(pl.cdiv(program.n_slots, program.tiles.rows), n_heads, n_batch),
         num_warps=program.tiles.num_warps,
@@ -201,7 +201,7 @@ def _programs(
     tiles: ChunkTiles | None,
     fastest: Callable[[ChunkInputs, int], ChunkTiles],
 ) -> list[ChunkProgram]:
-    """A program for each hash, or the only one where there is no order."""
+    """A program for each hash; one without an order."""
     n_slots = chunks.length + chunks.padding if x.order is None else x.order.shape[3]
     n_hashes = 0 if x.order is None else x.order.shape[2]
     hashes = range(max(n_hashes, 1))
@@ -209,7 +209,7 @@ def _programs(
 
 
 def _in_order(x: Array, order: Array | None) -> Array:
-    """From `[B, N or 1, T]`, by position, to `[B, N or 1, R or 1, Tp]`, by slot."""
+    """Sorts `[B, N or 1, T]`, by position, into `[B, N or 1, R or 1, Tp]`, by slot."""
     if order is None:
         return x[:, :, None]
     n_slots = order.shape[3]
@@ -244,7 +244,7 @@ def _packs(
     chunk, packed = chunk[:, :, :-1], PackedChunks.of(chunks)
     first = range(0, chunk.shape[2], packed.per_pack)
     packs = (packed.pack(chunk[:, :, r : r + packed.per_pack]) for r in first)
-    # Without a barrier XLA packs again wherever it gathers, hash by hash.
+    # Without the barrier XLA repeats the packing in the gather of each hash.
     packs = lax.optimization_barrier(tuple(packs))
     return jnp.stack([_in_order(pack, order) for pack in packs])
 
@@ -296,21 +296,20 @@ def forward(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
     """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
 
-    The largest logit is that of the products of queries and keys, before they are scaled.
+    The largest logit is that of the unscaled products of queries and keys.
 
     Args:
       chunks, order: as in `ops.softmax.chunked.chunked_attention`.
-      q, k, v, rng: as there.
-      segment_ids: as there, padded to whole chunks with 0.
-      tiles: how the kernel is cut; None: as was fastest on an H200.
-      interpret: whether to run it anywhere, slowly.
+      q, k, v, rng: as in `chunked_attention`.
+      segment_ids: as in `chunked_attention`, padded to whole chunks with 0.
+      tiles: the kernel's tiles; None: the fastest on an H200.
+      interpret: whether to run the kernel on any device, slowly.
     """
     inputs = _inputs(chunks, q, k, v, order, segment_ids, rng)
     batch, length, n_heads, _ = q.shape
     statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
     for program in _programs(chunks, inputs, tiles, _forward_tiles):
-        # As many rows as queries.
         shape = Softmax(
             _like(v, program).update(shape=(*q.shape[:3], v.shape[3])), statistic, statistic
         )
@@ -337,7 +336,7 @@ def backward(
 
     Args:
       chunks, q, k, v, order, segment_ids, rng: as in `forward`.
-      out, row_max, row_sum: what it returned.
+      out, row_max, row_sum: the results of `forward`.
       d_out: the gradient of `out`.
       tiles, interpret: as in `forward`.
     """
@@ -362,10 +361,10 @@ def _like(x: Array, program: ChunkProgram) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype if program.is_last else jnp.float32)
 
 
-# The fastest on an H200, of 16 to 128 `rows` and `loop_rows`, 4 and 8 warps, 1 to 9 stages. An
-# order is read ahead too, so it takes five stages to load one block of rows while computing with
-# another; with three, a program waits for a block at once. The forward pass of the first hash reads
-# no state: with three stages more of its programs fit a processor.
+# The fastest on an H200, of 16 to 128 `rows` and `loop_rows`, 4 and 8 warps, 1 to 9 stages. The
+# loop prefetches the order too, so it takes five stages to load one block of rows while computing
+# with another. With three, a program waits for each block. The forward pass of the first hash reads
+# no state: with three stages, more of its programs fit on a processor.
 
 
 def _forward_tiles(x: ChunkInputs, hash_index: int) -> ChunkTiles:
@@ -384,5 +383,5 @@ def _backward_tiles(x: ChunkInputs, hash_index: int) -> ChunkTiles:
 
 
 def _row_bytes(x: ChunkInputs) -> int:
-    """Bytes of a row of keys or of values, the wider. Rows of all stages share a chip's memory."""
+    """Bytes of the wider row, of keys or of values. A chip holds the rows of all stages."""
     return max(x.k.shape[3], x.v.shape[3]) * x.v.dtype.itemsize

@@ -1,9 +1,9 @@
-"""Attention within clusters that overlap, by the kernels of block-sparse attention.
+"""Attention within overlapping clusters, by the kernels of block-sparse attention.
 
-Queries and keys are sorted by cluster. A query that is in several clusters has a row in each; the
-rows' maxima and sums merge them into one softmax (Milakov and Gimelshein 2018, "Online normalizer
-calculation for softmax"). The backward pass uses the maximum and sum of the merged softmax in each
-row.
+Queries and keys are sorted by cluster. A query in several clusters has a row in each. The rows'
+maxima and sums merge them into one softmax (Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax"). In the backward pass, each row uses the maximum and the sum of the merged
+softmax.
 
 Letters as in `reformax.ops.routing`; X examples with their heads, M members of all clusters.
 """
@@ -26,10 +26,11 @@ from reformax.ops.softmax.block_lists import SortedLayout
 from reformax.ops.softmax.online import nonzero
 
 
-def in_order(members: Int[Array, "B N C W"]) -> SortedSequence:
-    """The members of all clusters by (cluster, position), [X, M]; a group is a cluster.
+def in_order(members: Int[Array, "B N C W"]) -> Sorted:
+    """Sorts the members of all clusters by (cluster, position), [X, M]; a group is a cluster.
 
-    members: positions; -1 is none, of group 0.
+    Args:
+      members: positions, -1 for none, whose group is 0.
     """
     cluster = lax.broadcasted_iota(jnp.int32, members.shape, 2) + 1
     group, position = (
@@ -51,16 +52,16 @@ def attend(
     keys: SortedSequence,
     rng: Array | None,
 ) -> tuple[Float[Array, "X T 1 V"], Float[Array, "X T"]]:
-    """The attended values, and the sum of each position's softmax, 0 where it sees nothing.
+    """The attended values, and the sum of each position's softmax, 0 where it sees no key.
 
     The sum has no gradient.
 
     Args:
-      layout: of the members' orders.
-      interpret: whether to run the kernels anywhere, slowly.
+      layout: the layout of the sorted members.
+      interpret: whether to run the kernels on any device, slowly.
       q, k, v: queries, keys and values.
       queries, keys: from `in_order`.
-      rng: the source of dropout; None if there is none.
+      rng: the source of dropout; None without dropout.
     """
     return _attend_forward(layout, interpret, q, k, v, queries, keys, rng)[0]
 
@@ -71,20 +72,20 @@ def _taken(x: Array, order: SortedSequence) -> Array:
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
 
-def _at(x: Array, order: SortedSequence):
-    """The members' rows of `[X, T, ...]`, to be updated; behind the end for group 0."""
+def _at(x: Array, order: Sorted):
+    """The members' rows of `[X, T, ...]`, for updates; group 0 has an index out of bounds."""
     index = jnp.where(order.group == 0, x.shape[1], order.position)
     return x.at[jnp.arange(len(x))[:, None], index]
 
 
-def _summed(x: Array, order: SortedSequence, like: Array) -> Array:
-    """The sum of each position's rows."""
+def _summed(x: Array, order: Sorted, like: Array) -> Array:
+    """The sum of each position's rows, in the dtype of `like`."""
     zeros = jnp.zeros((*like.shape[:2], *x.shape[2:]), jnp.float32)
     return _at(zeros, order).add(x.astype(jnp.float32), mode="drop").astype(like.dtype)
 
 
-def _parts(q, k, v, queries: SortedSequence, keys: SortedSequence) -> tuple:
-    """The arguments of `block_sparse` behind its layout."""
+def _parts(q, k, v, queries: Sorted, keys: Sorted) -> tuple:
+    """The arrays of a call of `block_sparse`, without its layout and rng."""
     groups = queries.group, keys.group, queries.position, keys.position
     return _taken(q, queries), _taken(k, keys), _taken(v, keys), groups
 
@@ -94,23 +95,23 @@ def _attend_forward(layout, interpret, q, k, v, queries, keys, rng):
     parts = *_parts(q, k, v, queries, keys), rng
     out, row_max, row_sum = block_sparse.forward(layout, *parts, interpret=interpret)
     row_max, row_sum = row_max[:, 0], row_sum[:, 0]
-    most = _at(jnp.full(q.shape[:2], LOWEST, jnp.float32), queries).max(row_max, mode="drop")
-    below = row_max - _taken(most, queries)
-    row_sum = jnp.exp2(below * (LOG2_E / math.sqrt(q.shape[3]))) * row_sum
+    total_max = _at(jnp.full(q.shape[:2], LOWEST, jnp.float32), queries).max(row_max, mode="drop")
+    difference = row_max - _taken(total_max, queries)
+    row_sum = jnp.exp2(difference * (LOG2_E / math.sqrt(q.shape[3]))) * row_sum
     sums = jnp.zeros(q.shape[:2], jnp.float32)
     sums = _at(sums, queries).add(row_sum, mode="drop")
-    # The fraction of its position's softmax that a row has.
+    # Each row's fraction of the sum of its position's softmax.
     fraction = (row_sum / nonzero(_taken(sums, queries)))[..., None, None]
     out = _summed(out.astype(jnp.float32) * fraction, queries, v)
-    return (out, sums), ((q, k, v, queries, keys, rng), (out, most, sums))
+    return (out, sums), ((q, k, v, queries, keys, rng), (out, total_max, sums))
 
 
 def _attend_backward(layout, interpret, residuals, cotangents):
     (q, k, v, queries, keys, rng), results = residuals
     results, d_out = first_order((results, cotangents[0]))
-    out, most, sums, d_out = (_taken(x, queries) for x in (*results, d_out))
+    out, total_max, sums, d_out = (_taken(x, queries) for x in (*results, d_out))
     parts = *_parts(q, k, v, queries, keys), rng
-    row = out, most[:, None], sums[:, None], d_out
+    row = out, total_max[:, None], sums[:, None], d_out
     gradients = block_sparse.backward(layout, *parts, *row, interpret=interpret)
     orders = queries, keys, keys
     gradients = (_summed(*x) for x in zip(gradients, orders, (q, k, v), strict=True))

@@ -1,7 +1,7 @@
-"""The vocabulary of the kernels: to read and write tiles, take a step of the softmax, launch.
+"""What all kernels share: reads and writes of tiles, products, the online softmax, launches.
 
-A *tile* is an array that a program holds on the chip; its sides are powers of two. A *block* is
-some positions, a NamedTuple of arrays; `column` and `line` make it one of a tile's two sides.
+A *tile* is an array that a program holds on the chip. Its sides are powers of two. A *block* is
+several positions, a NamedTuple of arrays. `column` and `line` make it one of a tile's two sides.
 
 Letters as in `reformax.ops.base`; I, J and K are sides of tiles, L is the length of a block.
 """
@@ -24,10 +24,10 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.softmax import dropout
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
-# A row's maximum starts here. Half, because it is multiplied by log2(e).
+# The initial maximum of a row. It is half of the lowest number, because log2(e) multiplies it.
 LOWEST = lowest(jnp.float32) / 2
 LOG2_E = math.log2(math.e)
-# Parts of a number of float32 (`in_three`).
+# Parts that a float32 number is split into (`in_three`).
 N_PARTS = 3
 
 T = TypeVar("T")
@@ -55,20 +55,20 @@ def line(block: T) -> T:
 
 
 def load(view: Any, mask: Bool[Array, "*d"] | None, other: float = 0) -> Array:
-    """The values at a view of a reference; `other` where the mask is False."""
+    """Reads a view of a reference; `other` where the mask is False."""
     return pltriton.load(view) if mask is None else pltriton.load(view, mask=mask, other=other)
 
 
 def chosen_bits(
     ref: Any, batch: Any, query: Array, key: Array, exists: Bool[Array, "I J"] | None
 ) -> Bool[Array, "I J"]:
-    """Whether each query has chosen each key, of words `[B, T, S / 32]` with a bit for a key.
+    """Whether each query has chosen each key.
 
     Args:
-      ref: the reference.
+      ref: a reference to words `[B, T, S / 32]`, with a bit for each key.
       batch: the sequence.
       query, key: positions, as two sides of a tile.
-      exists: whether a query may have chosen a key; None: any may. Else it has not.
+      exists: which pairs to read; the others are False. None: all pairs.
     """
     shape = jnp.broadcast_shapes(query.shape, key.shape)
     query, key = (jnp.broadcast_to(x, shape) for x in (query, key))
@@ -82,15 +82,15 @@ def chosen_bits(
 def view_rows(
     ref: Any, batch: Any, position: Int[Array, " L"], head: Any, width: int, exists: Array | None
 ) -> tuple[Any, Bool[Array, "L J"] | None]:
-    """Rows of `[B, T, N, H]` as a tile, for `load` and `store`, and the mask of what exists.
+    """A view of rows of `[B, T, N, H]` as a tile, for `load` and `store`, and its mask.
 
     Args:
       ref: the reference.
       batch: the sequence.
-      position: the rows.
+      position: the rows' positions.
       head: the head.
-      width: J, of the tile; numbers from H on do not exist.
-      exists: whether each row does; None: all do.
+      width: J, the columns of the tile. Columns from H on are masked.
+      exists: whether each row exists; None: all rows exist.
     """
     size = ref.shape[3]
     number = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -106,7 +106,7 @@ def view_rows(
 # Arithmetic.
 
 
-def product(
+def matmul(
     a: Float[Array, "I J"], b: Float[Array, "J K"], transpose_b: bool = False
 ) -> Float[Array, "I K"]:
     """The product of two tiles, summed in float32."""
@@ -114,37 +114,37 @@ def product(
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
-def product_in_parts(
+def matmul_in_parts(
     a: tuple[Float[Array, "I J"], ...],
     b: Sequence[Any],
     read: Callable[[Any], Float[Array, "K J"]] = lambda part: part,
     transposed: bool = False,
 ) -> Float[Array, "I K"]:
-    """The product `a b^T` of numbers that are sums of parts (`in_three`), exact to float32.
+    """The product `a b^T` of sums of parts (`in_three`), exact to float32.
 
     Args:
-      a: the parts of one side, the largest first.
-      b: those of the other.
-      read: of a part of b, just before it is needed.
+      a: the parts of the left side, the largest first.
+      b: the parts of the right side, the largest first.
+      read: loads a part of b just before its products.
       transposed: whether the result is `b a^T`.
     """
     total = None
-    for i, ref in reversed(list(enumerate(b))):  # small ones first
+    for i, ref in reversed(list(enumerate(b))):  # the smallest first
         part = read(ref)
-        for other in reversed(a[: N_PARTS - i]):  # smaller products have no say in the digits
+        for other in reversed(a[: N_PARTS - i]):  # smaller products do not change the result
             pair = (part, other) if transposed else (other, part)
-            found = product(*pair, transpose_b=True)
+            found = matmul(*pair, transpose_b=True)
             total = found if total is None else total + found
     return total
 
 
 def hide(logits: Float[Array, "I J"], visible: Bool[Array, "I J"] | None) -> Float[Array, "I J"]:
-    """The logits of what is visible, minus infinity elsewhere; None: all is visible."""
+    """The logits where `visible`, minus infinity elsewhere; None: all keys are visible."""
     return logits if visible is None else jnp.where(visible, logits, -jnp.inf)
 
 
 def empty_softmax(n_rows: int, d_v: int) -> Softmax:
-    """The state of rows that have seen nothing."""
+    """The softmax of rows before the first key."""
     acc = jnp.zeros((n_rows, power_of_two(d_v)), jnp.float32)
     row_max = jnp.full((n_rows,), LOWEST, jnp.float32)
     return Softmax(acc, row_max, jnp.zeros_like(row_max))
@@ -157,16 +157,17 @@ def softmax_step(
     size: int,
     dropout_mask: Float[Array, "I J"] | float,
 ) -> Softmax:
-    """The state with another tile of keys (Dao et al. 2022, algorithm 2).
+    """Adds a tile of keys to the softmax of its rows (Dao et al. 2022, algorithm 2).
 
-    Maxima are of the plain products: scale and base go into the exponent, one multiply-add.
+    Maxima are those of the unscaled products. One multiply-add in the exponent applies the scale
+    and the base.
 
     Args:
-      state: of the queries' rows.
-      logits: products of queries and keys, before they are scaled, through `hide`.
+      state: the softmax of the queries' rows over earlier tiles.
+      logits: unscaled products of queries and keys, from `hide`.
       v: the keys' values.
       size: H; the scale is `1 / sqrt(H)`.
-      dropout_mask: what to multiply the weights by.
+      dropout_mask: the factors of the weights.
     """
     scale = LOG2_E / math.sqrt(size)
     row_max = jnp.maximum(state.row_max, jnp.max(logits, axis=1))
@@ -174,23 +175,28 @@ def softmax_step(
     decay = jnp.exp2((state.row_max - row_max) * scale)
     row_sum = state.row_sum * decay + jnp.sum(weights, axis=1)
     weights = weights * dropout_mask
-    acc = state.acc * decay[:, None] + product(weights.astype(v.dtype), v)
+    acc = state.acc * decay[:, None] + matmul(weights.astype(v.dtype), v)
     return Softmax(acc, row_max, row_sum)
 
 
 class QueryRows(NamedTuple):
-    """The rows of queries that a backward pass reads.
+    """What a backward pass reads of each query.
 
     Statistics of rows are `[B, N, T]`, or in another order of the positions.
+
+    Attributes:
+      d_out: the gradient of the output, divided by the row's sum where `inverse_sum` is None.
+      dot: the product of the output and its gradient.
+      row_max: the row's largest unscaled logit.
+      row_sum: the sum of the row's softmax; None where no kernel reads it.
+      inverse_sum: 1 / `row_sum`; None where `d_out` is already divided by the sum.
     """
 
-    d_out: Float[
-        Array, "B T N V"
-    ]  # divided by the sum of the row's softmax, unless by `inverse_sum`
-    dot: Array  # the product of the output and `d_out`
-    row_max: Array  # the row's largest logit
-    row_sum: Array | None  # the sum of its softmax, where a kernel asks
-    inverse_sum: Array | None  # 1 / sum, where `d_out` is not divided by it
+    d_out: Float[Array, "B T N V"]
+    dot: Array
+    row_max: Array
+    row_sum: Array | None
+    inverse_sum: Array | None
 
 
 def query_rows(
@@ -200,12 +206,12 @@ def query_rows(
     row_sum: Float[Array, "B N T"],
     ids: Int[Array, "B T"] | None,
 ) -> QueryRows:
-    """`QueryRows` of the gradient of the output and the results of the forward pass.
+    """Makes `QueryRows` from the gradient of the output and the results of the forward pass.
 
     With the segments `ids`, the gradient is zeros at padding.
 
-    `d_out` is divided by the sum of the softmax, so that the weights need not be. Float16 may not
-    hold the quotient: there the weights are multiplied by `inverse_sum` instead.
+    Dividing `d_out` by the sum of the softmax saves the division of the weights. Float16 may not
+    hold the quotient: kernels then multiply the weights by `inverse_sum`.
 
     `dot` is D_i = sum_j P_ij dP_ij = dO_i . O_i (Dao et al. 2022, appendix B.2).
     """
@@ -221,22 +227,23 @@ def query_rows(
 def recompute_weights(
     logits: Float[Array, "I J"], row_max: Array, inverse_sum: Array | None, size: int
 ) -> Float[Array, "I J"]:
-    """The weights of a tile, in a backward pass, not yet divided by their sum.
+    """The weights of a tile in a backward pass.
 
     Args:
       logits: as in `softmax_step`, or transposed.
       row_max: the rows' largest logits times `LOG2_E / sqrt(size)`, as a side of the tile.
-      share: as in `QueryRows`, as a side of the tile; it divides them.
+      inverse_sum: as in `QueryRows`, as a side of the tile. With None the weights are not divided
+        by their sum.
       size: H.
     """
     weights = jnp.exp2(logits * (LOG2_E / math.sqrt(size)) - row_max)
     return weights if inverse_sum is None else weights * inverse_sum
 
 
-def dropout_mask(
+def tile_dropout_mask(
     seed: Any, rate: float, batch: Any, head: Any, query: Array, key: Array
 ) -> Float[Array, "I J"] | float:
-    """`ops.softmax.dropout.dropout_mask`, given a reference to the seed; 1.0 if that is None."""
+    """`ops.softmax.dropout.dropout_mask` of a reference to the seed; 1.0 where that is None."""
     if seed is None:
         return 1.0
     return dropout.dropout_mask(tuple(seed[i] for i in range(6)), rate, batch, head, query, key)
@@ -257,18 +264,18 @@ def launch(
     """Runs a kernel and returns its outputs.
 
     Args:
-      kernel: called with references to the inputs and then to the outputs, trees as given here.
+      kernel: called with references to the inputs and then to the outputs, in the same trees.
       inputs: trees of arrays.
       out_shape: a tree of shapes, or a tuple of trees.
       grid: programs along each axis.
       num_warps: warps of a program.
-      num_stages: how many steps of a loop have their loads under way.
-      interpret: whether to run anywhere, slowly.
-      name: the kernel's, in profiles.
-      aliases: which output, of all leaves, takes the place of which input.
+      num_stages: pipeline stages, the steps of a loop whose loads are in flight.
+      interpret: whether to run on any device, slowly.
+      name: the name in profiles.
+      aliases: the output that overwrites each input, both by their index among all leaves.
 
     Raises:
-      NotImplementedError: it is to be interpreted in a `jax.shard_map` with `check_vma=True`.
+      NotImplementedError: `interpret` within a `jax.shard_map` with `check_vma=True`.
     """
     if interpret and varying_axes(inputs):
         raise NotImplementedError(
@@ -277,7 +284,7 @@ def launch(
         )
 
     def empty():
-        # Where JAX checks along which axes arrays vary, outputs do as inputs.
+        # With `check_vma=True`, outputs vary along the mesh axes of the inputs.
         return varying_as(inputs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape))
 
     return pl.pallas_call(

@@ -1,4 +1,4 @@
-"""The rows of a tile that chooses blocks: the query heads of a key head, of some queries."""
+"""The rows of a tile that selects blocks: the query heads of a key head, for several queries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = 128
 
 
 class GroupRows(NamedTuple):
-    """Where each row of a tile stands; q are its vectors, by parts that add up."""
+    """The rows of a tile; the sum of the parts `q` are their vectors."""
 
     position: Array
     head: Array
@@ -32,15 +32,15 @@ def group_rows(
     group: int,
     padded: int,
 ) -> GroupRows:
-    """The rows of the queries from `first` on, as many as a tile holds.
+    """The rows of a tile of queries.
 
     Args:
-      q: queries in memory, `[B, T, N, H]` each.
-      ids: segments in memory, `[B, T]`; None is one.
+      q: references to parts of the queries, `[B, T, N, H]` each.
+      ids: a reference to segments, `[B, T]`; None: one segment.
       batch, head: the sequence, and the head of the keys.
       first: the first query.
-      group: query heads of a head of keys.
-      padded: rows of a query: `group`, filled up to a power of two.
+      group: query heads of a key head.
+      padded: rows of a query: `group`, rounded up to a power of two.
     """
     row = jnp.arange(ROWS, dtype=jnp.int32)
     member = lax.rem(row, jnp.int32(padded))
@@ -51,8 +51,8 @@ def group_rows(
     ids = None if ids is None else load(ids.at[batch, position], exists, 0)
 
     def vectors(ref) -> Array:
-        number = jnp.arange(power_of_two(ref.shape[3]), dtype=jnp.int32)[None, :]
-        view = ref.at[batch, position[:, None], head[:, None], number]
-        return load(view, exists[:, None] & (number < ref.shape[3]), 0.0)
+        column = jnp.arange(power_of_two(ref.shape[3]), dtype=jnp.int32)[None, :]
+        view = ref.at[batch, position[:, None], head[:, None], column]
+        return load(view, exists[:, None] & (column < ref.shape[3]), 0.0)
 
     return GroupRows(position, head, ids, exists, tuple(map(vectors, q)))

@@ -1,13 +1,13 @@
 """Mixture of block attention as Pallas kernels for NVIDIA GPUs (Triton).
 
-Queries of a tile choose different blocks. A list of the union of their choices has no bound below
-all blocks, so queries are grouped by the block that they chose (Lu et al. 2025, algorithm 1): a
-program owns a block and a tile of the queries that see it, wherever these stand. There are at most
-`T K / I + C` tiles, whatever the choices.
+Neighbouring queries choose different blocks, and the union of their choices may be all blocks.
+Queries are therefore grouped by the block that they chose (Lu et al. 2025, algorithm 1): a program
+has a block and a tile of the queries that see it, at any positions. There are at most `T K / I + C`
+tiles, whatever the choices.
 
-  * A query's sums over each of its K blocks go to places of their own, which array operations
-    merge: no atomics, one order of sums. The gradient of queries does the same.
-  * The gradient of keys and values has a program for some keys of a block, which runs through the
+  * A query has a slot for each of its K blocks. Programs write their sums to these slots, and array
+    operations merge them: no atomics, one order of sums. The gradient of queries does the same.
+  * In the gradient of keys and values, a program has a tile of a block's keys, and loops over the
     block's tiles of queries. A block that all queries chose is one long row.
 
 Letters as in `reformax.ops.moba`; I is the number of queries of a tile.
@@ -30,17 +30,17 @@ from reformax.ops.kernels.triton.common import (
     LOG2_E,
     QueryRows,
     column,
-    dropout_mask,
     empty_softmax,
     hide,
     launch,
     line,
     load,
+    matmul,
     power_of_two,
-    product,
     query_rows,
     recompute_weights,
     softmax_step,
+    tile_dropout_mask,
     view_rows,
 )
 from reformax.ops.numerics.first_order import first_order
@@ -53,7 +53,7 @@ class MobaLists(NamedTuple):
 
     Attributes:
       block: the block of each tile.
-      pair: the tile's queries: query q that sees a block as its n-th is q K + n; -1 is none.
+      pair: the tile's queries: q K + n for query q whose n-th block it is; -1 for none.
       bounds: the first tile of each block, and the end.
       exists: whether each query has an n-th block.
     """
@@ -65,7 +65,7 @@ class MobaLists(NamedTuple):
 
 
 class MobaSizes(NamedTuple):
-    """What the kernels know before a call: L, K, keys of a tile, and the rate of dropout."""
+    """The kernels' static settings: L, K, keys of a tile, and the rate of dropout."""
 
     block: int
     n_seen: int
@@ -79,28 +79,28 @@ class _MobaInputs(NamedTuple):
     v: Array  # [B, T, G, V]
     ids: Array | None  # [B, T]
     seed: Array | None  # [6]
-    block: Array  # of `MobaLists`, as the next two are
+    block: Array  # this and the next two are those of `MobaLists`
     pair: Array
     bounds: Array
 
 
 class _MobaProgram(NamedTuple):
-    """One program: its sequence and head, and how it reads and masks."""
+    """One program: its sequence and head, its reads and its mask."""
 
     sizes: MobaSizes
     batch: Any
     head: Any
 
     def queries(self, x: _MobaInputs, tile) -> tuple[Array, Array, Array | None]:
-        """A tile's pairs, its queries' positions, -1 for none, and their segments."""
-        place = jnp.arange(x.pair.shape[3], dtype=jnp.int32)
-        pair = load(x.pair.at[self.batch, self.head, tile, place], None)
+        """The pairs of a tile, the positions of its queries, -1 for none, and their segments."""
+        row = jnp.arange(x.pair.shape[3], dtype=jnp.int32)
+        pair = load(x.pair.at[self.batch, self.head, tile, row], None)
         position = jnp.where(pair < 0, -1, lax.div(pair, jnp.int32(self.sizes.n_seen)))
         return pair, position, self._ids(x, position, pair >= 0)
 
-    def keys(self, x: _MobaInputs, block, number) -> tuple[Array, Array, Array | None]:
-        """Some keys of a block: positions, whether each is in the block, and their segments."""
-        within = number * self.sizes.key + jnp.arange(self.sizes.key, dtype=jnp.int32)
+    def keys(self, x: _MobaInputs, block, tile) -> tuple[Array, Array, Array | None]:
+        """A tile of a block's keys: positions, whether each is in the block, and segments."""
+        within = tile * self.sizes.key + jnp.arange(self.sizes.key, dtype=jnp.int32)
         position = block * self.sizes.block + within
         exists = (within < self.sizes.block) & (position < x.k.shape[1])
         return position, exists, self._ids(x, position, exists)
@@ -111,51 +111,51 @@ class _MobaProgram(NamedTuple):
         return load(x.ids.at[self.batch, jnp.where(exists, position, 0)], exists, 0)
 
     def rows(self, ref, position, exists) -> Array:
-        """Rows of `[B, T, N, H]`; zeros where there is none, H padded."""
+        """Rows of `[B, T, N, H]`, H padded; zeros where none exists."""
         return self._rows(ref, self.head, position, exists)
 
     def rows_of_keys(self, ref, x: _MobaInputs, position, exists) -> Array:
-        """The same of `[B, T, G, H]`."""
+        """Rows of `[B, T, G, H]` of the head's group, likewise."""
         group = jnp.int32(x.q.shape[2] // x.k.shape[2])
         return self._rows(ref, lax.div(self.head, group), position, exists)
 
     def _rows(self, ref, head, position, exists) -> Array:
         width = power_of_two(ref.shape[3])
-        there = jnp.where(exists, position, 0)
-        return load(*view_rows(ref, self.batch, there, head, width, exists), 0.0)
+        safe = jnp.where(exists, position, 0)
+        return load(*view_rows(ref, self.batch, safe, head, width, exists), 0.0)
 
     def statistics(self, ref, position, exists) -> Array | None:
-        """Entries of `[B, N, T]`; zeros where there is none; None of None."""
+        """Entries of `[B, N, T]`, zeros where none exists; None without `ref`."""
         if ref is None:
             return None
         return load(ref.at[self.batch, self.head, jnp.where(exists, position, 0)], exists, 0.0)
 
-    def put(self, ref, place, exists, value) -> None:
+    def put(self, ref, slot, exists, value) -> None:
         """Writes rows of `[B, N, P, H]`."""
-        number = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
-        mask = exists[:, None] & (number < ref.shape[3])
-        # What does not exist goes behind the end: the interpreter writes back what it masks.
-        place = jnp.where(exists, place, ref.shape[2])
-        view = ref.at[self.batch, self.head, place[:, None], number]
+        column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+        mask = exists[:, None] & (column < ref.shape[3])
+        # Masked rows have a slot out of bounds: the interpreter also writes where it masks.
+        slot = jnp.where(exists, slot, ref.shape[2])
+        view = ref.at[self.batch, self.head, slot[:, None], column]
         pltriton.store(view, value.astype(ref.dtype), mask=mask)
 
-    def put_numbers(self, ref, place, exists, value) -> None:
+    def put_numbers(self, ref, slot, exists, value) -> None:
         """Writes entries of `[B, N, P]`."""
-        view = ref.at[self.batch, self.head, jnp.where(exists, place, ref.shape[2])]
+        view = ref.at[self.batch, self.head, jnp.where(exists, slot, ref.shape[2])]
         pltriton.store(view, value, mask=exists)
 
     def visible(self, query, query_ids, key, key_exists, key_ids) -> Array:
-        """Which key each query sees, as two sides of a tile."""
+        """Which keys each query sees; arguments are the two sides of a tile."""
         mask = (key <= query) & key_exists
         if query_ids is not None:
             mask = mask & (query_ids == key_ids) & (key_ids != 0)
         return mask
 
     def dropped(self, x: _MobaInputs, query, key) -> Array | float:
-        return dropout_mask(x.seed, self.sizes.dropout, self.batch, self.head, query, key)
+        return tile_dropout_mask(x.seed, self.sizes.dropout, self.batch, self.head, query, key)
 
     def n_keys(self, block, last_query) -> Any:
-        """How many tiles of a block's keys are up to a position."""
+        """The tiles of a block's keys up to the last query's position."""
         end = jnp.minimum(last_query + 1 - block * self.sizes.block, self.sizes.block)
         end = jnp.maximum(end, 0) + jnp.int32(self.sizes.key - 1)
         return lax.div(end, jnp.int32(self.sizes.key))
@@ -169,11 +169,11 @@ def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
     exists = pair >= 0
     q = program.rows(x.q, position, exists)
 
-    def attend(number, state):
-        key, there, key_ids = program.keys(x, block, number)
-        k, v = (program.rows_of_keys(ref, x, key, there) for ref in (x.k, x.v))
-        mask = program.visible(*column((position, ids)), *line((key, there, key_ids)))
-        logits = hide(product(q, k, transpose_b=True), mask)
+    def attend(key_tile, state):
+        key, key_exists, key_ids = program.keys(x, block, key_tile)
+        k, v = (program.rows_of_keys(ref, x, key, key_exists) for ref in (x.k, x.v))
+        mask = program.visible(*column((position, ids)), *line((key, key_exists, key_ids)))
+        logits = hide(matmul(q, k, transpose_b=True), mask)
         dropped = program.dropped(x, position[:, None], key[None])
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
@@ -185,11 +185,11 @@ def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
 
 
 def _weights(program, x, q, k, query, key, ids, statistics, transposed):
-    """A tile's weights, and the mask of their dropout; `transposed` puts keys first."""
-    key, there, key_ids = key
+    """A tile's weights and their dropout mask; `transposed` puts keys first."""
+    key, key_exists, key_ids = key
     first, second = (line, column) if transposed else (column, line)
-    mask = program.visible(*first((query, ids)), *second((key, there, key_ids)))
-    products = product(k, q, transpose_b=True) if transposed else product(q, k, transpose_b=True)
+    mask = program.visible(*first((query, ids)), *second((key, key_exists, key_ids)))
+    products = matmul(k, q, transpose_b=True) if transposed else matmul(q, k, transpose_b=True)
     row_max, inverse_sum = statistics
     size = x.q.shape[3]
     row_max = first(row_max) * (LOG2_E / math.sqrt(size))
@@ -209,12 +209,12 @@ def _queries_kernel(x: _MobaInputs, row: QueryRows, dq, *, sizes):
         program.statistics(ref, position, exists) for ref in (row.row_max, row.dot, row.inverse_sum)
     )
 
-    def differentiate(number, sums):
-        key = program.keys(x, block, number)
+    def differentiate(key_tile, sums):
+        key = program.keys(x, block, key_tile)
         k, v = (program.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
         p, dropped = _weights(program, x, q, k, position, key, ids, (row_max, inverse_sum), False)
-        ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
-        return sums + product(ds.astype(k.dtype), k)
+        ds = p * (matmul(d_out, v, transpose_b=True) * dropped - dot[:, None])
+        return sums + matmul(ds.astype(k.dtype), k)
 
     sums = jnp.zeros(q.shape, jnp.float32)
     n_keys = program.n_keys(block, jnp.max(position))
@@ -239,9 +239,9 @@ def _keys_kernel(x: _MobaInputs, row: QueryRows, gradients, *, sizes):
             for ref in (row.row_max, row.dot, row.inverse_sum)
         )
         p, dropped = _weights(program, x, q, k, position, key, ids, (row_max, inverse_sum), True)
-        dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + product(ds.astype(q.dtype), q), dv
+        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
+        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
+        return dk + matmul(ds.astype(q.dtype), q), dv
 
     first, end = (x.bounds[program.batch, program.head, block + jnp.int32(i)] for i in (0, 1))
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
@@ -262,15 +262,15 @@ def attend(
     lists: MobaLists,
     rng: Array | None,
 ) -> Float[Array, "B T N V"]:
-    """The attention of a call's lists by these kernels, with its gradient.
+    """The attention of a call's lists by these kernels.
 
     Args:
-      sizes: what is known before the call.
-      interpret: whether to run the kernels anywhere, slowly.
+      sizes: the static settings.
+      interpret: whether to run the kernels on any device, slowly.
       q, k, v: queries, keys, values, zeros at padding.
-      ids: the tokens' segments; None is one.
-      lists: who sees which block.
-      rng: the source of dropout; None if there is none.
+      ids: the tokens' segments; None: one segment.
+      lists: the queries that see each block.
+      rng: the source of dropout; None without dropout.
     """
     return _attend_forward(sizes, interpret, q, k, v, ids, lists, rng)[0]
 
@@ -299,25 +299,25 @@ def _attend_forward(sizes, interpret, q, k, v, ids, lists, rng):
     n_batch, length, n_heads, size = q.shape
     x = _inputs(sizes, q, k, v, ids, lists, rng)
     pairs = n_batch, n_heads, length * sizes.n_seen
-    numbers = jax.ShapeDtypeStruct(pairs, jnp.float32)
-    shapes = Softmax(jax.ShapeDtypeStruct((*pairs, v.shape[3]), jnp.float32), numbers, numbers)
+    statistic = jax.ShapeDtypeStruct(pairs, jnp.float32)
+    shapes = Softmax(jax.ShapeDtypeStruct((*pairs, v.shape[3]), jnp.float32), statistic, statistic)
     n_tiles = lists.block.shape[2]
     ((acc, row_max, row_sum),) = _launch(
         _forward_kernel, sizes, interpret, (x,), (shapes,), n_tiles
     )
 
-    # The softmax of each query over its blocks. What no program wrote is anything.
+    # The softmax of each query over its blocks. Slots that no program wrote are undefined.
     exists = lists.exists
     acc, row_max, row_sum = (
         y.reshape(*exists.shape, *y.shape[3:]) for y in (acc, row_max, row_sum)
     )
     row_max = jnp.where(exists, row_max, -jnp.inf)
-    most = jnp.max(row_max, axis=-1)
-    scale = jnp.exp2((row_max - most[..., None]) * (LOG2_E / math.sqrt(size)))
+    total_max = jnp.max(row_max, axis=-1)
+    scale = jnp.exp2((row_max - total_max[..., None]) * (LOG2_E / math.sqrt(size)))
     row_sum = jnp.sum(jnp.where(exists, row_sum * scale, 0), axis=-1)
     acc = jnp.sum(jnp.where(exists[..., None], acc * scale[..., None], 0), axis=3)
     out = jnp.swapaxes(acc / nonzero(row_sum)[..., None], 1, 2).astype(v.dtype)
-    return out, ((q, k, v, ids, lists, rng), (out, most, row_sum))
+    return out, ((q, k, v, ids, lists, rng), (out, total_max, row_sum))
 
 
 def _attend_backward(sizes, interpret, residuals, d_out):
@@ -332,13 +332,13 @@ def _attend_backward(sizes, interpret, residuals, d_out):
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), shape, lists.block.shape[2])
     dq = jnp.where(exists[..., None], dq.reshape(*exists.shape, -1), 0).sum(axis=3)
     n_programs = (lists.bounds.shape[2] - 1) * -(-sizes.block // sizes.key)
-    alone = q.shape[2] == k.shape[2]
+    one_head_each = q.shape[2] == k.shape[2]
     like = tuple(
-        jax.ShapeDtypeStruct((*q.shape[:3], y.shape[3]), y.dtype if alone else jnp.float32)
+        jax.ShapeDtypeStruct((*q.shape[:3], y.shape[3]), y.dtype if one_head_each else jnp.float32)
         for y in (k, v)
     )
     (sums,) = _launch(_keys_kernel, sizes, interpret, (x, row), (like,), n_programs)
-    if not alone:  # a head of keys has the sum of its group
+    if not one_head_each:  # a key head has the sum of its group
         sums = (
             d.reshape(*y.shape[:3], -1, y.shape[3]).sum(axis=3).astype(y.dtype)
             for d, y in zip(sums, (k, v), strict=True)

@@ -1,14 +1,14 @@
 """The branches of native sparse attention as Pallas kernels for NVIDIA GPUs (Triton).
 
-The query heads of a key head read the same keys, so they are the rows of one tile: M heads of some
-queries (Yuan et al. 2025, sec. 3.4). Both branches are one function, whose tiles differ.
+The query heads of a key head read the same keys, so they are the rows of one tile: M heads of
+several queries (Yuan et al. 2025, sec. 3.4). Both branches are one function with different tiles.
 
-  * Summaries: a program owns neighbouring queries and runs through the summaries before them.
-  * Selected blocks: a program owns one query, and runs through the blocks that it chose.
-  * The gradient of keys goes by the queries that see them: all later ones, or the list of those
-    that chose the block (`reformax.ops.softmax.chosen_blocks`). Every query chooses the first
-    block, so the work is cut into parts, whose sums are added up after it: no atomics, one order of
-    sums.
+  * Summaries: a program has neighbouring queries, and loops over the summaries before them.
+  * Selected blocks: a program has one query, and loops over the blocks that it selected.
+  * In the gradient of keys, a program loops over the queries that see its keys: all later ones, or
+    the list of those that selected the block (`reformax.ops.softmax.chosen_blocks`). Every query
+    selects the first block, so the work is cut into parts, whose sums are added afterwards: no
+    atomics, one order of sums.
 
 Letters as in `reformax.ops.nsa`; S is the number of keys, I of rows of a tile, W of parts.
 """
@@ -30,17 +30,17 @@ from reformax.ops.kernels.triton.common import (
     LOG2_E,
     QueryRows,
     column,
-    dropout_mask,
     empty_softmax,
     hide,
     launch,
     line,
     load,
+    matmul,
     power_of_two,
-    product,
     query_rows,
     recompute_weights,
     softmax_step,
+    tile_dropout_mask,
     view_rows,
 )
 from reformax.ops.numerics.first_order import first_order
@@ -48,23 +48,23 @@ from reformax.ops.softmax.chosen_blocks import parts, tiles
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.online import Softmax, nonzero
 
-# Keys of a tile, tiles of a part of a list, parts that summaries' queries are in.
-KEYS, TILES_OF_A_PART, N_PARTS = 64, 64, 8
-FEW, STAGES, MOST_OF_FOUR = 2, 2, 128 * 64
-# Rows of a tile by the bytes of a number: products of float32 are long programs.
+# Keys of a tile, tiles of a part of a list, parts of the queries of a tile of summaries.
+KEYS, PART_TILES, N_PARTS = 64, 64, 8
+MIN_WARPS, STAGES, MAX_OF_FOUR_WARPS = 2, 2, 128 * 64
+# Rows of a tile by the bytes of its dtype. Products of float32 make long programs.
 ROWS = {2: 128, 4: 32}
 
 
 class NsaSizes(NamedTuple):
-    """What the kernels know before a call.
+    """The kernels' static settings.
 
     Attributes:
       group: M, query heads of a key head.
       block: L, positions of a selected block; 0 for summaries.
       n_selected: K, the blocks that a query selects; 0 for summaries.
       stride, span: d and P of summaries; 1 and 1 for positions.
-      dropout: its rate.
-      rows: of a tile.
+      dropout: the rate of dropout.
+      rows: rows of a tile.
     """
 
     group: int
@@ -77,12 +77,12 @@ class NsaSizes(NamedTuple):
 
     @property
     def n_queries(self) -> int:
-        """The queries of a program that owns some; one where each has blocks of its own."""
+        """The queries of a program of queries; one where each query has other blocks."""
         return 1 if self.block else max(1, self.rows // self.group)
 
     @property
     def n_listed(self) -> int:
-        """The queries of a tile that keys meet."""
+        """The queries of a step of a program of keys."""
         return max(1, self.rows // self.group)
 
     @property
@@ -105,10 +105,10 @@ class NsaLists(NamedTuple):
     """Which queries select each block.
 
     Attributes:
-      pair: each tile's queries; query t that selects a block as its n-th is t K + n. -1 is none.
-      parts: of each part of a block's tiles the block, its first tile, and the end; a part that
-        does not exist has none.
-      first_part: of each block, and the end.
+      pair: each tile's queries: t K + n for query t whose n-th block it is; -1 for none.
+      parts: the block of each part, its first tile and its end; a part that does not exist is
+        empty.
+      first_part: the first part of each block, and the end.
     """
 
     pair: Int[Array, "B G M I"]
@@ -127,7 +127,7 @@ class _NsaInputs(NamedTuple):
     lists: NsaLists | None = None
 
 
-class _Rows(NamedTuple):
+class _NsaRows(NamedTuple):
     """The rows of a tile: M heads of each of its queries."""
 
     position: Array
@@ -136,87 +136,87 @@ class _Rows(NamedTuple):
     exists: Array
 
 
-class _Columns(NamedTuple):
-    """The keys of a tile, and the last position that each one sums up."""
+class _NsaColumns(NamedTuple):
+    """The keys of a tile, and the last position that each one summarizes."""
 
-    place: Array
+    key: Array
     last: Array
     ids: Array | None
-    exists: Array | None  # None: all do, and all rows see them
+    exists: Array | None  # None: all keys exist, and all rows see them
 
 
 class _NsaProgram(NamedTuple):
-    """One program: its sequence and key head, and how it reads and masks."""
+    """One program: its sequence and key head, its reads and its mask."""
 
     sizes: NsaSizes
     batch: Any
     head: Any
 
-    def rows(self, x: _NsaInputs, n_queries: int, tile, pair=None) -> _Rows:
-        """The rows of a tile of neighbours, or with `pair` of a list's tile."""
+    def rows(self, x: _NsaInputs, n_queries: int, tile, pair=None) -> _NsaRows:
+        """The rows of a tile of neighbouring queries, or with `pair` of a tile of a list."""
         group = self.sizes.group
-        number = jnp.arange(power_of_two(n_queries * group), dtype=jnp.int32)
-        within = lax.div(number, jnp.int32(group))
-        head = self.head * group + lax.rem(number, jnp.int32(group))
+        row = jnp.arange(power_of_two(n_queries * group), dtype=jnp.int32)
+        within = lax.div(row, jnp.int32(group))
+        head = self.head * group + lax.rem(row, jnp.int32(group))
         exists = within < n_queries
         if pair is None:
             position = tile * n_queries + within
         else:
-            at = jnp.where(exists, within, 0)
-            found = load(pair.at[self.batch, self.head, tile, at], exists, -1)
-            exists = exists & (found >= 0)
-            position = lax.div(jnp.maximum(found, 0), jnp.int32(self.sizes.n_selected))
+            safe = jnp.where(exists, within, 0)
+            entry = load(pair.at[self.batch, self.head, tile, safe], exists, -1)
+            exists = exists & (entry >= 0)
+            position = lax.div(jnp.maximum(entry, 0), jnp.int32(self.sizes.n_selected))
         exists = exists & (position < x.q.shape[1])
         position = jnp.where(exists, position, 0)
         ids = None if x.ids is None else load(x.ids.at[self.batch, position], exists, 0)
-        return _Rows(position, head, ids, exists)
+        return _NsaRows(position, head, ids, exists)
 
-    def columns(self, x: _NsaInputs, first, end) -> _Columns:
-        """The keys from `first` on, which exist up to `end`; None: all do."""
-        place = first + jnp.arange(self.sizes.n_keys, dtype=jnp.int32)
-        exists, safe = None, place
+    def columns(self, x: _NsaInputs, first, end) -> _NsaColumns:
+        """The keys from `first` on, which exist up to `end`; None: all exist."""
+        key = first + jnp.arange(self.sizes.n_keys, dtype=jnp.int32)
+        exists, safe = None, key
         if end is not None:
-            exists = (place < end) & (place < x.k.shape[1])
-            safe = jnp.where(exists, place, 0)
+            exists = (key < end) & (key < x.k.shape[1])
+            safe = jnp.where(exists, key, 0)
         ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, safe], exists, 0)
-        return _Columns(safe, place * self.sizes.stride + (self.sizes.span - 1), ids, exists)
+        return _NsaColumns(safe, key * self.sizes.stride + (self.sizes.span - 1), ids, exists)
 
-    def of_rows(self, ref, rows: _Rows) -> Array:
-        """Vectors `[B, T, N, H]` of the rows; zeros where there is none, H padded."""
+    def of_rows(self, ref, rows: _NsaRows) -> Array:
+        """Vectors `[B, T, N, H]` of the rows, H padded; zeros where none exists."""
         width = power_of_two(ref.shape[3])
         return load(*self._view(ref, rows, width), 0.0)
 
-    def put_rows(self, ref, rows: _Rows, value) -> None:
+    def put_rows(self, ref, rows: _NsaRows, value) -> None:
         view, mask = self._view(ref, rows, value.shape[1])
         pltriton.store(view, value.astype(ref.dtype), mask=mask)
 
-    def _view(self, ref, rows: _Rows, width: int):
-        number = jnp.arange(width, dtype=jnp.int32)[None, :]
-        # What does not exist is written behind the end: the interpreter writes back what it masks.
+    def _view(self, ref, rows: _NsaRows, width: int):
+        column = jnp.arange(width, dtype=jnp.int32)[None, :]
+        # Masked rows have a position out of bounds: the interpreter also writes where it masks.
         position = jnp.where(rows.exists, rows.position, ref.shape[1])
         head = jnp.where(rows.exists, rows.head, 0)
-        view = ref.at[self.batch, position[:, None], head[:, None], number]
-        return view, rows.exists[:, None] & (number < ref.shape[3])
+        view = ref.at[self.batch, position[:, None], head[:, None], column]
+        return view, rows.exists[:, None] & (column < ref.shape[3])
 
-    def numbers(self, ref, rows: _Rows) -> Array | None:
-        """Entries of `[B, N, T]`; None of None."""
+    def numbers(self, ref, rows: _NsaRows) -> Array | None:
+        """Entries of `[B, N, T]`; None without `ref`."""
         return None if ref is None else load(self._view_numbers(ref, rows), rows.exists, 0.0)
 
-    def put_numbers(self, ref, rows: _Rows, value) -> None:
+    def put_numbers(self, ref, rows: _NsaRows, value) -> None:
         pltriton.store(self._view_numbers(ref, rows), value, mask=rows.exists)
 
-    def _view_numbers(self, ref, rows: _Rows):
+    def _view_numbers(self, ref, rows: _NsaRows):
         position = jnp.where(rows.exists, rows.position, ref.shape[2])
         return ref.at[self.batch, jnp.where(rows.exists, rows.head, 0), position]
 
-    def of_columns(self, ref, columns: _Columns) -> Array:
-        """Vectors `[B, S, G, H]` of the keys; zeros where there is none, H padded."""
+    def of_columns(self, ref, columns: _NsaColumns) -> Array:
+        """Vectors `[B, S, G, H]` of the keys, H padded; zeros where none exists."""
         width = power_of_two(ref.shape[3])
-        view = view_rows(ref, self.batch, columns.place, self.head, width, columns.exists)
+        view = view_rows(ref, self.batch, columns.key, self.head, width, columns.exists)
         return load(*view, 0.0)
 
-    def visible(self, rows: _Rows, columns: _Columns) -> Array | None:
-        """Which key each row sees, as two sides of a tile; None: every one."""
+    def visible(self, rows: _NsaRows, columns: _NsaColumns) -> Array | None:
+        """Which keys each row sees, as two sides of a tile; None: all keys."""
         if columns.exists is None:
             return None
         mask = (columns.last <= rows.position) & columns.exists & rows.exists
@@ -224,37 +224,37 @@ class _NsaProgram(NamedTuple):
             mask = mask & (rows.ids == columns.ids) & (columns.ids != 0)
         return mask
 
-    def dropped(self, x: _NsaInputs, rows: _Rows, columns: _Columns) -> Array | float:
+    def dropped(self, x: _NsaInputs, rows: _NsaRows, columns: _NsaColumns) -> Array | float:
         address = rows.head, rows.position, columns.last
-        return dropout_mask(x.seed, self.sizes.dropout, self.batch, *address)
+        return tile_dropout_mask(x.seed, self.sizes.dropout, self.batch, *address)
 
-    def over_keys(self, x: _NsaInputs, rows: _Rows, tile, body, carry):
+    def over_keys(self, x: _NsaInputs, rows: _NsaRows, tile, body, carry):
         """`carry = body(columns, carry)` over the tiles of keys that a tile of queries sees."""
         sizes = self.sizes
         if not sizes.block:
-            seen = jnp.max(jnp.where(rows.exists, rows.position, 0)) - (sizes.span - sizes.stride)
-            seen = lax.div(jnp.maximum(seen + 1, 0), jnp.int32(sizes.stride))
-            n_tiles = lax.div(seen + (sizes.n_keys - 1), jnp.int32(sizes.n_keys))
+            n_seen = jnp.max(jnp.where(rows.exists, rows.position, 0)) - (sizes.span - sizes.stride)
+            n_seen = lax.div(jnp.maximum(n_seen + 1, 0), jnp.int32(sizes.stride))
+            n_tiles = lax.div(n_seen + (sizes.n_keys - 1), jnp.int32(sizes.n_keys))
             n_clear = jnp.int32(0)
 
-            def step(end, number, carry):
-                return body(self.columns(x, number * sizes.n_keys, end), carry)
+            def step(end, key_tile, carry):
+                return body(self.columns(x, key_tile * sizes.n_keys, end), carry)
 
             clear, masked = (functools.partial(step, end) for end in (None, x.k.shape[1]))
             if x.ids is None:  # tiles that the first query sees whole
-                seen = tile * sizes.n_queries - (sizes.span - sizes.stride) + 1
-                seen = lax.div(jnp.maximum(seen, 0), jnp.int32(sizes.stride))
-                n_clear = jnp.minimum(lax.div(seen, jnp.int32(sizes.n_keys)), n_tiles)
+                n_seen = tile * sizes.n_queries - (sizes.span - sizes.stride) + 1
+                n_seen = lax.div(jnp.maximum(n_seen, 0), jnp.int32(sizes.stride))
+                n_clear = jnp.minimum(lax.div(n_seen, jnp.int32(sizes.n_keys)), n_tiles)
                 carry = lax.fori_loop(jnp.int32(0), n_clear, clear, carry)
             return lax.fori_loop(n_clear, n_tiles, masked, carry)
 
-        def step(number, carry):
+        def step(key_tile, carry):
             per_block = jnp.int32(sizes.per_block)
-            which = lax.div(number, per_block)
-            block = x.chosen[self.batch, self.head, tile, which]
+            slot = lax.div(key_tile, per_block)
+            block = x.chosen[self.batch, self.head, tile, slot]
             start = jnp.maximum(block, 0) * sizes.block
             end = jnp.where(block < 0, 0, start + sizes.block)
-            first = start + lax.rem(number, per_block) * sizes.n_keys
+            first = start + lax.rem(key_tile, per_block) * sizes.n_keys
             return body(self.columns(x, first, end), carry)
 
         n_tiles = jnp.int32(sizes.n_selected * sizes.per_block)
@@ -273,7 +273,7 @@ def _forward_kernel(x: _NsaInputs, out: Softmax, *, sizes):
     def attend(columns, state):
         k, v = program.of_columns(x.k, columns), program.of_columns(x.v, columns)
         mask = program.visible(column(rows), line(columns))
-        logits = hide(product(q, k, transpose_b=True), mask)
+        logits = hide(matmul(q, k, transpose_b=True), mask)
         dropped = program.dropped(x, column(rows), line(columns))
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
@@ -285,10 +285,10 @@ def _forward_kernel(x: _NsaInputs, out: Softmax, *, sizes):
 
 
 def _weights(program, x, row, q, k, rows, columns, transposed):
-    """A tile's weights, and the mask of their dropout; `transposed` puts keys first."""
+    """A tile's weights and their dropout mask; `transposed` puts keys first."""
     first, second = (line, column) if transposed else (column, line)
     mask = program.visible(first(rows), second(columns))
-    products = product(k, q, transpose_b=True) if transposed else product(q, k, transpose_b=True)
+    products = matmul(k, q, transpose_b=True) if transposed else matmul(q, k, transpose_b=True)
     size = x.q.shape[3]
     row_max = first(program.numbers(row.row_max, rows)) * (LOG2_E / math.sqrt(size))
     inverse_sum = program.numbers(row.inverse_sum, rows)
@@ -306,8 +306,8 @@ def _queries_kernel(x: _NsaInputs, row: QueryRows, dq, *, sizes):
     def differentiate(columns, sums):
         k, v = program.of_columns(x.k, columns), program.of_columns(x.v, columns)
         p, dropped = _weights(program, x, row, q, k, rows, columns, False)
-        ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
-        return sums + product(ds.astype(k.dtype), k)
+        ds = p * (matmul(d_out, v, transpose_b=True) * dropped - dot[:, None])
+        return sums + matmul(ds.astype(k.dtype), k)
 
     sums = program.over_keys(x, rows, tile, differentiate, jnp.zeros(q.shape, jnp.float32))
     program.put_rows(dq, rows, sums * (1.0 / math.sqrt(x.q.shape[3])))
@@ -332,22 +332,22 @@ def _keys_kernel(x: _NsaInputs, row: QueryRows, gradients, *, sizes):
         end, step = jnp.int32(-(-x.q.shape[1] // sizes.n_listed)), jnp.int32(N_PARTS)
     k, v = program.of_columns(x.k, columns), program.of_columns(x.v, columns)
 
-    def differentiate(columns, number, sums):
+    def differentiate(columns, query_tile, sums):
         dk, dv = sums
         pair = x.lists.pair if sizes.block else None
-        rows = program.rows(x, sizes.n_listed, start + number * step, pair)
+        rows = program.rows(x, sizes.n_listed, start + query_tile * step, pair)
         q, d_out = program.of_rows(x.q, rows), program.of_rows(row.d_out, rows)
         dot = program.numbers(row.dot, rows)
         p, dropped = _weights(program, x, row, q, k, rows, columns, True)
-        dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + product(ds.astype(q.dtype), q), dv
+        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
+        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
+        return dk + matmul(ds.astype(q.dtype), q), dv
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     count = lax.div(jnp.maximum(end - start + (step - 1), 0), step)
     n_masked = count
     split = not sizes.block and x.ids is None
-    if split:  # queries behind all of the keys see all
+    if split:  # queries after the last key see all keys
         last = (first + sizes.n_keys) * sizes.stride + (sizes.span - sizes.stride - 1)
         behind = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
         n_masked = lax.div(jnp.maximum(behind - start + (step - 1), 0), step)
@@ -358,10 +358,10 @@ def _keys_kernel(x: _NsaInputs, row: QueryRows, gradients, *, sizes):
         clear = columns._replace(exists=None)
         sums = lax.fori_loop(n_masked, count, functools.partial(differentiate, clear), sums)
     dk, dv = sums
-    place = jnp.arange(sizes.n_keys, dtype=jnp.int32)[:, None]
+    key = jnp.arange(sizes.n_keys, dtype=jnp.int32)[:, None]
     for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
         number = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
-        view = ref.at[program.batch, program.head, index, place, number]
+        view = ref.at[program.batch, program.head, index, key, number]
         mask = jnp.broadcast_to(number < ref.shape[4], value.shape)
         pltriton.store(view, value, mask=mask)
 
@@ -371,17 +371,17 @@ def _sum_kernel(parts, first_part, out, *, per_block):
     batch, head, program = pl.program_id(2), pl.program_id(1), pl.program_id(0)
     block, tile = (f(program, jnp.int32(per_block)) for f in (lax.div, lax.rem))
     n_keys, size = parts.shape[3:]
-    place = jnp.arange(n_keys, dtype=jnp.int32)[:, None]
-    number = jnp.arange(power_of_two(size), dtype=jnp.int32)[None, :]
-    mask = jnp.broadcast_to(number < size, (n_keys, power_of_two(size)))
+    row = jnp.arange(n_keys, dtype=jnp.int32)[:, None]
+    column = jnp.arange(power_of_two(size), dtype=jnp.int32)[None, :]
+    mask = jnp.broadcast_to(column < size, (n_keys, power_of_two(size)))
 
     def add(part, total):
-        view = parts.at[batch, head, part * per_block + tile, place, number]
+        view = parts.at[batch, head, part * per_block + tile, row, column]
         return total + load(view, mask, 0.0)
 
     first, end = (first_part[batch, head, block + jnp.int32(i)] for i in (0, 1))
     total = lax.fori_loop(first, end, add, jnp.zeros(mask.shape, jnp.float32))
-    pltriton.store(out.at[batch, head, program, place, number], total.astype(out.dtype), mask=mask)
+    pltriton.store(out.at[batch, head, program, row, column], total.astype(out.dtype), mask=mask)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -396,16 +396,16 @@ def attend(
     chosen: Int[Array, "B G T K"] | None,
     rng: Array | None,
 ) -> Float[Array, "B T N V"]:
-    """The attention of one branch by these kernels, with its gradient.
+    """The attention of one branch by these kernels.
 
     Args:
-      sizes: what is known before the call.
-      interpret: whether to run the kernels anywhere, slowly.
+      sizes: the static settings.
+      interpret: whether to run the kernels on any device, slowly.
       q: queries, zeros at padding.
       k, v: summaries, or keys and values, zeros at padding.
-      ids, key_ids: segments of both; None is one.
+      ids, key_ids: segments of queries and of keys; None: one segment.
       chosen: the blocks that each query selects, -1 for none; None for summaries.
-      rng: the source of dropout; None if there is none.
+      rng: the source of dropout; None without dropout.
     """
     return _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng)[0]
 
@@ -425,11 +425,11 @@ def _launch(kernel, sizes: NsaSizes, interpret, inputs, shapes, n_programs, of_q
 
 
 def _warps(sizes: NsaSizes, size: int, of_queries: bool) -> int:
-    """Few where a tile has the heads of one query; many where its numbers would not fit."""
+    """Two warps for a tile of one query's heads, eight where four would not hold a tile."""
     n_rows = (sizes.n_queries if of_queries else sizes.n_listed) * sizes.group
     if n_rows <= 32:
-        return FEW
-    return 8 if power_of_two(size) * n_rows > MOST_OF_FOUR else 4
+        return MIN_WARPS
+    return 8 if power_of_two(size) * n_rows > MAX_OF_FOUR_WARPS else 4
 
 
 def _inputs(sizes, q, k, v, ids, key_ids, chosen, rng) -> _NsaInputs:
@@ -439,15 +439,17 @@ def _inputs(sizes, q, k, v, ids, key_ids, chosen, rng) -> _NsaInputs:
 
 def _lists(sizes: NsaSizes, chosen: Int[Array, "B G T K"]) -> NsaLists:
     found = tiles(chosen, -(-chosen.shape[2] // sizes.block), sizes.n_listed)
-    return NsaLists(found.pair, *parts(found.bounds, found.block.shape[2], TILES_OF_A_PART))
+    return NsaLists(found.pair, *parts(found.bounds, found.block.shape[2], PART_TILES))
 
 
 def _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng):
     q, k, v = first_order((q, k, v))
     n_batch, length, n_heads, _ = q.shape
     x = _inputs(sizes, q, k, v, ids, key_ids, chosen, rng)
-    numbers = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
-    shapes = Softmax(jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), numbers, numbers)
+    statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
+    shapes = Softmax(
+        jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), statistic, statistic
+    )
     n_programs = -(-length // sizes.n_queries)
     ((out, row_max, row_sum),) = _launch(
         _forward_kernel, sizes, interpret, (x,), (shapes,), n_programs
@@ -498,7 +500,7 @@ def _gradients_of_keys(sizes: NsaSizes, interpret, x: _NsaInputs, row: QueryRows
                 interpret=interpret,
                 name="nsa_sum",
             )
-            # A block's last tile may reach behind it.
+            # A block's last tile may extend beyond the block.
             shape = n_batch, n_kv, -1, sizes.per_block * sizes.n_keys, parts.shape[4]
             parts = parts.reshape(shape)[:, :, :, : sizes.block]
         parts = parts.reshape(n_batch, n_kv, -1, parts.shape[-1])[:, :, :n_positions]

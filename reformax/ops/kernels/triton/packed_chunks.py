@@ -1,4 +1,4 @@
-"""The chunks of a position by several hashes, packed to be compared at once."""
+"""Packs the chunks of a position by several hashes into integers that compare them all at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxtyping import Array, Int
 class PackedChunks(NamedTuple):
     """The chunks of a position by several hashes, packed in one integer of 32 bits.
 
-    Three operations then compare two positions by all of these hashes. A chunk's number has `guard`
+    Three operations then compare two positions by all of these hashes. A chunk's index has `guard`
     bits and its field two more, so that no sum reaches the next field. The last field needs only
     one more, because its carry may be lost.
     """
 
-    guard: int  # 2^guard is above the number of every chunk and every distance that is near
+    guard: int  # 2^guard is above every chunk's index and every distance of visible chunks
     before: int
     after: int
 
@@ -42,7 +42,7 @@ class PackedChunks(NamedTuple):
         return sum(chunk[:, :, r] << r * (self.guard + 2) for r in range(chunk.shape[2]))
 
     def near(self, query: Array, key: Array, n: int) -> Array:
-        """Whether the query's chunk looks at the key's by one of the first `n` hashes of a pack."""
+        """Whether the query's chunk sees the key's by one of the first `n` hashes of a pack."""
         # With g = 2^guard, field by field: g + d, d the distance, has its bit g if d >= 0, and
         # g + most - d has it if d <= most.
         g, most = 1 << self.guard, self.before + self.after

@@ -2,8 +2,8 @@
 
 They compute the function of `reformax.ops.recurrence.recurrence`, whose equations they follow (Yang
 et al. 2023, "Gated Linear Attention", sec. 4; Yang et al. 2024, "Gated Delta Networks", sec. 3.3).
-This file launches them: `recurrence_chunk` is what a program reads, `recurrence_states` goes from
-chunk to chunk, and `recurrence_outputs` computes each chunk.
+This file launches them. `recurrence_chunk` has the reads and writes of a program,
+`recurrence_states` passes states from chunk to chunk, and `recurrence_outputs` computes each chunk.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     RecurrenceArrays,
     RecurrencePlan,
     RecurrenceStates,
-    Solved,
+    SolvedDelta,
 )
 from reformax.ops.kernels.triton.recurrence_outputs import (
-    Gradients,
+    RecurrenceGradients,
     d_values_kernel,
     gradients_kernel,
     output_kernel,
@@ -34,7 +34,7 @@ from reformax.ops.kernels.triton.recurrence_outputs import (
     sums_kernel,
 )
 from reformax.ops.kernels.triton.recurrence_states import (
-    Blocks,
+    StateBlocks,
     begins_kernel,
     d_states_kernel,
     states_kernel,
@@ -42,20 +42,20 @@ from reformax.ops.kernels.triton.recurrence_states import (
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 
 F32 = jnp.float32
-# Programs that fill a GPU of 132 processors; how many chunks a group has at least.
+# Programs that fill a GPU of 132 processors; the fewest chunks of a group.
 PROGRAMS, LEAST_CHUNKS = 264, 16
 # Warps of a program.
 WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values=4, gradients=8)
-STAGES = 3  # of the kernels that go from chunk to chunk
+STAGES = 3  # pipeline stages of the kernels that loop over chunks
 
 
 def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) -> RecurrencePlan:
     (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
     n_chunks = pl.cdiv(length, L)
-    blocks = Blocks.of(size, d_v, delta).grid(size, d_v)
+    blocks = StateBlocks.of(size, d_v, delta).grid(size, d_v)
     if groups is None:
         groups = min(PROGRAMS // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS)
-        # Groups read all twice, with the delta rule for a matrix more.
+        # Groups read all chunks twice, and with the delta rule once more for a matrix.
         groups = groups if groups > (3 if delta else 1) else 1
     dtype = jnp.result_type(x.q, x.k, x.v)
     n_chunks = pl.cdiv(n_chunks, groups)
@@ -70,7 +70,7 @@ def _read(plan: RecurrencePlan, x: RecurrenceInputs, ids) -> RecurrenceArrays:
     if x.log_decay is None:
         return read
     batch, _, n_heads, size = x.log_decay.shape
-    # Decays of heads are those of as many features.
+    # A decay for each head is summed like features of one head.
     decay = x.log_decay if size > 1 else jnp.swapaxes(x.log_decay, 2, 3)
     shape = jax.ShapeDtypeStruct((batch, plan.padded, *decay.shape[2:]), jnp.float32)
     grid = plan.padded // L, decay.shape[2], batch
@@ -113,19 +113,25 @@ class _Launches(NamedTuple):
     def by_feature(self) -> bool:
         return self.x.decay is not None and self.x.decay.ndim == 4
 
-    def solved(self, keep: bool = False) -> Solved | None:
-        """keep: whether the inverse is written too."""
+    def solved(self, keep: bool = False) -> SolvedDelta | None:
+        """The delta rule of all chunks; None without `beta`.
+
+        Args:
+          keep: whether to write the inverse too.
+        """
         x = self.x
         if x.beta is None:
             return None
         batch, _, n_heads, _ = x.k.shape
         inverse = self._shape(batch, n_heads, self.plan.padded, L) if keep else None
-        return Solved(*self._each(solve_kernel, (), (self._like(x.k), self._like(x.v), inverse)))
+        return SolvedDelta(
+            *self._each(solve_kernel, (), (self._like(x.k), self._like(x.v), inverse))
+        )
 
     def states(self, solved) -> tuple[RecurrenceStates, Array, RecurrenceStates | None]:
-        """The state before each chunk, and the values that are written.
+        """The state before each chunk, the written values, and the transition of each group.
 
-        The third is what the delta rule makes of a state in each group, or None.
+        The transition is the delta rule's, or None.
         """
 
         def run(begins, states, ends):
@@ -142,23 +148,26 @@ class _Launches(NamedTuple):
         return (states, self.x.v, None) if solved is None else (states, values, ends)
 
     def d_states(
-        self, solved, d_out, d_total, given, ends
+        self, solved, d_out, d_total, d_values_within, ends
     ) -> tuple[RecurrenceStates, Array | None]:
-        """The gradient of the state after each chunk, and of the values of the delta rule.
+        """The gradients of the state after each chunk, and of the values of the delta rule.
 
-        ends: the third of `states`.
+        Args:
+          solved, d_out, d_total: as in the kernel.
+          d_values_within: the gradients of values by the outputs of their chunk.
+          ends: the third result of `states`.
         """
 
         def run(begins, states, ends):
             d_values = None if solved is None or states is None else self._like(self.x.v)
-            inputs = self.x, solved, begins, d_out, d_total, given
+            inputs = self.x, solved, begins, d_out, d_total, d_values_within
             return self._scan(d_states_kernel, inputs, (states, d_values, ends))
 
         return self._grouped(run, ends, reverse=True)[0][:2]
 
     @property
-    def _blocks(self) -> Blocks:
-        return Blocks.of(self.x.k.shape[3], self.x.v.shape[3], self.x.beta is not None)
+    def _blocks(self) -> StateBlocks:
+        return StateBlocks.of(self.x.k.shape[3], self.x.v.shape[3], self.x.beta is not None)
 
     def _scan(self, kernel, inputs, out_shape, more_blocks: int = 0):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
@@ -166,7 +175,7 @@ class _Launches(NamedTuple):
         grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
         return _run(kernel, self.plan, grid, inputs, out_shape, STAGES, blocks=blocks)
 
-    def _grouped(self, run, passed, reverse: bool):
+    def _grouped(self, run, transitions, reverse: bool):
         plan, (batch, _, n_heads, d_k) = self.plan, self.x.k.shape
         state = d_k, self.x.v.shape[3]
 
@@ -179,14 +188,14 @@ class _Launches(NamedTuple):
         if plan.n_groups == 1:
             return run(None, states, None), None
         ends = run(None, None, shapes(plan.n_groups, F32))[2]
-        if self.x.beta is not None and passed is None:
-            passed = ends
+        if self.x.beta is not None and transitions is None:
+            transitions = ends
         blocks = self._blocks
         (begins,) = _run(
             begins_kernel,
             plan,
             (blocks.grid(*state), n_heads, batch),
-            (self.x, self._kept(), ends, passed),
+            (self.x, self._kept(), ends, transitions),
             (shapes(plan.n_groups, F32),),
             blocks=blocks,
             reverse=reverse,
@@ -194,7 +203,7 @@ class _Launches(NamedTuple):
         return run(begins, states, None), ends
 
     def _kept(self) -> Float[Array, "B N G H"]:
-        """How much of a state is left after each group; with the delta rule, whether any is."""
+        """The decay of a state over each group; with the delta rule, 1 if any is left, or 0."""
         plan, x = self.plan, self.x
         batch, _, n_heads, size = x.k.shape
         kept = jnp.ones((batch, n_heads, plan.n_groups, 1))
@@ -203,10 +212,10 @@ class _Launches(NamedTuple):
             ends = ends.reshape(batch, plan.n_groups, plan.n_chunks, n_heads, -1).sum(axis=2)
             kept = jnp.exp(jnp.moveaxis(ends, 1, 2))
         if x.ids is not None:
-            groups = x.ids.reshape(batch, plan.n_groups, -1)
-            last = jnp.concatenate([groups[:, :1, 0], groups[:, :-1, -1]], axis=1)
-            whole = last == groups[:, :, -1]
-            kept = jnp.where(whole[:, None, :, None], kept, 0)
+            group_ids = x.ids.reshape(batch, plan.n_groups, -1)
+            id_before = jnp.concatenate([group_ids[:, :1, 0], group_ids[:, :-1, -1]], axis=1)
+            one_segment = id_before == group_ids[:, :, -1]
+            kept = jnp.where(one_segment[:, None, :, None], kept, 0)
         return jnp.broadcast_to(kept, (*kept.shape[:3], size))
 
     def output(self, states, values) -> Float[Array, "B T N V"]:
@@ -218,24 +227,24 @@ class _Launches(NamedTuple):
         return tuple(self._each(output_kernel, (states, self.x.v), shapes))
 
     def gradients(self, d_out, d_total=None) -> RecurrenceInputs:
-        """Those of the inputs."""
+        """The gradients of the inputs."""
         x = self.x
         d_out = d_out.astype(self.plan.dtype)
         solved = self.solved(keep=True)
         states, values, ends = self.states(solved)
-        given = inverse = None
+        d_values_within = inverse = None
         if solved is not None:
-            (given,) = self._each(d_values_kernel, (d_out,), (self._like(x.v),))
+            (d_values_within,) = self._each(d_values_kernel, (d_out,), (self._like(x.v),))
             inverse = solved.inverse
-        d_states, d_values = self.d_states(solved, d_out, d_total, given, ends)
+        d_states, d_values = self.d_states(solved, d_out, d_total, d_values_within, ends)
         numbers = self._shape(*x.k.shape[:3], dtype=F32)
         decay = None
         if x.decay is not None:
             decay = self._like(x.k, F32) if self.by_feature else numbers
         qkv = (self._like(a, a.dtype) for a in x[:3])
-        shapes = Gradients(*qkv, decay, None if x.beta is None else numbers)
+        shapes = RecurrenceGradients(*qkv, decay, None if x.beta is None else numbers)
         inputs = inverse, states, d_states, values, d_values, d_out, d_total
-        stages = 1 if self.plan.dtype == F32 else 2  # a chip holds no more
+        stages = 1 if self.plan.dtype == F32 else 2  # the limit of a chip's memory
         (out,) = self._each(gradients_kernel, inputs, (shapes,), stages=stages)
         decay = out.decay if decay is not numbers else out.decay[..., None]
         return RecurrenceInputs(
@@ -243,18 +252,16 @@ class _Launches(NamedTuple):
         )
 
 
-def _aligned(x: RecurrenceInputs) -> RecurrenceInputs:
-    """Values whose rows begin at multiples of 16 bytes: of others each number is a load."""
-    return x._replace(v=_wider(x.v))
-
-
 def _wider(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V8"]:
-    """Columns of zeros added, up to a multiple of 8."""
+    """Adds columns of zeros, up to a multiple of 8.
+
+    Rows then begin at multiples of 16 bytes. Other rows load number by number.
+    """
     return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, -v.shape[3] % 8)))
 
 
 def _launches(x: RecurrenceInputs, ids, interpret, groups, mean=False) -> _Launches:
-    x = _aligned(x)
+    x = x._replace(v=_wider(x.v))
     plan = _plan(x, interpret, groups, mean)
     return _Launches(plan, _read(plan, x, ids))
 
@@ -270,9 +277,9 @@ def forward(
 
     Args:
       x: as in `ops.recurrence.recurrence.recurrence`.
-      ids: segments, each of them side by side.
-      interpret: whether to run it anywhere, slowly.
-      groups: of chunks, side by side; None: as many as fill a GPU.
+      ids: segments, whose positions are contiguous.
+      interpret: whether to run the kernels on any device, slowly.
+      groups: groups of chunks that run in parallel; None: as many as fill a GPU.
     """
     launches = _launches(x, ids, interpret, groups)
     states, values, _ = launches.states(launches.solved())
@@ -287,7 +294,7 @@ def backward(
     interpret: bool = False,
     groups: int | None = None,
 ) -> RecurrenceInputs:
-    """The gradients of `x`; arguments as in `forward`, `d_out` that of the outputs."""
+    """The gradients of `x`; arguments as in `forward`, and the gradient of the outputs."""
     found = _launches(x, ids, interpret, groups).gradients(_wider(d_out))
     return found._replace(v=found.v[..., : x.v.shape[3]])
 
@@ -318,7 +325,7 @@ def means_backward(
     interpret: bool = False,
     groups: int | None = None,
 ) -> RecurrenceInputs:
-    """The gradients of `x` by those of the sums of values and of weights."""
+    """The gradients of `x`, by the gradients of the sums of values and of weights."""
     launches = _launches(x, ids, interpret, groups, mean=True)
     found = launches.gradients(_wider(d_sums), d_total)
     return found._replace(v=found.v[..., : x.v.shape[3]])

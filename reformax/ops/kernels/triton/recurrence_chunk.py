@@ -1,8 +1,8 @@
-"""A chunk of a linear recurrence, as the programs of `kernels.recurrence` read and write it.
+"""A chunk of a linear recurrence: how the programs of `kernels.recurrence` read and write it.
 
-Decays by feature meet in the middle of halves, of 32 rows, of 16 and so on to one, so that no
-exponent is above 0. Triton cannot cut a tile: a product is of the whole chunk, and a mask keeps the
-pairs whose middle it is.
+Decays by feature are relative to the middle of two halves, of 32 rows, of 16 and so on to one, so
+that no exponent is above 0. Triton cannot slice a tile: each product is of the whole chunk, and a
+mask keeps the pairs of rows across that middle.
 
 Letters as in `reformax.ops.base`; L is 64, Tp is T padded to whole groups of chunks.
 """
@@ -22,28 +22,28 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.ops.kernels.triton.common import load, power_of_two
 
 L = 64  # rows of a chunk
-BITS = 6  # of the number of a row
+BITS = 6  # of the index of a row
 
 
 class RecurrenceArrays(NamedTuple):
-    """What the kernels read, arrays or references to them."""
+    """The arrays that the kernels read, or references to them."""
 
     q: Array  # [B, T, N, H]
     k: Array  # [B, T, N, H]
     v: Array  # [B, T, N, V]
-    decay: Array | None  # log decays summed up in a chunk, [B, Tp, N], or [B, Tp, N, H] by feature
+    decay: Array | None  # cumulative log decays of a chunk, [B, Tp, N], or [B, Tp, N, H] by feature
     beta: Array | None  # [B, T, N]
-    ids: Array | None  # [B, Tp]; rows of one id are side by side
+    ids: Array | None  # [B, Tp]; rows of one id are contiguous
 
 
 class RecurrenceStates(NamedTuple):
-    """What is passed from chunk to chunk, or from group to group; also a program's block of it."""
+    """The states of chunks or of groups, or a program's block of one."""
 
     outer: Any  # [B, N, C, H, V], sums of k v^T
-    keys: Any = None  # [B, N, C, H], of means: sums of k, in float32
+    keys: Any = None  # [B, N, C, H], sums of k for means, in float32
 
 
-class Solved(NamedTuple):
+class SolvedDelta(NamedTuple):
     """The delta rule as a recurrence of other values: `u = values - reads S`."""
 
     reads: Array  # [B, T, N, H]
@@ -52,13 +52,13 @@ class Solved(NamedTuple):
 
 
 class RecurrencePlan(NamedTuple):
-    """The static part of all kernels."""
+    """The static settings of all kernels."""
 
     length: int
     n_groups: int
-    n_chunks: int  # of a group
-    mean: bool  # whether the sums of keys are kept too
-    dtype: Any  # of products
+    n_chunks: int  # chunks of a group
+    mean: bool  # whether states have the sums of keys too
+    dtype: Any  # the dtype of products' inputs
     interpret: bool
 
     @property
@@ -75,31 +75,33 @@ class ChunkRows(NamedTuple):
     head: Any
     start: Any  # its first position
 
-    def place(self) -> Int[Array, " L"]:
+    def position(self) -> Int[Array, " L"]:
         return self.start + jnp.arange(L, dtype=jnp.int32)
 
-    def exists(self, place) -> Bool[Array, " L"] | None:
-        return None if self.plan.length == self.plan.padded else place < self.plan.length
+    def exists(self, position) -> Bool[Array, " L"] | None:
+        return None if self.plan.length == self.plan.padded else position < self.plan.length
 
     def read(self, ref, columns=None) -> Float[Array, "L J"]:
         """Rows of `[B, T, N, J]`."""
-        return load(*self._view(ref, self.place(), columns))
+        return load(*self._view(ref, self.position(), columns))
 
     def write(self, ref, tile, columns=None) -> None:
-        view, mask = self._view(ref, self.place(), columns)
+        view, mask = self._view(ref, self.position(), columns)
         pltriton.store(view, tile.astype(ref.dtype), mask=mask)
 
-    def _view(self, ref, place, columns):
+    def _view(self, ref, position, columns):
         columns = columns_of(ref.shape[3]) if columns is None else columns
-        exists = self.exists(place) if ref.shape[1] == self.plan.length else None
-        view = ref.at[self.batch, place[:, None], self.head, columns[None, :]]
+        exists = self.exists(position) if ref.shape[1] == self.plan.length else None
+        view = ref.at[self.batch, position[:, None], self.head, columns[None, :]]
         mask = None if exists is None else exists[:, None]
-        return view, both(mask, which_exist(columns, ref.shape[3], 0), (len(place), len(columns)))
+        return view, joint_mask(
+            mask, column_mask(columns, ref.shape[3], 0), (len(position), len(columns))
+        )
 
-    # Tiles of pairs of rows, and numbers of rows.
+    # Tiles of pairs of rows, and scalars of rows.
 
     def pairs(self, ref) -> Float[Array, "L L"]:
-        """The square of `[B, N, Tp, L]`."""
+        """The chunk's tile of `[B, N, Tp, L]`."""
         return pltriton.load(self._square(ref))
 
     def put_pairs(self, ref, tile) -> None:
@@ -107,7 +109,7 @@ class ChunkRows(NamedTuple):
 
     def _square(self, ref):
         columns = jnp.arange(L, dtype=jnp.int32)
-        return ref.at[self.batch, self.head, self.place()[:, None], columns[None, :]]
+        return ref.at[self.batch, self.head, self.position()[:, None], columns[None, :]]
 
     def numbers(self, ref) -> Float[Array, " L"]:
         """Rows of `[B, T, N]`."""
@@ -118,11 +120,11 @@ class ChunkRows(NamedTuple):
         pltriton.store(view, x.astype(ref.dtype), mask=mask)
 
     def _numbers(self, ref):
-        place = self.place()
-        exists = self.exists(place) if ref.shape[1] == self.plan.length else None
-        return ref.at[self.batch, place, self.head], exists
+        position = self.position()
+        exists = self.exists(position) if ref.shape[1] == self.plan.length else None
+        return ref.at[self.batch, position, self.head], exists
 
-    # Decays, from the chunk's begin on.
+    # Decays, cumulative from the start of the chunk.
 
     @property
     def by_feature(self) -> bool:
@@ -134,35 +136,35 @@ class ChunkRows(NamedTuple):
         return self.numbers(self.x.decay)[:, None]
 
     def _half(self, c, step) -> tuple[Bool[Array, "L L"], Float[Array, "L H"]]:
-        """For halves of 32 rows, of 16 and so on: their pairs, and what is left at the middle.
+        """For halves of 32 rows, of 16 and so on: the mask of their pairs, and the decays.
 
-        That is `exp(c_i - c_m)` of the later rows and `exp(c_m - c_i)` of the earlier ones, m being
-        the last of these.
+        Decays go to the middle: `exp(c_i - c_m)` of the later rows and `exp(c_m - c_i)` of the
+          earlier ones, m being the last earlier row.
         """
         bit = np.int32(BITS - 1) - step
         row = jnp.arange(L, dtype=jnp.int32)
         middle = ((row >> (bit + 1)) << (bit + 1)) + (jnp.left_shift(np.int32(1), bit) - 1)
         view, mask = self._view(self.x.decay, self.start + middle, None)
-        # Rows of other segments have no decay between them.
+        # Rows of different segments have no decay between them.
         return across(bit), jnp.exp(-jnp.abs(c - load(view, mask)))
 
     def decay_at(self, t: int, columns=None) -> Float[Array, "1 _"]:
-        place = jnp.full((1,), self.start + t, jnp.int32)
+        position = jnp.full((1,), self.start + t, jnp.int32)
         if not self.by_feature:
-            return pltriton.load(self.x.decay.at[self.batch, place, self.head])[:, None]
-        view, mask = self._view(self.x.decay, place, columns)
+            return pltriton.load(self.x.decay.at[self.batch, position, self.head])[:, None]
+        view, mask = self._view(self.x.decay, position, columns)
         return load(view, mask)
 
     # Segments.
 
-    def id_at(self, place) -> Int[Array, " 1"]:
-        return pltriton.load(self.x.ids.at[self.batch, jnp.full((1,), place, jnp.int32)])
+    def id_at(self, position) -> Int[Array, " 1"]:
+        return pltriton.load(self.x.ids.at[self.batch, jnp.full((1,), position, jnp.int32)])
 
     def ids(self) -> Int[Array, " L"]:
-        return pltriton.load(self.x.ids.at[self.batch, self.place()])
+        return pltriton.load(self.x.ids.at[self.batch, self.position()])
 
     def seen(self, exclude_self: bool = False) -> Bool[Array, "L L"]:
-        """Whether a row sees another one of its chunk."""
+        """Which rows of its chunk each row sees."""
         i, j = sides()
         mask = j < i if exclude_self else j <= i
         if self.x.ids is not None:
@@ -170,11 +172,11 @@ class ChunkRows(NamedTuple):
         return mask
 
     def _last(self):
-        """The id of the row before the chunk; before the first row, its own."""
+        """The id of the row before the chunk; for the first chunk, the id of its first row."""
         return self.id_at(jnp.maximum(self.start - 1, 0))
 
     def from_old(self, x, columns=None) -> Float[Array, "L H"]:
-        """As `ops.recurrence.chunks.Chunks.from_old`; so are the next two."""
+        """As in `ops.recurrence.chunks.Chunks`; so are the next two."""
         if self.x.decay is not None:
             x = x.astype(jnp.float32) * jnp.exp(self.decay(columns=columns))
         return self.old_only(x)
@@ -193,7 +195,7 @@ class ChunkRows(NamedTuple):
         return jnp.where((self.ids() == self.id_at(self.start + L - 1))[:, None], x, 0)
 
     def forget(self, state: RecurrenceStates, columns) -> RecurrenceStates:
-        """What is left of a state after the chunk; zeros where nothing is, of an overflow too."""
+        """The state decayed over the chunk; zeros where none is left, even of an infinite state."""
         keys = None if state.keys is None else self._left(state.keys[:, None], columns)[:, 0]
         return RecurrenceStates(self._left(state.outer, columns), keys)
 
@@ -203,20 +205,20 @@ class ChunkRows(NamedTuple):
             state = jnp.where(kept > 0, kept * state, 0)
         if self.x.ids is None:
             return state
-        whole = self._last() == self.id_at(self.start + L - 1)
-        return jnp.where(whole[:, None], state, 0)
+        one_segment = self._last() == self.id_at(self.start + L - 1)
+        return jnp.where(one_segment[:, None], state, 0)
 
     def _end(self, columns) -> Float[Array, "_ 1"]:
         """The decay of the whole chunk, as a column."""
         if not self.by_feature:
             return self.decay_at(L - 1)
-        place = jnp.full((1, 1), self.start + L - 1, jnp.int32)
-        view = self.x.decay.at[self.batch, place, self.head, columns[:, None]]
-        inside = which_exist(columns, self.x.decay.shape[3], 1)
-        return load(view, both(None, inside, (len(columns), 1)))
+        position = jnp.full((1, 1), self.start + L - 1, jnp.int32)
+        view = self.x.decay.at[self.batch, position, self.head, columns[:, None]]
+        inside = column_mask(columns, self.x.decay.shape[3], 1)
+        return load(view, joint_mask(None, inside, (len(columns), 1)))
 
     def state(self, refs: RecurrenceStates, chunk, h, v) -> RecurrenceStates:
-        """Blocks of `RecurrenceStates`, `[H, V]` and `[H]`."""
+        """The blocks `[H, V]` and `[H]` of a chunk's state."""
         outer = load(*self._state(refs.outer, chunk, h, v))
         keys = None if refs.keys is None else load(*self._keys(refs.keys, chunk, h))
         return RecurrenceStates(outer, keys)
@@ -230,8 +232,8 @@ class ChunkRows(NamedTuple):
 
     def _state(self, ref, chunk, h, v):
         view = ref.at[self.batch, self.head, chunk, h[:, None], v[None, :]]
-        mask, shape = which_exist(h, ref.shape[3], 1), (len(h), len(v))
-        return view, both(mask, which_exist(v, ref.shape[4], 0), shape)
+        mask, shape = column_mask(h, ref.shape[3], 1), (len(h), len(v))
+        return view, joint_mask(mask, column_mask(v, ref.shape[4], 0), shape)
 
     def _keys(self, ref, chunk, h):
         mask = None if ref.shape[3] % len(h) == 0 else h < ref.shape[3]
@@ -240,30 +242,30 @@ class ChunkRows(NamedTuple):
     # Products.
 
     def rounded(self, x) -> Float[Array, "*d"]:
-        """Numbers as a product reads them, in float32."""
+        """Rounds to the dtype of products' inputs, as float32."""
         return to_float32(x.astype(self.plan.dtype))
 
     def product(self, a, b, contract: str = "10") -> Float[Array, "I K"]:
-        """`a b` by the axes that are summed over, in the inputs' dtype, summed in float32."""
-        return product(a.astype(self.plan.dtype), b.astype(self.plan.dtype), contract)
+        """`tile_product` in the dtype of products' inputs, summed in float32."""
+        return tile_product(a.astype(self.plan.dtype), b.astype(self.plan.dtype), contract)
 
     def pairs_of(self, x, y, seen) -> Float[Array, "L L"]:
         """`sum_h x_ih y_jh exp(c_ih - c_jh)` of pairs of rows that see each other."""
         return self.weighted(self.products_of(x, y), seen)
 
     def products_of(self, x, y) -> Float[Array, "L L"]:
-        """`pairs_of` before `weighted`: those of some features, which add up."""
+        """`pairs_of` before `weighted`; products of blocks of features add up."""
         if not self.by_feature:
             return self.product(x, y, "11")
         i, j = sides()
         c = self.decay()
 
-        def step(bit, total):  # a loop, for programs that hold all halves at once are slow
+        def step(bit, total):  # a loop, because programs that hold all halves at once are slow
             across, left = self._half(c, bit)
             return total + jnp.where(across, self.product(x * left, y * left, "11"), 0)
 
-        own = jnp.where(i == j, jnp.sum(to_float32(x) * to_float32(y), axis=1)[:, None], 0)
-        return lax.fori_loop(np.int32(0), np.int32(BITS), step, own)
+        diagonal = jnp.where(i == j, jnp.sum(to_float32(x) * to_float32(y), axis=1)[:, None], 0)
+        return lax.fori_loop(np.int32(0), np.int32(BITS), step, diagonal)
 
     def pairs_vjp(self, d, x, y, seen) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
         """The gradients of x and y of `pairs_of`."""
@@ -272,20 +274,20 @@ class ChunkRows(NamedTuple):
             return self.product(d, y), self.product(d, x, "00")
         i, j = sides()
         d = jnp.where(seen, d, 0)
-        own = jnp.sum(jnp.where(i == j, d, 0), axis=1)[:, None]
+        diagonal = jnp.sum(jnp.where(i == j, d, 0), axis=1)[:, None]
         c = self.decay()
 
         def step(bit, sums):
             across, left = self._half(c, bit)
-            program = jnp.where(across, d, 0)
-            dx = sums[0] + self.product(program, y * left) * left
-            return dx, sums[1] + self.product(program, x * left, "00") * left
+            d_across = jnp.where(across, d, 0)
+            dx = sums[0] + self.product(d_across, y * left) * left
+            return dx, sums[1] + self.product(d_across, x * left, "00") * left
 
-        begin = own * to_float32(y), own * to_float32(x)
-        return lax.fori_loop(np.int32(0), np.int32(BITS), step, begin)
+        initial = diagonal * to_float32(y), diagonal * to_float32(x)
+        return lax.fori_loop(np.int32(0), np.int32(BITS), step, initial)
 
     def weighted(self, pairs, seen) -> Float[Array, "L L"]:
-        """Products of pairs that see each other, by the decay of their head."""
+        """Products of pairs that see each other, times the decay of their head."""
         if self.x.decay is not None and not self.by_feature:
             c = self.numbers(self.x.decay)
             between = c[:, None] - c[None, :]
@@ -293,25 +295,25 @@ class ChunkRows(NamedTuple):
         return jnp.where(seen, pairs, 0)
 
 
-def product(a, b, contract: str = "10") -> Float[Array, "I K"]:
-    """The product of two tiles by the axes that are summed over, in float32."""
+def tile_product(a, b, contract: str = "10") -> Float[Array, "I K"]:
+    """The product of two tiles, summed in float32 over the axes `contract`."""
     dims = (((int(contract[0]),), (int(contract[1]),)), ((), ()))
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
-def precise(a, b, contract: str = "10", n: int = 2) -> Float[Array, "I K"]:
-    """A product of float32 in n parts of bfloat16 each; of three it is as exact as float32."""
-    one, other = parts_of(a, n), parts_of(b, n)
+def precise_product(a, b, contract: str = "10", n: int = 2) -> Float[Array, "I K"]:
+    """A product of float32 tiles by n bfloat16 parts of each; with three it is exact to float32."""
+    a_parts, b_parts = parts_of(a, n), parts_of(b, n)
     terms = [(i, j) for i in range(n) for j in range(n) if i + j < n]
     terms.sort(key=sum, reverse=True)  # the smallest first
-    return sum(product(one[i], other[j], contract) for i, j in terms)
+    return sum(tile_product(a_parts[i], b_parts[j], contract) for i, j in terms)
 
 
 def parts_of(x: Float[Array, "I J"], n: int) -> list[Float[Array, "I J"]]:
-    """Numbers as sums of bfloat16: of three they are exact."""
+    """Splits numbers into sums of n bfloat16 parts; three parts are exact."""
     parts, rest = [], x.astype(jnp.float32)
     for _ in range(n):
-        # The upper half of a float32 is a bfloat16. Compilers may leave out casts there and back.
+        # The upper half of a float32 is a bfloat16. Compilers may remove casts to it and back.
         bits = lax.bitcast_convert_type(rest, jnp.int32) & np.int32(-(1 << 16))
         part = lax.bitcast_convert_type(bits, jnp.float32)
         parts.append(part.astype(jnp.bfloat16))
@@ -320,37 +322,37 @@ def parts_of(x: Float[Array, "I J"], n: int) -> list[Float[Array, "I J"]]:
 
 
 def to_float32(x) -> Float[Array, "*d"]:
-    """The same in float32."""
+    """Casts to float32."""
     return x.astype(jnp.float32)
 
 
 def sides() -> tuple[Int[Array, "L 1"], Int[Array, "1 L"]]:
-    """Numbers of the rows of a chunk, as the sides of a tile of pairs."""
+    """Indices of the rows of a chunk, as the sides of a tile of pairs."""
     row = jnp.arange(L, dtype=jnp.int32)
     return row[:, None], row[None, :]
 
 
 def across(bit: Any) -> Bool[Array, "L L"]:
-    """Whether row i is in the later and j in the earlier half of one block of 2^(bit + 1) rows."""
+    """Whether row i is in the later and j in the earlier half of a block of 2^(bit + 1) rows."""
     i, j = sides()
     return (((i ^ j) >> bit) == 1) & (i > j)
 
 
 def columns_of(size: int, first: Any = 0, width: int | None = None) -> Int[Array, " J"]:
-    """Numbers of columns, in a power of two."""
+    """Indices of columns, padded to a power of two."""
     return first + jnp.arange(width or power_of_two(size), dtype=jnp.int32)
 
 
-def which_exist(columns, size: int, axis: int) -> Bool[Array, "*d"] | None:
-    """Which columns exist, as a side of a tile; None: all do."""
+def column_mask(columns, size: int, axis: int) -> Bool[Array, "*d"] | None:
+    """Which columns exist, as a side of a tile; None: all columns exist."""
     if size % len(columns) == 0:
         return None
     inside = columns < size
     return inside[:, None] if axis else inside[None, :]
 
 
-def both(mask, other, shape) -> Bool[Array, "*d"] | None:
-    """A mask of this shape of what both have; None is all."""
+def joint_mask(mask, other, shape) -> Bool[Array, "*d"] | None:
+    """The conjunction of two masks, in this shape; None: all True."""
     masks = [jnp.broadcast_to(m, shape) for m in (mask, other) if m is not None]
     return functools.reduce(jnp.logical_and, masks) if masks else None
 

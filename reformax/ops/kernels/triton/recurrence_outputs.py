@@ -1,7 +1,7 @@
 """Outputs and gradients of the chunks of a linear recurrence: kernels of `kernels.recurrence`.
 
-Each has a program for each chunk. The delta rule's triangular system is inverted once for each
-chunk, by halves.
+Each kernel has a program for each chunk. The delta rule's triangular system is inverted once for
+each chunk, by halves.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     chunk_of,
     columns_of,
     parts_of,
-    precise,
-    product,
+    precise_product,
     sides,
+    tile_product,
     to_float32,
 )
 from reformax.ops.softmax.online import LEAST_SUM
@@ -36,7 +36,7 @@ from reformax.ops.softmax.online import LEAST_SUM
 
 
 def sums_kernel(x, log_decay, out, *, plan) -> None:
-    """Log decays summed up from the chunk's begin, within segments, `[B, T, N, H]`."""
+    """Cumulative log decays from the start of the chunk, within segments, `[B, T, N, H]`."""
     rows = chunk_of(plan, x)
     # As in `ops.recurrence.chunks`.
     least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
@@ -45,16 +45,16 @@ def sums_kernel(x, log_decay, out, *, plan) -> None:
 
 
 def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
-    """Sums over the rows of a segment up to each; or, with "00", from each on."""
+    """Cumulative sums over the rows of a segment; with "00", from the last row backwards."""
     so_far = jnp.where(rows.seen(), 1.0, 0.0).astype(jnp.bfloat16)
-    return sum(product(so_far, part, contract) for part in reversed(parts_of(x, 3)))
+    return sum(tile_product(so_far, part, contract) for part in reversed(parts_of(x, 3)))
 
 
 # The delta rule.
 
 
 def solve_kernel(x, reads, values, inverse, *, plan) -> None:
-    """The delta rule as a recurrence of other values: `Solved` of a chunk."""
+    """The delta rule as a recurrence of other values: `SolvedDelta` of a chunk."""
     rows = chunk_of(plan, x)
     k, beta = rows.read(x.k), rows.numbers(x.beta)[:, None]
     solution = _inverse(rows, beta * rows.pairs_of(k, k, rows.seen(exclude_self=True)))
@@ -67,7 +67,7 @@ def solve_kernel(x, reads, values, inverse, *, plan) -> None:
 def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
     """`(1 + below)^-1`, as `ops.recurrence.decay_products.inverse`: all blocks of a size at once.
 
-    Newton's iteration, of precise residuals, takes out what products of few digits left.
+    Newton's iteration, with precise residuals, removes the rounding of the products.
     """
     i, j = sides()
     one = jnp.where(i == j, 1.0, 0.0)
@@ -77,37 +77,37 @@ def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
         result = result - rows.product(rows.product(result, corner), result)
     to_float32 = rows.plan.dtype == jnp.float32
     for _ in range(2 if to_float32 else 1):
-        residual = one - result - precise(below, result, n=3 if to_float32 else 2)
+        residual = one - result - precise_product(below, result, n=3 if to_float32 else 2)
         result = result + rows.product(result, residual)
     return result
 
 
-class _Delta(NamedTuple):
-    """Gradients of a chunk by the delta rule's own pairs and reads."""
+class _DeltaGradients(NamedTuple):
+    """Gradients of a chunk through the pairs and reads of the delta rule."""
 
     v: Float[Array, "L V"]
     beta: Float[Array, " L"]
-    read: Float[Array, "L H"]  # of the keys as they read
-    written: Float[Array, "L H"]  # and as they are written
+    read: Float[Array, "L H"]  # of the keys that read
+    written: Float[Array, "L H"]  # of the keys that are written
 
 
-def _delta_vjp(rows, k, state, inverse, values, d_values) -> _Delta:
+def _delta_vjp(rows, k, state, inverse, values, d_values) -> _DeltaGradients:
     beta, below = rows.numbers(rows.x.beta)[:, None], rows.seen(exclude_self=True)
     d_right = rows.product(rows.pairs(inverse), rows.read(d_values), "00")
     d_below = -rows.product(d_right, values, "11")
     d_below = jnp.where(below, d_below, 0)
     d_beta = jnp.sum(d_below * rows.pairs_of(k, k, below), axis=1)
-    left = rows.read(rows.x.v) - rows.product(rows.from_old(k), state)
-    d_beta = d_beta + jnp.sum(d_right * left, axis=1)
+    residual = rows.read(rows.x.v) - rows.product(rows.from_old(k), state)
+    d_beta = d_beta + jnp.sum(d_right * residual, axis=1)
     dv = beta * d_right
     read, written = rows.pairs_vjp(beta * d_below, k, k, below)
-    return _Delta(dv, d_beta, read - rows.from_old(rows.product(dv, state, "11")), written)
+    return _DeltaGradients(dv, d_beta, read - rows.from_old(rows.product(dv, state, "11")), written)
 
 
-# Outputs and gradients. Features of more than 128 are read by blocks, whose products add up; in
-# float32 those of more than 64, for a chip holds no more of all that a gradient reads.
+# Outputs and gradients. More than 128 features are read in blocks, whose products add up. In
+# float32 more than 64 are, because a chip does not hold more of what a gradient reads.
 
-FEATURES = 64  # of a block
+FEATURES = 64  # features of a block
 
 
 def _blocks(x) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def _each_block(x, step, carry):
 
 
 def output_kernel(x, states, values, out, total, *, plan) -> None:
-    """What the queries of a chunk read; or means of it, and their weights' `total`."""
+    """The outputs of a chunk's queries; or their means, and the sums `total` of the weights."""
     rows, chunk = chunk_of(plan, x), pl.program_id(0)
     v = columns_of(x.v.shape[3])
 
@@ -147,8 +147,8 @@ def output_kernel(x, states, values, out, total, *, plan) -> None:
         return pairs, old, weights
 
     zeros = jnp.zeros((L,), jnp.float32) if plan.mean else None
-    begin = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32), zeros
-    pairs, old, weights = _each_block(x, add, begin)
+    initial = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32), zeros
+    pairs, old, weights = _each_block(x, add, initial)
     pairs = rows.weighted(pairs, rows.seen())
     sums = rows.product(pairs, rows.read(values)) + rows.old_only(old)
     if not plan.mean:
@@ -162,14 +162,14 @@ def output_kernel(x, states, values, out, total, *, plan) -> None:
 
 
 def d_values_kernel(x, d_out, d_values, *, plan) -> None:
-    """Gradients of the values by the outputs of their own chunk."""
+    """Gradients of the values through the outputs of their chunk."""
     rows = chunk_of(plan, x)
     pairs = rows.pairs_of(rows.read(x.q), rows.read(x.k), rows.seen())
     rows.write(d_values, rows.product(pairs, rows.read(d_out), "00"))
 
 
-class Gradients(NamedTuple):
-    """Arrays of gradients."""
+class RecurrenceGradients(NamedTuple):
+    """The gradients of the inputs, arrays or references to them."""
 
     q: Any
     k: Any
@@ -181,17 +181,25 @@ class Gradients(NamedTuple):
 def gradients_kernel(
     x, inverse, states, d_states, values, d_values, d_out, d_total, out, *, plan
 ) -> None:
-    """Those of the inputs, from the states on both sides of a chunk.
+    """The gradients of the inputs, from the states on both sides of a chunk.
 
-    d_total: of means, the gradient of the sums of weights, `[B, T, N]`.
+    Args:
+      x: the inputs.
+      inverse, values: from `solve_kernel` and `states_kernel`; `x.v` without the delta rule.
+      states, d_states: the state before each chunk, and the gradient of the state after it.
+      d_values: the gradients of the values of the delta rule.
+      d_out: the gradient of the outputs.
+      d_total: for means, the gradient of the sums of weights, `[B, T, N]`.
+      out: the gradients.
+      plan: the static settings.
     """
     rows, chunk = chunk_of(plan, x), pl.program_id(0)
     v = columns_of(x.v.shape[3])
     seen = rows.seen()
 
     def read(h):
-        states_here = (rows.state(a, chunk, h, v) for a in (states, d_states))
-        return rows.read(x.q, h), rows.read(x.k, h), *states_here
+        pair_of_states = (rows.state(a, chunk, h, v) for a in (states, d_states))
+        return rows.read(x.q, h), rows.read(x.k, h), *pair_of_states
 
     n, width = _blocks(x)
     whole = read(columns_of(0, 0, width)) if n == 1 else None
@@ -203,8 +211,8 @@ def gradients_kernel(
             pairs = sums[0] + rows.products_of(q, k)
             return pairs, sums[1] + rows.product(rows.to_new(k, h), d_state.outer)
 
-        begin = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32)
-        pairs, dv = _each_block(x, add, begin)
+        zeros = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32)
+        pairs, dv = _each_block(x, add, zeros)
         rows.write(out.v, dv + rows.product(rows.weighted(pairs, seen), d, "00"))
 
     d_pairs, d_weights = rows.product(d, u, "11"), None
@@ -230,25 +238,25 @@ def gradients_kernel(
         dk_new = rows.to_new(dk_new, h)
         dk = dk + dk_new
         q, k = to_float32(q), to_float32(k)
-        program = q * dq - k * dk
+        d_decay = q * dq - k * dk
         if delta is not None:
             dk = dk + delta.read + delta.written
-            program = program + k * (delta.read - delta.written)
+            d_decay = d_decay + k * (delta.read - delta.written)
         rows.write(out.k, dk, h)
         if x.decay is None:
             return dc
-        both = jax.tree.map(lambda a, b: to_float32(a) * b, state, d_state)
-        kept = rows.forget(both, h)
+        state_product = jax.tree.map(lambda a, b: to_float32(a) * b, state, d_state)
+        kept = rows.forget(state_product, h)
         at_end = jnp.sum(k * dk_new, axis=0) + jnp.sum(kept.outer, axis=1)
         if plan.mean:
             at_end = at_end + kept.keys
-        program = program + jnp.where(sides()[0] == L - 1, at_end[None, :], 0)
+        d_decay = d_decay + jnp.where(sides()[0] == L - 1, at_end[None, :], 0)
         if rows.by_feature:
-            rows.write(out.decay, _sums(rows, program, "00"), h)
+            rows.write(out.decay, _sums(rows, d_decay, "00"), h)
             return dc
-        return dc + jnp.sum(program, axis=1)
+        return dc + jnp.sum(d_decay, axis=1)
 
     dc = _each_block(x, of_block, jnp.zeros((L,), jnp.float32))
     if x.decay is not None and not rows.by_feature:
-        from_here = jnp.where(rows.seen(), dc[:, None], 0)
-        rows.put_numbers(out.decay, jnp.sum(from_here, axis=0))
+        later = jnp.where(rows.seen(), dc[:, None], 0)
+        rows.put_numbers(out.decay, jnp.sum(later, axis=0))

@@ -1,10 +1,9 @@
 """The states of a linear recurrence, from chunk to chunk: kernels of `kernels.recurrence`.
 
-A program has a block of the state, which it keeps in float32, and writes the state before each
-chunk. Where heads and blocks are few, groups of chunks run side by side: once from zeros, then
-again from the state that the groups before them left. What a group makes of a state is a product:
-with a number of each feature, or, with the delta rule, with a matrix, which is what the group makes
-of the identity.
+A program has a block of the state in float32, and writes the state before each chunk. Where heads
+and blocks are few, groups of chunks run in parallel: once from zeros, then again from the state at
+the end of the earlier groups. A group's transition of a state is a product, with a number for each
+feature, or, with the delta rule, with a matrix. That matrix is the group's result for the identity.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     RecurrenceArrays,
     RecurrencePlan,
     RecurrenceStates,
-    both,
+    column_mask,
     columns_of,
-    precise,
+    joint_mask,
+    precise_product,
     to_float32,
-    which_exist,
 )
 
-COLUMNS = 64  # of a block
+COLUMNS = 64  # columns of a block
 
 
-class Blocks(NamedTuple):
-    """The block of a state that a program has."""
+class StateBlocks(NamedTuple):
+    """The sides of a program's block of a state."""
 
     h: int
     v: int
 
     @classmethod
-    def of(cls, d_k: int, d_v: int, whole: bool) -> Blocks:
+    def of(cls, d_k: int, d_v: int, whole: bool) -> StateBlocks:
         h, v = power_of_two(d_k), power_of_two(d_v)
         return cls(h if whole else min(h, 64), min(v, COLUMNS if h <= 64 or not whole else 32))
 
@@ -48,26 +47,26 @@ class Blocks(NamedTuple):
         return pl.cdiv(d_k, self.h) * pl.cdiv(d_v, self.v)
 
 
-def _block(plan: RecurrencePlan, x: RecurrenceArrays, blocks: Blocks):
+def _block(plan: RecurrencePlan, x: RecurrenceArrays, blocks: StateBlocks):
     """The rows of a program of the grid (blocks, N, B x groups), its group and its block."""
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block, last = pl.program_id(0), pl.program_id(2)
     group = lax.rem(last, np.int32(plan.n_groups))
     program = ChunkRows(plan, x, lax.div(last, np.int32(plan.n_groups)), pl.program_id(1), 0)
-    if x.beta is not None:  # blocks of all features; those after the values are a transition's
+    if x.beta is not None:  # blocks of all features; those after the values are transitions
         return program, group, columns_of(0, 0, blocks.h), columns_of(0, block * blocks.v, blocks.v)
     h = columns_of(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
     v = columns_of(0, lax.rem(block, np.int32(n)) * blocks.v, blocks.v)
     return program, group, h, v
 
 
-def _zeros(plan: RecurrencePlan, blocks: Blocks) -> RecurrenceStates:
+def _zeros(plan: RecurrencePlan, blocks: StateBlocks) -> RecurrenceStates:
     keys = jnp.zeros((blocks.h,), jnp.float32) if plan.mean else None
     return RecurrenceStates(jnp.zeros((blocks.h, blocks.v), jnp.float32), keys)
 
 
 def _add(rows: ChunkRows, state: RecurrenceStates, x, y, weights) -> RecurrenceStates:
-    """`x^T y` added, and to the sums of keys `x^T weights`."""
+    """Adds `x^T y` to the state, and `x^T weights` to the sums of keys."""
     keys = state.keys
     if keys is not None:
         keys = keys + jnp.sum(rows.rounded(x) * weights, axis=0)
@@ -75,7 +74,16 @@ def _add(rows: ChunkRows, state: RecurrenceStates, x, y, weights) -> RecurrenceS
 
 
 def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> None:
-    """From group to group `begins` is given; else groups begin with zeros, and write their ends."""
+    """The state before each chunk, and the written values; or the state at the end of each group.
+
+    Args:
+      x: the inputs.
+      solved: the delta rule; None for others.
+      begins: the state before each group; None: zeros.
+      states, values: the results; None in the first of two passes.
+      ends: the state at the end of each group from zeros, and the transition; None otherwise.
+      plan, blocks: the static settings.
+    """
     program, group, h, v = _block(plan, x, blocks)
     state = _zeros(plan, blocks)
     columns, transition = v, None
@@ -96,11 +104,11 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
         if solved is None:
             written = rows.read(x.v, v)
         else:
-            held = rows.product(rows.read(solved.reads, h), state.outer)
+            recalled = rows.product(rows.read(solved.reads, h), state.outer)
             written = to_float32(rows.read(solved.values, columns))
             if transition is not None:
                 written = jnp.where(transition, 0, written)
-            written = written - rows.old_only(held)
+            written = written - rows.old_only(recalled)
             if values is not None:
                 rows.write(values, written, v)
         return _add(rows, rows.forget(state, h), keys, written, 1)
@@ -111,9 +119,13 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
 
 
 def d_states_kernel(
-    x, solved, begins, d_out, d_total, given, states, d_values, ends, *, plan, blocks
+    x, solved, begins, d_out, d_total, d_values_within, states, d_values, ends, *, plan, blocks
 ) -> None:
-    """The gradient of the state after each chunk, from the last one on; else as `states_kernel`."""
+    """The gradient of the state after each chunk, from the last chunk on.
+
+    Arguments are as in `states_kernel`, with the gradients `d_out` and `d_total` of the outputs,
+    and those of the values through the outputs of their chunk, `d_values_within`.
+    """
     program, group, h, v = _block(plan, x, blocks)
 
     def step(i, state):
@@ -126,7 +138,7 @@ def d_states_kernel(
         after = _add(rows, rows.forget(state, h), q, rows.read(d_out, v), weights)
         if solved is not None:
             keys = rows.to_new(rows.read(x.k, h), h)
-            d = rows.read(given, v) + rows.product(keys, state.outer)
+            d = rows.read(d_values_within, v) + rows.product(keys, state.outer)
             if d_values is not None:
                 rows.write(d_values, d, v)
             outer = after.outer - rows.product(rows.read(solved.reads, h), d, "00")
@@ -141,15 +153,19 @@ def d_states_kernel(
         program.put_state(ends, group, h, v, state)
 
 
-def begins_kernel(x, kept, ends, passed, begins, *, plan, blocks, reverse) -> None:
-    """The state before each group, or with `reverse` the gradient of that after it.
+def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) -> None:
+    """The state before each group; with `reverse`, the gradient of the state after it.
 
     Args:
-      kept: `[B, N, G, H]`, how much of a state is left after a group; with the delta rule, whether
-        any is.
-      ends: what a group makes of zeros.
-      passed: None, or for the delta rule `[B, N, G, H, W + H]`, whose last H columns are what a
-        group makes of the identity.
+      x: the inputs.
+      kept: `[B, N, G, H]`, the decay of a state over a group; with the delta rule, 1 if any is
+        left, or 0.
+      ends: the state at the end of each group, from zeros.
+      transitions: for the delta rule `[B, N, G, H, W + H]`, whose last H columns are the group's
+        result for the identity; None for others.
+      begins: the results.
+      plan, blocks: the static settings.
+      reverse: whether to go from the last group to the first.
     """
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block = pl.program_id(0)
@@ -161,11 +177,11 @@ def begins_kernel(x, kept, ends, passed, begins, *, plan, blocks, reverse) -> No
         group = plan.n_groups - 1 - i if reverse else i
         program.put_state(begins, group, h, v, state)
         left = kept.at[program.batch, program.head, group, h[:, None]]
-        left = load(left, both(None, which_exist(h, kept.shape[3], 1), (len(h), 1)))
+        left = load(left, joint_mask(None, column_mask(h, kept.shape[3], 1), (len(h), 1)))
         outer, keys = left * state.outer, state.keys
-        if passed is not None:
-            matrix = program.state(passed, group, h, n * blocks.v + h).outer
-            outer = precise(matrix, state.outer, "00" if reverse else "10")
+        if transitions is not None:
+            matrix = program.state(transitions, group, h, n * blocks.v + h).outer
+            outer = precise_product(matrix, state.outer, "00" if reverse else "10")
         more = program.state(ends, group, h, v)
         if keys is not None:
             keys = jnp.where(left > 0, left * keys[:, None], 0)[:, 0] + more.keys

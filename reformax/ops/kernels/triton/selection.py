@@ -1,15 +1,17 @@
-"""The selection of native sparse attention as Pallas kernels for NVIDIA GPUs (Triton).
+"""The selection of blocks in native sparse attention as Pallas kernels for NVIDIA GPUs (Triton).
 
-Three of them. Logits stay on the chip.
+There are three kernels. Logits stay on the chip.
 
-  * The sums of the softmax of each query's heads over the summaries.
-  * The weights once more, with the summaries of a block side by side: summed over heads and over
-    summaries they are what each block is worth. Numbers of all pairs of a query and a block are
-    written, of some queries at a time.
-  * The best blocks of a query: the number that K of them reach is found bit by bit, and the blocks
-    that reach it are written in their order. No sort, and as many steps for any K.
+  * The first computes the sum of the softmax over the summaries, for each query and head.
+  * The second recomputes the weights, with the summaries of a block next to each other. Their sums
+    over heads and summaries are the blocks' scores. It writes the scores of all blocks for a chunk
+    of queries at a time.
+  * The third selects a query's best blocks. It finds the K-th largest score bit by bit, and writes
+    the blocks whose scores reach it, in order (a radix select). It does not sort, and its steps do
+    not depend on K. A query's scores are one tile. The select of `kernels.indexer` loops over tiles
+    instead, because its rows have any length.
 
-Letters as in `reformax.ops.nsa`; I is the number of rows of a tile, R of a summary's blocks.
+Letters as in `reformax.ops.nsa`; I is the number of rows of a tile.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from reformax.ops.kernels.triton.common import (
     launch,
     line,
     load,
+    matmul_in_parts,
     power_of_two,
-    product_in_parts,
     view_rows,
 )
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
@@ -41,21 +43,21 @@ from reformax.ops.numerics.precision import in_three
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.online import nonzero
 
-# Summaries of a tile, stages by the parts of a number (`in_three`).
+# Summaries of a tile; pipeline stages by the number of parts of a number (`in_three`).
 COLUMNS = 64
 WARPS, STAGES = 4, {1: 3, 3: 2}
-# Bytes of blocks' worth in memory at a time.
-AT_A_TIME = 2**30
-BLOCKS_OF_A_WARP = 1024
+# Bytes of scores in memory at a time.
+MAX_SCORE_BYTES = 2**30
+BLOCKS_PER_WARP = 1024
 
 
 class SelectionSizes(NamedTuple):
-    """What the kernels know before a call.
+    """The kernels' static settings.
 
     Attributes:
       n_best: K, the blocks that a query selects.
       block: L, positions of a block.
-      stride, span: d and P, positions from one summary to the next, and of a summary.
+      stride, span: d and P, positions between the starts of summaries, and of a summary.
       group: M, query heads of a key head.
     """
 
@@ -67,7 +69,7 @@ class SelectionSizes(NamedTuple):
 
     @property
     def members(self) -> int:
-        """Rows of a query: its heads, filled up to a power of two."""
+        """Rows of a query: its heads, rounded up to a power of two."""
         return 1 << (self.group - 1).bit_length()
 
     @property
@@ -82,32 +84,35 @@ class SelectionSizes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The same, filled up to a power of two."""
+        """`per_block`, rounded up to a power of two."""
         return 1 << (self.per_block - 1).bit_length()
 
     @property
-    def shares(self) -> tuple[tuple[int, ...], ...]:
-        """How many strides a block's summaries share with it, with the next block, and so on."""
+    def multiplicity(self) -> tuple[tuple[int, ...], ...]:
+        """The strides that each summary of a block overlaps, in that block and in later ones.
+
+        Entry `[lag][i]` counts the strides of summary i in the block `lag` blocks later.
+        """
         per_summary = self.span // self.stride
         n = 1 - (1 - per_summary) // self.per_block
         table = [[0] * self.per_block for _ in range(n)]
         for stride in range(self.per_block):
-            for behind in range(per_summary):
-                lag, place = divmod(stride - behind, self.per_block)
-                table[-lag][place] += 1
+            for offset in range(per_summary):
+                lag, summary = divmod(stride - offset, self.per_block)
+                table[-lag][summary] += 1
         return tuple(map(tuple, table))
 
 
 class _SelectionInputs(NamedTuple):
-    q: tuple[Array, ...]  # [B, T, N, H] each; they are added up
-    keys: tuple[Array, ...]  # [B, C, G, H] each; they are added up
+    q: tuple[Array, ...]  # [B, T, N, H] each; their sum is q
+    keys: tuple[Array, ...]  # [B, C, G, H] each; their sum is the keys
     ids: Array | None  # [B, T]
     key_ids: Array | None  # [B, C]
     start: Array | None  # [1]: the first query
 
 
 class _SelectionProgram(NamedTuple):
-    """One program: its sequence and key head, and what it reads."""
+    """One program: its sequence and key head, and the arrays that it reads."""
 
     sizes: SelectionSizes
     x: _SelectionInputs
@@ -127,26 +132,29 @@ class _SelectionProgram(NamedTuple):
 
     def rows(self) -> GroupRows:
         x, sizes = self.x, self.sizes
-        of = sizes.group, sizes.members
-        return group_rows(x.q, x.ids, self.batch, self.head, self.first, *of)
+        sizes_of_group = sizes.group, sizes.members
+        return group_rows(x.q, x.ids, self.batch, self.head, self.first, *sizes_of_group)
 
     def n_seen(self, position) -> Any:
-        """How many summaries end up to a position."""
+        """The number of summaries that end at or before a position."""
         stride, span = self.sizes.stride, self.sizes.span
         n = lax.div(jnp.maximum(position - (span - 1) + stride, 0), jnp.int32(stride))
         return jnp.minimum(n, self.x.keys[0].shape[1])
 
-    def n_clear(self, width: int) -> Any:
-        """Of tiles of so many summaries, those that all of its queries see whole."""
+    def n_unmasked(self, width: int) -> Any:
+        """The number of tiles of `width` summaries that all of its queries see whole."""
         if self.x.ids is not None:
             return jnp.int32(0)
         return lax.div(self.n_seen(self.first), jnp.int32(width))
 
     def logits(self, rows: GroupRows, summary, exists, transposed: bool) -> Array:
-        """Products of the rows and some summaries, minus infinity where a row does not see one.
+        """Products of the rows and the summaries, minus infinity where a row does not see one.
 
-        exists: of the summaries, where a row may see none; None: all rows see all.
-        transposed: whether summaries come first.
+        Args:
+          rows: the rows.
+          summary: indices of the summaries.
+          exists: whether each summary exists; None: all exist, and all rows see them.
+          transposed: whether summaries are the first axis.
         """
         found = self._products(rows.q, summary, exists, transposed)
         if exists is None:
@@ -167,7 +175,7 @@ class _SelectionProgram(NamedTuple):
         def read(keys) -> Array:
             return load(*view_rows(keys, self.batch, number, self.head, width, exists))
 
-        return product_in_parts(q, self.x.keys, read, transposed)
+        return matmul_in_parts(q, self.x.keys, read, transposed)
 
 
 def _program(sizes: SelectionSizes, x: _SelectionInputs) -> _SelectionProgram:
@@ -177,15 +185,15 @@ def _program(sizes: SelectionSizes, x: _SelectionInputs) -> _SelectionProgram:
 
 
 def _sums_kernel(x: _SelectionInputs, out, *, sizes: SelectionSizes):
-    """Of each row the logarithm, to base 2, of the sum of its softmax."""
+    """The logarithm, to base 2, of the sum of each row's softmax."""
     program = _program(sizes, x)
     rows, n_summaries = program.rows(), x.keys[0].shape[1]
 
-    def count(clear: bool):
+    def count(unmasked: bool):
         def step(i, state):
             row_max, row_sum = state
             summary = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
-            exists = None if clear else summary < n_summaries
+            exists = None if unmasked else summary < n_summaries
             found = program.logits(rows, summary, exists, False)
             new = jnp.maximum(row_max, jnp.max(found, axis=1))
             weights = jnp.exp2(found * program.scale - (new * program.scale)[:, None])
@@ -196,95 +204,97 @@ def _sums_kernel(x: _SelectionInputs, out, *, sizes: SelectionSizes):
         return step
 
     state = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-    n_clear = program.n_clear(COLUMNS)
+    n_unmasked = program.n_unmasked(COLUMNS)
     n = lax.div(program.n_seen(program.last) + (COLUMNS - 1), jnp.int32(COLUMNS))
-    state = lax.fori_loop(jnp.int32(0), n_clear, count(True), state)
-    row_max, row_sum = lax.fori_loop(n_clear, n, count(False), state)
+    state = lax.fori_loop(jnp.int32(0), n_unmasked, count(True), state)
+    row_max, row_sum = lax.fori_loop(n_unmasked, n, count(False), state)
     found = row_max * program.scale + jnp.log(nonzero(row_sum)) * LOG2_E
     position = jnp.where(rows.exists, rows.position, out.shape[2])
     pltriton.store(out.at[program.batch, rows.head, position], found, mask=rows.exists)
 
 
-def _worth_kernel(x: _SelectionInputs, sums, out, *, sizes: SelectionSizes):
-    """What the summaries that begin in a block give to it, to the next, and so on."""
+def _scores_kernel(x: _SelectionInputs, sums, out, *, sizes: SelectionSizes):
+    """The scores (eq. 9) that the summaries starting in a block add to it and to later blocks."""
     program = _program(sizes, x)
     rows, width = program.rows(), sizes.width
-    # A row that does not exist has no weights.
-    total = load(sums.at[program.batch, rows.head, rows.position], rows.exists, math.inf)[None, :]
+    # With infinity, the weights of a row that does not exist are 0.
+    row_lse = load(sums.at[program.batch, rows.head, rows.position], rows.exists, math.inf)[None, :]
     n_blocks = COLUMNS // width
     query = jnp.arange(sizes.n_queries, dtype=jnp.int32)[None, :]
     row = pl.program_id(0) * sizes.n_queries + query
-    of_tile = jnp.arange(COLUMNS, dtype=jnp.int32)
-    place = lax.rem(of_tile, jnp.int32(width))
-    of_block = jnp.arange(width, dtype=jnp.int32)[None, :, None]
+    slot = jnp.arange(COLUMNS, dtype=jnp.int32)
+    offset = lax.rem(slot, jnp.int32(width))
+    column = jnp.arange(width, dtype=jnp.int32)[None, :, None]
     even = sizes.per_block == width
 
-    def write(clear: bool):
+    def write(unmasked: bool):
         def step(i, _):
             first = i * n_blocks
-            summary = (first + lax.div(of_tile, jnp.int32(width))) * sizes.per_block + place
+            summary = (first + lax.div(slot, jnp.int32(width))) * sizes.per_block + offset
             exists = None
-            if not clear:
-                exists = (summary < x.keys[0].shape[1]) & (place < sizes.per_block)
-            weights = jnp.exp2(program.logits(rows, summary, exists, True) * program.scale - total)
+            if not unmasked:
+                exists = (summary < x.keys[0].shape[1]) & (offset < sizes.per_block)
+            weights = jnp.exp2(
+                program.logits(rows, summary, exists, True) * program.scale - row_lse
+            )
             shape = COLUMNS, sizes.n_queries, sizes.members
             weights = jnp.sum(weights.reshape(shape), axis=2)
             weights = weights.reshape(n_blocks, width, sizes.n_queries)
             block = first + jnp.arange(n_blocks, dtype=jnp.int32)[:, None]
             mask = jnp.broadcast_to(block < out.shape[4], (n_blocks, sizes.n_queries))
             block = jnp.where(block < out.shape[4], block, out.shape[4])
-            for lag, shares in enumerate(sizes.shares):
-                inverse_sum = jnp.zeros((1, width, 1), jnp.float32)
-                for at, n in enumerate(shares):
-                    inverse_sum = jnp.where(of_block == at, jnp.float32(n), inverse_sum)
+            for lag, counts in enumerate(sizes.multiplicity):
+                factor = jnp.zeros((1, width, 1), jnp.float32)
+                for index, n in enumerate(counts):
+                    factor = jnp.where(column == index, jnp.float32(n), factor)
                 view = out.at[lag, program.batch, program.head, row, block]
-                pltriton.store(view, jnp.sum(weights * inverse_sum, axis=1), mask=mask)
+                pltriton.store(view, jnp.sum(weights * factor, axis=1), mask=mask)
 
         return step
 
-    n_clear = program.n_clear(n_blocks * sizes.per_block) if even else jnp.int32(0)
+    n_unmasked = program.n_unmasked(n_blocks * sizes.per_block) if even else jnp.int32(0)
     n = lax.div(program.last, jnp.int32(sizes.block * n_blocks)) + 1
-    lax.fori_loop(jnp.int32(0), n_clear, write(True), None)
-    lax.fori_loop(n_clear, n, write(False), None)
+    lax.fori_loop(jnp.int32(0), n_unmasked, write(True), None)
+    lax.fori_loop(n_unmasked, n, write(False), None)
 
 
-def _best_kernel(worth, first, start, out, *, sizes: SelectionSizes, length: int):
-    """A query's best blocks, in their order; -1 behind them."""
+def _best_kernel(scores, first_blocks, start, out, *, sizes: SelectionSizes, length: int):
+    """A query's best blocks, in order, followed by -1."""
     row, head, batch = (pl.program_id(i) for i in range(3))
     query = row if start is None else start[0] + row
-    n_blocks = worth.shape[4]
+    n_blocks = scores.shape[4]
     block = jnp.arange(power_of_two(n_blocks), dtype=jnp.int32)
     exists = query < length
     query = jnp.minimum(query, length - 1)
-    own = lax.div(query, jnp.int32(sizes.block))
-    lowest = jnp.int32(0) if first is None else first[batch, query]
+    query_block = lax.div(query, jnp.int32(sizes.block))
+    first_block = jnp.int32(0) if first_blocks is None else first_blocks[batch, query]
     score = jnp.zeros(block.shape, jnp.float32)
-    for lag in range(len(sizes.shares)):
-        there = (block >= lag) & (block <= own)
-        before = jnp.where(there, block - lag, 0)
-        score += load(worth.at[lag, batch, head, row, before], there, 0.0)
-    score = jnp.where(block == own - 1, PREVIOUS_BLOCK, score)
-    score = jnp.where(block == lowest, FIRST_BLOCK, score)
-    score = jnp.where(block == own, OWN_BLOCK, score)
-    # As integers, numbers from 0 on have the same order.
+    for lag in range(len(sizes.multiplicity)):
+        exists_before = (block >= lag) & (block <= query_block)
+        before = jnp.where(exists_before, block - lag, 0)
+        score += load(scores.at[lag, batch, head, row, before], exists_before, 0.0)
+    score = jnp.where(block == query_block - 1, BEFORE, score)
+    score = jnp.where(block == first_block, FIRST, score)
+    score = jnp.where(block == query_block, OWN, score)
+    # The bits of nonnegative floats have the order of the floats.
     score = lax.bitcast_convert_type(score, jnp.int32)
-    score = jnp.where((block >= lowest) & (block <= own) & exists, score, -1)
+    score = jnp.where((block >= first_block) & (block <= query_block) & exists, score, -1)
 
     def count(mask) -> Array:
         return jnp.sum(mask, dtype=jnp.int32)
 
     def step(i, least):
-        """The largest number that K blocks reach, another bit of it."""
-        more = least | lax.shift_left(jnp.int32(1), jnp.int32(30) - i)
-        return jnp.where(count(score >= more) >= sizes.n_best, more, least)
+        """Finds another bit of the largest number that K scores reach."""
+        candidate = least | lax.shift_left(jnp.int32(1), jnp.int32(30) - i)
+        return jnp.where(count(score >= candidate) >= sizes.n_best, candidate, least)
 
     least = lax.fori_loop(jnp.int32(0), jnp.int32(31), step, jnp.int32(0))
-    above, even = score > least, score == least
+    above, tied = score > least, score == least
     room = sizes.n_best - count(above)
-    chosen = above | (even & (jnp.cumsum(even, dtype=jnp.int32) <= room))
-    place = jnp.cumsum(chosen, dtype=jnp.int32) - 1
-    place = jnp.where(chosen, place, out.shape[3])
-    pltriton.store(out.at[batch, head, row, place], block, mask=chosen)
+    chosen = above | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= room))
+    slot_of_block = jnp.cumsum(chosen, dtype=jnp.int32) - 1
+    slot_of_block = jnp.where(chosen, slot_of_block, out.shape[3])
+    pltriton.store(out.at[batch, head, row, slot_of_block], block, mask=chosen)
     slot = jnp.arange(power_of_two(sizes.n_best), dtype=jnp.int32)
     none = (slot >= count(chosen)) & (slot < sizes.n_best)
     slot = jnp.where(none, slot, out.shape[3])
@@ -300,47 +310,47 @@ def select(
     key_ids: Int[Array, "B C"] | None = None,
     first: Int[Array, "B T"] | None = None,
 ) -> Int[Array, "B G T K"]:
-    """The blocks that are worth most to each query, in their order; -1 is none.
+    """The blocks with the highest scores for each query, in order; -1 is none.
 
     Products are exact to float32.
 
     Args:
-      sizes: what is known before the call.
-      interpret: whether to run the kernels anywhere, slowly.
+      sizes: the static settings.
+      interpret: whether to run the kernels on any device, slowly.
       q: queries.
       keys: the summaries.
-      ids, key_ids: segments of both; None is one.
-      first: the first block that a query may choose; None: that of position 0.
+      ids, key_ids: segments of queries and of summaries; None: one segment.
+      first: the first block that a query may select; None: block 0.
     """
     n_batch, length, n_heads, _ = q.shape
     n_kv, n_blocks = keys.shape[2], -(-length // sizes.block)
-    # A product of float32 on the chip would be one multiplication after the other.
+    # Tensor cores have no float32 products.
     narrow = jnp.bfloat16 if q.dtype == jnp.float32 else q.dtype
     queries, summaries = ((x,) if x.dtype == narrow else in_three(x, narrow) for x in (q, keys))
     x = _SelectionInputs(queries, summaries, ids, key_ids, None)
-    of = functools.partial(_launch, sizes, interpret, len(summaries))
+    run = functools.partial(_launch, sizes, interpret, len(summaries))
     shape = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     n_tiles = -(-length // sizes.n_queries)
-    sums = of(_sums_kernel, (x,), shape, (n_tiles, n_kv, n_batch))
+    sums = run(_sums_kernel, (x,), shape, (n_tiles, n_kv, n_batch))
 
-    def some(start, n_tiles: int) -> Int[Array, "B G Q K"]:
+    def some_queries(start, n_tiles: int) -> Int[Array, "B G Q K"]:
         n_rows = n_tiles * sizes.n_queries
-        shape = len(sizes.shares), n_batch, n_kv, n_rows, n_blocks
-        worth = jax.ShapeDtypeStruct(shape, jnp.float32)
+        shape = len(sizes.multiplicity), n_batch, n_kv, n_rows, n_blocks
+        scores = jax.ShapeDtypeStruct(shape, jnp.float32)
         inputs = x._replace(start=start), sums
-        worth = of(_worth_kernel, inputs, worth, (n_tiles, n_kv, n_batch))
+        scores = run(_scores_kernel, inputs, scores, (n_tiles, n_kv, n_batch))
         best = jax.ShapeDtypeStruct((n_batch, n_kv, n_rows, sizes.n_best), jnp.int32)
         kernel = functools.partial(_best_kernel, length=length)
         grid = n_rows, n_kv, n_batch
-        warps = max(1, min(16, power_of_two(n_blocks) // BLOCKS_OF_A_WARP))
-        return of(kernel, (worth, first, start), best, grid, warps, "best")
+        warps = max(1, min(16, power_of_two(n_blocks) // BLOCKS_PER_WARP))
+        return run(kernel, (scores, first, start), best, grid, warps, "best")
 
-    of_tile = 4 * len(sizes.shares) * n_batch * n_kv * sizes.n_queries * n_blocks
-    at_a_time = max(1, AT_A_TIME // of_tile)
+    tile_bytes = 4 * len(sizes.multiplicity) * n_batch * n_kv * sizes.n_queries * n_blocks
+    at_a_time = max(1, MAX_SCORE_BYTES // tile_bytes)
     if at_a_time >= n_tiles:
-        return some(None, n_tiles)[:, :, :length]
+        return some_queries(None, n_tiles)[:, :, :length]
     starts = jnp.arange(0, n_tiles, at_a_time, dtype=jnp.int32) * sizes.n_queries
-    best = lax.map(lambda start: some(start[None], at_a_time), starts)
+    best = lax.map(lambda start: some_queries(start[None], at_a_time), starts)
     best = jnp.moveaxis(best, 0, 2)
     return best.reshape(n_batch, n_kv, -1, sizes.n_best)[:, :, :length]
 
