@@ -163,7 +163,7 @@ def _means(
     return block_ids[..., 0], key_sum / count[..., None, None]
 
 
-def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> Tiles:
+def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> ChosenTiles:
     """The tiles, of `n_rows` queries and a block of `size` keys each."""
     length = chosen.shape[2]
     query_block = jnp.arange(length, dtype=jnp.int32) // size
@@ -191,7 +191,9 @@ def _apply(block_size, impl, params, q, k, v, *, plan, segment_ids, causal, drop
     return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, rng)
 
 
-def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[Array, "B T N V"]:
+def _in_arrays(
+    tiles: ChosenTiles, size, q, k, v, segment_ids, dropout, rng
+) -> Float[Array, "B T N V"]:
     """The op in array operations, in a loop over the tiles of all sequences and heads."""
     n_batch, length, n_heads, _ = q.shape
     dtype = accum_dtype(q.dtype, v.dtype)
@@ -201,10 +203,10 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[
 
     # Arrays by tile, with the axis of tiles in front; [M, B, N, L, ...].
     def queries_by_tile(x: Array) -> Array:  # of [B, N or 1, T, ...]
-        return _by_tile(taken(x, jnp.maximum(query, 0)))
+        return _by_tile(gather_rows(x, jnp.maximum(query, 0)))
 
     def blocks_by_tile(x: Array) -> Array:  # of [B, T, N or 1, ...]
-        return _by_tile(taken(jnp.moveaxis(in_blocks(x, size), 3, 1), tiles.block))
+        return _by_tile(gather_rows(jnp.moveaxis(in_blocks(x, size), 3, 1), tiles.block))
 
     heads = jnp.swapaxes(q, 1, 2)
     attend = jax.checkpoint(functools.partial(_tile, seed, dropout))

@@ -293,9 +293,9 @@ def _best_blocks(
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     block = block.reshape(*[1] * (scores.ndim - 1), -1)
     query_block, first = query_block[..., None], first[..., None]
-    scores = jnp.where(block == query_block - 1, BEFORE, scores)
-    scores = jnp.where(block == first, FIRST, scores)
-    scores = jnp.where(block == query_block, OWN, scores)
+    scores = jnp.where(block == query_block - 1, PREVIOUS_BLOCK, scores)
+    scores = jnp.where(block == first, FIRST_BLOCK, scores)
+    scores = jnp.where(block == query_block, OWN_BLOCK, scores)
     scores = jnp.where((block >= first) & (block <= query_block), scores, -1)
     best, chosen = lax.top_k(scores, min(settings.n_selected, scores.shape[-1]))
     return jnp.where(best >= 0, chosen, -1).astype(jnp.int32)
@@ -531,7 +531,7 @@ def _softmax(logits, to_values, mask, dropout_factors) -> Array:
 
 def _blocks_at(x: Array, block: Int[Array, "B G Q K"]) -> Array:
     """Gathers blocks of `[B, G or 1, J, L, ...]`, concatenated: `[B, G, Q, K L, ...]`."""
-    x = taken(x, block)
+    x = gather_rows(x, block)
     return x.reshape(*x.shape[:3], -1, *x.shape[5:])
 
 

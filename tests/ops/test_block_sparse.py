@@ -131,7 +131,7 @@ def test_lists_hold_each_tile_once(causal, tile_q, tile_k):
 @pytest.mark.parametrize("tile_q, tile_k", [(8, 8), (4, 2), (2, 8), (16, 4)])
 @pytest.mark.parametrize("n_queries, n_keys", [(32, 32), (37, 37), (32, 21), (9, 48), (50, 16)])
 def test_lists_of_everything_hold_each_tile_once(n_queries, n_keys, causal, tile_q, tile_k):
-    everything = block_lists.Everything(n_queries, n_keys, causal, 0.0)
+    everything = block_lists.FullLayout(n_queries, n_keys, causal, 0.0)
     visible = np.tri(n_queries, n_keys) if causal else np.ones((n_queries, n_keys))
     for rows, seen, sizes in (
         (everything.rows(tile_q, tile_k), visible, (tile_q, tile_k)),
@@ -256,7 +256,7 @@ def test_rows_in_parts_are_one_attention(
     mask, (q, k, v, d_out), segment_ids = random_case(per_head, length=115, block=32)
     blocks = layout(mask, 32, q.shape[1], causal, dropout)
     if per_head is None:  # no mask at all
-        mask, blocks = np.ones_like(mask), block_lists.Everything(115, 115, causal, dropout)
+        mask, blocks = np.ones_like(mask), block_lists.FullLayout(115, 115, causal, dropout)
         segment_ids = np.sort(segment_ids, axis=1) if causal else segment_ids
     block_tiles = kernel.BlockTiles(*sizes, 4, 2)
     ids = (segment_ids, segment_ids) if packed else (None, None)
@@ -279,7 +279,7 @@ def test_rows_in_parts_are_one_attention(
 def test_segments_leave_out_the_tiles_that_none_of_them_is_in(by_query):
     queries = np.repeat([1, 2, 3, 4, 0], [9, 1, 14, 5, 11]).astype(np.int32)
     keys = np.repeat([1, 2, 4, 7, 0], [8, 8, 3, 5, 8]).astype(np.int32)
-    everything = block_lists.Everything(40, 32, causal=False, dropout=0.0)
+    everything = block_lists.FullLayout(40, 32, causal=False, dropout=0.0)
     entries = (everything.rows if by_query else everything.columns)(8, 8).entries
     ids = (queries, keys) if by_query else (keys, queries)
     spans = kernel._spans(*(kernel._range(jnp.asarray(x)[None], 8) for x in ids), entries)

@@ -118,7 +118,7 @@ def _in_kernels(
     if of_order is not None:
         of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
     near, interpret = kernel.BandOrder(order, of_order), impl == "pallas_interpret"
-    return kernel.attend(band, chunks, interpret, q, k, v, few, near, segment_ids, rng)
+    return kernel.attend(band, chunks, interpret, q, k, v, global_positions, near, segment_ids, rng)
 
 
 def _by_step(step: int, length: int, n_slots: int) -> Int[Array, " n_slots"]:

@@ -42,7 +42,7 @@ class BandOrder(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def attend(
-    band: Band,
+    band: BandMask,
     chunks: Any,
     interpret: bool,
     q: Float[Array, "B T N H"],
@@ -80,12 +80,12 @@ class _GlobalKeys(NamedTuple):
 
 
 def _global_keys(
-    band: Band, dropout: float, q, k, v, global_positions, segment_ids, rng
+    band: BandMask, dropout: float, q, k, v, global_positions, segment_ids, rng
 ) -> _GlobalKeys:
     length, query = q.shape[1], jnp.arange(q.shape[1])[None, :, None]
     key = global_positions[:, None]
     mask = key < length
-    mask = mask & ~band.shows(query, key)
+    mask = mask & ~band.sees(query, key)
     if band.causal:
         mask = mask & (key <= query)
     if segment_ids is not None:

@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.hashing import sorted_groups
-from reformax.ops.hashing.sorted_groups import Sorted
+from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.kernels.triton.block_programs import (
     BlockInputs,
     BlockProgram,
@@ -159,14 +159,14 @@ class _Cut(NamedTuple):
 
 
 def _cut(
-    layout: Layout | Everything, rows: Rows, x: BlockInputs, tiles: BlockTiles, by_query: bool
+    layout: Layout | FullLayout, rows: TileLists, x: BlockInputs, tiles: BlockTiles, by_query: bool
 ) -> _Cut:
     """Divides the tiles of all rows or columns among programs, long parts first."""
     packed, per_head = x.query_segment_ids is not None, layout.n_masks > 1
     all_masked = packed or x.chosen is not None
     n_heads = 1 if per_head else x.q.shape[2]
     per_part = int(rows.count.sum()) * x.q.shape[0] * n_heads // TARGET_PARTS
-    parts = block_lists.cut(rows, max(MIN_PART, per_part))
+    parts = block_lists.cut_lists(rows, max(MIN_PART, per_part))
     n_tiles = len(rows.count) // layout.n_masks
     head, tile = np.divmod(parts.row, n_tiles)
     is_cut = parts.per_row > 1
@@ -185,8 +185,8 @@ def _cut(
         per_head=per_head,
         any_whole=bool(np.any(columns[3] > columns[2])),
         any_masked=bool(np.any(columns[4] > columns[3])),
-        exclude_self=isinstance(layout, Everything) and layout.exclude_self,
-        n_folded=layout.n_folded if isinstance(layout, InOrder) else 0,
+        exclude_self=isinstance(layout, FullLayout) and layout.exclude_self,
+        n_folded=layout.n_folded if isinstance(layout, SortedLayout) else 0,
     )
     # A kernel takes no empty array: an empty list has one entry, which no program reads.
     entries = rows.entries if len(rows.entries) else np.zeros(1, np.int32)
@@ -198,7 +198,7 @@ def _cut(
         )
         visits = sorted_groups.visits(tiles[:2], layout.causal, *orders)
         spans = jnp.stack((visits.by_query if by_query else visits.by_key)[:2])
-    elif packed and isinstance(layout, Everything):
+    elif packed and isinstance(layout, FullLayout):
         ranges = _range(x.query_segment_ids, tiles.query), _range(x.key_segment_ids, tiles.key)
         spans = _spans(*(ranges if by_query else ranges[::-1]), rows.entries)
     work = BlockWork(jnp.asarray(columns), jnp.asarray(entries), spans)
@@ -277,8 +277,8 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
     return x.at[:, position].set(rows, mode="drop")
 
 
-def _inputs(layout: Layout | Everything, q, k, v, segment_ids, rng) -> BlockInputs:
-    n_rows = len(q) // (layout.n_folded if isinstance(layout, InOrder) else 1)
+def _inputs(layout: Layout | FullLayout, q, k, v, segment_ids, rng) -> BlockInputs:
+    n_rows = len(q) // (layout.n_folded if isinstance(layout, SortedLayout) else 1)
     seed = seed_words(rng, n_rows) if layout.dropout > 0.0 else None
     return BlockInputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
 
@@ -333,8 +333,8 @@ def forward(
     Args:
       layout: which queries see which keys, with blocks of a multiple of 16 positions.
       q, k, v: queries, keys, values.
-      segment_ids: the ids of queries and of keys, or None twice. For an `InOrder`, whose ids are
-        groups, the positions of queries and of keys follow. Bits of chosen keys
+      segment_ids: the ids of queries and of keys, or None twice. For a `SortedLayout`, whose ids
+        are groups, the positions of queries and of keys follow. Bits of chosen keys
         (`common.chosen_bits`) follow the positions, or None twice in their place.
       rng: the source of dropout; None without dropout.
       tiles: the kernel's tiles, of sizes that divide the blocks; None: chosen by the sizes.
@@ -404,7 +404,7 @@ QUERIES = BlockTiles(128, 64, 4, 3)
 KEYS = BlockTiles(128, 64, 4, 2)
 
 
-def _tiles(layout: Layout | Everything, x: BlockInputs, tiles: BlockTiles) -> BlockTiles:
+def _tiles(layout: Layout | FullLayout, x: BlockInputs, tiles: BlockTiles) -> BlockTiles:
     """`tiles`, or smaller ones where blocks are smaller or rows take more of the chip's memory."""
     n_bytes = max(x.q.shape[3], x.v.shape[3]) * x.q.dtype.itemsize
     if n_bytes > 128:

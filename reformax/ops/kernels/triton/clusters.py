@@ -26,7 +26,7 @@ from reformax.ops.softmax.block_lists import SortedLayout
 from reformax.ops.softmax.online import nonzero
 
 
-def in_order(members: Int[Array, "B N C W"]) -> Sorted:
+def in_order(members: Int[Array, "B N C W"]) -> SortedSequence:
     """Sorts the members of all clusters by (cluster, position), [X, M]; a group is a cluster.
 
     Args:
@@ -72,19 +72,19 @@ def _taken(x: Array, order: SortedSequence) -> Array:
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
 
-def _at(x: Array, order: Sorted):
+def _at(x: Array, order: SortedSequence):
     """The members' rows of `[X, T, ...]`, for updates; group 0 has an index out of bounds."""
     index = jnp.where(order.group == 0, x.shape[1], order.position)
     return x.at[jnp.arange(len(x))[:, None], index]
 
 
-def _summed(x: Array, order: Sorted, like: Array) -> Array:
+def _summed(x: Array, order: SortedSequence, like: Array) -> Array:
     """The sum of each position's rows, in the dtype of `like`."""
     zeros = jnp.zeros((*like.shape[:2], *x.shape[2:]), jnp.float32)
     return _at(zeros, order).add(x.astype(jnp.float32), mode="drop").astype(like.dtype)
 
 
-def _parts(q, k, v, queries: Sorted, keys: Sorted) -> tuple:
+def _parts(q, k, v, queries: SortedSequence, keys: SortedSequence) -> tuple:
     """The arrays of a call of `block_sparse`, without its layout and rng."""
     groups = queries.group, keys.group, queries.position, keys.position
     return _taken(q, queries), _taken(k, keys), _taken(v, keys), groups

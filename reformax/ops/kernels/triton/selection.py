@@ -273,9 +273,9 @@ def _best_kernel(scores, first_blocks, start, out, *, sizes: SelectionSizes, len
         exists_before = (block >= lag) & (block <= query_block)
         before = jnp.where(exists_before, block - lag, 0)
         score += load(scores.at[lag, batch, head, row, before], exists_before, 0.0)
-    score = jnp.where(block == query_block - 1, BEFORE, score)
-    score = jnp.where(block == first_block, FIRST, score)
-    score = jnp.where(block == query_block, OWN, score)
+    score = jnp.where(block == query_block - 1, PREVIOUS_BLOCK, score)
+    score = jnp.where(block == first_block, FIRST_BLOCK, score)
+    score = jnp.where(block == query_block, OWN_BLOCK, score)
     # The bits of nonnegative floats have the order of the floats.
     score = lax.bitcast_convert_type(score, jnp.int32)
     score = jnp.where((block >= first_block) & (block <= query_block) & exists, score, -1)
