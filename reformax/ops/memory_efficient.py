@@ -1,9 +1,9 @@
-"""Attention in chunks that are summarised one by one (Rabe and Staats 2021, figure 1).
+"""Attention in chunks of keys, each with a summary (Rabe and Staats 2021, figure 1).
 
-Queries come in chunks, one after the other. For each, every chunk of keys has a summary of its own:
-its largest logit, the sum of its weights relative to that logit, and the sum of its weighted
-values. At the end the summaries are rescaled to the largest logit of all and added up. There is
-never more than one chunk of logits.
+Chunks of queries are computed one after the other. For each, every chunk of keys has a summary: its
+largest logit, the sum of its weights relative to that logit, and the sum of its weighted values. At
+the end the summaries are rescaled to the largest logit of all and added up. There is never more
+than one chunk of logits in memory.
 
 The gradient computes the logits of each chunk again, as the paper's checkpoint around the summary
 does. It is written out, because automatic differentiation would keep copies of all keys and values
