@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from reformax.derivatives import CustomDerivatives
+
 
 class Buffer(NamedTuple):
     """A weight whose cotangent is its change."""
@@ -23,7 +25,7 @@ class Buffer(NamedTuple):
     value: Float[Array, "*d"]
 
 
-@jax.custom_vjp
+@CustomDerivatives
 def _becoming(value, after):
     del after
     return value
@@ -34,7 +36,9 @@ def _backward(change, gradient):
     return change, jnp.zeros_like(change)
 
 
-_becoming.defvjp(lambda value, after: (value, after - value), _backward)
+_becoming.define(
+    lambda value, after: (value, after - value), _backward, lambda _, tangents: tangents[0]
+)
 
 
 def updated(weight: Buffer, after: Float[Array, "*d"]) -> Float[Array, "*d"]:

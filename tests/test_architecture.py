@@ -27,12 +27,13 @@ TOP_LEVEL_LINKS = ("layers", "models")
 # What a part of the package may import from the package. Every part may declare its settings.
 MAY_IMPORT = {
     "declared.py": set(),
-    "buffers.py": set(),
+    "derivatives.py": set(),
+    "buffers.py": {"derivatives"},
     "renamed.py": set(),
     "devices.py": set(),
     "memory.py": set(),
     "progress.py": set(),
-    "ops": {"ops", "buffers"},
+    "ops": {"ops", "buffers", "derivatives"},
     "layers": {"ops", "layers"},
     "flax": {"ops", "flax"},
     "models": {"ops", "layers", "models"},

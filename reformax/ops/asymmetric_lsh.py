@@ -1,15 +1,15 @@
 """LSH attention with separate queries and keys.
 
 Angular hashing (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2) gives buckets to the queries
-and to the keys less their mean: a softmax does not see what all keys share, and a hash would see
-little else. In a causal call it is the mean of the keys before. Each hash sorts the queries by
-bucket and, apart from them, the keys. Both orders are cut into chunks. The queries of a chunk see
+and to the keys minus their mean: a vector that all keys have in common cancels in the softmax, but
+would decide most hashes. In a causal call it is the mean of the earlier keys. Each hash sorts
+queries and keys by bucket, separately. Both orders are cut into chunks. The queries of a chunk see
 the keys of the chunk with the same number and of its neighbours. Time is
 O(n_hashes * T * chunk_len), besides sorting.
 
-Smyrf's asymmetric transformations (Daras et al. 2020, sec. 3.1) do not serve an angular hash: they
+Smyrf's asymmetric transformations (Daras et al. 2020, sec. 3.1) do not suit an angular hash: they
 add a number to a query where a key has a zero, so a query and a key of one length are never closer
-than 60 degrees. `smyrf` is the same algorithm with a `QueryKeyHash` of its own.
+than 60 degrees. `smyrf` is the same algorithm with another `QueryKeyHash`.
 
 Queries and keys may be of two sequences. A query's slot is then the middle of the slots of its
 bucket's keys (`ops.hashing.alignment`), and time is O(n_hashes * (T + S) * chunk_len).
@@ -66,18 +66,18 @@ def asymmetric_lsh(
     attend_self_if_alone: bool = True,
     impl: str = "auto",
 ) -> AttentionOp:
-    """LSH attention whose keys have a projection of their own.
+    """LSH attention whose queries and keys have separate projections.
 
-    It is exact attention over the union of the chunks that the hashes show each query. Where one
-    chunk covers the length, these are all keys, as in `dense.dense()`. A bucket's queries and its
-    keys need not have the same slots: neighbours on both sides make up for some of that.
+    It is exact attention over the union of a query's chunks, which each hash chooses. Where one
+    chunk covers the length, this is `dense.dense()`. A bucket's queries and its keys may have
+    different slots; chunks on both sides make up for some of that.
 
     In a causal call later tokens decide what is in a chunk, and it may hold no key that a query may
     see. A step of decoding computes the last row of attention over the tokens so far.
 
-    Across two sequences, of other lengths or with a pair of segments, a query sees the chunks
-    around its bucket's keys; the more queries want one slot, the farther they are from it. Where
-    one chunk covers the keys, all are seen.
+    Across two sequences, of different lengths or with a pair of segment ids, a query sees the
+    chunks around its bucket's keys. Queries that want one slot take the slots around it. Where one
+    chunk covers the keys, a query sees them all.
 
     Args:
       chunk_len: queries, and keys, in a chunk; across sequences keys, and some may be missing.
@@ -85,9 +85,9 @@ def asymmetric_lsh(
       n_buckets: as in `lsh.lsh`.
       n_chunks_before: how many chunks of keys before the chunk of its number a query sees.
       n_chunks_after: how many chunks of keys after it.
-      count_once: True counts a key once however many hashes show it; False counts it each time.
+      count_once: True counts a key once in all; False once for each hash that chooses its chunk.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
-        its output zeros. Across two sequences it is zeros always: no key has a query's position.
+        its output zeros. Across two sequences it is always zeros: no key has a query's position.
       impl: as in `smyrf.smyrf`.
 
     Raises:
@@ -123,16 +123,16 @@ class QueryKeyHash(Protocol):
         ...
 
     def start(self, q, k, *, lengths: Int[Array, " B"], capacity: int, rng) -> Any:
-        """What decoding keeps after the first `lengths` positions of each row."""
+        """The decoding state after the first `lengths` positions of each row."""
         ...
 
     def advance(self, state, q, k, *, position: Int[Array, " B"], capacity: int) -> tuple:
-        """That after one more position; the keys' order [B, N, R, C]; the query's slot in it."""
+        """The state after one more position; the keys' order [B, N, R, C]; the query's slot."""
         ...
 
 
 class SortedSettings(NamedTuple):
-    """Attention in chunks of queries and of keys, each sorted by a hash: its arguments."""
+    """The options of attention in chunks of queries and of keys, each sorted by a hash."""
 
     hashing: QueryKeyHash
     chunks: ChunkSizes
@@ -141,7 +141,7 @@ class SortedSettings(NamedTuple):
     impl: str
 
     def op(self) -> AttentionOp:
-        """The op that has them."""
+        """The op with these options."""
         check_impl(self.impl, *KERNELS)
         return AttentionOp(
             init=no_params,
@@ -195,7 +195,10 @@ def _plan(
 def _apply(
     settings: SortedSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
-    """Softmax attention over the chunks of all hashes' orders (`softmax.chunked`)."""
+    """Softmax attention over the chunks of all hashes' orders.
+
+    `softmax.chunked.visible_keys` decides which keys each query sees.
+    """
     del params
     options = dict(
         causal=causal,
@@ -221,7 +224,7 @@ def _apply(
 
 
 class SortedCache(NamedTuple):
-    """Keys and values by position, and what the hash keeps."""
+    """Keys and values by position, and the hash's state."""
 
     memory: KeyValues
     hashes: Any
@@ -260,9 +263,9 @@ def _step(
 
 
 class AsymmetricLshState(NamedTuple):
-    """What decoding keeps; entries of positions without a token are arbitrary."""
+    """The decoding state; entries of positions without a token are arbitrary."""
 
-    sum: Float[Array, "B N H"]  # of all keys, for the mean that the next key is less
+    sum: Float[Array, "B N H"]  # of all keys; their mean is subtracted from the next key
     query_buckets: Int[Array, "B N R C"]  # by position
     key_buckets: Int[Array, "B N R C"]
     order: Int[Array, "B N R C"]  # positions, sorted by their key's bucket and position
@@ -314,7 +317,7 @@ class CentredAngularHash(NamedTuple):
         of_queries = with_bucket(of_queries, of_query, position)
         of_keys = with_bucket(of_keys, of_key, position)
         order, _, _ = insert_newest(order, of_keys, of_key, newest)
-        # Equal buckets are sorted by position, so the newest query is behind them.
+        # Equal buckets are sorted by position, so the newest query comes last.
         up_to = (of_queries <= of_query) & (arange_last(capacity) <= newest)
         query_slot = up_to.sum(axis=-1, keepdims=True) - 1
         new = AsymmetricLshState(

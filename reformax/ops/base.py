@@ -3,12 +3,12 @@
 Letters in the shapes of `reformax.ops` (the order of `jax.nn.dot_product_attention`):
 
     B batch    T queries    S keys    N heads    H query and key size    V value size
-    R hashing rounds    C chunks    L chunk length    M keys in a chunk's window
+    R hashes   C chunks   L chunk length   M keys in a chunk's window
     G heads of keys and values, a divisor of N (`calls/heads.py`); where it is not named, it is N
 
-Segments are integer ids, one a token: a token sees its own id only, and 0 is padding, which sees
-and gives nothing. Queries and keys of one sequence share one array `[B, T]`; those of two sequences
-have a pair of arrays, `[B, T]` and `[B, S]`.
+Segment ids are integers, one for each token. A token sees the tokens of its own id. Id 0 is
+padding, which sees nothing and is not seen. Queries and keys of one sequence have one array of ids,
+`[B, T]`; those of two sequences have a pair, `[B, T]` and `[B, S]`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import checked
-from reformax.ops.calls.arguments import check_arguments, check_params
+from reformax.ops.calls.arguments import check_arguments, checked_params
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.masking.given_masks import checked_mask, with_mask
@@ -35,7 +35,7 @@ from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import CallArrays, placement_of
 
 T = TypeVar("T")
-# Values of options that are what they are equal to: a sequence may hold 2 or 2.0.
+# Option types that are safe cache keys: equality implies identity. Sequences may hold 2 or 2.0.
 _REMEMBERED = (bool, int, float, str, FunctionType, type(None))
 
 
@@ -49,33 +49,29 @@ class Traits(NamedTuple):
     bias: bool = False  # it can add a given bias to the logits
     exact: bool = False  # it attends to every visible key
     random_plan: bool = False  # its plan is drawn at random and needs an rng
-    causal_plan: bool = True  # in a causal call, where a position looks depends on no later one
-    beams: bool = False  # in beam search, `step` finds a beam's past in other beams' caches
-    keeps_padding_out: bool = False  # `apply` ignores what stands at padding by itself
+    causal_plan: bool = True  # in a causal call no later token changes what a position sees
+    beams: bool = False  # in beam search `step` reads a beam's past in other beams' caches
+    keeps_padding_out: bool = False  # `apply` itself ignores the arrays at padding
     local: bool = False  # how far a position sees does not grow with the length
     exclude_self: bool = False  # a position never sees itself
     dropout: bool = True  # it makes attention weights, which can be dropped
     packed: bool = True  # it tells segments apart; False: a row has one, besides padding
-    global_tokens: bool = (
-        False  # its plan reads `Tokens.global_tokens`, such as which tokens are global
-    )
-    lengths: bool = False  # it hides padding behind a row by the number of the row's tokens
-    grouped: bool = False  # it reads keys of fewer heads as they are; others get them repeated
-    head_shards: bool = False  # it computes any of the heads, told by a `Shard` in place of the rng
-    choose_together: bool = False  # heads that share keys look at the same of them
-    sequence_shards: bool = (
-        False  # it computes stretches of sequences, told by a `Shard` with an axis
-    )
+    global_tokens: bool = False  # its plan reads `Tokens.global_tokens`: which tokens are global
+    lengths: bool = False  # it takes the number of a row's tokens, with padding behind them
+    grouped: bool = False  # it reads keys of fewer heads; other ops get them repeated
+    head_shards: bool = False  # it computes a shard of heads; a `Shard` takes the rng's place
+    choose_together: bool = False  # heads that share keys attend to the same of them
+    sequence_shards: bool = False  # it computes a shard of the sequence; a `Shard` names the axis
 
 
-# Other than a tuple, a dataclass may stand in `jax.jit`, which keeps weak references.
+# A dataclass, because `jax.jit` keeps weak references, which a tuple has not.
 @dataclasses.dataclass(frozen=True, repr=False)
 class AttentionOp:
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
-    `plan` says where each query looks, and `apply` does the arithmetic there. A reversible stack
-    computes `apply` again in the backward pass and must look in the same places. It keeps the
-    plans, which are small, and no activations.
+    `plan` chooses the keys that each query may attend to, and `apply` attends to them. A reversible
+    stack computes `apply` again in the backward pass, with the same plan. It stores the plans,
+    which are small, and no activations.
 
     Attributes:
       init: `(rng, dims) -> params`, the algorithm's own weights: a dict of arrays, or `()`. A stack
@@ -85,29 +81,29 @@ class AttentionOp:
         Settings that depend on a length use `length` if it is given, and else the length of q. With
         the trait `global_tokens` it also takes `global_tokens [B, T]`, None by default.
       apply: `(params, q, k, v, *, plan, segment_ids, causal, dropout, rng) -> out`. With the trait
-        `bias` it also takes `bias`, None by default; an algorithm with extras takes
-        `extra_projections`. With the trait `lengths` it also takes `lengths [B]`, None by default:
+        `bias` it also takes `bias`, None by default; an algorithm that has `extra_projections`
+        takes those. With the trait `lengths` it also takes `lengths [B]`, None by default:
         each row is so many tokens of one segment and then padding, where arrays are finite.
-        Segments say the same.
+        `segment_ids` say the same.
       traits: what the algorithm can do.
       init_cache: `(params, q, k, v, *, plan, lengths, capacity, rng) -> cache`, for decoding: the
         cache after the first `lengths` positions of each row, with room for `capacity` positions.
         The plan is that of a causal call with `length=capacity` and the same rng. None if the
-        algorithm cannot decode. An algorithm with extras takes `extra_projections`.
+        algorithm cannot decode. An algorithm that has `extra_projections` takes those.
       step: `(params, q, k, v, cache, *, position) -> (out, cache)`: attention of one more position
         of each row, `[B, 1, N, ...]`, whose number is `position [B]`. With the trait `beams` it
         also takes `origins`, with the trait `bias` also `bias`, `(positions of keys [B, S]) ->
-        [B, N, S]`; an algorithm with extra_projections takes `extras`. The algorithm's `impl`
-        decides as in `apply` whether kernels hash and compute a softmax of one query. None if the
-        algorithm cannot decode.
+        [B, N, S]`; an algorithm that has `extra_projections` takes those. As in `apply`, the
+        algorithm's `impl` decides whether kernels hash and compute a softmax of one query. None if
+        the algorithm cannot decode.
       replace_value: `(cache, v, position) -> cache`: the cache with another value, `[B, 1, N, V]`,
         of a position that it holds. None: it cannot.
       extra_projections: `dims -> {name: ExtraProjection}`: further projections of the layer's
         input, such as gates. A layer makes them, and the functions above take them as a dict,
         `{name: [B, T, n_heads, size]}`. None: there are none.
       reach: `causal -> Reach`, how far a position sees, whatever the length. A device that has a
-        stretch of a sequence then reads its neighbours' borders alone. For an algorithm without a
-        plan and extras; None: there is no such distance.
+        shard of a sequence then reads its neighbours' borders alone. For an algorithm without a
+        plan and without `extra_projections`; None: there is no such distance.
       name: the algorithm's name, for people to read; `named` sets it.
       options: the options that differ from their defaults, as text; `named` sets it too.
     """
@@ -165,19 +161,18 @@ class AttentionOp:
           causal: whether a position sees only itself and what came before it.
           segment_ids: ids of the tokens, or a pair of them for queries and for keys. Booleans say
             that each row is one segment besides its padding.
-          mask: True where a key may be seen. `[B, S]` marks the keys that are tokens, for every
-            algorithm: it becomes segments, in which the others are padding. `[B, N, T, S]` marks
-            pairs, for an algorithm with the trait `bias`; an axis of size 1 is shared.
-          bias: added to the logits after they are scaled; an axis of size 1 is shared.
+          mask: True where a key may be seen. `[B, S]` is of keys, for every algorithm: it becomes
+            segment ids, by which the hidden keys are padding. `[B, N, T, S]` is of pairs, for an
+            algorithm with the trait `bias`; an axis of size 1 is broadcast.
+          bias: added to the logits after they are scaled; an axis of size 1 is broadcast.
           dropout: the rate at which attention weights are dropped.
-          dropout_rate: refused above 0. flax's modules give it, and an rng by a name that is not
-            read here; `reformax.flax.attention_fn` takes both.
+          dropout_rate: refused above 0. flax's modules pass it, and an rng by another name;
+            `reformax.flax.attention_fn` takes both.
           rng: the source of hashes and of dropout.
           train: False selects the algorithm's settings for evaluation; `dropout` is as given.
           params: the algorithm's own weights, from its `init`.
           extra_projections: the further projections that the algorithm reads, by name.
-          global_tokens: above 0 for tokens that an algorithm with the trait `global_tokens` treats
-            apart.
+          global_tokens: above 0 for global tokens, for an algorithm with the trait `global_tokens`.
 
         Returns:
           The attended values in the dtype of `v`. A row that sees nothing is zeros.
@@ -200,7 +195,7 @@ class AttentionOp:
             global_tokens=global_tokens,
         )
         check_arguments(self, *(q, k, v), **call, train=train, **checked)
-        check_params(self, params, q, v)
+        params = checked_params(self, params, q, v)
         if mask is not None:
             mask = checked_mask(self, mask, q, q if k is None else k)
         segment_ids = int32_ids(segment_ids)
@@ -214,19 +209,19 @@ class AttentionOp:
 def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
     """The op's call, compiled once for each choice of settings and shapes.
 
-    Inside of another compiled function it is a part of that one.
+    Inside another compiled function it becomes a part of that.
     """
     settings = ("causal", "dropout", "train")
     return jax.jit(functools.partial(_attend, op), static_argnames=settings)
 
 
 def _attend(op: AttentionOp, x: CallArrays, **settings: Any) -> Float[Array, "B T N V"]:
-    where = placement_of(op, x)
-    attend = functools.partial(_attend_here, op, **settings)
-    return attend(x) if where is None else where.on_each(attend, x)
+    on_devices = placement_of(op, x)
+    attend = functools.partial(_plan_and_apply, op, **settings)
+    return attend(x) if on_devices is None else on_devices.on_each(attend, x)
 
 
-def _attend_here(
+def _plan_and_apply(
     op: AttentionOp, x: CallArrays, *, causal: bool, dropout: float, train: bool
 ) -> Float[Array, "B T N V"]:
     params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng = x
@@ -242,19 +237,21 @@ def _attend_here(
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that are not None: functions without an option need not know of it."""
+    """The options that are not None, so that functions without an option need not take it."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
-    """Names the ops that `factory` makes after it, with the options that differ from its defaults.
+    """Names the ops of `factory` after it, with the options that differ from its defaults.
 
-    It decorates every public function that returns an `AttentionOp`, and checks the options by
-    their annotations. The op's `apply` reads zeros at padding and writes zeros there, whatever
-    stands in the arrays; with the trait `keeps_padding_out` it sees to that by itself. Without the
-    trait `grouped`, its functions read keys and values of all heads. What they are given and return
-    varies along the same axes of a `jax.shard_map`. The same options give the same op, for which
-    all is compiled already.
+    It decorates every public function that returns an `AttentionOp`:
+
+    * Options are checked by their annotations. The same options return the same op, whose calls
+      are compiled already.
+    * `apply` reads zeros at padding and writes zeros there, whatever the arrays hold. An op with
+      the trait `keeps_padding_out` does so itself.
+    * Without the trait `grouped`, the op's functions read keys and values of all heads.
+    * Arguments and results vary along the same axes of a `jax.shard_map`.
     """
 
     def finish(op: AttentionOp, options: str) -> AttentionOp:
@@ -287,7 +284,7 @@ def described(factory: Callable[..., T], finish: Callable[[T, str], T]) -> Calla
         ]
         return finish(result, ", ".join(changed))
 
-    # Of one type, for True is 1 and no number.
+    # Typed, because True equals 1.
     remembered = functools.lru_cache(maxsize=256, typed=True)(make)
 
     @functools.wraps(factory)
@@ -351,7 +348,7 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """An option's value in a word: arrays by shape, functions by name."""
+    """An option's value as text: arrays by shape, functions by name."""
     if getattr(value, "shape", ()):
         return f"{value.dtype}{list(value.shape)}"
     return getattr(value, "__name__", None) or repr(value)
@@ -364,6 +361,6 @@ def no_params(rng: PRNGKeyArray, dims: Dims) -> tuple[()]:
 
 
 def no_plan(params, q, k, *, segment_ids, causal, rng, train, length=None) -> tuple[()]:
-    """`AttentionOp.plan` of an algorithm whose places do not depend on what it reads."""
+    """`AttentionOp.plan` of an algorithm that sees the same keys whatever it reads."""
     del params, q, k, segment_ids, causal, rng, train, length
     return ()

@@ -2,8 +2,8 @@
 
 The forward pass walks through tiles of logits with a running maximum and sum. Of each row it keeps
 the output and these two, from which the backward pass computes the logits again (algorithms 1, 2
-and 4). The two are kept apart, because their log-sum-exp would round the sum away where logits
-are large. Dropout's mask is a function of each weight's address, so it is the same in both passes
+and 4). The two are separate, because their log-sum-exp would round the sum away where logits
+are large. The dropout mask is a function of each weight's address, so it is the same in both passes
 and in any tiling.
 """
 
@@ -47,11 +47,12 @@ def flash(
       key_block_size: keys in a tile, likewise.
       scale: the factor of the products of queries and keys; None is `1 / sqrt(H)`.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
-        and bfloat16 without bias, dropout and segments, except for padding behind rows that a layer
-        tells of (`Tokens.right_padded`). `"pallas"` is the kernel of block-sparse attention with
-        every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less, without bias and
-        `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it anywhere, slowly,
-        for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes the call.
+        and bfloat16 without bias, dropout and segments, except for padding behind rows, with the
+        `lengths` of a layer (`Tokens.padded_behind`). `"pallas"` is the kernel of block-sparse
+        attention with every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
+        without bias and `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it
+        anywhere, slowly, for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes
+        the call.
 
     Raises:
       ValueError: a size below 1, a scale out of range, an unknown `impl`.
@@ -86,7 +87,7 @@ def _apply(
     block_sizes, scale, impl = settings
     if isinstance(rng, Shard) and rng.axis is not None:
         impl = choose_impl(impl, **kernel_obstacles(q, k, v, scale=scale))
-        pieces = _Pieces(block_sizes, scale, dropout, impl)
+        pieces = _FlashPieces(block_sizes, scale, dropout, impl)
         return ring.attend(pieces, causal, q, k, v, segment_pair(segment_ids), rng)
     bias_shape = None if bias is None else bias.shape
     impl = choose_impl(
@@ -125,7 +126,7 @@ def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Til
     )
 
 
-class _Pieces(NamedTuple):
+class _FlashPieces(NamedTuple):
     """Attention of some queries to some keys, as `ring.Pieces` says."""
 
     block_sizes: tuple[int | None, int | None]

@@ -1,4 +1,4 @@
-"""The gated delta rule: a state that forgets, and replaces what it holds for a key.
+"""The gated delta rule: a state that decays, and replaces the value stored for a key.
 
 Yang et al. 2024 ("Gated Delta Networks", eq. 10):
 
@@ -48,23 +48,23 @@ def gated_delta(
 ) -> AttentionOp:
     """Gated DeltaNet's attention.
 
-    Extras: `beta [N, 1]`, `keep [N, 1]`; with `gated` also `output_gate [N, V]`. Weights: `rate
-    [N]`, as its logarithm, `bias [N]`; with `normalized` also `scale [N, V]`.
+    Extra projections: `beta [N, 1]`, `keep [N, 1]`; with `gated` also `output_gate [N, V]`.
+    Weights: `rate [N]`, as its logarithm, `bias [N]`; with `normalized` also `scale [N, V]`.
 
     Args:
       normalized: whether each head's output is brought to unit root mean square, and scaled.
       gated: whether the output is multiplied by silu of a projection of the layer's input, as in
-        the paper. The gate begins near 0 with signs at random, through which a model learns slowly
-        what to copy; a small language model was better without it (docs/zoo_measured.md).
-      memory: the positions after which a head has forgotten all but 1 / e when training
-        begins, where `keep` is 0. None draws each head's as Mamba 2 does, from 0.6 to 1,000 and
-        half of them below 14: with few heads all may be short, and nothing further away is learnt.
+        the paper. The gate begins near 0 with random signs, so a model learns slowly what to copy.
+        A small language model was better without it (docs/zoo_measured.md).
+      memory: the positions in which a head decays to 1 / e when training begins and `keep` is 0.
+        None draws each head's as Mamba 2 does, from 0.6 to 1,000 and half of them below 14. With
+        few heads all of them may be short, and then nothing farther away is learnt.
       conv_size, chunk_len, impl: as in `linear.linear`.
 
     Raises:
       ValueError: chunk_len below 1, an unknown `impl`.
-      NotImplementedError: at the call, with dropout: weights are never made; where the kernel asked
-        for cannot compute the call.
+      NotImplementedError: at the call, with dropout, because no attention weights are made; when a
+        kernel is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
 
@@ -84,7 +84,7 @@ def gated_delta(
 def _init(normalized: bool, memory: float | None, conv_size: int | None, rng, dims):
     """Heads begin with rates from 1 to 16 and steps of 0.001 to 0.1, as Mamba 2's do.
 
-    With `memory` a step is what makes a head forget `1 / memory` in a position.
+    With `memory` the step is `1 / (memory * rate)`: a head decays by `1 / memory` in a position.
     """
     rate_rng, step_rng = jax.random.split(rng)
     shape = (dims.n_heads,)
@@ -93,9 +93,9 @@ def _init(normalized: bool, memory: float | None, conv_size: int | None, rng, di
     step = jnp.exp(jax.random.uniform(step_rng, shape, minval=least, maxval=most))
     if memory is not None:
         step = 1 / (memory * rate)
-    bias = step + jnp.log(-jnp.expm1(-step))  # of which softplus makes the step where `keep` is 0
-    own = {"rate": jnp.log(rate), "bias": bias} | output_params(normalized, dims)
-    return own | conv_params(conv_size, jax.random.fold_in(rng, 2), dims)
+    bias = step + jnp.log(-jnp.expm1(-step))  # softplus(bias) = step, where `keep` is 0
+    weights = {"rate": jnp.log(rate), "bias": bias} | output_params(normalized, dims)
+    return weights | conv_params(conv_size, jax.random.fold_in(rng, 2), dims)
 
 
 def _inputs(params, q, k, v, extra_projections) -> RecurrenceInputs:

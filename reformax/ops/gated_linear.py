@@ -1,9 +1,9 @@
-"""Gated linear attention: each feature of a key is forgotten at a rate read off the input.
+"""Gated linear attention: the state decays by feature, at rates that depend on the input.
 
 Yang et al. 2023 ("Gated Linear Attention Transformers", eq. 3-4 and sec. 4.4):
 `S_t = diag(a_t) S_{t-1} + k_t v_t^T`, `out_t = S_t^T q_t`, with `a_t = sigmoid(gate_t + b)^(1/16)`.
-The output of each head is normalised and gated. The paper makes `gate` of two thin matrices; here
-it is one projection.
+The output of each head is normalised and gated. The paper factorises `gate` in two thin matrices;
+this file has one projection.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ def gated_linear(
     chunk_len: Size = 64,
     impl: str = "auto",
 ) -> AttentionOp:
-    """Linear attention that forgets by feature.
+    """Linear attention with a decay for each feature of the keys.
 
-    Extras: `gate [N, H]`; with `gated` also `output_gate [N, V]`. Weights: `bias [N, H]`; with
-    `normalized` also `scale [N, V]`.
+    Extra projections: `gate [N, H]`; with `gated` also `output_gate [N, V]`. Weights: `bias [N,
+    H]`; with `normalized` also `scale [N, V]`.
 
     Args:
       normalized: whether each head's output is brought to unit root mean square, and scaled.
-      gated: whether the output is multiplied by silu of a projection of the layer's input. It
-        begins near 0 with signs at random, through which a model of few layers learns slowly what
-        to copy (docs/zoo_measured.md).
-      temperature: the root that is taken of the gates. The larger, the slower they forget.
-      memory: the positions after which a feature has forgotten all but 1 / e when training
-        begins, where `gate` is 0. None is the paper's, a bias of 0: `temperature / log(2)`, 23.
+      gated: whether the output is multiplied by silu of a projection of the layer's input. The
+        gate begins near 0 with random signs, so a shallow model learns slowly
+        what to copy (docs/zoo_measured.md).
+      temperature: the root that is taken of the gates; a larger one slows the decay.
+      memory: the positions in which a feature decays to 1 / e when training begins and `gate` is 0.
+        None is the paper's bias of 0: `temperature / log(2)`, 23 positions.
       conv_size, chunk_len, impl: as in `linear.linear`.
 
     Raises:
       ValueError: a setting out of range, an unknown `impl`.
-      NotImplementedError: at the call, with dropout: weights are never made; where the kernel asked
-        for cannot compute the call.
+      NotImplementedError: at the call, with dropout, because no attention weights are made; when a
+        kernel is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
 
     def init(rng, dims):
         lost = math.log(2) if memory is None else temperature / memory
         bias = -(lost + math.log(-math.expm1(-lost)))  # log_sigmoid(bias) = -lost
-        own = {"bias": jnp.full((dims.n_heads, dims.d_qk), bias, float)}
-        return own | output_params(normalized, dims) | conv_params(conv_size, rng, dims)
+        weights = {"bias": jnp.full((dims.n_heads, dims.d_qk), bias, float)}
+        return weights | output_params(normalized, dims) | conv_params(conv_size, rng, dims)
 
     def extra_projections(dims):
         return {"gate": ExtraProjection(dims.n_heads, dims.d_qk)} | output_projections(gated, dims)

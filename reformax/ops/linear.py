@@ -5,7 +5,7 @@ is `phi(q) . phi(k)` with `phi(x) = elu(x) + 1`. Then
 
     out_i = phi(q_i) . sum_j phi(k_j) v_j^T / phi(q_i) . sum_j phi(k_j),
 
-whose sums are over all j, or up to i in causal attention, where they are a recurrence. Time and
+where the sums are over all j, or in causal attention over j up to i, by a recurrence. Time and
 memory are O(T).
 """
 
@@ -40,15 +40,15 @@ def linear(
         (`recurrence.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
-      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
-        compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
-        the faster one of those that can compute the call. Attention that is not causal has no
-        recurrence: its sums are products of matrices, whatever `impl` is.
+      impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later, with
+        chunks of 64; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes
+        them where they can compute the call. Attention that is not causal has no recurrence: its
+        sums are products of matrices, whatever `impl` is.
 
     Raises:
       ValueError: chunk_len below 1, an unknown `impl`.
-      NotImplementedError: at the call, with dropout: weights are never made; where the kernel asked
-        for cannot compute the call.
+      NotImplementedError: at the call, with dropout, because no attention weights are made; when a
+        kernel is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
     functions = recurrent(_inputs, None, chunk_len, impl)
@@ -79,6 +79,6 @@ def _inputs(params, q, k, v, extra_projections=None) -> RecurrenceInputs:
 
 
 def _features(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """`elu(x) + 1`, without rounding what is far below 0 away."""
+    """`elu(x) + 1`, computed as `exp(x)` below 0, where adding 1 would round small numbers away."""
     y = x.astype(accum_dtype(x.dtype))
     return jnp.where(y > 0, y + 1, jnp.exp(jnp.minimum(y, 0))).astype(x.dtype)

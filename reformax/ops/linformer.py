@@ -4,8 +4,8 @@ Wang et al. 2020 ("Linformer: Self-Attention with Linear Complexity", sec. 4, eq
 
     head_i = softmax(Q (E_i K)^T / sqrt(H)) F_i V,    E_i, F_i of size k x n
 
-E and F are learned. Their product with the keys is a fixed mixture of all positions, so attention
-can neither hide the future nor tell packed sequences apart. Time is O(T k), memory O(T).
+E and F are learned. Their products with keys and values are fixed mixtures of all positions, so
+attention can neither hide the future nor tell packed sequences apart. Time is O(T k), memory O(T).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import Bounds, SettingError, Width
+from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Traits, named, no_plan
 from reformax.ops.calls.dims import Dims
@@ -43,8 +44,8 @@ def linformer(
 
     Args:
       n_projected: k, the number of mixtures.
-      share: what E and F are shared by: by nothing, by the heads, or by the heads and by keys and
-        values (sec. 4, "Additional Efficiency Techniques").
+      share: "none": each head has E and F; "heads": all heads have one E and one F; "values": E is
+        also F (sec. 4, "Additional Efficiency Techniques").
       max_length: L; None is the length that the weights are made for.
       impl: as in `flash.flash`, which attends to the mixtures.
 
@@ -67,13 +68,13 @@ def _init(rng: PRNGKeyArray, dims: Dims, *, n_projected, share, max_length):
     shape = (dims.n_heads, *shape) if share == "none" else shape
     names = ("e",) if share == "values" else ("e", "f")
     return {
-        name: jax.random.normal(own, shape) / math.sqrt(n_projected)
-        for name, own in zip(names, jax.random.split(rng, len(names)), strict=True)
+        name: jax.random.normal(weight_rng, shape) / math.sqrt(n_projected)
+        for name, weight_rng in zip(names, jax.random.split(rng, len(names)), strict=True)
     }
 
 
 def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend):
-    del segment_ids  # what is at padding is zeros here, and is zeros in what returns
+    del segment_ids  # `base.named` makes padding zeros, before and after
     if params["e"].ndim == 3:
         params = {name: of_heads(x, rng, q.shape[2]) for name, x in params.items()}
     keys, values = _projected(k, params["e"]), _projected(v, params.get("f", params["e"]))
@@ -94,16 +95,16 @@ def _projected(
     return _mixed(x, weights[..., :length, :])
 
 
-@jax.custom_vjp
+@CustomDerivatives
 def _mixed(
     x: Float[Array, "B T N H"], weights: Float[Array, "T K"] | Float[Array, "N T K"]
 ) -> Float[Array, "B K N H"]:
-    """The mixtures."""
+    """`_projected` by a row of weights for each position."""
     return product(f"btnh,{_heads(weights)}tk->bknh", x, weights, x.dtype).astype(x.dtype)
 
 
 def _heads(weights: Array) -> str:
-    """The letter of their axis of heads, if they have one."""
+    """The letter of the weights' axis of heads, if they have one."""
     return "n" if weights.ndim == 3 else ""
 
 
@@ -119,4 +120,6 @@ def _backward(results, d_mixtures):
     return dx, d_weights.astype(weights.dtype)
 
 
-_mixed.defvjp(_forward, _backward)
+_mixed.define(
+    _forward, _backward, lambda primals, tangents: tangent_of(_mixed.function, primals, tangents)
+)

@@ -53,7 +53,7 @@ class LocalSettings(NamedTuple):
         if self.window is not None:
             return Reach(self.window - 1, 0 if causal else self.window - 1)
         before, after = (self.chunk_len * n for n in (self.n_chunks_before, self.n_chunks_after))
-        # The rest of a position's own chunk is in the future.
+        # If not causal, a position also sees the rest of its own chunk.
         behind = 0 if causal else after + self.chunk_len - 1
         return Reach(before, behind, self.chunk_len)
 
@@ -104,13 +104,13 @@ def local(
       window: if set, a position sees exactly those less than `window` positions away, before it
         and, if not causal, after it. The chunk counts must then be large enough to hold it.
       shared_qk: whether keys are the length-normalised queries.
-      wrap: True joins the chunks to a circle, as Trax and Hugging Face do: before the first comes
-        the last one. A key that a query's chunks show twice then counts twice. In causal attention
-        it changes something only where `n_chunks_before` reaches around to the chunk itself, or
+      wrap: True joins the chunks to a circle, as Trax and Hugging Face do: the last chunk comes
+        before the first. A key that is twice among a query's chunks then counts twice. In causal
+        attention this matters only where `n_chunks_before` reaches around to the chunk itself, or
         `n_chunks_after` from the last chunk to the first.
       pad_chunks: with `wrap`, the sequence is padded to a multiple of so many chunks.
-      self_score: as in `lsh.lsh`. It changes something only where `shared_qk` and `wrap` show a
-        position its own key twice.
+      self_score: as in `lsh.lsh`. It matters only with `shared_qk` and `wrap`, where a position's
+        own key is twice among its chunks.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
         heads of 128 or less, without `wrap`; `"pallas_interpret"` runs it anywhere, slowly, for
         tests. `"cudnn"` is NVIDIA's own, for causal attention with a `window` under the conditions

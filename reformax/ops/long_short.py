@@ -1,16 +1,16 @@
-"""Long-Short attention: a sliding window, and all that is behind it by a projection of low rank.
+"""Long-Short attention: a sliding window, and a low-rank projection of the whole sequence.
 
 Zhu et al. 2021 ("Long-Short Transformer: Efficient Transformers for Language and Vision"). A query
-has one softmax over the keys of its window and over r mixtures of all keys, whose weights are read
-off the keys themselves (sec. 3.2, "Dynamic Projections"):
+has one softmax over the keys of its window and over r mixtures of all keys, whose weights are
+computed from the keys (sec. 3.2, "Dynamic Projections"):
 
     P = softmax(K W_P) over positions,    K- = P^T K,    V- = P^T V
 
-The two kinds of keys and of values have layer norms of their own, so that neither drowns the other
+Window and mixtures have separate layer norms of keys and of values, which bring both to one scale
 ("DualLN"). In causal attention the sequence is cut into chunks, each chunk has its r mixtures, and
 a query sees those of the chunks before its own (sec. 3.3). Time is O(T (w + r)), and in causal
-attention with chunks of l O(T (w + r T / l)). Memory is O(T): logits of some queries are made after
-those of others.
+attention with chunks of l O(T (w + r T / l)). Memory is O(T): logits are computed for one
+group of queries after the other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOGITS_AT_A_TIME = 2**28
 
 
 class LongShortSettings(NamedTuple):
-    """The hyperparameters of `long_short`, whose arguments they are."""
+    """The options of `long_short`, which documents them."""
 
     window: int
     rank: int
@@ -55,7 +55,7 @@ class LongShortSettings(NamedTuple):
 
 
 class Mixtures(NamedTuple):
-    """Keys and values that each stand for a chunk, `rank` of them a chunk."""
+    """Keys and values that summarise chunks, `rank` for each chunk."""
 
     keys: Float[Array, "B S N H"]
     values: Float[Array, "B S N V"]
@@ -63,7 +63,7 @@ class Mixtures(NamedTuple):
 
 
 class LongShortCache(NamedTuple):
-    """The last positions, and the mixtures of all chunks. That of an unfinished chunk changes."""
+    """The last positions, and the mixtures of all chunks. An unfinished chunk's still change."""
 
     ring: KeyValues
     mixtures: KeyValues
@@ -73,22 +73,22 @@ class LongShortCache(NamedTuple):
 def long_short(
     *, window: Size = 128, rank: Rank = 8, chunk_len: Size = 128, dual_norm: bool = True
 ) -> AttentionOp:
-    """Attention to a window and to learned summaries of what is outside of it.
+    """Attention to a window and to learned summaries of the sequence.
 
     A summary mixes all tokens of its chunk, so packed sequences are refused. Without `rank` and
     `dual_norm` it is `local.local` with this window.
 
     Weights: `projection [N, H, r]`; with `dual_norm` the scale and the bias of four layer norms
     over a head's vector, `near_keys_norm`, `far_keys_norm [2, N, H]` and `near_values_norm`,
-    `far_values_norm [2, N, V]`. The paper's code normalises the vectors of all heads as one.
+    `far_values_norm [2, N, V]`. The paper's code normalises the vectors of all heads as one vector.
 
     Args:
       window: a position sees those less than `window` positions away, before it and, if not causal,
         after it.
       rank: r, the summaries of the sequence, or in causal attention of each chunk. 0 is none.
-      chunk_len: l, the positions of a chunk in causal attention. Of a chunk that is not complete a
-        position sees its window alone, which should therefore be as long.
-      dual_norm: whether keys and values are normalised, those of the window apart from summaries.
+      chunk_len: l, the positions of a chunk in causal attention. A position sees its own chunk
+        only by its window, which should therefore be at least as long.
+      dual_norm: whether keys and values are normalised, in the window and in summaries separately.
 
     Raises:
       ValueError: a size out of range.
@@ -112,9 +112,9 @@ def _init(settings: LongShortSettings, rng: PRNGKeyArray, dims: Dims) -> dict[st
         params["projection"] = jax.random.normal(rng, (n, h, settings.rank)) / math.sqrt(h)
     if settings.dual_norm:
         one = jnp.array([1.0, 0.0])[:, None, None]
-        for place in ("near", "far") if settings.rank else ("near",):
-            params[f"{place}_keys_norm"] = jnp.broadcast_to(one, (2, n, h))
-            params[f"{place}_values_norm"] = jnp.broadcast_to(one, (2, n, v))
+        for kind in ("near", "far") if settings.rank else ("near",):
+            params[f"{kind}_keys_norm"] = jnp.broadcast_to(one, (2, n, h))
+            params[f"{kind}_values_norm"] = jnp.broadcast_to(one, (2, n, v))
     return params
 
 
@@ -137,16 +137,16 @@ def _apply(
             far = mixtures(settings, params, k, v, real, chunk_len)
 
         @jax.checkpoint  # and the logits
-        def some(far: Mixtures | None, near: Window) -> Float[Array, "B C L N V"]:
+        def attend_group(far: Mixtures | None, near: WindowedBlocks) -> Float[Array, "B C L N V"]:
             kinds = [_near(settings, near, causal)]
             if far is not None:
                 kinds.append(_far(settings, near, far, chunk_len if causal else None))
             heads = jnp.arange(n_heads)
-            return attend_to_kinds(kinds, near.place, dropout, seed, heads)
+            return attend_to_kinds(kinds, near.query_position, dropout, seed, heads)
 
         near = _window(settings, params, q, k, v, real, causal)
         n_far = 0 if far is None else far.keys.shape[1]
-        out = _by_groups(functools.partial(some, far), near, n_far)
+        out = _by_groups(functools.partial(attend_group, far), near, n_far)
         return out.reshape(len(q), -1, n_heads, v.shape[3])[:, :length].astype(v.dtype)
 
     return attend(params, q, k, v)
@@ -155,18 +155,18 @@ def _apply(
 # Queries lie in blocks: letters C blocks of L queries, M keys.
 
 
-class Window(NamedTuple):
-    """Blocks of queries, and the keys of the window: of each block and its neighbours."""
+class WindowedBlocks(NamedTuple):
+    """Blocks of queries, and the keys of each block and of its neighbours."""
 
     queries: Float[Array, "B C L N H"]
-    place: Int[Array, "1 C L"]
+    query_position: Int[Array, "1 C L"]
     keys: Float[Array, "B C M N H"]
     values: Float[Array, "B C M N V"]
-    key: Int[Array, "1 C M"]  # its position
+    key_position: Int[Array, "1 C M"]
     real: Bool[Array, "#B C M"]
 
 
-def _window(settings: LongShortSettings, params, q, k, v, real, causal: bool) -> Window:
+def _window(settings: LongShortSettings, params, q, k, v, real, causal: bool) -> WindowedBlocks:
     length = q.shape[1]
     size = min(settings.window, length)
     n_blocks, after = -(-length // size), 0 if causal else 1
@@ -181,20 +181,20 @@ def _window(settings: LongShortSettings, params, q, k, v, real, causal: bool) ->
     if settings.dual_norm:
         keys = layer_norm(k, params["near_keys_norm"])
         values = layer_norm(v, params["near_values_norm"])
-    return Window(
+    return WindowedBlocks(
         queries=in_blocks(q, size),
-        place=jnp.arange(n_blocks * size).reshape(1, n_blocks, size),
+        query_position=jnp.arange(n_blocks * size).reshape(1, n_blocks, size),
         keys=windows(keys),
         values=windows(values),
-        key=windows(jnp.arange(length)[None]),
+        key_position=windows(jnp.arange(length)[None]),
         real=windows(jnp.broadcast_to(real, (len(real), length))),
     )
 
 
-def _by_groups(attend, near: Window, n_far: int) -> Float[Array, "B C L N V"]:
-    """`attend` of some blocks after the other, where logits of all are too many."""
+def _by_groups(attend, near: WindowedBlocks, n_far: int) -> Float[Array, "B C L N V"]:
+    """`attend` of one group of blocks after the other, where all logits take too much memory."""
     n_batch, n_blocks, size, n_heads, _ = near.queries.shape
-    n_logits = n_batch * n_heads * size * (near.key.shape[2] + n_far)
+    n_logits = n_batch * n_heads * size * (near.key_position.shape[2] + n_far)
     group = max(LOGITS_AT_A_TIME // n_logits, 1)
     if n_blocks <= group:
         return attend(near)
@@ -206,30 +206,32 @@ def _by_groups(attend, near: Window, n_far: int) -> Float[Array, "B C L N V"]:
     return join_chunks(jax.lax.map(attend, jax.tree.map(cut, near)), n_blocks)
 
 
-def _near(settings: LongShortSettings, near: Window, causal: bool) -> KeysOfKind:
+def _near(settings: LongShortSettings, near: WindowedBlocks, causal: bool) -> KeysOfKind:
     """The keys of the window."""
-    place, key = near.place[..., None], near.key[:, :, None]
-    mask = (jnp.abs(place - key) < settings.window) & near.real[:, :, None]
+    query, key = near.query_position[..., None], near.key_position[:, :, None]
+    mask = (jnp.abs(query - key) < settings.window) & near.real[:, :, None]
     if causal:
-        mask = mask & (key <= place)
+        mask = mask & (key <= query)
     return KeysOfKind(
         logits=scaled_logits("bclnh,bcmnh->bnclm", near.queries, near.keys),
         values=near.values,
         mask=mask[:, None],
-        address=2 * near.key,
+        address=2 * near.key_position,
     )
 
 
 def _far(
-    settings: LongShortSettings, near: Window, far: Mixtures, chunk_len: int | None
+    settings: LongShortSettings, near: WindowedBlocks, far: Mixtures, chunk_len: int | None
 ) -> KeysOfKind:
-    """The summaries of all chunks, or those before the query's own chunk of `chunk_len`."""
+    """The summaries of all chunks; with `chunk_len`, of those before the query's chunk."""
     number = jnp.arange(far.keys.shape[1])
     mask = far.real[:, None, None]
     if chunk_len is not None:
-        before = number[None, None, None] // settings.rank < near.place[..., None] // chunk_len
+        before = (
+            number[None, None, None] // settings.rank < near.query_position[..., None] // chunk_len
+        )
         mask = mask & before
-    mask = jnp.broadcast_to(mask, (len(mask), *near.place.shape[1:], len(number)))
+    mask = jnp.broadcast_to(mask, (len(mask), *near.query_position.shape[1:], len(number)))
     return KeysOfKind(
         logits=scaled_logits("bclnh,bsnh->bncls", near.queries, far.keys),
         values=far.values[:, None],
@@ -243,7 +245,7 @@ def mixtures(
 ) -> Mixtures:
     """The summaries of chunks of `chunk_len` positions, `K-` and `V-`.
 
-    Weights are read off the keys. A bias would be the same for all positions and cancel.
+    Their weights are computed from the keys, without a bias, which would cancel in the softmax.
     """
     real = jnp.broadcast_to(real, k.shape[:2])
 
@@ -264,12 +266,12 @@ def mixtures(
 def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Float[Array, "*d N H"]:
     """Layer norm of a head's vector, with its scale and bias; in float32, to the dtype of `x`."""
     y = x.astype(accum_dtype(x.dtype))
-    # No square overflows: numbers above 1 are divided by the largest.
+    # Numbers above 1 are divided by the largest, so that no square overflows.
     size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(y).max(axis=-1, keepdims=True), 1))
     y = y / size
     y = y - y.mean(axis=-1, keepdims=True)
     variance = jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5 / size / size
-    y = y * jax.lax.rsqrt(jnp.maximum(variance, 1e-20))  # 1e-5 is 0 by the largest numbers
+    y = y * jax.lax.rsqrt(jnp.maximum(variance, 1e-20))  # 1e-5 over the largest squares is 0
     scale, bias = weights.astype(y.dtype).reshape(2, *(1,) * (x.ndim - 2), *weights.shape[1:])
     return (y * scale + bias).astype(x.dtype)
 
@@ -332,11 +334,11 @@ def _with_newest(
     tokens = (jnp.swapaxes(x, 1, 2) for x in ring)
     found = mixtures(settings, params, *tokens, real, n_slots)
     row = jnp.arange(position.shape[0])[:, None]
-    place = chunk[:, None] * settings.rank + jnp.arange(settings.rank)[None]
+    slot = chunk[:, None] * settings.rank + jnp.arange(settings.rank)[None]
     # Indices with a slice between them come first in the result: [B, r, N, H].
     return KeyValues(
         *(
-            x.at[row, :, place].set(y, mode="promise_in_bounds", unique_indices=True)
+            x.at[row, :, slot].set(y, mode="promise_in_bounds", unique_indices=True)
             for x, y in zip(cache.mixtures, (found.keys, found.values), strict=True)
         )
     )

@@ -1,9 +1,9 @@
-"""Longformer: a sliding window for every token, and all of the sequence for a few global ones.
+"""Longformer: a sliding window for every token, and the whole sequence for global tokens.
 
-Beltagy et al. 2020, sec. 3. Each head has a window, which may be dilated. Tokens that are marked
-as global attend to all others and are attended to by all (sec. 3.1). What a global token reads has
-projections of its own, `Q_g`, `K_g` and `V_g`; other tokens read global ones by the projections
-that they read their window by. Time is O(T (window + G)) for G global tokens.
+Beltagy et al. 2020, sec. 3. Each head has a window, which may be dilated. Global tokens attend to
+all tokens and all tokens attend to them (sec. 3.1). Attention of global tokens has separate
+projections, `Q_g`, `K_g` and `V_g`. Other tokens attend to their window and to global tokens by one
+set of projections. Time is O(T (window + G)) for G global tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Dilation = Annotated[Size | Sequence[Size], Called(STEPS)]
 
 
 class LongformerSettings(NamedTuple):
-    """The hyperparameters of `longformer`, whose arguments they are."""
+    """The options of `longformer`, which documents them."""
 
     window: int
     dilation: int | tuple[int, ...]
@@ -38,7 +38,7 @@ class LongformerSettings(NamedTuple):
     impl: str
 
     def bands(self, n_heads: int, causal: bool) -> tuple[BandMask, ...]:
-        """The band of each head, or one for all."""
+        """The band of each head, or one for all heads."""
         each = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
         if len(each) not in (1, n_heads):
             raise SettingError(
@@ -57,11 +57,11 @@ def longformer(
     own_projections: bool = True,
     impl: str = "auto",
 ) -> AttentionOp:
-    """Attention to a window, and of global tokens to and from everything.
+    """Attention to a window, and of all tokens from and to global ones.
 
-    `global_tokens` above 0 say which tokens are global. In causal attention a global token sees all
-    before it, and is seen by all after it. In decoding tokens of the prompt may be global, later
-    ones are not.
+    `global_tokens` are above 0 at global tokens. In causal attention a global token sees all tokens
+    before it, and all tokens after it see it. In decoding tokens of the prompt may be global; later
+    tokens are not.
 
     Further projections of the input with `n_global` and `own_projections`: `global_q`, `global_k`,
     `global_v`.
@@ -70,9 +70,9 @@ def longformer(
       window: a position sees those less than `window` steps away, before it and, if not causal,
         after it. The paper's w, which counts both sides, is `2 * (window - 1)`.
       dilation: positions of a step, for all heads or for each (sec. 3.1).
-      n_global: how many tokens of a row can be global, its first marked ones. Of 0 none are, and
-        marks are refused.
-      own_projections: whether what global tokens read has projections of its own.
+      n_global: the most global tokens of a row; of more, the first ones are global. With 0 there
+        are none, and `global_tokens` are refused.
+      own_projections: whether attention of global tokens has separate projections.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
         heads of 128 or less, of one dilation where there is dropout; `"pallas_interpret"` runs it
         anywhere, slowly, for tests. `"auto"` takes the kernel where it computes the same function.
@@ -174,9 +174,10 @@ def _init_cache(
     extra_projections=None,
 ) -> band_cache.BandCache:
     del params, rng, extra_projections
-    few = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
-    few = jnp.where(few < lengths[:, None], few, NOWHERE)
-    return band_cache.fill(settings.bands(q.shape[2], True), k, v, few, lengths, capacity)
+    global_positions = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
+    global_positions = jnp.where(global_positions < lengths[:, None], global_positions, NOWHERE)
+    bands = settings.bands(q.shape[2], True)
+    return band_cache.fill(bands, k, v, global_positions, lengths, capacity)
 
 
 def _step(

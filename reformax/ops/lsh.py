@@ -6,13 +6,16 @@ by bucket and cut into chunks, and a query sees the keys of its own chunk and of
 it. Several hashes make it unlikely that all of them miss a key. Time is
 O(n_hashes * T * chunk_len).
 
-The file reads in the order of the computation:
+The file follows the computation:
 
 1. `LshSettings`, `lsh`: the options.
 2. `_plan`: hash, sort by bucket. The plan is each hash's order of the positions.
-3. `_apply`: softmax attention in the chunks of these orders. `softmax.chunked.visible_keys` tells
-   each query which keys of its chunks it sees.
-4. `_init_cache`, `_step`: decoding. `_candidates` tells the newest query which keys it sees.
+3. `_apply`: softmax attention in the chunks of these orders.
+4. `_init_cache`, `_step`: decoding.
+
+Which keys a query sees is decided in two functions. In a call `softmax.chunked.visible_keys` makes
+the mask of each chunk's queries and keys, from the plan, causality and segments. In decoding
+`_visible_to_newest` lists the positions that the newest query sees.
 """
 
 from __future__ import annotations
@@ -39,7 +42,6 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.decoding.sorted_order import (
     arange_last,
     insert_newest,
-    seen_by_earlier_hash,
     with_bucket,
 )
 from reformax.ops.hashing import circle
@@ -240,8 +242,12 @@ def _plan(
 
 
 def _apply(settings: LshSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
-    """Softmax attention over the chunks of all hashes' orders (`softmax.chunked`)."""
+    """Softmax attention over the chunks of all hashes' orders.
+
+    `chunked_attention` asks `softmax.chunked.visible_keys` which keys each query sees.
+    """
     del params
+    # How the orders are cut, and what `visible_keys` hides.
     chunks = settings.chunks.cut(
         q.shape[1],
         circle=settings.wrap,
@@ -258,8 +264,8 @@ def _apply(settings: LshSettings, params, q, k, v, *, plan, segment_ids, causal,
     return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl, self_weight)
 
 
-# Decoding. C is the capacity, M the keys that one hash shows. A *position* is an index into the
-# sequence, a *slot* one into a hash's sorted order.
+# Decoding. C is the capacity, M the slots that a query sees in one hash's order. A *position* is an
+# index into the sequence, a *slot* one into a hash's sorted order.
 
 
 class LshCache(NamedTuple):
@@ -304,30 +310,27 @@ def _step(
     buckets = with_bucket(buckets, bucket, position)
     order, bucket_start, query_slot = insert_newest(order, buckets, bucket, newest)
 
-    # Which positions it sees: `seen` [B, N, R, M], of which `exists` says which there are.
-    seen, exists = _candidates(settings, order, bucket_start, query_slot, newest)
-    exists = exists & (seen != newest)
-    seen = jnp.where(exists, seen, -1)
-    if settings.count_once and seen.shape[2] > 1:
-        exists = exists & ~seen_by_earlier_hash(seen)
-
-    # One softmax over the keys of all hashes.
+    # One softmax over the positions that it sees in all hashes' orders, [B, N, R * M].
+    seen, mask = _visible_to_newest(settings, order, bucket_start, query_slot, newest)
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
     alone = v if settings.attend_self_if_alone else None
-    mask, new = exists.reshape(index.shape), KeyValues(length_normalize(q), v)
+    mask, new = mask.reshape(index.shape), KeyValues(length_normalize(q), v)
     options = dict(alone=alone, index=index)
     out, memory = add_and_attend(q, memory, new, position, mask, settings.impl, **options)
     return out, LshCache(memory, buckets, order, SharedByBatch(rotations))
 
 
-def _candidates(
+def _visible_to_newest(
     settings: LshSettings,
     order: Int[Array, "B N R C"],
     bucket_start: Int[Array, "B N R 1"],
     query_slot: Int[Array, "B N R 1"],
     newest: Int[Array, "B 1 1 1"],
 ) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
-    """The positions in the chunks that each hash shows the newest query, and whether each exists.
+    """Positions in the query's chunks of each hash's order, and a mask of those that it sees.
+
+    The query never sees itself. With `count_once` an earlier hash hides its positions from later
+    ones. Positions that do not exist are -1.
 
     Args:
       settings: the op's.
@@ -348,8 +351,14 @@ def _candidates(
         slot = first + arange_last(n_slots)
         exists = (slot >= 0) & (slot <= newest)
     if settings.wrap:
-        return _across_hashes(order, slot, newest, chunk_len * settings.pad_chunks)
-    return _take(order, jnp.clip(slot, 0, order.shape[-1] - 1), axis=-1), exists
+        seen, exists = _across_hashes(order, slot, newest, chunk_len * settings.pad_chunks)
+    else:
+        seen = _take(order, jnp.clip(slot, 0, order.shape[-1] - 1), axis=-1)
+    mask = exists & (seen != newest)
+    seen = jnp.where(mask, seen, -1)
+    if settings.count_once and seen.shape[2] > 1:
+        mask = mask & ~seen_by_earlier_hash(seen)
+    return seen, mask
 
 
 def _across_hashes(
@@ -358,9 +367,10 @@ def _across_hashes(
     newest: Int[Array, "B 1 1 1"],
     pad_multiple: int,
 ) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
-    """`_candidates` with `wrap`: a slot beyond a hash's order is in that of the next hash.
+    """Positions at slots of the circle of all orders, and whether each exists.
 
-    Orders are padded to a multiple of `pad_multiple` slots.
+    A slot behind a hash's order is in the next hash's. Orders are padded to a multiple of
+    `pad_multiple` slots.
     """
     n_hashes, capacity = order.shape[2:]
     length = (newest // pad_multiple + 1) * pad_multiple

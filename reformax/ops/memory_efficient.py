@@ -1,13 +1,14 @@
-"""Attention in chunks that are summarised one by one (Rabe and Staats 2021, figure 1).
+"""Attention in chunks of keys, each with a summary (Rabe and Staats 2021, figure 1).
 
-Queries come in chunks, one after the other. For each, every chunk of keys has a summary of its own:
-its largest logit, the sum of its weights relative to that logit, and the sum of its weighted
-values. At the end the summaries are rescaled to the largest logit of all and added up. There is
-never more than one chunk of logits.
+Chunks of queries are computed one after the other. For each, every chunk of keys has a summary: its
+largest logit, the sum of its weights relative to that logit, and the sum of its weighted values. At
+the end the summaries are rescaled to the largest logit of all and added up. There is never more
+than one chunk of logits in memory.
 
-The gradient computes the logits of each chunk again, as does the paper's checkpoint around the
-summary. It is analytic: automatic differentiation would keep copies of all keys and values for each
-chunk of queries, which is `T / query_chunk_size` times the inputs.
+The gradient computes the logits of each chunk again, as the paper's checkpoint around the summary
+does. It is written out, because automatic differentiation would keep copies of all keys and values
+for each chunk of queries: `T / query_chunk_size` times the inputs. On NVIDIA GPUs the kernels of
+flash attention compute it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import Size
+from reformax.derivatives import CustomDerivatives
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.masking.masks import SegmentIds
+from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.row_blocks import block_at, over_groups, rows
 from reformax.ops.softmax import tiles
-from reformax.ops.softmax.block_lists import MIN_TILE, Layout
+from reformax.ops.softmax.block_lists import MIN_TILE, FullLayout, Layout
 from reformax.ops.softmax.online import Softmax
 
 
@@ -49,11 +54,12 @@ def memory_efficient(
       query_chunk_size: queries in a chunk; `"sqrt"` is the square root of their number.
       key_chunk_size: keys in a chunk; `"sqrt"` is the square root of their number, which takes the
         least memory: as many summaries as there are keys in a chunk.
-      impl: how the forward pass summarises a chunk. `"xla"` runs everywhere. `"pallas"` is the
-        kernel of `block_sparse`, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
-        without segments, bias and dropout, for chunks of a multiple of 16 that divide the lengths
-        and, if causal, each other; `"pallas_interpret"` runs it anywhere, slowly, for tests.
-        `"auto"` takes the kernel where it can. The gradient is in array operations.
+      impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
+        heads of 128 or less, without bias: that of `block_sparse` summarises a chunk, and those of
+        `flash` compute the gradient. The former also needs chunks of a multiple of 16 that divide
+        the lengths and, if causal, each other, and neither segments nor dropout.
+        `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes a kernel for each
+        pass that it can compute.
 
     Raises:
       ValueError: a size that is neither 1 or more nor `"sqrt"`, an unknown `impl`.
@@ -88,19 +94,77 @@ def _apply(
         scale=1 / math.sqrt(q.shape[-1]),
         dropout=dropout,
     )
-    options = dict(
+    obstacles = functools.partial(
+        kernel_obstacles, q, k, v, bias=None if bias is None else bias.shape
+    )
+    of_forward = obstacles(
         segment_ids="given" if segment_ids is not None else None,
-        bias=None if bias is None else bias.shape,
         dropout=dropout,
         chunks=_uneven(tiling, key_size, n_queries, n_keys),
     )
-    impl = choose_impl(impl, **kernel_obstacles(q, k, v, **options))
+    passes = choose_impl(impl, **of_forward), choose_impl(impl, **obstacles())
+    return attend(passes, tiling, key_size, q, k, v, bias, segment_ids, rng)
+
+
+def attend(
+    impls: tuple[str, str],
+    tiling: tiles.Tiling,
+    key_chunk_size: int,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+    bias: Float[Array, "#B #N #T #S"] | None,
+    segment_ids: SegmentIds | None,
+    rng: PRNGKeyArray | None,
+) -> Float[Array, "B T N V"]:
+    """The attention, each pass by its implementation.
+
+    Args:
+      impls: that of the forward pass and that of the gradient.
+      tiling: the chunks of queries; if causal, also those of keys around the diagonal.
+      key_chunk_size: keys in the other chunks.
+      q, k, v, bias, segment_ids, rng: as in a call of the op.
+    """
     summary = tiles.tile_softmax
-    if impl != "xla":
-        summary = functools.partial(kernel_summary, impl == "pallas_interpret")
-    every = tiles.every_tile(tiling, n_queries, n_keys)
-    x = tiles.inputs(q, k, v, bias, segment_ids, dropout, rng)
-    return tiles.attend(functools.partial(forward, key_size, summary), tiling, x, every)
+    if impls[0] != "xla":
+        summary = functools.partial(kernel_summary, impls[0] == "pallas_interpret")
+    forward_pass = functools.partial(forward, key_chunk_size, summary)
+    every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
+    x = tiles.inputs(q, k, v, bias, segment_ids, tiling.dropout, rng)
+    if impls[1] == "xla":
+        return tiles.attend(forward_pass, tiling, x, every)
+    interpret = impls[1] == "pallas_interpret"
+    return _with_kernel_gradient(forward_pass, tiling, interpret, x, every, rng)
+
+
+@functools.partial(CustomDerivatives, n_static=3)
+def _with_kernel_gradient(forward_pass, tiling, interpret, x, every, rng):
+    return forward_pass(tiling, x, every.by_query).out
+
+
+def _attend_forward(forward_pass, tiling, interpret, x, every, rng):
+    out = _with_kernel_gradient.function(
+        forward_pass, tiling, interpret, first_order(x), every, rng
+    )
+    return out, (x, rng)
+
+
+def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
+    """The gradient of flash attention's kernels, which compute the rows' statistics again.
+
+    Those of the summaries are of logits that another program has rounded.
+    """
+    from reformax.ops.kernels.triton import block_sparse as kernel
+
+    (x, rng), d_out = first_order((residuals, d_out))
+    layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout)
+    arrays = *x[:3], (x.query_segment_ids, x.key_segment_ids), rng
+    results = kernel.forward(layout, *arrays, interpret=interpret)
+    gradients = kernel.backward(layout, *arrays, *results, d_out, interpret=interpret)
+    return tiles.TiledInputs(*gradients, None, None, None, None), None, None
+
+
+_with_kernel_gradient.define(_attend_forward, _attend_backward)
 
 
 def chunk_size(size: int | str, length: int) -> int:
@@ -167,11 +231,11 @@ def forward(
                 # If the sizes do not divide each other, any chunk may be the last one.
                 aligned = n_keys % size == 0 and key_chunk_size % size == 0
                 keys = block_at(first_key + n * size, size, n_keys, aligned)
-                here = summary(tiling, x, group, queries, keys, q)
+                of_chunk = summary(tiling, x, group, queries, keys, q)
                 return Softmax(
                     *(
                         lax.dynamic_update_index_in_dim(all_, part, first_slot + n, 0)
-                        for all_, part in zip(found, here, strict=True)
+                        for all_, part in zip(found, of_chunk, strict=True)
                     )
                 )
 

@@ -1,13 +1,13 @@
-"""Nystromformer: softmax attention completed from its rows and columns at landmarks.
+"""Nystromformer: softmax attention approximated from its rows and columns at landmarks.
 
 Xiong et al. 2021 ("Nystromformer: A Nystrom-Based Algorithm for Approximating Self-Attention"),
 with m landmarks Q~, K~, the means of segments of the queries and of the keys:
 
     softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V
 
-A landmark is the mean of tokens from all over its segment, so attention can neither hide the future
-nor tell packed sequences apart. The first and the last factor are softmax attention to and of the
-landmarks, computed tile by tile: time is O(T m), memory O(T).
+A landmark is the mean of consecutive tokens, later ones too, so attention can neither hide the
+future nor tell packed sequences apart. The first and the last factor are softmax attention to
+landmarks and of landmarks, computed tile by tile. Time is O(T m), memory O(T).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax.online import masked_softmax, nonzero
 
-Iterations = Annotated[int, Bounds(1, 1024)]  # each is written out
+Iterations = Annotated[int, Bounds(1, 1024)]  # the loop is unrolled
 
 
 @named
@@ -40,7 +40,7 @@ def nystromformer(
     conv_size: Width | None = None,
     impl: str = "auto",
 ) -> AttentionOp:
-    """Attention by way of `n_landmarks` means of consecutive tokens.
+    """Attention through `n_landmarks` means of consecutive tokens.
 
     Padding belongs to no landmark. With as many landmarks as tokens it is dense attention, up to
     the error of the pseudo-inverse.
@@ -48,17 +48,17 @@ def nystromformer(
     Weights: none; with `conv_size` `conv [N, conv_size]`.
 
     Args:
-      n_landmarks: m. A sequence of fewer tokens has one for each.
-      n_iterations: of the pseudo-inverse.
-      conv_size: if set, values convolved over this many positions, by weights of each head, are
-        added to the output, the paper's skip connection; an odd number.
-      impl: as in `flash.flash`, which attends to and from the landmarks; not `"cudnn"`, which takes
-        no values of float32 beside narrow queries.
+      n_landmarks: m. A sequence of fewer tokens has one landmark for each token.
+      n_iterations: iterations of the pseudo-inverse.
+      conv_size: an odd number of positions; if set, values convolved over them by each head's
+        weights are added to the output, the paper's skip connection.
+      impl: as in `flash.flash`, which attends to and from the landmarks, except `"cudnn"`, which
+        needs values in the dtype of the queries.
 
     Raises:
       ValueError: a size below 1, an even `conv_size`, an unknown `impl`.
       NotImplementedError: at the call, with `causal=True`, with several segments in a row, or with
-        dropout: the weights of a query are a product that is never made.
+        dropout, because the product that would be a query's weights is never computed.
     """
     if conv_size is not None and conv_size % 2 == 0:
         raise SettingError(f"conv_size is {conv_size}: expected an odd number, for it has a middle")
@@ -92,7 +92,7 @@ def _apply(
             for pair in ((real, tokens), (tokens, real))
         )
     masks = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
-    # In float32 throughout: the pseudo-inverse multiplies what rounding leaves in the values.
+    # In float32 throughout: the pseudo-inverse amplifies rounding errors of the values.
     values = attend((), queries, k, v.astype(dtype), segment_ids=of_landmarks, **masks)
     between = _softmax_of_landmarks(queries, keys, groups.real.any(axis=-1))
     inverse = pseudo_inverse(between, n_iterations)
@@ -103,22 +103,24 @@ def _apply(
     return out.astype(v.dtype)
 
 
-class Groups(NamedTuple):
-    """Which tokens each landmark is the mean of.
+class LandmarkGroups(NamedTuple):
+    """The tokens that each landmark is the mean of.
 
     Attributes:
-      index: positions, a row for each landmark, filled up with any.
-      real: which of them belong to it.
+      index: their positions, a row for each landmark; any position where `real` is False.
+      real: which entries belong to the group.
     """
 
     index: Int[Array, "B M G"]
     real: Bool[Array, "B M G"]
 
 
-def landmark_groups(length: int, segment_ids: Int[Array, "B T"] | None, n_landmarks: int) -> Groups:
-    """Consecutive tokens in groups whose sizes differ by one at most.
+def landmark_groups(
+    length: int, segment_ids: Int[Array, "B T"] | None, n_landmarks: int
+) -> LandmarkGroups:
+    """Groups of consecutive tokens, whose sizes differ by one at most.
 
-    Of n tokens the r-th is in group `r m // n`, so that padding moves no token to another group.
+    Of n tokens the r-th is in group `r m // n`, so padding moves no token to another group.
     """
     n_landmarks = min(n_landmarks, length)
     if segment_ids is None:
@@ -127,15 +129,15 @@ def landmark_groups(length: int, segment_ids: Int[Array, "B T"] | None, n_landma
         order = jnp.argsort(segment_ids == 0, axis=1, stable=True)  # tokens first, in their order
         n_tokens = jnp.sum(segment_ids != 0, axis=1, dtype=jnp.int32)
     landmark = jnp.arange(n_landmarks + 1)[None]
-    # landmark * n_tokens / n_landmarks, rounded up; of long rows int32 does not hold the product.
+    # ceil(landmark * n_tokens / n_landmarks), without the product, which may overflow int32.
     whole, rest = jnp.divmod(n_tokens[:, None], n_landmarks)
     ends = landmark * whole - (-landmark * rest // n_landmarks)
     rank = ends[:, :-1, None] + jnp.arange(-(-length // n_landmarks))[None, None]
     index = jnp.take_along_axis(order[:, None], jnp.minimum(rank, length - 1), axis=2)
-    return Groups(index, rank < ends[:, 1:, None])
+    return LandmarkGroups(index, rank < ends[:, 1:, None])
 
 
-def segment_means(x: Float[Array, "B T N H"], groups: Groups) -> Float[Array, "B M N H"]:
+def segment_means(x: Float[Array, "B T N H"], groups: LandmarkGroups) -> Float[Array, "B M N H"]:
     """The mean of each group's tokens, float32; zeros for an empty group."""
     index, real = groups
     n_batch, n_landmarks, size = x.shape[0], *index.shape[1:]
@@ -149,7 +151,7 @@ def segment_means(x: Float[Array, "B T N H"], groups: Groups) -> Float[Array, "B
 def _softmax_of_landmarks(
     queries: Float[Array, "B M N H"], keys: Float[Array, "B M N H"], real: Bool[Array, "#B M"]
 ) -> Float[Array, "B N M M"]:
-    """Softmax attention weights between landmarks; zeros for those of no token."""
+    """Softmax attention weights between landmarks; zeros for landmarks without tokens."""
     dtype = accum_dtype(queries.dtype)
     logits = jnp.einsum("binh,bjnh->bnij", queries, keys, preferred_element_type=dtype)
     logits = logits / math.sqrt(queries.shape[-1])
@@ -158,7 +160,7 @@ def _softmax_of_landmarks(
 
 
 def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array, "*d M M"]:
-    """The Moore-Penrose inverse by the paper's iteration, which begins as `A^T / |A|_1 |A|_inf`.
+    """The Moore-Penrose inverse by the paper's iteration, from `Z = A^T / (|A|_1 |A|_inf)`.
 
     Z' = Z (13 - A Z (15 - A Z (7 - A Z))) / 4
     """
@@ -175,7 +177,7 @@ def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array,
 
 
 def convolved(v: Float[Array, "B T N V"], weights: Float[Array, "N W"]) -> Float[Array, "B T N V"]:
-    """The values convolved over positions, by the weights of their head, float32."""
+    """Values convolved over positions with their head's weights, float32."""
     dtype = accum_dtype(v.dtype)
     n_heads, size = weights.shape
     out = jax.lax.conv_general_dilated(

@@ -9,8 +9,9 @@ that are the same for all queries (sec. 2.2, eq. 4), or prefix sums if it is cau
 The error falls as one over the square root of the number of features, and grows with the logits
 (lemma 2). Causal sums are a linear recurrence, whose state in decoding has a constant size.
 
-Features of keys are relative to the largest so far: a maximum over all keys, as the paper's code
-takes, would tell a query of the future. What the maximum grows by is the recurrence's decay.
+Features of keys are relative to the largest exponent so far. The paper's code takes the maximum
+over all keys, by which a query would depend on later keys. The recurrence's decay is the maximum's
+growth.
 """
 
 from __future__ import annotations
@@ -41,16 +42,15 @@ from reformax.ops.recurrence.random_features import (
 from reformax.ops.recurrence.recurrence import advance, bidirectional
 from reformax.ops.sharding.shard import rng_of
 
-# Less would make quotients whose derivatives float32 cannot hold.
+# Below it derivatives of quotients overflow float32.
 Epsilon = Annotated[float, Bounds(1e-12, 1)]
-
 
 # Features of a vector that a program of the kernels holds.
 MAX_IN_TILE = 512
 
 
 class PerformerSettings(NamedTuple):
-    """The hyperparameters of `performer`, whose arguments they are."""
+    """The options of `performer`, which documents them."""
 
     n_features: int
     seed: int | None
@@ -60,7 +60,7 @@ class PerformerSettings(NamedTuple):
     redraw: int | None
 
     def directions(self, plan: Any, size: int) -> Float[Array, "M H"]:
-        """Those of all heads; constants where they stay as they are."""
+        """The random directions of all heads; a constant array where no call redraws them."""
         if self.seed is None or self.redraw is not None:
             rng = jax.random.wrap_key_data(plan, impl="threefry2x32")
             return orthogonal_directions(rng, self.n_features, size)
@@ -69,7 +69,7 @@ class PerformerSettings(NamedTuple):
             return np.asarray(orthogonal_directions(rng, self.n_features, size))
 
     def features(self, plan: Any, *vectors: Float[Array, "B T N H"]) -> list[PositiveFeatures]:
-        """The features of queries or keys, whose products are made `exp(q . k / sqrt(H))`."""
+        """The features of queries or keys, whose products estimate `exp(q . k / sqrt(H))`."""
         directions = self.directions(plan, vectors[0].shape[-1])
         return [
             positive_features(
@@ -100,22 +100,22 @@ def performer(
     """Attention whose weights are products of positive orthogonal random features.
 
     Args:
-      n_features: M, how many.
-      seed: of the features, which are then the same at every call. None draws them from the call's
-        rng, so that every step of training has others.
+      n_features: M, the number of random features.
+      seed: seed of the features, which are then the same at every call. None draws them from the
+        call's rng, so every training step has new ones.
       epsilon: added to the features of a vector, in units of its largest one. Where a query's
-        features meet none of its keys', the sum of its weights is about this, and its gradient is
-        rounded to 1e-7 of one over it.
+        features are orthogonal to its keys', the sum of its weights is about epsilon, and its
+        gradient is rounded to 1e-7 / epsilon.
       chunk_len: as in `linear.linear`.
-      impl: as in `linear.linear`. In a causal call kernels make features of bfloat16 too.
-      redraw: after how many steps of training others are drawn, of the seed and the number of the
-        draw (sec. 4.3). Evaluation and decoding take the last ones that training took. The steps
-        are counted by a weight `steps`, which is `Buffer`. None keeps the first.
+      impl: as in `linear.linear`. In a causal call in bfloat16 kernels also compute the features.
+      redraw: the number of training steps after which new features are drawn, from the seed and
+        the number of the draw (sec. 4.3). Evaluation and decoding take the last ones of training. A
+        weight `steps`, a `Buffer`, counts the steps. None keeps the first features.
 
     Raises:
       ValueError: a setting out of range, an unknown `impl`, `redraw` with `seed=None`.
-      NotImplementedError: at the call, with dropout: the weights are never made; where the kernel
-        asked for cannot compute the call.
+      NotImplementedError: at the call, with dropout, because no attention weights are made; when a
+        kernel is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
     if redraw is not None and seed is None:
@@ -139,11 +139,11 @@ def _init(rng, dims) -> dict[str, Buffer]:
 def _plan(
     settings: PerformerSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, 2]:
-    """Two words, of which the features are drawn wherever they are needed."""
+    """The key data of the features: two words, from which `directions` draws them."""
     del q, k, segment_ids, causal, length
     if settings.redraw is None:
         return jax.random.bits(rng_of(rng), (2,), jnp.uint32)
-    steps = jnp.round(params["steps"].value).astype(jnp.int32)  # those that are done
+    steps = jnp.round(params["steps"].value).astype(jnp.int32)  # completed steps
     last = steps if train else jnp.maximum(steps - 1, 0)
     seed = jax.random.key(settings.seed, impl="threefry2x32")
     return jax.random.key_data(jax.random.fold_in(seed, last // settings.redraw))
@@ -154,7 +154,7 @@ def _apply(
 ):
     del dropout, rng
     if settings.redraw is not None:
-        # The output is to depend on the weight, and so does what this adds 0 to.
+        # The output must depend on the weight: adding 0 times it to epsilon does that.
         steps = updated(params["steps"], params["steps"].value + 1)
         settings = settings._replace(epsilon=settings.epsilon + 0 * steps)
 
@@ -172,7 +172,7 @@ def _apply(
 
 
 def _kernel(settings: PerformerSettings, q, k, v) -> str | None:
-    """The implementation whose kernels make the features too; None: array operations do."""
+    """The implementation whose kernels compute the features; None: array operations do."""
     if q.dtype != jnp.bfloat16 or settings.n_features > MAX_IN_TILE:
         return None
     impl = choose_impl(settings.impl, **kernel_obstacles(q, k, v))
@@ -180,20 +180,20 @@ def _kernel(settings: PerformerSettings, q, k, v) -> str | None:
 
 
 def _in_kernels(settings: PerformerSettings, impl: str, plan, q, k, v, segment_ids) -> Array:
-    """Causal attention whose features are made in kernels.
+    """Causal attention whose features are computed in kernels.
 
-    Factors of a row of queries cancel, so that what their features are relative to has no gradient.
+    Factors of a query cancel, so the exponents that its features are relative to have no gradient.
     """
     from reformax.ops.kernels.triton import random_features as kernel
 
     interpret = impl == "pallas_interpret"
     directions = settings.directions(plan, q.shape[-1])
-    top, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segment_ids)
+    largest, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segment_ids)
     queries, keys = (
         kernel.features(
             interpret, kernel.FeatureArrays(x, directions, settings.epsilon, relative_to)
         )
-        for x, relative_to in ((q, None), (k, top[..., 0]))
+        for x, relative_to in ((q, None), (k, largest[..., 0]))
     )
     options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len, impl=impl)
     return mean(queries, keys, v, -rise, **options)
@@ -207,17 +207,17 @@ def _mean(
     causal: bool,
     settings: PerformerSettings,
 ) -> Float[Array, "B T N V"]:
-    """Means of values by `phi(q_i) . phi(k_j)`, whose factors of the row cancel."""
+    """Means of values weighted by `phi(q_i) . phi(k_j)`, in which factors of a query cancel."""
     options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len)
-    top, rise = running_max(lax.stop_gradient(keys.scale), segment_ids)
+    largest, rise = running_max(lax.stop_gradient(keys.scale), segment_ids)
     if causal:
-        keys = keys.x * jnp.exp(keys.scale - top)
-        # Features are no more precise than what they are of, as products of them are not.
+        keys = keys.x * jnp.exp(keys.scale - largest)
+        # Features of bfloat16 vectors are rounded to bfloat16.
         dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
         queries, keys, v = (x.astype(dtype) for x in (queries, keys, v))
         return mean(queries, keys, v, -rise, impl=settings.impl, **options)
     rest, _ = running_max(lax.stop_gradient(keys.scale), segment_ids, reverse=True)
-    keys = keys.x * jnp.exp(keys.scale - jnp.maximum(top, rest))
+    keys = keys.x * jnp.exp(keys.scale - jnp.maximum(largest, rest))
     values = with_ones(v.astype(accum_dtype(v.dtype)))
     return quotient(bidirectional(queries, keys, values, **options))
 
@@ -225,14 +225,14 @@ def _mean(
 def running_max(
     x: Float[Array, "B T N 1"], segment_ids: Int[Array, "B T"] | None, reverse: bool = False
 ) -> tuple[Float[Array, "B T N 1"], Float[Array, "B T N 1"]]:
-    """The largest number of a row's segment up to it, and what it has grown by at the row.
+    """The running maximum of each segment, and its growth at each position.
 
-    With `reverse` from the row on. The first row of a segment grows by 0.
+    `reverse` runs from the last position. The growth at a segment's first position is 0.
     """
     if segment_ids is None:  # one scan, which compiles in a sixth of the time
-        top = lax.cummax(x, axis=1, reverse=reverse)
-        begin, end = (top[:, 1:], x[:, -1:]) if reverse else (x[:, :1], top[:, :-1])
-        return top, top - jnp.concatenate([begin, end], axis=1)
+        largest = lax.cummax(x, axis=1, reverse=reverse)
+        begin, end = (largest[:, 1:], x[:, -1:]) if reverse else (x[:, :1], largest[:, :-1])
+        return largest, largest - jnp.concatenate([begin, end], axis=1)
     order, x, ids = contiguous_segments(x, segment_ids)
     x, ids = (jnp.flip(y, axis=1) if reverse else y for y in (x, ids))
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -242,11 +242,11 @@ def running_max(
         (a_begins, a), (b_begins, b) = a, b
         return a_begins | b_begins, jnp.where(b_begins, b, jnp.maximum(a, b))
 
-    _, top = lax.associative_scan(larger, (begins, x), axis=1)
-    before = jnp.where(begins, x, jnp.pad(top[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))))
-    results = (jnp.flip(y, axis=1) if reverse else y for y in (top, top - before))
-    top, rise = (restore_order(y, order) for y in results)
-    return top, rise
+    _, largest = lax.associative_scan(larger, (begins, x), axis=1)
+    before = jnp.where(begins, x, jnp.pad(largest[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))))
+    results = (jnp.flip(y, axis=1) if reverse else y for y in (largest, largest - before))
+    largest, rise = (restore_order(y, order) for y in results)
+    return largest, rise
 
 
 # Decoding
@@ -260,10 +260,12 @@ def _init_cache(
     (keys,) = settings.features(plan, jnp.where(real, k, 0))
     values = with_ones(jnp.where(real, v, 0).astype(accum_dtype(v.dtype)))
     scale = jnp.where(real, keys.scale, -jnp.inf)
-    top = scale.max(axis=1)
-    # A row without a token has no top.
-    weights = keys.x * jnp.exp(scale - jnp.where(jnp.isfinite(top), top, 0)[:, None])
-    return PerformerCache(jnp.einsum("btnm,btnv->bnmv", weights, values), top, SharedByBatch(plan))
+    largest = scale.max(axis=1)
+    # A row without a token has a maximum of minus infinity.
+    weights = keys.x * jnp.exp(scale - jnp.where(jnp.isfinite(largest), largest, 0)[:, None])
+    return PerformerCache(
+        jnp.einsum("btnm,btnv->bnmv", weights, values), largest, SharedByBatch(plan)
+    )
 
 
 def _step(
@@ -271,10 +273,10 @@ def _step(
 ) -> tuple[Any, PerformerCache]:
     del params, position
     queries, keys = settings.features(cache.plan.value, q, k)
-    top = jnp.maximum(cache.scale, keys.scale[:, 0])
-    new = keys.x * jnp.exp(keys.scale - top[:, None])
-    decay = (cache.scale - top)[:, None]
+    largest = jnp.maximum(cache.scale, keys.scale[:, 0])
+    new = keys.x * jnp.exp(keys.scale - largest[:, None])
+    decay = (cache.scale - largest)[:, None]
     sums, state = advance(
         cache.sums, queries.x, new, with_ones(v.astype(accum_dtype(v.dtype))), decay
     )
-    return quotient(sums).astype(v.dtype), PerformerCache(state, top, cache.plan)
+    return quotient(sums).astype(v.dtype), PerformerCache(state, largest, cache.plan)

@@ -1,8 +1,8 @@
-"""Retention: linear attention whose state fades at a fixed rate of each head.
+"""Retention: linear attention whose state decays at a fixed rate for each head.
 
 Sun et al. 2023 ("Retentive Network", eq. 5-8): `S_t = g S_{t-1} + k_t v_t^T`, `out_t = S_t^T q_t`,
 with `g = 1 - 2^(-5 - h)` for head h. The output of each head is normalised, and gated by a
-projection of the layer's input. Rotary positions suit it: the paper has them in its eq. 3.
+projection of the layer's input. The paper uses rotary positions (eq. 3).
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ def retention(
     chunk_len: Size = 64,
     impl: str = "auto",
 ) -> AttentionOp:
-    """Retention of what came before, halved every 22 positions by the first head.
+    """Linear attention with decay. The first head halves its state every 22 positions.
 
-    Each further head keeps it for twice as long. Extras: with `gated`, `output_gate [N, V]`.
+    Each further head takes twice as long. Extra projections: with `gated`, `output_gate [N, V]`.
     Weights: with `normalized`, `scale [N, V]`.
 
     Args:
       normalized: whether each head's output is brought to unit root mean square, and scaled.
-      gated: whether the output is multiplied by silu of a projection of the layer's input. It
-        begins near 0 with signs at random, through which a model of few layers learns slowly what
-        to copy (docs/zoo_measured.md).
+      gated: whether the output is multiplied by silu of a projection of the layer's input. The
+        gate begins near 0 with random signs, so a shallow model learns slowly
+        what to copy (docs/zoo_measured.md).
       conv_size, chunk_len, impl: as in `linear.linear`.
 
     Raises:
       ValueError: chunk_len below 1, an unknown `impl`.
-      NotImplementedError: at the call, with dropout: weights are never made; where the kernel asked
-        for cannot compute the call.
+      NotImplementedError: at the call, with dropout, because no attention weights are made; when a
+        kernel is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
 
@@ -69,7 +69,7 @@ def retention(
 
 
 def _rates(n_heads: int) -> dict[str, Float[np.ndarray, " N"]]:
-    """The logarithm of what each head keeps from one position to the next."""
+    """The log decay of each head, from one position to the next."""
     return {"rates": np.log1p(-(2.0 ** (-5.0 - np.arange(n_heads))))}
 
 

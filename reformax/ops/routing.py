@@ -1,11 +1,11 @@
-"""Routing attention: queries see the keys that lie near the same centroid (Roy et al. 2021).
+"""Routing attention: queries see the keys of the same k-means cluster (Roy et al. 2021).
 
 "Efficient Content-Based Sparse Attention with Routing Transformers", sec. 4.1 and algorithm 1.
 Queries and keys are compared as vectors on the unit sphere. Each centroid takes the same number of
-queries and of keys, those nearest to it, and its queries see its keys. Training moves the centroids
-by online k-means: each towards the mean of the vectors whose nearest centroid it is. They are
-buffers that no optimizer sees, and evaluation leaves them as they are. With T / C tokens a
-centroid, and sqrt(T) centroids, time is O(T^1.5).
+queries and of keys, those nearest to it: its cluster. The queries of a cluster see its keys.
+Training moves the centroids by online k-means, each towards the mean of the vectors whose nearest
+centroid it is. They are buffers: no optimizer changes them, and neither does evaluation. With T / C
+tokens a centroid, and sqrt(T) centroids, time is O(T^1.5).
 
 Letters besides those of `reformax.ops.base`: C centroids, W members of a centroid's cluster.
 """
@@ -42,9 +42,9 @@ from reformax.ops.softmax.online import Softmax, lowest, masked_exp, nonzero
 
 Decay = Annotated[float, Bounds(0, 1)]
 # The number of centroids whose products with all positions are in memory at a time.
-SCORED = 16
+CENTROIDS_AT_A_TIME = 16
 # The number of positions whose products with all centroids are in memory at a time.
-COUNTED = 1024
+POSITIONS_AT_A_TIME = 1024
 
 
 class RoutingSettings(NamedTuple):
@@ -67,7 +67,7 @@ class RoutingSettings(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """The positions of each cluster's queries and of its keys, the nearest first; -1 is none."""
+    """Positions of each cluster's queries and keys, the nearest first; -1 is no position."""
 
     queries: Int[Array, "B N C W"]
     keys: Int[Array, "B N C W"]
@@ -85,28 +85,28 @@ def routing(
 ) -> AttentionOp:
     """Attention within the clusters of an online k-means.
 
-    It is exact attention over the clusters that a query is in, which may be none or several; a key
-    counts in each that it shares with the query. With one cluster it is dense attention, or
-    `shared_qk.shared_qk()`. Logits are products of queries and keys as they are; the paper's have
-    unit length there too. The paper moves a centroid by the sum of its vectors. This moves it by
-    their mean, so that the batch's size does not matter.
+    It is exact attention over the clusters that a query is in, which may be none or several. A key
+    counts once for each cluster in common with the query. With one cluster it is dense attention,
+    or `shared_qk.shared_qk()`. Logits are products of queries and keys, which the paper first
+    scales to unit length. The paper moves a centroid by the sum of its vectors; this op moves it by
+    their mean, so that the batch size does not matter.
 
     In a causal call later tokens decide what is in a cluster. A step of decoding computes the last
-    row of attention over the tokens so far. Rows have one segment: clusters cover the whole row.
+    row of attention over the tokens so far. Rows have one segment, because clusters cover the row.
 
     Buffers, which are not trained: `centroids [N, C, H]`, of unit length.
 
     Args:
       n_clusters: centroids of a head; the paper takes about the square root of the length.
-      cluster_size: queries, and keys, of a cluster; None: a row's tokens by the number of clusters.
-      decay: how much of a centroid a step of training keeps, the paper's lambda.
-      shared_qk: whether queries are their own keys, as in the paper's causal attention.
+      cluster_size: queries, and keys, of a cluster; None divides a row's tokens by `n_clusters`.
+      decay: the weight of the old centroid in a training step, the paper's lambda.
+      shared_qk: whether keys are the length-normalised queries, as in the paper's causal attention.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
         its output zeros.
-      impl: of the attention; clusters are found in array operations. `"xla"` runs everywhere,
-        cluster by cluster. `"pallas"` is the kernel of block-sparse attention, for NVIDIA GPUs of
-        Ampere or later and heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for
-        tests. `"auto"` takes the kernel where it computes the same function.
+      impl: implementation of the attention; array operations choose the clusters. `"xla"` runs
+        everywhere, cluster by cluster. `"pallas"` is the kernel of block-sparse attention, for
+        NVIDIA GPUs of Ampere or later and heads of 128 or less; `"pallas_interpret"` runs it
+        anywhere, slowly, for tests. `"auto"` takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a number below 1, a decay that is not from 0 to 1, or an unknown `impl`.
@@ -166,7 +166,7 @@ def _plan(
             return jnp.where(taken & is_token, position, -1)
 
         of_each = jnp.moveaxis(lax.stop_gradient(centroids), 1, 0)
-        return jnp.moveaxis(lax.map(of_centroid, of_each, batch_size=SCORED), 0, 2)
+        return jnp.moveaxis(lax.map(of_centroid, of_each, batch_size=CENTROIDS_AT_A_TIME), 0, 2)
 
     queries = members(q)
     return Clusters(queries, queries if settings.shared_qk else members(k))
@@ -184,8 +184,8 @@ def _moved(settings: RoutingSettings, centroids, vectors, token_mask) -> Float[A
         total = jnp.einsum("btnc,btnh->nch", nearest, x, precision=lax.Precision.HIGHEST)
         return (sums[0] + total, sums[1] + nearest.sum(axis=(0, 1))), None
 
-    def chunks(x):  # chunks first; padding has no weight
-        return jnp.moveaxis(in_blocks(x, min(COUNTED, x.shape[1])), 1, 0)
+    def chunks(x):  # chunks first; `token_mask` is 0 at the padding of the last chunk
+        return jnp.moveaxis(in_blocks(x, min(POSITIONS_AT_A_TIME, x.shape[1])), 1, 0)
 
     token_mask = token_mask.astype(centroids.dtype)
     sums = jnp.zeros_like(centroids), jnp.zeros_like(centroids[..., 0])
@@ -221,13 +221,15 @@ def _apply(settings: RoutingSettings, params, q, k, v, *, plan, segment_ids, cau
         alone = jnp.swapaxes(dropped_self_values(v.astype(dtype), dropout, seed), 1, 2)
         out = jnp.where((row_sum == 0)[..., None], alone, out)
     out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
-    return out + (0 * new_centroids.sum()).astype(v.dtype)  # its gradient carries them
+    return out + (0 * new_centroids.sum()).astype(
+        v.dtype
+    )  # whose gradient carries the change of the buffer
 
 
 def _in_arrays(
     settings: RoutingSettings, q, k, v, plan: Clusters, causal, dropout, seed
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """The attention in array operations, cluster by cluster, and each row's sum of weights."""
+    """Attention in array operations, cluster by cluster, and each row's sum of weights."""
     dtype = accum_dtype(q.dtype, v.dtype)
 
     def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
@@ -249,7 +251,7 @@ def _in_arrays(
 def _in_kernels(
     settings: RoutingSettings, interpret: bool, q, k, v, plan: Clusters, causal, dropout, rng
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """`_in_arrays` by kernels."""
+    """`_in_arrays`, computed by kernels."""
     from reformax.ops.kernels.triton import clusters as kernel
 
     queries, n_heads = kernel.in_order(plan.queries), q.shape[1]
@@ -268,7 +270,7 @@ def _cluster(settings: RoutingSettings, causal, seed, dropout, query, key, q, k,
     """The softmax of a cluster's queries over its keys.
 
     Args:
-      settings: says whether a position sees itself.
+      settings: the op's; `shared_qk` hides a position from itself.
       causal: whether later keys are hidden.
       seed: of dropout; None where there is none.
       dropout: its rate.
@@ -285,7 +287,7 @@ def _cluster(settings: RoutingSettings, causal, seed, dropout, query, key, q, k,
 
 
 def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum):
-    """The softmax of each position over all clusters that it is in, and its sum of weights."""
+    """Each position's attended values over all its clusters, and its sum of weights."""
     acc, row_max, row_sum = (jnp.moveaxis(x, 0, 2) for x in (acc, row_max, row_sum))
 
     def of_head(position, acc, row_max, row_sum):
@@ -344,7 +346,7 @@ def _step(
     exists = jnp.arange(capacity)[None, None, None] <= newest
     n_members = settings.n_members(position + 1)
     n_members = jnp.broadcast_to(n_members, position.shape)[:, None, None, None]
-    # Of equal products the earlier positions come first, and the newest is the last.
+    # Among equal products earlier positions come first, so the newest is the last.
     of_query = jnp.take_along_axis(queries, newest, axis=3)
     is_member = ((queries >= of_query) & exists).sum(axis=3, keepdims=True) <= n_members
     width = settings.width(capacity)

@@ -1,8 +1,8 @@
 """Shared-QK attention: keys are the length-normalised queries (Reformer, sec. 2).
 
 One projection makes queries and keys, so that locality-sensitive hashing can put a query and the
-keys it needs into one bucket. A position would then always prefer itself, so it attends to itself
-only when it sees nothing else.
+keys it needs into one bucket. A position would then always prefer itself. It therefore attends to
+itself only if it sees nothing else.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def shared_qk(*, attend_self_if_alone: bool = True, impl: str = "auto") -> Atten
 
     Args:
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
-        zeros of it.
+        its output zeros.
       impl: `"xla"` runs everywhere, with all T^2 logits in memory. Its gradient computes them
         again. `"cudnn"` is NVIDIA's fused kernel, for causal attention under the conditions of
         `dense.dense`. `"pallas"` is the kernel of flash attention, for NVIDIA GPUs of Ampere or
-        later and heads of 128 or less. `"pallas_interpret"` runs it anywhere, slowly, for tests.
+        later and heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests.
         `"auto"` takes the first of cuDNN, Pallas and XLA that computes the call.
 
     Raises:
@@ -75,7 +75,7 @@ def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend_s
             return out
         seed = seed_words(rng, len(v)) if dropout > 0.0 else None
         alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
-        if segment_ids is not None:  # padding sees nothing, itself neither
+        if segment_ids is not None:  # padding does not see itself either
             alone = alone & (segment_ids != 0)[..., None, None]
         return jnp.where(alone, dropped_self_values(v, dropout, seed), out)
 
@@ -91,9 +91,9 @@ def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend_s
 def _to_those_before(
     q: Float[Array, "B T N H"], v: Float[Array, "B T N H"], attend_self_if_alone: bool
 ) -> Float[Array, "B T N H"]:
-    """Attention of each position to those before it, of which the first has none.
+    """Attention of each position to those before it; the first position has none.
 
-    Moved by one position, it is causal attention.
+    It is causal attention with the queries moved by one position.
     """
     first = v[:, :1] if attend_self_if_alone else jnp.zeros_like(v[:, :1])
     if q.shape[1] == 1:

@@ -1,8 +1,8 @@
-"""A sliding window with attention sinks: the last positions, and the very first.
+"""A sliding window with attention sinks: the last positions, and the first ones.
 
 Xiao et al. 2023 ("Efficient Streaming Language Models with Attention Sinks", sec. 3): a softmax
-gives what it has no use for to the first tokens, so a model whose window has left them behind
-fails. Keeping a few of them lets it run on for as long as one likes, with a cache of constant size.
+puts weight that it does not need on the first tokens, and a model fails once its window has left
+them. Keeping some of them, the sinks, lets it run for any length with a cache of constant size.
 Time is O(T (window + n_sinks)).
 """
 
@@ -25,9 +25,9 @@ from reformax.ops.softmax import band
 def sinks(*, window: Size = 256, n_sinks: Count = 4, impl: str = "auto") -> AttentionOp:
     """Attention to a window and to the first tokens of the sequence.
 
-    The paper numbers positions by their place in the cache (sec. 3.2). Here rotations go by the
-    place in the sequence, as everywhere, so a sink's distance grows. Packed sequences are refused,
-    for each would have sinks of its own.
+    The paper numbers positions by their slot in the cache (sec. 3.2). This op, like all others,
+    leaves rotations to positions in the sequence, so a sink's distance grows. Packed sequences are
+    refused, because each would have its own sinks.
 
     Args:
       window: a position sees those less than `window` positions away, before it and, if not causal,
@@ -70,17 +70,17 @@ def _apply(
 ) -> Array:
     del params, plan
     real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else segment_ids != 0
-    few = first_where(real, n_sinks) if n_sinks else None
+    sink_tokens = first_where(real, n_sinks) if n_sinks else None
     bands = (BandMask(window, 1, causal),)
-    return band.attend(bands, q, k, v, few, segment_ids, dropout, rng, impl)
+    return band.attend(bands, q, k, v, sink_tokens, segment_ids, dropout, rng, impl)
 
 
 def _init_cache(
     window: int, n_sinks: int, params, q, k, v, *, plan, lengths, capacity, rng
 ) -> band_cache.BandCache:
     del params, q, plan, rng
-    few: Int[Array, "B G"] = jnp.tile(jnp.arange(min(n_sinks, capacity))[None], (len(k), 1))
-    return band_cache.fill((BandMask(window, 1, True),), k, v, few, lengths, capacity)
+    sink_tokens: Int[Array, "B G"] = jnp.tile(jnp.arange(min(n_sinks, capacity))[None], (len(k), 1))
+    return band_cache.fill((BandMask(window, 1, True),), k, v, sink_tokens, lengths, capacity)
 
 
 def _step(window: int, impl: str, params, q, k, v, cache: band_cache.BandCache, *, position):

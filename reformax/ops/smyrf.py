@@ -1,16 +1,16 @@
 """Smyrf: balanced clusters of queries and of keys (Daras et al. 2020).
 
-"SMYRF: Efficient Attention using Asymmetric Clustering", sec. 3. Asymmetric transformations make
-vectors of queries and keys whose distance is small where their product is large. Each hash orders
-the queries and, apart from them, the keys along a random direction. Both orders are cut into chunks
-of one length, the clusters, and the queries of cluster i see the keys of cluster i. Queries and
-keys have projections of their own, so a dense model's weights fit without training. Time is
-O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.SortedSettings`;
-this file is its hash.
+"SMYRF: Efficient Attention using Asymmetric Clustering", sec. 3. Asymmetric transformations map
+queries and keys to vectors whose distance is small where their product is large. Each hash sorts
+queries and keys, separately, along a random direction. Both orders are cut into chunks of one
+length, the clusters. The queries of cluster i see the keys of cluster i. Queries and keys have
+separate projections, so a dense model's weights fit without training. Time is
+O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.SortedSettings`; this
+file is its hash.
 
 Queries and keys may be of two sequences. A query's slot is then where its hash would be among those
-of the keys (`ops.hashing.alignment`), for a few queries cannot fill as many clusters as the
-keys do. Such hashes have one scale: they are cosines with a direction, of keys less their mean.
+of the keys (`ops.hashing.meeting`), because a small number of queries cannot fill as many clusters
+as the keys do. Such hashes have one scale: cosines with a direction, of keys minus their mean.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def smyrf(
 ) -> AttentionOp:
     """Attention within balanced clusters of queries and keys.
 
-    It is exact attention over the clusters that the hashes show each query; where one cluster
-    covers the length, these are all keys, as in `dense.dense()`. The clusters are those of the
-    order by hash, of 20 bits, without the paper's offset and its rounding to buckets (E2LSH), which
-    sorting makes needless. M is taken over each segment of a row.
+    It is exact attention over the union of a query's clusters, one for each hash. Where one cluster
+    covers the length, this is `dense.dense()`. Clusters are cut from the order by hash, of 20 bits.
+    The paper's offset and rounding to buckets (E2LSH) are left out, because sorting replaces them.
+    M, which bounds the lengths of vectors, is taken over each segment of a row.
 
     In a causal call later tokens decide what is in a cluster, and a cluster may hold no key that a
     query may see. A step of decoding computes the last row of attention over the tokens so far.
@@ -55,8 +55,8 @@ def smyrf(
     Args:
       chunk_len: queries, and keys, in a cluster.
       n_hashes: hashes.
-      count_once: False counts a key with each hash that shows it, as the paper does when it weighs
-        hashes by their softmax's sums; True counts it once however many hashes show it.
+      count_once: False counts a key once for each hash whose cluster has it, as the paper does when
+        it weighs hashes by their softmax's sums; True counts it once in all.
       attend_self_if_alone: as in `asymmetric_lsh.asymmetric_lsh`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
@@ -75,7 +75,7 @@ def smyrf(
 
 
 class SmyrfState(NamedTuple):
-    """What decoding keeps; entries of positions without a token are arbitrary."""
+    """The decoding state; entries of positions without a token are arbitrary."""
 
     products: tuple[Float[Array, "B N R C"], Float[Array, "B N R C"]]  # of queries and of keys
     squares: tuple[Float[Array, "B N C"], Float[Array, "B N C"]]
@@ -138,7 +138,7 @@ class AsymmetricHash(NamedTuple):
                 products, squares, (directions[:, -1], directions[:, -2]), strict=True
             )
         )
-        # Equal hashes are sorted by position, so the newest query is behind them.
+        # Equal hashes are sorted by position, so the newest query comes last.
         newest = jnp.take_along_axis(
             of_query, position[:, None, None, None], axis=-1, mode="promise_in_bounds"
         )

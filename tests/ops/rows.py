@@ -440,7 +440,7 @@ _BUCKETS = {
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
 _CHUNKS_OF_STATES = {"chunk_len": (4, 1, 7, 64)}
-_RECURRENT = dict(holds_keys=False, relative=True, second_order=0)
+_RECURRENT = dict(holds_keys=False, relative=True, second_order=1)
 
 ROWS = [
     Row("dense", dense.dense, {"impl": ("xla", "auto")}, _everything),
@@ -449,16 +449,15 @@ ROWS = [
         memory_efficient.memory_efficient,
         _CHUNKS,
         _everything,
-        second_order=0,
+        second_order=1,
     ),
-    Row("flash", flash.flash, _BLOCKS, _everything, second_order=0),
+    Row("flash", flash.flash, _BLOCKS, _everything, second_order=1),
     Row("flash_pallas", flash.flash, _KERNEL, _everything),
     Row(
         "shared_qk",
         shared_qk.shared_qk,
         {"attend_self_if_alone": (True, False), "impl": ("xla", "auto")},
         _others,
-        second_order=2,
     ),
     Row(
         "shared_qk_pallas",
@@ -466,23 +465,22 @@ ROWS = [
         {"attend_self_if_alone": (True, False)} | _KERNEL,
         _others,
     ),
-    Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks, second_order=0),
+    Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks, second_order=1),
     Row(
         "block_sparse_pallas",
         block_sparse.block_sparse,
         _SPARSE_KERNEL | _KERNEL,
         _in_blocks,
     ),
-    Row("local", local.local, _NEIGHBOURHOODS, _neighbours, n_held=16, second_order=2),
+    Row("local", local.local, _NEIGHBOURHOODS, _neighbours, n_held=16),
     Row(
         "local_shared",
         local.local,
         _NEIGHBOURHOODS | {"shared_qk": (True,)},
         _neighbours,
         n_held=16,
-        second_order=1,
     ),
-    Row("local_window", local.local, _WINDOWS, _window, relative=True, n_held=6, second_order=2),
+    Row("local_window", local.local, _WINDOWS, _window, relative=True, n_held=6),
     Row(
         "local_circle",
         local.local,
@@ -490,10 +488,9 @@ ROWS = [
         _circle,
         padding_counts=True,
         no_step="circle",
-        second_order=2,
     ),
-    Row("lsh", lsh.lsh, _HASHING | {"count_once": (True,)}, _hashed, second_order=1),
-    Row("lsh_count_each", lsh.lsh, _HASHING | {"count_once": (False,)}, _hashed, second_order=1),
+    Row("lsh", lsh.lsh, _HASHING | {"count_once": (True,)}, _hashed),
+    Row("lsh_count_each", lsh.lsh, _HASHING | {"count_once": (False,)}, _hashed),
     Row(
         "local_pallas",
         local.local,
@@ -502,29 +499,21 @@ ROWS = [
     ),
     Row("local_window_pallas", local.local, _WINDOWS | _KERNEL, _window, relative=True),
     Row("lsh_pallas", lsh.lsh, _HASHING | {"count_once": (True, False)} | _KERNEL, _hashed),
-    Row("lsh_strict", lsh.lsh, _STRICT | {"count_once": (True,)}, _own_bucket, second_order=1),
-    Row(
-        "lsh_strict_count_each",
-        lsh.lsh,
-        _STRICT | {"count_once": (False,)},
-        _own_bucket,
-        second_order=1,
-    ),
+    Row("lsh_strict", lsh.lsh, _STRICT | {"count_once": (True,)}, _own_bucket),
+    Row("lsh_strict_count_each", lsh.lsh, _STRICT | {"count_once": (False,)}, _own_bucket),
     Row(
         "lsh_circle",
         lsh.lsh,
         _HASHING | _CIRCLE | {"count_once": (False,)},
         _circle,
         padding_counts=True,
-        second_order=1,
     ),
-    Row("smyrf", smyrf.smyrf, _CLUSTERS, _clusters, second_order=2),
+    Row("smyrf", smyrf.smyrf, _CLUSTERS, _clusters),
     Row(
         "asymmetric_lsh",
         asymmetric_lsh.asymmetric_lsh,
         _SEPARATE,
         _clusters,
-        second_order=2,
         slow=True,
     ),
     Row(
@@ -539,7 +528,7 @@ ROWS = [
         hash_sparse.hash_sparse,
         _BUCKETS | {"impl": ("xla",)},
         _same_bucket,
-        second_order=0,
+        second_order=1,
         slow=True,
     ),
     Row("hash_sparse_pallas", hash_sparse.hash_sparse, _BUCKETS | _KERNEL, _same_bucket),
@@ -549,7 +538,7 @@ ROWS = [
         _PROJECTED,
         reference=low_rank.linformer,
         no_step="mixes the future in",
-        second_order=0,
+        second_order=1,
         # A mixture of n keys is sqrt(n / k) times as long as a key, and so are those of values.
         rounding=LONGEST / min(_PROJECTED["n_projected"]),
     ),
@@ -559,7 +548,7 @@ ROWS = [
         _LANDMARKS,
         reference=low_rank.nystromformer,
         no_step="mixes the future in",
-        second_order=0,
+        second_order=1,
         rounding=30,
         slow=True,
     ),
@@ -606,7 +595,7 @@ ROWS = [
         _FEATURES,
         reference=low_rank.performer,
         holds_keys=False,
-        second_order=0,
+        second_order=1,
         rounding=30,
         slow=True,
     ),
@@ -617,7 +606,6 @@ ROWS = [
         nsa.nsa,
         _NATIVE,
         reference=native_sparse.nsa,
-        second_order=2,
         group_chooses=True,
         slow=True,
     ),
@@ -626,7 +614,6 @@ ROWS = [
         dsa.dsa,
         _INDEXED,
         reference=indexed.dsa,
-        second_order=2,  # the indexer's loss has no forward mode
         own_loss=True,
         slow=True,
     ),
@@ -637,7 +624,6 @@ ROWS = [
             routing.routing,
             _ROUTED | {"shared_qk": (shared,)},
             reference=routed.routing,
-            second_order=2,  # the change of what is carried has no forward mode
             slow=True,
         )
         for shared in (False, True)

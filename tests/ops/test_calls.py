@@ -1,5 +1,7 @@
 """Calls of an op: masks, what is compiled once, and the op's repr."""
 
+import inspect
+import itertools
 import logging
 
 import jax
@@ -7,18 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.declared import SettingError
 from reformax.ops import (
     block_patterns,
     block_sparse,
     dense,
     flash,
     local,
+    long_short,
     lsh,
     nsa,
     shared_qk,
     sinks,
     smyrf,
 )
+from reformax.ops.base import Dims
 from reformax.ops.calls.arguments import check_arguments
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over
@@ -193,3 +198,42 @@ def test_one_segment_may_have_any_id():
             dropout=0,
             rng=None,
         )
+
+
+def without_weights(row) -> list[dict]:
+    """The settings of up to two options by which the row's op has no weights, of all that it has.
+
+    An option is tried with what the row names, and with what leaves something out.
+    """
+    if not jax.tree.leaves(row.op().init(KEY, Dims(2, 4, 4, 8))):
+        return []
+    tried = [
+        {name: value}
+        for name in inspect.signature(row.factory).parameters
+        for value in (*row.options.get(name, ()), False, 0, None, "none")
+    ]
+    found = []
+    for one, other in itertools.combinations_with_replacement(tried, 2):
+        try:
+            op = row.op(**one | other)
+        except SettingError:
+            continue
+        if not jax.tree.leaves(jax.eval_shape(lambda op=op: op.init(KEY, Dims(2, 4, 4, 8)))):
+            found.append(one | other)
+    return found
+
+
+@pytest.mark.parametrize(
+    "factory", dict.fromkeys(row.factory for row in ROWS), ids=lambda f: f.__name__
+)
+def test_an_op_without_weights_is_called_without_params(factory):
+    row = next(row for row in ROWS if row.factory is factory)
+    settings = without_weights(row)[:2]
+    assert settings or factory is not long_short.long_short
+    for options in settings:
+        op = row.op(**options)
+        x = inputs.draw(op, length=8)
+        given = dict(causal=row.causal(), rng=KEY)
+        want = inputs.call(op, x, **given)
+        for params in ((), {}):
+            np.testing.assert_array_equal(inputs.call(op, x._replace(params=params), **given), want)

@@ -91,9 +91,9 @@ def test_hessian_vector_products_are_the_references_or_refused(row):
         for one, other in zip(got, want, strict=True):
             try:
                 derivative = jax.jit(one)(x)
-            except (TypeError, NotImplementedError) as refused:
+            except NotImplementedError as refused:
                 assert "\n" not in str(refused)
-                assert "forward-mode" in str(refused) or "second derivative" in str(refused)
+                assert "second derivative" in str(refused)
                 continue
             right += 1
             for y, z in zip(*map(jax.tree.leaves, (derivative, jax.jit(other)(x))), strict=True):
@@ -111,7 +111,7 @@ def test_kernels_refuse(row):
     x, d_out = draw(row, np.float32)
     attend, _ = attention(row)
     for derivative in second_derivatives(attend, d_out, x):
-        with pytest.raises((TypeError, NotImplementedError), match="forward-mode|second deriv"):
+        with pytest.raises(NotImplementedError, match="jax.jvp|second deriv"):
             jax.jit(derivative).lower(x)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import base, block_sparse, dense, flash, memory_efficient
+from reformax.ops.kernels.triton import block_sparse as kernel_blocks
 from reformax.ops.softmax import cudnn, tiles
 from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, default_jit, with_gradients
@@ -345,6 +346,41 @@ def test_a_kernels_summaries_are_merged(causal):
     for op, inputs in ((odd, (q, k, v)), (kernel, (x[:, :190] for x in (q, k, v)))):
         with pytest.raises(NotImplementedError, match="impl='pallas_interpret' with chunks="):
             op(*inputs)
+
+
+@pytest.mark.parametrize(
+    "causal, packed, dropout", [(True, True, 0.3), (False, True, 0.0), (True, False, 0.0)]
+)
+def test_a_kernels_gradient_is_that_of_array_operations(causal, packed, dropout, monkeypatch):
+    """A GPU computes the gradient by a kernel, also where the forward pass cannot be one."""
+    q, k, v, d_out = numbers(4, 2, 45, 2, 8)
+    ids = jnp.asarray(np.repeat([[1, 2, 0]], [20, 20, 5], axis=1).repeat(2, axis=0))
+    options = dict(causal=causal, dropout=dropout, rng=KEY, segment_ids=ids if packed else None)
+
+    def run(op):
+        return with_gradients(lambda *x: op(*x, **options))(d_out, q, k, v)
+
+    sizes = dict(query_chunk_size=16, key_chunk_size=32)
+    want = run(memory_efficient.memory_efficient(impl="xla", **sizes))
+    used = []
+
+    def on_a_gpu(impl, **obstacles):
+        """What `dispatch.choose` does where kernels run, but interpreted."""
+        used.append("xla" if impl == "xla" or obstacles["pallas"] else "pallas_interpret")
+        return used[-1]
+
+    monkeypatch.setattr(memory_efficient, "choose", on_a_gpu)
+    sizes["key_chunk_size"] = 33
+    got = run(memory_efficient.memory_efficient(impl="auto", **sizes))
+    assert used == ["xla", "pallas_interpret"]
+    assert_trees_close(got, want)
+    backward = kernel_blocks.backward
+    monkeypatch.setattr(
+        kernel_blocks, "backward", lambda *x, **o: jax.tree.map(jnp.zeros_like, backward(*x, **o))
+    )
+    sizes["key_chunk_size"] = 34  # an op that is not compiled yet
+    other = memory_efficient.memory_efficient(impl="auto", **sizes)
+    assert not any(np.any(x) for x in run(other)[1])
 
 
 EVERYTHING = np.ones((2, 2), bool)

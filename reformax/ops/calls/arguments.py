@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -200,12 +201,18 @@ def _check_extra_projections(op, extra_projections, q, v) -> None:
             )
 
 
-def check_params(op, params, q, v) -> None:
-    """Raises `ValueError` unless `params` are the op's own weights."""
+def checked_params(op, params, q, v) -> Any:
+    """The weights of its own that an op reads; those of `op.init` where that has none.
+
+    Raises:
+      ValueError: `params` are others.
+    """
     dims = op.dims(q, v)
     given = _shapes(params)
-    # A weight may be made for longer sequences: its axes that grow with the length may be longer.
-    wanted, longer = (_of_init(op, dims._replace(length=dims.length + n)) for n in (0, 1))
+    # A weight may be for longer sequences.
+    (wanted, tree), (longer, _) = (
+        _of_init(op, dims._replace(length=dims.length + n)) for n in (0, 1)
+    )
     if wanted and not given:
         raise ValueError(
             f"params is {params!r}: {op.name} has weights of its own, pass those of "
@@ -220,6 +227,7 @@ def check_params(op, params, q, v) -> None:
                 f"params[{name!r}] has shape {shape}: expected {wanted[name]}, as of "
                 "op.init(rng, op.dims(q, v))"
             )
+    return params if wanted else tree
 
 
 def _shapes(params) -> dict[str, tuple[int, ...]]:
@@ -231,9 +239,10 @@ def _shapes(params) -> dict[str, tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _of_init(op, dims) -> dict[str, tuple[int, ...]]:
-    """The shapes of an op's own weights."""
-    return _shapes(jax.eval_shape(lambda: op.init(jax.random.key(0), dims)))
+def _of_init(op, dims) -> tuple[dict[str, tuple[int, ...]], Any]:
+    """The shapes of an op's own weights, by name and as a tree."""
+    tree = jax.eval_shape(lambda: op.init(jax.random.key(0), dims))
+    return _shapes(tree), tree
 
 
 def _check_bias(op, bias, full: tuple[int, int, int, int]) -> None:

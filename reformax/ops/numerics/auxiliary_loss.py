@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from reformax.derivatives import CustomDerivatives
 
-@jax.custom_vjp
+
+@CustomDerivatives
 def with_loss(out: Float[Array, "*d"], loss: Float[Array, ""]) -> Float[Array, "*d"]:
     """Returns `out`, and adds the gradient of `loss` to that of the model's loss.
 
@@ -22,4 +23,4 @@ def _backward(loss, d_out):
     return d_out, jnp.ones_like(loss)
 
 
-with_loss.defvjp(lambda out, loss: (out, loss), _backward)
+with_loss.define(lambda out, loss: (out, loss), _backward, lambda loss, tangents: tangents[0])

@@ -8,18 +8,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.ops.numerics.precision import accum_dtype
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def length_normalize(x: Float[Array, "*d H"], epsilon: float = 1e-6) -> Float[Array, "*d H"]:
     """`x` scaled to unit root mean square over its last axis."""
-    return _normalize_forward(x, epsilon)[0]
+    return _normalize(epsilon, x)
 
 
-def _normalize_forward(x, epsilon):
+@functools.partial(CustomDerivatives, n_static=1)
+def _normalize(epsilon, x):
     y, _ = _normalized(x, epsilon)
-    return y.astype(x.dtype), x
+    return y.astype(x.dtype)
 
 
 def _normalize_backward(epsilon, x, dy):
@@ -28,7 +29,13 @@ def _normalize_backward(epsilon, x, dy):
     return (((dy - y * mean_product(y, dy)) * scale).astype(x.dtype),)
 
 
-length_normalize.defvjp(_normalize_forward, _normalize_backward)
+_normalize.define(
+    lambda epsilon, x: (_normalize.function(epsilon, x), x),
+    _normalize_backward,
+    lambda epsilon, x, tangents: tangent_of(
+        functools.partial(_normalize.function, epsilon), (x,), tangents
+    ),
+)
 
 
 def _normalized(x, epsilon):

@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import CustomDerivatives
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
 from reformax.ops.numerics.first_order import first_order
@@ -77,7 +78,7 @@ def quotient(sums: Float[Array, "*d V1"]) -> Float[Array, "*d V"]:
     return jnp.where(weights == 0, 0, sums[..., :-1] / nonzero(weights))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(CustomDerivatives, n_static=1)
 def _mean(interpret: bool, inputs: RecurrenceInputs, segment_ids) -> Float[Array, "B T N V"]:
     return _forward(interpret, inputs, segment_ids)[0]
 
@@ -110,4 +111,4 @@ def _backward(interpret: bool, results, d_out):
     ), None
 
 
-_mean.defvjp(_forward, _backward)
+_mean.define(_forward, _backward)

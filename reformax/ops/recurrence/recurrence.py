@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
@@ -106,7 +107,7 @@ def bidirectional(
     return restore_order(_of_segment(chunks.chunk_size(chunk_len, q.shape[1]), qkv, ids), order)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(CustomDerivatives, n_static=1)
 def _of_segment(size: int, qkv: tuple[Array, Array, Array], ids: Int[Array, "B T"]) -> Array:
     """`bidirectional` for contiguous segments."""
     return _sums_of_segment(size, qkv, ids)
@@ -141,25 +142,30 @@ def _of_segment_backward(size: int, results, d_out):
     return tuple(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None
 
 
-_of_segment.defvjp(
-    lambda size, qkv, ids: (_of_segment(size, qkv, ids), (qkv, ids)), _of_segment_backward
+_of_segment.define(
+    lambda size, qkv, ids: (_of_segment(size, qkv, ids), (qkv, ids)),
+    _of_segment_backward,
+    lambda size, primals, tangents: tangent_of(
+        functools.partial(_sums_of_segment, size), primals, tangents
+    ),
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(CustomDerivatives, n_static=2)
 def _recurrence(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
-    return _forward(size, impl, inputs, segment_ids)[0]
-
-
-def _forward(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
-    order, x, ids = contiguous_segments(first_order(inputs), segment_ids)
+    order, x, ids = contiguous_segments(inputs, segment_ids)
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
 
         out = kernel.forward(x, ids, interpret=impl == "pallas_interpret")
     else:
         out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
-    return restore_order(out, order), (inputs, segment_ids)
+    return restore_order(out, order)
+
+
+def _forward(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
+    out = _recurrence.function(size, impl, first_order(inputs), segment_ids)
+    return out, (inputs, segment_ids)
 
 
 def _backward(size: int, impl: str, results, d_out):
@@ -180,7 +186,13 @@ def _backward(size: int, impl: str, results, d_out):
     ), None
 
 
-_recurrence.defvjp(_forward, _backward)
+def _tangent(size: int, impl: str, primals, tangents):
+    if impl in KERNELS:
+        raise NotImplementedError(KERNEL_REFUSAL)
+    return tangent_of(functools.partial(_recurrence.function, size, impl), primals, tangents)
+
+
+_recurrence.define(_forward, _backward, _tangent)
 
 
 # Decoding.

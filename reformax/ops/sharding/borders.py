@@ -15,11 +15,11 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import CustomDerivatives
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.sharding.shard import Shard
 
@@ -136,13 +136,17 @@ def attend(
     return out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def with_ends(x: Array, n: int) -> tuple[Array, Array, Array]:
     """A shard, its first `n` positions and its last `n`, which do not overlap.
 
     The gradients of the ends are added to slices of the shard's gradient. JAX's gradient of a slice
     pads it to the shard's length, and so reads and writes the whole shard once more for each end.
     """
+    return _with_ends(n, x)
+
+
+@functools.partial(CustomDerivatives, n_static=1)
+def _with_ends(n, x):
     return x, x[:, :n], x[:, x.shape[1] - n :]
 
 
@@ -154,4 +158,8 @@ def _with_ends_backward(n: int, _, gradients):
     return (d_x,)
 
 
-with_ends.defvjp(lambda x, n: (with_ends(x, n), None), _with_ends_backward)
+_with_ends.define(
+    lambda n, x: (_with_ends.function(n, x), None),
+    _with_ends_backward,
+    lambda n, _, tangents: _with_ends(n, *tangents),
+)

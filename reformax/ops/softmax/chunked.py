@@ -31,6 +31,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
@@ -387,7 +388,7 @@ def _alone_weight(
     return weight[..., None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(CustomDerivatives, n_static=1)
 def _attend(chunks, q, k, v, order, segment_ids, seed, self_weight):
     return _attend_forward(chunks, q, k, v, order, segment_ids, seed, self_weight)[0]
 
@@ -426,7 +427,16 @@ def _attend_backward(chunks, residuals, d_out):
     return like(dq, q, chunks.length), like(dk, k), like(dv, v), None, None, None, None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+def _attend_tangent(chunks, residuals, tangents):
+    q, k, v, order, segment_ids, seed, self_weight, *_ = residuals
+    q = _heads_last(q, chunks.length)
+    k, v = (None if x is None else _heads_last(x, chunks.key_length) for x in (k, v))
+    order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
+    attend = functools.partial(_attend.function, chunks)
+    return tangent_of(attend, (q, k, v, order, segment_ids, seed, self_weight), tangents)
+
+
+_attend.define(_attend_forward, _attend_backward, _attend_tangent)
 
 
 def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.shard import Shard
@@ -36,9 +37,13 @@ Pair = tuple[Any, Any]  # of a device's early and late half
 class PartialAttention(Protocol):
     """Attention of some queries to some keys. Implementations are hashable.
 
-    A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, a
-    row's largest logit divided by `unit`, and the sum of `exp(logit - largest logit)`.
+    `impl` is "xla" or a kernel's name.
+
+    A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, the
+    largest logit of a row in a unit of the algorithm's own, and the sum of `exp(logit - row_max)`.
     """
+
+    impl: str
 
     def unit(self, size: int) -> float:
         """The factor that turns `row_max` into a logit, for heads of `size`."""
@@ -202,7 +207,7 @@ def _put(pair: tuple, s: Any, axis: str, values: list, of_keys: bool, merge: Cal
     return pair[0], merge(pair[1], values[1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(CustomDerivatives, n_static=3)
 def _ring(pieces, causal, axis, queries, keys, rng) -> tuple[Array, ...]:
     return _forward(pieces, causal, axis, queries, keys, rng)[0]
 
@@ -285,4 +290,11 @@ def _backward(pieces, causal, axis, residuals, d_out):
     return sides(queries, of_queries), sides(keys, of_keys), None
 
 
-_ring.defvjp(_forward, _backward)
+def _tangent(pieces, causal, axis, residuals, tangents):
+    if pieces.impl != "xla":
+        raise NotImplementedError(KERNEL_REFUSAL)
+    ring = functools.partial(_ring.function, pieces, causal, axis)
+    return tangent_of(ring, residuals[:3], tangents)
+
+
+_ring.define(_forward, _backward, _tangent)

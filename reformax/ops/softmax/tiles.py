@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
+from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.numerics.first_order import first_order
@@ -378,7 +379,7 @@ def backward(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(CustomDerivatives, n_static=2)
 def attend(
     forward_pass: Callable[..., TiledResults], tiling: Tiling, x: TiledInputs, plan: TilePlan
 ) -> Float[Array, "B T N V"]:
@@ -406,7 +407,12 @@ def _attend_backward(forward_pass, tiling, residuals, d_out):
     return TiledInputs(*gradients, query_segment_ids=None, key_segment_ids=None, seed=None), None
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+def _attend_tangent(forward_pass, tiling, residuals, tangents):
+    x, plan, _ = residuals
+    return tangent_of(functools.partial(attend.function, forward_pass, tiling), (x, plan), tangents)
+
+
+attend.define(_attend_forward, _attend_backward, _attend_tangent)
 
 
 def inputs(

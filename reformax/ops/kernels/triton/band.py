@@ -14,10 +14,10 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import chunked
 from reformax.ops.kernels.triton.common import LOG2_E, LOWEST
 from reformax.ops.masking.bands import BandMask, ids_at, rows_at
@@ -40,7 +40,7 @@ class BandOrder(NamedTuple):
     segment_ids: Int[Array, "B Tp"] | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(CustomDerivatives, n_static=3)
 def attend(
     band: BandMask,
     chunks: Any,
@@ -157,4 +157,4 @@ def _attend_backward(band, chunks, interpret, residuals, d_out):
     return dq, dk, dv, None, None, None, None
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+attend.define(_attend_forward, _attend_backward)

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import CustomDerivatives
 from reformax.ops.hashing import sorted_groups
 from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.kernels.triton.block_programs import (
@@ -283,7 +284,7 @@ def _inputs(layout: Layout | FullLayout, q, k, v, segment_ids, rng) -> BlockInpu
     return BlockInputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(CustomDerivatives, n_static=2)
 def attend(
     layout: Layout | FullLayout,
     interpret: bool,
@@ -313,7 +314,7 @@ def _attend_backward(layout, interpret, residuals, cotangents):
     return *gradients, None, None
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+attend.define(_attend_forward, _attend_backward)
 
 
 def forward(

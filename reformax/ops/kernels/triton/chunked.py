@@ -31,6 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton.chunk_programs import ChunkInputs, ChunkProgram, ChunkTiles
 from reformax.ops.kernels.triton.common import (
     LOG2_E,
@@ -249,7 +250,7 @@ def _packs(
     return jnp.stack([_in_order(pack, order) for pack in packs])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(CustomDerivatives, n_static=2)
 def attend(
     chunks: Any,
     interpret: bool,
@@ -280,7 +281,7 @@ def _attend_backward(chunks, interpret, residuals, d_out):
     return dq, dk, dv, None, None, None
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+attend.define(_attend_forward, _attend_backward)
 
 
 def forward(

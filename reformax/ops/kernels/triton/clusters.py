@@ -13,11 +13,11 @@ from __future__ import annotations
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import CustomDerivatives
 from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.kernels.triton import block_sparse
 from reformax.ops.kernels.triton.common import LOG2_E, LOWEST
@@ -41,7 +41,7 @@ def in_order(members: Int[Array, "B N C W"]) -> SortedSequence:
     return SortedSequence(position, group)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(CustomDerivatives, n_static=2)
 def attend(
     layout: SortedLayout,
     interpret: bool,
@@ -118,4 +118,4 @@ def _attend_backward(layout, interpret, residuals, cotangents):
     return *gradients, None, None, None
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+attend.define(_attend_forward, _attend_backward)

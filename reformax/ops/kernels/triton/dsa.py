@@ -34,6 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import block_sparse
 from reformax.ops.kernels.triton.common import (
     LOG2_E,
@@ -218,7 +219,7 @@ def _bits(chosen: Int[Array, "B T K"]) -> Int[Array, "B T words"]:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(CustomDerivatives, n_static=2)
 def attend(
     layout: FullLayout,
     interpret: bool,
@@ -272,7 +273,7 @@ def _attend_backward(layout, interpret, residuals, d_out):
     return *gradients, of_index, None, None, None, None
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+attend.define(_attend_forward, _attend_backward)
 
 
 def _gradient(

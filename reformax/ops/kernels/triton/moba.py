@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton.common import (
     LOG2_E,
     QueryRows,
@@ -251,7 +252,7 @@ def _keys_kernel(x: _MobaInputs, row: QueryRows, gradients, *, sizes):
         pltriton.store(view, value.astype(ref.dtype), mask=mask)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(CustomDerivatives, n_static=2)
 def attend(
     sizes: MobaSizes,
     interpret: bool,
@@ -346,4 +347,4 @@ def _attend_backward(sizes, interpret, residuals, d_out):
     return jnp.swapaxes(dq, 1, 2).astype(q.dtype), *sums, None, None, None
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+attend.define(_attend_forward, _attend_backward)

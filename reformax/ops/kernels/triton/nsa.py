@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton.common import (
     LOG2_E,
     QueryRows,
@@ -384,7 +385,7 @@ def _sum_kernel(parts, first_part, out, *, per_block):
     pltriton.store(out.at[batch, head, program, row, column], total.astype(out.dtype), mask=mask)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(CustomDerivatives, n_static=2)
 def attend(
     sizes: NsaSizes,
     interpret: bool,
@@ -509,4 +510,4 @@ def _gradients_of_keys(sizes: NsaSizes, interpret, x: _NsaInputs, row: QueryRows
     return summed(parts[0], x.k), summed(parts[1], x.v)
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+attend.define(_attend_forward, _attend_backward)

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
+from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton.common import launch, load, matmul, power_of_two, view_rows
 from reformax.ops.kernels.triton.recurrence_chunk import parts_of, to_float32
 
@@ -145,7 +146,7 @@ def scales(x: Float[Array, "B T N H"], directions: Float[Array, "M H"], interpre
     return _run(scales_kernel, read, (), shape, interpret)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(CustomDerivatives, n_static=1)
 def features(interpret: bool, read: FeatureArrays) -> Float[Array, "B T N M"]:
     """The features in the dtype of the vectors; only the vectors have a gradient."""
     shape = (*read.x.shape[:3], read.directions.shape[0])
@@ -159,4 +160,4 @@ def _backward(interpret: bool, read: FeatureArrays, d_features):
     return (others._replace(x=dx),)
 
 
-features.defvjp(lambda interpret, read: (features(interpret, read), read), _backward)
+features.define(lambda interpret, read: (features(interpret, read), read), _backward)
