@@ -23,7 +23,8 @@ def code() -> str:
     """The notebook's cells as a script; a line of the shell is a process that must succeed."""
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
-    shell = re.sub(r"^!(.+)$", r"run(r'''\1''', shell=True, check=True)", text, flags=re.MULTILINE)
+    line = re.compile(r"^!((?:.*\\\n)*.+)$", re.MULTILINE)  # the shell goes on after a backslash
+    shell = line.sub(lambda found: f"run({found[1]!r}, shell=True, check=True)", text)
     return f"from subprocess import run\n{shell}\n{CHECK}"
 
 
