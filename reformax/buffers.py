@@ -27,8 +27,8 @@ class Buffer(NamedTuple):
 
 @CustomDerivatives
 def _becoming(value, after):
-    del after
-    return value
+    # In a `jax.vmap` over `after` alone the result is batched, as its derivative is.
+    return jnp.where(False, after, value)
 
 
 def _backward(change, gradient):
@@ -37,7 +37,9 @@ def _backward(change, gradient):
 
 
 _becoming.define(
-    lambda value, after: (value, after - value), _backward, lambda _, tangents: tangents[0]
+    lambda value, after: (_becoming.function(value, after), after - value),
+    _backward,
+    lambda _, tangents: tangents[0],
 )
 
 

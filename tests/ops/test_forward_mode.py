@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.buffers import Buffer, updated
 from reformax.derivatives import CustomDerivatives
 from reformax.ops import flash
 from tests.helpers import with_x64
@@ -117,3 +118,17 @@ def test_each_mode_has_its_own_rule():
         loop = lambda x, f=f: jax.lax.scan(lambda c, _: (f(c, 2.0), None), x, None, 2)[0]  # noqa: E731
         np.testing.assert_array_equal(jax.vjp(loop, x)[1](ones)[0], 200 * 200 * ones)
         np.testing.assert_array_equal(jax.jvp(loop, (x,), (ones,))[1], 4 * ones)
+
+
+def test_a_change_of_a_buffer_is_summed_over_a_batch():
+    """What a call carries may differ over a batch whose weight is one."""
+    weight, batch = Buffer(jnp.arange(3.0)), jnp.arange(6.0).reshape(2, 3)
+    one = jax.jit(lambda weight, x: jnp.sum(updated(weight, weight.value + x) * x))
+
+    def function(weight):
+        return jnp.sum(jax.vmap(one, (None, 0))(weight, batch))
+
+    change = jax.jit(jax.grad(function))(weight).value
+    np.testing.assert_array_equal(change, batch.sum(axis=0))
+    along = Buffer(jnp.ones(3))
+    assert jax.jvp(function, (weight,), (along,))[1] == batch.sum()
