@@ -17,9 +17,10 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from reformax.declared import Called, Size, checked
+from reformax.declared import Called, SettingError, Size, checked
 from reformax.ops.base import AttentionOp, Dims
 
 __all__ = ["attention_fn"]
@@ -83,7 +84,7 @@ def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, 
             )
         if dtype is not None:
             query, key, value = (x.astype(dtype) for x in (query, key, value))
-        return op(
+        out = op(
             *(query, key, value),
             causal=is_causal,
             mask=seen(mask),
@@ -91,13 +92,47 @@ def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, 
             dropout=0.0 if deterministic else dropout_rate,
             rng=dropout_rng,
         )
+        return nan_unless_mask(out, mask)
 
     return attend
 
 
 def seen(mask: ArrayLike | None) -> Bool[Array, ...] | None:
-    """A mask of flax, which may be of any dtype, as booleans."""
-    return None if mask is None else jnp.asarray(mask) != 0
+    """A mask of flax, which may be 0 and 1 of any dtype, as booleans.
+
+    Raises:
+      SettingError: other numbers, or floats that are all 0, as of a mask that is added to logits.
+        Within `jax.jit`, where no value is known, `nan_unless_mask` shows the former.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, jax.core.Tracer):
+        _check_mask(np.asarray(mask))
+    return jnp.asarray(mask) != 0
+
+
+def _check_mask(mask: np.ndarray) -> None:
+    if mask.dtype == bool or not mask.size:
+        return
+    others = mask[(mask != 0) & (mask != 1)]
+    floats = not np.issubdtype(mask.dtype, np.integer)  # bfloat16 is no np.floating
+    if others.size:
+        held = f"{float(others[0]):g}"
+    elif floats and not mask.any():
+        held = "0 alone, which hides every key"
+    else:
+        return
+    raise SettingError(
+        f"mask holds {held}: expected booleans, or 1 where a key is seen and 0 elsewhere; of a "
+        "mask that is added to logits pass mask == 0, and ids of segments as segment_ids"
+    )
+
+
+def nan_unless_mask(out: Float[Array, "*d"], mask: ArrayLike | None) -> Float[Array, "*d"]:
+    """`out`, or NaN where a traced mask holds other numbers than 0 and 1."""
+    if not isinstance(mask, jax.core.Tracer) or mask.dtype == bool:
+        return out
+    return jnp.where(jnp.all((mask == 0) | (mask == 1)), out, jnp.nan)
 
 
 @checked

@@ -133,6 +133,10 @@ class MultiHead(Layer):
                 "leave it out"
             )
 
+    @property
+    def drops(self) -> bool:
+        return self._weights_rate > 0.0 or self._output_rate > 0.0
+
     def projections(self) -> dict[str, ExtraProjection]:
         """What is projected from the input, by the name that its weights have after `w_`."""
         n, h, v = self.n_heads, self.d_qk, self.d_v

@@ -93,6 +93,10 @@ class FeedForward(Layer):
         self._initializer = glorot if self.init_std is None else normal(self.init_std)
         self._float8 = self.float8 and self.mode == "train"
 
+    @property
+    def drops(self) -> bool:
+        return rate_in(self.mode, max(self.dropout, self.hidden_dropout)) > 0.0
+
     def init_params(self, rng, shape):
         d_model = shape[-1]
         rng1, rng2 = jax.random.split(rng)

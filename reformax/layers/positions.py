@@ -31,6 +31,8 @@ class AxialPositionalEncoding(Layer):
     positions apart. `[B, T, D] -> [B, T, D]`. Weights: one `[shape_i, d_i]` per axis.
     """
 
+    needs_past = True
+
     def __init__(
         self, shape: Sequence[Size], d_embs: Sequence[Size], init_std: Positive = EMBEDDING_SCALE
     ):
@@ -107,6 +109,7 @@ class SinusoidalPositionalEncoding(Layer):
     """
 
     max_length = None
+    needs_past = True
 
     def apply_at(
         self, params, x: Float[Array, "B C D"], position: Int[Array, "*B C"]

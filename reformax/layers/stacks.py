@@ -103,6 +103,15 @@ class BlockStack(Layer):
         n_others = 3 if self._cross else int(self.masked)
         super().__init__(n_in=self.n_streams + n_others, n_out=self.n_streams)
 
+    @property
+    def causal(self) -> bool:
+        """Whether a position of some layer sees only itself and what came before it."""
+        return any(block.attention.causal for block in self.blocks)
+
+    @property
+    def drops(self) -> bool:
+        return any(layer.drops for block in self.blocks for layer in block if layer is not None)
+
     def _check_memory(self, memory) -> None:
         if memory is not None and not self._cross:
             raise SettingError("memory is given and no block has cross_attention: leave it out")

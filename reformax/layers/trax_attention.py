@@ -8,7 +8,7 @@ for weights that were trained there. The layers compute what Trax's of the same 
     positions 0 and 1 is seen, and rows of padding hold some average of the tokens' values.
   * Attention dropout drops each weight on its own; in Trax chunks, heads and examples share a mask.
   * LSHSelfAttention has working biases, and rejects `share_qk=False`.
-  * There is no `mode="predict"`.
+  * There is no `mode="predict"`: a model of that mode refuses these layers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Rate, check
-from reformax.layers._trax import Layer
+from reformax.layers._trax import USE_EVAL, Layer, check_length
 from reformax.layers.attention import QKV, Attention
-from reformax.layers.dropout import dropout
+from reformax.layers.dropout import dropout, rate_in
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
 from reformax.ops.hashing import angular as hashing
@@ -93,9 +93,7 @@ class TraxAttention(Layer):
     def __post_init__(self):
         super().__init__(n_in=2 if self.masked else 1)
         if self.mode == "predict":
-            raise NotImplementedError(
-                f"mode='predict': {self.name} does not decode step by step; use mode='eval'"
-            )
+            raise NotImplementedError(f"mode='predict': {self.name} keeps no past; {USE_EVAL}")
         for name in ("use_python_loop", "use_reference_code"):
             if value := getattr(self, name):
                 raise NotImplementedError(
@@ -125,6 +123,10 @@ class TraxAttention(Layer):
         self._names = (*(f"w_{x}" for x in letters), "w_o", *biases)
         self._random_plan = op.traits.random_plan
 
+    @property
+    def drops(self) -> bool:
+        return rate_in(self.mode, max(self.attention_dropout, self.output_dropout)) > 0.0
+
     def _op(self) -> AttentionOp:
         """The algorithm that the arguments ask for."""
         raise NotImplementedError
@@ -148,6 +150,7 @@ class TraxAttention(Layer):
         return self._attend(inputs, params, self._init_state(rng, batch, length), rng, True)[0]
 
     def forward(self, inputs):
+        check_length(self, inputs[0] if self.masked else inputs)
         output, self.state = self._attend(inputs, self.weights, self.state, self.rng, True)
         return output
 

@@ -101,6 +101,7 @@ class EncoderDecoder(Model):
 
     n_inputs = 2
     task_kind = "translation"
+    needs_past = True  # the decoder is causal
 
     def __post_init__(self):
         super().__post_init__()
