@@ -35,7 +35,8 @@ def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, 
     Dropout draws another mask for each row and head, also where `broadcast_dropout` is set.
 
     Args:
-      op: the algorithm. It must not share queries and keys, which flax's modules project apart.
+      op: the algorithm. It must not share queries and keys, which flax's modules project
+        separately.
       causal: whether a position sees only itself and what came before it.
 
     Raises:
@@ -45,7 +46,7 @@ def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, 
     """
     if op.traits.shared_qk:
         raise NotImplementedError(
-            f"op is {op}: flax's modules project keys of their own, which it does not read; use "
+            f"op is {op}: flax's modules project keys, which it does not read; use "
             "Attention of reformax.flax.linen or reformax.flax.nnx"
         )
 
@@ -102,7 +103,8 @@ def seen(mask: ArrayLike | None) -> Bool[Array, ...] | None:
 
     Raises:
       SettingError: other numbers, or floats that are all 0, as of a mask that is added to logits.
-        Within `jax.jit`, where no value is known, `nan_unless_mask` shows the former.
+        Within `jax.jit`, where no value is known, `nan_unless_mask` replaces the error for other
+        numbers.
     """
     if mask is None:
         return None
@@ -142,7 +144,7 @@ def heads_of(op: Op, num_heads: Size, features: Size) -> tuple[int, int]:
     Raises:
       SettingError: an argument of another type or out of range.
       ValueError: features that the heads do not divide.
-      NotImplementedError: the algorithm has weights of its own, or reads further projections.
+      NotImplementedError: the algorithm has weights, or reads further projections.
     """
     if op.extra_projections is not None:
         raise NotImplementedError(

@@ -84,7 +84,7 @@ class Attention(nnx.Module):
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
           mask: True or 1 where a key may be seen, False or 0 elsewhere.
           segment_ids: ids of the tokens, as in `reformax.ops`.
-          deterministic: in place of the module's own.
+          deterministic: overrides the module's; None: the module's.
 
         Raises:
           ValueError: a shape does not fit.

@@ -61,7 +61,7 @@ class _LocalFiles:
 
 
 class _Lazy(types.ModuleType):
-    """Stands in Trax's modules for a module that takes seconds to import; loads it at first use."""
+    """Replaces, in Trax's modules, a module that takes seconds to import; loads it at first use."""
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):  # an inspection, which needs nothing of the module
@@ -87,7 +87,7 @@ class _LazyTensorFlow(_Lazy):
 
 
 class _Absent(types.ModuleType):
-    """Stands for Trax, or a part of it, where it is not installed; a use says how to install it."""
+    """Replaces Trax, or a part of it, where it is not installed; a use says how to install it."""
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
@@ -99,7 +99,7 @@ class _Absent(types.ModuleType):
 
 
 class _LazyBackend(dict):
-    """Trax's table of TensorFlow operations, filled when `trax.fastmath` is told to use them."""
+    """Trax's table of TensorFlow operations, filled when `trax.fastmath` is set to use them."""
 
     def __missing__(self, key: str) -> Any:
         backend = importlib.import_module("trax.fastmath.tf").TF_BACKEND
@@ -216,7 +216,7 @@ if HAS_TRAX:
 else:
 
     class _Base:
-        """What stands for Trax's layer where Trax is not installed: numbers of arrays, a name."""
+        """Replaces Trax's layer where Trax is not installed: numbers of arrays, a name."""
 
         def __init__(self, n_in: int, n_out: int, name: str | None):
             self.n_in, self.n_out = n_in, n_out
@@ -239,7 +239,7 @@ else:
 class Layer(_Base):
     """A Trax layer around two pure functions, which a subclass defines: `init_params`, `apply`.
 
-    It can stand wherever Trax takes a layer. The two functions also work where Trax is not
+    It works wherever Trax takes a layer. The two functions also work where Trax is not
     installed. Its weights are any tree of arrays, by convention a dict of names; a layer made of
     others keeps theirs under their names. It has no state.
 
@@ -255,10 +255,10 @@ class Layer(_Base):
         """
         super().__init__(n_in=n_in, n_out=n_out, name=name)
         frame = sys._getframe(1)
-        own = ("__init__", "__post_init__")
-        while frame.f_code.co_name in own and frame.f_locals.get("self") is self:
+        constructors = ("__init__", "__post_init__")
+        while frame.f_code.co_name in constructors and frame.f_locals.get("self") is self:
             frame = frame.f_back
-        # For Trax's error messages: the line that made this layer, not its own constructor's.
+        # For Trax's error messages: the line that made this layer, not one in its constructor.
         self._caller = {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno}
 
     def _settable_attrs(self) -> tuple[str, ...]:
@@ -267,7 +267,7 @@ class Layer(_Base):
 
     @property
     def needs_past(self) -> bool:
-        """Whether an output depends on earlier positions, or on its own index in the sequence.
+        """Whether an output depends on earlier positions, or on its index in the sequence.
 
         Such a layer cannot read one position at a time, as Trax's models of mode "predict" do.
         """
@@ -279,7 +279,9 @@ class Layer(_Base):
         return False
 
     def init_params(self, rng, *shapes: tuple[int, ...]) -> Any:
-        """Fresh float32 parameters for inputs of these shapes, batch included; here none: `()`."""
+        """Fresh float32 parameters for inputs of these shapes, batch included; the base class has
+        none: `()`.
+        """
         del rng, shapes
         return ()
 
@@ -296,7 +298,7 @@ class Layer(_Base):
     def forward(self, inputs) -> Any:
         """Trax's protocol: `apply` with the weights and the rng that Trax has put in `self`."""
         inputs = (inputs,) if self.n_in == 1 else inputs
-        check_length(self, inputs[0])
+        refuse_one_position(self, inputs[0])
         return self.apply(self.weights, *inputs, rng=self.rng)
 
     def __repr__(self) -> str:
@@ -337,7 +339,7 @@ def _check_predict(layer: Layer) -> None:
         raise SettingError(f"{layer.name} is in {model}, and keeps no past there: {USE_EVAL}")
 
 
-def check_length(layer: Layer, x: Any) -> None:
+def refuse_one_position(layer: Layer, x: Any) -> None:
     """Raises a `SettingError` for one position in training, which is a "predict" that was lost."""
     mode = getattr(layer, "mode", None)
     one = layer.needs_past and mode == "train" and x.ndim > 1 and x.shape[1] == 1

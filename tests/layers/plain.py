@@ -34,7 +34,7 @@ def blocks(ops=None, d_head=4, d_ff=12, rate=0.1, ff_chunk_size=0):
     """A cycle of causal blocks with dropout wherever there can be some."""
     ops = (local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_hashes=2)) if ops is None else ops
     return [
-        layers.Block(
+        layers.TransformerBlock(
             layers.Attention(
                 op,
                 n_heads=2,

@@ -56,8 +56,10 @@ def test_equals_an_independent_computation(row, everything):
     heads = {name[2:]: head(name[2:]) for name in params if name[:2] == "w_" and name != "w_o"}
     if everything:
         extra_projections = op.extra_projections_of(Dims(3, 6, 5, 13))
-        turned = {"q", "k"} | {name for name, extra in extra_projections.items() if extra.rotated}
-        heads |= {name: rotated(heads[name]) for name in turned & heads.keys()}
+        rotated_names = {"q", "k"} | {
+            name for name, extra in extra_projections.items() if extra.rotated
+        }
+        heads |= {name: rotated(heads[name]) for name in rotated_names & heads.keys()}
     q, k, v = heads.pop("q"), heads.pop("k", None), heads.pop("v")
     assert (k is None) == op.traits.shared_qk
     read = Inputs(q, k, v, heads or None, params["op"])

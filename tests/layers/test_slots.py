@@ -161,8 +161,8 @@ def test_layers_that_see_far_share_no_slot():
 
 
 @pytest.mark.parametrize(
-    "places, n_slots, shared",
+    "indices, n_slots, shared",
     [([0, 2, 4], 6, False), ([0, 6], 6, True), ([0, 2, 4, 6], 3, False), ([0, 2, 4], 2, True)],
 )
-def test_which_places_share_a_slot(places, n_slots, shared):
-    assert coupling.slots_that_repeat(places, n_slots) == shared
+def test_which_sublayers_share_a_slot(indices, n_slots, shared):
+    assert coupling.share_a_slot(indices, n_slots) == shared

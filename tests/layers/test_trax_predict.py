@@ -20,7 +20,7 @@ def attention(op=DENSE, **options):
 
 
 def stack(kind, **options):
-    block = layers.Block(attention(), layers.FeedForward(16))
+    block = layers.TransformerBlock(attention(), layers.FeedForward(16))
     return kind([block], n_layers=2, **options)
 
 
