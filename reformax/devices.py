@@ -71,13 +71,13 @@ def n_shards(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def row_shares(mesh: Mesh | AbstractMesh | None = None) -> int:
+def n_row_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
     """The number of shards that rows are split into, by default on the mesh in use."""
     mesh = current() if mesh is None else mesh
     return 1 if mesh is None else n_shards(mesh, ROWS)
 
 
-def n_stretches(mesh: Mesh | AbstractMesh | None = None) -> int:
+def n_sequence_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
     """The number of shards of a sequence, by default on the mesh in use."""
     mesh = current() if mesh is None else mesh
     return 1 if mesh is None else n_shards(mesh, CONTEXT)
@@ -85,7 +85,7 @@ def n_stretches(mesh: Mesh | AbstractMesh | None = None) -> int:
 
 def whole_sequences(mesh: Mesh | None) -> Mesh | None:
     """A mesh of the same devices that splits rows over those which split a sequence."""
-    if mesh is None or n_stretches(mesh) == 1:
+    if mesh is None or n_sequence_shards(mesh) == 1:
         return mesh
     n_data, n_fsdp, n_context = mesh.devices.shape
     grid = mesh.devices.transpose(0, 2, 1).reshape(n_data * n_context, n_fsdp, 1)
@@ -206,7 +206,11 @@ def over_batch(mesh: Mesh) -> NamedSharding:
 
 def over_tokens(mesh: Mesh) -> NamedSharding:
     """Arrays `[B, T]`: rows as in `over_batch`, and sequences over the context axis."""
-    return over_batch(mesh) if n_stretches(mesh) == 1 else NamedSharding(mesh, Spec(ROWS, CONTEXT))
+    return (
+        over_batch(mesh)
+        if n_sequence_shards(mesh) == 1
+        else NamedSharding(mesh, Spec(ROWS, CONTEXT))
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -46,14 +46,14 @@ RING = 1.5
 
 def by_ring(op: AttentionOp, n_heads: int, biased: bool) -> bool:
     """Whether keys and values are passed around the devices to compute `op`."""
-    n = devices.n_stretches()
+    n = devices.n_sequence_shards()
     filled = -(-n_heads // n) * n
     return n > 1 and op.traits.sequence_shards and not biased and filled >= RING * n_heads
 
 
 def by_heads(op: AttentionOp, n_heads: int, biased: bool) -> bool:
     """Whether devices exchange positions for heads to compute `op`."""
-    there = devices.n_stretches() > 1 and op.reach is None
+    there = devices.n_sequence_shards() > 1 and op.reach is None
     return there and not by_ring(op, n_heads, biased)
 
 
@@ -73,7 +73,7 @@ def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
     """
     if not by_heads(op, qkv.q.shape[2], biased):
         return qkv
-    n = devices.n_stretches()
+    n = devices.n_sequence_shards()
     if not op.traits.head_shards:
         raise SettingError(
             f"mesh has context={n} and op is {op}, which computes all heads together: use "
@@ -144,7 +144,7 @@ def attend(
     """`function(qkv, plan, segment_ids, params, rng, bias)`, an op's `apply`, on the devices of the
     mesh.
     """
-    if devices.n_stretches() == 1:
+    if devices.n_sequence_shards() == 1:
         return devices.by_rows(function, (qkv, plan, segment_ids), (params, rng, bias))
 
     def of_heads(qkv, plan, segment_ids, params, rng, bias):

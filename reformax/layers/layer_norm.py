@@ -97,7 +97,7 @@ class LayerNorm(Layer):
             found = kernel.normalize(options, kernel.LayerNormInputs(*inputs))
             return jax.tree.map(lambda z: z.reshape(x.shape), found)
 
-        if chosen == "xla" and devices.n_stretches() == 1:
+        if chosen == "xla" and devices.n_sequence_shards() == 1:
             return normalize(0, x, y, *weights)
         # XLA would gather sequences to make rows of them.
         outputs, passed = devices.by_positions(normalize, (x, y), weights)

@@ -76,9 +76,9 @@ class Encoder(Backbone):
         check_tokens("tokens", tokens)
         segment_ids = segmented(tokens).segment_ids
         if cls is not None:
-            if devices.n_stretches() > 1:
+            if (n := devices.n_sequence_shards()) > 1:
                 raise SettingError(
-                    f"pooling is 'cls', which makes rows one longer, and {devices.n_stretches()} "
+                    f"pooling is 'cls', which makes rows one longer, and {n} "
                     "devices share a row: set pooling='mean' or 'first', or mesh.context=1"
                 )
             segment_ids = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=True)

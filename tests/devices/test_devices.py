@@ -115,7 +115,7 @@ def test_a_loss_whose_logits_have_a_norm_takes_any_rows_that_devices_divide():
 
 def test_without_a_mesh_nothing_is_split():
     rows = np.arange(6.0).reshape(3, 2)
-    assert devices.current() is None and devices.row_shares() == 1 and devices.row_axes() == ()
+    assert devices.current() is None and devices.n_row_shards() == 1 and devices.row_axes() == ()
     assert devices.gathered(rows) is rows and devices.stored(rows) is rows
     assert devices.by_rows(lambda x, y: x + y, (rows,), (1,)).tolist() == (rows + 1).tolist()
     one = mesh_lib.make(devices=jax.devices()[:1])

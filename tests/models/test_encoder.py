@@ -142,7 +142,7 @@ def test_a_learnt_vector_before_a_row_is_a_token_of_its_own():
 def test_a_vector_before_rows_that_devices_share_is_refused(monkeypatch):
     model = TransformerEncoder(**SMALL, pooling="cls")
     params = plain.init(model, some_rows().shape)
-    monkeypatch.setattr(encoder.devices, "n_stretches", lambda: 2)
+    monkeypatch.setattr(encoder.devices, "n_sequence_shards", lambda: 2)
     with pytest.raises(SettingError, match="pooling is 'cls'.* 2 devices share a row: .*context=1"):
         model.apply(params, some_rows(), rng=RNG)
 
