@@ -1,1 +1,1 @@
-"""Several simulated devices, in a process of their own."""
+"""Several simulated devices, in another process."""

@@ -1,6 +1,6 @@
-"""One sequence on several of eight simulated devices, beside one of them.
+"""One sequence on several of eight simulated devices, compared with one device.
 
-`test_devices.py` runs this file in a process of its own, which sees eight devices.
+`test_devices.py` runs this file in another process, which sees eight devices.
 """
 
 import functools
@@ -45,7 +45,7 @@ N = 8
 
 
 @pytest.mark.parametrize("n, ahead", [(0, True), (2, False), (3, True), (8, False), (30, True)])
-def test_a_border_is_what_stands_beside_a_stretch(n, ahead):
+def test_a_border_is_the_ends_of_the_neighbours(n, ahead):
     length = 3
     x = np.arange(1, 2 * N * length * 2 + 1).reshape(2, N * length, 2)
     spec = Spec(None, "context")
@@ -63,9 +63,9 @@ LOCAL = dict(chunk_len=4)
 OPS = {
     "chunks": (local.local(**LOCAL), True, 40),
     "chunks both ways that fit": (local.local(**LOCAL, n_chunks_after=1), False, 64),
-    "long stretches": (local.local(**LOCAL, n_chunks_after=1), False, 128),
-    "long stretches, shared": (local.local(**LOCAL, shared_qk=True), True, 128),
-    "window in long stretches": (local.local(**LOCAL, window=3, n_chunks_after=1), False, 136),
+    "long shards": (local.local(**LOCAL, n_chunks_after=1), False, 128),
+    "long shards, shared": (local.local(**LOCAL, shared_qk=True), True, 128),
+    "window in long shards": (local.local(**LOCAL, window=3, n_chunks_after=1), False, 136),
     "window": (local.local(**LOCAL, window=7, n_chunks_before=2), True, 40),
     "window both ways": (local.local(**LOCAL, window=4, n_chunks_after=1), False, 56),
     "window in a kernel": (local.local(**LOCAL, window=4, impl="pallas_interpret"), True, 64),
@@ -78,17 +78,17 @@ OPS = {
     "biases, 6 heads": (dense.dense(), True, 40),
     "fewer keys, 12 heads": (dense.dense(), True, 40),
     "ring": (flash.flash(), True, 48),
-    "ring, odd stretches": (flash.flash(query_block_size=2), True, 40),
+    "ring, odd shards": (flash.flash(query_block_size=2), True, 40),
     "ring both ways": (flash.flash(), False, 24),
     "ring of kernels": (flash.flash(impl="pallas_interpret"), True, 40),
-    "ring of stretches of one": (flash.flash(), True, 8),
+    "ring of shards of one": (flash.flash(), True, 8),
     "too few heads, biases": (flash.flash(), True, 16),
     "gated_delta, 6 heads": (
         gated_delta.gated_delta(gated=True, chunk_len=8, conv_size=3),
         True,
         40,
     ),
-    "linformer, own weights": (linformer.linformer(n_projected=5, share="none"), False, 40),
+    "linformer, weights": (linformer.linformer(n_projected=5, share="none"), False, 40),
     "nystromformer, convolved": (
         nystromformer.nystromformer(n_landmarks=5, conv_size=3),
         False,
@@ -104,18 +104,18 @@ OPTIONS = {
     "fewer keys, 12 heads": dict(n_heads=12, n_kv_heads=4),
     "gated_delta, 6 heads": dict(n_heads=6),
     "ring": dict(n_heads=4, n_kv_heads=2),
-    "ring, odd stretches": dict(n_heads=1),
+    "ring, odd shards": dict(n_heads=1),
     "ring both ways": dict(n_heads=2, n_kv_heads=1),
     "ring of kernels": dict(n_heads=4, n_kv_heads=1, d_v=4),
-    "ring of stretches of one": dict(n_heads=3),
+    "ring of shards of one": dict(n_heads=3),
     "too few heads, biases": dict(n_heads=2, position_bias="t5"),
 }
-QUICK = {("window", True), ("long stretches", True), ("lsh, 11 heads", True)}
+QUICK = {("window", True), ("long shards", True), ("lsh, 11 heads", True)}
 # Packed rows where the op tells them apart, and of each kind one without.
 CASES = [(name, op.traits.packed) for name, (op, *_) in OPS.items()]
-CASES += [(name, False) for name in ("chunks", "long stretches", "ring, odd stretches")]
+CASES += [(name, False) for name in ("chunks", "long shards", "ring, odd shards")]
 # On eight devices for one row of a batch, and these on four for each of two as well.
-ROWS_TOO = {"chunks", "long stretches", "window", "lsh, 11 heads", "biases"}
+ROWS_TOO = {"chunks", "long shards", "window", "lsh, 11 heads", "biases"}
 
 
 def check_layer(layer, length, meshes):
@@ -161,12 +161,12 @@ def test_a_layer_is_that_of_one_device(name, packed):
 
 
 @pytest.mark.parametrize(
-    "sizes, n_heads, n_told",
+    "sizes, n_heads, n_calls",
     [({"data": 8}, 2, 1), ({"data": 2, "context": 4}, 4, 1), ({"data": 2, "context": 4}, 1, 0)],
     ids=["rows", "heads for positions", "ring"],
 )
-def test_padding_behind_rows_is_that_of_one_device(sizes, n_heads, n_told, monkeypatch):
-    """Whole rows have their lengths on each device. In a ring stretches have segments."""
+def test_padding_behind_rows_is_that_of_one_device(sizes, n_heads, n_calls, monkeypatch):
+    """Whole rows have their lengths on each device. In a ring shards have segments."""
     layer = Attention(flash.flash(), n_heads, d_qk=8, d_v=8, masked=True)
     real = np.arange(16) < np.array([16, 15, 9, 8, 7, 4, 1, 0])[:, None]
     x, d_out = np.random.default_rng(0).normal(size=(2, 8, 16, 8)).astype(np.float32)
@@ -178,11 +178,11 @@ def test_padding_behind_rows_is_that_of_one_device(sizes, n_heads, n_told, monke
 
     run = jax.grad(loss, argnums=(0, 1), has_aux=True)
     want = jax.jit(run)(params, x, real)
-    told = instead_of_cudnn(monkeypatch, flash)
+    calls = instead_of_cudnn(monkeypatch, flash)
     mesh = mesh_lib.make(sizes)
     placed = jax.device_put((x, real), devices.over_tokens(mesh))
     assert_trees_close(jax.jit(devices.on(mesh, run))(params, *placed), want)
-    assert len(told) == n_told
+    assert len(calls) == n_calls
 
 
 FACTORIES = {row.factory: row for row in reversed(ROWS) if not row.in_kernel}
@@ -300,7 +300,7 @@ def test_no_activation_is_gathered(name, sizes, monkeypatch, capfd):
     state = jax.eval_shape(lambda p: step_lib.first_state(p, sgd, ema=False), params)
     placement = devices.placement(state, mesh)
     state = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, placement
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, placement
     )
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=devices.over_tokens(mesh))
     weights = jax.ShapeDtypeStruct((rows, length), jnp.float32, sharding=devices.over_tokens(mesh))
@@ -327,7 +327,7 @@ def test_no_activation_is_gathered(name, sizes, monkeypatch, capfd):
 @pytest.mark.slow
 def test_the_kernels_of_a_divided_step_are_counted(capsys):
     program.main(["--tiny", "--devices=2", "--mesh=context"])
-    told = capsys.readouterr().out
-    assert "a step of 1 x 128 tokens on 2 devices: " in told
+    printed = capsys.readouterr().out
+    assert "a step of 1 x 128 tokens on 2 devices: " in printed
     # Of one layer q, v and the output, in three passes.
-    assert "| all-to-all | 9 |" in told
+    assert "| all-to-all | 9 |" in printed

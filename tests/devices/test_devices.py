@@ -96,7 +96,7 @@ def test_weights_are_split_along_their_largest_axis_that_devices_divide(monkeypa
 
 
 def test_a_loss_whose_logits_have_a_norm_takes_any_rows_that_devices_divide():
-    """A device has one row of two positions here."""
+    """A device has one row of two positions."""
     sizes = dict(vocab_size=8, d_model=8, d_ff=8, n_heads=4, n_layers=1)
     model = TransformerMaskedLM(**sizes, attention_type=flash.flash(), dropout=0.0)
     params = jax.eval_shape(lambda: model.init_params(jax.random.PRNGKey(0), (4, 4)))

@@ -95,9 +95,9 @@ def test_a_module_around_an_op(op):
     in_linen = linen.Attention(op, 2, causal=True)
     weights = in_linen.init(jax.random.key(1), X)
     in_nnx = our_nnx.Attention(op, 2, 8, causal=True, rngs=nnx.Rngs(0))
-    for name, own in weights["params"].items():
+    for name, arrays in weights["params"].items():
         layer = getattr(in_nnx, name)
-        layer.kernel[...], layer.bias[...] = own["kernel"], own["bias"]
+        layer.kernel[...], layer.bias[...] = arrays["kernel"], arrays["bias"]
     assert ("key" in weights["params"]) == (in_nnx.key is not None) != op.traits.shared_qk
     if not op.traits.shared_qk:
         want = THEIRS.apply(weights, X, mask=nn.combine_masks(CAUSAL, KEYS))

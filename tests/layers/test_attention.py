@@ -340,8 +340,8 @@ def test_a_key_brings_the_next_value(op):
     @jax.jit
     def by_hand(params, x):
         q, _, v, _ = without.project(params, x)
-        own, of_next = params["next_value"]
-        mixed = own * v + of_next * jnp.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
+        current, following = params["next_value"]
+        mixed = current * v + following * jnp.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
         qkv = layers.attention.QKV(q, None, mixed)
         return without.attend(params, qkv, without.plan(params, qkv, rng=RNG))
 
@@ -349,7 +349,7 @@ def test_a_key_brings_the_next_value(op):
     assert not np.any(whole[:, 0])
 
     cache = plain.assert_decodes(layer, params, x, lengths, whole, RNG)
-    # Beams that go on from one parent have different values there, so they share none.
+    # Beams that go on from one parent have different values there, so their caches are separate.
     np.testing.assert_array_equal(
         layer.reorder_cache(cache, np.array([1, 1])).last, cache.last[np.array([1, 1])]
     )

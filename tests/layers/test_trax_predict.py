@@ -79,7 +79,7 @@ def test_the_mode_is_found_where_only_a_function_of_trax_has_it():
 
 
 def test_training_mode_that_drops_refuses_to_predict():
-    """An encoder is read whole in a model that predicts; what drops there was not told the mode."""
+    """An encoder is read whole in a model that predicts; layers that drop there lack the mode."""
     for layer in (
         layers.Attention(dense.dense(), **SIZES, attention_dropout=0.1),
         layers.FeedForward(16, dropout=0.1),
