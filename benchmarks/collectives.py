@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", n_devices)
     pairs = (pair.split("=") for pair in given.mesh.split(",") if pair)
     mesh = mesh_lib.make({axis: int(size) for axis, size in pairs}, jax.devices()[:n_devices])
-    rows = given.batch_size or devices.row_shares(mesh)
+    rows = given.batch_size or devices.n_row_shards(mesh)
     print(f"{mesh_lib.words(mesh)}, {rows:,} rows of {length:,} tokens, {given.model}")
     model = model_of(given.model, TINY if given.tiny else PAPER, length)
     found = collectives(compiled_step(model, mesh, rows, length))

@@ -46,7 +46,7 @@ TRACED = 3  # calls
 
 def training_step(settings: Settings, mesh: Mesh) -> tuple[str, Any]:
     """A step of training, each device with the settings' tokens: in words, and lowered."""
-    batch_size = settings.batch_size * devices.row_shares(mesh)
+    batch_size = settings.batch_size * devices.n_row_shards(mesh)
     size = batch_size, settings.length * mesh.shape["context"]
     whole = devices.replicated(mesh)
     model = build(settings.model, "train")

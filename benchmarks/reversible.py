@@ -32,7 +32,13 @@ from benchmarks.harness.calls import COMPILERS, attempt_each, compiled, exit_if,
 from benchmarks.harness.language_models import VOCAB_SIZE
 from benchmarks.harness.output import Lines, Table, plot
 from benchmarks.harness.rows import KEY
-from reformax.layers import Attention, Block, CrossAttention, FeedForward, ReversibleStack
+from reformax.layers import (
+    Attention,
+    CrossAttention,
+    FeedForward,
+    ReversibleStack,
+    TransformerBlock,
+)
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, local, lsh
 
@@ -73,14 +79,14 @@ def attention_ops(chunk_len: int) -> tuple:
     return local.local(chunk_len=chunk_len), lsh.lsh(chunk_len=chunk_len, n_hashes=2)
 
 
-def blocks(shape: Shape) -> list[Block]:
+def blocks(shape: Shape) -> list[TransformerBlock]:
     """A cycle of local and LSH attention."""
     d_head = min(64, shape.d_model)
     options = dict(n_heads=max(1, shape.d_model // 64), d_qk=d_head, d_v=d_head, causal=True)
     options |= dict(attention_dropout=DROPOUT, output_dropout=DROPOUT, use_rotary=True)
     feed_forward = FeedForward(4 * shape.d_model, DROPOUT, DROPOUT)
     ops = attention_ops(min(64, shape.length // 8))
-    return [Block(Attention(op, **options), feed_forward) for op in ops]
+    return [TransformerBlock(Attention(op, **options), feed_forward) for op in ops]
 
 
 def drift(shape: Shape, n_layers: int, dtype: str, exact: bool) -> tuple[float, float]:

@@ -95,7 +95,7 @@ def prepare(settings: Settings, mesh: Mesh, n_steps: int, shared: bool) -> Calla
 
     What is returned compiles the step, and runs nothing.
     """
-    batch_size = settings.batch_size * devices.row_shares(mesh)
+    batch_size = settings.batch_size * devices.n_row_shards(mesh)
     length = settings.length * (1 if shared else mesh.shape["context"])
     sized = dataclasses.replace(settings, batch_size=batch_size, length=length, stages=())
     model = build(sized.model, "train")

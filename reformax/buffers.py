@@ -1,6 +1,6 @@
-"""Weights that steps of training carry on without training them: counters, running means.
+"""Buffers: weights that a training step updates without a gradient, such as running means.
 
-    value = becoming(params["count"], params["count"].value + 1)
+    value = updated(params["count"], params["count"].value + 1)
 
 Such a weight is a `Buffer`. A function of the weights says what it becomes by `updated`, and the
 change arrives where a gradient would: through any transformation, scan and recomputation of the
@@ -55,7 +55,7 @@ def updated(weight: Buffer, after: Float[Array, "*d"]) -> Float[Array, "*d"]:
 
 
 def in_parts(params: Any, n_parts: int) -> Any:
-    """The tree as parts read it whose changes are summed: what is carried becomes their mean."""
+    """The tree as parts read it whose changes are summed: buffers become their mean."""
 
     def part(x):
         if not is_buffer(x):
@@ -72,12 +72,12 @@ def is_buffer(x: Any) -> bool:
 
 
 def trained(tree: Any) -> Any:
-    """The tree with None in the place of what is carried: what an optimizer sees."""
+    """The tree with None for each buffer, as an optimizer reads it."""
     return jax.tree.map(lambda x: None if is_buffer(x) else x, tree, is_leaf=is_buffer)
 
 
 def advanced(params: Any, changes: Any, n_parts: int = 1) -> Any:
-    """The tree with each carried weight as it is after a step.
+    """The tree with each buffer as it is after a step.
 
     Args:
       params: the weights before it.
@@ -92,5 +92,5 @@ def advanced(params: Any, changes: Any, n_parts: int = 1) -> Any:
 
 
 def merged(params: Any, weights: Any) -> Any:
-    """What is carried in `params`, and all others from `weights`, a tree like `trained(params)`."""
+    """The buffers of `params`, and all else from `weights`, a tree like `trained(params)`."""
     return jax.tree.map(lambda x, w: x if is_buffer(x) else w, params, weights, is_leaf=is_buffer)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 T = TypeVar("T")
-# The longest value that an error shows.
+# The longest value that an error quotes.
 _SHOWN = 60
 # More than any array has elements along an axis: positions are numbered in int32.
 LARGEST = 2**31 - 1
@@ -63,7 +63,7 @@ class Bounds(NamedTuple):
         return " and ".join(f"{word} {x:,}" for word, x in limits.items() if math.isfinite(x))
 
 
-class Filled(NamedTuple):
+class NonEmpty(NamedTuple):
     """A text or path that is not empty."""
 
     name: str
@@ -93,7 +93,7 @@ class Compiles(NamedTuple):
 
 
 class Called(NamedTuple):
-    """Any value of the type, under a name of its own in errors."""
+    """Any value of the type, by another name in errors."""
 
     name: str
 
@@ -108,7 +108,7 @@ class Called(NamedTuple):
 
 Size = Annotated[int, Bounds(1, LARGEST)]
 Count = Annotated[int, Bounds(0, LARGEST)]
-# Of weights of their own that ops have: more take all memory before anything says so.
+# Of weights that ops have: more take all memory before any error.
 Width = Annotated[int, Bounds(1, 2**16)]
 VocabSize = Annotated[int, Bounds(2, LARGEST)]
 # The weights of a model are drawn layer by layer.
@@ -125,8 +125,8 @@ Beams = Annotated[int, Bounds(1, 1024)]
 Samples = Annotated[int, Bounds(1, 2**16)]
 Extra = Annotated[int, Bounds(1, 2**20)]
 AnySeed = Annotated[int, Bounds(-(2**63), 2**63 - 1, name="a whole number of 64 bits")]
-PathName = Annotated[str | os.PathLike, Filled("a path")]
-Name = Annotated[str, Filled("a name")]
+PathName = Annotated[str | os.PathLike, NonEmpty("a path")]
+Name = Annotated[str, NonEmpty("a name")]
 Pattern = Annotated[str, Compiles()]
 
 

@@ -1,12 +1,12 @@
-"""Several devices that compute as one: the axes of their mesh, and what runs shard by shard.
+"""Meshes of devices: their axes, how arrays are sharded, and functions that run on each shard.
 
 The rows of a batch are split over the axes `data` and `fsdp`, and along `context` a sequence is.
 Weights and what belongs to them are split over `fsdp` (`stored_spec`) and gathered where a layer
-needs them. From these placements XLA divides array operations by itself. A kernel, and a loop that
-sums up, it cannot divide: `by_rows` runs these once on each device, for its own rows.
+needs them. XLA divides array operations by these shardings. It cannot divide a kernel, or a loop
+that sums up: `by_rows` runs these once on each device, for the device's rows.
 
-Which mesh is in use is known to JAX alone: `on` sets it while a function is traced. Where there is
-none, or it is of one device, nothing here does anything.
+JAX keeps the mesh in use: `on` sets it while a function is traced. Without a mesh, or with one of
+one device, these functions do nothing.
 """
 
 from __future__ import annotations
@@ -66,26 +66,26 @@ def current() -> AbstractMesh | None:
 
 
 def n_shards(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
-    """The number of shares of what is split over axes of a mesh."""
+    """The number of shards of an array that is split over axes of a mesh."""
     axes = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def row_shares(mesh: Mesh | AbstractMesh | None = None) -> int:
-    """The number of shares that rows are split into, by default on the mesh in use."""
+def n_row_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
+    """The number of shards that rows are split into, by default on the mesh in use."""
     mesh = current() if mesh is None else mesh
     return 1 if mesh is None else n_shards(mesh, ROWS)
 
 
-def n_stretches(mesh: Mesh | AbstractMesh | None = None) -> int:
-    """The number of devices that share a sequence, likewise."""
+def n_sequence_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
+    """The number of shards of a sequence, by default on the mesh in use."""
     mesh = current() if mesh is None else mesh
     return 1 if mesh is None else n_shards(mesh, CONTEXT)
 
 
 def whole_sequences(mesh: Mesh | None) -> Mesh | None:
-    """The same devices, of which those that shared a sequence share the rows."""
-    if mesh is None or n_stretches(mesh) == 1:
+    """A mesh of the same devices that splits rows over those which split a sequence."""
+    if mesh is None or n_sequence_shards(mesh) == 1:
         return mesh
     n_data, n_fsdp, n_context = mesh.devices.shape
     grid = mesh.devices.transpose(0, 2, 1).reshape(n_data * n_context, n_fsdp, 1)
@@ -93,12 +93,13 @@ def whole_sequences(mesh: Mesh | None) -> Mesh | None:
 
 
 def by_rows(function: Callable[..., T], rows: tuple, whole: tuple = ()) -> T:
-    """`function(*rows, *whole)`, which each device computes for its own rows.
+    """`function(*rows, *whole)`, which each device computes for its rows.
 
     Args:
       function: reads and returns trees of arrays whose first axis is that of the rows, and treats
-        rows alike; by `row_axes` it knows which of them are here.
-      rows: trees of such arrays. Their number is a multiple of the devices that share them.
+        rows alike; `row_axes` says which of them it has.
+      rows: trees of such arrays. Their number is a multiple of the devices that they are split
+        over.
       whole: trees of arrays that every device has whole.
     """
     if current() is None:
@@ -110,26 +111,27 @@ def by_rows(function: Callable[..., T], rows: tuple, whole: tuple = ()) -> T:
 def by_positions(
     function: Callable[..., T], inputs: tuple, whole: tuple = (), *, sums: bool = False
 ) -> T:
-    """`function(first, *inputs, *whole)`, as in `by_rows`, on a stretch of each sequence.
+    """`function(first, *inputs, *whole)`, as in `by_rows`, on a shard of each sequence.
 
     Args:
-      function: treats positions alike, as it does rows; `first` is the number of the first one.
+      function: treats positions alike, as it does rows; `first` is the index of the shard's first
+        position.
       inputs: trees of arrays `[B, T, ...]`, as its results are.
       whole: trees of arrays that every device has whole.
       sums: whether `function` returns a pair, whose second part is sums over rows and positions.
     """
     if current() is None:
         return function(0, *inputs, *whole)
-    stretch = Spec(ROWS, CONTEXT)
+    spec = Spec(ROWS, CONTEXT)
 
-    def of_stretch(*arrays):
+    def of_shard(*arrays):
         length = jax.tree.leaves(arrays)[0].shape[1]
         found = function(lax.axis_index(CONTEXT) * length, *arrays)
         return (found[0], lax.psum(found[1], AXES)) if sums else found
 
-    specs = (stretch,) * len(inputs) + (Spec(),) * len(whole)
-    out = (stretch, Spec()) if sums else stretch
-    return per_shard(of_stretch, specs, out)(*inputs, *whole)
+    specs = (spec,) * len(inputs) + (Spec(),) * len(whole)
+    out = (spec, Spec()) if sums else spec
+    return per_shard(of_shard, specs, out)(*inputs, *whole)
 
 
 def per_shard(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Callable[..., T]:
@@ -145,7 +147,7 @@ def row_axes() -> Axes:
 
 
 def first(n: int, axes: Axes) -> Int[Array, ""] | int:
-    """The number, among those of all devices along `axes`, of the first of n here."""
+    """The index of this device's first item, if each device along `axes` has n."""
     return lax.axis_index(axes) * n if axes else 0
 
 
@@ -163,8 +165,8 @@ def varying_axes(tree: Any) -> frozenset[str]:
 def varying_as(like: Any, tree: T) -> T:
     """`tree`, each array of which also varies along the `varying_axes` of `like`.
 
-    JAX asks for it of what a loop begins with, and of inputs beside others whose gradient is not
-    JAX's own. An input that was alike on all shards has the sum of their gradients. Numbers stay
+    JAX requires it of a loop's initial values, and of the inputs of a function with a custom
+    gradient. An input that was alike on all shards has the sum of their gradients. Numbers stay
     as they are, and so does what is no array.
     """
     axes = varying_axes(like)
@@ -198,13 +200,17 @@ def placement(tree: Any, mesh: Mesh) -> Any:
 
 
 def over_batch(mesh: Mesh) -> NamedSharding:
-    """The first axis split over the devices that share the rows."""
+    """The first axis split over the axes of rows."""
     return NamedSharding(mesh, Spec(ROWS))
 
 
 def over_tokens(mesh: Mesh) -> NamedSharding:
-    """Arrays `[B, T]`: rows as in `over_batch`, and sequences over the devices that share them."""
-    return over_batch(mesh) if n_stretches(mesh) == 1 else NamedSharding(mesh, Spec(ROWS, CONTEXT))
+    """Arrays `[B, T]`: rows as in `over_batch`, and sequences over the context axis."""
+    return (
+        over_batch(mesh)
+        if n_sequence_shards(mesh) == 1
+        else NamedSharding(mesh, Spec(ROWS, CONTEXT))
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -239,8 +245,8 @@ def gathered(tree: T) -> T:
 def looked_up(table: Any, ids: Any) -> Any:
     """`table[ids]` for ids `[B, T]` and a table of weights, which is gathered.
 
-    Each device sums up its own tokens' gradients, and devices exchange sums of the table's size.
-    XLA by itself also weighs to split that sum along the features, as the table is stored, which
+    Each device sums up its tokens' gradients, and devices exchange sums of the table's size.
+    XLA may otherwise choose to split that sum along the features, as the table is stored, which
     takes the gradients of all tokens to every device, and it warns of that.
     """
     table = jnp.asarray(table)  # NumPy's takes no ids that are traced

@@ -26,7 +26,7 @@ _ADVICE = {
     errno.EACCES: "get the right to it (chmod, chown)",
     errno.EPERM: "get the right to it (chmod, chown)",
     errno.EROFS: "mount that file system for writing",
-    errno.ELOOP: "it is a symbolic link, which is not followed: put the file in its place",
+    errno.ELOOP: "it is a symbolic link, which is not followed: put the file there instead",
     errno.ESTALE: "mount that network share again",
     errno.ENOMEM: "free memory of the system",
 }

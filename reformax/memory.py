@@ -1,4 +1,4 @@
-"""What the machine's memory holds, asked before a size that it cannot hold is computed."""
+"""The memory of the machine, and an error before something that it cannot hold is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far work is: a bar at a terminal, elsewhere a line now and then."""
+"""Reports progress: a bar at a terminal, elsewhere a line every 30 seconds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TextIO
 from tqdm import tqdm
 
 INTERVAL = 30.0  # seconds between lines where there is no terminal
-# What the figures leave of a line is the bar's.
+# The bar takes the rest of the line.
 _FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
 
 
 class Progress:
-    """Shows how much of some work is done; a context manager.
+    """Reports how much of some work is done; a context manager.
 
     Args:
       title: of the work, such as 'train'.
@@ -21,7 +21,7 @@ class Progress:
       file: a stream, such as `sys.stderr`. It gets escape codes if it is a terminal alone.
       done: how much was done before.
       stays: whether the bar stays when it is closed; elsewhere, whether the end has a line.
-      shown: False shows nothing.
+      shown: whether anything is printed.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from reformax.declared import (
     Beams,
     Bounds,
     Extra,
-    Filled,
+    NonEmpty,
     NonNegative,
     PathName,
     SettingError,
@@ -24,7 +24,7 @@ from reformax.declared import (
 TRACEBACK = "--traceback"
 # The flags of `add_search` and their values where they are not given.
 SEARCH = {"beam_size": 4, "length_penalty": 0.6, "max_extra": 50, "batch_tokens": 4096}
-Override = Annotated[str, Filled("NAME=VALUE")]
+Override = Annotated[str, NonEmpty("NAME=VALUE")]
 # evaluate.py translates nothing with 0.
 BeamSize = Annotated[int, Bounds(0, typing.get_args(Beams)[1].most)]
 

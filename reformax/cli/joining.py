@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Annotated
 
 from reformax.cli import flags
-from reformax.declared import Bounds, Count, Filled, SettingError, Size
+from reformax.declared import Bounds, Count, NonEmpty, SettingError, Size
 
-Address = Annotated[str, Filled("HOST:PORT")]
+Address = Annotated[str, NonEmpty("HOST:PORT")]
 Seconds = Annotated[int, Bounds(1, 86_400)]
 _NAMES = ("coordinator_address", "num_processes", "process_id")
 _TIMEOUTS = ("heartbeat_timeout", "step_timeout")

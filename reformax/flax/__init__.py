@@ -17,9 +17,10 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from reformax.declared import Called, Size, checked
+from reformax.declared import Called, SettingError, Size, checked
 from reformax.ops.base import AttentionOp, Dims
 
 __all__ = ["attention_fn"]
@@ -34,7 +35,8 @@ def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, 
     Dropout draws another mask for each row and head, also where `broadcast_dropout` is set.
 
     Args:
-      op: the algorithm. It must not share queries and keys, which flax's modules project apart.
+      op: the algorithm. It must not share queries and keys, which flax's modules project
+        separately.
       causal: whether a position sees only itself and what came before it.
 
     Raises:
@@ -44,7 +46,7 @@ def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, 
     """
     if op.traits.shared_qk:
         raise NotImplementedError(
-            f"op is {op}: flax's modules project keys of their own, which it does not read; use "
+            f"op is {op}: flax's modules project keys, which it does not read; use "
             "Attention of reformax.flax.linen or reformax.flax.nnx"
         )
 
@@ -83,7 +85,7 @@ def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, 
             )
         if dtype is not None:
             query, key, value = (x.astype(dtype) for x in (query, key, value))
-        return op(
+        out = op(
             *(query, key, value),
             causal=is_causal,
             mask=seen(mask),
@@ -91,13 +93,48 @@ def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, 
             dropout=0.0 if deterministic else dropout_rate,
             rng=dropout_rng,
         )
+        return nan_unless_mask(out, mask)
 
     return attend
 
 
 def seen(mask: ArrayLike | None) -> Bool[Array, ...] | None:
-    """A mask of flax, which may be of any dtype, as booleans."""
-    return None if mask is None else jnp.asarray(mask) != 0
+    """A mask of flax, which may be 0 and 1 of any dtype, as booleans.
+
+    Raises:
+      SettingError: other numbers, or floats that are all 0, as of a mask that is added to logits.
+        Within `jax.jit`, where no value is known, `nan_unless_mask` replaces the error for other
+        numbers.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, jax.core.Tracer):
+        _check_mask(np.asarray(mask))
+    return jnp.asarray(mask) != 0
+
+
+def _check_mask(mask: np.ndarray) -> None:
+    if mask.dtype == bool or not mask.size:
+        return
+    others = mask[(mask != 0) & (mask != 1)]
+    floats = not np.issubdtype(mask.dtype, np.integer)  # bfloat16 is no np.floating
+    if others.size:
+        held = f"{float(others[0]):g}"
+    elif floats and not mask.any():
+        held = "0 alone, which hides every key"
+    else:
+        return
+    raise SettingError(
+        f"mask holds {held}: expected booleans, or 1 where a key is seen and 0 elsewhere; of a "
+        "mask that is added to logits pass mask == 0, and ids of segments as segment_ids"
+    )
+
+
+def nan_unless_mask(out: Float[Array, "*d"], mask: ArrayLike | None) -> Float[Array, "*d"]:
+    """`out`, or NaN where a traced mask holds other numbers than 0 and 1."""
+    if not isinstance(mask, jax.core.Tracer) or mask.dtype == bool:
+        return out
+    return jnp.where(jnp.all((mask == 0) | (mask == 1)), out, jnp.nan)
 
 
 @checked
@@ -107,7 +144,7 @@ def heads_of(op: Op, num_heads: Size, features: Size) -> tuple[int, int]:
     Raises:
       SettingError: an argument of another type or out of range.
       ValueError: features that the heads do not divide.
-      NotImplementedError: the algorithm has weights of its own, or reads further projections.
+      NotImplementedError: the algorithm has weights, or reads further projections.
     """
     if op.extra_projections is not None:
         raise NotImplementedError(

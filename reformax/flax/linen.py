@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from reformax.flax import heads_of, seen, source_of
+from reformax.flax import heads_of, nan_unless_mask, seen, source_of
 from reformax.ops.base import AttentionOp
 from reformax.ops.masking.masks import SegmentIds
 
@@ -18,7 +18,7 @@ class Attention(nn.Module):
 
     Weights have the names of flax's own module: `query`, `key`, `value`, `out`. There is no `key`
     where the algorithm makes its keys of the queries. Hashes and dropout are drawn from the rng
-    named "attention".
+    named "attention". Without one, an algorithm that draws no hashes drops by the rng "dropout".
 
     Attributes:
       op: the algorithm, such as `lsh.lsh()`.
@@ -57,13 +57,14 @@ class Attention(nn.Module):
         Args:
           inputs_q: what queries are made of.
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
-          mask: not 0 where a key may be seen.
+          mask: True or 1 where a key may be seen, False or 0 elsewhere.
           segment_ids: ids of the tokens, as in `reformax.ops`.
           deterministic: whether nothing is dropped, and the algorithm uses its settings for
             evaluation.
 
         Raises:
           ValueError: a shape does not fit.
+          SettingError: a mask of other numbers than 0 and 1.
           NotImplementedError: the algorithm cannot honour the mask, or attend across.
         """
         heads = heads_of(self.op, self.num_heads, self.qkv_features or inputs_q.shape[-1])
@@ -74,7 +75,8 @@ class Attention(nn.Module):
 
         across = source_of(self.op, inputs_q, inputs_kv)
         rate = 0.0 if deterministic else self.dropout_rate
-        draws = rate > 0.0 or self.op.traits.random_plan
+        hashes = self.op.traits.random_plan
+        stream = "attention" if hashes or self.has_rng("attention") else "dropout"
         attended = self.op(
             project("query", inputs_q),
             None if self.op.traits.shared_qk else project("key", across),
@@ -83,8 +85,10 @@ class Attention(nn.Module):
             segment_ids=segment_ids,
             mask=seen(mask),
             dropout=rate,
-            rng=self.make_rng("attention") if draws else None,
+            rng=self.make_rng(stream) if hashes or rate > 0.0 else None,
             train=not deterministic,
         )
         features = self.out_features or inputs_q.shape[-1]
-        return nn.DenseGeneral(features, axis=(-2, -1), name="out", **options)(attended)
+        return nn.DenseGeneral(features, axis=(-2, -1), name="out", **options)(
+            nan_unless_mask(attended, mask)
+        )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, ArrayLike, Float
 
-from reformax.flax import heads_of, seen, source_of
+from reformax.flax import heads_of, nan_unless_mask, seen, source_of
 from reformax.ops.base import AttentionOp
 from reformax.ops.masking.masks import SegmentIds
 
@@ -33,7 +33,8 @@ class Attention(nnx.Module):
       use_bias: whether the projections have biases.
       dtype: of the arithmetic; None: that of the input and weights.
       param_dtype: of the weights.
-      rngs: of the weights; hashes and dropout are drawn from its stream "attention".
+      rngs: of the weights; hashes and dropout are drawn from its stream "attention". Without one,
+        an algorithm that draws no hashes drops by the stream "dropout".
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Attention(nnx.Module):
         self.value = nnx.LinearGeneral(across, heads, **options)
         features = out_features or in_features
         self.out = nnx.LinearGeneral(heads, features, axis=(-2, -1), **options)
-        draws = dropout_rate > 0.0 or op.traits.random_plan
-        self.rngs = rngs.attention.fork() if draws else None
+        hashes = op.traits.random_plan
+        stream = "attention" if hashes or "attention" in rngs else "dropout"
+        self.rngs = getattr(rngs, stream).fork() if hashes or dropout_rate > 0.0 else None
 
     def __call__(
         self,
@@ -80,12 +82,13 @@ class Attention(nnx.Module):
         Args:
           inputs_q: what queries are made of.
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
-          mask: not 0 where a key may be seen.
+          mask: True or 1 where a key may be seen, False or 0 elsewhere.
           segment_ids: ids of the tokens, as in `reformax.ops`.
-          deterministic: in place of the module's own.
+          deterministic: overrides the module's; None: the module's.
 
         Raises:
           ValueError: a shape does not fit.
+          SettingError: a mask of other numbers than 0 and 1.
           NotImplementedError: the algorithm cannot honour the mask, or attend across.
         """
         across = source_of(self.op, inputs_q, inputs_kv)
@@ -103,7 +106,7 @@ class Attention(nnx.Module):
             rng=self.rngs() if draws else None,
             train=not deterministic,
         )
-        return self.out(attended)
+        return self.out(nan_unless_mask(attended, mask))
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """What `nnx.view(model, deterministic=...)` calls.

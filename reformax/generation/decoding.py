@@ -131,7 +131,7 @@ def stream(
       NotImplementedError: an attention of the model cannot decode.
     """
     mesh = devices.whole_sequences(mesh)
-    shares = 1 if mesh is None else devices.row_shares(mesh)
+    shares = 1 if mesh is None else devices.n_row_shards(mesh)
     if mesh is not None and len(prompts) < shares and mesh.shape["fsdp"] == 1:
         mesh, shares = None, 1  # some devices would have no row
     tokens, lengths = _padded(prompts, model.vocab_size, shares)

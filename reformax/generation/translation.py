@@ -122,7 +122,7 @@ def translate(
         raise SettingError("mesh is given and the weights are prepared already: give it to prepare")
     ready = params if isinstance(params, Prepared) else prepare(model, params, mesh)
     params, weights, mesh = ready
-    shares = 1 if mesh is None else devices.row_shares(mesh)
+    shares = 1 if mesh is None else devices.n_row_shards(mesh)
     settings = jnp.float32(length_penalty), jnp.int32(end)
     rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
     results: list[Hypothesis | None] = [None] * len(sources)

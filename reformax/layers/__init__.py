@@ -1,7 +1,7 @@
 """Trax layers: attention of every kind, reversible stacks, and the other layers of a model.
 
 Each layer is a Trax layer over two pure functions, `init_params(rng, *shapes)` and
-`apply(params, *inputs, rng)`, so it stands in a `tl.Serial` or in plain JAX.
+`apply(params, *inputs, rng)`, for a `tl.Serial` or for plain JAX.
 """
 
 from reformax.layers._trax import Layer, tl
@@ -13,13 +13,13 @@ from reformax.layers.layer_norm import LayerNorm
 from reformax.layers.positions import AxialPositionalEncoding, SinusoidalPositionalEncoding, rotary
 from reformax.layers.residual import ResidualStack
 from reformax.layers.reversible import ReversibleStack
-from reformax.layers.stacks import Block
+from reformax.layers.stacks import TransformerBlock
 from reformax.layers.trax_attention import LSHSelfAttention, SelfAttention
 
 __all__ = [
     "Attention",
     "AxialPositionalEncoding",
-    "Block",
+    "TransformerBlock",
     "CrossAttention",
     "Dropout",
     "FeedForward",

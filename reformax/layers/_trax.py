@@ -26,10 +26,12 @@ import inspect
 import os
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from reformax.declared import SettingError
 from reformax.ops.base import AttentionOp
 
 
@@ -59,7 +61,7 @@ class _LocalFiles:
 
 
 class _Lazy(types.ModuleType):
-    """Stands in Trax's modules for a module that takes seconds to import; loads it at first use."""
+    """Replaces, in Trax's modules, a module that takes seconds to import; loads it at first use."""
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):  # an inspection, which needs nothing of the module
@@ -85,7 +87,7 @@ class _LazyTensorFlow(_Lazy):
 
 
 class _Absent(types.ModuleType):
-    """Stands for Trax, or a part of it, where it is not installed; a use says how to install it."""
+    """Replaces Trax, or a part of it, where it is not installed; a use says how to install it."""
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
@@ -97,7 +99,7 @@ class _Absent(types.ModuleType):
 
 
 class _LazyBackend(dict):
-    """Trax's table of TensorFlow operations, filled when `trax.fastmath` is told to use them."""
+    """Trax's table of TensorFlow operations, filled when `trax.fastmath` is set to use them."""
 
     def __missing__(self, key: str) -> Any:
         backend = importlib.import_module("trax.fastmath.tf").TF_BACKEND
@@ -214,7 +216,7 @@ if HAS_TRAX:
 else:
 
     class _Base:
-        """What stands for Trax's layer where Trax is not installed: numbers of arrays, a name."""
+        """Replaces Trax's layer where Trax is not installed: numbers of arrays, a name."""
 
         def __init__(self, n_in: int, n_out: int, name: str | None):
             self.n_in, self.n_out = n_in, n_out
@@ -237,7 +239,7 @@ else:
 class Layer(_Base):
     """A Trax layer around two pure functions, which a subclass defines: `init_params`, `apply`.
 
-    It can stand wherever Trax takes a layer. The two functions also work where Trax is not
+    It works wherever Trax takes a layer. The two functions also work where Trax is not
     installed. Its weights are any tree of arrays, by convention a dict of names; a layer made of
     others keeps theirs under their names. It has no state.
 
@@ -253,18 +255,33 @@ class Layer(_Base):
         """
         super().__init__(n_in=n_in, n_out=n_out, name=name)
         frame = sys._getframe(1)
-        own = ("__init__", "__post_init__")
-        while frame.f_code.co_name in own and frame.f_locals.get("self") is self:
+        constructors = ("__init__", "__post_init__")
+        while frame.f_code.co_name in constructors and frame.f_locals.get("self") is self:
             frame = frame.f_back
-        # For Trax's error messages: the line that made this layer, not its own constructor's.
+        # For Trax's error messages: the line that made this layer, not one in its constructor.
         self._caller = {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno}
 
     def _settable_attrs(self) -> tuple[str, ...]:
         """Trax's protocol: the public attributes that can be assigned."""
         return (*super()._settable_attrs(), *getattr(self, "__dataclass_fields__", ()))
 
+    @property
+    def needs_past(self) -> bool:
+        """Whether an output depends on earlier positions, or on its index in the sequence.
+
+        Such a layer cannot read one position at a time, as Trax's models of mode "predict" do.
+        """
+        return bool(getattr(self, "causal", False))
+
+    @property
+    def drops(self) -> bool:
+        """Whether `apply` drops weights or features at random."""
+        return False
+
     def init_params(self, rng, *shapes: tuple[int, ...]) -> Any:
-        """Fresh float32 parameters for inputs of these shapes, batch included; here none: `()`."""
+        """Fresh float32 parameters for inputs of these shapes, batch included; the base class has
+        none: `()`.
+        """
         del rng, shapes
         return ()
 
@@ -274,12 +291,15 @@ class Layer(_Base):
 
     def init_weights_and_state(self, input_signature) -> None:
         """Trax's protocol: draws the weights for a `ShapeDtype`, or a tuple of `n_in` of them."""
+        _check_predict(self)
         signatures = (input_signature,) if self.n_in == 1 else input_signature
         self.weights = self.init_params(self.rng, *(tuple(s.shape) for s in signatures))
 
     def forward(self, inputs) -> Any:
         """Trax's protocol: `apply` with the weights and the rng that Trax has put in `self`."""
-        return self.apply(self.weights, *((inputs,) if self.n_in == 1 else inputs), rng=self.rng)
+        inputs = (inputs,) if self.n_in == 1 else inputs
+        refuse_one_position(self, inputs[0])
+        return self.apply(self.weights, *inputs, rng=self.rng)
 
     def __repr__(self) -> str:
         """The name, with the plain constructor arguments that differ from their defaults."""
@@ -291,3 +311,75 @@ class Layer(_Base):
             if name != "name" and plain and value != parameter.default:
                 shown.append(f"{name}={value!r}")
         return f"{super().__repr__()}({', '.join(shown)})"
+
+
+# Trax gives a mode to each layer's constructor, and nothing to the model around it. Its models of
+# mode "predict" read one position a call and keep the past as state, which these layers do not.
+
+USE_EVAL = (
+    "build the model with mode='eval' and sample with autoregressive_sample(..., eval_mode=True), "
+    "or use the layer's prefill and step"
+)
+
+
+def _check_predict(layer: Layer) -> None:
+    """Raises a `SettingError` for a layer that is initialised in a Trax model of mode "predict"."""
+    enclosing = [_stated_modes(model) for model in _initialising() if model is not layer]
+    if not enclosing or "predict" not in enclosing[-1]:
+        return
+    model = f"a Trax model with mode='predict' ({enclosing[-1]['predict']})"
+    if layer.drops:
+        raise SettingError(
+            f"{layer.name} has mode='train' in {model}, where it would drop: give it mode='eval'"
+        )
+    # An encoder is read whole, and its layers have mode "eval". Attention is causal in no encoder.
+    causal = getattr(layer, "causal", False)
+    nearest = next(modes for modes in enclosing if modes.keys() & {"eval", "predict"})
+    if layer.needs_past and (causal or "predict" in nearest):
+        raise SettingError(f"{layer.name} is in {model}, and keeps no past there: {USE_EVAL}")
+
+
+def refuse_one_position(layer: Layer, x: Any) -> None:
+    """Raises a `SettingError` for one position in training, which is a "predict" that was lost."""
+    mode = getattr(layer, "mode", None)
+    one = layer.needs_past and mode == "train" and x.ndim > 1 and x.shape[1] == 1
+    if one and next(_initialising(), None) is None:
+        raise SettingError(
+            f"{layer.name} has mode='train' and reads a sequence of one position, of which it "
+            f"keeps nothing for the next: {USE_EVAL}"
+        )
+
+
+def _initialising() -> Iterator[tl.Layer]:
+    """The layers whose `init_weights_and_state` is running, innermost first.
+
+    A Trax layer does not know the model that it is in: only the calls show it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        layer = frame.f_locals.get("self")
+        if frame.f_code.co_name == "init_weights_and_state" and isinstance(layer, tl.Layer):
+            yield layer
+        frame = frame.f_back
+
+
+def _stated_modes(layer: tl.Layer) -> dict[str, str]:
+    """The modes of a layer and of all layers in it, each with the name of a layer that has it."""
+    mode = getattr(layer, "mode", None) or getattr(layer, "_mode", None)
+    mode = mode or _mode_in(getattr(layer, "_forward_fn", None))
+    modes = {mode: layer.name} if isinstance(mode, str) else {}
+    for sublayer in layer.sublayers:
+        modes = _stated_modes(sublayer) | modes
+    return modes
+
+
+def _mode_in(forward: Any) -> Any:
+    """The mode that a `tl.Fn`, such as `ShiftRight`, has from where its function was defined."""
+    functions, depth = [forward], 2  # `Fn` wraps the function that has the mode
+    for _ in range(depth):
+        functions = [f for f in functions if inspect.isfunction(f)]
+        held = [inspect.getclosurevars(f).nonlocals for f in functions]
+        if mode := next((names["mode"] for names in held if "mode" in names), None):
+            return mode
+        functions = [value for names in held for value in names.values()]
+    return None

@@ -25,7 +25,7 @@ from reformax.layers import context
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.float8 import product
-from reformax.layers.matrices import Unnormed, affine, check_input, products, turned
+from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
 from reformax.layers.positions import rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection, given
@@ -66,7 +66,8 @@ class MultiHead(Layer):
     Weights: `w_q [N, D, H]`, `w_k [G, D, H]` (none where the algorithm shares queries and keys),
     `w_v [G, D, V]`, `w_o [N, V, D]`; with `bias` also `b_q, b_k [_, H]` and `b_v [_, V]`, with
     `output_bias` also `b_o [D]`; for each further projection that the algorithm reads,
-    `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`; and its own as `op`.
+    `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`; and the algorithm's as
+    `op`.
 
     Args:
       op: the algorithm, such as `lsh.lsh(n_hashes=4)`.
@@ -76,7 +77,7 @@ class MultiHead(Layer):
       n_kv_heads: G, the number of heads of keys and values, each for N / G heads of queries
         (Ainslie et al. 2023, GQA; 1 is MQA); None: N.
       masked: whether each sequence comes with a mask, `[B, T]`: True or a segment id above 0 marks
-        a token, False or 0 padding. Tokens see their own segment only. The masks follow the
+        a token, False or 0 padding. Tokens see their segment only. The masks follow the
         sequences. A mask may be `Tokens`, with global tokens for the algorithms that read them,
         with positions for rotations, and with the word that padding is behind.
       bias: whether the projections of q, k, v have biases.
@@ -133,6 +134,10 @@ class MultiHead(Layer):
                 "leave it out"
             )
 
+    @property
+    def drops(self) -> bool:
+        return self._weights_rate > 0.0 or self._output_rate > 0.0
+
     def projections(self) -> dict[str, ExtraProjection]:
         """What is projected from the input, by the name that its weights have after `w_`."""
         n, h, v = self.n_heads, self.d_qk, self.d_v
@@ -164,8 +169,8 @@ class MultiHead(Layer):
 
         params = {"w_o": jnp.swapaxes(drawn(rng_o, n, v), 1, 2)}
         for i, (name, to) in enumerate(self.projections().items()):
-            own = rngs[name] if name in rngs else jax.random.fold_in(rng, i)
-            params[f"w_{name}"] = drawn(own, to.n_heads, to.size)
+            rng_of = rngs[name] if name in rngs else jax.random.fold_in(rng, i)
+            params[f"w_{name}"] = drawn(rng_of, to.n_heads, to.size)
             if self.bias:
                 params[f"b_{name}"] = jnp.zeros((to.n_heads, to.size))
         if self.output_bias:
@@ -242,7 +247,7 @@ class MultiHead(Layer):
         out = self._apply_op(params, qkv, plan, segment_ids, _fold_in(rng, WEIGHTS))
         out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
         # A matrix already is from `for_decoding`.
-        w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else turned(w_o)
+        w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else transposed_on_gpu(w_o)
         out = product(out, w_o) if self._float8 else out @ w_o.astype(out.dtype)
         if self.output_bias:
             out = out + params["b_o"][None, None].astype(out.dtype)
@@ -278,11 +283,11 @@ class MultiHead(Layer):
     def _merge(self, params, products: dict[str, Sequence[str]], dtype: str) -> dict[str, Any]:
         """The weights for decoding: one matrix a product, its projections side by side."""
         d_model = params["w_o"].shape[-1]
-        merged = {"w_o": turned(params["w_o"].reshape(-1, d_model))}
+        merged = {"w_o": transposed_on_gpu(params["w_o"].reshape(-1, d_model))}
         for name, letters in products.items():
             columns = [jnp.moveaxis(params[f"w_{x}"], 0, 1) for x in letters]
             columns = [w.reshape(d_model, -1) for w in columns]
-            merged[f"w_{name}"] = turned(jnp.concatenate(columns, axis=1))
+            merged[f"w_{name}"] = transposed_on_gpu(jnp.concatenate(columns, axis=1))
             if self.bias:
                 biases = [jnp.ravel(params[f"b_{x}"]) for x in letters]
                 merged[f"b_{name}"] = jnp.concatenate(biases)
@@ -303,11 +308,12 @@ class NextValueCache(NamedTuple):
 class Attention(MultiHead):
     """Self-attention, `[B, T, D] -> [B, T, D]`. Weights and more arguments: see `MultiHead`.
 
-    **The next value.** A key that resembles the query stands, in text, before what the query wants
-    to know: what came next. With `next_value` key s brings `a * v_s + b * v_{s+1}`, with a and b
-    learnt by channel, `next_value [2, N, V]`. A position must see earlier ones alone, s < t, so
-    that s + 1 is at most t. Segments must be contiguous: the last key of one brings the first value
-    of the next, and only then has no query of its own behind it that would read it.
+    **Shifted values: `next_value`.** With this option the value of key s is
+    `a * v_s + b * v_{s+1}`: the value at s and the value of the next position, with factors a and b
+    learnt by channel, `next_value [2, N, V]`. In text the token after an earlier occurrence of a
+    word tells what may follow now. A position must see earlier ones alone, s < t, so that s + 1 is
+    at most t. Segments must be contiguous: the last key of a segment has the first value of the
+    next segment in it, and no later query of its segment reads it.
 
     Args:
       causal: whether a position sees only itself and what came before it.
@@ -317,11 +323,11 @@ class Attention(MultiHead):
       position_bias: what is added to the logits by distance: "alibi", minus the distance times a
         slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
         see `layers.relative`. The algorithm needs the trait `bias`.
-      next_value: whether a key brings the value of the position after it too. It needs `causal` and
-        an algorithm with the trait `exclude_self`.
+      next_value: whether a key's value has that of the next position in it too, as above. It needs
+        `causal` and an algorithm with the trait `exclude_self`.
 
     Raises:
-      SettingError: `next_value` with an algorithm that shows a position to itself, `position_bias`
+      SettingError: `next_value` with an algorithm by which a position sees itself, `position_bias`
         with one that adds no bias, a grid without `use_rotary` or of more axes than heads have
         pairs of features, besides what `MultiHead` refuses.
     """
@@ -396,12 +402,12 @@ class Attention(MultiHead):
         return position_bias(self.position_bias, table, self.n_heads, query, key, self.causal)
 
     def _with_next_value(self, params, qkv: QKV) -> QKV:
-        """Each position's value with the next one in it; behind the last there is none."""
+        """Each position's value with the next one in it; the last position has no next one."""
         if not self.next_value:
             return qkv
-        own, of_next = _of_channels(params, qkv.v.dtype)
+        current, following = _of_channels(params, qkv.v.dtype)
         after = jnp.pad(qkv.v[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
-        return qkv._replace(v=own * qkv.v + of_next * after)
+        return qkv._replace(v=current * qkv.v + following * after)
 
     def _project_merged(self, params, x: Float[Array, "B T D"] | Unnormed, position=None) -> QKV:
         """`_project` with the weights from `for_decoding`."""
@@ -437,7 +443,7 @@ class Attention(MultiHead):
 
         `w_in [D, N * H + G * (H + V)]`, or `N * (H + V)` with shared queries and keys, and behind
         them the algorithm's further projections; `b_in` likewise, `w_o [N * V, D]`, `b_o [D]`, and
-        `op` unchanged. Matrices are `turned`.
+        `op` unchanged. Matrices are `transposed_on_gpu`.
         """
         return self._merge(params, {"in": list(self.projections())}, dtype)
 
@@ -513,11 +519,11 @@ class Attention(MultiHead):
         """
         qkv = self._project_merged(params, x, position[:, None])
         if self.next_value:
-            # Until now the newest key brought its own value alone.
-            own, of_next = _of_channels(params, qkv.v.dtype)
-            value = cache.last + of_next * qkv.v
+            # So far the newest key's value was without the next one.
+            current, following = _of_channels(params, qkv.v.dtype)
+            value = cache.last + following * qkv.v
             cache = self.op.replace_value(cache.op, value, position - 1)
-            qkv = qkv._replace(v=own * qkv.v)
+            qkv = qkv._replace(v=current * qkv.v)
 
         def step(qkv, cache, position, origins, params):
             *arrays, extra_projections = qkv
@@ -536,14 +542,14 @@ class Attention(MultiHead):
 
     @property
     def _shares_beams(self) -> bool:
-        """Whether a beam's past may lie in other beams' caches.
+        """Whether a beam's past may be in other beams' caches.
 
-        The last value of that past has the beam's own next one in it.
+        With `next_value`, the last value of that past has this beam's next one in it.
         """
         return self.op.traits.beams and not self.next_value
 
     def reorder_cache(self, cache: Any, rows: Int[Array, " R"]) -> Any:
-        """The cache of beams that continue `rows`; unchanged where beams share their past."""
+        """The cache of beams that continue `rows`; unchanged where caches are shared."""
         return cache if self._shares_beams else take_rows(cache, rows)
 
 

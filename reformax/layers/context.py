@@ -1,15 +1,15 @@
 """Attention on several devices: rows are split between them, and along `context` the sequence is.
 
-Each row is computed alone, so devices with different rows do not talk. Along `context` a device has
-a stretch of each sequence, and there are three ways to what lies in the others:
+Each row is computed alone, so devices with different rows do not communicate. Along `context` each
+device has a shard of each sequence. There are three ways to attend to the other shards:
 
 * **Heads for positions** (Ulysses, Jacobs et al. 2023). An all-to-all gives each device the whole
-  sequence and a share of the heads, and another one takes the result back. Whatever an algorithm
-  does with a sequence, such as to sort it, it does so within a device.
+  sequence and a shard of the heads, and another one takes the result back. An algorithm that sorts
+  a sequence, for example, does so within a device.
 * **Borders** (`ops.sharding.borders`). An algorithm that sees no further than a `Reach` reads the
-  ends of the neighbouring stretches.
-* **A ring** (`ops.softmax.ring`). Where many heads would be of zeros, keys and values go round. The
-  algorithm has the trait `sequence_shards`.
+  ends of the neighbouring shards.
+* **A ring** (`ops.softmax.ring`). Where heads would mostly be padded with zeros, keys and values
+  are passed around the devices. The algorithm has the trait `sequence_shards`.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from reformax.ops.sharding import borders
 from reformax.ops.sharding.shard import Shard
 
 T = TypeVar("T")
-STRETCH = Spec(devices.ROWS, devices.CONTEXT)  # [B, t, ...]
-HEADS = Spec(devices.ROWS, None, devices.CONTEXT)  # [B, T, n, H]
-# What each device makes and reads alone: its first axis is all that is known of it.
-OWN = Spec((*devices.ROWS, devices.CONTEXT))
+SEQUENCE_SHARDS = Spec(devices.ROWS, devices.CONTEXT)  # [B, t, ...]
+HEAD_SHARDS = Spec(devices.ROWS, None, devices.CONTEXT)  # [B, T, n, H]
+# Arrays that each device makes and reads alone: only their first axis is known.
+PER_DEVICE = Spec((*devices.ROWS, devices.CONTEXT))
 
 
-# A ring computes no heads of zeros, and its pieces take up to 1.5 times as long as one call of
-# cuDNN's (docs/devices.md).
+# A ring computes no heads of zeros. Its parts together take up to 1.5 times as long as one call
+# of cuDNN (docs/devices.md).
 RING = 1.5
 
 
 def by_ring(op: AttentionOp, n_heads: int, biased: bool) -> bool:
-    """Whether keys and values go round the devices to compute `op`."""
-    n = devices.n_stretches()
+    """Whether keys and values are passed around the devices to compute `op`."""
+    n = devices.n_sequence_shards()
     filled = -(-n_heads // n) * n
     return n > 1 and op.traits.sequence_shards and not biased and filled >= RING * n_heads
 
 
 def by_heads(op: AttentionOp, n_heads: int, biased: bool) -> bool:
-    """Whether devices trade positions for heads to compute `op`."""
-    there = devices.n_stretches() > 1 and op.reach is None
+    """Whether devices exchange positions for heads to compute `op`."""
+    there = devices.n_sequence_shards() > 1 and op.reach is None
     return there and not by_ring(op, n_heads, biased)
 
 
 def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
     """Queries, keys and values as `plan` and `attend` read them: `[B, T, M, H]`.
 
-    M is the number of heads N, or where devices trade heads and do not divide them the next
-    multiple: heads of zeros follow, which `attend` takes off again.
+    M is the number of heads N. Where devices exchange heads and do not divide N, M is the next
+    multiple: heads of zeros follow, which `attend` removes.
 
     Args:
       op: the algorithm.
@@ -69,15 +69,15 @@ def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
       biased: whether `attend` gets a bias.
 
     Raises:
-      SettingError: the devices cannot share the heads.
+      SettingError: the heads cannot be sharded over the devices.
     """
     if not by_heads(op, qkv.q.shape[2], biased):
         return qkv
-    n = devices.n_stretches()
+    n = devices.n_sequence_shards()
     if not op.traits.head_shards:
         raise SettingError(
             f"mesh has context={n} and op is {op}, which computes all heads together: use "
-            "context=1, or an op whose traits say heads_apart=True"
+            "context=1, or an op whose traits say head_shards=True"
         )
     n_heads, n_kv_heads = qkv.q.shape[2], qkv.v.shape[2]
     if op.traits.choose_together and splits_head_groups(n, n_heads, n_kv_heads):
@@ -95,27 +95,27 @@ def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
         if x.shape[2] % n_heads:
             raise SettingError(
                 f"mesh has context={n} and op is {op}, which reads {x.shape[2]} heads for "
-                f"{n_heads}: expected a multiple, for each device takes a share of the heads"
+                f"{n_heads}: expected a multiple, for each device takes a shard of the heads"
             )
         more = -n_heads % n * (x.shape[2] // n_heads)
         return jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0)))
 
     qkv = jax.tree.map(filled, qkv)
     trade = functools.partial(jax.tree.map, _heads_for_positions)
-    return devices.per_shard(trade, (STRETCH,), HEADS)(qkv)
+    return devices.per_shard(trade, (SEQUENCE_SHARDS,), HEAD_SHARDS)(qkv)
 
 
 def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens, params, rng) -> T:
     """`function(qkv, tokens, params, rng)`, an op's plan, on the devices of the mesh.
 
     Args:
-      function: as it is called.
+      function: called on each device.
       op: whose plan it is.
       n_heads: N, of the layer.
       qkv: from `arrange`.
       tokens: a tree of arrays `[B, T]`.
       params: the op's weights.
-      rng: for `function`, which gets a `Shard` in its place where heads are shared.
+      rng: for `function`, which gets a `Shard` instead where heads are sharded.
     """
     if inspect.unwrap(op.plan) is no_plan:
         return ()
@@ -125,8 +125,8 @@ def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens,
     def of_heads(qkv, tokens, params, rng):
         return function(qkv, tokens, params, _shard(rng, qkv, n_heads))
 
-    specs = HEADS, Spec(devices.ROWS), Spec(), Spec()
-    return devices.per_shard(of_heads, specs, OWN)(qkv, tokens, params, rng)
+    specs = HEAD_SHARDS, Spec(devices.ROWS), Spec(), Spec()
+    return devices.per_shard(of_heads, specs, PER_DEVICE)(qkv, tokens, params, rng)
 
 
 def attend(
@@ -141,15 +141,17 @@ def attend(
     rng,
     bias: Float[Array, "#B #N #T #S"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """`function(qkv, plan, segment_ids, params, rng, bias)`, an op's `apply`, likewise."""
-    if devices.n_stretches() == 1:
+    """`function(qkv, plan, segment_ids, params, rng, bias)`, an op's `apply`, on the devices of the
+    mesh.
+    """
+    if devices.n_sequence_shards() == 1:
         return devices.by_rows(function, (qkv, plan, segment_ids), (params, rng, bias))
 
     def of_heads(qkv, plan, segment_ids, params, rng, bias):
         shard = _shard(rng, qkv, n_heads)
         return _positions_for_heads(function(qkv, plan, segment_ids, params, shard, bias))
 
-    def of_stretch(qkv, plan, segment_ids, params, rng, bias):
+    def of_shard(qkv, plan, segment_ids, params, rng, bias):
         def near(q, k, v, segment_ids, shard):
             return function(qkv._replace(q=q, k=k, v=v), plan, segment_ids, params, shard, bias)
 
@@ -165,11 +167,12 @@ def attend(
         if all_heads:
             more = qkv.q.shape[2] - n_heads
             bias = jnp.pad(bias, ((0, 0), (0, more), (0, 0), (0, 0)))
-        region, specs = of_heads, (HEADS, OWN, Spec(devices.ROWS), Spec(), Spec(), of_bias)
+        region = of_heads
+        specs = HEAD_SHARDS, PER_DEVICE, Spec(devices.ROWS), Spec(), Spec(), of_bias
     else:
-        region = of_stretch if op.reach is not None else of_ring
-        specs = STRETCH, OWN, STRETCH, Spec(), Spec(), Spec()
-    region = devices.per_shard(region, specs, STRETCH)
+        region = of_shard if op.reach is not None else of_ring
+        specs = SEQUENCE_SHARDS, PER_DEVICE, SEQUENCE_SHARDS, Spec(), Spec(), Spec()
+    region = devices.per_shard(region, specs, SEQUENCE_SHARDS)
     return region(qkv, plan, segment_ids, params, rng, bias)[:, :, :n_heads]
 
 
@@ -178,9 +181,8 @@ def _shard(rng, qkv, n_heads: int) -> Shard:
     return Shard(rng, head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
 
 
-# What goes to one device must lie in one piece. Pieces are made as the side of heads wants them, so
-# that the sequence is whole as they come: a trade takes one copy, on the side of positions. With
-# heads as pieces it would take one on either side.
+# An all-to-all sends contiguous blocks. They are laid out as the receiver of heads reads them, so
+# that an exchange takes one copy, on the side of positions. Blocks of heads would take two.
 
 
 def _heads_for_positions(x: Array) -> Array:
@@ -200,5 +202,5 @@ def _positions_for_heads(x: Array) -> Array:
 
 
 def _traded(x: Array) -> Array:
-    """A stretch of the second axis to each device, and one from each."""
+    """Sends a shard of the second axis to each device, and receives one from each."""
     return lax.all_to_all(x, devices.CONTEXT, split_axis=1, concat_axis=1, tiled=True)

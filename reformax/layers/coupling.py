@@ -1,20 +1,26 @@
 """How the sublayers of a reversible stack read its streams and write to them.
 
-A sublayer f reads one array and adds its output to others, so that what it read can be computed
-back from the streams after it. There are two ways, both `Coupling`s:
+A sublayer f reads one array and adds its output to others, so that the array it read can be
+computed back from the streams after it. There are two ways, both `Coupling`s:
 
 **Two streams** (Gomez et al. 2017; Reformer, eq. 9). f reads the stream that was written last and
 adds to the other, `(a, b) -> (b, a + f(b))`. A sublayer does not read what the one before the last
 wrote there: every attention layer adds to the one stream and reads the other.
 
-**Slots.** One stream x, the sum of all outputs, and n slots, which sublayers take in turn:
+**Slots.** There is one stream x, the sum of all outputs, and n slots. A *slot* is a partial sum,
+`[B, T, D]`: the outputs of every n-th sublayer, starting at 0. Sublayers take the slots in turn,
+and the one whose slot is s computes
 
     x' = x + f(x - s)        s' = s + f(x - s)
 
-A slot is the sum of the outputs written through it and starts at 0. A sublayer then reads all that
-was written before, except by the sublayers n, 2n, ... places ago, and the logits read x, as in a
-Transformer. It is reversible because `x' - s' = x - s`. Two slots are two streams:
-`(a, b) = (x - s_2, x - s_1)`.
+It reads all earlier outputs but those in its slot, of the sublayers n, 2n, ... before it. The
+logits read x, as in a Transformer. The inputs can be computed back because `x' - s' = x - s`. Two
+slots are two streams, `(a, b) = (x - s_2, x - s_1)`; n slots are n streams that each sublayer reads
+one of and adds to the others. Cai et al. 2023, "Reversible Column Networks", generalise two streams
+likewise: each step reads the last m - 1 of m groups of features and adds to the oldest.
+
+The option `n_slots` is the number of slots. `n_streams` of a stack is another number: of the arrays
+that the stack reads and returns, 1 with slots and 2 without.
 
 The gradient of slots follows from the sum of the gradients of x' and s', which is that of f's
 output and is the same before and after.
@@ -30,23 +36,23 @@ from jaxtyping import Array
 Streams = tuple[Array, ...]  # [B, T, D] each
 
 
-class Parts(NamedTuple):
-    """The streams as one sublayer sees them."""
+class StreamParts(NamedTuple):
+    """The streams, by what one sublayer does with them."""
 
     seen: Streams  # read and not written
     written: Streams
     others: Streams = ()  # neither
 
-    def plus(self, out: Array) -> Parts:
+    def plus(self, out: Array) -> StreamParts:
         """The parts with a sublayer's output in them."""
         return self._replace(written=tuple(x + out for x in self.written))
 
-    def minus(self, out: Array) -> Parts:
+    def minus(self, out: Array) -> StreamParts:
         """The parts without it."""
         return self._replace(written=tuple(x - out for x in self.written))
 
 
-class Gradient(NamedTuple):
+class StreamGradients(NamedTuple):
     """The gradients at a sublayer, from the streams after it."""
 
     out: Array  # of its output
@@ -60,25 +66,25 @@ class Coupling(Protocol):
     def opened(self, streams: Streams) -> Streams:
         """The streams of a stack, from its inputs, which they begin with."""
 
-    def ahead(self, streams: Streams) -> Parts:
+    def ahead(self, streams: Streams) -> StreamParts:
         """The parts of the streams before a sublayer."""
 
-    def after(self, parts: Parts) -> Streams:
+    def after(self, parts: StreamParts) -> Streams:
         """The streams after it, from parts that have its output."""
 
-    def behind(self, streams: Streams) -> Parts:
+    def behind(self, streams: Streams) -> StreamParts:
         """The parts of the streams after a sublayer."""
 
-    def before(self, parts: Parts) -> Streams:
+    def before(self, parts: StreamParts) -> Streams:
         """The streams before it, from parts without its output."""
 
-    def read(self, parts: Parts) -> Array:
+    def read(self, parts: StreamParts) -> Array:
         """What the sublayer reads; the same before and after it."""
 
-    def gradient(self, d_streams: Streams) -> Gradient:
+    def gradient(self, d_streams: Streams) -> StreamGradients:
         """The gradients at a sublayer."""
 
-    def gradient_before(self, gradient: Gradient, d_read: Array) -> Streams:
+    def gradient_before(self, gradient: StreamGradients, d_read: Array) -> Streams:
         """The gradients of the streams before it; `d_read` has all that reads what it reads."""
 
 
@@ -88,30 +94,30 @@ class TwoStreams:
     def opened(self, streams: Streams) -> Streams:
         return streams
 
-    def ahead(self, streams: Streams) -> Parts:
-        return Parts(streams[1:], streams[:1])
+    def ahead(self, streams: Streams) -> StreamParts:
+        return StreamParts(streams[1:], streams[:1])
 
-    def after(self, parts: Parts) -> Streams:
+    def after(self, parts: StreamParts) -> Streams:
         return parts.seen + parts.written
 
-    def behind(self, streams: Streams) -> Parts:
-        return Parts(streams[:1], streams[1:])
+    def behind(self, streams: Streams) -> StreamParts:
+        return StreamParts(streams[:1], streams[1:])
 
-    def before(self, parts: Parts) -> Streams:
+    def before(self, parts: StreamParts) -> Streams:
         return parts.written + parts.seen
 
-    def read(self, parts: Parts) -> Array:
+    def read(self, parts: StreamParts) -> Array:
         return parts.seen[0]
 
-    def gradient(self, d_streams: Streams) -> Gradient:
-        return Gradient(out=d_streams[1], read=d_streams[0])
+    def gradient(self, d_streams: Streams) -> StreamGradients:
+        return StreamGradients(out=d_streams[1], read=d_streams[0])
 
-    def gradient_before(self, gradient: Gradient, d_read: Array) -> Streams:
+    def gradient_before(self, gradient: StreamGradients, d_read: Array) -> Streams:
         return gradient.out, d_read
 
 
 class Slots(NamedTuple):
-    """`(x, s, ...) -> (x + f(x - s), ..., s + f(x - s))`: the slots stand in a queue."""
+    """`(x, s, ...) -> (x + f(x - s), ..., s + f(x - s))`: the slots are a queue."""
 
     n_slots: int
 
@@ -119,39 +125,39 @@ class Slots(NamedTuple):
         (x,) = streams
         return (x, *[jnp.zeros_like(x)] * self.n_slots)
 
-    def ahead(self, streams: Streams) -> Parts:
-        return Parts((), streams[:2], streams[2:])
+    def ahead(self, streams: Streams) -> StreamParts:
+        return StreamParts((), streams[:2], streams[2:])
 
-    def after(self, parts: Parts) -> Streams:
+    def after(self, parts: StreamParts) -> Streams:
         x, slot = parts.written
         return (x, *parts.others, slot)
 
-    def behind(self, streams: Streams) -> Parts:
+    def behind(self, streams: Streams) -> StreamParts:
         x, *others, slot = streams
-        return Parts((), (x, slot), tuple(others))
+        return StreamParts((), (x, slot), tuple(others))
 
-    def before(self, parts: Parts) -> Streams:
+    def before(self, parts: StreamParts) -> Streams:
         return parts.written + parts.others
 
-    def read(self, parts: Parts) -> Array:
+    def read(self, parts: StreamParts) -> Array:
         x, slot = parts.written
         return x - slot
 
-    def gradient(self, d_streams: Streams) -> Gradient:
+    def gradient(self, d_streams: Streams) -> StreamGradients:
         d_x, *others, d_slot = d_streams
-        return Gradient(out=d_x + d_slot, read=d_x, others=tuple(others))
+        return StreamGradients(out=d_x + d_slot, read=d_x, others=tuple(others))
 
-    def gradient_before(self, gradient: Gradient, d_read: Array) -> Streams:
+    def gradient_before(self, gradient: StreamGradients, d_read: Array) -> Streams:
         return (d_read, gradient.out - d_read, *gradient.others)
 
 
-def slots_that_repeat(places: list[int], n_slots: int) -> bool:
-    """Whether sublayers at these places share a slot that they need not share.
+def share_a_slot(indices: list[int], n_slots: int) -> bool:
+    """Whether sublayers with these indices share a slot that they need not share.
 
-    Sublayers that share a slot do not read one another. As many as there are slots can have one
-    each; of more than that, neighbours can.
+    Sublayers that share a slot do not read one another. Up to `n_slots` of them can have one
+    each; of more than that, neighbours can have two.
     """
-    slots = [place % n_slots for place in places]
+    slots = [index % n_slots for index in indices]
     if len(slots) <= n_slots:
         return len(set(slots)) < len(slots)
     return any(a == b for a, b in zip(slots, slots[1:], strict=False))

@@ -99,5 +99,9 @@ class Dropout(Layer):
         self._shared_axes = tuple(shared_axes)
         self._mode = mode
 
+    @property
+    def drops(self) -> bool:
+        return rate_in(self._mode, self._rate) > 0.0
+
     def apply(self, params, x, rng=None):
         return dropout(x, rate_in(self._mode, self._rate), rng, self._shared_axes)

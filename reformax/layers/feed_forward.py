@@ -15,7 +15,7 @@ from reformax.declared import Count, Positive, Rate, SettingError, Size, check_f
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
-from reformax.layers.matrices import IN_KERNELS, Unnormed, affine, check_input, turned
+from reformax.layers.matrices import IN_KERNELS, Unnormed, affine, check_input, transposed_on_gpu
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import seed_words
@@ -93,6 +93,10 @@ class FeedForward(Layer):
         self._initializer = glorot if self.init_std is None else normal(self.init_std)
         self._float8 = self.float8 and self.mode == "train"
 
+    @property
+    def drops(self) -> bool:
+        return rate_in(self.mode, max(self.dropout, self.hidden_dropout)) > 0.0
+
     def init_params(self, rng, shape):
         d_model = shape[-1]
         rng1, rng2 = jax.random.split(rng)
@@ -113,9 +117,9 @@ class FeedForward(Layer):
         return params | {name: params[name].astype(dtype) for name in ("w1", "w2")}
 
     def for_decoding(self, params, dtype: str):
-        """The weights for `step`, in `dtype`, matrices `turned`."""
+        """The weights for `step`, in `dtype`, matrices `transposed_on_gpu`."""
         cast = jax.tree.map(lambda w: w.astype(dtype), params)
-        return cast | {name: turned(cast[name]) for name in ("w1", "w2")}
+        return cast | {name: transposed_on_gpu(cast[name]) for name in ("w1", "w2")}
 
     def step(
         self,
@@ -167,14 +171,16 @@ class FeedForward(Layer):
             return (product if self._float8 else _narrow)(hidden, params["w2"])
         from reformax.layers.kernels import feed_forward as kernel
 
-        options = kernel.Options(
+        options = kernel.FeedForwardOptions(
             self.activation, pre.shape[1], rate, self._float8, chosen == "pallas_interpret"
         )
 
         def project(first, pre, b1, w2, start, rng):
             seed = seed_words(rng, len(pre)) if rate else None
             rows = pre.reshape(-1, pre.shape[-1])
-            out = kernel.project(options, kernel.Inputs(rows, b1, seed, start + first), w2)
+            out = kernel.project(
+                options, kernel.FeedForwardInputs(rows, b1, seed, start + first), w2
+            )
             return out.reshape(*pre.shape[:-1], -1)
 
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)

@@ -2,9 +2,9 @@
 
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning": e4m3 has 3 bits of fraction and reaches
 448; e5m2 has 2 and reaches 57,344. An array is multiplied by a scale that brings its largest finite
-number near the end of the range, and rounded. Here scales are powers of two, so that scaling rounds
-nothing: only numbers far below the largest one, by 2^-13 in e4m3 and 2^-28 in e5m2, lose more than
-the format's own fraction. A number that is not finite is NaN, in the products that read it.
+number near the end of the range, and rounded. Scales are powers of two, so that scaling rounds
+nothing. Only numbers far below the largest one, by 2^-13 in e4m3 and 2^-28 in e5m2, lose more than
+the format's fraction. A number that is not finite is NaN, in the products that read it.
 
 XLA multiplies such operands by cuBLASLt's FP8 products, which take the scales; elsewhere they are
 multiplied as what they are after rounding. The gradient of weights is no such product: cuBLASLt
@@ -36,7 +36,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: Float[Array, "*d"], dtype: Any) -> Quantized:
-    """`x` rounded to FP8 by a scale of its own."""
+    """`x` rounded to FP8, and the scale of `x`."""
     finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
     largest = jnp.max(finite, initial=0).astype(jnp.float32)
     # The largest number is below 2^exponent. The product of two scales must have an inverse.

@@ -58,7 +58,7 @@ class LayerNorm(Layer):
     def of_sum(
         self, params, x: Float[Array, "*d D"], y: Float[Array, "*d D"] | None, *dtypes: Any
     ) -> tuple[Float[Array, "*d D"], ...]:
-        """The norm of `x + y` in each of the dtypes. The sum is float32; None stands for 0."""
+        """The norm of `x + y` in each of the dtypes. The sum is float32; None is 0."""
         return self._norms(params, x, y, dtypes)[0]
 
     def with_residual(
@@ -66,7 +66,7 @@ class LayerNorm(Layer):
     ) -> tuple[Float[Array, "*d D"], Float[Array, "*d D"]]:
         """The norm of `x + y`, and the sum, in the dtype of `x`, for its other readers.
 
-        The kernel adds `x` and `y`, and the gradients of both results, in its own passes.
+        The kernel's two passes add `x` and `y`, and the gradients of both results.
         """
         (out,), x = self._norms(params, x, y, (self._dtype or x.dtype,), pass_on=True)
         return out, x
@@ -91,11 +91,13 @@ class LayerNorm(Layer):
                 return tuple(out.reshape(x.shape) for out in outputs), x
             from reformax.layers.kernels import layer_norm as kernel
 
-            options = kernel.Options(self._epsilon, dtypes, pass_on, chosen == "pallas_interpret")
-            found = kernel.normalize(options, kernel.Inputs(*inputs))
+            options = kernel.LayerNormOptions(
+                self._epsilon, dtypes, pass_on, chosen == "pallas_interpret"
+            )
+            found = kernel.normalize(options, kernel.LayerNormInputs(*inputs))
             return jax.tree.map(lambda z: z.reshape(x.shape), found)
 
-        if chosen == "xla" and devices.n_stretches() == 1:
+        if chosen == "xla" and devices.n_sequence_shards() == 1:
             return normalize(0, x, y, *weights)
         # XLA would gather sequences to make rows of them.
         outputs, passed = devices.by_positions(normalize, (x, y), weights)

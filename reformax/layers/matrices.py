@@ -28,10 +28,10 @@ MOST = 4096
 def products(
     x: Float[Array, "*d D"], matrices: Sequence[Float[Array, "D _"]]
 ) -> list[Float[Array, "*d _"]]:
-    """`x @ w` for each matrix; on a GPU products of their own in both passes.
+    """`x @ w` for each matrix; on a GPU as separate products in both passes.
 
-    There XLA would make one product of some of them. It would then copy the output apart, and in
-    the gradient the outputs' gradients together: more reads and writes than products apart have.
+    A GPU's XLA would merge some of them into one product. It would then split the output by copies,
+    and join the outputs' gradients by copies: more reads and writes than separate products have.
     """
     apart = jax.default_backend() == "gpu"
     return _apart(x, list(matrices)) if apart else [x @ w for w in matrices]
@@ -40,7 +40,7 @@ def products(
 # Between the passes `x` is kept, and not its copies, which are made again.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _apart(x, matrices):
-    return [own @ w for own, w in zip(_copies(x, len(matrices)), matrices, strict=True)]
+    return [copy @ w for copy, w in zip(_copies(x, len(matrices)), matrices, strict=True)]
 
 
 def _copies(x: Array, n: int) -> list[Array]:
@@ -51,11 +51,11 @@ def _copies(x: Array, n: int) -> list[Array]:
     return copies
 
 
-def turned(w: Float[Array, "I J"]) -> Float[Array, "I J"]:
-    """`w` as it is kept between steps, and what is kept as `w`: on a GPU its transpose.
+def transposed_on_gpu(w: Float[Array, "I J"]) -> Float[Array, "I J"]:
+    """The transpose of `w` on a GPU, elsewhere `w`: how decoding keeps a matrix between steps.
 
-    There XLA multiplies a single row by reading rows of the transpose to their sums; along columns
-    it would write every product to memory first. A CPU multiplies several rows faster as they are.
+    On a GPU XLA multiplies a single row with the transpose by sums over its rows. Along columns it
+    would write every product to memory first. A CPU multiplies several rows faster by `w` itself.
     """
     return w.T if jax.default_backend() == "gpu" else w
 
@@ -83,11 +83,11 @@ def affine(
     sizes: Sequence[int] = (),
     impl: str = "auto",
 ) -> list[Float[Array, "B T _"]]:
-    """`added + activation(x @ w + b)`, in parts: what a step of decoding computes with a matrix.
+    """`added + activation(x @ w + b)`, in parts, as a step of decoding computes it.
 
     Args:
-      x: the input; with a norm of its own that norm is computed first.
-      w: the matrix as `turned` keeps it. The output is rounded to its dtype.
+      x: the input; the norm of an `Unnormed` one is computed first.
+      w: the matrix as `transposed_on_gpu` keeps it. The output is rounded to its dtype.
       b: the bias.
       activation: the nonlinearity; None: none.
       added: the stream that the output is added to, in its dtype.
@@ -102,10 +102,10 @@ def affine(
     pays = rows.size == rows.shape[-1] <= MOST and accum_dtype(w.dtype) == jnp.float32
     pays = pays and (activation is None or activation in IN_KERNELS)
     chosen = choose_impl(impl, pays, pallas=None) if rows.size else "xla"
-    sizes = tuple(sizes) or (b.size if b is not None else turned(w).shape[1],)
+    sizes = tuple(sizes) or (b.size if b is not None else transposed_on_gpu(w).shape[1],)
     if chosen == "xla":
         x = computed(x)
-        y = x @ turned(w)
+        y = x @ transposed_on_gpu(w)
         if activation is not None:
             y = y.astype(accum_dtype(y.dtype))
         y = y if b is None else y + b[None, None]
@@ -115,12 +115,12 @@ def affine(
     from reformax.layers.kernels import one_row as kernel
 
     epsilon, norm = (x.norm.epsilon, x.params) if isinstance(x, Unnormed) else (None, None)
-    options = kernel.Options(epsilon, activation, sizes, chosen == "pallas_interpret")
+    options = kernel.OneRowOptions(epsilon, activation, sizes, chosen == "pallas_interpret")
 
     def of_rows(first, x, added, w, b, norm):
         del first
         flat = (None if y is None else y.reshape(-1, y.shape[-1]) for y in (x, added))
-        parts = kernel.affine(options, kernel.Inputs(*flat, w, b, norm))
+        parts = kernel.affine(options, kernel.OneRowInputs(*flat, w, b, norm))
         return [part.reshape(*x.shape[:2], -1) for part in parts]
 
     w = w if jax.default_backend() == "gpu" else w.T

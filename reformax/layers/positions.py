@@ -31,6 +31,8 @@ class AxialPositionalEncoding(Layer):
     positions apart. `[B, T, D] -> [B, T, D]`. Weights: one `[shape_i, d_i]` per axis.
     """
 
+    needs_past = True
+
     def __init__(
         self, shape: Sequence[Size], d_embs: Sequence[Size], init_std: Positive = EMBEDDING_SCALE
     ):
@@ -93,7 +95,7 @@ class AxialPositionalEncoding(Layer):
             index = [None] * len(sizes) + [slice(None)]
             index[axis] = slice(None)
             # One copy for the batch and the other axes: a table's gradient is one sum, of which
-            # devices with rows of their own exchange [n, d], not [T, D].
+            # devices with different rows exchange [n, d], not [T, D].
             copies = jnp.broadcast_to(table[tuple(index)], (len(x), *sizes, table.shape[-1]))
             parts.append(copies.astype(x.dtype))
         embedding = jnp.concatenate(parts, axis=-1).reshape(len(x), -1, x.shape[-1])
@@ -107,6 +109,7 @@ class SinusoidalPositionalEncoding(Layer):
     """
 
     max_length = None
+    needs_past = True
 
     def apply_at(
         self, params, x: Float[Array, "B C D"], position: Int[Array, "*B C"]
@@ -136,7 +139,7 @@ GRID_BASE = 100.0
 def _grid_angles(
     position: Int[Array, "*d T"], grid: Sequence[int], n_frequencies: int
 ) -> Float[Array, "*d T F"]:
-    """Angles of the coordinates of each position: an equal share of the frequencies an axis.
+    """Angles of the coordinates of each position: an equal number of frequencies an axis.
 
     Frequencies that are left over have the angle 0.
     """

@@ -31,7 +31,7 @@ def slopes(n_heads: int) -> Float[np.ndarray, " N"]:
 
 
 def buckets(ahead: Int[Array, "*d"], causal: bool) -> Int[Array, "*d"]:
-    """T5's bucket of a key that stands `ahead` positions after its query, or before it if negative.
+    """T5's bucket of a key `ahead` positions after its query, or before it if negative.
 
     Raffel et al. 2020, sec. 2.1: small distances have a bucket each, greater ones share buckets
     whose width grows with the distance. If not causal, keys ahead have the upper half of them.

@@ -6,20 +6,20 @@ the two ways of `layers.coupling`. The paper's has two streams (eq. 8 and 9),
     y1 = x1 + attention(x2)        y2 = x2 + feed_forward(y1)
 
 The gradient then needs nothing else but each layer's attention plan: for LSH two integers for each
-head, hashing round and token. A layer can have any number of sublayers. A decoder layer has three:
+head, hash and token. A layer can have any number of sublayers. A decoder layer has three:
 the second attends to the encoder's memory, whose gradient adds up on the way back.
 
 **Drift.** In floating point `(x + f) - f` is not `x`, and a sublayer that the compiler fuses with
 its gradient may give other numbers than it gave alone. The inputs rebuilt then differ from the
 forward pass's, by an error that grows with depth. On a **grid** streams and sublayers' outputs are
 multiples of 2^-12, which float32 adds and subtracts without rounding while they stay below 2^12 in
-magnitude. The gradient passes through the rounding unchanged. Slots always stand on the grid:
+magnitude. The gradient passes through the rounding unchanged. Slots are always on the grid:
 without it, training with them was seen to diverge.
 
-What is left is an output that the backward pass computes differently. `exact=True` has the grid and
-rules that out: the backward pass computes the sublayer a second time, apart from its gradient as in
-the forward pass, so that the compiler must produce the same numbers. `optimization_barrier` keeps
-it apart, and on a CPU, whose compiler drops barriers before it fuses, a branch of `lax.cond` does.
+An output may still differ when the backward pass computes it again. `exact=True` has the grid and
+rules that out: the backward pass computes the sublayer a second time, separate from its gradient as
+in the forward pass, so that the compiler must produce the same numbers. `optimization_barrier`
+separates it. A CPU's compiler drops barriers before it fuses, so there a branch of `lax.cond` does.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from reformax.declared import Bounds, SettingError
 from reformax.layers.attention import QKV, MultiHead
 from reformax.layers.coupling import (
     Coupling,
-    Gradient,
-    Parts,
     Slots,
+    StreamGradients,
+    StreamParts,
     Streams,
     TwoStreams,
-    slots_that_repeat,
+    share_a_slot,
 )
 from reformax.layers.matrices import Unnormed
-from reformax.layers.stacks import Block, BlockStack
+from reformax.layers.stacks import BlockStack, TransformerBlock
 from reformax.ops.masking.masks import paired_segment_ids, tokens_of
 
 GRID = 2.0**-12
@@ -63,7 +63,7 @@ def to_grid(x: Float[Array, "*d"]) -> Float[Array, "*d"]:
 to_grid.defvjp(lambda x: (to_grid(x), None), lambda _, gradient: (gradient,))
 
 
-class Context(NamedTuple):
+class SideInputs(NamedTuple):
     """The inputs that layers read besides their stream."""
 
     memory: Array | None  # [B, S, D], with cross-attention
@@ -80,7 +80,8 @@ class ReversibleStack(BlockStack):
     those of `BlockStack`.
 
     Args:
-      n_slots: the number of slots; None: two streams, as in the papers.
+      n_slots: the number of slots (`layers.coupling` defines them); None: two streams, as in the
+        papers.
       exact: whether the backward pass rebuilds the forward's inputs bit for bit. It costs one more
         forward of each sublayer in the backward pass, and the memory of its result; streams must
         stay below 2^12.
@@ -92,8 +93,8 @@ class ReversibleStack(BlockStack):
         every activation: a step of a third less arithmetic, where memory allows.
 
     Raises:
-      SettingError: besides what `BlockStack` refuses: with slots, layers that see far share one;
-        `keep_ff_outputs` and `keep_activations` together.
+      SettingError: besides what `BlockStack` refuses: with slots, layers that see beyond a window
+        share one; `keep_ff_outputs` and `keep_activations` together.
     """
 
     n_slots: SlotCount | None = None
@@ -117,14 +118,16 @@ class ReversibleStack(BlockStack):
         return 2 if self.n_slots is None else 1
 
     def _check_slots(self) -> None:
-        """Raises `SettingError` if layers that see far share a slot where they need not."""
+        """Raises `SettingError` if layers that see beyond a window share a slot where they need
+        not.
+        """
         size = 3 if self._cross else 2
         far = [not block.attention.op.traits.local for block in self.blocks] * self._n_repeats
-        places = [size * layer for layer, is_far in enumerate(far) if is_far]
-        if slots_that_repeat(places, self.n_slots):
+        indices = [size * layer for layer, is_far in enumerate(far) if is_far]
+        if share_a_slot(indices, self.n_slots):
             most = size * self.n_layers  # a slot for each sublayer
             others = range(self.n_slots + 1, most + 1)
-            enough = next(n for n in others if not slots_that_repeat(places, n))
+            enough = next(n for n in others if not share_a_slot(indices, n))
             raise SettingError(
                 f"n_slots is {self.n_slots}: attention layers that see further than a window would "
                 f"share a slot and not read one another; set n_slots={enough}"
@@ -154,7 +157,7 @@ class ReversibleStack(BlockStack):
     def _outputs(self, streams: Streams):
         return streams[: self.n_streams] if self.n_streams > 1 else streams[0]
 
-    def _inputs(self, *inputs) -> tuple[Streams, Context]:
+    def _inputs(self, *inputs) -> tuple[Streams, SideInputs]:
         streams, others = inputs[: self.n_streams], inputs[self.n_streams :]
         segment_ids, memory, memory_segment_ids = *others, *[None] * (3 - len(others))
         self._check_memory(memory)
@@ -164,7 +167,7 @@ class ReversibleStack(BlockStack):
                 (segment_ids, streams[0]), (memory_segment_ids, memory)
             )
         streams = tuple(map(self._residual, streams))
-        return streams, Context(memory, seen)
+        return streams, SideInputs(memory, seen)
 
     def _opened(self, streams: Streams) -> Streams:
         return self._coupling.opened(super()._opened(streams))
@@ -184,7 +187,7 @@ class ReversibleStack(BlockStack):
         return to_grid(x) if self._on_grid else x
 
     def _alone(self, function, params, *args):
-        """`function(params, *args)`; if exact, compiled apart from everything around it.
+        """`function(params, *args)`; if exact, compiled separately from everything around it.
 
         `args` begin with what streams hold or is made of them.
         """
@@ -193,8 +196,8 @@ class ReversibleStack(BlockStack):
         if jax.default_backend() != "cpu":
             fence = jax.lax.optimization_barrier
             return fence(function(*fence((params, *args))))
-        # A CPU's compiler drops barriers before it fuses. A branch is a program of its own; the
-        # other one is never taken, for streams stay below 2^12.
+        # A CPU's compiler drops barriers before it fuses, but compiles a branch separately. The
+        # other branch is never taken, for streams stay below 2^12.
 
         def lost(*operands):
             shapes = jax.eval_shape(function, *operands)
@@ -204,7 +207,7 @@ class ReversibleStack(BlockStack):
         first = first[(0,) * first.ndim]
         return jax.lax.cond(first == jnp.inf, lost, function, params, *args)
 
-    def _forward(self, params, streams: Streams, context: Context, rng) -> tuple[Streams, Any]:
+    def _forward(self, params, streams: Streams, context: SideInputs, rng) -> tuple[Streams, Any]:
         """The outputs; each attention's plan and, if kept, each feed-forward layer's output."""
         coupling = self._coupling
 
@@ -215,14 +218,14 @@ class ReversibleStack(BlockStack):
                 rngs = self._rngs(rng, this, i)
                 plans.append({})
                 for sublayer in self._attentions(block, context, rngs):
-                    own = _params_of(block_params, sublayer.name)
+                    sublayer_params = _params_of(block_params, sublayer.name)
                     parts = coupling.ahead(streams)
-                    out, plan = sublayer.forward(own, coupling.read(parts))
+                    out, plan = sublayer.forward(sublayer_params, coupling.read(parts))
                     streams = coupling.after(parts.plus(out))
                     plans[-1][sublayer.name] = plan
-                own = _params_of(block_params, "feed_forward")
+                sublayer_params = _params_of(block_params, "feed_forward")
                 parts = coupling.ahead(streams)
-                parts, out = self._feed_forward(block, own, parts, rngs["feed_forward"])
+                parts, out = self._feed_forward(block, sublayer_params, parts, rngs["feed_forward"])
                 streams = coupling.after(parts)
                 kept.append(out)
             return streams, (tuple(plans), tuple(kept))
@@ -241,24 +244,24 @@ class ReversibleStack(BlockStack):
             for i, block in reversed(list(enumerate(self.blocks))):
                 block_params = this.params[f"block_{i}"]
                 rngs = self._rngs(rng, this, i)
-                own = _params_of(block_params, "feed_forward")
+                sublayer_params = _params_of(block_params, "feed_forward")
                 parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
                 parts, d_read, d_block = self._feed_forward_back(
-                    block, own, parts, gradient, kept[i], rngs["feed_forward"]
+                    block, sublayer_params, parts, gradient, kept[i], rngs["feed_forward"]
                 )
                 streams = coupling.before(parts)
                 d_streams = coupling.gradient_before(gradient, d_read)
                 for sublayer in reversed(self._attentions(block, context, rngs)):
-                    own = _params_of(block_params, sublayer.name)
+                    sublayer_params = _params_of(block_params, sublayer.name)
                     parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
                     plan = plans[i][sublayer.name]
-                    out, vjp = sublayer.again(own, coupling.read(parts), plan)
-                    d_own, d_read, *d_memory_here = vjp((gradient.out, gradient.read))
+                    out, vjp = sublayer.again(sublayer_params, coupling.read(parts), plan)
+                    d_sublayer, d_read, *d_read_memory = vjp((gradient.out, gradient.read))
                     streams = coupling.before(parts.minus(out))
                     d_streams = coupling.gradient_before(gradient, d_read)
-                    if d_memory_here:
-                        d_memory = d_memory + d_memory_here[0]
-                    d_block |= d_own
+                    if d_read_memory:
+                        d_memory = d_memory + d_read_memory[0]
+                    d_block |= d_sublayer
                 d_params[f"block_{i}"] = d_block
                 if self.keep_ff_outputs:
                     # Streams can then be rebuilt before any gradient. Without a fence those of all
@@ -272,7 +275,9 @@ class ReversibleStack(BlockStack):
         )
         return streams, d_params, d_streams, d_memory
 
-    def _attentions(self, block: Block, context: Context, rngs) -> list[_AttentionSublayer]:
+    def _attentions(
+        self, block: TransformerBlock, context: SideInputs, rngs
+    ) -> list[_AttentionSublayer]:
         """The attention sublayers of a block, in order."""
         return [
             _AttentionSublayer(
@@ -290,20 +295,22 @@ class ReversibleStack(BlockStack):
     # chunk's gradient is computed as soon as its input is known: unlike under `jax.checkpoint`,
     # chunks then cost no arithmetic.
 
-    def _feed_forward(self, block: Block, params, parts: Parts, rng) -> tuple[Parts, Array | None]:
+    def _feed_forward(
+        self, block: TransformerBlock, params, parts: StreamParts, rng
+    ) -> tuple[StreamParts, Array | None]:
         """The parts with the layer's output in them; that output, if kept."""
         params = self._cast(block, params)
 
         def of_positions(first, seen, written, params, rng):
             def chunk(carry, start, size):
                 written, kept = carry
-                here = Parts(*_slice((seen, written), start, size))
+                chunk = StreamParts(*_slice((seen, written), start, size))
                 out = self._alone(
                     lambda *args: self._chunk(block, *args, start=first + start, rng=rng)[0],
                     params,
-                    self._coupling.read(here),
+                    self._coupling.read(chunk),
                 )
-                written = _update(written, start, here.plus(out).written)
+                written = _update(written, start, chunk.plus(out).written)
                 if kept is not None:
                     kept = _update(kept, start, out.astype(kept.dtype))
                 return written, kept
@@ -320,8 +327,14 @@ class ReversibleStack(BlockStack):
         return parts._replace(written=written), kept
 
     def _feed_forward_back(
-        self, block: Block, params, parts: Parts, gradient: Gradient, kept, rng
-    ) -> tuple[Parts, Array, Any]:
+        self,
+        block: TransformerBlock,
+        params,
+        parts: StreamParts,
+        gradient: StreamGradients,
+        kept,
+        rng,
+    ) -> tuple[StreamParts, Array, Any]:
         """`_feed_forward` undone: the parts without the layer's output, and two gradients.
 
         These are the gradients of what it read and of `params`.
@@ -333,18 +346,18 @@ class ReversibleStack(BlockStack):
             def chunk(carry, start, size):
                 written, d_read, d_params = carry
                 run = functools.partial(self._chunk, block, start=first + start, rng=rng)
-                here = Parts(*_slice((seen, written), start, size))
-                read = self._coupling.read(here)
+                chunk = StreamParts(*_slice((seen, written), start, size))
+                read = self._coupling.read(chunk)
                 (out, _), vjp = jax.vjp(run, params, read)
                 if kept is not None:
                     out = _slice(kept, start, size).astype(jnp.float32)
                 elif self.exact:
                     out = self._alone(lambda *args: run(*args)[0], params, read)
-                d_params_here, d_read_here = vjp(_slice((d_out, d_read), start, size))
+                d_chunk, d_read_here = vjp(_slice((d_out, d_read), start, size))
                 return (
-                    _update(written, start, here.minus(out).written),
+                    _update(written, start, chunk.minus(out).written),
                     _update(d_read, start, d_read_here),
-                    jax.tree.map(lambda x, here: x + here.astype(x.dtype), d_params, d_params_here),
+                    jax.tree.map(lambda x, d: x + d.astype(x.dtype), d_params, d_chunk),
                 )
 
             carry = (written, d_read, zeros)
@@ -357,20 +370,20 @@ class ReversibleStack(BlockStack):
         )
         return parts._replace(written=written), d_read, d_params
 
-    def _chunk(self, block: Block, params, x, start, rng) -> tuple[Array, Array]:
+    def _chunk(self, block: TransformerBlock, params, x, start, rng) -> tuple[Array, Array]:
         """A chunk's output, and its input for its other readers."""
         h, x = self._norm.with_residual(params["feed_forward_norm"], x)
         out = block.feed_forward.apply_chunk(params["feed_forward"], h, start, rng)
         return self._residual(out), x
 
-    def _cast(self, block: Block, params):
+    def _cast(self, block: TransformerBlock, params):
         """The feed-forward weights in `dtype`: cast once, and not in every chunk."""
         cast = block.feed_forward.cast(params["feed_forward"], self.dtype)
         return params | {"feed_forward": cast}
 
 
 class _AttentionSublayer(NamedTuple):
-    """An attention sublayer: a function of (params, input), given all that it reads besides."""
+    """An attention sublayer as a function of (params, input), with its other inputs."""
 
     stack: ReversibleStack
     name: str
@@ -388,8 +401,8 @@ class _AttentionSublayer(NamedTuple):
     def again(self, params, x, plan) -> tuple[Array, Callable]:
         """The output by the same plan, and the function that `jax.vjp` gives.
 
-        That function takes the gradient of the input from its other readers too: the norm adds it
-        to its own.
+        That function also takes the gradient of the input from its other readers, which the norm's
+        gradient is added to.
         """
         (out, _), vjp = jax.vjp(
             functools.partial(self.project_and_attend, plan), params, x, *self.memory
@@ -419,7 +432,7 @@ class _AttentionSublayer(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: ReversibleStack, params, streams: Streams, context: Context, rng) -> Streams:
+def _run(stack: ReversibleStack, params, streams: Streams, context: SideInputs, rng) -> Streams:
     return _run_forward(stack, params, streams, context, rng)[0]
 
 
@@ -431,7 +444,7 @@ def _run_forward(stack, params, streams, context, rng):
 def _run_backward(stack, residuals, d_outputs):
     d_after = stack._coupling.opened(d_outputs)  # nothing reads the slots
     _, d_params, d_streams, d_memory = stack._backward(residuals, d_after)
-    return d_params, d_streams[: stack.n_streams], Context(d_memory, None), None
+    return d_params, d_streams[: stack.n_streams], SideInputs(d_memory, None), None
 
 
 _run.defvjp(_run_forward, _run_backward)
@@ -448,7 +461,7 @@ def _slice(tree: Any, start, size: int) -> Any:
 
 
 def _update(tree: Any, start, parts: Any) -> Any:
-    """The arrays with `parts` in the place of their positions from `start` on."""
+    """The arrays, with `parts` as their positions from `start` on."""
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
     return jax.tree.map(lambda x, part: put(x, part, start), tree, parts)
 

@@ -1,7 +1,7 @@
 """Transformer layers as cycles of blocks, scanned over the depth.
 
 A stack of `n_layers` repeats a cycle of blocks, such as (local, local, LSH, local). Weights of the
-same place in the cycle are stacked along a leading axis, and the layers run under `lax.scan` over
+same block of the cycle are stacked along a leading axis, and the layers run under `lax.scan` over
 the repeats: program size and compile time depend on the cycle, not on the depth.
 """
 
@@ -31,7 +31,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 SUBLAYERS = {"attention": 0, "feed_forward": 1, "cross_attention": 2}
 
 
-class Block(NamedTuple):
+class TransformerBlock(NamedTuple):
     """One layer of the cycle: two sublayers, or three with cross-attention."""
 
     attention: Attention
@@ -56,7 +56,7 @@ class Repeat(NamedTuple):
 class BlockStack(Layer):
     """The layers of `ResidualStack` and `ReversibleStack`: weights, rngs, the scan, decoding.
 
-    Every sublayer reads the stream and adds to it; reversible stacks have more than one
+    Every sublayer reads the stream and adds to it; reversible stacks have two, or slots
     (`layers.coupling`). Streams are `[B, T, D]` float32. After the streams come,
     with `masked`, the segments `[B, T]`; blocks with cross-attention read three inputs instead: the
     segments, the memory `[B, S, D]` and its segments `[B, S]`.
@@ -72,7 +72,7 @@ class BlockStack(Layer):
         and from arrays of all layers.
     """
 
-    blocks: Sequence[Block]
+    blocks: Sequence[TransformerBlock]
     n_layers: Depth
     _: dataclasses.KW_ONLY
     dtype: Dtype = "float32"
@@ -84,7 +84,7 @@ class BlockStack(Layer):
     post_norm = False  # an argument of `ResidualStack`
 
     def __post_init__(self):
-        self.blocks = tuple(Block(*block) for block in self.blocks)
+        self.blocks = tuple(TransformerBlock(*block) for block in self.blocks)
         check_fields(self)
         if not self.blocks:
             raise SettingError("blocks is empty: give at least one")
@@ -103,6 +103,15 @@ class BlockStack(Layer):
         n_others = 3 if self._cross else int(self.masked)
         super().__init__(n_in=self.n_streams + n_others, n_out=self.n_streams)
 
+    @property
+    def causal(self) -> bool:
+        """Whether a position of some layer sees only itself and what came before it."""
+        return any(block.attention.causal for block in self.blocks)
+
+    @property
+    def drops(self) -> bool:
+        return any(layer.drops for block in self.blocks for layer in block if layer is not None)
+
     def _check_memory(self, memory) -> None:
         if memory is not None and not self._cross:
             raise SettingError("memory is given and no block has cross_attention: leave it out")
@@ -117,14 +126,14 @@ class BlockStack(Layer):
             params[f"block_{i}"] = jax.vmap(init)(rngs)
         return params
 
-    def _init_block(self, rng, block: Block, shape) -> dict[str, Any]:
+    def _init_block(self, rng, block: TransformerBlock, shape) -> dict[str, Any]:
         rngs = jax.random.split(rng, 6)
         n_sublayers = self.n_layers * (3 if self._cross else 2)
         params = {}
         for name, layer in {**block.attentions, "feed_forward": block.feed_forward}.items():
-            norm_rng, own_rng = (rngs[2 * SUBLAYERS[name] + i] for i in range(2))
+            norm_rng, layer_rng = (rngs[2 * SUBLAYERS[name] + i] for i in range(2))
             params[f"{name}_norm"] = self._norm.init_params(norm_rng, shape)
-            params[name] = layer.init_params(own_rng, shape)
+            params[name] = layer.init_params(layer_rng, shape)
             if not self.post_norm:
                 # The stream is a sum over the depth: without this, what the first layers added
                 # would drown the tokens before the last ones (Radford et al. 2019, 2.3).
@@ -135,7 +144,7 @@ class BlockStack(Layer):
     def _scan(self, body: Callable, carry: Any, params: Any, *extra: Any, reverse: bool = False):
         """`lax.scan` of `body(carry, Repeat, *extra)` over the repeats of the cycle.
 
-        Devices that share the weights gather those of one repeat at a time.
+        Devices gather sharded weights of one repeat at a time.
         """
         xs = (Repeat(jnp.arange(self._n_repeats), params), *extra)
         unroll = 1 if self.scan_layers else self._n_repeats
@@ -197,8 +206,8 @@ class BlockStack(Layer):
                 for name, layer in self.blocks[i].attentions.items()
             }
             feed_forward = self.blocks[i].feed_forward
-            own = feed_forward.for_decoding(params["feed_forward"], self.dtype)
-            return params | merged | {"feed_forward": own}
+            cast = feed_forward.for_decoding(params["feed_forward"], self.dtype)
+            return params | merged | {"feed_forward": cast}
 
         return tuple(
             {f"block_{i}": for_step(i, layer[f"block_{i}"]) for i in range(len(self.blocks))}
@@ -258,9 +267,9 @@ class BlockStack(Layer):
             streams, (caches, _) = self._scan(repeat, streams, params)
             return streams[: self.n_streams], self._unstack(caches), None
         kept = []
-        for index, params_here in enumerate(params):
-            streams, kept_here = repeat(streams, Repeat(index, params_here))
-            kept.append(kept_here)
+        for index, repeat_params in enumerate(params):
+            streams, cache = repeat(streams, Repeat(index, repeat_params))
+            kept.append(cache)
         return streams[: self.n_streams], *zip(*kept, strict=True)
 
     def step(
@@ -280,12 +289,12 @@ class BlockStack(Layer):
         cache whole, and a step touches little of them.
         """
         streams, after = self._opened(streams), []
-        for repeat, (params_here, caches_here) in enumerate(zip(params, caches, strict=True)):
+        for repeat, (repeat_params, repeat_caches) in enumerate(zip(params, caches, strict=True)):
             after.append([])
             for i, block in enumerate(self.blocks):
                 attend = functools.partial(
                     block.attention.step,
-                    cache=caches_here[i],
+                    cache=repeat_caches[i],
                     position=position,
                     origins=origins,
                 )
@@ -298,7 +307,7 @@ class BlockStack(Layer):
                     )
                     sublayers["cross_attention"] = _alone(cross)
                 sublayers["feed_forward"] = _alone(block.feed_forward.step)
-                p = params_here[f"block_{i}"]
+                p = repeat_params[f"block_{i}"]
                 streams, cache = self._decode_layer(p, streams, sublayers)
                 after[-1].append(cache)
         return streams[: self.n_streams], tuple(map(tuple, after))

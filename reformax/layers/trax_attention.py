@@ -4,11 +4,12 @@ For models that Trax assembles, as `trax.models.ReformerLM(attention_type=LSHSel
 for weights that were trained there. The layers compute what Trax's of the same name do (its file
 `layers/research/efficient_attention.py`), for any length, with these differences:
 
-  * `masked=True`: nothing attends to padding, and its own rows are zeros. In Trax padding at
+  * `masked=True`: nothing attends to padding, and rows of padding are zeros. In Trax padding at
     positions 0 and 1 is seen, and rows of padding hold some average of the tokens' values.
-  * Attention dropout drops each weight on its own; in Trax chunks, heads and examples share a mask.
+  * Attention dropout drops each weight independently; in Trax chunks, heads and examples share a
+  mask.
   * LSHSelfAttention has working biases, and rejects `share_qk=False`.
-  * There is no `mode="predict"`.
+  * There is no `mode="predict"`: a model of that mode refuses these layers.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Rate, check
-from reformax.layers._trax import Layer
+from reformax.layers._trax import USE_EVAL, Layer, refuse_one_position
 from reformax.layers.attention import QKV, Attention
-from reformax.layers.dropout import dropout
+from reformax.layers.dropout import dropout, rate_in
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
 from reformax.ops.hashing import angular as hashing
@@ -52,8 +53,8 @@ class TraxAttention(Layer):
       causal: whether the future is hidden.
       masked: whether a mask comes as a second input.
       chunk_len: positions in a chunk; None attends to the whole sequence.
-      n_chunks_before: how many chunks before its own a position sees.
-      n_chunks_after: how many chunks after its own a position sees.
+      n_chunks_before: how many earlier chunks a position sees besides the chunk it is in.
+      n_chunks_after: how many later chunks it sees.
       bias: whether queries, keys and values have biases.
       mode: "train" or "eval", which has no dropout.
       predict_mem_len: unused; an argument of Trax's mode "predict".
@@ -93,9 +94,7 @@ class TraxAttention(Layer):
     def __post_init__(self):
         super().__init__(n_in=2 if self.masked else 1)
         if self.mode == "predict":
-            raise NotImplementedError(
-                f"mode='predict': {self.name} does not decode step by step; use mode='eval'"
-            )
+            raise NotImplementedError(f"mode='predict': {self.name} keeps no past; {USE_EVAL}")
         for name in ("use_python_loop", "use_reference_code"):
             if value := getattr(self, name):
                 raise NotImplementedError(
@@ -125,6 +124,10 @@ class TraxAttention(Layer):
         self._names = (*(f"w_{x}" for x in letters), "w_o", *biases)
         self._random_plan = op.traits.random_plan
 
+    @property
+    def drops(self) -> bool:
+        return rate_in(self.mode, max(self.attention_dropout, self.output_dropout)) > 0.0
+
     def _op(self) -> AttentionOp:
         """The algorithm that the arguments ask for."""
         raise NotImplementedError
@@ -148,6 +151,7 @@ class TraxAttention(Layer):
         return self._attend(inputs, params, self._init_state(rng, batch, length), rng, True)[0]
 
     def forward(self, inputs):
+        refuse_one_position(self, inputs[0] if self.masked else inputs)
         output, self.state = self._attend(inputs, self.weights, self.state, self.rng, True)
         return output
 
@@ -301,19 +305,19 @@ class SelfAttention(TraxAttention):
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class LSHSelfAttention(TraxAttention):
-    """`trax.layers.LSHSelfAttention`: hashes, weights of rounds and state are Trax's.
+    """`trax.layers.LSHSelfAttention`: hashes, the weights of hashes and state are Trax's.
 
     `[B, T, D] -> [B, T, D]`; with `masked` a second input `[B, T]` that is True for tokens. A key
-    counts once for each round that shows it. The state is `(buckets [B * n_heads, n_hashes * T],
+    counts once for each hash that shows it. The state is `(buckets [B * n_heads, n_hashes * T],
     rng [B * n_heads, 2])`. The forward pass leaves the buckets there, for the backward pass of
-    Trax's reversible layers to attend to the same places. Further arguments are those of
+    Trax's reversible layers to attend to the same positions. Further arguments are those of
     `TraxAttention`.
 
     Args:
       share_qk: "unused" or True: hashing needs one vector for query and key.
       chunk_len: positions in a chunk of the sorted sequence. `n_chunks_before` and
         `n_chunks_after` count such chunks.
-      n_hashes: hashing rounds.
+      n_hashes: number of hashes.
       n_buckets: even; or a list of even factors; None is about two for each chunk.
       max_length_for_buckets: room in the state for sequences longer than the one that the layer
         was initialised with; None is that one's length.
@@ -357,8 +361,8 @@ class LSHSelfAttention(TraxAttention):
             factors = hashing.auto_buckets(length, self.chunk_len)
         else:
             factors = (self.n_buckets,) if isinstance(self.n_buckets, int) else self.n_buckets
-        n_buckets = math.prod(factors) + self.masked  # padding has one of its own
-        # In the state the rounds' buckets are numbered one after the other.
+        n_buckets = math.prod(factors) + self.masked  # padding has another one
+        # The state numbers the buckets of all hashes one after the other.
         first = n_buckets * jnp.arange(self.n_hashes)[:, None]
         stored, rngs = state
         if self.n_hashes * length > stored.shape[-1]:
@@ -386,7 +390,7 @@ class LSHSelfAttention(TraxAttention):
         return plan.with_slots(), (stored, rngs)
 
     def _hash(self, vectors: Float[Array, "E T G H"], factors, rngs) -> Int[Array, "E G R T"]:
-        """Buckets of E examples and G heads in R rounds, each head with rotations of its own."""
+        """Buckets of E examples and G heads by R hashes, each head with other rotations."""
 
         def hash_head(vectors, rng):
             vectors = vectors[None, :, None]

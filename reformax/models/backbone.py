@@ -93,10 +93,10 @@ class Backbone(Model):
         Args:
           params: the weights.
           inputs: tokens.
-          segment_ids: ids; a position sees its own id only, and 0 is padding. `Tokens` have global
-            tokens or positions too.
+          segment_ids: ids; a position sees positions of the same id only, and 0 is padding.
+            `Tokens` have global tokens or positions too.
           rng: the source of hashes and of dropout.
-          cls: a vector that stands before the first token; features and segments have it too.
+          cls: a vector put before the first token; features and segments have it too.
         """
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)

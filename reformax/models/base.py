@@ -30,13 +30,13 @@ from reformax.declared import (
 from reformax.layers import (
     Attention,
     AxialPositionalEncoding,
-    Block,
     CrossAttention,
     FeedForward,
     Layer,
     ResidualStack,
     ReversibleStack,
     SinusoidalPositionalEncoding,
+    TransformerBlock,
 )
 from reformax.layers.dropout import rate_in
 from reformax.layers.positions import EMBEDDING_SCALE
@@ -85,8 +85,8 @@ class Model(Layer):
         "rotary_local": the grid by whose coordinates queries and keys are rotated, as (32, 32) of
         the pixels of an image; (): positions are of a line.
       pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
-      next_value: whether keys bring the value of the position after them too, in the causal layers
-        whose algorithm has the trait `exclude_self`, such as
+      next_value: shifted values: whether a key's value has that of the next position in it too, in
+        the causal layers whose algorithm has the trait `exclude_self`, such as
         `shared_qk.shared_qk(attend_self_if_alone=False)`; see `layers.Attention`.
       ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu", "gelu",
         its approximation "gelu_tanh", "silu".
@@ -189,7 +189,7 @@ class Model(Layer):
             )
         return self._positions.apply_at(params["positions"], x, position)
 
-    def _stack(self, blocks: list[Block], n_layers: int) -> BlockStack:
+    def _stack(self, blocks: list[TransformerBlock], n_layers: int) -> BlockStack:
         """A stack of the model's kind: `Residual` and `Reversible` define it."""
         raise NotImplementedError
 
@@ -198,7 +198,7 @@ class Model(Layer):
 
     def _blocks(
         self, argument: str, *, causal: bool = True, cross: AttentionOp | None = None
-    ) -> list[Block]:
+    ) -> list[TransformerBlock]:
         """A block for each algorithm of the cycle that an argument such as `attention_type` has.
 
         Args:
@@ -211,7 +211,7 @@ class Model(Layer):
         options = self._attention_options()
         by_distance = self._position_bias
         return [
-            Block(
+            TransformerBlock(
                 Attention(
                     op,
                     **options | ({"n_kv_heads": None} if op.traits.shared_qk else {}),
@@ -330,8 +330,8 @@ class Reversible:
     """A mixin of `Model`: a residual stream whose gradient keeps no layer's activations.
 
     Args:
-      n_slots: the number of slots that sublayers write to besides the stream; None: two streams, as
-        in the paper. See `layers.coupling`. Slots take the memory of as many streams.
+      n_slots: the number of slots, each the sum of every n-th sublayer's outputs; None: two
+        streams, as in the paper. See `layers.coupling`. A slot takes the memory of a stream.
       exact: whether the backward pass rebuilds activations bit for bit; see `layers.reversible`.
       keep_ff_outputs: whether the gradient keeps the feed-forward layers' outputs: fewer
         products, and memory that grows with the depth.
@@ -389,7 +389,7 @@ def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:
 
 
 def check_embedding(params, name: str, vocab_size: int, d_model: int) -> None:
-    """Raises a `ValueError` for the weights of a model of other sizes, which would set its own."""
+    """Raises a `ValueError` for the weights of a model of other sizes."""
     if params[name].shape != (vocab_size, d_model):
         raise ValueError(
             f"params[{name!r}] has shape {params[name].shape}: expected [vocab_size, d_model], "

@@ -76,9 +76,9 @@ class Encoder(Backbone):
         check_tokens("tokens", tokens)
         segment_ids = segmented(tokens).segment_ids
         if cls is not None:
-            if devices.n_stretches() > 1:
+            if (n := devices.n_sequence_shards()) > 1:
                 raise SettingError(
-                    f"pooling is 'cls', which makes rows one longer, and {devices.n_stretches()} "
+                    f"pooling is 'cls', which makes rows one longer, and {n} "
                     "devices share a row: set pooling='mean' or 'first', or mesh.context=1"
                 )
             segment_ids = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=True)
@@ -95,19 +95,19 @@ class Classifier(Encoder):
     """The class of a row or of a pair of rows: `[B, T] -> [B, 1, n_classes]`, logits in float32.
 
     The features of a row are pooled to one vector, x. A pair has two, x and y, of two towers with
-    the same weights, and is told by [x, y, x * y, x - y] (Mou et al. 2015, "Natural Language
+    the same weights, and is classified by [x, y, x * y, x - y] (Mou et al. 2015, "Natural Language
     Inference by Tree-Based Convolution and Heuristic Matching"). `apply` is `logits(features)`.
     More arguments are those of `Encoder`, `Backbone` and `Model`.
 
     Args:
       n_classes: number of classes.
       pooling: "mean" over the row's tokens, the features of the "first" or the "last" one, or
-        "cls": those of a learnt vector that stands before the first token, as in BERT and Long
+        "cls": those of a learnt vector before the first token, as in BERT and Long
         Range Arena.
       pairs: whether the model reads two documents, `[B, T]` and `[B, S]`.
       d_classifier: the width of a hidden layer with a relu before the classes; None: there is none.
-      causal: whether a position sees only itself and what came before it, for algorithms that
-        cannot show the future, such as recurrences. The mean and the last token then see the whole
+      causal: whether a position sees only itself and what came before it, for algorithms that are
+        causal alone, such as recurrences. The mean and the last token then see the whole
         row.
     """
 

@@ -30,7 +30,7 @@ from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
 
 
-class Decoding(NamedTuple):
+class LMState(NamedTuple):
     """The state of decoding between steps."""
 
     position: Int[Array, " B"]  # the next position of each row
@@ -145,7 +145,7 @@ class LanguageModel(Backbone):
 
     def prefill(
         self, params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, rng=None
-    ) -> tuple[Float[Array, "B V"], Decoding]:
+    ) -> tuple[Float[Array, "B V"], LMState]:
         """Reads prompts in one forward pass.
 
         Args:
@@ -179,11 +179,11 @@ class LanguageModel(Backbone):
         )
         last = lengths[:, None, None]
         streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
-        return self._next(params, streams), Decoding(lengths + 1, caches)
+        return self._next(params, streams), LMState(lengths + 1, caches)
 
     def step(
-        self, params, tokens: Int[Array, " B"], decoding: Decoding
-    ) -> tuple[Float[Array, "B V"], Decoding]:
+        self, params, tokens: Int[Array, " B"], decoding: LMState
+    ) -> tuple[Float[Array, "B V"], LMState]:
         """The logits of the token after the one given, for each row.
 
         Args:
@@ -196,7 +196,7 @@ class LanguageModel(Backbone):
         streams, caches = self._layers.step(
             params["stack"], [x] * self._layers.n_out, caches, position
         )
-        return self._next(params, streams), Decoding(position + 1, caches)
+        return self._next(params, streams), LMState(position + 1, caches)
 
     def _next(self, params, streams: Sequence[Float[Array, "B 1 D"]]) -> Float[Array, "B V"]:
         return self.logits(params, self._joined(params, streams))[:, 0]

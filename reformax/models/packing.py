@@ -10,15 +10,15 @@ from reformax.ops.masking.masks import Ids, Tokens
 
 
 def segmented(tokens: Int[Array, "B T"], segment_ids: Ids | None = None) -> Tokens:
-    """What a stack is told of tokens: their segments, and the positions in them.
+    """The segments of tokens, and the positions in them, as a stack reads them.
 
     Without segments a row is one, up to its last token that is not 0: its padding is behind.
     """
     if segment_ids is not None:
         return with_positions(segment_ids)
-    place = jnp.arange(tokens.shape[1])[None]
-    length = jnp.max(jnp.where(tokens != 0, place + 1, 0), axis=1, initial=0, keepdims=True)
-    return Tokens(place < length, right_padded=True)
+    position = jnp.arange(tokens.shape[1])[None]
+    length = jnp.max(jnp.where(tokens != 0, position + 1, 0), axis=1, initial=0, keepdims=True)
+    return Tokens(position < length, right_padded=True)
 
 
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

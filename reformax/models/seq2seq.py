@@ -46,7 +46,7 @@ from reformax.ops.decoding.cache import take_rows
 CrossAttentionType = Annotated[AttentionOp, Called("an AttentionOp, such as dense.dense()")]
 
 
-class Decoding(NamedTuple):
+class TranslationState(NamedTuple):
     """The state of decoding that every step changes."""
 
     position: Int[Array, " R"]  # of the next token
@@ -71,15 +71,15 @@ class EncoderDecoder(Model):
     k-th of its source's row (`models.packing`). Each is then computed as if it were alone:
     positions and the shift to the right start again with it, and it attends to itself and its
     source. Algorithms that sort a row, or cut it into chunks without a window, are an exception:
-    they also go by the place of a segment in its row.
+    they also depend on a segment's position in its row.
 
     One matrix embeds source and target and, transposed, makes the logits (sec. 3.4); embeddings are
-    scaled by sqrt(d_model). A target with a vocabulary of its own has a matrix of its own.
+    scaled by sqrt(d_model). A target with another vocabulary has another matrix.
     More arguments are those of `Model`.
 
     Args:
       input_vocab_size: number of tokens of the source and, by default, of the target.
-      output_vocab_size: number of tokens of the target, if it has a vocabulary of its own.
+      output_vocab_size: number of tokens of the target; None: it has the source's vocabulary.
       n_encoder_layers: number of layers, a multiple of the length of the encoder's cycle.
       n_decoder_layers: number of layers, a multiple of the length of the decoder's cycle.
       encoder_attention_type: the encoder's algorithm, or a cycle of them over the layers.
@@ -101,6 +101,7 @@ class EncoderDecoder(Model):
 
     n_inputs = 2
     task_kind = "translation"
+    needs_past = True  # the decoder is causal
 
     def __post_init__(self):
         super().__post_init__()
@@ -261,7 +262,7 @@ class EncoderDecoder(Model):
         capacity: int,
         rng=None,
         source_segment_ids: Int[Array, "B S"] | None = None,
-    ) -> tuple[Float[Array, "B V"], Decoding, Memory]:
+    ) -> tuple[Float[Array, "B V"], TranslationState, Memory]:
         """Reads sources in one forward pass.
 
         Args:
@@ -301,11 +302,15 @@ class EncoderDecoder(Model):
             segment_ids,
         )
         logits = self._next(weights, streams)
-        return logits, Decoding(position + 1, caches, None), Memory(keys_values, segment_ids)
+        return (
+            logits,
+            TranslationState(position + 1, caches, None),
+            Memory(keys_values, segment_ids),
+        )
 
     def step(
-        self, params, tokens: Int[Array, " R"], decoding: Decoding, memory: Memory
-    ) -> tuple[Float[Array, "R V"], Decoding]:
+        self, params, tokens: Int[Array, " R"], decoding: TranslationState, memory: Memory
+    ) -> tuple[Float[Array, "R V"], TranslationState]:
         """The logits of the token after the one given, for each row.
 
         Args:
@@ -315,7 +320,7 @@ class EncoderDecoder(Model):
           memory: from `prefill`.
         """
         position, caches, origins = decoding
-        if origins is not None:  # a beam's next position is in its own row
+        if origins is not None:  # a beam's next position is in the beam's row
             beam = jnp.arange(origins.shape[1], dtype=origins.dtype)[None, :, None]
             now = position.reshape(*origins.shape[:2], 1)
             origins = jnp.where(jnp.arange(origins.shape[2])[None, None] == now, beam, origins)
@@ -324,14 +329,14 @@ class EncoderDecoder(Model):
         streams, caches = stack.step(
             decoder["stack"], [x] * stack.n_out, caches, position, origins, *memory
         )
-        return self._next(params, streams), Decoding(position + 1, caches, origins)
+        return self._next(params, streams), TranslationState(position + 1, caches, origins)
 
     def _next(self, params, streams: Sequence[Float[Array, "R 1 D"]]) -> Float[Array, "R V"]:
         """`logits` with the weights from `for_decoding`."""
         features = self._merge(params["decoder"], streams)[:, 0].astype(self.width)
         return jnp.dot(features, params["softmax"], preferred_element_type=jnp.float32)
 
-    def beams(self, decoding: Decoding, n_beams: int, capacity: int) -> Decoding:
+    def beams(self, decoding: TranslationState, n_beams: int, capacity: int) -> TranslationState:
         """Each row repeated `n_beams` times, for `select` to choose from.
 
         `origins` says which beam's row of the cache has each position of a beam's past, so that
@@ -341,13 +346,13 @@ class EncoderDecoder(Model):
         rows = jnp.repeat(jnp.arange(n_rows), n_beams)
         caches = take_rows(decoding.caches, rows)
         origins = jnp.zeros((n_rows, n_beams, capacity), jnp.int32)
-        return Decoding(decoding.position[rows], caches, origins)
+        return TranslationState(decoding.position[rows], caches, origins)
 
-    def select(self, decoding: Decoding, parents: Int[Array, "B K"]) -> Decoding:
+    def select(self, decoding: TranslationState, parents: Int[Array, "B K"]) -> TranslationState:
         """Beams that continue their parents, numbered among the beams of the same source."""
         n_rows, n_beams = parents.shape
         rows = (parents + n_beams * jnp.arange(n_rows)[:, None]).reshape(-1)
-        return Decoding(
+        return TranslationState(
             decoding.position[rows],
             self._stacks["decoder"].reorder_cache(decoding.caches, rows),
             jnp.take_along_axis(decoding.origins, parents[..., None], axis=1),

@@ -25,7 +25,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
       impl: `"xla"` runs everywhere. Its gradient computes the logits again, so that no T x S array
         is kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
         without bias, dropout and segments, except for padding behind rows, with the `lengths` of a
-        layer (`Tokens.padded_behind`). `"auto"` takes it where it computes the same function.
+        layer (`Tokens.right_padded`). `"auto"` takes it where it computes the same function.
 
     Raises:
       ValueError: an unknown `impl`.

@@ -48,7 +48,7 @@ def flash(
       scale: the factor of the products of queries and keys; None is `1 / sqrt(H)`.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
         and bfloat16 without bias, dropout and segments, except for padding behind rows, with the
-        `lengths` of a layer (`Tokens.padded_behind`). `"pallas"` is the kernel of block-sparse
+        `lengths` of a layer (`Tokens.right_padded`). `"pallas"` is the kernel of block-sparse
         attention with every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
         without bias and `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it
         anywhere, slowly, for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes

@@ -117,7 +117,7 @@ def check_positions(
     features = devices.on(mesh, lambda p, t, r: model.features(p, t, rng=r))
     found = jax.eval_shape(features, params, inputs, rng)
     n_features = found.shape[-1]
-    rows = n_rows // (1 if mesh is None else devices.row_shares(mesh))
+    rows = n_rows // (1 if mesh is None else devices.n_row_shards(mesh))
     check_features(rows, longest, n_features, "eval_batch_size or eval_length")
     return n_features
 
@@ -229,7 +229,7 @@ def fitting_mesh(model, task, batch_size: int, length: int, mesh: Mesh | None) -
 
 def check_mesh(task, mesh: Mesh) -> None:
     """Raises `SettingError` where devices share a row's positions and its target is one class."""
-    if loss_lib.labels_of(task) is not None and (n := devices.n_stretches(mesh)) > 1:
+    if loss_lib.labels_of(task) is not None and (n := devices.n_sequence_shards(mesh)) > 1:
         raise SettingError(
             f"task {task.name} has one target a row, which context={n} devices cannot share: leave "
             "context out of the mesh"

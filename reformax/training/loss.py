@@ -86,16 +86,16 @@ def cross_entropy(
     if chunk_len is not None and chunk_len < 1:
         raise SettingError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or None")
     check_impl(impl, *KERNELS)
-    n_stretches = devices.n_stretches()
-    if rest := -targets.shape[1] % n_stretches:
+    n_sequence_shards = devices.n_sequence_shards()
+    if rest := -targets.shape[1] % n_sequence_shards:
         behind = (0, 0), (0, rest)
         features = jnp.pad(features, (*behind, (0, 0)))
         targets, weights = jnp.pad(targets, behind), jnp.pad(weights, behind)
     # Of one device.
-    n_shares = devices.row_shares()
-    batch, length = targets.shape[0] // n_shares, targets.shape[1] // n_stretches
+    n_row_shards = devices.n_row_shards()
+    batch, length = targets.shape[0] // n_row_shards, targets.shape[1] // n_sequence_shards
     # A position of each, for what the logits go through may be divided too.
-    one = jax.ShapeDtypeStruct((n_shares, n_stretches, features.shape[2]), features.dtype)
+    one = jax.ShapeDtypeStruct((n_row_shards, n_sequence_shards, features.shape[2]), features.dtype)
     vocab_size = jax.eval_shape(logits_fn, params, one).shape[-1]
     pays = vocab_size >= LEAST_VOCABULARY and features.dtype == jnp.bfloat16
     chosen = choose_impl(impl, pays, pallas=None) if targets.size else "xla"

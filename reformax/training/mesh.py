@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from reformax.declared import SettingError, shown
-from reformax.devices import AXES, CONTEXT, n_stretches, placement, row_shares
+from reformax.devices import AXES, CONTEXT, n_row_shards, n_sequence_shards, placement
 
 
 class _Sizes:
@@ -101,7 +101,7 @@ def check_batch_size(
       accumulate: micro-batches of a batch.
       length: of rows, if devices may share them: the line then names the mesh that does.
     """
-    n = row_shares(mesh)
+    n = n_row_shards(mesh)
     parts = n * accumulate
     if batch_size < 1:
         raise SettingError(f"{name}={batch_size}: expected at least 1")
@@ -129,13 +129,13 @@ def _context_for(batch_size: int, mesh: Mesh, accumulate: int, length: int) -> i
 
 def filled(n_rows: int, mesh: Mesh) -> int:
     """The least number of rows, `n_rows` or more, that the devices divide."""
-    n = row_shares(mesh)
+    n = n_row_shards(mesh)
     return -(-n_rows // n) * n
 
 
 def check_length(name: str, length: int, mesh: Mesh) -> None:
     """Raises `SettingError` unless devices that share a sequence get stretches of one length."""
-    n = n_stretches(mesh)
+    n = n_sequence_shards(mesh)
     if length % n:
         above = -(-length // n) * n
         raise SettingError(

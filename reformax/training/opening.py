@@ -205,7 +205,7 @@ def _check_memory(setup: Setup, like, n_params: int) -> None:
         mesh=mesh,
     )
     for stage in reversed(settings.all_stages):
-        rows = stage.batch_size // (settings.accumulate * devices.row_shares(mesh))
+        rows = stage.batch_size // (settings.accumulate * devices.n_row_shards(mesh))
         with naming(stage):
             evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
 

@@ -45,7 +45,7 @@ N = 8
 
 
 @pytest.mark.parametrize("n, ahead", [(0, True), (2, False), (3, True), (8, False), (30, True)])
-def test_a_border_is_what_stands_beside_a_stretch(n, ahead):
+def test_a_border_is_the_ends_of_the_neighbours(n, ahead):
     length = 3
     x = np.arange(1, 2 * N * length * 2 + 1).reshape(2, N * length, 2)
     spec = Spec(None, "context")
@@ -88,7 +88,7 @@ OPS = {
         True,
         40,
     ),
-    "linformer, own weights": (linformer.linformer(n_projected=5, share="none"), False, 40),
+    "linformer, weights": (linformer.linformer(n_projected=5, share="none"), False, 40),
     "nystromformer, convolved": (
         nystromformer.nystromformer(n_landmarks=5, conv_size=3),
         False,
@@ -111,7 +111,7 @@ OPTIONS = {
     "too few heads, biases": dict(n_heads=2, position_bias="t5"),
 }
 QUICK = {("window", True), ("long shards", True), ("lsh, 11 heads", True)}
-# Packed rows where the op has segments, and of each kind one case without.
+# Packed rows where the op tells them apart, and of each kind one without.
 CASES = [(name, op.traits.packed) for name, (op, *_) in OPS.items()]
 CASES += [(name, False) for name in ("chunks", "long shards", "ring, odd shards")]
 # On eight devices for one row of a batch, and these on four for each of two as well.
@@ -161,11 +161,11 @@ def test_a_layer_is_that_of_one_device(name, packed):
 
 
 @pytest.mark.parametrize(
-    "sizes, n_heads, n_traced",
+    "sizes, n_heads, n_calls",
     [({"data": 8}, 2, 1), ({"data": 2, "context": 4}, 4, 1), ({"data": 2, "context": 4}, 1, 0)],
     ids=["rows", "heads for positions", "ring"],
 )
-def test_padding_behind_rows_is_that_of_one_device(sizes, n_heads, n_traced, monkeypatch):
+def test_padding_behind_rows_is_that_of_one_device(sizes, n_heads, n_calls, monkeypatch):
     """Whole rows have their lengths on each device. In a ring shards have segments."""
     layer = Attention(flash.flash(), n_heads, d_qk=8, d_v=8, masked=True)
     real = np.arange(16) < np.array([16, 15, 9, 8, 7, 4, 1, 0])[:, None]
@@ -178,11 +178,11 @@ def test_padding_behind_rows_is_that_of_one_device(sizes, n_heads, n_traced, mon
 
     run = jax.grad(loss, argnums=(0, 1), has_aux=True)
     want = jax.jit(run)(params, x, real)
-    traced = instead_of_cudnn(monkeypatch, flash)
+    calls = instead_of_cudnn(monkeypatch, flash)
     mesh = mesh_lib.make(sizes)
     placed = jax.device_put((x, real), devices.over_tokens(mesh))
     assert_trees_close(jax.jit(devices.on(mesh, run))(params, *placed), want)
-    assert len(traced) == n_traced
+    assert len(calls) == n_calls
 
 
 FACTORIES = {row.factory: row for row in reversed(ROWS) if not row.in_kernel}
@@ -300,7 +300,7 @@ def test_no_activation_is_gathered(name, sizes, monkeypatch, capfd):
     state = jax.eval_shape(lambda p: step_lib.first_state(p, sgd, ema=False), params)
     placement = devices.placement(state, mesh)
     state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placement
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, placement
     )
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=devices.over_tokens(mesh))
     weights = jax.ShapeDtypeStruct((rows, length), jnp.float32, sharding=devices.over_tokens(mesh))

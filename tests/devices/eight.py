@@ -94,7 +94,7 @@ LANGUAGE = {
     "shared": (TransformerLM, dict(attention_type=shared_qk.shared_qk())),
     "sparse": (TransformerLM, dict(attention_type=windows())),
     "hidden tokens": (TransformerMaskedLM, dict(attention_type=flash.flash())),
-    "own loss": (TransformerLM, dict(attention_type=dsa.dsa(top_k=8, d_index=4))),
+    "op loss": (TransformerLM, dict(attention_type=dsa.dsa(top_k=8, d_index=4))),
 }
 DOCUMENTS = {
     "documents": (
@@ -176,14 +176,14 @@ def on_one(name):
     return step_on(mesh_lib.make(devices=jax.devices()[:1]), name)
 
 
-# Models share rows, weights and sequences at once. These do so apart too, on more devices.
+# Models share rows, weights and sequences at once. These also have each alone, on more devices.
 CASES = [
     (name, ALL)
     for name in LANGUAGE | DOCUMENTS | PAIRS
-    if name not in ("reformer exact", "own loss")
+    if name not in ("reformer exact", "op loss")
 ]
 CASES += [(name, DATA) for name in ("reformer", "dense")]
-CASES += [(name, BOTH) for name in ("reformer", "dense", "own loss", "translating transformer")]
+CASES += [(name, BOTH) for name in ("reformer", "dense", "op loss", "translating transformer")]
 CASES += [
     (name, CONTEXT)
     for name in (
@@ -246,7 +246,7 @@ def test_dropout_in_a_shard_map_of_ones_own_goes_by_the_batchs_rows(axis):
 @pytest.mark.slow
 @pytest.mark.parametrize("constructor", [TransformerLM, ReformerLM])
 def test_what_is_carried_becomes_the_mean_over_devices(constructor):
-    """Each device sets the next value of a weight: one more than before."""
+    """Each device says what a weight becomes: one more than it was."""
     model = constructor(**LM, n_layers=2, attention_type=counting())
     state = step_lib.first_state(model.init_params(KEY, (BATCH, LENGTH)), optax.sgd(0.1), ema=True)
     run = step_lib.step_fn(model, optax.sgd(0.1), FSDP, ema_decay=0.9)
@@ -286,7 +286,7 @@ def compiled_step(model, mesh):
     placement = devices.placement(like, mesh)
     run = step_lib.step_fn(model, adam, mesh, ema_decay=0.9, placement=placement)
     state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, placement
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), like, placement
     )
     rows = devices.over_batch(mesh)
     batch = tuple(
@@ -308,7 +308,7 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_another(monkeypatch, tmp_path):
     whole = train_on(tmp_path / "whole", {"data": 8}, steps=4, **settings)
     train_on(tmp_path / "part", {"data": 2, "fsdp": 4}, steps=2, **settings)
     split = jax.tree.leaves(devices.placement(tiny.TinyLM().init_params(KEY, ()), FSDP))
-    assert any(not sharding.is_fully_replicated for sharding in split)
+    assert any(not at.is_fully_replicated for at in split)
     part = train_on(tmp_path / "part", {"fsdp": 8}, steps=4, **settings)
     assert [x[:2] for x in part] == [x[:2] for x in whole]
     np.testing.assert_allclose([x[2] for x in part], [x[2] for x in whole], atol=1e-5)

@@ -96,7 +96,7 @@ def test_weights_are_split_along_their_largest_axis_that_devices_divide(monkeypa
 
 
 def test_a_loss_whose_logits_have_a_norm_takes_any_rows_that_devices_divide():
-    """Each device has one row of two positions."""
+    """A device has one row of two positions."""
     sizes = dict(vocab_size=8, d_model=8, d_ff=8, n_heads=4, n_layers=1)
     model = TransformerMaskedLM(**sizes, attention_type=flash.flash(), dropout=0.0)
     params = jax.eval_shape(lambda: model.init_params(jax.random.PRNGKey(0), (4, 4)))
@@ -115,7 +115,7 @@ def test_a_loss_whose_logits_have_a_norm_takes_any_rows_that_devices_divide():
 
 def test_without_a_mesh_nothing_is_split():
     rows = np.arange(6.0).reshape(3, 2)
-    assert devices.current() is None and devices.row_shares() == 1 and devices.row_axes() == ()
+    assert devices.current() is None and devices.n_row_shards() == 1 and devices.row_axes() == ()
     assert devices.gathered(rows) is rows and devices.stored(rows) is rows
     assert devices.by_rows(lambda x, y: x + y, (rows,), (1,)).tolist() == (rows + 1).tolist()
     one = mesh_lib.make(devices=jax.devices()[:1])

@@ -95,9 +95,9 @@ def test_a_module_around_an_op(op):
     in_linen = linen.Attention(op, 2, causal=True)
     weights = in_linen.init(jax.random.key(1), X)
     in_nnx = our_nnx.Attention(op, 2, 8, causal=True, rngs=nnx.Rngs(0))
-    for name, own in weights["params"].items():
+    for name, arrays in weights["params"].items():
         layer = getattr(in_nnx, name)
-        layer.kernel[...], layer.bias[...] = own["kernel"], own["bias"]
+        layer.kernel[...], layer.bias[...] = arrays["kernel"], arrays["bias"]
     assert ("key" in weights["params"]) == (in_nnx.key is not None) != op.traits.shared_qk
     if not op.traits.shared_qk:
         want = THEIRS.apply(weights, X, mask=nn.combine_masks(CAUSAL, KEYS))
@@ -188,3 +188,98 @@ def test_what_a_module_refuses():
             linen.Attention(op, num_heads).init(jax.random.key(0), X)
         with pytest.raises(SettingError, match=message):
             our_nnx.Attention(op, num_heads, 8, rngs=nnx.Rngs(0))
+
+
+def modules():
+    """Each way to call an op from flax, as a function of the mask."""
+    op = flash.flash()
+    inside = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn(op))
+    in_linen = linen.Attention(op, 2)
+    weights = in_linen.init(jax.random.key(1), X)
+    in_nnx = our_nnx.Attention(op, 2, 8, rngs=nnx.Rngs(0))
+    flax_s_nnx = nnx.MultiHeadAttention(
+        2, 8, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn(op)
+    )
+    return {
+        "linen": lambda mask: in_linen.apply(weights, X, mask=mask),
+        "nnx": lambda mask: in_nnx(X, mask=mask),
+        "attention_fn": lambda mask: inside.apply(WEIGHTS, X, mask=mask),
+        "attention_fn of nnx": lambda mask: flax_s_nnx(X, mask=mask),
+    }
+
+
+ADDITIVE = np.where(KEYS, 0.0, -1e9)
+NO_MASKS = {
+    "additive": ADDITIVE.astype(np.float32),
+    "-inf": np.where(KEYS, 0.0, -np.inf).astype(np.float32),
+    "float16": np.where(KEYS, 0.0, -np.inf).astype(np.float16),
+    "bfloat16": jnp.asarray(ADDITIVE, jnp.bfloat16),
+    "of integers": ADDITIVE.astype(np.int32),
+    "of all heads": np.broadcast_to(np.asarray(ADDITIVE, np.float32), (2, 2, 12, 12)),
+    "of keys": ADDITIVE[:, 0, 0].astype(np.float32),
+    "shared by the batch": np.asarray(ADDITIVE[1:], np.float32),
+    "nan": np.where(KEYS, 1.0, np.nan).astype(np.float32),
+    "that hides nothing": np.zeros((2, 1, 1, 12), np.float32),
+    "segment ids": np.array([[1] * 6 + [2] * 6, [1] * 9 + [0] * 3]),
+}
+
+
+@pytest.mark.parametrize("name", NO_MASKS)
+def test_numbers_that_are_no_mask_are_refused(name):
+    for call in modules().values():
+        with pytest.raises(
+            SettingError, match="^mask holds .*: expected booleans, or 1 where a key"
+        ):
+            call(NO_MASKS[name])
+
+
+def test_numbers_that_are_no_mask_give_nan_where_they_are_unknown():
+    """In `jax.jit` nothing can be raised by their values."""
+    for name, call in modules().items():
+        assert np.isnan(jax.jit(call)(NO_MASKS["additive"])).any(), name
+        assert np.isnan(jax.jit(call)(NO_MASKS["float16"])).any(), name
+        np.testing.assert_allclose(jax.jit(call)(KEYS), call(KEYS), rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_of_any_dtype_and_shape():
+    for name, call in modules().items():
+        want = call(np.asarray(KEYS, bool))
+        for dtype in (np.float16, np.float32, jnp.bfloat16, np.int8, np.int32, np.uint8):
+            for mask in (KEYS, KEYS[:, 0, 0], np.broadcast_to(KEYS, (2, 2, 12, 12))):
+                got = call(jnp.asarray(mask, dtype))
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=name)
+        for shape in ((12,), (2, 12, 12), (3, 12)):
+            with pytest.raises(ValueError, match=r"mask has shape .*: expected \[batch, keys\]"):
+                call(np.ones(shape, bool))
+
+
+def test_dropout_alone_draws_where_nothing_is_hashed():
+    """As flax's own modules do: the stream `dropout` is enough, in linen and in nnx."""
+    key = jax.random.key(3)
+    module = linen.Attention(flash.flash(), 2, dropout_rate=0.5)
+    weights = module.init({"params": key}, X)
+    a, b = (module.apply(weights, X, rngs={"dropout": jax.random.key(i)}) for i in (1, 2))
+    assert np.abs(a - b).max() > 1e-3
+    both = {"dropout": jax.random.key(1), "attention": key}
+    np.testing.assert_array_equal(
+        module.apply(weights, X, rngs=both), module.apply(weights, X, rngs={"attention": key})
+    )
+    with pytest.raises(Exception, match='needs PRNG for "dropout"'):
+        module.apply(weights, X)
+
+    for rngs in (nnx.Rngs(params=0, dropout=1), nnx.Rngs(params=0, attention=1), nnx.Rngs(0)):
+        in_nnx = our_nnx.Attention(flash.flash(), 2, 8, dropout_rate=0.5, rngs=rngs)
+        assert np.abs(in_nnx(X) - in_nnx(X)).max() > 1e-3
+        assert our_nnx.Attention(flash.flash(), 2, 8, rngs=nnx.Rngs(params=0)).rngs is None
+    with pytest.raises(AttributeError, match="dropout"):
+        our_nnx.Attention(flash.flash(), 2, 8, dropout_rate=0.5, rngs=nnx.Rngs(params=0))
+
+
+def test_hashes_are_drawn_from_their_own_stream():
+    op = lsh.lsh(chunk_len=4, n_hashes=1)
+    module = linen.Attention(op, 2, dropout_rate=0.5)
+    weights = module.init(jax.random.key(1), X)
+    with pytest.raises(Exception, match='needs PRNG for "attention"'):
+        module.apply(weights, X, rngs={"dropout": jax.random.key(1)})
+    with pytest.raises(AttributeError, match="attention"):
+        our_nnx.Attention(op, 2, 8, rngs=nnx.Rngs(params=0, dropout=1))

@@ -1,4 +1,4 @@
-"""Stacks of layers written out one after the other, for plain autodiff; and what tests share."""
+"""Stacks of layers written out one after the other, for plain autodiff; and helpers of tests."""
 
 import functools
 
@@ -34,7 +34,7 @@ def blocks(ops=None, d_head=4, d_ff=12, rate=0.1, ff_chunk_size=0):
     """A cycle of causal blocks with dropout wherever there can be some."""
     ops = (local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_hashes=2)) if ops is None else ops
     return [
-        layers.Block(
+        layers.TransformerBlock(
             layers.Attention(
                 op,
                 n_heads=2,
@@ -65,26 +65,26 @@ def halves(cycle, n_layers, params, segment_ids, rng):
     """
     mask = () if segment_ids is None else (segment_ids,)
 
-    def sublayer(name, place, index):
+    def sublayer(name, i, index):
         """`(weights of all repeats, repeat, x) -> the sublayer's output`."""
 
         @jax.jit
         def run(params, repeat, x):
             p = jax.tree.map(lambda w: w[repeat], params)
-            own = jax.random.fold_in(jax.random.fold_in(rng, repeat), place)
+            block_rng = jax.random.fold_in(jax.random.fold_in(rng, repeat), i)
             x = layer_norm(p[f"{name}_norm"], x)
-            layer, masks = getattr(cycle[place], name), mask if name == "attention" else ()
-            return layer.apply(p[name], x, *masks, rng=jax.random.fold_in(own, index))
+            layer, masks = getattr(cycle[i], name), mask if name == "attention" else ()
+            return layer.apply(p[name], x, *masks, rng=jax.random.fold_in(block_rng, index))
 
         return run
 
     compiled = [
-        [sublayer(name, place, index) for index, name in enumerate(("attention", "feed_forward"))]
-        for place in range(len(cycle))
+        [sublayer(name, i, index) for index, name in enumerate(("attention", "feed_forward"))]
+        for i in range(len(cycle))
     ]
     for layer in range(n_layers):
-        repeat, place = divmod(layer, len(cycle))
-        yield [functools.partial(f, params[f"block_{place}"], repeat) for f in compiled[place]]
+        repeat, i = divmod(layer, len(cycle))
+        yield [functools.partial(f, params[f"block_{i}"], repeat) for f in compiled[i]]
 
 
 def reversible(cycle, n_layers, params, x1, x2, segment_ids, rng):

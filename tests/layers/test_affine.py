@@ -7,7 +7,7 @@ import pytest
 
 from reformax import layers
 from reformax.layers import matrices
-from reformax.layers.matrices import Unnormed, affine, turned
+from reformax.layers.matrices import Unnormed, affine, transposed_on_gpu
 
 KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
 RNG = np.random.default_rng(0)
@@ -54,7 +54,13 @@ def test_it_is_the_equation(d_in, sizes, options, rows, impl):
     read = x if norm is None else Unnormed(layers.LayerNorm(), norm, x)
     call = jax.jit(
         lambda w: affine(
-            read, turned(w), b, activation=activation, added=added, sizes=sizes, impl=impl
+            read,
+            transposed_on_gpu(w),
+            b,
+            activation=activation,
+            added=added,
+            sizes=sizes,
+            impl=impl,
         )
     )
     parts = call(w)
@@ -70,7 +76,7 @@ def test_narrow_weights_round_the_output_before_it_is_added(dtype):
     read = Unnormed(layers.LayerNorm(dtype=dtype), norm, stream)
     w, b = drawn(64, 96, dtype=dtype), drawn(96, dtype=dtype)
     (want,), (got,) = (
-        affine(read, turned(w), b, added=added, impl=impl) for impl in ("xla", KERNEL)
+        affine(read, transposed_on_gpu(w), b, added=added, impl=impl) for impl in ("xla", KERNEL)
     )
     assert got.dtype == want.dtype == jnp.float32
     np.testing.assert_allclose(got - added, want - added, rtol=2e-2, atol=0.1)

@@ -56,8 +56,10 @@ def test_equals_an_independent_computation(row, everything):
     heads = {name[2:]: head(name[2:]) for name in params if name[:2] == "w_" and name != "w_o"}
     if everything:
         extra_projections = op.extra_projections_of(Dims(3, 6, 5, 13))
-        turned = {"q", "k"} | {name for name, extra in extra_projections.items() if extra.rotated}
-        heads |= {name: rotated(heads[name]) for name in turned & heads.keys()}
+        rotated_names = {"q", "k"} | {
+            name for name, extra in extra_projections.items() if extra.rotated
+        }
+        heads |= {name: rotated(heads[name]) for name in rotated_names & heads.keys()}
     q, k, v = heads.pop("q"), heads.pop("k", None), heads.pop("v")
     assert (k is None) == op.traits.shared_qk
     read = Inputs(q, k, v, heads or None, params["op"])
@@ -338,8 +340,8 @@ def test_a_key_brings_the_next_value(op):
     @jax.jit
     def by_hand(params, x):
         q, _, v, _ = without.project(params, x)
-        own, of_next = params["next_value"]
-        mixed = own * v + of_next * jnp.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
+        current, following = params["next_value"]
+        mixed = current * v + following * jnp.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
         qkv = layers.attention.QKV(q, None, mixed)
         return without.attend(params, qkv, without.plan(params, qkv, rng=RNG))
 
@@ -347,7 +349,7 @@ def test_a_key_brings_the_next_value(op):
     assert not np.any(whole[:, 0])
 
     cache = plain.assert_decodes(layer, params, x, lengths, whole, RNG)
-    # Beams that go on from one parent have different values there, so they share none.
+    # Beams that go on from one parent have different values there, so their caches are separate.
     np.testing.assert_array_equal(
         layer.reorder_cache(cache, np.array([1, 1])).last, cache.last[np.array([1, 1])]
     )

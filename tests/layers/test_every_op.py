@@ -33,7 +33,7 @@ def stack_of(row, **options):
         attention_dropout=row.dropout(0.1),
         output_dropout=0.1,
     )
-    block = layers.Block(attention, layers.FeedForward(12, 0.1, 0.1))
+    block = layers.TransformerBlock(attention, layers.FeedForward(12, 0.1, 0.1))
     return layers.ReversibleStack([block], 2, masked=True, **options)
 
 

@@ -1,4 +1,4 @@
-"""Products of FP8 numbers, beside numbers that NumPy rounds."""
+"""Products of FP8 numbers, compared with numbers that NumPy rounds."""
 
 import types
 

@@ -120,7 +120,7 @@ def test_exact_gradients_are_autodiffs_of_the_rounded_forward():
 
 
 class Witness(layers.ReversibleStack):
-    """Returns the inputs that its backward pass rebuilds in place of their gradient."""
+    """Returns the inputs that its backward pass rebuilds instead of their gradient."""
 
     def _backward(self, residuals, gradient):
         rebuilt, d_params, _, d_memory = super()._backward(residuals, gradient)

@@ -106,7 +106,7 @@ def test_gradients_are_autodiffs_of_the_rounded_forward():
     ],
 )
 def test_the_inputs_are_rebuilt(dtype, options):
-    """Bit for bit if exact; or else but where a sublayer rounds to another multiple."""
+    """Bit for bit if exact; otherwise except where a sublayer rounds to another multiple."""
     x = stream(19, batch=1)
     options = dict(n_layers=6, n_slots=5, dtype=dtype) | options
     stack = layers.ReversibleStack(plain.blocks(LSH), **options)
@@ -145,7 +145,7 @@ def test_memory_and_program_do_not_grow_with_depth():
 
 
 def test_layers_that_see_far_share_no_slot():
-    """Where there are slots enough; of more layers, neighbours share none."""
+    """Where there are enough slots; of more layers, neighbours have different ones."""
     blocks = plain.blocks([local.local(), local.local(), LSH[0], local.local()])
     for n_layers in (4, 8, 12):
         layers.ReversibleStack(blocks, n_layers, n_slots=6)
@@ -161,8 +161,8 @@ def test_layers_that_see_far_share_no_slot():
 
 
 @pytest.mark.parametrize(
-    "places, n_slots, shared",
+    "indices, n_slots, shared",
     [([0, 2, 4], 6, False), ([0, 6], 6, True), ([0, 2, 4, 6], 3, False), ([0, 2, 4], 2, True)],
 )
-def test_which_places_share_a_slot(places, n_slots, shared):
-    assert coupling.slots_that_repeat(places, n_slots) == shared
+def test_which_sublayers_share_a_slot(indices, n_slots, shared):
+    assert coupling.share_a_slot(indices, n_slots) == shared

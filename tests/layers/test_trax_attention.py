@@ -37,7 +37,7 @@ def assert_equals_trax(ours, theirs, masked=False, rows=None):
     """Outputs at `rows`, the state, and the gradients of those outputs."""
     mask = MASK if masked else None
     rows = jnp.ones(X.shape[:2], bool) if rows is None else rows
-    rows = rows & MASK if masked else rows  # what stands at padding is different
+    rows = rows & MASK if masked else rows  # padding has other values
     inputs = signature(X if mask is None else (X, mask))
     theirs.init(inputs, rng=jax.random.PRNGKey(1))
     ours.init(inputs, rng=jax.random.PRNGKey(2))

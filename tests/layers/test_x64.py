@@ -22,12 +22,12 @@ def test_attention():
     angle = np.arange(7)[:, None] * 10_000.0 ** (-np.arange(2) / 2)
     turn = np.exp(1j * angle)[:, None]  # of the first half of features by the second
 
-    def turned(x):
+    def rotated(x):
         x = (x[..., :2] + 1j * x[..., 2:]) * turn
         return np.concatenate([x.real, x.imag], axis=-1)
 
     q, k, v = (np.einsum("btd,ndh->btnh", X, params[f"w_{name}"]) for name in "qkv")
-    logits = np.einsum("btnh,bsnh->bnts", turned(q), turned(k)) / 2
+    logits = np.einsum("btnh,bsnh->bnts", rotated(q), rotated(k)) / 2
     weights = np.tril(np.exp(logits))
     out = np.einsum("bnts,bsnv->btnv", weights / weights.sum(axis=-1, keepdims=True), v)
     want = np.einsum("btnv,nvd->btd", out, params["w_o"])

@@ -80,8 +80,8 @@ SLOW = {
 
 
 def make(name, **options):
-    constructor, own = MODELS[name]
-    model = constructor(**SMALL | own | options)
+    constructor, settings = MODELS[name]
+    model = constructor(**SMALL | settings | options)
     return model, plain.init(model, (2, LENGTH))
 
 
@@ -146,7 +146,7 @@ def test_ordinary_lsh_in_one_layer_is_the_last_row_of_each_forward():
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
     found = decode(model, params, tokens, [6, 6])
     for n in (6, 7, 13, 22):
-        # The token at n is not read by its own prediction, but its position is hashed.
+        # The prediction of the token at n does not read it, but its position is hashed.
         logits = jax.jit(model.apply)(params, tokens[:, : n + 1], RNG)
         np.testing.assert_allclose(found[0, n], logits[0, n], atol=1e-5)
         np.testing.assert_allclose(found[1, n], logits[1, n], atol=1e-5)

@@ -70,7 +70,7 @@ MODELS = {
         dict(attention_type=lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4), n_slots=3),
     ),
 }
-# Chunks go by the place in the row: documents are of whole ones.
+# Chunks go by the position in the row: documents are of whole ones.
 LENGTHS = {"hashed": (8, 4)}
 QUICK = ("dense, axial", "slots, next value", "gated linear, rotary")
 ON_GRID = ("slots, next value", "exact, axial", "hashed")
@@ -99,7 +99,7 @@ def nats(model, params, inputs, targets, weights):
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS]
 )
 def test_a_window_computes_what_its_documents_compute_alone(name):
-    """Nats and every gradient: windows of several, with padding, beside batches of one length."""
+    """Nats and every gradient: windows of several, with padding, against batches of one length."""
     constructor, options = MODELS[name]
     model = constructor(**SMALL | options)
     params = plain.init(model, (2, 24))
@@ -142,7 +142,7 @@ def test_hashing_keeps_documents_apart(options):
     table = jax.jit(
         jax.grad(lambda p: nats(model, p, (tokens, segment_ids), tokens, segment_ids == 2))
     )
-    read = np.unique([0, *tokens[:, 5:8].ravel()])  # 0 stands in front
+    read = np.unique([0, *tokens[:, 5:8].ravel()])  # 0 is in front
     found = np.flatnonzero(np.any(table(params)["embedding"], axis=1))
     np.testing.assert_array_equal(found, read)
 

@@ -114,8 +114,8 @@ def test_pooling_and_pairs_are_their_equations(d_classifier):
         parts = zip(np.asarray(features), LENGTHS, strict=True)
         means.append(np.stack([x[:n].mean(axis=0) for x, n in parts]))
     x, y = means
-    told = np.concatenate([x, y, x * y, x - y], axis=1)
-    np.testing.assert_allclose(got[:, 0], numpy_logits(host, told, d_classifier), atol=2e-6)
+    pooled = np.concatenate([x, y, x * y, x - y], axis=1)
+    np.testing.assert_allclose(got[:, 0], numpy_logits(host, pooled, d_classifier), atol=2e-6)
 
     for pooling, at in ("first", [0, 0]), ("last", np.asarray(LENGTHS) - 1):
         single = TransformerEncoder(**SMALL, **options, pooling=pooling)
@@ -142,7 +142,7 @@ def test_a_learnt_vector_before_a_row_is_a_token_of_its_own():
 def test_a_vector_before_rows_that_devices_share_is_refused(monkeypatch):
     model = TransformerEncoder(**SMALL, pooling="cls")
     params = plain.init(model, some_rows().shape)
-    monkeypatch.setattr(encoder.devices, "n_stretches", lambda: 2)
+    monkeypatch.setattr(encoder.devices, "n_sequence_shards", lambda: 2)
     with pytest.raises(SettingError, match="pooling is 'cls'.* 2 devices share a row: .*context=1"):
         model.apply(params, some_rows(), rng=RNG)
 

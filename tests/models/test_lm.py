@@ -42,7 +42,7 @@ STRICT = shared_qk.shared_qk(attend_self_if_alone=False)
 SLOTS, KEEPS = dict(n_slots=3), dict(keep_activations=True)
 AXIAL = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(2, 6))
 both_models = pytest.mark.parametrize("model_fn", [ReformerLM, TransformerLM])
-# Which tokens an op sees is its own affair: one model has them all in the quick tests.
+# Which tokens a position sees is the op's part: one model has them all in the quick tests.
 models_and_ops = pytest.mark.parametrize(
     "model_fn, name",
     [
@@ -84,7 +84,7 @@ def test_position_t_depends_on_all_tokens_before_it_and_on_no_other(model_fn, na
     """
     model = model_fn(**SMALL | dict(vocab_size=LENGTH + 1, attention_type=OPS[name]))
     params = init(model)
-    tokens = jnp.arange(1, LENGTH + 1)[None]  # token t + 1 stands at t alone; 0 only before all
+    tokens = jnp.arange(1, LENGTH + 1)[None]  # token t + 1 is at t alone; 0 only before all
 
     def by_position(embedding):
         return model.apply(params | {"embedding": embedding}, tokens, RNG).sum(axis=(0, 2))
@@ -126,7 +126,7 @@ def test_the_next_value_is_never_one_of_the_future(op):
     [
         (TransformerLM, OPS["dense"], 0),
         (ReformerLM, (OPS["local"], OPS["shared_qk"]), 0),
-        # One chunk shows all keys, in an order that depends on all: sums round differently.
+        # One chunk has all keys, in an order that depends on all: sums round differently.
         (ReformerLM, lsh.lsh(chunk_len=LENGTH), 1e-5),
     ],
     ids=["dense", "local_and_shared_qk", "lsh_one_chunk"],
@@ -327,7 +327,7 @@ def test_no_option_is_ignored(model_fn):
     seen = {base_program}
     for options in [*CHANGES_PROGRAM, *OWN_OPTIONS[model_fn]]:
         own_shapes, program = traced(model_fn(**base | options))
-        # The norm and the logits of one stream in place of two are narrower.
+        # The norm and the logits of one stream instead of two are narrower.
         assert (own_shapes == base_shapes) == (options != SLOTS)
         assert program not in seen, options
         seen.add(program)
@@ -435,7 +435,7 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
     model = model_fn(**SMALL | dict(n_layers=6), attention_type=cycle)
     stack = jax.eval_shape(lambda: model.init_params(RNG, (2, LENGTH)))["stack"]
     assert sorted(stack) == ["block_0", "block_1", "block_2"]
-    # Local attention has keys of its own; a repeat of the cycle is a row of each array.
+    # Local attention projects keys; a repeat of the cycle is a row of each array.
     has_keys = ["w_k" in stack[f"block_{i}"]["attention"] for i in range(3)]
     assert has_keys == [True, False, False]
     assert all(x.shape[0] == 2 for x in jax.tree.leaves(stack))
@@ -557,7 +557,7 @@ def test_in_trax():
         return -jnp.take_along_axis(log_probabilities, tokens[..., None], axis=-1).mean()
 
     value, gradient = jax.jit(jax.value_and_grad(nats))(weights, RNG)
-    # Trax hands each layer of a Serial its own part of the rng.
+    # Trax gives each layer of a Serial a part of the rng.
     layer_rng = jax.random.split(RNG, 2)[0]
     params = weights[0]
     want_value, want = jax.jit(jax.value_and_grad(lambda p: loss_of(model, p, tokens, layer_rng)))(

@@ -30,7 +30,7 @@ def task_of(options):
 @pytest.mark.slow
 @models
 def test_training_evaluation_and_generation(name):
-    """A step of training is traced, which tells all types. Optax's own arithmetic is left out."""
+    """A step of training is traced, which shows all types. Optax's own arithmetic is left out."""
     constructor, options = MODELS[name]
     task = task_of(options)
     size = next(key for key in options if key.endswith("vocab_size"))

@@ -173,7 +173,7 @@ def test_the_configs_of_pretraining_have_one_backbone():
 
 
 def test_devices_cannot_share_the_positions_of_a_row(monkeypatch):
-    monkeypatch.setattr(evaluation.devices, "n_stretches", lambda mesh=None: 2)
+    monkeypatch.setattr(evaluation.devices, "n_sequence_shards", lambda mesh=None: 2)
     with pytest.raises(ValueError, match="context=2 devices cannot share: leave context out"):
         evaluation.check_mesh(first_token(), mesh_lib.make())
 

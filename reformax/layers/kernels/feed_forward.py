@@ -1,9 +1,9 @@
 """The hidden layer of a feed-forward layer as Pallas kernels for NVIDIA GPUs (Triton).
 
 They compute `dropout(activation(pre + bias))` in half precision, and its gradient, in one pass over
-the numbers each. In array operations XLA keeps the gradient in float32 in order to sum it up for
-the bias, and computing GELU's tanh takes longer than reading the numbers. Here tanh is the chip's
-own, whose error of 2^-11 is below the rounding of the result.
+the numbers each. As array operations they take longer: XLA keeps the gradient in float32 in order
+to sum it up for the bias, and GELU's tanh takes longer than reading the numbers. The kernels use
+the GPU's tanh instruction, whose error of 2^-11 is below the rounding of the result.
 
 The gradient of the next weights needs the hidden layer again. The backward pass makes it: it has
 read `pre`, and has the activation and the dropout mask at hand. It writes over what it reads.
@@ -36,7 +36,7 @@ from reformax.ops.softmax.dropout import dropout_bits
 FORWARD, BACKWARD = (16, 256, 8), (32, 128, 8)
 
 
-class Inputs(NamedTuple):
+class FeedForwardInputs(NamedTuple):
     """The arrays that both passes read."""
 
     pre: Float[Array, "R F"]
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
     start: Int[Array, 1]  # the position of each sequence's first row
 
 
-class Options(NamedTuple):
+class FeedForwardOptions(NamedTuple):
     """The static part of a call.
 
     Attributes:
@@ -63,7 +63,7 @@ class Options(NamedTuple):
     interpret: bool = False
 
 
-class _Tile(NamedTuple):
+class _FeedForwardTile(NamedTuple):
     """A tile of a program, and how it reads and writes it."""
 
     rows: int
@@ -79,7 +79,7 @@ class _Tile(NamedTuple):
 
     @property
     def _column(self) -> Array:
-        # Sums of multiples show the compiler how many numbers it may read at once.
+        # From sums of multiples the compiler infers how many numbers it may read at once.
         first = pl.program_id(1) * (2 * APART) + pl.program_id(2) * self.columns
         return first + APART * self.right + jnp.arange(self.columns, dtype=jnp.int32)
 
@@ -120,11 +120,11 @@ class _Tile(NamedTuple):
         pltriton.store(self._view(ref), value.astype(ref.dtype), mask=mask)
 
     def store_sum(self, ref, value: Array) -> None:
-        """Writes the sum over the tile's rows to a row of its own."""
+        """Writes the sum over the tile's rows to the tile's row of the output."""
         view = ref.at[pl.program_id(0), self._column]
         pltriton.store(view, jnp.sum(value, axis=0), mask=self._mask(self.columns))
 
-    def pair(self, inputs: Inputs) -> list[tuple[_Tile, Array | float]]:
+    def pair(self, inputs: FeedForwardInputs) -> list[tuple[_FeedForwardTile, Array | float]]:
         """This tile and the one to its right, each with its dropout mask."""
         masks = 1.0, 1.0
         if inputs.seed is not None:
@@ -154,7 +154,9 @@ def _relu(x: Array, tanh: Callable) -> tuple[Array, Array]:
 ACTIVATIONS: dict[Any, Callable] = {jax.nn.gelu: _gelu, jax.nn.relu: _relu}
 
 
-def _forward_kernel(inputs: Inputs, hidden, *, tile: _Tile, activation: Callable):
+def _forward_kernel(
+    inputs: FeedForwardInputs, hidden, *, tile: _FeedForwardTile, activation: Callable
+):
     parts = tile.pair(inputs)
     # All reads come before all writes, because the compiler does not move one past the other.
     pre = [part.load(inputs.pre) + part.load_bias(inputs.bias) for part, _ in parts]
@@ -163,7 +165,14 @@ def _forward_kernel(inputs: Inputs, hidden, *, tile: _Tile, activation: Callable
 
 
 def _backward_kernel(
-    inputs: Inputs, d_hidden, hidden, d_pre, sums, *, tile: _Tile, activation: Callable
+    inputs: FeedForwardInputs,
+    d_hidden,
+    hidden,
+    d_pre,
+    sums,
+    *,
+    tile: _FeedForwardTile,
+    activation: Callable,
 ):
     parts = tile.pair(inputs)
     read = [
@@ -178,9 +187,17 @@ def _backward_kernel(
         part.store_sum(sums, d)
 
 
-def _launch(kernel, inputs: Inputs, others, shapes, sizes, options: Options, aliases=None) -> Any:
+def _launch(
+    kernel,
+    inputs: FeedForwardInputs,
+    others,
+    shapes,
+    sizes,
+    options: FeedForwardOptions,
+    aliases=None,
+) -> Any:
     *sizes, num_warps = sizes
-    tile = _Tile(*sizes, options.length, options.rate, inputs.pre.shape)
+    tile = _FeedForwardTile(*sizes, options.length, options.rate, inputs.pre.shape)
     exact = options.interpret or inputs.pre.dtype == jnp.float32
     tanh = jnp.tanh if exact else pltriton.approx_tanh
     activation = functools.partial(ACTIVATIONS[options.activation], tanh=tanh)
@@ -198,7 +215,9 @@ def _launch(kernel, inputs: Inputs, others, shapes, sizes, options: Options, ali
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def project(options: Options, inputs: Inputs, w2: Float[Array, "F D"]) -> Float[Array, "R D"]:
+def project(
+    options: FeedForwardOptions, inputs: FeedForwardInputs, w2: Float[Array, "F D"]
+) -> Float[Array, "R D"]:
     """`hidden @ w2`; its gradient takes the hidden layer from the pass that needs `pre`."""
     return _project_forward(options, inputs, w2)[0]
 
@@ -218,27 +237,27 @@ def _project_backward(options, residuals, d_out):
     else:
         d_hidden = d_out @ w2.T
     hidden, d_pre, d_bias = backward(inputs, d_hidden, options)
-    return Inputs(d_pre, d_bias, None, None), (hidden.T @ d_out).astype(w2.dtype)
+    return FeedForwardInputs(d_pre, d_bias, None, None), (hidden.T @ d_out).astype(w2.dtype)
 
 
 project.defvjp(_project_forward, _project_backward)
 
 
-def forward(inputs: Inputs, options: Options) -> Float[Array, "R F"]:
+def forward(inputs: FeedForwardInputs, options: FeedForwardOptions) -> Float[Array, "R F"]:
     """The hidden layer, in the dtype of `pre`."""
     shape = jax.ShapeDtypeStruct(inputs.pre.shape, inputs.pre.dtype)
     return _launch(_forward_kernel, inputs, (), shape, FORWARD, options)
 
 
 def backward(
-    inputs: Inputs, d_hidden: Float[Array, "R F"], options: Options
+    inputs: FeedForwardInputs, d_hidden: Float[Array, "R F"], options: FeedForwardOptions
 ) -> tuple[Float[Array, "R F"], Float[Array, "R F"], Float[Array, " F"]]:
     """The hidden layer, and the gradients of `pre` and `bias`."""
     n_rows, size = inputs.pre.shape
     like = jax.ShapeDtypeStruct(inputs.pre.shape, inputs.pre.dtype)
     parts = jax.ShapeDtypeStruct((-(-n_rows // BACKWARD[0]), size), jnp.float32)
     shapes = like, like, parts
-    # `hidden` takes the place of `pre`, the first input, and `d_pre` that of `d_hidden`, the last.
+    # `hidden` overwrites `pre`, the first input, and `d_pre` overwrites `d_hidden`, the last.
     aliases = {0: 0, len(jax.tree.leaves(inputs)): 1}
     hidden, d_pre, sums = _launch(
         _backward_kernel, inputs, (d_hidden,), shapes, BACKWARD, options, aliases

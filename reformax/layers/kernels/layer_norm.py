@@ -1,11 +1,11 @@
 """Layer normalisation of a sum as Pallas kernels for NVIDIA GPUs (Triton): one pass over the rows.
 
-Both passes wait for memory, and in array operations XLA reads the rows two or three times. Here a
-program holds a row in registers while it sums it up and writes it out. The backward pass adds the
-two inputs again, so that no sum is kept. Each of its programs takes some neighbouring rows and
-leaves their sums for the gradients of scale and bias in a row of its own. Where the sum of the
-inputs is read elsewhere too, as by a residual connection, the forward pass writes it, and the
-backward pass reads it in place of the inputs and adds the gradient from there.
+Memory bounds both passes, and as array operations XLA reads the rows two or three times. A program
+of these kernels holds a row in registers while it sums it up and writes it out. The backward pass
+adds the two inputs again, so that no sum is kept. Each of its programs takes some neighbouring rows
+and writes their sums, for the gradients of scale and bias, to one row. A residual connection also
+reads the sum of the inputs. The forward pass then writes the sum, and the backward pass reads it
+instead of the inputs and adds the gradient from its other readers.
 
 Letters as in `reformax.layers.layer_norm`; R rows, P programs of the backward pass.
 """
@@ -32,7 +32,7 @@ N_PROGRAMS = 1024
 PER_WARP = 1024
 
 
-class Inputs(NamedTuple):
+class LayerNormInputs(NamedTuple):
     """The arrays that both passes read."""
 
     x: Float[Array, "R D"]
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
     bias: Float[Array, " D"]
 
 
-class Options(NamedTuple):
+class LayerNormOptions(NamedTuple):
     """The static part of a call.
 
     Attributes:
@@ -58,7 +58,7 @@ class Options(NamedTuple):
     interpret: bool = False
 
 
-class Rows(NamedTuple):
+class NormRows(NamedTuple):
     """Rows of D numbers, as a program reads and writes them."""
 
     size: int  # D
@@ -84,7 +84,7 @@ class Rows(NamedTuple):
         """The mean of a row."""
         return jnp.sum(x) * (1.0 / self.size)
 
-    def added(self, inputs: Inputs, row) -> Array:
+    def added(self, inputs: LayerNormInputs, row) -> Array:
         """The row of `x + y`."""
         x = self.load(inputs.x, row)
         return x if inputs.y is None else x + self.load(inputs.y, row)
@@ -101,7 +101,7 @@ class Rows(NamedTuple):
         return self.normalised(x)[0] * self.load(scale) + self.load(bias)
 
 
-def _forward_kernel(inputs: Inputs, outputs: tuple, total, *, rows: Rows):
+def _forward_kernel(inputs: LayerNormInputs, outputs: tuple, total, *, rows: NormRows):
     row = pl.program_id(0)
     x = rows.added(inputs, row)
     if total is not None:
@@ -111,7 +111,9 @@ def _forward_kernel(inputs: Inputs, outputs: tuple, total, *, rows: Rows):
         rows.store(ref, out, row)
 
 
-def _backward_kernel(inputs: Inputs, d_outputs: tuple, d_sum, d_inputs, sums, *, rows: Rows):
+def _backward_kernel(
+    inputs: LayerNormInputs, d_outputs: tuple, d_sum, d_inputs, sums, *, rows: NormRows
+):
     n_rows, n_programs = inputs.x.shape[0], sums[0].shape[0]
     program = pl.program_id(0)
     per_program = pl.cdiv(n_rows, n_programs)
@@ -136,11 +138,18 @@ def _backward_kernel(inputs: Inputs, d_outputs: tuple, d_sum, d_inputs, sums, *,
 
 
 def _launch(
-    kernel, inputs: Inputs, others, shapes, grid: int, epsilon: float, interpret: bool, aliases=None
+    kernel,
+    inputs: LayerNormInputs,
+    others,
+    shapes,
+    grid: int,
+    epsilon: float,
+    interpret: bool,
+    aliases=None,
 ):
     size = inputs.x.shape[1]
     return launch(
-        functools.partial(kernel, rows=Rows(size, epsilon)),
+        functools.partial(kernel, rows=NormRows(size, epsilon)),
         (inputs, *others),
         shapes,
         grid=(grid,),
@@ -154,7 +163,7 @@ def _launch(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def normalize(
-    options: Options, inputs: Inputs
+    options: LayerNormOptions, inputs: LayerNormInputs
 ) -> tuple[tuple[Float[Array, "R D"], ...], Float[Array, "R D"] | None]:
     """The layer norm of `x + y` in each of the dtypes, and the sum if `options.pass_on`.
 
@@ -183,7 +192,7 @@ normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 def forward(
-    inputs: Inputs, options: Options
+    inputs: LayerNormInputs, options: LayerNormOptions
 ) -> tuple[tuple[Float[Array, "R D"], ...], Float[Array, "R D"] | None]:
     """The layer norm of `x + y`, in each of the dtypes, and the sum if `options.pass_on`."""
     shapes = tuple(jax.ShapeDtypeStruct(inputs.x.shape, dtype) for dtype in options.dtypes)
@@ -197,13 +206,13 @@ def forward(
 
 
 def backward(
-    inputs: Inputs,
+    inputs: LayerNormInputs,
     d_outputs: tuple[Float[Array, "R D"], ...],
     d_sum: Float[Array, "R D"] | None,
     epsilon: float,
     interpret: bool,
     dtypes: Sequence[Any],
-) -> Inputs:
+) -> LayerNormInputs:
     """The gradients of what `forward` took, given those of what it returned.
 
     Args:
@@ -218,7 +227,7 @@ def backward(
     part = jax.ShapeDtypeStruct((n_programs, size), jnp.float32)
     shapes = (tuple(jax.ShapeDtypeStruct(inputs.x.shape, x) for x in dtypes), (part, part))
     others = d_outputs, d_sum
-    # `d_x`, the first output, takes the place of `d_sum`, the last input.
+    # `d_x`, the first output, overwrites `d_sum`, the last input.
     aliases = {} if d_sum is None else {len(jax.tree.leaves((inputs, others))) - 1: 0}
     (d_x, *d_y), sums = _launch(
         _backward_kernel, inputs, others, shapes, n_programs, epsilon, interpret, aliases
@@ -227,4 +236,4 @@ def backward(
         jnp.sum(x, axis=0).astype(like.dtype)
         for x, like in zip(sums, (inputs.scale, inputs.bias), strict=True)
     )
-    return Inputs(d_x, d_y[0] if d_y else None, d_scale, d_bias)
+    return LayerNormInputs(d_x, d_y[0] if d_y else None, d_scale, d_bias)

@@ -1,9 +1,9 @@
-"""One row times a matrix, and all around it, as a Pallas kernel for NVIDIA GPUs (Triton).
+"""Norm, product, activation and sum of one row, as a Pallas kernel for NVIDIA GPUs (Triton).
 
-A step of decoding waits for its small kernels, and for the reading of matrices. Here a
-program reads some rows of the transposed matrix and multiplies the input with them. Before that it
-computes the input's norm, which all programs do alike, and after it bias, activation and the sum
-with a residual. Outputs may be parts, which needs no copies where other kernels read them.
+The launches of small kernels and the reading of matrices take most of a decoding step's time. A
+program of this kernel computes the input's norm, which all programs do alike. It multiplies the
+input with some rows of the transposed matrix, and adds bias, activation and a residual. The output
+may come in parts, so that other kernels read it without copies.
 
 Letters as in `reformax.layers.matrices.affine`; R rows.
 """
@@ -20,14 +20,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from reformax.layers.kernels.layer_norm import Rows
+from reformax.layers.kernels.layer_norm import NormRows
 from reformax.ops.kernels.triton.common import launch, load, power_of_two
 
 # Numbers of the matrix that a program holds, 32 for each of its threads.
 TILE, WARPS = 8192, 8
 
 
-class Inputs(NamedTuple):
+class OneRowInputs(NamedTuple):
     """The arrays that a program reads."""
 
     x: Float[Array, "R D"]
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     norm: dict[str, Float[Array, " D"]] | None  # scale and bias
 
 
-class Options(NamedTuple):
+class OneRowOptions(NamedTuple):
     """The static part of a call.
 
     Attributes:
@@ -53,7 +53,7 @@ class Options(NamedTuple):
     interpret: bool = False
 
 
-def _kernel(inputs: Inputs, outputs: list, *, options: Options):
+def _kernel(inputs: OneRowInputs, outputs: list, *, options: OneRowOptions):
     row, (n_out, size) = pl.program_id(1), inputs.w.shape
     n, width = _tile(size)
     at = pl.program_id(0) * n + jnp.arange(n, dtype=jnp.int32)
@@ -61,7 +61,7 @@ def _kernel(inputs: Inputs, outputs: list, *, options: Options):
     exists = at < n_out
     mask = exists[:, None] & (column < size)[None]
     w = load(inputs.w.at[at[:, None], column[None]], mask, 0.0).astype(jnp.float32)
-    rows = Rows(size, options.epsilon)
+    rows = NormRows(size, options.epsilon)
     x = rows.load(inputs.x, row)
     if inputs.norm is not None:
         x = rows.norm(x, inputs.norm["scale"], inputs.norm["bias"])
@@ -87,7 +87,7 @@ def _tile(size: int) -> tuple[int, int]:
     return max(2, TILE // width), width
 
 
-def affine(options: Options, inputs: Inputs) -> list[Float[Array, "R _"]]:
+def affine(options: OneRowOptions, inputs: OneRowInputs) -> list[Float[Array, "R _"]]:
     """`reformax.layers.matrices.affine` for each row."""
     n_out, size = inputs.w.shape
     dtype = inputs.w.dtype if inputs.added is None else inputs.added.dtype
