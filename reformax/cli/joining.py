@@ -18,13 +18,14 @@ from reformax.declared import Bounds, Count, Filled, SettingError, Size
 Address = Annotated[str, Filled("HOST:PORT")]
 Seconds = Annotated[int, Bounds(1, 86_400)]
 _NAMES = ("coordinator_address", "num_processes", "process_id")
-_TIMEOUTS = ("heartbeat_timeout", "step_timeout")
+_TIMEOUTS = ("heartbeat_timeout", "step_timeout", "start_timeout")
 # Flags that may differ: paths, whose content is compared, and what is shown.
 _FREE = ("config_file", "output_dir", "data_dir", "distributed", "quiet", "traceback")
-# Seconds that a process waits for the others to be there.
-WAIT = 300
+# Defaults of the timeouts, in seconds.
 HEARTBEAT = 100
 STEP = 1800
+START = 20
+_JAX_TIMEOUT = 300  # seconds for JAX's own meeting, of processes that are there
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +56,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=flags.of(Seconds),
         help="seconds without a step, or a batch of an evaluation, after which all processes end "
         f"because one hangs (default: {STEP})",
+    )
+    group.add_argument(
+        "--start_timeout",
+        type=flags.of(Seconds),
+        help="seconds for all processes to start; those that came end then, since one that is "
+        f"killed as it starts never comes (default: {START})",
     )
 
 
@@ -91,12 +98,15 @@ def join(args: argparse.Namespace, config: str | None = None) -> None:
     timeout = args.heartbeat_timeout or HEARTBEAT
     # Before JAX, which would wait for what never comes, or abort with a stack of C++.
     processes.meet(
-        *(given[name] for name in _NAMES), timeout=timeout, step_timeout=args.step_timeout or STEP
+        *(given[name] for name in _NAMES),
+        timeout=timeout,
+        step_timeout=args.step_timeout or STEP,
+        start_timeout=args.start_timeout or START,
     )
     jax.distributed.initialize(
         **given,
         cluster_detection_method="deactivate",
-        initialization_timeout=WAIT,
+        initialization_timeout=_JAX_TIMEOUT,
         heartbeat_timeout_seconds=2 * timeout,  # the watchers are to tell of a death first
     )
     processes.watch()
@@ -111,7 +121,7 @@ def _detected(given: dict) -> dict:
     from jax._src import clusters
 
     find = clusters.ClusterEnv.auto_detect_unset_distributed_params
-    found = find(*(given.get(name) for name in _NAMES), None, None, WAIT)
+    found = find(*(given.get(name) for name in _NAMES), None, None, _JAX_TIMEOUT)
     if None in found[:3]:
         raise SettingError(
             "--distributed finds no processes: start it with srun or mpirun, or give "

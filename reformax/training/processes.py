@@ -218,7 +218,14 @@ def _opened(text: str, who: str) -> Any:
 # The end of a process.
 
 
-def meet(address: str, count: int, index: int, timeout: float, step_timeout: float) -> None:
+def meet(
+    address: str,
+    count: int,
+    index: int,
+    timeout: float,
+    step_timeout: float,
+    start_timeout: float,
+) -> None:
     """Starts the program of `watcher` beside this process; returns when all processes have come.
 
     From then on this process ends when another one dies or hangs, or a watcher does. JAX's
@@ -230,6 +237,7 @@ def meet(address: str, count: int, index: int, timeout: float, step_timeout: flo
       index: of this one.
       timeout: seconds without a sign of life after which a machine counts as failed.
       step_timeout: seconds without `go_on` after which those that are behind count as hanging.
+      start_timeout: seconds for all processes to come.
 
     Raises:
       SettingError: the processes do not make a run, or not all of them come.
@@ -238,7 +246,7 @@ def meet(address: str, count: int, index: int, timeout: float, step_timeout: flo
     host, _, port = address.rpartition(":")
     if index == 0:  # JAX takes another port there, if this variable says so
         port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address).rpartition(":")[2]
-    numbers = [str(x) for x in (index, count, timeout, step_timeout)]
+    numbers = [str(x) for x in (index, count, timeout, step_timeout, start_timeout)]
     command = [sys.executable, "-I", watcher.__file__, *numbers, host.strip("[]"), port]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     for line in iter(started.stdout.readline, b""):

@@ -8,7 +8,7 @@ dead, and its process. A process that hangs is there, with its heartbeat. It say
 through its pipe, and watcher 0 hears that of all: those that stay behind are what the others wait
 for.
 
-    python watcher.py INDEX COUNT TIMEOUT STEP_TIMEOUT HOST PORT
+    python watcher.py INDEX COUNT TIMEOUT STEP_TIMEOUT START_TIMEOUT HOST PORT
 
 The processes meet here first. Watcher 0 listens at the port, which JAX takes afterwards, until all
 have come; what it is told in place of a process's number and the run's count ends the run that
@@ -29,8 +29,7 @@ import time
 from contextlib import suppress
 
 _LINGER = 1.0  # seconds in which a dead process's watcher hears of a death before its own
-_WAIT = 300.0  # seconds for all processes to come
-_NOTICE = 10.0  # seconds after which a process says whom it waits for
+_NOTICE = 5.0  # seconds after which a process says whom it waits for
 _LATE = 3.0  # seconds in which those that come later hear of a refusal too
 _GREETING = 15.0  # seconds for watcher 0 to answer
 _TELLING = 2.0  # seconds for stderr to take a line
@@ -49,12 +48,17 @@ class Watcher:
       count: of all processes.
       timeout: seconds after which a silent watcher, or a stopped process, counts as dead.
       step_timeout: seconds after which processes that do not go on count as hanging, once they did.
+      start_timeout: seconds for all processes to come. A process that is killed before it connects
+        is not seen: only this timeout ends the others.
     """
 
-    def __init__(self, index: int, count: int, timeout: float, step_timeout: float):
+    def __init__(
+        self, index: int, count: int, timeout: float, step_timeout: float, start_timeout: float
+    ):
         """Begins with no connection; its parent is the process."""
         self.index, self.count = index, count
         self.timeout, self.step_timeout = timeout, step_timeout
+        self.start_timeout = start_timeout
         self._process = os.getppid()
         self._said, self._done = b"", False  # an unfinished line of the process, and its last word
         self._ran = self._went_on = self._began = time.monotonic()  # not stopped; any went on
@@ -104,10 +108,11 @@ class Watcher:
             except OSError as error:
                 if os.getppid() != self._process:
                     sys.exit()
-                if time.monotonic() > self._began + _WAIT:
+                if time.monotonic() > self._began + self.start_timeout:
                     raise Refused(
-                        f"coordinator_address={self._address} does not answer for {_WAIT:.0f} s "
-                        f"({error}): start process 0 there, and let the others reach that port"
+                        f"coordinator_address={self._address} does not answer for "
+                        f"{self.start_timeout:g} s ({error}): start process 0 there within "
+                        "--start_timeout, and let the others reach that port"
                     ) from None
                 self._notice(f"process 0 at {self._address}")
             time.sleep(0.2)
@@ -119,7 +124,8 @@ class Watcher:
         """Says once whom the process has been waiting for."""
         if not self._noticed and time.monotonic() > self._began + _NOTICE:
             self._noticed = True
-            _print(f"note: process {self.index} waits for {whom}, for {_WAIT:.0f} s at most")
+            limit = f"{self.start_timeout:g} s at most (--start_timeout)"
+            _print(f"note: process {self.index} waits for {whom}, for {limit}")
 
     def _welcome(self, index: int, count: int) -> str | None:
         """Why a process that came cannot be one of the run; None if it can."""
@@ -152,11 +158,17 @@ class Watcher:
             s = "es" * (len(missing) > 1)
             whom = f"process{s} {', '.join(map(str, missing[:8]))}{', ...' * (len(missing) > 8)}"
             self._notice(whom)
-            if now > self._began + _WAIT:
-                raise Refused(
-                    f"{whom} did not come within {_WAIT:.0f} s: start all that num_processes="
-                    f"{self.count} says, and let them reach process 0"
+            if now > self._began + self.start_timeout:
+                self._refuse(
+                    f"{whom} did not come within {self.start_timeout:g} s: start all that "
+                    f"num_processes={self.count} says within --start_timeout, and let them reach "
+                    "process 0"
                 )
+
+    def _refuse(self, why: str) -> None:
+        """In watcher 0: ends the run that begins, for those that came and those that will."""
+        self._refusal = time.monotonic(), why
+        self._tell(f"refused {why}")
 
     def watch(self) -> None:
         """Returns when the process of this watcher is over.
@@ -166,7 +178,7 @@ class Watcher:
         """
         os.set_blocking(0, False)  # nothing may be in a pipe that another still holds
         self._selector.register(sys.stdin.buffer, selectors.EVENT_READ, "process")
-        beat = min(1.0, self.timeout / 4, self.step_timeout / 4)
+        beat = min(1.0, self.timeout / 4, self.step_timeout / 4, self.start_timeout / 4)
         next_beat = time.monotonic()
         while True:
             ready = [key for key, _ in self._selector.select(max(0, next_beat - time.monotonic()))]
@@ -306,9 +318,7 @@ class Watcher:
         self._send(other, _HELLO)
         why = self._welcome(index, count)
         if why is not None and self._refusal is None:
-            self._refusal = time.monotonic(), why
-            for known in self._others:
-                self._send(known, f"refused {why}")
+            self._refuse(why)
         if self._refusal is not None:
             self._send(other, f"refused {self._refusal[1]}")
             return False
@@ -377,11 +387,12 @@ def _answer(line: str) -> None:
         os.write(1, f"{line}\n".encode())
 
 
-def main(index: str, count: str, timeout: str, step_timeout: str, host: str, port: str) -> None:
+def main(index: str, count: str, *timeouts_and_address: str) -> None:
     """The program."""
+    *timeouts, host, port = timeouts_and_address
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the process decides on these
-    watcher = Watcher(int(index), int(count), float(timeout), float(step_timeout))
+    watcher = Watcher(int(index), int(count), *map(float, timeouts))
     try:
         if watcher.index == 0:
             _answer(f"listening {watcher.listen(host, int(port))}")

@@ -83,7 +83,8 @@ class Launch:
         found: tuple[dict[str, str], ...] = ({}, {}),
     ):
         program = [sys.executable, str(ROOT / script)]
-        program += ["--heartbeat_timeout=100"] if script in ("train.py", "evaluate.py") else []
+        timeouts = ["--heartbeat_timeout=100", "--start_timeout=100"]
+        program += timeouts if script in ("train.py", "evaluate.py") else []
         program = ["/bin/sh"] if script == "sh" else program
         flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
         # By default a device that waits 40 s for another, as while that compiles, aborts.
@@ -462,7 +463,7 @@ import sys
 import jax
 from reformax.training import processes
 here = sys.argv[1], 4, int(sys.argv[2])
-processes.meet(*here, 100, 100)
+processes.meet(*here, 100, 100, 100)
 jax.distributed.initialize(*here)
 processes._LOOK = 0
 processes.watch()
@@ -487,6 +488,8 @@ processes.Processes.of_jax().meet()
         (["--heartbeat_timeout=9"], "heartbeat_timeout=9: this process is alone"),
         (["--step_timeout=0"], "step_timeout is 0"),
         (["--step_timeout=9"], "step_timeout=9: this process is alone"),
+        (["--start_timeout=0"], "start_timeout is 0"),
+        (["--start_timeout=9"], "start_timeout=9: this process is alone"),
     ],
 )
 def test_wrong_flags_are_one_line(given, told, tmp_path, monkeypatch, capsys):
@@ -506,12 +509,11 @@ def test_a_port_that_is_taken_and_an_address_without_an_answer_are_told(monkeypa
         with socket.create_server(("", taken), family=socket.AF_INET6) as other:
             threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
             with pytest.raises(SettingError, match=f"port {taken} cannot be had"):
-                processes.meet(f"localhost:{taken}", 2, 0, 100, 100)
-    monkeypatch.setattr(watcher, "_WAIT", 0.0)
+                processes.meet(f"localhost:{taken}", 2, 0, 100, 100, 100)
     with pytest.raises(
         watcher.Refused, match=rf"localhost:{taken} does not answer for 0 s .*start process 0"
     ):
-        watcher.Watcher(1, 2, 100, 100).connect("localhost", taken)
+        watcher.Watcher(1, 2, 100, 100, 0).connect("localhost", taken)
 
 
 FACTS = alike.facts()
