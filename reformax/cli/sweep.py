@@ -183,7 +183,8 @@ def _checked(member: Member, files: list[str], args) -> str:
     except Exception as error:
         if (line := errors.one_line(error)) is None:
             raise
-        raise SettingError(f"{member.name}: {line}") from None
+        line = errors.named_as_typed(line, error)
+        raise config.ConfigError(f"{member.name}: {line}") from None  # which stays as it is
     return _crc(config.text())
 
 
