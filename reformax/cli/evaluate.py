@@ -232,15 +232,11 @@ def _print(result: dict[str, Any], where: str, task) -> None:
         f"{context}, {saved_run.named(result['checkpoint_steps'])}, {where}"
     )
     print(f"accuracy: {result['accuracy']:.4f}")
+    of_bytes = "bits_per_dim" in result and "bits_per_byte" in result  # the same number
     for name in ("bits_per_dim", "bits_per_token", "bits_per_label", "bits_per_byte"):
-        if name in result:
-            unit = " (bits per byte)" if name == "bits_per_dim" and _is_bytes(task) else ""
+        if name in result and not (of_bytes and name == "bits_per_byte"):
+            unit = " (bits per byte)" if of_bytes else ""
             print(f"{name}: {result[name]:.4f}{unit}", flush=True)
-
-
-def _is_bytes(task) -> bool:
-    """Whether the tokens are the bytes of a text."""
-    return getattr(task, "of_bytes", False)
 
 
 def _print_translation(scores: dict[str, Any]) -> None:

@@ -56,11 +56,13 @@ def training(result: dict[str, Any], prints: bool = True) -> int:
         return 128 + result["interrupted_by"]
     if result["step"] < result["steps"]:
         print(f"out of time at step {result['step']} of {result['steps']}")
+    from reformax.training.curves import words_of
+
     metric = result["metric"]
     part = "" if result["whole"] else f" ({result['n_targets']:,} targets of the split)"
     best = " of a part of it" if result["whole"] and not result["best_whole"] else ""
     print(
-        f"{result['eval_split']} {metric.replace('_', ' ')}: {result[metric]:.4f} at step "
+        f"{result['eval_split']} {words_of(metric, result)}: {result[metric]:.4f} at step "
         f"{result['step']}{part}; best{best} "
         f"{result['best_' + metric]:.4f} at step {result['best_step']}"
     )

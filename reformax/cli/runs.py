@@ -35,6 +35,11 @@ class Run(NamedTuple):
     lines: list[dict[str, Any]]
 
     @property
+    def unit(self) -> str:
+        """The metric in words, of bytes by both of its names."""
+        return curves.words_of(self.metric, next((x for x in self.lines if self.metric in x), {}))
+
+    @property
     def scores(self) -> dict[str, curves.Curve]:
         """The evaluations, by what they scored."""
         return curves.scores(self.lines, self.metric)
@@ -119,7 +124,7 @@ def table(runs: Sequence[Run]) -> list[str]:
     best: dict[str, list[str]] = {}
     for i, run in enumerate(runs):
         for scored, curve in run.scores.items():
-            cells = best.setdefault(f"best {run.metric} of {scored}", [ABSENT] * len(runs))
+            cells = best.setdefault(f"best {run.unit} of {scored}", [ABSENT] * len(runs))
             at = curve.values.argmin()
             cells[i] = f"{curve.values[at]:.4f} at {curve.steps[at]:,}"
     columns = {"run": [run.name for run in runs]} | settings | best
@@ -205,7 +210,7 @@ def draw(runs: Sequence[Run], x: str) -> bytes:
             axes.plot(*curve, "osD^v"[n // 10 % 5] + "-", ms=4, color=color)
         axes.plot([], [], color=color, label=run.name, marker="osD^v"[n // 10 % 5], ms=4)
         shown += [smoothed, *by_x]
-    names = {run.metric.replace("_", " ") for run in runs}
+    names = {run.unit for run in runs}
     axes.set(xlabel=x, ylabel=" or ".join(sorted(names)))
     axes.set_title("scores with markers, smoothed training loss without", fontsize=9)
     curves.finish(axes, shown)

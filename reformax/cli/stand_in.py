@@ -13,6 +13,7 @@ from reformax.training import loop
 from reformax.training.settings import build
 
 _TARGETS = 1  # of a split
+_CLASSES = 2  # where the model takes their number from the data
 
 
 class _Vocabulary:
@@ -52,7 +53,7 @@ def task_of(model: Any) -> Task:
     """A task of the kind and the sizes of a model."""
     kind = getattr(model, "task_kind", "text")
     labelled = kind in ("labels", "pairs")
-    labels = Labels(model.n_classes, kind == "pairs") if labelled else None
+    labels = Labels(model.n_classes or _CLASSES, kind == "pairs") if labelled else None
     translation = None
     vocab_size = model.vocab_size
     if kind == "translation":

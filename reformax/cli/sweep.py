@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import jax
 
 from reformax import durable
-from reformax.cli import config, configs, errors, flags, modules, runs
+from reformax.cli import config, configs, errors, flags, messages, modules, runs, typed
 from reformax.declared import PathName, SettingError
 from reformax.training import dry_run, loop
 from reformax.training.folder import make_output_dir
@@ -183,7 +183,8 @@ def _checked(member: Member, files: list[str], args) -> str:
     except Exception as error:
         if (line := errors.one_line(error)) is None:
             raise
-        line = errors.named_as_typed(line, error)
+        if not isinstance(error, config.ConfigError):
+            line = typed.typed(line, messages.owner_of(error))
         raise config.ConfigError(f"{member.name}: {line}") from None  # which stays as it is
     return _crc(config.text())
 

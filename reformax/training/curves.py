@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,12 @@ class Curve(NamedTuple):
 
     steps: np.ndarray
     values: np.ndarray
+
+
+def words_of(metric: str, values: Mapping[str, Any]) -> str:
+    """A metric in words: 'bits per dim (bits per byte)' where the values have both."""
+    of_bytes = metric == "bits_per_dim" and "bits_per_byte" in values
+    return metric.replace("_", " ") + " (bits per byte)" * of_bytes
 
 
 def losses(lines: Lines, metric: str) -> Curve:
@@ -66,7 +72,8 @@ def draw(lines: Lines, metric: str, title: str, tokens_per_step: int) -> bytes:
         label = f"{name}, best {curve.values[best]:.3f} at step {curve.steps[best]:,}"
         axes.plot(*curve, "o-", ms=4, color=f"C{1 + i % 9}", label=label)
     tokens = f"{tokens_per_step:,} token{'s' * (tokens_per_step != 1)}"
-    axes.set(xlabel=f"step of {tokens}", ylabel=metric.replace("_", " "), title=title)
+    first = next((x for x in lines if metric in x), {})
+    axes.set(xlabel=f"step of {tokens}", ylabel=words_of(metric, first), title=title)
     finish(axes, [train, *found.values()])
     add_clock(axes, seconds(lines))
     return png(figure)

@@ -276,6 +276,12 @@ def labels_of(task) -> Any:
     return getattr(task, "labels", None)
 
 
+def n_classes_of(task) -> int | None:
+    """The number of classes of a task whose rows have classes; None for others."""
+    labels = labels_of(task)
+    return None if labels is None else labels.n_classes
+
+
 def metric_name(task) -> str:
     """The name of the mean `-log2 p` of a target.
 
@@ -287,12 +293,14 @@ def metric_name(task) -> str:
 
 
 def bits_of(task, split: str, bits: float) -> dict[str, float]:
-    """The bits of a target by the metric's name; of pieces of a text also `bits_per_byte`.
+    """The bits of a target by the metric's name; of a text also `bits_per_byte`.
 
-    A byte has the bits of a token over the bytes of a token, in the mean of the whole split. In
-    this unit models of bytes and of any pieces compare.
+    Where tokens are pieces, a byte has the bits of a token over the bytes of a token, in the mean
+    of the whole split. In this unit models of bytes and of any pieces compare.
     """
     found = {metric_name(task): bits}
+    if getattr(task, "of_bytes", False):
+        found["bits_per_byte"] = bits
     if (n_bytes := getattr(task, "n_bytes", None)) is not None:
         found["bits_per_byte"] = bits * task.n_targets(split) / n_bytes(split)
     return found

@@ -23,7 +23,7 @@ from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Loggers
 from reformax.training.checkpoint import Checkpoints
-from reformax.training.loss import labels_of, vocabulary_of
+from reformax.training.loss import labels_of, n_classes_of, vocabulary_of
 from reformax.training.metrics import Record
 from reformax.training.placing import place
 from reformax.training.record_lines import RecordLines
@@ -78,7 +78,8 @@ def models_of(settings: Settings) -> Models:
     """Builds the models; raises `SettingError` where they do not fit the task."""
     # Stages of one model share it, and so its programs.
     factories = {id(stage.model): stage.model for stage in settings.all_stages}
-    built = {name: build(model, "train") for name, model in factories.items()}
+    n_classes = n_classes_of(settings.task)
+    built = {name: build(model, "train", n_classes) for name, model in factories.items()}
     train = [built[id(stage.model)] for stage in settings.all_stages]
     evaluation.check_model(train[-1], settings.task)
     for model, stage in zip(train[:-1], settings.all_stages, strict=False):

@@ -33,6 +33,7 @@ from reformax.training.decisions import Decisions, Moment
 from reformax.training.folder import tell_changes, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
+from reformax.training.loss import n_classes_of, vocabulary_of
 from reformax.training.metrics import Bar, NoRecord, Record
 from reformax.training.prefetch import prefetch
 from reformax.training.processes import Processes
@@ -97,9 +98,9 @@ class Run:
             )
             newest = processes.same(self._checkpoints.newest_whole)
             self._checkpoints.trust(newest)
-            self._vocabulary = self._keep_vocabulary(newest)
-            if self._vocabulary is not None:
+            if vocabulary_of(self._task) is not None:  # which may be learnt first, in minutes
                 self._say("tokenizing")
+            self._vocabulary = self._keep_vocabulary(newest)
             self._task.n_targets(settings.eval_split)  # an unknown split fails now
             setup = opening.Setup(settings, self._models, self._mesh, self._key)
             begun = opening.begin(setup, self._checkpoints, newest, self._vocabulary)
@@ -215,7 +216,8 @@ class Run:
 
         self._record = self._processes.by_first(first) or NoRecord()
         self._pace = forecast.Pace(settings.steps, IN_FLIGHT + 1)
-        self._bar = Bar(self.step, settings.steps, settings.progress, self._metric)
+        unit = "bits_per_byte" if getattr(self._task, "of_bytes", False) else self._metric
+        self._bar = Bar(self.step, settings.steps, settings.progress, unit)
         self._log = StepLog(
             settings,
             self._record,
@@ -348,6 +350,8 @@ class Run:
         extra: dict[str, Any] = {"data": self._data}
         if self._vocabulary is not None:
             extra["vocabulary"] = self._vocabulary
+        if (n_classes := n_classes_of(self._task)) is not None:
+            extra["n_classes"] = n_classes
         if self.score is not None:
             extra |= {"scored": self._scores.kind(self._data), "evaluation": self.score}
         self._checkpoints.save(
@@ -397,6 +401,7 @@ class Run:
             "eval_split": self._settings.eval_split,
             "metric": self._metric,
             self._metric: score[self._metric],
+            **{name: score[name] for name in ("bits_per_byte",) if name in score},
             "n_targets": score["n_targets"],
             "whole": score["whole"],
             "best_step": best,

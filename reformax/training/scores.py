@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from reformax.training import evaluation
+from reformax.training.curves import words_of
 from reformax.training.loss import labels_of, metric_name
 from reformax.training.settings import Settings
 
@@ -101,7 +102,8 @@ class Scores:
         return words
 
     def _bits(self, score: Mapping[str, Any]) -> str:
-        names = [name for name in (self.metric, "bits_per_byte") if name in score]
-        words = ", ".join(f"{score[name]:.4f} {name.replace('_', ' ')}" for name in names)
+        words = f"{score[self.metric]:.4f} {words_of(self.metric, score)}"
+        if self.metric != "bits_per_dim" and "bits_per_byte" in score:
+            words += f", {score['bits_per_byte']:.4f} bits per byte"
         is_class = labels_of(self._settings.task) is not None
         return words + f", accuracy {score['accuracy']:.4f}" * is_class

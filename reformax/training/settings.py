@@ -27,7 +27,7 @@ from reformax.declared import (
     shown,
 )
 from reformax.training.callbacks import Callback, Logger
-from reformax.training.loss import vocabulary_of
+from reformax.training.loss import n_classes_of, vocabulary_of
 from reformax.training.mesh import Sizes
 from reformax.training.stages import Filled, Model, Stage, Task, end_of, filled
 
@@ -166,7 +166,7 @@ class Settings:
 
     def built(self, mode: str) -> Any:
         """The model for 'train' or for 'eval'."""
-        return build(self.model, mode)
+        return build(self.model, mode, n_classes_of(self.task))
 
     @functools.cached_property
     def all_stages(self) -> list[Filled]:
@@ -204,8 +204,12 @@ class Settings:
         }
 
 
-def build(model: Callable[..., Any], mode: str) -> Any:
-    """`model(mode=mode)`; raises `SettingError` if that cannot be or is no model."""
+def build(model: Callable[..., Any], mode: str, n_classes: int | None = None) -> Any:
+    """`model(mode=mode)`, with `n_classes` if the model has none of its own.
+
+    Raises:
+      SettingError: the model cannot be built, or is no model.
+    """
     check("model", model, Model)
     refusal = SettingError(f"model is {shown(model)}: expected {expected(Model)}")
     try:
@@ -213,6 +217,8 @@ def build(model: Callable[..., Any], mode: str) -> Any:
     except (TypeError, ValueError):
         raise refusal from None
     built = model(mode=mode)
+    if n_classes is not None and getattr(built, "n_classes", n_classes) is None:
+        built = model(mode=mode, n_classes=n_classes)
     if not fits(built, ModelLike):
         raise refusal
     return built
