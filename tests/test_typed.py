@@ -7,7 +7,7 @@ import pytest
 
 from reformax.cli import config, configs, errors, messages, report, typed
 from reformax.training import loop
-from reformax.training.settings import Settings, build
+from reformax.training.settings import TrainSettings, build
 
 SMALL = ["n_layers=2", "steps=20", "batch_size=2", "length=64", "warmup_steps=2"]
 NAMED = re.compile(r"(?<![\w./@%('\"=-])([a-z_][\w.]*)=((?:'[^']*'|\([^)]*\)|[\w.-])+)")
@@ -48,7 +48,7 @@ def told(monkeypatch, capsys):
         def main():
             config.parse([str(file)], [*SMALL, *settings], folders=configs.FOLDERS)
             found = config.bindings(loop.train)
-            given = Settings(**found)
+            given = TrainSettings(**found)
             import jax
 
             shape = (given.batch_size, given.length)

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(args) -> int:
     """Scores what the flags say, prints and writes."""
-    files = results.Files(args.output_dir, writes=joining.first())
+    files = results.ResultFiles(args.output_dir, writes=joining.first())
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
     joining.agree("the checkpoint", lambda: saved_run.identities(args.output_dir, saved.steps))

@@ -15,7 +15,7 @@ from typing import Any
 from reformax import durable
 
 
-class Files:
+class ResultFiles:
     """Writes files whole or not at all, and remembers those that could not be written."""
 
     def __init__(self, folder: str | os.PathLike, writes: bool = True):

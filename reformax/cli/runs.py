@@ -26,7 +26,7 @@ ABSENT = "-"
 METRICS = ("bits_per_dim", "bits_per_token", "bits_per_label")
 
 
-class Run(NamedTuple):
+class RecordedRun(NamedTuple):
     """What a run's folder says."""
 
     name: str
@@ -74,7 +74,7 @@ def parser() -> flags.Parser:
     return parser
 
 
-def read(folders: Sequence[str]) -> list[Run]:
+def read(folders: Sequence[str]) -> list[RecordedRun]:
     """The runs in these folders, and in the folders in them.
 
     Raises:
@@ -96,14 +96,14 @@ def _is_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file()
 
 
-def _read(folder: Path, name: str) -> Run:
+def _read(folder: Path, name: str) -> RecordedRun:
     lines = record_lines.read(folder / "metrics.jsonl")
     metric = next((m for m in METRICS if any(m in line for line in lines)), METRICS[0])
     path = folder / "config.gin"
     text = path.read_text(errors="replace") if path.is_file() else ""
     text, _ = renamed.translated(text)
     values = config.read_statements(text, str(path)).values
-    return Run(name, {name: repr(value) for name, value in values.items()}, metric, lines)
+    return RecordedRun(name, {name: repr(value) for name, value in values.items()}, metric, lines)
 
 
 def _names(paths: list[Path]) -> list[str]:
@@ -118,7 +118,7 @@ def _parent(folders: Sequence[str]) -> Path:
     return first.parent if _is_run(first) else first
 
 
-def table(runs: Sequence[Run]) -> list[str]:
+def table(runs: Sequence[RecordedRun]) -> list[str]:
     """The lines of a Markdown table, a row for each run."""
     settings = differences([run.settings for run in runs])
     best: dict[str, list[str]] = {}
@@ -146,7 +146,7 @@ def table(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _speed(run: Run) -> str:
+def _speed(run: RecordedRun) -> str:
     speeds = [x.get("timing", {}).get("tokens_per_second") for x in run.lines]
     speeds = [speed for speed in speeds if speed is not None]
     return f"{statistics.median(speeds):,.0f}" if speeds else ABSENT
@@ -195,7 +195,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def draw(runs: Sequence[Run], x: str) -> bytes:
+def draw(runs: Sequence[RecordedRun], x: str) -> bytes:
     """A PNG of the runs' curves by 'step' or by 'minutes'."""
     figure, axes = curves.new_figure((8, 5))
     shown = []

@@ -135,8 +135,9 @@ def read(path: Path, vocab_size: int | None = None) -> Read:
     if name in trax_config.MODELS and name not in _SAME:
         here = trax_config.MODELS[name]
         raise ValueError(
-            f"{where} has Trax's {name}, whose weights are not read: those of {' and '.join(_SAME)} "
-            f"are; {here.model} is the same model, to train with --config_file={here.config}"
+            f"{where} has Trax's {name}, whose weights are not read: convert reads those of "
+            f"{' and '.join(_SAME)}; {here.model} is the same model, to train with "
+            f"--config_file={here.config}"
         )
     if name not in _SAME:
         raise ValueError(f"{where} has the model {name}: expected {' or '.join(_SAME)}")

@@ -35,7 +35,7 @@ from reformax.training.processes import go_on
 FIRST = 64
 
 
-class Band(NamedTuple):
+class PositionBand(NamedTuple):
     """The targets that `[first, end)` tokens of their windows, or documents, stand before."""
 
     first: int
@@ -44,11 +44,11 @@ class Band(NamedTuple):
     n_targets: int
 
 
-class Bands(NamedTuple):
+class PositionBands(NamedTuple):
     """The bands of positions in the window, and of those in documents that begin in it."""
 
-    windows: list[Band]
-    documents: list[Band]  # empty where no document begins
+    windows: list[PositionBand]
+    documents: list[PositionBand]  # empty where no document begins
 
 
 def bands_of(length: int) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def by_position(
     max_tokens: int | None = None,
     loss_chunk_len: int | None = None,
     mesh: Mesh | None = None,
-) -> Bands:
+) -> PositionBands:
     """The bits of each band of positions, over windows of a split that do not overlap.
 
     Documents begin at the places `task.borders(split)`.
@@ -103,10 +103,10 @@ def by_position(
         for index, batch in ready:
             totals += jax.device_get(score(batch, index))
             go_on()
-    return Bands(
+    return PositionBands(
         *(
             [
-                Band(*ends, loss_lib.bits_per_dim(nats, weight), round(weight))
+                PositionBand(*ends, loss_lib.bits_per_dim(nats, weight), round(weight))
                 for ends, (nats, weight) in zip(pairwise(edges), part, strict=True)
                 if weight
             ]
@@ -178,7 +178,7 @@ def in_document(
     return np.where(begins < starts[:, None], -1, places - begins).astype(np.int32)
 
 
-def table(bands: Bands, metric: str) -> str:
+def table(bands: PositionBands, metric: str) -> str:
     """The bands as lines of text."""
     lines = []
     for what, part in zip(("positions", "in document"), bands, strict=True):
@@ -190,7 +190,7 @@ def table(bands: Bands, metric: str) -> str:
     return "\n".join(lines)
 
 
-def draw(bands: Bands, metric: str, title: str) -> bytes:
+def draw(bands: PositionBands, metric: str, title: str) -> bytes:
     """A PNG of the bands, each a level line, over a logarithmic axis of positions."""
     figure, axes = curves.new_figure()
     for what, part in zip(("window", "document that begins in it"), bands, strict=True):
@@ -206,7 +206,7 @@ def draw(bands: Bands, metric: str, title: str) -> bytes:
     return curves.png(figure)
 
 
-def as_json(bands: Bands, metric: str) -> dict[str, list[dict[str, Any]]]:
+def as_json(bands: PositionBands, metric: str) -> dict[str, list[dict[str, Any]]]:
     """The bands as a file has them: `by_position`, and `in_document` if a document begins."""
     names = {"bits": metric}
     parts = {"by_position": bands.windows} | (

@@ -161,17 +161,17 @@ class Processes:
 
         self.same(check)
 
-    def wish(self, wish: str) -> None:
-        """Tells process 0 what this process would have it decide; once."""
+    def request_stop(self, reason: str) -> None:
+        """Requests from process 0 that the run stops; each process calls it once at most."""
         if self.count > 1:
-            _client().key_value_set(f"{self._name}/wish/{self.index}", wish)
+            _client().key_value_set(f"{self._name}/stop/{self.index}", reason)
 
-    def wishes(self) -> dict[int, str]:
-        """In process 0: what the others wished so far."""
+    def stop_requests(self) -> dict[int, str]:
+        """In process 0: the reasons of the other processes that request a stop, by process."""
         if self.count == 1:
             return {}
-        found = _client().key_value_dir_get(f"{self._name}/wish/")
-        return {int(key.rpartition("/")[2]): wish for key, wish in found}
+        found = _client().key_value_dir_get(f"{self._name}/stop/")
+        return {int(key.rpartition("/")[2]): reason for key, reason in found}
 
 
 def _client():

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from reformax.training import evaluation
 from reformax.training.curves import words_of
 from reformax.training.loss import labels_of, metric_name
-from reformax.training.settings import Settings
+from reformax.training.settings import TrainSettings
 
 
 class Scores:
@@ -21,7 +21,7 @@ class Scores:
       metric: the name of the score, such as 'bits_per_dim'.
     """
 
-    def __init__(self, model, settings: Settings, mesh: Mesh):
+    def __init__(self, model, settings: TrainSettings, mesh: Mesh):
         """Takes a model built for evaluation."""
         self._model, self._settings, self._mesh = model, settings, mesh
         self.metric = metric_name(settings.task)

@@ -29,7 +29,7 @@ from reformax.declared import (
 from reformax.training.callbacks import Callback, Logger
 from reformax.training.loss import n_classes_of, vocabulary_of
 from reformax.training.mesh import Sizes
-from reformax.training.stages import Filled, Model, Stage, Task, end_of, filled
+from reformax.training.stages import Model, ResolvedStage, Stage, Task, end_of, resolved
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ Transformation = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """The keyword arguments of `loop.train`; in gin `loop.train.NAME`.
 
     Attributes:
@@ -169,28 +169,28 @@ class Settings:
         return build(self.model, mode, n_classes_of(self.task))
 
     @functools.cached_property
-    def all_stages(self) -> list[Filled]:
-        """The stages that have steps, with their values filled in, the run's own at the end."""
-        own = Filled(self.steps, self.model, self.task, self.batch_size, self.length)
-        return filled(self.stages, own)
+    def all_stages(self) -> list[ResolvedStage]:
+        """The stages that have steps, resolved; the last one has the run's own values."""
+        last = ResolvedStage(self.steps, self.model, self.task, self.batch_size, self.length)
+        return resolved(self.stages, last)
 
     def stage_after(self, step: int) -> int:
         """Which of `all_stages` has the step after `step`."""
         return sum(stage.until <= step for stage in self.all_stages[:-1])
 
     def batch_number(self, step: int) -> int:
-        """What the stage's task is asked for the batch after `step` by: `step`, or more.
+        """Batch index passed to the stage's task for the batch after `step`: `step`, or more.
 
-        A task that reads in order takes this times the batch's size for its place. Behind a stage
-        of larger batches it leaps, so that no example comes again before all have come.
+        A task that reads in order multiplies the index by the batch size to find its position. The
+        index leaps after a stage of larger batches, so no example repeats before all have come.
         """
-        number = place = begin = 0
+        number = position = begin = 0
         for stage in self.all_stages[: self.stage_after(step) + 1]:
             if getattr(stage.task, "in_order", False):
-                number = max(number, -(-place // stage.batch_size))
+                number = max(number, -(-position // stage.batch_size))
             end = min(stage.until, step)
             number, begin = number + end - begin, end
-            place = number * stage.batch_size
+            position = number * stage.batch_size
         return number
 
     @property
@@ -231,9 +231,9 @@ def takes_settings(function):
     """
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    settings = inspect.signature(Settings).parameters.values()
+    settings = inspect.signature(TrainSettings).parameters.values()
     function.__signature__ = signature.replace(parameters=[*own, *settings])
-    function.__annotations__ |= hints_of(Settings)  # `hints_of(function)` reads them
+    function.__annotations__ |= hints_of(TrainSettings)  # `hints_of(function)` reads them
     # A misspelt or missing argument is then an error of the function that the user called.
-    Settings.__init__.__qualname__ = function.__qualname__
+    TrainSettings.__init__.__qualname__ = function.__qualname__
     return function

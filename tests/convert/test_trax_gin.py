@@ -217,7 +217,7 @@ def test_without_trax_it_converts_and_names_the_extra(answer, tmp_path, monkeypa
         ("train.model = @trax.models.Transformer", "--config_file=transformer_wmt_ende.gin"),
         (
             "train.model = @trax.models.Reformer",
-            "Trax's Reformer, whose weights are not read: those of ReformerLM and TransformerLM are",
+            "whose weights are not read: convert reads those of ReformerLM and TransformerLM; seq",
         ),
         ("train.model = @HourglassLM", "the model HourglassLM: expected ReformerLM or"),
         ("include 'other.gin'", "includes 'other.gin', which is not read"),

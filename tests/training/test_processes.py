@@ -617,7 +617,7 @@ def test_one_process_decides_by_itself():
     assert alone.same(lambda: [1, "two"]) == [1, "two"] and alone.by_first(lambda: 3) == 3
     alone.by_all(lambda: done.append(1))
     alone.meet()
-    assert done == [1] and alone.wishes() == {} and alone.first
+    assert done == [1] and alone.stop_requests() == {} and alone.first
     with pytest.raises(OSError, match="no"):
         alone.same(lambda: (_ for _ in ()).throw(OSError("no")))
 
@@ -655,12 +655,12 @@ def both(monkeypatch):
 def test_processes_follow_the_first_one(both):
     def agree(own: Processes):
         if not own.first:
-            own.wish("15")
+            own.request_stop("15")
         own.meet()
-        wishes = own.same(lambda: {str(k): v for k, v in own.wishes().items()})
+        stop_requests = own.same(lambda: {str(k): v for k, v in own.stop_requests().items()})
         index = own.same(lambda: own.index)
         branch = own.branch("other").same(lambda: [own.index, "other"])
-        return wishes, index, branch, own.by_first(lambda: own.index)
+        return stop_requests, index, branch, own.by_first(lambda: own.index)
 
     first, second = both(agree)
     assert first == ({"1": "15"}, 0, [0, "other"], 0)
