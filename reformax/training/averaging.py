@@ -36,7 +36,7 @@ def last_configs(checkpoints: Checkpoints, n: int) -> dict[int, str | None]:
         step = checkpoints.previous(step)
     if len(found) < n:
         last = ", ".join(map(str, found)) or "none"
-        # The best, kept on its own, and those that a signal or the clock asked for.
+        # The best one, which is kept apart, and temporary ones.
         if others := ", ".join(str(step) for step in there if step not in found):
             last += f"; {others} is from before others that were deleted, or is temporary"
         raise SettingError(

@@ -123,14 +123,14 @@ def add_clock(axes, time: Curve) -> None:
     unit, size = next(x for x in _UNITS if total >= 4 * x[1] or x[1] == 1)
     ticks = MaxNLocator(7, integer=True).tick_values(0, total / size)
     ticks = ticks[ticks * size <= total]
-    places = np.interp(ticks * size, time.values, time.steps)
+    positions = np.interp(ticks * size, time.values, time.steps)
     # Evaluations take time and no steps, so that ticks may fall together: the first of them stays.
     room, kept = np.ptp(axes.get_xlim()) / 20, [0]
-    for i, place in enumerate(places):
-        if place - places[kept[-1]] >= room:
+    for i, position in enumerate(positions):
+        if position - positions[kept[-1]] >= room:
             kept.append(i)
     top = axes.secondary_xaxis("top")
-    top.set_xticks(places[kept], [f"{x:g}" for x in ticks[kept]])
+    top.set_xticks(positions[kept], [f"{x:g}" for x in ticks[kept]])
     top.set_xlabel(unit)
 
 

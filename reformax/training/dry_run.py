@@ -1,4 +1,4 @@
-"""Whether a run's settings fit, and what its steps ask of a device: no step is run."""
+"""Checks a run's settings and reports the memory of its steps; no step is run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class Needs(NamedTuple):
-    """The bytes that a step asks of a device.
+    """The bytes that a step needs on a device.
 
     Attributes:
       params: of the weights.
@@ -74,7 +74,7 @@ def _shape(x: Any, placement: Any) -> jax.ShapeDtypeStruct:
 def check(**settings: Any) -> None:
     """Builds what the settings of `loop.train` name and traces the model; compiles nothing.
 
-    No device is asked, for the run may have others.
+    No device is used, since the run may have others.
 
     Raises:
       Exception: the settings do not fit each other, or the model raises it.
@@ -90,14 +90,14 @@ def _check_evaluation(
 ) -> None:
     """Raises for an evaluation that the settings do not allow; `like` has the state's shapes."""
     task, split = settings.task, settings.eval_split
-    if vocabulary_of(task) is None:  # it would be learnt here, in minutes
+    if vocabulary_of(task) is None:  # learning it would take minutes
         task.n_targets(split)  # raises for an unknown split
         sizes = settings.eval_sizes
         evaluation.check_positions(models.eval, like.params, task, split, **sizes, **mesh)
 
 
 def report(*, begun: bool = False, **settings: Any) -> list[str]:
-    """Lines on the devices, and on what the step of each stage of a run asks of one.
+    """Lines on the devices, and on the memory that the step of each stage needs on one.
 
     Args:
       begun: whether the run has a checkpoint, and so no need of `init_from`.

@@ -47,7 +47,7 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             max_minutes=settings.max_minutes,
         )
         while True:
-            # Clocks are asked here alone: of several processes the first one decides.
+            # Only this call reads clocks; process 0 decides for all.
             now = run.now()
             due = schedule.due(run.step, now.minutes, now.since_save)
             # A resumed run has its score, unless it was stopped before it could evaluate.

@@ -156,10 +156,10 @@ def _sums(logits_fn, options, used, features, targets, weights) -> Sums:
 
     def add_part(sums, part):
         features, *others = part
-        here = _chunk(logits_fn(features, *used), *others, label_smoothing)
-        return jax.tree.map(jnp.add, sums, here.sums), None
+        result = _chunk(logits_fn(features, *used), *others, label_smoothing)
+        return jax.tree.map(jnp.add, sums, result.sums), None
 
-    def add_chunk(sums, chunk):  # whose logits are float32 here, and in the kernel bfloat16
+    def add_chunk(sums, chunk):  # logits are float32, unlike the kernel's bfloat16
         return jax.lax.scan(add_part, sums, _chunks(most, *chunk))
 
     return jax.lax.scan(add_chunk, _zero_sums(), (features, targets, weights))[0]
@@ -184,11 +184,11 @@ def _sums_jvp(logits_fn, options, primals, tangents) -> tuple[Sums, Sums]:
         features, *others = chunk
         logits, vjp = jax.vjp(logits_of, features, *params)
         if impl == "xla":
-            here = _chunk(logits, *others, label_smoothing)
+            result = _chunk(logits, *others, label_smoothing)
         else:
-            here = _chunk_by_kernel(logits, *others, label_smoothing, features.dtype, impl)
-        d_features, *d_params = vjp(here.d_logits.astype(logits.dtype))
-        return jax.tree.map(jnp.add, carry, (here.sums, d_params)), (d_features, here.losses)
+            result = _chunk_by_kernel(logits, *others, label_smoothing, features.dtype, impl)
+        d_features, *d_params = vjp(result.d_logits.astype(logits.dtype))
+        return jax.tree.map(jnp.add, carry, (result.sums, d_params)), (d_features, result.losses)
 
     start = _zero_sums(), [jnp.zeros_like(x) for x in params]
     chunks = features, targets, weights

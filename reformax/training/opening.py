@@ -1,7 +1,7 @@
-"""What a run is opened with: its state, its compiled steps, its record.
+"""Opens a run: its state, its compiled steps, its record.
 
 A run begins with new weights, with those of another run, or where its own latest checkpoint left
-it. What it will take is told before it takes it.
+it. Its memory and time are reported before it uses them.
 """
 
 from __future__ import annotations
@@ -313,12 +313,12 @@ def compiled(
         flops += found.flops * (stage.until - start)
         if start == restored.step:
             # A call of the jitted function finds what is compiled here.
-            asked = forecast.memory_of(traced.lower().compile(), len(mesh.local_devices))
+            needed = forecast.memory_of(traced.lower().compile(), len(mesh.local_devices))
         start = stage.until
     if line := forecast.long_run(flops, mesh.size):
         note(line)
     say(
-        f"compiled in {time.monotonic() - started:.0f} s: a step takes {memory.words(asked)} of "
+        f"compiled in {time.monotonic() - started:.0f} s: a step takes {memory.words(needed)} of "
         f"{memory.words(memory.available())} of memory"
     )
     return steps, chain([first], batches)

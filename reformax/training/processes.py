@@ -2,7 +2,7 @@
 
 JAX divides arrays among processes. All else that they must have in common goes through JAX's
 coordination service, which process 0 runs: which checkpoint is the newest, whether time is up,
-whether a signal came to one of them. What process 0 says is numbered, and every process asks for
+whether a signal came to one of them. The answers of process 0 are numbered, and every process reads
 the same numbers in the same order. No device takes part, so that decisions neither wait for a step
 nor get between two of its collectives.
 
@@ -38,14 +38,14 @@ _PATIENCE = 7 * 86_400_000
 _KEPT = 1_000
 _END = "reformax/end"
 _LOOK = 0.5  # seconds between looks at whether another process ended
-_GRACE = 2.0  # seconds for a process to tell of its own error before it tells another's
+_GRACE = 2.0  # seconds in which a process prints its own error before another's
 _LINGER = 10.0  # seconds for a look at the others to end, where they no longer answer
-_SETTLED = 0.5  # seconds in which a watcher hears of a death
+_SETTLED = 0.5  # seconds in which a watcher detects a death
 _numbers = itertools.count()
 _looked = threading.Event()  # nobody looks at the others any more
 _ends = threading.Event()  # this process does, by itself
 _watcher: subprocess.Popen | None = None
-_steps = 0  # how far this process is, as it told its watcher
+_steps = 0  # steps that this process reported to its watcher
 
 
 class Processes:
@@ -70,7 +70,7 @@ class Processes:
         name, state = f"reformax/{next(_numbers)}", distributed.global_state
         if state.client is None:
             return cls(name, jax.process_index(), jax.process_count())
-        return cls(name, state.process_id, state.num_processes)  # asks no device
+        return cls(name, state.process_id, state.num_processes)  # touches no device
 
     @property
     def first(self) -> bool:
@@ -82,7 +82,7 @@ class Processes:
         return Processes(f"{self._name}/{name}", self.index, self.count)
 
     def same(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns in process 0, where alone it is called.
+        """Runs `decide` on process 0 and broadcasts the result.
 
         Args:
           decide: returns what JSON holds.
@@ -122,13 +122,13 @@ class Processes:
         key, error = f"{self._name}/{self._number}/all", None
         try:
             do()
-        except Exception as own:
-            error = own
+        except Exception as raised:
+            error = raised
         _client().key_value_set(
             f"{key}/{self.index}", json.dumps({"value": None}) if error is None else _packed(error)
         )
 
-        def hear() -> None:
+        def check() -> None:
             if error is not None:
                 raise error
             for other in range(self.count):
@@ -137,12 +137,12 @@ class Processes:
             _client().key_value_delete(key)
 
         try:
-            self.same(hear)
-        except Exception as heard:
-            raise error or heard from None
+            self.same(check)
+        except Exception as of_another:
+            raise error or of_another from None
 
     def meet(self) -> None:
-        """Returns when every process is here."""
+        """A barrier: returns when every process has called it."""
         self.by_all(lambda: None)
 
     def compare(self, facts: Mapping[str, str]) -> None:
@@ -204,7 +204,7 @@ _KINDS = {
 
 
 def _opened(text: str, who: str) -> Any:
-    """The value of an answer; raises the error that it tells of."""
+    """The value of an answer; raises the error that it holds."""
     answer = json.loads(text)
     if "value" in answer:
         return answer["value"]
@@ -226,7 +226,7 @@ def meet(
     step_timeout: float,
     start_timeout: float,
 ) -> None:
-    """Starts the program of `watcher` beside this process; returns when all processes have come.
+    """Starts a watcher of this process; returns when all processes are connected.
 
     From then on this process ends when another one dies or hangs, or a watcher does. JAX's
     coordination service can have the address afterwards.
@@ -240,7 +240,7 @@ def meet(
       start_timeout: seconds for all processes to come.
 
     Raises:
-      SettingError: the processes do not make a run, or not all of them come.
+      SettingError: the processes do not form a run, or not all of them come.
     """
     global _watcher
     host, _, port = address.rpartition(":")
@@ -263,7 +263,7 @@ def meet(
 
 
 def _mind_watcher(index: int) -> None:
-    """Ends this process when its watcher is killed, for nobody would end it later."""
+    """Ends this process when its watcher is killed, since nothing else would end it later."""
     while os.read(_watcher.stdout.fileno(), 2**12):
         pass
     if not _ends.is_set():
@@ -274,7 +274,7 @@ def _mind_watcher(index: int) -> None:
 
 
 def watch() -> None:
-    """Ends this process when another one ends by an error that it tells; JAX knows all of them."""
+    """Ends this process when another one reports an error; JAX knows all processes by now."""
     thread = threading.Thread(target=_watch, name="other processes", daemon=True)
     thread.start()
     # A thread that came back from C++ while the interpreter ends would abort the process.
@@ -282,7 +282,7 @@ def watch() -> None:
 
 
 def _release() -> None:
-    """Tells the watcher that this process ends by itself.
+    """Reports the orderly end of this process to its watcher.
 
     JAX's end waits for the other processes, and one of them may be killed before: it comes first.
     """
@@ -301,7 +301,7 @@ def _done() -> None:
 
 
 def go_on() -> None:
-    """Tells the watcher that this process goes on; all processes call it equally often.
+    """Reports one more step to the watcher; all processes call it equally often.
 
     Process 0 calls it after a decision that the others wait for, and these before: the one that
     does not go on is then behind the others.
@@ -309,7 +309,7 @@ def go_on() -> None:
     global _steps
     if _watcher is not None:
         _steps += 1
-        with suppress(OSError, ValueError):  # a watcher that is behind hears a later number
+        with suppress(OSError, ValueError):  # a watcher that is behind reads a later number
             os.write(_watcher.stdin.fileno(), b"%d\n" % _steps)
 
 
@@ -346,10 +346,10 @@ def leave(line: str, code: int) -> None:
       code: the exit code of all.
     """
     end = {"process": _index(), "line": line, "code": code}
-    with suppress(Exception):  # another told first, or the service has ended
+    with suppress(Exception):  # another process reported first, or the service has ended
         _client().key_value_set(_END, json.dumps(end))
     if _index() == 0:
-        time.sleep(2 * _GRACE)  # the others hear it from the service that ends with this process
+        time.sleep(2 * _GRACE)  # the others read it from the service, which ends with this process
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     _done()

@@ -183,7 +183,7 @@ class RecordLines:
     def _salvage(
         self, found: bytes, step: int, noted: dict[str, int] | None, scored: bool
     ) -> list[bytes]:
-        """The lines up to `step` one by one, and a line that tells of those lost, if any."""
+        """The lines up to `step`, and a note on those that are lost, if any."""
         kept, unreadable, last = [], 0, {}
         *texts, torn = found.split(b"\n")  # a killed run was writing what follows the last newline
         for text in texts:
@@ -197,12 +197,12 @@ class RecordLines:
                 kept.append(text + b"\n")
                 last = line
         n_kept = len(kept)
-        # A run that was killed before its first checkpoint has told of what was lost by then.
-        told = last.get("lost_lines") if last.get("step") == step else None
-        if told is not None:
+        # A run that was killed before its first checkpoint has noted what was lost by then.
+        noted_before = last.get("lost_lines") if last.get("step") == step else None
+        if noted_before is not None:
             n_kept -= 1
         lost = unreadable if noted is None else max(noted["lines"] - n_kept, unreadable)
-        if step == 0 or lost == told or (noted is None and not lost):
+        if step == 0 or lost == noted_before or (noted is None and not lost):
             return kept
         aside = self._set_aside(found) if found else None
         what = f"{lost} lines up to step {step} are lost" if lost else "lines have changed"

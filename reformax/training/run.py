@@ -72,7 +72,7 @@ class Run:
         self._key = jax.random.PRNGKey(settings.seed)
         self.interrupt = Interrupt(self._acknowledge)
         self.callbacks = Callbacks(settings.callbacks)
-        self._saving: int | None = None  # the step of a save that nobody has heard of
+        self._saving: int | None = None  # the step of a save that is not reported yet
         self._program: tuple | None = None  # what the last step's went by
         self._decisions = Decisions(
             self._processes, self.interrupt, self.callbacks, self._acknowledge
@@ -132,7 +132,7 @@ class Run:
             try:
                 if error is None:
                     self._checkpoints.wait()
-                self._hear_of_saves("")
+                self._report_saves("")
                 if error is None:
                     self.callbacks.check()
                 if isinstance(error, FloatingPointError):
@@ -146,8 +146,8 @@ class Run:
         """Raises `SettingError` in a process where something is not what it is in process 0."""
         if self._processes.count == 1 or value is None:
             return
-        own = zlib.crc32(json.dumps(value()).encode())
-        if own != self._processes.same(lambda: own):
+        crc = zlib.crc32(json.dumps(value()).encode())
+        if crc != self._processes.same(lambda: crc):
             raise SettingError(
                 f"process {self._processes.index} has other {what} than process 0: give all the "
                 "same command, files and data"
@@ -231,10 +231,10 @@ class Run:
     def _batch(self, stage: ResolvedStage, step: int, rows: np.ndarray | None = None):
         """The batch of the step after `step`, which is in this stage, or some rows of it."""
         number = self._settings.batch_number(step)
-        asked = self._settings.seed, number, stage.batch_size, stage.length
+        request = self._settings.seed, number, stage.batch_size, stage.length
         if rows is not None and (train_rows := getattr(stage.task, "train_rows", None)):
-            return tuple(train_rows(*asked, rows))
-        return placing.take(tuple(stage.task.train_batch(*asked)), rows)
+            return tuple(train_rows(*request, rows))
+        return placing.take(tuple(stage.task.train_batch(*request)), rows)
 
     def _placed_batches(self):
         """The batches of the steps to come, on the devices."""
@@ -270,7 +270,7 @@ class Run:
     # Going on.
 
     def now(self) -> Tick:
-        """What decides whether to go on; the same in all processes, which ask equally often."""
+        """Whether to go on, the same in all processes, which call it equally often."""
         return self._decisions.now()
 
     @property
@@ -281,7 +281,7 @@ class Run:
     def advance(self) -> None:
         """Dispatches one step."""
         if self._checkpoints.done:
-            self._hear_of_saves()
+            self._report_saves()
         number = self._settings.stage_after(self.step)
         program = self._settings.all_stages[number].program
         if self._program not in (None, program):  # which is compiled now
@@ -330,7 +330,7 @@ class Run:
     def save(self, temporary: bool = False) -> None:
         """Writes a checkpoint in the background, unless this one is written already.
 
-        One that could not be written is told, and training goes on to the next.
+        A checkpoint that cannot be written is reported, and training goes on to the next one.
 
         Args:
           temporary: whether no step requests it; see `Checkpoints.save`.
@@ -339,7 +339,7 @@ class Run:
           FloatingPointError: parameters are not finite; nothing is written.
           Lost: when the last one was due, the folder was deleted or another training's.
         """
-        self._hear_of_saves()
+        self._report_saves()
         self._decisions.saved_at = time.monotonic()
         if self._saved == (self.step, self.score):
             return
@@ -375,8 +375,8 @@ class Run:
         self._record.lines.sync()
         self._lock.check()
 
-    def _hear_of_saves(self, then: str = "; training goes on to the next one") -> None:
-        """Waits for the last save and says what went wrong with it."""
+    def _report_saves(self, then: str = "; training goes on to the next one") -> None:
+        """Waits for the last save and reports its error, if any."""
         try:
             self._checkpoints.wait()
         except NotSaved as error:

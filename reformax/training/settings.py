@@ -34,7 +34,7 @@ from reformax.training.stages import Model, ResolvedStage, Stage, Task, end_of, 
 
 @runtime_checkable
 class ModelLike(Protocol):
-    """What training asks of a model."""
+    """The attributes of a model that training uses."""
 
     vocab_size: int
     init_params: Callable
@@ -81,9 +81,9 @@ class TrainSettings:
         split, and always the same ones. None: the whole split.
       eval_whole: whether the last evaluation scores the whole split as well.
       checkpoint_every: steps between checkpoints, besides those after evaluations; None: no more.
-      checkpoint_minutes: minutes between checkpoints where no step asked for one. Such a checkpoint
-        is for going on alone: the next one that a step asks for takes its place, and no average
-        counts it. None: none.
+      checkpoint_minutes: minutes between checkpoints where no step requests one. Such a checkpoint
+        is temporary: the next one that a step requests replaces it, and no average counts it.
+        None: none.
       keep: latest checkpoints kept, besides the best. An average of n needs n.
       log_every: steps between lines of the record; each line has the mean since the last.
       max_minutes: minutes after which training evaluates, saves and returns, as if `steps` were
@@ -94,8 +94,8 @@ class TrainSettings:
         that a masked language model's weights begin a classifier.
       callbacks: `reformax.training.callbacks.Callback`s: what else is done at steps, evaluations
         and checkpoints. One that raises ends the run, once it is saved.
-      loggers: where the record's lines go as well, such as `wandb_log.wandb_log()`. One that fails
-        is told, and the run goes on.
+      loggers: where the record's lines go as well, such as `wandb_log.wandb_log()`. A failure
+        is reported, and the run goes on.
       allow_changed_data: whether to go on from a checkpoint of other data; a line of the record
         then says what changed.
       config_text: returns the text of config.gin, once everything is built.
@@ -150,9 +150,9 @@ class TrainSettings:
                 "fresh_heads is True and init_from is None: set it to a run's folder"
             )
         ends = [0, *(end_of(stage, self.steps) for stage in self.stages), self.steps]
-        shares = [stage.until < 1 for stage in self.stages]  # which may hold no step
-        for before, end, share in zip(ends, ends[1:], [*shares, False], strict=False):
-            if end < before or (end == before and not share):
+        are_fractions = [stage.until < 1 for stage in self.stages]  # which may hold no step
+        for before, end, is_fraction in zip(ends, ends[1:], [*are_fractions, False], strict=False):
+            if end < before or (end == before and not is_fraction):
                 raise SettingError(
                     f"stages end at steps {ends[1:-1]}: expected growing numbers below "
                     f"steps={ends[-1]}"
@@ -230,9 +230,9 @@ def takes_settings(function):
     gin reads the names and defaults of arguments from it, and so does `help`.
     """
     signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    others = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     settings = inspect.signature(TrainSettings).parameters.values()
-    function.__signature__ = signature.replace(parameters=[*own, *settings])
+    function.__signature__ = signature.replace(parameters=[*others, *settings])
     function.__annotations__ |= hints_of(TrainSettings)  # `hints_of(function)` reads them
     # A misspelt or missing argument is then an error of the function that the user called.
     TrainSettings.__init__.__qualname__ = function.__qualname__

@@ -16,7 +16,7 @@ from reformax.declared import Bounds, Called, SettingError, Size, check_fields
 
 @runtime_checkable
 class TaskLike(Protocol):
-    """What training asks of a task; `reformax.data.base.Task` says what each does."""
+    """The attributes of a task that training uses; see `reformax.data.base.Task`."""
 
     name: str
     vocab_size: int

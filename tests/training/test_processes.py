@@ -751,7 +751,7 @@ def test_a_part_is_read_as_it_was_written(tmp_path):
 def test_rows_of_this_process_are_those_of_its_devices():
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "context"))
     sharding = NamedSharding(mesh, PartitionSpec("data", "context"))
-    np.testing.assert_array_equal(placing.own_rows(4, sharding), np.arange(4))
+    np.testing.assert_array_equal(placing.local_rows(4, sharding), np.arange(4))
     batch = np.arange(12).reshape(4, 3)
     placed = placing._place_rows(batch, np.arange(4), 4, sharding)
     np.testing.assert_array_equal(placed, batch)

@@ -209,7 +209,7 @@ class Reader(Names):
             folder = self._folder(step)
             memory.check(f"the tensors of {folder}", memory.size_of(wanted), "the model's sizes")
         except SettingError:
-            # Damage is told first, where looking for it takes no hours.
+            # Damage is reported first, where the check takes no hours.
             if memory.size_of(there) < memory.available():
                 self._refuse_damaged(step)
             raise

@@ -95,7 +95,7 @@ class Writer(Reader):
 
     @property
     def done(self) -> bool:
-        """Whether a save has ended and nothing has asked `wait` how."""
+        """Whether a save has ended and `wait` has not been called since."""
         return self._pending is not None and self._pending.done()
 
     def wait(self) -> None:
