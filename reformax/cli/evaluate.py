@@ -13,7 +13,8 @@ that out.
 
 --by_position says whether far context helps: bits by the position in windows that do not overlap,
 as a table, in the same file and in DIR/by_position_SPLIT.png. Of rows of
-tables and files of a folder, the position in a document that begins in its window is beside it.
+tables and files of a folder, the table also has the position in a document that begins in its
+window.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the
@@ -219,9 +220,9 @@ def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, An
 def _print(result: dict[str, Any], where: str, task) -> None:
     from reformax.training.loss import labels_of
 
-    own = " of its own document" if getattr(task, "document_mask", False) else ""
+    document = " of its own document" if getattr(task, "document_mask", False) else ""
     sizes = f"in windows of {result['length']} (stride {result['stride']})"
-    context = f"the tokens before it{own} {sizes}"
+    context = f"the tokens before it{document} {sizes}"
     if task.translation is not None:
         context = "its source and the tokens before it"
     if labels_of(task) is not None:

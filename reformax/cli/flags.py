@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         raise SettingError(f"{message}; --help lists the flags")
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse does it; an unknown flag is told with the nearest one."""
+        """As argparse does it; the error of an unknown flag names the nearest one."""
         args, unknown = self.parse_known_args(args, namespace)
         self.refuse_near(unknown)
         if unknown:
@@ -85,7 +85,7 @@ def of(hint: Any) -> Callable[[str], Any]:
         if kind in (int, float):
             with contextlib.suppress(ValueError):
                 return kind(text)
-        return text  # the parser's check tells what it should have been
+        return text  # the parser's check says what it should have been
 
     read.hint = hint
     return read

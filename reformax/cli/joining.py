@@ -1,7 +1,7 @@
 """Joins the processes of a run, by flags or as Slurm or Open MPI started them.
 
 `jax.distributed.initialize` does it, before any device is touched. What it would answer with an
-abort, such as an address at which nothing listens, is found before and told in a line.
+abort, such as an address at which nothing listens, is found before and reported in a line.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def join(args: argparse.Namespace, config: str | None = None) -> None:
-    """Makes this process one of a run's, if the flags ask for it; compares it with the others.
+    """Makes this process one of a run's, if the flags request it; compares it with the others.
 
     Args:
       args: the flags.
@@ -107,7 +107,7 @@ def join(args: argparse.Namespace, config: str | None = None) -> None:
         **given,
         cluster_detection_method="deactivate",
         initialization_timeout=_JAX_TIMEOUT,
-        heartbeat_timeout_seconds=2 * timeout,  # the watchers are to tell of a death first
+        heartbeat_timeout_seconds=2 * timeout,  # the watchers report a death first
     )
     processes.watch()
     free = (*_NAMES, *_TIMEOUTS, *_FREE)
@@ -131,7 +131,7 @@ def _detected(given: dict) -> dict:
 
 
 def refuse(args: argparse.Namespace, why: str) -> None:
-    """Raises `SettingError` where the flags, of `add_flags`, ask for several processes."""
+    """Raises `SettingError` if the flags of `add_flags` request several processes."""
     flags.refuse(args, [*_NAMES, "distributed", *_TIMEOUTS], why)
 
 
@@ -148,7 +148,10 @@ def agree(name: str, find: Callable[[], object]) -> None:
 
     def check(of_first: object) -> None:
         if of_first != value:
-            raise SettingError(f"{name} is {value} here and {of_first} in process 0: try again")
+            raise SettingError(
+                f"{name} is {of_first} in process 0 and {value} in process {processes.index}: try "
+                "again"
+            )
 
     of_first = processes.same(lambda: value)
     processes.by_all(lambda: check(of_first))

@@ -60,12 +60,12 @@ TABLE = (
     ),
     Message(
         r"malformed node or string.*\n?.*Failed to parse token '(?P<name>\w+)'",
-        "{name} is no value: a text stands in quotes, a function after an @, as in @lsh.lsh()",
+        "{name} is no value: write a text in quotes, a function with an @, as in @lsh.lsh()",
         kind=SyntaxError,
     ),
     Message(
         "Unable to parse value|Expected newline",
-        "expected one value: a number, a text in quotes, a list, or a function after an @, as in "
+        "expected one value: a number, a text in quotes, a list, or a function with an @, as in "
         "@lsh.lsh()",
         kind=SyntaxError,
     ),
@@ -106,7 +106,7 @@ TABLE = (
     ),
     Message(
         "required positional argument: 'data_dir'",
-        "the task reads files and is not told which: give --data_dir",
+        "the task reads files: give --data_dir",
         kind=TypeError,
     ),
     Message(

@@ -29,9 +29,9 @@ def note_unused(
     used = [name if "." in name else f"loop.train.{name}" for name in read]
     for override in config.unused(overrides, also_used=used):
         print(f"note: --config={override!r} sets something that this run does not use", file=file)
-    told = {override.partition("=")[0].strip() for override in overrides}
+    noted = {override.partition("=")[0].strip() for override in overrides}
     for config_file, names in (files or {}).items():
-        others = [f"{name} =" for name in names if name not in told]
+        others = [f"{name} =" for name in names if name not in noted]
         unused = [line.removesuffix(" =") for line in config.unused(others, also_used=used)]
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""

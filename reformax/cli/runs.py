@@ -65,7 +65,7 @@ def parser() -> flags.Parser:
         "--plot",
         type=flags.of(PathName),
         metavar="FILE",
-        help="where to draw the curves (default: runs.png, beside the runs)",
+        help="where to draw the curves (default: runs.png, next to the runs)",
     )
     parser.add_argument(
         "--x", choices=["step", "minutes"], default="step", help="what the curves go by"
@@ -107,7 +107,7 @@ def _read(folder: Path, name: str) -> RecordedRun:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """The folders' own names, or as much of their whole paths as tells them apart."""
+    """The folders' names, with as many parent folders as make them unique."""
     parts = [path.parts for path in paths]
     n = next(n for n in itertools.count(1) if len({x[-n:] for x in parts}) == len(parts))
     return ["/".join(x[-n:]) for x in parts]
@@ -153,7 +153,7 @@ def _speed(run: RecordedRun) -> str:
 
 
 def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
-    """The settings that differ, by the shortest names that tell them apart: a value of each run."""
+    """The settings that differ, by their shortest unique names: a value of each run."""
     functions = [{name.rpartition(".")[0] for name in one} for one in settings]
     found = {}
     for name in dict.fromkeys(name for one in settings for name in one):
@@ -164,24 +164,24 @@ def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
         comparable = {v for v, used in zip(values, functions, strict=True) if function in used}
         if len(comparable) > 1 and name not in OF_WORDS:
             found[name] = values
-    names = [name for name in found if not _is_told(name, found, settings)]
+    names = [name for name in found if not _is_shown(name, found, settings)]
     columns = ([ABSENT if value is None else _cut(value) for value in found[x]] for x in names)
     return dict(zip(short_names(names), columns, strict=True))
 
 
-def _is_told(
+def _is_shown(
     macro: str, found: dict[str, list[str | None]], settings: Sequence[dict[str, str]]
 ) -> bool:
     """Whether a setting that is this macro in some run has a column with all that it says."""
     uses = {name for one in settings for name, value in one.items() if value == f"%{macro}"}
     return any(
-        all(own in (None, its) for own, its in zip(found[macro], found[use], strict=True))
+        all(value in (None, used) for value, used in zip(found[macro], found[use], strict=True))
         for use in uses & found.keys()
     )
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """The last parts of each name, as many as tell it from the others."""
+    """The last parts of each name, as many as make it unique."""
     parts = [name.split(".") for name in names]
     found = []
     for one in parts:

@@ -273,10 +273,10 @@ def _parse(
     for one, other in zip(steps, steps[1:], strict=False):
         difference = differences.first(described[one], described[other])
         if difference is not None:
-            name, here, there = difference
+            name, first, second = difference
             raise SettingError(
-                f"average:{len(steps)} is of several models: {name} is {here} at step {one} and "
-                f"{there} at step {other}: average the checkpoints after step {one} alone"
+                f"average:{len(steps)} is of several models: {name} is {first} at step {one} and "
+                f"{second} at step {other}: average the checkpoints after step {one} alone"
             )
 
 
@@ -293,5 +293,5 @@ def _identities(checkpoints) -> set[tuple]:
 
 def _shown(path: Path) -> Path:
     """The path from the working directory, if it is in there."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    folder = Path.cwd()
+    return path.relative_to(folder) if path.is_relative_to(folder) else path

@@ -26,7 +26,7 @@ class _Vocabulary:
 def reported(report: Callable[..., list[str]]) -> tuple[dict[str, Any], list[str]]:
     """The settings of `loop.train`, and `report(**settings)`.
 
-    A task whose data cannot be read here, or needs an extra, is stood in for; a line says so.
+    A task whose data cannot be read, or that needs an extra, is replaced; a line says so.
 
     Raises:
       Exception: that of the task, where a stage has data of its own; and those of `report`.
@@ -46,7 +46,7 @@ def reported(report: Callable[..., list[str]]) -> tuple[dict[str, Any], list[str
             lines = report(**settings)
         except (OSError, ImportError, TypeError):
             raise error from None
-    return settings, [*lines, f"note: the data is not read ({why}): batches stand in for it"]
+    return settings, [*lines, f"note: the data is not read ({why}): batches of zeros replace it"]
 
 
 def task_of(model: Any) -> Task:

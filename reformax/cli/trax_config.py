@@ -1,4 +1,4 @@
-"""Configs of Trax: told from ours by their names, with the config of the same model here.
+"""Recognises configs of Trax by their names, and names the config of the same model here.
 
 Trax's gin files name functions that Trax registers, such as `ReformerLM`, and modules of Trax. Ours
 import what they name. A config of Trax is read as data, and Trax is never imported for it.

@@ -35,7 +35,7 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
     line = _TRAIT.sub(lambda match: _with_trait(match[1]) or match[0], line)
     parts = re.split(
         r"(\([^()]*\)|'[^']*'|`[^`]*`|\S+=\S*,\S+=\S*)", line
-    )  # settings stand outside of these, as of a run's name
+    )  # settings are outside of these; a run's name is one of them
     parts[::2] = [_NAME.sub(named, part) for part in parts[::2]]
     return _FIRST.sub(named, "".join(parts))
 

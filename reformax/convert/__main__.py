@@ -185,9 +185,9 @@ def _read_trax(path: Path, args: argparse.Namespace) -> SourceModel:
     from reformax.convert.spec import Spec
 
     given = [Path(file) for file in args.config_file]
-    beside = path.with_name(trax_gin.CONFIG)
-    if not given and trax_gin.is_config(beside):
-        given = [beside]
+    neighbour = path.with_name(trax_gin.CONFIG)
+    if not given and trax_gin.is_config(neighbour):
+        given = [neighbour]
     if not given:
         raise ValueError(
             f"--from={path} holds weights without names: say what model it is with "
@@ -268,7 +268,7 @@ def _check(source: SourceModel, paths: dict[str, Path], kind: str, target: str) 
                 "pip install 'reformax[trax]'"
             )
         elif (compared := check.against_trax(source.spec, reread, paths["trax"])) is None:
-            print("check: not against Trax's own model, whose length is too long for here")
+            print("check: not against Trax's own model, whose length is too long for this check")
         else:
             found.append(compared)
     for comparison in found:

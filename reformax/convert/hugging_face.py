@@ -33,7 +33,7 @@ _DECODER_BIAS = "lm_head.decoder.bias"
 # Modules around a model's own, anywhere in a tensor's name, or in front of it.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 _OUTER = {"module", "model"}
-# What a trainer's file has the tensors under, beside its own state.
+# Keys of the tensors in a trainer's file, which also has the trainer's state.
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
 _MAX_JSON, _MAX_VOCABULARY = 2**24, 2**28
 # Those that NumPy has, too; `tables.check` takes those of floating point.
@@ -269,7 +269,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{shown(name)} stands twice")
+            raise ValueError(f"{shown(name)} is given twice")
         found[name] = value
     return found
 

@@ -133,11 +133,11 @@ def read(path: Path, vocab_size: int | None = None) -> Read:
         )
     name = trax_config.model_of(statements)
     if name in trax_config.MODELS and name not in _SAME:
-        here = trax_config.MODELS[name]
+        counterpart = trax_config.MODELS[name]
         raise ValueError(
             f"{where} has Trax's {name}, whose weights are not read: convert reads those of "
-            f"{' and '.join(_SAME)}; {here.model} is the same model, to train with "
-            f"--config_file={here.config}"
+            f"{' and '.join(_SAME)}; {counterpart.model} is the same model, to train with "
+            f"--config_file={counterpart.config}"
         )
     if name not in _SAME:
         raise ValueError(f"{where} has the model {name}: expected {' or '.join(_SAME)}")
@@ -172,9 +172,9 @@ class _Bound:
         scope, _, selector = reference.lstrip("@").removesuffix("()").rpartition("/")
         function, found, scoped = selector.rpartition(".")[2], {}, {}
         for setting, value in self._values.items():
-            own, argument = trax_config.last(setting)
+            its_function, argument = trax_config.last(setting)
             its_scope = setting.rpartition("/")[0]
-            if own == function and "." in setting and its_scope in ("", scope):
+            if its_function == function and "." in setting and its_scope in ("", scope):
                 (scoped if its_scope else found)[argument] = self.value(value)
                 self._used.add(setting)
         return found | scoped
@@ -283,8 +283,8 @@ def _op(bound: _Bound, reference: str) -> Op:
     given = bound.of(reference)
     lsh = name == "LSHSelfAttention"
     chunks = {"chunk_len": 128 if lsh else None, "n_chunks_before": int(lsh), "n_chunks_after": 0}
-    own = {"n_hashes", "n_buckets"} if lsh else set()
-    bound.refuse_others(name, given, _COMPUTING | chunks.keys() | {"share_qk"} | own)
+    of_lsh = {"n_hashes", "n_buckets"} if lsh else set()
+    bound.refuse_others(name, given, _COMPUTING | chunks.keys() | {"share_qk"} | of_lsh)
     options = {key: given.get(key, default) for key, default in chunks.items()}
     shares = given.get("share_qk", False)
     if lsh:

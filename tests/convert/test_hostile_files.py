@@ -259,9 +259,9 @@ FOLDERS = {
         holding("config.json", '{"vocab_size": ' + "9" * 10**4 + "}"),
         "config.json is not JSON",
     ),
-    "field that stands twice": (
+    "field that is given twice": (
         holding("config.json", json.dumps(CONFIG)[:-1] + ', "vocab_size": 13}'),
-        "'vocab_size' stands twice",
+        "'vocab_size' is given twice",
     ),
     "not a number": (
         holding("config.json", json.dumps(CONFIG | {"layer_norm_eps": float("nan")})),
