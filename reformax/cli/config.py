@@ -436,7 +436,7 @@ def _choices(kind: str, names: dict[str, str]) -> list[str]:
 
 
 def read_statements(text: str, source: str) -> Statements:
-    """What a config says, as data: nothing is imported, included or called.
+    """Reads a config as data: nothing is imported, included or called.
 
     Args:
       text: the config.

@@ -9,7 +9,7 @@ _UNSET = "not set"
 
 
 class Difference(NamedTuple):
-    """Where two values differ, and what they are there, as text."""
+    """The name of a setting that differs in two values, and both settings as text."""
 
     name: str
     one: str

@@ -117,7 +117,7 @@ def join(args: argparse.Namespace, config: str | None = None) -> None:
 
 
 def _detected(given: dict) -> dict:
-    """What JAX finds in the variables of a launcher, besides the flags."""
+    """The settings that JAX finds in the variables of a launcher, besides the flags."""
     from jax._src import clusters
 
     find = clusters.ClusterEnv.auto_detect_unset_distributed_params

@@ -157,14 +157,14 @@ def first_line(error: Exception) -> str:
 
 
 class ConfigPlace(NamedTuple):
-    """The place in a config where gin stopped."""
+    """The line of a config at which gin stopped."""
 
     where: str  # ' (FILE, line N)', or empty
     source: str  # the line itself, or empty
 
 
 def place(error: Exception) -> ConfigPlace:
-    """The place, from gin's appendix to the error."""
+    """The line, from gin's appendix to the error."""
     file = re.search(r'In file "([^"]+)", line (\d+)', str(error))
     source = re.search(r"\n  In .* line \d+\n    (.*)", str(error))
     line = source[1].strip() if source else ""

@@ -59,7 +59,7 @@ class ResultFiles:
             self._failed[name] = str(error)
 
     def named(self, name: str) -> str:
-        """The place of a file, in words."""
+        """The path of a file, in words."""
         return "not in a file" if name in self._failed else f"in {self._folder / name}"
 
     def exit_code(self) -> int:

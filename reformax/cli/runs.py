@@ -27,7 +27,7 @@ METRICS = ("bits_per_dim", "bits_per_token", "bits_per_label")
 
 
 class RecordedRun(NamedTuple):
-    """What a run's folder says."""
+    """The name, the settings and the record of a run's folder."""
 
     name: str
     settings: dict[str, str]  # as config.gin has them

@@ -1,6 +1,6 @@
 """The names of an error as the user can type them: `warmup_steps`, `lm.ReformerLM.next_value`.
 
-Parts of the package name their own arguments, since they know no config. Here the parsed config
+Parts of the package name their own arguments, since they know no config. The parsed config
 says what each is called: the macro that it is set to, or else module.function.argument.
 """
 
@@ -41,7 +41,7 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
 
 
 def name_of(name: str, of: str = "") -> str | None:
-    """What --config calls an argument, 'next_value' or 'cosine.steps'; None if it sets none."""
+    """The name of an argument for --config, such as 'next_value'; None if it has none."""
     scope, _, function = of.rpartition("/")
     for full in config.arguments():
         if function and f".{full}".endswith(f".{function}.{_OF_MODELS.get(name, name)}"):

@@ -7,7 +7,7 @@ Logits at position t there are those of token t + 1: `encode` reads tokens as th
 
 A Reformer's logits add `lm_head.decoder.bias`, which version 4 of `transformers` keeps as
 `lm_head.bias` too. Versions 5.0 to 5.23 have the latter alone and leave it out; in 5.24 the two are
-apart, and only the former counts. The logits here add it, and files that are written have both.
+apart, and only the former counts. The logits of reformax add it; files that are written have both.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Format(NamedTuple):
 
     Attributes:
       name: the class of `transformers`.
-      model: its name here.
+      model: its name in reformax.
       spec_of: config.json -> the model, and notes.
       config_of: (the model, the config.json it was read from, or {}) -> config.json.
       table: the tensors of a model.
@@ -85,7 +85,7 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     """The model that computes the function of a config.json, and notes on the differences.
 
     Raises:
-      ValueError: the model is none of `FORMATS`, or a value is out of range here or there.
+      ValueError: the model is none of `FORMATS`, or a value is out of range in either format.
     """
     return _read_format(config).spec_of(config)
 

@@ -30,7 +30,7 @@ class ConvertibleRun(NamedTuple):
 
     spec: Spec
     params: Any
-    source: dict[str, Any]  # the origin of a converted model; empty if it was trained here
+    source: dict[str, Any]  # the origin of a converted model; empty if reformax trained it
     vocabulary: bytes | None = None  # what the run keeps, if its tokens are pieces
 
 

@@ -74,7 +74,7 @@ class _Array:
 
 
 class _Name:
-    """What a pickle names: `make(machine, *args)` builds a value for it.
+    """A name in a pickle: `make(machine, *args)` builds a value for it.
 
     Without `make` it is passed on as an argument and never called.
     """

@@ -158,5 +158,5 @@ def check_shapes(
         saved, wanted = described(found, name), described(expected, name)
         if saved != wanted:
             raise ValueError(
-                f"{where} is of another model: {name} has {saved} there and {wanted} here"
+                f"{where} is of another model: {name} has {saved} there and {wanted} in the config"
             )

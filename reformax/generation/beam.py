@@ -190,7 +190,7 @@ def _better(best: Hypotheses, found: Hypotheses, where: Bool[Array, " B"]) -> Hy
 
 
 def _top(x: Float[Array, "R V"], n: int) -> tuple[Float[Array, "R n"], Int[Array, "R n"]]:
-    """The n largest of each row in order, and their places; the first of equals."""
+    """The n largest of each row in order, and their indices; the first of equals."""
     if n > 1:
         return jax.lax.top_k(x, n)
     # On a CPU two plain reductions take a quarter of the time of `top_k`.

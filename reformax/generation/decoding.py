@@ -114,7 +114,7 @@ def stream(
       temperature: see `Sampler`, as for the next two.
       top_k: the number of most probable tokens to draw from.
       top_p: the probability of the tokens to draw from.
-      seed: of the draws. A row's text depends on the seed, its place among the rows and its prompt.
+      seed: of the draws. A row's text depends on the seed, its index among the rows and its prompt.
       hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
       end: a token that ends a row. The row then repeats it until all rows have ended.
       max_length: tokens that the cache holds, prompt and new tokens together. LSH's

@@ -91,7 +91,7 @@ def _fill(tensors, part: Part, result: Callable[[], np.ndarray]) -> None:
 
 
 def index(name: str, starts: str, shape: tuple[int, ...], tensor: np.ndarray) -> tuple[slice, ...]:
-    """Where a part of this shape begins and ends in a tensor; raises `Unfit` if it does not."""
+    """The slices of a tensor that a part of this shape covers; raises `Unfit` if it is outside."""
     try:
         begin = [int(start) for start in starts.split(",")] if starts else [0] * tensor.ndim
     except ValueError:

@@ -68,7 +68,7 @@ def restore(folder: Path, shapes: Mapping[str, tuple[Any, Any]]) -> dict[str, np
 
 def _ask(request: dict[str, Any], file: int) -> None:
     """Has a request answered by `array_reader`; raises as `restore`."""
-    # -P: the working directory and the program's folder are no place to import from.
+    # -P: the working directory and the program's folder are not searched for imports.
     command = [sys.executable, "-P", array_reader.__file__]
     paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
     done = subprocess.run(
@@ -172,7 +172,7 @@ def save_part(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def copies(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """What this process has to write of tensors that JAX may have divided among processes."""
+    """The parts of tensors that this process writes; JAX may divide a tensor among processes."""
     # On a CPU device_get gives a view of a buffer that the next step writes into.
     if jax.process_count() == 1:
         return {name: np.array(leaf) for name, leaf in jax.device_get(dict(tensors)).items()}

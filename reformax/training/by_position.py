@@ -74,7 +74,7 @@ def by_position(
 ) -> PositionBands:
     """The bits of each band of positions, over windows of a split that do not overlap.
 
-    Documents begin at the places `task.borders(split)`.
+    Documents begin at the positions `task.borders(split)`.
 
     Args:
       model: a model built for evaluation.

@@ -37,11 +37,11 @@ class Products(NamedTuple):
     flops: int = 0
 
     def then(self, other: Products) -> Products:
-        """Those of one program after the other."""
+        """The products of two programs in sequence."""
         return Products(max(self.largest, other.largest), self.flops + other.flops)
 
     def least(self, other: Products) -> Products:
-        """Those of a program that is one or the other."""
+        """A lower bound for a program that runs one of two branches."""
         return Products(min(self.largest, other.largest), min(self.flops, other.flops))
 
 

@@ -129,7 +129,7 @@ def cross_entropy(
 
 
 def _read(logits_fn, params, features) -> list[bool]:
-    """Which arrays of `params` the logits are made of."""
+    """Whether the logits depend on each array of `params`."""
     program = jax.make_jaxpr(logits_fn)(params, features).jaxpr
     inputs = {id(x) for equation in program.eqns for x in equation.invars}
     return [id(x) in inputs for x in program.invars[:-1]]

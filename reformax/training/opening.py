@@ -39,7 +39,7 @@ class Models(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What a run computes with."""
+    """The settings, models, devices and key of a run."""
 
     settings: TrainSettings
     models: Models
@@ -312,7 +312,7 @@ def compiled(
         forecast.check_step(found, mesh_lib.bytes_stored(restored.state, mesh), mesh.size)
         flops += found.flops * (stage.until - start)
         if start == restored.step:
-            # A call of the jitted function finds what is compiled here.
+            # A call of the jitted function finds the program that is compiled now.
             needed = forecast.memory_of(traced.lower().compile(), len(mesh.local_devices))
         start = stage.until
     if line := forecast.long_run(flops, mesh.size):

@@ -6,7 +6,7 @@ whether a signal came to one of them. The answers of process 0 are numbered, and
 the same numbers in the same order. No device takes part, so that decisions neither wait for a step
 nor get between two of its collectives.
 
-One process decides by itself, and nothing here does anything.
+A process that is alone decides by itself, and this module does nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Processes:
 
     @classmethod
     def of_jax(cls) -> Processes:
-        """Those that JAX knows; all of them make their instances in the same order."""
+        """The processes of JAX; all of them make their instances in the same order."""
         from jax._src import distributed
 
         name, state = f"reformax/{next(_numbers)}", distributed.global_state

@@ -38,7 +38,7 @@ class Scores:
         return last and self._settings.eval_whole and self.of_part
 
     def kind(self, data: Mapping[str, str]) -> dict[str, Any]:
-        """What the scores are of: scores of one kind alone are compared.
+        """Identifies the data and the context of the scores. Only scores of one kind compare.
 
         Args:
           data: the fingerprints of splits.
@@ -93,7 +93,7 @@ class Scores:
         return {name: x for name, x in result.items() if name not in ("split", "length", "stride")}
 
     def words(self, score: Mapping[str, Any]) -> str:
-        """What `of` returned, in a few words."""
+        """The result of `of` in a few words."""
         words = f"{self._settings.eval_split} {self._bits(score)}"
         if not score["whole"]:
             words += f" of {score['n_targets']:,} targets"

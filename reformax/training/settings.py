@@ -175,7 +175,7 @@ class TrainSettings:
         return resolved(self.stages, last)
 
     def stage_after(self, step: int) -> int:
-        """Which of `all_stages` has the step after `step`."""
+        """The index in `all_stages` of the stage that has the step after `step`."""
         return sum(stage.until <= step for stage in self.all_stages[:-1])
 
     def batch_number(self, step: int) -> int:

@@ -352,14 +352,14 @@ FOLDERS = {
         ),
         "is damaged",
     ),
-    "no tensors": (safetensors({}), "has no such tensor there and shape (12, 16) here"),
+    "no tensors": (safetensors({}), "has no such tensor there and shape (12, 16) in the config"),
     "a config of more layers": (
         holding("config.json", json.dumps(CONFIG | {"attn_layers": ["local"] * 1000})),
         "has no such tensor there",
     ),
     "a config of larger tensors": (
         holding("config.json", json.dumps(CONFIG | {"vocab_size": 2**31 - 1})),
-        f"{EMBEDDING} has shape (12, 16) there and shape (2147483647, 16) here",
+        f"{EMBEDDING} has shape (12, 16) there and shape (2147483647, 16) in the config",
     ),
 }
 

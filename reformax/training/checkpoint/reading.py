@@ -237,7 +237,7 @@ class Reader(Names):
             raise self._refusal(step, harm)
 
     def _harm(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, in words; None if it is whole."""
+        """The damage of a checkpoint, in words; None if it is whole."""
         folder = self._folder(step)
         try:
             most = description.most_bytes(self._read_description(step))
