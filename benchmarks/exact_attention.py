@@ -84,7 +84,7 @@ def loss_curve(
     optimizer = optax.adam(3e-3)
     run = step.step_fn(model, optimizer, mesh.make())
     params = jax.jit(lambda: model.init_params(KEY, (4, length)))()
-    state, losses = step.State(jnp.int32(0), params, optimizer.init(params), None), []
+    state, losses = step.TrainState(jnp.int32(0), params, optimizer.init(params), None), []
     for n in range(steps):
         state, metrics = run(state, tuple(task.train_batch(0, n, 4, length)), KEY)
         losses.append(metrics["nats"])

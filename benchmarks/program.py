@@ -39,12 +39,12 @@ from reformax.data.base import Batch, DocumentPairs, SentencePairs
 from reformax.training import mesh as mesh_lib
 from reformax.training import opening
 from reformax.training import step as step_lib
-from reformax.training.settings import Settings, build
+from reformax.training.settings import TrainSettings, build
 
 TRACED = 3  # calls
 
 
-def training_step(settings: Settings, mesh: Mesh) -> tuple[str, Any]:
+def training_step(settings: TrainSettings, mesh: Mesh) -> tuple[str, Any]:
     """A step of training, each device with the settings' tokens: in words, and lowered."""
     batch_size = settings.batch_size * devices.n_row_shards(mesh)
     size = batch_size, settings.length * mesh.shape["context"]

@@ -52,7 +52,7 @@ from reformax import devices
 from reformax.training import evaluation, opening
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
-from reformax.training.settings import Settings, build
+from reformax.training.settings import TrainSettings, build
 
 REFORMER = "--config_file=configs/reformer_enwik8.gin --config=lm.ReformerLM.pos_axial_shape="
 TRANSFORMER = "--config_file=configs/transformer_enwik8.gin"
@@ -90,7 +90,9 @@ def meshes(axes: Sequence[str], most_alone: int | None = None) -> dict[str, Mesh
     return alone | {f"{axis} {jax.device_count()}": mesh_lib.make({axis: -1}) for axis in axes}
 
 
-def prepare(settings: Settings, mesh: Mesh, n_steps: int, shared: bool) -> Callable[[], Candidate]:
+def prepare(
+    settings: TrainSettings, mesh: Mesh, n_steps: int, shared: bool
+) -> Callable[[], Candidate]:
     """A state on the devices of a mesh; those of `context` may share one device's sequence.
 
     What is returned compiles the step, and runs nothing.

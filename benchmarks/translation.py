@@ -162,7 +162,7 @@ def stepper(sizes, parts: dict[str, np.ndarray], scan_layers: bool) -> Callable[
     )
     optimizer, smoothing = optax.adam(1e-4), sizes["label_smoothing"]
     run = step.step_fn(model, optimizer, mesh.make(), label_smoothing=smoothing)
-    state = step.State(jnp.int32(0), params, optimizer.init(params), None)
+    state = step.TrainState(jnp.int32(0), params, optimizer.init(params), None)
 
     def take(n: int) -> float:
         nonlocal state

@@ -41,10 +41,18 @@ def load_run(
       ValueError: there is no such checkpoint, it is damaged, or its config names more than models,
         attentions, tasks and optimizers of reformax and functions of jax.nn and optax.
     """
-    from reformax.cli import saved_run
-    from reformax.declared import user_path
+    from reformax.cli import errors, saved_run
+    from reformax.declared import SettingError, user_path
 
-    saved = saved_run.load(
-        user_path("folder", folder), str(checkpoint), overrides, mode=mode, trusted=trust_config
-    )
+    options = {"mode": mode, "trusted": trust_config}
+    try:
+        saved = saved_run.load(user_path("folder", folder), str(checkpoint), overrides, **options)
+    except SettingError as error:
+        line = errors.named_as_typed(errors.one_line(error), error, flags_of=_OF_LOAD_RUN)
+        if line == str(error):
+            raise
+        raise SettingError(line) from error
     return saved.model, saved.params
+
+
+_OF_LOAD_RUN = ("folder", "checkpoint", "mode", "overrides", "trust_config", "output_dir")

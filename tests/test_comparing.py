@@ -113,7 +113,7 @@ def test_a_sweep_trains_each_and_leaves_what_has_finished(swept, folder):
     code, out, err, begun = swept("grid.gin")
     assert (code, begun) == (0, NAMES[:2]), err
     rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")]
-    head = "run, noise, best bits_per_dim of valid, steps done, tokens/s, minutes"
+    head = "run, noise, best bits per dim of valid, steps done, tokens/s, minutes"
     assert [cell.strip() for cell in rows[0]] == head.split(", ")
     found = [[cell.strip() for cell in row[:2]] for row in rows[2:]]
     assert found == [[NAMES[0], "0.1"], [NAMES[1], "0.2"]]
@@ -157,8 +157,11 @@ def test_a_run_that_fails_is_reported_and_the_next_begins(swept, folder):
         ("steps = []", "grid.gin: steps is []: expected at least one value"),
         ("steps = [1", "steps = [1"),
         ("include 'base.gin'\ntiny.TinyLM.d_modle = [1]", "d_modle"),
-        (f"{GRID}loop.train.keep = [1, 0]", f"{NAMES[0]},keep=0: keep is 0: expected at least 1"),
-        (f"{GRID}optimizer.adamw.weight_decay = [0, -1]", ",weight_decay=-1: weight_decay is -1: "),
+        (f"{GRID}loop.train.keep = [1, 0]", f"{NAMES[0]},keep=0: loop.train.keep is 0: expected"),
+        (
+            f"{GRID}optimizer.adamw.weight_decay = [0, -1]",
+            ",weight_decay=-1: optimizer.adamw.weight_decay is -1: ",
+        ),
         (f"{GRID}tiny.TinyLM.vocab_size = [16, 8]", ",vocab_size=8: task counting has ids "),
         (f"{GRID}tiny.TinyLM.max_length = [16, 8]", ",max_length=8: loop.train.length=16 is above"),
         ("include 'bsae.gin'\nsteps = [1]", "no config file bsae.gin; did you mean"),
@@ -204,6 +207,17 @@ def write_run(folder, config_text, *scores, seconds=60.0, split="valid"):
 LSH = "n = 2\na.A.op = @lsh.lsh()\nlsh.lsh.n_hashes = {}\nlsh.lsh.chunk_len = 64\na.A.n = %n\n"
 
 
+def test_the_table_and_the_plot_name_bits_per_byte(tmp_path, capsys):
+    write_run(tmp_path / "one", "n = 2\n", 3.0, 2.0)
+    path = tmp_path / "one/metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]  # not the torn one
+    lines = [line | {"bits_per_byte": line["bits_per_dim"]} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert runs.main([str(tmp_path / "one")]) == 0
+    assert "| best bits per dim (bits per byte) of valid |" in capsys.readouterr().out
+    assert runs.read([str(tmp_path / "one")])[0].unit == "bits per dim (bits per byte)"
+
+
 def test_the_table_has_what_differs_and_the_best(tmp_path, capsys):
     write_run(tmp_path / "one", LSH.format(2), 3.0, 2.0, 2.5)
     write_run(tmp_path / "two", LSH.format(4), 3.0, 2.25, seconds=30, split="test")
@@ -211,7 +225,7 @@ def test_the_table_has_what_differs_and_the_best(tmp_path, capsys):
     assert runs.main([str(tmp_path / "one"), str(tmp_path)]) == 0
     out = capsys.readouterr().out
     head, _, *rows = [[x.strip() for x in row.split("|")[1:-1]] for row in out.splitlines()[:5]]
-    best = "best bits_per_dim of valid", "best bits_per_dim of test"
+    best = "best bits per dim of valid", "best bits per dim of test"
     assert head[:4] == ["run", "op", "n_hashes", "n"]
     assert [row[0] for row in rows] == ["one", "dense", "two"]
     table = [dict(zip(head, row, strict=True)) for row in rows]

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import reformax.ops
-from reformax.training.settings import Settings
+from reformax.training.settings import TrainSettings
 from tests import forked, pages
 from tests.pages import PAGES, ROOT, blocks, commands, gin_files, page_name
 
@@ -195,7 +195,7 @@ def test_the_table_of_settings_has_all_with_their_defaults():
         found |= dict(zip(names, values, strict=True))
     want = {
         field.name: None if field.default is dataclasses.MISSING else repr(field.default)
-        for field in dataclasses.fields(Settings)
+        for field in dataclasses.fields(TrainSettings)
     }
     assert found == want
 

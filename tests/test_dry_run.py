@@ -75,6 +75,30 @@ def test_tokenizing_is_said_when_it_begins(call, tmp_path):
     assert out.index("tokenizing\n") < out.index("\ncompiling\n")
 
 
+def test_tokenizing_is_said_before_a_vocabulary_of_translation_is_learnt(
+    call, tmp_path, monkeypatch, capsys
+):
+    from reformax.data import vocabulary
+
+    for name, n in (("train", 300), ("val", 20), ("test", 20)):
+        for language in ("en", "de"):
+            lines = [f"{language} {i % 7} ab cd ef {i % 5}" for i in range(n)]
+            (tmp_path / f"{name}.{language}").write_text("\n".join(lines) + "\n")
+    learnt, said = vocabulary.learnt, []
+
+    def learns(*args):
+        said.append(capsys.readouterr().out)
+        return learnt(*args)
+
+    monkeypatch.setattr(vocabulary, "learnt", learns)
+    flags = ["--config_file=transformer_multi30k.gin", "--data_dir=.", "--output_dir=run"]
+    sizes = ["n_layers=1", "steps=2", "batch_size=2", "length=32", "warmup_steps=1", "d_model=32"]
+    sizes += ["vocab_size=20", "d_ff=32", "n_heads=2"]
+    code, out, err = call(*flags, *(f"--config={x}" for x in sizes))
+    assert code == 0, err
+    assert len(said) == 1 and said[0].endswith("tokenizing\n") and "\ncompiling\n" in out
+
+
 def test_a_config_that_is_not_used_stays(tmp_path):
     said = []
     assert folder.write_config(tmp_path, "a = 1\n", used=False) == "a = 1\n"
@@ -112,12 +136,13 @@ def test_translations_that_are_all_empty_are_told(monkeypatch, capsys):
 def test_bits_per_dim_of_bytes_are_named(of_bytes, capsys):
     from reformax.cli import evaluate
     from reformax.data import base
+    from reformax.training import loss
 
     data = {x: np.zeros(99, np.uint8) for x in ("train", "valid", "test")}
     task = base.byte_language_model("text", data)
     task = task if of_bytes else task._replace(of_bytes=False)
     result = {"split": "test", "length": 8, "stride": 8, "n_targets": 9, "whole": True}
-    result |= {"accuracy": 0.5, "bits_per_dim": 1.5, "checkpoint_steps": [3]}
+    result |= {"accuracy": 0.5, "checkpoint_steps": [3], **loss.bits_of(task, "test", 1.5)}
     evaluate._print(result, "on a device", task)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "bits_per_dim: 1.5000" + " (bits per byte)" * of_bytes

@@ -7,7 +7,7 @@ import pytest
 
 from reformax.cli import config, configs, errors, messages, report, typed
 from reformax.training import loop
-from reformax.training.settings import Settings, build
+from reformax.training.settings import TrainSettings, build
 
 SMALL = ["n_layers=2", "steps=20", "batch_size=2", "length=64", "warmup_steps=2"]
 NAMED = re.compile(r"(?<![\w./@%('\"=-])([a-z_][\w.]*)=((?:'[^']*'|\([^)]*\)|[\w.-])+)")
@@ -48,7 +48,7 @@ def told(monkeypatch, capsys):
         def main():
             config.parse([str(file)], [*SMALL, *settings], folders=configs.FOLDERS)
             found = config.bindings(loop.train)
-            given = Settings(**found)
+            given = TrainSettings(**found)
             import jax
 
             shape = (given.batch_size, given.length)
@@ -82,6 +82,133 @@ def test_each_setting_that_an_error_names_is_accepted(settings, told):
         name = fix.partition("=")[2] if fix.partition("=")[2].startswith("@") else fix
         assert name in line, line
         assert told(*settings, fix) == "", line
+
+
+# Settings of a saved run that are wrong, by the argument that the error is to name.
+WRONG_OF_A_RUN = {
+    "lm.ReformerLM.pos_d_axial_embs": (
+        "lm.ReformerLM.pos_type='axial'",
+        "lm.ReformerLM.pos_axial_shape=(8, 8)",
+        "lm.ReformerLM.pos_d_axial_embs=(1, 2)",
+    ),
+    "lm.ReformerLM.next_value": (
+        "lm.ReformerLM.next_value=True",
+        "lm.ReformerLM.attention_type=@flash.flash()",
+    ),
+    "lsh.lsh.n_hashes": ("lsh.lsh.n_hashes=0",),
+    "lm.ReformerLM.n_heads": ("lm.ReformerLM.n_heads=0",),
+}
+
+
+class Accepted(Exception):
+    """The settings were read, the model is built, and its weights are read next."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run's folder with a config and a checkpoint, whose weights no test reads."""
+    import numpy as np
+
+    from reformax.training.checkpoint import Checkpoints
+
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    config.parse([str(configs.FOLDER / "quickstart.gin")], SMALL, folders=configs.FOLDERS)
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.gin").write_text(config.text())
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, {"w": np.zeros(3)}, None, config.text())
+    checkpoints.wait()
+    checkpoints.close()
+    return str(folder)
+
+
+@pytest.fixture
+def error_of(saved, monkeypatch, capsys, tmp_path):
+    """The error of a command that reads the run, or a sweep, with settings; '' if it has none."""
+    from reformax import load_run
+    from reformax.cli import evaluate, generate, sweep
+    from reformax.training import averaging
+
+    def restored(*_):
+        raise Accepted
+
+    monkeypatch.setattr(averaging, "restore_mean", restored)
+
+    def call(command, *settings):
+        if command == "load_run":
+            try:
+                load_run(saved, overrides=settings)
+            except ValueError as error:
+                return str(error)
+            except Accepted:
+                return ""
+        overrides = [f"--config={setting}" for setting in settings]
+        if command == "sweep":
+            (tmp_path / "grid.gin").write_text("include 'quickstart.gin'\nsteps = [20]\n")
+            monkeypatch.setattr(sweep, "_run", lambda *_: 0)
+            monkeypatch.setattr(sweep, "_show", lambda *_: None)
+            flags = ["grid.gin", *(f"--config={x}" for x in SMALL if not x.startswith("steps"))]
+            monkeypatch.chdir(tmp_path)
+        else:
+            flags = [f"--output_dir={saved}"] + ["--prompt=a"] * (command == "generate")
+        main = {"evaluate": evaluate, "generate": generate, "sweep": sweep}[command].main
+        monkeypatch.setattr(sys, "argv", [command])
+        capsys.readouterr()
+        try:
+            code = errors.exit_code(lambda: main([*flags, *overrides]))
+        except Accepted:
+            return ""
+        err = capsys.readouterr().err
+        assert (code == 0) == (err == "") and err.count("\n") <= 1, err
+        return err
+
+    return call
+
+
+@pytest.mark.parametrize("name", WRONG_OF_A_RUN)
+@pytest.mark.parametrize("command", ["evaluate", "generate", "load_run", "sweep"])
+def test_each_command_names_settings_as_it_takes_them(command, name, error_of):
+    settings = WRONG_OF_A_RUN[name]
+    line = error_of(command, *settings).removeprefix("error: ")
+    macros = {"lm.ReformerLM.n_heads": "n_heads"}
+    assert macros.get(name, name) in line, line
+    named = typed_back(line)
+    if found := re.match(r"(?:steps=20: )?([\w.]+) (?:is |\()", line):
+        value = next((x for x in settings if x.startswith(name)), "=0").partition("=")[2]
+        named.append(f"{found[1]}={value}")
+    for one in named:
+        if command == "sweep" and one.startswith("steps="):
+            continue  # the run's name
+        again = error_of(command, *settings, one)
+        for refusal in ("is no flag", "no config file defines", "has no parameter", "did you mean"):
+            assert refusal not in again, (line, one, again)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate", "load_run", "sweep"])
+def test_what_an_error_says_mends_it_in_each_command(command, error_of):
+    wrong = WRONG_OF_A_RUN["lm.ReformerLM.next_value"]
+    line = error_of(command, *wrong)
+    assert "lm.ReformerLM.next_value=False" in line
+    assert error_of(command, *wrong, "lm.ReformerLM.next_value=False") == ""
+
+
+def test_names_of_flags_stay():
+    """`seed` is a flag of evaluate.py and a setting of the run."""
+    config.parse([str(configs.FOLDER / "quickstart.gin")])
+    line = "seed is 3: set eval_stride=1"
+    assert typed.typed(line).startswith("loop.train.seed is 3: set loop.train.eval_stride=1")
+    assert typed.typed(line, flags=["seed"]) == "seed is 3: set loop.train.eval_stride=1"
+
+
+def test_the_errors_of_runs_name_no_setting(tmp_path, monkeypatch, capsys):
+    """`reformax runs` takes folders and flags alone."""
+    from reformax.cli import runs
+
+    monkeypatch.setattr(sys, "argv", ["reformax runs"])
+    for given in ([str(tmp_path)], [str(tmp_path), "--x=hours"], ["--config=steps=3"]):
+        assert errors.exit_code(lambda g=given: runs.main(g)) == 2
+        line = capsys.readouterr().err.replace("--config=steps=3", "")
+        assert line.count("\n") == 1 and not typed_back(line), line
 
 
 def test_a_name_that_only_a_part_knows_is_the_models(told):

@@ -9,12 +9,12 @@ from benchmarks.harness.language_models import TINY
 from reformax.data import stdlib
 from reformax.models import ReformerLM
 from reformax.training import optimizer
-from reformax.training.settings import Settings
+from reformax.training.settings import TrainSettings
 
 
-def tiny() -> Settings:
+def tiny() -> TrainSettings:
     """Settings that take no time."""
-    return Settings(
+    return TrainSettings(
         model=lambda mode: ReformerLM(
             **TINY.arguments(), attention_type=TINY.attention(), mode=mode
         ),
@@ -26,11 +26,11 @@ def tiny() -> Settings:
     )
 
 
-def from_config(files: Sequence[str], overrides: Sequence[str]) -> Settings:
+def from_config(files: Sequence[str], overrides: Sequence[str]) -> TrainSettings:
     """The settings of a config, with a text that every machine has."""
     from reformax.cli import config, configs
     from reformax.training import loop
 
     config.parse(files, overrides, folders=configs.FOLDERS)
-    names = {field.name for field in dataclasses.fields(Settings)} - {"task"}
-    return Settings(**config.bindings(loop.train, names), task=stdlib.stdlib())
+    names = {field.name for field in dataclasses.fields(TrainSettings)} - {"task"}
+    return TrainSettings(**config.bindings(loop.train, names), task=stdlib.stdlib())

@@ -78,8 +78,8 @@ def parse(
     """
     _forget()
     modules.find_in_working_directory()
-    beside = [Path(f).absolute().parent for f in config_files]
-    with _includes_from(*beside, *folders, ours=folders):
+    parents = [Path(f).absolute().parent for f in config_files]
+    with _includes_from(*parents, *folders, ours=folders):
         new_macros = {}
         for config_file in config_files:
             path = _find(config_file, folders)
@@ -169,12 +169,12 @@ def _includes_from(*folders: str | Path, ours: Sequence[str | Path] = ()) -> Ite
 def _included(
     name: str, above: str | None, prefixes: Sequence[str], ours: Sequence[str | Path]
 ) -> str:
-    """The file that an include means: of a file of ours one beside it, and never itself."""
-    places = [Path(prefix or ".") / name for prefix in prefixes]
+    """The file that an include names: next to a file of ours, and never itself."""
+    candidates = [Path(prefix or ".") / name for prefix in prefixes]
     if above is not None and _is_in(above, ours):
-        places.insert(0, Path(above).parent / name)
-    found = [str(place.absolute()) for place in places if _is_file(place)]
-    others = [place for place in found if above is None or not Path(place).samefile(above)]
+        candidates.insert(0, Path(above).parent / name)
+    found = [str(path.absolute()) for path in candidates if _is_file(path)]
+    others = [path for path in found if above is None or not Path(path).samefile(above)]
     return (others or found or [name])[0]
 
 
@@ -201,13 +201,13 @@ def _find(config_file: str, folders: Sequence[str | Path]) -> str:
 
 
 def settings_of(config_file: str, folders: Sequence[str | Path]) -> list[str]:
-    """The names that a user's file sets itself; none of a file that stands in `folders`."""
+    """The names that a user's file sets itself; none of a file in `folders`."""
     path = _find(config_file, folders)
     return [] if _is_in(path, folders) else list(statements_of(path).values)
 
 
 def _is_in(path: str, folders: Sequence[str | Path]) -> bool:
-    """Whether a file stands in one of `folders` itself."""
+    """Whether a file is directly in one of `folders`."""
     return Path(path).parent in map(Path, folders)
 
 
@@ -265,9 +265,9 @@ def _check_word(override: str) -> None:
         return
     if value.title() in ("True", "False"):
         raise ConfigError(f"--config={override!r}: expected {name}={value.title()}")
-    quoted = f"""a text stands in quotes: --config="{name}='{value}'\""""
+    quoted = f"""write a text in quotes: --config="{name}='{value}'\""""
     if reference := modules.reference(value):
-        quoted = f"what a module has stands after an @: --config='{name}={reference}'; {quoted}"
+        quoted = f"write a function with an @: --config='{name}={reference}'; {quoted}"
     raise ConfigError(f"--config={override!r}: {quoted}")
 
 
@@ -321,9 +321,9 @@ def _tasks_of_stages() -> Iterator[str]:
     parameter = "reformax.training.loop.train.stages"
     stages = gin.query_parameter(parameter) if _is_set(parameter) else ()
     for stage in stages if isinstance(stages, tuple | list) else ():
-        own = "reformax.training.stages.Stage.task"
+        argument = "reformax.training.stages.Stage.task"
         scope = stage.config_key[0] if hasattr(stage, "config_key") else ""
-        names = [f"{scope}/{own}"] * bool(scope) + [own]
+        names = [f"{scope}/{argument}"] * bool(scope) + [argument]
         nearest = [name for name in names if _is_set(name)][:1]
         yield from [name for name in nearest if gin.query_parameter(name) is not None]
 
@@ -436,7 +436,7 @@ def _choices(kind: str, names: dict[str, str]) -> list[str]:
 
 
 def read_statements(text: str, source: str) -> Statements:
-    """What a config says, as data: nothing is imported, included or called.
+    """Reads a config as data: nothing is imported, included or called.
 
     Args:
       text: the config.
@@ -608,7 +608,7 @@ def bindings_if_any(function) -> dict:
 def described(function, argument: str):
     """The value that the config gives an argument, as data: nothing is called.
 
-    A reference to a configurable becomes a `Reference`, whether it stands for the function or for
+    A reference to a configurable becomes a `Reference`, whether it names the function or
     its result. A macro becomes its value.
 
     Raises:

@@ -63,7 +63,7 @@ def leading_comment(text: str) -> str:
 
 
 def summary(text: str) -> str:
-    """The first sentence of a gin file's comment, without the command that stands before it."""
+    """The first sentence of a gin file's comment, without the command before it."""
     comment = re.sub(r"^# python .*\n(#\n)*", "", text)
     return re.split(r"(?<=\.)\s+(?=[A-Z])", leading_comment(comment), maxsplit=1)[0]
 

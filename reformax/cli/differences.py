@@ -9,7 +9,7 @@ _UNSET = "not set"
 
 
 class Difference(NamedTuple):
-    """Where two values differ, and what they are there, as text."""
+    """The name of a setting that differs in two values, and both settings as text."""
 
     name: str
     one: str
@@ -27,8 +27,8 @@ def first(one: Any, other: Any, name: str = "model") -> Difference | None:
     if _is_reference(one) and _is_reference(other) and one.function is other.function:
         parameters = inspect.signature(one.function).parameters
         defaults = {key: parameter.default for key, parameter in parameters.items()}
-        here, there = (defaults | dict(x.arguments) for x in (one, other))
-        return _first_of(here, there, f"{one.function.__name__}.")
+        first, second = (defaults | dict(x.arguments) for x in (one, other))
+        return _first_of(first, second, f"{one.function.__name__}.")
     if isinstance(one, dict) and isinstance(other, dict):
         return _first_of(one, other, f"{name}.")
     both = isinstance(one, list | tuple) and isinstance(other, list | tuple)

@@ -1,4 +1,4 @@
-"""What a finished run prints before its last lines: its loss as a curve, and text that it writes.
+"""Prints the end of a run: its loss as a curve, and text that the model writes.
 
 A config turns them on, as quickstart.gin does:
 
@@ -28,7 +28,7 @@ def ending(
     max_new_tokens: Size = 300,
     temperature: NonNegative = 0.8,
 ) -> dict[str, Any]:
-    """What `reformax train` prints at the end of a run.
+    """Options of the output of `reformax train` at the end of a run.
 
     Args:
       curve: whether to draw the training loss in the terminal.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from reformax.cli import joining, messages, streams
+from reformax.cli import flags, joining, messages, streams
 from reformax.cli.flags import TRACEBACK
 from reformax.declared import SettingError
 
@@ -43,15 +43,22 @@ def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.St
                 raise
             traceback.print_exc()
             return joining.leave(line or type(error).__name__, 1)
-        line = _typed(line, error)
+        line = named_as_typed(line, error)
         print(f"error: {_cut(line)}", file=sys.stderr)
         found = messages.find(error)
         code = 2 if isinstance(error, SettingError) else found.code if found else 1
         return joining.leave(_cut(line), code)
 
 
-def _typed(line: str, error: Exception) -> str:
-    """The line of a wrong setting, with names that the parsed config takes."""
+def named_as_typed(line: str, error: Exception, flags_of: Collection[str] | None = None) -> str:
+    """The line of a wrong setting, with names that --config takes for the parsed config.
+
+    Args:
+      line: of the error.
+      error: raised after parsing.
+      flags_of: the names of flags, which stay; None: those of the command in use, if it reads the
+        config of a run. `reformax train` has the names of settings first.
+    """
     config = sys.modules.get("reformax.cli.config")
     if (
         config is None
@@ -59,11 +66,11 @@ def _typed(line: str, error: Exception) -> str:
         or isinstance(error, config.ConfigError)
     ):
         return line
-    if config.is_saved():
-        return line
     from reformax.cli import typed
 
-    return typed.typed(line, messages.owner_of(error))
+    if flags_of is None:
+        flags_of = flags.names_in_use() if config.is_saved() else ()
+    return typed.typed(line, messages.owner_of(error), flags_of)
 
 
 def _cut(line: str) -> str:

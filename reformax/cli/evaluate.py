@@ -13,7 +13,8 @@ that out.
 
 --by_position says whether far context helps: bits by the position in windows that do not overlap,
 as a table, in the same file and in DIR/by_position_SPLIT.png. Of rows of
-tables and files of a folder, the position in a document that begins in its window is beside it.
+tables and files of a folder, the table also has the position in a document that begins in its
+window.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(args) -> int:
     """Scores what the flags say, prints and writes."""
-    files = results.Files(args.output_dir, writes=joining.first())
+    files = results.ResultFiles(args.output_dir, writes=joining.first())
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
     joining.agree("the checkpoint", lambda: saved_run.identities(args.output_dir, saved.steps))
@@ -219,9 +220,9 @@ def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, An
 def _print(result: dict[str, Any], where: str, task) -> None:
     from reformax.training.loss import labels_of
 
-    own = " of its own document" if getattr(task, "document_mask", False) else ""
+    document = " of its own document" if getattr(task, "document_mask", False) else ""
     sizes = f"in windows of {result['length']} (stride {result['stride']})"
-    context = f"the tokens before it{own} {sizes}"
+    context = f"the tokens before it{document} {sizes}"
     if task.translation is not None:
         context = "its source and the tokens before it"
     if labels_of(task) is not None:
@@ -232,15 +233,11 @@ def _print(result: dict[str, Any], where: str, task) -> None:
         f"{context}, {saved_run.named(result['checkpoint_steps'])}, {where}"
     )
     print(f"accuracy: {result['accuracy']:.4f}")
+    of_bytes = "bits_per_dim" in result and "bits_per_byte" in result  # the same number
     for name in ("bits_per_dim", "bits_per_token", "bits_per_label", "bits_per_byte"):
-        if name in result:
-            unit = " (bits per byte)" if name == "bits_per_dim" and _is_bytes(task) else ""
+        if name in result and not (of_bytes and name == "bits_per_byte"):
+            unit = " (bits per byte)" if of_bytes else ""
             print(f"{name}: {result[name]:.4f}{unit}", flush=True)
-
-
-def _is_bytes(task) -> bool:
-    """Whether the tokens are the bytes of a text."""
-    return getattr(task, "of_bytes", False)
 
 
 def _print_translation(scores: dict[str, Any]) -> None:

@@ -29,6 +29,14 @@ Override = Annotated[str, NonEmpty("NAME=VALUE")]
 BeamSize = Annotated[int, Bounds(0, typing.get_args(Beams)[1].most)]
 
 
+_names_in_use: list[str] = []  # of the flags of the parser that read the command line
+
+
+def names_in_use() -> list[str]:
+    """The names of the flags of the command in use, without dashes."""
+    return list(_names_in_use)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and which checks the flags whose type is `of` a hint."""
 
@@ -37,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         raise SettingError(f"{message}; --help lists the flags")
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse does it; an unknown flag is told with the nearest one."""
+        """As argparse does it; the error of an unknown flag names the nearest one."""
         args, unknown = self.parse_known_args(args, namespace)
         self.refuse_near(unknown)
         if unknown:
@@ -58,6 +66,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does it, and then the check."""
+        _names_in_use[:] = [action.dest for action in self._actions]
         args, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
             value, hint = getattr(args, action.dest, None), getattr(action.type, "hint", None)
@@ -76,7 +85,7 @@ def of(hint: Any) -> Callable[[str], Any]:
         if kind in (int, float):
             with contextlib.suppress(ValueError):
                 return kind(text)
-        return text  # the parser's check tells what it should have been
+        return text  # the parser's check says what it should have been
 
     read.hint = hint
     return read

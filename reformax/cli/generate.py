@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from reformax.models import EncoderDecoder
 
     if isinstance(saved.model, EncoderDecoder):
-        own = {**CONTINUE, "png": None}
-        flags.refuse(args, own, "this run's model translates and takes no such setting")
+        others = {**CONTINUE, "png": None}
+        flags.refuse(args, others, "this run's model translates and takes no such setting")
         return _translate(args, saved)
     if getattr(saved.model, "task_kind", "text") != "text":
         raise SettingError(

@@ -1,7 +1,7 @@
 """Joins the processes of a run, by flags or as Slurm or Open MPI started them.
 
 `jax.distributed.initialize` does it, before any device is touched. What it would answer with an
-abort, such as an address at which nothing listens, is found before and told in a line.
+abort, such as an address at which nothing listens, is found before and reported in a line.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from reformax.declared import Bounds, Count, NonEmpty, SettingError, Size
 Address = Annotated[str, NonEmpty("HOST:PORT")]
 Seconds = Annotated[int, Bounds(1, 86_400)]
 _NAMES = ("coordinator_address", "num_processes", "process_id")
-_TIMEOUTS = ("heartbeat_timeout", "step_timeout")
+_TIMEOUTS = ("heartbeat_timeout", "step_timeout", "start_timeout")
 # Flags that may differ: paths, whose content is compared, and what is shown.
 _FREE = ("config_file", "output_dir", "data_dir", "distributed", "quiet", "traceback")
-# Seconds that a process waits for the others to be there.
-WAIT = 300
+# Defaults of the timeouts, in seconds.
 HEARTBEAT = 100
 STEP = 1800
+START = 20
+_JAX_TIMEOUT = 300  # seconds for JAX's own meeting, of processes that are there
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +57,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="seconds without a step, or a batch of an evaluation, after which all processes end "
         f"because one hangs (default: {STEP})",
     )
+    group.add_argument(
+        "--start_timeout",
+        type=flags.of(Seconds),
+        help="seconds for all processes to start; those that came end then, since one that is "
+        f"killed as it starts never comes (default: {START})",
+    )
 
 
 def join(args: argparse.Namespace, config: str | None = None) -> None:
-    """Makes this process one of a run's, if the flags ask for it; compares it with the others.
+    """Makes this process one of a run's, if the flags request it; compares it with the others.
 
     Args:
       args: the flags.
@@ -91,13 +98,16 @@ def join(args: argparse.Namespace, config: str | None = None) -> None:
     timeout = args.heartbeat_timeout or HEARTBEAT
     # Before JAX, which would wait for what never comes, or abort with a stack of C++.
     processes.meet(
-        *(given[name] for name in _NAMES), timeout=timeout, step_timeout=args.step_timeout or STEP
+        *(given[name] for name in _NAMES),
+        timeout=timeout,
+        step_timeout=args.step_timeout or STEP,
+        start_timeout=args.start_timeout or START,
     )
     jax.distributed.initialize(
         **given,
         cluster_detection_method="deactivate",
-        initialization_timeout=WAIT,
-        heartbeat_timeout_seconds=2 * timeout,  # the watchers are to tell of a death first
+        initialization_timeout=_JAX_TIMEOUT,
+        heartbeat_timeout_seconds=2 * timeout,  # the watchers report a death first
     )
     processes.watch()
     free = (*_NAMES, *_TIMEOUTS, *_FREE)
@@ -107,11 +117,11 @@ def join(args: argparse.Namespace, config: str | None = None) -> None:
 
 
 def _detected(given: dict) -> dict:
-    """What JAX finds in the variables of a launcher, besides the flags."""
+    """The settings that JAX finds in the variables of a launcher, besides the flags."""
     from jax._src import clusters
 
     find = clusters.ClusterEnv.auto_detect_unset_distributed_params
-    found = find(*(given.get(name) for name in _NAMES), None, None, WAIT)
+    found = find(*(given.get(name) for name in _NAMES), None, None, _JAX_TIMEOUT)
     if None in found[:3]:
         raise SettingError(
             "--distributed finds no processes: start it with srun or mpirun, or give "
@@ -121,7 +131,7 @@ def _detected(given: dict) -> dict:
 
 
 def refuse(args: argparse.Namespace, why: str) -> None:
-    """Raises `SettingError` where the flags, of `add_flags`, ask for several processes."""
+    """Raises `SettingError` if the flags of `add_flags` request several processes."""
     flags.refuse(args, [*_NAMES, "distributed", *_TIMEOUTS], why)
 
 
@@ -138,7 +148,10 @@ def agree(name: str, find: Callable[[], object]) -> None:
 
     def check(of_first: object) -> None:
         if of_first != value:
-            raise SettingError(f"{name} is {value} here and {of_first} in process 0: try again")
+            raise SettingError(
+                f"{name} is {of_first} in process 0 and {value} in process {processes.index}: try "
+                "again"
+            )
 
     of_first = processes.same(lambda: value)
     processes.by_all(lambda: check(of_first))

@@ -60,12 +60,12 @@ TABLE = (
     ),
     Message(
         r"malformed node or string.*\n?.*Failed to parse token '(?P<name>\w+)'",
-        "{name} is no value: a text stands in quotes, a function after an @, as in @lsh.lsh()",
+        "{name} is no value: write a text in quotes, a function with an @, as in @lsh.lsh()",
         kind=SyntaxError,
     ),
     Message(
         "Unable to parse value|Expected newline",
-        "expected one value: a number, a text in quotes, a list, or a function after an @, as in "
+        "expected one value: a number, a text in quotes, a list, or a function with an @, as in "
         "@lsh.lsh()",
         kind=SyntaxError,
     ),
@@ -106,7 +106,7 @@ TABLE = (
     ),
     Message(
         "required positional argument: 'data_dir'",
-        "the task reads files and is not told which: give --data_dir",
+        "the task reads files: give --data_dir",
         kind=TypeError,
     ),
     Message(
@@ -117,7 +117,7 @@ TABLE = (
 )
 
 
-class Found(NamedTuple):
+class FoundMessage(NamedTuple):
     """Our line for an error, and the wrong name in it, if its row has `choices`."""
 
     line: str
@@ -126,14 +126,14 @@ class Found(NamedTuple):
     code: int
 
 
-def find(error: Exception) -> Found | None:
+def find(error: Exception) -> FoundMessage | None:
     """The first row of the table that fits, filled in; None if no row fits."""
     for row in TABLE:
         match = re.search(row.pattern, str(error).strip())
         if match and isinstance(error, row.kind):
             names = match.groupdict()
             line = row.line.format(first=first_line(error), **names)
-            return Found(line, row.choices, names, row.code)
+            return FoundMessage(line, row.choices, names, row.code)
     return None
 
 
@@ -156,21 +156,21 @@ def first_line(error: Exception) -> str:
     return next(iter(own_text(error).splitlines()), "")
 
 
-class Place(NamedTuple):
-    """The place in a config where gin stopped."""
+class ConfigPlace(NamedTuple):
+    """The line of a config at which gin stopped."""
 
     where: str  # ' (FILE, line N)', or empty
     source: str  # the line itself, or empty
 
 
-def place(error: Exception) -> Place:
-    """The place, from gin's appendix to the error."""
+def place(error: Exception) -> ConfigPlace:
+    """The line, from gin's appendix to the error."""
     file = re.search(r'In file "([^"]+)", line (\d+)', str(error))
     source = re.search(r"\n  In .* line \d+\n    (.*)", str(error))
     line = source[1].strip() if source else ""
     # The config of a stranger's run may hold what a terminal obeys.
     line = "".join(c if c.isprintable() else "?" for c in line)
-    return Place(f" ({file[1]}, line {file[2]})" if file else "", line)
+    return ConfigPlace(f" ({file[1]}, line {file[2]})" if file else "", line)
 
 
 def file_of(error: Exception) -> str | None:

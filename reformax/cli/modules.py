@@ -36,8 +36,8 @@ def import_line(name: str) -> str | None:
     if name in (packages := _packages()):
         return f"from {packages[name]} import {name}"
     if name.isidentifier() and name not in sys.stdlib_module_names:
-        here = Path.cwd()
-        if any(path.is_file() for path in (here / f"{name}.py", here / name / "__init__.py")):
+        folder = Path.cwd()
+        if any(path.is_file() for path in (folder / f"{name}.py", folder / name / "__init__.py")):
             return f"import {name}"
     return None
 
@@ -56,7 +56,7 @@ def reference(name: str) -> str | None:
     """
     module, _, attribute = name.rpartition(".")
     module, attribute = module or name, attribute or name
-    if module not in (packages := _packages()) or module == "stages":  # which stand in a list
+    if module not in (packages := _packages()) or module == "stages":  # which are in a list
         return None
     found = getattr(importlib.import_module(f"{packages[module]}.{module}"), attribute, None)
     if not callable(found):
@@ -77,8 +77,8 @@ def ops() -> dict[str, Callable]:
 
 def find_in_working_directory() -> None:
     """Lets imports find modules in the working directory, after all others."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)
 
 
 @functools.cache

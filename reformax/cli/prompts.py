@@ -109,7 +109,7 @@ def offset(train: Callable, vocab_size: int) -> int | None:
 
 
 class Alphabet(Protocol):
-    """How a model reads and writes."""
+    """Encodes prompts and decodes tokens of a model."""
 
     def encode(self, text: bytes) -> list[int]:
         """The tokens of a prompt; `ValueError` for what the model cannot read."""

@@ -29,9 +29,9 @@ def note_unused(
     used = [name if "." in name else f"loop.train.{name}" for name in read]
     for override in config.unused(overrides, also_used=used):
         print(f"note: --config={override!r} sets something that this run does not use", file=file)
-    told = {override.partition("=")[0].strip() for override in overrides}
+    noted = {override.partition("=")[0].strip() for override in overrides}
     for config_file, names in (files or {}).items():
-        others = [f"{name} =" for name in names if name not in told]
+        others = [f"{name} =" for name in names if name not in noted]
         unused = [line.removesuffix(" =") for line in config.unused(others, also_used=used)]
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
@@ -56,11 +56,13 @@ def training(result: dict[str, Any], prints: bool = True) -> int:
         return 128 + result["interrupted_by"]
     if result["step"] < result["steps"]:
         print(f"out of time at step {result['step']} of {result['steps']}")
+    from reformax.training.curves import words_of
+
     metric = result["metric"]
     part = "" if result["whole"] else f" ({result['n_targets']:,} targets of the split)"
     best = " of a part of it" if result["whole"] and not result["best_whole"] else ""
     print(
-        f"{result['eval_split']} {metric.replace('_', ' ')}: {result[metric]:.4f} at step "
+        f"{result['eval_split']} {words_of(metric, result)}: {result[metric]:.4f} at step "
         f"{result['step']}{part}; best{best} "
         f"{result['best_' + metric]:.4f} at step {result['best_step']}"
     )

@@ -15,7 +15,7 @@ from typing import Any
 from reformax import durable
 
 
-class Files:
+class ResultFiles:
     """Writes files whole or not at all, and remembers those that could not be written."""
 
     def __init__(self, folder: str | os.PathLike, writes: bool = True):
@@ -59,7 +59,7 @@ class Files:
             self._failed[name] = str(error)
 
     def named(self, name: str) -> str:
-        """The place of a file, in words."""
+        """The path of a file, in words."""
         return "not in a file" if name in self._failed else f"in {self._folder / name}"
 
     def exit_code(self) -> int:

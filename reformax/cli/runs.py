@@ -26,13 +26,18 @@ ABSENT = "-"
 METRICS = ("bits_per_dim", "bits_per_token", "bits_per_label")
 
 
-class Run(NamedTuple):
-    """What a run's folder says."""
+class RecordedRun(NamedTuple):
+    """The name, the settings and the record of a run's folder."""
 
     name: str
     settings: dict[str, str]  # as config.gin has them
     metric: str
     lines: list[dict[str, Any]]
+
+    @property
+    def unit(self) -> str:
+        """The metric in words, of bytes by both of its names."""
+        return curves.words_of(self.metric, next((x for x in self.lines if self.metric in x), {}))
 
     @property
     def scores(self) -> dict[str, curves.Curve]:
@@ -60,7 +65,7 @@ def parser() -> flags.Parser:
         "--plot",
         type=flags.of(PathName),
         metavar="FILE",
-        help="where to draw the curves (default: runs.png, beside the runs)",
+        help="where to draw the curves (default: runs.png, next to the runs)",
     )
     parser.add_argument(
         "--x", choices=["step", "minutes"], default="step", help="what the curves go by"
@@ -69,7 +74,7 @@ def parser() -> flags.Parser:
     return parser
 
 
-def read(folders: Sequence[str]) -> list[Run]:
+def read(folders: Sequence[str]) -> list[RecordedRun]:
     """The runs in these folders, and in the folders in them.
 
     Raises:
@@ -91,18 +96,18 @@ def _is_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file()
 
 
-def _read(folder: Path, name: str) -> Run:
+def _read(folder: Path, name: str) -> RecordedRun:
     lines = record_lines.read(folder / "metrics.jsonl")
     metric = next((m for m in METRICS if any(m in line for line in lines)), METRICS[0])
     path = folder / "config.gin"
     text = path.read_text(errors="replace") if path.is_file() else ""
     text, _ = renamed.translated(text)
     values = config.read_statements(text, str(path)).values
-    return Run(name, {name: repr(value) for name, value in values.items()}, metric, lines)
+    return RecordedRun(name, {name: repr(value) for name, value in values.items()}, metric, lines)
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """The folders' own names, or as much of their whole paths as tells them apart."""
+    """The folders' names, with as many parent folders as make them unique."""
     parts = [path.parts for path in paths]
     n = next(n for n in itertools.count(1) if len({x[-n:] for x in parts}) == len(parts))
     return ["/".join(x[-n:]) for x in parts]
@@ -113,13 +118,13 @@ def _parent(folders: Sequence[str]) -> Path:
     return first.parent if _is_run(first) else first
 
 
-def table(runs: Sequence[Run]) -> list[str]:
+def table(runs: Sequence[RecordedRun]) -> list[str]:
     """The lines of a Markdown table, a row for each run."""
     settings = differences([run.settings for run in runs])
     best: dict[str, list[str]] = {}
     for i, run in enumerate(runs):
         for scored, curve in run.scores.items():
-            cells = best.setdefault(f"best {run.metric} of {scored}", [ABSENT] * len(runs))
+            cells = best.setdefault(f"best {run.unit} of {scored}", [ABSENT] * len(runs))
             at = curve.values.argmin()
             cells[i] = f"{curve.values[at]:.4f} at {curve.steps[at]:,}"
     columns = {"run": [run.name for run in runs]} | settings | best
@@ -141,14 +146,14 @@ def table(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _speed(run: Run) -> str:
+def _speed(run: RecordedRun) -> str:
     speeds = [x.get("timing", {}).get("tokens_per_second") for x in run.lines]
     speeds = [speed for speed in speeds if speed is not None]
     return f"{statistics.median(speeds):,.0f}" if speeds else ABSENT
 
 
 def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
-    """The settings that differ, by the shortest names that tell them apart: a value of each run."""
+    """The settings that differ, by their shortest unique names: a value of each run."""
     functions = [{name.rpartition(".")[0] for name in one} for one in settings]
     found = {}
     for name in dict.fromkeys(name for one in settings for name in one):
@@ -159,24 +164,24 @@ def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
         comparable = {v for v, used in zip(values, functions, strict=True) if function in used}
         if len(comparable) > 1 and name not in OF_WORDS:
             found[name] = values
-    names = [name for name in found if not _is_told(name, found, settings)]
+    names = [name for name in found if not _is_shown(name, found, settings)]
     columns = ([ABSENT if value is None else _cut(value) for value in found[x]] for x in names)
     return dict(zip(short_names(names), columns, strict=True))
 
 
-def _is_told(
+def _is_shown(
     macro: str, found: dict[str, list[str | None]], settings: Sequence[dict[str, str]]
 ) -> bool:
     """Whether a setting that is this macro in some run has a column with all that it says."""
     uses = {name for one in settings for name, value in one.items() if value == f"%{macro}"}
     return any(
-        all(own in (None, its) for own, its in zip(found[macro], found[use], strict=True))
+        all(value in (None, used) for value, used in zip(found[macro], found[use], strict=True))
         for use in uses & found.keys()
     )
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """The last parts of each name, as many as tell it from the others."""
+    """The last parts of each name, as many as make it unique."""
     parts = [name.split(".") for name in names]
     found = []
     for one in parts:
@@ -190,7 +195,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def draw(runs: Sequence[Run], x: str) -> bytes:
+def draw(runs: Sequence[RecordedRun], x: str) -> bytes:
     """A PNG of the runs' curves by 'step' or by 'minutes'."""
     figure, axes = curves.new_figure((8, 5))
     shown = []
@@ -205,7 +210,7 @@ def draw(runs: Sequence[Run], x: str) -> bytes:
             axes.plot(*curve, "osD^v"[n // 10 % 5] + "-", ms=4, color=color)
         axes.plot([], [], color=color, label=run.name, marker="osD^v"[n // 10 % 5], ms=4)
         shown += [smoothed, *by_x]
-    names = {run.metric.replace("_", " ") for run in runs}
+    names = {run.unit for run in runs}
     axes.set(xlabel=x, ylabel=" or ".join(sorted(names)))
     axes.set_title("scores with markers, smoothed training loss without", fontsize=9)
     curves.finish(axes, shown)

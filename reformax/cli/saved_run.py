@@ -19,6 +19,8 @@ from reformax.declared import SettingError
 MODEL = ("model", "batch_size", "length", "mesh")
 # Training deletes checkpoints. A reader that lost one looks again so many times.
 TRIES = 5
+# Classes of a model whose config names no number, and whose checkpoint is too old to note it.
+_N_CLASSES = 10
 
 T = TypeVar("T")
 
@@ -79,7 +81,9 @@ def load(
     def read(configs: dict[int, str | None]) -> Saved:
         _parse(checkpoints, configs, overrides, **options)
         run = config.bindings(loop.train, MODEL)
-        model, steps = build(run["model"], mode), list(configs)
+        steps = list(configs)
+        n_classes = checkpoints.extra(steps[-1]).get("n_classes", _N_CLASSES)
+        model = build(run["model"], mode, n_classes)
         shape = (run["batch_size"], run["length"])
         like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
         params, info = restore_mean(checkpoints, steps, like)
@@ -269,10 +273,10 @@ def _parse(
     for one, other in zip(steps, steps[1:], strict=False):
         difference = differences.first(described[one], described[other])
         if difference is not None:
-            name, here, there = difference
+            name, first, second = difference
             raise SettingError(
-                f"average:{len(steps)} is of several models: {name} is {here} at step {one} and "
-                f"{there} at step {other}: average the checkpoints after step {one} alone"
+                f"average:{len(steps)} is of several models: {name} is {first} at step {one} and "
+                f"{second} at step {other}: average the checkpoints after step {one} alone"
             )
 
 
@@ -289,5 +293,5 @@ def _identities(checkpoints) -> set[tuple]:
 
 def _shown(path: Path) -> Path:
     """The path from the working directory, if it is in there."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    folder = Path.cwd()
+    return path.relative_to(folder) if path.is_relative_to(folder) else path

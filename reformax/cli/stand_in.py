@@ -13,6 +13,7 @@ from reformax.training import loop
 from reformax.training.settings import build
 
 _TARGETS = 1  # of a split
+_CLASSES = 2  # where the model takes their number from the data
 
 
 class _Vocabulary:
@@ -25,7 +26,7 @@ class _Vocabulary:
 def reported(report: Callable[..., list[str]]) -> tuple[dict[str, Any], list[str]]:
     """The settings of `loop.train`, and `report(**settings)`.
 
-    A task whose data cannot be read here, or needs an extra, is stood in for; a line says so.
+    A task whose data cannot be read, or that needs an extra, is replaced; a line says so.
 
     Raises:
       Exception: that of the task, where a stage has data of its own; and those of `report`.
@@ -45,14 +46,14 @@ def reported(report: Callable[..., list[str]]) -> tuple[dict[str, Any], list[str
             lines = report(**settings)
         except (OSError, ImportError, TypeError):
             raise error from None
-    return settings, [*lines, f"note: the data is not read ({why}): batches stand in for it"]
+    return settings, [*lines, f"note: the data is not read ({why}): batches of zeros replace it"]
 
 
 def task_of(model: Any) -> Task:
     """A task of the kind and the sizes of a model."""
     kind = getattr(model, "task_kind", "text")
     labelled = kind in ("labels", "pairs")
-    labels = Labels(model.n_classes, kind == "pairs") if labelled else None
+    labels = Labels(model.n_classes or _CLASSES, kind == "pairs") if labelled else None
     translation = None
     vocab_size = model.vocab_size
     if kind == "translation":

@@ -1,7 +1,7 @@
 """Trains a grid of settings, one run after the other: `reformax sweep FILE`.
 
-FILE has lines of a config, which may leave out the imports of this package. A list stands for each
-of its values in turn, so
+FILE has lines of a config, which may leave out the imports of this package. A list gives a run for
+each of its values, so
 
     include 'quickstart.gin'
     steps = 200
@@ -9,9 +9,9 @@ of its values in turn, so
     learning_rate = [1e-3, 3e-3]
 
 is 3 x 2 runs, in folders such as n_hashes=2,learning_rate=0.001 of --output_dir. A value that is a
-list itself stands in a list of its own: [[1, 2]]. Each run is a `reformax train`, with the included
+list itself is put in another list: [[1, 2]]. Each run is a `reformax train`, with the included
 files as --config_file and every other line as --config. Before the first run begins, the model and
-the task of each are built: a wrong value is told at once.
+the task of each are built, so a wrong value is reported at once.
 
 The same command goes on after any interruption. A run that has finished with the same settings is
 left as it is, and so is one that was out of time (`max_minutes`); one that was interrupted goes on,
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import jax
 
 from reformax import durable
-from reformax.cli import config, configs, errors, flags, modules, runs
+from reformax.cli import config, configs, errors, flags, messages, modules, runs, typed
 from reformax.declared import PathName, SettingError
 from reformax.training import dry_run, loop
 from reformax.training.folder import make_output_dir
@@ -117,9 +117,9 @@ def _read(file: Path) -> config.Statements:
 
 
 def _found(name: str, file: Path) -> str:
-    """The path of an included file: beside FILE, or as train finds it."""
-    beside = file.parent / name
-    return str(beside) if beside.is_file() else name
+    """The path of an included file: next to FILE, or as train finds it."""
+    neighbour = file.parent / name
+    return str(neighbour) if neighbour.is_file() else name
 
 
 def grid(statements: config.Statements, file: str) -> list[Member]:
@@ -183,7 +183,9 @@ def _checked(member: Member, files: list[str], args) -> str:
     except Exception as error:
         if (line := errors.one_line(error)) is None:
             raise
-        raise SettingError(f"{member.name}: {line}") from None
+        if not isinstance(error, config.ConfigError):
+            line = typed.typed(line, messages.owner_of(error))
+        raise config.ConfigError(f"{member.name}: {line}") from None  # which stays as it is
     return _crc(config.text())
 
 
@@ -194,7 +196,7 @@ def _check_apart(members: list[Member], fingerprints: list[str]) -> None:
         if (other := first.setdefault(fingerprint, member.name)) is not member.name:
             raise SettingError(
                 f"{other} and {member.name} are the same run: a list has a value twice, or "
-                "--config sets what a list stands for"
+                "--config sets what a list varies"
             )
 
 

@@ -30,19 +30,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     config.parse(files, args.config, folders=configs.FOLDERS, data_dir=args.data_dir)
     config.refuse_flags(unknown)
     joining.join(args, config.text())
-    # After parsing: a wrong flag is told first.
+    # After parsing, so that a wrong flag is reported first.
     from reformax.cli import stand_in
     from reformax.training import checkpoint, dry_run, folder, loop
 
     compilation_cache.use()
     at_end = config.bindings_if_any(ending.ending)
-    of_end = [f"ending.ending.{name}" for name in at_end]  # read here, and in no saved config
-    own = {file: config.settings_of(file, configs.FOLDERS) for file in args.config_file or ()}
+    of_end = [f"ending.ending.{name}" for name in at_end]  # no saved config has them
+    settings_of = {
+        file: config.settings_of(file, configs.FOLDERS) for file in args.config_file or ()
+    }
 
     @functools.cache  # several processes compare their texts first
     def note_unused(*read: str) -> None:
         if joining.first():
-            report.note_unused(args.config, read, files=own)
+            report.note_unused(args.config, read, files=settings_of)
 
     if args.dry_run:
         begun = bool(checkpoint.Checkpoints(output_dir).steps())
@@ -87,7 +89,8 @@ def parser():
     parser.add_argument(
         "--dry_run",
         action="store_true",
-        help="compile the step for the devices there are, print what it asks of each, and exit",
+        help="compile the step for the devices there are, print the memory that it needs on each, "
+        "and exit",
     )
     flags.add_changed_data(parser)
     joining.add_flags(parser)

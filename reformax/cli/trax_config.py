@@ -1,4 +1,4 @@
-"""Configs of Trax: told from ours by their names, with the config of the same model here.
+"""Recognises configs of Trax by their names, and names the config of the same model in reformax.
 
 Trax's gin files name functions that Trax registers, such as `ReformerLM`, and modules of Trax. Ours
 import what they name. A config of Trax is read as data, and Trax is never imported for it.
@@ -13,7 +13,7 @@ from reformax.declared import SettingError
 
 
 class Counterpart(NamedTuple):
-    """What a model of Trax is here: its name, its config, and configs by a word of the file."""
+    """The same model in reformax: its name, its config, and configs by a word of the file."""
 
     model: str
     config: str
@@ -96,14 +96,14 @@ def resolved(values: Mapping[str, Any], value: Any) -> Any:
 
 
 def refuse(source: str, statements) -> None:
-    """Raises `SettingError` for a config of Trax; the line names what is here for it."""
+    """Raises `SettingError` for a config of Trax; the line names the counterpart."""
     if not is_trax(statements):
         return
     name = model_of(statements)
     if name is None or name not in MODELS:
         said = "names no model" if name is None else f"has the model {name}"
         raise SettingError(
-            f"{source} is a config of Trax and {said}: here are {', '.join(MODELS)}; "
+            f"{source} is a config of Trax and {said}: reformax has {', '.join(MODELS)}; "
             "`reformax configs` lists the configs"
         )
     found = MODELS[name]

@@ -43,7 +43,7 @@ class Names:
     """
 
     def __init__(self):
-        self._bound: dict[str, str] = {}  # name -> the module that it stands for
+        self._bound: dict[str, str] = {}  # name -> the module that it is bound to
         self._foreign: dict[str, str] = {}  # name -> a module that must not be imported
         self._imported: set[str] = set()  # those that gin may have
         self._dynamic = False
@@ -52,16 +52,16 @@ class Names:
         """Notes `from __gin__ import dynamic_registration`: imports bind names from here on."""
         self._dynamic = True
 
-    def add_import(self, module: str, name: str, stands_for: str) -> None:
+    def add_import(self, module: str, name: str, bound_to: str) -> None:
         """Imports a module if a config may have it; notes it otherwise.
 
         Args:
           module: the module.
           name: the name that it binds.
-          stands_for: the module that the name then stands for, `a` in `import a.b`.
+          bound_to: the module that the name is bound to, `a` in `import a.b`.
 
         Raises:
-          Refused: the name stands for another module already, or nothing has enabled names.
+          Refused: the name is bound to another module already, or nothing has enabled names.
           ImportError: there is no such module.
         """
         if not self._dynamic:  # gin would find names in its registry, which anyone may fill
@@ -69,10 +69,10 @@ class Names:
                 f"the config of a run imports {module} before `from __gin__ import "
                 f"dynamic_registration`: {_FLAG}"
             )
-        before = self._bound.setdefault(name, stands_for)
-        if before != stands_for:
+        before = self._bound.setdefault(name, bound_to)
+        if before != bound_to:
             raise Refused(
-                f"the config of a run binds {name} to {before} and to {stands_for}: give each "
+                f"the config of a run binds {name} to {before} and to {bound_to}: give each "
                 f"import a name of its own, or {_FLAG}"
             )
         if _may_import(module):

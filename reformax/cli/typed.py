@@ -1,6 +1,6 @@
 """The names of an error as the user can type them: `warmup_steps`, `lm.ReformerLM.next_value`.
 
-Parts of the package name their own arguments, since they know no config. Here the parsed config
+Parts of the package name their own arguments, since they know no config. The parsed config
 says what each is called: the macro that it is set to, or else module.function.argument.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Collection
 
 from reformax.cli import config, modules
 
@@ -19,23 +20,28 @@ _OF_MODELS = {"d_embs": "pos_d_axial_embs", "rotary_grid": "pos_axial_shape"}
 _MOST = 4  # ops that a line names
 
 
-def typed(line: str, owner: str = "") -> str:
+def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
     """The line with settings named as --config takes them, and ops in place of traits.
 
     Args:
       line: the error's.
       owner: the function that raised it, 'scope/function', if gin called it.
+      flags: names that stay, since the command has flags of these names.
     """
+
+    def named(match: re.Match[str]) -> str:
+        return match[1] if match[1] in flags else name_of(match[1], owner) or match[1]
+
     line = _TRAIT.sub(lambda match: _with_trait(match[1]) or match[0], line)
     parts = re.split(
         r"(\([^()]*\)|'[^']*'|`[^`]*`|\S+=\S*,\S+=\S*)", line
-    )  # settings stand outside of these, as of a run's name
-    parts[::2] = [_NAME.sub(lambda m: name_of(m[1], owner) or m[1], part) for part in parts[::2]]
-    return _FIRST.sub(lambda m: name_of(m[1], owner) or m[1], "".join(parts))
+    )  # settings are outside of these; a run's name is one of them
+    parts[::2] = [_NAME.sub(named, part) for part in parts[::2]]
+    return _FIRST.sub(named, "".join(parts))
 
 
 def name_of(name: str, of: str = "") -> str | None:
-    """What --config calls an argument, 'next_value' or 'cosine.steps'; None if it sets none."""
+    """The name of an argument for --config, such as 'next_value'; None if it has none."""
     scope, _, function = of.rpartition("/")
     for full in config.arguments():
         if function and f".{full}".endswith(f".{function}.{_OF_MODELS.get(name, name)}"):

@@ -34,7 +34,7 @@ from reformax.declared import Count, PathName, Size, user_path
 TOLERANCE = 1e-4
 
 
-class Source(NamedTuple):
+class SourceModel(NamedTuple):
     """A model as it was read."""
 
     kind: str  # "hugging_face", "trax" or "run"
@@ -143,7 +143,7 @@ def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
             raise ValueError(f"--{name} is {value}: it goes with {where} alone, leave it out")
 
 
-def _check_target(kind: str, source: Source) -> None:
+def _check_target(kind: str, source: SourceModel) -> None:
     """Raises `ValueError` for a model that the format lacks, before anything is written."""
     if kind == "hugging_face":
         from reformax.convert import hugging_face
@@ -155,7 +155,7 @@ def _check_target(kind: str, source: Source) -> None:
         trax_models.table(source.spec)
 
 
-def _read(path: Path, args: argparse.Namespace) -> Source:
+def _read(path: Path, args: argparse.Namespace) -> SourceModel:
     if not path.exists():
         raise FileNotFoundError(
             f"--from={path} does not exist: download a model of Hugging Face, and give its folder"
@@ -171,23 +171,23 @@ def _read(path: Path, args: argparse.Namespace) -> Source:
         from reformax.convert import run_folder
 
         run = run_folder.read(path, args.step, args.trust_config)
-        return Source("run", run.spec, run.params, run.source, [], run.vocabulary)
+        return SourceModel("run", run.spec, run.params, run.source, [], run.vocabulary)
     from reformax.convert import hugging_face
 
     read = hugging_face.read(path)
     details = {"format": "hugging_face", "config": read.config}
-    return Source("hugging_face", read.spec, read.params, details, read.notes, read.vocabulary)
+    return SourceModel("hugging_face", read.spec, read.params, details, read.notes, read.vocabulary)
 
 
-def _read_trax(path: Path, args: argparse.Namespace) -> Source:
+def _read_trax(path: Path, args: argparse.Namespace) -> SourceModel:
     """Weights of Trax, and the model that a config of Trax or of this package says."""
     from reformax.convert import trax_files, trax_gin, trax_models
     from reformax.convert.spec import Spec
 
     given = [Path(file) for file in args.config_file]
-    beside = path.with_name(trax_gin.CONFIG)
-    if not given and trax_gin.is_config(beside):
-        given = [beside]
+    neighbour = path.with_name(trax_gin.CONFIG)
+    if not given and trax_gin.is_config(neighbour):
+        given = [neighbour]
     if not given:
         raise ValueError(
             f"--from={path} holds weights without names: say what model it is with "
@@ -207,10 +207,10 @@ def _read_trax(path: Path, args: argparse.Namespace) -> Source:
     params = trax_models.read_params(path, spec)
     notes += trax_models.notes(spec)
     details = {"format": "trax"}
-    return Source("trax", spec, params, details, notes, weights=path)
+    return SourceModel("trax", spec, params, details, notes, weights=path)
 
 
-def _write(kind: str, path: Path, source: Source, length: int | None) -> list[str]:
+def _write(kind: str, path: Path, source: SourceModel, length: int | None) -> list[str]:
     """Writes a model; returns notes on the differences."""
     if kind == "hugging_face":
         from reformax.convert import hugging_face
@@ -233,7 +233,7 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
     return run_folder.notes(path, source.spec)
 
 
-def _check(source: Source, paths: dict[str, Path], kind: str, target: str) -> None:
+def _check(source: SourceModel, paths: dict[str, Path], kind: str, target: str) -> None:
     """Compares the model that was written with its source.
 
     Args:
@@ -268,7 +268,7 @@ def _check(source: Source, paths: dict[str, Path], kind: str, target: str) -> No
                 "pip install 'reformax[trax]'"
             )
         elif (compared := check.against_trax(source.spec, reread, paths["trax"])) is None:
-            print("check: not against Trax's own model, whose length is too long for here")
+            print("check: not against Trax's own model, whose length is too long for this check")
         else:
             found.append(compared)
     for comparison in found:

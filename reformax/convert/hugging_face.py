@@ -7,7 +7,7 @@ Logits at position t there are those of token t + 1: `encode` reads tokens as th
 
 A Reformer's logits add `lm_head.decoder.bias`, which version 4 of `transformers` keeps as
 `lm_head.bias` too. Versions 5.0 to 5.23 have the latter alone and leave it out; in 5.24 the two are
-apart, and only the former counts. The logits here add it, and files that are written have both.
+apart, and only the former counts. The logits of reformax add it; files that are written have both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DECODER_BIAS = "lm_head.decoder.bias"
 # Modules around a model's own, anywhere in a tensor's name, or in front of it.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 _OUTER = {"module", "model"}
-# What a trainer's file has the tensors under, beside its own state.
+# Keys of the tensors in a trainer's file, which also has the trainer's state.
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
 _MAX_JSON, _MAX_VOCABULARY = 2**24, 2**28
 # Those that NumPy has, too; `tables.check` takes those of floating point.
@@ -55,7 +55,7 @@ class Format(NamedTuple):
 
     Attributes:
       name: the class of `transformers`.
-      model: its name here.
+      model: its name in reformax.
       spec_of: config.json -> the model, and notes.
       config_of: (the model, the config.json it was read from, or {}) -> config.json.
       table: the tensors of a model.
@@ -85,7 +85,7 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     """The model that computes the function of a config.json, and notes on the differences.
 
     Raises:
-      ValueError: the model is none of `FORMATS`, or a value is out of range here or there.
+      ValueError: the model is none of `FORMATS`, or a value is out of range in either format.
     """
     return _read_format(config).spec_of(config)
 
@@ -269,7 +269,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{shown(name)} stands twice")
+            raise ValueError(f"{shown(name)} is given twice")
         found[name] = value
     return found
 

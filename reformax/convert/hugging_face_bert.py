@@ -1,7 +1,7 @@
 """Hugging Face's `BertForMaskedLM` (Devlin et al. 2018), its config.json and tensors, to be read.
 
 It is `encoder.TransformerMaskedLM` with `post_norm`, `embedding_norm`, learned positions, one axis
-of axial ones, and biases in attention. Every token is of type 0 here: the vector of that type is
+of axial ones, and biases in attention. Every token is of type 0: the vector of that type is
 added to each position's. The pooler and the head of next sentences, which other models of the
 family have, are left out.
 """
@@ -51,13 +51,13 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     """The model that computes the function of a config.json, and notes on the differences.
 
     Raises:
-      ValueError: a value is out of range here or there, or the function is another.
+      ValueError: a value is out of range in either format, or the function is another.
     """
     get = checked(config, FIELDS)
     d, d_head = get["hidden_size"], size_of_head(get, "hidden_size", "num_attention_heads")
     if get["hidden_act"] != "gelu":
         raise ValueError(
-            f"hidden_act is {get['hidden_act']!r}: expected 'gelu', which the head has here"
+            f"hidden_act is {get['hidden_act']!r}: expected 'gelu', which the head has in reformax"
         )
     spec = Spec.make(
         "TransformerMaskedLM",

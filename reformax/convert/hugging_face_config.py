@@ -47,7 +47,7 @@ ACTIVATIONS = {
 
 
 class _EvenBuckets(NamedTuple):
-    """What `lsh.lsh` takes for n_buckets, 'auto' aside."""
+    """The values of n_buckets that `lsh.lsh` takes, except 'auto'."""
 
     def hold(self, value: Any) -> bool:
         """Whether hashing has such buckets."""
@@ -57,7 +57,7 @@ class _EvenBuckets(NamedTuple):
             return False
 
     def words(self, value: Any) -> str:
-        """What it is."""
+        """The expected values, in words."""
         return "even numbers from 2 on, with a product below 2**31"
 
 
@@ -113,7 +113,7 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     """The model that computes the function of a config.json, and notes on the differences.
 
     Raises:
-      ValueError: the model is not causal, or a value is out of range here or there.
+      ValueError: the model is not causal, or a value is out of range in either format.
     """
     get = _checked(config)
     layers, notes = get["attn_layers"], []
@@ -128,8 +128,8 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     rates = {get[f"{kind}_attention_probs_dropout_prob"] for kind in kinds}
     if len(rates) > 1:
         notes.append(
-            f"attention dropout: local and LSH layers have {sorted(rates)} there and one rate "
-            f"here, {max(rates)}; training alone can tell"
+            f"attention dropout: local and LSH layers have {sorted(rates)} and one rate in "
+            f"reformax, {max(rates)}; only training depends on it"
         )
     period = next(n for n in range(1, len(layers) + 1) if layers == layers[:n] * (len(layers) // n))
     cycle = [_op(kind, get, whole) for kind in layers[:period]]
@@ -181,7 +181,7 @@ def size_of_head(get: Mapping[str, Any], size: str, n_heads: str) -> int:
 
 
 def learnt_positions(d_model: int, d_head: int, n_positions: int) -> dict[str, Any]:
-    """The arguments that models of as many learnt positions and of biases there have here."""
+    """The arguments of models with as many learnt positions and with biases."""
     return dict(
         d_model=d_model,
         d_attention_key=d_head,

@@ -1,8 +1,8 @@
 """Hugging Face's `GPT2LMHeadModel` (Radford et al. 2019), its config.json and its tensors.
 
 It is `lm.TransformerLM` with learned positions, one axis of axial ones, biases in attention, tied
-embeddings and the tanh's GELU. A linear layer there, `Conv1D`, is `x W + b` as here; queries, keys
-and values are one of them, `c_attn`. Training alone differs: features have dropout here, too.
+embeddings and the tanh's GELU. Its linear layer, `Conv1D`, is `x W + b` as in reformax; one of
+them, `c_attn`, makes queries, keys and values. Only training differs: reformax also drops features.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     """The model that computes the function of a config.json, and notes on the differences.
 
     Raises:
-      ValueError: a value is out of range here or there, or the function is another.
+      ValueError: a value is out of range in either format, or the function is another.
     """
     get, notes = checked(config, FIELDS), []
     d, d_head = get["n_embd"], size_of_head(get, "n_embd", "n_head")
@@ -63,8 +63,8 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     rates = {get["embd_pdrop"], get["resid_pdrop"]}
     if len(rates) > 1:
         notes.append(
-            f"dropout: embeddings and sublayers have {sorted(rates)} there and one rate here, "
-            f"{max(rates)}; training alone can tell"
+            f"dropout: embeddings and sublayers have {sorted(rates)} in GPT-2 and one rate in "
+            f"reformax, {max(rates)}; only training depends on it"
         )
     spec = Spec.make(
         "TransformerLM",

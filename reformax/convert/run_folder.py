@@ -18,23 +18,23 @@ from reformax.data import pieces
 from reformax.data.vocabulary import FILE
 from reformax.declared import shown
 from reformax.training.checkpoint import Checkpoints
-from reformax.training.step import State
+from reformax.training.step import TrainState
 
 # The context that a converted model is scored with, unless --length says otherwise.
 LENGTH = 2048
 _MASKED_IMPORT = "from reformax.data import masked"
 
 
-class Run(NamedTuple):
+class ConvertibleRun(NamedTuple):
     """The model of a run's folder."""
 
     spec: Spec
     params: Any
-    source: dict[str, Any]  # the origin of a converted model; empty if it was trained here
+    source: dict[str, Any]  # the origin of a converted model; empty if reformax trained it
     vocabulary: bytes | None = None  # what the run keeps, if its tokens are pieces
 
 
-def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> Run:
+def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> ConvertibleRun:
     """Reads the model of a run and its weights, the moving average if there is one.
 
     Args:
@@ -52,7 +52,7 @@ def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> 
         chosen = saved_run.choose(checkpoints, "best" if step is None else str(step))
         return {chosen: checkpoints.config(chosen)}
 
-    def restored(configs: dict[int, str | None]) -> Run:
+    def restored(configs: dict[int, str | None]) -> ConvertibleRun:
         ((chosen, text),) = configs.items()
         saved_run.parse(checkpoints, chosen, text, trusted=trusted)
         spec = Spec.of_config()
@@ -61,7 +61,7 @@ def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> 
         params, info = checkpoints.restore_params(chosen, like)
         kept = Path(folder).expanduser() / FILE
         vocabulary = kept.read_bytes() if kept.is_file() else None
-        return Run(spec, params, info.get("source", {}), vocabulary)
+        return ConvertibleRun(spec, params, info.get("source", {}), vocabulary)
 
     return saved_run.steadily(checkpoints, choose, restored)
 
@@ -99,7 +99,7 @@ def write(
         info["vocabulary"] = kept.keep_in(folder, begun=True)
     n_ids = kept and min(kept.size, spec.arguments["vocab_size"])
     text = gin(spec, note, n_ids, kept and kept.mask_id)
-    state = State(np.int32(0), params, (), None)
+    state = TrainState(np.int32(0), params, (), None)
     checkpoints.save(0, state, config=text, **info)
     checkpoints.wait()
     durable.write(folder / "config.gin", text.encode())

@@ -1,14 +1,14 @@
 """Reads pickles of arrays and containers without running their code.
 
 A pickle is a program for a stack machine: it names functions and calls them. `pickletools` decodes
-it here, and the machine below has no functions. Each name in its table stands for a few lines that
+it, and the machine below has no functions. Each name in its table maps to a few lines that
 build an array or a record from plain values. Every other name, and every opcode that a checkpoint
 does not need, is refused, and no module is imported for a pickle. NumPy's own functions are not
 called either: an array is made from its bytes, dtype and shape, after a check that they fit.
 
 Names of Trax's modules become a `Record`, which stores its arguments and does nothing.
 
-A small pickle can ask for any amount of memory or time: by one array used often, by containers that
+A small pickle can request any amount of memory or time: by one array used often, by containers that
 hold each other twice at every level, by keys whose hashes collide. So the machine counts opcodes
 and the bytes that it copies, keys are text, and what comes back is a tree of limited size.
 """
@@ -39,7 +39,7 @@ _MAX_DIMS = 32
 
 
 class UnsafePickle(ValueError):
-    """A pickle that names more than arrays and containers, or that asks for too much."""
+    """A pickle that names more than arrays and containers, or that requests too much."""
 
 
 class Record:
@@ -74,7 +74,7 @@ class _Array:
 
 
 class _Name:
-    """What a pickle names: `make(machine, *args)` builds a value for it.
+    """A name in a pickle: `make(machine, *args)` builds a value for it.
 
     Without `make` it is passed on as an argument and never called.
     """
@@ -83,7 +83,7 @@ class _Name:
         self.full, self.make = full, make
 
 
-# What the names stand for.
+# The values of the names.
 
 
 def _dtype(machine, spec, *flags):
@@ -274,7 +274,7 @@ class _Machine:
         self._stack[-n:] = [tuple(self._stack[-n:])]
 
     def _make(self, kind: Callable[[list[Any]], Any]) -> None:
-        """Makes a container of what stands behind the mark."""
+        """Makes a container of the values above the mark."""
         container = kind(self._since_mark())
         self._stack.append(container)
 
@@ -381,7 +381,7 @@ def loads(data: bytes, where: str) -> Any:
       A tree: no container holds itself, and none is nested deeper than `MAX_DEPTH`.
 
     Raises:
-      ValueError: it names anything else, asks for more than the limits above, is cut short, or is
+      ValueError: it names anything else, requests more than the limits above, is cut short, or is
         no pickle. None of its code ran.
     """
     try:

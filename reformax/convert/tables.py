@@ -1,6 +1,6 @@
-"""Tables that say which tensor of another format is which weight here, for reading and writing.
+"""Tables that map tensors of another format to weights of this package, in both directions.
 
-Layers at the same place of the cycle are stacked here, so a tensor may be a slice of a weight.
+Layers at the same position of the cycle are stacked, so a tensor may be a slice of a weight.
 Numbers are reshaped and transposed, never computed with: a round trip gives the same bits.
 """
 
@@ -23,12 +23,12 @@ class Tensor(NamedTuple):
     """One tensor of the other format.
 
     Attributes:
-      name: its name there.
-      path: its keys here, from the model's parameters down.
-      shape: its shape there.
+      name: its name in that format.
+      path: the keys of the weight, from the model's parameters down.
+      shape: its shape in that format.
       repeat: the index of its slice in the stacked weight; None if the weight is not stacked.
-      read: turns its array there into the weight here.
-      write: turns the weight here into its array there.
+      read: turns the tensor into the weight.
+      write: turns the weight into the tensor.
       part: `(i, n)` says that the weight is the i-th of n equal parts of the tensor's last axis;
         the rows of a tensor's parts follow each other. `read` and `write` are of the part.
     """
@@ -47,8 +47,8 @@ def layer_norm(
 ) -> list[Tensor]:
     """The scale and the bias of a layer norm, by PyTorch's names."""
     return [
-        Tensor(f"{name}.{there}", (*path, here), (size,), repeat)
-        for there, here in (("weight", "scale"), ("bias", "bias"))
+        Tensor(f"{name}.{theirs}", (*path, ours), (size,), repeat)
+        for theirs, ours in (("weight", "scale"), ("bias", "bias"))
     ]
 
 
@@ -155,8 +155,8 @@ def check_shapes(
         return f"shape {tuple(shapes[name])}" if name in shapes else "no such tensor"
 
     for name in dict.fromkeys([*expected, *found]):
-        there, here = described(found, name), described(expected, name)
-        if there != here:
+        saved, wanted = described(found, name), described(expected, name)
+        if saved != wanted:
             raise ValueError(
-                f"{where} is of another model: {name} has {there} there and {here} here"
+                f"{where} is of another model: {name} has {saved} there and {wanted} in the config"
             )

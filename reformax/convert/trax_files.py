@@ -132,7 +132,7 @@ def _read_arrays(path: Path) -> list[np.ndarray]:
 
 
 def _next_array(file: io.BytesIO, data: bytes) -> np.ndarray:
-    """The array of .npy at this place of a file; takes no memory for one that is not there."""
+    """The array of .npy at this position of a file; takes no memory for one that is not there."""
     version = np.lib.format.read_magic(file)
     with warnings.catch_warnings(action="ignore"):  # headers of Python 2 are read more slowly
         shape, is_fortran, dtype = _HEADERS[version](file)

@@ -2,7 +2,7 @@
 
 `read` takes Trax's published configs and the config.gin of a run of Trax. Defaults that a config
 leaves out are those of Trax 1.4.1. An argument that changes the function and has no counterpart
-here is refused by name; what belongs to training alone is named in a note.
+is refused by name; what belongs to training alone is named in a note.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _READ = {
     },
     "TransformerLM": {"vocab_size", "max_len", "ff_activation"},
 }
-# The one value of an argument whose others compute what no model here does.
+# The one value of an argument whose others compute a function that no model of reformax has.
 _ONLY = {
     "ff_use_sru": 0,
     "ff_sparsity": 0,
@@ -123,7 +123,7 @@ def read(path: Path, vocab_size: int | None = None) -> Read:
       vocab_size: of the weights, where the config leaves it to the trainer's data.
 
     Raises:
-      ValueError: the model, or an argument of it, has no counterpart here; the line names it.
+      ValueError: the model, or an argument of it, has no counterpart; the line names it.
     """
     statements, where = _statements(path), str(path)
     if statements.includes:
@@ -133,10 +133,11 @@ def read(path: Path, vocab_size: int | None = None) -> Read:
         )
     name = trax_config.model_of(statements)
     if name in trax_config.MODELS and name not in _SAME:
-        here = trax_config.MODELS[name]
+        counterpart = trax_config.MODELS[name]
         raise ValueError(
-            f"{where} has Trax's {name}, whose weights are not read; {here.model} is this model, "
-            f"to train with --config_file={here.config}"
+            f"{where} has Trax's {name}, whose weights are not read: convert reads those of "
+            f"{' and '.join(_SAME)}; {counterpart.model} is the same model, to train with "
+            f"--config_file={counterpart.config}"
         )
     if name not in _SAME:
         raise ValueError(f"{where} has the model {name}: expected {' or '.join(_SAME)}")
@@ -171,9 +172,9 @@ class _Bound:
         scope, _, selector = reference.lstrip("@").removesuffix("()").rpartition("/")
         function, found, scoped = selector.rpartition(".")[2], {}, {}
         for setting, value in self._values.items():
-            own, argument = trax_config.last(setting)
+            its_function, argument = trax_config.last(setting)
             its_scope = setting.rpartition("/")[0]
-            if own == function and "." in setting and its_scope in ("", scope):
+            if its_function == function and "." in setting and its_scope in ("", scope):
                 (scoped if its_scope else found)[argument] = self.value(value)
                 self._used.add(setting)
         return found | scoped
@@ -198,7 +199,7 @@ class _Bound:
                 wanted = f"expected {_ONLY[name]}" if name in _ONLY else "it is unknown"
                 raise ValueError(
                     f"{self.where}: {function}.{name} is {shown(value)}, which has no counterpart "
-                    f"here: {wanted}"
+                    f"in reformax: {wanted}"
                 )
 
     def notes(self) -> list[str]:
@@ -212,7 +213,7 @@ class _Bound:
         return [f"of {self.where} these settings of training are left out: {', '.join(names)}"]
 
 
-# What training alone feels, and what is not the same here.
+# Arguments that change training alone, or that reformax computes in another way.
 _NOTED = {
     "attention_dropout",
     "output_dropout",
@@ -235,8 +236,8 @@ def _arguments(bound: _Bound, name: str, vocab_size: int | None) -> dict[str, An
     if short not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise ValueError(
-            f"{bound.where}: {name}.ff_activation is {activation}, which has no counterpart here: "
-            f"expected one of {known}"
+            f"{bound.where}: {name}.ff_activation is {activation}, which has no counterpart in "
+            f"reformax: expected one of {known}"
         )
     return found | {"ff_activation": _ACTIVATIONS[short]} | _positions(bound, name, given)
 
@@ -253,8 +254,8 @@ def _positions(bound: _Bound, name: str, given: Mapping[str, Any]) -> dict[str, 
         return {"pos_type": _POSITIONS[kind]}
     if kind in ("fixed-base", "infinite", "infinite-affine", "time-bin"):
         raise ValueError(
-            f"{bound.where}: {name}.pos_type is {kind!r}, which has no counterpart here: expected "
-            "None, 'sin-cos', 'no' or 'axial'"
+            f"{bound.where}: {name}.pos_type is {kind!r}, which has no counterpart in "
+            "reformax: expected None, 'sin-cos', 'no' or 'axial'"
         )
     d_embs = tuple(given.get("pos_d_axial_embs") or ())
     return {"pos_type": "axial", "pos_axial_shape": shape, "pos_d_axial_embs": d_embs}
@@ -276,14 +277,14 @@ def _op(bound: _Bound, reference: str) -> Op:
     name = reference.lstrip("@").removesuffix("()").rpartition("/")[2].rpartition(".")[2]
     if name not in ("SelfAttention", "LSHSelfAttention"):
         raise ValueError(
-            f"{bound.where}: the attention {reference} has no counterpart here: expected "
+            f"{bound.where}: the attention {reference} has no counterpart in reformax: expected "
             "SelfAttention or LSHSelfAttention"
         )
     given = bound.of(reference)
     lsh = name == "LSHSelfAttention"
     chunks = {"chunk_len": 128 if lsh else None, "n_chunks_before": int(lsh), "n_chunks_after": 0}
-    own = {"n_hashes", "n_buckets"} if lsh else set()
-    bound.refuse_others(name, given, _COMPUTING | chunks.keys() | {"share_qk"} | own)
+    of_lsh = {"n_hashes", "n_buckets"} if lsh else set()
+    bound.refuse_others(name, given, _COMPUTING | chunks.keys() | {"share_qk"} | of_lsh)
     options = {key: given.get(key, default) for key, default in chunks.items()}
     shares = given.get("share_qk", False)
     if lsh:

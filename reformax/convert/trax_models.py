@@ -1,6 +1,6 @@
 """`lm.ReformerLM` and `lm.TransformerLM` as the models of these names in `trax.models`.
 
-`table` says which weight here is which weight of Trax's model, `notes` where the two functions
+`table` maps weights of reformax to weights of Trax's model, `notes` says where the two functions
 differ, and `model_of` makes Trax's model.
 """
 
@@ -61,7 +61,7 @@ def _norm(name: str, path: tuple[str, ...], size: int, repeat: int | None = None
 
 
 def _separate_heads(name, path, repeat, op: Op, a: Mapping[str, Any]) -> list[Tensor]:
-    """The projections of a ReformerLM's attention, `[N, D, H]` as here."""
+    """The projections of a ReformerLM's attention, `[N, D, H]` as in reformax."""
     n, d, d_qk, d_v = a["n_heads"], a["d_model"], a["d_attention_key"], a["d_attention_value"]
     shapes = {"w_q": (n, d, d_qk), "w_k": (n, d, d_qk), "w_v": (n, d, d_v), "w_o": (n, d_v, d)}
     if _shares_qk(op):
@@ -170,7 +170,7 @@ def _wanted(op: Op) -> dict[str, Any]:
 
 
 def notes(spec: Spec) -> list[str]:
-    """What differs from Trax's function with the same weights: rounding, and rows of padding."""
+    """The differences from Trax's function with the same weights: rounding, rows of padding."""
     found = []
     if spec.arguments["dtype"] != "float32":
         found.append(

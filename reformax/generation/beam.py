@@ -190,13 +190,13 @@ def _better(best: Hypotheses, found: Hypotheses, where: Bool[Array, " B"]) -> Hy
 
 
 def _top(x: Float[Array, "R V"], n: int) -> tuple[Float[Array, "R n"], Int[Array, "R n"]]:
-    """The n largest of each row in order, and their places; the first of equals."""
+    """The n largest of each row in order, and their indices; the first of equals."""
     if n > 1:
         return jax.lax.top_k(x, n)
     # On a CPU two plain reductions take a quarter of the time of `top_k`.
     top, last = x.max(axis=1, keepdims=True), x.shape[1] - 1
-    places = jnp.arange(last + 1, dtype=jnp.int32)  # as `top_k` has them
-    return top, jnp.where(x == top, places, last).min(axis=1, keepdims=True)
+    indices = jnp.arange(last + 1, dtype=jnp.int32)  # as `top_k` has them
+    return top, jnp.where(x == top, indices, last).min(axis=1, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("beam_size", "capacity"))

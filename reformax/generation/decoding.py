@@ -114,7 +114,7 @@ def stream(
       temperature: see `Sampler`, as for the next two.
       top_k: the number of most probable tokens to draw from.
       top_p: the probability of the tokens to draw from.
-      seed: of the draws. A row's text depends on the seed, its place among the rows and its prompt.
+      seed: of the draws. A row's text depends on the seed, its index among the rows and its prompt.
       hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
       end: a token that ends a row. The row then repeats it until all rows have ended.
       max_length: tokens that the cache holds, prompt and new tokens together. LSH's
@@ -271,21 +271,21 @@ def rounded(length: int) -> int:
     return -(-length // size) * size
 
 
-def _capacity(n_prompt: int, n_new: int, asked: int | None, most: int | None) -> int:
+def _capacity(n_prompt: int, n_new: int, requested: int | None, most: int | None) -> int:
     needed = n_prompt + n_new
     for name, limit in (
-        ("max_length", asked),
+        ("max_length", requested),
         ("the length that the model's positions hold", most),
     ):
         if limit is not None and needed > limit:
             raise SettingError(
                 f"max_new_tokens is {n_new}: with a prompt of {n_prompt} tokens that is {needed}, "
-                f"above {name}, {limit}: ask for fewer or shorten the prompt"
+                f"above {name}, {limit}: request fewer or shorten the prompt"
             )
-    if asked is not None:
-        if most is not None and asked > most:
+    if requested is not None:
+        if most is not None and requested > most:
             raise SettingError(
-                f"max_length is {asked}: the model's positions hold {most}, lower it to that"
+                f"max_length is {requested}: the model's positions hold {most}, lower it to that"
             )
-        return asked
+        return requested
     return rounded(needed) if most is None else min(rounded(needed), most)

@@ -100,7 +100,7 @@ class Classifier(Encoder):
     More arguments are those of `Encoder`, `Backbone` and `Model`.
 
     Args:
-      n_classes: number of classes.
+      n_classes: number of classes; None: training takes it from the task.
       pooling: "mean" over the row's tokens, the features of the "first" or the "last" one, or
         "cls": those of a learnt vector before the first token, as in BERT and Long
         Range Arena.
@@ -111,7 +111,7 @@ class Classifier(Encoder):
         row.
     """
 
-    n_classes: Classes = dataclasses.field(default=10, kw_only=False)
+    n_classes: Classes | None = dataclasses.field(default=None, kw_only=False)
     pooling: Literal["mean", "first", "last", "cls"] = "mean"
     pairs: bool = False
     d_classifier: Size | None = None
@@ -139,6 +139,8 @@ class Classifier(Encoder):
         return "pairs" if self.pairs else "labels"
 
     def init_params(self, rng, shape, *shapes):
+        if self.n_classes is None:
+            raise SettingError("n_classes is None: set it to the number of classes of the task")
         *rngs, rng_h, rng_l = jax.random.split(rng, 5)
         if has_cls := self.pooling == "cls":
             shape = (shape[0], shape[1] + 1)

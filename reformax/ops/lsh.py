@@ -42,6 +42,7 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.decoding.sorted_order import (
     arange_last,
     insert_newest,
+    seen_by_earlier_hash,
     with_bucket,
 )
 from reformax.ops.hashing import circle

@@ -1,4 +1,4 @@
 """Training and evaluation of any model on any task, on all devices of all processes.
 
-No module here imports a model, a task or gin: `loop.train` gets them as arguments.
+No module imports a model, a task or gin: `loop.train` gets them as arguments.
 """

@@ -1,4 +1,4 @@
-"""What the processes of one run must have in common, compared before any device computes.
+"""Compares the facts that all processes of a run must share, before any device computes.
 
 Other versions, other source or other settings of JAX compile another program: the processes then
 wait for each other for minutes, abort, or train on with other numbers. Paths, hosts and clocks may
@@ -52,7 +52,7 @@ _FIX = "give all processes the same command, environment and installation"
 
 
 def facts() -> dict[str, str]:
-    """What must be equal, by the name that a user knows it by; touches no device."""
+    """The facts that must be equal, by names that users know; touches no device."""
     found = {"python": platform.python_version()}
     found |= {package: _version(package) for package in _PACKAGES}
     found["the source of reformax"] = _digest(_files(_PACKAGE))
@@ -103,7 +103,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """Of what files hold, wherever they are."""
+    """A digest of the contents of files, whatever their folder."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

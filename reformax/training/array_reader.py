@@ -29,7 +29,7 @@ import numpy as np
 
 AT = "@"  # between a tensor's name and where a part of it begins, 'params.kernel@128,0'
 IN_FLIGHT = 4  # tensors that are read at once
-ROOM = 2**28  # bytes for decoding, beside the tensors: indices, decompression
+ROOM = 2**28  # bytes for decoding, besides the tensors: indices, decompression
 # Of tensorstore, whatever the number of cores: a thread's stack counts as memory in whole.
 THREADS = 16
 _FEW = {"limit": IN_FLIGHT}
@@ -91,7 +91,7 @@ def _fill(tensors, part: Part, result: Callable[[], np.ndarray]) -> None:
 
 
 def index(name: str, starts: str, shape: tuple[int, ...], tensor: np.ndarray) -> tuple[slice, ...]:
-    """Where a part of this shape begins and ends in a tensor; raises `Unfit` if it does not."""
+    """The slices of a tensor that a part of this shape covers; raises `Unfit` if it is outside."""
     try:
         begin = [int(start) for start in starts.split(",")] if starts else [0] * tensor.ndim
     except ValueError:
@@ -160,9 +160,9 @@ def _stored(folder: Path, tensors: Mapping[str, np.ndarray]) -> Iterator[Part]:
         yield Part(tensor, found, lambda stored=stored: stored.read().result)
 
 
-def _check_dtype(name: str, there: np.dtype, here: np.dtype) -> None:
-    if there != here:
-        raise Unfit(f"{name} is of {there}, and of {here} in checkpoint.json")
+def _check_dtype(name: str, saved: np.dtype, expected: np.dtype) -> None:
+    if saved != expected:
+        raise Unfit(f"{name} is of {saved}, and of {expected} in checkpoint.json")
 
 
 # What other processes wrote, with NumPy.
@@ -210,7 +210,7 @@ def _member(
 
 
 def layout(shapes: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, int], int]:
-    """Where each tensor stands in the file that both processes have, and the file's size."""
+    """The offset of each tensor in the file that both processes have, and the file's size."""
     offsets, size = {}, 0
     for name, (shape, dtype) in shapes.items():
         offsets[name] = size

@@ -68,7 +68,7 @@ def restore(folder: Path, shapes: Mapping[str, tuple[Any, Any]]) -> dict[str, np
 
 def _ask(request: dict[str, Any], file: int) -> None:
     """Has a request answered by `array_reader`; raises as `restore`."""
-    # -P: the working directory and the program's folder are no place to import from.
+    # -P: the working directory and the program's folder are not searched for imports.
     command = [sys.executable, "-P", array_reader.__file__]
     paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
     done = subprocess.run(
@@ -82,7 +82,7 @@ def _ask(request: dict[str, Any], file: int) -> None:
         start_new_session=True,  # Ctrl-C is for this process, which may go on
     )
     if done.returncode:
-        _tell_end(done.returncode, request["folder"], done.stderr)
+        _raise_end(done.returncode, request["folder"], done.stderr)
     answer = json.loads(done.stdout)
     if "unfit" in answer:
         raise Unreadable(answer["unfit"])
@@ -90,13 +90,13 @@ def _ask(request: dict[str, Any], file: int) -> None:
         number = answer["errno"]
         raise OSError(number, os.strerror(number or errno.EIO), answer["path"])
     if "text" in answer:
-        told = _Told(answer["text"])
-        if (cause := durable.system_error(told)) is not None:
+        error = _ReaderError(answer["text"])
+        if (cause := durable.system_error(error)) is not None:
             raise cause
-        raise Unreadable("its arrays cannot be decoded") from told
+        raise Unreadable("its arrays cannot be decoded") from error
 
 
-def _tell_end(code: int, folder: str, stderr: str) -> None:
+def _raise_end(code: int, folder: str, stderr: str) -> None:
     """Raises `Unreadable` where the reader died of what it read, and `OSError` where not."""
     ended = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     if code < 0 and -code not in _OF_THE_FILES:
@@ -104,7 +104,7 @@ def _tell_end(code: int, folder: str, stderr: str) -> None:
             f"{folder} cannot be read: the process that reads it was ended by {ended}, as a system "
             "without free memory does: free memory, and run again"
         )
-    raise Unreadable(f"reading its arrays ends in {ended}") from _Told(stderr)
+    raise Unreadable(f"reading its arrays ends in {ended}") from _ReaderError(stderr)
 
 
 # What ends a process that reads what it cannot decode. Others are sent to it.
@@ -151,8 +151,8 @@ class Unreadable(ValueError):
     """A folder does not hold the tensors that are expected; the text says why."""
 
 
-class _Told(Exception):
-    """What another process said of its error."""
+class _ReaderError(Exception):
+    """The error of the reading process, as text."""
 
 
 def _shared_file() -> int:
@@ -172,7 +172,7 @@ def save_part(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def copies(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """What this process has to write of tensors that JAX may have divided among processes."""
+    """The parts of tensors that this process writes; JAX may divide a tensor among processes."""
     # On a CPU device_get gives a view of a buffer that the next step writes into.
     if jax.process_count() == 1:
         return {name: np.array(leaf) for name, leaf in jax.device_get(dict(tensors)).items()}

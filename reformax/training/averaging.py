@@ -19,8 +19,8 @@ from reformax.training.checkpoint import Checkpoints
 def last_configs(checkpoints: Checkpoints, n: int) -> dict[int, str | None]:
     """The configs of a run's last `n` checkpoints by their steps, ascending.
 
-    Those saved in passing are not counted: when they were saved depends on the machine's speed. A
-    best checkpoint that was kept while later ones were deleted is not one of the last.
+    Temporary ones are not counted, because the machine's speed decides when they are saved. A best
+    checkpoint that was kept while later ones were deleted is not one of the last.
 
     Raises:
       ValueError: there are fewer, or as `Checkpoints.config` does.
@@ -29,16 +29,16 @@ def last_configs(checkpoints: Checkpoints, n: int) -> dict[int, str | None]:
         raise SettingError(f"average:{n} must be of at least 1 checkpoint: average:5")
     there, found = checkpoints.steps(), {}
     step = there[-1] if there else None
-    if there and checkpoints.in_passing(step):
+    if there and checkpoints.is_temporary(step):
         step = checkpoints.previous(step)
     while len(found) < n and step in there:
         found = {step: checkpoints.config(step), **found}
         step = checkpoints.previous(step)
     if len(found) < n:
         last = ", ".join(map(str, found)) or "none"
-        # The best, kept on its own, and those that a signal or the clock asked for.
+        # The best one, which is kept apart, and temporary ones.
         if others := ", ".join(str(step) for step in there if step not in found):
-            last += f"; {others} is from before others that were deleted, or saved in passing"
+            last += f"; {others} is from before others that were deleted, or is temporary"
         raise SettingError(
             f"average:{n} needs the last {n} checkpoints and {checkpoints.folder} has "
             f"{len(found)} ({last}): average fewer, or train with loop.train.keep={n} and "

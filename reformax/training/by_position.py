@@ -4,9 +4,9 @@ A target at position t of a window is predicted from the t tokens before it ther
 follow each other without overlap have targets of every kind at every position, so that bits that
 fall with the position are what the context brings.
 
-Of documents that begin in a window the place in the document counts apart: a target that n tokens
-of its own document stand before has other documents further back, which bring little, or with
-`Task.document_mask` nothing: then a target at position t is predicted from t tokens or fewer.
+The position in the document is counted apart, for documents that begin in a window. A target at
+position n of its document has n tokens of that document before it. Other documents precede these.
+They help little, and nothing with `Task.document_mask`.
 
 Letters in the shapes: B windows, T their length.
 """
@@ -35,8 +35,8 @@ from reformax.training.processes import go_on
 FIRST = 64
 
 
-class Band(NamedTuple):
-    """The targets that `[first, end)` tokens of their windows, or documents, stand before."""
+class PositionBand(NamedTuple):
+    """The targets at positions `[first, end)` of their windows, or of their documents."""
 
     first: int
     end: int
@@ -44,11 +44,11 @@ class Band(NamedTuple):
     n_targets: int
 
 
-class Bands(NamedTuple):
+class PositionBands(NamedTuple):
     """The bands of positions in the window, and of those in documents that begin in it."""
 
-    windows: list[Band]
-    documents: list[Band]  # empty where no document begins
+    windows: list[PositionBand]
+    documents: list[PositionBand]  # empty where no document begins
 
 
 def bands_of(length: int) -> tuple[int, ...]:
@@ -71,10 +71,10 @@ def by_position(
     max_tokens: int | None = None,
     loss_chunk_len: int | None = None,
     mesh: Mesh | None = None,
-) -> Bands:
+) -> PositionBands:
     """The bits of each band of positions, over windows of a split that do not overlap.
 
-    Documents begin at the places `task.borders(split)`.
+    Documents begin at the positions `task.borders(split)`.
 
     Args:
       model: a model built for evaluation.
@@ -97,16 +97,16 @@ def by_position(
     score = partial(_sums, *options, params, jax.random.PRNGKey(seed))
     chosen, _ = evaluation.within(max_tokens, task, split)
     batches = task.eval_batches(split, batch_size, length, length)
-    batches = evaluation.placed(_with_places(batches, task, split, chosen), mesh, chosen)
+    batches = evaluation.placed(_with_positions(batches, task, split, chosen), mesh, chosen)
     totals = np.zeros((2, len(edges) - 1, 2))  # a split has more targets than float32 counts
     with prefetch(batches) as ready:
         for index, batch in ready:
             totals += jax.device_get(score(batch, index))
             go_on()
-    return Bands(
+    return PositionBands(
         *(
             [
-                Band(*ends, loss_lib.bits_per_dim(nats, weight), round(weight))
+                PositionBand(*ends, loss_lib.bits_per_dim(nats, weight), round(weight))
                 for ends, (nats, weight) in zip(pairwise(edges), part, strict=True)
                 if weight
             ]
@@ -115,10 +115,10 @@ def by_position(
     )
 
 
-def _with_places(
+def _with_positions(
     batches: Iterable, task, split: str, chosen: Callable[[int], bool]
 ) -> Iterator[tuple]:
-    """Batches of windows that follow each other, the chosen ones with places in documents.
+    """Batches of windows that follow each other, the chosen ones with positions in documents.
 
     The last window is moved back to end with the split, as `evaluation` has it.
     """
@@ -129,8 +129,8 @@ def _with_places(
         if chosen(index):
             n_rows, length = batch.targets.shape
             starts = (index * n_rows + np.arange(n_rows)) * length
-            places = in_document(borders, np.minimum(starts, max(n - length, 0)), length)
-            batch = *batch, places
+            positions = in_document(borders, np.minimum(starts, max(n - length, 0)), length)
+            batch = *batch, positions
         yield batch
 
 
@@ -148,37 +148,35 @@ def _sums(
             return loss_lib.cross_entropy(*scored, impl="xla").loss  # of logits in float32
 
         nats = jax.grad(loss)(weights) * weights  # the loss is linear in them
-        places = jnp.broadcast_to(jnp.arange(targets.shape[1]), targets.shape)
-        return jnp.stack(
-            [_of_bands(edges, place, nats, weights) for place in (places, in_documents)]
-        )
+        positions = jnp.broadcast_to(jnp.arange(targets.shape[1]), targets.shape)
+        return jnp.stack([_of_bands(edges, at, nats, weights) for at in (positions, in_documents)])
 
     return devices.on(mesh, sums_of)(params, jax.random.fold_in(key, index), *batch)
 
 
-def _of_bands(edges, place: Int[Array, "B T"], *values: Float[Array, "B T"]) -> Array:
+def _of_bands(edges, position: Int[Array, "B T"], *values: Float[Array, "B T"]) -> Array:
     """The sums of values in each band, `[bands, values]`."""
-    inside = [(first <= place) & (place < end) for first, end in pairwise(edges)]
-    return jnp.stack([jnp.stack([jnp.sum(x, where=here) for x in values]) for here in inside])
+    inside = [(first <= position) & (position < end) for first, end in pairwise(edges)]
+    return jnp.stack([jnp.stack([jnp.sum(x, where=band) for x in values]) for band in inside])
 
 
 def in_document(
     borders: Int64[np.ndarray, " d"], starts: Int64[np.ndarray, " B"], length: int
 ) -> Int32[np.ndarray, "B {length}"]:
-    """How many tokens of its own document stand before each one; -1 if it began before its window.
+    """The position of each token in its document; -1 if the document began before the window.
 
     Args:
-      borders: the tokens, by place, that documents begin with, sorted.
-      starts: the places that windows begin at.
+      borders: the positions at which documents begin, sorted.
+      starts: the positions at which windows begin.
       length: of a window.
     """
-    places = starts[:, None] + np.arange(length)
-    before = np.searchsorted(borders, places, "right")
+    positions = starts[:, None] + np.arange(length)
+    before = np.searchsorted(borders, positions, "right")
     begins = np.concatenate([[-1], borders])[before]
-    return np.where(begins < starts[:, None], -1, places - begins).astype(np.int32)
+    return np.where(begins < starts[:, None], -1, positions - begins).astype(np.int32)
 
 
-def table(bands: Bands, metric: str) -> str:
+def table(bands: PositionBands, metric: str) -> str:
     """The bands as lines of text."""
     lines = []
     for what, part in zip(("positions", "in document"), bands, strict=True):
@@ -190,7 +188,7 @@ def table(bands: Bands, metric: str) -> str:
     return "\n".join(lines)
 
 
-def draw(bands: Bands, metric: str, title: str) -> bytes:
+def draw(bands: PositionBands, metric: str, title: str) -> bytes:
     """A PNG of the bands, each a level line, over a logarithmic axis of positions."""
     figure, axes = curves.new_figure()
     for what, part in zip(("window", "document that begins in it"), bands, strict=True):
@@ -206,7 +204,7 @@ def draw(bands: Bands, metric: str, title: str) -> bytes:
     return curves.png(figure)
 
 
-def as_json(bands: Bands, metric: str) -> dict[str, list[dict[str, Any]]]:
+def as_json(bands: PositionBands, metric: str) -> dict[str, list[dict[str, Any]]]:
     """The bands as a file has them: `by_position`, and `in_document` if a document begins."""
     names = {"bits": metric}
     parts = {"by_position": bands.windows} | (

@@ -1,7 +1,7 @@
-"""What else a run does, and where else its lines go: callbacks and loggers.
+"""Callbacks and loggers: code of the user that a run calls, and other outputs of its lines.
 
 A callback is a part of the run: one that raises ends it, once it is saved. A logger shows the run:
-one that raises is told in a line, and the run goes on without it.
+one that raises is reported in a line, and the run goes on without it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,12 @@ class Curve(NamedTuple):
 
     steps: np.ndarray
     values: np.ndarray
+
+
+def words_of(metric: str, values: Mapping[str, Any]) -> str:
+    """A metric in words: 'bits per dim (bits per byte)' where the values have both."""
+    of_bytes = metric == "bits_per_dim" and "bits_per_byte" in values
+    return metric.replace("_", " ") + " (bits per byte)" * of_bytes
 
 
 def losses(lines: Lines, metric: str) -> Curve:
@@ -66,7 +72,8 @@ def draw(lines: Lines, metric: str, title: str, tokens_per_step: int) -> bytes:
         label = f"{name}, best {curve.values[best]:.3f} at step {curve.steps[best]:,}"
         axes.plot(*curve, "o-", ms=4, color=f"C{1 + i % 9}", label=label)
     tokens = f"{tokens_per_step:,} token{'s' * (tokens_per_step != 1)}"
-    axes.set(xlabel=f"step of {tokens}", ylabel=metric.replace("_", " "), title=title)
+    first = next((x for x in lines if metric in x), {})
+    axes.set(xlabel=f"step of {tokens}", ylabel=words_of(metric, first), title=title)
     finish(axes, [train, *found.values()])
     add_clock(axes, seconds(lines))
     return png(figure)
@@ -116,14 +123,14 @@ def add_clock(axes, time: Curve) -> None:
     unit, size = next(x for x in _UNITS if total >= 4 * x[1] or x[1] == 1)
     ticks = MaxNLocator(7, integer=True).tick_values(0, total / size)
     ticks = ticks[ticks * size <= total]
-    places = np.interp(ticks * size, time.values, time.steps)
+    positions = np.interp(ticks * size, time.values, time.steps)
     # Evaluations take time and no steps, so that ticks may fall together: the first of them stays.
     room, kept = np.ptp(axes.get_xlim()) / 20, [0]
-    for i, place in enumerate(places):
-        if place - places[kept[-1]] >= room:
+    for i, position in enumerate(positions):
+        if position - positions[kept[-1]] >= room:
             kept.append(i)
     top = axes.secondary_xaxis("top")
-    top.set_xticks(places[kept], [f"{x:g}" for x in ticks[kept]])
+    top.set_xticks(positions[kept], [f"{x:g}" for x in ticks[kept]])
     top.set_xlabel(unit)
 
 

@@ -84,7 +84,7 @@ def read(folder: Path, step: int, before: int | None) -> dict[str, Any]:
 
 
 def shapes(description: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the tensors are, by name."""
+    """The shapes and dtypes of the tensors, by name."""
     tensors = description["tensors"].items()
     return {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (shape, dtype) in tensors}
 

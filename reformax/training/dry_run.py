@@ -1,4 +1,4 @@
-"""Whether a run's settings fit, and what its steps ask of a device: no step is run."""
+"""Checks a run's settings and reports the memory of its steps; no step is run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from reformax.training import evaluation, fingerprints, opening, starting_weight
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.loss import vocabulary_of
-from reformax.training.settings import Settings
-from reformax.training.stages import Filled, naming
+from reformax.training.settings import TrainSettings
+from reformax.training.stages import ResolvedStage, naming
 
 MIB = 2**20
 
 
 class Needs(NamedTuple):
-    """The bytes that a step asks of a device.
+    """The bytes that a step needs on a device.
 
     Attributes:
       params: of the weights.
@@ -33,7 +33,9 @@ class Needs(NamedTuple):
     total: int
 
 
-def needs(setup: opening.Setup, stage: Filled, model: Any, like: step_lib.State) -> Needs:
+def needs(
+    setup: opening.Setup, stage: ResolvedStage, model: Any, like: step_lib.TrainState
+) -> Needs:
     """Compiles the step of a stage; nothing is computed.
 
     Args:
@@ -72,28 +74,30 @@ def _shape(x: Any, placement: Any) -> jax.ShapeDtypeStruct:
 def check(**settings: Any) -> None:
     """Builds what the settings of `loop.train` name and traces the model; compiles nothing.
 
-    No device is asked, for the run may have others.
+    No device is used, since the run may have others.
 
     Raises:
       Exception: the settings do not fit each other, or the model raises it.
     """
-    settings = Settings(**settings)
+    settings = TrainSettings(**settings)
     models = opening.models_of(settings)
     _, like = opening.first_states(settings, models, jax.random.PRNGKey(settings.seed))
     _check_evaluation(settings, models, like)
 
 
-def _check_evaluation(settings: Settings, models: opening.Models, like: Any, **mesh: Any) -> None:
+def _check_evaluation(
+    settings: TrainSettings, models: opening.Models, like: Any, **mesh: Any
+) -> None:
     """Raises for an evaluation that the settings do not allow; `like` has the state's shapes."""
     task, split = settings.task, settings.eval_split
-    if vocabulary_of(task) is None:  # it would be learnt here, in minutes
+    if vocabulary_of(task) is None:  # learning it would take minutes
         task.n_targets(split)  # raises for an unknown split
         sizes = settings.eval_sizes
         evaluation.check_positions(models.eval, like.params, task, split, **sizes, **mesh)
 
 
 def report(*, begun: bool = False, **settings: Any) -> list[str]:
-    """Lines on the devices, and on what the step of each stage of a run asks of one.
+    """Lines on the devices, and on the memory that the step of each stage needs on one.
 
     Args:
       begun: whether the run has a checkpoint, and so no need of `init_from`.
@@ -103,7 +107,7 @@ def report(*, begun: bool = False, **settings: Any) -> list[str]:
       SettingError: the settings do not fit the devices or each other, or `init_from` holds no such
         checkpoint.
     """
-    settings = Settings(**settings)
+    settings = TrainSettings(**settings)
     mesh = mesh_lib.make(settings.mesh)
     opening.check_sizes(settings, mesh)
     models, key = opening.models_of(settings), jax.random.PRNGKey(settings.seed)

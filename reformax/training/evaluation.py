@@ -23,7 +23,7 @@ from reformax.training.processes import go_on
 
 # Batches dispatched before the first one's sums are waited for.
 _IN_FLIGHT = 2
-# A token's bytes on the host: the ids, the targets, the weights and the places of its window.
+# A token's bytes on the host: the ids, the targets, the weights and the positions of its window.
 _TOKEN_BYTES = 4 + 4 + 4 + 8
 # Evaluations of as many tokens at a time are traced first, to know what memory they take.
 _LARGE = 2**20
@@ -123,7 +123,7 @@ def check_positions(
 
 
 def check_tokens(batch_size: int, length: int, fix: str) -> None:
-    """Raises `SettingError` for a batch whose tokens and places alone are more than memory has."""
+    """Raises `SettingError` for a batch whose tokens and positions do not fit into memory."""
     memory.check(
         f"tokens of {batch_size:,} rows of {length:,}", _TOKEN_BYTES * batch_size * length, fix
     )

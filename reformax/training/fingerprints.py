@@ -1,4 +1,4 @@
-"""What a run's data is: in lines, and in fingerprints, which a checkpoint keeps.
+"""Describes a run's data: in lines, and in fingerprints, which a checkpoint keeps.
 
 Changed data is an error.
 
@@ -16,7 +16,7 @@ _SPLITS = ("test", "valid", "train")
 
 
 def summary(stages: Iterable[Any]) -> list[str]:
-    """What the tasks of stages say of their data, each line once; see `Task.summary`."""
+    """The summaries of the data of all stages, each line once; see `Task.summary`."""
     tasks = [stage.task for stage in stages]
     says = [getattr(task, "summary", None) for task in reversed(tasks)]  # the run's own first
     return list(dict.fromkeys(line for lines in says if lines is not None for line in lines()))

@@ -1,8 +1,8 @@
-"""What a run will take, told before it takes it: memory and time.
+"""Forecasts the memory and the time of a run.
 
 The products of matrices in a step's program are known before it is compiled. Their largest result
 is in memory at some time, whatever the compiler fuses, and their arithmetic is the least that the
-device has to do. The compiled program says what memory it asks for. Ten steps say the rest.
+device has to do. The compiled program states its memory. Ten steps give the time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Products(NamedTuple):
     flops: int = 0
 
     def then(self, other: Products) -> Products:
-        """Those of one program after the other."""
+        """The products of two programs in sequence."""
         return Products(max(self.largest, other.largest), self.flops + other.flops)
 
     def least(self, other: Products) -> Products:
-        """Those of a program that is one or the other."""
+        """A lower bound for a program that runs one of two branches."""
         return Products(min(self.largest, other.largest), min(self.flops, other.flops))
 
 
@@ -93,7 +93,7 @@ def check_step(found: Products, state: int, n_devices: int) -> None:
 
 
 def memory_of(compiled: jax.stages.Compiled, n_devices: int) -> int:
-    """The bytes that a compiled step asks of a device, or of the host for all devices of a CPU.
+    """The bytes that a compiled step needs on a device, or on the host for all devices of a CPU.
 
     Raises:
       SettingError: they are more than there is.
@@ -101,15 +101,15 @@ def memory_of(compiled: jax.stages.Compiled, n_devices: int) -> int:
     stats = compiled.memory_analysis()
     if stats is None:  # not every backend says it
         return 0
-    asked = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-    asked += stats.generated_code_size_in_bytes - stats.alias_size_in_bytes
+    needed = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    needed += stats.generated_code_size_in_bytes - stats.alias_size_in_bytes
     if jax.default_backend() == "cpu":
-        asked *= n_devices
+        needed *= n_devices
     fix = _FIX
     if jax.default_backend() == "gpu" and jax.device_count() > 1:
         fix += ", or set XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=false"
-    memory.check("the state and the compiled step", asked, fix)
-    return asked
+    memory.check("the state and the compiled step", needed, fix)
+    return needed
 
 
 _FIX = "batch_size or length, raise accumulate, or take a smaller model"

@@ -91,7 +91,7 @@ class Interrupt:
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
-            # None is a handler that is not Python's; it cannot be set from here.
+            # None is a handler that is not Python's; Python cannot set it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def __bool__(self) -> bool:

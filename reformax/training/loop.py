@@ -8,7 +8,7 @@ from reformax.declared import PathName, check
 from reformax.training.folder import output_folder
 from reformax.training.run import Run
 from reformax.training.schedule import Schedule
-from reformax.training.settings import Settings, takes_settings
+from reformax.training.settings import TrainSettings, takes_settings
 
 
 @takes_settings
@@ -18,7 +18,7 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
     Args:
       output_dir: gets checkpoints/, config.gin, metrics.jsonl, tensorboard/ and loss.png. It is
         made if need be, and deleted where a run that cannot begin would leave it empty.
-      **settings: the fields of `reformax.training.settings.Settings`. Six have no
+      **settings: the fields of `reformax.training.settings.TrainSettings`. Six have no
         default: model, task, optimizer, steps, batch_size and length.
 
     Returns:
@@ -36,7 +36,7 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
       Exception: what a callback raised, once the run is saved.
     """
     check("output_dir", output_dir, PathName)
-    settings = Settings(**settings)
+    settings = TrainSettings(**settings)
     with output_folder(output_dir) as folder, Run(folder, settings) as run:
         schedule = Schedule(
             first=run.step,
@@ -47,15 +47,15 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             max_minutes=settings.max_minutes,
         )
         while True:
-            # Clocks are asked here alone: of several processes the first one decides.
+            # Only this call reads clocks; process 0 decides for all.
             now = run.now()
             due = schedule.due(run.step, now.minutes, now.since_save)
             # A resumed run has its score, unless it was stopped before it could evaluate.
             if due.evaluate and not run.is_scored(due.stop) and not now.stopping:
                 run.evaluate(due.stop)
                 now = run.now()
-            if due.save or due.save_in_passing or now.stopping:
-                run.save(in_passing=not due.save)
+            if due.save or due.save_temporary or now.stopping:
+                run.save(temporary=not due.save)
             if due.stop or now.stopping:
                 break
             run.advance()

@@ -129,7 +129,7 @@ def cross_entropy(
 
 
 def _read(logits_fn, params, features) -> list[bool]:
-    """Which arrays of `params` the logits are made of."""
+    """Whether the logits depend on each array of `params`."""
     program = jax.make_jaxpr(logits_fn)(params, features).jaxpr
     inputs = {id(x) for equation in program.eqns for x in equation.invars}
     return [id(x) in inputs for x in program.invars[:-1]]
@@ -156,10 +156,10 @@ def _sums(logits_fn, options, used, features, targets, weights) -> Sums:
 
     def add_part(sums, part):
         features, *others = part
-        here = _chunk(logits_fn(features, *used), *others, label_smoothing)
-        return jax.tree.map(jnp.add, sums, here.sums), None
+        result = _chunk(logits_fn(features, *used), *others, label_smoothing)
+        return jax.tree.map(jnp.add, sums, result.sums), None
 
-    def add_chunk(sums, chunk):  # whose logits are float32 here, and in the kernel bfloat16
+    def add_chunk(sums, chunk):  # logits are float32, unlike the kernel's bfloat16
         return jax.lax.scan(add_part, sums, _chunks(most, *chunk))
 
     return jax.lax.scan(add_chunk, _zero_sums(), (features, targets, weights))[0]
@@ -184,11 +184,11 @@ def _sums_jvp(logits_fn, options, primals, tangents) -> tuple[Sums, Sums]:
         features, *others = chunk
         logits, vjp = jax.vjp(logits_of, features, *params)
         if impl == "xla":
-            here = _chunk(logits, *others, label_smoothing)
+            result = _chunk(logits, *others, label_smoothing)
         else:
-            here = _chunk_by_kernel(logits, *others, label_smoothing, features.dtype, impl)
-        d_features, *d_params = vjp(here.d_logits.astype(logits.dtype))
-        return jax.tree.map(jnp.add, carry, (here.sums, d_params)), (d_features, here.losses)
+            result = _chunk_by_kernel(logits, *others, label_smoothing, features.dtype, impl)
+        d_features, *d_params = vjp(result.d_logits.astype(logits.dtype))
+        return jax.tree.map(jnp.add, carry, (result.sums, d_params)), (d_features, result.losses)
 
     start = _zero_sums(), [jnp.zeros_like(x) for x in params]
     chunks = features, targets, weights
@@ -276,6 +276,12 @@ def labels_of(task) -> Any:
     return getattr(task, "labels", None)
 
 
+def n_classes_of(task) -> int | None:
+    """The number of classes of a task whose rows have classes; None for others."""
+    labels = labels_of(task)
+    return None if labels is None else labels.n_classes
+
+
 def metric_name(task) -> str:
     """The name of the mean `-log2 p` of a target.
 
@@ -287,12 +293,14 @@ def metric_name(task) -> str:
 
 
 def bits_of(task, split: str, bits: float) -> dict[str, float]:
-    """The bits of a target by the metric's name; of pieces of a text also `bits_per_byte`.
+    """The bits of a target by the metric's name; of a text also `bits_per_byte`.
 
-    A byte has the bits of a token over the bytes of a token, in the mean of the whole split. In
-    this unit models of bytes and of any pieces compare.
+    Where tokens are pieces, a byte has the bits of a token over the bytes of a token, in the mean
+    of the whole split. In this unit models of bytes and of any pieces compare.
     """
     found = {metric_name(task): bits}
+    if getattr(task, "of_bytes", False):
+        found["bits_per_byte"] = bits
     if (n_bytes := getattr(task, "n_bytes", None)) is not None:
         found["bits_per_byte"] = bits * task.n_targets(split) / n_bytes(split)
     return found

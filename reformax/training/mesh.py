@@ -34,7 +34,7 @@ class _Sizes:
         )
 
     def words(self, value: Any) -> str:
-        """What they are."""
+        """The expected values, in words."""
         return self.name
 
 

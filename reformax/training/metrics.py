@@ -23,7 +23,7 @@ from reformax.training.record_lines import RecordLines
 
 
 class Record:
-    """Shows the metrics of a run that goes on from `step` in each of these places.
+    """Shows the metrics of a run that goes on from `step` in each of these files.
 
     Attributes:
       lines: of metrics.jsonl; None where there is none.
@@ -98,7 +98,7 @@ class NoRecord(Record):
 
 
 class Bar:
-    """How far training is, on stderr: loss in bits, tokens/s and the time left."""
+    """A progress bar on stderr: loss in bits, tokens/s and the time left."""
 
     def __init__(self, step: int, steps: int, shown: bool = True, metric: str = "bits_per_dim"):
         self._unit = metric.replace("_per_", "/")

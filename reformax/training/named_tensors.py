@@ -44,12 +44,12 @@ def check_fits(there: dict[str, Any], like: Any, prefix: str, where: Path, fix: 
 
     # The model's first, for an optimizer's are of the same shapes.
     for name in sorted(dict.fromkeys([*expected, *there]), key=is_of_optimizer):
-        saved, here = shape(there, name), shape(expected, name)
-        if saved != here:
+        saved, wanted = shape(there, name), shape(expected, name)
+        if saved != wanted:
             other = "optimizer or ema_decay" if is_of_optimizer(name) else "model"
             raise SettingError(
                 f"checkpoint {where} is of another {other}: {name} has "
-                f"{saved} there and {here} in this config: {fix}"
+                f"{saved} there and {wanted} in this config: {fix}"
             )
 
 

@@ -1,7 +1,7 @@
-"""What a run is opened with: its state, its compiled steps, its record.
+"""Opens a run: its state, its compiled steps, its record.
 
 A run begins with new weights, with those of another run, or where its own latest checkpoint left
-it. What it will take is told before it takes it.
+it. Its memory and time are reported before it uses them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Loggers
 from reformax.training.checkpoint import Checkpoints
-from reformax.training.loss import labels_of, vocabulary_of
+from reformax.training.loss import labels_of, n_classes_of, vocabulary_of
 from reformax.training.metrics import Record
 from reformax.training.placing import place
 from reformax.training.record_lines import RecordLines
-from reformax.training.settings import Settings, build
-from reformax.training.stages import Filled, naming
+from reformax.training.settings import TrainSettings, build
+from reformax.training.stages import ResolvedStage, naming
 
 
 class Models(NamedTuple):
@@ -39,16 +39,16 @@ class Models(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What a run computes with."""
+    """The settings, models, devices and key of a run."""
 
-    settings: Settings
+    settings: TrainSettings
     models: Models
     mesh: Mesh
     key: jax.Array  # of all random numbers
 
 
-class Begun(NamedTuple):
-    """What a run goes on from.
+class RestoredRun(NamedTuple):
+    """The state and the values that a run goes on from.
 
     Attributes:
       state: the state of a step, on the devices.
@@ -60,7 +60,7 @@ class Begun(NamedTuple):
       source: of a new run's weights, in words; empty for weights of its own.
     """
 
-    state: step_lib.State
+    state: step_lib.TrainState
     step: int
     info: dict[str, Any]
     data: dict[str, str]
@@ -74,11 +74,12 @@ class Begun(NamedTuple):
         return self.info.get("timing", {}).get("seconds", 0.0)
 
 
-def models_of(settings: Settings) -> Models:
+def models_of(settings: TrainSettings) -> Models:
     """Builds the models; raises `SettingError` where they do not fit the task."""
     # Stages of one model share it, and so its programs.
     factories = {id(stage.model): stage.model for stage in settings.all_stages}
-    built = {name: build(model, "train") for name, model in factories.items()}
+    n_classes = n_classes_of(settings.task)
+    built = {name: build(model, "train", n_classes) for name, model in factories.items()}
     train = [built[id(stage.model)] for stage in settings.all_stages]
     evaluation.check_model(train[-1], settings.task)
     for model, stage in zip(train[:-1], settings.all_stages, strict=False):
@@ -87,7 +88,7 @@ def models_of(settings: Settings) -> Models:
     return Models(train, settings.built("eval"))
 
 
-def check_sizes(settings: Settings, mesh: Mesh) -> None:
+def check_sizes(settings: TrainSettings, mesh: Mesh) -> None:
     """Raises `SettingError` for batches that do not fit the devices."""
     for stage in reversed(settings.all_stages):  # a stage is not to blame for the run's own values
         with naming(stage):
@@ -104,7 +105,7 @@ def check_sizes(settings: Settings, mesh: Mesh) -> None:
 
 
 def keep_vocabulary(
-    settings: Settings, checkpoints: Checkpoints, newest: int | None, begun: bool
+    settings: TrainSettings, checkpoints: Checkpoints, newest: int | None, begun: bool
 ) -> str | None:
     """Makes the vocabulary of pieces the run's; returns its fingerprint.
 
@@ -138,7 +139,7 @@ def keep_vocabulary(
 
 def begin(
     setup: Setup, checkpoints: Checkpoints, newest: int | None, vocabulary: str | None
-) -> Begun:
+) -> RestoredRun:
     """The state to go on from: that of the checkpoint `newest`, or a new one.
 
     Args:
@@ -157,16 +158,16 @@ def begin(
     _check_memory(setup, like, n_params)
     if newest is None:
         state, source = _first_state(setup, init, vocabulary)
-        return Begun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
+        return RestoredRun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
     state, info = checkpoints.restore(newest, like)
     state = place(state, devices.placement(like, mesh))
     data, changed = _data(settings, info.get("data", {}), info["step"])
-    return Begun(state, info["step"], info, data, changed, n_params)
+    return RestoredRun(state, info["step"], info, data, changed, n_params)
 
 
 def first_states(
-    settings: Settings, models: Models, key: jax.Array
-) -> tuple[Callable[[jax.Array], step_lib.State], step_lib.State]:
+    settings: TrainSettings, models: Models, key: jax.Array
+) -> tuple[Callable[[jax.Array], step_lib.TrainState], step_lib.TrainState]:
     """The function of a new run's first state, and the state's shapes.
 
     Raises:
@@ -210,7 +211,7 @@ def _check_memory(setup: Setup, like, n_params: int) -> None:
             evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
 
 
-def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.State, str]:
+def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.TrainState, str]:
     """The state of step 0, with the weights of another run if the settings say so, and in words."""
     settings, models, mesh, key = setup
     if settings.init_from is None:
@@ -241,7 +242,7 @@ def _without(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: x for name, x in params.items() if name not in names}
 
 
-def _data(settings: Settings, kept: dict[str, str], step: int) -> tuple[dict[str, str], dict]:
+def _data(settings: TrainSettings, kept: dict[str, str], step: int) -> tuple[dict[str, str], dict]:
     """The data's fingerprints, and what changed since a checkpoint that has those of `kept`."""
     now = fingerprints.of(settings.task, ("train", settings.eval_split))
     known, compared = {x for name, x in kept.items() if name.startswith("train")}, dict(kept)
@@ -254,7 +255,7 @@ def _data(settings: Settings, kept: dict[str, str], step: int) -> tuple[dict[str
     return kept | now, fingerprints.changes(compared, now, step, settings.allow_changed_data)
 
 
-def step_of(settings: Settings, model: Any, mesh: Mesh, state: Any):
+def step_of(settings: TrainSettings, model: Any, mesh: Mesh, state: Any):
     """The step of a run for a model built for training and a state, or the shapes of one."""
     return step_lib.step_fn(
         model,
@@ -270,9 +271,9 @@ def step_of(settings: Settings, model: Any, mesh: Mesh, state: Any):
 
 def compiled(
     setup: Setup,
-    begun: Begun,
+    restored: RestoredRun,
     batches: Iterator,
-    batch: Callable[[Filled, int], Any],
+    batch: Callable[[ResolvedStage, int], Any],
     say: Callable[[str], None],
     note: Callable[[str], None],
 ) -> tuple[list, Iterator]:
@@ -281,7 +282,7 @@ def compiled(
     It compiles none if there is none to do.
 
     Args:
-      setup, begun: the run's.
+      setup, restored: the run's.
       batches: those of the steps to come.
       batch: gives the batch of a stage for the step after so many.
       say: gets what a step takes.
@@ -294,39 +295,39 @@ def compiled(
       SettingError: a step takes more memory than a device has.
     """
     settings, models, mesh, key = setup
-    of_model = {id(x): step_of(settings, x, mesh, begun.state) for x in models.train}
+    of_model = {id(x): step_of(settings, x, mesh, restored.state) for x in models.train}
     steps = [of_model[id(x)] for x in models.train]
-    if begun.step >= settings.steps:
+    if restored.step >= settings.steps:
         return steps, batches
-    now, start, flops = settings.stage_after(begun.step), begun.step, 0
+    now, start, flops = settings.stage_after(restored.step), restored.step, 0
     started = time.monotonic()
     say("compiling")
     with naming(settings.all_stages[now]):
         first = next(batches)
     for stage, step in zip(settings.all_stages[now:], steps[now:], strict=True):
         with naming(stage):
-            example = first if start == begun.step else tuple(batch(stage, start))
-        traced = step.trace(begun.state, example, key)
+            example = first if start == restored.step else tuple(batch(stage, start))
+        traced = step.trace(restored.state, example, key)
         found = forecast.products(traced.jaxpr)
-        forecast.check_step(found, mesh_lib.bytes_stored(begun.state, mesh), mesh.size)
+        forecast.check_step(found, mesh_lib.bytes_stored(restored.state, mesh), mesh.size)
         flops += found.flops * (stage.until - start)
-        if start == begun.step:
-            # A call of the jitted function finds what is compiled here.
-            asked = forecast.memory_of(traced.lower().compile(), len(mesh.local_devices))
+        if start == restored.step:
+            # A call of the jitted function finds the program that is compiled now.
+            needed = forecast.memory_of(traced.lower().compile(), len(mesh.local_devices))
         start = stage.until
     if line := forecast.long_run(flops, mesh.size):
         note(line)
     say(
-        f"compiled in {time.monotonic() - started:.0f} s: a step takes {memory.words(asked)} of "
+        f"compiled in {time.monotonic() - started:.0f} s: a step takes {memory.words(needed)} of "
         f"{memory.words(memory.available())} of memory"
     )
     return steps, chain([first], batches)
 
 
 def open_record(
-    settings: Settings,
+    settings: TrainSettings,
     folder: Path,
-    begun: Begun,
+    restored: RestoredRun,
     metric: str,
     config: str | None,
     say: Callable[[str], None],
@@ -335,7 +336,7 @@ def open_record(
     """Opens the record where the checkpoint left it.
 
     Args:
-      settings, folder, begun: the run's.
+      settings, folder, restored: the run's.
       metric: the name of its score.
       config: the text of config.gin.
       say, check: see `RecordLines`.
@@ -343,7 +344,7 @@ def open_record(
     Raises:
       OSError: the file cannot be read or written.
     """
-    step, info = begun.step, begun.info
+    step, info = restored.step, restored.info
     scored = info.get("score") is not None
     lines = RecordLines(
         folder / "metrics.jsonl", step, info.get("record"), scored, say=say, check=check
@@ -351,6 +352,6 @@ def open_record(
     n_tokens = settings.batch_size * settings.length
     loggers = Loggers(settings.loggers, folder, step, config)
     record = Record(folder, lines, step, metric, n_tokens, loggers)
-    if begun.changed_data and step < settings.steps:
-        record.write(step + 1, "data", {"changed": begun.changed_data}, {})
+    if restored.changed_data and step < settings.steps:
+        record.write(step + 1, "data", {"changed": restored.changed_data}, {})
     return record

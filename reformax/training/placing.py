@@ -46,8 +46,8 @@ def place_batch(rows_of: Rows, n_rows: int, sharding: NamedSharding) -> Any:
     """
     if jax.process_count() == 1:
         return jax.device_put(rows_of(None), sharding)
-    rows = own_rows(n_rows, sharding)
-    return jax.tree.map(lambda own: _place_rows(own, rows, n_rows, sharding), rows_of(rows))
+    rows = local_rows(n_rows, sharding)
+    return jax.tree.map(lambda local: _place_rows(local, rows, n_rows, sharding), rows_of(rows))
 
 
 def take(batch: Any, numbers: np.ndarray | None) -> Any:
@@ -55,18 +55,18 @@ def take(batch: Any, numbers: np.ndarray | None) -> Any:
     return batch if numbers is None else jax.tree.map(lambda x: x[numbers], batch)
 
 
-def own_rows(n_rows: int, sharding: NamedSharding) -> np.ndarray:
+def local_rows(n_rows: int, sharding: NamedSharding) -> np.ndarray:
     """The numbers, ascending, of the rows that the devices of this process hold."""
     of_rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
-    own = of_rows.addressable_devices_indices_map((n_rows,)).values()
-    spans = {index[0].indices(n_rows)[:2] for index in own}
+    indices = of_rows.addressable_devices_indices_map((n_rows,)).values()
+    spans = {index[0].indices(n_rows)[:2] for index in indices}
     return np.unique(np.concatenate([np.arange(*span) for span in spans]))
 
 
-def _place_rows(own: np.ndarray, rows: np.ndarray, n_rows: int, sharding: Sharding) -> jax.Array:
+def _place_rows(local: np.ndarray, rows: np.ndarray, n_rows: int, sharding: Sharding) -> jax.Array:
     def part(index: tuple[slice, ...]) -> np.ndarray:
         first, end, _ = index[0].indices(n_rows)
         begin = np.searchsorted(rows, first)
-        return own[begin : begin + end - first][:, *index[1:]]
+        return local[begin : begin + end - first][:, *index[1:]]
 
-    return jax.make_array_from_callback((n_rows, *own.shape[1:]), sharding, part)
+    return jax.make_array_from_callback((n_rows, *local.shape[1:]), sharding, part)

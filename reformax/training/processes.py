@@ -2,11 +2,11 @@
 
 JAX divides arrays among processes. All else that they must have in common goes through JAX's
 coordination service, which process 0 runs: which checkpoint is the newest, whether time is up,
-whether a signal came to one of them. What process 0 says is numbered, and every process asks for
+whether a signal came to one of them. The answers of process 0 are numbered, and every process reads
 the same numbers in the same order. No device takes part, so that decisions neither wait for a step
 nor get between two of its collectives.
 
-One process decides by itself, and nothing here does anything.
+A process that is alone decides by itself, and this module does nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _PATIENCE = 7 * 86_400_000
 _KEPT = 1_000
 _END = "reformax/end"
 _LOOK = 0.5  # seconds between looks at whether another process ended
-_GRACE = 2.0  # seconds for a process to tell of its own error before it tells another's
+_GRACE = 2.0  # seconds in which a process prints its own error before another's
 _LINGER = 10.0  # seconds for a look at the others to end, where they no longer answer
-_SETTLED = 0.5  # seconds in which a watcher hears of a death
+_SETTLED = 0.5  # seconds in which a watcher detects a death
 _numbers = itertools.count()
 _looked = threading.Event()  # nobody looks at the others any more
 _ends = threading.Event()  # this process does, by itself
 _watcher: subprocess.Popen | None = None
-_steps = 0  # how far this process is, as it told its watcher
+_steps = 0  # steps that this process reported to its watcher
 
 
 class Processes:
@@ -64,13 +64,13 @@ class Processes:
 
     @classmethod
     def of_jax(cls) -> Processes:
-        """Those that JAX knows; all of them make their instances in the same order."""
+        """The processes of JAX; all of them make their instances in the same order."""
         from jax._src import distributed
 
         name, state = f"reformax/{next(_numbers)}", distributed.global_state
         if state.client is None:
             return cls(name, jax.process_index(), jax.process_count())
-        return cls(name, state.process_id, state.num_processes)  # asks no device
+        return cls(name, state.process_id, state.num_processes)  # touches no device
 
     @property
     def first(self) -> bool:
@@ -82,7 +82,7 @@ class Processes:
         return Processes(f"{self._name}/{name}", self.index, self.count)
 
     def same(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns in process 0, where alone it is called.
+        """Runs `decide` on process 0 and broadcasts the result.
 
         Args:
           decide: returns what JSON holds.
@@ -122,13 +122,13 @@ class Processes:
         key, error = f"{self._name}/{self._number}/all", None
         try:
             do()
-        except Exception as own:
-            error = own
+        except Exception as raised:
+            error = raised
         _client().key_value_set(
             f"{key}/{self.index}", json.dumps({"value": None}) if error is None else _packed(error)
         )
 
-        def hear() -> None:
+        def check() -> None:
             if error is not None:
                 raise error
             for other in range(self.count):
@@ -137,12 +137,12 @@ class Processes:
             _client().key_value_delete(key)
 
         try:
-            self.same(hear)
-        except Exception as heard:
-            raise error or heard from None
+            self.same(check)
+        except Exception as of_another:
+            raise error or of_another from None
 
     def meet(self) -> None:
-        """Returns when every process is here."""
+        """A barrier: returns when every process has called it."""
         self.by_all(lambda: None)
 
     def compare(self, facts: Mapping[str, str]) -> None:
@@ -161,17 +161,17 @@ class Processes:
 
         self.same(check)
 
-    def wish(self, wish: str) -> None:
-        """Tells process 0 what this process would have it decide; once."""
+    def request_stop(self, reason: str) -> None:
+        """Requests from process 0 that the run stops; each process calls it once at most."""
         if self.count > 1:
-            _client().key_value_set(f"{self._name}/wish/{self.index}", wish)
+            _client().key_value_set(f"{self._name}/stop/{self.index}", reason)
 
-    def wishes(self) -> dict[int, str]:
-        """In process 0: what the others wished so far."""
+    def stop_requests(self) -> dict[int, str]:
+        """In process 0: the reasons of the other processes that request a stop, by process."""
         if self.count == 1:
             return {}
-        found = _client().key_value_dir_get(f"{self._name}/wish/")
-        return {int(key.rpartition("/")[2]): wish for key, wish in found}
+        found = _client().key_value_dir_get(f"{self._name}/stop/")
+        return {int(key.rpartition("/")[2]): reason for key, reason in found}
 
 
 def _client():
@@ -204,7 +204,7 @@ _KINDS = {
 
 
 def _opened(text: str, who: str) -> Any:
-    """The value of an answer; raises the error that it tells of."""
+    """The value of an answer; raises the error that it holds."""
     answer = json.loads(text)
     if "value" in answer:
         return answer["value"]
@@ -218,8 +218,15 @@ def _opened(text: str, who: str) -> Any:
 # The end of a process.
 
 
-def meet(address: str, count: int, index: int, timeout: float, step_timeout: float) -> None:
-    """Starts the program of `watcher` beside this process; returns when all processes have come.
+def meet(
+    address: str,
+    count: int,
+    index: int,
+    timeout: float,
+    step_timeout: float,
+    start_timeout: float,
+) -> None:
+    """Starts a watcher of this process; returns when all processes are connected.
 
     From then on this process ends when another one dies or hangs, or a watcher does. JAX's
     coordination service can have the address afterwards.
@@ -230,15 +237,16 @@ def meet(address: str, count: int, index: int, timeout: float, step_timeout: flo
       index: of this one.
       timeout: seconds without a sign of life after which a machine counts as failed.
       step_timeout: seconds without `go_on` after which those that are behind count as hanging.
+      start_timeout: seconds for all processes to come.
 
     Raises:
-      SettingError: the processes do not make a run, or not all of them come.
+      SettingError: the processes do not form a run, or not all of them come.
     """
     global _watcher
     host, _, port = address.rpartition(":")
     if index == 0:  # JAX takes another port there, if this variable says so
         port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address).rpartition(":")[2]
-    numbers = [str(x) for x in (index, count, timeout, step_timeout)]
+    numbers = [str(x) for x in (index, count, timeout, step_timeout, start_timeout)]
     command = [sys.executable, "-I", watcher.__file__, *numbers, host.strip("[]"), port]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     for line in iter(started.stdout.readline, b""):
@@ -255,7 +263,7 @@ def meet(address: str, count: int, index: int, timeout: float, step_timeout: flo
 
 
 def _mind_watcher(index: int) -> None:
-    """Ends this process when its watcher is killed, for nobody would end it later."""
+    """Ends this process when its watcher is killed, since nothing else would end it later."""
     while os.read(_watcher.stdout.fileno(), 2**12):
         pass
     if not _ends.is_set():
@@ -266,7 +274,7 @@ def _mind_watcher(index: int) -> None:
 
 
 def watch() -> None:
-    """Ends this process when another one ends by an error that it tells; JAX knows all of them."""
+    """Ends this process when another one reports an error; JAX knows all processes by now."""
     thread = threading.Thread(target=_watch, name="other processes", daemon=True)
     thread.start()
     # A thread that came back from C++ while the interpreter ends would abort the process.
@@ -274,7 +282,7 @@ def watch() -> None:
 
 
 def _release() -> None:
-    """Tells the watcher that this process ends by itself.
+    """Reports the orderly end of this process to its watcher.
 
     JAX's end waits for the other processes, and one of them may be killed before: it comes first.
     """
@@ -293,7 +301,7 @@ def _done() -> None:
 
 
 def go_on() -> None:
-    """Tells the watcher that this process goes on; all processes call it equally often.
+    """Reports one more step to the watcher; all processes call it equally often.
 
     Process 0 calls it after a decision that the others wait for, and these before: the one that
     does not go on is then behind the others.
@@ -301,7 +309,7 @@ def go_on() -> None:
     global _steps
     if _watcher is not None:
         _steps += 1
-        with suppress(OSError, ValueError):  # a watcher that is behind hears a later number
+        with suppress(OSError, ValueError):  # a watcher that is behind reads a later number
             os.write(_watcher.stdin.fileno(), b"%d\n" % _steps)
 
 
@@ -338,10 +346,10 @@ def leave(line: str, code: int) -> None:
       code: the exit code of all.
     """
     end = {"process": _index(), "line": line, "code": code}
-    with suppress(Exception):  # another told first, or the service has ended
+    with suppress(Exception):  # another process reported first, or the service has ended
         _client().key_value_set(_END, json.dumps(end))
     if _index() == 0:
-        time.sleep(2 * _GRACE)  # the others hear it from the service that ends with this process
+        time.sleep(2 * _GRACE)  # the others read it from the service, which ends with this process
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     _done()

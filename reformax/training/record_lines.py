@@ -7,6 +7,7 @@ once they are on the disk. A resumed run therefore finds exactly those lines, or
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import threading
@@ -17,9 +18,12 @@ from typing import Any
 
 from reformax import durable
 
+_UNSYNCED = 2**20  # bytes that are in memory until the disk has them
+_BLOCK = 2**16  # bytes that are read together
+
 
 class RecordLines:
-    """The lines of a run, in memory as their text.
+    """The lines of a run, in their file; those that the disk may not have yet are in memory too.
 
     A line that cannot be written, as on a full disk, stays in memory and is written with a later
     one, or with the next checkpoint.
@@ -53,20 +57,30 @@ class RecordLines:
         kept = _whole_start(found, noted)
         if kept is None:
             kept = self._salvage(found, step, noted, scored)
-        self._data, self._crc, self._n_lines = bytearray(), 0, 0
+        data = b"".join(kept)
+        if found != data or not path.exists() or path.is_symlink():
+            durable.write(path, data)
+        self._n_lines, self._crc = len(kept), zlib.crc32(data)
+        self._synced, self._unsynced = len(data), bytearray()
         self._lock = threading.Lock()
-        for text in kept:
-            self._add(text)
-        if found != self._data or not path.exists() or path.is_symlink():
-            durable.write(path, bytes(self._data))
-        self._descriptor: int | None = self._open()
+        self._failing = False
+        self._descriptor = self._open()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The lines; one at a time is in memory, for a run has a hundred thousand."""
+        """The lines; few at a time are in memory, for a run has a hundred thousand."""
+        with self._lock:
+            end, last = self._synced, bytes(self._unsynced)
+        rest = b""
+        for block in itertools.chain(self._blocks(end), [last]):
+            *texts, rest = (rest + block).split(b"\n")
+            yield from (line for line in map(_parsed, texts) if line is not None)
+
+    def _blocks(self, end: int) -> Iterator[bytes]:
+        """The file up to `end`, by its descriptor: it may have been deleted or renamed."""
         start = 0
-        while end := self._data.find(b"\n", start) + 1:
-            yield json.loads(self._data[start:end])
-            start = end
+        while block := os.pread(self._descriptor, min(_BLOCK, end - start), start):
+            start += len(block)
+            yield block
 
     def __len__(self) -> int:
         return self._n_lines
@@ -76,22 +90,25 @@ class RecordLines:
         text = _text(line)
         with self._lock:
             self._add(text)
-            failing = self._descriptor is None
+            failed_before = self._failing
             try:
-                if failing:
+                if failed_before:
                     self._mend()
                     self._say(f"note: {self._path} is whole again")
-                while text and not failing:
+                while text and not failed_before:
                     text = text[os.write(self._descriptor, text) :]
+                if len(self._unsynced) > _UNSYNCED:
+                    os.fsync(self._descriptor)
+                    self._forget(self._size)
             except OSError as error:
-                self._give_up_file()
-                if not failing:
+                self._failing = True
+                if not failed_before:
                     line = durable.explained(error, "written", self._path)
                     self._say(f"note: {line}; training goes on and writes the lines later")
 
     def mark(self) -> dict[str, int]:
         """The number of lines so far, their bytes and their CRC-32, for a checkpoint to note."""
-        return {"lines": self._n_lines, "size": len(self._data), "crc32": self._crc}
+        return {"lines": self._n_lines, "size": self._size, "crc32": self._crc}
 
     def sync(self) -> None:
         """Returns when the disk has every line so far; called from any thread.
@@ -100,17 +117,19 @@ class RecordLines:
           OSError: it does not have them.
         """
         with self._lock:
-            if self._descriptor is None:
+            if self._failing:
                 self._mend()
                 return
-            descriptor = os.dup(self._descriptor)
+            descriptor, size = os.dup(self._descriptor), self._size
         try:
             # Without the lock, so that a step never waits for the disk.
             os.fsync(descriptor)
+            with self._lock:
+                self._forget(size)
         except OSError:
             # The system may have dropped what it could not write and succeed the next time.
             with self._lock:
-                self._give_up_file()
+                self._failing = True
             raise
         finally:
             os.close(descriptor)
@@ -119,39 +138,52 @@ class RecordLines:
         """Closes the file."""
         with self._lock:
             try:
-                if self._descriptor is None:
+                if self._failing:
                     self._mend()
             except OSError as error:
                 line = durable.explained(error, "written", self._path)
                 self._say(f"note: {line}; its last lines are missing")
-            self._give_up_file()
+            self._close_file()
+
+    @property
+    def _size(self) -> int:
+        return self._synced + len(self._unsynced)
 
     def _add(self, text: bytes) -> None:
         self._n_lines += 1
-        self._data += text
+        self._unsynced += text
         self._crc = zlib.crc32(text, self._crc)
+
+    def _forget(self, size: int) -> None:
+        """Frees the lines among the first `size` bytes, which the disk has."""
+        if size > self._synced:
+            del self._unsynced[: size - self._synced]
+            self._synced = size
 
     def _open(self) -> int:
         with durable.explaining("written", self._path):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             return os.open(self._path, flags)
 
-    def _give_up_file(self) -> None:
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-        self._descriptor = None
+    def _close_file(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
 
     def _mend(self) -> None:
-        """Writes the file anew after a write that failed."""
+        """Writes the file anew after a write that failed: what is on the disk and later lines."""
         self._check()
-        durable.write(self._path, bytes(self._data))
-        self._descriptor = self._open()
+        with durable.explaining("read", self._path):
+            synced = b"".join(self._blocks(self._synced))
+        durable.write(self._path, synced + self._unsynced)
+        descriptor = self._open()
+        self._close_file()
+        self._descriptor, self._failing = descriptor, False
+        self._forget(self._size)
 
     def _salvage(
         self, found: bytes, step: int, noted: dict[str, int] | None, scored: bool
     ) -> list[bytes]:
-        """The lines up to `step` one by one, and a line that tells of those lost, if any."""
+        """The lines up to `step`, and a note on those that are lost, if any."""
         kept, unreadable, last = [], 0, {}
         *texts, torn = found.split(b"\n")  # a killed run was writing what follows the last newline
         for text in texts:
@@ -165,12 +197,12 @@ class RecordLines:
                 kept.append(text + b"\n")
                 last = line
         n_kept = len(kept)
-        # A run that was killed before its first checkpoint has told of what was lost by then.
-        told = last.get("lost_lines") if last.get("step") == step else None
-        if told is not None:
+        # A run that was killed before its first checkpoint has noted what was lost by then.
+        noted_before = last.get("lost_lines") if last.get("step") == step else None
+        if noted_before is not None:
             n_kept -= 1
         lost = unreadable if noted is None else max(noted["lines"] - n_kept, unreadable)
-        if step == 0 or lost == told or (noted is None and not lost):
+        if step == 0 or lost == noted_before or (noted is None and not lost):
             return kept
         aside = self._set_aside(found) if found else None
         what = f"{lost} lines up to step {step} are lost" if lost else "lines have changed"

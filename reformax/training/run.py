@@ -29,16 +29,17 @@ from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Callbacks
 from reformax.training.checkpoint import Checkpoints, NotSaved
-from reformax.training.decisions import Decisions, Moment
+from reformax.training.decisions import Decisions, Tick
 from reformax.training.folder import tell_changes, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
+from reformax.training.loss import n_classes_of, vocabulary_of
 from reformax.training.metrics import Bar, NoRecord, Record
 from reformax.training.prefetch import prefetch
 from reformax.training.processes import Processes
 from reformax.training.scores import Scores
-from reformax.training.settings import Settings
-from reformax.training.stages import Filled
+from reformax.training.settings import TrainSettings
+from reformax.training.stages import ResolvedStage
 from reformax.training.step_log import IN_FLIGHT, StepLog
 
 
@@ -54,7 +55,7 @@ class Run:
       callbacks: those of the settings; one that raised stops the run.
     """
 
-    def __init__(self, folder: Path, settings: Settings):
+    def __init__(self, folder: Path, settings: TrainSettings):
         """Checks that devices, model and task fit; writes no file yet."""
         self._processes = Processes.of_jax()
         if not self._processes.first:  # which alone says anything
@@ -71,7 +72,7 @@ class Run:
         self._key = jax.random.PRNGKey(settings.seed)
         self.interrupt = Interrupt(self._acknowledge)
         self.callbacks = Callbacks(settings.callbacks)
-        self._saving: int | None = None  # the step of a save that nobody has heard of
+        self._saving: int | None = None  # the step of a save that is not reported yet
         self._program: tuple | None = None  # what the last step's went by
         self._decisions = Decisions(
             self._processes, self.interrupt, self.callbacks, self._acknowledge
@@ -97,25 +98,25 @@ class Run:
             )
             newest = processes.same(self._checkpoints.newest_whole)
             self._checkpoints.trust(newest)
-            self._vocabulary = self._keep_vocabulary(newest)
-            if self._vocabulary is not None:
+            if vocabulary_of(self._task) is not None:  # which may be learnt first, in minutes
                 self._say("tokenizing")
+            self._vocabulary = self._keep_vocabulary(newest)
             self._task.n_targets(settings.eval_split)  # an unknown split fails now
             setup = opening.Setup(settings, self._models, self._mesh, self._key)
-            begun = opening.begin(setup, self._checkpoints, newest, self._vocabulary)
-            self._go_on_from(begun)
+            restored = opening.begin(setup, self._checkpoints, newest, self._vocabulary)
+            self._go_on_from(restored)
             self._tell_changes()
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
             batches = opened.enter_context(prefetch(self._placed_batches()))
             self._train_steps, self._batches = opening.compiled(
-                setup, begun, batches, self._batch, self._say, self._note
+                setup, restored, batches, self._batch, self._say, self._note
             )
             # Now the config is known to be the run's own, and that it can run.
             processes.meet()
             processes.by_first(lambda: self._checkpoints.tidy(self._note))
             self._config = self._write_config()
-            self._open_record(begun)
+            self._open_record(restored)
             self._opened = opened.pop_all()
         return self
 
@@ -131,7 +132,7 @@ class Run:
             try:
                 if error is None:
                     self._checkpoints.wait()
-                self._hear_of_saves("")
+                self._report_saves("")
                 if error is None:
                     self.callbacks.check()
                 if isinstance(error, FloatingPointError):
@@ -145,8 +146,8 @@ class Run:
         """Raises `SettingError` in a process where something is not what it is in process 0."""
         if self._processes.count == 1 or value is None:
             return
-        own = zlib.crc32(json.dumps(value()).encode())
-        if own != self._processes.same(lambda: own):
+        crc = zlib.crc32(json.dumps(value()).encode())
+        if crc != self._processes.same(lambda: crc):
             raise SettingError(
                 f"process {self._processes.index} has other {what} than process 0: give all the "
                 "same command, files and data"
@@ -158,21 +159,21 @@ class Run:
         fingerprint = self._processes.same(partial(keep, begun))
         return fingerprint if self._processes.first else keep(True)
 
-    def _go_on_from(self, begun: opening.Begun) -> None:
+    def _go_on_from(self, restored: opening.RestoredRun) -> None:
         """Takes on the state, and says where the run begins."""
-        self._state, self.step = begun.state, begun.step
-        self._data, self._n_params = begun.data, begun.n_params
+        self._state, self.step = restored.state, restored.step
+        self._data, self._n_params = restored.data, restored.n_params
         self._check_alike("data", lambda: self._data)
-        self._seconds_before = begun.seconds
+        self._seconds_before = restored.seconds
         # A score of another split, its data or context is not this run's: it evaluates again.
-        same = begun.info.get("scored") == self._scores.kind(self._data)
-        self.score = begun.info.get("evaluation") if same else None
-        self._saved = (self.step, self.score) if begun.info else None
+        same = restored.info.get("scored") == self._scores.kind(self._data)
+        self.score = restored.info.get("evaluation") if same else None
+        self._saved = (self.step, self.score) if restored.info else None
         if self._settings.progress:
             for line in fingerprints.summary(self._settings.all_stages):
                 self._say(line)
-        if begun.changed_data:
-            words = fingerprints.described(begun.changed_data)
+        if restored.changed_data:
+            words = fingerprints.described(restored.changed_data)
             self._say(f"note: the data has changed: {words}")
         shown = mesh_lib.words(self._mesh)
         if self._processes.count > 1:
@@ -183,7 +184,7 @@ class Run:
         elif self.step:
             part = f"going on from step {self.step} to {steps}"
         else:
-            part = f"{begun.source}from step 1 to {steps}"
+            part = f"{restored.source}from step 1 to {steps}"
         self._say(
             f"{self._task.name}: {self._n_params:,} parameters, {shown}, {part}, in {self.folder}"
         )
@@ -204,35 +205,36 @@ class Run:
         write = partial(write_config, self.folder, text, self._uses_config)
         return self._processes.by_first(write)
 
-    def _open_record(self, begun: opening.Begun) -> None:
+    def _open_record(self, restored: opening.RestoredRun) -> None:
         settings = self._settings
 
         def first() -> Record:
             says = self._note, self._lock.check
             return opening.open_record(
-                settings, self.folder, begun, self._metric, self._config, *says
+                settings, self.folder, restored, self._metric, self._config, *says
             )
 
         self._record = self._processes.by_first(first) or NoRecord()
         self._pace = forecast.Pace(settings.steps, IN_FLIGHT + 1)
-        self._bar = Bar(self.step, settings.steps, settings.progress, self._metric)
+        unit = "bits_per_byte" if getattr(self._task, "of_bytes", False) else self._metric
+        self._bar = Bar(self.step, settings.steps, settings.progress, unit)
         self._log = StepLog(
             settings,
             self._record,
             self._bar,
-            list(begun.info.get("window", ())),
-            begun.info.get("tokens", self.step * settings.batch_size * settings.length),
+            list(restored.info.get("window", ())),
+            restored.info.get("tokens", self.step * settings.batch_size * settings.length),
             lambda: self.seconds,
             partial(self.callbacks.call, "on_step"),
         )
 
-    def _batch(self, stage: Filled, step: int, rows: np.ndarray | None = None):
+    def _batch(self, stage: ResolvedStage, step: int, rows: np.ndarray | None = None):
         """The batch of the step after `step`, which is in this stage, or some rows of it."""
         number = self._settings.batch_number(step)
-        asked = self._settings.seed, number, stage.batch_size, stage.length
+        request = self._settings.seed, number, stage.batch_size, stage.length
         if rows is not None and (train_rows := getattr(stage.task, "train_rows", None)):
-            return tuple(train_rows(*asked, rows))
-        return placing.take(tuple(stage.task.train_batch(*asked)), rows)
+            return tuple(train_rows(*request, rows))
+        return placing.take(tuple(stage.task.train_batch(*request)), rows)
 
     def _placed_batches(self):
         """The batches of the steps to come, on the devices."""
@@ -267,8 +269,8 @@ class Run:
 
     # Going on.
 
-    def now(self) -> Moment:
-        """What decides whether to go on; the same in all processes, which ask equally often."""
+    def now(self) -> Tick:
+        """Whether to go on, the same in all processes, which call it equally often."""
         return self._decisions.now()
 
     @property
@@ -279,7 +281,7 @@ class Run:
     def advance(self) -> None:
         """Dispatches one step."""
         if self._checkpoints.done:
-            self._hear_of_saves()
+            self._report_saves()
         number = self._settings.stage_after(self.step)
         program = self._settings.all_stages[number].program
         if self._program not in (None, program):  # which is compiled now
@@ -325,19 +327,19 @@ class Run:
     def _is_stopping(self) -> bool:
         return self.now().stopping
 
-    def save(self, in_passing: bool = False) -> None:
+    def save(self, temporary: bool = False) -> None:
         """Writes a checkpoint in the background, unless this one is written already.
 
-        One that could not be written is told, and training goes on to the next.
+        A checkpoint that cannot be written is reported, and training goes on to the next one.
 
         Args:
-          in_passing: whether no step asked for it; see `Checkpoints.save`.
+          temporary: whether no step requests it; see `Checkpoints.save`.
 
         Raises:
           FloatingPointError: parameters are not finite; nothing is written.
           Lost: when the last one was due, the folder was deleted or another training's.
         """
-        self._hear_of_saves()
+        self._report_saves()
         self._decisions.saved_at = time.monotonic()
         if self._saved == (self.step, self.score):
             return
@@ -348,6 +350,8 @@ class Run:
         extra: dict[str, Any] = {"data": self._data}
         if self._vocabulary is not None:
             extra["vocabulary"] = self._vocabulary
+        if (n_classes := n_classes_of(self._task)) is not None:
+            extra["n_classes"] = n_classes
         if self.score is not None:
             extra |= {"scored": self._scores.kind(self._data), "evaluation": self.score}
         self._checkpoints.save(
@@ -356,7 +360,7 @@ class Run:
             None if self.score is None else self.score[self._metric],
             self._config,
             self._check_folder,
-            in_passing,
+            temporary,
             window=self._log.window,
             tokens=self._log.tokens,
             timing={"seconds": self.seconds},
@@ -371,8 +375,8 @@ class Run:
         self._record.lines.sync()
         self._lock.check()
 
-    def _hear_of_saves(self, then: str = "; training goes on to the next one") -> None:
-        """Waits for the last save and says what went wrong with it."""
+    def _report_saves(self, then: str = "; training goes on to the next one") -> None:
+        """Waits for the last save and reports its error, if any."""
         try:
             self._checkpoints.wait()
         except NotSaved as error:
@@ -397,6 +401,7 @@ class Run:
             "eval_split": self._settings.eval_split,
             "metric": self._metric,
             self._metric: score[self._metric],
+            **{name: score[name] for name in ("bits_per_byte",) if name in score},
             "n_targets": score["n_targets"],
             "whole": score["whole"],
             "best_step": best,

@@ -11,7 +11,7 @@ class Due(NamedTuple):
     evaluate: bool
     save: bool
     stop: bool
-    save_in_passing: bool = False  # by the clock alone, so that a killed run loses minutes
+    save_temporary: bool = False  # by the clock alone, so that a killed run loses minutes
 
 
 class Schedule(NamedTuple):
@@ -20,7 +20,7 @@ class Schedule(NamedTuple):
     Attributes:
       first: the step that the run began at or was resumed from.
       steps, eval_every, checkpoint_every, checkpoint_minutes, max_minutes: see
-        `settings.Settings`.
+        `settings.TrainSettings`.
     """
 
     first: int

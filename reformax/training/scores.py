@@ -9,8 +9,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from reformax.training import evaluation
+from reformax.training.curves import words_of
 from reformax.training.loss import labels_of, metric_name
-from reformax.training.settings import Settings
+from reformax.training.settings import TrainSettings
 
 
 class Scores:
@@ -20,7 +21,7 @@ class Scores:
       metric: the name of the score, such as 'bits_per_dim'.
     """
 
-    def __init__(self, model, settings: Settings, mesh: Mesh):
+    def __init__(self, model, settings: TrainSettings, mesh: Mesh):
         """Takes a model built for evaluation."""
         self._model, self._settings, self._mesh = model, settings, mesh
         self.metric = metric_name(settings.task)
@@ -37,7 +38,7 @@ class Scores:
         return last and self._settings.eval_whole and self.of_part
 
     def kind(self, data: Mapping[str, str]) -> dict[str, Any]:
-        """What the scores are of: scores of one kind alone are compared.
+        """Identifies the data and the context of the scores. Only scores of one kind compare.
 
         Args:
           data: the fingerprints of splits.
@@ -92,7 +93,7 @@ class Scores:
         return {name: x for name, x in result.items() if name not in ("split", "length", "stride")}
 
     def words(self, score: Mapping[str, Any]) -> str:
-        """What `of` returned, in a few words."""
+        """The result of `of` in a few words."""
         words = f"{self._settings.eval_split} {self._bits(score)}"
         if not score["whole"]:
             words += f" of {score['n_targets']:,} targets"
@@ -101,7 +102,8 @@ class Scores:
         return words
 
     def _bits(self, score: Mapping[str, Any]) -> str:
-        names = [name for name in (self.metric, "bits_per_byte") if name in score]
-        words = ", ".join(f"{score[name]:.4f} {name.replace('_', ' ')}" for name in names)
+        words = f"{score[self.metric]:.4f} {words_of(self.metric, score)}"
+        if self.metric != "bits_per_dim" and "bits_per_byte" in score:
+            words += f", {score['bits_per_byte']:.4f} bits per byte"
         is_class = labels_of(self._settings.task) is not None
         return words + f", accuracy {score['accuracy']:.4f}" * is_class

@@ -27,14 +27,14 @@ from reformax.declared import (
     shown,
 )
 from reformax.training.callbacks import Callback, Logger
-from reformax.training.loss import vocabulary_of
+from reformax.training.loss import n_classes_of, vocabulary_of
 from reformax.training.mesh import Sizes
-from reformax.training.stages import Filled, Model, Stage, Task, end_of, filled
+from reformax.training.stages import Model, ResolvedStage, Stage, Task, end_of, resolved
 
 
 @runtime_checkable
 class ModelLike(Protocol):
-    """What training asks of a model."""
+    """The attributes of a model that training uses."""
 
     vocab_size: int
     init_params: Callable
@@ -48,7 +48,7 @@ Transformation = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """The keyword arguments of `loop.train`; in gin `loop.train.NAME`.
 
     Attributes:
@@ -81,9 +81,9 @@ class Settings:
         split, and always the same ones. None: the whole split.
       eval_whole: whether the last evaluation scores the whole split as well.
       checkpoint_every: steps between checkpoints, besides those after evaluations; None: no more.
-      checkpoint_minutes: minutes between checkpoints where no step asked for one. Such a checkpoint
-        is for going on alone: the next one that a step asks for takes its place, and no average
-        counts it. None: none.
+      checkpoint_minutes: minutes between checkpoints where no step requests one. Such a checkpoint
+        is temporary: the next one that a step requests replaces it, and no average counts it.
+        None: none.
       keep: latest checkpoints kept, besides the best. An average of n needs n.
       log_every: steps between lines of the record; each line has the mean since the last.
       max_minutes: minutes after which training evaluates, saves and returns, as if `steps` were
@@ -94,8 +94,8 @@ class Settings:
         that a masked language model's weights begin a classifier.
       callbacks: `reformax.training.callbacks.Callback`s: what else is done at steps, evaluations
         and checkpoints. One that raises ends the run, once it is saved.
-      loggers: where the record's lines go as well, such as `wandb_log.wandb_log()`. One that fails
-        is told, and the run goes on.
+      loggers: where the record's lines go as well, such as `wandb_log.wandb_log()`. A failure
+        is reported, and the run goes on.
       allow_changed_data: whether to go on from a checkpoint of other data; a line of the record
         then says what changed.
       config_text: returns the text of config.gin, once everything is built.
@@ -150,9 +150,9 @@ class Settings:
                 "fresh_heads is True and init_from is None: set it to a run's folder"
             )
         ends = [0, *(end_of(stage, self.steps) for stage in self.stages), self.steps]
-        shares = [stage.until < 1 for stage in self.stages]  # which may hold no step
-        for before, end, share in zip(ends, ends[1:], [*shares, False], strict=False):
-            if end < before or (end == before and not share):
+        are_fractions = [stage.until < 1 for stage in self.stages]  # which may hold no step
+        for before, end, is_fraction in zip(ends, ends[1:], [*are_fractions, False], strict=False):
+            if end < before or (end == before and not is_fraction):
                 raise SettingError(
                     f"stages end at steps {ends[1:-1]}: expected growing numbers below "
                     f"steps={ends[-1]}"
@@ -166,31 +166,31 @@ class Settings:
 
     def built(self, mode: str) -> Any:
         """The model for 'train' or for 'eval'."""
-        return build(self.model, mode)
+        return build(self.model, mode, n_classes_of(self.task))
 
     @functools.cached_property
-    def all_stages(self) -> list[Filled]:
-        """The stages that have steps, with their values filled in, the run's own at the end."""
-        own = Filled(self.steps, self.model, self.task, self.batch_size, self.length)
-        return filled(self.stages, own)
+    def all_stages(self) -> list[ResolvedStage]:
+        """The stages that have steps, resolved; the last one has the run's own values."""
+        last = ResolvedStage(self.steps, self.model, self.task, self.batch_size, self.length)
+        return resolved(self.stages, last)
 
     def stage_after(self, step: int) -> int:
-        """Which of `all_stages` has the step after `step`."""
+        """The index in `all_stages` of the stage that has the step after `step`."""
         return sum(stage.until <= step for stage in self.all_stages[:-1])
 
     def batch_number(self, step: int) -> int:
-        """What the stage's task is asked for the batch after `step` by: `step`, or more.
+        """Batch index passed to the stage's task for the batch after `step`: `step`, or more.
 
-        A task that reads in order takes this times the batch's size for its place. Behind a stage
-        of larger batches it leaps, so that no example comes again before all have come.
+        A task that reads in order multiplies the index by the batch size to find its position. The
+        index leaps after a stage of larger batches, so no example repeats before all have come.
         """
-        number = place = begin = 0
+        number = position = begin = 0
         for stage in self.all_stages[: self.stage_after(step) + 1]:
             if getattr(stage.task, "in_order", False):
-                number = max(number, -(-place // stage.batch_size))
+                number = max(number, -(-position // stage.batch_size))
             end = min(stage.until, step)
             number, begin = number + end - begin, end
-            place = number * stage.batch_size
+            position = number * stage.batch_size
         return number
 
     @property
@@ -204,8 +204,12 @@ class Settings:
         }
 
 
-def build(model: Callable[..., Any], mode: str) -> Any:
-    """`model(mode=mode)`; raises `SettingError` if that cannot be or is no model."""
+def build(model: Callable[..., Any], mode: str, n_classes: int | None = None) -> Any:
+    """`model(mode=mode)`, with `n_classes` if the model has none of its own.
+
+    Raises:
+      SettingError: the model cannot be built, or is no model.
+    """
     check("model", model, Model)
     refusal = SettingError(f"model is {shown(model)}: expected {expected(Model)}")
     try:
@@ -213,6 +217,8 @@ def build(model: Callable[..., Any], mode: str) -> Any:
     except (TypeError, ValueError):
         raise refusal from None
     built = model(mode=mode)
+    if n_classes is not None and getattr(built, "n_classes", n_classes) is None:
+        built = model(mode=mode, n_classes=n_classes)
     if not fits(built, ModelLike):
         raise refusal
     return built
@@ -224,10 +230,10 @@ def takes_settings(function):
     gin reads the names and defaults of arguments from it, and so does `help`.
     """
     signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    settings = inspect.signature(Settings).parameters.values()
-    function.__signature__ = signature.replace(parameters=[*own, *settings])
-    function.__annotations__ |= hints_of(Settings)  # `hints_of(function)` reads them
+    others = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    settings = inspect.signature(TrainSettings).parameters.values()
+    function.__signature__ = signature.replace(parameters=[*others, *settings])
+    function.__annotations__ |= hints_of(TrainSettings)  # `hints_of(function)` reads them
     # A misspelt or missing argument is then an error of the function that the user called.
-    Settings.__init__.__qualname__ = function.__qualname__
+    TrainSettings.__init__.__qualname__ = function.__qualname__
     return function

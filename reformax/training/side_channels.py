@@ -1,4 +1,4 @@
-"""Side channels: the bar, prints, the plot and TensorBoard's events may fail, and the work goes on.
+"""Side channels: a failure of the bar, prints, the plot or TensorBoard's events ends no run.
 
 They are for people. A full disk, a terminal that was closed or a reader that went away ends them,
 never a run.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Aside:
-    """A context that no error leaves: the first one is told in a line.
+    """A context that catches errors and reports the first one in a line.
 
     Args:
       name: of what is done there.
@@ -75,6 +75,6 @@ def stderr() -> Forgiving:
     return _forgiving(sys.stderr, "standard error", sys.stdout)
 
 
-@lru_cache(maxsize=2)  # each tells of its first error alone
+@lru_cache(maxsize=2)  # each reports its first error only
 def _forgiving(stream, name: str, other) -> Forgiving:
     return Forgiving(stream, name, other)

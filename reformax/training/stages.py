@@ -16,7 +16,7 @@ from reformax.declared import Bounds, Called, SettingError, Size, check_fields
 
 @runtime_checkable
 class TaskLike(Protocol):
-    """What training asks of a task; `reformax.data.base.Task` says what each does."""
+    """The attributes of a task that training uses; see `reformax.data.base.Task`."""
 
     name: str
     vocab_size: int
@@ -62,13 +62,13 @@ class Stage:
         check_fields(self)
 
 
-class Filled(NamedTuple):
-    """A stage that has steps, with the run's values in place of None.
+class ResolvedStage(NamedTuple):
+    """A stage that has steps, with the run's values where the stage has None.
 
     Attributes:
       until: its last step.
       model, task, batch_size, length: as in `Stage`.
-      name: what errors call it; empty for the run's own values.
+      name: of the stage in errors; empty for the run's own values.
     """
 
     until: int
@@ -80,14 +80,14 @@ class Filled(NamedTuple):
 
     @property
     def program(self) -> tuple[Any, ...]:
-        """What the compiled step goes by."""
+        """The key of the compiled step."""
         has_segments = getattr(self.task, "document_mask", False)
         return self.model, self.batch_size, self.length, has_segments
 
 
 @contextlib.contextmanager
-def naming(stage: Filled, fix: str = "") -> Iterator[None]:
-    """Errors of settings name the stage, and end in another way to mend them."""
+def naming(stage: ResolvedStage, fix: str = "") -> Iterator[None]:
+    """Errors of settings name the stage and end with `fix`."""
     try:
         yield
     except SettingError as error:
@@ -97,19 +97,19 @@ def naming(stage: Filled, fix: str = "") -> Iterator[None]:
 
 
 def end_of(stage: Stage, steps: int) -> int:
-    """The last step of a stage of a run of so many."""
+    """The last step of a stage in a run of `steps` steps."""
     if stage.until < 1:
         return math.floor(float(stage.until) * steps + 1e-6)  # 0.29 of 100 is 29
     return int(stage.until)
 
 
-def filled(stages: Sequence[Stage], own: Filled) -> list[Filled]:
-    """The stages that have steps, and as the last one the run's own values, which they get."""
+def resolved(stages: Sequence[Stage], last: ResolvedStage) -> list[ResolvedStage]:
+    """The stages that have steps, in order, and `last`, which has the run's own values."""
     found, before = [], 0
     for number, stage in enumerate(stages):
         given = {name: getattr(stage, name) for name in ("model", "task", "batch_size", "length")}
         given = {name: value for name, value in given.items() if value is not None}
-        if (until := end_of(stage, own.until)) > before:
-            found.append(own._replace(until=until, name=f"stages[{number}]", **given))
+        if (until := end_of(stage, last.until)) > before:
+            found.append(last._replace(until=until, name=f"stages[{number}]", **given))
         before = until
-    return [*found, own]
+    return [*found, last]

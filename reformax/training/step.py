@@ -16,7 +16,7 @@ from reformax.buffers import advanced, merged, trained
 from reformax.training import loss as loss_lib
 
 
-class State(NamedTuple):
+class TrainState(NamedTuple):
     """Everything that a step changes; a checkpoint holds it."""
 
     step: Any  # int32 []: steps done
@@ -41,19 +41,19 @@ def jit_once(function: Callable, **options: Any) -> Callable:
 
 def init_fn(
     model, optimizer: optax.GradientTransformation, shape: tuple[int, int], ema: bool
-) -> Callable[[jax.Array], State]:
+) -> Callable[[jax.Array], TrainState]:
     """A function from a key to the first state; `shape` is (batch, length)."""
 
     return lambda key: first_state(model.init_params(key, shape), optimizer, ema)
 
 
-def first_state(params: Any, optimizer: optax.GradientTransformation, ema: bool) -> State:
+def first_state(params: Any, optimizer: optax.GradientTransformation, ema: bool) -> TrainState:
     """The state before the first step; the moving average is on if `ema`."""
     # The type of an array made of a Python number is weak until the first step, and the second one
     # would be compiled again for it.
     params = jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), params)
     average = jax.tree.map(jnp.copy, params) if ema else None
-    return State(jnp.zeros((), jnp.int32), params, optimizer.init(trained(params)), average)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trained(params)), average)
 
 
 def step_fn(
@@ -66,7 +66,7 @@ def step_fn(
     label_smoothing: float = 0.0,
     ema_decay: float = 0.0,
     placement: Any = None,
-) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Compiles a step for `model`.
 
     Args:
@@ -94,7 +94,7 @@ def step_fn(
     gradient = jax.grad(partial(_mean_loss, model, loss_chunk_len, label_smoothing), has_aux=True)
     schedule = getattr(optimizer, "learning_rate", None)
 
-    def step(state: State, batch, key):
+    def step(state: TrainState, batch, key):
         rng = jax.random.fold_in(key, state.step)
         # A batch without targets has loss and gradient 0, not 0 / 0.
         weight = jnp.maximum(jnp.sum(batch[2]) / accumulate, jnp.finfo(jnp.float32).tiny)
@@ -123,7 +123,7 @@ def step_fn(
         metrics = {"nats": nats, "accuracy": correct, "grad_norm": _norm(gradients)}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
-        return State(done, params, opt_state, ema), metrics
+        return TrainState(done, params, opt_state, ema), metrics
 
     whole = devices.replicated(mesh)
     placements = whole if placement is None else placement, whole

@@ -11,7 +11,7 @@ import jax
 
 from reformax.training.loss import bits_of, bits_per_dim
 from reformax.training.metrics import Bar, Record
-from reformax.training.settings import Settings
+from reformax.training.settings import TrainSettings
 
 # Steps dispatched before the first one's metrics are waited for: the device is never idle, and the
 # host notices a bad loss or a signal within this many steps.
@@ -28,7 +28,7 @@ class StepLog:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: TrainSettings,
         record: Record,
         bar: Bar,
         window: list[list[float]],

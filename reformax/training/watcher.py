@@ -1,20 +1,23 @@
-"""Ends a process of a run when another one has died or hangs; a program of its own, without JAX.
+"""Ends a process of a run when another one has died or hangs; a separate program, without JAX.
 
-A process that is killed tells nobody. The system then closes its pipes and connections, and that is
-what watchers listen for: `reformax.training.processes` starts one beside each process. It holds a
-pipe to its process and a connection to the watcher of process 0, which passes on who died first.
-Where a machine fails nothing is closed: a watcher from which nothing came for some time counts as
-dead, and its process. A process that hangs is there, with its heartbeat. It says how far it is
-through its pipe, and watcher 0 hears that of all: those that stay behind are what the others wait
-for.
+`reformax.training.processes` starts a watcher for each process. A watcher holds a pipe to its
+process and a connection to the watcher of process 0.
 
-    python watcher.py INDEX COUNT TIMEOUT STEP_TIMEOUT HOST PORT
+A killed process cannot report its end. The system closes its pipe, its watcher notices that, and
+watcher 0 reports to all which process died first. A machine that fails closes nothing: a watcher
+that was silent for `timeout` counts as dead, and its process too. A process that hangs still has
+its heartbeat. Each process reports its number of steps through the pipe, and watcher 0 collects
+these numbers: the process with the lowest number is the one that the others wait for.
 
-The processes meet here first. Watcher 0 listens at the port, which JAX takes afterwards, until all
-have come; what it is told in place of a process's number and the run's count ends the run that
-begins. Each watcher prints `met` then, or `refused` and a line. Standard input is the pipe of the
-process: a number says how far it is, and `done` that it ends by itself. The end of the pipe without
-it is a death. No watcher ends before its process, which takes that for the watcher's death.
+    python watcher.py INDEX COUNT TIMEOUT STEP_TIMEOUT START_TIMEOUT HOST PORT
+
+Watchers meet before JAX starts. Watcher 0 listens at the port until all others are connected; JAX
+takes the port afterwards. Each of the others sends its index and its count. Watcher 0 refuses the
+run if these do not fit. Each watcher then prints `met`, or `refused` and a line.
+
+Standard input is the pipe of the process. A number is its steps, and `done` announces an orderly
+end. The end of the pipe without `done` is a death. No watcher ends before its process, which takes
+that for the watcher's death.
 """
 
 from __future__ import annotations
@@ -28,17 +31,16 @@ import threading
 import time
 from contextlib import suppress
 
-_LINGER = 1.0  # seconds in which a dead process's watcher hears of a death before its own
-_WAIT = 300.0  # seconds for all processes to come
-_NOTICE = 10.0  # seconds after which a process says whom it waits for
-_LATE = 3.0  # seconds in which those that come later hear of a refusal too
+_LINGER = 1.0  # seconds in which a dead process's watcher still receives an earlier death
+_NOTICE = 5.0  # seconds after which a process prints whom it waits for
+_LATE = 3.0  # seconds in which processes that come later are refused too
 _GREETING = 15.0  # seconds for watcher 0 to answer
-_TELLING = 2.0  # seconds for stderr to take a line
+_PRINTING = 2.0  # seconds for stderr to take a line
 _HELLO = "reformax"  # the first word of both sides
 
 
 class Refused(Exception):
-    """The processes do not make a run."""
+    """The processes do not form a run."""
 
 
 class Watcher:
@@ -49,20 +51,25 @@ class Watcher:
       count: of all processes.
       timeout: seconds after which a silent watcher, or a stopped process, counts as dead.
       step_timeout: seconds after which processes that do not go on count as hanging, once they did.
+      start_timeout: seconds for all processes to come. A process that is killed before it connects
+        is not seen: only this timeout ends the others.
     """
 
-    def __init__(self, index: int, count: int, timeout: float, step_timeout: float):
+    def __init__(
+        self, index: int, count: int, timeout: float, step_timeout: float, start_timeout: float
+    ):
         """Begins with no connection; its parent is the process."""
         self.index, self.count = index, count
         self.timeout, self.step_timeout = timeout, step_timeout
+        self.start_timeout = start_timeout
         self._process = os.getppid()
-        self._said, self._done = b"", False  # an unfinished line of the process, and its last word
+        self._partial, self._done = b"", False  # an unfinished line; the last word
         self._ran = self._went_on = self._began = time.monotonic()  # not stopped; any went on
-        self._steps = {index: 0}  # how far each process is, as far as is known here
+        self._steps = {index: 0}  # of each process, as reported
         self._selector = selectors.DefaultSelector()
-        self._others: dict[socket.socket, int] = {}  # those who said who they are
+        self._others: dict[socket.socket, int] = {}  # whose index is known
         self._rests: dict[socket.socket, bytes] = {}  # unfinished lines
-        self._heard: dict[socket.socket, float] = {}
+        self._received: dict[socket.socket, float] = {}
         self._server: socket.socket | None = None
         self._address = ""
         self._met = self._greeted = self._noticed = False
@@ -76,7 +83,7 @@ class Watcher:
                 ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6
             )
         except OSError as error:
-            self._tell_of_two(host, port)
+            self._refuse_second(host, port)
             raise Refused(
                 f"coordinator_address: port {port} cannot be had ({os.strerror(error.errno)}): "
                 "give another one to all processes"
@@ -84,8 +91,8 @@ class Watcher:
         self._selector.register(self._server, selectors.EVENT_READ, "server")
         return self._server.getsockname()[1]
 
-    def _tell_of_two(self, host: str, port: int) -> None:
-        """Raises `Refused` if what has the port is another process 0 that waits."""
+    def _refuse_second(self, host: str, port: int) -> None:
+        """Raises `Refused` if another waiting process 0 listens at the port."""
         with suppress(OSError), socket.create_connection((host, port), timeout=5) as other:
             other.sendall(f"{_HELLO} 0 {self.count}\n".encode())
             with other.makefile() as lines:
@@ -104,10 +111,11 @@ class Watcher:
             except OSError as error:
                 if os.getppid() != self._process:
                     sys.exit()
-                if time.monotonic() > self._began + _WAIT:
+                if time.monotonic() > self._began + self.start_timeout:
                     raise Refused(
-                        f"coordinator_address={self._address} does not answer for {_WAIT:.0f} s "
-                        f"({error}): start process 0 there, and let the others reach that port"
+                        f"coordinator_address={self._address} does not answer for "
+                        f"{self.start_timeout:g} s ({error}): start process 0 there within "
+                        "--start_timeout, and let the others reach that port"
                     ) from None
                 self._notice(f"process 0 at {self._address}")
             time.sleep(0.2)
@@ -116,13 +124,14 @@ class Watcher:
         self._send(other, f"{_HELLO} {self.index} {self.count}")
 
     def _notice(self, whom: str) -> None:
-        """Says once whom the process has been waiting for."""
+        """Prints once whom the process waits for."""
         if not self._noticed and time.monotonic() > self._began + _NOTICE:
             self._noticed = True
-            _print(f"note: process {self.index} waits for {whom}, for {_WAIT:.0f} s at most")
+            limit = f"{self.start_timeout:g} s at most (--start_timeout)"
+            _print(f"note: process {self.index} waits for {whom}, for {limit}")
 
     def _welcome(self, index: int, count: int) -> str | None:
-        """Why a process that came cannot be one of the run; None if it can."""
+        """The reason to refuse a process; None if it fits the run."""
         if count != self.count:
             return (
                 f"num_processes is {self.count} in process 0 and {count} in process {index}: give "
@@ -136,7 +145,7 @@ class Watcher:
         return None
 
     def _meet(self, now: float) -> None:
-        """In watcher 0, while processes come; raises `Refused` where they make no run."""
+        """In watcher 0, while processes connect; raises `Refused` if they do not form a run."""
         missing = sorted({*range(1, self.count)} - {*self._others.values()})
         if self._refusal is not None:
             since, why = self._refusal
@@ -145,28 +154,34 @@ class Watcher:
         elif not missing:
             self._selector.unregister(self._server)
             self._server.close()  # JAX listens there from now on
-            self._tell("met")
+            self._broadcast("met")
             self._met = True
             _answer("met")
         else:
             s = "es" * (len(missing) > 1)
             whom = f"process{s} {', '.join(map(str, missing[:8]))}{', ...' * (len(missing) > 8)}"
             self._notice(whom)
-            if now > self._began + _WAIT:
-                raise Refused(
-                    f"{whom} did not come within {_WAIT:.0f} s: start all that num_processes="
-                    f"{self.count} says, and let them reach process 0"
+            if now > self._began + self.start_timeout:
+                self._refuse(
+                    f"{whom} did not come within {self.start_timeout:g} s: start all that "
+                    f"num_processes={self.count} says within --start_timeout, and let them reach "
+                    "process 0"
                 )
 
+    def _refuse(self, why: str) -> None:
+        """In watcher 0: refuses the processes that are connected and those that still connect."""
+        self._refusal = time.monotonic(), why
+        self._broadcast(f"refused {why}")
+
     def watch(self) -> None:
-        """Returns when the process of this watcher is over.
+        """Returns when the process of this watcher has ended.
 
         Raises:
-          Refused: the processes do not make a run.
+          Refused: the processes do not form a run.
         """
         os.set_blocking(0, False)  # nothing may be in a pipe that another still holds
         self._selector.register(sys.stdin.buffer, selectors.EVENT_READ, "process")
-        beat = min(1.0, self.timeout / 4, self.step_timeout / 4)
+        beat = min(1.0, self.timeout / 4, self.step_timeout / 4, self.start_timeout / 4)
         next_beat = time.monotonic()
         while True:
             ready = [key for key, _ in self._selector.select(max(0, next_beat - time.monotonic()))]
@@ -188,11 +203,11 @@ class Watcher:
                 raise self._stranger()
             if now >= next_beat:
                 next_beat = now + beat
-                self._tell(f"alive {self._steps[self.index]}")
+                self._broadcast(f"alive {self._steps[self.index]}")
                 if (end := self._hangs(now)) is not None:
                     return self._end(*end)
             for other, index in self._others.items():
-                if now - self._heard[other] > self.timeout:
+                if now - self._received[other] > self.timeout:
                     how = f"gave no sign of life for {self.timeout:g} s"
                     return self._end("dead", index, how)
 
@@ -203,12 +218,12 @@ class Watcher:
         )
 
     def _process_goes_on(self) -> bool:
-        """Hears what the process says; False where it ended."""
+        """Reads the reports of the process; False if it has ended."""
         try:
             data = os.read(0, 2**16)  # all that a pipe holds
         except BlockingIOError:
             return True
-        *lines, self._said = (self._said + data).split(b"\n")
+        *lines, self._partial = (self._partial + data).split(b"\n")
         self._done = self._done or b"done" in lines
         if numbers := [int(line) for line in lines if line.isdigit()]:
             self._is_at(self.index, numbers[-1])
@@ -220,10 +235,10 @@ class Watcher:
         self._steps[index] = steps
 
     def _hangs(self, now: float) -> tuple[str, int, str] | None:
-        """The end that this watcher knows of: its process is stopped, or one lets all others wait.
+        """The end that this watcher detects: its process is stopped, or a process hangs.
 
-        Processes in step wait for each other, so that none goes on where one does not. Those that
-        wait were further, unless all stopped within one step.
+        The processes of a step wait for each other, so one that hangs stops all. Those that wait
+        have reported more steps, unless all stopped within one step.
         """
         if not _is_stopped(self._process):
             self._ran = now
@@ -239,7 +254,7 @@ class Watcher:
 
     def _add(self, other: socket.socket, index: int | None) -> None:
         other.settimeout(5)
-        self._rests[other], self._heard[other] = b"", time.monotonic()
+        self._rests[other], self._received[other] = b"", time.monotonic()
         if index is not None:
             self._others[other] = index
         self._selector.register(other, selectors.EVENT_READ, "other")
@@ -247,19 +262,19 @@ class Watcher:
     def _remove(self, other: socket.socket) -> None:
         self._selector.unregister(other)
         self._steps.pop(self._others.pop(other, None), None)
-        del self._rests[other], self._heard[other]
+        del self._rests[other], self._received[other]
         other.close()
 
     def _send(self, other: socket.socket, line: str) -> None:
         with suppress(OSError):  # its end is read, or it stays silent
             other.sendall(line.encode() + b"\n")
 
-    def _tell(self, line: str) -> None:
+    def _broadcast(self, line: str) -> None:
         for other in self._others:
             self._send(other, line)
 
     def _read(self, other: socket.socket) -> tuple[str, int, str] | None:
-        """What came: "dead" or "lost", of whom, and how; None where the run goes on."""
+        """The end that was received: "dead" or "lost", the index, the cause; None if none was."""
         try:
             data = other.recv(4096)
         except OSError:
@@ -269,9 +284,9 @@ class Watcher:
         if not data:
             index = self._others.get(other)
             self._remove(other)
-            refused = self._refusal is not None  # who is told ends
+            refused = self._refusal is not None  # a refused process ends
             return None if index is None or refused else ("lost", index, "")
-        self._heard[other] = time.monotonic()
+        self._received[other] = time.monotonic()
         *lines, self._rests[other] = (self._rests[other] + data).split(b"\n")
         if self.index and not (self._greeted or data.startswith(_HELLO.encode())):
             raise self._stranger()
@@ -297,7 +312,7 @@ class Watcher:
         return None
 
     def _comes(self, other: socket.socket, word: str, rest: str) -> bool:
-        """In watcher 0: hears who another one is; False for a stranger, who is shut out."""
+        """In watcher 0: reads who connects; False for a stranger, whose connection is closed."""
         numbers = rest.split()
         if word != _HELLO or len(numbers) != 2 or not all(x.isdecimal() for x in numbers):
             self._remove(other)
@@ -306,9 +321,7 @@ class Watcher:
         self._send(other, _HELLO)
         why = self._welcome(index, count)
         if why is not None and self._refusal is None:
-            self._refusal = time.monotonic(), why
-            for known in self._others:
-                self._send(known, f"refused {why}")
+            self._refuse(why)
         if self._refusal is not None:
             self._send(other, f"refused {self._refusal[1]}")
             return False
@@ -316,34 +329,34 @@ class Watcher:
         return True
 
     def _process_ends(self) -> None:
-        """Tells the others how the own process ended.
+        """Reports the end of this watcher's process to the others.
 
-        What is heard afterwards of another's death is told too: the own one may follow from it, as
-        by an abort of Gloo or JAX.
+        An earlier death of another process may be received afterwards. It is printed, since the
+        end of this process may follow from it, as by an abort of Gloo or JAX.
         """
         if self._done:
-            return self._tell(f"done {self.index}")
-        self._tell(f"dead {self.index}")
+            return self._broadcast(f"done {self.index}")
+        self._broadcast(f"dead {self.index}")
         self._selector.unregister(sys.stdin.buffer)
         end = time.monotonic() + _LINGER
         while (left := end - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
-                if key.data == "other" and (heard := self._read(key.fileobj)) is not None:
-                    word, index, how = heard
+                if key.data == "other" and (received := self._read(key.fileobj)) is not None:
+                    word, index, how = received
                     if word == "dead" or (word == "lost" and index == 0):
-                        return self._say(index, how)
+                        return self._report(index, how)
         return None
 
     def _end(self, word: str, index: int, how: str) -> None:
-        """Ends the own process; watcher 0 tells the others why."""
+        """Ends this watcher's process; watcher 0 reports the cause to the others."""
         del word
         if self.index == 0 or index == self.index:
-            self._tell(f"dead {index} {how}")
-        self._say(index, how)
+            self._broadcast(f"dead {index} {how}")
+        self._report(index, how)
         if os.getppid() == self._process:
             os.kill(self._process, signal.SIGKILL)
 
-    def _say(self, index: int, how: str) -> None:
+    def _report(self, index: int, how: str) -> None:
         if how or index != self.index:
             how = how or "was killed, or its machine failed"
             line = f"process {index} {how}: the same command goes on from the latest checkpoint"
@@ -351,7 +364,7 @@ class Watcher:
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP; False where the system does not tell."""
+    """Whether a process is stopped, as by SIGSTOP; False where the system does not report it."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
@@ -368,20 +381,21 @@ def _print(line: str) -> None:
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    thread.join(_TELLING)
+    thread.join(_PRINTING)
 
 
 def _answer(line: str) -> None:
-    """Tells the own process."""
+    """Sends a line to this watcher's process."""
     with suppress(OSError):
         os.write(1, f"{line}\n".encode())
 
 
-def main(index: str, count: str, timeout: str, step_timeout: str, host: str, port: str) -> None:
+def main(index: str, count: str, *timeouts_and_address: str) -> None:
     """The program."""
+    *timeouts, host, port = timeouts_and_address
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the process decides on these
-    watcher = Watcher(int(index), int(count), float(timeout), float(step_timeout))
+    watcher = Watcher(int(index), int(count), *map(float, timeouts))
     try:
         if watcher.index == 0:
             _answer(f"listening {watcher.listen(host, int(port))}")

@@ -151,7 +151,7 @@ POSITIONS = "bert.embeddings.position_embeddings.weight"
         (TYPES, np.zeros((2, 8), np.int32), f"{TYPES} has dtype int32: expected floating point"),
         (POSITIONS, np.zeros((11, 8), np.int32), f"{POSITIONS} has dtype int32: expected float"),
         ("bert.encoder.layer.0.output.dense.bias", None, "no such tensor there and shape (8,)"),
-        ("bert.encoder.layer.2.output.dense.bias", np.zeros(8), "and no such tensor here"),
+        ("bert.encoder.layer.2.output.dense.bias", np.zeros(8), "and no such tensor in the config"),
         (
             "bert.embeddings.LayerNorm.gamma",
             np.zeros(8),

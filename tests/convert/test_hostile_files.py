@@ -259,9 +259,9 @@ FOLDERS = {
         holding("config.json", '{"vocab_size": ' + "9" * 10**4 + "}"),
         "config.json is not JSON",
     ),
-    "field that stands twice": (
+    "field that is given twice": (
         holding("config.json", json.dumps(CONFIG)[:-1] + ', "vocab_size": 13}'),
-        "'vocab_size' stands twice",
+        "'vocab_size' is given twice",
     ),
     "not a number": (
         holding("config.json", json.dumps(CONFIG | {"layer_norm_eps": float("nan")})),
@@ -352,14 +352,14 @@ FOLDERS = {
         ),
         "is damaged",
     ),
-    "no tensors": (safetensors({}), "has no such tensor there and shape (12, 16) here"),
+    "no tensors": (safetensors({}), "has no such tensor there and shape (12, 16) in the config"),
     "a config of more layers": (
         holding("config.json", json.dumps(CONFIG | {"attn_layers": ["local"] * 1000})),
         "has no such tensor there",
     ),
     "a config of larger tensors": (
         holding("config.json", json.dumps(CONFIG | {"vocab_size": 2**31 - 1})),
-        f"{EMBEDDING} has shape (12, 16) there and shape (2147483647, 16) here",
+        f"{EMBEDDING} has shape (12, 16) there and shape (2147483647, 16) in the config",
     ),
 }
 

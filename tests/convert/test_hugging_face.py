@@ -204,9 +204,9 @@ def as_integers(tensors):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (without, f"{QUERY_KEY} has no such tensor there and shape (12, 16) here"),
-        (with_another, "layers.9.extra has shape (2, 3) there and no such tensor here"),
-        (transposed, f"{QUERY_KEY} has shape (16, 12) there and shape (12, 16) here"),
+        (without, f"{QUERY_KEY} has no such tensor there and shape (12, 16) in the config"),
+        (with_another, "layers.9.extra has shape (2, 3) there and no such tensor in the config"),
+        (transposed, f"{QUERY_KEY} has shape (16, 12) there and shape (12, 16) in the config"),
         (as_integers, f"{QUERY_KEY} has dtype int32: expected floating point"),
     ],
 )

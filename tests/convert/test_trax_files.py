@@ -294,10 +294,10 @@ def transposed(content):
 
 
 WRONG = [
-    (without_one, ("flat_weights[6]", "shape (2, 8, 6) there and shape (2, 8, 4) here")),
-    (without_the_last, ("flat_weights[29]", "no such tensor there and shape (12,) here")),
-    (with_one_more, ("flat_weights[30]", "shape (2, 3) there and no such tensor here")),
-    (transposed, ("flat_weights[11]", "shape (10, 8) there and shape (8, 10) here")),
+    (without_one, ("flat_weights[6]", "shape (2, 8, 6) there and shape (2, 8, 4) in the config")),
+    (without_the_last, ("flat_weights[29]", "no such tensor there and shape (12,) in the config")),
+    (with_one_more, ("flat_weights[30]", "shape (2, 3) there and no such tensor in the config")),
+    (transposed, ("flat_weights[11]", "shape (10, 8) there and shape (8, 10) in the config")),
 ]
 
 

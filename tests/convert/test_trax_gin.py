@@ -215,6 +215,10 @@ def test_without_trax_it_converts_and_names_the_extra(answer, tmp_path, monkeypa
         ("ReformerLM.n_things = 3", "ReformerLM.n_things is 3"),
         ("train.model = @trax.models.Reformer", "--config_file=reformer_wmt_ende.gin"),
         ("train.model = @trax.models.Transformer", "--config_file=transformer_wmt_ende.gin"),
+        (
+            "train.model = @trax.models.Reformer",
+            "whose weights are not read: convert reads those of ReformerLM and TransformerLM; seq",
+        ),
         ("train.model = @HourglassLM", "the model HourglassLM: expected ReformerLM or"),
         ("include 'other.gin'", "includes 'other.gin', which is not read"),
     ],

@@ -32,6 +32,7 @@ SMALL = dict(
     n_heads=2,
     mode="eval",
 )
+CLASSIFIER = SMALL | dict(n_classes=10)
 CYCLE = dict(
     attention_type=(local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4))
 )
@@ -79,7 +80,7 @@ def check_padding(model):
     ["mean", "cls", *(pytest.param(x, marks=pytest.mark.slow) for x in ("first", "last"))],
 )
 def test_a_row_is_read_whole_and_its_padding_is_not(pooling):
-    check_padding(TransformerEncoder(**SMALL, pooling=pooling))
+    check_padding(TransformerEncoder(**CLASSIFIER, pooling=pooling))
 
 
 @pytest.mark.slow
@@ -96,7 +97,7 @@ def test_a_reversible_row_too():
 )
 def test_with_every_attention(row):
     check_padding(
-        TransformerEncoder(**SMALL, attention_type=row.op(), causal=row.causal(causal=False))
+        TransformerEncoder(**CLASSIFIER, attention_type=row.op(), causal=row.causal(causal=False))
     )
 
 
@@ -104,7 +105,7 @@ def test_with_every_attention(row):
 def test_pooling_and_pairs_are_their_equations(d_classifier):
     options = dict(n_classes=3, d_classifier=d_classifier)
     first, second = some_rows(), some_rows(seed=1)
-    pair = TransformerEncoder(**SMALL, **options, pairs=True)
+    pair = TransformerEncoder(**CLASSIFIER | options, pairs=True)
     got, params = outputs(pair, first, second)
     host = jax.tree.map(np.asarray, params)
     means = []
@@ -118,7 +119,7 @@ def test_pooling_and_pairs_are_their_equations(d_classifier):
     np.testing.assert_allclose(got[:, 0], numpy_logits(host, pooled, d_classifier), atol=2e-6)
 
     for pooling, at in ("first", [0, 0]), ("last", np.asarray(LENGTHS) - 1):
-        single = TransformerEncoder(**SMALL, **options, pooling=pooling)
+        single = TransformerEncoder(**CLASSIFIER | options, pooling=pooling)
         got, params = outputs(single, first)
         host = jax.tree.map(np.asarray, params)
         x = np.asarray(single.read(params, first, RNG)[0])[np.arange(2), at]
@@ -128,11 +129,11 @@ def test_pooling_and_pairs_are_their_equations(d_classifier):
 def test_a_learnt_vector_before_a_row_is_a_token_of_its_own():
     """It has the first position, and another embedding's token there computes the same."""
     rows, options = some_rows(), dict(n_classes=3)
-    model = TransformerEncoder(**SMALL, **options, pooling="cls")
+    model = TransformerEncoder(**CLASSIFIER | options, pooling="cls")
     _, params = outputs(model, rows)
     params["cls"] = params["embedding"][7]
     got, _ = outputs(model, rows, params=params)
-    first = TransformerEncoder(**SMALL, **options, pooling="first")
+    first = TransformerEncoder(**CLASSIFIER | options, pooling="first")
     params = {name: x for name, x in params.items() if name != "cls"}
     with_token = np.concatenate([np.full_like(rows[:, :1], 7), rows], axis=1)
     want, _ = outputs(first, with_token, params=params)
@@ -140,7 +141,7 @@ def test_a_learnt_vector_before_a_row_is_a_token_of_its_own():
 
 
 def test_a_vector_before_rows_that_devices_share_is_refused(monkeypatch):
-    model = TransformerEncoder(**SMALL, pooling="cls")
+    model = TransformerEncoder(**CLASSIFIER, pooling="cls")
     params = plain.init(model, some_rows().shape)
     monkeypatch.setattr(encoder.devices, "n_sequence_shards", lambda: 2)
     with pytest.raises(SettingError, match="pooling is 'cls'.* 2 devices share a row: .*context=1"):
@@ -148,7 +149,7 @@ def test_a_vector_before_rows_that_devices_share_is_refused(monkeypatch):
 
 
 def test_a_row_of_padding_alone_has_the_logits_of_zeros():
-    model = TransformerEncoder(**SMALL)
+    model = TransformerEncoder(**CLASSIFIER)
     rows = some_rows() * np.array([[0], [1]], np.int32)
     got, params = outputs(model, rows)
     np.testing.assert_array_equal(got[0, 0], params["logits"]["b"])
@@ -220,7 +221,7 @@ def test_the_first_tokens_see_all_and_are_seen():
     other = rows.copy()
     other[0, 8] = rows[0, 8] % 15 + 1
     for n_global, reaches in ((0, False), (1, True)):  # two windows of 2 reach 2 positions
-        model = TransformerEncoder(**SMALL, **options, n_global=n_global)
+        model = TransformerEncoder(**CLASSIFIER | options, n_global=n_global)
         got, params = outputs(model, rows)
         changed, _ = outputs(model, other, params=params)
         assert (np.abs(changed[0] - got[0]).max() > 1e-6) == reaches
@@ -243,12 +244,12 @@ def test_the_first_tokens_see_all_and_are_seen():
 )
 def test_what_does_not_fit_is_refused(options, message):
     with pytest.raises(ValueError, match=message) as caught:
-        encoder.TransformerEncoder(**SMALL, **options)
+        encoder.TransformerEncoder(**CLASSIFIER | options)
     assert "\n" not in str(caught.value)
 
 
 def test_a_pair_of_other_lengths_is_refused():
-    model = TransformerEncoder(**SMALL, pairs=True)
+    model = TransformerEncoder(**CLASSIFIER, pairs=True)
     params = plain.init(model, (2, 11), (2, 11))
     with pytest.raises(ValueError, match=r"^tokens have shapes \(2, 11\) and \(2, 16\): ") as error:
         model.apply(params, some_rows(), padded(some_rows()))
@@ -258,7 +259,7 @@ def test_a_pair_of_other_lengths_is_refused():
 @pytest.mark.parametrize("rows", [some_rows()[0], some_rows()[None], some_rows() / 1.0])
 def test_tokens_of_another_kind_are_told(rows):
     one, two, masked = (
-        fn(**SMALL, **options, attention_type=longformer.longformer(n_global=1))
+        fn(**SMALL | options, attention_type=longformer.longformer(n_global=1))
         for fn, options in (
             (TransformerEncoder, dict(n_global=1)),
             (TransformerEncoder, dict(pairs=True)),
@@ -273,21 +274,21 @@ def test_tokens_of_another_kind_are_told(rows):
 
 
 def test_weights_of_another_size_are_told():
-    sizes = SMALL | dict(attention_type=dense.dense())
+    sizes = CLASSIFIER | dict(attention_type=dense.dense())
     params = plain.init(TransformerEncoder(**sizes | dict(d_model=4)), (2, 11))
     with pytest.raises(ValueError, match=r"^params\['embedding'\] has shape \(16, 4\): expected "):
         TransformerEncoder(**sizes).apply(params, some_rows())
 
 
 def test_an_algorithm_that_hides_the_future_is_told_to_be_causal():
-    model = TransformerEncoder(**SMALL, attention_type=gated_linear.gated_linear())
+    model = TransformerEncoder(**CLASSIFIER, attention_type=gated_linear.gated_linear())
     with pytest.raises(NotImplementedError, match="causal"):
         outputs(model, some_rows())
 
 
 def test_gradients_reach_every_weight():
     model = TransformerEncoder(
-        **SMALL, attention_type=dense.dense(), pairs=True, d_classifier=6, pos_type="axial",
+        **CLASSIFIER, attention_type=dense.dense(), pairs=True, d_classifier=6, pos_type="axial",
         pos_axial_shape=(3, 4), pos_d_axial_embs=(3, 5),
     )  # fmt: skip
     rows = some_rows(), some_rows(seed=1)

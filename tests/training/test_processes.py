@@ -83,7 +83,8 @@ class Launch:
         found: tuple[dict[str, str], ...] = ({}, {}),
     ):
         program = [sys.executable, str(ROOT / script)]
-        program += ["--heartbeat_timeout=100"] if script in ("train.py", "evaluate.py") else []
+        timeouts = ["--heartbeat_timeout=100", "--start_timeout=100"]
+        program += timeouts if script in ("train.py", "evaluate.py") else []
         program = ["/bin/sh"] if script == "sh" else program
         flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
         # By default a device that waits 40 s for another, as while that compiles, aborts.
@@ -462,7 +463,7 @@ import sys
 import jax
 from reformax.training import processes
 here = sys.argv[1], 4, int(sys.argv[2])
-processes.meet(*here, 100, 100)
+processes.meet(*here, 100, 100, 100)
 jax.distributed.initialize(*here)
 processes._LOOK = 0
 processes.watch()
@@ -487,6 +488,8 @@ processes.Processes.of_jax().meet()
         (["--heartbeat_timeout=9"], "heartbeat_timeout=9: this process is alone"),
         (["--step_timeout=0"], "step_timeout is 0"),
         (["--step_timeout=9"], "step_timeout=9: this process is alone"),
+        (["--start_timeout=0"], "start_timeout is 0"),
+        (["--start_timeout=9"], "start_timeout=9: this process is alone"),
     ],
 )
 def test_wrong_flags_are_one_line(given, told, tmp_path, monkeypatch, capsys):
@@ -506,12 +509,11 @@ def test_a_port_that_is_taken_and_an_address_without_an_answer_are_told(monkeypa
         with socket.create_server(("", taken), family=socket.AF_INET6) as other:
             threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
             with pytest.raises(SettingError, match=f"port {taken} cannot be had"):
-                processes.meet(f"localhost:{taken}", 2, 0, 100, 100)
-    monkeypatch.setattr(watcher, "_WAIT", 0.0)
+                processes.meet(f"localhost:{taken}", 2, 0, 100, 100, 100)
     with pytest.raises(
         watcher.Refused, match=rf"localhost:{taken} does not answer for 0 s .*start process 0"
     ):
-        watcher.Watcher(1, 2, 100, 100).connect("localhost", taken)
+        watcher.Watcher(1, 2, 100, 100, 0).connect("localhost", taken)
 
 
 FACTS = alike.facts()
@@ -615,7 +617,7 @@ def test_one_process_decides_by_itself():
     assert alone.same(lambda: [1, "two"]) == [1, "two"] and alone.by_first(lambda: 3) == 3
     alone.by_all(lambda: done.append(1))
     alone.meet()
-    assert done == [1] and alone.wishes() == {} and alone.first
+    assert done == [1] and alone.stop_requests() == {} and alone.first
     with pytest.raises(OSError, match="no"):
         alone.same(lambda: (_ for _ in ()).throw(OSError("no")))
 
@@ -653,12 +655,12 @@ def both(monkeypatch):
 def test_processes_follow_the_first_one(both):
     def agree(own: Processes):
         if not own.first:
-            own.wish("15")
+            own.request_stop("15")
         own.meet()
-        wishes = own.same(lambda: {str(k): v for k, v in own.wishes().items()})
+        stop_requests = own.same(lambda: {str(k): v for k, v in own.stop_requests().items()})
         index = own.same(lambda: own.index)
         branch = own.branch("other").same(lambda: [own.index, "other"])
-        return wishes, index, branch, own.by_first(lambda: own.index)
+        return stop_requests, index, branch, own.by_first(lambda: own.index)
 
     first, second = both(agree)
     assert first == ({"1": "15"}, 0, [0, "other"], 0)
@@ -749,7 +751,7 @@ def test_a_part_is_read_as_it_was_written(tmp_path):
 def test_rows_of_this_process_are_those_of_its_devices():
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "context"))
     sharding = NamedSharding(mesh, PartitionSpec("data", "context"))
-    np.testing.assert_array_equal(placing.own_rows(4, sharding), np.arange(4))
+    np.testing.assert_array_equal(placing.local_rows(4, sharding), np.arange(4))
     batch = np.arange(12).reshape(4, 3)
     placed = placing._place_rows(batch, np.arange(4), 4, sharding)
     np.testing.assert_array_equal(placed, batch)

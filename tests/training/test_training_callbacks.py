@@ -14,7 +14,7 @@ from reformax.declared import SettingError
 from reformax.training import loop, optimizer, starting_weights
 from reformax.training.callbacks import Callback
 from reformax.training.checkpoint import Checkpoints
-from reformax.training.step import State
+from reformax.training.step import TrainState
 from tests.training import tiny, worker
 
 SHORT = {"steps": 12, "eval_every": 5, "checkpoint_every": 4, "log_every": 3}
@@ -237,7 +237,7 @@ def test_a_run_begins_with_the_weights_of_another(plain, tmp_path, capsys):
 def test_optimizer_and_steps_begin_anew(plain, tmp_path):
     """The same as from these weights in a converted model, which has no more."""
     source = plain[0]
-    (state,) = [State(np.int32(0), params(source, 12), (), None)]
+    (state,) = [TrainState(np.int32(0), params(source, 12), (), None)]
     converted = Checkpoints(tmp_path / "converted")
     converted.save(0, state)
     converted.wait()

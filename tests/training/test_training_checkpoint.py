@@ -16,7 +16,7 @@ import pytest
 
 from reformax.training import arrays, checkpoint, description, manifest
 from reformax.training.averaging import last_configs, restore_mean
-from reformax.training.step import State
+from reformax.training.step import TrainState
 from tests.helpers import assert_trees_equal
 
 
@@ -28,7 +28,7 @@ def state(step=3, d=4, ema=False, momentum=True):
     }
     opt_state = (jnp.int32(step), {"mu": params["w"] * 2} if momentum else ())
     average = jax.tree.map(lambda x: x + 1, params) if ema else None
-    return State(jnp.int32(step), params, opt_state, average)
+    return TrainState(jnp.int32(step), params, opt_state, average)
 
 
 def saved(folder, steps=(3,), scores=None, keep=2, **options):
@@ -107,7 +107,7 @@ def test_the_best_is_of_scores_of_one_kind(tmp_path):
     assert checkpoints.best_step() == 7
 
 
-def test_what_is_saved_in_passing_leaves_no_trace(tmp_path):
+def test_a_temporary_checkpoint_leaves_no_trace(tmp_path):
     """Steps, best, average and the steps before: all are those of a run that saved none."""
     like = jax.eval_shape(lambda: state().params)
     checkpoints = checkpoint.Checkpoints(tmp_path, keep=2)
@@ -115,7 +115,7 @@ def test_what_is_saved_in_passing_leaves_no_trace(tmp_path):
     for step in range(1, 11):
         scheduled = step % 3 == 0
         checkpoints.save(
-            step, state(step), step + 1.0 if scheduled else None, in_passing=not scheduled
+            step, state(step), step + 1.0 if scheduled else None, temporary=not scheduled
         )
         checkpoints.wait()
         kept[step] = checkpoints.steps()
@@ -123,11 +123,11 @@ def test_what_is_saved_in_passing_leaves_no_trace(tmp_path):
     assert kept[9] == [3, 6, 9] and kept[10] == [3, 6, 9, 10]
     assert checkpoints.previous(10) == 9 and checkpoints.previous(9) == 6
     assert restore_average(checkpoints, 3, like)[1] == [3, 6, 9]
-    with pytest.raises(ValueError, match=r"has 3 \(3, 6, 9; 10 is .* saved in passing"):
+    with pytest.raises(ValueError, match=r"has 3 \(3, 6, 9; 10 is .* is temporary"):
         restore_average(checkpoints, 4, like)
     alone = checkpoint.Checkpoints(tmp_path / "alone", keep=1)
     for step in (1, 2):
-        alone.save(step, state(step), in_passing=True)
+        alone.save(step, state(step), temporary=True)
     alone.wait()
     assert alone.steps() == [2] and alone.newest_whole() == 2 and alone.previous(2) is None
 
@@ -183,7 +183,7 @@ def test_the_moving_average_is_what_is_scored(tmp_path):
 def test_a_sum_of_checkpoints_loses_no_digit(tmp_path):
     checkpoints = checkpoint.Checkpoints(tmp_path, keep=3)
     for step, w in ((1, 2.0**24), (2, 1.0), (3, 1.0)):  # in float32 the ones would be lost
-        checkpoints.save(step, State(jnp.int32(step), {"w": jnp.full(2, w)}, (), None))
+        checkpoints.save(step, TrainState(jnp.int32(step), {"w": jnp.full(2, w)}, (), None))
     checkpoints.wait()
     like = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
     assert restore_average(checkpoints, 3, like)[0]["w"][0] == np.float32((2**24 + 2) / 3)

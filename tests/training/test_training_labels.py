@@ -19,7 +19,7 @@ from reformax.models.backbone import Backbone
 from reformax.training import evaluation, loop, optimizer
 from reformax.training import mesh as mesh_lib
 from reformax.training.checkpoint import Checkpoints
-from reformax.training.step import State
+from reformax.training.step import TrainState
 from tests.layers import plain
 from tests.training import tiny
 from tests.training.scripts import call
@@ -130,7 +130,7 @@ def test_a_masked_models_weights_begin_a_classifier(tmp_path, capsys):
     model = SMALL | dict(vocab_size=9, d_attention_key=4, d_attention_value=4)
     other = jax.tree.map(lambda x: x + 1, plain.init(TransformerMaskedLM(**model), (4, 5)))
     source = Checkpoints(tmp_path / "masked")
-    source.save(0, State(np.int32(0), other, (), None))
+    source.save(0, TrainState(np.int32(0), other, (), None))
     source.wait()
     classes = partial(TransformerEncoder, **model, n_classes=4, d_classifier=6)
     train_on = partial(

@@ -22,7 +22,7 @@ import pytest
 from reformax.data.base import Task
 from reformax.declared import SettingError
 from reformax.training import checkpoint, dry_run, interrupt, loop, mesh, optimizer, stages
-from reformax.training.settings import Settings
+from reformax.training.settings import TrainSettings
 from tests.training import tiny, worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def test_examples_in_turn_go_on_behind_other_batches():
         task = Task(*tiny.counting(), in_order=in_order)
         given = [stages.Stage(until=4 * (i + 1), batch_size=n) for i, n in enumerate(sizes)]
         arguments = worker.arguments(steps=4 * len(sizes) + 4, batch_size=8, stages=given)
-        settings = Settings(**arguments | {"task": task})
+        settings = TrainSettings(**arguments | {"task": task})
         sizes = [settings.all_stages[settings.stage_after(n)].batch_size for n in range(12)]
         return [settings.batch_number(step) for step in range(12)], sizes
 

@@ -272,7 +272,7 @@ def test_results_of_several_at_once_are_all_written(tmp_path, monkeypatch):
     monkeypatch.setattr(durable.os, "fsync", lambda x: (time.sleep(0.002), sync(x)))
 
     def write(number):
-        files = results.Files(tmp_path)
+        files = results.ResultFiles(tmp_path)
         for step in range(10):
             files.write_json("result.json", [number, step])
         return files.exit_code()

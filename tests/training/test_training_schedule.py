@@ -7,7 +7,7 @@ import pytest
 
 from reformax.training import loop
 from reformax.training.schedule import Due, Schedule
-from reformax.training.settings import Settings
+from reformax.training.settings import TrainSettings
 from tests.training import worker
 
 NOTHING, ALL = Due(False, False, False), Due(True, True, True)
@@ -49,19 +49,19 @@ def test_time_runs_out_after_at_least_one_step():
 def test_the_clock_asks_where_no_step_does():
     schedule = Schedule(3, 12, eval_every=10, checkpoint_every=4, checkpoint_minutes=5)
     asked = {s: schedule.due(s, 60, since_save=5.01) for s in range(3, 13)}
-    assert [s for s, due in asked.items() if due.save_in_passing] == [5, 6, 7, 9, 11]
-    assert not any(schedule.due(s, 60, since_save=5).save_in_passing for s in range(13))
-    assert not Schedule(3, 12).due(5, 60, since_save=1e9).save_in_passing
+    assert [s for s, due in asked.items() if due.save_temporary] == [5, 6, 7, 9, 11]
+    assert not any(schedule.due(s, 60, since_save=5).save_temporary for s in range(13))
+    assert not Schedule(3, 12).due(5, 60, since_save=1e9).save_temporary
 
 
 def test_train_has_the_settings_as_its_arguments():
     parameters = inspect.signature(loop.train).parameters
-    fields = inspect.signature(Settings).parameters
+    fields = inspect.signature(TrainSettings).parameters
     assert list(parameters) == ["output_dir", *fields]
     assert {name: parameters[name].default for name in fields} == {
         name: field.default for name, field in fields.items()
     }
-    documented = re.findall(r"^  (\w+): ", inspect.getdoc(Settings), re.MULTILINE)
+    documented = re.findall(r"^  (\w+): ", inspect.getdoc(TrainSettings), re.MULTILINE)
     assert [*fields, "ValueError"] == documented
 
 
@@ -79,7 +79,7 @@ def test_a_missing_setting_is_an_error_of_train(tmp_path):
 def test_settings_know_the_sizes_of_an_evaluation():
     given = worker.arguments() | {"eval_every": None}
     del given["batch_size"], given["length"]
-    sizes = Settings(**given, batch_size=2, length=8).eval_sizes
+    sizes = TrainSettings(**given, batch_size=2, length=8).eval_sizes
     assert sizes == {"batch_size": 2, "length": 8, "stride": 8}
-    sizes = Settings(**given, batch_size=2, length=8, eval_length=6, eval_stride=3).eval_sizes
+    sizes = TrainSettings(**given, batch_size=2, length=8, eval_length=6, eval_stride=3).eval_sizes
     assert sizes == {"batch_size": 2, "length": 6, "stride": 3}

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from reformax.training import watcher
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Starts a watcher, prints its process and what it says; then passes on lines until an empty one.
 PROCESS = """
@@ -35,7 +38,7 @@ class Process(subprocess.Popen):
     """A process with its watcher, whose number is `watching`."""
 
     def __init__(self, index: int, count: int, port: str, *timeouts: float):
-        numbers = [*map(str, (index, count, *(timeouts or (60, 60))))]
+        numbers = [*map(str, (index, count, *(*timeouts, 60, 60, 60)[:3]))]
         super().__init__(
             [sys.executable, "-c", PROCESS, watcher.__file__, *numbers, "localhost", port],
             stdin=subprocess.PIPE,
@@ -254,6 +257,43 @@ def test_a_process_that_is_killed_before_all_have_come_ends_the_others():
     assert first.stderr.read() == LINE.format(1, KILLED)
 
 
+def test_a_process_that_never_comes_ends_those_that_came():
+    begin = time.monotonic()
+    first = Process(0, 3, "0", 60, 60, 1)
+    second = Process(1, 3, first.said().removeprefix("listening "))
+    for process in (first, second):
+        assert process.said().startswith("refused process 2 did not come within 1 s: start all")
+        assert process.wait(20) == 2 and "was killed" not in process.stderr.read()
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_who_is_left_by_a_kill_before_the_connection_ends_within_30_s(index, tmp_path):
+    """The command at its default settings; the other process is killed as soon as it runs."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        address = f"localhost:{server.getsockname()[1]}"
+    command = [sys.executable, "-m", "reformax", "train", f"--coordinator_address={address}"]
+    begun = [
+        subprocess.Popen(
+            [*command, "--num_processes=2", f"--process_id={i}"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    begun[1 - index].kill()
+    begin = time.monotonic()
+    _, err = begun[index].communicate(timeout=60)
+    assert begun[index].returncode == 2 and "--start_timeout" in err.splitlines()[-1], err
+    begun[1 - index].communicate()
+    imports = 15  # of the process that is left, beside other tests
+    assert time.monotonic() - begin < 30 + imports
+
+
 def test_a_watcher_that_is_killed_ends_the_others(run):
     found = run()
     os.kill(found.watchers[0], signal.SIGKILL)
@@ -276,7 +316,7 @@ def test_a_process_is_ended_where_nobody_reads_its_errors(how):
                 os.write(writer, b"-" * 4096)
         os.set_blocking(writer, True)
     first = Process(0, 2, "0")
-    numbers = ["1", "2", "60", "60", "localhost", first.said().removeprefix("listening ")]
+    numbers = ["1", "2", "60", "60", "60", "localhost", first.said().removeprefix("listening ")]
     second = subprocess.Popen(
         [sys.executable, "-c", PROCESS, watcher.__file__, *numbers],
         stdin=subprocess.PIPE,

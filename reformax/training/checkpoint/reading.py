@@ -20,9 +20,12 @@ from reformax.training.named_tensors import OWN, as_tree, check_fits
 Shapes = dict[str, jax.ShapeDtypeStruct]  # of tensors, by name
 
 
-def is_passing(described: dict[str, Any]) -> bool:
-    """Whether a description is of a checkpoint that was saved in passing."""
-    return described["extra"].get("in_passing") is True
+TEMPORARY = "in_passing"  # the name in checkpoint.json, which older checkpoints have as well
+
+
+def is_temporary(described: dict[str, Any]) -> bool:
+    """Whether a description is of a temporary checkpoint; see `Checkpoints.save`."""
+    return described["extra"].get(TEMPORARY) is True
 
 
 class Reader(Names):
@@ -111,13 +114,13 @@ class Reader(Names):
     def previous(self, step: int) -> int | None:
         """The step of the checkpoint saved right before this one; it may be deleted by now.
 
-        Those saved in passing are left out.
+        Temporary ones are left out.
         """
         return self._description(step)["previous"]
 
-    def in_passing(self, step: int) -> bool:
-        """Whether a checkpoint was saved in passing; see `save`."""
-        return is_passing(self._description(step))
+    def is_temporary(self, step: int) -> bool:
+        """Whether a checkpoint is temporary; see `save`."""
+        return is_temporary(self._description(step))
 
     def extra(self, step: int) -> dict[str, Any]:
         """The extra values that a checkpoint was saved with; raises as `config` does."""
@@ -172,10 +175,10 @@ class Reader(Names):
         return descriptions
 
     def _scheduled_before(self, step: int) -> int | None:
-        """The latest checkpoint before this one that was not saved in passing."""
+        """The latest checkpoint before this one that is not temporary."""
         for other in reversed([other for other in self.steps() if other < step]):
             with suppress(ValueError, OSError):  # one that cannot be read counts
-                if is_passing(self._read_description(other)):
+                if is_temporary(self._read_description(other)):
                     continue
             return other
         return None
@@ -206,7 +209,7 @@ class Reader(Names):
             folder = self._folder(step)
             memory.check(f"the tensors of {folder}", memory.size_of(wanted), "the model's sizes")
         except SettingError:
-            # Damage is told first, where looking for it takes no hours.
+            # Damage is reported first, where the check takes no hours.
             if memory.size_of(there) < memory.available():
                 self._refuse_damaged(step)
             raise
@@ -234,7 +237,7 @@ class Reader(Names):
             raise self._refusal(step, harm)
 
     def _harm(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, in words; None if it is whole."""
+        """The damage of a checkpoint, in words; None if it is whole."""
         folder = self._folder(step)
         try:
             most = description.most_bytes(self._read_description(step))

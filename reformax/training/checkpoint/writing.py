@@ -16,7 +16,7 @@ from reformax import durable, memory
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.checkpoint.names import OLD
-from reformax.training.checkpoint.reading import Reader, is_passing
+from reformax.training.checkpoint.reading import TEMPORARY, Reader, is_temporary
 from reformax.training.lock import Lost
 from reformax.training.named_tensors import named
 from reformax.training.processes import Processes
@@ -44,8 +44,8 @@ class Writer(Reader):
 
         Args:
           output_dir: the run's folder.
-          keep: the number of latest checkpoints that stay; the best one stays as well. Those saved
-            in passing do not count.
+          keep: the number of latest checkpoints that stay; the best one stays as well. Temporary
+            ones do not count.
           processes: those that save together, one thread's; None: this one alone.
         """
         if keep < 1:
@@ -65,7 +65,7 @@ class Writer(Reader):
         score: float | None = None,
         config: str | None = None,
         check: Callable[[], None] = lambda: None,
-        in_passing: bool = False,
+        temporary: bool = False,
         **extra,
     ) -> None:
         """Copies `state` to the host and writes it in the background.
@@ -77,14 +77,14 @@ class Writer(Reader):
           config: the settings of the run, as text.
           check: called in the background before anything is written, and again once all is on the
             disk. An error of it leaves the checkpoint without its name.
-          in_passing: whether it is there to go on from alone. The next one that is not takes its
-            place, so that what stays in the end does not depend on when this one was saved.
+          temporary: whether training alone reads it, to go on. The next checkpoint that is not
+            temporary replaces it, so the time of a save does not decide which checkpoints stay.
           **extra: JSON values that `restore` gives back. `scored` says what the score is of, such
             as the split and the metric; scores of different kinds are not compared.
         """
         self.wait()
-        if in_passing:
-            extra["in_passing"] = True
+        if temporary:
+            extra[TEMPORARY] = True
         tensors = named(state)
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tensors.items()}
         # The caller may change its lists while the writer is at work.
@@ -95,7 +95,7 @@ class Writer(Reader):
 
     @property
     def done(self) -> bool:
-        """Whether a save has ended and nothing has asked `wait` how."""
+        """Whether a save has ended and `wait` has not been called since."""
         return self._pending is not None and self._pending.done()
 
     def wait(self) -> None:
@@ -210,10 +210,10 @@ class Writer(Reader):
         self._sweep()
         readable = self._descriptions(skip_unreadable=True)
         steps = self.steps()
-        passing = [step for step in steps if step in readable and is_passing(readable[step])]
-        scheduled = [step for step in steps if step not in passing]
+        temporary = [step for step in steps if step in readable and is_temporary(readable[step])]
+        scheduled = [step for step in steps if step not in temporary]
         last = scheduled[-1] if scheduled else -1
-        later = [step for step in passing if step > last]
+        later = [step for step in temporary if step > last]
         # Two of them, for a case of damage.
         kept = {*scheduled[-self.keep :], *later[-min(self.keep, 2) :], self._best(readable)}
         # One whose score cannot be read stays: it may be the best.

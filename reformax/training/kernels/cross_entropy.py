@@ -27,7 +27,7 @@ BLOCK, WARPS = 8192, 32
 
 
 class Results(NamedTuple):
-    """What a row gives.
+    """The results of each row.
 
     Attributes:
       log_total: the logarithm of the sum of exponentials.
@@ -47,7 +47,7 @@ class Results(NamedTuple):
 def _kernel(logits, targets, weights, *results, block: int, label_smoothing: float):
     row, size = pl.program_id(0), logits.shape[1]
     results = Results(*results)
-    # The gradient may take the logits' place: what is read of them is read before it is written.
+    # The gradient may overwrite the logits: each is read before it is overwritten.
     target, weight = load(targets.at[row], None), load(weights.at[row], None)
     pltriton.store(results.target.at[row], load(logits.at[row, target], None).astype(jnp.float32))
     n_blocks = pl.cdiv(size, block)
