@@ -165,7 +165,7 @@ QUICK = {
     },
     "ops/test_contract.py": {
         "test_a_layer_projects_what_the_op_reads": ["slots"],
-        "test_marks_travel_with_segments": ["ReformerLM"],
+        "test_global_tokens_travel_with_segments": ["ReformerLM"],
         "test_padding_changes_nothing": ["fading"],
         "test_weights_gates_and_their_gradients": ["True-fading", "False-slots"],
     },
@@ -251,7 +251,7 @@ QUICK = {
         "test_kernels_keep_the_small_gradients_of_float16": ["flash"],
         "test_many_queries_of_few_keys_are_cut_into_pieces_for_cudnn": ["83-64-4", "64-300-1"],
         "test_memory_is_linear_in_the_length": ["gradient-flash"],
-        "test_padding_behind_rows_is_told_to_cudnn": ["83-True-1", "83-False-4"],
+        "test_padding_behind_rows_reaches_cudnn": ["83-True-1", "83-False-4"],
         "test_the_gradient_of_a_bias_keeps_its_dtype": ["flash"],
         "test_the_kernel_is_the_same_function": ["segments", "dropout"],
         "test_what_a_bias_shares_is_never_expanded": ["shape1-flash"],

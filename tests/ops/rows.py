@@ -53,7 +53,7 @@ class Row(NamedTuple):
     """An op, the options to try it with, and the attention that it is exact for.
 
     Attributes:
-      name: what the test's id shows.
+      name: the test's id.
       factory: the public function that makes the op.
       options: the values to try of each option; the first of each makes `op()`.
       counts: `(options, plan, shape, causal, segment_ids) -> [B, N, T, S]`, how many times each
@@ -131,7 +131,7 @@ class Row(NamedTuple):
         return rate if self.op().traits.dropout else 0.0
 
     def segment_ids(self, ids):
-        """`ids` where the op tells segments apart; or else one segment of them all."""
+        """`ids` where the op has the trait `packed`; or else one segment of them all."""
         return ids if self.op().traits.packed else (ids != 0).astype(ids.dtype)
 
     def causal(self, causal: bool = True) -> bool:
@@ -206,9 +206,9 @@ def _window_and_first(options, plan, shape, causal, segment_ids):
     return visible(shape, causal, segment_ids) * (near | (first[:, None, None] > 0))
 
 
-def hashes_that_show(options, plan, shape: Shape) -> np.ndarray:
+def hashes_that_reach(options, plan, shape: Shape) -> np.ndarray:
     """How many of an LSH plan's hashes bring each key within reach of each query."""
-    if plan is None:  # One chunk shows all there is.
+    if plan is None:  # One chunk has every key.
         return np.ones((shape.batch, shape.n_heads, shape.n_queries, shape.n_keys), int)
     slot = np.argsort(np.asarray(plan.query_positions), axis=-1)[..., : shape.n_queries]
     reach = [options[name] for name in ("chunk_len", "n_chunks_before", "n_chunks_after")]
@@ -216,7 +216,7 @@ def hashes_that_show(options, plan, shape: Shape) -> np.ndarray:
 
 
 def _hashed(options, plan, shape, causal, segment_ids):
-    shown = hashes_that_show(options, plan, shape)
+    shown = hashes_that_reach(options, plan, shape)
     counts = shown > 0 if options["count_once"] else shown
     return except_self(
         visible(shape, causal, segment_ids) * counts, options.get("attend_self_if_alone", True)
@@ -315,7 +315,7 @@ def _odd_blocks(n_blocks_q, n_blocks_k):
     return ((query + 2 * key) % 3 != 1) & (query % 5 != 1)
 
 
-def _own_bucket(options, plan, shape, causal, segment_ids):
+def _bucket_before(options, plan, shape, causal, segment_ids):
     slot, first = (
         np.asarray(x)[..., : shape.n_queries] for x in (plan.query_slots, plan.first_slot)
     )
@@ -499,8 +499,8 @@ ROWS = [
     ),
     Row("local_window_pallas", local.local, _WINDOWS | _KERNEL, _window, relative=True),
     Row("lsh_pallas", lsh.lsh, _HASHING | {"count_once": (True, False)} | _KERNEL, _hashed),
-    Row("lsh_strict", lsh.lsh, _STRICT | {"count_once": (True,)}, _own_bucket),
-    Row("lsh_strict_count_each", lsh.lsh, _STRICT | {"count_once": (False,)}, _own_bucket),
+    Row("lsh_strict", lsh.lsh, _STRICT | {"count_once": (True,)}, _bucket_before),
+    Row("lsh_strict_count_each", lsh.lsh, _STRICT | {"count_once": (False,)}, _bucket_before),
     Row(
         "lsh_circle",
         lsh.lsh,

@@ -1,4 +1,4 @@
-"""Calls of an op: masks, what is compiled once, and the op's repr."""
+"""The call of an op: masks, compilation, and the name and options of an op."""
 
 import inspect
 import itertools
@@ -111,7 +111,7 @@ def compiled(caplog):
     return names
 
 
-def test_an_op_stands_in_jit():
+def test_an_op_is_a_part_of_a_compiled_function():
     q, k, v = X
     np.testing.assert_allclose(jax.jit(flash.flash())(q, k, v), flash.flash()(q, k, v), atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Parts of the contract that few ops use, by two small ops: weights, gates, one segment a row."""
+"""Parts of the contract that only some ops use, by small ops: weights, gates, one segment a row."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from tests.ops import test_against_oracle as against_oracle
 from tests.ops import test_decoding as decoding
 from tests.ops import test_poison as poison
 from tests.ops.rows import ROWS, Shape, over
-from tests.ops.toys import FADING, TOYS, marked, slots
+from tests.ops.toys import FADING, TOYS, slots, with_global_tokens
 
 toys = pytest.mark.parametrize("row", TOYS, ids=lambda row: row.name)
 SLOTS = TOYS[1]
@@ -101,30 +101,32 @@ def test_an_op_is_called_with_what_it_reads():
         inputs.call(fading(), x, causal=True, dropout=0.1, rng=jax.random.key(0))
 
 
-MARKS = np.arange(9)[None].repeat(2, 0) % 4 == 1
+GLOBAL_TOKENS = np.arange(9)[None].repeat(2, 0) % 4 == 1
 
 
 def test_global_tokens_reach_the_plan():
-    op = marked()
+    op = with_global_tokens()
     x = inputs.draw(op, length=9)
-    seen = np.eye(9, dtype=bool) | MARKS[:, None, None]
+    seen = np.eye(9, dtype=bool) | GLOBAL_TOKENS[:, None, None]
     want = dense.dense()(*x[:3], mask=seen)
-    np.testing.assert_allclose(inputs.call(op, x, global_tokens=jnp.int32(MARKS)), want, atol=1e-6)
+    np.testing.assert_allclose(
+        inputs.call(op, x, global_tokens=jnp.int32(GLOBAL_TOKENS)), want, atol=1e-6
+    )
     with pytest.raises(
         NotImplementedError, match="global_tokens is given, but dense has no global tokens"
     ):
-        dense.dense()(*x[:3], global_tokens=jnp.int32(MARKS))
+        dense.dense()(*x[:3], global_tokens=jnp.int32(GLOBAL_TOKENS))
     with pytest.raises(ValueError, match=r"global_tokens has shape \(2, 8\): expected .*\(2, 9\)"):
-        inputs.call(op, x, global_tokens=jnp.int32(MARKS[:, :8]))
+        inputs.call(op, x, global_tokens=jnp.int32(GLOBAL_TOKENS[:, :8]))
 
 
 @pytest.mark.parametrize("model_fn", [TransformerLM, ReformerLM])
-def test_marks_travel_with_segments(model_fn):
-    """A token is read by others where it is marked, through the model and both passes."""
+def test_global_tokens_travel_with_segments(model_fn):
+    """Other tokens read a global token, through the model and both passes."""
     options = dict(vocab_size=9, d_model=8, d_ff=8, n_heads=2, n_layers=1, dropout=0.0)
-    model = model_fn(**options, attention_type=(marked(),), mode="eval")
+    model = model_fn(**options, attention_type=(with_global_tokens(),), mode="eval")
     params = plain.init(model, (2, 9))
-    tokens = Tokens(jnp.ones((2, 9), jnp.int32), jnp.int32(MARKS))
+    tokens = Tokens(jnp.ones((2, 9), jnp.int32), jnp.int32(GLOBAL_TOKENS))
 
     def last(params, inputs):
         return jnp.sum(model.encode(params, inputs, tokens)[:, -1])
@@ -132,13 +134,13 @@ def test_marks_travel_with_segments(model_fn):
     # Position t holds token t, so that the gradient of a row of the table is that of its position.
     gradient = jax.jit(jax.grad(last))(params, jnp.arange(9)[None].repeat(2, 0))["embedding"]
     read = np.abs(gradient).max(axis=-1) > 0
-    np.testing.assert_array_equal(read, MARKS[0] | (np.arange(9) == 8))
+    np.testing.assert_array_equal(read, GLOBAL_TOKENS[0] | (np.arange(9) == 8))
 
 
 @pytest.mark.parametrize(
     "tokens, want",
     [
-        (Tokens(MARKS[:, 1:] | True, right_padded=True), [8, 8]),
+        (Tokens(GLOBAL_TOKENS[:, 1:] | True, right_padded=True), [8, 8]),
         (Tokens(np.arange(8) < np.array([[5], [0]]), right_padded=True), [5, 0]),
         (Tokens(np.arange(8) < np.array([[5], [0]])), None),
         (Tokens(np.array([[1, 1, 2, 2, 2, 3, 0, 0]] * 2), right_padded=True), None),
@@ -146,11 +148,11 @@ def test_marks_travel_with_segments(model_fn):
         (None, None),
     ],
 )
-def test_lengths_are_told_where_padding_is_behind(tokens, want):
-    lengths_seen = []
+def test_lengths_are_passed_where_padding_is_behind(tokens, want):
+    passed = []
 
     def apply(params, q, k, v, *, lengths=None, **_):
-        lengths_seen.append(lengths)
+        passed.append(lengths)
         return v
 
     for traits, expected in ((Traits(lengths=True), want), (Traits(), None)):
@@ -158,7 +160,7 @@ def test_lengths_are_told_where_padding_is_behind(tokens, want):
         layer = Attention(op, masked=True)
         x = np.ones((2, 8, 4), np.float32)
         layer.apply(layer.init_params(jax.random.key(0), x.shape), x, tokens)
-        lengths = lengths_seen.pop()
+        lengths = passed.pop()
         assert (lengths if lengths is None else list(lengths)) == expected
 
 

@@ -307,7 +307,7 @@ def test_many_queries_of_few_keys_are_cut_into_pieces_for_cudnn(
     "length, causal, pieces",
     [(64, False, 1), (64, True, 1), (83, False, 1), (83, True, 1), (83, False, 4)],
 )
-def test_padding_behind_rows_is_told_to_cudnn(length, causal, pieces, monkeypatch):
+def test_padding_behind_rows_reaches_cudnn(length, causal, pieces, monkeypatch):
     """Rows without padding, with little, with almost nothing else and with nothing else."""
     lengths = jnp.array([length, length - 7, 1, 0])
     q, k, v, d_out = numbers(4, 4, length, 2, 8)

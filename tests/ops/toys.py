@@ -1,4 +1,4 @@
-"""Small ops with their own weights, with gates, and with one segment a row.
+"""Small ops for what only some algorithms use: weights, gates, one segment a row.
 
 The first is `examples/fading.py`, the example of the guide to a new attention.
 """
@@ -99,8 +99,8 @@ def counting() -> AttentionOp:
 
 
 @named
-def marked() -> AttentionOp:
-    """Dense attention of each position to itself and to marked tokens."""
+def with_global_tokens() -> AttentionOp:
+    """Dense attention of each position to itself and to global tokens."""
     op = dense.dense(impl="xla")
 
     def plan(params, q, k, *, segment_ids, causal, rng, train, length=None, global_tokens=None):
