@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Int64, UInt, UInt8
 
+from reformax.data.stored import crc32_of, windows_of
 from reformax.declared import SettingError
 
 T = TypeVar("T")
@@ -225,7 +225,7 @@ def split_borders(
     for split in SPLITS:
         if split == "train" or split not in begins:
             end = first + len(splits[split])
-            found[split] = whole[slice(*np.searchsorted(whole, [first, end]))] - first
+            found[split] = whole[slice(*whole.searchsorted([first, end]))] - first
             first = end
     return found
 
@@ -269,7 +269,7 @@ def byte_language_model(
     if not 0 <= offset < 2**16:
         raise SettingError(f"offset={offset} must be from 0 to {2**16 - 1}")
     if borders is not None:
-        borders = {s: x[: np.searchsorted(x, len(splits[s]))] for s, x in borders.items()}
+        borders = {s: x[: x.searchsorted(len(splits[s]))] for s, x in borders.items()}
     check_documents(borders, windows, document_mask)
     bytes_of = functools.partial(of_split, name, splits)
     task = language_model(
@@ -292,6 +292,7 @@ def language_model(
 ) -> Task:
     """The task of predicting each token of a text from those before it, by windows.
 
+    Tokens and borders may be a `StoredArray`: then a batch reads its own windows alone.
     `byte_language_model` says how windows lie and what is read in them.
 
     Args:
@@ -323,9 +324,7 @@ def language_model(
         else:
             places, back = (rng.integers(n, size=batch_size)[rows] for n in (len(data), length))
             starts = document_starts(borders_of("train"), len(data), length, places, back)
-        # Rows of a strided view are contiguous, so this copies tokens in runs and widens them once.
-        found = np.lib.stride_tricks.sliding_window_view(data, length)[starts]
-        tokens = found.astype(np.int32) + offset
+        tokens = windows_of(data, starts, length).astype(np.int32) + offset
         inputs = tokens
         if document_mask:
             inputs = Documents(tokens, segment_ids_of(borders_of("train"), starts, length))
@@ -338,7 +337,7 @@ def language_model(
         data = tokens_of(split)
         n = len(data)
         if n < length:
-            data = np.pad(data, (0, length - n))
+            data = np.pad(np.asarray(data), (0, length - n))
         n_windows = 1 + max(0, -(-(n - length) // stride))
         # Window k is scored from where window k - 1 ends up to its own end.
         ends = np.minimum(length + stride * np.arange(n_windows), len(data))
@@ -350,7 +349,8 @@ def language_model(
                 starts = ends[rows] - length
                 positions = starts[:, None] + np.arange(length)
                 weights = (positions >= scored_from[rows, None]) & (positions < n)
-                tokens, segment_ids = data[positions].astype(np.int32) + offset, None
+                tokens = windows_of(data, starts, length).astype(np.int32) + offset
+                segment_ids = None
                 if document_mask:
                     segment_ids = segment_ids_of(borders_of(split), starts, length) * (
                         positions < n
@@ -394,7 +394,7 @@ def document_starts(
       places: in the text, below n.
       back: below `length`.
     """
-    after = np.searchsorted(borders, places, "right")
+    after = borders.searchsorted(places, "right")
     begin = np.where(after > 0, borders[after - 1], 0)
     end = np.where(after < len(borders), borders[np.minimum(after, len(borders) - 1)], n)
     nearer = np.where(places - begin < end - places, begin, end)
@@ -412,8 +412,12 @@ def segment_ids_of(
       starts: the places that windows begin at.
       length: of a window.
     """
-    document = np.searchsorted(borders, starts[:, None] + np.arange(length), "right")
-    return (document - document[:, :1] + 1).astype(np.int32)
+    first, last = (borders.searchsorted(starts + n, "right") for n in (0, length - 1))
+    ids = [
+        np.asarray(borders[a:b]).searchsorted(start + np.arange(length), "right")
+        for a, b, start in zip(first, last, starts, strict=True)
+    ]
+    return np.array(ids, np.int32).reshape(len(starts), length) + 1
 
 
 def check_documents(
@@ -446,7 +450,7 @@ def fingerprint(data: UInt8[np.ndarray, " n"]) -> str:
     Of the checksums in the standard library CRC-32 costs least: 0.2 seconds for 1 GB, or 1 second
     with a zlib that has no instructions for it. It finds accidents, not forgeries.
     """
-    return f"{len(data):,} bytes of CRC-32 {zlib.crc32(data):08x}"
+    return f"{len(data):,} bytes of CRC-32 {crc32_of(data):08x}"
 
 
 def generator(seed: int, step: int) -> np.random.Generator:
