@@ -14,11 +14,12 @@ many processes, and FOLDER can be copied to other machines.
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Sequence
 
 from reformax import durable
 from reformax.cli import flags
-from reformax.data import files, token_files
+from reformax.data import files, token_files, token_ids
 from reformax.data import text as texts
 from reformax.data.base import SPLITS, split_borders
 from reformax.data.pieces import BYTES, PieceVocabulary
@@ -47,8 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         pieces = PieceVocabulary(args.vocab_size, parts["train"], model, args.model_type)
         durable.write(folder / FILE, pieces.serialised())
         encode = functools.partial(texts.encoded_split, parts, borders, pieces, folder)
-        counts = [f"{split} {len(encode(split, **work).data):,}" for split in SPLITS]
+        ids = {split: encode(split, **work) for split in SPLITS}
+        counts = [f"{split} {len(x.data):,}" for split, x in ids.items()]
+        if args.write is not None:
+            there = folder / args.write
+            durable.make_folder(there)
+            names = {"train": "train", "valid": "val", "test": "test"}
+            for split, x in ids.items():
+                token_ids.write(there / f"{names[split]}.bin", x.data, x.begins, args.write)
         print(f"{folder}: ids of {pieces.size:,} pieces, {', '.join(counts)}")
+    elif args.write is not None:
+        raise SettingError(
+            f"write={args.write}: bytes are no ids, give --vocabulary or --vocab_size"
+        )
     for line in texts.described(folder, source, parts):
         print(line)
     if not made:
@@ -71,6 +83,11 @@ def parser():
     )
     parser.add_argument(
         "--model_type", choices=("bpe", "unigram", "char", "word"), help="of pieces (default: bpe)"
+    )
+    parser.add_argument(
+        "--write",
+        choices=typing.get_args(token_ids.Format),
+        help="the ids as another program reads them too, in a folder of this name in FOLDER",
     )
     parser.add_argument(
         "--pattern", type=flags.of(Name), default="*", help="names of files to take"

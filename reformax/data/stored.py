@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from reformax import durable
+from reformax.declared import SettingError
 
 _EVERY = 512  # of a sorted array, one value of so many stays in memory
 _BLOCK = 2**20  # values that are read together
@@ -46,10 +47,10 @@ class StoredArray:
     A slice is an array of the same kind and reads nothing. Places and `np.asarray` read.
     """
 
-    def __init__(self, parts: Sequence[Part], dtype: np.dtype | str):
-        """Takes parts, in order, and what values are in the files."""
+    def __init__(self, parts: Sequence[Part], dtype: np.dtype | str, below: int | None = None):
+        """Takes parts, in order, what values are in the files, and what all must be below."""
         self.parts = [part for part in parts if part.n]
-        self.dtype = np.dtype(dtype)
+        self.dtype, self._below = np.dtype(dtype), below
         self._ends = np.cumsum([0, *(part.n for part in self.parts)], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -60,7 +61,8 @@ class StoredArray:
             first, last, step = key.indices(len(self))
             if step != 1:
                 return np.asarray(self)[key]
-            return StoredArray(list(self._between(first, max(first, last))), self.dtype)
+            inside = list(self._between(first, max(first, last)))
+            return StoredArray(inside, self.dtype, self._below)
         places = np.asarray(key)
         found = self.windows(np.where(places < 0, places + len(self), places).ravel(), 1)
         return found.reshape(places.shape)[()]
@@ -95,7 +97,13 @@ class StoredArray:
                 raise IndexError(f"{start} is no place of {length} of {len(self)} values")
             at = 0
             for part in self._between(int(start), int(start) + length):
-                _fill(row[at : at + part.n], part)
+                values = row[at : at + part.n]
+                _fill(values, part)
+                if self._below is not None and not 0 <= values.min() <= values.max() < self._below:
+                    raise SettingError(
+                        f"{part.path} has the ids {values.min()} to {values.max()}: expected ids "
+                        f"from 0 to {self._below - 1}; set vocab_size, or the dtype that it has"
+                    )
                 at += part.n
         return found
 
@@ -109,6 +117,12 @@ class StoredArray:
             block = np.asarray(self[first : first + _EVERY])
             found[place] = first + block.searchsorted(value, side)
         return found[()]
+
+    def sampled_crc32(self, n: int = 256, length: int = 2048) -> int:
+        """The CRC-32 of some windows, evenly from all of the values, in a time that no size has."""
+        length = min(length, len(self))
+        starts = np.linspace(0, len(self) - length, n).astype(np.int64)
+        return zlib.crc32(self.windows(starts, length))
 
     def crc32(self) -> int:
         """The CRC-32 of the bytes; of parts that know theirs nothing is read."""
