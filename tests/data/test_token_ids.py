@@ -65,7 +65,7 @@ def test_ids_are_read_where_they_lie(name, tmp_path):
         assert list(task.borders("train")) == [0, 10, 700]
         assert list(task.borders("test")) == [8900 - 8550]
         masked = token_ids(where, 500, document_mask=True, windows="documents")
-        assert masked.train_batch(0, 0, 300, 1000).inputs.segment_ids.max() == 3
+        assert masked.train_batch(0, 0, 300, 1000).inputs.segment_ids.max() == 2
     else:
         assert task.borders is None
 
