@@ -56,8 +56,9 @@ def text(
     of them, such as README.md. A run's first lines say what is read and what is not.
 
     Args:
-      data_dir: a file or a folder. Text, plain or .gz, .xz or .zip; .jsonl, .json with an array
-        or lines of objects, .csv and .tsv whose first row names the field, plain or packed;
+      data_dir: a file or a folder, which `reformax prepare` may have made; larger sources are
+        prepared at the first start. Text, plain or .gz, .xz, .zip or .zst; .jsonl, .json with an
+        array or lines of objects, .csv and .tsv whose first row names the field, plain or packed;
         .parquet; .arrow; or a folder that `datasets` saved, whose own splits are kept.
       pattern: the names of files to take, such as '*.txt' or '*.md'; '**' takes pages beside tables
         too.
@@ -85,8 +86,8 @@ def text(
       OSError: a file or a folder below cannot be read.
       ValueError: the text is empty, damaged, too short or too long, or no file matches, or one is
         no text, a FIFO, a device or a socket, or data_dir is a run's folder; or a setting goes by
-        documents and there is one. Text is too long above half of the machine's memory; packed text
-        and tables also above 1 GiB and 20 times their size.
+        documents and there is one. Text is too long where the cache's disk has no room for it, and
+        packed text and tables above 1 GiB and 20 times their size.
       ImportError: pyarrow or tokenizers is needed and not there.
     """
     of_bytes = vocabulary is None and vocab_size in (BYTES, BYTES + offset)
