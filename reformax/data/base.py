@@ -22,8 +22,8 @@ T = TypeVar("T")
 SPLITS = ("train", "valid", "test")
 # Tokens of a held-out split that is drawn, not read.
 MOST_HELD_OUT = 2**27
-# Where training windows of a text begin; see `document_starts`.
-Windows = Literal["anywhere", "documents"]
+# Where training windows of a text begin; see `document_starts` and `each_once`.
+Windows = Literal["anywhere", "documents", "each_once"]
 
 # The first ids of every vocabulary of sentences. 0 also stands before the first token.
 PAD, EOS, UNKNOWN = 0, 1, 2
@@ -319,7 +319,11 @@ def language_model(
                 f"length={length} must be at most {len(data)}, the {unit} that {name} trains on"
             )
         rng = generator(seed, step)
-        if windows == "anywhere":
+        scored_from = None
+        if windows == "each_once":
+            numbers = step * batch_size + np.arange(batch_size)[rows]
+            starts, scored_from = each_once(len(data), length, seed, numbers)
+        elif windows == "anywhere":
             starts = rng.integers(len(data) - length + 1, size=batch_size)[rows]
         else:
             places, back = (rng.integers(n, size=batch_size)[rows] for n in (len(data), length))
@@ -328,7 +332,10 @@ def language_model(
         inputs = tokens
         if document_mask:
             inputs = Documents(tokens, segment_ids_of(borders_of("train"), starts, length))
-        return Batch(inputs, tokens, np.ones(tokens.shape, np.float32))
+        weights = np.ones(tokens.shape, np.float32)
+        if scored_from is not None:
+            weights[np.arange(length) < scored_from[:, None]] = 0
+        return Batch(inputs, tokens, weights)
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size, length=length, stride=stride)
@@ -360,7 +367,59 @@ def language_model(
         return batches()
 
     task = Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
-    return task._replace(train_rows=train_rows, borders=borders_of, document_mask=document_mask)
+    return task._replace(
+        train_rows=train_rows,
+        borders=borders_of,
+        document_mask=document_mask,
+        in_order=windows == "each_once",
+    )
+
+
+def each_once(
+    n: int, length: int, seed: int, numbers: Int[np.ndarray, " B"]
+) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
+    """Where windows begin, by their numbers, and from which of their tokens on they are targets.
+
+    An epoch has the windows that cover the text one behind the other, in an order of its own. Each
+    token is a target once in it: the last window is moved back to end with the text, and what
+    another one has counts there alone.
+
+    Args:
+      n: tokens of the text, at least `length`.
+      length: of a window.
+      seed: of all orders.
+      numbers: of windows since the first step.
+    """
+    n_windows = -(-n // length)
+    epochs, places = np.divmod(numbers, n_windows)
+    found = np.zeros(len(numbers), np.int64)
+    for epoch in np.unique(epochs):
+        own = epochs == epoch
+        found[own] = permuted(places[own], n_windows, generator(seed, int(epoch)))
+    starts = np.minimum(found * length, n - length)
+    return starts, found * length - starts
+
+
+def permuted(places: Int[np.ndarray, " B"], n: int, rng: np.random.Generator) -> np.ndarray:
+    """Where a permutation of n takes some places: by a key, in no memory.
+
+    A Feistel network of four rounds permutes the numbers of 2 b bits, and is applied again to what
+    is not below n (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3).
+    """
+    bits = max(1, (int(n - 1).bit_length() + 1) // 2)
+    mask = np.uint64(2**bits - 1)
+    keys = rng.integers(2**63, size=(4, 2), dtype=np.uint64)
+    found = np.asarray(places).astype(np.uint64)
+    outside = np.ones(found.shape, bool)
+    while outside.any():
+        left, right = found[outside] >> np.uint64(bits), found[outside] & mask
+        for key, factor in keys:
+            mixed = (right ^ key) * (factor | np.uint64(1))  # modulo 2^64
+            mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ (mixed >> np.uint64(32)) & mask
+        found[outside] = left << np.uint64(bits) | right
+        outside = found >= np.uint64(n)
+    return found.astype(np.int64)
 
 
 def document_starts(

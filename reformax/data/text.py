@@ -72,8 +72,9 @@ def text(
         256 says, and the `model_type`, if that is given.
       model_type: of pieces: 'bpe', 'unigram', 'char' or 'word'; None: 'bpe' where they are learnt.
       offset: a byte's id is the byte plus this, for models that reserve the first ids.
-      windows: where training windows begin: 'anywhere', uniformly; or by 'documents', from their
-        begins where they fit, as `reformax.data.base.document_starts` says.
+      windows: where training windows begin: 'anywhere', uniformly; by 'documents', from their
+        begins where they fit, as `reformax.data.base.document_starts` says; or 'each_once', one
+        behind the other in an order of each epoch, in which each token is a target once.
       document_mask: whether a token is predicted from its own document alone, in training and in
         evaluation: the documents of a window are hidden from each other, and positions start again
         with each. Llama 3's mask (Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.2).

@@ -127,7 +127,7 @@ def assert_alike(one, other):
 def test_bytes_are_those_of_memory(name, tmp_path, in_files, monkeypatch):
     SOURCES[name](tmp_path / name)
     many = name not in ("a.txt",)
-    options = [{}, {"max_held_out": 999}]
+    options = [{"windows": "each_once"}, {"max_held_out": 999}, {}]
     options += [{"windows": "documents"}, {"document_mask": True, "offset": 1}] * many
     for given in options:
         whole = text.text(tmp_path / name, **given)
