@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -42,6 +43,7 @@ from reformax.progress import Progress
 MANIFEST, _PARTIAL, _FORMAT = "manifest.json", ".partial", 1
 SHARD = 2**27  # bytes of a source of which one shard is made
 _SAMPLES, _SAMPLED = 2**12, 64  # bytes of a sample of a source, and files that are sampled at most
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 _INFLATION = 4  # what a packed file is taken to unpack to, to know how much there is to do
 
 
@@ -136,6 +138,8 @@ def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
     if cache_dir is not None:
         return user_path("text.text.cache_dir", cache_dir)
     base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base) and not os.environ.get("HOME"):
+        raise SettingError("there is no home to keep token files in: set text.text.cache_dir")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "reformax" / "texts"
 
 
@@ -151,11 +155,15 @@ def cached(
 
 @contextlib.contextmanager
 def _advice(fix: str, folder: Path) -> Iterator[None]:
+    """Errors of a folder that has no room or may not be written say what to set."""
     try:
         yield
-    except (PermissionError, _NoRoom) as error:
-        reason = error.strerror if isinstance(error, PermissionError) else str(error)
-        raise SettingError(f"{folder.parent}: {reason}; {fix}") from None
+    except _NoRoom as error:
+        raise SettingError(f"{folder.parent}: {error}; {fix}") from None
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or str(folder.parent) not in str(error):
+            raise
+        raise SettingError(f"{error}; or {fix}") from None
 
 
 class _NoRoom(SettingError):
@@ -313,12 +321,15 @@ def make_shard(shard: Shard, folder: Path) -> dict[str, Any]:
     n = crc = n_begins = 0
     with open(f"{path}.bytes", "wb") as data, open(f"{path}.begins", "wb") as places:
         for part, first in documents.pieces_of(shard.found, shard.spans, shard.field):
-            data.write(part)
-            places.write(found := begins.of(part, first))
+            found = begins.of(part, first)
+            with durable.explaining("written", path):
+                data.write(part)
+                places.write(found)
             n, n_begins, crc = n + len(part), n_begins + len(found), zlib.crc32(part, crc)
-        for file in (data, places):
-            file.flush()
-            os.fsync(file.fileno())
+        with durable.explaining("written", path):
+            for file in (data, places):
+                file.flush()
+                os.fsync(file.fileno())
     return {"file": name, "n": n, "begins": n_begins, "crc": crc}
 
 
@@ -361,7 +372,7 @@ def in_processes(
 
     One task, or one process, is this process's own work. An error ends all.
     """
-    n = min(len(tasks), processes or len(os.sched_getaffinity(0)))
+    n = min(len(tasks), processes or _cores())
     if n <= 1:
         yield from ((task, function(task)) for task in tasks)
         return
@@ -395,6 +406,12 @@ def in_processes(
             thread.join()
 
 
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class _Worker:
     """A process that calls a function with what comes through a pipe."""
 
@@ -417,7 +434,7 @@ class _Worker:
         except (EOFError, BrokenPipeError):
             code = self._process.wait()
             why = "it was killed; there may be too little memory" if code < 0 else f"exit {code}"
-            return None, RuntimeError(f"a process that prepares text ended ({why}): start again")
+            return None, OSError(f"a process that prepares text ended ({why}): start again")
 
     def _send(self, what: Any) -> None:
         pickle.dump(what, self._process.stdin)

@@ -287,6 +287,43 @@ def test_a_disk_without_room_is_told_before(tmp_path, in_files, fails_in_one_lin
         assert not list(cache.glob("*/text/*"))
 
 
+def test_a_cache_that_cannot_be_written_names_the_setting(
+    tmp_path, in_files, fails_in_one_line, monkeypatch
+):
+    write_jsonl(tmp_path / "a.jsonl")
+    make, denied = token_files.durable.make_folder, []
+
+    def deny(folder):
+        if denied:
+            raise PermissionError(13, "Permission denied", str(folder))
+        make(folder)
+
+    monkeypatch.setattr(token_files.durable, "make_folder", deny)
+    denied.append(True)
+    with (
+        in_files(),
+        fails_in_one_line(ValueError, "texts cannot be written .*by text.text.cache_d"),
+    ):
+        text.text(tmp_path / "a.jsonl")
+    denied.clear()
+    with in_files():
+        assert text.text(tmp_path / "a.jsonl", cache_dir=tmp_path / "own").n_targets("train")
+    assert list((tmp_path / "own").glob("*/manifest.json"))
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with fails_in_one_line(ValueError, "there is no home to keep token files in: set text.text.ca"):
+        token_files.cache_folder(None)
+
+
+def test_a_killed_worker_is_told(tmp_path, fails_in_one_line):
+    with fails_in_one_line(OSError, "a process that prepares text ended .it was killed"):
+        list(token_files.in_processes(_killed, [1, 2], 2))
+
+
+def _killed(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_kills_leave_it_whole_or_absent(tmp_path):
     """A process that is killed anywhere leaves no folder, and the next goes on with its shards."""
     (tmp_path / "a.txt").write_text("\n".join(TEXTS) * 8)
