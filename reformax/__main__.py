@@ -24,6 +24,7 @@ COMMANDS = {
     "train": Command("reformax.cli.train", "train a model as a gin config says"),
     "evaluate": Command("reformax.cli.evaluate", "score a trained model on a split"),
     "generate": Command("reformax.cli.generate", "continue a prompt, or translate", streams.Result),
+    "prepare": Command("reformax.cli.prepare", "prepare a text of any size, once"),
     "convert": Command("reformax.convert.__main__", "convert checkpoints of Trax, Hugging Face"),
     "runs": Command("reformax.cli.runs", "compare runs: a table and a plot", streams.Result),
     "sweep": Command("reformax.cli.sweep", "train a grid of settings"),

@@ -4,28 +4,65 @@ from __future__ import annotations
 
 import math
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from reformax.declared import SettingError
 
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
+# Where cgroups are, and those of this process: a line `number:controllers:path` each.
+_CGROUPS, _OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available() -> int:
-    """The bytes of a device: those that its allocator may take, or this host's for a CPU."""
+    """The bytes of a device: those that its allocator may take, or `host` for a CPU."""
+    import jax  # here, for `host` is asked by what needs no JAX
+
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit") or 2**63
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _CGROUP.read_text().strip() if _CGROUP.is_file() else "max"  # a container's
-    return min(host, int(limit)) if limit.isdigit() else host
+    return host()
+
+
+def host() -> int:
+    """The bytes that this process may take: the machine's, cgroups' and `ulimit -v`, the least."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ulimits = [resource.getrlimit(x)[0] for x in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    limits = [x for x in ulimits if x != resource.RLIM_INFINITY]
+    return min([installed, *limits, *_cgroup_limits()])
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """The limits of this process's cgroup, of versions 2 and 1, and of those that it is in.
+
+    A container sees its own cgroup as the root, whatever the path says.
+    """
+    try:
+        lines = [line.split(":", 2) for line in _OF_PROCESS.read_text().splitlines()]
+    except OSError:
+        lines = []
+    places = [(_CGROUPS, "memory.max", ""), (_CGROUPS / "memory", "memory.limit_in_bytes", "")]
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if not controllers:
+            places += [(_CGROUPS / x, "memory.max", path) for x in ("", "unified")]
+        elif "memory" in controllers.split(","):
+            places.append((_CGROUPS / "memory", "memory.limit_in_bytes", path))
+    for root, name, path in places:
+        steps = Path(path.strip("/"))
+        for folder in (root / steps, *(root / parent for parent in steps.parents)):
+            try:
+                limit = (folder / name).read_text().strip()
+            except OSError:
+                continue
+            if limit.isdigit():
+                yield int(limit)
 
 
 def size_of(tree: Any) -> int:
     """The bytes of a tree of arrays, or of their shapes."""
+    import jax
+
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

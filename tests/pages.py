@@ -259,6 +259,10 @@ def _generation(command: str, folder: Path, page: str) -> str:
     return "" if translates or "--png" in command else "--max_new_tokens=8"
 
 
+def _preparation(command: str, folder: Path, page: str) -> str:
+    return "--vocab_size=290" if "--vocab_size=" in command else ""
+
+
 def _tests(command: str, folder: Path, page: str) -> str:
     return "-q -n 0" if " -k " in command else "--collect-only -q -n 0"
 
@@ -273,6 +277,7 @@ RULES: dict[str, Callable[[str, Path, str], str]] = {
     r"(python evaluate\.py|reformax evaluate)": _evaluation,
     r"(python generate\.py|reformax generate)": _generation,
     r"(python -m reformax\.convert|reformax convert)": _nothing,
+    r"reformax prepare": _preparation,
     r"reformax (configs|runs)": _nothing,
     r"python -m benchmarks\.reliability": _nothing,  # lists its campaigns
     r"pytest": _tests,

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "layers": {"ops", "layers"},
     "flax": {"ops", "flax"},
     "models": {"ops", "layers", "models"},
-    "data": {"data", "durable"},
+    "data": {"data", "durable", "memory", "progress"},
     "training": {"ops", "training", "buffers", "durable", "memory", "progress", "renamed"},
     "generation": {"generation", "memory", "progress"},
     "cli": {"cli", "ops", "models", "data", "training", "generation", "durable", "renamed"},

@@ -1,5 +1,9 @@
 """Sizes beyond the machine's memory are refused before they are computed."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,17 +16,41 @@ from reformax.training import loop
 from tests.layers import plain
 from tests.training import worker
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def test_what_there_is():
     assert 2**28 < memory.available() < 2**60
 
 
-def test_a_containers_limit_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "memory.max")
-    (tmp_path / "memory.max").write_text("123456\n")
+@pytest.mark.parametrize(
+    "line, place",
+    [
+        ("0::/a/b", "a/b/memory.max"),
+        ("0::/a/b", "a/memory.max"),  # of the one that it is in
+        ("0::/a/b", "unified/a/b/memory.max"),
+        ("0::/", "memory.max"),  # a container's own
+        ("4:cpu,memory:/a/b", "memory/a/b/memory.limit_in_bytes"),
+        ("4:memory:/outside", "memory/memory.limit_in_bytes"),
+    ],
+)
+def test_a_containers_limit_counts(line, place, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_OF_PROCESS", tmp_path / "of_process")
+    (tmp_path / "of_process").write_text(f"9:cpuset:/a\n{line}\n")
+    path = tmp_path / "cgroup" / place
+    path.parent.mkdir(parents=True)
+    path.write_text("123456\n")
     assert memory.available() == 123456
-    (tmp_path / "memory.max").write_text("max\n")
+    path.write_text("max\n")
     assert memory.available() > 123456
+
+
+def test_a_limit_of_the_shell_counts_and_needs_no_jax():
+    code = "import sys; from reformax import memory; print(memory.host(), 'jax' in sys.modules)"
+    command = f'ulimit -v 2000000; exec "{sys.executable}" -c "{code}"'
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout.split() == [b"2048000000", b"False"]
 
 
 def test_bytes_of_arrays_and_of_shapes():

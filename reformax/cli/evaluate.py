@@ -237,7 +237,15 @@ def _print(result: dict[str, Any], where: str, task) -> None:
     for name in ("bits_per_dim", "bits_per_token", "bits_per_label", "bits_per_byte"):
         if name in result and not (of_bytes and name == "bits_per_byte"):
             unit = " (bits per byte)" if of_bytes else ""
-            print(f"{name}: {result[name]:.4f}{unit}", flush=True)
+            print(f"{name}: {result[name]:.4f}{_error(result, name)}{unit}", flush=True)
+
+
+def _error(result: dict[str, Any], name: str) -> str:
+    """The standard error of a score of targets, and what it is of."""
+    error = result.get("standard_error")
+    if name == "bits_per_byte" or error is None:
+        return ""
+    return f" +- {error:.4f}, {result['n_windows']:,} windows"
 
 
 def _print_translation(scores: dict[str, Any]) -> None:

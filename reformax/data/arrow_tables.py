@@ -6,6 +6,7 @@ reader counts what it has read and stops at its limit.
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ def arrow(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple
     pa = _pyarrow(path)
     size = files.check_ordinary(path)
     try:
-        with pa.memory_map(str(path)) as source:
+        with _source(pa, path) as source:
             begin = 8 if source.read(6) == b"ARROW1" else 0  # a file is a stream in a frame
             source.seek(begin)
             if any(map(_is_packed, pa.ipc.MessageReader.open_stream(source))):
@@ -114,7 +115,7 @@ def _rows(
 ) -> Iterator[tuple]:
     """The rows of batches, as long as their texts have no more bytes than that together."""
     total, size = 0, path.stat().st_size
-    for batch in batches:
+    for batch in _in_parts(pa, batches):
         columns = []
         for field in fields:
             column = batch.column(batch.schema.get_field_index(field.name))
@@ -140,6 +141,25 @@ def _rows(
         if total > max_bytes:
             raise _bomb(path, size, max_bytes)
         yield from zip(*columns, strict=True)
+
+
+def _in_parts(pa, batches: Iterator[Any]) -> Iterator[Any]:
+    """Batches of a few rows, for one of a file's may be the whole table; a dictionary is whole."""
+    for batch in batches:
+        whole = any(pa.types.is_dictionary(kind) for kind in batch.schema.types)
+        n_rows = max(1, batch.num_rows)
+        for first in range(0, n_rows, n_rows if whole else _ROWS):
+            yield batch.slice(first, n_rows if whole else _ROWS)
+
+
+def _source(pa, path: Path) -> Any:
+    """A file mapped into memory, or read where a limit of addresses does not let it."""
+    try:
+        return pa.memory_map(str(path))
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        return pa.OSFile(str(path))
 
 
 def _lengths(pa, values: Any) -> Any:

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import functools
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Int64, UInt, UInt8
 
+from reformax.data.stored import crc32_of, windows_of
 from reformax.declared import SettingError
 
 T = TypeVar("T")
 SPLITS = ("train", "valid", "test")
 # Tokens of a held-out split that is drawn, not read.
 MOST_HELD_OUT = 2**27
-# Where training windows of a text begin; see `document_starts`.
-Windows = Literal["anywhere", "documents"]
+# Where training windows of a text begin; see `document_starts` and `each_once`.
+Windows = Literal["anywhere", "documents", "each_once"]
 
 # The first ids of every vocabulary of sentences. 0 also stands before the first token.
 PAD, EOS, UNKNOWN = 0, 1, 2
@@ -225,7 +225,7 @@ def split_borders(
     for split in SPLITS:
         if split == "train" or split not in begins:
             end = first + len(splits[split])
-            found[split] = whole[slice(*np.searchsorted(whole, [first, end]))] - first
+            found[split] = whole[slice(*whole.searchsorted([first, end]))] - first
             first = end
     return found
 
@@ -269,7 +269,7 @@ def byte_language_model(
     if not 0 <= offset < 2**16:
         raise SettingError(f"offset={offset} must be from 0 to {2**16 - 1}")
     if borders is not None:
-        borders = {s: x[: np.searchsorted(x, len(splits[s]))] for s, x in borders.items()}
+        borders = {s: x[: x.searchsorted(len(splits[s]))] for s, x in borders.items()}
     check_documents(borders, windows, document_mask)
     bytes_of = functools.partial(of_split, name, splits)
     task = language_model(
@@ -292,6 +292,7 @@ def language_model(
 ) -> Task:
     """The task of predicting each token of a text from those before it, by windows.
 
+    Tokens and borders may be a `StoredArray`: then a batch reads its own windows alone.
     `byte_language_model` says how windows lie and what is read in them.
 
     Args:
@@ -318,18 +319,23 @@ def language_model(
                 f"length={length} must be at most {len(data)}, the {unit} that {name} trains on"
             )
         rng = generator(seed, step)
-        if windows == "anywhere":
+        scored_from = None
+        if windows == "each_once":
+            numbers = step * batch_size + np.arange(batch_size)[rows]
+            starts, scored_from = each_once(len(data), length, seed, numbers)
+        elif windows == "anywhere":
             starts = rng.integers(len(data) - length + 1, size=batch_size)[rows]
         else:
             places, back = (rng.integers(n, size=batch_size)[rows] for n in (len(data), length))
             starts = document_starts(borders_of("train"), len(data), length, places, back)
-        # Rows of a strided view are contiguous, so this copies tokens in runs and widens them once.
-        found = np.lib.stride_tricks.sliding_window_view(data, length)[starts]
-        tokens = found.astype(np.int32) + offset
+        tokens = windows_of(data, starts, length).astype(np.int32) + offset
         inputs = tokens
         if document_mask:
             inputs = Documents(tokens, segment_ids_of(borders_of("train"), starts, length))
-        return Batch(inputs, tokens, np.ones(tokens.shape, np.float32))
+        weights = np.ones(tokens.shape, np.float32)
+        if scored_from is not None:
+            weights[np.arange(length) < scored_from[:, None]] = 0
+        return Batch(inputs, tokens, weights)
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size, length=length, stride=stride)
@@ -338,7 +344,7 @@ def language_model(
         data = tokens_of(split)
         n = len(data)
         if n < length:
-            data = np.pad(data, (0, length - n))
+            data = np.pad(np.asarray(data), (0, length - n))
         n_windows = 1 + max(0, -(-(n - length) // stride))
         # Window k is scored from where window k - 1 ends up to its own end.
         ends = np.minimum(length + stride * np.arange(n_windows), len(data))
@@ -350,7 +356,8 @@ def language_model(
                 starts = ends[rows] - length
                 positions = starts[:, None] + np.arange(length)
                 weights = (positions >= scored_from[rows, None]) & (positions < n)
-                tokens, segment_ids = data[positions].astype(np.int32) + offset, None
+                tokens = windows_of(data, starts, length).astype(np.int32) + offset
+                segment_ids = None
                 if document_mask:
                     segment_ids = segment_ids_of(borders_of(split), starts, length) * (
                         positions < n
@@ -360,7 +367,59 @@ def language_model(
         return batches()
 
     task = Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
-    return task._replace(train_rows=train_rows, borders=borders_of, document_mask=document_mask)
+    return task._replace(
+        train_rows=train_rows,
+        borders=borders_of,
+        document_mask=document_mask,
+        in_order=windows == "each_once",
+    )
+
+
+def each_once(
+    n: int, length: int, seed: int, numbers: Int[np.ndarray, " B"]
+) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
+    """Where windows begin, by their numbers, and from which of their tokens on they are targets.
+
+    An epoch has the windows that cover the text one behind the other, in an order of its own. Each
+    token is a target once in it: the last window is moved back to end with the text, and what
+    another one has counts there alone.
+
+    Args:
+      n: tokens of the text, at least `length`.
+      length: of a window.
+      seed: of all orders.
+      numbers: of windows since the first step.
+    """
+    n_windows = -(-n // length)
+    epochs, places = np.divmod(numbers, n_windows)
+    found = np.zeros(len(numbers), np.int64)
+    for epoch in np.unique(epochs):
+        own = epochs == epoch
+        found[own] = permuted(places[own], n_windows, generator(seed, int(epoch)))
+    starts = np.minimum(found * length, n - length)
+    return starts, found * length - starts
+
+
+def permuted(places: Int[np.ndarray, " B"], n: int, rng: np.random.Generator) -> np.ndarray:
+    """Where a permutation of n takes some places: by a key, in no memory.
+
+    A Feistel network of four rounds permutes the numbers of 2 b bits, and is applied again to what
+    is not below n (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3).
+    """
+    bits = max(1, (int(n - 1).bit_length() + 1) // 2)
+    mask = np.uint64(2**bits - 1)
+    keys = rng.integers(2**63, size=(4, 2), dtype=np.uint64)
+    found = np.asarray(places).astype(np.uint64)
+    outside = np.ones(found.shape, bool)
+    while outside.any():
+        left, right = found[outside] >> np.uint64(bits), found[outside] & mask
+        for key, factor in keys:
+            mixed = (right ^ key) * (factor | np.uint64(1))  # modulo 2^64
+            mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ (mixed >> np.uint64(32)) & mask
+        found[outside] = left << np.uint64(bits) | right
+        outside = found >= np.uint64(n)
+    return found.astype(np.int64)
 
 
 def document_starts(
@@ -394,7 +453,7 @@ def document_starts(
       places: in the text, below n.
       back: below `length`.
     """
-    after = np.searchsorted(borders, places, "right")
+    after = borders.searchsorted(places, "right")
     begin = np.where(after > 0, borders[after - 1], 0)
     end = np.where(after < len(borders), borders[np.minimum(after, len(borders) - 1)], n)
     nearer = np.where(places - begin < end - places, begin, end)
@@ -412,8 +471,12 @@ def segment_ids_of(
       starts: the places that windows begin at.
       length: of a window.
     """
-    document = np.searchsorted(borders, starts[:, None] + np.arange(length), "right")
-    return (document - document[:, :1] + 1).astype(np.int32)
+    first, last = (borders.searchsorted(starts + n, "right") for n in (0, length - 1))
+    ids = [
+        np.asarray(borders[a:b]).searchsorted(start + np.arange(length), "right")
+        for a, b, start in zip(first, last, starts, strict=True)
+    ]
+    return np.array(ids, np.int32).reshape(len(starts), length) + 1
 
 
 def check_documents(
@@ -446,7 +509,7 @@ def fingerprint(data: UInt8[np.ndarray, " n"]) -> str:
     Of the checksums in the standard library CRC-32 costs least: 0.2 seconds for 1 GB, or 1 second
     with a zlib that has no instructions for it. It finds accidents, not forgeries.
     """
-    return f"{len(data):,} bytes of CRC-32 {zlib.crc32(data):08x}"
+    return f"{len(data):,} bytes of CRC-32 {crc32_of(data):08x}"
 
 
 def generator(seed: int, step: int) -> np.random.Generator:

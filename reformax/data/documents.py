@@ -9,13 +9,14 @@ from __future__ import annotations
 import codecs
 import collections
 import fnmatch
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt8
 
 from reformax.data import arrow_tables, files, splits, tables
 from reformax.declared import SettingError
@@ -26,8 +27,7 @@ RAW = "--config='text.text.raw=True'"
 # Of the bytes of a sample; text in Latin-1 has a few percent, a picture half.
 MOST_NO_TEXT = 1 / 3
 _PIECE, _PIECES = 2**12, 16  # the sample
-_BLOCK = 2**24  # bytes in which borders are looked for together
-_FIRST = np.zeros(1, np.int64)  # the one begin of a text of one file
+_TOGETHER = 2**20  # bytes of rows that are joined
 # Files that tell of the tables beside them.
 _PAGES = (".md", ".rst", ".json", ".yaml", ".yml", ".toml", ".cff", ".py", ".sh", ".lock")
 _PAGE_NAMES = {"readme", "license", "licence", "notice", "citation", "changelog", "authors"}
@@ -44,7 +44,7 @@ _KINDS = {
     b"\x1f\x8b": ("packed by gzip", "name it .gz"),
     b"\xfd7zXZ\0": ("packed by xz", "name it .xz"),
     b"BZh": ("packed by bzip2", "unpack it"),
-    b"\x28\xb5\x2f\xfd": ("packed by zstd", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("packed by zstd", "name it .zst"),
     b"%PDF-": ("a PDF", "convert it, as with pdftotext"),
     b"PAR1": ("a Parquet file", "name it .parquet"),
     b"ARROW1": ("an Arrow file", "name it .arrow"),
@@ -57,26 +57,75 @@ _KINDS = {
 _DATASET, _DATASETS = "state.json", "dataset_dict.json"
 
 
+class Text(NamedTuple):
+    """The bytes of a text, and where its documents begin, in memory or in files."""
+
+    data: UInt8[np.ndarray, " n"]
+    begins: Int64[np.ndarray, " d"]
+
+
 class Source(NamedTuple):
     """A text, and what was read of which files.
 
     Attributes:
-      texts: 'train' alone, or the splits that the text is divided in, with the begins of documents.
+      texts: 'train' alone, or the splits that the text is divided in.
       files: split -> the files, by name; as `texts`.
       said: lines on what else was found: files that are left out, and why.
     """
 
-    texts: Mapping[str, files.Joined]
+    texts: Mapping[str, Text]
     files: Mapping[str, str]
     said: Sequence[str] = ()
 
 
-def read(path: Path, pattern: str, field: str, raw: bool, by: splits.By, option: str) -> Source:
-    """The text of a file or folder, with where its documents begin: files, and behind a `BORDER`.
+class Found(NamedTuple):
+    """The files of a text, not read yet.
+
+    Attributes:
+      paths: split -> its files, in order.
+      files, said: as in `Source`.
+      kind: how they are read: 'datasets', what `datasets` saved; 'joined', files each with a
+        newline at its end; or 'file', the one that there is.
+      checked: whether what is no text is refused, and byte 0 ends a document.
+    """
+
+    paths: Mapping[str, list[Path]]
+    files: Mapping[str, str]
+    said: Sequence[str]
+    kind: str
+    checked: bool = True
+
+    def size(self) -> int:
+        """The bytes of all files; raises for what is no ordinary one."""
+        return sum(files.check_ordinary(p) for paths in self.paths.values() for p in paths)
+
+
+def read(path: Path, found: Found, field: str) -> Source:
+    """The text of what `find` found, in memory; `pieces_of` says what else raises.
+
+    Raises:
+      ValueError: there is more than fits into half of the memory.
+    """
+    files.check_room(path, found.size())
+    texts, total = {}, 0
+    for split, paths in found.paths.items():
+        parts = []
+        for part in pieces_of(found, [Span(p) for p in paths], field):
+            total += len(part[0])
+            files.check_room(path, total)
+            parts.append(part)
+        begins = Begins(found.checked)
+        places = [np.zeros(0, np.int64), *(begins.of(*part) for part in parts)]
+        data = b"".join(part for part, _ in parts)
+        texts[split] = Text(files.as_array(data), np.concatenate(places))
+    return Source(texts, found.files, found.said)
+
+
+def find(path: Path, pattern: str, field: str, raw: bool, by: splits.By, option: str) -> Found:
+    """The files of a text, by splits.
 
     Args:
-      path: a file; a folder, whose files are joined by `files.read_all`; or a folder that
-        `datasets` saved.
+      path: a file; a folder, whose files are joined; or a folder that `datasets` saved.
       pattern: the names of files to take. What is read whole matches, or this is '*', which leaves
         pages beside tables out.
       field: the field of a table's rows that is text. Each text ends in `BORDER`.
@@ -86,55 +135,133 @@ def read(path: Path, pattern: str, field: str, raw: bool, by: splits.By, option:
       option: the setting that `by` is of, for errors.
 
     Raises:
-      ValueError: a file is empty, damaged or no text, or too much; or none matches.
-      OSError: a file or a folder cannot be read.
-      ImportError: a package that reads such tables is not there.
+      ValueError: no file matches, or the folder is a run's or has splits that cannot be used.
+      OSError: a folder cannot be read.
     """
-    marked: list[str] = []
-
-    def content(file: Path) -> bytes:
-        if raw:
-            return files.read_plain(file)
-        rows = tables.reader(file, field)
-        if rows is None:
-            try:
-                data = files.read_file(file)
-            except files.Archive as error:
-                raise SettingError(f"{error}; or train on its bytes with {RAW}") from None
-            check_text(file, data)
-            if file.name.lower().partition(".")[2].startswith(_WRITTEN):
-                marked.append(file.name)
-            return data
-        limit = files.most_unpacked(files.check_ordinary(file))
-        return _joined(tables.texts(file, rows, field, limit), file, field)
-
     _check_pattern(path, pattern, raw)
-    said: Sequence[str] = ()
     if not path.is_dir():
-        names = {"train": path.name}
-        found = {"train": files.Joined(content(path), _FIRST)}
+        said: Sequence[str] = ()
         if by == "by_name" and (others := splits.beside(path)):
             names_of = splits.shown(path.parent, others)
             said = [f"not read: {names_of}, beside it: give the folder to use these splits"]
-    elif not raw and (path / _DATASETS).is_file():
-        parts, said = _datasets(path, field)
+        said = [*said, *([] if raw else _with_marks([path], field))]
+        return Found({"train": [path]}, {"train": path.name}, said, "file", not raw)
+    if not raw and any((path / name).is_file() for name in (_DATASETS, _DATASET)):
+        whole = (path / _DATASETS).is_file()
+        parts, said = _datasets(path) if whole else ({"train": _dataset(path)}, ())
         if by == "cut":
-            parts = {"train": b"".join(parts.values())}
-        found = {s: files.Joined(x, _FIRST) for s, x in parts.items()}
-        names = dict.fromkeys(found, "what `datasets` saved")
-    elif not raw and (path / _DATASET).is_file():
-        found = {"train": files.Joined(_dataset(path, field), _FIRST)}
-        names = {"train": "what `datasets` saved"}
-    else:
-        if not raw and pattern == "*":
-            _check_no_pairs(path)
-        chosen = choose(path, pattern, field, raw, by, option)
-        found = {s: files.read_all(p, content, path) for s, p in chosen.paths.items()}
-        names = {s: _named(path, p) for s, p in chosen.paths.items()}
-        said = chosen.said
-    said = [*said, *[_with_marks(marked, field)] * bool(marked)]
-    texts = found if raw else {s: files.Joined(x.data, _begins(x)) for s, x in found.items()}
-    return Source(texts, names, said)
+            parts = {"train": [file for paths in parts.values() for file in paths]}
+        return Found(parts, dict.fromkeys(parts, "what `datasets` saved"), said, "datasets")
+    if not raw and pattern == "*":
+        _check_no_pairs(path)
+    chosen = choose(path, pattern, field, raw, by, option)
+    names = {split: _named(path, paths) for split, paths in chosen.paths.items()}
+    marked = [] if raw else _with_marks([p for x in chosen.paths.values() for p in x], field)
+    return Found(chosen.paths, names, [*chosen.said, *marked], "joined", not raw)
+
+
+class Span(NamedTuple):
+    """A file, or of a plain one the bytes from `first` to before `last`."""
+
+    path: Path
+    first: int = 0
+    last: int | None = None
+
+
+def pieces_of(found: Found, spans: Iterable[Span], field: str) -> Iterator[tuple[bytes, bool]]:
+    """The text of some files, a part at a time, each with whether a file begins with it.
+
+    Raises:
+      ValueError: a file is empty, damaged or no text, or too much.
+      OSError: a file cannot be read.
+      ImportError: a package that reads such tables is not there.
+    """
+    n_rows = 0
+    for span in spans:
+        size, end = files.check_ordinary(span.path), b""
+        if found.kind == "joined" and not size:
+            continue
+        first = span.first == 0
+        for part in _parts(found, span, field, size):
+            if part:
+                yield part, first
+                first, end, n_rows = False, part[-1:], n_rows + 1
+        ends_here = span.last is None or span.last == size
+        if found.kind == "joined" and end not in (b"\n", BORDER, b"") and ends_here:
+            yield b"\n", False
+    if found.kind == "datasets" and not n_rows:
+        raise _no_row(span.path.parent, field)
+
+
+def _parts(found: Found, span: Span, field: str, size: int) -> Iterator[bytes]:
+    """The text of a file in parts; see `pieces_of`."""
+    path, bounds = span.path, (span.first, span.last)
+    if not found.checked:
+        if not size:
+            raise SettingError(f"{path} is empty: give a file with text")
+        return files.plain_blocks(path, *bounds)
+    rows = arrow_tables.arrow if found.kind == "datasets" else tables.reader(path, field)
+    if rows is None:
+        return _checked_text(path, bounds)
+    if rows is tables.json_lines and bounds != (0, None):
+        rows = functools.partial(rows, first=span.first, last=span.last)
+    texts = tables.texts(path, rows, field, files.most_unpacked(size))
+    return _with_borders(
+        texts, path, field, needs_row=span == Span(path) and found.kind != "datasets"
+    )
+
+
+def _checked_text(path: Path, bounds: tuple[int, int | None]) -> Iterator[bytes]:
+    """The blocks of a file that is no table; raises `SettingError` if they are no text."""
+    samples = Samples(path)
+    try:
+        for block in files.blocks(path, *bounds):
+            samples.add(block)
+            yield block
+    except files.Archive as error:
+        raise SettingError(f"{error}; or train on its bytes with {RAW}") from None
+    samples.check()
+
+
+def _with_borders(
+    rows: Iterator[bytes], path: Path, field: str, needs_row: bool
+) -> Iterator[bytes]:
+    """Documents with a border after each, many at a time. What is none in one becomes U+FFFD."""
+    some, size, any_row = [], 0, False
+    for row in rows:
+        some.append(row.replace(BORDER, "\ufffd".encode()))
+        size += len(row)
+        if size >= _TOGETHER:
+            yield BORDER.join([*some, b""])
+            some, size, any_row = [], 0, True
+    if some:
+        yield BORDER.join([*some, b""])
+    elif needs_row and not any_row:
+        raise _no_row(path, field)
+
+
+def _no_row(path: Path, field: str) -> ValueError:
+    return ValueError(f"{path} has no row with text in {field!r}: give one that has")
+
+
+class Begins:
+    """Where documents of a text begin: with files, and behind a `BORDER`."""
+
+    def __init__(self, by_border: bool, continues: bool = False):
+        """Takes whether a border ends a document, and whether one goes on at the begin."""
+        self._by_border, self._size = by_border, 0
+        self._ends = not continues  # whether what comes next begins a document
+
+    def of(self, part: bytes, begins_file: bool) -> Int64[np.ndarray, " d"]:
+        """The places in the text of the documents that begin in its next part, sorted."""
+        found = np.zeros(int(begins_file or self._ends), np.int64)
+        self._ends = self._by_border and part.endswith(BORDER)
+        if self._by_border:
+            inside = np.flatnonzero(files.as_array(part)[:-1] == BORDER[0])
+            found = np.concatenate([found, inside + 1])
+        found += self._size
+        self._size += len(part)
+        return found
 
 
 class Chosen(NamedTuple):
@@ -185,13 +312,17 @@ def _named(folder: Path, paths: Sequence[Path]) -> str:
     return f"{len(paths):,} files: " + ", ".join([*kinds, *[f"{more:,} other"] * bool(more)])
 
 
-def _with_marks(names: Sequence[str], field: str) -> str:
+def _with_marks(paths: Sequence[Path], field: str) -> list[str]:
     """What to say of files of which all is read, the marks between values too."""
+    named = [p for p in paths if p.name.lower().partition(".")[2].startswith(_WRITTEN)]
+    names = [path.name for path in named if tables.reader(path, field) is None]
+    if not names:
+        return []
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return (
+    return [
         f"{', '.join(names[:3])}{more}: read as text, with the marks between values; where a "
         f"column or key other than {field!r} has the text, name it by text.text.field"
-    )
+    ]
 
 
 def _check_pattern(path: Path, pattern: str, raw: bool) -> None:
@@ -205,41 +336,41 @@ def _check_pattern(path: Path, pattern: str, raw: bool) -> None:
         )
 
 
-def _begins(text: files.Joined) -> Int64[np.ndarray, " d"]:
-    """Where files begin, and documents behind a `BORDER`."""
-    data = files.as_array(text.data)
-    after = [
-        1 + first + np.flatnonzero(data[first : first + _BLOCK] == BORDER[0])
-        for first in range(0, len(data), _BLOCK)
-    ]
-    found = np.unique(np.concatenate([text.begins, *after]))
-    return found[: np.searchsorted(found, len(data))]
+class Samples:
+    """Samples of a file's bytes, which say whether it is text in UTF-8."""
+
+    def __init__(self, path: Path, instead: str = f"or train on its bytes as they are with {RAW}"):
+        """Takes the file, and what to do with what is no text, for errors."""
+        self._path, self._instead = path, instead
+        self._no_text = self._total = 0
+
+    def add(self, data: bytes) -> None:
+        """Takes samples of the next block; raises `SettingError` if the first one says a kind."""
+        kinds = [kind for begin, kind in _KINDS.items() if data.startswith(begin)]
+        if data[257:262] == b"ustar":
+            kinds = [("a tar archive", _UNPACK)]
+        if kinds and not self._total:
+            what, fix = kinds[0]
+            raise SettingError(f"{self._path} is {what}: {fix}; {self._instead}")
+        every = max(_PIECE, len(data) // _PIECES)
+        sample = [data[begin : begin + _PIECE] for begin in range(0, len(data), every)]
+        self._no_text += sum(map(_no_text, sample))
+        self._total += sum(map(len, sample))
+
+    def check(self) -> None:
+        """Raises `SettingError` if they are mostly no text."""
+        if self._no_text > MOST_NO_TEXT * self._total:
+            raise SettingError(
+                f"{self._path} is no text: {self._no_text / self._total:.0%} of a sample is not "
+                f"UTF-8; convert it, choose other files by pattern, {self._instead}"
+            )
 
 
-def check_text(
-    path: Path, data: bytes, instead: str = f"or train on its bytes as they are with {RAW}"
-) -> None:
-    """Raises `SettingError` if a sample of a file's bytes is mostly no text in UTF-8.
-
-    Args:
-      path: the file, for the error.
-      data: its bytes.
-      instead: what to do with what is no text.
-    """
-    kinds = [kind for begin, kind in _KINDS.items() if data.startswith(begin)]
-    if data[257:262] == b"ustar":
-        kinds = [("a tar archive", _UNPACK)]
-    if kinds:
-        what, fix = kinds[0]
-        raise SettingError(f"{path} is {what}: {fix}; {instead}")
-    every = max(_PIECE, len(data) // _PIECES)
-    sample = [data[begin : begin + _PIECE] for begin in range(0, len(data), every)]
-    no_text, total = sum(map(_no_text, sample)), sum(map(len, sample))
-    if no_text > MOST_NO_TEXT * total:
-        raise SettingError(
-            f"{path} is no text: {no_text / total:.0%} of a sample is not UTF-8; convert it, "
-            f"choose other files by pattern, {instead}"
-        )
+def check_text(path: Path, data: bytes, instead: str) -> None:
+    """Raises `SettingError` if a sample of a file's bytes is mostly no text; see `Samples`."""
+    samples = Samples(path, instead)
+    samples.add(data)
+    samples.check()
 
 
 def _no_text(piece: bytes) -> int:
@@ -248,16 +379,7 @@ def _no_text(piece: bytes) -> int:
     return len(piece) - len(kept.decode("utf-8", "ignore").encode())
 
 
-def _joined(rows: Iterator[bytes], path: Path, field: str) -> bytes:
-    """Documents with a border after each. What is none within one becomes U+FFFD."""
-    documents = [row.replace(BORDER, "\ufffd".encode()) for row in rows]
-    if not documents:
-        raise ValueError(f"{path} has no row with text in {field!r}: give one that has")
-    documents.append(b"")
-    return BORDER.join(documents)
-
-
-def _datasets(folder: Path, field: str) -> tuple[dict[str, bytes], list[str]]:
+def _datasets(folder: Path) -> tuple[dict[str, list[Path]], list[str]]:
     """The splits of a folder that `DatasetDict.save_to_disk` wrote, and what else it has."""
     names = _read_json(folder / _DATASETS).get("splits")
     names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
@@ -269,11 +391,11 @@ def _datasets(folder: Path, field: str) -> tuple[dict[str, bytes], list[str]]:
         )
     others = [name for name in names if name not in known]
     said = [f"left out: {', '.join(others)} (in no split)"] * bool(others)
-    return {split: _dataset(folder / name, field) for name, split in known.items()}, said
+    return {split: _dataset(folder / name) for name, split in known.items()}, said
 
 
-def _dataset(folder: Path, field: str) -> bytes:
-    """The documents of a folder that `Dataset.save_to_disk` wrote."""
+def _dataset(folder: Path) -> list[Path]:
+    """The files of a folder that `Dataset.save_to_disk` wrote."""
     state = _read_json(folder / _DATASET)
     try:
         names = [file["filename"] for file in state["_data_files"]]
@@ -283,17 +405,7 @@ def _dataset(folder: Path, field: str) -> bytes:
         raise ValueError(
             f"{folder / _DATASET} names no files of its folder: save the dataset again"
         )
-    paths = [folder / name for name in names]
-    limit = files.most_unpacked(sum(map(files.check_ordinary, paths)))
-
-    def rows() -> Iterator[bytes]:
-        left = limit
-        for path in paths:
-            for document in tables.texts(path, arrow_tables.arrow, field, left):
-                left -= len(document)
-                yield document
-
-    return _joined(rows(), folder, field)
+    return [folder / name for name in names]
 
 
 def _read_json(path: Path) -> dict:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import gzip
+import io
 import lzma
 import os
 import stat
@@ -21,13 +22,14 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64, UInt8
 
+from reformax import memory
 from reformax.declared import SettingError, user_path
 
 # A packed file may unpack to so many bytes, or to so many times its own size, whichever is more.
 MAX_UNPACKED = 2**30
 MAX_INFLATION = 20
-# Text lies in memory as it is. So that there is room for it and a model, it may have at most half.
-MAX_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+# What is read whole lies in memory, half of it at most, so that there is room for a model too.
+MAX_BYTES = memory.host() // 2
 
 # The memory of an .xz file's dictionary; `xz -9` asks for 64 MiB.
 _XZ_MEMORY = 2**28
@@ -40,7 +42,7 @@ DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
 )
-_MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\0", "zip": b"PK"}
+_MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\0", "zip": b"PK", "zstd": b"\x28\xb5\x2f\xfd"}
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
@@ -95,37 +97,87 @@ def check_ordinary(path: Path) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file, unpacked if its name ends in .gz, .xz or .zip.
+    """The content of a file, as `blocks` gives it.
 
     Raises:
-      ValueError: the file is empty or damaged, has or unpacks to too many bytes, is a .zip that
-        does not hold exactly one file, or is no ordinary file.
+      ValueError: as `blocks`, or it has more bytes than half of the memory.
       OSError: the file cannot be read.
+      ImportError: it is a .zst, and pyarrow is not there.
     """
-    blocks = PACKED.get(path.suffix.lower())
-    return read_plain(path) if blocks is None else _unpacked(path, blocks)
+    return read_plain(path) if packing(path) is None else _whole(path, packing(path))
+
+
+def blocks(path: Path, first: int = 0, last: int | None = None) -> Iterator[bytes]:
+    """The content of a file, piece by piece, unpacked if its name ends as `PACKED` says.
+
+    Args:
+      path: the file.
+      first, last: the bytes of a plain file to read, from `first` to before `last`.
+
+    Raises:
+      ValueError: the file is empty or damaged, unpacks to more than `most_unpacked` bytes, is a
+        .zip that does not hold exactly one file, or is no ordinary file.
+      OSError: the file cannot be read.
+      ImportError: it is a .zst, and pyarrow is not there.
+    """
+    if unpack := packing(path):
+        return _unpacked(path, unpack, most_unpacked(check_ordinary(path)))
+    if not check_ordinary(path):
+        raise _empty(path)
+    return plain_blocks(path, first, last)
+
+
+class _Stream(io.RawIOBase):
+    """Blocks as a file."""
+
+    def __init__(self, parts: Iterator[bytes]):
+        self._parts, self._left = parts, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not len(self._left):
+            if (part := next(self._parts, None)) is None:
+                return 0
+            self._left = memoryview(part)
+        n = min(len(buffer), len(self._left))
+        buffer[:n], self._left = self._left[:n], self._left[n:]
+        return n
+
+
+def opened(parts: Iterator[bytes]) -> io.BufferedReader:
+    """Blocks as a file that has lines."""
+    return io.BufferedReader(_Stream(parts), _BLOCK)
+
+
+def packing(path: Path) -> Callable[[Path], Iterator[bytes]] | None:
+    """The function that unpacks a file of such a name; None for a plain one."""
+    return PACKED.get(path.suffix.lower())
 
 
 def head(path: Path) -> bytes:
-    """The first bytes of a file, 64 KiB or 1 MiB, unpacked as `read_file` does; raises the same."""
+    """The first bytes of a file, 1 MiB at most, unpacked as `read_file` does; raises the same."""
     check_ordinary(path)
-    blocks = PACKED.get(path.suffix.lower(), _plain_blocks)
+    unpack = packing(path) or plain_blocks
     try:
-        return next(blocks(path), b"")
+        return next(unpack(path), b"")
     except DAMAGED as error:
-        raise _not_unpacked(path, error, blocks) from error
+        raise _not_unpacked(path, error, unpack) from error
 
 
 def read_plain(path: Path) -> bytes:
     """The content of a file as it is; raises what `read_file` does."""
     size = check_ordinary(path)
     check_room(path, size)
-    return _not_empty(path, path.read_bytes())
+    if not (data := path.read_bytes()):
+        raise _empty(path)
+    return data
 
 
 def most_unpacked(size: int) -> int:
     """The most bytes that a packed file of `size` bytes may unpack to."""
-    return min(max(MAX_UNPACKED, MAX_INFLATION * size), MAX_BYTES)
+    return max(MAX_UNPACKED, MAX_INFLATION * size)
 
 
 def read_gz(path: Path) -> bytes:
@@ -135,31 +187,7 @@ def read_gz(path: Path) -> bytes:
       ValueError: the file is empty, damaged, no gzip file or no ordinary file, or unpacks to more.
       OSError: the file cannot be read.
     """
-    return _unpacked(path, _gz_blocks)
-
-
-def read_all(paths: Iterable[Path], read: Callable[[Path], bytes], source: Path) -> Joined:
-    """Files, joined in this order.
-
-    Args:
-      paths: the files; empty ones are passed over.
-      read: reads a file that is not empty.
-      source: the folder that they are of, for errors.
-
-    Raises:
-      ValueError: one of them cannot be unpacked or is no ordinary file, or all together are too
-        much.
-      OSError: one of them cannot be read.
-    """
-    sizes = {path: check_ordinary(path) for path in paths}
-    total, texts = sum(sizes.values()), []
-    for path, size in sizes.items():
-        check_room(source, total)
-        if size:
-            texts.append(read(path))
-            total += len(texts[-1]) - size
-    check_room(source, total)
-    return join(texts)
+    return _whole(path, _gz_blocks)
 
 
 class Listed(NamedTuple):
@@ -244,10 +272,8 @@ def as_array(data: bytes) -> UInt8[np.ndarray, " n"]:
     return np.frombuffer(data, np.uint8)
 
 
-def _not_empty(path: Path, data: bytes) -> bytes:
-    if not data:
-        raise SettingError(f"{path} is empty: give a file with text")
-    return data
+def _empty(path: Path) -> SettingError:
+    return SettingError(f"{path} is empty: give a file with text")
 
 
 def check_room(path: Path, size: int) -> None:
@@ -259,30 +285,34 @@ def check_room(path: Path, size: int) -> None:
         )
 
 
-def _unpacked(path: Path, blocks: Callable[[Path], Iterator[bytes]]) -> bytes:
-    """Joins the blocks of a packed file, as long as they are within the limit."""
-    size = check_ordinary(path)
-    most, parts, total = most_unpacked(size), [], 0
+def _whole(path: Path, unpack: Callable[[Path], Iterator[bytes]]) -> bytes:
+    """What a packed file has, in memory."""
+    return b"".join(_unpacked(path, unpack, min(MAX_BYTES, most_unpacked(check_ordinary(path)))))
+
+
+def _unpacked(path: Path, unpack: Callable[[Path], Iterator[bytes]], most: int) -> Iterator[bytes]:
+    """The blocks of a packed file, as long as they have `most` bytes together."""
+    total = 0
     try:
-        for block in blocks(path):
-            parts.append(block)
+        for block in unpack(path):
             total += len(block)
             if total > most:
-                parts.clear()
                 raise ValueError(
-                    f"{path} unpacks to more than {most:,} bytes from {size:,}: refused as a "
-                    "decompression bomb; if it is none, unpack it yourself"
+                    f"{path} unpacks to more than {most:,} bytes from {path.stat().st_size:,}: "
+                    "refused as a decompression bomb; if it is none, unpack it yourself"
                 )
+            yield block
     except DAMAGED as error:
-        raise _not_unpacked(path, error, blocks) from error
-    return _not_empty(path, b"".join(parts))
+        raise _not_unpacked(path, error, unpack) from error
+    if not total:
+        raise _empty(path)
 
 
 def _not_unpacked(
-    path: Path, error: Exception, blocks: Callable[[Path], Iterator[bytes]]
+    path: Path, error: Exception, unpack: Callable[[Path], Iterator[bytes]]
 ) -> ValueError:
     """The error of a file that is damaged, or not packed as its name says, or in a newer way."""
-    kind = {_xz_blocks: "xz", _zip_blocks: "zip"}.get(blocks, "gzip")
+    kind = {_xz_blocks: "xz", _zip_blocks: "zip", _zst_blocks: "zstd"}.get(unpack, "gzip")
     with open(path, "rb") as file:
         begin = file.read(6)
     if isinstance(error, NotImplementedError):
@@ -301,9 +331,12 @@ def _not_unpacked(
     return ValueError(f"{path} is damaged ({error}): copy or download it again")
 
 
-def _plain_blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        yield from iter(lambda: file.read(_PACKED), b"")
+def plain_blocks(path: Path, first: int = 0, last: int | None = None) -> Iterator[bytes]:
+    """A file's bytes as they are; arguments are those of `blocks`."""
+    with path.open("rb") as file:
+        file.seek(first)
+        while block := file.read(_BLOCK if last is None else min(_BLOCK, last - file.tell())):
+            yield block
 
 
 def _gz_blocks(path: Path) -> Iterator[bytes]:
@@ -345,9 +378,27 @@ def _zip_blocks(path: Path) -> Iterator[bytes]:
             raise ValueError(f"{path} cannot be read ({error}): unpack it yourself") from error
 
 
+def _zst_blocks(path: Path) -> Iterator[bytes]:
+    try:
+        import pyarrow
+    except ImportError:
+        raise ImportError(
+            f"{path} is unpacked by pyarrow, which is not there: pip install 'reformax[parquet]', "
+            "or unpack it yourself"
+        ) from None
+    try:
+        with pyarrow.input_stream(str(path), compression="zstd", buffer_size=_PACKED) as file:
+            yield from iter(lambda: file.read(_BLOCK), b"")
+    except OSError as error:
+        if error.errno is not None:  # of the system
+            raise
+        raise zlib.error(" ".join(str(error).split())) from None
+
+
 # How a file is unpacked, by the end of its name.
 PACKED: dict[str, Callable[[Path], Iterator[bytes]]] = {
     ".gz": _gz_blocks,
     ".xz": _xz_blocks,
     ".zip": _zip_blocks,
+    ".zst": _zst_blocks,
 }

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from reformax.data import files
 from reformax.data.base import Task, Windows, byte_language_model, split_borders
-from reformax.data.text import split_text
+from reformax.data.text import MAX_HELD_OUT, split_text
 from reformax.declared import PathName, SettingError, Size, checked, user_path
 
 
@@ -67,6 +67,7 @@ def package_sources(
     max_train: Size | None = None,
     windows: Windows = "anywhere",
     document_mask: bool = False,
+    max_held_out: Size = MAX_HELD_OUT,
 ) -> Task:
     """A byte language model of the .py files of pinned wheels.
 
@@ -84,7 +85,7 @@ def package_sources(
         length and SHA-256. Or a list of your own, in the format of `pip`: lines
         `name==version --hash=sha256:...`.
       max_train: trains on the first so many bytes; valid and test stay as they are.
-      windows, document_mask: as in `reformax.data.text.text`.
+      windows, document_mask, max_held_out: as in `reformax.data.text.text`.
 
     Raises:
       FileNotFoundError: the folder, the list or a wheel is not there.
@@ -93,7 +94,7 @@ def package_sources(
       OSError: a file cannot be read.
     """
     found = read(data_dir, wheels)
-    splits = split_text({"train": files.as_array(found.data)}, str(data_dir))
+    splits = split_text({"train": files.as_array(found.data)}, str(data_dir), max_held_out)
     borders = split_borders({"train": found.begins}, splits)
     splits["train"] = splits["train"][:max_train]
     return byte_language_model("package_sources", splits, 0, borders, windows, document_mask)

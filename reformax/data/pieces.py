@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ _BLOCK = 2**14  # bytes of text that are encoded as one
 _TOGETHER = 2**24  # bytes of text whose ids are Python integers until they are joined
 # Bytes that a vocabulary is learnt from, taken evenly from the whole, and of one of its sentences.
 _SAMPLE, _SENTENCE = 10**7, 2**11
+_LOOKED_AT = 2**26  # bytes of a text in which documents' ends are looked for
 # Bytes of a text that are decoded again together, and how often.
 _CHECKED, _CHECKS = 2**11, 2**8
 # A tokenizer.json of 250,000 pieces has 20 MB.
@@ -165,6 +166,13 @@ class PieceVocabulary:
         if self._path is not None and self._path.exists():
             self._take(_read(self._path), self._path)
 
+    @classmethod
+    def of(cls, serialised: bytes, size: int) -> PieceVocabulary:
+        """A vocabulary as its file has it, for a model of so many ids."""
+        vocabulary = cls(size)
+        vocabulary._take(serialised, Path(FILE))
+        return vocabulary
+
     def keep_in(self, folder: str | os.PathLike, begun: bool) -> str:
         """Reads the run's vocabulary, or makes it and writes it there; returns its fingerprint.
 
@@ -229,26 +237,38 @@ class PieceVocabulary:
                 part.append(int(i))
         return "\n".join([*found, self._codec.decode(part)])
 
-    def encode_documents(self, data: bytes) -> Encoded:
+    @property
+    def dtype(self) -> np.dtype:
+        """Of ids in memory and in files."""
+        return np.dtype(np.uint16 if self.size <= 2**16 else np.int32)
+
+    def serialised(self) -> bytes:
+        """The vocabulary as its file has it; learns it where it is not there yet."""
+        return self._bytes if self._bytes is not None else self._made()
+
+    def encode_documents(self, data: bytes, before: int = 0) -> Encoded:
         """The ids of documents that byte 0 ends.
+
+        Args:
+          data: the text.
+          before: bytes of its split that stand before it, for errors.
 
         Raises:
           ValueError: the text is not UTF-8.
         """
-        dtype = np.uint16 if self.size <= 2**16 else np.int32
         end = [self._codec.end] if 0 <= self._codec.end < self.size else self.encode("\n")
-        parts, texts, waiting = [np.zeros(0, dtype)], [], 0
+        parts, texts, waiting = [np.zeros(0, self.dtype)], [], 0
         firsts, counts = [], [0]
         for first, last in _blocks(data):
             firsts.append(first)
-            texts.append(_decoded(data, first, last))
+            texts.append(_decoded(data, first, last, before))
             waiting += last - first
             if waiting >= _TOGETHER or last == len(data):
                 ids = self._codec.encode_all([text.rstrip("\0") for text in texts])
                 ids = [x + end if t.endswith("\0") else x for x, t in zip(ids, texts, strict=True)]
                 ids_of_part = np.array([i for x in ids for i in x], np.int32)
                 self._check_ids([ids_of_part.max(initial=0)])
-                parts.append(ids_of_part.astype(dtype))
+                parts.append(ids_of_part.astype(self.dtype))
                 counts.extend(map(len, ids))
                 texts, waiting = [], 0
         before = np.cumsum(counts, dtype=np.int64)[:-1]
@@ -258,6 +278,8 @@ class PieceVocabulary:
         self, data: bytes, encoded: Encoded, begins: Int64[np.ndarray, " d"]
     ) -> Int64[np.ndarray, " d"]:
         """The ids, by place, that documents begin with; a piece across two is the first one's.
+
+        The last place may be the number of ids, where a document has no piece of its own.
 
         Within a block of text, `_BLOCK`, that is exact for learnt pieces and a tokenizer.json. A
         sentencepiece model that joins lines, or puts a space before a text, is off by a few ids.
@@ -277,7 +299,7 @@ class PieceVocabulary:
             text = _decoded(data, begin, end).rstrip("\0")
             characters = [len(_decoded(data, begin, begins[i])) for i in group]
             found[group] += self._codec.ids_before(text, characters)
-        return np.unique(found[found < len(encoded.ids)])
+        return np.unique(found)
 
     @property
     def _codec(self) -> _SentencePieces | _Tokenizer:
@@ -354,7 +376,7 @@ class PieceVocabulary:
 
     def _warn_of_no_end(self) -> None:
         """Warns if documents have ends, and the vocabulary has no id of one."""
-        if self._codec.end < 0 and (self._text == _BORDER[0]).any():
+        if self._codec.end < 0 and _BORDER in bytes(self._text[:_LOOKED_AT]):
             known = f"none of {', '.join(_ENDS)}" if self._path is not None else "no EOS"
             logging.getLogger(__name__).warning(
                 f"text: the vocabulary {self._path or FILE} has no id for the end of a document "
@@ -369,6 +391,7 @@ def piece_language_model(
     borders: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
     windows: Windows = "anywhere",
     document_mask: bool = False,
+    encode: Callable[[str], tuple[Any, Any]] | None = None,
 ) -> Task:
     """The task of predicting each piece of a text; a split is encoded when it is needed.
 
@@ -379,6 +402,7 @@ def piece_language_model(
       borders: the bytes, by place, that documents begin with, sorted; None: one document.
       windows: where training windows begin, 'anywhere' or by 'documents'.
       document_mask: whether a window's documents are hidden from each other.
+      encode: a split -> its ids, and the ids that documents begin with, in files. None: in memory.
 
     Raises:
       ValueError: settings by the documents of a text without.
@@ -387,21 +411,23 @@ def piece_language_model(
     bytes_of = functools.partial(of_split, name, splits)
 
     @functools.cache
-    def encoded(split: str) -> Encoded:
-        data = bytes(bytes_of(split))
+    def encoded(split: str) -> tuple[Any, Any]:
+        data = bytes_of(split)
         if split != "train":  # of which the run's vocabulary was told when it was taken
             vocabulary.warn_of_loss(data, split)
-        return vocabulary.encode_documents(data)
-
-    @functools.cache
-    def borders_of(split: str) -> np.ndarray:
-        return vocabulary.places(bytes(bytes_of(split)), encoded(split), borders[split])
+        if encode is not None:
+            return encode(split)
+        found = vocabulary.encode_documents(bytes(data))
+        if borders is None:
+            return found.ids, None
+        places = vocabulary.places(bytes(data), found, borders[split])
+        return found.ids, places[places < len(found.ids)]
 
     task = language_model(
         name,
         vocabulary.size,
-        lambda split: encoded(split).ids,
-        borders_of=borders and borders_of,
+        lambda split: encoded(split)[0],
+        borders_of=borders and (lambda split: encoded(split)[1]),
         windows=windows,
         document_mask=document_mask,
     )
@@ -472,12 +498,29 @@ def _blocks(data: bytes) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def _decoded(data: bytes, first: int, last: int) -> str:
+def spans(data: Any, n_bytes: int) -> Iterator[tuple[int, int]]:
+    """The places of parts of a text, of about so many bytes, which end where `_blocks` do.
+
+    Encoded alone, they have the ids that they have in the whole.
+    """
+    first = 0
+    while first < len(data):
+        part = bytes(data[first : first + n_bytes])
+        last = len(part)
+        if first + last < len(data):
+            # A block is that of the whole text where all that decides it is in the part.
+            inside = (end for begin, end in _blocks(part) if begin + _BLOCK < len(part))
+            last = max(inside)
+        yield first, first + last
+        first += last
+
+
+def _decoded(data: bytes, first: int, last: int, before: int = 0) -> str:
     try:
         return data[first:last].decode("utf-8")
     except UnicodeDecodeError as error:
         place = first + error.start
         raise ValueError(
-            f"the text is not UTF-8: byte {data[place]:#04x} at {place:,} of a split: convert it, "
-            "as with iconv, or train on bytes with vocab_size=256"
+            f"the text is not UTF-8: byte {data[place]:#04x} at {before + place:,} of a split: "
+            "convert it, as with iconv, or train on bytes with vocab_size=256"
         ) from None

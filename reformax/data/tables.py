@@ -70,13 +70,17 @@ def texts(path: Path, rows: Reader, field: str, max_bytes: int) -> Iterator[byte
     return (text for (text,) in rows(path, [Field(field)], max_bytes) if text)
 
 
-def json_lines(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple]:
+def json_lines(
+    path: Path, fields: Sequence[Field], max_bytes: int, first: int = 0, last: int | None = None
+) -> Iterator[tuple]:
     """The rows of a file with an object of JSON in each line, plain or packed.
 
     Args:
       path: the file.
       fields: the names in an object.
-      max_bytes: unused: unpacked by the limits of `files.read_file`, texts are shorter than lines.
+      max_bytes: unused: unpacked by the limits of `files.blocks`, texts are shorter than lines.
+      first, last: of a plain file, the bytes that the lines begin in, from `first` to before
+        `last`; None: all.
 
     Yields:
       A value of each field: of text its bytes, or None.
@@ -85,20 +89,33 @@ def json_lines(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[
       ValueError: a line is no object of JSON, is too long, or has no such field.
       OSError: the file cannot be read.
     """
-    file = io.BytesIO(files.read_file(path))
-    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
-        where = f"{path} line {number:,}"
+    file = files.opened(files.blocks(path, max(0, first - 1)))
+    place, number = first, 0
+    if first:  # a line that begins before is of the part before
+        place += len(file.readline()) - 1
+    begin = place
+
+    def where() -> str:
+        parts = files.blocks(path, 0, begin) if begin else ()
+        before = sum(part.count(b"\n") for part in parts)
+        return f"{path} line {before + number:,}"
+
+    while (last is None or place < last) and (line := file.readline(MAX_LINE + 1)):
+        number += 1
         if len(line) > MAX_LINE:
-            raise ValueError(f"{where} has more than {MAX_LINE:,} bytes: split it into several")
+            raise ValueError(f"{where()} has more than {MAX_LINE:,} bytes: split it into several")
+        place += len(line)
         if line.isspace():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = str(error).partition("\n")[0]
-            raise ValueError(f"{where} is no JSON ({reason}): expected an object a line") from None
+            raise ValueError(
+                f"{where()} is no JSON ({reason}): expected an object a line"
+            ) from None
         if not isinstance(row, dict):
-            raise ValueError(f'{where} is no object: expected lines such as {{"text": "..."}}')
+            raise ValueError(f'{where()} is no object: expected lines such as {{"text": "..."}}')
         yield _values(row, where, fields)
 
 
@@ -107,15 +124,19 @@ def json_array(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[
 
     Takes, yields and raises what `json_lines` does.
     """
-    text, where = _decoded(path), f"{path}"
+    text, where = _decoded(path), lambda: str(path)
     place, number, decoder = text.index("[") + 1, 0, json.JSONDecoder()
     try:
         while not text.startswith("]", place := _SPACE.match(text, place).end()):
-            number, where = number + 1, f"{path} element {number + 1:,}"
+            number += 1
+
+            def where(number=number) -> str:
+                return f"{path} element {number:,}"
+
             row, place = decoder.raw_decode(text, place)
             if not isinstance(row, dict | str):
                 raise SettingError(
-                    f'{where} is no object: expected an array of such as {{"text": "..."}}'
+                    f'{where()} is no object: expected an array of such as {{"text": "..."}}'
                 )
             yield _values(row if isinstance(row, dict) else {fields[0].name: row}, where, fields)
             place = _SPACE.match(text, place).end()
@@ -127,15 +148,15 @@ def json_array(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[
             raise json.JSONDecodeError("more behind the array", text, place + 1)
     except (json.JSONDecodeError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{where} is no JSON ({reason}): write it anew, or as .jsonl") from None
+        raise ValueError(f"{where()} is no JSON ({reason}): write it anew, or as .jsonl") from None
 
 
-def _values(row: dict[str, Any], where: str, fields: Sequence[Field]) -> tuple:
+def _values(row: dict[str, Any], where: Callable[[], str], fields: Sequence[Field]) -> tuple:
     found = []
     for field in fields:
         value, kinds = row.get(field.name, ...), (str,) if field.is_text else (str, int, float)
         if value is not None and not isinstance(value, kinds):
-            raise no_field(where, field, [n for n, x in row.items() if isinstance(x, kinds)])
+            raise no_field(where(), field, [n for n, x in row.items() if isinstance(x, kinds)])
         found.append(value.encode("utf-8", "replace") if isinstance(value, str) else value)
     return tuple(found)
 
@@ -170,17 +191,22 @@ def _delimited(
 def delimited_rows(path: Path, delimiter: str) -> Iterator[list[str]]:
     """The rows of a .csv or .tsv, plain or packed, without empty lines."""
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE))
-    table = csv.reader(io.StringIO(_decoded(path), newline=""), delimiter=delimiter)
+    text = io.TextIOWrapper(files.opened(files.blocks(path)), "utf-8-sig", newline="")
+    table = csv.reader(text, delimiter=delimiter)
     try:
         yield from filter(None, table)
     except csv.Error as error:
         raise SettingError(f"{path} line {table.line_num:,} is no row ({error})") from None
+    except UnicodeDecodeError as error:
+        raise _no_utf8(path, error) from None
 
 
 def _decoded(path: Path) -> str:
     try:
         return files.read_file(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 ({error.reason}): convert it, as with iconv"
-        ) from None
+        raise _no_utf8(path, error) from None
+
+
+def _no_utf8(path: Path, error: UnicodeDecodeError) -> ValueError:
+    return ValueError(f"{path} is not UTF-8 ({error.reason}): convert it, as with iconv")

@@ -5,20 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import UInt8
 
-from reformax.data import documents, files
-from reformax.data.base import SPLITS, Task, Windows, byte_language_model, split_borders
+from reformax.data import documents, files, piece_files, token_files
+from reformax.data.base import SPLITS, Task, Windows, byte_language_model, of_split, split_borders
 from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
 from reformax.data.splits import By
-from reformax.data.vocabulary import ModelType
+from reformax.data.vocabulary import FILE, ModelType
 from reformax.declared import Bounds, Name, PathName, SettingError, Size, VocabSize, checked
 
 # The most bytes of valid and of test.
 MAX_HELD_OUT = 1_000_000
+# Sources of so many bytes are read into memory at each start. Larger ones are prepared once.
+SMALL, SMALL_PIECES = 2**24, 2**20
+# The settings that a text is prepared by.
+DEFAULTS = {"pattern": "*", "field": "text", "raw": False, "splits": "by_name"}
 Offset = Annotated[int, Bounds(0, 2**16 - 1)]
 
 
@@ -36,6 +40,7 @@ def text(
     windows: Windows = "anywhere",
     document_mask: bool = False,
     splits: By = "by_name",
+    cache_dir: PathName | None = None,
 ) -> Task:
     """A language model of your own text, of its bytes or of pieces of words.
 
@@ -51,8 +56,9 @@ def text(
     of them, such as README.md. A run's first lines say what is read and what is not.
 
     Args:
-      data_dir: a file or a folder. Text, plain or .gz, .xz or .zip; .jsonl, .json with an array
-        or lines of objects, .csv and .tsv whose first row names the field, plain or packed;
+      data_dir: a file or a folder, which `reformax prepare` may have made; larger sources are
+        prepared at the first start. Text, plain or .gz, .xz, .zip or .zst; .jsonl, .json with an
+        array or lines of objects, .csv and .tsv whose first row names the field, plain or packed;
         .parquet; .arrow; or a folder that `datasets` saved, whose own splits are kept.
       pattern: the names of files to take, such as '*.txt' or '*.md'; '**' takes pages beside tables
         too.
@@ -66,29 +72,34 @@ def text(
         256 says, and the `model_type`, if that is given.
       model_type: of pieces: 'bpe', 'unigram', 'char' or 'word'; None: 'bpe' where they are learnt.
       offset: a byte's id is the byte plus this, for models that reserve the first ids.
-      windows: where training windows begin: 'anywhere', uniformly; or by 'documents', from their
-        begins where they fit, as `reformax.data.base.document_starts` says.
+      windows: where training windows begin: 'anywhere', uniformly; by 'documents', from their
+        begins where they fit, as `reformax.data.base.document_starts` says; or 'each_once', one
+        behind the other in an order of each epoch, in which each token is a target once.
       document_mask: whether a token is predicted from its own document alone, in training and in
         evaluation: the documents of a window are hidden from each other, and positions start again
         with each. Llama 3's mask (Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.2).
       splits: 'by_name', a folder's own; or 'cut', all that it holds as one text.
+      cache_dir: a folder for the token files of large texts; None: $XDG_CACHE_HOME/reformax/texts,
+        or ~/.cache/reformax/texts.
 
     Raises:
       FileNotFoundError: data_dir does not exist.
       OSError: a file or a folder below cannot be read.
       ValueError: the text is empty, damaged, too short or too long, or no file matches, or one is
         no text, a FIFO, a device or a socket, or data_dir is a run's folder; or a setting goes by
-        documents and there is one. Text is too long above half of the machine's memory; packed text
-        and tables also above 1 GiB and 20 times their size.
+        documents and there is one. Text is too long where the cache's disk has no room for it, and
+        packed text and tables above 1 GiB and 20 times their size.
       ImportError: pyarrow or tokenizers is needed and not there.
     """
+    of_bytes = vocabulary is None and vocab_size in (BYTES, BYTES + offset)
     path = files.existing(data_dir)
-    source = documents.read(path, pattern, field, raw, splits, "text.text.splits")
-    texts = {split: files.as_array(x.data) for split, x in source.texts.items()}
+    settings = {"pattern": pattern, "field": field, "raw": raw, "splits": splits}
+    source, folder = _source(path, settings, SMALL if of_bytes else SMALL_PIECES, cache_dir)
+    texts = {split: x.data for split, x in source.texts.items()}
     parts = split_text(texts, str(path), max_held_out)
     borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
     summary = functools.cache(lambda: described(path, source, parts))
-    if vocabulary is None and vocab_size in (BYTES, BYTES + offset):
+    if of_bytes:
         if model_type is not None:
             raise SettingError(
                 f"model_type is {model_type!r}: bytes are no pieces, leave it out, or set "
@@ -102,9 +113,51 @@ def text(
         )
     if offset:
         raise SettingError(f"offset is {offset}: pieces have no reserved ids, leave it out")
+    if vocabulary is None and folder is not None and (folder / FILE).is_file():
+        vocabulary = folder / FILE
     pieces = PieceVocabulary(vocab_size, parts["train"], vocabulary, model_type)
-    task = piece_language_model("text", parts, pieces, borders, windows, document_mask)
+    encode = folder and functools.partial(encoded_split, parts, borders, pieces, folder)
+    task = piece_language_model("text", parts, pieces, borders, windows, document_mask, encode)
     return task._replace(summary=summary)
+
+
+def _source(
+    path: Path, settings: Mapping[str, Any], small: int, cache_dir: PathName | None
+) -> tuple[documents.Source, Path | None]:
+    """The text, and the folder of its files; None for what is in memory."""
+    if token_files.is_prepared(path):
+        made_with = token_files.settings_of(path)
+        for name, value in settings.items():
+            if value not in (DEFAULTS[name], made_with[name]):
+                raise SettingError(
+                    f"text.text.{name} is {value!r}, and {path} was prepared with "
+                    f"{made_with[name]!r}: leave it out, or prepare the text anew"
+                )
+        return token_files.load(path), path
+    found = find(path, settings)
+    if found.size() <= small:
+        return documents.read(path, found, settings["field"]), None
+    return token_files.cached(found, settings, cache_dir)
+
+
+def find(path: Path, settings: Mapping[str, Any]) -> documents.Found:
+    """The files of a text, by the settings of `DEFAULTS`."""
+    by = {"by": settings["splits"], "option": "text.text.splits"}
+    return documents.find(path, settings["pattern"], settings["field"], settings["raw"], **by)
+
+
+def encoded_split(
+    parts: Mapping[str, Any],
+    borders: Mapping[str, Any] | None,
+    pieces: PieceVocabulary,
+    folder: Path,
+    split: str,
+    **options: Any,
+) -> documents.Text:
+    """The ids of a split and of its borders, in files; `options` are of `piece_files.encoded`."""
+    begins = np.zeros(1, np.int64) if borders is None else borders[split]
+    text = documents.Text(of_split("text", parts, split), begins)
+    return piece_files.encoded(text, pieces, folder, **options)
 
 
 def described(
@@ -158,5 +211,5 @@ def split_text(
 
 def _begin_of_character(data: UInt8[np.ndarray, " n"], place: int) -> int:
     """The place, or up to 3 bytes before it, where a character of UTF-8 begins."""
-    before = np.flatnonzero(data[max(0, place - 3) : place + 1][::-1] >> 6 != 2)
+    before = np.flatnonzero(np.asarray(data[max(0, place - 3) : place + 1])[::-1] >> 6 != 2)
     return place - int(before[0]) if len(before) else place

@@ -177,9 +177,10 @@ def evaluate(
 
     Returns:
       bits_per_dim (bits_per_token of pieces, with bits_per_byte where they are of one text;
-      bits_per_label of classes), accuracy, n_targets scored, `whole`: whether these are all,
-      length, stride and split. With `all_as_well`, where these are not all, under `whole_split` the
-      same of the whole split. None if abandoned.
+      bits_per_label of classes), accuracy, n_targets scored, `whole`: whether these are all, the
+      n_windows that they lie in and the standard_error over batches (None for one), length,
+      stride and split. With `all_as_well`, where these are not all, under `whole_split` the same of
+      the whole split. None if abandoned.
 
     Raises:
       ValueError: sizes or vocabularies that do not fit together, or the task's batches did not
@@ -211,7 +212,7 @@ def evaluate(
     result = _result(totals[0], task, split, not part) | {"length": length, "stride": stride}
     if part and all_as_well:
         everything = _result(totals[1], task, split, True)
-        left_out = ("split", "whole")
+        left_out = ("split", "whole", "n_windows", "standard_error")
         result["whole_split"] = {n: x for n, x in everything.items() if n not in left_out}
     return result
 
@@ -277,13 +278,19 @@ def in_budget(index: int, budget: int, of: int) -> bool:
 def _totals(
     score, batches: Iterable, chosen, bar: Progress, unit: str, should_stop
 ) -> np.ndarray | None:
-    """The sums of `score(batch, index)` over the chosen batches and over all; None if abandoned."""
-    totals = np.zeros((2, 3), np.float64)  # a split has more targets than float32 counts
+    """The sums over the chosen batches and over all; None if abandoned.
+
+    They are those of `score(batch, index)`, of products of its nats and weights, and of batches.
+    """
+    totals = np.zeros((2, 8), np.float64)  # a split has more targets than float32 counts
     in_flight: deque = deque()
 
     def add() -> None:
         index, sums = in_flight.popleft()
-        totals[0 if chosen(index) else 1 :] += jax.device_get(sums)
+        sums = np.asarray(jax.device_get(sums), np.float64)
+        nats, weight = sums[:2]
+        squares = nats * nats, nats * weight, weight * weight, weight > 0
+        totals[0 if chosen(index) else 1 :] += np.concatenate([sums, squares])
 
     figures = ""
     with prefetch(batches) as ready:
@@ -303,7 +310,7 @@ def _totals(
 
 
 def _result(total: np.ndarray, task, split: str, whole: bool) -> dict[str, Any]:
-    nats, weight, correct = total
+    nats, weight, correct, n_windows = total[:4]
     if whole and round(weight) != task.n_targets(split):
         raise ValueError(
             f"task {task.name}: the batches of {split} hold {weight:.0f} targets and the split "
@@ -317,17 +324,33 @@ def _result(total: np.ndarray, task, split: str, whole: bool) -> dict[str, Any]:
         "accuracy": float(correct / weight),
         "n_targets": round(weight),
         "whole": whole,
+        "n_windows": round(n_windows),
+        "standard_error": _standard_error(total),
     }
+
+
+def _standard_error(total: np.ndarray) -> float | None:
+    """That of bits per target, of batches as drawn from a text without end; None for one batch.
+
+    Of a ratio of sums, nats over weights (Cochran 1977, "Sampling Techniques", section 6.4).
+    """
+    nats, weight, _, _, nats_2, both, weight_2, n = total
+    if n < 2:
+        return None
+    mean = nats / weight
+    residual = max(0.0, nats_2 - 2 * mean * both + mean * mean * weight_2)
+    return loss_lib.bits_per_dim(np.sqrt(residual * n / (n - 1)), weight)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _sums(model, loss_chunk_len, mesh, params, key, batch, index):
-    """A batch's sums of nats, weight and correct, as one array: one transfer to the host."""
+    """A batch's sums of nats, weight, correct and rows, as one array: one transfer to the host."""
 
     def sums_of(params, rng, inputs, targets, weights):
         features = model.features(params, inputs, rng=rng)
         scored = model.logits, params, features, targets, weights, loss_chunk_len
         sums = loss_lib.cross_entropy(*scored, impl="xla")  # of logits in float32
-        return jax.numpy.stack([sums.nats, sums.weight, sums.correct])
+        n_rows = (weights > 0).any(axis=1).sum().astype(sums.nats.dtype)
+        return jax.numpy.stack([sums.nats, sums.weight, sums.correct, n_rows])
 
     return devices.on(mesh, sums_of)(params, jax.random.fold_in(key, index), *batch)

@@ -90,7 +90,8 @@ class Scores:
         for found in (result, result.get("whole_split", result)):
             if not math.isfinite(bits := found[self.metric]):
                 raise FloatingPointError(f"{settings.eval_split} loss is {bits} after step {step}")
-        return {name: x for name, x in result.items() if name not in ("split", "length", "stride")}
+        of_evaluate = ("split", "length", "stride", "n_windows", "standard_error")
+        return {name: x for name, x in result.items() if name not in of_evaluate}
 
     def words(self, score: Mapping[str, Any]) -> str:
         """The result of `of` in a few words."""

@@ -370,6 +370,7 @@ def test_flipped_bytes_of_tables_are_told_or_harmless(tmp_path):
 def test_a_row_is_one_document_whatever_it_holds(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, [{"text": "one\0two"}, {"text": "three"}])
-    found = documents.read(path, "*", "text", False, "by_name", "text.text.splits").texts["train"]
+    source = documents.find(path, "*", "text", False, "by_name", "text.text.splits")
+    found = documents.read(path, source, "text").texts["train"]
     assert bytes(found.data) == "one\ufffdtwo\0three\0".encode()
     assert list(found.begins) == [0, 10]

@@ -11,6 +11,7 @@ import tracemalloc
 import zipfile
 import zlib
 
+import pyarrow as pa
 import pytest
 
 from reformax.data import files
@@ -77,14 +78,21 @@ def holding(data):
 
 def sparse(path):
     with open(path, "wb") as file:
-        file.truncate(2**43)
+        file.truncate(2**43)  # more than the disk has
 
 
 def sparse_in_a_folder(path):
     path.mkdir()
     for name in "abc":
         with open(path / name, "wb") as file:
-            file.truncate(files.MAX_BYTES // 2)
+            file.truncate(2**43)
+
+
+def zst(data):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as file:
+        file.write(data)
+    return sink.getvalue().to_pybytes()
 
 
 BOMB = bytes(64 * MIB)
@@ -99,9 +107,9 @@ ROWS = {
     "packed device": ("a.gz", link_to("/dev/zero"), "is a device"),
     "random bytes": ("a.xz", link_to("/dev/urandom"), "is a device"),
     "nothing": ("a.txt", link_to("/dev/null"), "is a device"),
-    "files of a folder": ("a", sparse_in_a_folder, "bytes of text and half of this machine"),
+    "files of a folder": ("a", sparse_in_a_folder, "bytes of text, and its disk has room for"),
     "link to itself": ("a.txt", link_to("a.txt"), "does not exist: set data_dir"),
-    "more than memory": ("a.txt", sparse, "bytes of text and half of this machine's memory is"),
+    "more than memory": ("a.txt", sparse, "bytes of text, and its disk has room for"),
     "gz bomb": ("a.gz", holding(lambda: gzip.compress(BOMB)), "decompression bomb"),
     "xz bomb": ("a.xz", holding(lambda: lzma.compress(BOMB, preset=0)), "decompression bomb"),
     "zip bomb": ("a.zip", holding(lambda: zipped(BOMB)), "decompression bomb"),
@@ -139,6 +147,13 @@ ROWS = {
     "20,000 empty gz members": ("a.gz", holding(lambda: gzip.compress(b"") * 20_000), "is empty"),
     "gz in name alone": ("a.gz", holding(LINES), "is not packed by gzip, by its first"),
     "xz in name alone": ("a.xz", holding(LINES), "is not packed by xz, by its first"),
+    "zst fifo": ("a.zst", fifo, "is a FIFO: give an ordinary file"),
+    "zst bomb": ("a.zst", holding(lambda: zst(BOMB)), "decompression bomb"),
+    "zst bomb of frames": ("a.zst", holding(lambda: zst(bytes(MIB)) * 64), "decompression bomb"),
+    "zst in name alone": ("a.zst", holding(LINES), "is not packed by zstd, by its first"),
+    "zst cut": ("a.zst", holding(lambda: zst(LINES)[:-9]), "is damaged .*copy or download it"),
+    "empty zst": ("a.zst", holding(b""), "is empty"),
+    "rubbish behind zst": ("a.zst", holding(lambda: zst(LINES) + b"rubbish"), "is damaged"),
     "zip in name alone": ("a.zip", holding(LINES), "is not packed by zip, by its first"),
     "zip of a later version": (
         "a.zip",
@@ -174,6 +189,7 @@ ROWS = {
 def test_refused_in_one_line_and_little_memory(row, tmp_path, monkeypatch, fails_in_one_line):
     name, make, message = ROWS[row]
     make(tmp_path / name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
     monkeypatch.setattr(files, "MAX_UNPACKED", 4 * MIB)
     tracemalloc.start()
     try:

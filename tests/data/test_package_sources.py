@@ -77,6 +77,14 @@ def test_a_part_to_train_on_leaves_what_is_held_out(listed, tmp_path, content):
     assert content(part, "valid", "test") == content(whole, "valid", "test")
 
 
+def test_held_out_text_has_the_size_that_is_asked(listed, tmp_path):
+    whole, part = (
+        package_sources.package_sources(str(tmp_path), str(listed), max_held_out=n)
+        for n in (10**9, 7)
+    )
+    assert whole.n_targets("test") > part.n_targets("test") == part.n_targets("valid") == 7
+
+
 def test_a_missing_wheel_is_named_with_the_command(listed, tmp_path, fails_in_one_line):
     (tmp_path / "first-1.0-py3-none-any.whl").unlink()
     match = rf"no wheel of first 1.0: pip download --no-deps --dest {tmp_path} -r {listed}"

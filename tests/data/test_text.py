@@ -83,7 +83,9 @@ def test_files_of_a_folder_are_documents(tmp_path, fails_in_one_line):
     match = "windows is 'documents': the text to train on is one document, give a table or a fol"
     with fails_in_one_line(ValueError, match):
         text(tmp_path / "0.txt", windows="documents")
-    with fails_in_one_line(ValueError, "windows is 'rows': expected 'anywhere' or 'documents'"):
+    with fails_in_one_line(
+        ValueError, "windows is 'rows': expected 'anywhere', 'documents' or 'each_once'"
+    ):
         text(tmp_path, windows="rows")
     with fails_in_one_line(ValueError, match):
         text(tmp_path / "0.txt", vocab_size=300, windows="documents")

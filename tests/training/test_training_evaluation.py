@@ -41,6 +41,24 @@ def test_one_window_is_the_mean_over_its_targets():
     assert result["split"] == "valid"
 
 
+def test_a_score_names_its_windows_and_its_standard_error():
+    result = score(batch_size=1, length=10)
+    assert result["n_windows"] == 6  # the last has three targets of its own
+    windows = list(TASK.eval_batches("valid", 1, 10, 10))
+    nats, weights = [], []
+    for _, targets, weight in windows:
+        log_p = jax.nn.log_softmax(MODEL.logits(PARAMS, MODEL.features(PARAMS, targets)))
+        of_targets = -jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+        nats.append(float((of_targets * weight).sum()))
+        weights.append(float(weight.sum()))
+    nats, weights = np.array(nats), np.array(weights)
+    residual = nats - weights * nats.sum() / weights.sum()
+    error = np.sqrt(6 / 5 * (residual**2).sum()) / weights.sum() / np.log(2)
+    assert result["standard_error"] == pytest.approx(error, rel=1e-3) and error > 0
+    assert score(batch_size=4)["n_windows"] == 6
+    assert score(length=53)["standard_error"] is None  # of one batch
+
+
 def test_an_encoder_that_refuses_packed_rows_is_checked_with_rows_as_the_task_has_them():
     encoder = linformer.linformer(n_projected=2)
     sizes = dict(d_model=4, d_ff=4, n_heads=1, n_encoder_layers=1, n_decoder_layers=1)

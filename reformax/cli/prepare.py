@@ -1,0 +1,114 @@
+"""Prepares a text for training: `reformax prepare`, once, for a text of any size.
+
+    reformax prepare --data_dir=FILE_OR_FOLDER --to=FOLDER [--vocabulary=tokenizer.json]
+    reformax train --config_file=reformer_text.gin --data_dir=FOLDER
+
+FOLDER gets the text's bytes and where documents begin, and with --vocabulary or --vocab_size the
+ids of pieces. It is whole or absent. The same command, run again after an interruption, goes on; of
+a text that has not changed it does nothing, and one that has is prepared anew.
+
+Training prepares a large text by itself, in a cache folder. This command says where to and with how
+many processes, and FOLDER can be copied to other machines.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Sequence
+
+from reformax import durable
+from reformax.cli import flags
+from reformax.data import files, token_files, token_ids
+from reformax.data import text as texts
+from reformax.data.base import SPLITS, split_borders
+from reformax.data.pieces import BYTES, PieceVocabulary
+from reformax.data.vocabulary import FILE
+from reformax.declared import Name, PathName, SettingError, Size, VocabSize, user_path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepares a text and says what it is."""
+    args = parser().parse_args(argv)
+    settings = {name: getattr(args, name) for name in texts.DEFAULTS}
+    path, folder = files.existing(args.data_dir), user_path("to", args.to)
+    if token_files.is_prepared(path):
+        raise SettingError(f"data_dir={path} is prepared already: give the text itself")
+    found = texts.find(path, settings)
+    work = {"processes": args.processes, "quiet": args.quiet}
+    made = token_files.prepare(found, settings, folder, **work)
+    source = token_files.load(folder)
+    of_split = {split: x.data for split, x in source.texts.items()}
+    parts = texts.split_text(of_split, str(path), args.max_held_out)
+    if args.vocabulary is not None or args.vocab_size != BYTES:
+        borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
+        if args.vocabulary is None and args.vocab_size < 260:
+            raise SettingError(f"vocab_size is {args.vocab_size}: expected 260 or more for pieces")
+        model = user_path("vocabulary", args.vocabulary) if args.vocabulary else None
+        pieces = PieceVocabulary(args.vocab_size, parts["train"], model, args.model_type)
+        durable.write(folder / FILE, pieces.serialised())
+        encode = functools.partial(texts.encoded_split, parts, borders, pieces, folder)
+        ids = {split: encode(split, **work) for split in SPLITS}
+        counts = [f"{split} {len(x.data):,}" for split, x in ids.items()]
+        if args.write is not None:
+            there = folder / args.write
+            durable.make_folder(there)
+            names = {"train": "train", "valid": "val", "test": "test"}
+            for split, x in ids.items():
+                token_ids.write(there / f"{names[split]}.bin", x.data, x.begins, args.write)
+        print(f"{folder}: ids of {pieces.size:,} pieces, {', '.join(counts)}")
+    elif args.write is not None:
+        raise SettingError(
+            f"write={args.write}: bytes are no ids, give --vocabulary or --vocab_size"
+        )
+    for line in texts.described(folder, source, parts):
+        print(line)
+    if not made:
+        print(f"{folder}: the text is as it was, and nothing of it was made anew")
+    return 0
+
+
+def parser():
+    """The flags."""
+    parser = flags.parser(__doc__)
+    path = flags.of(PathName)
+    parser.add_argument("--data_dir", required=True, type=path, help="a file or a folder of text")
+    parser.add_argument("--to", required=True, type=path, help="the folder that is made")
+    parser.add_argument("--vocabulary", type=path, help="a tokenizer.json or sentencepiece model")
+    parser.add_argument(
+        "--vocab_size",
+        type=flags.of(VocabSize),
+        default=BYTES,
+        help="pieces of a vocabulary that is learnt, or that the model has (default: bytes alone)",
+    )
+    parser.add_argument(
+        "--model_type", choices=("bpe", "unigram", "char", "word"), help="of pieces (default: bpe)"
+    )
+    parser.add_argument(
+        "--write",
+        choices=typing.get_args(token_ids.Format),
+        help="the ids as another program reads them too, in a folder of this name in FOLDER",
+    )
+    parser.add_argument(
+        "--pattern", type=flags.of(Name), default="*", help="names of files to take"
+    )
+    parser.add_argument(
+        "--field", type=flags.of(Name), default="text", help="a table's field that is text"
+    )
+    parser.add_argument("--raw", action="store_true", help="take the bytes of files as they are")
+    parser.add_argument(
+        "--splits", choices=("by_name", "cut"), default="by_name", help="see text.text.splits"
+    )
+    parser.add_argument(
+        "--max_held_out",
+        type=flags.of(Size),
+        default=texts.MAX_HELD_OUT,
+        help="the most bytes of valid and of test that training will have; ids go by it "
+        f"(default: {texts.MAX_HELD_OUT:,})",
+    )
+    parser.add_argument(
+        "--processes", type=flags.of(Size), help="that work side by side (default: one a core)"
+    )
+    flags.add_quiet(parser)
+    flags.add_traceback(parser)
+    return parser

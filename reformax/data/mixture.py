@@ -1,0 +1,129 @@
+"""Several texts as one task: each row of a batch is of one of them, by their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+
+from reformax.data.base import Batch, Documents, Task, generator
+from reformax.declared import Called, Positive, SettingError, checked
+
+Text = Annotated[Task, Called("a text, such as text.text()")]
+
+
+class _Shared:
+    """One vocabulary for several texts: that of the first, which the run keeps."""
+
+    def __init__(self, tasks: Sequence[Task]):
+        self._all = [task.vocabulary for task in tasks]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._all[0], name)
+
+    def keep_in(self, folder, begun: bool) -> str | None:
+        """As the first one's; the others read what it wrote there."""
+        found = self._all[0].keep_in(folder, begun)
+        for other in self._all[1:]:
+            other.keep_in(folder, begun=True)
+        return found
+
+
+@checked
+def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
+    """A language model of several texts.
+
+    Each row of a training batch is of one text, drawn by (seed, step), with the tokens that its own
+    task has in that row. Held-out text is that of all texts, whole, one behind the other.
+
+    Args:
+      tasks: texts of one vocabulary, such as two of `text.text`, each by a scope of gin. Pieces
+        that are learnt are learnt from the first; give the others its size.
+      weights: how often a row is of each text, in proportion.
+
+    Raises:
+      ValueError: there are not as many weights as texts; a task is no text; or they differ in
+        vocabulary or `document_mask`, or take windows in turn.
+    """
+    if not tasks or len(tasks) != len(weights):
+        raise SettingError(
+            f"weights has {len(weights)} numbers and tasks {len(tasks)}: give one for each text"
+        )
+    first = tasks[0]
+    for task in tasks:
+        if task.kind != "text":
+            raise SettingError(f"task {task.name} is no text: give texts, such as text.text()")
+        if task.in_order:
+            raise SettingError(
+                f"task {task.name} has windows='each_once', and a mixture draws: leave it out"
+            )
+        for name in ("vocab_size", "document_mask", "of_bytes"):
+            if getattr(task, name) != getattr(first, name):
+                raise SettingError(
+                    f"{name} is {getattr(first, name)} of {first.name} and {getattr(task, name)} "
+                    f"of {task.name}: set it alike in a mixture"
+                )
+    shares = np.array(weights) / sum(weights)
+
+    def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
+        rng = np.random.Generator(generator(seed, step).bit_generator.jumped())
+        chosen = rng.choice(len(tasks), size=batch_size, p=shares)[rows]
+        numbers = np.arange(batch_size)[rows]
+        order, parts = [], []
+        for k in np.unique(chosen):
+            own = np.flatnonzero(chosen == k)
+            order.append(own)
+            parts.append(tasks[k].train_rows(seed, step, batch_size, length, numbers[own]))
+        return _in_order(parts, np.argsort(np.concatenate(order)))
+
+    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
+        return train_rows(seed, step, batch_size, length, slice(None))
+
+    def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
+        found = [task.eval_batches(split, batch_size, length, stride) for task in tasks]
+        return (batch for batches in found for batch in batches)
+
+    def fingerprint(split: str) -> str:
+        of_texts = [
+            f"{share:.6g} of {task.fingerprint(split)}"
+            for task, share in zip(tasks, shares, strict=True)
+        ]
+        return "; ".join(of_texts)
+
+    def summary() -> list[str]:
+        return [
+            f"{share:.1%} of rows: {line}"
+            for task, share in zip(tasks, shares, strict=True)
+            for line in (task.summary() if task.summary else [task.name])
+        ]
+
+    has_bytes = all(task.n_bytes is not None for task in tasks)
+    return Task(
+        "mixture",
+        first.vocab_size,
+        train_batch,
+        eval_batches,
+        lambda split: sum(task.n_targets(split) for task in tasks),
+        fingerprint=fingerprint,
+        vocabulary=first.vocabulary and _Shared(tasks),
+        n_bytes=(lambda split: sum(task.n_bytes(split) for task in tasks)) if has_bytes else None,
+        train_rows=train_rows,
+        document_mask=first.document_mask,
+        summary=summary,
+        of_bytes=first.of_bytes,
+    )
+
+
+def _in_order(parts: list[Batch], order: np.ndarray) -> Batch:
+    """The rows of batches, joined and brought into an order."""
+
+    def rows(arrays) -> np.ndarray:
+        return np.concatenate(arrays)[order]
+
+    targets = rows([part.targets for part in parts])
+    inputs: Any = targets
+    if isinstance(parts[0].inputs, Documents):
+        ids = rows([part.inputs.segment_ids for part in parts])
+        inputs = Documents(targets, ids)
+    return Batch(inputs, targets, rows([part.weights for part in parts]))

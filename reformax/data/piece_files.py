@@ -1,0 +1,110 @@
+"""The ids of a text's pieces in files, made by processes side by side; see `token_files`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reformax import durable
+from reformax.data import token_files
+from reformax.data.documents import Text
+from reformax.data.pieces import PieceVocabulary, spans
+from reformax.data.stored import Part, StoredArray, crc32_of
+from reformax.data.vocabulary import fingerprint
+
+_SPAN = 2**25  # bytes of text that one file has the ids of
+_FOLDER = "pieces"
+
+
+class Span(NamedTuple):
+    """A part of a text, with the bytes of its split before it."""
+
+    number: int
+    before: int
+    text: Text
+
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self.text.data)
+
+
+def encoded(
+    text: Text,
+    vocabulary: PieceVocabulary,
+    folder: Path,
+    processes: int | None = None,
+    quiet: bool = False,
+) -> Text:
+    """The ids of a split, and the ids that documents begin with; made at the first use.
+
+    Args:
+      text: the split's bytes, and where documents begin in it.
+      vocabulary: learnt or read before.
+      folder: of the text's files; gets those of its ids.
+      processes, quiet: as in `token_files.prepare`.
+
+    Raises:
+      ValueError: the text is not UTF-8, or has ids that the model lacks.
+      OSError: the folder cannot be written.
+    """
+    model = vocabulary.serialised()
+    facts = len(text.data), crc32_of(text.data), fingerprint(model), vocabulary.size, _SPAN
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()
+    own = folder / _FOLDER / key[:32]
+
+    def make(partial: Path) -> dict[str, Any]:
+        tasks = [
+            Span(number, first, _part(text, first, last))
+            for number, (first, last) in enumerate(spans(text.data, _SPAN))
+        ]
+        write = functools.partial(_write, model=model, size=vocabulary.size)
+        made = token_files.all_made(write, tasks, partial, processes, quiet)
+        return {"dtype": str(vocabulary.dtype), "vocabulary": fingerprint(model), "spans": made}
+
+    token_files.made_whole(own, key, make)
+    return _arrays(own, token_files.manifest(own)["spans"], vocabulary.dtype)
+
+
+def _part(text: Text, first: int, last: int) -> Text:
+    inside = slice(*text.begins.searchsorted([first, last]))
+    return Text(text.data[first:last], text.begins[inside] - first)
+
+
+def _write(span: Span, folder: Path, model: bytes, size: int) -> dict[str, Any]:
+    vocabulary = _vocabulary(model, size)
+    data = bytes(span.text.data)
+    found = vocabulary.encode_documents(data, span.before)
+    places = vocabulary.places(data, found, np.asarray(span.text.begins))
+    name = f"{span.number:05}"
+    with open(folder / f"{name}.ids", "wb") as file:
+        found.ids.tofile(file)
+        file.flush()
+        os.fsync(file.fileno())
+    durable.write(folder / f"{name}.begins", places.tobytes())
+    ends = [int(places[0]), int(places[-1])] if len(places) else None
+    return {"file": name, "n": len(found.ids), "begins": len(places), "ends": ends}
+
+
+@functools.lru_cache(maxsize=1)
+def _vocabulary(model: bytes, size: int) -> PieceVocabulary:
+    return PieceVocabulary.of(model, size)
+
+
+def _arrays(folder: Path, made: Sequence[dict[str, Any]], dtype: np.dtype) -> Text:
+    ids = [Part(str(folder / f"{x['file']}.ids"), 0, x["n"]) for x in made]
+    begins, before = [], 0
+    for x, after in zip(made, [*made[1:], None], strict=True):
+        n = x["begins"]
+        # A document without a piece of its own begins with the next id, which may be of the next
+        # span, whose first document may do so too.
+        if n and x["ends"][1] == x["n"] and (after is None or (after["ends"] or [1])[0] == 0):
+            n -= 1
+        begins.append(Part(str(folder / f"{x['file']}.begins"), 0, n, before))
+        before += x["n"]
+    return Text(StoredArray(ids, dtype), StoredArray(begins, "int64"))

@@ -1,0 +1,462 @@
+"""Texts of any size in files: made once, read by windows, the same batches as in memory.
+
+1. The bytes of a text lie in shards, `text/00000` and so on, and where its documents begin beside
+   them. `manifest.json` says which shards are which split, with their lengths and CRC-32.
+2. A shard is a span of a large plain file, or some small files. Processes make shards side by side,
+   each in memory that no size of the text changes. One that was made is not made again.
+3. The ids of pieces lie in `pieces/<text and vocabulary>`, made of the text in the same way. Blocks
+   are those of `pieces.PieceVocabulary`, so ids do not depend on how the text is divided.
+4. A folder is whole or absent: `<folder>.partial` gets its name when all in it is on the disk.
+5. What a folder was made of is in its key: sizes, times and samples of the sources, and settings. A
+   cache folder's name is the key. What has changed has another key, and is prepared anew.
+6. Held-out text is cut when a text is read, so that its size is no reason to prepare it again.
+7. Parts know their CRC-32, which combine: fingerprints are those of a text in memory, at once.
+8. Workers are processes of their own, with a pipe each; no script is imported again for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import pickle
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reformax import durable
+from reformax.data import documents, files, tables
+from reformax.data.stored import Part, StoredArray
+from reformax.declared import SettingError, user_path
+from reformax.progress import Progress
+
+MANIFEST, _PARTIAL, _FORMAT = "manifest.json", ".partial", 1
+SHARD = 2**27  # bytes of a source of which one shard is made
+_SAMPLES, _SAMPLED = 2**12, 64  # bytes of a sample of a source, and files that are sampled at most
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_INFLATION = 4  # what a packed file is taken to unpack to, to know how much there is to do
+
+
+class Shard(NamedTuple):
+    """What a worker makes a shard of."""
+
+    number: int
+    split: str
+    found: documents.Found
+    spans: list[documents.Span]
+    field: str
+
+    def size(self) -> int:
+        """The bytes of its sources."""
+        return sum(_size(span) for span in self.spans)
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a folder has token files."""
+    return path.is_dir() and (path / MANIFEST).is_file()
+
+
+def load(folder: Path) -> documents.Source:
+    """The text that `prepare` wrote.
+
+    Raises:
+      ValueError: the manifest is damaged, or of a later version, or a shard is not as it says.
+    """
+    found = _manifest(folder)
+    texts = {
+        split: documents.Text(*_arrays(folder, shards)) for split, shards in found["splits"].items()
+    }
+    return documents.Source(texts, found["files"], found["said"])
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The settings that a folder was prepared with."""
+    return _manifest(folder)["settings"]
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """What a folder's manifest says.
+
+    Raises:
+      ValueError: it is damaged, or of another version.
+    """
+    path = folder / MANIFEST
+    try:
+        found = json.loads(durable.read(path, 2**28))
+        if found["format"] != _FORMAT:
+            raise SettingError(f"{path} is of format {found['format']}: prepare the text anew")
+    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(f"{path} is damaged: delete {folder} and prepare the text anew") from None
+    return found
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a text, with the sizes of its files compared."""
+    found, path = manifest(folder), folder / MANIFEST
+    try:
+        shards = [shard for shards in found["splits"].values() for shard in shards]
+        sizes = [(shard["file"], shard["n"], shard["begins"]) for shard in shards]
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is damaged: delete {folder} and prepare the text anew") from None
+    for name, n, begins in sizes:
+        for ending, expected in (("bytes", n), ("begins", 8 * begins)):
+            file = folder / f"{name}.{ending}"
+            size = file.stat().st_size if file.is_file() else None
+            if size != expected:
+                has = "is missing" if size is None else f"has {size:,} bytes"
+                raise ValueError(
+                    f"{file} {has}, expected {expected:,}: delete {folder} and prepare it anew"
+                )
+    return found
+
+
+def _arrays(folder: Path, shards: Sequence[Mapping[str, Any]]) -> tuple[StoredArray, StoredArray]:
+    data, begins, before = [], [], 0
+    for shard in shards:
+        path = str(folder / shard["file"])
+        data.append(Part(f"{path}.bytes", 0, shard["n"], 0, shard["crc"]))
+        begins.append(Part(f"{path}.begins", 0, shard["begins"], before))
+        before += shard["n"]
+    return StoredArray(data, "uint8"), StoredArray(begins, "int64")
+
+
+def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
+    """The folder of texts that training prepares by itself.
+
+    `cache_dir`, or $XDG_CACHE_HOME/reformax/texts, or ~/.cache/reformax/texts.
+    """
+    if cache_dir is not None:
+        return user_path("text.text.cache_dir", cache_dir)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base) and not os.environ.get("HOME"):
+        raise SettingError("there is no home to keep token files in: set text.text.cache_dir")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "reformax" / "texts"
+
+
+def cached(
+    found: documents.Found, settings: Mapping[str, Any], cache_dir: str | os.PathLike | None
+) -> tuple[documents.Source, Path]:
+    """A text that is prepared in the cache, at its first use, and its folder there."""
+    folder = cache_folder(cache_dir) / key_of(found, settings)[:32]
+    with _advice("give another folder by text.text.cache_dir", folder):
+        prepare(found, settings, folder)
+    return load(folder), folder
+
+
+@contextlib.contextmanager
+def _advice(fix: str, folder: Path) -> Iterator[None]:
+    """Errors of a folder that has no room or may not be written say what to set."""
+    try:
+        yield
+    except _NoRoom as error:
+        raise SettingError(f"{folder.parent}: {error}; {fix}") from None
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or str(folder.parent) not in str(error):
+            raise
+        raise SettingError(f"{error}; or {fix}") from None
+
+
+class _NoRoom(SettingError):
+    pass
+
+
+def key_of(found: documents.Found, settings: Mapping[str, Any]) -> str:
+    """What names a text: its sources by path, size, time and samples, and the settings."""
+    total = hashlib.sha256(json.dumps([_FORMAT, found.kind, sorted(settings.items())]).encode())
+    everything = [(split, path) for split, paths in found.paths.items() for path in paths]
+    every = max(1, -(-len(everything) // _SAMPLED))
+    for number, (split, path) in enumerate(everything):
+        state = path.stat()
+        facts = split, str(path.absolute()), state.st_size, state.st_mtime_ns
+        total.update(repr(facts).encode())
+        if number % every == 0:
+            with open(path, "rb") as file:
+                for place in (0, state.st_size // 2, max(0, state.st_size - _SAMPLES)):
+                    total.update(os.pread(file.fileno(), _SAMPLES, place))
+    return total.hexdigest()
+
+
+def prepare(
+    found: documents.Found,
+    settings: Mapping[str, Any],
+    folder: Path,
+    processes: int | None = None,
+    quiet: bool = False,
+) -> bool:
+    """Writes a text's token files to a folder, unless they are there.
+
+    Args:
+      found: the sources.
+      settings: what they were found by, 'field' among them; kept in the manifest.
+      folder: gets the files. One that has another text's is replaced.
+      processes: that make shards; None: one for each core.
+      quiet: shows no bar.
+
+    Returns:
+      Whether anything was made.
+
+    Raises:
+      ValueError: a source is damaged or no text; there is no room; or the folder holds other files.
+      OSError: a source cannot be read, or the folder not be written.
+    """
+    key = key_of(found, settings)
+
+    def make(partial: Path) -> dict[str, Any]:
+        _check_room(found.size(), partial)
+        shards = list(shards_of(found, settings["field"]))
+        made = all_made(make_shard, shards, partial / "text", processes, quiet)
+        if key_of(found, settings) != key:
+            raise SettingError("a source changed while it was read: start again")
+        splits = {split: [] for split in found.paths}
+        for shard, facts in zip(shards, made, strict=True):
+            splits[shard.split].append(facts)
+        told = {"files": dict(found.files), "said": list(found.said)}
+        return {"settings": dict(settings), **told, "splits": splits}
+
+    return made_whole(folder, key, make)
+
+
+def made_whole(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> bool:
+    """Makes a folder with a manifest, unless the one of this key is there.
+
+    Args:
+      folder: is whole or absent. One of another key is replaced.
+      key: of all that it is made of.
+      make: writes to a folder, which has what a process made of this key that was stopped; returns
+        the manifest.
+
+    Returns:
+      Whether it was made.
+    """
+    with durable.explaining("written", folder.parent):
+        durable.make_folder(folder.parent)
+    with _locked(folder):
+        if is_prepared(folder) and manifest(folder).get("key") == key:
+            return False
+        if folder.exists() and not is_prepared(folder) and any(folder.iterdir()):
+            raise SettingError(f"{folder} holds other files: give a new folder")
+        partial = folder.with_name(folder.name + _PARTIAL)
+        if not (partial / "key").is_file() or (partial / "key").read_text() != key:
+            durable.remove(partial)
+            durable.make_folder(partial)
+            durable.write(partial / "key", key.encode())
+        facts = {"format": _FORMAT, "key": key} | make(partial)
+        durable.write(partial / MANIFEST, json.dumps(facts, indent=1).encode())
+        os.unlink(partial / "key")
+        durable.remove(folder)
+        durable.rename(partial, folder)
+    return True
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the others wait, and find what it made."""
+    path = folder.with_name(f".{folder.name}.lock")
+    with durable.explaining("written", path), open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _check_room(size: int, folder: Path) -> None:
+    """Raises `_NoRoom` for more text than the disk has room for, beside what is made already."""
+    there = sum(path.stat().st_size for path in folder.glob("text/*.bytes"))
+    if size > (room := shutil.disk_usage(folder).free) + there:
+        raise _NoRoom(f"there are {size:,} bytes of text, and its disk has room for {room:,}")
+
+
+def shards_of(found: documents.Found, field: str) -> Iterator[Shard]:
+    """What shards are made of, in order: spans of large plain files, and small files together."""
+    number = 0
+    for split, paths in found.paths.items():
+        waiting, size = [], 0
+        for span in (span for path in paths for span in _spans(found, path, field)):
+            if waiting and size + _size(span) > SHARD:
+                yield Shard(number, split, found, waiting, field)
+                number, waiting, size = number + 1, [], 0
+            waiting.append(span)
+            size += _size(span)
+        if waiting:
+            yield Shard(number, split, found, waiting, field)
+            number += 1
+
+
+def _spans(found: documents.Found, path: Path, field: str) -> Iterator[documents.Span]:
+    size = path.stat().st_size
+    plain = not found.checked or files.packing(path) is None
+    rows = tables.reader(path, field) if found.checked and found.kind != "datasets" else None
+    by_span = plain and found.kind != "datasets" and rows in (None, tables.json_lines)
+    if size <= SHARD or not by_span:
+        yield documents.Span(path)
+        return
+    for first in range(0, size, SHARD):
+        yield documents.Span(path, first, min(size, first + SHARD))
+
+
+def _size(span: documents.Span) -> int:
+    if span.last is not None:
+        return span.last - span.first
+    packed = files.packing(span.path) is not None
+    return span.path.stat().st_size * (_INFLATION if packed else 1)
+
+
+def make_shard(shard: Shard, folder: Path) -> dict[str, Any]:
+    """Writes the bytes of a shard and where documents begin; returns what the manifest says."""
+    name = f"text/{shard.number:05}"
+    path, begin = folder / f"{shard.number:05}", shard.spans[0]
+    goes_on = begin.first > 0 and tables.reader(begin.path, shard.field) is None
+    if goes_on and shard.found.checked:  # byte 0 in a text ends a document
+        with open(begin.path, "rb") as file:
+            goes_on = os.pread(file.fileno(), 1, begin.first - 1) != documents.BORDER
+    begins = documents.Begins(shard.found.checked, continues=goes_on)
+    n = crc = n_begins = 0
+    with open(f"{path}.bytes", "wb") as data, open(f"{path}.begins", "wb") as places:
+        for part, first in documents.pieces_of(shard.found, shard.spans, shard.field):
+            found = begins.of(part, first)
+            with durable.explaining("written", path):
+                data.write(part)
+                places.write(found)
+            n, n_begins, crc = n + len(part), n_begins + len(found), zlib.crc32(part, crc)
+        with durable.explaining("written", path):
+            for file in (data, places):
+                file.flush()
+                os.fsync(file.fileno())
+    return {"file": name, "n": n, "begins": n_begins, "crc": crc}
+
+
+def all_made(
+    make: Callable[[Any, Path], dict[str, Any]],
+    tasks: Sequence[Any],
+    folder: Path,
+    processes: int | None = None,
+    quiet: bool = False,
+) -> list[dict[str, Any]]:
+    """What the manifest says of shards, in order; those that are there are not made again.
+
+    Args:
+      make: writes a shard's files, flushed to the disk; returns what the manifest says of it.
+      tasks: what shards are made of, each with its `number` and `size()`.
+      folder: gets the files, and `NUMBER.json` after those of a shard.
+      processes, quiet: as in `prepare`.
+    """
+    durable.make_folder(folder)
+    found: dict[int, dict[str, Any]] = {}
+    total = max(1, sum(task.size() for task in tasks))
+    with Progress("prepare", total, sys.stderr, shown=not quiet) as bar:
+        for task in tasks:
+            path = folder / f"{task.number:05}.json"
+            if path.is_file():
+                found[task.number] = json.loads(path.read_bytes())
+                bar.advance(task.size())
+        missing = [task for task in tasks if task.number not in found]
+        for task, facts in in_processes(functools.partial(make, folder=folder), missing, processes):
+            durable.write(folder / f"{task.number:05}.json", json.dumps(facts).encode())
+            found[task.number] = facts
+            bar.advance(task.size())
+    return [found[task.number] for task in tasks]
+
+
+def in_processes(
+    function: Callable[[Any], Any], tasks: Sequence[Any], processes: int | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """Calls a function with tasks, in processes; yields each task with its result, as they come.
+
+    One task, or one process, is this process's own work. An error ends all.
+    """
+    n = min(len(tasks), processes or _cores())
+    if n <= 1:
+        yield from ((task, function(task)) for task in tasks)
+        return
+    workers = [_Worker(function) for _ in range(n)]
+    waiting, results = queue.SimpleQueue(), queue.SimpleQueue()
+    for task in tasks:
+        waiting.put(task)
+
+    def serve(worker: _Worker) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                task = waiting.get_nowait()
+                results.put((task, worker.call(task)))
+
+    threads = [threading.Thread(target=serve, args=[worker], daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in tasks:
+            task, (result, error) = results.get()
+            if error is not None:
+                raise error
+            yield task, result
+    finally:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.get_nowait()
+        for worker in workers:
+            worker.end()
+        for thread in threads:
+            thread.join()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class _Worker:
+    """A process that calls a function with what comes through a pipe."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from reformax.data import token_files; token_files.serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        self._send(function)
+
+    def call(self, task: Any) -> tuple[Any, Exception | None]:
+        """The result, or the error of a call."""
+        try:
+            self._send(task)
+            return pickle.load(self._process.stdout)
+        except (EOFError, BrokenPipeError):
+            code = self._process.wait()
+            why = "it was killed; there may be too little memory" if code < 0 else f"exit {code}"
+            return None, OSError(f"a process that prepares text ended ({why}): start again")
+
+    def _send(self, what: Any) -> None:
+        pickle.dump(what, self._process.stdin)
+        self._process.stdin.flush()
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+
+
+def serve() -> None:
+    """What a `_Worker`'s process does: calls, until its pipe ends."""
+    source, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no result
+    with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
+        function = pickle.load(source)
+        while True:
+            task = pickle.load(source)
+            try:
+                answer = function(task), None
+            except Exception as error:
+                answer = None, error
+            pickle.dump(answer, results)
+            results.flush()

@@ -1,0 +1,391 @@
+"""Token files: the batches of a text in memory, made in parts, whole or absent."""
+
+import contextlib
+import gzip
+import json
+import lzma
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from reformax.cli import prepare
+from reformax.data import files, piece_files, pieces, stored, text, token_files
+from tests.data.test_documents import write_dataset
+from tests.data.test_pieces import tokenizer_json
+
+ROOT = Path(__file__).resolve().parents[2]
+RNG = random.Random(0)
+WORDS = [f"word{i}" for i in range(99)] + ["größe", "漢字", "x" * 99, "\n", "\n\n"]
+
+
+def words(n):
+    return " ".join(RNG.choices(WORDS, k=n))
+
+
+TEXTS = [words(RNG.choice((1, 9, 200))) for _ in range(300)]
+
+
+def write_jsonl(path, texts=TEXTS):
+    data = "".join(f"{json.dumps({'text': t})}\n" for t in texts).encode()
+    pack = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zst}.get(path.suffix, bytes)
+    path.write_bytes(pack(data))
+
+
+def zst(data):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as file:
+        file.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def zipped(path, data):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("inside", data)
+
+
+def folder_of_kinds(folder):
+    """Files of every kind, some without a newline at the end, and one that is empty."""
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl")
+    write_jsonl(folder / "b.jsonl.gz")
+    write_jsonl(folder / "c.jsonl.zst")
+    pq.write_table(pa.table({"text": TEXTS}), folder / "d.parquet", row_group_size=50)
+    (folder / "e.txt").write_text("\n".join(TEXTS))
+    (folder / "f.txt").write_bytes(b"zero\0inside" * 999)
+    (folder / "g.txt").write_bytes(b"")
+    (folder / "h.txt.xz").write_bytes(lzma.compress("\n".join(TEXTS).encode()))
+    zipped(folder / "i.zip", "\n".join(TEXTS))
+    (folder / "j.csv").write_text("id,text\n" + "".join(f'1,"{i} of it"\n' for i in range(99)))
+
+
+SOURCES = {
+    "a.jsonl": write_jsonl,
+    "a.jsonl.zst": write_jsonl,
+    "a.txt": lambda path: path.write_text("\n".join(TEXTS)),
+    "zeros.txt": lambda path: path.write_text("\0".join(TEXTS)),
+    "a.parquet": lambda path: pq.write_table(pa.table({"text": TEXTS}), path),
+    "dataset": lambda path: write_dataset(path, TEXTS),
+    "kinds": folder_of_kinds,
+}
+
+
+@pytest.fixture
+def in_files(monkeypatch, tmp_path):
+    """Every text in files, of many shards."""
+
+    @contextlib.contextmanager
+    def context(shard=5000):
+        with monkeypatch.context() as patch:
+            patch.setattr(text, "SMALL", 0)
+            patch.setattr(text, "SMALL_PIECES", 0)
+            patch.setattr(token_files, "SHARD", shard)
+            patch.setattr(piece_files, "_SPAN", 2**15)
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+            patch.setattr(os, "sched_getaffinity", lambda _: {0})  # in this process
+            yield tmp_path / "cache" / "reformax" / "texts"
+
+    return context
+
+
+def batches_of(task):
+    yield task.train_batch(3, 5, 7, 300)
+    yield task.train_rows(3, 6, 7, 300, np.array([1, 4]))
+    for split in ("train", "valid", "test"):
+        yield from task.eval_batches(split, 4, 300, 170)
+
+
+def assert_alike(one, other):
+    """Two tasks have the same fingerprints, sizes, borders and batches, bit for bit."""
+    for split in ("train", "valid", "test"):
+        assert one.fingerprint(split) == other.fingerprint(split)
+        assert one.n_targets(split) == other.n_targets(split)
+        assert (one.borders is None) == (other.borders is None)
+        if one.borders is not None:
+            assert np.array_equal(one.borders(split), other.borders(split))
+    for a, b in zip(batches_of(one), batches_of(other), strict=True):
+        arrays = [
+            [x for field in batch for x in (field if isinstance(field, tuple) else [field])]
+            for batch in (a, b)
+        ]
+        for x, y in zip(*arrays, strict=True):
+            assert x.dtype == y.dtype and np.array_equal(x, y)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_bytes_are_those_of_memory(name, tmp_path, in_files, monkeypatch):
+    SOURCES[name](tmp_path / name)
+    many = name not in ("a.txt",)
+    options = [{"windows": "each_once"}, {"max_held_out": 999}, {}]
+    options += [{"windows": "documents"}, {"document_mask": True, "offset": 1}] * many
+    for given in options:
+        whole = text.text(tmp_path / name, **given)
+        with in_files() as cache:
+            stored_task = text.text(tmp_path / name, **given)
+        assert_alike(whole, stored_task)
+        assert whole.summary() == stored_task.summary()
+        assert not isinstance(stored_task.train_batch(0, 0, 1, 8).targets, stored.StoredArray)
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    shards = sum(map(len, token_files.manifest(folder)["splits"].values()))
+    assert shards > (1 if name in ("a.jsonl", "a.txt", "zeros.txt", "kinds") else 0)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "zeros.txt", "kinds"])
+@pytest.mark.parametrize("kind", ["bpe", "tokenizers"])
+def test_pieces_are_those_of_memory(kind, name, tmp_path, in_files, monkeypatch):
+    SOURCES[name](tmp_path / name)
+    monkeypatch.setattr(pieces, "_BLOCK", 2**9)
+    options = {"vocab_size": 400, "model_type": "bpe"}
+    if kind == "tokenizers":
+        options = {"vocabulary": str(tokenizer_json(tmp_path / "tokenizer.json"))}
+    whole = text.text(tmp_path / name, **options)
+    whole.vocabulary.keep_in(tmp_path, begun=False)
+    with in_files() as cache:
+        task = text.text(tmp_path / name, **options)
+        task.vocabulary.keep_in(tmp_path, begun=False)
+        assert_alike(whole, task)
+        assert whole.n_bytes("train") == task.n_bytes("train")
+    made = list(cache.glob("*/pieces/*/manifest.json"))
+    assert len(made) == 3 and max(len(json.loads(x.read_bytes())["spans"]) for x in made) > 3
+
+
+def test_spans_end_where_blocks_do(monkeypatch):
+    monkeypatch.setattr(pieces, "_BLOCK", 16)
+    data = "\0".join(TEXTS[:40]).encode()
+    ends = {end for _, end in pieces._blocks(data)}
+    found = list(pieces.spans(files.as_array(data), 100))
+    assert len(found) > 9 and [last for _, last in found] == [b for b, _ in found[1:]] + [len(data)]
+    assert {last for _, last in found} <= ends
+
+
+def test_a_second_start_reads_no_source(tmp_path, in_files, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl")
+    with in_files() as cache:
+        first = text.text(tmp_path / "a.jsonl")
+        monkeypatch.setattr(token_files.documents, "pieces_of", None)
+        assert_alike(first, text.text(tmp_path / "a.jsonl"))
+        (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    # The manifest knows the checksum of whole shards; what is cut is read.
+    parts = first.train_batch and token_files.load(folder).texts["train"].data.parts
+    assert all(part.crc is not None for part in parts)
+
+
+@pytest.mark.parametrize("change", ["size", "time", "inside"])
+def test_a_changed_source_is_prepared_anew(change, tmp_path, in_files):
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(TEXTS))
+    with in_files():
+        before = text.text(path).fingerprint("train")
+        state, data = path.stat(), bytearray(path.read_bytes())
+        if change == "size":
+            data += b"more"
+        data[: 4 if change != "time" else 0] = b"####" if change != "time" else b""
+        path.write_bytes(data)
+        times = (state.st_atime_ns, state.st_mtime_ns + (change == "time"))
+        if change != "size":
+            os.utime(path, ns=times)
+        after = text.text(path)
+    assert_alike(after, text.text(path))
+    assert (after.fingerprint("train") == before) == (change == "time")
+
+
+def test_held_out_text_of_another_size_prepares_nothing(tmp_path, in_files, monkeypatch):
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS) * 9)
+    with in_files() as cache:
+        sizes = [
+            text.text(tmp_path / "a.txt", max_held_out=n).n_targets("test") for n in (99, 9000)
+        ]
+    assert sizes[0] < 103 < 8990 < sizes[1] and len([x for x in cache.iterdir() if x.is_dir()]) == 1
+
+
+def test_a_damaged_shard_is_told(tmp_path, in_files, fails_in_one_line):
+    write_jsonl(tmp_path / "a.jsonl")
+    prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'made'}", "--quiet"])
+    shard = next(tmp_path.glob("made/text/*.bytes"))
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1])
+    with fails_in_one_line(ValueError, "bytes has .* bytes, expected .*: delete .*made and prepar"):
+        text.text(tmp_path / "made")
+    shard.unlink()
+    with fails_in_one_line(ValueError, "00000.bytes is missing, expected"):
+        text.text(tmp_path / "made")
+    (tmp_path / "made/manifest.json").write_text("{")
+    with fails_in_one_line(ValueError, "manifest.json is damaged: delete"):
+        text.text(tmp_path / "made")
+
+
+def test_prepare_and_train_from_its_folder(tmp_path, capsys, fails_in_one_line, monkeypatch):
+    monkeypatch.setattr(token_files, "SHARD", 5000)
+    source, made = tmp_path / "a.jsonl", tmp_path / "made"
+    write_jsonl(source)
+    command = [f"--data_dir={source}", f"--to={made}", "--quiet", "--processes=1"]
+    assert prepare.main([*command, "--vocab_size=400", "--max_held_out=2000"]) == 0
+    said = capsys.readouterr().out
+    assert "ids of 400 pieces, train" in said and "300 documents, a.jsonl" in said
+    assert prepare.main([*command, "--vocab_size=400", "--max_held_out=2000"]) == 0
+    assert "nothing of it was made anew" in capsys.readouterr().out
+    whole = text.text(source, vocab_size=400, max_held_out=2000)
+    whole.vocabulary.keep_in(tmp_path, begun=False)
+    source.unlink()  # the folder is all that training needs
+    assert_alike(
+        text.text(made, max_held_out=2000), text.text(made, pattern="*", max_held_out=2000)
+    )
+    monkeypatch.setattr(piece_files.token_files, "all_made", None)  # ids are there
+    task = text.text(made, vocab_size=400, max_held_out=2000)
+    task.vocabulary.keep_in(tmp_path, begun=False)
+    assert_alike(whole, task)
+    with fails_in_one_line(
+        ValueError, "text.text.field is 'body', and .*made was prepared with 't"
+    ):
+        text.text(made, field="body")
+    with fails_in_one_line(ValueError, "made is prepared already: give the text itself"):
+        prepare.main([f"--data_dir={made}", f"--to={tmp_path / 'again'}"])
+
+
+def test_other_files_are_not_replaced(tmp_path, fails_in_one_line):
+    write_jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes").write_text("kept")
+    with fails_in_one_line(ValueError, "mine holds other files: give a new folder"):
+        prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'mine'}"])
+    assert (tmp_path / "mine/notes").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name, line", [("a.jsonl", 250), ("b.jsonl", 1)])
+def test_errors_of_other_processes_name_the_line(
+    name, line, tmp_path, fails_in_one_line, monkeypatch
+):
+    monkeypatch.setattr(token_files, "SHARD", 5000)
+    lines = [json.dumps({"text": t}) for t in TEXTS]
+    lines[line - 1] = '{"text": '
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    with fails_in_one_line(ValueError, f"{name} line {line} is no JSON"):
+        prepare.main(
+            [f"--data_dir={tmp_path / name}", f"--to={tmp_path / 'to'}", "--processes=2", "--quiet"]
+        )
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_disk_without_room_is_told_before(tmp_path, in_files, fails_in_one_line, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl")
+    room = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
+    with in_files() as cache:
+        with fails_in_one_line(ValueError, "has room for 10; give another folder by text.text.cac"):
+            text.text(tmp_path / "a.jsonl")
+        assert not list(cache.glob("*/text/*"))
+
+
+def test_a_cache_that_cannot_be_written_names_the_setting(
+    tmp_path, in_files, fails_in_one_line, monkeypatch
+):
+    write_jsonl(tmp_path / "a.jsonl")
+    make, denied = token_files.durable.make_folder, []
+
+    def deny(folder):
+        if denied:
+            raise PermissionError(13, "Permission denied", str(folder))
+        make(folder)
+
+    monkeypatch.setattr(token_files.durable, "make_folder", deny)
+    denied.append(True)
+    with (
+        in_files(),
+        fails_in_one_line(ValueError, "texts cannot be written .*by text.text.cache_d"),
+    ):
+        text.text(tmp_path / "a.jsonl")
+    denied.clear()
+    with in_files():
+        assert text.text(tmp_path / "a.jsonl", cache_dir=tmp_path / "own").n_targets("train")
+    assert list((tmp_path / "own").glob("*/manifest.json"))
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with fails_in_one_line(ValueError, "there is no home to keep token files in: set text.text.ca"):
+        token_files.cache_folder(None)
+
+
+def test_a_killed_worker_is_told(tmp_path, fails_in_one_line):
+    with fails_in_one_line(OSError, "a process that prepares text ended .it was killed"):
+        list(token_files.in_processes(_killed, [1, 2], 2))
+
+
+def _killed(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_kills_leave_it_whole_or_absent(tmp_path):
+    """A process that is killed anywhere leaves no folder, and the next goes on with its shards."""
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS) * 8)
+    script = (
+        "import sys; from reformax.data import token_files; token_files.SHARD = 2**16\n"
+        "from reformax.cli import prepare; prepare.main(sys.argv[1:])"
+    )
+    made = tmp_path / "made"
+    command = [sys.executable, "-c", script, f"--data_dir={tmp_path / 'a.txt'}", f"--to={made}"]
+    command += ["--quiet", "--processes=1"]
+    begin = time.monotonic()
+    subprocess.run(command, check=True, cwd=ROOT)
+    took, rng, partial = time.monotonic() - begin, random.Random(1), 0
+    whole = text.text(tmp_path / "a.txt").fingerprint("train")
+    for _ in range(6):
+        shutil.rmtree(made, ignore_errors=True)
+        process = subprocess.Popen(command, cwd=ROOT)
+        time.sleep(took * rng.uniform(0.3, 1))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        partial += made.with_name("made.partial").exists()
+        assert not made.exists() or text.text(made).fingerprint("train") == whole
+    subprocess.run(command, check=True, cwd=ROOT)
+    assert_alike(text.text(made), text.text(tmp_path / "a.txt"))
+    assert partial and not made.with_name("made.partial").exists()
+
+
+def test_two_processes_at_once_make_one_text(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
+    command = [sys.executable, "-m", "reformax", "prepare", f"--data_dir={tmp_path / 'a.jsonl'}"]
+    command += [f"--to={tmp_path / 'made'}", "--quiet"]
+    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
+    said = [process.communicate()[0].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum("nothing of it was made anew" in one for one in said) == 1
+    assert_alike(text.text(tmp_path / "made"), text.text(tmp_path / "a.jsonl"))
+
+
+def test_stored_arrays_are_arrays(tmp_path):
+    rng = np.random.default_rng(0)
+    whole = np.sort(rng.integers(0, 9999, 5000))
+    parts = []
+    for i, part in enumerate(np.split(whole, [0, 100, 2000, 2001])):
+        (part - 7).tofile(tmp_path / str(i))
+        parts.append(stored.Part(str(tmp_path / str(i)), 0, len(part), 7))
+    found = stored.StoredArray(parts, whole.dtype)
+    assert len(found) == 5000 and np.array_equal(found, whole)
+    values = rng.integers(-5, 10_009, (50, 3))
+    for side in ("left", "right"):
+        for part in (slice(None), slice(90, 2500), slice(99, 100), slice(7, 7)):
+            expected = whole[part].searchsorted(values, side)
+            assert np.array_equal(found[part].searchsorted(values, side), expected)
+    assert np.array_equal(found[90:2500] - 5, whole[90:2500] - 5)
+    assert np.array_equal(found[np.array([[5, -1]])], whole[[[5, -1]]]) and found[3] == whole[3]
+    starts = rng.integers(0, 4000, 20)
+    assert np.array_equal(found.windows(starts, 900), stored.windows_of(whole, starts, 900))
+    with pytest.raises(IndexError):
+        found.windows([4500], 501)
+
+
+def test_checksums_combine():
+    for n in (0, 1, 777):
+        one, other = RNG.randbytes(1000), RNG.randbytes(n)
+        combined = stored.combined_crc32(zlib.crc32(one), zlib.crc32(other), n)
+        assert combined == zlib.crc32(one + other)
