@@ -317,8 +317,7 @@ class Layer(_Base):
 # mode "predict" read one position a call and keep the past as state, which these layers do not.
 
 USE_EVAL = (
-    "build the model with mode='eval' and sample with autoregressive_sample(..., eval_mode=True), "
-    "or use the layer's prefill and step"
+    "build the model with mode='eval' and sample with autoregressive_sample(..., eval_mode=True)"
 )
 
 
