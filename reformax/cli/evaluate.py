@@ -231,19 +231,13 @@ def _print(result: dict[str, Any], where: str, task) -> None:
         f"{result['split']}: {result['n_targets']:,} targets{part}, each predicted once from "
         f"{context}, {saved_run.named(result['checkpoint_steps'])}, {where}"
     )
+    if (error := result.get("standard_error")) is not None:
+        print(f"windows: {result['n_windows']:,}, standard error of a target's bits {error:.4f}")
     print(f"accuracy: {result['accuracy']:.4f}")
     for name in ("bits_per_dim", "bits_per_token", "bits_per_label", "bits_per_byte"):
         if name in result:
             unit = " (bits per byte)" if name == "bits_per_dim" and _is_bytes(task) else ""
-            print(f"{name}: {result[name]:.4f}{_error(result, name)}{unit}", flush=True)
-
-
-def _error(result: dict[str, Any], name: str) -> str:
-    """The standard error of a score of targets, and what it is of."""
-    error = result.get("standard_error")
-    if name == "bits_per_byte" or error is None:
-        return ""
-    return f" +- {error:.4f}, {result['n_windows']:,} windows"
+            print(f"{name}: {result[name]:.4f}{unit}", flush=True)
 
 
 def _is_bytes(task) -> bool:
