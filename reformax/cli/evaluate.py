@@ -232,20 +232,14 @@ def _print(result: dict[str, Any], where: str, task) -> None:
         f"{result['split']}: {result['n_targets']:,} targets{part}, each predicted once from "
         f"{context}, {saved_run.named(result['checkpoint_steps'])}, {where}"
     )
+    if (error := result.get("standard_error")) is not None:
+        print(f"windows: {result['n_windows']:,}, standard error of a target's bits {error:.4f}")
     print(f"accuracy: {result['accuracy']:.4f}")
     of_bytes = "bits_per_dim" in result and "bits_per_byte" in result  # the same number
     for name in ("bits_per_dim", "bits_per_token", "bits_per_label", "bits_per_byte"):
         if name in result and not (of_bytes and name == "bits_per_byte"):
             unit = " (bits per byte)" if of_bytes else ""
-            print(f"{name}: {result[name]:.4f}{_error(result, name)}{unit}", flush=True)
-
-
-def _error(result: dict[str, Any], name: str) -> str:
-    """The standard error of a score of targets, and what it is of."""
-    error = result.get("standard_error")
-    if name == "bits_per_byte" or error is None:
-        return ""
-    return f" +- {error:.4f}, {result['n_windows']:,} windows"
+            print(f"{name}: {result[name]:.4f}{unit}", flush=True)
 
 
 def _print_translation(scores: dict[str, Any]) -> None:
