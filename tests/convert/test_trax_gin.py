@@ -248,8 +248,8 @@ TRAINED = {
     "import trax.models\ntrain.model = @trax.models.Transformer\n": "=transformer_wmt_ende.gin",
     "Reformer.d_model = 8\n": "=reformer_wmt_ende.gin",
     LEFT + "data_streams.dataset_name = 't2t_image_imagenet64'\n": "--config_file=images.gin",
-    "import trax.models\ntrain.model = @MLP\n": "and has the model MLP: here are ReformerLM, ",
-    "import trax.models\n": "and names no model: here are",
+    "import trax.models\ntrain.model = @MLP\n": "and has the model MLP: reformax has ReformerLM, ",
+    "import trax.models\n": "and names no model: reformax has",
 }
 
 

@@ -171,7 +171,7 @@ def test_errors(model, params):
     )
     assert message(temperature=-1).startswith("temperature is -1")
     assert message(max_length=11) == (
-        "max_new_tokens is 5: with a prompt of 7 tokens that is 12, above max_length, 11: ask for "
+        "max_new_tokens is 5: with a prompt of 7 tokens that is 12, above max_length, 11: request "
         "fewer or shorten the prompt"
     )
     axial = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(4, 4))

@@ -161,7 +161,11 @@ def test_a_row_of_padding_alone_has_the_logits_of_zeros():
         (TransformerMaskedLM, dict(attention_type=dense.dense()), dense),
         (TransformerMaskedLM, dict(attention_type=flash.flash(), scan_layers=False), flash),
         (ReformerMaskedLM, dict(attention_type=flash.flash()), flash),
-        (TransformerEncoder, dict(attention_type=flash.flash(), pooling="cls", pairs=True), flash),
+        (
+            TransformerEncoder,
+            dict(attention_type=flash.flash(), pooling="cls", pairs=True, n_classes=3),
+            flash,
+        ),
     ],
     ids=["dense", "flash", "reversible", "a vector before pairs"],
 )
@@ -261,8 +265,8 @@ def test_tokens_of_another_kind_are_told(rows):
     one, two, masked = (
         fn(**SMALL | options, attention_type=longformer.longformer(n_global=1))
         for fn, options in (
-            (TransformerEncoder, dict(n_global=1)),
-            (TransformerEncoder, dict(pairs=True)),
+            (TransformerEncoder, dict(n_global=1, n_classes=3)),
+            (TransformerEncoder, dict(pairs=True, n_classes=3)),
             (TransformerMaskedLM, {}),
         )
     )

@@ -369,7 +369,7 @@ def test_a_kernels_gradient_is_that_of_array_operations(causal, packed, dropout,
         used.append("xla" if impl == "xla" or obstacles["pallas"] else "pallas_interpret")
         return used[-1]
 
-    monkeypatch.setattr(memory_efficient, "choose", on_a_gpu)
+    monkeypatch.setattr(memory_efficient, "choose_impl", on_a_gpu)
     sizes["key_chunk_size"] = 33
     got = run(memory_efficient.memory_efficient(impl="auto", **sizes))
     assert used == ["xla", "pallas_interpret"]
