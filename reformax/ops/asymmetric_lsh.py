@@ -195,10 +195,7 @@ def _plan(
 def _apply(
     settings: SortedSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
-    """Softmax attention over the chunks of all hashes' orders.
-
-    `softmax.chunked.visible_keys` decides which keys each query sees.
-    """
+    """Softmax attention over the chunks of all hashes' orders (`lsh` says which keys are seen)."""
     del params
     options = dict(
         causal=causal,

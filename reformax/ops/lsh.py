@@ -1,10 +1,10 @@
 """Locality-sensitive hashing attention (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2).
 
 One projection serves as query and, length-normalised, as key. Each of R hashes puts every
-vector in a bucket: vectors at a small angle share one with high probability. The sequence is sorted
-by bucket and cut into chunks, and a query sees the keys of its own chunk and of the chunks before
-it. Several hashes make it unlikely that all of them miss a key. Time is
-O(n_hashes * T * chunk_len).
+vector in a bucket: vectors at a small angle share one with high probability. Each hash sorts the
+sequence by bucket and cuts it into chunks. A query sees the keys of its own chunk and of the chunk
+before it in sorted order; in a causal call, those of earlier positions alone. Several hashes make
+it unlikely that all of them miss a key. Time is O(n_hashes * T * chunk_len), besides sorting.
 
 The file follows the computation:
 
@@ -13,9 +13,9 @@ The file follows the computation:
 3. `_apply`: softmax attention in the chunks of these orders.
 4. `_init_cache`, `_step`: decoding.
 
-Which keys a query sees is decided in two functions. In a call `softmax.chunked.visible_keys` makes
-the mask of each chunk's queries and keys, from the plan, causality and segments. In decoding
-`_visible_to_newest` lists the positions that the newest query sees.
+Where a query is told which keys it sees: the candidates are the keys of the chunks in its reach,
+which `softmax.chunked` gathers. Of these, `softmax.chunked.visible_keys` hides some in array
+operations, and `ChunkProgram.visible` in GPU kernels. In decoding `_visible_to_newest` does both.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class LshSettings(NamedTuple):
         if self.strictly_causal and (self.n_chunks_before < 1 or self.n_chunks_after > 0):
             raise SettingError(
                 f"strictly_causal=True with n_chunks_before={self.n_chunks_before} and "
-                f"n_chunks_after={self.n_chunks_after}: expected at least 1 and 0"
+                f"n_chunks_after={self.n_chunks_after}: set n_chunks_before to at least 1 and "
+                "n_chunks_after=0"
             )
         if self.wrap and self.strictly_causal:
             raise SettingError("wrap is True and strictly_causal is True: leave one out")
@@ -164,7 +165,7 @@ def lsh(
         (appendix A); False counts it each time, as Trax does.
       strictly_causal: True shows a query, in each hash's order, only the keys of its own bucket
         that are among the `chunk_len * n_chunks_before` slots before the query's. For causal
-        attention. The plan is then three integers a position in place of two.
+        attention. The plan then has three integers for each position and hash, not two.
       wrap: True joins the hashes' chunks to a circle, as Trax and Hugging Face do: before a hash's
         first chunk comes the last chunk of the hash before, and before the first hash the last one.
         Needs `count_once=False`.
@@ -243,13 +244,10 @@ def _plan(
 
 
 def _apply(settings: LshSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
-    """Softmax attention over the chunks of all hashes' orders.
-
-    `chunked_attention` asks `softmax.chunked.visible_keys` which keys each query sees.
-    """
+    """Softmax attention over the chunks of all hashes' orders."""
     del params
-    # How the orders are cut, and what `visible_keys` hides.
-    chunks = settings.chunks.cut(
+    # How the orders are cut, and which keys of the chunks in reach are hidden.
+    chunking = settings.chunks.cut(
         q.shape[1],
         circle=settings.wrap,
         causal=causal,
@@ -262,7 +260,7 @@ def _apply(settings: LshSettings, params, q, k, v, *, plan, segment_ids, causal,
     self_weight = None
     if settings.self_score is not None and plan is not None:
         self_weight = circle.self_weight(settings.self_score, plan, settings.chunks)
-    return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl, self_weight)
+    return chunked_attention(q, k, v, chunking, plan, segment_ids, rng, impl, self_weight)
 
 
 # Decoding. C is the capacity, M the slots that a query sees in one hash's order. A *position* is an
@@ -282,13 +280,14 @@ def _init_cache(
     settings: LshSettings, params, q, k, v, *, plan, lengths, capacity, rng
 ) -> LshCache:
     """The cache after the first `lengths` positions of each row."""
-    del params, k, plan  # a plan has no buckets
+    del params, k, plan  # decoding keeps buckets, which a plan does not have
     factors, length = settings.hashing.factors_for(capacity), q.shape[1]
     rotations = settings.hashing.rotations_for(q, capacity, settings.hashes_in(train=False), rng)
     buckets = hash_by(rotations, q, factors, settings.impl)
     is_token = arange_last(length) < lengths[:, None, None, None]
-    last = math.prod(factors)
-    order = sort_by_bucket(jnp.where(is_token, buckets, last), last + 1, None, 0).query_positions
+    n_buckets = math.prod(factors)  # also the bucket of positions without a token
+    of_tokens = jnp.where(is_token, buckets, n_buckets)
+    order = sort_by_bucket(of_tokens, n_buckets + 1, None, 0).query_positions
     n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
     return LshCache(
         fill_ring(length_normalize(q), v, lengths, capacity),
@@ -330,7 +329,8 @@ def _visible_to_newest(
 ) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
     """Positions in the query's chunks of each hash's order, and a mask of those that it sees.
 
-    The query never sees itself. With `count_once` an earlier hash hides its positions from later
+    The query's own position is never one of them: `_step` falls back to its value if the mask is
+    empty. With `count_once` an earlier hash hides its positions from later
     ones. Positions that do not exist are -1.
 
     Args:
@@ -352,14 +352,14 @@ def _visible_to_newest(
         slot = first + arange_last(n_slots)
         exists = (slot >= 0) & (slot <= newest)
     if settings.wrap:
-        seen, exists = _across_hashes(order, slot, newest, chunk_len * settings.pad_chunks)
+        candidates, exists = _across_hashes(order, slot, newest, chunk_len * settings.pad_chunks)
     else:
-        seen = _take(order, jnp.clip(slot, 0, order.shape[-1] - 1), axis=-1)
-    mask = exists & (seen != newest)
-    seen = jnp.where(mask, seen, -1)
-    if settings.count_once and seen.shape[2] > 1:
-        mask = mask & ~seen_by_earlier_hash(seen)
-    return seen, mask
+        candidates = _take(order, jnp.clip(slot, 0, order.shape[-1] - 1), axis=-1)
+    mask = exists & (candidates != newest)
+    candidates = jnp.where(mask, candidates, -1)
+    if settings.count_once and candidates.shape[2] > 1:
+        mask = mask & ~seen_by_earlier_hash(candidates)
+    return candidates, mask
 
 
 def _across_hashes(

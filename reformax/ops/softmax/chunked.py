@@ -282,12 +282,13 @@ def visible_keys(
 ) -> Bool[Array, "#N #B C #L M"]:
     """The mask of one order: which keys of its window each query sees.
 
-    A key is hidden if it is later, padding, of another segment, outside the `window`, the query's
-    own, before `first_slot`, or visible in an earlier hash.
+    Of the keys in its window a query does not see: later ones (if `causal`), its own (if
+    `shared_qk`), those farther than `window`, padding and other segments, those that are not
+    between `first_slot` and its own slot, and those of an earlier hash (if `count_once`).
 
     Args:
       of_hash: the order of one hash, cut into chunks.
-      order: the orders of all hashes, `[N, B, R, T]`.
+      order: the orders of all hashes, `[N, B, R, Tp]`.
       segment_ids: the ids of each position.
       n_heads: N.
       length: T.
