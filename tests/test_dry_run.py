@@ -54,6 +54,7 @@ def test_a_stand_in_has_the_shapes_of_the_task(tmp_path):
         assert (np.shape(one), np.asarray(one).dtype) == (np.shape(two), np.asarray(two).dtype)
 
 
+@pytest.mark.slow
 def test_changes_are_told_before_compiling(call, tmp_path):
     flags = ["--config_file=quickstart.gin", "--output_dir=run", *(f"--config={x}" for x in TINY)]
     flags += ["--config=loop.train.eval_tokens=64", "--config=loop.train.eval_whole=False"]
@@ -75,6 +76,7 @@ def test_tokenizing_is_said_when_it_begins(call, tmp_path):
     assert out.index("tokenizing\n") < out.index("\ncompiling\n")
 
 
+@pytest.mark.slow
 def test_tokenizing_is_said_before_a_vocabulary_of_translation_is_learnt(
     call, tmp_path, monkeypatch, capsys
 ):

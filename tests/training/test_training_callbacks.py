@@ -111,6 +111,7 @@ class Lines:
         self.note("close")
 
 
+@pytest.mark.slow
 def test_loggers_get_the_lines_and_may_fail(plain, tmp_path, capsys):
     whole, mute, closed = Lines(), Lines({"write", "close"}), Lines({"open"})
     options = {"loggers": [mute, closed, whole], "config_text": lambda: "a = 1\n"}
@@ -170,6 +171,7 @@ wandb_log.wandb_log.mode = 'offline'
 """
 
 
+@pytest.mark.slow
 def test_weights_and_biases_by_gin(tmp_path, monkeypatch):
     fake = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -219,6 +221,7 @@ def params(folder, step):
     return Checkpoints(folder).restore_params(step, like)[0]
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_another(plain, tmp_path, capsys):
     source, result = plain
     # Without a learning rate it computes the other's score, of the best or of any checkpoint.

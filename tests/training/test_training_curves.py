@@ -136,6 +136,7 @@ def test_a_plot_reads_the_record_line_by_line(tmp_path, monkeypatch):
     record.close()
 
 
+@pytest.mark.slow
 def test_a_figure_that_was_drawn_is_not_kept(tmp_path):
     from matplotlib.figure import Figure
 

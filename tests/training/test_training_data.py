@@ -94,6 +94,7 @@ def test_a_changed_text_stops_a_run_and_its_evaluation(folder, change, monkeypat
     assert not (folder / f"run/evaluation_{split}.json").exists()
 
 
+@pytest.mark.slow
 def test_runs_in_the_folder_of_their_text_are_no_text(folder, monkeypatch, capsys):
     own = [f"--data_dir={folder}", f"--output_dir={folder}/other"]
     config = f"--config_file={folder}/run.gin"

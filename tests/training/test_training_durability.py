@@ -109,6 +109,7 @@ def test_all_is_on_the_disk_before_it_has_a_name_and_older_ones_go_after_that(
     assert not [path for path in early if Path(path).is_relative_to(folder / "1")]
 
 
+@pytest.mark.slow
 def test_lines_are_on_the_disk_before_their_checkpoint_has_its_name(tmp_path, monkeypatch):
     calls = Calls(tmp_path, monkeypatch)
     loop.train(tmp_path, **worker.arguments(steps=8, eval_every=4))
@@ -187,6 +188,7 @@ def test_killed_while_a_step_is_saved_again_one_of_the_two_is_whole(tmp_path, mo
     assert 1 < n < 98
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_one_checkpoint_costs_that_one_alone(tmp_path, monkeypatch, capsys):
     options = {"steps": 12, "eval_every": 4}
     loop.train(tmp_path / "undisturbed", **worker.arguments(**options))
@@ -282,6 +284,7 @@ def test_lines_before_and_after_a_failed_write_are_kept_in_order(tmp_path, monke
     lines.close()
 
 
+@pytest.mark.slow
 def test_an_evaluation_stands_once_after_a_kill_before_its_checkpoint(tmp_path, monkeypatch):
     options = {"steps": 8, "eval_every": 4}
     loop.train(tmp_path / "undisturbed", **worker.arguments(**options))

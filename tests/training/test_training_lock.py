@@ -150,6 +150,7 @@ def test_a_second_training_after_the_lock_was_deleted_is_left_alone(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_lock_lost_while_a_checkpoint_is_written_gives_it_no_name(tmp_path, monkeypatch):
     write_arrays = Checkpoints._write_arrays
 
@@ -164,6 +165,7 @@ def test_a_lock_lost_while_a_checkpoint_is_written_gives_it_no_name(tmp_path, mo
     assert Checkpoints(tmp_path).steps() == [4]
 
 
+@pytest.mark.slow
 def test_a_lock_that_cannot_be_looked_at_costs_one_checkpoint_alone(tmp_path, monkeypatch, capsys):
     lstat, looks = os.lstat, []
 

@@ -135,6 +135,7 @@ def test_a_signal_saves_and_a_rerun_computes_the_same_bits(uninterrupted, tmp_pa
     np.testing.assert_array_equal(params(tmp_path, 40), vector)
 
 
+@pytest.mark.slow
 def test_a_signal_in_an_evaluation_leaves_it_to_the_rerun(uninterrupted, tmp_path):
     _, record, _ = uninterrupted
     task = tiny.counting()
@@ -256,6 +257,7 @@ def test_signals_sent_twice_at_once_save(tmp_path, number):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.slow
 def test_nohup_stays_in_force(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -364,6 +366,7 @@ def test_parameters_that_are_no_numbers_are_never_saved(tmp_path):
     assert checkpoint.Checkpoints(tmp_path).steps() == []
 
 
+@pytest.mark.slow
 def test_the_moving_average_is_what_evaluations_score(tmp_path):
     _, off = run(tmp_path / "off", steps=10)
     result, on = run(tmp_path / "on", steps=10, ema_decay=0.9)
@@ -399,6 +402,7 @@ def test_evaluations_take_their_own_sizes(tmp_path):
     assert (line["split"], line["n_targets"], line["whole"]) == ("test", 45, False)
 
 
+@pytest.mark.slow
 def test_scores_of_one_budget_are_compared_and_the_last_is_whole(tmp_path):
     budget = {"steps": 20, "eval_every": 5, "eval_tokens": 40, "eval_batch_size": 2, "keep": 9}
     result, record = run(tmp_path, **budget)
@@ -422,6 +426,7 @@ def test_scores_of_one_budget_are_compared_and_the_last_is_whole(tmp_path):
     assert part["whole"]  # it is there
 
 
+@pytest.mark.slow
 def test_train_lines_have_tokens_and_the_time_of_all_resumptions(tmp_path):
     run(tmp_path, steps=8, max_minutes=None)
     run(tmp_path, steps=16, batch_size=16)
@@ -432,6 +437,7 @@ def test_train_lines_have_tokens_and_the_time_of_all_resumptions(tmp_path):
     assert seconds == sorted(seconds) and seconds[0] > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_another_split_compares_its_scores_alone(tmp_path):
     run(tmp_path, steps=20)
     checkpoints = checkpoint.Checkpoints(tmp_path)
@@ -521,6 +527,7 @@ def known(name, **options):
     return tiny.counting(**options)._replace(fingerprint=lambda split: f"{name} {split}")
 
 
+@pytest.mark.slow
 def test_a_stage_has_data_of_its_own(tmp_path):
     """`until` is a share of the steps, and the run's own task scores."""
     easy = known("easy", noise=0.0)
@@ -533,6 +540,7 @@ def test_a_stage_has_data_of_its_own(tmp_path):
     assert record[-1] == worker.record(tmp_path / "parts")[-1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_within_stages(tmp_path):
     """One step at a time it sees what it sees at once, and no other data of a stage to come."""
     easy, hard = known("easy", noise=0.0), known("hard", noise=0.2)
@@ -643,6 +651,7 @@ def test_loss_chunks_change_rounding_alone(tmp_path):
     np.testing.assert_allclose(*bits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_out_of_time_it_evaluates_saves_and_can_go_on(tmp_path):
     result, record = run(tmp_path, steps=3, max_minutes=1e-9)
     assert result["step"] == 1 and result["bits_per_dim"] is not None
@@ -680,6 +689,7 @@ def test_another_model_is_told_and_nothing_is_lost(tmp_path):
     assert (tmp_path / "config.gin").read_text() == "first"
 
 
+@pytest.mark.slow
 def test_progress_shows_on_request(tmp_path, capsys):
     run(tmp_path / "silent", steps=2)
     captured = capsys.readouterr()

@@ -290,6 +290,7 @@ def test_includes_are_of_the_folder_in_use(folder):
         assert gin.query_parameter("steps/gin.macro.value") == steps
 
 
+@pytest.mark.slow
 def test_an_override_that_nothing_uses_is_told(folder, monkeypatch, capsys):
     flags = ["--config_file=configs/run.gin", "--config=optimizer.adam.b1=0.5", "--config=steps=3"]
     flags += ["--config=optimizer.adamw.b1=0.5", "--config=small/tiny.counting.noise=0.2"]

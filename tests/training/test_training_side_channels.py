@@ -97,6 +97,7 @@ def test_a_run_that_is_done_writes_no_event_file(tmp_path, wanted):
     assert list((tmp_path / "tensorboard").iterdir()) == [file]
 
 
+@pytest.mark.slow
 def test_a_folder_of_events_that_cannot_be_made_costs_no_line(tmp_path, capsys, wanted):
     (tmp_path / "tensorboard").write_text("")
     assert run(tmp_path) == wanted
@@ -104,6 +105,7 @@ def test_a_folder_of_events_that_cannot_be_made_costs_no_line(tmp_path, capsys, 
 
 
 @pytest.mark.usefixtures("figures")
+@pytest.mark.slow
 def test_a_plot_that_fails_is_drawn_at_the_next_evaluation(tmp_path, capsys, monkeypatch, wanted):
     from matplotlib.figure import Figure
 

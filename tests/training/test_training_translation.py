@@ -105,6 +105,7 @@ def test_the_metric_is_the_mean_over_the_sentences_one_by_one(run):
     assert alone["bits_per_token"] == pytest.approx(nats / np.log(2) / n, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_the_batch(run, tmp_path):
     data, *_ = run
     settings = dict(batch_size=16, steps=6, checkpoint_every=6)
@@ -114,6 +115,7 @@ def test_micro_batches_are_the_batch(run, tmp_path):
     np.testing.assert_allclose(two, one, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_reads_its_vocabulary_and_computes_the_same(run, tmp_path, monkeypatch):
     data, folder, _ = run
     loop.train(tmp_path, **arguments(data, steps=6))
