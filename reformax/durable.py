@@ -137,6 +137,14 @@ def write(path: Path, data: bytes) -> None:
         sync_folder(path.parent)
 
 
+def new_file(path: Path) -> io.BufferedWriter:
+    """Opens a new file for writing, in the place of what has its name; a link is not followed."""
+    with explaining("written", path):
+        remove(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return open(os.open(path, flags, 0o666), "wb")
+
+
 def rename(old: Path, new: Path) -> None:
     """Renames within a folder; when this returns, the disk has the new name."""
     os.rename(old, new)

@@ -24,7 +24,7 @@ _FREE = ("config_file", "output_dir", "data_dir", "distributed", "quiet", "trace
 # Defaults of the timeouts, in seconds.
 HEARTBEAT = 100
 STEP = 1800
-START = 20
+START, START_OF_MANY = 20, 300  # a scheduler starts machines apart
 _JAX_TIMEOUT = 300  # seconds for JAX's own meeting, of processes that are there
 
 
@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--start_timeout",
         type=flags.of(Seconds),
         help="seconds for all processes to start; those that came end then, since one that is "
-        f"killed as it starts never comes (default: {START})",
+        f"killed as it starts never comes (default: {START}; {START_OF_MANY} with --distributed)",
     )
 
 
@@ -101,7 +101,7 @@ def join(args: argparse.Namespace, config: str | None = None) -> None:
         *(given[name] for name in _NAMES),
         timeout=timeout,
         step_timeout=args.step_timeout or STEP,
-        start_timeout=args.start_timeout or START,
+        start_timeout=args.start_timeout or (START_OF_MANY if args.distributed else START),
     )
     jax.distributed.initialize(
         **given,

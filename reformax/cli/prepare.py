@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     path, folder = files.existing(args.data_dir), user_path("to", args.to)
     if token_files.is_prepared(path):
         raise SettingError(f"data_dir={path} is prepared already: give the text itself")
+    if path.is_dir() and path.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise SettingError(f"to={folder} lies in data_dir={path}: give a folder outside of it")
     found = texts.find(path, settings)
     work = {"processes": args.processes, "quiet": args.quiet}
     made = token_files.prepare(found, settings, folder, **work)

@@ -17,6 +17,7 @@ from reformax.data.documents import Text
 from reformax.data.pieces import PieceVocabulary, spans
 from reformax.data.stored import Part, StoredArray, crc32_of
 from reformax.data.vocabulary import fingerprint
+from reformax.declared import SettingError
 
 _SPAN = 2**25  # bytes of text that one file has the ids of
 _FOLDER = "pieces"
@@ -67,6 +68,8 @@ def encoded(
         made = token_files.all_made(write, tasks, partial, processes, quiet)
         return {"dtype": str(vocabulary.dtype), "vocabulary": fingerprint(model), "spans": made}
 
+    if (folder / _FOLDER).is_symlink():  # in a folder of somebody else it may lead anywhere
+        raise SettingError(f"{folder / _FOLDER} is a symbolic link: prepare the text anew")
     token_files.made_whole(own, key, make)
     return _arrays(own, token_files.manifest(own)["spans"], vocabulary.dtype)
 
@@ -82,8 +85,8 @@ def _write(span: Span, folder: Path, model: bytes, size: int) -> dict[str, Any]:
     found = vocabulary.encode_documents(data, span.before)
     places = vocabulary.places(data, found, np.asarray(span.text.begins))
     name = f"{span.number:05}"
-    with open(folder / f"{name}.ids", "wb") as file:
-        found.ids.tofile(file)
+    with durable.new_file(folder / f"{name}.ids") as file:
+        file.write(np.ascontiguousarray(found.ids))
         file.flush()
         os.fsync(file.fileno())
     durable.write(folder / f"{name}.begins", places.tobytes())
@@ -97,14 +100,15 @@ def _vocabulary(model: bytes, size: int) -> PieceVocabulary:
 
 
 def _arrays(folder: Path, made: Sequence[dict[str, Any]], dtype: np.dtype) -> Text:
-    ids = [Part(str(folder / f"{x['file']}.ids"), 0, x["n"]) for x in made]
+    paths = [token_files.shard_path(folder, x["file"]) for x in made]
+    ids = [Part(f"{path}.ids", 0, x["n"]) for path, x in zip(paths, made, strict=True)]
     begins, before = [], 0
-    for x, after in zip(made, [*made[1:], None], strict=True):
+    for path, x, after in zip(paths, made, [*made[1:], None], strict=True):
         n = x["begins"]
         # A document without a piece of its own begins with the next id, which may be of the next
         # span, whose first document may do so too.
         if n and x["ends"][1] == x["n"] and (after is None or (after["ends"] or [1])[0] == 0):
             n -= 1
-        begins.append(Part(str(folder / f"{x['file']}.begins"), 0, n, before))
+        begins.append(Part(f"{path}.begins", 0, n, before))
         before += x["n"]
     return Text(StoredArray(ids, dtype), StoredArray(begins, "int64"))

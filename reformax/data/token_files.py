@@ -1,7 +1,7 @@
 """Texts of any size in files: made once, read by windows, the same batches as in memory.
 
-1. The bytes of a text lie in shards, `text/00000` and so on, and where its documents begin beside
-   them. `manifest.json` says which shards are which split, with their lengths and CRC-32.
+1. The bytes of a text lie in shards, `text-KEY/00000` and so on, and where its documents begin
+   beside them. `reformax_text.json` says which shards are which split, with lengths and CRC-32.
 2. A shard is a span of a large plain file, or some small files. Processes make shards side by side,
    each in memory that no size of the text changes. One that was made is not made again.
 3. The ids of pieces lie in `pieces/<text and vocabulary>`, made of the text in the same way. Blocks
@@ -25,6 +25,7 @@ import json
 import os
 import pickle
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -40,10 +41,15 @@ from reformax.data.stored import Part, StoredArray
 from reformax.declared import SettingError, user_path
 from reformax.progress import Progress
 
-MANIFEST, _PARTIAL, _FORMAT = "manifest.json", ".partial", 1
+MANIFEST, _PARTIAL, _OLD, _FORMAT = "reformax_text.json", ".partial", ".old", 1
+# What a folder that is replaced may hold: shards, ids, a vocabulary, files for other programs.
+_OURS = re.compile(r"text-\w+|pieces|key|\d{5,}\.(bytes|begins|ids|json)|vocabulary\.\w+")
+_SHARD = re.compile(r"(text-\w+/)?\d{5,}")
 SHARD = 2**27  # bytes of a source of which one shard is made
 _SAMPLES, _SAMPLED = 2**12, 64  # bytes of a sample of a source, and files that are sampled at most
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_PROGRAMS = ("megatron", "nanogpt")  # folders of token files that other programs read
 _INFLATION = 4  # what a packed file is taken to unpack to, to know how much there is to do
 
 
@@ -76,7 +82,8 @@ def load(folder: Path) -> documents.Source:
     texts = {
         split: documents.Text(*_arrays(folder, shards)) for split, shards in found["splits"].items()
     }
-    return documents.Source(texts, found["files"], found["said"])
+    said = ["".join(c if c.isprintable() else "?" for c in line) for line in found["said"]]
+    return documents.Source(texts, found["files"], said)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -95,9 +102,20 @@ def manifest(folder: Path) -> dict[str, Any]:
         found = json.loads(durable.read(path, 2**28))
         if found["format"] != _FORMAT:
             raise SettingError(f"{path} is of format {found['format']}: prepare the text anew")
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
+    except (KeyError, TypeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"{path} is damaged: delete {folder} and prepare the text anew") from None
     return found
+
+
+def shard_path(folder: Path, name: str) -> str:
+    """The path of a shard's files, without their ending.
+
+    Raises:
+      ValueError: a manifest names another file.
+    """
+    if not isinstance(name, str) or not _SHARD.fullmatch(name):
+        raise ValueError(f"{folder / MANIFEST} names {name!r}, which is no shard of the folder")
+    return str(folder / name)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -105,12 +123,16 @@ def _manifest(folder: Path) -> dict[str, Any]:
     found, path = manifest(folder), folder / MANIFEST
     try:
         shards = [shard for shards in found["splits"].values() for shard in shards]
-        sizes = [(shard["file"], shard["n"], shard["begins"]) for shard in shards]
-    except (KeyError, TypeError, AttributeError):
+        sizes = [(shard["file"], int(shard["n"]), int(shard["begins"])) for shard in shards]
+        settings, counts, said = (found[name] for name in ("settings", "files", "said"))
+        texts = [*settings, *counts, *said]
+        if not all(isinstance(x, str) for x in texts) or min(x for s in sizes for x in s[1:]) < 0:
+            raise TypeError
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: delete {folder} and prepare the text anew") from None
     for name, n, begins in sizes:
         for ending, expected in (("bytes", n), ("begins", 8 * begins)):
-            file = folder / f"{name}.{ending}"
+            file = Path(f"{shard_path(folder, name)}.{ending}")
             size = file.stat().st_size if file.is_file() else None
             if size != expected:
                 has = "is missing" if size is None else f"has {size:,} bytes"
@@ -123,7 +145,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _arrays(folder: Path, shards: Sequence[Mapping[str, Any]]) -> tuple[StoredArray, StoredArray]:
     data, begins, before = [], [], 0
     for shard in shards:
-        path = str(folder / shard["file"])
+        path = shard_path(folder, shard["file"])
         data.append(Part(f"{path}.bytes", 0, shard["n"], 0, shard["crc"]))
         begins.append(Part(f"{path}.begins", 0, shard["begins"], before))
         before += shard["n"]
@@ -210,11 +232,14 @@ def prepare(
       OSError: a source cannot be read, or the folder not be written.
     """
     key = key_of(found, settings)
+    for path in (path for paths in found.paths.values() for path in paths):
+        if folder.resolve() in path.resolve().parents:
+            raise SettingError(f"{folder} holds the source {path}: give another folder")
 
     def make(partial: Path) -> dict[str, Any]:
         _check_room(found.size(), partial)
         shards = list(shards_of(found, settings["field"]))
-        made = all_made(make_shard, shards, partial / "text", processes, quiet)
+        made = all_made(make_shard, shards, partial / f"text-{key[:16]}", processes, quiet)
         if key_of(found, settings) != key:
             raise SettingError("a source changed while it was read: start again")
         splits = {split: [] for split in found.paths}
@@ -238,24 +263,44 @@ def made_whole(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -
     Returns:
       Whether it was made.
     """
+    if _is_of(folder, key):  # it may be another user's, or on a disk that is only read
+        return False
     with durable.explaining("written", folder.parent):
         durable.make_folder(folder.parent)
     with _locked(folder):
-        if is_prepared(folder) and manifest(folder).get("key") == key:
+        if _is_of(folder, key):
             return False
-        if folder.exists() and not is_prepared(folder) and any(folder.iterdir()):
-            raise SettingError(f"{folder} holds other files: give a new folder")
-        partial = folder.with_name(folder.name + _PARTIAL)
-        if not (partial / "key").is_file() or (partial / "key").read_text() != key:
-            durable.remove(partial)
-            durable.make_folder(partial)
-            durable.write(partial / "key", key.encode())
-        facts = {"format": _FORMAT, "key": key} | make(partial)
-        durable.write(partial / MANIFEST, json.dumps(facts, indent=1).encode())
-        os.unlink(partial / "key")
-        durable.remove(folder)
+        _check_ours(folder)
+        partial, old = (folder.with_name(folder.name + end) for end in (_PARTIAL, _OLD))
+        if not _is_of(partial, key):
+            if not (partial / "key").is_file() or (partial / "key").read_text() != key:
+                durable.remove(partial)
+                durable.make_folder(partial)
+                durable.write(partial / "key", key.encode())
+            facts = {"format": _FORMAT, "key": key} | make(partial)
+            durable.write(partial / MANIFEST, json.dumps(facts, indent=1).encode())
+        if folder.exists():
+            durable.remove(old)
+            durable.rename(folder, old)
         durable.rename(partial, folder)
+        durable.remove(old)
     return True
+
+
+def _is_of(folder: Path, key: str) -> bool:
+    """Whether a folder has the files of a key, all of them."""
+    return is_prepared(folder) and manifest(folder).get("key") == key
+
+
+def _check_ours(folder: Path) -> None:
+    """Raises `SettingError` for a folder with files that `prepare` did not write."""
+    if not folder.exists():
+        return
+    names = sorted(entry.name for entry in folder.iterdir())
+    known = (MANIFEST, *_PROGRAMS) if is_prepared(folder) else ()
+    for name in names:
+        if name not in known and not (known and _OURS.fullmatch(name)):
+            raise SettingError(f"{folder} holds other files, such as {name}: give a new folder")
 
 
 @contextlib.contextmanager
@@ -263,13 +308,17 @@ def _locked(folder: Path) -> Iterator[None]:
     """One process at a time; the others wait, and find what it made."""
     path = folder.with_name(f".{folder.name}.lock")
     with durable.explaining("written", path), open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:  # of some network disks
+                raise
         yield
 
 
 def _check_room(size: int, folder: Path) -> None:
     """Raises `_NoRoom` for more text than the disk has room for, beside what is made already."""
-    there = sum(path.stat().st_size for path in folder.glob("text/*.bytes"))
+    there = sum(path.stat().st_size for path in folder.glob("text-*/*.bytes"))
     if size > (room := shutil.disk_usage(folder).free) + there:
         raise _NoRoom(f"there are {size:,} bytes of text, and its disk has room for {room:,}")
 
@@ -311,15 +360,17 @@ def _size(span: documents.Span) -> int:
 
 def make_shard(shard: Shard, folder: Path) -> dict[str, Any]:
     """Writes the bytes of a shard and where documents begin; returns what the manifest says."""
-    name = f"text/{shard.number:05}"
+    name = f"{folder.name}/{shard.number:05}"
     path, begin = folder / f"{shard.number:05}", shard.spans[0]
-    goes_on = begin.first > 0 and tables.reader(begin.path, shard.field) is None
+    rows = shard.found.checked and tables.reader(begin.path, shard.field) is not None
+    goes_on = begin.first > 0 and not rows
     if goes_on and shard.found.checked:  # byte 0 in a text ends a document
         with open(begin.path, "rb") as file:
             goes_on = os.pread(file.fileno(), 1, begin.first - 1) != documents.BORDER
     begins = documents.Begins(shard.found.checked, continues=goes_on)
     n = crc = n_begins = 0
-    with open(f"{path}.bytes", "wb") as data, open(f"{path}.begins", "wb") as places:
+    new = durable.new_file
+    with new(Path(f"{path}.bytes")) as data, new(Path(f"{path}.begins")) as places:
         for part, first in documents.pieces_of(shard.found, shard.spans, shard.field):
             found = begins.of(part, first)
             with durable.explaining("written", path):
@@ -416,10 +467,15 @@ class _Worker:
     """A process that calls a function with what comes through a pipe."""
 
     def __init__(self, function: Callable[[Any], Any]):
+        # -P, and these paths: the working directory is no place to import from.
+        path = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
         root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        code = (
+            f"import sys; sys.path.append({root!r})\n"
+            "from reformax.data import token_files; token_files.serve()"
+        )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from reformax.data import token_files; token_files.serve()"],
+            [sys.executable, "-P", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": path},
@@ -430,7 +486,10 @@ class _Worker:
         """The result, or the error of a call."""
         try:
             self._send(task)
-            return pickle.load(self._process.stdout)
+            result, error, number = pickle.load(self._process.stdout)
+            if number is not None:
+                error.errno = number  # which an error of one argument leaves behind
+            return result, error
         except (EOFError, BrokenPipeError):
             code = self._process.wait()
             why = "it was killed; there may be too little memory" if code < 0 else f"exit {code}"
@@ -454,9 +513,17 @@ def serve() -> None:
         function = pickle.load(source)
         while True:
             task = pickle.load(source)
-            try:
-                answer = function(task), None
-            except Exception as error:
-                answer = None, error
-            pickle.dump(answer, results)
+            results.write(_answer(function, task))
             results.flush()
+
+
+def _answer(function: Callable[[Any], Any], task: Any) -> bytes:
+    """The result, the error and its number; an error that cannot be pickled is told by its text."""
+    try:
+        return pickle.dumps((function(task), None, None))
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
+        try:
+            return pickle.dumps((None, error, number))
+        except Exception:
+            return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), None))

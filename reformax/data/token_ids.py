@@ -234,14 +234,19 @@ def write(path: Path, ids: StoredArray, begins: StoredArray | np.ndarray, form: 
     if form == "megatron":
         begins = np.unique(np.concatenate([[0], np.asarray(begins)])).astype(np.int64)
         code = next(code for code, name in _CODES.items() if name == ids.dtype.name)
-        sizes = np.diff(np.append(begins, len(ids))).astype(np.int32)
+        sizes = np.diff(np.append(begins, len(ids)))
+        if sizes.max() > np.iinfo(np.int32).max:
+            raise SettingError(
+                f"{path}: a document has {sizes.max():,} ids, above 2^31 - 1 of megatron"
+            )
+        sizes = sizes.astype(np.int32)
         documents = np.arange(len(begins) + 1, dtype=np.int64)
         head = _MEGATRON + struct.pack("<QBQQ", 1, code, len(begins), len(documents))
         body = sizes.tobytes(), (begins * ids.dtype.itemsize).tobytes(), documents.tobytes()
         durable.write(path.with_suffix(".idx"), b"".join([head, *body]))
     temporary = path.with_suffix(".bin.tmp")
     with durable.explaining("written", path):
-        with open(temporary, "wb") as file:
+        with durable.new_file(temporary) as file:
             for block in ids.blocks():
                 file.write(np.ascontiguousarray(block))
             file.flush()

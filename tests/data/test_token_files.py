@@ -156,7 +156,7 @@ def test_pieces_are_those_of_memory(kind, name, tmp_path, in_files, monkeypatch)
         task.vocabulary.keep_in(tmp_path, begun=False)
         assert_alike(whole, task)
         assert whole.n_bytes("train") == task.n_bytes("train")
-    made = list(cache.glob("*/pieces/*/manifest.json"))
+    made = list(cache.glob("*/pieces/*/reformax_text.json"))
     assert len(made) == 3 and max(len(json.loads(x.read_bytes())["spans"]) for x in made) > 3
 
 
@@ -212,7 +212,7 @@ def test_held_out_text_of_another_size_prepares_nothing(tmp_path, in_files, monk
 def test_a_damaged_shard_is_told(tmp_path, in_files, fails_in_one_line):
     write_jsonl(tmp_path / "a.jsonl")
     prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'made'}", "--quiet"])
-    shard = next(tmp_path.glob("made/text/*.bytes"))
+    shard = next(tmp_path.glob("made/text-*/*.bytes"))
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
     with fails_in_one_line(ValueError, "bytes has .* bytes, expected .*: delete .*made and prepar"):
@@ -220,8 +220,8 @@ def test_a_damaged_shard_is_told(tmp_path, in_files, fails_in_one_line):
     shard.unlink()
     with fails_in_one_line(ValueError, "00000.bytes is missing, expected"):
         text.text(tmp_path / "made")
-    (tmp_path / "made/manifest.json").write_text("{")
-    with fails_in_one_line(ValueError, "manifest.json is damaged: delete"):
+    (tmp_path / "made/reformax_text.json").write_text("{")
+    with fails_in_one_line(ValueError, "reformax_text.json is damaged: delete"):
         text.text(tmp_path / "made")
 
 
@@ -257,7 +257,7 @@ def test_other_files_are_not_replaced(tmp_path, fails_in_one_line):
     write_jsonl(tmp_path / "a.jsonl")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes").write_text("kept")
-    with fails_in_one_line(ValueError, "mine holds other files: give a new folder"):
+    with fails_in_one_line(ValueError, "mine holds other files, such as notes: give a new folder"):
         prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'mine'}"])
     assert (tmp_path / "mine/notes").read_text() == "kept"
 
@@ -308,7 +308,7 @@ def test_a_cache_that_cannot_be_written_names_the_setting(
     denied.clear()
     with in_files():
         assert text.text(tmp_path / "a.jsonl", cache_dir=tmp_path / "own").n_targets("train")
-    assert list((tmp_path / "own").glob("*/manifest.json"))
+    assert list((tmp_path / "own").glob("*/reformax_text.json"))
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     with fails_in_one_line(ValueError, "there is no home to keep token files in: set text.text.ca"):
@@ -389,3 +389,117 @@ def test_checksums_combine():
         one, other = RNG.randbytes(1000), RNG.randbytes(n)
         combined = stored.combined_crc32(zlib.crc32(one), zlib.crc32(other), n)
         assert combined == zlib.crc32(one + other)
+
+
+def _prepared(tmp_path, texts=TEXTS, name="made"):
+    if not (tmp_path / "a.jsonl").exists() or texts is not TEXTS:
+        write_jsonl(tmp_path / "a.jsonl", texts)
+    prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / name}", "--quiet"])
+    return tmp_path / name
+
+
+def test_a_link_in_a_strangers_folder_is_not_followed(tmp_path, in_files, fails_in_one_line):
+    made, mine = _prepared(tmp_path), tmp_path / "mine"
+    mine.write_text("kept")
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for ending in ("bytes", "begins"):
+        (shards / f"00000.{ending}").symlink_to(mine)
+    found = text.find(tmp_path / "a.jsonl", token_files.settings_of(made))
+    (shard,) = token_files.shards_of(found, "text")
+    token_files.make_shard(shard, shards)
+    assert mine.read_text() == "kept" and (shards / "00000.bytes").stat().st_size > 1000
+    (tmp_path / "elsewhere").mkdir()
+    (made / "pieces").symlink_to(tmp_path / "elsewhere")
+    with in_files(), fails_in_one_line(ValueError, "pieces is a symbolic link"):
+        text.text(made, vocab_size=300)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("name", ["../../mine", "/etc/passwd", "text-1/../../x", 3])
+def test_a_strangers_manifest_names_no_other_file(tmp_path, name, fails_in_one_line):
+    path = _prepared(tmp_path) / token_files.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["splits"]["train"][0]["file"] = name
+    path.write_text(json.dumps(manifest))
+    with fails_in_one_line(ValueError, "which is no shard of the folder"):
+        text.text(tmp_path / "made")
+
+
+def test_workers_import_nothing_of_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert sorted(x for _, x in token_files.in_processes(abs, [-1, -2], 2)) == [1, 2]
+
+
+def test_a_folder_with_its_source_or_anothers_files_stays(tmp_path, fails_in_one_line):
+    made = _prepared(tmp_path)
+    write_jsonl(made / "new.jsonl")
+    run = [f"--to={made}", "--quiet"]
+    with fails_in_one_line(ValueError, "made holds the source .*new.jsonl: give another folder"):
+        prepare.main([f"--data_dir={made / 'new.jsonl'}", *run])
+    write_jsonl(tmp_path / "b.jsonl", TEXTS[:50])
+    with fails_in_one_line(ValueError, "holds other files, such as new.jsonl: give a new folder"):
+        prepare.main([f"--data_dir={tmp_path / 'b.jsonl'}", *run])
+    with fails_in_one_line(ValueError, "lies in data_dir=.*: give a folder outside of it"):
+        prepare.main([f"--data_dir={tmp_path}", *run])
+    assert (made / "new.jsonl").is_file() and text.text(made).n_targets("train") > 0
+
+
+def test_a_text_that_is_replaced_is_not_read_on_as_the_new_one(tmp_path):
+    made = _prepared(tmp_path)
+    before = token_files.load(made).texts
+    before = before.get("train") or next(iter(before.values()))
+    _prepared(tmp_path, TEXTS[::-1])
+    with pytest.raises(FileNotFoundError):
+        bytes(before.data[:100])
+
+
+def test_a_process_that_is_killed_before_the_name_goes_on_from_there(tmp_path, monkeypatch):
+    made = _prepared(tmp_path)
+    whole = text.text(made).fingerprint("train")
+    made.rename(tmp_path / "made.partial")
+    monkeypatch.setattr(token_files, "make_shard", None)  # nothing is made
+    assert _prepared(tmp_path) == made and text.text(made).fingerprint("train") == whole
+    made.rename(tmp_path / "made.partial")
+    (tmp_path / "made").mkdir()  # of the text before, renamed aside or not
+    assert text.text(_prepared(tmp_path)).fingerprint("train") == whole
+
+
+def test_a_finished_folder_needs_no_lock(tmp_path, monkeypatch):
+    made = _prepared(tmp_path)
+    monkeypatch.setattr(token_files, "_locked", None)
+    assert _prepared(tmp_path) == made
+
+
+def test_errors_of_workers_keep_their_number(tmp_path):
+    with pytest.raises(OSError, match="cannot be written") as error:
+        list(token_files.in_processes(_full, [1, 2], 2))
+    assert error.value.errno == 28
+    with pytest.raises(RuntimeError, match="Odd: told"):
+        list(token_files.in_processes(_odd, [1, 2], 2))
+
+
+def _full(_):
+    with token_files.durable.explaining("written", "there"):
+        raise OSError(28, "No space left on device")
+
+
+class Odd(Exception):
+    def __reduce__(self):
+        raise TypeError
+
+
+def _odd(_):
+    raise Odd("told")
+
+
+def test_lines_of_a_text_that_is_read_raw_are_no_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "SHARD", 1000)
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:30])
+    raw = dict(text.DEFAULTS, raw=True)
+    found = text.find(tmp_path / "a.jsonl", raw)
+    token_files.prepare(found, raw, tmp_path / "made", processes=1, quiet=True)
+    (made,) = token_files.load(tmp_path / "made").texts.values()
+    assert len(made.data) > 3000 and list(made.begins[:]) == [0]
