@@ -334,21 +334,22 @@ def test_kills_leave_it_whole_or_absent(tmp_path):
     made = tmp_path / "made"
     command = [sys.executable, "-c", script, f"--data_dir={tmp_path / 'a.txt'}", f"--to={made}"]
     command += ["--quiet", "--processes=1"]
-    begin = time.monotonic()
-    subprocess.run(command, check=True, cwd=ROOT)
-    took, rng, partial = time.monotonic() - begin, random.Random(1), 0
+    begun, partial = made.with_name("made.partial"), 0
     whole = text.text(tmp_path / "a.txt").fingerprint("train")
-    for _ in range(6):
+    for seconds in (0, 0.002, 0.01, 0.03, 0.1, 0.3):
         shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(begun, ignore_errors=True)
         process = subprocess.Popen(command, cwd=ROOT)
-        time.sleep(took * rng.uniform(0.3, 1))
+        while not begun.exists() and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(seconds)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        partial += made.with_name("made.partial").exists()
+        partial += begun.exists()
         assert not made.exists() or text.text(made).fingerprint("train") == whole
     subprocess.run(command, check=True, cwd=ROOT)
     assert_alike(text.text(made), text.text(tmp_path / "a.txt"))
-    assert partial and not made.with_name("made.partial").exists()
+    assert partial and not begun.exists()
 
 
 def test_two_processes_at_once_make_one_text(tmp_path):

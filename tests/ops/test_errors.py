@@ -72,12 +72,12 @@ SIZES = [
     (
         lsh.lsh,
         dict(strictly_causal=True, n_chunks_after=1),
-        "strictly_causal=True with n_chunks_before=1 and n_chunks_after=1: expected at least 1",
+        "strictly_causal=True with n_chunks_before=1 and n_chunks_after=1: set n_",
     ),
     (
         lsh.lsh,
         dict(strictly_causal=True, n_chunks_before=0),
-        "strictly_causal=True with n_chunks_before=0 and n_chunks_after=0: expected at least 1",
+        "strictly_causal=True with n_chunks_before=0 and n_chunks_after=0: set n_",
     ),
     (local.local, dict(chunk_len=-8), "chunk_len is -8: expected at least 1"),
     (local.local, dict(n_chunks_before=-1), "n_chunks_before is -1: expected at least 0"),
