@@ -28,7 +28,7 @@ class Buffer(NamedTuple):
 @CustomDerivatives
 def _becoming(value, after):
     # In a `jax.vmap` over `after` alone the result is batched, as its derivative is.
-    return jnp.where(False, after, value)
+    return jnp.where(False, after.astype(value.dtype), value)
 
 
 def _backward(change, gradient):
@@ -37,7 +37,7 @@ def _backward(change, gradient):
 
 
 _becoming.define(
-    lambda value, after: (_becoming.function(value, after), after - value),
+    lambda value, after: (_becoming.function(value, after), (after - value).astype(value.dtype)),
     _backward,
     lambda _, tangents: tangents[0],
 )

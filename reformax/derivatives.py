@@ -52,7 +52,8 @@ class CustomDerivatives:
           backward: `(residuals, d_out) -> gradients`, a tuple of one for each tree of arrays; None
             for a tree without a gradient.
           tangent: `(residuals, tangents) -> tangent of out`, where `tangents` has a tree for each
-            tree of arrays, of float0 for integers. None refuses forward mode.
+            tree of arrays, of float0 for integers. None refuses forward mode; a forward pass with
+            loops needs one that refuses, for the sake of memory.
         """
 
         def jvp(*args):
@@ -96,6 +97,9 @@ def _linear(backward, tangent, primals, residuals, tangents, out) -> Any:
 
         jax.tree.map(add, gradients, tree.unflatten(given), is_leaf=lambda x: x is None)
         kept = [(x, a) for x, a, g in zip(leaves, avals, given, strict=True) if g]
+        for x, a in kept:
+            if x is not None and x.dtype != a.dtype:
+                raise TypeError(f"a backward pass returns {x.dtype} for an input of {a.dtype}")
         return [_zeros(a) if x is None else x for x, a in kept]
 
     linear = [t for t, g in zip(tangents, given, strict=True) if g]

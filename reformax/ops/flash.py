@@ -127,7 +127,7 @@ def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Til
 
 
 class _FlashPieces(NamedTuple):
-    """Attention of some queries to some keys, as `ring.Pieces` says."""
+    """Attention of some queries to some keys, as `ring.PartialAttention` says."""
 
     block_sizes: tuple[int | None, int | None]
     scale: float | None

@@ -330,8 +330,8 @@ def _visible_to_newest(
     """Positions in the query's chunks of each hash's order, and a mask of those that it sees.
 
     The query's own position is never one of them: `_step` falls back to its value if the mask is
-    empty. With `count_once` an earlier hash hides its positions from later
-    ones. Positions that do not exist are -1.
+    empty. With `count_once` an earlier hash hides its positions from later ones. Positions that do
+    not exist are -1.
 
     Args:
       settings: the op's.

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import Size
-from reformax.derivatives import CustomDerivatives
+from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
@@ -164,7 +164,11 @@ def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
     return tiles.TiledInputs(*gradients, None, None, None, None), None, None
 
 
-_with_kernel_gradient.define(_attend_forward, _attend_backward)
+def _attend_tangent(forward_pass, tiling, interpret, residuals, tangents):
+    raise NotImplementedError(KERNEL_REFUSAL)
+
+
+_with_kernel_gradient.define(_attend_forward, _attend_backward, _attend_tangent)
 
 
 def chunk_size(size: int | str, length: int) -> int:

@@ -9,8 +9,9 @@ O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.S
 file is its hash.
 
 Queries and keys may be of two sequences. A query's slot is then where its hash would be among those
-of the keys (`ops.hashing.meeting`), because a small number of queries cannot fill as many clusters
-as the keys do. Such hashes have one scale: cosines with a direction, of keys minus their mean.
+of the keys (`ops.hashing.alignment`), because a small number of queries cannot fill as many
+clusters as the keys do. Such hashes have one scale: cosines with a direction, of keys minus their
+mean.
 """
 
 from __future__ import annotations

@@ -365,7 +365,7 @@ def test_a_kernels_gradient_is_that_of_array_operations(causal, packed, dropout,
     used = []
 
     def on_a_gpu(impl, **obstacles):
-        """What `dispatch.choose` does where kernels run, but interpreted."""
+        """What `dispatch.choose_impl` does where kernels run, but interpreted."""
         used.append("xla" if impl == "xla" or obstacles["pallas"] else "pallas_interpret")
         return used[-1]
 

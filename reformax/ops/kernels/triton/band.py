@@ -57,7 +57,7 @@ def attend(
 
     Args:
       band: which neighbours a query sees.
-      chunks: `Chunks` with the band as their window.
+      chunks: `Chunking` with the band as their window.
       interpret: whether to run the kernels on any device, slowly.
       q, k, v: queries, keys and values, zeros at padding.
       global_positions: positions of the keys that all queries see; `NOWHERE` for none.

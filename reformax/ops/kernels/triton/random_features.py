@@ -1,6 +1,6 @@
 """Positive random features of bfloat16 vectors, as Pallas kernels for NVIDIA GPUs (Triton).
 
-They compute `ops.recurrence.random_features.relative_features`. A program has all features of a
+They compute `ops.recurrence.random_features.positive_features`. A program has all features of a
 tile of vectors, and writes nothing but the features. Directions are sums of bfloat16 parts.
 
 Letters as in `reformax.ops.base`; M is the number of features, R the vectors of a program.

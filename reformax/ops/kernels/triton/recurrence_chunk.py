@@ -176,7 +176,7 @@ class ChunkRows(NamedTuple):
         return self.id_at(jnp.maximum(self.start - 1, 0))
 
     def from_old(self, x, columns=None) -> Float[Array, "L H"]:
-        """As in `ops.recurrence.chunks.Chunks`; so are the next two."""
+        """As in `ops.recurrence.chunks.RecurrenceChunks.from_old`; so are the next two."""
         if self.x.decay is not None:
             x = x.astype(jnp.float32) * jnp.exp(self.decay(columns=columns))
         return self.old_only(x)
