@@ -14,9 +14,10 @@ import csv
 import itertools
 from pathlib import Path
 
+import marked
+
 FOLDER = Path(__file__).resolve().parent
 CSV, PAGE = FOLDER / "attention_table.csv", FOLDER / "attention_table.md"
-BEGIN, END = "<!-- begin: python docs/attention_table.py -->\n", "<!-- end -->\n"
 SETTINGS = (("0.1", "True"), ("0.1", "False"), ("0.0", "True"), ("0.0", "False"))
 PASSES = {
     "Forward pass": "forward_ms",
@@ -97,11 +98,7 @@ def tables() -> str:
 
 def written(page: str) -> str:
     """The page with the table of the CSV."""
-    before, _, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{PAGE} has no lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{summary()}\n\n{END}{after}"
+    return marked.written(page, "docs/attention_table.py", f"\n{summary()}\n\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import marked
 
 import reformax.ops
 from reformax.cli import config as cli_config
@@ -29,7 +30,6 @@ from reformax.training import loop
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/choosing_an_attention.md"
 MEASURED = ROOT / "docs/attention_table.csv"
-BEGIN, END = "<!-- begin: python docs/attentions.py -->\n", "<!-- end -->\n"
 FIGURES = (("combined_ms", 4096), ("combined_ms", 65_536), ("memory_mib", 65_536))
 COLUMNS = (
     *("attention", "ms, 4,096", "ms, 65,536", "MiB, 65,536"),
@@ -181,11 +181,7 @@ def table() -> str:
 
 def written(page: str) -> str:
     """The page with the table of now."""
-    before, _, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{PAGE} has no lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}{table()}{END}{after}"
+    return marked.written(page, "docs/attentions.py", table())
 
 
 if __name__ == "__main__":

@@ -119,8 +119,7 @@ def write(path: Path, data: bytes) -> None:
     with explaining("written", path):
         remove(temporary)
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with open(os.open(temporary, flags, 0o666), "wb") as file:
+            with _create(temporary) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -141,8 +140,12 @@ def new_file(path: Path) -> io.BufferedWriter:
     """Opens a new file for writing, in the place of what has its name; a link is not followed."""
     with explaining("written", path):
         remove(path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return open(os.open(path, flags, 0o666), "wb")
+        return _create(path)
+
+
+def _create(path: Path) -> io.BufferedWriter:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o666), "wb")
 
 
 def rename(old: Path, new: Path) -> None:

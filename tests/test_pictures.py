@@ -14,8 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs/pictures"
 
 
-def script(path: Path):
-    """A script of docs as a module."""
+@pytest.fixture
+def script(monkeypatch):
+    """Loads a script of docs as a module; it imports what is beside it."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return _loaded
+
+
+def _loaded(path: Path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -23,7 +29,7 @@ def script(path: Path):
 
 
 @pytest.fixture
-def pictures(monkeypatch):
+def pictures(monkeypatch, script):
     """The script that draws, and what it imports."""
     monkeypatch.syspath_prepend(str(PICTURES))
     before = set(sys.modules)
@@ -73,13 +79,13 @@ def test_every_page_shows_a_picture_in_both_modes():
         assert any(f"pictures/{path.name}" in text for text in texts), path.name
 
 
-def test_the_table_of_attentions_is_that_of_the_code():
+def test_the_table_of_attentions_is_that_of_the_code(script):
     attentions = script(ROOT / "docs/attentions.py")
     page = attentions.PAGE.read_text()
     assert attentions.written(page) == page, "run python docs/attentions.py"
 
 
-def test_the_table_of_attentions_reads_the_code():
+def test_the_table_of_attentions_reads_the_code(script):
     attentions = script(ROOT / "docs/attentions.py")
     rows = {a.name: a for a in attentions.attentions()}
     assert attentions.is_causal(rows["moba"].op) == "only"
@@ -126,13 +132,13 @@ def test_a_picture_shows_what_the_page_says(pictures):
     assert sorted(line.get_ydata()[-1] for line in scaling) == [3.496 / 4, 3.732 / 4, 3.821 / 4]
 
 
-def test_the_table_of_times_is_that_of_the_file():
+def test_the_table_of_times_is_that_of_the_file(script):
     tables = script(ROOT / "docs/attention_table.py")
     page = tables.PAGE.read_text()
     assert tables.written(page) == page, "run python docs/attention_table.py"
 
 
-def test_all_tables_of_times_have_every_figure_of_the_file():
+def test_all_tables_of_times_have_every_figure_of_the_file(script):
     tables = script(ROOT / "docs/attention_table.py")
     printed, rows = tables.tables(), tables.read()
     assert [int(n) for n in re.findall(r"^### (\d+)\.", printed, re.MULTILINE)] == [*range(9, 22)]
@@ -143,7 +149,7 @@ def test_all_tables_of_times_have_every_figure_of_the_file():
         assert [line.split(" | ")[1], line.removesuffix(" |").split(" | ")[-1]] == cells
 
 
-def test_a_backward_pass_below_nothing_is_no_figure():
+def test_a_backward_pass_below_nothing_is_no_figure(script):
     tables = script(ROOT / "docs/attention_table.py")
     rows = tables.read()
     below = [key for key, row in rows.items() if row["backward_ms"].startswith("-")]

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle, Wedge
-from style import Palette, figure
+from style import Palette, figure, headings
 
 N, CHUNK, BUCKETS = 16, 4, 4
 SIDE = 0.27  # of a token, in inches
@@ -40,15 +40,12 @@ def draw(colors: Palette) -> Figure:
     """The four steps, left to right."""
     made, axes = figure(11.0, 4.1)
     angles, buckets = hashed()
-    titles = ("1  Hash", "2  Sort by bucket, cut into chunks", "3  Attend")
-    notes = (
-        "by angle; a colour is a bucket",
-        "time T log T",
-        "own chunk and the one before, same bucket",
+    parts = (
+        (0.35, "1  Hash", "by angle; a colour is a bucket"),
+        (2.95, "2  Sort by bucket, cut into chunks", "time T log T"),
+        (7.65, "3  Attend", "own chunk and the one before, same bucket"),
     )
-    for x, title, note in zip((0.35, 2.95, 7.65), titles, notes, strict=True):
-        axes.text(x, 3.83, title, size=13, weight="bold", color=colors.text, va="center")
-        axes.text(x, 3.55, note, size=9.5, color=colors.faint, va="center")
+    headings(axes, colors, 3.83, parts)
     _circle(axes, angles, buckets, colors)
     _sorting(axes, buckets, colors)
     _matrix(axes, buckets, colors)

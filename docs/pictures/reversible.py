@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from style import Palette, arrow, box, figure
+from style import Palette, arrow, box, figure, headings
 
 DEPTHS = (4, 12, 24)
 MIB = {"Transformer": (402, 1_035, 1_984), "reversible": (78, 78, 79)}  # of README's table
@@ -13,15 +13,12 @@ MIB = {"Transformer": (402, 1_035, 1_984), "reversible": (78, 78, 79)}  # of REA
 def draw(colors: Palette) -> Figure:
     """Forward, backward, and memory by depth."""
     made, axes = figure(11.0, 3.7)
-    titles = ("Forward", "Backward", "Memory of the gradient")
-    notes = (
-        "keeps no activations",
-        "rebuilds the inputs from the outputs",
-        "MiB by layers; one CPU",
+    parts = (
+        (0.35, "Forward", "keeps no activations"),
+        (4.15, "Backward", "rebuilds the inputs from the outputs"),
+        (8.0, "Memory of the gradient", "MiB by layers; one CPU"),
     )
-    for x, title, note in zip((0.35, 4.15, 8.0), titles, notes, strict=True):
-        axes.text(x, 3.43, title, size=13, weight="bold", color=colors.text, va="center")
-        axes.text(x, 3.15, note, size=9.5, color=colors.faint, va="center")
+    headings(axes, colors, 3.43, parts)
     _streams(axes, 0.35, colors, back=False)
     _streams(axes, 4.15, colors, back=True)
     _memory(axes, 8.0, colors)

@@ -52,6 +52,18 @@ MODES = {
 }
 
 
+def headings(
+    axes: Axes,
+    colors: Palette,
+    height: float,
+    parts: Sequence[tuple[float, str, str]],
+) -> None:
+    """Titles of the parts of a figure, each `(x, title, note)`, with a note below."""
+    for x, title, note in parts:
+        axes.text(x, height, title, size=13, weight="bold", color=colors.text, va="center")
+        axes.text(x, height - 0.28, note, size=9.5, color=colors.faint, va="center")
+
+
 def figure(width: float, height: float) -> tuple[Figure, Axes]:
     """A figure of inches whose one pair of axes has the same units."""
     made = Figure(figsize=(width, height))

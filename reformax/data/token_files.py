@@ -30,26 +30,30 @@ import shutil
 import subprocess
 import sys
 import threading
+import typing
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax import durable
-from reformax.data import documents, files, tables
+from reformax.data import documents, files, tables, token_ids
 from reformax.data.stored import Part, StoredArray
+from reformax.data.vocabulary import FILE
 from reformax.declared import SettingError, user_path
 from reformax.progress import Progress
 
 MANIFEST, _PARTIAL, _OLD, _FORMAT = "reformax_text.json", ".partial", ".old", 1
 # What a folder that is replaced may hold: shards, ids, a vocabulary, files for other programs.
-_OURS = re.compile(r"text-\w+|pieces|key|\d{5,}\.(bytes|begins|ids|json)|vocabulary\.\w+")
+_OURS = re.compile(
+    r"text-\w+|pieces|key|\d{5,}\.(bytes|begins|ids|json)|"
+    + "|".join(map(re.escape, (MANIFEST, FILE, *typing.get_args(token_ids.Format))))
+)
 _SHARD = re.compile(r"(text-\w+/)?\d{5,}")
 SHARD = 2**27  # bytes of a source of which one shard is made
 _SAMPLES, _SAMPLED = 2**12, 64  # bytes of a sample of a source, and files that are sampled at most
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-_PROGRAMS = ("megatron", "nanogpt")  # folders of token files that other programs read
 _INFLATION = 4  # what a packed file is taken to unpack to, to know how much there is to do
 
 
@@ -296,10 +300,9 @@ def _check_ours(folder: Path) -> None:
     """Raises `SettingError` for a folder with files that `prepare` did not write."""
     if not folder.exists():
         return
-    names = sorted(entry.name for entry in folder.iterdir())
-    known = (MANIFEST, *_PROGRAMS) if is_prepared(folder) else ()
-    for name in names:
-        if name not in known and not (known and _OURS.fullmatch(name)):
+    prepared = is_prepared(folder)
+    for name in sorted(entry.name for entry in folder.iterdir()):
+        if not (prepared and _OURS.fullmatch(name)):
             raise SettingError(f"{folder} holds other files, such as {name}: give a new folder")
 
 
