@@ -173,9 +173,10 @@ def cached(
     found: documents.Found, settings: Mapping[str, Any], cache_dir: str | os.PathLike | None
 ) -> tuple[documents.Source, Path]:
     """A text that is prepared in the cache, at its first use, and its folder there."""
-    folder = cache_folder(cache_dir) / key_of(found, settings)[:32]
+    key = key_of(found, settings)
+    folder = cache_folder(cache_dir) / key[:32]
     with _advice("give another folder by text.text.cache_dir", folder):
-        prepare(found, settings, folder)
+        _prepare(found, settings, folder, key)
     return load(folder), folder
 
 
@@ -235,9 +236,23 @@ def prepare(
       ValueError: a source is damaged or no text; there is no room; or the folder holds other files.
       OSError: a source cannot be read, or the folder not be written.
     """
-    key = key_of(found, settings)
+    return _prepare(found, settings, folder, key_of(found, settings), processes, quiet)
+
+
+def _prepare(
+    found: documents.Found,
+    settings: Mapping[str, Any],
+    folder: Path,
+    key: str,
+    processes: int | None = None,
+    quiet: bool = False,
+) -> bool:
+    """`prepare` of a text whose key is known, which reads a sample of the sources."""
+    if _is_of(folder, key):  # sources of any number are not looked at again
+        return False
+    there = folder.resolve()
     for path in (path for paths in found.paths.values() for path in paths):
-        if folder.resolve() in path.resolve().parents:
+        if there in path.resolve().parents:
             raise SettingError(f"{folder} holds the source {path}: give another folder")
 
     def make(partial: Path) -> dict[str, Any]:
