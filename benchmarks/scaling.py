@@ -151,7 +151,7 @@ def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Several devices' speed as a share of as many times one's, by their number.
+    """The speed of several devices relative to perfect scaling, by their number.
 
     The last result counts.
     """

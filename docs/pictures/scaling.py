@@ -32,5 +32,5 @@ def draw(colors: Palette) -> Figure:
     found, x = read(), lines.ticks((1, 2, 4))
     y = lines.ticks((0.85, 0.9, 0.95, 1), "{:.0%}")
     panels = [lines.Panel(title, found[key], x, (0.85, 1.005), y) for title, key in PANELS.items()]
-    title = "Speed as a share of as many times one device's, by devices"
+    title = "Speed relative to perfect scaling, by number of devices"
     return lines.draw(colors, title, panels, room=0.3, xlabel="devices")
