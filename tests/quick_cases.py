@@ -238,7 +238,6 @@ QUICK = {
         "test_the_kernel_hashes_as_array_operations_do": ["bfloat16"],
     },
     "ops/test_shared_qk.py": {
-        "test_a_lone_position_that_is_not_finite": ["xla-True"],
         "test_causal_attention_moved_by_one_position": ["9-True", "1-False"],
     },
     "ops/test_strict.py": {

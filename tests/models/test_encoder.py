@@ -85,7 +85,7 @@ def test_a_row_is_read_whole_and_its_padding_is_not(pooling):
 
 @pytest.mark.slow
 def test_a_reversible_row_too():
-    check_padding(ReformerEncoder(**SMALL, **CYCLE))
+    check_padding(ReformerEncoder(**CLASSIFIER, **CYCLE))
 
 
 @pytest.mark.matrix
