@@ -252,7 +252,7 @@ QUICK = {
         "test_memory_is_linear_in_the_length": ["gradient-flash"],
         "test_padding_behind_rows_reaches_cudnn": ["83-True-1", "83-False-4"],
         "test_the_gradient_of_a_bias_keeps_its_dtype": ["flash"],
-        "test_the_kernel_is_the_same_function": ["segments", "dropout"],
+        "test_the_kernel_is_the_same_function": ["segment_ids", "dropout"],
         "test_what_a_bias_shares_is_never_expanded": ["shape1-flash"],
     },
     "ops/test_x64.py": {
