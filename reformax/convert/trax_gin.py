@@ -135,9 +135,9 @@ def read(path: Path, vocab_size: int | None = None) -> Read:
     if name in trax_config.MODELS and name not in _SAME:
         counterpart = trax_config.MODELS[name]
         raise ValueError(
-            f"{where} has Trax's {name}, whose weights are not read: convert reads those of "
-            f"{' and '.join(_SAME)}; {counterpart.model} is the same model, to train with "
-            f"--config_file={counterpart.config}"
+            f"{where} has Trax's {name}, whose logits have a matrix of their own; here they are "
+            f"products with the embedding, so only weights of {' and '.join(_SAME)} are read: "
+            f"train {counterpart.model} with --config_file={counterpart.config}"
         )
     if name not in _SAME:
         raise ValueError(f"{where} has the model {name}: expected {' or '.join(_SAME)}")

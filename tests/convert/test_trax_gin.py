@@ -217,7 +217,7 @@ def test_without_trax_it_converts_and_names_the_extra(answer, tmp_path, monkeypa
         ("train.model = @trax.models.Transformer", "--config_file=transformer_wmt_ende.gin"),
         (
             "train.model = @trax.models.Reformer",
-            "whose weights are not read: convert reads those of ReformerLM and TransformerLM; seq",
+            "whose logits have a matrix of their own; here they are products with the embedding",
         ),
         ("train.model = @HourglassLM", "the model HourglassLM: expected ReformerLM or"),
         ("include 'other.gin'", "includes 'other.gin', which is not read"),
