@@ -302,7 +302,7 @@ def test_every_row_of_long_range_arena_is_a_model(name, pretrained):
     assert kinds == (["masked", "labels"] if pretrained else ["labels"])
     assert len({(model.vocab_size, model.d_model) for model in models}) == 1
     assert models[-1].causal == causal
-    assert causal or models[-1].attention_type.traits.bidirectional
+    assert causal or models[-1].attention_type.causality != "only"
     assert models[-1].pooling == ("last" if causal else "cls")
     assert name.split(",")[0] in (models[-1].attention_type.name, "bigbird")
 

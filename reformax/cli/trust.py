@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 _LIBRARIES = ("jax.nn", "optax")
-# Parts of reformax, and what a function there returns; None: any class or function that is public.
+# Parts of reformax, and what a function there returns, or a class there is a subclass of; None: any
+# class or function that is public.
 _PARTS = {
     "reformax.data": ("Task",),
     "reformax.models": None,
@@ -172,8 +173,11 @@ def _is_in(module: str, part: str) -> bool:
     return module == part or module.startswith(f"{part}.")
 
 
-def _returns(function: Any, *types: str) -> bool:
-    return getattr(function, "__annotations__", {}).get("return") in types
+def _returns(found: Any, *types: str) -> bool:
+    """Whether a function says that it returns one of these, or a class is a subclass of one."""
+    if inspect.isclass(found):
+        return any(base.__name__ in types for base in found.__mro__[1:])
+    return getattr(found, "__annotations__", {}).get("return") in types
 
 
 def _is(found: Any, module: str, name: str) -> bool:

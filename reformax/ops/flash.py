@@ -9,7 +9,6 @@ and in any tiling.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Annotated, NamedTuple
 
@@ -17,10 +16,10 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.declared import Bounds, Size
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.sharding.shard import Shard
@@ -32,14 +31,8 @@ from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
 
 
-@named
-def flash(
-    *,
-    query_block_size: Size | None = None,
-    key_block_size: Size | None = None,
-    scale: Scale | None = None,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class flash(RingDecoding, AttentionOp):
     """Attention of each query to every visible key, in memory linear in the length.
 
     Args:
@@ -58,61 +51,57 @@ def flash(
       ValueError: a size below 1, a scale out of range, an unknown `impl`.
       NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
-    check_impl(impl, "cudnn", *KERNELS)
 
-    sizes = query_block_size, key_block_size
-    return AttentionOp(
-        init=no_params,
-        plan=no_plan,
-        apply=functools.partial(_apply, (sizes, scale, impl)),
-        traits=Traits(
-            cross=True,
-            bias=True,
-            exact=True,
-            beams=True,
-            keeps_padding_out=True,
-            lengths=True,
-            grouped=True,
-            head_shards=True,
-            sequence_shards=impl != "cudnn",
-        ),
-        **full_decoding(impl, scale=scale),
-    )
+    query_block_size: Size | None = None
+    key_block_size: Size | None = None
+    scale: Scale | None = None
+    impl: str = "auto"
 
+    cross = True
+    bias = True
+    _grouped = True
+    _keeps_padding_out = True
+    _takes_lengths = True
+    _impls = ("cudnn", *KERNELS)
 
-def _apply(
-    settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, bias=None, lengths=None
-):
-    del params, plan
-    block_sizes, scale, impl = settings
-    if isinstance(rng, Shard) and rng.axis is not None:
-        impl = choose_impl(impl, **kernel_obstacles(q, k, v, scale=scale))
-        pieces = _FlashPieces(block_sizes, scale, dropout, impl)
-        return ring.attend(pieces, causal, q, k, v, segment_pair(segment_ids), rng)
-    bias_shape = None if bias is None else bias.shape
-    impl = choose_impl(
-        impl,
-        cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths),
-        **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
-    )
-    n_queries, n_keys = q.shape[1], k.shape[1]
-    if impl == "cudnn":
-        return cudnn_attention(q, k, v, causal=causal, scale=scale, lengths=lengths)
-    k, v = repeat_heads(q, k, v)
-    if impl != "xla":
-        from reformax.ops.kernels.triton import block_sparse as kernel
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return ("heads",) if self.impl == "cudnn" else ("heads", "sequence")
 
-        layout = FullLayout(n_queries, n_keys, causal, dropout)
-        interpret = impl == "pallas_interpret"
-        return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), rng)[0]
-    tiling = _tiling(block_sizes, scale, dropout, causal, q, k)
-    every = tiles.every_tile(tiling, n_queries, n_keys)
+    def _apply(
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, bias=None, lengths=None
+    ):
+        del params, plan
+        block_sizes = self.query_block_size, self.key_block_size
+        impl, scale = self.impl, self.scale
+        if isinstance(rng, Shard) and rng.axis is not None:
+            impl = choose_impl(impl, **kernel_obstacles(q, k, v, scale=scale))
+            pieces = _FlashPieces(block_sizes, scale, dropout, impl)
+            return ring.attend(pieces, causal, q, k, v, segment_pair(segment_ids), rng)
+        bias_shape = None if bias is None else bias.shape
+        impl = choose_impl(
+            impl,
+            cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths),
+            **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
+        )
+        n_queries, n_keys = q.shape[1], k.shape[1]
+        if impl == "cudnn":
+            return cudnn_attention(q, k, v, causal=causal, scale=scale, lengths=lengths)
+        k, v = repeat_heads(q, k, v)
+        if impl != "xla":
+            from reformax.ops.kernels.triton import block_sparse as kernel
 
-    def attend(q, k, v):
-        x = tiles.inputs(q, k, v, bias, segment_ids, dropout, rng)
-        return tiles.attend(tiles.forward, tiling, x, every)
+            layout = FullLayout(n_queries, n_keys, causal, dropout)
+            interpret = impl == "pallas_interpret"
+            return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), rng)[0]
+        tiling = _tiling(block_sizes, scale, dropout, causal, q, k)
+        every = tiles.every_tile(tiling, n_queries, n_keys)
 
-    return attend_to_tokens(attend, q, k, v, segment_ids)
+        def attend(q, k, v):
+            x = tiles.inputs(q, k, v, bias, segment_ids, dropout, rng)
+            return tiles.attend(tiles.forward, tiling, x, every)
+
+        return attend_to_tokens(attend, q, k, v, segment_ids)
 
 
 def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Tiling:

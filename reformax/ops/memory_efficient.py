@@ -26,10 +26,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from reformax.declared import Size
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.row_blocks import block_at, over_groups, rows
@@ -38,13 +38,8 @@ from reformax.ops.softmax.block_lists import MIN_TILE, FullLayout, Layout
 from reformax.ops.softmax.online import Softmax
 
 
-@named
-def memory_efficient(
-    *,
-    query_chunk_size: Size | Literal["sqrt"] = 1024,
-    key_chunk_size: Size | Literal["sqrt"] = 4096,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class memory_efficient(RingDecoding, AttentionOp):
     """Attention of each query to every visible key, one chunk of logits at a time.
 
     Chunks that a causal mask hides are not computed. Chunks around the diagonal are no larger than
@@ -65,45 +60,40 @@ def memory_efficient(
       ValueError: a size that is neither 1 or more nor `"sqrt"`, an unknown `impl`.
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
 
-    sizes = query_chunk_size, key_chunk_size
-    return AttentionOp(
-        init=no_params,
-        plan=no_plan,
-        apply=functools.partial(_apply, chunk_sizes=sizes, impl=impl),
-        traits=Traits(
-            cross=True, bias=True, exact=True, beams=True, grouped=True, head_shards=True
-        ),
-        **full_decoding(impl),
-    )
+    query_chunk_size: Size | Literal["sqrt"] = 1024
+    key_chunk_size: Size | Literal["sqrt"] = 4096
+    impl: str = "auto"
 
+    cross = True
+    bias = True
+    shards = ("heads",)
+    _grouped = True
+    _impls = KERNELS
 
-def _apply(
-    params, q, k, v, *, plan, segment_ids, causal, dropout, rng, chunk_sizes, impl, bias=None
-):
-    del params, plan
-    k, v = repeat_heads(q, k, v)
-    n_queries, n_keys = q.shape[1], k.shape[1]
-    query_size = chunk_size(chunk_sizes[0], n_queries)
-    key_size = chunk_size(chunk_sizes[1], n_keys)
-    tiling = tiles.Tiling(
-        query_size=query_size,
-        key_size=min(query_size, key_size) if causal else key_size,
-        causal=causal,
-        scale=1 / math.sqrt(q.shape[-1]),
-        dropout=dropout,
-    )
-    obstacles = functools.partial(
-        kernel_obstacles, q, k, v, bias=None if bias is None else bias.shape
-    )
-    of_forward = obstacles(
-        segment_ids="given" if segment_ids is not None else None,
-        dropout=dropout,
-        chunks=_uneven(tiling, key_size, n_queries, n_keys),
-    )
-    passes = choose_impl(impl, **of_forward), choose_impl(impl, **obstacles())
-    return attend(passes, tiling, key_size, q, k, v, bias, segment_ids, rng)
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, bias=None):
+        del params, plan
+        k, v = repeat_heads(q, k, v)
+        n_queries, n_keys = q.shape[1], k.shape[1]
+        query_size = chunk_size(self.query_chunk_size, n_queries)
+        key_size = chunk_size(self.key_chunk_size, n_keys)
+        tiling = tiles.Tiling(
+            query_size=query_size,
+            key_size=min(query_size, key_size) if causal else key_size,
+            causal=causal,
+            scale=1 / math.sqrt(q.shape[-1]),
+            dropout=dropout,
+        )
+        obstacles = functools.partial(
+            kernel_obstacles, q, k, v, bias=None if bias is None else bias.shape
+        )
+        of_forward = obstacles(
+            segment_ids="given" if segment_ids is not None else None,
+            dropout=dropout,
+            chunks=_uneven(tiling, key_size, n_queries, n_keys),
+        )
+        passes = choose_impl(self.impl, **of_forward), choose_impl(self.impl, **obstacles())
+        return attend(passes, tiling, key_size, q, k, v, bias, segment_ids, rng)
 
 
 def attend(

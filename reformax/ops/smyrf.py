@@ -5,7 +5,7 @@ queries and keys to vectors whose distance is small where their product is large
 queries and keys, separately, along a random direction. Both orders are cut into chunks of one
 length, the clusters. The queries of cluster i see the keys of cluster i. Queries and keys have
 separate projections, so a dense model's weights fit without training. Time is
-O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.SortedSettings`; this
+O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.SortedByHash`; this
 file is its hash.
 
 Queries and keys may be of two sequences. A query's slot is then where its hash would be among those
@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.declared import Size
-from reformax.ops.asymmetric_lsh import HashCodes, SortedSettings
-from reformax.ops.base import AttentionOp, named
+from reformax.ops.asymmetric_lsh import HashCodes, QueryKeyHash, SortedByHash
+from reformax.ops.base import op
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.hashing import asymmetric
 from reformax.ops.hashing.sorting import sort_by_bucket
@@ -31,15 +31,8 @@ from reformax.ops.lsh import HashCount
 from reformax.ops.softmax.orders import ChunkSizes
 
 
-@named
-def smyrf(
-    *,
-    chunk_len: Size = 64,
-    n_hashes: HashCount = 4,
-    count_once: bool = False,
-    attend_self_if_alone: bool = True,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class smyrf(SortedByHash):
     """Attention within balanced clusters of queries and keys.
 
     It is exact attention over the union of a query's clusters, one for each hash. Where one cluster
@@ -67,9 +60,20 @@ def smyrf(
       ValueError: sizes out of range or an unknown `impl`.
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
-    chunks = ChunkSizes(chunk_len, 0, 0)
-    hashing = AsymmetricHash(n_hashes)
-    return SortedSettings(hashing, chunks, count_once, attend_self_if_alone, impl).op()
+
+    chunk_len: Size = 64
+    n_hashes: HashCount = 4
+    count_once: bool = False
+    attend_self_if_alone: bool = True
+    impl: str = "auto"
+
+    @property
+    def _hashing(self) -> QueryKeyHash:
+        return AsymmetricHash(self.n_hashes)
+
+    @property
+    def _chunks(self) -> ChunkSizes:
+        return ChunkSizes(self.chunk_len, 0, 0)
 
 
 # Decoding. C is the capacity.

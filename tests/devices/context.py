@@ -112,7 +112,7 @@ OPTIONS = {
 }
 QUICK = {("window", True), ("long shards", True), ("lsh, 11 heads", True)}
 # Packed rows where the op tells them apart, and of each kind one without.
-CASES = [(name, op.traits.packed) for name, (op, *_) in OPS.items()]
+CASES = [(name, op.packed) for name, (op, *_) in OPS.items()]
 CASES += [(name, False) for name in ("chunks", "long shards", "ring, odd shards")]
 # On eight devices for one row of a batch, and these on four for each of two as well.
 ROWS_TOO = {"chunks", "long shards", "window", "lsh, 11 heads", "biases"}
@@ -140,7 +140,7 @@ def check_layer(layer, length, meshes):
 
 def layer_of(op, causal, packed, **options):
     """A layer of 8 heads with dropout; `options` of `Attention` go first."""
-    rates = dict(attention_dropout=0.2 * op.traits.dropout, output_dropout=0.1)
+    rates = dict(attention_dropout=0.2 * op.dropout, output_dropout=0.1)
     sizes = dict(n_heads=8, d_qk=4, d_v=3, masked=packed)
     return Attention(op, **sizes | rates | options, causal=causal, use_rotary=True)
 
@@ -194,8 +194,8 @@ KERNELS = [row for row in ROWS if row.name in ("flash_pallas", "lsh_pallas")]
 @pytest.mark.parametrize("row", [*FACTORIES.values(), *KERNELS], ids=lambda row: row.name)
 def test_every_op_is_that_of_one_device(row):
     op = row.op()
-    layer = layer_of(op, row.causal(), op.traits.packed, d_v=4)
-    if op.traits.head_shards or op.reach is not None:
+    layer = layer_of(op, row.causal(), op.packed, d_v=4)
+    if op.shards or op.reach is not None:
         check_layer(layer, 40, [CONTEXT])
     else:
         with pytest.raises(SettingError, match="computes all heads together: use context=1"):
@@ -250,7 +250,7 @@ def test_cross_attention_is_that_of_one_device(op):
     ],
 )
 def test_what_devices_cannot_share_is_told_in_one_line(op, n_heads, message):
-    n_kv_heads = 2 if op.traits.choose_together else None
+    n_kv_heads = 2 if "key heads" in op.shards else None
     layer = Attention(op, n_heads=n_heads, d_qk=4, d_v=4, causal=True, n_kv_heads=n_kv_heads)
     x = jax.device_put(jnp.ones((1, 16, 8)), devices.over_tokens(CONTEXT))
     params = layer.init_params(jax.random.key(0), x.shape)

@@ -98,8 +98,8 @@ def test_a_module_around_an_op(op):
     for name, arrays in weights["params"].items():
         layer = getattr(in_nnx, name)
         layer.kernel[...], layer.bias[...] = arrays["kernel"], arrays["bias"]
-    assert ("key" in weights["params"]) == (in_nnx.key is not None) != op.traits.shared_qk
-    if not op.traits.shared_qk:
+    assert ("key" in weights["params"]) == (in_nnx.key is not None) != op.shared_qk
+    if not op.shared_qk:
         want = THEIRS.apply(weights, X, mask=nn.combine_masks(CAUSAL, KEYS))
         got = in_linen.apply(weights, X, mask=KEYS)
         seen = np.asarray(KEYS[:, 0, 0] > 0)
@@ -112,7 +112,7 @@ def test_a_module_around_an_op(op):
     in_nnx_loss, in_nnx_gradient = nnx.value_and_grad(lambda m: jnp.mean(m(X, mask=KEYS) ** 2))(
         in_nnx
     )
-    if not op.traits.random_plan:
+    if op.plans != "draws":
         np.testing.assert_allclose(in_nnx_loss, loss, rtol=1e-4)
         np.testing.assert_allclose(
             in_nnx_gradient["value"]["kernel"][...],

@@ -55,13 +55,13 @@ def test_equals_an_independent_computation(row, everything):
 
     heads = {name[2:]: head(name[2:]) for name in params if name[:2] == "w_" and name != "w_o"}
     if everything:
-        extra_projections = op.extra_projections_of(Dims(3, 6, 5, 13))
+        extra_projections = op.extra_projections(Dims(3, 6, 5, 13))
         rotated_names = {"q", "k"} | {
             name for name, extra in extra_projections.items() if extra.rotated
         }
         heads |= {name: rotated(heads[name]) for name in rotated_names & heads.keys()}
     q, k, v = heads.pop("q"), heads.pop("k", None), heads.pop("v")
-    assert (k is None) == op.traits.shared_qk
+    assert (k is None) == op.shared_qk
     read = Inputs(q, k, v, heads or None, params["op"])
     masks = dict(segment_ids=segment_ids, causal=causal, rng=jax.random.fold_in(RNG, 0), train=True)
     plan = jax.jit(lambda read: inputs.plan(op, read, **masks))(read.map(np.float32))
@@ -115,7 +115,7 @@ def test_a_boolean_mask_is_one_segment(row):
     params = plain.init(layer, x.shape, mask.shape)
     apply = jax.jit(lambda mask, x: layer.apply(params, x, mask, rng=RNG))
     out = apply(mask, x)
-    if row.op().traits.packed:
+    if row.op().packed:
         np.testing.assert_array_equal(out, apply(mask.astype(np.int32), x))
     else:
         with pytest.raises(NotImplementedError, match="segment_ids of a row are integers"):
@@ -134,7 +134,7 @@ def test_masked_says_how_many_inputs_come():
 @pytest.mark.parametrize("random_plan", [False, True])
 def test_dropout_is_a_function_of_the_rng(random_plan):
     x = numbers()
-    op = next(row.op() for row in ROWS if row.op().traits.random_plan == random_plan)
+    op = next(row.op() for row in ROWS if row.op().plans == "draws" == random_plan)
     layer = layers.Attention(op, **SIZES)
     params = plain.init(layer, x.shape)
     # The plan is fixed, so that an rng changes the dropout alone.
@@ -202,8 +202,8 @@ def test_mode_selects_the_hashes_of_evaluation():
 RELATIVE = [
     row
     for row in ROWS
-    if (row.relative or row.op().traits.exact)
-    and (row.op().traits.causal and not row.in_kernel)
+    if (row.relative or row.exact)
+    and (row.op().causality != "never" and not row.in_kernel)
     and row.counts  # of others the products of queries and keys may not be all that counts
 ]
 
@@ -300,7 +300,7 @@ def test_an_input_of_another_size(shape):
         layer.apply(params, np.zeros(shape, np.float32))
 
 
-@over((row for row in ROWS if row.decodes and row.op().traits.causal_plan), quick=one_of_each_kind)
+@over((row for row in ROWS if row.decodes and row.plans_ahead), quick=one_of_each_kind)
 def test_prefill_and_steps_are_apply(row):
     """With biases, by the merged weights; the rows' prompts have different lengths."""
     layer = layers.Attention(

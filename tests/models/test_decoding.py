@@ -122,7 +122,7 @@ def test_every_position_is_that_of_the_forward(name, monkeypatch):
     check_every_position(*make(name))
 
 
-@over((row for row in ROWS if row.decodes and row.op().traits.causal_plan), quick=one_of_each_kind)
+@over((row for row in ROWS if row.decodes and row.plans_ahead), quick=one_of_each_kind)
 def test_every_op_decodes_in_a_model(row):
     model = ReformerLM(**SMALL | dict(n_layers=1), attention_type=row.op())
     check_every_position(model, plain.init(model, (2, LENGTH)))

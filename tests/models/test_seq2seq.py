@@ -275,21 +275,20 @@ def test_in_trax():
 STRICT = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True)
 
 
-def draw_a_sharpness(params, q, k, *, segment_ids, causal, rng, train, length=None):
-    return jax.random.randint(rng, q.shape[2:3], 1, 4)
+class Random(dense.dense):
+    """Dense attention of a sharpness that is drawn for each head."""
+
+    plans = "draws"
+
+    def _plan(self, params, q, k, *, rng, **options):
+        return jax.random.randint(rng, q.shape[2:3], 1, 4)
+
+    def _apply(self, params, q, k, v, *, plan, **options):
+        sharper = (q * plan[:, None].astype(q.dtype)).astype(q.dtype)
+        return super()._apply(params, sharper, k, v, plan=(), **options)
 
 
-def sharp_attention(params, q, k, v, *, plan, **options):
-    sharper = (q * plan[:, None].astype(q.dtype)).astype(q.dtype)
-    return dense.dense().apply(params, sharper, k, v, plan=(), **options)
-
-
-RANDOM = dataclasses.replace(
-    dense.dense(),
-    plan=draw_a_sharpness,
-    apply=sharp_attention,
-    traits=dense.dense().traits._replace(random_plan=True),
-)
+RANDOM = Random()
 DECODERS = {
     "dense": (Transformer, dict(post_norm=True)),
     "t5": (Transformer, dict(pos_type="t5")),
@@ -411,7 +410,7 @@ def test_an_algorithms_weights_know_the_length_of_their_own_side():
     "op, why", [(lsh.lsh(), "its keys are its own queries"), (local.local(), "reads one sequence")]
 )
 def test_what_cannot_cross_is_refused(op, why):
-    with pytest.raises(NotImplementedError, match=f"{why}; use one whose traits say cross=True"):
+    with pytest.raises(NotImplementedError, match=f"{why}; use one whose cross is True"):
         Transformer(**SMALL, cross_attention_type=op)
     with pytest.raises(NotImplementedError, match="cannot attend from one sequence to another"):
         CrossAttention(op)

@@ -40,6 +40,9 @@ from tests.ops import indexed, low_rank, native_sparse, recurrences, routed
 LONGEST = 130
 
 
+EXACT = dense.dense, flash.flash, memory_efficient.memory_efficient, shared_qk.shared_qk
+
+
 class Shape(NamedTuple):
     """The sizes of a call, in the letters of `reformax.ops.base`."""
 
@@ -111,7 +114,18 @@ class Row(NamedTuple):
     @property
     def bias(self) -> bool:
         """Whether the calls may have a bias, which no kernel of ours computes."""
-        return self.op().traits.bias and not self.in_kernel
+        return self.op().bias and not self.in_kernel
+
+    @property
+    def exact(self) -> bool:
+        """Whether the op attends to every visible key."""
+        return isinstance(self.op(), EXACT)
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether no later token decides, in a causal call, what a position sees."""
+        sorts = isinstance(self.op(), lsh.lsh | asymmetric_lsh.SortedByHash | routing.routing)
+        return not sorts or self.op().causality == "only"
 
     @property
     def n_pad(self) -> int:
@@ -128,16 +142,16 @@ class Row(NamedTuple):
 
     def dropout(self, rate: float) -> float:
         """`rate` where the op makes weights that can be dropped."""
-        return rate if self.op().traits.dropout else 0.0
+        return rate if self.op().dropout else 0.0
 
     def segment_ids(self, ids):
-        """`ids` where the op has the trait `packed`; or else one segment of them all."""
-        return ids if self.op().traits.packed else (ids != 0).astype(ids.dtype)
+        """`ids` where the op has `packed`; or else one segment of them all."""
+        return ids if self.op().packed else (ids != 0).astype(ids.dtype)
 
     def causal(self, causal: bool = True) -> bool:
         """`causal` where the op can be either; or else what the op can be."""
-        traits = self.op().traits
-        return (causal or not traits.bidirectional) and traits.causal
+        causality = self.op().causality
+        return causal if causality == "either" else causality == "only"
 
 
 def visible(shape: Shape, causal: bool, segment_ids) -> np.ndarray:

@@ -60,7 +60,6 @@ def random_segments(rng, batch, length):
 @st.composite
 def calls(draw, row):
     """A call of the row's op: its options, sizes, masks and a seed for its numbers."""
-    traits = row.op().traits
     options = {name: draw(st.sampled_from(values)) for name, values in row.options.items()}
     lengths = st.sampled_from(LENGTHS)
     length = draw(lengths)
@@ -73,7 +72,7 @@ def calls(draw, row):
         shape=Shape(
             batch=draw(st.integers(1, 2)),
             n_queries=length,
-            n_keys=draw(lengths) if traits.cross else length,
+            n_keys=draw(lengths) if row.op().cross else length,
             n_heads=draw(st.integers(1, 4)),
         ),
         d_qk=draw(st.sampled_from((4, 1, 6))),
@@ -121,14 +120,14 @@ def check(
         return x.astype(dtype).astype(np.float64)
 
     # The nearer a query is to 0, the more the gradient of the key it becomes amplifies rounding.
-    q = numbers(n_queries, d_qk, least=0.2 if op.traits.shared_qk else 0.0)
+    q = numbers(n_queries, d_qk, least=0.2 if op.shared_qk else 0.0)
     d_out = numbers(n_queries, d_v)
-    k = None if op.traits.shared_qk else numbers(n_keys, d_qk)
+    k = None if op.shared_qk else numbers(n_keys, d_qk)
     v = numbers(n_keys, d_v)
     dims = base.Dims(n_heads, d_qk, d_v, n_queries)
     extra_projections = {
         name: numbers(n_queries, extra.size, n_heads=extra.n_heads)
-        for name, extra in op.extra_projections_of(dims).items()
+        for name, extra in op.extra_projections(dims).items()
     }
     x = inputs.Inputs(q, k, v, extra_projections or None, op.init(key, dims))
     segment_ids = row.segment_ids(random_segments(rng, batch, n_queries)) if packed else None
@@ -221,7 +220,7 @@ def test_bfloat16(row, data):
 
 
 def make_plan(op, x):
-    causal = op.traits.causal
+    causal = op.causality != "never"
     plan = functools.partial(inputs.plan, op, causal=causal, train=True, rng=jax.random.key(0))
     return jax.jit(plan)(x)
 
@@ -253,7 +252,7 @@ def test_padding_changes_no_real_position(row):
     assert not any(np.any(x) for x in jax.tree.leaves(junk_gradients))
 
 
-@over(row for row in ROWS if row.op().traits.packed)
+@over(row for row in ROWS if row.op().packed)
 def test_segments_do_not_leak(row):
     """Whatever one segment holds, the others' outputs are the same to the last bit."""
     segment_ids = np.repeat([[2, 1, 3]], [9, 13, 6], axis=1).repeat(2, axis=0)
@@ -268,7 +267,7 @@ def test_segments_do_not_leak(row):
     assert not np.allclose(after[segment_ids == 1], before[segment_ids == 1])
 
 
-@over(row for row in ROWS if row.relative or row.op().traits.exact)
+@over(row for row in ROWS if row.relative or row.exact)
 def test_packed_segments_equal_one_by_one(row):
     lengths = (9, 1, 9)
     op = row.op()
@@ -287,7 +286,7 @@ def test_packed_segments_equal_one_by_one(row):
         np.testing.assert_allclose(packed[:, here], alone, atol=1e-6 * row.rounding)
 
 
-@over(row for row in ROWS if row.op().traits.causal)
+@over(row for row in ROWS if row.op().causality != "never")
 def test_with_the_plan_given_nothing_reads_the_future(row):
     """At a fixed plan. `test_lsh.py` says what a plan may read."""
     op, now = row.op(), 17
@@ -416,7 +415,7 @@ def test_a_few_heads_at_a_time(op, monkeypatch):
     """As a CPU computes more logits than its cache holds: the same numbers."""
     rng = np.random.default_rng(0)
     q, k, v, d_out = rng.normal(size=(4, 2, 13, 6, 8)).astype(np.float32)
-    x = inputs.Inputs(q, None if op.traits.shared_qk else k, v)
+    x = inputs.Inputs(q, None if op.shared_qk else k, v)
     segment_ids = random_segments(rng, 2, 13)
 
     def run(n_logits):

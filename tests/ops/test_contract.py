@@ -10,7 +10,7 @@ import pytest
 from reformax.layers import Attention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense
-from reformax.ops.base import Dims, Traits
+from reformax.ops.base import Dims
 from reformax.ops.masking.masks import Tokens
 from tests.layers import plain
 from tests.layers import test_attention as layer_tests
@@ -151,12 +151,12 @@ def test_global_tokens_travel_with_segments(model_fn):
 def test_lengths_are_passed_where_padding_is_behind(tokens, want):
     passed = []
 
-    def apply(params, q, k, v, *, lengths=None, **_):
+    def apply(self, params, q, k, v, *, lengths=None, **_):
         passed.append(lengths)
         return v
 
-    for traits, expected in ((Traits(lengths=True), want), (Traits(), None)):
-        op = dataclasses.replace(dense.dense(), apply=apply, traits=traits)
+    for takes, expected in ((True, want), (False, None)):
+        op = type("dense", (dense.dense,), {"_apply": apply, "_takes_lengths": takes})()
         layer = Attention(op, masked=True)
         x = np.ones((2, 8, 4), np.float32)
         layer.apply(layer.init_params(jax.random.key(0), x.shape), x, tokens)

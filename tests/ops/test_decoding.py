@@ -24,7 +24,7 @@ DECODING = [row for row in ROWS if row.decodes]
 @over(ROWS)
 def test_every_op_decodes_or_says_why_not(row):
     op = row.op()
-    assert (op.step is None) == (op.init_cache is None) == bool(row.no_step)
+    assert (op.decoding == "no") == bool(row.no_step)
 
 
 def draw(op, batch, length, **options):
@@ -79,7 +79,7 @@ def forward(op, length):
 
 def alone_in_this(row):
     """Quick where `test_all_steps_are_one_forward` does not say much the same."""
-    return one_of_each_kind(row) or not row.op().traits.causal_plan
+    return one_of_each_kind(row) or not row.plans_ahead
 
 
 @over(DECODING, quick=alone_in_this)
@@ -120,7 +120,7 @@ def test_bfloat16(row):
         np.testing.assert_allclose(np.asarray(out, np.float32), want, rtol=2e-2, atol=2e-2 * 3)
 
 
-@over((row for row in DECODING if row.op().traits.causal_plan), quick=the_others)
+@over((row for row in DECODING if row.plans_ahead), quick=the_others)
 def test_all_steps_are_one_forward(row):
     """Where nothing later decides what a position sees: one call over all tokens has every step."""
     op, lengths = row.op(), np.array([9, 4], np.int32)
@@ -229,7 +229,7 @@ def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
                 np.testing.assert_allclose(outs[b, n - 1], want[b, n - 1], atol=1e-5)
 
 
-@over(row for row in DECODING if row.op().traits.beams)
+@over(row for row in DECODING if row.op().decoding == "beams")
 def test_beams_share_their_past(row):
     """Where beams leave some of theirs and go on from others, none of the cache is copied."""
     check_beams(row.op(), dict(n_heads=2))

@@ -168,7 +168,7 @@ def test_kernels_refuse_what_they_do_not_hold(length, d_index, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_it_lowers_for_a_gpu(dtype, monkeypatch):
-    monkeypatch.setattr(dsa.DsaSettings, "choose", lambda *_: "pallas")
+    monkeypatch.setattr(dsa.dsa, "_choose", lambda *_: "pallas")
     op = dsa.dsa(top_k=33, n_index_heads=3, d_index=40, impl="pallas")
     x = jax.ShapeDtypeStruct((2, 333, 2, 80), dtype)
     ids = jax.ShapeDtypeStruct((2, 333), jnp.int32)

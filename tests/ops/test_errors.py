@@ -1,6 +1,5 @@
 """What an op refuses: one line that names the argument, its value and the way out."""
 
-import dataclasses
 import itertools
 import re
 
@@ -288,39 +287,39 @@ def test_arguments(op, inputs, options, message):
 
 
 @over(row for row in ROWS if not row.in_kernel)
-def test_an_op_refuses_what_its_traits_exclude(row):
+def test_an_op_refuses_what_it_cannot_do(row):
     """By its name and in one line."""
     op, longer = row.op(), x(2, 9, 2, 4)
-    traits, name = op.traits, op.name
-    inputs = x(), None if traits.shared_qk else x(), x()
+    name = op.name
+    inputs = x(), None if op.shared_qk else x(), x()
     *_, extra_projections, params = draw(op, length=8)
     given = dict(extra_projections=extra_projections, params=params)
     refused = [
         (
-            (x(), x() if traits.shared_qk else None, x()),
+            (x(), x() if op.shared_qk else None, x()),
             dict(),
-            f"but {name} makes its keys" if traits.shared_qk else f"but {name} does not make its",
+            f"but {name} makes its keys" if op.shared_qk else f"but {name} does not make its",
         )
     ]
-    if not traits.cross:
+    if not op.cross:
         pair = dict(segment_ids=(INTEGERS, INTEGERS))
         refused.append((inputs, pair, f"segment_ids is a pair, but {name} attends within one"))
-    if not traits.cross and not traits.shared_qk:
+    if not op.cross and not op.shared_qk:
         refused.append(((x(), longer, longer), {}, f"lengths 8 and 9, but {name} attends within"))
-    if not traits.bias:
+    if not op.bias:
         refused.append((inputs, dict(bias=x(1, 1, 8, 8)), f"bias is given, but {name} adds none"))
-    if not traits.bidirectional:
+    if op.causality == "only":
         refused.append((inputs, dict(causal=False), f"causal=False: {op} is causal only, set"))
-    if not traits.causal:
+    if op.causality == "never":
         refused.append((inputs, dict(causal=True), f"causal=True: {name} cannot hide the future, "))
-    if not traits.dropout:
+    if not op.dropout:
         refused.append((inputs, dict(dropout=0.1), f"dropout is 0.1: {name} makes no attention"))
-    if not traits.packed:
+    if not op.packed:
         packed = dict(segment_ids=INTEGERS.at[:, 4:].set(2))
         refused.append(
             (inputs, packed, f"segment_ids of a row are several, but {name} does not tell")
         )
-    if traits.random_plan:
+    if op.plans == "draws":
         refused.append((inputs, dict(rng=None), f"rng is None: {name}, which draws its plan at"))
     for arrays, options, message in refused:
         with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)) as raised:
@@ -331,7 +330,7 @@ def test_an_op_refuses_what_its_traits_exclude(row):
 @over(row for row in ROWS if not row.in_kernel)
 def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
     op = row.op()
-    inputs = dict(q=x(), k=None if op.traits.shared_qk else x(), v=x())
+    inputs = dict(q=x(), k=None if op.shared_qk else x(), v=x())
     *_, extra_projections, params = draw(op, length=8)
     call = dict(causal=row.causal(False), rng=KEY) | given(extra_projections=extra_projections)
     for name, numbers in inputs.items():
@@ -400,8 +399,8 @@ def test_weights_of_another_name_or_size():
 def test_what_an_op_cannot_do():
     with pytest.raises(ValueError, match="window is 5.*n_chunks_after is 0: raise it to 1"):
         local.local(chunk_len=4, window=5)(x(), x(), x(), causal=False)
-    for refusing, causal in ((dict(causal=False), True), (dict(bidirectional=False), False)):
-        op = dataclasses.replace(DENSE, traits=DENSE.traits._replace(**refusing))
+    for causality, causal in (("never", True), ("only", False)):
+        op = type("dense", (dense.dense,), {"causality": causality})()
         with pytest.raises(NotImplementedError, match=f"causal={causal}: dense"):
             op(x(), x(), x(), causal=causal)
     op = block_sparse.block_sparse(block_size=(16, 24), impl="pallas_interpret")

@@ -9,7 +9,7 @@ from reformax.ops.base import given
 from reformax.ops.sharding.shard import Shard
 from tests.ops.rows import ROWS
 
-APART = [row for row in ROWS if row.op().traits.head_shards]
+APART = [row for row in ROWS if row.op().shards]
 QUICK = {"lsh", "flash_pallas"}
 
 
@@ -25,12 +25,12 @@ def test_some_heads_are_those_of_the_whole(row):
     op, key, causal = row.op(), jax.random.key(0), row.causal()
     random = np.random.default_rng(0)
     q, k, v = random.normal(size=(3, 2, 11, 3, 4)).astype(np.float32)
-    k = None if op.traits.shared_qk else k
+    k = None if op.shared_qk else k
     dims = op.dims(q, v)
     params = jax.tree.map(lambda x: x + random.normal(size=x.shape), op.init(key, dims))
     extra_projections = {
         name: random.normal(size=(2, 11, 3, extra.size)).astype(np.float32)
-        for name, extra in op.extra_projections_of(dims).items()
+        for name, extra in op.extra_projections(dims).items()
     }
 
     @jax.jit

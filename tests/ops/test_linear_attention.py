@@ -65,7 +65,7 @@ def test_the_memory_that_a_training_begins_with(factory, memory):
     first = np.zeros((1, 2, 2, 4), np.float32)
     first[:, 0] = 1
     extra_projections = {
-        name: jnp.zeros((1, 2, *to[:2])) for name, to in op.extra_projections_of(dims).items()
+        name: jnp.zeros((1, 2, *to[:2])) for name, to in op.extra_projections(dims).items()
     }
     options = dict(
         plan=None,

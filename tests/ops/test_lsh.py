@@ -119,7 +119,7 @@ def test_given_rotations_are_the_hash():
     options = dict(chunk_len=8, n_hashes=2, n_buckets=(4, 6))
     drawn = jax.random.normal(KEY, (2, 8, 2, 5))
     given = lsh.lsh(**options, rotations=drawn)
-    assert not given.traits.random_plan
+    assert given.plans == "reads"
     want = attend(lsh.lsh(**options), q, v)
     np.testing.assert_array_equal(attend(given, q, v, rng=None), want)
     other = lsh.lsh(**options, rotations=np.random.default_rng(0).normal(size=drawn.shape))

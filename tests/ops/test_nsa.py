@@ -113,7 +113,7 @@ def test_grouped_heads_are_those_of_the_equations():
     rng = np.random.default_rng(1)
     extra_projections = {
         name: rng.normal(size=(2, length, x.n_heads, x.size)).astype(np.float32)
-        for name, x in op.extra_projections_of(dims).items()
+        for name, x in op.extra_projections(dims).items()
     }
     assert extra_projections["window_k"].shape == (2, length, 2, 8)
     x = Inputs(q, k, v, extra_projections, op.init(jax.random.key(0), dims))

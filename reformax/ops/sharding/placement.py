@@ -132,9 +132,9 @@ def placement_of(op: Any, x: CallArrays) -> Placement | None:
     split = f"q has its heads split over {found.heads!r}"
     fix = "split its rows, with jax.sharding.reshard"
     n, n_kv_heads = found.n_head_shards, x.v.shape[2]
-    if n > 1 and not op.traits.head_shards:
+    if n > 1 and not op.shards:
         raise Unsupported(f"{split} and op is {op}, which computes them together: {fix}")
-    if op.traits.choose_together and splits_head_groups(n, x.q.shape[2], n_kv_heads):
+    if "key heads" in op.shards and splits_head_groups(n, x.q.shape[2], n_kv_heads):
         raise Unsupported(
             f"{split} and op is {op}, whose heads of queries choose together for each of "
             f"{n_kv_heads} heads of keys: {fix}"

@@ -33,7 +33,7 @@ class Shard:
       n_heads: the number of heads of the whole call; None: the shard has all of them.
       key_position: the first position of keys; None: `position`.
       axis: the mesh axis whose devices each have a shard of the sequences, all of one length; None:
-        the arrays are whole sequences. For an op with the trait `sequence_shards`.
+        the arrays are whole sequences. For an op with shards of the sequence.
       rows: the mesh axes that rows are split over; None: those of `devices.row_axes`.
     """
 
