@@ -37,10 +37,7 @@ class fading(AttentionOp):
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
         return {"gate": ExtraProjection(dims.n_heads, 1)}
 
-    def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections
-    ):
-        del plan, causal, dropout, rng
+    def _apply(self, params, q, k, v, *, segment_ids, extra_projections, **call):
         ids = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
         same = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]
         decay = jnp.swapaxes(_log_decay(params, extra_projections["gate"]), 1, 2)

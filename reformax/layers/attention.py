@@ -225,7 +225,7 @@ class MultiHead(Layer):
             global_tokens=global_tokens,
         )
 
-        def plan(qkv, tokens, params, rng):
+        def plan(qkv, tokens, params, rng, shard=None):
             segment_ids, global_tokens = tokens
             return self.op.plan(
                 params,
@@ -234,6 +234,7 @@ class MultiHead(Layer):
                 segment_ids=segment_ids,
                 causal=self.causal,
                 rng=rng,
+                shard=shard,
                 train=self.mode == "train",
                 length=length,
                 **given(global_tokens=global_tokens),
@@ -257,7 +258,7 @@ class MultiHead(Layer):
         tokens = tokens_of(segment_ids)
         counted = self.op._takes_lengths and tokens.counted
 
-        def attend(qkv, plan, segment_ids, params, rng, bias):
+        def attend(qkv, plan, segment_ids, params, rng, bias, shard=None):
             *arrays, extra_projections = qkv
             lengths = row_lengths(segment_ids) if counted else None
             return self.op.apply(
@@ -268,6 +269,7 @@ class MultiHead(Layer):
                 causal=self.causal,
                 dropout=self._weights_rate,
                 rng=rng,
+                shard=shard,
                 **given(extra_projections=extra_projections, bias=bias, lengths=lengths),
             )
 

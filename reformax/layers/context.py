@@ -114,7 +114,7 @@ def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens,
       qkv: from `arrange`.
       tokens: a tree of arrays `[B, T]`.
       params: the op's weights.
-      rng: for `function`, which gets a `Shard` instead where heads are sharded.
+      rng: for `function`, which also gets a `Shard` where heads are sharded.
     """
     if op.plans == "no":
         return ()
@@ -122,7 +122,7 @@ def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens,
         return devices.by_rows(function, (qkv, tokens), (params, rng))
 
     def of_heads(qkv, tokens, params, rng):
-        return function(qkv, tokens, params, _shard(rng, qkv, n_heads))
+        return function(qkv, tokens, params, rng, _shard(qkv, n_heads))
 
     specs = HEAD_SHARDS, Spec(devices.ROWS), Spec(), Spec()
     return devices.per_shard(of_heads, specs, PER_DEVICE)(qkv, tokens, params, rng)
@@ -147,18 +147,19 @@ def attend(
         return devices.by_rows(function, (qkv, plan, segment_ids), (params, rng, bias))
 
     def of_heads(qkv, plan, segment_ids, params, rng, bias):
-        shard = _shard(rng, qkv, n_heads)
-        return _positions_for_heads(function(qkv, plan, segment_ids, params, shard, bias))
+        shard = _shard(qkv, n_heads)
+        return _positions_for_heads(function(qkv, plan, segment_ids, params, rng, bias, shard))
 
     def of_shard(qkv, plan, segment_ids, params, rng, bias):
         def near(q, k, v, segment_ids, shard):
-            return function(qkv._replace(q=q, k=k, v=v), plan, segment_ids, params, shard, bias)
+            qkv_near = qkv._replace(q=q, k=k, v=v)
+            return function(qkv_near, plan, segment_ids, params, rng, bias, shard)
 
         reach = op.reach(causal)
-        return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segment_ids, Shard(rng))
+        return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segment_ids, Shard())
 
     def of_ring(qkv, plan, segment_ids, params, rng, bias):
-        return function(qkv, plan, segment_ids, params, Shard(rng, axis=devices.CONTEXT), bias)
+        return function(qkv, plan, segment_ids, params, rng, bias, Shard(axis=devices.CONTEXT))
 
     if by_heads(op, n_heads, bias is not None):
         all_heads = bias is not None and bias.shape[1] == n_heads
@@ -175,9 +176,9 @@ def attend(
     return region(qkv, plan, segment_ids, params, rng, bias)[:, :, :n_heads]
 
 
-def _shard(rng, qkv, n_heads: int) -> Shard:
+def _shard(qkv, n_heads: int) -> Shard:
     """Which heads a device has."""
-    return Shard(rng, head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
+    return Shard(head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
 
 
 # An all-to-all sends contiguous blocks. They are laid out as the receiver of heads reads them, so

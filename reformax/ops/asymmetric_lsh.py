@@ -65,7 +65,7 @@ class HashCodes(NamedTuple):
 class QueryKeyHash(Protocol):
     """How queries `[B, T, N, H]` and keys `[B, S, N, H]` are hashed."""
 
-    def codes(self, q, k, *, segment_ids, causal, rng, length, cross) -> HashCodes:
+    def codes(self, q, k, *, segment_ids, causal, rng, shard, length, cross) -> HashCodes:
         """Their hashes; floats only where `cross`, of two sequences."""
         ...
 
@@ -104,7 +104,9 @@ class SortedByHash(AttentionOp):
         """The implementation of a call, whose values may not be known yet."""
         return choose_impl(self.impl, **kernel_obstacles(q, k, v))
 
-    def _plan(self, params, q, k, *, segment_ids, causal, rng, train, length) -> Order | None:
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
+    ) -> Order | None:
         """The orders of queries and of keys by each hash; None where one chunk has every key."""
         del params, train
         chunk_len = self._chunks.chunk_len
@@ -113,7 +115,9 @@ class SortedByHash(AttentionOp):
         q, k = lax.stop_gradient((q, k))
         cross, options = _crosses(q, k, segment_ids), dict(segment_ids=segment_ids, causal=causal)
         length = length or k.shape[1]
-        codes = self._hashing.codes(q, k, rng=rng, length=length, cross=cross, **options)
+        codes = self._hashing.codes(
+            q, k, rng=rng, shard=shard, length=length, cross=cross, **options
+        )
         if cross:
             ratio = _ratio(q.shape[1], k.shape[1])
             return aligned_orders(codes.queries, codes.keys, segment_ids, chunk_len, ratio)
@@ -125,7 +129,7 @@ class SortedByHash(AttentionOp):
         return order.for_impl(self._choose(q, k), self.count_once, two_orders=True)
 
     def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
     ) -> Float[Array, "B T N V"]:
         """Softmax attention over the chunks of all orders (`lsh` says which keys are seen)."""
         del params
@@ -140,13 +144,14 @@ class SortedByHash(AttentionOp):
         if not _crosses(q, k, segment_ids):
             chunks = self._chunks.cut(q.shape[1], **options)
         elif plan is None:
-            call = dict(segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
-            return flash.flash(impl=self.impl).apply((), q, k, v, plan=(), **call)
+            call = dict(causal=causal, dropout=dropout, seed=seed, shard=shard)
+            attend = flash.flash(impl=self.impl).apply
+            return attend((), q, k, v, plan=(), segment_ids=segment_ids, **call)
         else:
             options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
             chunks = Chunking(q.shape[1], *self._chunks, **options)
         impl = self._choose(q, k, v)
-        return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl)
+        return chunked_attention(q, k, v, chunks, plan, segment_ids, seed, impl)
 
     def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> SortedCache:
         del params, plan  # a plan has no hashes
@@ -272,14 +277,14 @@ class CentredAngularHash(NamedTuple):
     def _buckets(self, rotations, factors, *vectors) -> list[Int[Array, "B N R T"]]:
         return [hash_by(rotations, x, factors, self.impl) for x in vectors]
 
-    def codes(self, q, k, *, segment_ids, causal, rng, length, cross) -> HashCodes:
+    def codes(self, q, k, *, segment_ids, causal, rng, shard, length, cross) -> HashCodes:
         del cross
         if segment_ids is not None:
             ids = segment_pair(segment_ids)
             q, k = (tokens_only(x, of_x) for x, of_x in zip((q, k), ids, strict=True))
         keys = centred(k, segment_pair(segment_ids)[1], causal)
         factors = self.hashing.factors_for(length)
-        rotations = self.hashing.rotations_for(q, length, self.n_hashes, rng)
+        rotations = self.hashing.rotations_for(q, length, self.n_hashes, rng, shard)
         return HashCodes(*self._buckets(rotations, factors, q, keys), math.prod(factors))
 
     def start(self, q, k, *, lengths, capacity, rng) -> AsymmetricLshState:

@@ -33,6 +33,8 @@ from reformax.ops.masking.masks import SegmentIds, int32_ids, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import CallArrays, placement_of
+from reformax.ops.sharding.shard import Shard
+from reformax.ops.softmax.dropout import seed_words
 
 Op = TypeVar("Op", bound="type[AttentionOp]")
 
@@ -61,6 +63,7 @@ class AttentionOp:
 
     * let arguments and results vary along the same axes of a `jax.shard_map`,
     * repeat keys and values for all heads of queries, unless `_grouped`,
+    * draw the seed of dropout (`softmax.dropout.seed_words`) of the arrays' part of the call,
     * write zeros at the padding of `apply`'s arguments and result, unless `_keeps_padding_out`.
 
     Attributes:
@@ -182,7 +185,20 @@ class AttentionOp:
         return None
 
     @final
-    def plan(self, params, q, k, *, segment_ids, causal, rng, train, length=None, **others) -> Any:
+    def plan(
+        self,
+        params,
+        q,
+        k,
+        *,
+        segment_ids,
+        causal,
+        rng,
+        train,
+        length=None,
+        shard: Shard | None = None,
+        **others,
+    ) -> Any:
         """The keys that each query may see: a pytree of integers without a gradient.
 
         Args:
@@ -192,25 +208,32 @@ class AttentionOp:
           rng: the source of hashes.
           train: False selects the settings for evaluation.
           length: the length that settings depend on; None: that of q.
+          shard: which part of the heads or the batch the arrays are; None: all.
           **others: with `global_tokens` also `global_tokens [B, T]`, None by default.
         """
         call = dict(segment_ids=segment_ids, causal=causal, rng=rng, train=train, length=length)
-        return self._run(self._plan, params, q, k, **call, **others)
+        return self._run(self._plan, params, q, k, **call, shard=shard, **others)
 
     @final
-    def apply(self, params, q, k, v, **call) -> Float[Array, "B T N V"]:
+    def apply(
+        self, params, q, k, v, *, rng=None, seed=None, shard: Shard | None = None, **call
+    ) -> Float[Array, "B T N V"]:
         """Attention by a plan.
 
         Args:
           params: the algorithm's own weights.
           q, k, v: queries, keys and values.
-          **call: `plan`, `segment_ids`, `causal`, `dropout`, `rng`; `bias` where the algorithm adds
-            it, None by default, and `extra_projections` where it has those.
+          rng: the source of dropout.
+          seed: that of dropout (`seed_words`), in place of an rng, for `_apply` of an algorithm
+            that attends by another.
+          shard: which part of the heads, the batch or the sequence the arrays are; None: all.
+          **call: `plan`, `segment_ids`, `causal`, `dropout`; `bias` where the algorithm adds it,
+            None by default, and `extra_projections` where it has those.
         """
-        function = self._apply if self._keeps_padding_out else self._apply_to_tokens
         if not self._takes_lengths:
             call.pop("lengths", None)
-        return self._run(function, params, q, k, v, **call)
+        call |= dict(rng=rng, seed=seed, shard=shard)
+        return self._run(self._attend, params, q, k, v, **call)
 
     @final
     def init_cache(self, params, q, k, v, **call) -> Any:
@@ -256,6 +279,13 @@ class AttentionOp:
             k, *values[:1] = repeat_heads(q, k, *values[:1])
         return devices.varying_as(call, function(params, q, k, *values, **options))
 
+    def _attend(self, params, q, k, v, *, dropout, rng, seed, shard, **call):
+        """`_apply` with the seed of dropout."""
+        if seed is None and dropout > 0.0:
+            seed = seed_words(rng, len(q), shard)
+        function = self._apply if self._keeps_padding_out else self._apply_to_tokens
+        return function(params, q, k, v, dropout=dropout, seed=seed, shard=shard, **call)
+
     def _apply_to_tokens(
         self, params, q, k, v, *, segment_ids, extra_projections=None, **options
     ) -> Float[Array, "B T N V"]:
@@ -271,11 +301,11 @@ class AttentionOp:
 
     # What an algorithm defines.
 
-    def _plan(self, params, q, k, *, segment_ids, causal, rng, train, length) -> Any:
-        del params, q, k, segment_ids, causal, rng, train, length
+    def _plan(self, params, q, k, *, segment_ids, causal, rng, shard, train, length) -> Any:
+        del params, q, k, segment_ids, causal, rng, shard, train, length
         return ()
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         raise NotImplementedError(f"{self.name} has no _apply")
 
     def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng):
@@ -378,18 +408,20 @@ def _attend(op: AttentionOp, x: CallArrays, **settings: Any) -> Float[Array, "B 
 
 
 def _plan_and_apply(
-    op: AttentionOp, x: CallArrays, *, causal: bool, dropout: float, train: bool
+    op: AttentionOp,
+    x: CallArrays,
+    shard: Shard | None = None,
+    *,
+    causal: bool,
+    dropout: float,
+    train: bool,
 ) -> Float[Array, "B T N V"]:
     params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng = x
     segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
-    options = dict(segment_ids=segment_ids, causal=causal, rng=rng, train=train) | given(
-        global_tokens=global_tokens
-    )
-    plan = op.plan(params, q, k, **options)
-    masks = dict(plan=plan, segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
-    return op.apply(
-        params, q, k, v, **masks, **given(bias=bias, extra_projections=extra_projections)
-    )
+    masks = dict(segment_ids=segment_ids, causal=causal, rng=rng, shard=shard)
+    plan = op.plan(params, q, k, **masks, train=train, **given(global_tokens=global_tokens))
+    others = given(bias=bias, extra_projections=extra_projections)
+    return op.apply(params, q, k, v, plan=plan, dropout=dropout, **masks, **others)
 
 
 def given(**options: Any) -> dict[str, Any]:

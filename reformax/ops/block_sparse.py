@@ -31,7 +31,6 @@ from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.sharding.shard import all_heads
 from reformax.ops.softmax import band, block_lists, tiles
 from reformax.ops.softmax.block_lists import MIN_TILE, Layout, TileLists
-from reformax.ops.softmax.dropout import seed_words
 
 BUTTERFLY = butterfly()
 BlockSize = Annotated[Size | tuple[Size, Size], Called("a number of at least 1, or two")]
@@ -132,31 +131,31 @@ class block_sparse(AttentionOp):
         )
         return Layout(mask, block_q, block_k, n_queries, n_keys, causal, dropout)
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         del params
         if self.n_global and plan is not None:
-            return self._with_global(q, k, v, plan, segment_ids, causal, dropout, rng)
+            return self._with_global(q, k, v, plan, segment_ids, causal, dropout, seed)
         n_heads = q.shape[2]
-        layout = self._layout(q.shape[1], k.shape[1], all_heads(rng, n_heads), causal, dropout)
+        layout = self._layout(q.shape[1], k.shape[1], all_heads(shard, n_heads), causal, dropout)
         if layout.n_masks not in (1, n_heads):  # a layout is one for all devices
             raise SettingError(
                 f"pattern gives masks of {layout.n_masks} heads, {layout.mask.shape}, and devices "
                 "share the heads: use context=1, or a pattern of one mask for all heads"
             )
-        return _attend(layout, self.impl, q, k, v, segment_ids, rng)
+        return _attend(layout, self.impl, q, k, v, segment_ids, seed)
 
     # Global tokens. G of them are keys of additional blocks, which all queries see. At their own
     # positions they are masked. Their rows are computed separately.
 
     def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, train, length, global_tokens=None
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length, global_tokens=None
     ) -> Int[Array, "B G"] | tuple[()] | None:
         """The positions of global tokens; None without any."""
-        del params, q, k, causal, rng, train, length
+        del params, q, k, causal, rng, shard, train, length
         return first_global(global_tokens, segment_ids, self.n_global) if self.n_global else ()
 
     def _with_global(
-        self, q, k, v, plan, segment_ids, causal, dropout, rng
+        self, q, k, v, plan, segment_ids, causal, dropout, seed
     ) -> Float[Array, "B T N V"]:
         length = k.shape[1]
         layout = self._layout(length, length, q.shape[2], causal, dropout)
@@ -186,9 +185,8 @@ class block_sparse(AttentionOp):
             with_global(k, global_k),
             with_global(v, global_v),
             (ids, key_ids),
-            rng,
+            seed,
         )
-        seed = seed_words(rng, len(q)) if dropout else None
         rows = band.rows_of_global_tokens(
             rows_at(q, plan), k, v, plan, segment_ids, False, dropout, seed
         )
@@ -216,17 +214,17 @@ class block_sparse(AttentionOp):
         return attend_to(q, keys, values, seen <= position[:, None, None], self.impl), cache
 
 
-def _attend(layout: Layout, impl: str, q, k, v, segment_ids, rng) -> Float[Array, "B T N V"]:
+def _attend(layout: Layout, impl: str, q, k, v, segment_ids, seed) -> Float[Array, "B T N V"]:
     sizes = layout.block_q, layout.block_k
     odd = sizes if any(size % MIN_TILE for size in sizes) else None
     impl = choose_impl(impl, **kernel_obstacles(q, k, v, block_size=odd))
     if impl == "xla":
-        in_tiles = functools.partial(_in_tiles, layout, segment_ids=segment_ids, rng=rng)
+        in_tiles = functools.partial(_in_tiles, layout, segment_ids=segment_ids, seed=seed)
         return attend_to_tokens(in_tiles, q, k, v, segment_ids)
     from reformax.ops.kernels.triton import block_sparse as kernel
 
     interpret = impl == "pallas_interpret"
-    return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), rng)[0]
+    return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), seed)[0]
 
 
 def _made_by(pattern: Pattern, shape: tuple[int, int]) -> Mask:
@@ -252,7 +250,7 @@ def _check_mask(mask: Any) -> Mask:
     return mask
 
 
-def _in_tiles(layout: Layout, q, k, v, *, segment_ids, rng) -> Float[Array, "B T N V"]:
+def _in_tiles(layout: Layout, q, k, v, *, segment_ids, seed) -> Float[Array, "B T N V"]:
     """The op in array operations: the tiles are the blocks."""
     tiling = tiles.Tiling(
         query_size=min(layout.block_q, layout.n_queries),
@@ -265,7 +263,7 @@ def _in_tiles(layout: Layout, q, k, v, *, segment_ids, rng) -> Float[Array, "B T
     plan = tiles.TilePlan(
         *(_visits(rows(*sizes), layout.n_masks) for rows in (layout.rows, layout.columns))
     )
-    x = tiles.inputs(q, k, v, None, segment_ids, layout.dropout, rng)
+    x = tiles.inputs(q, k, v, None, segment_ids, seed)
     return tiles.attend(tiles.forward, tiling, x, plan)
 
 

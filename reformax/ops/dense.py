@@ -43,7 +43,20 @@ class dense(RingDecoding, AttentionOp):
     _impls = ("cudnn",)
 
     def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, bias=None, lengths=None
+        self,
+        params,
+        q,
+        k,
+        v,
+        *,
+        plan,
+        segment_ids,
+        causal,
+        dropout,
+        seed,
+        shard,
+        bias=None,
+        lengths=None,
     ):
         del params, plan
         obstacle = cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths)
@@ -54,6 +67,6 @@ class dense(RingDecoding, AttentionOp):
         @jax.checkpoint
         def attend(bias, q, k, v) -> Float[Array, "B T N V"]:
             mask = visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
-            return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, rng=rng)
+            return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, seed=seed)
 
         return attend_to_tokens(functools.partial(attend, bias), q, k, v, segment_ids)

@@ -52,7 +52,7 @@ from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.block_lists import FullLayout
-from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
 
 # The indexer clips its inputs to this magnitude. A score is a product of three inputs.
@@ -127,10 +127,10 @@ class dsa(AttentionOp):
         return jnp.where(best > -jnp.inf, position, -1).astype(jnp.int32)
 
     def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, train, length
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
     ) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
-        del rng, train, length
+        del rng, shard, train, length
         ids, n = ids_or_ones(segment_ids, q), q.shape[1]
         index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
         impl = self._choose(q, k, None)
@@ -152,12 +152,12 @@ class dsa(AttentionOp):
     # Attention.
 
     def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
     ) -> Float[Array, "B T N V"]:
         n_batch, length, n_heads, _ = q.shape
         ids = ids_or_ones(segment_ids, q)
         index, index_keys = _index_queries(params, q), _index_keys(params, k)
-        n_tokens = devices.total(jnp.sum(ids != 0), row_axes_of(rng))
+        n_tokens = devices.total(jnp.sum(ids != 0), row_axes_of(shard))
         factor = self.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
         impl = self._choose(q, k, v)
         if impl != "xla":
@@ -166,9 +166,8 @@ class dsa(AttentionOp):
             layout = FullLayout(length, length, causal, dropout)
             index = kernel.IndexerArrays(*index, index_keys)
             ids = None if segment_ids is None else ids
-            inputs = q, k, v, index, factor, plan, ids, rng
+            inputs = q, k, v, index, factor, plan, ids, seed
             return kernel.attend(layout, impl == "pallas_interpret", *inputs)
-        seed = seed_words(rng, n_batch) if dropout > 0.0 else None
         batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them

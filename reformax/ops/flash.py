@@ -22,7 +22,6 @@ from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
-from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax import ring, tiles
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -69,15 +68,29 @@ class flash(RingDecoding, AttentionOp):
         return ("heads",) if self.impl == "cudnn" else ("heads", "sequence")
 
     def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, bias=None, lengths=None
+        self,
+        params,
+        q,
+        k,
+        v,
+        *,
+        plan,
+        segment_ids,
+        causal,
+        dropout,
+        seed,
+        shard,
+        bias=None,
+        lengths=None,
     ):
         del params, plan
         block_sizes = self.query_block_size, self.key_block_size
         impl, scale = self.impl, self.scale
-        if isinstance(rng, Shard) and rng.axis is not None:
+        if shard is not None and shard.axis is not None:
             impl = choose_impl(impl, **kernel_obstacles(q, k, v, scale=scale))
             pieces = _FlashPieces(block_sizes, scale, dropout, impl)
-            return ring.attend(pieces, causal, q, k, v, segment_pair(segment_ids), rng)
+            ids = segment_pair(segment_ids)
+            return ring.attend(pieces, causal, q, k, v, ids, shard.axis, seed)
         bias_shape = None if bias is None else bias.shape
         impl = choose_impl(
             impl,
@@ -93,12 +106,12 @@ class flash(RingDecoding, AttentionOp):
 
             layout = FullLayout(n_queries, n_keys, causal, dropout)
             interpret = impl == "pallas_interpret"
-            return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), rng)[0]
+            return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), seed)[0]
         tiling = _tiling(block_sizes, scale, dropout, causal, q, k)
         every = tiles.every_tile(tiling, n_queries, n_keys)
 
         def attend(q, k, v):
-            x = tiles.inputs(q, k, v, bias, segment_ids, dropout, rng)
+            x = tiles.inputs(q, k, v, bias, segment_ids, seed)
             return tiles.attend(tiles.forward, tiling, x, every)
 
         return attend_to_tokens(attend, q, k, v, segment_ids)
@@ -126,25 +139,25 @@ class _FlashPieces(NamedTuple):
     def unit(self, size: int) -> float:
         return 1.0 if self.impl == "xla" else 1 / math.sqrt(size)
 
-    def forward(self, causal, q, k, v, segment_ids, shard):
+    def forward(self, causal, q, k, v, segment_ids, seed):
         k, v = repeat_heads(q, k, v)
         if self.impl != "xla":
             kernel, layout, interpret = self._kernel(causal, q, k)
-            return kernel.forward(layout, q, k, v, segment_ids, shard, interpret=interpret)
+            return kernel.forward(layout, q, k, v, segment_ids, seed, interpret=interpret)
         tiling = _tiling(*self[:3], causal, q, k)
-        x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard)
+        x = tiles.inputs(q, k, v, None, segment_ids, seed)
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
         return tuple(tiles.forward(tiling, x, every.by_query))
 
-    def backward(self, causal, q, k, v, segment_ids, shard, results, d_out):
+    def backward(self, causal, q, k, v, segment_ids, seed, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
         if self.impl != "xla":
             kernel, layout, interpret = self._kernel(causal, q, k)
-            arrays = q, k, v, segment_ids, shard, *results, d_out
+            arrays = q, k, v, segment_ids, seed, *results, d_out
             dq, *of_keys = kernel.backward(layout, *arrays, interpret=interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
-            x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard)
+            x = tiles.inputs(q, k, v, None, segment_ids, seed)
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
             found = tiles.backward(tiling, x, every.by_key, tiles.TiledResults(*results), d_out)
             dq, *of_keys = found[:3]

@@ -35,7 +35,7 @@ from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import tiles
 from reformax.ops.softmax.block_lists import SortedLayout
-from reformax.ops.softmax.dropout import dropped_self_values, seed_words
+from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.orders import inverse_permutation
 
 Buckets = Annotated[int, Bounds(2, MAX_FACTOR)]
@@ -101,10 +101,12 @@ class hash_sparse(AttentionOp):
     def _buckets(self, rotations, x: Float[Array, "B T N H"]) -> Int[Array, "B N T"]:
         return hash_by(rotations, x, (self.n_buckets,), self.impl)[:, :, 0]
 
-    def _plan(self, params, q, k, *, segment_ids, causal, rng, train, length) -> HashSparsePlan:
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
+    ) -> HashSparsePlan:
         """Both orders by segment, bucket and position."""
         del params, causal, train, length
-        rotations = draw_rotations(q, (self.n_buckets,), 1, rng)
+        rotations = draw_rotations(q, (self.n_buckets,), 1, rng, shard)
 
         def order(x: Float[Array, "B T N H"]) -> SortedSequence:
             buckets = self._buckets(rotations, lax.stop_gradient(x))
@@ -113,13 +115,12 @@ class hash_sparse(AttentionOp):
         return HashSparsePlan(order(q), None if self.shared_qk else order(k))
 
     def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
     ) -> Float[Array, "B T N V"]:
         del params, segment_ids  # groups of the plan tell segments apart
         n_batch, length, n_heads, _ = q.shape
         k = length_normalize(q) if self.shared_qk else k
         queries, keys = plan.queries, plan.key_order
-        seed = seed_words(rng, n_batch) if dropout > 0.0 else None
         sides = (q, queries), (k, keys), (v, keys)
         x = [_in_order(x, order) for x, order in sides]
         flat = queries.folded(), keys.folded()
@@ -134,7 +135,7 @@ class hash_sparse(AttentionOp):
                 length, length, causal, dropout, exclude_self=exclude_self, n_folded=n_heads
             )
             groups = *(y.group for y in flat), *(y.position for y in flat)
-            out, _ = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
+            out, _ = kernel.attend(layout, impl == "pallas_interpret", *x, groups, seed)
         out = out.reshape(n_batch, n_heads, length, -1)
         slot = inverse_permutation(queries.position)
         out = jnp.take_along_axis(out, slot[..., None], axis=2, mode="promise_in_bounds")

@@ -63,9 +63,9 @@ class linear(Recurrence, AttentionOp):
     def init(self, rng, dims) -> Any:
         return () if self.conv_size is None else conv_params(self.conv_size, rng, dims)
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         if causal:
-            options = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
+            options = dict(plan=plan, causal=causal, dropout=dropout, seed=seed, shard=shard)
             return super()._apply(params, q, k, v, segment_ids=segment_ids, **options)
         x = self._inputs(params, q, k, v)
         sums = bidirectional(

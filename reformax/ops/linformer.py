@@ -70,13 +70,13 @@ class linformer(AttentionOp):
             for name, weight_rng in zip(names, jax.random.split(rng, len(names)), strict=True)
         }
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         del segment_ids  # `AttentionOp.apply` makes padding zeros, before and after
         if params["e"].ndim == 3:
-            params = {name: of_heads(x, rng, q.shape[2]) for name, x in params.items()}
+            params = {name: of_heads(x, shard, q.shape[2]) for name, x in params.items()}
         keys, values = _projected(k, params["e"]), _projected(v, params.get("f", params["e"]))
-        masks = dict(plan=plan, segment_ids=None, causal=causal, dropout=dropout, rng=rng)
-        return flash.flash(impl=self.impl).apply((), q, keys, values, **masks)
+        call = dict(plan=plan, causal=causal, dropout=dropout, seed=seed, shard=shard)
+        return flash.flash(impl=self.impl).apply((), q, keys, values, segment_ids=None, **call)
 
 
 def _projected(

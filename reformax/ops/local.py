@@ -116,7 +116,7 @@ class local(RingDecoding, AttentionOp):
                 f"raise n_chunks_before to {self._chunks_reached}"
             )
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         del params, plan
         window, shared_qk = self.window, self.shared_qk
         if not causal and self._chunks_reached > self.n_chunks_after:
@@ -141,4 +141,4 @@ class local(RingDecoding, AttentionOp):
                 self_weight = circle.self_weight(self.self_score, order, sizes)
         options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=dropout)
         chunks = sizes.cut(length, circle=self.wrap, **options)
-        return chunked_attention(q, k, v, chunks, order, segment_ids, rng, impl, self_weight)
+        return chunked_attention(q, k, v, chunks, order, segment_ids, seed, impl, self_weight)

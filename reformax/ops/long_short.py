@@ -36,7 +36,6 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 from reformax.ops.sharding.shard import of_heads
-from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds, scaled_logits
 from reformax.ops.softmax.online import masked_softmax
 
@@ -108,11 +107,10 @@ class long_short(AttentionOp):
                 params[f"{kind}_values_norm"] = jnp.broadcast_to(one, (2, n, v))
         return params
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         del plan
-        seed = seed_words(rng, len(q)) if dropout else None
         params = {
-            name: of_heads(x, rng, q.shape[2], axis=0 if name == "projection" else 1)
+            name: of_heads(x, shard, q.shape[2], axis=0 if name == "projection" else 1)
             for name, x in params.items()
         }
 

@@ -21,7 +21,6 @@ from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.decoding import band as band_cache
 from reformax.ops.masking.bands import NOWHERE, BandMask, first_global, rows_at
 from reformax.ops.softmax import band
-from reformax.ops.softmax.dropout import seed_words
 
 STEPS = "a number of at least 1, or one for each head"
 Dilation = Annotated[Size | Sequence[Size], Called(STEPS)]
@@ -101,23 +100,34 @@ class longformer(AttentionOp):
         }
 
     def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, train, length, global_tokens=None
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length, global_tokens=None
     ) -> Int[Array, "B G"] | None:
         """The positions of global tokens, if there are any."""
-        del params, k, causal, rng, train, length
+        del params, k, causal, rng, shard, train, length
         return first_global(global_tokens, segment_ids, self.n_global)
 
     def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections=None
+        self,
+        params,
+        q,
+        k,
+        v,
+        *,
+        plan,
+        segment_ids,
+        causal,
+        dropout,
+        seed,
+        shard,
+        extra_projections=None,
     ) -> Array:
         del params
         bands = self._bands(q.shape[2], causal)
-        out = band.attend(bands, q, k, v, plan, segment_ids, dropout, rng, self.impl)
+        out = band.attend(bands, q, k, v, plan, segment_ids, dropout, seed, self.impl)
         if plan is None:
             return out
         if extra_projections:
             q, k, v = (extra_projections[f"global_{name}"] for name in "qkv")
-        seed = seed_words(rng, len(q)) if dropout else None
         rows = band.rows_of_global_tokens(
             rows_at(q, plan), k, v, plan, segment_ids, causal, dropout, seed
         ).astype(out.dtype)

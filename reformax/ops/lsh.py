@@ -195,7 +195,9 @@ class lsh(AttentionOp):
         )
         return choose_impl(self.impl, **obstacles)
 
-    def _plan(self, params, q, k, *, segment_ids, causal, rng, train, length) -> Order | None:
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
+    ) -> Order | None:
         """The order by bucket of each hash; None where one chunk has all keys."""
         del params, k, causal
         one_chunk = q.shape[1] <= self.chunk_len
@@ -205,7 +207,7 @@ class lsh(AttentionOp):
         vectors, impl = lax.stop_gradient(q), self._choose(q)
         length, n_hashes = length or q.shape[1], self._n_hashes_in(train)
         factors = self._hashing.factors_for(length)
-        rotations = self._hashing.rotations_for(vectors, length, n_hashes, rng)
+        rotations = self._hashing.rotations_for(vectors, length, n_hashes, rng, shard)
         buckets = hash_by(rotations, vectors, factors, self.impl)
         # Sort: by segment, bucket and position, padded to whole chunks.
         n_pad = 0 if one_chunk else -q.shape[1] % self._pad_multiple
@@ -216,7 +218,7 @@ class lsh(AttentionOp):
             order = circle.in_a_circle(order, self._chunks)
         return order.for_impl(impl, self.count_once)
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         """Softmax attention over the chunks of all hashes' orders."""
         del params
         # How the orders are cut, and which keys of the chunks in reach are hidden.
@@ -233,7 +235,7 @@ class lsh(AttentionOp):
         self_weight = None
         if self.self_score is not None and plan is not None:
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)
-        return chunked_attention(q, k, v, chunking, plan, segment_ids, rng, impl, self_weight)
+        return chunked_attention(q, k, v, chunking, plan, segment_ids, seed, impl, self_weight)
 
     def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> LshCache:
         """The cache after the first `lengths` positions of each row."""

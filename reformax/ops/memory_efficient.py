@@ -21,7 +21,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from reformax.declared import Size
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
@@ -71,7 +71,9 @@ class memory_efficient(RingDecoding, AttentionOp):
     _grouped = True
     _impls = KERNELS
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, bias=None):
+    def _apply(
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard, bias=None
+    ):
         del params, plan
         k, v = repeat_heads(q, k, v)
         n_queries, n_keys = q.shape[1], k.shape[1]
@@ -93,7 +95,7 @@ class memory_efficient(RingDecoding, AttentionOp):
             chunks=_uneven(tiling, key_size, n_queries, n_keys),
         )
         passes = choose_impl(self.impl, **of_forward), choose_impl(self.impl, **obstacles())
-        return attend(passes, tiling, key_size, q, k, v, bias, segment_ids, rng)
+        return attend(passes, tiling, key_size, q, k, v, bias, segment_ids, seed)
 
 
 def attend(
@@ -105,7 +107,7 @@ def attend(
     v: Float[Array, "B S N V"],
     bias: Float[Array, "#B #N #T #S"] | None,
     segment_ids: SegmentIds | None,
-    rng: PRNGKeyArray | None,
+    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B T N V"]:
     """The attention, each pass by its implementation.
 
@@ -113,30 +115,30 @@ def attend(
       impls: that of the forward pass and that of the gradient.
       tiling: the chunks of queries; if causal, also those of keys around the diagonal.
       key_chunk_size: keys in the other chunks.
-      q, k, v, bias, segment_ids, rng: as in a call of the op.
+      q, k, v, bias, segment_ids, seed: as in a call of the op.
     """
     summary = tiles.tile_softmax
     if impls[0] != "xla":
         summary = functools.partial(kernel_summary, impls[0] == "pallas_interpret")
     forward_pass = functools.partial(forward, key_chunk_size, summary)
     every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
-    x = tiles.inputs(q, k, v, bias, segment_ids, tiling.dropout, rng)
+    x = tiles.inputs(q, k, v, bias, segment_ids, seed)
     if impls[1] == "xla":
         return tiles.attend(forward_pass, tiling, x, every)
     interpret = impls[1] == "pallas_interpret"
-    return _with_kernel_gradient(forward_pass, tiling, interpret, x, every, rng)
+    return _with_kernel_gradient(forward_pass, tiling, interpret, x, every, seed)
 
 
 @functools.partial(CustomDerivatives, n_static=3)
-def _with_kernel_gradient(forward_pass, tiling, interpret, x, every, rng):
+def _with_kernel_gradient(forward_pass, tiling, interpret, x, every, seed):
     return forward_pass(tiling, x, every.by_query).out
 
 
-def _attend_forward(forward_pass, tiling, interpret, x, every, rng):
+def _attend_forward(forward_pass, tiling, interpret, x, every, seed):
     out = _with_kernel_gradient.function(
-        forward_pass, tiling, interpret, first_order(x), every, rng
+        forward_pass, tiling, interpret, first_order(x), every, seed
     )
-    return out, (x, rng)
+    return out, (x, seed)
 
 
 def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
@@ -146,9 +148,9 @@ def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
     """
     from reformax.ops.kernels.triton import block_sparse as kernel
 
-    (x, rng), d_out = first_order((residuals, d_out))
+    (x, seed), d_out = first_order((residuals, d_out))
     layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout)
-    arrays = *x[:3], (x.query_segment_ids, x.key_segment_ids), rng
+    arrays = *x[:3], (x.query_segment_ids, x.key_segment_ids), seed
     results = kernel.forward(layout, *arrays, interpret=interpret)
     gradients = kernel.backward(layout, *arrays, *results, d_out, interpret=interpret)
     return tiles.TiledInputs(*gradients, None, None, None, None), None, None

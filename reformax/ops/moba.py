@@ -39,7 +39,6 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.chosen_blocks import ChosenTiles, tiles
-from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax, largest, masked_exp, nonzero
 
@@ -83,10 +82,10 @@ class moba(AttentionOp):
     _replace_value = staticmethod(replace_in_memory)
 
     def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, train, length
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
     ) -> Int[Array, "B N T K-1"]:
         """The earlier blocks that each query chooses."""
-        del params, causal, rng, train, length
+        del params, causal, rng, shard, train, length
         q, k = lax.stop_gradient(q), lax.stop_gradient(k)
         n_batch, length, n_heads, _ = q.shape
         ids = ids_or_ones(segment_ids, q)
@@ -121,13 +120,13 @@ class moba(AttentionOp):
         chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
         return chosen[:, :, :length]
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         del params, causal
         length, size = q.shape[1], min(self.block_size, q.shape[1])
         impl = choose_impl(self.impl, **kernel_obstacles(q, k, v))
         if impl == "xla":
             k, v = repeat_heads(q, k, v)
-            return _in_arrays(_tiles(plan, size, size), size, q, k, v, segment_ids, dropout, rng)
+            return _in_arrays(_tiles(plan, size, size), size, q, k, v, segment_ids, dropout, seed)
         from reformax.ops.kernels.triton import moba as kernel
 
         found = _tiles(plan, size, min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length)))
@@ -136,7 +135,7 @@ class moba(AttentionOp):
             size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout
         )
         ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-        return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, rng)
+        return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, seed)
 
     def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> MobaCache:
         del params, q, plan, rng
@@ -225,14 +224,13 @@ def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> ChosenTil
 
 
 def _in_arrays(
-    tiles: ChosenTiles, size, q, k, v, segment_ids, dropout, rng
+    tiles: ChosenTiles, size, q, k, v, segment_ids, dropout, seed
 ) -> Float[Array, "B T N V"]:
     """The op in array operations, in a loop over the tiles of all sequences and heads."""
     n_batch, length, n_heads, _ = q.shape
     dtype = accum_dtype(q.dtype, v.dtype)
     query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.slot.shape[3])
     ids = ids_or_ones(segment_ids, q)
-    seed = seed_words(rng, n_batch) if dropout > 0.0 else None
 
     # Arrays by tile, with the axis of tiles in front; [M, B, N, L, ...].
     def queries_by_tile(x: Array) -> Array:  # of [B, N or 1, T, ...]

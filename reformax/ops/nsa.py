@@ -47,7 +47,7 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
-from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.gathered import gather_rows
 from reformax.ops.softmax.online import masked_softmax
 
@@ -242,10 +242,10 @@ class nsa(AttentionOp):
         return jnp.where(best >= 0, chosen, -1).astype(jnp.int32)
 
     def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, train, length
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
     ) -> Int[Array, "B G T K"]:
         """The blocks that each query selects."""
-        del causal, rng, train, length
+        del causal, rng, shard, train, length
         q, k, params = lax.stop_gradient((q, k, params))
         length = q.shape[1]
         fitted = self._within(length)
@@ -299,7 +299,7 @@ class nsa(AttentionOp):
     # Attention.
 
     def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard, extra_projections
     ) -> Float[Array, "B T N V"]:
         del causal
         fitted = self._within(q.shape[1])
@@ -308,18 +308,15 @@ class nsa(AttentionOp):
         (selected_k, selected_v), (window_k, window_v) = fitted._branch_projections(
             k, v, extra_projections
         )
-        masks_and_rng = dict(causal=True, segment_ids=segment_ids, dropout=dropout, rng=rng)
-        in_window = fitted._window_attention.apply(
-            (), q, window_k, window_v, plan=(), **masks_and_rng
-        )
+        call = dict(causal=True, segment_ids=segment_ids, dropout=dropout, seed=seed, shard=shard)
+        in_window = fitted._window_attention.apply((), q, window_k, window_v, plan=(), **call)
         selected = q, selected_k, selected_v
         impl = fitted._choose(q, k, v)
         if impl == "xla":
-            seed = seed_words(rng, len(q)) if dropout > 0.0 else None
             others = fitted._in_arrays(summaries, *selected, plan, ids, dropout, seed)
         else:
             has_ids = segment_ids is not None
-            masks = plan, ids if has_ids else None, dropout, rng
+            masks = plan, ids if has_ids else None, dropout, seed
             others = fitted._in_kernels(impl == "pallas_interpret", summaries, *selected, *masks)
         return _gated((*others, in_window), extra_projections["gate"]).astype(v.dtype)
 
@@ -386,22 +383,21 @@ class nsa(AttentionOp):
         return tuple(join_chunks(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
 
     def _in_kernels(
-        self, interpret: bool, summaries: Summaries, q, k, v, plan, ids, dropout: float, rng
+        self, interpret: bool, summaries: Summaries, q, k, v, plan, ids, dropout: float, seed
     ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
         """The compressed and the selected branch in kernels."""
         from reformax.ops.kernels.triton import nsa as kernel
 
         group, size = q.shape[2] // k.shape[2], min(self.block_size, q.shape[1])
-        rng = rng if dropout > 0.0 else None
         stride, span = self.compress_stride, self.compress_len
         rows = kernel.n_rows(q)
         sizes = kernel.NsaSizes(group, 0, 0, stride, span, dropout, rows)
         summary_ids = None if ids is None else summaries.ids
         compressed = kernel.attend(
-            sizes, interpret, q, summaries.keys, summaries.values, ids, summary_ids, None, rng
+            sizes, interpret, q, summaries.keys, summaries.values, ids, summary_ids, None, seed
         )
         sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, dropout, rows)
-        selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, rng)
+        selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, seed)
         return compressed, selected
 
     def _init_cache(

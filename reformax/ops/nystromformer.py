@@ -79,7 +79,7 @@ class nystromformer(AttentionOp):
         limit, shape = 1 / math.sqrt(self.conv_size), (dims.n_heads, self.conv_size)
         return {"conv": jax.random.uniform(rng, shape, minval=-limit, maxval=limit)}
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         dtype = accum_dtype(q.dtype, v.dtype)
         groups = landmark_groups(q.shape[1], segment_ids, self.n_landmarks)
         queries, keys = (segment_means(x, groups).astype(q.dtype) for x in (q, k))
@@ -91,7 +91,7 @@ class nystromformer(AttentionOp):
                 for pair in ((real, tokens), (tokens, real))
             )
         attend = flash.flash(impl=self.impl).apply
-        masks = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
+        masks = dict(plan=plan, causal=causal, dropout=dropout)
         # In float32 throughout: the pseudo-inverse amplifies rounding errors of the values.
         values = attend((), queries, k, v.astype(dtype), segment_ids=of_landmarks, **masks)
         between = _softmax_of_landmarks(queries, keys, groups.real.any(axis=-1))
@@ -99,7 +99,7 @@ class nystromformer(AttentionOp):
         values = jnp.einsum("bnij,bjnv->binv", inverse, values, precision=jax.lax.Precision.HIGHEST)
         out = attend((), q, keys, values, segment_ids=to_landmarks, **masks)
         if "conv" in params:
-            out = out + convolved(v, of_heads(params["conv"], rng, v.shape[2]))
+            out = out + convolved(v, of_heads(params["conv"], shard, v.shape[2]))
         return out.astype(v.dtype)
 
 

@@ -40,7 +40,6 @@ from reformax.ops.recurrence.random_features import (
     positive_features,
 )
 from reformax.ops.recurrence.recurrence import advance, bidirectional
-from reformax.ops.sharding.shard import rng_of
 
 # Below it derivatives of quotients overflow float32.
 Epsilon = Annotated[float, Bounds(1e-12, 1)]
@@ -130,21 +129,21 @@ class performer(AttentionOp):
         ]
 
     def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, train, length
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
     ) -> Int[Array, 2] | tuple[()]:
         """The key data of the features: two words, from which `directions` draws them."""
-        del q, k, segment_ids, causal, length
+        del q, k, segment_ids, causal, shard, length
         if self.plans == "no":
             return ()
         if self.redraw is None:
-            return jax.random.bits(rng_of(rng), (2,), jnp.uint32)
+            return jax.random.bits(rng, (2,), jnp.uint32)
         steps = jnp.round(params["steps"].value).astype(jnp.int32)  # completed steps
         last = steps if train else jnp.maximum(steps - 1, 0)
         seed = jax.random.key(self.seed, impl="threefry2x32")
         return jax.random.key_data(jax.random.fold_in(seed, last // self.redraw))
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
-        del dropout, rng
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        del dropout, seed, shard
         epsilon = self.epsilon
         if self.redraw is not None:
             # The output must depend on the weight: adding 0 times it to epsilon does that.

@@ -36,7 +36,7 @@ from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.block_lists import SortedLayout
-from reformax.ops.softmax.dropout import dropped_self_values, seed_words
+from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax, lowest, masked_exp, nonzero
 
@@ -113,9 +113,9 @@ class routing(AttentionOp):
         shape = dims.n_heads, self.n_clusters, dims.d_qk
         return {"centroids": Buffer(_unit(jax.random.normal(rng, shape)))}
 
-    def _plan(self, params, q, k, *, segment_ids, causal, rng, train, length) -> Clusters:
+    def _plan(self, params, q, k, *, segment_ids, causal, rng, shard, train, length) -> Clusters:
         """The members of each cluster."""
-        del causal, rng, train, length
+        del causal, rng, shard, train, length
         token_mask, centroids = _token_mask(segment_ids, q), params["centroids"].value
         width, n_members = self._width(q.shape[1]), self._n_members(token_mask.sum(axis=1))
         n_members = jnp.broadcast_to(n_members, q.shape[:1])
@@ -162,7 +162,7 @@ class routing(AttentionOp):
         moved = _unit(self.decay * centroids + (1 - self.decay) * mean)
         return jnp.where(count > 0, moved, centroids)
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         centroids, dtype = params["centroids"], accum_dtype(q.dtype, v.dtype)
         vectors = (q,) if self.shared_qk else (q, k)
         moved = self._moved(
@@ -171,14 +171,13 @@ class routing(AttentionOp):
         new_centroids = updated(centroids, moved)
 
         keys = length_normalize(q) if self.shared_qk else k
-        seed = seed_words(rng, len(q)) if dropout > 0.0 else None
         q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
         impl = choose_impl(self.impl, **kernel_obstacles(q, keys, v))
         if impl == "xla":
             results = self._in_arrays(q, keys, values, plan, causal, dropout, seed)
         else:
             interpret = impl == "pallas_interpret"
-            results = self._in_kernels(interpret, q, keys, values, plan, causal, dropout, rng)
+            results = self._in_kernels(interpret, q, keys, values, plan, causal, dropout, seed)
         out, row_sum = results
         if self.attend_self_if_alone:
             alone = jnp.swapaxes(dropped_self_values(v.astype(dtype), dropout, seed), 1, 2)
@@ -210,7 +209,7 @@ class routing(AttentionOp):
         return _merged(plan.queries, q.shape[2], *parts)
 
     def _in_kernels(
-        self, interpret: bool, q, k, v, plan: Clusters, causal, dropout, rng
+        self, interpret: bool, q, k, v, plan: Clusters, causal, dropout, seed
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
         """`_in_arrays`, computed by kernels."""
         from reformax.ops.kernels.triton import clusters as kernel
@@ -222,8 +221,7 @@ class routing(AttentionOp):
             *sizes, causal, dropout, exclude_self=self.shared_qk, n_folded=n_heads
         )
         folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
-        rng = rng if dropout > 0.0 else None
-        out, row_sum = kernel.attend(layout, interpret, *folded, queries, keys, rng)
+        out, row_sum = kernel.attend(layout, interpret, *folded, queries, keys, seed)
         return out.reshape(*q.shape[:3], -1), row_sum.reshape(q.shape[:3])
 
     def _cluster(self, causal, seed, dropout, query, key, q, k, v) -> Softmax:

@@ -18,7 +18,7 @@ from reformax.ops.masking.masks import except_self, segment_pair, visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.softmax.dropout import dropped_self_values, seed_words
+from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.reference import reference_attention
 
 
@@ -53,7 +53,7 @@ class shared_qk(RingDecoding, AttentionOp):
     def exclude_self(self) -> bool:
         return not self.attend_self_if_alone
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         del params, k, plan
         obstacle = cudnn_obstacle(q, q, v, segment_ids, dropout) if causal else "causal=False"
         impl = choose_impl(self.impl, cudnn=obstacle, **kernel_obstacles(q, None, v))
@@ -63,11 +63,10 @@ class shared_qk(RingDecoding, AttentionOp):
             from reformax.ops.kernels.triton import block_sparse as kernel
 
             layout = FullLayout(q.shape[1], q.shape[1], causal, dropout, exclude_self=True)
-            given = q, length_normalize(q), v, segment_pair(segment_ids), rng
+            given = q, length_normalize(q), v, segment_pair(segment_ids), seed
             out, row_sum = kernel.attend(layout, impl == "pallas_interpret", *given)
             if not self.attend_self_if_alone:
                 return out
-            seed = seed_words(rng, len(v)) if dropout > 0.0 else None
             alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
             if segment_ids is not None:  # padding does not see itself either
                 alone = alone & (segment_ids != 0)[..., None, None]
@@ -77,7 +76,7 @@ class shared_qk(RingDecoding, AttentionOp):
         def attend(q, v) -> Float[Array, "B T N V"]:
             mask = visibility(q.shape[1], q.shape[1], causal=causal, segment_ids=segment_ids)
             mask = except_self(mask, self.attend_self_if_alone)
-            return reference_attention(q, length_normalize(q), v, mask, dropout=dropout, rng=rng)
+            return reference_attention(q, length_normalize(q), v, mask, dropout=dropout, seed=seed)
 
         return attend(q, v)
 

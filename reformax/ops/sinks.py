@@ -53,12 +53,12 @@ class sinks(AttentionOp):
     def local(self) -> bool:
         return self.n_sinks == 0
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng) -> Array:
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard) -> Array:
         del params, plan
         real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else segment_ids != 0
         sink_tokens = first_where(real, self.n_sinks) if self.n_sinks else None
         bands = (BandMask(self.window, 1, causal),)
-        return band.attend(bands, q, k, v, sink_tokens, segment_ids, dropout, rng, self.impl)
+        return band.attend(bands, q, k, v, sink_tokens, segment_ids, dropout, seed, self.impl)
 
     def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> band_cache.BandCache:
         del params, q, plan, rng

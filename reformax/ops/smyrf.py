@@ -92,9 +92,9 @@ class AsymmetricHash(NamedTuple):
 
     n_hashes: int
 
-    def codes(self, q, k, *, segment_ids, causal, rng, length, cross) -> HashCodes:
+    def codes(self, q, k, *, segment_ids, causal, rng, shard, length, cross) -> HashCodes:
         del causal, length
-        directions = asymmetric.draw_directions(*q.shape[2:], self.n_hashes, rng)
+        directions = asymmetric.draw_directions(*q.shape[2:], self.n_hashes, rng, shard)
         if cross:
             cosines = asymmetric.cosines(q, k, directions, segment_ids)
             return HashCodes(*cosines, asymmetric.N_CODES)

@@ -10,7 +10,7 @@ import pytest
 from reformax import layers
 from reformax.ops import dense, linear, lsh, shared_qk
 from reformax.ops.base import Dims
-from reformax.ops.softmax.dropout import full_dropout_mask
+from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from tests.layers import plain
 from tests.ops import inputs
 from tests.ops.inputs import Inputs
@@ -69,7 +69,7 @@ def test_equals_an_independent_computation(row, everything):
     keep = np.ones((2, 3, 13, ADDRESSES))
     if rate:
         mask_rng, sizes = jax.random.fold_in(RNG, 1), keep.shape
-        keep = jax.jit(lambda: full_dropout_mask(mask_rng, rate, sizes))()
+        keep = jax.jit(lambda: full_dropout_mask(seed_words(mask_rng, 2), rate, sizes))()
     asked = Asked(row, row.first, plan, shape, causal, segment_ids, np.asarray(keep))
     out, _ = expected(asked, read, None, np.zeros_like(v))
     want = np.einsum("btnv,nvd->btd", out, np.asarray(params["w_o"], np.float64))

@@ -16,7 +16,7 @@ from reformax import ops
 from reformax.ops import base, local, lsh
 from reformax.ops.masking.masks import except_self, visibility
 from reformax.ops.softmax import chunked
-from reformax.ops.softmax.dropout import full_dropout_mask
+from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import inputs, oracle
@@ -84,7 +84,7 @@ def calls(draw, row):
 @jax.jit
 def largest_dropout(key):
     """The mask of the largest call; a smaller one's is its corner, for a weight has an address."""
-    return full_dropout_mask(key, DROPOUT, (2, 4, LONGEST, ADDRESSES))
+    return full_dropout_mask(seed_words(key, 2), DROPOUT, (2, 4, LONGEST, ADDRESSES))
 
 
 def check(
@@ -349,9 +349,13 @@ def test_reference_attention_is_the_oracle(dropout):
     dropout_mask = np.ones(mask.shape)
     if dropout:
         shape = dropout_mask.shape
-        dropout_mask = np.asarray(jax.jit(lambda: full_dropout_mask(key, dropout, shape))())
+        dropout_mask = np.asarray(
+            jax.jit(lambda: full_dropout_mask(seed_words(key, 2), dropout, shape))()
+        )
 
-    attend = with_gradients(lambda *x: reference_attention(*x, mask, dropout=dropout, rng=key))
+    attend = with_gradients(
+        lambda *x: reference_attention(*x, mask, dropout=dropout, seed=seed_words(key, 2))
+    )
     out, gradients = attend(d_out, q, k, v)
     want, want_gradients = oracle.attention(
         *(x.astype(np.float64) for x in (q, k, v)), mask.astype(int), dropout_mask, d_out
@@ -378,7 +382,9 @@ def test_visibility_and_except_self_are_the_tables():
 
 def test_dropout_masks_are_fair_coins():
     """The rate is right, and no axis of the address repeats another's coins."""
-    mask = jax.jit(lambda: full_dropout_mask(jax.random.key(0), 0.25, (4, 4, 64, 64)))
+    mask = jax.jit(
+        lambda: full_dropout_mask(seed_words(jax.random.key(0), 2), 0.25, (4, 4, 64, 64))
+    )
     dropout_mask = np.asarray(mask())
     assert set(np.unique(dropout_mask)) == {0, np.float32(1 / 0.75)}
     dropped = dropout_mask == 0

@@ -10,7 +10,7 @@ from reformax.ops import block_patterns, block_sparse, longformer
 from reformax.ops.masking.bands import BandMask
 from reformax.ops.masking.masks import Tokens
 from reformax.ops.softmax import band
-from reformax.ops.softmax.dropout import full_dropout_mask
+from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from tests.helpers import assert_trees_close, with_gradients
 from tests.layers import plain
 from tests.ops import inputs, oracle
@@ -78,7 +78,9 @@ def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, projecte
     near, everything, chosen = _counts(shape, causal, segment_ids, global_tokens, **options)
     keep = np.ones((2, 2, LENGTH, LENGTH))
     if dropout:
-        keep = np.asarray(jax.jit(lambda: full_dropout_mask(rng, dropout, keep.shape))())
+        keep = np.asarray(
+            jax.jit(lambda: full_dropout_mask(seed_words(rng, 2), dropout, keep.shape))()
+        )
     wide = x.map(lambda y: y.astype(np.float64))
     read = [wide.extra_projections[f"global_{name}"] for name in "qkv"] if projected else wide[:3]
     row = chosen[..., None, None]
@@ -129,7 +131,7 @@ def test_global_tokens_beside_random_blocks(sizes, n_global, block_size, dropout
     if dropout:
         n_slots = -(-length // block_k) * block_k + n_global
         shape = (2, 2, length, n_slots)
-        drawn = np.asarray(jax.jit(lambda: full_dropout_mask(rng, dropout, shape))())
+        drawn = np.asarray(jax.jit(lambda: full_dropout_mask(seed_words(rng, 2), dropout, shape))())
         keep, keep_near = drawn[..., :length], drawn[..., :length].copy()
         for row, key in zip(*np.nonzero(chosen), strict=True):
             slot = n_slots - n_global + chosen[row, :key].sum()

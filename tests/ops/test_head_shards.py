@@ -34,8 +34,8 @@ def test_some_heads_are_those_of_the_whole(row):
     }
 
     @jax.jit
-    def attend(rng, q, k, v, extra_projections):
-        masks = dict(segment_ids=None, causal=causal, rng=rng)
+    def attend(shard, q, k, v, extra_projections):
+        masks = dict(segment_ids=None, causal=causal, rng=key, shard=shard)
         plan = op.plan(params, q, k, **masks, train=True)
         options = (
             masks
@@ -47,12 +47,12 @@ def test_some_heads_are_those_of_the_whole(row):
     def of_heads(heads):
         return jax.tree.map(lambda x: x[:, :, heads], (q, k, v, extra_projections))
 
-    whole = np.asarray(attend(key, q, k, v, extra_projections))
-    got = attend(Shard(key, head=1, n_heads=3), *of_heads(slice(1, 3)))
+    whole = np.asarray(attend(None, q, k, v, extra_projections))
+    got = attend(Shard(head=1, n_heads=3), *of_heads(slice(1, 3)))
     np.testing.assert_allclose(got, whole[:, :, 1:], atol=1e-6 * row.rounding)
     # Where heads differ by more than what they read, it matters which ones they are.
-    reversed_heads = attend(key, *of_heads(slice(None, None, -1)))[:, :, ::-1]
-    others = attend(Shard(key, head=0, n_heads=3), *of_heads(slice(1, 3)))
+    reversed_heads = attend(None, *of_heads(slice(None, None, -1)))[:, :, ::-1]
+    others = attend(Shard(head=0, n_heads=3), *of_heads(slice(1, 3)))
     assert np.allclose(others, got) == np.allclose(reversed_heads, whole)
 
 
@@ -64,8 +64,8 @@ def test_given_rotations_are_those_of_the_heads():
 
     @jax.jit
     def plans(q):
-        part = Shard(None, head=1, n_heads=3)
-        some = op.plan((), q[:, :, 1:], None, **masks, rng=part)
+        part = Shard(head=1, n_heads=3)
+        some = op.plan((), q[:, :, 1:], None, **masks, rng=None, shard=part)
         return op.plan((), q, None, **masks, rng=None), some
 
     whole, some = plans(q)

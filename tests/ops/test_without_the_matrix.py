@@ -208,7 +208,7 @@ def test_tiles_of_any_block_mask():
     plan = tiles.TilePlan(visits(mask), visits(np.swapaxes(mask, 1, 2)))
 
     def attend(q, k, v):
-        x = tiles.inputs(q, k, v, None, None, 0.0, None)
+        x = tiles.inputs(q, k, v, None, None, None)
         return tiles.attend(tiles.forward, tiling, x, plan)
 
     out, gradients = with_gradients(attend)(d_out, q, k, v)

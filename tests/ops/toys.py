@@ -13,7 +13,7 @@ import numpy as np
 from reformax.buffers import Buffer, updated
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.dropout import dropout_mask
 from tests.ops.rows import Row
 from tests.pages import ROOT
 
@@ -53,7 +53,7 @@ class slots(AttentionOp):
     def init(self, rng, dims):
         return {"mix": jax.random.normal(rng, (self.n_slots, MAX_LENGTH)) / 3}
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         del plan, causal, segment_ids
         mix = params["mix"][:, : q.shape[1]]
         k, v = (jnp.einsum("kt,btnh->bknh", mix.astype(x.dtype), x) for x in (k, v))
@@ -61,7 +61,7 @@ class slots(AttentionOp):
         weights = jax.nn.softmax(logits.astype(jnp.promote_types(q.dtype, jnp.float32)))
         if dropout > 0.0:
             address = (x.reshape(x.shape) for x in jnp.ogrid[tuple(map(slice, weights.shape))])
-            weights = weights * dropout_mask(seed_words(rng, len(q)), dropout, *address)
+            weights = weights * dropout_mask(seed, dropout, *address)
         return jnp.einsum("bntk,bknv->btnv", weights.astype(v.dtype), v)
 
 

@@ -60,16 +60,28 @@ class Recurrence:
         del n_heads
         return {}
 
-    def _of_these_heads(self, params, n_heads: int, rng=None) -> dict[str, Array]:
+    def _of_these_heads(self, params, n_heads: int, shard=None) -> dict[str, Array]:
         """The weights and constants of the heads that the arrays have."""
-        whole = dict(params) | self._constants(all_heads(rng, n_heads))
-        return {name: of_heads(x, rng, n_heads) for name, x in whole.items()}
+        whole = dict(params) | self._constants(all_heads(shard, n_heads))
+        return {name: of_heads(x, shard, n_heads) for name, x in whole.items()}
 
     def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections=None
+        self,
+        params,
+        q,
+        k,
+        v,
+        *,
+        plan,
+        segment_ids,
+        causal,
+        dropout,
+        seed,
+        shard,
+        extra_projections=None,
     ):
-        del plan, causal, dropout
-        params = self._of_these_heads(params, q.shape[2], rng)
+        del plan, causal, dropout, seed
+        params = self._of_these_heads(params, q.shape[2], shard)
         x = self._inputs(params, *convolve(params, q, k, v, segment_ids), extra_projections)
         options = dict(segment_ids=segment_ids, chunk_len=self.chunk_len, impl=self.impl)
         if self._means:
