@@ -72,6 +72,7 @@ from benchmarks.rows import trained as trained_rows
 from reformax.declared import SettingError
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.training.callbacks import Callback
 from tests import pages
 from tests.training import tiny
@@ -786,8 +787,8 @@ def test_attention_is_timed_where_it_is_right(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "op, reference",
     [
-        (lsh.lsh(chunk_len=16, impl="pallas_interpret"), lsh.lsh(chunk_len=16, impl="xla")),
-        (local.local(chunk_len=16, impl="pallas_interpret"), local.local(chunk_len=16, impl="xla")),
+        (lsh.lsh(chunk_len=16, impl=INTERPRETED), lsh.lsh(chunk_len=16, impl="xla")),
+        (local.local(chunk_len=16, impl=INTERPRETED), local.local(chunk_len=16, impl="xla")),
         (flash.flash(impl="xla"), dense.dense(impl="xla")),
     ],
 )

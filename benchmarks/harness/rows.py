@@ -27,6 +27,7 @@ from benchmarks.harness.calls import (
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import ask
 from reformax.ops import AttentionOp, dense, flash, memory_efficient, shared_qk
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.softmax.orders import Order
 
 # Ops that attend to every visible key.
@@ -129,7 +130,7 @@ def documents(q: Array) -> Array:
 
 def other_impl() -> str:
     """The implementation that "auto" does not take here: the one to check it against."""
-    return "pallas_interpret" if jax.default_backend() == "cpu" else "xla"
+    return INTERPRETED if jax.default_backend() == "cpu" else "xla"
 
 
 def dense(causal: bool = True) -> Row:

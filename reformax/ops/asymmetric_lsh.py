@@ -102,7 +102,7 @@ class SortedByHash(AttentionOp):
 
     def _choose(self, q: Array, k: Array, v: Array | None = None) -> str:
         """The implementation of a call, whose values may not be known yet."""
-        return choose_impl(self.impl, **kernel_obstacles(q, k, v))
+        return choose_impl(self.impl, pallas=kernel_obstacles(q, k, v))
 
     def _plan(
         self, params, q, k, *, segment_ids, causal, rng, shard, train, length

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Called, Count, SettingError, Size, shown
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.masking.bands import first_global, ids_at, rows_at
 from reformax.ops.masking.masks import ids_or_ones, segment_pair
@@ -56,8 +56,8 @@ class block_sparse(AttentionOp):
         With 0 none are, and `global_tokens` is refused. Otherwise attention is not causal and stays
         within one sequence.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later,
-        heads of 128 or less and blocks of a multiple of 16; `"pallas_interpret"` runs it anywhere,
-        slowly, for tests. `"auto"` takes the kernel where it computes the same function.
+        heads of 128 or less and blocks of a multiple of 16. `"auto"` takes the kernel where it
+        computes the same function.
 
     Raises:
       ValueError: a block size below 1, a pattern that is no block mask, an unknown `impl`; at the
@@ -217,14 +217,18 @@ class block_sparse(AttentionOp):
 def _attend(layout: Layout, impl: str, q, k, v, segment_ids, seed) -> Float[Array, "B T N V"]:
     sizes = layout.block_q, layout.block_k
     odd = sizes if any(size % MIN_TILE for size in sizes) else None
-    impl = choose_impl(impl, **kernel_obstacles(q, k, v, block_size=odd))
-    if impl == "xla":
+
+    def in_arrays() -> Float[Array, "B T N V"]:
         in_tiles = functools.partial(_in_tiles, layout, segment_ids=segment_ids, seed=seed)
         return attend_to_tokens(in_tiles, q, k, v, segment_ids)
-    from reformax.ops.kernels.triton import block_sparse as kernel
 
-    interpret = impl == "pallas_interpret"
-    return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), seed)[0]
+    def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
+        from reformax.ops.kernels.triton import block_sparse as kernel
+
+        return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), seed)[0]
+
+    obstacles = kernel_obstacles(q, k, v, block_size=odd)
+    return compute_by(impl, {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)})
 
 
 def _made_by(pattern: Pattern, shape: tuple[int, int]) -> Mask:

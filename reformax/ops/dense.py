@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import choose_impl
+from reformax.ops.calls.dispatch import compute_by
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import visibility
@@ -60,13 +60,17 @@ class dense(RingDecoding, AttentionOp):
     ):
         del params, plan
         obstacle = cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths)
-        if choose_impl(self.impl, cudnn=obstacle) == "cudnn":
+
+        def in_cudnn() -> Float[Array, "B T N V"]:
             return cudnn_attention(q, k, v, causal=causal, lengths=lengths)
-        k, v = repeat_heads(q, k, v)
 
         @jax.checkpoint
         def attend(bias, q, k, v) -> Float[Array, "B T N V"]:
             mask = visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
             return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, seed=seed)
 
-        return attend_to_tokens(functools.partial(attend, bias), q, k, v, segment_ids)
+        def in_arrays() -> Float[Array, "B T N V"]:
+            arrays = q, *repeat_heads(q, k, v)
+            return attend_to_tokens(functools.partial(attend, bias), *arrays, segment_ids)
+
+        return compute_by(self.impl, {"cudnn": (obstacle, in_cudnn), "xla": (None, in_arrays)})

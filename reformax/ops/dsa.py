@@ -21,6 +21,7 @@ sees, Q queries of a chunk.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -36,7 +37,8 @@ from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import (
     KERNELS,
     MAX_HEAD_SIZE,
-    choose_impl,
+    KernelObstacles,
+    compute_by,
     kernel_obstacles,
 )
 from reformax.ops.decoding.cache import (
@@ -81,8 +83,7 @@ class dsa(AttentionOp):
         several devices, add up; Adam is invariant to the factor.
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
         Ampere or later, heads and index heads of 128 or less and at most 2^36 pairs of tokens,
-        which take a bit of memory each. `"pallas_interpret"` runs them anywhere, slowly, for tests.
-        `"auto"` takes them where they compute the same function.
+        which take a bit of memory each. `"auto"` takes them where they compute the same function.
 
     Raises:
       ValueError: a size below 1, a factor below 0, an unknown `impl`.
@@ -98,12 +99,12 @@ class dsa(AttentionOp):
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 
-    def _choose(self, q: Array, k: Array, v: Array | None) -> str:
-        """The implementation of a call."""
+    def _obstacles(self, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+        """The obstacles of the kernels."""
         n_pairs = q.shape[0] * q.shape[1] ** 2
         above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
-        return choose_impl(self.impl, **kernel_obstacles(q, k, v, **above))
+        return kernel_obstacles(q, k, v, **above)
 
     def init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
         n_heads, size, n_index, d_index = dims.n_heads, dims.d_qk, self.n_index_heads, self.d_index
@@ -133,41 +134,57 @@ class dsa(AttentionOp):
         del rng, shard, train, length
         ids, n = ids_or_ones(segment_ids, q), q.shape[1]
         index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
-        impl = self._choose(q, k, None)
-        if impl != "xla":
+
+        def in_kernels(interpret: bool) -> Int[Array, "B T K"]:
             from reformax.ops.kernels.triton import indexer as kernel
 
-            sizes = min(self.top_k, n), causal, impl == "pallas_interpret"
+            masks = None if segment_ids is None else ids
             return kernel.choose_positions(
-                *sizes, *index, keys, None if segment_ids is None else ids
+                min(self.top_k, n), causal, interpret, *index, keys, masks
             )
 
         def best(queries, weights, query_ids, position):
             allowed = _visible(causal, ids, query_ids, position)
             return self._best_positions(_scores(IndexQueries(queries, weights), keys), allowed)
 
-        chosen = by_chunks(best, (self.n_index_heads + 1) * n, *index, ids, positions(n))
-        return join_chunks(chosen, n)
+        def in_arrays() -> Int[Array, "B T K"]:
+            chosen = by_chunks(best, (self.n_index_heads + 1) * n, *index, ids, positions(n))
+            return join_chunks(chosen, n)
+
+        obstacles = self._obstacles(q, k, None)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
 
     # Attention.
 
     def _apply(
         self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
     ) -> Float[Array, "B T N V"]:
-        n_batch, length, n_heads, _ = q.shape
+        length = q.shape[1]
         ids = ids_or_ones(segment_ids, q)
         index, index_keys = _index_queries(params, q), _index_keys(params, k)
         n_tokens = devices.total(jnp.sum(ids != 0), row_axes_of(shard))
         factor = self.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
-        impl = self._choose(q, k, v)
-        if impl != "xla":
+
+        def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import dsa as kernel
 
             layout = FullLayout(length, length, causal, dropout)
-            index = kernel.IndexerArrays(*index, index_keys)
-            ids = None if segment_ids is None else ids
-            inputs = q, k, v, index, factor, plan, ids, seed
-            return kernel.attend(layout, impl == "pallas_interpret", *inputs)
+            masks = None if segment_ids is None else ids
+            arrays = q, k, v, kernel.IndexerArrays(*index, index_keys), factor, plan, masks, seed
+            return kernel.attend(layout, interpret, *arrays)
+
+        call = q, k, v, index, index_keys, factor, plan, ids, causal, dropout, seed
+        in_arrays = functools.partial(self._in_arrays, *call)
+        obstacles = self._obstacles(q, k, v)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
+
+    def _in_arrays(
+        self, q, k, v, index, index_keys, factor, plan, ids, causal, dropout, seed
+    ) -> Float[Array, "B T N V"]:
+        """The attention and the indexer's loss in array operations."""
+        n_batch, length, n_heads, _ = q.shape
         batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
@@ -178,10 +195,9 @@ class dsa(AttentionOp):
             dropped_weights = weights
             if seed is not None:
                 query = position[:, None, :, None]
-                address = batch, head, query, jnp.arange(length, dtype=jnp.int32)[None, None, None]
-                dropped_weights = weights * dropout_mask(seed, dropout, *address).astype(
-                    weights.dtype
-                )
+                key = jnp.arange(length, dtype=jnp.int32)[None, None, None]
+                kept = dropout_mask(seed, dropout, batch, head, query, key)
+                dropped_weights = weights * kept.astype(weights.dtype)
             out = product("bnqs,bsnv->bqnv", dropped_weights, v, v.dtype)
             mean_weights = lax.stop_gradient(weights).mean(axis=1)
             scores = _scores(IndexQueries(*index), index_keys)

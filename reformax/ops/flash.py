@@ -17,7 +17,13 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import (
+    INTERPRETED,
+    KERNELS,
+    choose_impl,
+    compute_by,
+    kernel_obstacles,
+)
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import segment_pair
@@ -42,9 +48,8 @@ class flash(RingDecoding, AttentionOp):
         and bfloat16 without bias, dropout and segments, except for padding behind rows, with the
         `lengths` of a layer (`Tokens.right_padded`). `"pallas"` is the kernel of block-sparse
         attention with every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
-        without bias and `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it
-        anywhere, slowly, for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes
-        the call.
+        without bias and `scale`. It skips tiles that segments hide. `"auto"` takes the first of
+        cuDNN, Pallas and XLA that computes the call.
 
     Raises:
       ValueError: a size below 1, a scale out of range, an unknown `impl`.
@@ -85,36 +90,40 @@ class flash(RingDecoding, AttentionOp):
     ):
         del params, plan
         block_sizes = self.query_block_size, self.key_block_size
-        impl, scale = self.impl, self.scale
         if shard is not None and shard.axis is not None:
-            impl = choose_impl(impl, **kernel_obstacles(q, k, v, scale=scale))
-            pieces = _FlashPieces(block_sizes, scale, dropout, impl)
+            impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, scale=self.scale))
+            pieces = _FlashPieces(block_sizes, self.scale, dropout, impl)
             ids = segment_pair(segment_ids)
             return ring.attend(pieces, causal, q, k, v, ids, shard.axis, seed)
-        bias_shape = None if bias is None else bias.shape
-        impl = choose_impl(
-            impl,
-            cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths),
-            **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
-        )
-        n_queries, n_keys = q.shape[1], k.shape[1]
-        if impl == "cudnn":
-            return cudnn_attention(q, k, v, causal=causal, scale=scale, lengths=lengths)
-        k, v = repeat_heads(q, k, v)
-        if impl != "xla":
+
+        def in_cudnn() -> Float[Array, "B T N V"]:
+            return cudnn_attention(q, k, v, causal=causal, scale=self.scale, lengths=lengths)
+
+        def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import block_sparse as kernel
 
-            layout = FullLayout(n_queries, n_keys, causal, dropout)
-            interpret = impl == "pallas_interpret"
-            return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), seed)[0]
-        tiling = _tiling(block_sizes, scale, dropout, causal, q, k)
-        every = tiles.every_tile(tiling, n_queries, n_keys)
+            layout = FullLayout(q.shape[1], k.shape[1], causal, dropout)
+            arrays = q, *repeat_heads(q, k, v)
+            return kernel.attend(layout, interpret, *arrays, segment_pair(segment_ids), seed)[0]
 
-        def attend(q, k, v):
-            x = tiles.inputs(q, k, v, bias, segment_ids, seed)
-            return tiles.attend(tiles.forward, tiling, x, every)
+        def in_arrays() -> Float[Array, "B T N V"]:
+            arrays = q, *repeat_heads(q, k, v)
+            tiling = _tiling(block_sizes, self.scale, dropout, causal, q, k)
+            every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
 
-        return attend_to_tokens(attend, q, k, v, segment_ids)
+            def attend(q, k, v):
+                x = tiles.inputs(q, k, v, bias, segment_ids, seed)
+                return tiles.attend(tiles.forward, tiling, x, every)
+
+            return attend_to_tokens(attend, *arrays, segment_ids)
+
+        bias_shape = None if bias is None else bias.shape
+        implementations = {
+            "cudnn": (cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths), in_cudnn),
+            "pallas": (kernel_obstacles(q, k, v, bias=bias_shape, scale=self.scale), in_kernels),
+            "xla": (None, in_arrays),
+        }
+        return compute_by(self.impl, implementations)
 
 
 def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Tiling:
@@ -167,7 +176,7 @@ class _FlashPieces(NamedTuple):
         from reformax.ops.kernels.triton import block_sparse as kernel
 
         layout = FullLayout(q.shape[1], k.shape[1], causal, self.dropout)
-        return kernel, layout, self.impl == "pallas_interpret"
+        return kernel, layout, self.impl == INTERPRETED
 
 
 def default_block_size(q: Float[Array, "B T N H"]) -> int:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     SharedByBatch,
@@ -69,10 +69,9 @@ class hash_sparse(AttentionOp):
         position then sees itself only if it sees nothing else.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
         its output zeros.
-      impl: `"xla"` runs everywhere, in array operations, head by head. `"pallas"` is the
-        kernel of block-sparse attention, and one that hashes, for NVIDIA GPUs of Ampere or later
-        and heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests.
-        `"auto"` takes them where they compute the same function.
+      impl: `"xla"` runs everywhere, in array operations, head by head. `"pallas"` is the kernel of
+        block-sparse attention, and one that hashes, for NVIDIA GPUs of Ampere or later and heads of
+        128 or less. `"auto"` takes them where they compute the same function.
 
     Raises:
       ValueError: a number of buckets that is odd or out of range, an unknown `impl`.
@@ -125,17 +124,22 @@ class hash_sparse(AttentionOp):
         x = [_in_order(x, order) for x, order in sides]
         flat = queries.folded(), keys.folded()
         exclude_self = self.shared_qk
-        impl = choose_impl(self.impl, **kernel_obstacles(q, k, v))
-        if impl == "xla":
-            out = _in_arrays(*x, *flat, causal, exclude_self, dropout, n_heads, seed)
-        else:
+
+        def in_arrays() -> Float[Array, "X T 1 V"]:
+            return _in_arrays(*x, *flat, causal, exclude_self, dropout, n_heads, seed)
+
+        def in_kernels(interpret: bool) -> Float[Array, "X T 1 V"]:
             from reformax.ops.kernels.triton import block_sparse as kernel
 
             layout = SortedLayout(
                 length, length, causal, dropout, exclude_self=exclude_self, n_folded=n_heads
             )
             groups = *(y.group for y in flat), *(y.position for y in flat)
-            out, _ = kernel.attend(layout, impl == "pallas_interpret", *x, groups, seed)
+            return kernel.attend(layout, interpret, *x, groups, seed)[0]
+
+        obstacles = kernel_obstacles(q, k, v)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        out = compute_by(self.impl, implementations)
         out = out.reshape(n_batch, n_heads, length, -1)
         slot = inverse_permutation(queries.position)
         out = jnp.take_along_axis(out, slot[..., None], axis=2, mode="promise_in_bounds")

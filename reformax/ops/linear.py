@@ -39,9 +39,8 @@ class linear(Recurrence, AttentionOp):
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later, with
-        chunks of 64; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes
-        them where they can compute the call. Attention that is not causal has no recurrence: its
-        sums are products of matrices, whatever `impl` is.
+        chunks of 64. `"auto"` takes them where they can compute the call. Attention that is not
+        causal has no recurrence: its sums are products of matrices, whatever `impl` is.
 
     Raises:
       ValueError: chunk_len below 1, an unknown `impl`.

@@ -43,9 +43,9 @@ class local(RingDecoding, AttentionOp):
       self_score: as in `lsh.lsh`. It matters only with `shared_qk` and `wrap`, where a position's
         own key is twice among its chunks.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, without `wrap`; `"pallas_interpret"` runs it anywhere, slowly, for
-        tests. `"cudnn"` is NVIDIA's own, for causal attention with a `window` under the conditions
-        of `dense.dense`. `"auto"` takes cuDNN or the kernel where they compute the same function.
+        heads of 128 or less, without `wrap`. `"cudnn"` is NVIDIA's own, for causal attention with a
+        `window` under the conditions of `dense.dense`. `"auto"` takes cuDNN or the kernel where
+        they compute the same function.
 
     Raises:
       ValueError: sizes out of range, a window that the chunks cannot hold, an unknown `impl`.
@@ -128,7 +128,7 @@ class local(RingDecoding, AttentionOp):
         if window is not None and not shared_qk and causal:
             not_for_cudnn = cudnn_obstacle(q, k, v, segment_ids, dropout)
         obstacles = kernel_obstacles(q, k, v, wrap=self.wrap)
-        impl = choose_impl(self.impl, cudnn=not_for_cudnn, **obstacles)
+        impl = choose_impl(self.impl, cudnn=not_for_cudnn, pallas=obstacles)
         if impl == "cudnn":
             return cudnn_attention(q, k, v, causal=True, window=window)
         k, v = repeat_heads(q, k, v)

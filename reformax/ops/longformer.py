@@ -45,8 +45,8 @@ class longformer(AttentionOp):
         are none, and `global_tokens` are refused.
       own_projections: whether attention of global tokens has separate projections.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, of one dilation where there is dropout; `"pallas_interpret"` runs it
-        anywhere, slowly, for tests. `"auto"` takes the kernel where it computes the same function.
+        heads of 128 or less, of one dilation where there is dropout. `"auto"` takes the kernel
+        where it computes the same function.
 
     Raises:
       ValueError: a size out of range, an unknown `impl`; at the call, a dilation for another number

@@ -101,9 +101,8 @@ class lsh(AttentionOp):
       rotations: the rotations to hash with; None draws them from the rng. N heads of size H, at
         least as many hashes R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, without `strictly_causal`, `wrap` and `self_score`;
-        `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes them where they
-        run.
+        heads of 128 or less, without `strictly_causal`, `wrap` and `self_score`. `"auto"` takes
+        them where they run.
 
     Raises:
       ValueError: sizes out of range, an unknown `impl`, or options that exclude each other.
@@ -193,7 +192,7 @@ class lsh(AttentionOp):
             wrap=self.wrap,
             self_score=self.self_score,
         )
-        return choose_impl(self.impl, **obstacles)
+        return choose_impl(self.impl, pallas=obstacles)
 
     def _plan(
         self, params, q, k, *, segment_ids, causal, rng, shard, train, length

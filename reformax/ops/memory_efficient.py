@@ -27,7 +27,7 @@ from reformax.declared import Size
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import SegmentIds
@@ -52,9 +52,8 @@ class memory_efficient(RingDecoding, AttentionOp):
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less, without bias: that of `block_sparse` summarises a chunk, and those of
         `flash` compute the gradient. The former also needs chunks of a multiple of 16 that divide
-        the lengths and, if causal, each other, and neither segments nor dropout.
-        `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes a kernel for each
-        pass that it can compute.
+        the lengths and, if causal, each other, and neither segments nor dropout. `"auto"` takes a
+        kernel for each pass that it can compute.
 
     Raises:
       ValueError: a size that is neither 1 or more nor `"sqrt"`, an unknown `impl`.
@@ -94,8 +93,8 @@ class memory_efficient(RingDecoding, AttentionOp):
             dropout=dropout,
             chunks=_uneven(tiling, key_size, n_queries, n_keys),
         )
-        passes = choose_impl(self.impl, **of_forward), choose_impl(self.impl, **obstacles())
-        return attend(passes, tiling, key_size, q, k, v, bias, segment_ids, seed)
+        passes = (choose_impl(self.impl, pallas=found) for found in (of_forward, obstacles()))
+        return attend(tuple(passes), tiling, key_size, q, k, v, bias, segment_ids, seed)
 
 
 def attend(
@@ -119,13 +118,13 @@ def attend(
     """
     summary = tiles.tile_softmax
     if impls[0] != "xla":
-        summary = functools.partial(kernel_summary, impls[0] == "pallas_interpret")
+        summary = functools.partial(kernel_summary, impls[0] == INTERPRETED)
     forward_pass = functools.partial(forward, key_chunk_size, summary)
     every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
     x = tiles.inputs(q, k, v, bias, segment_ids, seed)
     if impls[1] == "xla":
         return tiles.attend(forward_pass, tiling, x, every)
-    interpret = impls[1] == "pallas_interpret"
+    interpret = impls[1] == INTERPRETED
     return _with_kernel_gradient(forward_pass, tiling, interpret, x, every, seed)
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -63,8 +63,7 @@ class moba(AttentionOp):
       block_size: positions in a block; 512 in the paper's sec. 3.1.
       top_k: blocks that a query sees, including its own; 3 in sec. 3.1.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"`
-        takes the kernel where it computes the same function.
+        heads of 128 or less. `"auto"` takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a number below 1, an unknown `impl`.
@@ -96,15 +95,12 @@ class moba(AttentionOp):
         if n_best == 0:
             return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
 
-        impl = choose_impl(self.impl, **kernel_obstacles(q, k, None))
-        if impl != "xla":
+        def in_kernels(interpret: bool) -> Int[Array, "B N T K-1"]:
             from reformax.ops.kernels.triton import choice
 
             sizes = choice.ChoiceSizes(n_best, size)
             masks = () if segment_ids is None else (ids, block_ids)
-            return choice.choose_blocks(
-                sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks
-            )
+            return choice.choose_blocks(sizes, interpret, tokens_only(q, ids), means, *masks)
 
         def best(queries):
             q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
@@ -113,29 +109,40 @@ class moba(AttentionOp):
             allowed = allowed[None] & (ids[..., None] == block_ids[:, None]) & (ids != 0)[..., None]
             return _best_blocks(scores, allowed[:, None], n_best)
 
-        n_scored = min(SCORED_QUERIES, length)
-        queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
-        chunks = [jnp.moveaxis(in_blocks(x, n_scored), 1, 0) for x in queries]
-        chosen = lax.map(best, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
-        chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
-        return chosen[:, :, :length]
+        def in_arrays() -> Int[Array, "B N T K-1"]:
+            n_scored = min(SCORED_QUERIES, length)
+            queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
+            chunks = [jnp.moveaxis(in_blocks(x, n_scored), 1, 0) for x in queries]
+            chosen = lax.map(best, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
+            chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
+            return chosen[:, :, :length]
+
+        obstacles = kernel_obstacles(q, k, None)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
 
     def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         del params, causal
         length, size = q.shape[1], min(self.block_size, q.shape[1])
-        impl = choose_impl(self.impl, **kernel_obstacles(q, k, v))
-        if impl == "xla":
-            k, v = repeat_heads(q, k, v)
-            return _in_arrays(_tiles(plan, size, size), size, q, k, v, segment_ids, dropout, seed)
-        from reformax.ops.kernels.triton import moba as kernel
 
-        found = _tiles(plan, size, min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length)))
-        lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.slot >= 0)
-        sizes = kernel.MobaSizes(
-            size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout
-        )
-        ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-        return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, seed)
+        def in_arrays() -> Float[Array, "B T N V"]:
+            arrays = q, *repeat_heads(q, k, v)
+            return _in_arrays(_tiles(plan, size, size), size, *arrays, segment_ids, dropout, seed)
+
+        def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
+            from reformax.ops.kernels.triton import moba as kernel
+
+            n_rows = min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length))
+            found = _tiles(plan, size, n_rows)
+            lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.slot >= 0)
+            n_keys = min(KEYS, kernel.power_of_two(size))
+            sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, dropout)
+            ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+            return kernel.attend(sizes, interpret, q, k, v, ids, lists, seed)
+
+        obstacles = kernel_obstacles(q, k, v)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
 
     def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> MobaCache:
         del params, q, plan, rng

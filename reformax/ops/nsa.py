@@ -22,6 +22,7 @@ query selects, M query heads of a key head, Q queries of a chunk, P positions of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Annotated, Any, NamedTuple
 
@@ -34,7 +35,7 @@ from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims, ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, KernelObstacles, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -82,9 +83,8 @@ class nsa(AttentionOp):
       own_projections: whether the selected branch and the window have separate projections of keys
         and values, as in sec. 3.3.3; if not, all branches read the same.
       impl: `"xla"` runs everywhere. `"pallas"` has kernels for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
-        takes them where they compute the same function, and for the window what `local.local`
-        takes.
+        heads of 128 or less. `"auto"` takes them where they compute the same function, and for the
+        window what `local.local` takes.
 
     Raises:
       ValueError: a size out of range, or no multiple of `compress_stride`; an unknown `impl`.
@@ -121,15 +121,15 @@ class nsa(AttentionOp):
                     f"{self.compress_stride}"
                 )
 
-    def _choose(self, q: Array, k: Array, v: Array | None) -> str:
-        """The implementation of the compressed and the selected branch."""
+    def _obstacles(self, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+        """The obstacles of the kernels of the compressed and the selected branch."""
         shape = {
             "heads_of_a_key_head": q.shape[2] // k.shape[2],
             "summaries_of_a_block": self.block_size // self.compress_stride,
             "blocks": -(-q.shape[1] // self.block_size),
         }
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
-        return choose_impl(self.impl, **kernel_obstacles(q, k, v, **above))
+        return kernel_obstacles(q, k, v, **above)
 
     def _within(self, length: int) -> nsa:
         """The op with sizes up to `length` that compute the same function."""
@@ -257,21 +257,23 @@ class nsa(AttentionOp):
             {"k": weights, "v": weights} if params else params, k, k[..., :1, :], ids
         )
         first_position = jnp.zeros_like(ids) if segment_ids is None else _first_of_segment(ids)
-        impl = fitted._choose(q, k, None)
-        if impl == "xla":
-            return fitted._select_in_arrays(q, summaries, ids, first_position)
-        from reformax.ops.kernels.triton import selection
 
-        masks = (
-            () if segment_ids is None else (ids, summaries.ids, first_position // fitted.block_size)
-        )
-        n_best, group = (
-            min(fitted.n_selected, -(-length // fitted.block_size)),
-            q.shape[2] // k.shape[2],
-        )
-        sizes = fitted.block_size, fitted.compress_stride, fitted.compress_len
-        sizes = selection.SelectionSizes(n_best, *sizes, group)
-        return selection.select(sizes, impl == "pallas_interpret", q, summaries.keys, *masks)
+        def in_kernels(interpret: bool) -> Int[Array, "B G T K"]:
+            from reformax.ops.kernels.triton import selection
+
+            first_block = first_position // fitted.block_size
+            masks = () if segment_ids is None else (ids, summaries.ids, first_block)
+            n_best = min(fitted.n_selected, -(-length // fitted.block_size))
+            sizes = fitted.block_size, fitted.compress_stride, fitted.compress_len
+            sizes = selection.SelectionSizes(n_best, *sizes, q.shape[2] // k.shape[2])
+            return selection.select(sizes, interpret, q, summaries.keys, *masks)
+
+        def in_arrays() -> Int[Array, "B G T K"]:
+            return fitted._select_in_arrays(q, summaries, ids, first_position)
+
+        obstacles = fitted._obstacles(q, k, None)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
 
     def _select_in_arrays(
         self, q, summaries: Summaries, ids: Int[Array, "B T"], first_position: Int[Array, "B T"]
@@ -311,13 +313,14 @@ class nsa(AttentionOp):
         call = dict(causal=True, segment_ids=segment_ids, dropout=dropout, seed=seed, shard=shard)
         in_window = fitted._window_attention.apply((), q, window_k, window_v, plan=(), **call)
         selected = q, selected_k, selected_v
-        impl = fitted._choose(q, k, v)
-        if impl == "xla":
-            others = fitted._in_arrays(summaries, *selected, plan, ids, dropout, seed)
-        else:
-            has_ids = segment_ids is not None
-            masks = plan, ids if has_ids else None, dropout, seed
-            others = fitted._in_kernels(impl == "pallas_interpret", summaries, *selected, *masks)
+        masks = plan, ids, dropout, seed
+        masks_of_kernels = plan, None if segment_ids is None else ids, dropout, seed
+        call = summaries, *selected
+        in_arrays = functools.partial(fitted._in_arrays, *call, *masks)
+        in_kernels = functools.partial(fitted._in_kernels, *call, *masks_of_kernels)
+        obstacles = fitted._obstacles(q, k, v)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        others = compute_by(self.impl, implementations)
         return _gated((*others, in_window), extra_projections["gate"]).astype(v.dtype)
 
     def _branch_projections(self, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:
@@ -383,7 +386,7 @@ class nsa(AttentionOp):
         return tuple(join_chunks(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
 
     def _in_kernels(
-        self, interpret: bool, summaries: Summaries, q, k, v, plan, ids, dropout: float, seed
+        self, summaries: Summaries, q, k, v, plan, ids, dropout: float, seed, interpret: bool
     ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
         """The compressed and the selected branch in kernels."""
         from reformax.ops.kernels.triton import nsa as kernel

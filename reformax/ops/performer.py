@@ -29,7 +29,7 @@ from reformax import devices
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Seed, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order
 from reformax.ops.numerics.precision import accum_dtype
@@ -166,7 +166,7 @@ class performer(AttentionOp):
         """The implementation whose kernels compute the features; None: array operations do."""
         if q.dtype != jnp.bfloat16 or self.n_features > MAX_IN_TILE:
             return None
-        impl = choose_impl(self.impl, **kernel_obstacles(q, k, v))
+        impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v))
         return impl if impl in KERNELS else None
 
     def _in_kernels(self, impl: str, plan, epsilon, q, k, v, segment_ids) -> Array:
@@ -177,7 +177,7 @@ class performer(AttentionOp):
         """
         from reformax.ops.kernels.triton import random_features as kernel
 
-        interpret = impl == "pallas_interpret"
+        interpret = impl == INTERPRETED
         directions = self.directions(plan, q.shape[-1])
         largest, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segment_ids)
         queries, keys = (

@@ -24,7 +24,7 @@ from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -78,8 +78,8 @@ class routing(AttentionOp):
         its output zeros.
       impl: implementation of the attention; array operations choose the clusters. `"xla"` runs
         everywhere, cluster by cluster. `"pallas"` is the kernel of block-sparse attention, for
-        NVIDIA GPUs of Ampere or later and heads of 128 or less; `"pallas_interpret"` runs it
-        anywhere, slowly, for tests. `"auto"` takes the kernel where it computes the same function.
+        NVIDIA GPUs of Ampere or later and heads of 128 or less. `"auto"` takes the kernel where it
+        computes the same function.
 
     Raises:
       ValueError: a number below 1, a decay that is not from 0 to 1, or an unknown `impl`.
@@ -172,13 +172,12 @@ class routing(AttentionOp):
 
         keys = length_normalize(q) if self.shared_qk else k
         q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
-        impl = choose_impl(self.impl, **kernel_obstacles(q, keys, v))
-        if impl == "xla":
-            results = self._in_arrays(q, keys, values, plan, causal, dropout, seed)
-        else:
-            interpret = impl == "pallas_interpret"
-            results = self._in_kernels(interpret, q, keys, values, plan, causal, dropout, seed)
-        out, row_sum = results
+        call = q, keys, values, plan, causal, dropout, seed
+        in_arrays = functools.partial(self._in_arrays, *call)
+        in_kernels = functools.partial(self._in_kernels, *call)
+        obstacles = kernel_obstacles(q, keys, v)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        out, row_sum = compute_by(self.impl, implementations)
         if self.attend_self_if_alone:
             alone = jnp.swapaxes(dropped_self_values(v.astype(dtype), dropout, seed), 1, 2)
             out = jnp.where((row_sum == 0)[..., None], alone, out)
@@ -209,7 +208,7 @@ class routing(AttentionOp):
         return _merged(plan.queries, q.shape[2], *parts)
 
     def _in_kernels(
-        self, interpret: bool, q, k, v, plan: Clusters, causal, dropout, seed
+        self, q, k, v, plan: Clusters, causal, dropout, seed, interpret: bool
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
         """`_in_arrays`, computed by kernels."""
         from reformax.ops.kernels.triton import clusters as kernel

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import except_self, segment_pair, visibility
 from reformax.ops.numerics.normalization import length_normalize
@@ -34,8 +34,8 @@ class shared_qk(RingDecoding, AttentionOp):
       impl: `"xla"` runs everywhere, with all T^2 logits in memory. Its gradient computes them
         again. `"cudnn"` is NVIDIA's fused kernel, for causal attention under the conditions of
         `dense.dense`. `"pallas"` is the kernel of flash attention, for NVIDIA GPUs of Ampere or
-        later and heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests.
-        `"auto"` takes the first of cuDNN, Pallas and XLA that computes the call.
+        later and heads of 128 or less. `"auto"` takes the first of cuDNN, Pallas and XLA that
+        computes the call.
 
     Raises:
       ValueError: an unknown `impl`.
@@ -56,15 +56,16 @@ class shared_qk(RingDecoding, AttentionOp):
     def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         del params, k, plan
         obstacle = cudnn_obstacle(q, q, v, segment_ids, dropout) if causal else "causal=False"
-        impl = choose_impl(self.impl, cudnn=obstacle, **kernel_obstacles(q, None, v))
-        if impl == "cudnn":
+
+        def in_cudnn() -> Float[Array, "B T N V"]:
             return _to_those_before(q, v, self.attend_self_if_alone)
-        if impl != "xla":
+
+        def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import block_sparse as kernel
 
             layout = FullLayout(q.shape[1], q.shape[1], causal, dropout, exclude_self=True)
-            given = q, length_normalize(q), v, segment_pair(segment_ids), seed
-            out, row_sum = kernel.attend(layout, impl == "pallas_interpret", *given)
+            arrays = q, length_normalize(q), v, segment_pair(segment_ids), seed
+            out, row_sum = kernel.attend(layout, interpret, *arrays)
             if not self.attend_self_if_alone:
                 return out
             alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
@@ -78,7 +79,12 @@ class shared_qk(RingDecoding, AttentionOp):
             mask = except_self(mask, self.attend_self_if_alone)
             return reference_attention(q, length_normalize(q), v, mask, dropout=dropout, seed=seed)
 
-        return attend(q, v)
+        implementations = {
+            "cudnn": (obstacle, in_cudnn),
+            "pallas": (kernel_obstacles(q, None, v), in_kernels),
+            "xla": (None, lambda: attend(q, v)),
+        }
+        return compute_by(self.impl, implementations)
 
 
 def _to_those_before(

@@ -32,6 +32,7 @@ from reformax.ops import (
     nystromformer,
     smyrf,
 )
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import Tokens
 from reformax.ops.sharding import borders
 from reformax.training import mesh as mesh_lib
@@ -68,7 +69,7 @@ OPS = {
     "window in long shards": (local.local(**LOCAL, window=3, n_chunks_after=1), False, 136),
     "window": (local.local(**LOCAL, window=7, n_chunks_before=2), True, 40),
     "window both ways": (local.local(**LOCAL, window=4, n_chunks_after=1), False, 56),
-    "window in a kernel": (local.local(**LOCAL, window=4, impl="pallas_interpret"), True, 64),
+    "window in a kernel": (local.local(**LOCAL, window=4, impl=INTERPRETED), True, 64),
     "further than a neighbour": (local.local(chunk_len=16, n_chunks_before=2), True, 40),
     "circle": (local.local(**LOCAL, wrap=True), True, 40),
     "local, fewer keys": (local.local(**LOCAL), True, 40),
@@ -80,7 +81,7 @@ OPS = {
     "ring": (flash.flash(), True, 48),
     "ring, odd shards": (flash.flash(query_block_size=2), True, 40),
     "ring both ways": (flash.flash(), False, 24),
-    "ring of kernels": (flash.flash(impl="pallas_interpret"), True, 40),
+    "ring of kernels": (flash.flash(impl=INTERPRETED), True, 40),
     "ring of shards of one": (flash.flash(), True, 8),
     "too few heads, biases": (flash.flash(), True, 16),
     "gated_delta, 6 heads": (

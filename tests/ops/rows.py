@@ -34,6 +34,7 @@ from reformax.ops import (
     smyrf,
 )
 from reformax.ops.base import AttentionOp
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.ops import indexed, low_rank, native_sparse, recurrences, routed
 
 # No sequence of the shared tests is longer.
@@ -109,7 +110,7 @@ class Row(NamedTuple):
 
     @property
     def in_kernel(self) -> bool:
-        return self.first.get("impl") == "pallas_interpret"
+        return self.first.get("impl") == INTERPRETED
 
     @property
     def bias(self) -> bool:
@@ -361,7 +362,7 @@ _HASHING = {
     "n_chunks_after": (0, 1),
     "attend_self_if_alone": (True, False),
 }
-_KERNEL = {"impl": ("pallas_interpret",)}
+_KERNEL = {"impl": (INTERPRETED,)}
 _STRICT = {
     "chunk_len": (4, 1, 5),
     "n_buckets": (2, "auto", (2, 2)),

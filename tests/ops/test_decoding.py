@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from reformax.ops import asymmetric_lsh, dense, flash, local, lsh
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.decoding import cache
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over, the_others
@@ -308,7 +309,7 @@ def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
     if "index" not in given:
         hidden = ~mask.reshape(2, n_groups, -1, n_places).any(axis=2)[..., None]
         keys, values = (jnp.where(hidden, jnp.nan, x) for x in (keys, values))
-    got = run("pallas_interpret", keys, values)
+    got = run(INTERPRETED, keys, values)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(got, want, atol=1e-2 if dtype == "bfloat16" else 1e-5)
 
@@ -332,7 +333,7 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
         options["index"] = jnp.asarray(rng.integers(0, n_slots, mask.shape), jnp.int32)
     (out, after), (want, held) = (
         jax.jit(lambda r, i=i: cache.add_and_attend(q, r, new, position, mask, i, **options))(ring)
-        for i in ("pallas_interpret", "xla")
+        for i in (INTERPRETED, "xla")
     )
     np.testing.assert_allclose(out, want, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, after, held)
@@ -381,10 +382,10 @@ def test_the_impl_of_an_op_decides_its_step(row, monkeypatch):
     """Of one row "auto" takes the kernel of one query, of two it does not."""
     if row.factory is not dense.dense:  # which has no kernel of ours
         (step, start), (interpreted, _) = (
-            first_step(row, impl, 2) for impl in ("xla", "pallas_interpret")
+            first_step(row, impl, 2) for impl in ("xla", INTERPRETED)
         )
         held = start()
-        assert n_kernels(row, "pallas_interpret", 2)
+        assert n_kernels(row, INTERPRETED, 2)
         np.testing.assert_allclose(jax.jit(interpreted)(held), jax.jit(step)(held), atol=1e-5)
         with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu'"):
             n_kernels(row, "pallas", 1)

@@ -33,6 +33,7 @@ from reformax.ops import (
     sinks,
 )
 from reformax.ops.base import given
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.ops.inputs import call, draw
 from tests.ops.rows import ROWS, over
 
@@ -403,7 +404,7 @@ def test_what_an_op_cannot_do():
         op = type("dense", (dense.dense,), {"causality": causality})()
         with pytest.raises(NotImplementedError, match=f"causal={causal}: dense"):
             op(x(), x(), x(), causal=causal)
-    op = block_sparse.block_sparse(block_size=(16, 24), impl="pallas_interpret")
+    op = block_sparse.block_sparse(block_size=(16, 24), impl=INTERPRETED)
     with pytest.raises(NotImplementedError, match=r"block_size=\(16, 24\): use impl='auto'"):
         op(*[x(2, 32, 2, 4)] * 3)
     with pytest.raises(ValueError, match="pattern is traced: expected an array of NumPy"):
@@ -412,6 +413,6 @@ def test_what_an_op_cannot_do():
     for op in (dense.dense(impl="cudnn"), flash.flash(impl="cudnn")):
         with pytest.raises(NotImplementedError, match="impl='cudnn' with .*use impl='auto' or"):
             op(x(), x(), x())
-    kernel = flash.flash(impl="pallas_interpret")
+    kernel = flash.flash(impl=INTERPRETED)
     with pytest.raises(NotImplementedError, match="with bias=.1, 1, 8, 8.: use impl='auto'"):
         kernel(x(), x(), x(), bias=x(1, 1, 8, 8))

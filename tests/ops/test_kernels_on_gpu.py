@@ -31,6 +31,7 @@ from reformax.ops import (
     sinks,
 )
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close, with_gradients
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -121,7 +122,7 @@ def paired_segment_ids(rng, case: Case):
 @pytest.mark.parametrize("name", CASES if ON_GPU else list(CASES)[:1])
 def test_a_kernel_computes_what_array_operations_do(name, dtype):
     case, rng = CASES[name], np.random.default_rng(zlib.crc32(name.encode()))
-    op, other = (case.make(impl=x) for x in ("pallas" if ON_GPU else "pallas_interpret", "xla"))
+    op, other = (case.make(impl=x) for x in ("pallas" if ON_GPU else INTERPRETED, "xla"))
 
     def draw(n_heads, size=case.h):
         return jnp.asarray(rng.normal(size=(2, case.t, n_heads, size)), dtype)

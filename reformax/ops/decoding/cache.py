@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
@@ -115,9 +115,8 @@ def attend_to(
       keys, values: the cache's.
       mask: which keys a query sees.
       impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
-        later and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests.
-        "auto" takes the kernel on such a GPU for a single row of up to `MAX_KERNEL_KEYS` keys. XLA
-        is faster with eight rows.
+        later and heads of 128 or less. "auto" takes the kernel on such a GPU for a single row of up
+        to `MAX_KERNEL_KEYS` keys. XLA is faster with eight rows.
       alone: the output of a query that sees no key: the value at its own position; None is zeros.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       bias: added to the logits.
@@ -131,7 +130,7 @@ def attend_to(
         from reformax.ops.kernels.triton import one_query as kernel
 
         options = dict(alone=alone, scale=scale, bias=bias, index=index)
-        return kernel.attend(q, keys, values, mask, impl == "pallas_interpret", **options)[0]
+        return kernel.attend(q, keys, values, mask, impl == INTERPRETED, **options)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
@@ -155,7 +154,7 @@ def attend_to(
 def _choose(impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
     """The implementation of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
-    return choose_impl(impl, pays, **kernel_obstacles(q, keys, values))
+    return choose_impl(impl, pays, pallas=kernel_obstacles(q, keys, values))
 
 
 def add_and_attend(
@@ -184,7 +183,7 @@ def add_and_attend(
 
     rows = (x[:, 0].astype(of_ring.dtype) for x, of_ring in zip(new, ring, strict=True))
     added = kernel.NewKey(*rows, position % ring.keys.shape[2])
-    out, ring = kernel.attend(q, *ring, mask, impl == "pallas_interpret", new=added, **options)
+    out, ring = kernel.attend(q, *ring, mask, impl == INTERPRETED, new=added, **options)
     return out, KeyValues(*ring)
 
 

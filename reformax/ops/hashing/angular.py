@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, shown
-from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import compute_by, kernel_obstacles
 from reformax.ops.sharding.shard import Shard, all_heads, of_heads
 
 MAX_BUCKETS_UNFACTORED = 128
@@ -146,19 +146,27 @@ def hash_by(
       rotations: from `draw_rotations`.
       vectors, factors: as in `hash_vectors`.
       impl: the op's. "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later
-        and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests. "auto"
-        takes the kernel on such a GPU for more than one position.
+        and heads of 128 or less. "auto" takes the kernel on such a GPU for more than one position.
 
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    impl = choose_impl(impl, pays=vectors.shape[1] > 1, **kernel_obstacles(vectors, None, None))
-    if impl != "xla":
+
+    def in_kernels(interpret: bool) -> Int[Array, "B N R T"]:
         from reformax.ops.kernels.triton import angular_hash
 
-        interpret = impl == "pallas_interpret"
         return angular_hash.hash_vectors(vectors, rotations, factors, interpret)
 
+    obstacles = kernel_obstacles(vectors, None, None)
+    in_arrays = functools.partial(_hash_in_arrays, rotations, vectors, factors)
+    implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+    return compute_by(impl, implementations, pays=vectors.shape[1] > 1)
+
+
+def _hash_in_arrays(
+    rotations: Float[Array, "N H R F"], vectors: Float[Array, "B T N H"], factors: Sequence[int]
+) -> Int[Array, "B N R T"]:
+    """`hash_by` in array operations."""
     rotations = rotations.astype(vectors.dtype).astype(jnp.float32)
 
     def one_hash(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
 from reformax.ops.masking.bands import BandMask, ids_at, rows_at
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.softmax.chunked import chunked_attention
@@ -65,7 +65,7 @@ def attend(
     others = dict(
         dilation=tuple(band.dilation for band in each) if len(each) > 1 and dropout else None
     )
-    impl = choose_impl(impl, **kernel_obstacles(q, k, v, **others))
+    impl = choose_impl(impl, pallas=kernel_obstacles(q, k, v, **others))
     if impl == "xla":
         ids = jnp.ones((1, q.shape[1]), jnp.int32) if segment_ids is None else segment_ids
 
@@ -115,7 +115,7 @@ def _in_kernels(
     global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
     if of_order is not None:
         of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
-    near, interpret = kernel.BandOrder(order, of_order), impl == "pallas_interpret"
+    near, interpret = kernel.BandOrder(order, of_order), impl == INTERPRETED
     return kernel.attend(
         band, chunks, interpret, q, k, v, global_positions, near, segment_ids, seed
     )

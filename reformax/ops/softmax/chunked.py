@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.normalization import length_normalize, mean_product
@@ -83,7 +84,7 @@ def chunked_attention(
         return attend_to_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segment_ids)
     from reformax.ops.kernels.triton import chunked as kernel
 
-    return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, padded, seed)
+    return kernel.attend(chunks, impl == INTERPRETED, q, k, v, order, padded, seed)
 
 
 def _padded(segment_ids: SegmentIds | None, n_slots: tuple[int, int]) -> SegmentIds | None:
