@@ -1,5 +1,6 @@
 """Every op, its output and all of its gradients, against attention written out in NumPy float64."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -303,11 +304,10 @@ def test_every_op_has_a_row():
     factories = set()
     for info in pkgutil.iter_modules(ops.__path__, ops.__name__ + "."):
         module = importlib.import_module(info.name)
-        for name, value in inspect.getmembers(module, inspect.isfunction):
-            if value.__module__ == info.name and not name.startswith("_"):
-                annotation = value.__annotations__.get("return")
-                if annotation in (base.AttentionOp, "AttentionOp", "base.AttentionOp"):
-                    factories.add(value)
+        for _, value in inspect.getmembers(module, inspect.isclass):
+            is_op = issubclass(value, base.AttentionOp) and dataclasses.is_dataclass(value)
+            if is_op and value.__module__ == info.name:
+                factories.add(value)
     assert factories == {row.factory for row in ROWS}
 
 
