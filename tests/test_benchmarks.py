@@ -2,7 +2,6 @@
 
 import argparse
 import collections
-import dataclasses
 import functools
 import importlib
 import json
@@ -75,6 +74,7 @@ from reformax.ops import dense, flash, local, lsh
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.training.callbacks import Callback
 from tests import pages
+from tests.helpers import changed
 from tests.training import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -717,31 +717,29 @@ ATTENTION = attention.algorithms(TINY_ATTENTION)
 
 
 def wrong_output(op):
-    return dataclasses.replace(
-        op, apply=lambda *args, **options: 1.001 * op.apply(*args, **options)
-    )
+    return changed(op, _apply=lambda self, *args, **options: 1.001 * op._apply(*args, **options))
 
 
 def wrong_gradient(op):
-    def apply(params, q, *args, **options):
-        return op.apply(params, q + 1e-3 * (q - jax.lax.stop_gradient(q)), *args, **options)
+    def apply(self, params, q, *args, **options):
+        return op._apply(params, q + 1e-3 * (q - jax.lax.stop_gradient(q)), *args, **options)
 
-    return dataclasses.replace(op, apply=apply)
+    return changed(op, _apply=apply)
 
 
 def wrong_plan(op):
-    def plan(*args, rng, **options):
-        return op.plan(*args, rng=jax.random.fold_in(rng, 1), **options)
+    def plan(self, *args, rng, **options):
+        return op._plan(*args, rng=jax.random.fold_in(rng, 1), **options)
 
-    return dataclasses.replace(op, plan=plan)
+    return changed(op, _plan=plan)
 
 
 def lost_positions(op):
-    def plan(*args, **options):
-        order = op.plan(*args, **options)
+    def plan(self, *args, **options):
+        order = op._plan(*args, **options)
         return order._replace(query_positions=order.query_positions // 2 * 2)
 
-    return dataclasses.replace(op, plan=plan)
+    return changed(op, _plan=plan)
 
 
 def spoiled(spoil) -> rows.Row:

@@ -256,11 +256,10 @@ class MultiHead(Layer):
 
     def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
         tokens = tokens_of(segment_ids)
-        counted = self.op._takes_lengths and tokens.counted
 
         def attend(qkv, plan, segment_ids, params, rng, bias, shard=None):
             *arrays, extra_projections = qkv
-            lengths = row_lengths(segment_ids) if counted else None
+            lengths = row_lengths(segment_ids) if tokens.counted else None
             return self.op.apply(
                 params,
                 *arrays,

@@ -196,7 +196,7 @@ KERNELS = [row for row in ROWS if row.name in ("flash_pallas", "lsh_pallas")]
 def test_every_op_is_that_of_one_device(row):
     op = row.op()
     layer = layer_of(op, row.causal(), op.packed, d_v=4)
-    if op.shards or op.reach is not None:
+    if op.shards or op.reach(True) is not None:
         check_layer(layer, 40, [CONTEXT])
     else:
         with pytest.raises(SettingError, match="computes all heads together: use context=1"):

@@ -1,7 +1,5 @@
 """`reformax.flax` against flax's own modules: the same weights, masks, dropout, gradients."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,8 @@ from reformax.declared import SettingError
 from reformax.flax import attention_fn, linen
 from reformax.flax import nnx as our_nnx
 from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
-from tests.helpers import assert_trees_close
+from reformax.ops.calls.dims import ExtraProjection
+from tests.helpers import assert_trees_close, changed
 
 X = np.random.default_rng(0).normal(size=(2, 12, 8)).astype(np.float32)
 CAUSAL = nn.make_causal_mask(jnp.ones((2, 12)))  # float32, as flax makes it
@@ -166,8 +165,10 @@ def test_a_view_for_evaluation_drops_nothing():
 
 
 def test_what_a_module_refuses():
-    with_weights = dataclasses.replace(dense.dense(), init=lambda rng, dims: jnp.ones(3))
-    with_extras = dataclasses.replace(dense.dense(), extra_projections=lambda dims: {})
+    with_weights = changed(dense.dense(), init=lambda self, rng, dims: jnp.ones(3))
+    with_extras = changed(
+        dense.dense(), extra_projections=lambda self, dims: {"gate": ExtraProjection(1, 1)}
+    )
     for op, call, message in (
         (lsh.lsh(), dict(mask=CAUSAL), "mask has shape .*: lsh hides pairs"),
         (local.local(), dict(inputs_kv=X), "inputs_kv is given, but local attends within one"),

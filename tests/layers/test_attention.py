@@ -11,6 +11,7 @@ from reformax import layers
 from reformax.ops import dense, linear, lsh, shared_qk
 from reformax.ops.base import Dims
 from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
+from tests.helpers import changed
 from tests.layers import plain
 from tests.ops import inputs
 from tests.ops.inputs import Inputs
@@ -134,12 +135,12 @@ def test_masked_says_how_many_inputs_come():
 @pytest.mark.parametrize("random_plan", [False, True])
 def test_dropout_is_a_function_of_the_rng(random_plan):
     x = numbers()
-    op = next(row.op() for row in ROWS if row.op().plans == "draws" == random_plan)
+    op = next(row.op() for row in ROWS if (row.op().plans == "draws") == random_plan)
     layer = layers.Attention(op, **SIZES)
     params = plain.init(layer, x.shape)
     # The plan is fixed, so that an rng changes the dropout alone.
     plan = jax.jit(lambda: layer.plan(params, layer.project(params, x), rng=RNG))()
-    op = dataclasses.replace(op, plan=lambda *_, **__: plan)
+    op = changed(op, _plan=lambda *_, **__: plan, plans="draws")
 
     def apply(**options):
         layer = layers.Attention(op, **SIZES, **options)
@@ -168,15 +169,15 @@ def test_the_two_dropouts_draw_apart():
     """Hashes, attention weights and output derive their own rngs from the one given."""
     seen = {}
 
-    def plan(params, q, k, *, rng, **_):
-        seen["plan"] = rng
+    def plan(self, params, q, k, *, rng, **_):
+        seen["plan"] = seed_words(rng, len(q))
         return ()
 
-    def apply(params, q, k, v, *, rng, **_):
-        seen["weights"] = rng
+    def apply(self, params, q, k, v, *, seed, **_):
+        seen["weights"] = seed
         return v
 
-    op = dataclasses.replace(dense.dense(), plan=plan, apply=apply)
+    op = changed(dense.dense(), _plan=plan, _apply=apply, plans="draws")
     layer, x = layers.Attention(op, attention_dropout=0.1), numbers()
     layer.apply(layer.init_params(RNG, x.shape), x, rng=RNG)
     assert not np.array_equal(seen["plan"], seen["weights"])

@@ -1,6 +1,5 @@
 """Decoding a language model: prefill and steps give the logits of one forward over all tokens."""
 
-import dataclasses
 import functools
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 from reformax.layers import reversible
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, local, lsh, shared_qk
+from tests.helpers import changed
 from tests.layers import plain
 from tests.ops.rows import ROWS, one_of_each_kind, over
 
@@ -227,7 +227,7 @@ def test_errors():
     model, params = make("reformer, rotary", mode="train")
     with pytest.raises(ValueError, match="^causal=True and mode='train': decoding needs"):
         model.prefill(params, tokens, lengths, 30, RNG)
-    op = dataclasses.replace(dense.dense(), step=None, init_cache=None)
+    op = changed(dense.dense(), decoding="no")
     model = TransformerLM(**SMALL, attention_type=op)
     with pytest.raises(NotImplementedError, match="it has no step to decode with"):
         model.prefill(plain.init(model, (2, LENGTH)), tokens, lengths, 30, RNG)

@@ -1,6 +1,5 @@
 """Encoder-decoders: the equations, packing, padding, gradients, decoding, and what is refused."""
 
-import dataclasses
 import functools
 import math
 
@@ -14,7 +13,7 @@ from reformax.layers._trax import signature
 from reformax.models import Reformer, Transformer
 from reformax.ops import asymmetric_lsh, dense, local, lsh, shared_qk, smyrf
 from reformax.ops.decoding.cache import take_rows
-from tests.helpers import assert_trees_close
+from tests.helpers import assert_trees_close, changed
 from tests.layers import plain
 
 RNG = jax.random.PRNGKey(5)
@@ -396,11 +395,11 @@ def test_translation_with_hashed_cross_attention(factory, constructor):
 def test_an_algorithms_weights_know_the_length_of_their_own_side():
     lengths = []
 
-    def init(rng, dims):
+    def init(self, rng, dims):
         lengths.append(dims.length)
         return ()
 
-    op = dataclasses.replace(dense.dense(), init=init)
+    op = changed(dense.dense(), init=init)
     model = Transformer(**SMALL, encoder_attention_type=op, decoder_attention_type=op)
     jax.eval_shape(lambda: model.init_params(RNG, (2, 12), (2, 7)))
     assert lengths == [12, 7]  # once for all layers of a side
