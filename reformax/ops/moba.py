@@ -173,9 +173,8 @@ class moba(AttentionOp):
         key = key.reshape(*key.shape[:2], -1)
         row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
         keys, values = (x[row, head, jnp.clip(key, 0, capacity - 1)] for x in memory)
-        return attend_to(q, keys, values, mask.reshape(key.shape), self.impl), MobaCache(
-            memory, sums
-        )
+        out = attend_to(q, keys, values, mask.reshape(key.shape), self.impl)
+        return out, MobaCache(memory, sums)
 
 
 def _best_blocks(

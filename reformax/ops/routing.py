@@ -182,9 +182,8 @@ class routing(AttentionOp):
             alone = jnp.swapaxes(dropped_self_values(v.astype(dtype), dropout, seed), 1, 2)
             out = jnp.where((row_sum == 0)[..., None], alone, out)
         out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
-        return out + (0 * new_centroids.sum()).astype(
-            v.dtype
-        )  # whose gradient carries the change of the buffer
+        # Its gradient carries the change of the buffer.
+        return out + (0 * new_centroids.sum()).astype(v.dtype)
 
     def _in_arrays(
         self, q, k, v, plan: Clusters, causal, dropout, seed

@@ -61,15 +61,15 @@ class sinks(AttentionOp):
 
     def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> band_cache.BandCache:
         del params, q, plan, rng
-        sink_tokens: Int[Array, "B G"] = jnp.tile(
-            jnp.arange(min(self.n_sinks, capacity))[None], (len(k), 1)
-        )
-        return band_cache.fill(
-            (BandMask(self.window, 1, True),), k, v, sink_tokens, lengths, capacity
-        )
+        first: Int[Array, " G"] = jnp.arange(min(self.n_sinks, capacity))
+        sink_tokens = jnp.tile(first[None], (len(k), 1))
+        return band_cache.fill(self._bands, k, v, sink_tokens, lengths, capacity)
 
     def _step(self, params, q, k, v, cache: band_cache.BandCache, *, position):
         del params
-        return band_cache.step(
-            (BandMask(self.window, 1, True),), q, k, v, cache, position, self.impl
-        )
+        return band_cache.step(self._bands, q, k, v, cache, position, self.impl)
+
+    @property
+    def _bands(self) -> tuple[BandMask, ...]:
+        """The band of a causal call."""
+        return (BandMask(self.window, 1, True),)
