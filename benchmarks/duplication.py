@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from benchmarks.harness import command_line
 from benchmarks.harness.language_models import Sizes
 from benchmarks.harness.output import Table
+from benchmarks.harness.rows import EXACT
 from benchmarks.harness.training import Stage, train, train_in_stages
 from reformax.data import duplication
 from reformax.models import ReformerLM
@@ -132,7 +133,7 @@ def by_content(args) -> None:
 def _score(built, params, task, length: int) -> str:
     """The accuracy on a task; a dash where full attention would take too much."""
     *_, op = built.attention_type
-    if op.traits.exact and length > MOST_FULL:
+    if isinstance(op, EXACT) and length > MOST_FULL:
         return "-"
     rows = max(1, MOST_FULL // length)
     return f"{100 * evaluate(built, params, task, batch_size=rows, length=length)['accuracy']:.2f}%"

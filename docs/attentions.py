@@ -2,7 +2,7 @@
 
     python docs/attentions.py
 
-Every cell is read off the code: the traits and functions of the op with its default options, the
+Every cell is read off the code: the attributes and methods of the op with its default options, the
 values that its `impl` takes, the citation of its docstring, and the gin files. Times and memory are
 those of docs/attention_table.csv. A test compares.
 """
@@ -69,16 +69,15 @@ def attentions() -> list[Attention]:
 
 def is_causal(op: AttentionOp) -> str:
     """Whether it hides the future, always, never, or as it is told."""
-    both = op.traits.causal and op.traits.bidirectional
-    return "either" if both else "only" if op.traits.causal else NO
+    return NO if op.causality == "never" else op.causality
 
 
 def context(op: AttentionOp) -> str:
     """How devices share a sequence, see reformax/layers/context.py."""
-    if op.reach is not None:
+    if op.reach(True) is not None:
         return "borders"
-    if op.traits.head_shards:
-        return "heads, ring" if op.traits.sequence_shards else "heads"
+    if op.shards:
+        return "heads, ring" if "sequence" in op.shards else "heads"
     return NO
 
 
@@ -86,7 +85,7 @@ def in_flax(op: AttentionOp) -> str:
     """Whether `reformax.flax` takes it: it has no weights and no further projections."""
     dims = Dims(2, 8, 8, 16)
     weights = jax.eval_shape(lambda rng: op.init(rng, dims), jax.random.key(0))
-    return NO if jax.tree.leaves(weights) or op.extra_projections_of(dims) else YES
+    return NO if jax.tree.leaves(weights) or op.extra_projections(dims) else YES
 
 
 def kernels(make) -> str:
@@ -165,9 +164,9 @@ def table() -> str:
                 f"[`{attention.name}`](zoo.md#{attention.name})",
                 *(figure(attention.name, *of) for of in FIGURES),
                 is_causal(op),
-                YES if op.traits.packed else NO,
-                YES if op.traits.cross else NO,
-                YES if op.step is not None else NO,
+                YES if op.packed else NO,
+                YES if op.cross else NO,
+                NO if op.decoding == "no" else YES,
                 kernels(attention.make),
                 context(op),
                 in_flax(op),

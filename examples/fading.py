@@ -11,29 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.ops.base import AttentionOp, Dims, ExtraProjection, Traits, named, no_plan
+from reformax.ops.base import AttentionOp, Dims, ExtraProjection, op
 from reformax.ops.numerics.precision import accum_dtype
-
-
-@named
-def fading() -> AttentionOp:
-    """Causal attention to a fading sum of all positions so far.
-
-    Weights: `rate [N]`. Further projections of the input: `gate`, a number for each head.
-    """
-    return AttentionOp(
-        init=_init,
-        plan=no_plan,
-        apply=_apply,
-        traits=Traits(bidirectional=False, dropout=False),
-        init_cache=_init_cache,
-        step=_step,
-        extra_projections=lambda dims: {"gate": ExtraProjection(dims.n_heads, 1)},
-    )
-
-
-def _init(rng, dims: Dims) -> dict[str, Array]:
-    return {"rate": jax.random.normal(rng, (dims.n_heads,))}
 
 
 def _log_decay(params, gate: Float[Array, "B T N 1"]) -> Float[Array, "B T N"]:
@@ -42,32 +21,45 @@ def _log_decay(params, gate: Float[Array, "B T N 1"]) -> Float[Array, "B T N"]:
     return -jax.nn.softplus(gate[..., 0].astype(dtype) + params["rate"].astype(dtype)[None, None])
 
 
-def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections):
-    del plan, causal, dropout, rng
-    ids = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    same = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]
-    decay = jnp.swapaxes(_log_decay(params, extra_projections["gate"]), 1, 2)
-    # Up to position s, what fades of a query's own segment; [B, N, T, S].
-    sums = jnp.cumsum(jnp.where(same[:, None], decay[:, :, None], 0), axis=-1)
-    total = jnp.diagonal(sums, axis1=2, axis2=3)[..., None]
-    seen = (same & jnp.tril(jnp.ones(same.shape[1:], bool))[None])[:, None]
-    left = jnp.where(seen, jnp.exp(jnp.where(seen, total - sums, 0)), 0)
-    products = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=left.dtype)
-    return jnp.einsum("bnts,bsnv->btnv", left * products, v.astype(left.dtype)).astype(v.dtype)
+@op
+class fading(AttentionOp):
+    """Causal attention to a fading sum of all positions so far.
 
+    Weights: `rate [N]`. Further projections of the input: `gate`, a number for each head.
+    """
 
-def _init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extra_projections):
-    del plan, capacity, rng
-    real = (jnp.arange(q.shape[1])[None] < lengths[:, None])[..., None]
-    k, v, gate = (jnp.where(real[..., None], x, 0) for x in (k, v, extra_projections["gate"]))
-    decay = jnp.where(real, _log_decay(params, gate), 0)
-    left = jnp.exp(decay.sum(axis=1, keepdims=True) - jnp.cumsum(decay, axis=1))
-    return jnp.einsum("btn,btnh,btnv->bnhv", left, *(x.astype(left.dtype) for x in (k, v)))
+    causality = "only"
+    dropout = False
 
+    def init(self, rng, dims: Dims) -> dict[str, Array]:
+        return {"rate": jax.random.normal(rng, (dims.n_heads,))}
 
-def _step(params, q, k, v, cache, *, position, extra_projections):
-    del position
-    left = jnp.exp(_log_decay(params, extra_projections["gate"]))[:, 0, :, None, None]
-    query, key, value = (x[:, 0].astype(left.dtype) for x in (q, k, v))
-    cache = left * cache + key[..., :, None] * value[..., None, :]
-    return jnp.einsum("bnh,bnhv->bnv", query, cache)[:, None].astype(v.dtype), cache
+    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
+        return {"gate": ExtraProjection(dims.n_heads, 1)}
+
+    def _apply(self, params, q, k, v, *, segment_ids, extra_projections, **call):
+        ids = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+        same = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]
+        decay = jnp.swapaxes(_log_decay(params, extra_projections["gate"]), 1, 2)
+        # Up to position s, what fades of a query's own segment; [B, N, T, S].
+        sums = jnp.cumsum(jnp.where(same[:, None], decay[:, :, None], 0), axis=-1)
+        total = jnp.diagonal(sums, axis1=2, axis2=3)[..., None]
+        seen = (same & jnp.tril(jnp.ones(same.shape[1:], bool))[None])[:, None]
+        left = jnp.where(seen, jnp.exp(jnp.where(seen, total - sums, 0)), 0)
+        products = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=left.dtype)
+        return jnp.einsum("bnts,bsnv->btnv", left * products, v.astype(left.dtype)).astype(v.dtype)
+
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections):
+        del plan, capacity, rng
+        real = (jnp.arange(q.shape[1])[None] < lengths[:, None])[..., None]
+        k, v, gate = (jnp.where(real[..., None], x, 0) for x in (k, v, extra_projections["gate"]))
+        decay = jnp.where(real, _log_decay(params, gate), 0)
+        left = jnp.exp(decay.sum(axis=1, keepdims=True) - jnp.cumsum(decay, axis=1))
+        return jnp.einsum("btn,btnh,btnv->bnhv", left, *(x.astype(left.dtype) for x in (k, v)))
+
+    def _step(self, params, q, k, v, cache, *, position, extra_projections):
+        del position
+        left = jnp.exp(_log_decay(params, extra_projections["gate"]))[:, 0, :, None, None]
+        query, key, value = (x[:, 0].astype(left.dtype) for x in (q, k, v))
+        cache = left * cache + key[..., :, None] * value[..., None, :]
+        return jnp.einsum("bnh,bnhv->bnv", query, cache)[:, None].astype(v.dtype), cache

@@ -1,5 +1,6 @@
 """What tests of all parts share: compilation, gradients, comparison of trees."""
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -84,3 +85,9 @@ def assert_trees_equal(got, want):
         name, x, y = jax.tree_util.keystr(path) or "the array", np.asarray(x), np.asarray(y)
         assert (x.shape, x.dtype) == (y.shape, y.dtype), name
         assert x.tobytes() == y.tobytes(), f"{name} differs"
+
+
+def changed(op, **attributes):
+    """An op of the same options, some attributes and methods of whose class are others."""
+    kind = type(op.name, (type(op),), attributes)
+    return kind(**{field.name: getattr(op, field.name) for field in dataclasses.fields(op)})

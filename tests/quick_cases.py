@@ -37,7 +37,7 @@ QUICK = {
                 ("33-sizes2-options2", "rows0"),
                 ("20-sizes4-options4", "rows1"),
             )
-            for impl in ("xla", "pallas_interpret")
+            for impl in ("xla", "interpreted")
         ],
     },
     "layers/test_attention.py": {

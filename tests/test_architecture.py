@@ -206,9 +206,9 @@ def test_no_module_registers_itself_with_gin():
 
 
 def test_the_package_of_ops_has_every_op():
-    """An op's file has a function of its name."""
+    """An op's file has a class of its name."""
     files = (p for p in (ROOT / "reformax/ops").glob("*.py"))
-    named = {p.stem for p in files if f"\ndef {p.stem}(" in p.read_text()}
+    named = {p.stem for p in files if f"\nclass {p.stem}(" in p.read_text()}
     assert named == {name for name in reformax.ops.__all__ if name.islower()}
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import collections
-import dataclasses
 import functools
 import importlib
 import json
@@ -72,8 +71,10 @@ from benchmarks.rows import trained as trained_rows
 from reformax.declared import SettingError
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.training.callbacks import Callback
 from tests import pages
+from tests.helpers import changed
 from tests.training import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -302,7 +303,7 @@ def test_every_row_of_long_range_arena_is_a_model(name, pretrained):
     assert kinds == (["masked", "labels"] if pretrained else ["labels"])
     assert len({(model.vocab_size, model.d_model) for model in models}) == 1
     assert models[-1].causal == causal
-    assert causal or models[-1].attention_type.traits.bidirectional
+    assert causal or models[-1].attention_type.causality != "only"
     assert models[-1].pooling == ("last" if causal else "cls")
     assert name.split(",")[0] in (models[-1].attention_type.name, "bigbird")
 
@@ -716,31 +717,29 @@ ATTENTION = attention.algorithms(TINY_ATTENTION)
 
 
 def wrong_output(op):
-    return dataclasses.replace(
-        op, apply=lambda *args, **options: 1.001 * op.apply(*args, **options)
-    )
+    return changed(op, _apply=lambda self, *args, **options: 1.001 * op._apply(*args, **options))
 
 
 def wrong_gradient(op):
-    def apply(params, q, *args, **options):
-        return op.apply(params, q + 1e-3 * (q - jax.lax.stop_gradient(q)), *args, **options)
+    def apply(self, params, q, *args, **options):
+        return op._apply(params, q + 1e-3 * (q - jax.lax.stop_gradient(q)), *args, **options)
 
-    return dataclasses.replace(op, apply=apply)
+    return changed(op, _apply=apply)
 
 
 def wrong_plan(op):
-    def plan(*args, rng, **options):
-        return op.plan(*args, rng=jax.random.fold_in(rng, 1), **options)
+    def plan(self, *args, rng, **options):
+        return op._plan(*args, rng=jax.random.fold_in(rng, 1), **options)
 
-    return dataclasses.replace(op, plan=plan)
+    return changed(op, _plan=plan)
 
 
 def lost_positions(op):
-    def plan(*args, **options):
-        order = op.plan(*args, **options)
+    def plan(self, *args, **options):
+        order = op._plan(*args, **options)
         return order._replace(query_positions=order.query_positions // 2 * 2)
 
-    return dataclasses.replace(op, plan=plan)
+    return changed(op, _plan=plan)
 
 
 def spoiled(spoil) -> rows.Row:
@@ -786,8 +785,8 @@ def test_attention_is_timed_where_it_is_right(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "op, reference",
     [
-        (lsh.lsh(chunk_len=16, impl="pallas_interpret"), lsh.lsh(chunk_len=16, impl="xla")),
-        (local.local(chunk_len=16, impl="pallas_interpret"), local.local(chunk_len=16, impl="xla")),
+        (lsh.lsh(chunk_len=16, impl=INTERPRETED), lsh.lsh(chunk_len=16, impl="xla")),
+        (local.local(chunk_len=16, impl=INTERPRETED), local.local(chunk_len=16, impl="xla")),
         (flash.flash(impl="xla"), dense.dense(impl="xla")),
     ],
 )

@@ -28,7 +28,7 @@ BYTES = Spec.make(
 
 def layer_of(op, n_heads=2):
     q, k = 3 * jax.random.normal(jax.random.key(1), (2, 1, LENGTH, n_heads, 8))
-    return coverage.Layer(0, op, q, None if op.traits.shared_qk else k)
+    return coverage.Layer(0, op, q, None if op.shared_qk else k)
 
 
 def found(op, layer, rng):

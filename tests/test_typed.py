@@ -252,13 +252,13 @@ def test_every_argument_is_named_as_it_is_typed(file):
     assert refused > 60
 
 
-def test_ops_stand_in_place_of_traits():
+def test_ops_stand_in_place_of_what_they_can_do():
     config.parse([str(configs.FOLDER / "quickstart.gin")])
-    line = typed.typed("use an op whose traits say cross=True, such as dense.dense()")
-    assert "traits" not in line and "@dense.dense()" in line
+    line = typed.typed("use an op whose cross is True, such as dense.dense()")
+    assert "whose" not in line and "@dense.dense()" in line
     for op in re.findall(r"@(\w+)\.\w+\(\)", line):
         module = __import__(f"reformax.ops.{op}", fromlist=[op])
-        assert getattr(module, op)().traits.cross
+        assert getattr(module, op)().cross
 
 
 def test_all_missing_import_lines_are_told_at_once(tmp_path):

@@ -197,12 +197,12 @@ def inputs_of(op: AttentionOp, case: Case) -> dict[str, Any]:
     dims = op.dims(q, v)
     extra_projections = {
         name: jax.random.normal(jax.random.fold_in(rows.KEY, i), (*size[:2], x.n_heads, x.size))
-        for i, (name, x) in enumerate(op.extra_projections_of(dims).items())
+        for i, (name, x) in enumerate(op.extra_projections(dims).items())
     }
     extra_projections = jax.tree.map(lambda x: x.astype(case.dtype), extra_projections)
     inputs = (
         q,
-        None if op.traits.shared_qk else k,
+        None if op.shared_qk else k,
         v,
         op.init(rows.KEY, dims),
         extra_projections or None,
@@ -220,7 +220,7 @@ def forward(op: AttentionOp, dropout: float, causal: bool, inputs, segment_ids, 
     given = dict(
         segment_ids=segment_ids, rng=rng, params=params, extra_projections=extra_projections
     )
-    causal = causal or not op.traits.bidirectional
+    causal = causal or op.causality == "only"
     return op(q, k, v, causal=causal, dropout=dropout, **given)
 
 
@@ -289,7 +289,7 @@ def fill(file: File, shape: Shape, names: Sequence[str], repeats: int) -> Iterat
                 file.write(case, Figures(error=LEFT_OUT))
             elif file.died(case):
                 file.write(case, Figures(error=f"the process ended {DIED} times"))
-            elif case.dropout and not op.traits.dropout:
+            elif case.dropout and not op.dropout:
                 file.write(case, Figures(error="no weights to drop"))
             else:
                 waiting[case] = op, case

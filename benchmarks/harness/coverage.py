@@ -22,6 +22,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from benchmarks.harness.rows import EXACT
 from reformax.buffers import advanced, merged, trained
 from reformax.declared import SettingError, Unsupported
 from reformax.ops.base import AttentionOp, Dims
@@ -79,13 +80,13 @@ def layers(model: Any, params: Any, tokens: Int[Array, "1 T"], rng: PRNGKeyArray
       SettingError: the model has no such layer.
     """
     ops, read = cycle(model), []
-    exact = [i for i, op in enumerate(ops) if op.traits.exact]
+    exact = [i for i, op in enumerate(ops) if isinstance(op, EXACT)]
     if not exact:
         raise SettingError(
             f"the run's attention is {', '.join(map(repr, ops))}: expected layers that see every "
             "key, such as dense.dense(), for their attention is the true one"
         )
-    watched = [_watched(op, read) if op.traits.exact else op for op in ops]
+    watched = [_watched(op, read) if isinstance(op, EXACT) else op for op in ops]
     model = dataclasses.replace(model, attention_type=tuple(watched))
     jax.block_until_ready(jax.jit(model.features)(params, tokens, rng=rng))
     jax.effects_barrier()
@@ -96,14 +97,15 @@ def layers(model: Any, params: Any, tokens: Int[Array, "1 T"], rng: PRNGKeyArray
 def _watched(op: AttentionOp, read: list) -> AttentionOp:
     """`op`, each call of which appends its queries and its keys, as NumPy arrays, to `read`."""
 
-    def apply(params, q, k, v, **options):
-        arrays = [x.astype(jnp.float32) for x in (q, k) if x is not None]
-        jax.debug.callback(
-            lambda *x: read.append((*map(np.array, x), None)[:2]), *arrays, ordered=True
-        )
-        return op.apply(params, q, k, v, **options)
+    class Watched(type(op)):
+        def _apply(self, params, q, k, v, **options):
+            arrays = [x.astype(jnp.float32) for x in (q, k) if x is not None]
+            jax.debug.callback(
+                lambda *x: read.append((*map(np.array, x), None)[:2]), *arrays, ordered=True
+            )
+            return super()._apply(params, q, k, v, **options)
 
-    return dataclasses.replace(op, apply=apply)
+    return Watched(**{field.name: getattr(op, field.name) for field in dataclasses.fields(op)})
 
 
 def own_weights(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Any:
@@ -115,14 +117,14 @@ def own_weights(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Any:
     Raises:
       Unsupported: the op does not fit the layer, makes no attention weights, or has others.
     """
-    if not op.traits.dropout:
+    if not op.dropout:
         raise Unsupported(f"{op} makes no attention weights, so it shows no keys")
-    if op.traits.shared_qk and not layer.op.traits.shared_qk:
+    if op.shared_qk and not layer.op.shared_qk:
         raise Unsupported(f"{op} makes its keys of the queries, and layer {layer.number} has keys")
     q, k = _vectors(op, layer)
     dims = op.dims(q, q)
     params = op.init(rng, dims)
-    if op.extra_projections_of(dims).keys() - EXTRAS.get(op.name, {}).keys():
+    if op.extra_projections(dims).keys() - EXTRAS.get(op.name, {}).keys():
         raise Unsupported(f"{op} has projections of its own, which the run has not trained")
     if not jax.tree.leaves(params):
         return params
@@ -155,7 +157,7 @@ def _own_gradient(op, params, q, k, rng):
 
 def _extras(op: AttentionOp, q: Float[Array, "1 T N H"]) -> dict[str, Any]:
     """The argument `extra_projections` of an op that has some, of `EXTRAS`."""
-    wanted = op.extra_projections_of(op.dims(q, q))
+    wanted = op.extra_projections(op.dims(q, q))
     of_each = {
         name: jnp.broadcast_to(
             jnp.asarray(EXTRAS[op.name][name], q.dtype), (*q.shape[:2], extra.n_heads, extra.size)
@@ -167,7 +169,7 @@ def _extras(op: AttentionOp, q: Float[Array, "1 T N H"]) -> dict[str, Any]:
 
 def _vectors(op: AttentionOp, layer: Layer) -> tuple[Array, Array | None]:
     """A layer's queries and keys as `op` takes them."""
-    if op.traits.shared_qk:
+    if op.shared_qk:
         return layer.q, None
     # What the queries are shared as: a query's own vector, of the length that a key has.
     return layer.q, length_normalize(layer.q) if layer.k is None else layer.k
@@ -254,13 +256,13 @@ def instead(model: Any, op: AttentionOp) -> Any:
     """
     ops = cycle(model)
     for own in ops:
-        if own.traits.exact and op.traits.shared_qk != own.traits.shared_qk:
+        if isinstance(own, EXACT) and op.shared_qk != own.shared_qk:
             raise Unsupported(f"{op} and {own} have other projections")
     if jax.tree.leaves(op.init(jax.random.key(0), Dims(1, 1, 1, 1))):
         raise Unsupported(f"{op} has weights of its own, which the run has not")
-    if op.extra_projections is not None:
+    if op.extra_projections(Dims(1, 1, 1, 1)):
         raise Unsupported(f"{op} has projections of its own, which the run has not")
-    ops = tuple(op if own.traits.exact else own for own in ops)
+    ops = tuple(op if isinstance(own, EXACT) else own for own in ops)
     return dataclasses.replace(model, attention_type=ops)
 
 

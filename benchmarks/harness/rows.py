@@ -26,8 +26,12 @@ from benchmarks.harness.calls import (
 )
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import ask
-from reformax.ops import AttentionOp, flash, memory_efficient
+from reformax.ops import AttentionOp, dense, flash, memory_efficient, shared_qk
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.softmax.orders import Order
+
+# Ops that attend to every visible key.
+EXACT = dense.dense, flash.flash, memory_efficient.memory_efficient, shared_qk.shared_qk
 
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-5}
 # A vector between two buckets may fall in either, and moves what lies between them by one place.
@@ -83,7 +87,7 @@ def row(
         return op(q, k, v, causal=causal, segment_ids=segment_ids, rng=rng, **more)
 
     checked = functools.partial(check, op, reference, causal, packed, marked)
-    return Row(attend, checked, op.traits.shared_qk)
+    return Row(attend, checked, op.shared_qk)
 
 
 def global_tokens(q: Array, n: int) -> dict[str, Array]:
@@ -96,7 +100,7 @@ def extra_projections(op: AttentionOp, q: Array, v: Array) -> dict[str, dict[str
     """The argument `extra_projections` of zeros, such as gates that are half open, where an op has
     one.
     """
-    of_op, zero = op.extra_projections_of(op.dims(q, v)), _unknown_zero(q)
+    of_op, zero = op.extra_projections(op.dims(q, v)), _unknown_zero(q)
     shapes = {name: (*q.shape[:2], x.n_heads, x.size) for name, x in of_op.items()}
     zeros = {name: jnp.broadcast_to(zero, shape) for name, shape in shapes.items()}
     return {"extra_projections": zeros} if zeros else {}
@@ -126,7 +130,7 @@ def documents(q: Array) -> Array:
 
 def other_impl() -> str:
     """The implementation that "auto" does not take here: the one to check it against."""
-    return "pallas_interpret" if jax.default_backend() == "cpu" else "xla"
+    return INTERPRETED if jax.default_backend() == "cpu" else "xla"
 
 
 def dense(causal: bool = True) -> Row:
@@ -190,7 +194,7 @@ def check(
       ArithmeticError: an error is more than `TOLERANCE`, or the other op plans otherwise.
     """
     q, k, v, d_out = arrays
-    dtype, k = str(q.dtype), None if op.traits.shared_qk else k
+    dtype, k = str(q.dtype), None if op.shared_qk else k
     options = dict(segment_ids=documents(q) if packed else None, causal=causal, rng=KEY)
     # XLA would time many versions of each product of the array operations.
     untuned = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
@@ -214,7 +218,7 @@ def check(
         elif isinstance(plan, jax.Array):
             check_chosen(plan, other_plan)
         got = given_plan(op, q, k, v)
-        if op.traits.exact:
+        if isinstance(op, EXACT):
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         want = given_plan(reference, q, k, v)
     errors = [

@@ -596,13 +596,13 @@ def forward(
     v,
     order,
     segment_ids,
-    rng,
+    seed,
     tiles: ChunkTiles | None = None,
     interpret: bool = False,
     precision: str = "tf32",
 ):
     """`kernels.chunked.forward`; `precision` of products of float32 is as Triton names it."""
-    x = chunked._inputs(chunks, q, k, v, order, segment_ids, rng)
+    x = chunked._inputs(chunks, q, k, v, order, segment_ids, seed)
     batch, length, n_heads, _ = q.shape
     statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
@@ -621,7 +621,7 @@ def backward(
     v,
     order,
     segment_ids,
-    rng,
+    seed,
     out,
     row_max,
     row_sum,
@@ -631,7 +631,7 @@ def backward(
     precision: str = "tf32",
 ):
     """`kernels.chunked.backward`; `precision` as in `forward`."""
-    x = chunked._inputs(chunks, q, k, v, order, segment_ids, rng)
+    x = chunked._inputs(chunks, q, k, v, order, segment_ids, seed)
     row = query_rows(
         d_out, out, row_max, row_sum, None if segment_ids is None else segment_ids[:, : len(q[0])]
     )

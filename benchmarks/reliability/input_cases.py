@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -26,6 +27,7 @@ from reformax.convert import __main__ as convert_main
 from reformax.data.base import Task
 from reformax.declared import fits, hints_of
 from reformax.models.base import Model, Residual, Reversible
+from reformax.ops.base import AttentionOp
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {"train": train, "evaluate": evaluate, "generate": generate, "convert": convert_main}
@@ -191,6 +193,8 @@ ROLES = ("Task", "AttentionOp", "Optimizer", "optax.Schedule", "Pattern")
 def _returns(value: Any) -> str | None:
     """The role of a configurable; None for what no config would name."""
     if inspect.isclass(value):
+        if issubclass(value, AttentionOp):
+            return "AttentionOp" if dataclasses.is_dataclass(value) else None
         whole = issubclass(value, Model) and issubclass(value, Residual | Reversible)
         return "model" if whole else None
     if not inspect.isfunction(value):

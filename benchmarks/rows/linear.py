@@ -115,7 +115,7 @@ def inputs_of(row: Row, shape: Shape, length: int) -> dict[str, Any]:
         1, length, shape.n_heads, shape.d_head, dtype=shape.dtype, n_kv_heads=row.n_kv_heads
     )
     dims = row.op.dims(q, v)
-    extra_projections = row.op.extra_projections_of(dims)
+    extra_projections = row.op.extra_projections(dims)
     drawn = {
         name: jax.random.normal(jax.random.fold_in(rows.KEY, i), (1, length, x.n_heads, x.size))
         for i, (name, x) in enumerate(extra_projections.items())
@@ -130,7 +130,7 @@ def inputs_of(row: Row, shape: Shape, length: int) -> dict[str, Any]:
 
 def functions(row: Row, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
     """`attend(inputs)`, and `gradient(d_out, inputs)` with respect to each of the inputs."""
-    extra_projections_of = row.op.extra_projections_of(row.op.dims(inputs["q"], inputs["v"]))
+    extra_projections_of = row.op.extra_projections(row.op.dims(inputs["q"], inputs["v"]))
 
     def attend(inputs):
         extra_projections = {name: inputs[name] for name in extra_projections_of}

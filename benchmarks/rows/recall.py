@@ -192,7 +192,7 @@ def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
         n_layers=len(ops),
         attention_type=[op if op is MIXER else _without_positions(op) for op in ops],
         pos_type="rotary_local",
-        next_value=any(op.traits.exclude_self for op in ops),
+        next_value=any(op.exclude_self for op in ops),
         tie_embeddings=True,
         init_std=INIT_STD,
         dropout=0.0,
@@ -201,8 +201,9 @@ def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
 
 
 def _without_positions(op: AttentionOp) -> AttentionOp:
-    """The algorithm without the trait for which `pos_type="rotary_local"` turns keys."""
-    return dataclasses.replace(op, traits=op.traits._replace(local=False))
+    """The algorithm, whose keys `pos_type="rotary_local"` does not rotate."""
+    everywhere = type(op.name, (type(op),), {"local": False})
+    return everywhere(**{field.name: getattr(op, field.name) for field in dataclasses.fields(op)})
 
 
 def sums(model: TransformerLM, params, rows: Rows, rng) -> loss.Sums:

@@ -61,11 +61,12 @@ def reference(name: str) -> str | None:
     found = getattr(importlib.import_module(f"{packages[module]}.{module}"), attribute, None)
     if not callable(found):
         return None
-    return f"@{module}.{attribute}{'' if isinstance(found, type) else '()'}"
+    is_model = isinstance(found, type) and packages[module] != "reformax.ops"
+    return f"@{module}.{attribute}{'' if is_model else '()'}"
 
 
 def ops() -> dict[str, Callable]:
-    """The functions that make ops, by their names: 'lsh' of @lsh.lsh()."""
+    """The ops' classes, by their names: 'lsh' of @lsh.lsh()."""
     found = {}
     for name, package in _packages().items():
         if package == "reformax.ops":

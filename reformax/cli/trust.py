@@ -10,6 +10,7 @@ up in: it imports nothing itself.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import sys
@@ -18,7 +19,8 @@ from types import ModuleType
 from typing import Any
 
 _LIBRARIES = ("jax.nn", "optax")
-# Parts of reformax, and what a function there returns; None: any class or function that is public.
+# Parts of reformax, and what a function there returns, or a class there is a subclass of; None: any
+# class or function that is public.
 _PARTS = {
     "reformax.data": ("Task",),
     "reformax.models": None,
@@ -172,8 +174,12 @@ def _is_in(module: str, part: str) -> bool:
     return module == part or module.startswith(f"{part}.")
 
 
-def _returns(function: Any, *types: str) -> bool:
-    return getattr(function, "__annotations__", {}).get("return") in types
+def _returns(found: Any, *types: str) -> bool:
+    """Whether a function says that it returns one of these, or a class is a subclass of one."""
+    if inspect.isclass(found):  # an op is a dataclass; what several have in common is none
+        is_whole = dataclasses.is_dataclass(found)
+        return is_whole and any(base.__name__ in types for base in found.__mro__[1:])
+    return getattr(found, "__annotations__", {}).get("return") in types
 
 
 def _is(found: Any, module: str, name: str) -> bool:

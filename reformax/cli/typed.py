@@ -14,14 +14,14 @@ from reformax.cli import config, modules
 
 _NAME = re.compile(r"(?<![\w./@%('\"=-])([a-z_][A-Za-z_0-9.]*)(?==[^=\s])")
 _FIRST = re.compile(r"^([a-z_]\w*)(?= is | \()")
-_TRAIT = re.compile(r"(?:an op|one) whose traits say (\w+)=True(?:, such as [\w.]+\(\))?")
+_OP = re.compile(r"(?:an op|one) whose (\w+) (?:is|include) (\w+)(?:, such as [\w.]+\(\))?")
 # Arguments of parts whose user knows the model's alone.
 _OF_MODELS = {"d_embs": "pos_d_axial_embs", "rotary_grid": "pos_axial_shape"}
 _MOST = 4  # ops that a line names
 
 
 def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
-    """The line with settings named as --config takes them, and ops in place of traits.
+    """The line with settings named as --config takes them, and ops in place of what they can do.
 
     Args:
       line: the error's.
@@ -32,7 +32,7 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
     def named(match: re.Match[str]) -> str:
         return match[1] if match[1] in flags else name_of(match[1], owner) or match[1]
 
-    line = _TRAIT.sub(lambda match: _with_trait(match[1]) or match[0], line)
+    line = _OP.sub(lambda match: _ops_that(match[1], match[2]) or match[0], line)
     parts = re.split(
         r"(\([^()]*\)|'[^']*'|`[^`]*`|\S+=\S*,\S+=\S*)", line
     )  # settings are outside of these; a run's name is one of them
@@ -60,15 +60,15 @@ def name_of(name: str, of: str = "") -> str | None:
 
 
 @functools.cache
-def _with_trait(trait: str) -> str | None:
-    """'@dense.dense() or @flash.flash()': the ops that have a trait with their default options."""
+def _ops_that(attribute: str, value: str) -> str | None:
+    """'@dense.dense() or @flash.flash()': the ops that can do it with their default options."""
     found = []
     for name, make in modules.ops().items():
         try:
-            traits = make().traits
+            found_value = getattr(make(), attribute)
         except (TypeError, ValueError, AttributeError):  # it needs arguments, or is no op
             continue
-        if getattr(traits, trait, False) is True:
+        if value in (found_value if isinstance(found_value, tuple) else (str(found_value),)):
             found.append(f"@{name}.{name}()")
     common = [f"@{name}.{name}()" for name in ("dense", "flash", "local", "lsh")]
     found.sort(key=lambda op: (op not in common, op))

@@ -5,7 +5,7 @@
 
 A mask is what flax makes, `[batch, heads, queries, keys]` with axes of 1 that are shared, or
 `[batch, keys]`. Every op honours one that is the same for all queries and heads. One of pairs is
-honoured by ops with the trait `bias` and refused by others, which take `causal` and `segment_ids`.
+honoured by ops with `bias` and refused by others, which take `causal` and `segment_ids`.
 
 flax comes with `pip install 'reformax[flax]'`.
 """
@@ -44,7 +44,7 @@ def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, 
       NotImplementedError: the op shares queries and keys; at the call, an argument that it cannot
         honour.
     """
-    if op.traits.shared_qk:
+    if op.shared_qk:
         raise NotImplementedError(
             f"op is {op}: flax's modules project keys, which it does not read; use "
             "Attention of reformax.flax.linen or reformax.flax.nnx"
@@ -146,7 +146,7 @@ def heads_of(op: Op, num_heads: Size, features: Size) -> tuple[int, int]:
       ValueError: features that the heads do not divide.
       NotImplementedError: the algorithm has weights, or reads further projections.
     """
-    if op.extra_projections is not None:
+    if op.extra_projections(Dims(1, 1, 1, 1)):
         raise NotImplementedError(
             f"op is {op}: it reads further projections, which reformax.layers.Attention makes"
         )
@@ -169,9 +169,9 @@ def source_of(
     """What keys and values are made of; `NotImplementedError` if the op cannot attend to it."""
     if inputs_kv is None:
         return inputs_q
-    if not op.traits.cross:
+    if not op.cross:
         raise NotImplementedError(
             f"inputs_kv is given, but {op.name} attends within one sequence: use an op whose "
-            "traits say cross=True"
+            "cross is True"
         )
     return inputs_kv

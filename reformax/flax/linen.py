@@ -75,11 +75,11 @@ class Attention(nn.Module):
 
         across = source_of(self.op, inputs_q, inputs_kv)
         rate = 0.0 if deterministic else self.dropout_rate
-        hashes = self.op.traits.random_plan
+        hashes = self.op.plans == "draws"
         stream = "attention" if hashes or self.has_rng("attention") else "dropout"
         attended = self.op(
             project("query", inputs_q),
-            None if self.op.traits.shared_qk else project("key", across),
+            None if self.op.shared_qk else project("key", across),
             project("value", across),
             causal=self.causal,
             segment_ids=segment_ids,

@@ -60,11 +60,11 @@ class Attention(nnx.Module):
         self.op = op
         self.causal, self.dropout_rate, self.deterministic = causal, dropout_rate, deterministic
         self.query = nnx.LinearGeneral(in_features, heads, **options)
-        self.key = None if op.traits.shared_qk else nnx.LinearGeneral(across, heads, **options)
+        self.key = None if op.shared_qk else nnx.LinearGeneral(across, heads, **options)
         self.value = nnx.LinearGeneral(across, heads, **options)
         features = out_features or in_features
         self.out = nnx.LinearGeneral(heads, features, axis=(-2, -1), **options)
-        hashes = op.traits.random_plan
+        hashes = op.plans == "draws"
         stream = "attention" if hashes or "attention" in rngs else "dropout"
         self.rngs = getattr(rngs, stream).fork() if hashes or dropout_rate > 0.0 else None
 
@@ -94,7 +94,7 @@ class Attention(nnx.Module):
         across = source_of(self.op, inputs_q, inputs_kv)
         deterministic = self.deterministic if deterministic is None else deterministic
         rate = 0.0 if deterministic else self.dropout_rate
-        draws = rate > 0.0 or self.op.traits.random_plan
+        draws = rate > 0.0 or self.op.plans == "draws"
         attended = self.op(
             self.query(inputs_q),
             None if self.key is None else self.key(across),

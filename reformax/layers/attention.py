@@ -114,7 +114,7 @@ class MultiHead(Layer):
         self._check_kv_heads()
         self._weights_rate = rate_in(self.mode, self.attention_dropout)
         self._output_rate = rate_in(self.mode, self.output_dropout)
-        if self._weights_rate > 0.0 and not self.op.traits.dropout:
+        if self._weights_rate > 0.0 and not self.op.dropout:
             raise Unsupported(
                 f"attention_dropout is {self.attention_dropout}, but {self.op} makes no attention "
                 "weights to drop: set it to 0"
@@ -128,7 +128,7 @@ class MultiHead(Layer):
             raise SettingError(
                 f"n_kv_heads is {self.n_kv_heads}: expected a divisor of n_heads, {self.n_heads}"
             )
-        if self.op.traits.shared_qk:
+        if self.op.shared_qk:
             raise Unsupported(
                 f"n_kv_heads is {self.n_kv_heads}, but {self.op} makes its keys of the queries: "
                 "leave it out"
@@ -146,12 +146,12 @@ class MultiHead(Layer):
             "q": ExtraProjection(n, h, rotated=True),
             "k": ExtraProjection(n_kv, h, rotated=True),
         }
-        if self.op.traits.shared_qk:
+        if self.op.shared_qk:
             del both["k"]
         return (
             both
             | {"v": ExtraProjection(n_kv, v)}
-            | self.op.extra_projections_of(Dims(n, h, v, 0, n_kv))
+            | self.op.extra_projections(Dims(n, h, v, 0, n_kv))
         )
 
     def init_params(self, rng, shape, *shapes):
@@ -213,7 +213,7 @@ class MultiHead(Layer):
         """
         q, k, v, extra_projections = qkv
         tokens = tokens_of(segment_ids)
-        global_tokens = tokens.global_tokens if self.op.traits.global_tokens else None
+        global_tokens = tokens.global_tokens if self.op.global_tokens else None
         check_arguments(
             self.op,
             *(q, k, v),
@@ -225,7 +225,7 @@ class MultiHead(Layer):
             global_tokens=global_tokens,
         )
 
-        def plan(qkv, tokens, params, rng):
+        def plan(qkv, tokens, params, rng, shard=None):
             segment_ids, global_tokens = tokens
             return self.op.plan(
                 params,
@@ -234,6 +234,7 @@ class MultiHead(Layer):
                 segment_ids=segment_ids,
                 causal=self.causal,
                 rng=rng,
+                shard=shard,
                 train=self.mode == "train",
                 length=length,
                 **given(global_tokens=global_tokens),
@@ -255,11 +256,10 @@ class MultiHead(Layer):
 
     def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
         tokens = tokens_of(segment_ids)
-        counted = self.op.traits.lengths and tokens.counted
 
-        def attend(qkv, plan, segment_ids, params, rng, bias):
+        def attend(qkv, plan, segment_ids, params, rng, bias, shard=None):
             *arrays, extra_projections = qkv
-            lengths = row_lengths(segment_ids) if counted else None
+            lengths = row_lengths(segment_ids) if tokens.counted else None
             return self.op.apply(
                 params,
                 *arrays,
@@ -268,6 +268,7 @@ class MultiHead(Layer):
                 causal=self.causal,
                 dropout=self._weights_rate,
                 rng=rng,
+                shard=shard,
                 **given(extra_projections=extra_projections, bias=bias, lengths=lengths),
             )
 
@@ -322,9 +323,9 @@ class Attention(MultiHead):
         of, as (32, 32) of an image by its pixels; (): they are of a line.
       position_bias: what is added to the logits by distance: "alibi", minus the distance times a
         slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
-        see `layers.relative`. The algorithm needs the trait `bias`.
+        see `layers.relative`. The algorithm needs `bias`.
       next_value: whether a key's value has that of the next position in it too, as above. It needs
-        `causal` and an algorithm with the trait `exclude_self`.
+        `causal` and an algorithm with `exclude_self`.
 
     Raises:
       SettingError: `next_value` with an algorithm by which a position sees itself, `position_bias`
@@ -340,7 +341,7 @@ class Attention(MultiHead):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.next_value and not (self.causal and self.op.traits.exclude_self):
+        if self.next_value and not (self.causal and self.op.exclude_self):
             raise SettingError(
                 f"next_value is True with causal={self.causal} and op={self.op}: a position may "
                 "not see itself, as in causal shared_qk.shared_qk(attend_self_if_alone=False) or "
@@ -363,10 +364,10 @@ class Attention(MultiHead):
                 f"rotary_grid has {n_axes} axes and d_qk is {self.d_qk}: expected {2 * n_axes} at "
                 "least, for a pair of features an axis"
             )
-        if self.position_bias and not self.op.traits.bias:
+        if self.position_bias and not self.op.bias:
             raise Unsupported(
                 f"position_bias is {self.position_bias!r}, but {self.op} adds no bias: use an op "
-                "whose traits say bias=True, such as flash.flash()"
+                "whose bias is True, such as flash.flash()"
             )
 
     def init_params(self, rng, shape, *shapes):
@@ -465,7 +466,7 @@ class Attention(MultiHead):
           ValueError: the layer is not causal, or not built for evaluation.
           NotImplementedError: the algorithm has no step.
         """
-        if self.op.step is None:
+        if self.op.decoding == "no":
             raise Unsupported(
                 f"op is {self.op}: it has no step to decode with; use one that has, such as "
                 "dense.dense()"
@@ -513,8 +514,8 @@ class Attention(MultiHead):
           cache: from `prefill` or the step before.
           position: of each row.
           origins: in beam search, the beam whose cache has each position of a beam's past
-            (`ops.decoding.cache.ring_decoding`). Algorithms without the trait `beams` ignore it:
-            their caches are reordered.
+            (`ops.decoding.cache.RingDecoding`). Algorithms whose `decoding` is not "beams" ignore
+            it: their caches are reordered.
           added: a stream that the output is added to.
         """
         qkv = self._project_merged(params, x, position[:, None])
@@ -546,7 +547,7 @@ class Attention(MultiHead):
 
         With `next_value`, the last value of that past has this beam's next one in it.
         """
-        return self.op.traits.beams and not self.next_value
+        return self.op.decoding == "beams" and not self.next_value
 
     def reorder_cache(self, cache: Any, rows: Int[Array, " R"]) -> Any:
         """The cache of beams that continue `rows`; unchanged where caches are shared."""

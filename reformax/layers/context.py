@@ -9,13 +9,12 @@ device has a shard of each sequence. There are three ways to attend to the other
 * **Borders** (`ops.sharding.borders`). An algorithm that sees no further than a `Reach` reads the
   ends of the neighbouring shards.
 * **A ring** (`ops.softmax.ring`). Where heads would mostly be padded with zeros, keys and values
-  are passed around the devices. The algorithm has the trait `sequence_shards`.
+  are passed around the devices. The algorithm has shards of the sequence.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.ops.base import AttentionOp, no_plan
+from reformax.ops.base import AttentionOp
 from reformax.ops.calls.heads import repeat_heads, splits_head_groups
 from reformax.ops.sharding import borders
 from reformax.ops.sharding.shard import Shard
@@ -48,12 +47,12 @@ def by_ring(op: AttentionOp, n_heads: int, biased: bool) -> bool:
     """Whether keys and values are passed around the devices to compute `op`."""
     n = devices.n_sequence_shards()
     filled = -(-n_heads // n) * n
-    return n > 1 and op.traits.sequence_shards and not biased and filled >= RING * n_heads
+    return n > 1 and "sequence" in op.shards and not biased and filled >= RING * n_heads
 
 
 def by_heads(op: AttentionOp, n_heads: int, biased: bool) -> bool:
     """Whether devices exchange positions for heads to compute `op`."""
-    there = devices.n_sequence_shards() > 1 and op.reach is None
+    there = devices.n_sequence_shards() > 1 and op.reach(True) is None
     return there and not by_ring(op, n_heads, biased)
 
 
@@ -74,13 +73,13 @@ def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
     if not by_heads(op, qkv.q.shape[2], biased):
         return qkv
     n = devices.n_sequence_shards()
-    if not op.traits.head_shards:
+    if not op.shards:
         raise SettingError(
             f"mesh has context={n} and op is {op}, which computes all heads together: use "
-            "context=1, or an op whose traits say head_shards=True"
+            "context=1, or an op whose shards include heads"
         )
     n_heads, n_kv_heads = qkv.q.shape[2], qkv.v.shape[2]
-    if op.traits.choose_together and splits_head_groups(n, n_heads, n_kv_heads):
+    if "key heads" in op.shards and splits_head_groups(n, n_heads, n_kv_heads):
         raise SettingError(
             f"mesh has context={n} and op is {op}, whose heads of queries choose together for each "
             f"of {n_kv_heads} heads of keys: expected a multiple of {n}, or as many as of queries"
@@ -115,15 +114,15 @@ def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens,
       qkv: from `arrange`.
       tokens: a tree of arrays `[B, T]`.
       params: the op's weights.
-      rng: for `function`, which gets a `Shard` instead where heads are sharded.
+      rng: for `function`, which also gets a `Shard` where heads are sharded.
     """
-    if inspect.unwrap(op.plan) is no_plan:
+    if op.plans == "no":
         return ()
     if not by_heads(op, n_heads, False):
         return devices.by_rows(function, (qkv, tokens), (params, rng))
 
     def of_heads(qkv, tokens, params, rng):
-        return function(qkv, tokens, params, _shard(rng, qkv, n_heads))
+        return function(qkv, tokens, params, rng, _shard(qkv, n_heads))
 
     specs = HEAD_SHARDS, Spec(devices.ROWS), Spec(), Spec()
     return devices.per_shard(of_heads, specs, PER_DEVICE)(qkv, tokens, params, rng)
@@ -148,18 +147,19 @@ def attend(
         return devices.by_rows(function, (qkv, plan, segment_ids), (params, rng, bias))
 
     def of_heads(qkv, plan, segment_ids, params, rng, bias):
-        shard = _shard(rng, qkv, n_heads)
-        return _positions_for_heads(function(qkv, plan, segment_ids, params, shard, bias))
+        shard = _shard(qkv, n_heads)
+        return _positions_for_heads(function(qkv, plan, segment_ids, params, rng, bias, shard))
 
     def of_shard(qkv, plan, segment_ids, params, rng, bias):
         def near(q, k, v, segment_ids, shard):
-            return function(qkv._replace(q=q, k=k, v=v), plan, segment_ids, params, shard, bias)
+            qkv_near = qkv._replace(q=q, k=k, v=v)
+            return function(qkv_near, plan, segment_ids, params, rng, bias, shard)
 
         reach = op.reach(causal)
-        return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segment_ids, Shard(rng))
+        return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segment_ids, Shard())
 
     def of_ring(qkv, plan, segment_ids, params, rng, bias):
-        return function(qkv, plan, segment_ids, params, Shard(rng, axis=devices.CONTEXT), bias)
+        return function(qkv, plan, segment_ids, params, rng, bias, Shard(axis=devices.CONTEXT))
 
     if by_heads(op, n_heads, bias is not None):
         all_heads = bias is not None and bias.shape[1] == n_heads
@@ -170,15 +170,15 @@ def attend(
         region = of_heads
         specs = HEAD_SHARDS, PER_DEVICE, Spec(devices.ROWS), Spec(), Spec(), of_bias
     else:
-        region = of_shard if op.reach is not None else of_ring
+        region = of_shard if op.reach(causal) is not None else of_ring
         specs = SEQUENCE_SHARDS, PER_DEVICE, SEQUENCE_SHARDS, Spec(), Spec(), Spec()
     region = devices.per_shard(region, specs, SEQUENCE_SHARDS)
     return region(qkv, plan, segment_ids, params, rng, bias)[:, :, :n_heads]
 
 
-def _shard(rng, qkv, n_heads: int) -> Shard:
+def _shard(qkv, n_heads: int) -> Shard:
     """Which heads a device has."""
-    return Shard(rng, head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
+    return Shard(head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
 
 
 # An all-to-all sends contiguous blocks. They are laid out as the receiver of heads reads them, so

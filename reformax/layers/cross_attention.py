@@ -16,6 +16,7 @@ from reformax.declared import Unsupported
 from reformax.layers import context
 from reformax.layers.attention import QKV, MultiHead, output
 from reformax.layers.matrices import Unnormed, affine
+from reformax.ops.base import Dims
 from reformax.ops.masking.masks import paired_segment_ids
 
 
@@ -23,7 +24,7 @@ from reformax.ops.masking.masks import paired_segment_ids
 class CrossAttention(MultiHead):
     """`[B, T, D], [B, S, D] -> [B, T, D]`: each position of the first reads the second, the memory.
 
-    Vaswani et al. 2017, sec. 3.2.3. The algorithm must have the trait `cross`. An algorithm that
+    Vaswani et al. 2017, sec. 3.2.3. The algorithm must have `cross`. An algorithm that
     shares queries and keys has no keys for a memory. One that chunks a sequence as it is relies on
     neighbours, and two sequences have none. Positions are not rotated. Weights and
     arguments are those of `MultiHead`.
@@ -36,17 +37,16 @@ class CrossAttention(MultiHead):
 
     def __post_init__(self):
         super().__post_init__()
-        traits = self.op.traits
-        if self.op.extra_projections is not None:
+        if self.op.extra_projections(Dims(1, 1, 1, 1)):
             raise Unsupported(
                 f"op is {self.op}: it reads further projections, which a memory has none of; use "
                 "dense.dense()"
             )
-        if not traits.cross:
-            why = "its keys are its own queries" if traits.shared_qk else "it reads one sequence"
+        if not self.op.cross:
+            why = "its keys are its own queries" if self.op.shared_qk else "it reads one sequence"
             raise Unsupported(
                 f"op is {self.op}: it cannot attend from one sequence to another, as {why}; use "
-                "one whose traits say cross=True, such as dense.dense()"
+                "one whose cross is True, such as dense.dense()"
             )
 
     def project(self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]) -> QKV:

@@ -16,7 +16,7 @@ from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
 from reformax.layers.matrices import IN_KERNELS, Unnormed, affine, check_input, transposed_on_gpu
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import seed_words
 
@@ -63,9 +63,8 @@ class FeedForward(Layer):
         pass. The result is the same, and any length fits.
       mode: "train" or "eval"; dropout is off at evaluation.
       impl: of the hidden layer. "xla" runs everywhere; "pallas" is a kernel for `jax.nn.gelu` and
-        `jax.nn.relu` on NVIDIA GPUs of Ampere or later; "pallas_interpret" runs the kernel
-        anywhere, slowly, for tests. "auto" takes the kernel on one such GPU for bfloat16 and
-        float16.
+        `jax.nn.relu` on NVIDIA GPUs of Ampere or later. "auto" takes the kernel on one such GPU for
+        bfloat16 and float16.
       init_std: the standard deviation of fresh weights; None: Glorot and Bengio's bounds.
       float8: whether both products multiply FP8 numbers in training (`layers.float8`).
     """
@@ -163,8 +162,7 @@ class FeedForward(Layer):
         narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
         pays = narrow and LEAST_SIZE <= pre.size < MOST and self.activation in IN_KERNELS
         of_float64 = f"inputs of {pre.dtype}" if pre.dtype == jnp.float64 else None
-        kernels = dict(pallas=of_float64, pallas_interpret=of_float64)
-        chosen = choose_impl(self.impl, pays, **kernels) if pre.size else "xla"
+        chosen = choose_impl(self.impl, pays, pallas=of_float64) if pre.size else "xla"
         if chosen == "xla":
             hidden = self.activation(pre.astype(accum_dtype(pre.dtype)) + params["b1"][None, None])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
@@ -172,7 +170,7 @@ class FeedForward(Layer):
         from reformax.layers.kernels import feed_forward as kernel
 
         options = kernel.FeedForwardOptions(
-            self.activation, pre.shape[1], rate, self._float8, chosen == "pallas_interpret"
+            self.activation, pre.shape[1], rate, self._float8, chosen == INTERPRETED
         )
 
         def project(first, pre, b1, w2, start, rng):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from reformax import devices
 from reformax.declared import NonNegative, SettingError, check
 from reformax.layers._trax import Layer
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.normalization import length_normalize
 
 # The sizes for which "auto" takes the kernel. XLA fuses the norm of fewer rows than `LEAST_ROWS`,
@@ -31,9 +31,8 @@ class LayerNorm(Layer):
         """Args:
         epsilon: added to the variance.
         dtype: of the output, such as "bfloat16"; None: that of the input.
-        impl: "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later;
-          "pallas_interpret" runs the kernel anywhere, slowly, for tests. "auto" takes the kernel on
-          one such GPU for many rows, and for a single one.
+        impl: "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later. "auto"
+          takes the kernel on one such GPU for many rows, and for a single one.
         """
         super().__init__()
         check("epsilon", epsilon, NonNegative)
@@ -91,9 +90,7 @@ class LayerNorm(Layer):
                 return tuple(out.reshape(x.shape) for out in outputs), x
             from reformax.layers.kernels import layer_norm as kernel
 
-            options = kernel.LayerNormOptions(
-                self._epsilon, dtypes, pass_on, chosen == "pallas_interpret"
-            )
+            options = kernel.LayerNormOptions(self._epsilon, dtypes, pass_on, chosen == INTERPRETED)
             found = kernel.normalize(options, kernel.LayerNormInputs(*inputs))
             return jax.tree.map(lambda z: z.reshape(x.shape), found)
 

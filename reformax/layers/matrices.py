@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from reformax import devices
-from reformax.ops.calls.dispatch import choose_impl
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl
 from reformax.ops.numerics.precision import accum_dtype
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def affine(
     from reformax.layers.kernels import one_row as kernel
 
     epsilon, norm = (x.norm.epsilon, x.params) if isinstance(x, Unnormed) else (None, None)
-    options = kernel.OneRowOptions(epsilon, activation, sizes, chosen == "pallas_interpret")
+    options = kernel.OneRowOptions(epsilon, activation, sizes, chosen == INTERPRETED)
 
     def of_rows(first, x, added, w, b, norm):
         del first

@@ -1,6 +1,6 @@
 """Positions as a bias of the logits, by how far a key is from its query: ALiBi and T5's.
 
-An algorithm needs the trait `bias`. The bias of a call is an array of each head, query and key.
+An algorithm needs `bias`. The bias of a call is an array of each head, query and key.
 """
 
 from __future__ import annotations

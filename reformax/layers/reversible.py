@@ -122,7 +122,7 @@ class ReversibleStack(BlockStack):
         not.
         """
         size = 3 if self._cross else 2
-        far = [not block.attention.op.traits.local for block in self.blocks] * self._n_repeats
+        far = [not block.attention.op.local for block in self.blocks] * self._n_repeats
         indices = [size * layer for layer, is_far in enumerate(far) if is_far]
         if share_a_slot(indices, self.n_slots):
             most = size * self.n_layers  # a slot for each sublayer

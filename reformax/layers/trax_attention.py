@@ -119,10 +119,10 @@ class TraxAttention(Layer):
             attention_dropout=self.attention_dropout,
             mode=self.mode,
         )
-        letters = "qv" if op.traits.shared_qk else "qkv"
+        letters = "qv" if op.shared_qk else "qkv"
         biases = tuple(f"b_{x}" for x in letters) if self.bias else ()
         self._names = (*(f"w_{x}" for x in letters), "w_o", *biases)
-        self._random_plan = op.traits.random_plan
+        self._random_plan = op.plans == "draws"
 
     @property
     def drops(self) -> bool:

@@ -86,7 +86,7 @@ class Model(Layer):
         the pixels of an image; (): positions are of a line.
       pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
       next_value: shifted values: whether a key's value has that of the next position in it too, in
-        the causal layers whose algorithm has the trait `exclude_self`, such as
+        the causal layers whose algorithm has `exclude_self`, such as
         `shared_qk.shared_qk(attend_self_if_alone=False)`; see `layers.Attention`.
       ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu", "gelu",
         its approximation "gelu_tanh", "silu".
@@ -214,12 +214,12 @@ class Model(Layer):
             TransformerBlock(
                 Attention(
                     op,
-                    **options | ({"n_kv_heads": None} if op.traits.shared_qk else {}),
+                    **options | ({"n_kv_heads": None} if op.shared_qk else {}),
                     causal=causal,
                     use_rotary=self._rotates(op),
                     rotary_grid=self.pos_axial_shape if self._rotates(op) else (),
-                    position_bias=by_distance if op.traits.bias else None,
-                    next_value=self.next_value and causal and op.traits.exclude_self,
+                    position_bias=by_distance if op.bias else None,
+                    next_value=self.next_value and causal and op.exclude_self,
                 ),
                 self._feed_forward(),
                 cross and CrossAttention(cross, **options),
@@ -231,22 +231,22 @@ class Model(Layer):
         """Raises `SettingError` for no algorithm, or a setting that none of them would read."""
         if not cycle:
             raise SettingError(f"{argument} is {cycle!r}: expected an op, or several")
-        if self.n_kv_heads is not None and all(op.traits.shared_qk for op in cycle):
+        if self.n_kv_heads is not None and all(op.shared_qk for op in cycle):
             raise SettingError(
                 f"n_kv_heads is {self.n_kv_heads} and every op of {argument} makes its keys of the "
                 "queries: leave it out, or give one that projects keys, such as dense.dense()"
             )
-        if self._position_bias and not any(op.traits.bias for op in cycle):
+        if self._position_bias and not any(op.bias for op in cycle):
             raise SettingError(
                 f"pos_type is {self.pos_type!r} and no op of {argument} adds a bias: give one "
-                "whose traits say bias=True, such as flash.flash()"
+                "whose bias is True, such as flash.flash()"
             )
         if self.pos_type in ROTARY and self.pos_axial_shape and not any(map(self._rotates, cycle)):
             raise SettingError(
                 f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
                 f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
             )
-        if self.next_value and causal and not any(op.traits.exclude_self for op in cycle):
+        if self.next_value and causal and not any(op.exclude_self for op in cycle):
             raise SettingError(
                 f"next_value is True and no op of {argument} hides a position from itself: set "
                 "next_value=False, or give one that does, such as "
@@ -260,7 +260,7 @@ class Model(Layer):
 
     def _rotates(self, op: AttentionOp) -> bool:
         """Whether the queries and keys of self-attention by `op` have rotary positions."""
-        return self.pos_type == "rotary" or (self.pos_type == "rotary_local" and op.traits.local)
+        return self.pos_type == "rotary" or (self.pos_type == "rotary_local" and op.local)
 
     def _attention_options(self) -> dict[str, Any]:
         return dict(

@@ -42,7 +42,7 @@ class Encoder(Backbone):
     """A backbone that sees whole rows. Its arguments are those of `Backbone` and `Model`, and
 
     Args:
-      n_global: the first so many tokens of a row are marked, which algorithms with the trait
+      n_global: the first so many tokens of a row are marked, which algorithms with
         `global_tokens` let see all and be seen by all, as Longformer's global attention. The vector
         that `pooling="cls"` puts before a row is the first of them.
     """
@@ -53,9 +53,7 @@ class Encoder(Backbone):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.n_global and not any(
-            op.traits.global_tokens for op in cycle_of(self.attention_type)
-        ):
+        if self.n_global and not any(op.global_tokens for op in cycle_of(self.attention_type)):
             raise SettingError(
                 f"n_global is {self.n_global} and no op of attention_type reads global_tokens: "
                 f"leave it out, or take one that does, as "

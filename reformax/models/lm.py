@@ -99,10 +99,10 @@ class LanguageModel(Backbone):
             check_tokens("tokens", inputs)
             return self.encode(params, self._shifted(inputs)[:, :-1], rng=rng)
         for block in self._layers.blocks:
-            if not block.attention.op.traits.packed:
+            if not block.attention.op.packed:
                 raise Unsupported(
                     f"op is {block.attention.op} and rows are packed, as with document_mask=True: "
-                    "leave that out, or use an op whose traits say packed=True"
+                    "leave that out, or use an op whose packed is True"
                 )
         tokens, segment_ids = inputs
         check_tokens("tokens", tokens, segment_ids)

@@ -84,8 +84,8 @@ class EncoderDecoder(Model):
       n_decoder_layers: number of layers, a multiple of the length of the decoder's cycle.
       encoder_attention_type: the encoder's algorithm, or a cycle of them over the layers.
       decoder_attention_type: the same for the decoder's self-attention.
-      cross_attention_type: the algorithm of the decoder's attention to the memory; its traits say
-        `cross`.
+      cross_attention_type: the algorithm of the decoder's attention to the memory; its `cross`
+        is True.
     """
 
     input_vocab_size: VocabSize = dataclasses.field(kw_only=False)
@@ -340,7 +340,7 @@ class EncoderDecoder(Model):
         """Each row repeated `n_beams` times, for `select` to choose from.
 
         `origins` says which beam's row of the cache has each position of a beam's past, so that
-        beams need no copies of it. Only an attention algorithm without the trait `beams` copies.
+        beams need no copies of it. Only an algorithm whose `decoding` is not "beams" copies.
         """
         n_rows = decoding.position.shape[0]
         rows = jnp.repeat(jnp.arange(n_rows), n_beams)

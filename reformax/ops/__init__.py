@@ -33,14 +33,13 @@ from reformax.ops import (
     sinks,
     smyrf,
 )
-from reformax.ops.base import AttentionOp, Traits
+from reformax.ops.base import AttentionOp
 from reformax.ops.calls.dims import Dims
 
 __all__ = [
     "asymmetric_lsh",
     "AttentionOp",
     "Dims",
-    "Traits",
     "block_sparse",
     "dense",
     "dsa",

@@ -27,8 +27,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Size
 from reformax.ops import flash
-from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     SharedByBatch,
@@ -54,18 +54,133 @@ from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, Chunking, ChunkSizes, Order
 
 
-@named
-def asymmetric_lsh(
-    *,
-    chunk_len: Size = 64,
-    n_hashes: HashCount = 4,
-    n_buckets: Buckets = "auto",
-    n_chunks_before: ChunkCount = 1,
-    n_chunks_after: ChunkCount = 1,
-    count_once: bool = True,
-    attend_self_if_alone: bool = True,
-    impl: str = "auto",
-) -> AttentionOp:
+class HashCodes(NamedTuple):
+    """The numbers that queries and keys are sorted by."""
+
+    queries: Int[Array, "B N R T"] | Float[Array, "B N R T"]
+    keys: Int[Array, "B N R S"] | Float[Array, "B N R S"]
+    n_codes: int  # integers are below it
+
+
+class QueryKeyHash(Protocol):
+    """How queries `[B, T, N, H]` and keys `[B, S, N, H]` are hashed."""
+
+    def codes(self, q, k, *, segment_ids, causal, rng, shard, length, cross) -> HashCodes:
+        """Their hashes; floats only where `cross`, of two sequences."""
+        ...
+
+    def start(self, q, k, *, lengths: Int[Array, " B"], capacity: int, rng) -> Any:
+        """The decoding state after the first `lengths` positions of each row."""
+        ...
+
+    def advance(self, state, q, k, *, position: Int[Array, " B"], capacity: int) -> tuple:
+        """The state after one more position; the keys' order [B, N, R, C]; the query's slot."""
+        ...
+
+
+class SortedByHash(AttentionOp):
+    """Attention in chunks of queries and of keys, each sorted by a hash.
+
+    The algorithm of `asymmetric_lsh` and `smyrf`, which have the options `count_once`,
+    `attend_self_if_alone` and `impl`, and say how they hash and cut the orders.
+    """
+
+    cross = True
+    plans = "draws"
+    shards = ("heads",)
+    _keeps_padding_out = True
+    _impls = KERNELS
+    _replace_value = staticmethod(replace_in_memory)
+
+    @property
+    def _hashing(self) -> QueryKeyHash:
+        raise NotImplementedError
+
+    @property
+    def _chunks(self) -> ChunkSizes:
+        raise NotImplementedError
+
+    def _choose(self, q: Array, k: Array, v: Array | None = None) -> str:
+        """The implementation of a call, whose values may not be known yet."""
+        return choose_impl(self.impl, pallas=kernel_obstacles(q, k, v))
+
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
+    ) -> Order | None:
+        """The orders of queries and of keys by each hash; None where one chunk has every key."""
+        del params, train
+        chunk_len = self._chunks.chunk_len
+        if k.shape[1] <= chunk_len:
+            return None
+        q, k = lax.stop_gradient((q, k))
+        cross, options = _crosses(q, k, segment_ids), dict(segment_ids=segment_ids, causal=causal)
+        length = length or k.shape[1]
+        codes = self._hashing.codes(
+            q, k, rng=rng, shard=shard, length=length, cross=cross, **options
+        )
+        if cross:
+            ratio = _ratio(q.shape[1], k.shape[1])
+            return aligned_orders(codes.queries, codes.keys, segment_ids, chunk_len, ratio)
+        n_pad = -q.shape[1] % chunk_len
+        queries, keys = (
+            sort_by_bucket(x, codes.n_codes, segment_ids, n_pad).query_positions for x in codes[:2]
+        )
+        order = Order(queries, key_positions=keys)
+        return order.for_impl(self._choose(q, k), self.count_once, two_orders=True)
+
+    def _apply(
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
+    ) -> Float[Array, "B T N V"]:
+        """Softmax attention over the chunks of all orders (`lsh` says which keys are seen)."""
+        del params
+        options = dict(
+            causal=causal,
+            shared_qk=False,
+            attend_self_if_alone=self.attend_self_if_alone,
+            count_once=self.count_once,
+            dropout=dropout,
+            two_orders=True,
+        )
+        if not _crosses(q, k, segment_ids):
+            chunks = self._chunks.cut(q.shape[1], **options)
+        elif plan is None:
+            call = dict(causal=causal, dropout=dropout, seed=seed, shard=shard)
+            attend = flash.flash(impl=self.impl).apply
+            return attend((), q, k, v, plan=(), segment_ids=segment_ids, **call)
+        else:
+            options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
+            chunks = Chunking(q.shape[1], *self._chunks, **options)
+        impl = self._choose(q, k, v)
+        return chunked_attention(q, k, v, chunks, plan, segment_ids, seed, impl)
+
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> SortedCache:
+        del params, plan  # a plan has no hashes
+        hashes = self._hashing.start(q, k, lengths=lengths, capacity=capacity, rng=rng)
+        return SortedCache(fill_ring(k, v, lengths, capacity), hashes)
+
+    def _step(
+        self, params, q, k, v, cache: SortedCache, *, position: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 N V"], SortedCache]:
+        del params
+        memory = add_to_ring(cache.memory, k, v, position)
+        newest, capacity = position[:, None, None, None], memory.keys.shape[2]
+        advance = functools.partial(self._hashing.advance, position=position, capacity=capacity)
+        hashes, order, query_slot = advance(cache.hashes, q, k)
+        # The query sees the keys in the slots of its chunk and of the chunks around it.
+        chunk_len, n_chunks_before, n_chunks_after = self._chunks.within(capacity)
+        n_slots = (n_chunks_before + 1 + n_chunks_after) * chunk_len
+        slot = (query_slot // chunk_len - n_chunks_before) * chunk_len + arange_last(n_slots)
+        seen = jnp.take_along_axis(order, jnp.clip(slot, 0, capacity - 1), axis=-1)
+        exists = (slot >= 0) & (slot <= newest)
+        if self.count_once and seen.shape[2] > 1:
+            exists = exists & ~seen_by_earlier_hash(jnp.where(exists, seen, -1))
+        index = seen.reshape(*seen.shape[:2], -1)
+        out = attend_to(q, *memory, exists.reshape(index.shape), self.impl, index=index)
+        return out, SortedCache(memory, hashes)
+
+
+@op
+class asymmetric_lsh(SortedByHash):
     """LSH attention whose queries and keys have separate projections.
 
     It is exact attention over the union of a query's chunks, which each hash chooses. Where one
@@ -94,69 +209,29 @@ def asymmetric_lsh(
       ValueError: sizes out of range or an unknown `impl`.
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
-    factors = None if n_buckets == "auto" else bucket_factors(n_buckets)
-    hashing = CentredAngularHash(AngularHashing(factors, chunk_len, None), n_hashes, impl)
-    chunks = ChunkSizes(chunk_len, n_chunks_before, n_chunks_after)
-    return SortedSettings(hashing, chunks, count_once, attend_self_if_alone, impl).op()
 
+    chunk_len: Size = 64
+    n_hashes: HashCount = 4
+    n_buckets: Buckets = "auto"
+    n_chunks_before: ChunkCount = 1
+    n_chunks_after: ChunkCount = 1
+    count_once: bool = True
+    attend_self_if_alone: bool = True
+    impl: str = "auto"
 
-# The algorithm, of any hash.
-
-TRAITS = Traits(
-    cross=True, random_plan=True, causal_plan=False, keeps_padding_out=True, head_shards=True
-)
-
-
-class HashCodes(NamedTuple):
-    """The numbers that queries and keys are sorted by."""
-
-    queries: Int[Array, "B N R T"] | Float[Array, "B N R T"]
-    keys: Int[Array, "B N R S"] | Float[Array, "B N R S"]
-    n_codes: int  # integers are below it
-
-
-class QueryKeyHash(Protocol):
-    """How queries `[B, T, N, H]` and keys `[B, S, N, H]` are hashed."""
-
-    def codes(self, q, k, *, segment_ids, causal, rng, length, cross) -> HashCodes:
-        """Their hashes; floats only where `cross`, of two sequences."""
-        ...
-
-    def start(self, q, k, *, lengths: Int[Array, " B"], capacity: int, rng) -> Any:
-        """The decoding state after the first `lengths` positions of each row."""
-        ...
-
-    def advance(self, state, q, k, *, position: Int[Array, " B"], capacity: int) -> tuple:
-        """The state after one more position; the keys' order [B, N, R, C]; the query's slot."""
-        ...
-
-
-class SortedSettings(NamedTuple):
-    """The options of attention in chunks of queries and of keys, each sorted by a hash."""
-
-    hashing: QueryKeyHash
-    chunks: ChunkSizes
-    count_once: bool
-    attend_self_if_alone: bool
-    impl: str
-
-    def op(self) -> AttentionOp:
-        """The op with these options."""
-        check_impl(self.impl, *KERNELS)
-        return AttentionOp(
-            init=no_params,
-            plan=functools.partial(_plan, self),
-            apply=functools.partial(_apply, self),
-            traits=TRAITS,
-            init_cache=functools.partial(_init_cache, self),
-            step=functools.partial(_step, self),
-            replace_value=replace_in_memory,
+    @property
+    def _hashing(self) -> QueryKeyHash:
+        factors = None if self.n_buckets == "auto" else bucket_factors(self.n_buckets)
+        return CentredAngularHash(
+            AngularHashing(factors, self.chunk_len, None), self.n_hashes, self.impl
         )
 
+    @property
+    def _chunks(self) -> ChunkSizes:
+        return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
 
-def _choose(settings: SortedSettings, q: Array, k: Array, v: Array | None = None) -> str:
-    """The implementation of a call, whose values may not be known yet."""
-    return choose_impl(settings.impl, **kernel_obstacles(q, k, v))
+    def _check(self) -> None:
+        _ = self._hashing.hashing
 
 
 def _crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segment_ids) -> bool:
@@ -169,54 +244,6 @@ def _ratio(n_queries: int, n_keys: int) -> int:
     return max(1, round(n_queries / n_keys))
 
 
-def _plan(
-    settings: SortedSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
-) -> Order | None:
-    """The orders of queries and of keys by each hash; None where one chunk has every key."""
-    del params, train
-    chunk_len = settings.chunks.chunk_len
-    if k.shape[1] <= chunk_len:
-        return None
-    q, k = lax.stop_gradient((q, k))
-    cross, options = _crosses(q, k, segment_ids), dict(segment_ids=segment_ids, causal=causal)
-    length = length or k.shape[1]
-    codes = settings.hashing.codes(q, k, rng=rng, length=length, cross=cross, **options)
-    if cross:
-        ratio = _ratio(q.shape[1], k.shape[1])
-        return aligned_orders(codes.queries, codes.keys, segment_ids, chunk_len, ratio)
-    n_pad = -q.shape[1] % chunk_len
-    queries, keys = (
-        sort_by_bucket(x, codes.n_codes, segment_ids, n_pad).query_positions for x in codes[:2]
-    )
-    order = Order(queries, key_positions=keys)
-    return order.for_impl(_choose(settings, q, k), settings.count_once, two_orders=True)
-
-
-def _apply(
-    settings: SortedSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
-) -> Float[Array, "B T N V"]:
-    """Softmax attention over the chunks of all hashes' orders (`lsh` says which keys are seen)."""
-    del params
-    options = dict(
-        causal=causal,
-        shared_qk=False,
-        attend_self_if_alone=settings.attend_self_if_alone,
-        count_once=settings.count_once,
-        dropout=dropout,
-        two_orders=True,
-    )
-    if not _crosses(q, k, segment_ids):
-        chunks = settings.chunks.cut(q.shape[1], **options)
-    elif plan is None:
-        call = dict(segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
-        return flash.flash(impl=settings.impl).apply((), q, k, v, plan=(), **call)
-    else:
-        options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
-        chunks = Chunking(q.shape[1], *settings.chunks, **options)
-    impl = _choose(settings, q, k, v)
-    return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl)
-
-
 # Decoding. C is the capacity.
 
 
@@ -225,35 +252,6 @@ class SortedCache(NamedTuple):
 
     memory: KeyValues
     hashes: Any
-
-
-def _init_cache(
-    settings: SortedSettings, params, q, k, v, *, plan, lengths, capacity, rng
-) -> SortedCache:
-    del params, plan  # a plan has no hashes
-    hashes = settings.hashing.start(q, k, lengths=lengths, capacity=capacity, rng=rng)
-    return SortedCache(fill_ring(k, v, lengths, capacity), hashes)
-
-
-def _step(
-    settings: SortedSettings, params, q, k, v, cache: SortedCache, *, position: Int[Array, " B"]
-) -> tuple[Float[Array, "B 1 N V"], SortedCache]:
-    del params
-    memory = add_to_ring(cache.memory, k, v, position)
-    newest, capacity = position[:, None, None, None], memory.keys.shape[2]
-    advance = functools.partial(settings.hashing.advance, position=position, capacity=capacity)
-    hashes, order, query_slot = advance(cache.hashes, q, k)
-    # The query sees the keys in the slots of its chunk and of the chunks around it.
-    chunk_len, n_chunks_before, n_chunks_after = settings.chunks.within(capacity)
-    n_slots = (n_chunks_before + 1 + n_chunks_after) * chunk_len
-    slot = (query_slot // chunk_len - n_chunks_before) * chunk_len + arange_last(n_slots)
-    seen = jnp.take_along_axis(order, jnp.clip(slot, 0, capacity - 1), axis=-1)
-    exists = (slot >= 0) & (slot <= newest)
-    if settings.count_once and seen.shape[2] > 1:
-        exists = exists & ~seen_by_earlier_hash(jnp.where(exists, seen, -1))
-    index = seen.reshape(*seen.shape[:2], -1)
-    out = attend_to(q, *memory, exists.reshape(index.shape), settings.impl, index=index)
-    return out, SortedCache(memory, hashes)
 
 
 # The angular hash of queries and of centred keys.
@@ -279,14 +277,14 @@ class CentredAngularHash(NamedTuple):
     def _buckets(self, rotations, factors, *vectors) -> list[Int[Array, "B N R T"]]:
         return [hash_by(rotations, x, factors, self.impl) for x in vectors]
 
-    def codes(self, q, k, *, segment_ids, causal, rng, length, cross) -> HashCodes:
+    def codes(self, q, k, *, segment_ids, causal, rng, shard, length, cross) -> HashCodes:
         del cross
         if segment_ids is not None:
             ids = segment_pair(segment_ids)
             q, k = (tokens_only(x, of_x) for x, of_x in zip((q, k), ids, strict=True))
         keys = centred(k, segment_pair(segment_ids)[1], causal)
         factors = self.hashing.factors_for(length)
-        rotations = self.hashing.rotations_for(q, length, self.n_hashes, rng)
+        rotations = self.hashing.rotations_for(q, length, self.n_hashes, rng, shard)
         return HashCodes(*self._buckets(rotations, factors, q, keys), math.prod(factors))
 
     def start(self, q, k, *, lengths, capacity, rng) -> AsymmetricLshState:

@@ -15,57 +15,41 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable
-from types import FunctionType
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, dataclass_transform, final
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.declared import checked
+from reformax.declared import check_fields
 from reformax.ops.calls.arguments import check_arguments, checked_params
 from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.masking.given_masks import checked_mask, with_mask
 from reformax.ops.masking.masks import SegmentIds, int32_ids, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import CallArrays, placement_of
+from reformax.ops.sharding.shard import Shard
+from reformax.ops.softmax.dropout import seed_words
 
-T = TypeVar("T")
-# Option types that are safe cache keys: equality implies identity. Sequences may hold 2 or 2.0.
-_REMEMBERED = (bool, int, float, str, FunctionType, type(None))
-
-
-class Traits(NamedTuple):
-    """The properties of an algorithm. Callers ask these, never its name."""
-
-    shared_qk: bool = False  # one projection serves as query and, length-normalised, as key
-    causal: bool = True  # it can hide the future
-    bidirectional: bool = True  # it can show the future
-    cross: bool = False  # queries and keys may come from different sequences
-    bias: bool = False  # it can add a given bias to the logits
-    exact: bool = False  # it attends to every visible key
-    random_plan: bool = False  # its plan is drawn at random and needs an rng
-    causal_plan: bool = True  # in a causal call no later token changes what a position sees
-    beams: bool = False  # in beam search `step` reads a beam's past in other beams' caches
-    keeps_padding_out: bool = False  # `apply` itself ignores the arrays at padding
-    local: bool = False  # how far a position sees does not grow with the length
-    exclude_self: bool = False  # a position never sees itself
-    dropout: bool = True  # it makes attention weights, which can be dropped
-    packed: bool = True  # it tells segments apart; False: a row has one, besides padding
-    global_tokens: bool = False  # its plan reads `Tokens.global_tokens`: which tokens are global
-    lengths: bool = False  # it takes the number of a row's tokens, with padding behind them
-    grouped: bool = False  # it reads keys of fewer heads; other ops get them repeated
-    head_shards: bool = False  # it computes a shard of heads; a `Shard` takes the rng's place
-    choose_together: bool = False  # heads that share keys attend to the same of them
-    sequence_shards: bool = False  # it computes a shard of the sequence; a `Shard` names the axis
+Op = TypeVar("Op", bound="type[AttentionOp]")
 
 
-# A dataclass, because `jax.jit` keeps weak references, which a tuple has not.
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False)
+def op(algorithm: Op) -> Op:
+    """Makes a dataclass of an algorithm, an `AttentionOp`: its fields are its options.
+
+    Options are given by keyword and checked by their annotations. Sequences become tuples. Ops are
+    equal where the algorithm and all options are: numbers of one type and value, arrays and
+    functions that are the same object. An op can therefore be a static argument of `jax.jit`.
+    """
+    return dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)(algorithm)
+
+
 class AttentionOp:
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
@@ -73,65 +57,267 @@ class AttentionOp:
     stack computes `apply` again in the backward pass, with the same plan. It stores the plans,
     which are small, and no activations.
 
+    An algorithm is a subclass with the decorator `op`. It defines `_apply`, and where it has them
+    `_plan`, `init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step` and
+    `_replace_value`. The methods without an underscore call these, for which they
+
+    * let arguments and results vary along the same axes of a `jax.shard_map`,
+    * repeat keys and values for all heads of queries, unless `_grouped`,
+    * draw the seed of dropout (`softmax.dropout.seed_words`) of the arrays' part of the call,
+    * write zeros at the padding of `apply`'s arguments and result, unless `_keeps_padding_out`.
+
     Attributes:
-      init: `(rng, dims) -> params`, the algorithm's own weights: a dict of arrays, or `()`. A stack
-        maps it over the rngs of its layers by `jax.vmap`.
-      plan: `(params, q, k, *, segment_ids, causal, rng, train, length=None) -> plan`, a pytree of
-        integers through which no gradient flows. `train=False` selects the settings for evaluation.
-        Settings that depend on a length use `length` if it is given, and else the length of q. With
-        the trait `global_tokens` it also takes `global_tokens [B, T]`, None by default.
-      apply: `(params, q, k, v, *, plan, segment_ids, causal, dropout, rng) -> out`. With the trait
-        `bias` it also takes `bias`, None by default; an algorithm that has `extra_projections`
-        takes those. With the trait `lengths` it also takes `lengths [B]`, None by default:
-        each row is so many tokens of one segment and then padding, where arrays are finite.
-        `segment_ids` say the same.
-      traits: what the algorithm can do.
-      init_cache: `(params, q, k, v, *, plan, lengths, capacity, rng) -> cache`, for decoding: the
-        cache after the first `lengths` positions of each row, with room for `capacity` positions.
-        The plan is that of a causal call with `length=capacity` and the same rng. None if the
-        algorithm cannot decode. An algorithm that has `extra_projections` takes those.
-      step: `(params, q, k, v, cache, *, position) -> (out, cache)`: attention of one more position
-        of each row, `[B, 1, N, ...]`, whose number is `position [B]`. With the trait `beams` it
-        also takes `origins`, with the trait `bias` also `bias`, `(positions of keys [B, S]) ->
-        [B, N, S]`; an algorithm that has `extra_projections` takes those. As in `apply`, the
-        algorithm's `impl` decides whether kernels hash and compute a softmax of one query. None if
-        the algorithm cannot decode.
-      replace_value: `(cache, v, position) -> cache`: the cache with another value, `[B, 1, N, V]`,
-        of a position that it holds. None: it cannot.
-      extra_projections: `dims -> {name: ExtraProjection}`: further projections of the layer's
-        input, such as gates. A layer makes them, and the functions above take them as a dict,
-        `{name: [B, T, n_heads, size]}`. None: there are none.
-      reach: `causal -> Reach`, how far a position sees, whatever the length. A device that has a
-        shard of a sequence then reads its neighbours' borders alone. For an algorithm without a
-        plan and without `extra_projections`; None: there is no such distance.
-      name: the algorithm's name, for people to read; `named` sets it.
-      options: the options that differ from their defaults, as text; `named` sets it too.
+      shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
+        keys.
+      causality: "either", "only" (it cannot show the future) or "never" (it cannot hide it). Calls
+        are checked by it.
+      cross: queries and keys may come from different sequences. `CrossAttention` asks.
+      bias: it can add a given bias to the logits. Layers with a `position_bias` ask.
+      dropout: it makes attention weights, which can be dropped. Layers with a rate ask.
+      packed: it tells segments apart; False: a row has one, besides padding. Models of packed rows
+        ask.
+      plans: "no" (it sees the same keys whatever it reads), "reads" the queries and keys, or
+        "draws" at random and needs an rng. Devices skip the first; layers give the last an rng.
+      exclude_self: a position never sees itself. Layers with `next_value` ask.
+      local: how far a position sees does not grow with the length. Models with
+        `pos_type="rotary_local"` rotate its keys, and reversible stacks keep its positions.
+      global_tokens: its plan reads `Tokens.global_tokens`: which tokens are global. Layers ask.
+      shards: what devices may have a part of: () nothing, "heads" or "key heads", which are heads
+        in whole groups that share keys, and "sequence", of which a `Shard` names the axis.
+        `layers.context` asks, and calls of arrays on an explicit mesh.
+      decoding: "no", "rows", or "beams" where `step` reads a beam's past in other beams' caches.
+        `layers.Attention` asks.
     """
 
-    init: Callable[..., Any]
-    plan: Callable[..., Any]
-    apply: Callable[..., Any]
-    traits: Traits
-    init_cache: Callable[..., Any] | None = None
-    step: Callable[..., Any] | None = None
-    replace_value: Callable[..., Any] | None = None
-    extra_projections: Callable[[Dims], dict[str, ExtraProjection]] | None = None
-    reach: Callable[[bool], Reach] | None = None
-    name: str = "attention"
-    options: str = ""
+    shared_qk: bool = False
+    causality: Literal["either", "only", "never"] = "either"
+    cross: bool = False
+    bias: bool = False
+    dropout: bool = True
+    packed: bool = True
+    exclude_self: bool = False
+    local: bool = False
+    global_tokens: bool = False
+    shards: tuple[str, ...] = ()
+
+    # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
+    # `lengths [B]`, None by default: each row is so many tokens of one segment and then padding,
+    # where arrays are finite. `segment_ids` say the same. `_impls`: values of the option `impl`.
+    _grouped = False
+    _keeps_padding_out = False
+    _takes_lengths = False
+    _impls: tuple[str, ...] = ()
+
+    @property
+    def plans(self) -> Literal["no", "reads", "draws"]:
+        return "no" if type(self)._plan is AttentionOp._plan else "reads"
+
+    @property
+    def decoding(self) -> Literal["no", "rows", "beams"]:
+        return "no" if type(self)._step is AttentionOp._step else "rows"
+
+    # The options.
+
+    def __post_init__(self):
+        check_fields(self)
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _in_tuples(getattr(self, field.name)))
+        if self._impls:
+            check_impl(self.impl, *self._impls)
+        self._check()
+
+    def _check(self) -> None:
+        """Raises `ValueError` for options that exclude each other."""
+
+    @functools.cached_property
+    def _key(self) -> tuple[Any, ...]:
+        """What makes two ops equal."""
+        options = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return type(self), *map(_identity, options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionOp) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def name(self) -> str:
+        """The algorithm's name."""
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        """The call that makes the op, such as `lsh(n_hashes=2)`."""
+        options = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
+        changed = (f"{name}={_shown(x)}" for name, x, default in options if not _equal(x, default))
+        return f"{self.name}({', '.join(changed)})"
+
+    # What layers call, and `__call__`.
+
+    def init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
+        """The algorithm's own weights: a dict of arrays, or `()`.
+
+        A stack maps it over the rngs of its layers by `jax.vmap`.
+        """
+        del rng, dims
+        return ()
 
     def dims(self, q: Float[Array, "B T N H"], v: Float[Array, "B S N V"]) -> Dims:
         """The sizes of a call of these arrays, which `init` and `extra_projections` take."""
         return Dims(q.shape[2], q.shape[3], v.shape[3], q.shape[1], n_kv_heads=v.shape[2])
 
-    def extra_projections_of(self, dims: Dims) -> dict[str, ExtraProjection]:
-        """The further projections that the algorithm reads, by name."""
-        return {} if self.extra_projections is None else self.extra_projections(dims)
+    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
+        """Further projections of the layer's input that the algorithm reads, such as gates.
 
-    def __repr__(self) -> str:
-        """The call that makes the op, such as `lsh(n_hashes=2)`."""
-        return f"{self.name}({self.options})"
+        A layer makes them. `apply`, `init_cache` and `step` then take `extra_projections`, a dict,
+        `{name: [B, T, n_heads, size]}`.
+        """
+        del dims
+        return {}
 
+    def reach(self, causal: bool) -> Reach | None:
+        """How far a position sees, whatever the length; None: there is no such distance.
+
+        A device that has a shard of a sequence then reads its neighbours' borders alone. For an
+        algorithm without a plan and without `extra_projections`.
+        """
+        del causal
+        return None
+
+    @final
+    def plan(
+        self,
+        params,
+        q,
+        k,
+        *,
+        segment_ids,
+        causal,
+        rng,
+        train,
+        length=None,
+        shard: Shard | None = None,
+        **others,
+    ) -> Any:
+        """The keys that each query may see: a pytree of integers without a gradient.
+
+        Args:
+          params: the algorithm's own weights.
+          q, k: queries and keys.
+          segment_ids, causal: of the call.
+          rng: the source of hashes.
+          train: False selects the settings for evaluation.
+          length: the length that settings depend on; None: that of q.
+          shard: which part of the heads or the batch the arrays are; None: all.
+          **others: with `global_tokens` also `global_tokens [B, T]`, None by default.
+        """
+        call = dict(segment_ids=segment_ids, causal=causal, rng=rng, train=train, length=length)
+        return self._run(self._plan, params, q, k, **call, shard=shard, **others)
+
+    @final
+    def apply(
+        self, params, q, k, v, *, rng=None, seed=None, shard: Shard | None = None, **call
+    ) -> Float[Array, "B T N V"]:
+        """Attention by a plan.
+
+        Args:
+          params: the algorithm's own weights.
+          q, k, v: queries, keys and values.
+          rng: the source of dropout.
+          seed: that of dropout (`seed_words`), in place of an rng, for `_apply` of an algorithm
+            that attends by another.
+          shard: which part of the heads, the batch or the sequence the arrays are; None: all.
+          **call: `plan`, `segment_ids`, `causal`, `dropout`; `bias` where the algorithm adds it,
+            None by default, and `extra_projections` where it has those.
+        """
+        if not self._takes_lengths:
+            call.pop("lengths", None)
+        call |= dict(rng=rng, seed=seed, shard=shard)
+        return self._run(self._attend, params, q, k, v, **call)
+
+    @final
+    def init_cache(self, params, q, k, v, **call) -> Any:
+        """The cache of decoding after the first positions of each row.
+
+        Args:
+          params, q, k, v: as in `apply`.
+          **call: `lengths`, the number of these positions `[B]`; `capacity`, for which the cache
+            has room; `plan`, that of a causal call with `length=capacity`, and its `rng`;
+            `extra_projections` where the algorithm has those.
+        """
+        return self._run(self._init_cache, params, q, k, v, **call)
+
+    @final
+    def step(self, params, q, k, v, cache, **call) -> tuple[Float[Array, "B 1 N V"], Any]:
+        """Attention of one more position of each row, and the cache with it.
+
+        The algorithm's `impl` decides whether kernels hash and compute a softmax of one query.
+
+        Args:
+          params, q, k, v: as in `apply`, of one position.
+          cache: from `init_cache` or the step before.
+          **call: `position [B]`, its number; `bias` where the algorithm adds it, `(positions of
+            keys [B, S]) -> [B, N, S]`; `origins` in beam search (`decoding.cache.RingDecoding`);
+            `extra_projections` where the algorithm has those.
+        """
+        return self._run(self._step, params, q, k, v, cache, **call)
+
+    @final
+    def replace_value(self, cache, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]) -> Any:
+        """The cache with another value of a position that it holds.
+
+        For an algorithm with `exclude_self`, by which layers with `next_value` decode.
+        """
+        call = cache, v, position
+        return devices.varying_as(call, self._replace_value(*devices.varying_as(call, call)))
+
+    def _run(self, function, params, q, k, *values, **options) -> Any:
+        """`function` of arrays that vary along the same axes, with keys of all heads."""
+        call = (params, q, k, *values), options
+        (params, q, k, *values), options = devices.varying_as(call, call)
+        if not self._grouped:
+            k, *values[:1] = repeat_heads(q, k, *values[:1])
+        return devices.varying_as(call, function(params, q, k, *values, **options))
+
+    def _attend(self, params, q, k, v, *, dropout, rng, seed, shard, **call):
+        """`_apply` with the seed of dropout."""
+        if seed is None and dropout > 0.0:
+            seed = seed_words(rng, len(q), shard)
+        function = self._apply if self._keeps_padding_out else self._apply_to_tokens
+        return function(params, q, k, v, dropout=dropout, seed=seed, shard=shard, **call)
+
+    def _apply_to_tokens(
+        self, params, q, k, v, *, segment_ids, extra_projections=None, **options
+    ) -> Float[Array, "B T N V"]:
+        """`_apply` of arrays that are zeros at padding."""
+        if extra_projections is not None and segment_ids is not None:
+            extra_projections = {
+                name: tokens_only(x, segment_pair(segment_ids)[0])
+                for name, x in extra_projections.items()
+            }
+        options |= given(extra_projections=extra_projections)
+        attend = functools.partial(self._apply, params, segment_ids=segment_ids, **options)
+        return attend_to_tokens(attend, q, k, v, segment_ids)
+
+    # What an algorithm defines.
+
+    def _plan(self, params, q, k, *, segment_ids, causal, rng, shard, train, length) -> Any:
+        del params, q, k, segment_ids, causal, rng, shard, train, length
+        return ()
+
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        raise NotImplementedError(f"{self.name} has no _apply")
+
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng):
+        raise NotImplementedError(f"{self.name} cannot decode")
+
+    def _step(self, params, q, k, v, cache, *, position):
+        raise NotImplementedError(f"{self.name} cannot decode")
+
+    def _replace_value(self, cache, v, position):
+        raise NotImplementedError(f"{self.name} cannot replace a value")
+
+    @final
     def __call__(
         self,
         q: Float[Array, "B T N H"],
@@ -163,7 +349,7 @@ class AttentionOp:
             that each row is one segment besides its padding.
           mask: True where a key may be seen. `[B, S]` is of keys, for every algorithm: it becomes
             segment ids, by which the hidden keys are padding. `[B, N, T, S]` is of pairs, for an
-            algorithm with the trait `bias`; an axis of size 1 is broadcast.
+            algorithm with `bias`; an axis of size 1 is broadcast.
           bias: added to the logits after they are scaled; an axis of size 1 is broadcast.
           dropout: the rate at which attention weights are dropped.
           dropout_rate: refused above 0. flax's modules pass it, and an rng by another name;
@@ -172,7 +358,7 @@ class AttentionOp:
           train: False selects the algorithm's settings for evaluation; `dropout` is as given.
           params: the algorithm's own weights, from its `init`.
           extra_projections: the further projections that the algorithm reads, by name.
-          global_tokens: above 0 for global tokens, for an algorithm with the trait `global_tokens`.
+          global_tokens: above 0 for global tokens, for an algorithm with `global_tokens`.
 
         Returns:
           The attended values in the dtype of `v`. A row that sees nothing is zeros.
@@ -222,18 +408,20 @@ def _attend(op: AttentionOp, x: CallArrays, **settings: Any) -> Float[Array, "B 
 
 
 def _plan_and_apply(
-    op: AttentionOp, x: CallArrays, *, causal: bool, dropout: float, train: bool
+    op: AttentionOp,
+    x: CallArrays,
+    shard: Shard | None = None,
+    *,
+    causal: bool,
+    dropout: float,
+    train: bool,
 ) -> Float[Array, "B T N V"]:
     params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng = x
     segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
-    options = dict(segment_ids=segment_ids, causal=causal, rng=rng, train=train) | given(
-        global_tokens=global_tokens
-    )
-    plan = op.plan(params, q, k, **options)
-    masks = dict(plan=plan, segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
-    return op.apply(
-        params, q, k, v, **masks, **given(bias=bias, extra_projections=extra_projections)
-    )
+    masks = dict(segment_ids=segment_ids, causal=causal, rng=rng, shard=shard)
+    plan = op.plan(params, q, k, **masks, train=train, **given(global_tokens=global_tokens))
+    others = given(bias=bias, extra_projections=extra_projections)
+    return op.apply(params, q, k, v, plan=plan, dropout=dropout, **masks, **others)
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -241,109 +429,37 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
-    """Names the ops of `factory` after it, with the options that differ from its defaults.
-
-    It decorates every public function that returns an `AttentionOp`:
-
-    * Options are checked by their annotations. The same options return the same op, whose calls
-      are compiled already.
-    * `apply` reads zeros at padding and writes zeros there, whatever the arrays hold. An op with
-      the trait `keeps_padding_out` does so itself.
-    * Without the trait `grouped`, the op's functions read keys and values of all heads.
-    * Arguments and results vary along the same axes of a `jax.shard_map`.
-    """
-
-    def finish(op: AttentionOp, options: str) -> AttentionOp:
-        op = dataclasses.replace(op, name=factory.__name__, options=options)
-        if not op.traits.keeps_padding_out:
-            op = dataclasses.replace(op, apply=functools.partial(_apply_to_tokens, op.apply))
-        op = op if op.traits.grouped or op.traits.shared_qk else _of_all_heads(op)
-        return _each(_alike, op, "plan", "apply", "init_cache", "step", "replace_value")
-
-    return described(factory, finish)
+def _in_tuples(value: Any) -> Any:
+    """The value, with tuples in place of other sequences."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return tuple(map(_in_tuples, value))
+    return value
 
 
-def described(factory: Callable[..., T], finish: Callable[[T, str], T]) -> Callable[..., T]:
-    """`factory` with its options checked, and the same result for the same options.
-
-    Args:
-      factory: a function of options.
-      finish: `(result, options) -> result`: takes the options that differ from the defaults as
-        text, such as "n_hashes=2".
-    """
-    signature, made = inspect.signature(factory), checked(factory)
-
-    def make(*args, **options) -> T:
-        result = made(*args, **options)
-        given = signature.bind(*args, **options).arguments
-        changed = [
-            f"{name}={_shown(value)}"
-            for name, value in given.items()
-            if not _equal(value, signature.parameters[name].default)
-        ]
-        return finish(result, ", ".join(changed))
-
-    # Typed, because True equals 1.
-    remembered = functools.lru_cache(maxsize=256, typed=True)(make)
-
-    @functools.wraps(factory)
-    def call(*args, **options) -> T:
-        plain = all(isinstance(x, _REMEMBERED) for x in (*args, *options.values()))
-        return (remembered if plain else make)(*args, **options)
-
-    call.__signature__ = signature  # inspect.getfullargspec reads it
-    return call
+def _identity(value: Any) -> Any:
+    """What is equal for the values of an option that are one to a compiled program."""
+    if isinstance(value, tuple):
+        return tuple(map(_identity, value))
+    if value is None or isinstance(value, bool | int | float | str | np.generic):
+        return type(value), repr(value)  # True is not 1, 2 is not 2.0, 0.0 is not -0.0
+    return value if isinstance(value, AttentionOp) else _Same(value)
 
 
-def _of_all_heads(op: AttentionOp) -> AttentionOp:
-    """`op` whose functions may be given keys and values of fewer heads, which they repeat."""
+class _Same:
+    """An array or a function, equal to itself alone."""
 
-    def whole(function):
-        def call(params, q, k, *others, **options):
-            k, *v = repeat_heads(q, k, *others[:1])
-            return function(params, q, k, *v, *others[1:], **options)
+    def __init__(self, value: Any):
+        self._value = value
 
-        return call
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
 
-    return _each(whole, op, "plan", "apply", "init_cache", "step")
-
-
-def _alike(function):
-    """`function`, whose arguments and results vary along the same axes of a `jax.shard_map`."""
-
-    def call(*arrays, **options):
-        everything = arrays, options
-        arrays, options = devices.varying_as(everything, everything)
-        return devices.varying_as(everything, function(*arrays, **options))
-
-    return call
-
-
-def _each(wrapped: Callable[[Callable], Callable], op: AttentionOp, *names: str) -> AttentionOp:
-    """`op` with some of its functions wrapped; it may lack some."""
-    functions = {name: getattr(op, name) for name in names}
-    return dataclasses.replace(
-        op, **{name: f and functools.wraps(f)(wrapped(f)) for name, f in functions.items()}
-    )
-
-
-def _apply_to_tokens(
-    apply, params, q, k, v, *, segment_ids, extra_projections=None, **options
-) -> Float[Array, "B T N V"]:
-    """`AttentionOp.apply` of arrays that are zeros at padding."""
-    if extra_projections is not None and segment_ids is not None:
-        extra_projections = {
-            name: tokens_only(x, segment_pair(segment_ids)[0])
-            for name, x in extra_projections.items()
-        }
-    options |= given(extra_projections=extra_projections)
-    attend = functools.partial(apply, params, segment_ids=segment_ids, **options)
-    return attend_to_tokens(attend, q, k, v, segment_ids)
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 def _equal(value: Any, default: Any) -> bool:
-    plain = isinstance(value, bool | int | float | str | tuple | list)
+    plain = isinstance(value, bool | int | float | str | tuple)
     return value is default or (plain and value == default)
 
 
@@ -352,15 +468,3 @@ def _shown(value: Any) -> str:
     if getattr(value, "shape", ()):
         return f"{value.dtype}{list(value.shape)}"
     return getattr(value, "__name__", None) or repr(value)
-
-
-def no_params(rng: PRNGKeyArray, dims: Dims) -> tuple[()]:
-    """`AttentionOp.init` of an algorithm that has no weights of its own."""
-    del rng, dims
-    return ()
-
-
-def no_plan(params, q, k, *, segment_ids, causal, rng, train, length=None) -> tuple[()]:
-    """`AttentionOp.plan` of an algorithm that sees the same keys whatever it reads."""
-    del params, q, k, segment_ids, causal, rng, train, length
-    return ()

@@ -12,14 +12,15 @@ diagonal of any pattern.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Annotated
 
 import numpy as np
 from jaxtyping import Bool
 
-from reformax.declared import Bounds, Count, SettingError, Size
-from reformax.ops.base import described
+from reformax.declared import Bounds, Count, SettingError, Size, checked
 
 Mask = Bool[np.ndarray, "n_blocks_q n_blocks_k"] | Bool[np.ndarray, "N n_blocks_q n_blocks_k"]
 Pattern = Callable[[int, int], Mask]
@@ -28,13 +29,25 @@ Factors = Annotated[int, Bounds(1, 31)]
 
 
 def _named(factory: Callable[..., Pattern]) -> Callable[..., Pattern]:
-    """Names patterns by their call, for an op's repr, and checks the options."""
+    """Checks the options of a pattern, and names it by its call, for an op's repr.
 
-    def finish(pattern: Pattern, options: str) -> Pattern:
-        pattern.__name__ = f"{factory.__name__}({options})"
+    The same options make the same function, so that ops of it are equal.
+    """
+    signature = inspect.signature(factory)
+
+    @functools.lru_cache(maxsize=256, typed=True)  # True is not 1
+    def make(**options) -> Pattern:
+        pattern = factory(**options)
+        defaults = signature.parameters
+        changed = (f"{x}={value!r}" for x, value in options.items() if value != defaults[x].default)
+        pattern.__name__ = f"{factory.__name__}({', '.join(changed)})"
         return pattern
 
-    return described(factory, finish)
+    @functools.wraps(factory)
+    def call(*args, **options) -> Pattern:
+        return make(**signature.bind(*args, **options).arguments)
+
+    return checked(call)
 
 
 @_named

@@ -7,18 +7,18 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import check_impl, choose_impl
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import compute_by
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import visibility
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.softmax.reference import reference_attention
 
 
-@named
-def dense(*, impl: str = "auto") -> AttentionOp:
+@op
+class dense(RingDecoding, AttentionOp):
     """Attention of each query to every visible key.
 
     Args:
@@ -31,39 +31,46 @@ def dense(*, impl: str = "auto") -> AttentionOp:
       ValueError: an unknown `impl`.
       NotImplementedError: at the call, when `impl="cudnn"` is asked for what it cannot do.
     """
-    check_impl(impl, "cudnn")
-    return AttentionOp(
-        init=no_params,
-        plan=no_plan,
-        apply=functools.partial(_apply, impl=impl),
-        traits=Traits(
-            cross=True,
-            bias=True,
-            exact=True,
-            beams=True,
-            keeps_padding_out=True,
-            lengths=True,
-            grouped=True,
-            head_shards=True,
-        ),
-        **full_decoding(impl),
-    )
 
+    impl: str = "auto"
 
-def _apply(
-    params, q, k, v, *, plan, segment_ids, causal, dropout, rng, impl, bias=None, lengths=None
-):
-    del params, plan
-    if (
-        choose_impl(impl, cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths))
-        == "cudnn"
+    cross = True
+    bias = True
+    shards = ("heads",)
+    _grouped = True
+    _keeps_padding_out = True
+    _takes_lengths = True
+    _impls = ("cudnn",)
+
+    def _apply(
+        self,
+        params,
+        q,
+        k,
+        v,
+        *,
+        plan,
+        segment_ids,
+        causal,
+        dropout,
+        seed,
+        shard,
+        bias=None,
+        lengths=None,
     ):
-        return cudnn_attention(q, k, v, causal=causal, lengths=lengths)
-    k, v = repeat_heads(q, k, v)
+        del params, plan
+        obstacle = cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths)
 
-    @jax.checkpoint
-    def attend(bias, q, k, v) -> Float[Array, "B T N V"]:
-        mask = visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
-        return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, rng=rng)
+        def in_cudnn() -> Float[Array, "B T N V"]:
+            return cudnn_attention(q, k, v, causal=causal, lengths=lengths)
 
-    return attend_to_tokens(functools.partial(attend, bias), q, k, v, segment_ids)
+        @jax.checkpoint
+        def attend(bias, q, k, v) -> Float[Array, "B T N V"]:
+            mask = visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
+            return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, seed=seed)
+
+        def in_arrays() -> Float[Array, "B T N V"]:
+            arrays = q, *repeat_heads(q, k, v)
+            return attend_to_tokens(functools.partial(attend, bias), *arrays, segment_ids)
+
+        return compute_by(self.impl, {"cudnn": (obstacle, in_cudnn), "xla": (None, in_arrays)})

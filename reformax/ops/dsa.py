@@ -32,13 +32,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import NonNegative, Size, Width
-from reformax.ops.base import AttentionOp, Traits, named
+from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import (
     KERNELS,
     MAX_HEAD_SIZE,
-    check_impl,
-    choose_impl,
+    KernelObstacles,
+    compute_by,
     kernel_obstacles,
 )
 from reformax.ops.decoding.cache import (
@@ -54,7 +54,7 @@ from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.block_lists import FullLayout
-from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
 
 # The indexer clips its inputs to this magnitude. A score is a product of three inputs.
@@ -63,32 +63,8 @@ MAX_INPUT = 1e9
 MAX_PAIRS = 2**36
 
 
-class DsaSettings(NamedTuple):
-    """The options of `dsa`, which documents them."""
-
-    top_k: int
-    n_index_heads: int
-    d_index: int
-    index_loss: float
-    impl: str
-
-    def choose(self, q: Array, k: Array, v: Array | None) -> str:
-        """The implementation of a call."""
-        n_pairs = q.shape[0] * q.shape[1] ** 2
-        above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MAX_PAIRS)}
-        above = {name: n for name, (n, most) in above.items() if n > most}
-        return choose_impl(self.impl, **kernel_obstacles(q, k, v, **above))
-
-
-@named
-def dsa(
-    *,
-    top_k: Size = 2048,
-    n_index_heads: Width = 4,
-    d_index: Width = 64,
-    index_loss: NonNegative = 1.0,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class dsa(AttentionOp):
     """Attention to the positions with the indexer's highest scores, the same for all heads.
 
     It is dense attention where `top_k` is at least the length. The indexer's loss is then that of
@@ -107,38 +83,147 @@ def dsa(
         several devices, add up; Adam is invariant to the factor.
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
         Ampere or later, heads and index heads of 128 or less and at most 2^36 pairs of tokens,
-        which take a bit of memory each. `"pallas_interpret"` runs them anywhere, slowly, for tests.
-        `"auto"` takes them where they compute the same function.
+        which take a bit of memory each. `"auto"` takes them where they compute the same function.
 
     Raises:
       ValueError: a size below 1, a factor below 0, an unknown `impl`.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
-    settings = DsaSettings(**locals())
-    return AttentionOp(
-        init=functools.partial(_init, settings),
-        plan=functools.partial(_plan, settings),
-        apply=functools.partial(_apply, settings),
-        traits=Traits(),
-        init_cache=functools.partial(_init_cache, settings),
-        step=functools.partial(_step, settings),
-        replace_value=replace_in_memory,
-    )
 
+    top_k: Size = 2048
+    n_index_heads: Width = 4
+    d_index: Width = 64
+    index_loss: NonNegative = 1.0
+    impl: str = "auto"
 
-def _init(settings: DsaSettings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
-    n_heads, size, n_index, d_index = dims.n_heads, dims.d_qk, *settings[1:3]
-    rng, rng_weight = jax.random.split(rng)
-    key = jax.random.normal(rng, (n_heads, size, d_index)) / math.sqrt(d_index)
-    head, index = jnp.arange(n_heads)[:, None], jnp.arange(n_index)[None]
-    shares_key = (head % n_index == index) | (index % n_heads == head)  # [N, J]
-    weight = jax.random.normal(rng_weight, (n_heads, size, n_index))
-    return {
-        "query": jnp.where(shares_key[:, None, :, None], key[:, :, None], 0),
-        "key": key,
-        "weight": 0.1 * weight / math.sqrt(n_heads * size),
-    }
+    _impls = KERNELS
+    _replace_value = staticmethod(replace_in_memory)
+
+    def _obstacles(self, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+        """The obstacles of the kernels."""
+        n_pairs = q.shape[0] * q.shape[1] ** 2
+        above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MAX_PAIRS)}
+        above = {name: n for name, (n, most) in above.items() if n > most}
+        return kernel_obstacles(q, k, v, **above)
+
+    def init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+        n_heads, size, n_index, d_index = dims.n_heads, dims.d_qk, self.n_index_heads, self.d_index
+        rng, rng_weight = jax.random.split(rng)
+        key = jax.random.normal(rng, (n_heads, size, d_index)) / math.sqrt(d_index)
+        head, index = jnp.arange(n_heads)[:, None], jnp.arange(n_index)[None]
+        shares_key = (head % n_index == index) | (index % n_heads == head)  # [N, J]
+        weight = jax.random.normal(rng_weight, (n_heads, size, n_index))
+        return {
+            "query": jnp.where(shares_key[:, None, :, None], key[:, :, None], 0),
+            "key": key,
+            "weight": 0.1 * weight / math.sqrt(n_heads * size),
+        }
+
+    def _best_positions(
+        self, scores: Float[Array, "B Q S"], allowed: Bool[Array, "B Q S"]
+    ) -> Int[Array, "B Q K"]:
+        """The positions with the highest scores among the `allowed` ones; -1 is none."""
+        n_best = min(self.top_k, scores.shape[-1])
+        best, position = lax.top_k(jnp.where(allowed, scores, -jnp.inf), n_best)
+        return jnp.where(best > -jnp.inf, position, -1).astype(jnp.int32)
+
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
+    ) -> Int[Array, "B T K"]:
+        """The positions that each query sees; the kernel returns them in order."""
+        del rng, shard, train, length
+        ids, n = ids_or_ones(segment_ids, q), q.shape[1]
+        index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
+
+        def in_kernels(interpret: bool) -> Int[Array, "B T K"]:
+            from reformax.ops.kernels.triton import indexer as kernel
+
+            masks = None if segment_ids is None else ids
+            return kernel.choose_positions(
+                min(self.top_k, n), causal, interpret, *index, keys, masks
+            )
+
+        def best(queries, weights, query_ids, position):
+            allowed = _visible(causal, ids, query_ids, position)
+            return self._best_positions(_scores(IndexQueries(queries, weights), keys), allowed)
+
+        def in_arrays() -> Int[Array, "B T K"]:
+            chosen = by_chunks(best, (self.n_index_heads + 1) * n, *index, ids, positions(n))
+            return join_chunks(chosen, n)
+
+        obstacles = self._obstacles(q, k, None)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
+
+    # Attention.
+
+    def _apply(
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
+    ) -> Float[Array, "B T N V"]:
+        length = q.shape[1]
+        ids = ids_or_ones(segment_ids, q)
+        index, index_keys = _index_queries(params, q), _index_keys(params, k)
+        n_tokens = devices.total(jnp.sum(ids != 0), row_axes_of(shard))
+        factor = self.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
+
+        def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
+            from reformax.ops.kernels.triton import dsa as kernel
+
+            layout = FullLayout(length, length, causal, dropout)
+            masks = None if segment_ids is None else ids
+            arrays = q, k, v, kernel.IndexerArrays(*index, index_keys), factor, plan, masks, seed
+            return kernel.attend(layout, interpret, *arrays)
+
+        call = q, k, v, index, index_keys, factor, plan, ids, causal, dropout, seed
+        in_arrays = functools.partial(self._in_arrays, *call)
+        obstacles = self._obstacles(q, k, v)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
+
+    def _in_arrays(
+        self, q, k, v, index, index_keys, factor, plan, ids, causal, dropout, seed
+    ) -> Float[Array, "B T N V"]:
+        """The attention and the indexer's loss in array operations."""
+        n_batch, length, n_heads, _ = q.shape
+        batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
+
+        @jax.checkpoint  # the gradient computes the logits again instead of keeping them
+        def attend(q, chosen, query_ids, position, *index):
+            mask = _is_chosen(chosen, length) & _visible(causal, ids, query_ids, position)
+            logits = product("bqnh,bsnh->bnqs", q, k, q.dtype) / math.sqrt(q.shape[-1])
+            weights = masked_softmax(logits, mask[:, None])
+            dropped_weights = weights
+            if seed is not None:
+                query = position[:, None, :, None]
+                key = jnp.arange(length, dtype=jnp.int32)[None, None, None]
+                kept = dropout_mask(seed, dropout, batch, head, query, key)
+                dropped_weights = weights * kept.astype(weights.dtype)
+            out = product("bnqs,bsnv->bqnv", dropped_weights, v, v.dtype)
+            mean_weights = lax.stop_gradient(weights).mean(axis=1)
+            scores = _scores(IndexQueries(*index), index_keys)
+            scores = scores / math.sqrt(self.n_index_heads * self.d_index)
+            return out, _divergence(scores, mean_weights, mask)
+
+        arrays = q, plan, ids, positions(length), *index
+        n_seen = (n_heads + self.n_index_heads + 1) * length
+        out, losses = by_chunks(attend, n_seen, *arrays)
+        return with_loss(join_chunks(out, length).astype(v.dtype), factor * losses.sum())
+
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> DsaCache:
+        del plan, rng
+        index = jnp.pad(_index_keys(params, k), ((0, 0), (0, capacity - q.shape[1]), (0, 0)))
+        return DsaCache(fill_ring(k, v, lengths, capacity), index)
+
+    def _step(self, params, q, k, v, cache: DsaCache, *, position: Int[Array, " B"]):
+        memory = add_to_ring(cache.memory, k, v, position)
+        row = jnp.arange(q.shape[0])
+        index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
+        scores = _scores(_index_queries(params, q), index)
+        allowed = jnp.arange(index.shape[1])[None, None] <= position[:, None, None]
+        chosen = self._best_positions(scores, allowed)  # [B, 1, K]
+        at = jnp.maximum(chosen, 0)[..., None]
+        keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
+        return attend_to(q, keys, values, chosen >= 0, self.impl), DsaCache(memory, index)
 
 
 # The indexer
@@ -174,86 +259,11 @@ def _scores(index: IndexQueries, keys: Float[Array, "B S D"]) -> Float[Array, "B
     return jnp.einsum("bqjs,bqj->bqs", products, index.weights)
 
 
-def _best_positions(
-    settings: DsaSettings, scores: Float[Array, "B Q S"], allowed: Bool[Array, "B Q S"]
-) -> Int[Array, "B Q K"]:
-    """The positions with the highest scores among the `allowed` ones; -1 is none."""
-    n_best = min(settings.top_k, scores.shape[-1])
-    best, position = lax.top_k(jnp.where(allowed, scores, -jnp.inf), n_best)
-    return jnp.where(best > -jnp.inf, position, -1).astype(jnp.int32)
-
-
 def _visible(causal: bool, ids: Int[Array, "#B S"], query_ids, position) -> Bool[Array, "B Q S"]:
     """Which keys the queries of a chunk may see, by causality and segment."""
     allowed = (ids[:, None] == query_ids[..., None]) & (ids != 0)[:, None]
     later = jnp.arange(ids.shape[1])[None, None] > position[..., None]
     return allowed & ~later if causal else allowed
-
-
-def _plan(
-    settings: DsaSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
-) -> Int[Array, "B T K"]:
-    """The positions that each query sees; the kernel returns them in order."""
-    del rng, train, length
-    ids, n = ids_or_ones(segment_ids, q), q.shape[1]
-    index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
-    impl = settings.choose(q, k, None)
-    if impl != "xla":
-        from reformax.ops.kernels.triton import indexer as kernel
-
-        sizes = min(settings.top_k, n), causal, impl == "pallas_interpret"
-        return kernel.choose_positions(*sizes, *index, keys, None if segment_ids is None else ids)
-
-    def best(queries, weights, query_ids, position):
-        allowed = _visible(causal, ids, query_ids, position)
-        return _best_positions(settings, _scores(IndexQueries(queries, weights), keys), allowed)
-
-    chosen = by_chunks(best, (settings.n_index_heads + 1) * n, *index, ids, positions(n))
-    return join_chunks(chosen, n)
-
-
-# Attention
-
-
-def _apply(
-    settings: DsaSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
-) -> Float[Array, "B T N V"]:
-    n_batch, length, n_heads, _ = q.shape
-    ids = ids_or_ones(segment_ids, q)
-    index, index_keys = _index_queries(params, q), _index_keys(params, k)
-    n_tokens = devices.total(jnp.sum(ids != 0), row_axes_of(rng))
-    factor = settings.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
-    impl = settings.choose(q, k, v)
-    if impl != "xla":
-        from reformax.ops.kernels.triton import dsa as kernel
-
-        layout = FullLayout(length, length, causal, dropout)
-        index, ids = kernel.IndexerArrays(*index, index_keys), None if segment_ids is None else ids
-        inputs = q, k, v, index, factor, plan, ids, rng
-        return kernel.attend(layout, impl == "pallas_interpret", *inputs)
-    seed = seed_words(rng, n_batch) if dropout > 0.0 else None
-    batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
-
-    @jax.checkpoint  # the gradient computes the logits again instead of keeping them
-    def attend(q, chosen, query_ids, position, *index):
-        mask = _is_chosen(chosen, length) & _visible(causal, ids, query_ids, position)
-        logits = product("bqnh,bsnh->bnqs", q, k, q.dtype) / math.sqrt(q.shape[-1])
-        weights = masked_softmax(logits, mask[:, None])
-        dropped_weights = weights
-        if seed is not None:
-            query = position[:, None, :, None]
-            address = batch, head, query, jnp.arange(length, dtype=jnp.int32)[None, None, None]
-            dropped_weights = weights * dropout_mask(seed, dropout, *address).astype(weights.dtype)
-        out = product("bnqs,bsnv->bqnv", dropped_weights, v, v.dtype)
-        mean_weights = lax.stop_gradient(weights).mean(axis=1)
-        scores = _scores(IndexQueries(*index), index_keys)
-        scores = scores / math.sqrt(settings.n_index_heads * settings.d_index)
-        return out, _divergence(scores, mean_weights, mask)
-
-    arrays = q, plan, ids, positions(length), *index
-    n_seen = (n_heads + settings.n_index_heads + 1) * length
-    out, losses = by_chunks(attend, n_seen, *arrays)
-    return with_loss(join_chunks(out, length).astype(v.dtype), factor * losses.sum())
 
 
 def _is_chosen(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:
@@ -286,23 +296,3 @@ class DsaCache(NamedTuple):
 
     memory: KeyValues
     index: Float[Array, "B C D"]
-
-
-def _init_cache(
-    settings: DsaSettings, params, q, k, v, *, plan, lengths, capacity, rng
-) -> DsaCache:
-    del settings, plan, rng
-    index = jnp.pad(_index_keys(params, k), ((0, 0), (0, capacity - q.shape[1]), (0, 0)))
-    return DsaCache(fill_ring(k, v, lengths, capacity), index)
-
-
-def _step(settings: DsaSettings, params, q, k, v, cache: DsaCache, *, position: Int[Array, " B"]):
-    memory = add_to_ring(cache.memory, k, v, position)
-    row = jnp.arange(q.shape[0])
-    index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
-    scores = _scores(_index_queries(params, q), index)
-    allowed = jnp.arange(index.shape[1])[None, None] <= position[:, None, None]
-    chosen = _best_positions(settings, scores, allowed)  # [B, 1, K]
-    at = jnp.maximum(chosen, 0)[..., None]
-    keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
-    return attend_to(q, keys, values, chosen >= 0, settings.impl), DsaCache(memory, index)

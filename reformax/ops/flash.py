@@ -9,7 +9,6 @@ and in any tiling.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Annotated, NamedTuple
 
@@ -17,13 +16,18 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.declared import Bounds, Size
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import (
+    INTERPRETED,
+    KERNELS,
+    choose_impl,
+    compute_by,
+    kernel_obstacles,
+)
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
-from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax import ring, tiles
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -32,14 +36,8 @@ from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
 
 
-@named
-def flash(
-    *,
-    query_block_size: Size | None = None,
-    key_block_size: Size | None = None,
-    scale: Scale | None = None,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class flash(RingDecoding, AttentionOp):
     """Attention of each query to every visible key, in memory linear in the length.
 
     Args:
@@ -50,69 +48,82 @@ def flash(
         and bfloat16 without bias, dropout and segments, except for padding behind rows, with the
         `lengths` of a layer (`Tokens.right_padded`). `"pallas"` is the kernel of block-sparse
         attention with every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
-        without bias and `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it
-        anywhere, slowly, for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes
-        the call.
+        without bias and `scale`. It skips tiles that segments hide. `"auto"` takes the first of
+        cuDNN, Pallas and XLA that computes the call.
 
     Raises:
       ValueError: a size below 1, a scale out of range, an unknown `impl`.
       NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
-    check_impl(impl, "cudnn", *KERNELS)
 
-    sizes = query_block_size, key_block_size
-    return AttentionOp(
-        init=no_params,
-        plan=no_plan,
-        apply=functools.partial(_apply, (sizes, scale, impl)),
-        traits=Traits(
-            cross=True,
-            bias=True,
-            exact=True,
-            beams=True,
-            keeps_padding_out=True,
-            lengths=True,
-            grouped=True,
-            head_shards=True,
-            sequence_shards=impl != "cudnn",
-        ),
-        **full_decoding(impl, scale=scale),
-    )
+    query_block_size: Size | None = None
+    key_block_size: Size | None = None
+    scale: Scale | None = None
+    impl: str = "auto"
 
+    cross = True
+    bias = True
+    _grouped = True
+    _keeps_padding_out = True
+    _takes_lengths = True
+    _impls = ("cudnn", *KERNELS)
 
-def _apply(
-    settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, bias=None, lengths=None
-):
-    del params, plan
-    block_sizes, scale, impl = settings
-    if isinstance(rng, Shard) and rng.axis is not None:
-        impl = choose_impl(impl, **kernel_obstacles(q, k, v, scale=scale))
-        pieces = _FlashPieces(block_sizes, scale, dropout, impl)
-        return ring.attend(pieces, causal, q, k, v, segment_pair(segment_ids), rng)
-    bias_shape = None if bias is None else bias.shape
-    impl = choose_impl(
-        impl,
-        cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths),
-        **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
-    )
-    n_queries, n_keys = q.shape[1], k.shape[1]
-    if impl == "cudnn":
-        return cudnn_attention(q, k, v, causal=causal, scale=scale, lengths=lengths)
-    k, v = repeat_heads(q, k, v)
-    if impl != "xla":
-        from reformax.ops.kernels.triton import block_sparse as kernel
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return ("heads",) if self.impl == "cudnn" else ("heads", "sequence")
 
-        layout = FullLayout(n_queries, n_keys, causal, dropout)
-        interpret = impl == "pallas_interpret"
-        return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), rng)[0]
-    tiling = _tiling(block_sizes, scale, dropout, causal, q, k)
-    every = tiles.every_tile(tiling, n_queries, n_keys)
+    def _apply(
+        self,
+        params,
+        q,
+        k,
+        v,
+        *,
+        plan,
+        segment_ids,
+        causal,
+        dropout,
+        seed,
+        shard,
+        bias=None,
+        lengths=None,
+    ):
+        del params, plan
+        block_sizes = self.query_block_size, self.key_block_size
+        if shard is not None and shard.axis is not None:
+            impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, scale=self.scale))
+            pieces = _FlashPieces(block_sizes, self.scale, dropout, impl)
+            ids = segment_pair(segment_ids)
+            return ring.attend(pieces, causal, q, k, v, ids, shard.axis, seed)
 
-    def attend(q, k, v):
-        x = tiles.inputs(q, k, v, bias, segment_ids, dropout, rng)
-        return tiles.attend(tiles.forward, tiling, x, every)
+        def in_cudnn() -> Float[Array, "B T N V"]:
+            return cudnn_attention(q, k, v, causal=causal, scale=self.scale, lengths=lengths)
 
-    return attend_to_tokens(attend, q, k, v, segment_ids)
+        def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
+            from reformax.ops.kernels.triton import block_sparse as kernel
+
+            layout = FullLayout(q.shape[1], k.shape[1], causal, dropout)
+            arrays = q, *repeat_heads(q, k, v)
+            return kernel.attend(layout, interpret, *arrays, segment_pair(segment_ids), seed)[0]
+
+        def in_arrays() -> Float[Array, "B T N V"]:
+            arrays = q, *repeat_heads(q, k, v)
+            tiling = _tiling(block_sizes, self.scale, dropout, causal, q, k)
+            every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
+
+            def attend(q, k, v):
+                x = tiles.inputs(q, k, v, bias, segment_ids, seed)
+                return tiles.attend(tiles.forward, tiling, x, every)
+
+            return attend_to_tokens(attend, *arrays, segment_ids)
+
+        bias_shape = None if bias is None else bias.shape
+        implementations = {
+            "cudnn": (cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths), in_cudnn),
+            "pallas": (kernel_obstacles(q, k, v, bias=bias_shape, scale=self.scale), in_kernels),
+            "xla": (None, in_arrays),
+        }
+        return compute_by(self.impl, implementations)
 
 
 def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Tiling:
@@ -137,25 +148,25 @@ class _FlashPieces(NamedTuple):
     def unit(self, size: int) -> float:
         return 1.0 if self.impl == "xla" else 1 / math.sqrt(size)
 
-    def forward(self, causal, q, k, v, segment_ids, shard):
+    def forward(self, causal, q, k, v, segment_ids, seed):
         k, v = repeat_heads(q, k, v)
         if self.impl != "xla":
             kernel, layout, interpret = self._kernel(causal, q, k)
-            return kernel.forward(layout, q, k, v, segment_ids, shard, interpret=interpret)
+            return kernel.forward(layout, q, k, v, segment_ids, seed, interpret=interpret)
         tiling = _tiling(*self[:3], causal, q, k)
-        x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard)
+        x = tiles.inputs(q, k, v, None, segment_ids, seed)
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
         return tuple(tiles.forward(tiling, x, every.by_query))
 
-    def backward(self, causal, q, k, v, segment_ids, shard, results, d_out):
+    def backward(self, causal, q, k, v, segment_ids, seed, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
         if self.impl != "xla":
             kernel, layout, interpret = self._kernel(causal, q, k)
-            arrays = q, k, v, segment_ids, shard, *results, d_out
+            arrays = q, k, v, segment_ids, seed, *results, d_out
             dq, *of_keys = kernel.backward(layout, *arrays, interpret=interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
-            x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard)
+            x = tiles.inputs(q, k, v, None, segment_ids, seed)
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
             found = tiles.backward(tiling, x, every.by_key, tiles.TiledResults(*results), d_out)
             dq, *of_keys = found[:3]
@@ -165,7 +176,7 @@ class _FlashPieces(NamedTuple):
         from reformax.ops.kernels.triton import block_sparse as kernel
 
         layout = FullLayout(q.shape[1], k.shape[1], causal, self.dropout)
-        return kernel, layout, self.impl == "pallas_interpret"
+        return kernel, layout, self.impl == INTERPRETED
 
 
 def default_block_size(q: Float[Array, "B T N H"]) -> int:

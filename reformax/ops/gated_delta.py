@@ -12,40 +12,31 @@ first, as in the paper (sec. 3.4).
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from reformax.declared import Size, Width
-from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
+    Recurrence,
     Span,
-    layer_output,
     output_params,
     output_projections,
-    recurrent,
     scaled,
 )
 from reformax.ops.recurrence.short_convolution import conv_params
 
 
-@named
-def gated_delta(
-    *,
-    normalized: bool = True,
-    gated: bool = False,
-    memory: Span | None = None,
-    conv_size: Width | None = None,
-    chunk_len: Size = 64,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class gated_delta(Recurrence, AttentionOp):
     """Gated DeltaNet's attention.
 
     Extra projections: `beta [N, 1]`, `keep [N, 1]`; with `gated` also `output_gate [N, V]`.
@@ -66,43 +57,44 @@ def gated_delta(
       NotImplementedError: at the call, with dropout, because no attention weights are made; when a
         kernel is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
 
-    def extra_projections(dims):
+    normalized: bool = True
+    gated: bool = False
+    memory: Span | None = None
+    conv_size: Width | None = None
+    chunk_len: Size = 64
+    impl: str = "auto"
+
+    causality = "only"
+    _impls = KERNELS
+
+    def extra_projections(self, dims) -> dict[str, ExtraProjection]:
         one = ExtraProjection(dims.n_heads, 1)
-        return {"beta": one, "keep": one} | output_projections(gated, dims)
+        return {"beta": one, "keep": one} | output_projections(self.gated, dims)
 
-    return AttentionOp(
-        init=functools.partial(_init, normalized, memory, conv_size),
-        plan=no_plan,
-        traits=Traits(bidirectional=False, dropout=False, head_shards=True),
-        extra_projections=extra_projections,
-        **recurrent(_inputs, layer_output, chunk_len, impl),
-    )
+    def init(self, rng, dims) -> dict[str, Array]:
+        """Heads begin with rates from 1 to 16 and steps of 0.001 to 0.1, as in Mamba 2.
 
+        With `memory` the step is `1 / (memory * rate)`: a head decays by `1 / memory` a position.
+        """
+        rate_rng, step_rng = jax.random.split(rng)
+        shape = (dims.n_heads,)
+        rate = jax.random.uniform(rate_rng, shape, minval=1.0, maxval=16.0)
+        least, most = math.log(1e-3), math.log(0.1)
+        step = jnp.exp(jax.random.uniform(step_rng, shape, minval=least, maxval=most))
+        if self.memory is not None:
+            step = 1 / (self.memory * rate)
+        bias = step + jnp.log(-jnp.expm1(-step))  # softplus(bias) = step, where `keep` is 0
+        weights = {"rate": jnp.log(rate), "bias": bias} | output_params(self.normalized, dims)
+        return weights | conv_params(self.conv_size, jax.random.fold_in(rng, 2), dims)
 
-def _init(normalized: bool, memory: float | None, conv_size: int | None, rng, dims):
-    """Heads begin with rates from 1 to 16 and steps of 0.001 to 0.1, as Mamba 2's do.
-
-    With `memory` the step is `1 / (memory * rate)`: a head decays by `1 / memory` in a position.
-    """
-    rate_rng, step_rng = jax.random.split(rng)
-    shape = (dims.n_heads,)
-    rate = jax.random.uniform(rate_rng, shape, minval=1.0, maxval=16.0)
-    least, most = math.log(1e-3), math.log(0.1)
-    step = jnp.exp(jax.random.uniform(step_rng, shape, minval=least, maxval=most))
-    if memory is not None:
-        step = 1 / (memory * rate)
-    bias = step + jnp.log(-jnp.expm1(-step))  # softplus(bias) = step, where `keep` is 0
-    weights = {"rate": jnp.log(rate), "bias": bias} | output_params(normalized, dims)
-    return weights | conv_params(conv_size, jax.random.fold_in(rng, 2), dims)
-
-
-def _inputs(params, q, k, v, extra_projections) -> RecurrenceInputs:
-    dtype = accum_dtype(q.dtype)
-    rate, bias = (params[name].astype(dtype)[None, None, :, None] for name in ("rate", "bias"))
-    log_decay = jnp.exp(rate) * jax.nn.log_sigmoid(extra_projections["keep"].astype(dtype) - bias)
-    beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
-    size = q.shape[-1]
-    q, k = (length_normalize(x.astype(dtype), 1e-6 / size) * size**-0.5 for x in (q, k))
-    return RecurrenceInputs(scaled(q.astype(v.dtype)), k.astype(v.dtype), v, log_decay, beta)
+    def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
+        dtype = accum_dtype(q.dtype)
+        rate, bias = (params[name].astype(dtype)[None, None, :, None] for name in ("rate", "bias"))
+        log_decay = jnp.exp(rate) * jax.nn.log_sigmoid(
+            extra_projections["keep"].astype(dtype) - bias
+        )
+        beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
+        size = q.shape[-1]
+        q, k = (length_normalize(x.astype(dtype), 1e-6 / size) * size**-0.5 for x in (q, k))
+        return RecurrenceInputs(scaled(q.astype(v.dtype)), k.astype(v.dtype), v, log_decay, beta)

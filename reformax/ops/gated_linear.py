@@ -8,40 +8,30 @@ this file has one projection.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from reformax.declared import Size, Width
-from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
+    Recurrence,
     Span,
-    layer_output,
     output_params,
     output_projections,
-    recurrent,
     scaled,
 )
 from reformax.ops.recurrence.short_convolution import conv_params
 
 
-@named
-def gated_linear(
-    *,
-    normalized: bool = True,
-    gated: bool = True,
-    temperature: Span = 16.0,
-    memory: Span | None = None,
-    conv_size: Width | None = None,
-    chunk_len: Size = 64,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class gated_linear(Recurrence, AttentionOp):
     """Linear attention with a decay for each feature of the keys.
 
     Extra projections: `gate [N, H]`; with `gated` also `output_gate [N, V]`. Weights: `bias [N,
@@ -62,27 +52,30 @@ def gated_linear(
       NotImplementedError: at the call, with dropout, because no attention weights are made; when a
         kernel is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
 
-    def init(rng, dims):
-        lost = math.log(2) if memory is None else temperature / memory
+    normalized: bool = True
+    gated: bool = True
+    temperature: Span = 16.0
+    memory: Span | None = None
+    conv_size: Width | None = None
+    chunk_len: Size = 64
+    impl: str = "auto"
+
+    causality = "only"
+    _impls = KERNELS
+
+    def init(self, rng, dims) -> dict[str, Array]:
+        lost = math.log(2) if self.memory is None else self.temperature / self.memory
         bias = -(lost + math.log(-math.expm1(-lost)))  # log_sigmoid(bias) = -lost
         weights = {"bias": jnp.full((dims.n_heads, dims.d_qk), bias, float)}
-        return weights | output_params(normalized, dims) | conv_params(conv_size, rng, dims)
+        conv = conv_params(self.conv_size, rng, dims)
+        return weights | output_params(self.normalized, dims) | conv
 
-    def extra_projections(dims):
-        return {"gate": ExtraProjection(dims.n_heads, dims.d_qk)} | output_projections(gated, dims)
+    def extra_projections(self, dims) -> dict[str, ExtraProjection]:
+        gate = {"gate": ExtraProjection(dims.n_heads, dims.d_qk)}
+        return gate | output_projections(self.gated, dims)
 
-    return AttentionOp(
-        init=init,
-        plan=no_plan,
-        traits=Traits(bidirectional=False, dropout=False, head_shards=True),
-        extra_projections=extra_projections,
-        **recurrent(functools.partial(_inputs, temperature), layer_output, chunk_len, impl),
-    )
-
-
-def _inputs(temperature: float, params, q, k, v, extra_projections) -> RecurrenceInputs:
-    dtype = accum_dtype(q.dtype)
-    gate = extra_projections["gate"].astype(dtype) + params["bias"].astype(dtype)[None, None]
-    return RecurrenceInputs(scaled(q), k, v, jax.nn.log_sigmoid(gate) / temperature, None)
+    def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
+        dtype = accum_dtype(q.dtype)
+        gate = extra_projections["gate"].astype(dtype) + params["bias"].astype(dtype)[None, None]
+        return RecurrenceInputs(scaled(q), k, v, jax.nn.log_sigmoid(gate) / self.temperature, None)

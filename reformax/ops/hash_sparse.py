@@ -11,7 +11,6 @@ Letters besides those of `reformax.ops.base`: X examples with their heads, B N o
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Annotated, NamedTuple
 
@@ -20,8 +19,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError
-from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     SharedByBatch,
@@ -36,27 +35,12 @@ from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import tiles
 from reformax.ops.softmax.block_lists import SortedLayout
-from reformax.ops.softmax.dropout import dropped_self_values, seed_words
+from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.orders import inverse_permutation
 
 Buckets = Annotated[int, Bounds(2, MAX_FACTOR)]
 # Queries, and keys, of a tile. A larger tile has more pairs of different buckets.
 TILE = 128
-
-
-class HashSparseSettings(NamedTuple):
-    """The options of `hash_sparse`, which documents them."""
-
-    n_buckets: int
-    shared_qk: bool
-    attend_self_if_alone: bool
-    impl: str
-
-    def check(self) -> None:
-        """Raises `SettingError` for an odd number of buckets and an unknown `impl`."""
-        check_impl(self.impl, *KERNELS)
-        if self.n_buckets % 2:
-            raise SettingError(f"n_buckets is {self.n_buckets}: expected an even number")
 
 
 class HashSparsePlan(NamedTuple):
@@ -71,14 +55,8 @@ class HashSparsePlan(NamedTuple):
         return self.queries if self.keys is None else self.keys
 
 
-@named
-def hash_sparse(
-    *,
-    n_buckets: Buckets = 16,
-    shared_qk: bool = False,
-    attend_self_if_alone: bool = True,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class hash_sparse(AttentionOp):
     """Exact attention to the keys of a query's bucket.
 
     Buckets come from angular hashing (Andoni et al. 2015), with one hash for each head. It depends
@@ -91,85 +69,114 @@ def hash_sparse(
         position then sees itself only if it sees nothing else.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
         its output zeros.
-      impl: `"xla"` runs everywhere, in array operations, head by head. `"pallas"` is the
-        kernel of block-sparse attention, and one that hashes, for NVIDIA GPUs of Ampere or later
-        and heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests.
-        `"auto"` takes them where they compute the same function.
+      impl: `"xla"` runs everywhere, in array operations, head by head. `"pallas"` is the kernel of
+        block-sparse attention, and one that hashes, for NVIDIA GPUs of Ampere or later and heads of
+        128 or less. `"auto"` takes them where they compute the same function.
 
     Raises:
       ValueError: a number of buckets that is odd or out of range, an unknown `impl`.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
-    settings = HashSparseSettings(**locals())
-    settings.check()
-    return AttentionOp(
-        init=no_params,
-        plan=functools.partial(_plan, settings),
-        apply=functools.partial(_apply, settings),
-        traits=Traits(
-            shared_qk=shared_qk,
-            exclude_self=shared_qk and not attend_self_if_alone,
-            random_plan=True,
-            head_shards=True,
-        ),
-        init_cache=functools.partial(_init_cache, settings),
-        step=functools.partial(_step, settings),
-        replace_value=replace_in_memory,
-    )
 
+    n_buckets: Buckets = 16
+    shared_qk: bool = False
+    attend_self_if_alone: bool = True
+    impl: str = "auto"
 
-def _buckets(
-    settings: HashSparseSettings, rotations, x: Float[Array, "B T N H"]
-) -> Int[Array, "B N T"]:
-    return hash_by(rotations, x, (settings.n_buckets,), settings.impl)[:, :, 0]
+    plans = "draws"
+    shards = ("heads",)
+    _impls = KERNELS
+    _replace_value = staticmethod(replace_in_memory)
 
+    @property
+    def exclude_self(self) -> bool:
+        return self.shared_qk and not self.attend_self_if_alone
 
-def _plan(
-    settings: HashSparseSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
-) -> HashSparsePlan:
-    """Both orders by segment, bucket and position."""
-    del params, causal, train, length
-    rotations = draw_rotations(q, (settings.n_buckets,), 1, rng)
+    def _check(self) -> None:
+        """Raises `SettingError` for an odd number of buckets and an unknown `impl`."""
+        if self.n_buckets % 2:
+            raise SettingError(f"n_buckets is {self.n_buckets}: expected an even number")
 
-    def order(x: Float[Array, "B T N H"]) -> SortedSequence:
-        buckets = _buckets(settings, rotations, lax.stop_gradient(x))
-        return sorted_groups.sort(buckets, settings.n_buckets, segment_ids)
+    def _buckets(self, rotations, x: Float[Array, "B T N H"]) -> Int[Array, "B N T"]:
+        return hash_by(rotations, x, (self.n_buckets,), self.impl)[:, :, 0]
 
-    return HashSparsePlan(order(q), None if settings.shared_qk else order(k))
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
+    ) -> HashSparsePlan:
+        """Both orders by segment, bucket and position."""
+        del params, causal, train, length
+        rotations = draw_rotations(q, (self.n_buckets,), 1, rng, shard)
 
+        def order(x: Float[Array, "B T N H"]) -> SortedSequence:
+            buckets = self._buckets(rotations, lax.stop_gradient(x))
+            return sorted_groups.sort(buckets, self.n_buckets, segment_ids)
 
-def _apply(
-    settings: HashSparseSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
-) -> Float[Array, "B T N V"]:
-    del params, segment_ids  # groups of the plan tell segments apart
-    n_batch, length, n_heads, _ = q.shape
-    k = length_normalize(q) if settings.shared_qk else k
-    queries, keys = plan.queries, plan.key_order
-    seed = seed_words(rng, n_batch) if dropout > 0.0 else None
-    sides = (q, queries), (k, keys), (v, keys)
-    x = [_in_order(x, order) for x, order in sides]
-    flat = queries.folded(), keys.folded()
-    exclude_self = settings.shared_qk
-    impl = choose_impl(settings.impl, **kernel_obstacles(q, k, v))
-    if impl == "xla":
-        out = _in_arrays(*x, *flat, causal, exclude_self, dropout, n_heads, seed)
-    else:
-        from reformax.ops.kernels.triton import block_sparse as kernel
+        return HashSparsePlan(order(q), None if self.shared_qk else order(k))
 
-        layout = SortedLayout(
-            length, length, causal, dropout, exclude_self=exclude_self, n_folded=n_heads
+    def _apply(
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
+    ) -> Float[Array, "B T N V"]:
+        del params, segment_ids  # groups of the plan tell segments apart
+        n_batch, length, n_heads, _ = q.shape
+        k = length_normalize(q) if self.shared_qk else k
+        queries, keys = plan.queries, plan.key_order
+        sides = (q, queries), (k, keys), (v, keys)
+        x = [_in_order(x, order) for x, order in sides]
+        flat = queries.folded(), keys.folded()
+        exclude_self = self.shared_qk
+
+        def in_arrays() -> Float[Array, "X T 1 V"]:
+            return _in_arrays(*x, *flat, causal, exclude_self, dropout, n_heads, seed)
+
+        def in_kernels(interpret: bool) -> Float[Array, "X T 1 V"]:
+            from reformax.ops.kernels.triton import block_sparse as kernel
+
+            layout = SortedLayout(
+                length, length, causal, dropout, exclude_self=exclude_self, n_folded=n_heads
+            )
+            groups = *(y.group for y in flat), *(y.position for y in flat)
+            return kernel.attend(layout, interpret, *x, groups, seed)[0]
+
+        obstacles = kernel_obstacles(q, k, v)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        out = compute_by(self.impl, implementations)
+        out = out.reshape(n_batch, n_heads, length, -1)
+        slot = inverse_permutation(queries.position)
+        out = jnp.take_along_axis(out, slot[..., None], axis=2, mode="promise_in_bounds")
+        out = jnp.swapaxes(out, 1, 2)
+        if not self.attend_self_if_alone:
+            return out
+        alone = sorted_groups.sees_no_key(queries, plan.keys, causal)
+        alone = jnp.swapaxes(jnp.take_along_axis(alone, slot, axis=2), 1, 2)
+        return jnp.where(alone[..., None], dropped_self_values(v, dropout, seed), out)
+
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> HashSparseCache:
+        del params, plan  # only orders, which decoding does not use
+        rotations = draw_rotations(q, (self.n_buckets,), 1, rng)
+        buckets = self._buckets(rotations, q if self.shared_qk else k)
+        keys = length_normalize(q) if self.shared_qk else k
+        return HashSparseCache(
+            fill_ring(keys, v, lengths, capacity),
+            jnp.pad(buckets, ((0, 0), (0, 0), (0, capacity - q.shape[1]))),
+            SharedByBatch(rotations),
         )
-        groups = *(y.group for y in flat), *(y.position for y in flat)
-        out, _ = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
-    out = out.reshape(n_batch, n_heads, length, -1)
-    slot = inverse_permutation(queries.position)
-    out = jnp.take_along_axis(out, slot[..., None], axis=2, mode="promise_in_bounds")
-    out = jnp.swapaxes(out, 1, 2)
-    if not settings.attend_self_if_alone:
-        return out
-    alone = sorted_groups.sees_no_key(queries, plan.keys, causal)
-    alone = jnp.swapaxes(jnp.take_along_axis(alone, slot, axis=2), 1, 2)
-    return jnp.where(alone[..., None], dropped_self_values(v, dropout, seed), out)
+
+    def _step(
+        self, params, q, k, v, cache: HashSparseCache, *, position: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 N V"], HashSparseCache]:
+        del params
+        memory, buckets, (rotations,) = cache
+        query_bucket = self._buckets(rotations, q)
+        key_bucket = query_bucket if self.shared_qk else self._buckets(rotations, k)
+        keys = length_normalize(q) if self.shared_qk else k
+        memory = add_to_ring(memory, keys, v, position)
+        buckets = buckets.at[jnp.arange(q.shape[0]), :, position].set(key_bucket[..., 0])
+        key = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
+        newest = position[:, None, None]
+        mask = (buckets == query_bucket) & (key < newest if self.shared_qk else key <= newest)
+        alone = v if self.attend_self_if_alone else None
+        out = attend_to(q, *memory, mask, self.impl, alone)
+        return out, HashSparseCache(memory, buckets, SharedByBatch(rotations))
 
 
 def _in_arrays(
@@ -217,42 +224,3 @@ class HashSparseCache(NamedTuple):
     memory: KeyValues
     buckets: Int[Array, "B N C"]
     rotations: SharedByBatch  # [N, H, 1, F]
-
-
-def _init_cache(
-    settings: HashSparseSettings, params, q, k, v, *, plan, lengths, capacity, rng
-) -> HashSparseCache:
-    del params, plan  # only orders, which decoding does not use
-    rotations = draw_rotations(q, (settings.n_buckets,), 1, rng)
-    buckets = _buckets(settings, rotations, q if settings.shared_qk else k)
-    keys = length_normalize(q) if settings.shared_qk else k
-    return HashSparseCache(
-        fill_ring(keys, v, lengths, capacity),
-        jnp.pad(buckets, ((0, 0), (0, 0), (0, capacity - q.shape[1]))),
-        SharedByBatch(rotations),
-    )
-
-
-def _step(
-    settings: HashSparseSettings,
-    params,
-    q,
-    k,
-    v,
-    cache: HashSparseCache,
-    *,
-    position: Int[Array, " B"],
-) -> tuple[Float[Array, "B 1 N V"], HashSparseCache]:
-    del params
-    memory, buckets, (rotations,) = cache
-    query_bucket = _buckets(settings, rotations, q)
-    key_bucket = query_bucket if settings.shared_qk else _buckets(settings, rotations, k)
-    keys = length_normalize(q) if settings.shared_qk else k
-    memory = add_to_ring(memory, keys, v, position)
-    buckets = buckets.at[jnp.arange(q.shape[0]), :, position].set(key_bucket[..., 0])
-    key = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
-    newest = position[:, None, None]
-    mask = (buckets == query_bucket) & (key < newest if settings.shared_qk else key <= newest)
-    alone = v if settings.attend_self_if_alone else None
-    out = attend_to(q, *memory, mask, settings.impl, alone)
-    return out, HashSparseCache(memory, buckets, SharedByBatch(rotations))

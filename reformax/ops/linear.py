@@ -11,26 +11,24 @@ memory are O(T).
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.declared import Size, Width
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import quotient, with_ones
-from reformax.ops.recurrence.op_functions import recurrent
+from reformax.ops.recurrence.op_functions import Recurrence
 from reformax.ops.recurrence.recurrence import bidirectional
 from reformax.ops.recurrence.short_convolution import conv_params
 
 
-@named
-def linear(
-    *, conv_size: Width | None = None, chunk_len: Size = 64, impl: str = "auto"
-) -> AttentionOp:
+@op
+class linear(Recurrence, AttentionOp):
     """Attention with the weights `(elu(q) + 1) . (elu(k) + 1)`, divided by their sum.
 
     A row whose weights sum up to less than 1e-18 is zeros.
@@ -41,41 +39,42 @@ def linear(
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later, with
-        chunks of 64; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes
-        them where they can compute the call. Attention that is not causal has no recurrence: its
-        sums are products of matrices, whatever `impl` is.
+        chunks of 64. `"auto"` takes them where they can compute the call. Attention that is not
+        causal has no recurrence: its sums are products of matrices, whatever `impl` is.
 
     Raises:
       ValueError: chunk_len below 1, an unknown `impl`.
       NotImplementedError: at the call, with dropout, because no attention weights are made; when a
         kernel is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
-    functions = recurrent(_inputs, None, chunk_len, impl)
-    causal_apply = functions.pop("apply")
-    return AttentionOp(
-        init=no_params if conv_size is None else functools.partial(conv_params, conv_size),
-        plan=no_plan,
-        apply=functools.partial(_apply, causal_apply, chunk_len),
-        traits=Traits(bidirectional=conv_size is None, dropout=False, head_shards=True),
-        **functions,
-    )
 
+    conv_size: Width | None = None
+    chunk_len: Size = 64
+    impl: str = "auto"
 
-def _apply(
-    causal_apply, chunk_len: int, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
-):
-    if causal:
-        options = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
-        return causal_apply(params, q, k, v, segment_ids=segment_ids, **options)
-    x = _inputs(params, q, k, v)
-    sums = bidirectional(x.q, x.k, with_ones(x.v), segment_ids=segment_ids, chunk_len=chunk_len)
-    return quotient(sums).astype(v.dtype)
+    _means = True
+    _impls = KERNELS
 
+    @property
+    def causality(self) -> str:
+        return "either" if self.conv_size is None else "only"
 
-def _inputs(params, q, k, v, extra_projections=None) -> RecurrenceInputs:
-    del params, extra_projections
-    return RecurrenceInputs(_features(q), _features(k), v, None, None)
+    def init(self, rng, dims) -> Any:
+        return () if self.conv_size is None else conv_params(self.conv_size, rng, dims)
+
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        if causal:
+            options = dict(plan=plan, causal=causal, dropout=dropout, seed=seed, shard=shard)
+            return super()._apply(params, q, k, v, segment_ids=segment_ids, **options)
+        x = self._inputs(params, q, k, v)
+        sums = bidirectional(
+            x.q, x.k, with_ones(x.v), segment_ids=segment_ids, chunk_len=self.chunk_len
+        )
+        return quotient(sums).astype(v.dtype)
+
+    def _inputs(self, params, q, k, v, extra_projections=None) -> RecurrenceInputs:
+        del params, extra_projections
+        return RecurrenceInputs(_features(q), _features(k), v, None, None)
 
 
 def _features(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:

@@ -10,7 +10,6 @@ attention can neither hide the future nor tell packed sequences apart. Time is O
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Annotated, Literal
 
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from reformax.declared import Bounds, SettingError, Width
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.ops import flash
-from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims
 from reformax.ops.numerics.precision import product
 from reformax.ops.sharding.shard import of_heads
@@ -28,14 +27,8 @@ from reformax.ops.sharding.shard import of_heads
 Longest = Annotated[int, Bounds(1, 2**24)]
 
 
-@named
-def linformer(
-    *,
-    n_projected: Width = 256,
-    share: Literal["none", "heads", "values"] = "heads",
-    max_length: Longest | None = None,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class linformer(AttentionOp):
     """Attention to `n_projected` learned mixtures of the keys and of the values.
 
     Weights: `e` and `f`, `[L, k]` for all heads; `[N, L, k]` with `share="none"`; `e` alone with
@@ -54,32 +47,36 @@ def linformer(
         than L.
       NotImplementedError: at the call, with `causal=True` or several segments in a row.
     """
-    return AttentionOp(
-        init=functools.partial(_init, n_projected=n_projected, share=share, max_length=max_length),
-        plan=no_plan,
-        apply=functools.partial(_apply, attend=flash.flash(impl=impl).apply),
-        traits=Traits(causal=False, packed=False, head_shards=True),
-    )
 
+    n_projected: Width = 256
+    share: Literal["none", "heads", "values"] = "heads"
+    max_length: Longest | None = None
+    impl: str = "auto"
 
-def _init(rng: PRNGKeyArray, dims: Dims, *, n_projected, share, max_length):
-    """E and F with entries of variance 1 / k, as in the proof of theorem 2."""
-    shape = (max_length or dims.length, n_projected)
-    shape = (dims.n_heads, *shape) if share == "none" else shape
-    names = ("e",) if share == "values" else ("e", "f")
-    return {
-        name: jax.random.normal(weight_rng, shape) / math.sqrt(n_projected)
-        for name, weight_rng in zip(names, jax.random.split(rng, len(names)), strict=True)
-    }
+    causality = "never"
+    packed = False
+    shards = ("heads",)
 
+    def _check(self) -> None:
+        flash.flash(impl=self.impl)
 
-def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend):
-    del segment_ids  # `base.named` makes padding zeros, before and after
-    if params["e"].ndim == 3:
-        params = {name: of_heads(x, rng, q.shape[2]) for name, x in params.items()}
-    keys, values = _projected(k, params["e"]), _projected(v, params.get("f", params["e"]))
-    masks = dict(plan=plan, segment_ids=None, causal=causal, dropout=dropout, rng=rng)
-    return attend((), q, keys, values, **masks)
+    def init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+        """E and F with entries of variance 1 / k, as in the proof of theorem 2."""
+        shape = (self.max_length or dims.length, self.n_projected)
+        shape = (dims.n_heads, *shape) if self.share == "none" else shape
+        names = ("e",) if self.share == "values" else ("e", "f")
+        return {
+            name: jax.random.normal(weight_rng, shape) / math.sqrt(self.n_projected)
+            for name, weight_rng in zip(names, jax.random.split(rng, len(names)), strict=True)
+        }
+
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        del segment_ids  # `AttentionOp.apply` makes padding zeros, before and after
+        if params["e"].ndim == 3:
+            params = {name: of_heads(x, shard, q.shape[2]) for name, x in params.items()}
+        keys, values = _projected(k, params["e"]), _projected(v, params.get("f", params["e"]))
+        call = dict(plan=plan, causal=causal, dropout=dropout, seed=seed, shard=shard)
+        return flash.flash(impl=self.impl).apply((), q, keys, values, segment_ids=None, **call)
 
 
 def _projected(

@@ -6,16 +6,13 @@ Time and memory are linear in the length. With `window` it is exact sliding-wind
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import jax.numpy as jnp
 
 from reformax.declared import SettingError, Size
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import ring_decoding
+from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.hashing import circle
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.softmax.chunked import chunked_attention
@@ -25,74 +22,8 @@ from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, PadChunks
 _FARTHEST = 2**30  # positions are below it
 
 
-class LocalSettings(NamedTuple):
-    """The options of `local`, which documents them."""
-
-    chunk_len: int
-    n_chunks_before: int
-    n_chunks_after: int
-    window: int | None
-    shared_qk: bool
-    wrap: bool
-    pad_chunks: int
-    self_score: float | None
-    impl: str
-
-    @property
-    def chunks(self) -> ChunkSizes:
-        """The sizes of chunks."""
-        return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
-
-    @property
-    def reach(self) -> int:
-        """The number of chunks on either side that the window reaches into."""
-        return 0 if self.window is None else -(-(self.window - 1) // self.chunk_len)
-
-    def reaches(self, causal: bool) -> Reach:
-        """How far a position sees."""
-        if self.window is not None:
-            return Reach(self.window - 1, 0 if causal else self.window - 1)
-        before, after = (self.chunk_len * n for n in (self.n_chunks_before, self.n_chunks_after))
-        # If not causal, a position also sees the rest of its own chunk.
-        behind = 0 if causal else after + self.chunk_len - 1
-        return Reach(before, behind, self.chunk_len)
-
-    def n_slots(self, capacity: int) -> int:
-        """The number of positions that decoding holds."""
-        return min(self.window or (self.n_chunks_before + 1) * self.chunk_len, capacity)
-
-    def first_key(self, position):
-        """The first position that a query at `position` sees in decoding."""
-        before = min(self.n_chunks_before * self.chunk_len, _FARTHEST)
-        chunk = position // self.chunk_len * self.chunk_len - before
-        return chunk if self.window is None else jnp.maximum(chunk, position - self.window + 1)
-
-    def check(self) -> None:
-        """Raises `ValueError` for sizes out of range and options that exclude each other."""
-        check_impl(self.impl, "cudnn", *KERNELS)
-        if self.wrap and self.window is not None:
-            raise SettingError(f"wrap is True and window is {self.window}: leave one out")
-        if self.reach > self.n_chunks_before:
-            raise SettingError(
-                f"window is {self.window}: expected at most "
-                f"{self.n_chunks_before * self.chunk_len + 1} with chunk_len={self.chunk_len}; "
-                f"raise n_chunks_before to {self.reach}"
-            )
-
-
-@named
-def local(
-    *,
-    chunk_len: Size = 64,
-    n_chunks_before: ChunkCount = 1,
-    n_chunks_after: ChunkCount = 0,
-    window: Size | None = None,
-    shared_qk: bool = False,
-    wrap: bool = False,
-    pad_chunks: PadChunks = 1,
-    self_score: float | None = None,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class local(RingDecoding, AttentionOp):
     """Attention within a position's own chunk and its neighbours.
 
     The first chunk has no chunk before it, unless `wrap` is set.
@@ -112,57 +43,102 @@ def local(
       self_score: as in `lsh.lsh`. It matters only with `shared_qk` and `wrap`, where a position's
         own key is twice among its chunks.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, without `wrap`; `"pallas_interpret"` runs it anywhere, slowly, for
-        tests. `"cudnn"` is NVIDIA's own, for causal attention with a `window` under the conditions
-        of `dense.dense`. `"auto"` takes cuDNN or the kernel where they compute the same function.
+        heads of 128 or less, without `wrap`. `"cudnn"` is NVIDIA's own, for causal attention with a
+        `window` under the conditions of `dense.dense`. `"auto"` takes cuDNN or the kernel where
+        they compute the same function.
 
     Raises:
       ValueError: sizes out of range, a window that the chunks cannot hold, an unknown `impl`.
       NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
-    settings = LocalSettings(**locals())
-    settings.check()
-    decoding = ring_decoding(shared_qk, settings.n_slots, settings.first_key, impl)
-    return AttentionOp(
-        init=no_params,
-        plan=no_plan,
-        apply=functools.partial(_apply, settings),
-        traits=Traits(
-            shared_qk=shared_qk,
-            beams=not wrap,
-            keeps_padding_out=True,
-            local=True,
-            grouped=not shared_qk,
-            head_shards=True,
-        ),
-        reach=None if wrap else settings.reaches,
-        **({} if wrap else decoding),
-    )
 
+    chunk_len: Size = 64
+    n_chunks_before: ChunkCount = 1
+    n_chunks_after: ChunkCount = 0
+    window: Size | None = None
+    shared_qk: bool = False
+    wrap: bool = False
+    pad_chunks: PadChunks = 1
+    self_score: float | None = None
+    impl: str = "auto"
 
-def _apply(settings: LocalSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
-    del params, plan
-    window, shared_qk = settings.window, settings.shared_qk
-    if not causal and settings.reach > settings.n_chunks_after:
-        raise SettingError(
-            f"window is {window} and causal=False, but n_chunks_after is "
-            f"{settings.n_chunks_after}: raise it to {settings.reach}"
-        )
-    not_for_cudnn = f"window={window}, shared_qk={shared_qk}, causal={causal}"
-    if window is not None and not shared_qk and causal:
-        not_for_cudnn = cudnn_obstacle(q, k, v, segment_ids, dropout)
-    obstacles = kernel_obstacles(q, k, v, wrap=settings.wrap)
-    impl = choose_impl(settings.impl, cudnn=not_for_cudnn, **obstacles)
-    if impl == "cudnn":
-        return cudnn_attention(q, k, v, causal=True, window=window)
-    k, v = repeat_heads(q, k, v)
-    sizes, (n_batch, length, n_heads) = settings.chunks, q.shape[:3]
-    order = self_weight = None
-    if settings.wrap and length > settings.chunk_len:
-        n_slots = length + -length % (settings.chunk_len * settings.pad_chunks)
-        order = circle.sequence_in_a_circle(n_batch, n_heads, n_slots, sizes)
-        if settings.self_score is not None:
-            self_weight = circle.self_weight(settings.self_score, order, sizes)
-    options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=dropout)
-    chunks = sizes.cut(length, circle=settings.wrap, **options)
-    return chunked_attention(q, k, v, chunks, order, segment_ids, rng, impl, self_weight)
+    shards = ("heads",)
+    local = True
+    _keeps_padding_out = True
+    _impls = ("cudnn", *KERNELS)
+
+    @property
+    def _grouped(self) -> bool:
+        return not self.shared_qk
+
+    @property
+    def decoding(self) -> str:
+        return "no" if self.wrap else "beams"
+
+    @property
+    def _chunks(self) -> ChunkSizes:
+        """The sizes of chunks."""
+        return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
+
+    @property
+    def _chunks_reached(self) -> int:
+        """The number of chunks on either side that the window reaches into."""
+        return 0 if self.window is None else -(-(self.window - 1) // self.chunk_len)
+
+    def reach(self, causal: bool) -> Reach | None:
+        if self.wrap:
+            return None
+        if self.window is not None:
+            return Reach(self.window - 1, 0 if causal else self.window - 1)
+        before, after = (self.chunk_len * n for n in (self.n_chunks_before, self.n_chunks_after))
+        # If not causal, a position also sees the rest of its own chunk.
+        behind = 0 if causal else after + self.chunk_len - 1
+        return Reach(before, behind, self.chunk_len)
+
+    def _n_slots(self, capacity: int) -> int:
+        """The number of positions that decoding holds."""
+        return min(self.window or (self.n_chunks_before + 1) * self.chunk_len, capacity)
+
+    def _first_key(self, position):
+        """The first position that a query at `position` sees in decoding."""
+        before = min(self.n_chunks_before * self.chunk_len, _FARTHEST)
+        chunk = position // self.chunk_len * self.chunk_len - before
+        return chunk if self.window is None else jnp.maximum(chunk, position - self.window + 1)
+
+    def _check(self) -> None:
+        """Raises `ValueError` for sizes out of range and options that exclude each other."""
+        if self.wrap and self.window is not None:
+            raise SettingError(f"wrap is True and window is {self.window}: leave one out")
+        if self._chunks_reached > self.n_chunks_before:
+            raise SettingError(
+                f"window is {self.window}: expected at most "
+                f"{self.n_chunks_before * self.chunk_len + 1} with chunk_len={self.chunk_len}; "
+                f"raise n_chunks_before to {self._chunks_reached}"
+            )
+
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        del params, plan
+        window, shared_qk = self.window, self.shared_qk
+        if not causal and self._chunks_reached > self.n_chunks_after:
+            raise SettingError(
+                f"window is {window} and causal=False, but n_chunks_after is "
+                f"{self.n_chunks_after}: raise it to {self._chunks_reached}"
+            )
+        not_for_cudnn = f"window={window}, shared_qk={shared_qk}, causal={causal}"
+        if window is not None and not shared_qk and causal:
+            not_for_cudnn = cudnn_obstacle(q, k, v, segment_ids, dropout)
+        obstacles = kernel_obstacles(q, k, v, wrap=self.wrap)
+        impl = choose_impl(self.impl, cudnn=not_for_cudnn, pallas=obstacles)
+        if impl == "cudnn":
+            return cudnn_attention(q, k, v, causal=True, window=window)
+        k, v = repeat_heads(q, k, v)
+        sizes, (n_batch, length, n_heads) = self._chunks, q.shape[:3]
+        order = self_weight = None
+        if self.wrap and length > self.chunk_len:
+            n_slots = length + -length % (self.chunk_len * self.pad_chunks)
+            order = circle.sequence_in_a_circle(n_batch, n_heads, n_slots, sizes)
+            if self.self_score is not None:
+                self_weight = circle.self_weight(self.self_score, order, sizes)
+        options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=dropout)
+        chunks = sizes.cut(length, circle=self.wrap, **options)
+        return chunked_attention(q, k, v, chunks, order, segment_ids, seed, impl, self_weight)

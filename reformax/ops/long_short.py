@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Bounds, Size
-from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -36,22 +36,12 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 from reformax.ops.sharding.shard import of_heads
-from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds, scaled_logits
 from reformax.ops.softmax.online import masked_softmax
 
 Rank = Annotated[int, Bounds(0, 2**16)]
 # Queries and keys whose logits are in memory at a time.
 LOGITS_AT_A_TIME = 2**28
-
-
-class LongShortSettings(NamedTuple):
-    """The options of `long_short`, which documents them."""
-
-    window: int
-    rank: int
-    chunk_len: int
-    dual_norm: bool
 
 
 class Mixtures(NamedTuple):
@@ -69,10 +59,8 @@ class LongShortCache(NamedTuple):
     mixtures: KeyValues
 
 
-@named
-def long_short(
-    *, window: Size = 128, rank: Rank = 8, chunk_len: Size = 128, dual_norm: bool = True
-) -> AttentionOp:
+@op
+class long_short(AttentionOp):
     """Attention to a window and to learned summaries of the sequence.
 
     A summary mixes all tokens of its chunk, so packed sequences are refused. Without `rank` and
@@ -94,62 +82,200 @@ def long_short(
       ValueError: a size out of range.
       NotImplementedError: at the call, with several segments in a row.
     """
-    settings = LongShortSettings(window, rank, chunk_len, dual_norm)
-    return AttentionOp(
-        init=functools.partial(_init, settings),
-        plan=no_plan,
-        apply=functools.partial(_apply, settings),
-        traits=Traits(packed=False, local=rank == 0, head_shards=True),
-        init_cache=functools.partial(_init_cache, settings),
-        step=functools.partial(_step, settings),
-    )
 
+    window: Size = 128
+    rank: Rank = 8
+    chunk_len: Size = 128
+    dual_norm: bool = True
 
-def _init(settings: LongShortSettings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
-    n, h, v = dims.n_heads, dims.d_qk, dims.d_v
-    params = {}
-    if settings.rank:
-        params["projection"] = jax.random.normal(rng, (n, h, settings.rank)) / math.sqrt(h)
-    if settings.dual_norm:
-        one = jnp.array([1.0, 0.0])[:, None, None]
-        for kind in ("near", "far") if settings.rank else ("near",):
-            params[f"{kind}_keys_norm"] = jnp.broadcast_to(one, (2, n, h))
-            params[f"{kind}_values_norm"] = jnp.broadcast_to(one, (2, n, v))
-    return params
+    packed = False
+    shards = ("heads",)
 
+    @property
+    def local(self) -> bool:
+        return self.rank == 0
 
-def _apply(
-    settings: LongShortSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
-):
-    del plan
-    seed = seed_words(rng, len(q)) if dropout else None
-    params = {
-        name: of_heads(x, rng, q.shape[2], axis=0 if name == "projection" else 1)
-        for name, x in params.items()
-    }
+    def init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+        n, h, v = dims.n_heads, dims.d_qk, dims.d_v
+        params = {}
+        if self.rank:
+            params["projection"] = jax.random.normal(rng, (n, h, self.rank)) / math.sqrt(h)
+        if self.dual_norm:
+            one = jnp.array([1.0, 0.0])[:, None, None]
+            for kind in ("near", "far") if self.rank else ("near",):
+                params[f"{kind}_keys_norm"] = jnp.broadcast_to(one, (2, n, h))
+                params[f"{kind}_values_norm"] = jnp.broadcast_to(one, (2, n, v))
+        return params
 
-    @jax.checkpoint  # the gradient computes windows and summaries again instead of keeping them
-    def attend(params, q, k, v) -> Float[Array, "B T N V"]:
-        length, n_heads = q.shape[1:3]
-        real = jnp.ones((1, length), bool) if segment_ids is None else segment_ids != 0
-        far, chunk_len = None, min(settings.chunk_len, length) if causal else length
-        if settings.rank:
-            far = mixtures(settings, params, k, v, real, chunk_len)
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        del plan
+        params = {
+            name: of_heads(x, shard, q.shape[2], axis=0 if name == "projection" else 1)
+            for name, x in params.items()
+        }
 
-        @jax.checkpoint  # and the logits
-        def attend_group(far: Mixtures | None, near: WindowedBlocks) -> Float[Array, "B C L N V"]:
-            kinds = [_near(settings, near, causal)]
-            if far is not None:
-                kinds.append(_far(settings, near, far, chunk_len if causal else None))
-            heads = jnp.arange(n_heads)
-            return attend_to_kinds(kinds, near.query_position, dropout, seed, heads)
+        @jax.checkpoint  # the gradient computes windows and summaries again instead of keeping them
+        def attend(params, q, k, v) -> Float[Array, "B T N V"]:
+            length, n_heads = q.shape[1:3]
+            real = jnp.ones((1, length), bool) if segment_ids is None else segment_ids != 0
+            far, chunk_len = None, min(self.chunk_len, length) if causal else length
+            if self.rank:
+                far = self._mixtures(params, k, v, real, chunk_len)
 
-        near = _window(settings, params, q, k, v, real, causal)
-        n_far = 0 if far is None else far.keys.shape[1]
-        out = _by_groups(functools.partial(attend_group, far), near, n_far)
-        return out.reshape(len(q), -1, n_heads, v.shape[3])[:, :length].astype(v.dtype)
+            @jax.checkpoint  # and the logits
+            def attend_group(
+                far: Mixtures | None, near: WindowedBlocks
+            ) -> Float[Array, "B C L N V"]:
+                kinds = [self._near(near, causal)]
+                if far is not None:
+                    kinds.append(self._far(near, far, chunk_len if causal else None))
+                heads = jnp.arange(n_heads)
+                return attend_to_kinds(kinds, near.query_position, dropout, seed, heads)
 
-    return attend(params, q, k, v)
+            near = self._window(params, q, k, v, real, causal)
+            n_far = 0 if far is None else far.keys.shape[1]
+            out = _by_groups(functools.partial(attend_group, far), near, n_far)
+            return out.reshape(len(q), -1, n_heads, v.shape[3])[:, :length].astype(v.dtype)
+
+        return attend(params, q, k, v)
+
+    def _window(self, params, q, k, v, real, causal: bool) -> WindowedBlocks:
+        length = q.shape[1]
+        size = min(self.window, length)
+        n_blocks, after = -(-length // size), 0 if causal else 1
+
+        def windows(x):  # [B, T, ...] -> [B, C, M, ...]
+            pad = [(0, 0), (size, (n_blocks + after) * size - length)]
+            x = jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2))
+            x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+            return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
+
+        keys, values = k, v
+        if self.dual_norm:
+            keys = layer_norm(k, params["near_keys_norm"])
+            values = layer_norm(v, params["near_values_norm"])
+        return WindowedBlocks(
+            queries=in_blocks(q, size),
+            query_position=jnp.arange(n_blocks * size).reshape(1, n_blocks, size),
+            keys=windows(keys),
+            values=windows(values),
+            key_position=windows(jnp.arange(length)[None]),
+            real=windows(jnp.broadcast_to(real, (len(real), length))),
+        )
+
+    def _near(self, near: WindowedBlocks, causal: bool) -> KeysOfKind:
+        """The keys of the window."""
+        query, key = near.query_position[..., None], near.key_position[:, :, None]
+        mask = (jnp.abs(query - key) < self.window) & near.real[:, :, None]
+        if causal:
+            mask = mask & (key <= query)
+        return KeysOfKind(
+            logits=scaled_logits("bclnh,bcmnh->bnclm", near.queries, near.keys),
+            values=near.values,
+            mask=mask[:, None],
+            address=2 * near.key_position,
+        )
+
+    def _far(self, near: WindowedBlocks, far: Mixtures, chunk_len: int | None) -> KeysOfKind:
+        """The summaries of all chunks; with `chunk_len`, of those before the query's chunk."""
+        number = jnp.arange(far.keys.shape[1])
+        mask = far.real[:, None, None]
+        if chunk_len is not None:
+            before = (
+                number[None, None, None] // self.rank < near.query_position[..., None] // chunk_len
+            )
+            mask = mask & before
+        mask = jnp.broadcast_to(mask, (len(mask), *near.query_position.shape[1:], len(number)))
+        return KeysOfKind(
+            logits=scaled_logits("bclnh,bsnh->bncls", near.queries, far.keys),
+            values=far.values[:, None],
+            mask=mask[:, None],
+            address=2 * number[None, None] + 1,
+        )
+
+    def _mixtures(self, params, k, v, real: Bool[Array, "#B T"], chunk_len: int) -> Mixtures:
+        """The summaries of chunks of `chunk_len` positions, `K-` and `V-`.
+
+        Their weights are computed from the keys, without a bias, which would cancel in the softmax.
+        """
+        real = jnp.broadcast_to(real, k.shape[:2])
+
+        k, v, real = (in_blocks(x, chunk_len) for x in (k, v, real))
+        dtype = accum_dtype(k.dtype, v.dtype)
+        scores = product("bclnh,nhr->bcrnl", k, params["projection"], k.dtype)
+        weights = masked_softmax(scores, real[:, :, None, None])
+        each = []
+        for x, name in ((k, "far_keys_norm"), (v, "far_values_norm")):
+            y = jnp.einsum("bcrnl,bclnh->bcrnh", weights, x.astype(dtype))
+            y = y.reshape(len(k), -1, *x.shape[3:])
+            y = layer_norm(y, params[name]) if self.dual_norm else y
+            each.append(y.astype(x.dtype))
+        repeat = functools.partial(jnp.repeat, repeats=self.rank, axis=1)
+        return Mixtures(*each, repeat(real.any(axis=2)))
+
+    # Decoding.
+
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> LongShortCache:
+        del q, plan, rng
+        rank, chunk_len = self.rank, min(self.chunk_len, capacity)
+        ring = fill_ring(k, v, lengths, min(max(self.window, rank and chunk_len), capacity))
+        n_mixtures = -(-capacity // chunk_len) * rank
+        empty = (
+            jnp.zeros((*x.shape[:1], x.shape[2], n_mixtures, x.shape[3]), x.dtype) for x in (k, v)
+        )
+        far = KeyValues(*empty)
+        if rank:
+            real = jnp.arange(k.shape[1])[None] < lengths[:, None]
+            tokens = (jnp.where(real[..., None, None], x, 0) for x in (k, v))
+            found = self._mixtures(params, *tokens, real, chunk_len)
+            far = KeyValues(
+                *(
+                    x.at[:, :, : y.shape[1]].set(jnp.swapaxes(y, 1, 2)[:, :, :n_mixtures])
+                    for x, y in zip(far, (found.keys, found.values), strict=True)
+                )
+            )
+        return LongShortCache(ring, far)
+
+    def _step(
+        self, params, q, k, v, cache: LongShortCache, *, position
+    ) -> tuple[Any, LongShortCache]:
+        ring = add_to_ring(cache.ring, k, v, position)
+        held = positions_by_slot(position, ring.keys.shape[2])
+        mask = held >= jnp.maximum(position[:, None] - self.window + 1, 0)
+        near, far = ring, cache.mixtures
+        if self.dual_norm:
+            near = KeyValues(
+                *(
+                    jnp.swapaxes(layer_norm(jnp.swapaxes(x, 1, 2), params[name]), 1, 2)
+                    for x, name in zip(ring, ("near_keys_norm", "near_values_norm"), strict=True)
+                )
+            )
+        if self.rank:
+            far = self._with_newest(params, cache, ring, held, position)
+            chunk = position[:, None] // self.chunk_len
+            seen = jnp.arange(far.keys.shape[2])[None] // self.rank < chunk
+            mask = jnp.concatenate([mask, seen], axis=1)
+            near = KeyValues(
+                *(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True))
+            )
+        return attend_to(q, *near, mask[:, None], "auto"), LongShortCache(ring, far)
+
+    def _with_newest(self, params, cache: LongShortCache, ring, held, position) -> KeyValues:
+        """The mixtures with those of the newest chunk, of its tokens so far."""
+        chunk = position // self.chunk_len
+        real = held >= (chunk * self.chunk_len)[:, None]
+        n_slots = ring.keys.shape[2]
+        tokens = (jnp.swapaxes(x, 1, 2) for x in ring)
+        found = self._mixtures(params, *tokens, real, n_slots)
+        row = jnp.arange(position.shape[0])[:, None]
+        slot = chunk[:, None] * self.rank + jnp.arange(self.rank)[None]
+        # Indices with a slice between them come first in the result: [B, r, N, H].
+        return KeyValues(
+            *(
+                x.at[row, :, slot].set(y, mode="promise_in_bounds", unique_indices=True)
+                for x, y in zip(cache.mixtures, (found.keys, found.values), strict=True)
+            )
+        )
 
 
 # Queries lie in blocks: letters C blocks of L queries, M keys.
@@ -164,31 +290,6 @@ class WindowedBlocks(NamedTuple):
     values: Float[Array, "B C M N V"]
     key_position: Int[Array, "1 C M"]
     real: Bool[Array, "#B C M"]
-
-
-def _window(settings: LongShortSettings, params, q, k, v, real, causal: bool) -> WindowedBlocks:
-    length = q.shape[1]
-    size = min(settings.window, length)
-    n_blocks, after = -(-length // size), 0 if causal else 1
-
-    def windows(x):  # [B, T, ...] -> [B, C, M, ...]
-        pad = [(0, 0), (size, (n_blocks + after) * size - length)]
-        x = jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
-        return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
-
-    keys, values = k, v
-    if settings.dual_norm:
-        keys = layer_norm(k, params["near_keys_norm"])
-        values = layer_norm(v, params["near_values_norm"])
-    return WindowedBlocks(
-        queries=in_blocks(q, size),
-        query_position=jnp.arange(n_blocks * size).reshape(1, n_blocks, size),
-        keys=windows(keys),
-        values=windows(values),
-        key_position=windows(jnp.arange(length)[None]),
-        real=windows(jnp.broadcast_to(real, (len(real), length))),
-    )
 
 
 def _by_groups(attend, near: WindowedBlocks, n_far: int) -> Float[Array, "B C L N V"]:
@@ -206,63 +307,6 @@ def _by_groups(attend, near: WindowedBlocks, n_far: int) -> Float[Array, "B C L 
     return join_chunks(jax.lax.map(attend, jax.tree.map(cut, near)), n_blocks)
 
 
-def _near(settings: LongShortSettings, near: WindowedBlocks, causal: bool) -> KeysOfKind:
-    """The keys of the window."""
-    query, key = near.query_position[..., None], near.key_position[:, :, None]
-    mask = (jnp.abs(query - key) < settings.window) & near.real[:, :, None]
-    if causal:
-        mask = mask & (key <= query)
-    return KeysOfKind(
-        logits=scaled_logits("bclnh,bcmnh->bnclm", near.queries, near.keys),
-        values=near.values,
-        mask=mask[:, None],
-        address=2 * near.key_position,
-    )
-
-
-def _far(
-    settings: LongShortSettings, near: WindowedBlocks, far: Mixtures, chunk_len: int | None
-) -> KeysOfKind:
-    """The summaries of all chunks; with `chunk_len`, of those before the query's chunk."""
-    number = jnp.arange(far.keys.shape[1])
-    mask = far.real[:, None, None]
-    if chunk_len is not None:
-        before = (
-            number[None, None, None] // settings.rank < near.query_position[..., None] // chunk_len
-        )
-        mask = mask & before
-    mask = jnp.broadcast_to(mask, (len(mask), *near.query_position.shape[1:], len(number)))
-    return KeysOfKind(
-        logits=scaled_logits("bclnh,bsnh->bncls", near.queries, far.keys),
-        values=far.values[:, None],
-        mask=mask[:, None],
-        address=2 * number[None, None] + 1,
-    )
-
-
-def mixtures(
-    settings: LongShortSettings, params, k, v, real: Bool[Array, "#B T"], chunk_len: int
-) -> Mixtures:
-    """The summaries of chunks of `chunk_len` positions, `K-` and `V-`.
-
-    Their weights are computed from the keys, without a bias, which would cancel in the softmax.
-    """
-    real = jnp.broadcast_to(real, k.shape[:2])
-
-    k, v, real = (in_blocks(x, chunk_len) for x in (k, v, real))
-    dtype = accum_dtype(k.dtype, v.dtype)
-    scores = product("bclnh,nhr->bcrnl", k, params["projection"], k.dtype)
-    weights = masked_softmax(scores, real[:, :, None, None])
-    each = []
-    for x, name in ((k, "far_keys_norm"), (v, "far_values_norm")):
-        y = jnp.einsum("bcrnl,bclnh->bcrnh", weights, x.astype(dtype))
-        y = y.reshape(len(k), -1, *x.shape[3:])
-        y = layer_norm(y, params[name]) if settings.dual_norm else y
-        each.append(y.astype(x.dtype))
-    repeat = functools.partial(jnp.repeat, repeats=settings.rank, axis=1)
-    return Mixtures(*each, repeat(real.any(axis=2)))
-
-
 def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Float[Array, "*d N H"]:
     """Layer norm of a head's vector, with its scale and bias; in float32, to the dtype of `x`."""
     y = x.astype(accum_dtype(x.dtype))
@@ -274,71 +318,3 @@ def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Flo
     y = y * jax.lax.rsqrt(jnp.maximum(variance, 1e-20))  # 1e-5 over the largest squares is 0
     scale, bias = weights.astype(y.dtype).reshape(2, *(1,) * (x.ndim - 2), *weights.shape[1:])
     return (y * scale + bias).astype(x.dtype)
-
-
-# Decoding
-
-
-def _init_cache(
-    settings: LongShortSettings, params, q, k, v, *, plan, lengths, capacity, rng
-) -> LongShortCache:
-    del q, plan, rng
-    rank, chunk_len = settings.rank, min(settings.chunk_len, capacity)
-    ring = fill_ring(k, v, lengths, min(max(settings.window, rank and chunk_len), capacity))
-    n_mixtures = -(-capacity // chunk_len) * rank
-    empty = (jnp.zeros((*x.shape[:1], x.shape[2], n_mixtures, x.shape[3]), x.dtype) for x in (k, v))
-    far = KeyValues(*empty)
-    if rank:
-        real = jnp.arange(k.shape[1])[None] < lengths[:, None]
-        tokens = (jnp.where(real[..., None, None], x, 0) for x in (k, v))
-        found = mixtures(settings, params, *tokens, real, chunk_len)
-        far = KeyValues(
-            *(
-                x.at[:, :, : y.shape[1]].set(jnp.swapaxes(y, 1, 2)[:, :, :n_mixtures])
-                for x, y in zip(far, (found.keys, found.values), strict=True)
-            )
-        )
-    return LongShortCache(ring, far)
-
-
-def _step(
-    settings: LongShortSettings, params, q, k, v, cache: LongShortCache, *, position
-) -> tuple[Any, LongShortCache]:
-    ring = add_to_ring(cache.ring, k, v, position)
-    held = positions_by_slot(position, ring.keys.shape[2])
-    mask = held >= jnp.maximum(position[:, None] - settings.window + 1, 0)
-    near, far = ring, cache.mixtures
-    if settings.dual_norm:
-        near = KeyValues(
-            *(
-                jnp.swapaxes(layer_norm(jnp.swapaxes(x, 1, 2), params[name]), 1, 2)
-                for x, name in zip(ring, ("near_keys_norm", "near_values_norm"), strict=True)
-            )
-        )
-    if settings.rank:
-        far = _with_newest(settings, params, cache, ring, held, position)
-        chunk = position[:, None] // settings.chunk_len
-        seen = jnp.arange(far.keys.shape[2])[None] // settings.rank < chunk
-        mask = jnp.concatenate([mask, seen], axis=1)
-        near = KeyValues(*(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True)))
-    return attend_to(q, *near, mask[:, None], "auto"), LongShortCache(ring, far)
-
-
-def _with_newest(
-    settings: LongShortSettings, params, cache: LongShortCache, ring, held, position
-) -> KeyValues:
-    """The mixtures with those of the newest chunk, of its tokens so far."""
-    chunk = position // settings.chunk_len
-    real = held >= (chunk * settings.chunk_len)[:, None]
-    n_slots = ring.keys.shape[2]
-    tokens = (jnp.swapaxes(x, 1, 2) for x in ring)
-    found = mixtures(settings, params, *tokens, real, n_slots)
-    row = jnp.arange(position.shape[0])[:, None]
-    slot = chunk[:, None] * settings.rank + jnp.arange(settings.rank)[None]
-    # Indices with a slice between them come first in the result: [B, r, N, H].
-    return KeyValues(
-        *(
-            x.at[row, :, slot].set(y, mode="promise_in_bounds", unique_indices=True)
-            for x, y in zip(cache.mixtures, (found.keys, found.values), strict=True)
-        )
-    )

@@ -8,55 +8,26 @@ set of projections. Time is O(T (window + G)) for G global tokens.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from reformax.declared import Called, Count, SettingError, Size
-from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims, ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.decoding import band as band_cache
 from reformax.ops.masking.bands import NOWHERE, BandMask, first_global, rows_at
 from reformax.ops.softmax import band
-from reformax.ops.softmax.dropout import seed_words
 
 STEPS = "a number of at least 1, or one for each head"
 Dilation = Annotated[Size | Sequence[Size], Called(STEPS)]
 
 
-class LongformerSettings(NamedTuple):
-    """The options of `longformer`, which documents them."""
-
-    window: int
-    dilation: int | tuple[int, ...]
-    n_global: int
-    own_projections: bool
-    impl: str
-
-    def bands(self, n_heads: int, causal: bool) -> tuple[BandMask, ...]:
-        """The band of each head, or one for all heads."""
-        each = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
-        if len(each) not in (1, n_heads):
-            raise SettingError(
-                f"dilation is {self.dilation}: expected one number, or one for each of "
-                f"{n_heads} heads"
-            )
-        return tuple(BandMask(self.window, n, causal) for n in each)
-
-
-@named
-def longformer(
-    *,
-    window: Size = 257,
-    dilation: Dilation = 1,
-    n_global: Count = 0,
-    own_projections: bool = True,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class longformer(AttentionOp):
     """Attention to a window, and of all tokens from and to global ones.
 
     `global_tokens` are above 0 at global tokens. In causal attention a global token sees all tokens
@@ -74,124 +45,105 @@ def longformer(
         are none, and `global_tokens` are refused.
       own_projections: whether attention of global tokens has separate projections.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, of one dilation where there is dropout; `"pallas_interpret"` runs it
-        anywhere, slowly, for tests. `"auto"` takes the kernel where it computes the same function.
+        heads of 128 or less, of one dilation where there is dropout. `"auto"` takes the kernel
+        where it computes the same function.
 
     Raises:
       ValueError: a size out of range, an unknown `impl`; at the call, a dilation for another number
         of heads.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
-    if isinstance(dilation, Sequence):
-        dilation = tuple(dilation)
-        if not dilation:
-            raise SettingError(f"dilation is {dilation}: expected {STEPS}")
-    check_impl(impl, *KERNELS)
-    settings = LongformerSettings(window, dilation, n_global, own_projections, impl)
-    return AttentionOp(
-        init=no_params,
-        plan=functools.partial(_plan, settings),
-        apply=functools.partial(_apply, settings),
-        traits=Traits(
-            global_tokens=n_global > 0,
-            local=n_global == 0,
-            head_shards=isinstance(dilation, int) and n_global == 0,
-        ),
-        init_cache=functools.partial(_init_cache, settings),
-        step=functools.partial(_step, settings),
-        extra_projections=functools.partial(_extras, settings),
-    )
 
+    window: Size = 257
+    dilation: Dilation = 1
+    n_global: Count = 0
+    own_projections: bool = True
+    impl: str = "auto"
 
-def _extras(settings: LongformerSettings, dims: Dims) -> dict[str, ExtraProjection]:
-    if not (settings.n_global and settings.own_projections):
-        return {}
-    vectors = ExtraProjection(dims.n_heads, dims.d_qk, rotated=True)
-    return {
-        "global_q": vectors,
-        "global_k": vectors,
-        "global_v": ExtraProjection(dims.n_heads, dims.d_v),
-    }
+    _impls = KERNELS
 
+    @property
+    def global_tokens(self) -> bool:
+        return self.n_global > 0
 
-def _plan(
-    settings: LongformerSettings,
-    params,
-    q,
-    k,
-    *,
-    segment_ids,
-    causal,
-    rng,
-    train,
-    length=None,
-    global_tokens=None,
-) -> Int[Array, "B G"] | None:
-    """The positions of global tokens, if there are any."""
-    del params, k, causal, rng, train, length
-    return first_global(global_tokens, segment_ids, settings.n_global)
+    @property
+    def local(self) -> bool:
+        return self.n_global == 0
 
+    @property
+    def shards(self) -> tuple[str, ...]:
+        alike = isinstance(self.dilation, int) and self.n_global == 0
+        return ("heads",) if alike else ()
 
-def _apply(
-    settings: LongformerSettings,
-    params,
-    q,
-    k,
-    v,
-    *,
-    plan,
-    segment_ids,
-    causal,
-    dropout,
-    rng,
-    extra_projections=None,
-) -> Array:
-    del params
-    bands = settings.bands(q.shape[2], causal)
-    out = band.attend(bands, q, k, v, plan, segment_ids, dropout, rng, settings.impl)
-    if plan is None:
-        return out
-    if extra_projections:
-        q, k, v = (extra_projections[f"global_{name}"] for name in "qkv")
-    seed = seed_words(rng, len(q)) if dropout else None
-    rows = band.rows_of_global_tokens(
-        rows_at(q, plan), k, v, plan, segment_ids, causal, dropout, seed
-    ).astype(out.dtype)
-    return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
+    def _check(self) -> None:
+        if self.dilation == ():
+            raise SettingError(f"dilation is {self.dilation}: expected {STEPS}")
 
+    def _bands(self, n_heads: int, causal: bool) -> tuple[BandMask, ...]:
+        """The band of each head, or one for all heads."""
+        each = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
+        if len(each) not in (1, n_heads):
+            raise SettingError(
+                f"dilation is {self.dilation}: expected one number, or one for each of "
+                f"{n_heads} heads"
+            )
+        return tuple(BandMask(self.window, n, causal) for n in each)
 
-def _init_cache(
-    settings: LongformerSettings,
-    params,
-    q,
-    k,
-    v,
-    *,
-    plan,
-    lengths,
-    capacity,
-    rng,
-    extra_projections=None,
-) -> band_cache.BandCache:
-    del params, rng, extra_projections
-    global_positions = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
-    global_positions = jnp.where(global_positions < lengths[:, None], global_positions, NOWHERE)
-    bands = settings.bands(q.shape[2], True)
-    return band_cache.fill(bands, k, v, global_positions, lengths, capacity)
+    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
+        if not (self.n_global and self.own_projections):
+            return {}
+        vectors = ExtraProjection(dims.n_heads, dims.d_qk, rotated=True)
+        return {
+            "global_q": vectors,
+            "global_k": vectors,
+            "global_v": ExtraProjection(dims.n_heads, dims.d_v),
+        }
 
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length, global_tokens=None
+    ) -> Int[Array, "B G"] | None:
+        """The positions of global tokens, if there are any."""
+        del params, k, causal, rng, shard, train, length
+        return first_global(global_tokens, segment_ids, self.n_global)
 
-def _step(
-    settings: LongformerSettings,
-    params,
-    q,
-    k,
-    v,
-    cache: band_cache.BandCache,
-    *,
-    position,
-    extra_projections=None,
-):
-    del params, extra_projections
-    return band_cache.step(
-        settings.bands(q.shape[2], True), q, k, v, cache, position, settings.impl
-    )
+    def _apply(
+        self,
+        params,
+        q,
+        k,
+        v,
+        *,
+        plan,
+        segment_ids,
+        causal,
+        dropout,
+        seed,
+        shard,
+        extra_projections=None,
+    ) -> Array:
+        del params
+        bands = self._bands(q.shape[2], causal)
+        out = band.attend(bands, q, k, v, plan, segment_ids, dropout, seed, self.impl)
+        if plan is None:
+            return out
+        if extra_projections:
+            q, k, v = (extra_projections[f"global_{name}"] for name in "qkv")
+        rows = band.rows_of_global_tokens(
+            rows_at(q, plan), k, v, plan, segment_ids, causal, dropout, seed
+        ).astype(out.dtype)
+        return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
+
+    def _init_cache(
+        self, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None
+    ) -> band_cache.BandCache:
+        del params, rng, extra_projections
+        global_positions = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
+        global_positions = jnp.where(global_positions < lengths[:, None], global_positions, NOWHERE)
+        bands = self._bands(q.shape[2], True)
+        return band_cache.fill(bands, k, v, global_positions, lengths, capacity)
+
+    def _step(
+        self, params, q, k, v, cache: band_cache.BandCache, *, position, extra_projections=None
+    ):
+        del params, extra_projections
+        return band_cache.step(self._bands(q.shape[2], True), q, k, v, cache, position, self.impl)

@@ -8,7 +8,7 @@ it unlikely that all of them miss a key. Time is O(n_hashes * T * chunk_len), be
 
 The file follows the computation:
 
-1. `LshSettings`, `lsh`: the options.
+1. `lsh`: the options.
 2. `_plan`: hash, sort by bucket. The plan is each hash's order of the positions.
 3. `_apply`: softmax attention in the chunks of these orders.
 4. `_init_cache`, `_step`: decoding.
@@ -30,8 +30,8 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.declared import Bounds, Called, SettingError, Size
-from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     SharedByBatch,
@@ -59,86 +59,8 @@ Buckets = Annotated[int | Sequence[int] | str, Called("'auto', or even numbers")
 _take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
 
-class LshSettings(NamedTuple):
-    """The options of `lsh`, which documents them."""
-
-    chunk_len: int
-    n_hashes: int
-    n_hashes_eval: int | None
-    n_buckets: int | Sequence[int] | str
-    n_chunks_before: int
-    n_chunks_after: int
-    count_once: bool
-    strictly_causal: bool
-    wrap: bool
-    pad_chunks: int
-    attend_self_if_alone: bool
-    self_score: float | None
-    rotations: Float[ArrayLike, "N H R F"] | None
-    impl: str
-
-    @property
-    def chunks(self) -> ChunkSizes:
-        """A chunk's length, and how many chunks around its own a query sees."""
-        return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
-
-    @property
-    def hashing(self) -> AngularHashing:
-        """The numbers of buckets and the rotations."""
-        factors = None if self.n_buckets == "auto" else bucket_factors(self.n_buckets)
-        return AngularHashing(factors, self.chunk_len, self.rotations)
-
-    @property
-    def pad_multiple(self) -> int:
-        """A sequence of several chunks is padded to a multiple of this length."""
-        return self.chunk_len * (self.pad_chunks if self.wrap else 1)
-
-    def hashes_in(self, train: bool) -> int:
-        """The number of hashes in training or at evaluation."""
-        return self.n_hashes if train or self.n_hashes_eval is None else self.n_hashes_eval
-
-    def check(self) -> None:
-        """Raises `ValueError` for sizes out of range and options that exclude each other."""
-        check_impl(self.impl, *KERNELS)
-        if self.wrap and self.count_once:
-            raise SettingError("wrap is True and count_once is True: set count_once=False")
-        factors = self.hashing.factors
-        if self.strictly_causal and (self.n_chunks_before < 1 or self.n_chunks_after > 0):
-            raise SettingError(
-                f"strictly_causal=True with n_chunks_before={self.n_chunks_before} and "
-                f"n_chunks_after={self.n_chunks_after}: set n_chunks_before to at least 1 and "
-                "n_chunks_after=0"
-            )
-        if self.wrap and self.strictly_causal:
-            raise SettingError("wrap is True and strictly_causal is True: leave one out")
-        if not self.attend_self_if_alone and self.self_score is not None:
-            raise SettingError(
-                f"attend_self_if_alone is False and self_score is {self.self_score}: leave one out"
-            )
-        if self.rotations is not None and factors is None:
-            raise SettingError(
-                "rotations are given and n_buckets is 'auto': give the number of buckets"
-            )
-
-
-@named
-def lsh(
-    *,
-    chunk_len: Size = 64,
-    n_hashes: HashCount = 4,
-    n_hashes_eval: HashCount | None = None,
-    n_buckets: Buckets = "auto",
-    n_chunks_before: ChunkCount = 1,
-    n_chunks_after: ChunkCount = 0,
-    count_once: bool = True,
-    strictly_causal: bool = False,
-    wrap: bool = False,
-    pad_chunks: PadChunks = 1,
-    attend_self_if_alone: bool = True,
-    self_score: float | None = None,
-    rotations: Float[ArrayLike, "N H R F"] | None = None,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class lsh(AttentionOp):
     """LSH attention with its hyperparameters fixed.
 
     It is exact shared-QK attention over the union of the chunks that the hashes show each query.
@@ -179,88 +101,220 @@ def lsh(
       rotations: the rotations to hash with; None draws them from the rng. N heads of size H, at
         least as many hashes R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, without `strictly_causal`, `wrap` and `self_score`;
-        `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes them where they
-        run.
+        heads of 128 or less, without `strictly_causal`, `wrap` and `self_score`. `"auto"` takes
+        them where they run.
 
     Raises:
       ValueError: sizes out of range, an unknown `impl`, or options that exclude each other.
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
-    settings = LshSettings(**locals())
-    settings.check()
-    return AttentionOp(
-        init=no_params,
-        plan=functools.partial(_plan, settings),
-        apply=functools.partial(_apply, settings),
-        traits=Traits(
+
+    chunk_len: Size = 64
+    n_hashes: HashCount = 4
+    n_hashes_eval: HashCount | None = None
+    n_buckets: Buckets = "auto"
+    n_chunks_before: ChunkCount = 1
+    n_chunks_after: ChunkCount = 0
+    count_once: bool = True
+    strictly_causal: bool = False
+    wrap: bool = False
+    pad_chunks: PadChunks = 1
+    attend_self_if_alone: bool = True
+    self_score: float | None = None
+    rotations: Float[ArrayLike, "N H R F"] | None = None
+    impl: str = "auto"
+
+    shared_qk = True
+    shards = ("heads",)
+    _keeps_padding_out = True
+    _impls = KERNELS
+    _replace_value = staticmethod(replace_in_memory)
+
+    @property
+    def exclude_self(self) -> bool:
+        return not self.attend_self_if_alone
+
+    @property
+    def plans(self) -> str:
+        return "draws" if self.rotations is None else "reads"
+
+    @property
+    def causality(self) -> str:
+        return "only" if self.strictly_causal else "either"
+
+    @property
+    def _chunks(self) -> ChunkSizes:
+        """A chunk's length, and how many chunks around its own a query sees."""
+        return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
+
+    @property
+    def _hashing(self) -> AngularHashing:
+        """The numbers of buckets and the rotations."""
+        factors = None if self.n_buckets == "auto" else bucket_factors(self.n_buckets)
+        return AngularHashing(factors, self.chunk_len, self.rotations)
+
+    @property
+    def _pad_multiple(self) -> int:
+        """A sequence of several chunks is padded to a multiple of this length."""
+        return self.chunk_len * (self.pad_chunks if self.wrap else 1)
+
+    def _n_hashes_in(self, train: bool) -> int:
+        """The number of hashes in training or at evaluation."""
+        return self.n_hashes if train or self.n_hashes_eval is None else self.n_hashes_eval
+
+    def _check(self) -> None:
+        """Raises `ValueError` for sizes out of range and options that exclude each other."""
+        if self.wrap and self.count_once:
+            raise SettingError("wrap is True and count_once is True: set count_once=False")
+        factors = self._hashing.factors
+        if self.strictly_causal and (self.n_chunks_before < 1 or self.n_chunks_after > 0):
+            raise SettingError(
+                f"strictly_causal=True with n_chunks_before={self.n_chunks_before} and "
+                f"n_chunks_after={self.n_chunks_after}: set n_chunks_before to at least 1 and "
+                "n_chunks_after=0"
+            )
+        if self.wrap and self.strictly_causal:
+            raise SettingError("wrap is True and strictly_causal is True: leave one out")
+        if not self.attend_self_if_alone and self.self_score is not None:
+            raise SettingError(
+                f"attend_self_if_alone is False and self_score is {self.self_score}: leave one out"
+            )
+        if self.rotations is not None and factors is None:
+            raise SettingError(
+                "rotations are given and n_buckets is 'auto': give the number of buckets"
+            )
+
+    def _choose(self, q: Array, v: Array | None = None) -> str:
+        """The implementation of a call, whose values may not be known yet."""
+        obstacles = kernel_obstacles(
+            *(q, None, v),
+            strictly_causal=self.strictly_causal,
+            wrap=self.wrap,
+            self_score=self.self_score,
+        )
+        return choose_impl(self.impl, pallas=obstacles)
+
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
+    ) -> Order | None:
+        """The order by bucket of each hash; None where one chunk has all keys."""
+        del params, k, causal
+        one_chunk = q.shape[1] <= self.chunk_len
+        if one_chunk and not self.strictly_causal:
+            return None
+        # Hash: a random rotation for each hash, a bucket [B, N, R, T] for each position.
+        vectors, impl = lax.stop_gradient(q), self._choose(q)
+        length, n_hashes = length or q.shape[1], self._n_hashes_in(train)
+        factors = self._hashing.factors_for(length)
+        rotations = self._hashing.rotations_for(vectors, length, n_hashes, rng, shard)
+        buckets = hash_by(rotations, vectors, factors, self.impl)
+        # Sort: by segment, bucket and position, padded to whole chunks.
+        n_pad = 0 if one_chunk else -q.shape[1] % self._pad_multiple
+        order = sort_by_bucket(buckets, math.prod(factors), segment_ids, n_pad)
+        if self.strictly_causal:
+            return within_buckets(order, buckets, self.chunk_len * self.n_chunks_before)
+        if self.wrap:
+            order = circle.in_a_circle(order, self._chunks)
+        return order.for_impl(impl, self.count_once)
+
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        """Softmax attention over the chunks of all hashes' orders."""
+        del params
+        # How the orders are cut, and which keys of the chunks in reach are hidden.
+        chunking = self._chunks.cut(
+            q.shape[1],
+            circle=self.wrap,
+            causal=causal,
             shared_qk=True,
-            exclude_self=not attend_self_if_alone,
-            random_plan=rotations is None,
-            causal_plan=strictly_causal,
-            bidirectional=not strictly_causal,
-            keeps_padding_out=True,
-            head_shards=True,
-        ),
-        init_cache=functools.partial(_init_cache, settings),
-        step=functools.partial(_step, settings),
-        replace_value=replace_in_memory,
-    )
+            attend_self_if_alone=self.attend_self_if_alone,
+            count_once=self.count_once,
+            dropout=dropout,
+        )
+        impl = self._choose(q, v)
+        self_weight = None
+        if self.self_score is not None and plan is not None:
+            self_weight = circle.self_weight(self.self_score, plan, self._chunks)
+        return chunked_attention(q, k, v, chunking, plan, segment_ids, seed, impl, self_weight)
 
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> LshCache:
+        """The cache after the first `lengths` positions of each row."""
+        del params, k, plan  # decoding keeps buckets, which a plan does not have
+        factors, length = self._hashing.factors_for(capacity), q.shape[1]
+        rotations = self._hashing.rotations_for(q, capacity, self._n_hashes_in(train=False), rng)
+        buckets = hash_by(rotations, q, factors, self.impl)
+        is_token = arange_last(length) < lengths[:, None, None, None]
+        n_buckets = math.prod(factors)  # also the bucket of positions without a token
+        of_tokens = jnp.where(is_token, buckets, n_buckets)
+        order = sort_by_bucket(of_tokens, n_buckets + 1, None, 0).query_positions
+        n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
+        return LshCache(
+            fill_ring(length_normalize(q), v, lengths, capacity),
+            jnp.pad(buckets, n_free),
+            jnp.pad(order, n_free),
+            SharedByBatch(rotations),
+        )
 
-def _choose(settings: LshSettings, q: Array, v: Array | None = None) -> str:
-    """The implementation of a call, whose values may not be known yet."""
-    obstacles = kernel_obstacles(
-        *(q, None, v),
-        strictly_causal=settings.strictly_causal,
-        wrap=settings.wrap,
-        self_score=settings.self_score,
-    )
-    return choose_impl(settings.impl, **obstacles)
+    def _step(
+        self, params, q, k, v, cache: LshCache, *, position: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 N V"], LshCache]:
+        """Attention of one more position of each row, and the cache with it."""
+        del params, k
+        memory, buckets, order, (rotations,) = cache
+        # Hash the new query, and insert its position in each hash's order.
+        factors = self._hashing.factors_for(order.shape[-1])
+        bucket = hash_by(rotations, q, factors, self.impl)
+        newest = position[:, None, None, None]
+        buckets = with_bucket(buckets, bucket, position)
+        order, bucket_start, query_slot = insert_newest(order, buckets, bucket, newest)
 
+        # One softmax over the positions that it sees in all hashes' orders, [B, N, R * M].
+        seen, mask = self._visible_to_newest(order, bucket_start, query_slot, newest)
+        index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
+        alone = v if self.attend_self_if_alone else None
+        mask, new = mask.reshape(index.shape), KeyValues(length_normalize(q), v)
+        options = dict(alone=alone, index=index)
+        out, memory = add_and_attend(q, memory, new, position, mask, self.impl, **options)
+        return out, LshCache(memory, buckets, order, SharedByBatch(rotations))
 
-def _plan(
-    settings: LshSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
-) -> Order | None:
-    """The order by bucket of each hash; None where one chunk has all keys."""
-    del params, k, causal
-    one_chunk = q.shape[1] <= settings.chunk_len
-    if one_chunk and not settings.strictly_causal:
-        return None
-    # Hash: a random rotation for each hash, a bucket [B, N, R, T] for each position.
-    vectors, impl = lax.stop_gradient(q), _choose(settings, q)
-    length, n_hashes = length or q.shape[1], settings.hashes_in(train)
-    factors = settings.hashing.factors_for(length)
-    rotations = settings.hashing.rotations_for(vectors, length, n_hashes, rng)
-    buckets = hash_by(rotations, vectors, factors, settings.impl)
-    # Sort: by segment, bucket and position, padded to whole chunks.
-    n_pad = 0 if one_chunk else -q.shape[1] % settings.pad_multiple
-    order = sort_by_bucket(buckets, math.prod(factors), segment_ids, n_pad)
-    if settings.strictly_causal:
-        return within_buckets(order, buckets, settings.chunk_len * settings.n_chunks_before)
-    if settings.wrap:
-        order = circle.in_a_circle(order, settings.chunks)
-    return order.for_impl(impl, settings.count_once)
+    def _visible_to_newest(
+        self,
+        order: Int[Array, "B N R C"],
+        bucket_start: Int[Array, "B N R 1"],
+        query_slot: Int[Array, "B N R 1"],
+        newest: Int[Array, "B 1 1 1"],
+    ) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
+        """Positions in the query's chunks of each hash's order, and which of them it sees.
 
+        The query's own position is never one of them: `_step` falls back to its value if the mask
+        is empty. With `count_once` an earlier hash hides its positions from later ones. Positions
+        that do not exist are -1.
 
-def _apply(settings: LshSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
-    """Softmax attention over the chunks of all hashes' orders."""
-    del params
-    # How the orders are cut, and which keys of the chunks in reach are hidden.
-    chunking = settings.chunks.cut(
-        q.shape[1],
-        circle=settings.wrap,
-        causal=causal,
-        shared_qk=True,
-        attend_self_if_alone=settings.attend_self_if_alone,
-        count_once=settings.count_once,
-        dropout=dropout,
-    )
-    impl = _choose(settings, q, v)
-    self_weight = None
-    if settings.self_score is not None and plan is not None:
-        self_weight = circle.self_weight(settings.self_score, plan, settings.chunks)
-    return chunked_attention(q, k, v, chunking, plan, segment_ids, rng, impl, self_weight)
+        Args:
+          order: each hash's order, with the newest position in it.
+          bucket_start: the slot where the query's bucket begins.
+          query_slot: the query's slot.
+          newest: the query's position.
+        """
+        sizes = self._chunks.within(order.shape[-1], circle=self.wrap)
+        chunk_len, n_chunks_before, n_chunks_after = sizes
+        if self.strictly_causal:
+            reach = chunk_len * n_chunks_before
+            slot = query_slot - reach + arange_last(reach)
+            exists = slot >= bucket_start
+        else:
+            n_slots = (n_chunks_before + 1 + n_chunks_after) * chunk_len
+            first = (query_slot // chunk_len - n_chunks_before) * chunk_len
+            slot = first + arange_last(n_slots)
+            exists = (slot >= 0) & (slot <= newest)
+        if self.wrap:
+            candidates, exists = _across_hashes(order, slot, newest, chunk_len * self.pad_chunks)
+        else:
+            candidates = _take(order, jnp.clip(slot, 0, order.shape[-1] - 1), axis=-1)
+        mask = exists & (candidates != newest)
+        candidates = jnp.where(mask, candidates, -1)
+        if self.count_once and candidates.shape[2] > 1:
+            mask = mask & ~seen_by_earlier_hash(candidates)
+        return candidates, mask
 
 
 # Decoding. C is the capacity, M the slots that a query sees in one hash's order. A *position* is an
@@ -274,92 +328,6 @@ class LshCache(NamedTuple):
     buckets: Int[Array, "B N R C"]  # by position
     order: Int[Array, "B N R C"]  # positions, sorted by bucket and position
     rotations: SharedByBatch  # [N, H, R, F]
-
-
-def _init_cache(
-    settings: LshSettings, params, q, k, v, *, plan, lengths, capacity, rng
-) -> LshCache:
-    """The cache after the first `lengths` positions of each row."""
-    del params, k, plan  # decoding keeps buckets, which a plan does not have
-    factors, length = settings.hashing.factors_for(capacity), q.shape[1]
-    rotations = settings.hashing.rotations_for(q, capacity, settings.hashes_in(train=False), rng)
-    buckets = hash_by(rotations, q, factors, settings.impl)
-    is_token = arange_last(length) < lengths[:, None, None, None]
-    n_buckets = math.prod(factors)  # also the bucket of positions without a token
-    of_tokens = jnp.where(is_token, buckets, n_buckets)
-    order = sort_by_bucket(of_tokens, n_buckets + 1, None, 0).query_positions
-    n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
-    return LshCache(
-        fill_ring(length_normalize(q), v, lengths, capacity),
-        jnp.pad(buckets, n_free),
-        jnp.pad(order, n_free),
-        SharedByBatch(rotations),
-    )
-
-
-def _step(
-    settings: LshSettings, params, q, k, v, cache: LshCache, *, position: Int[Array, " B"]
-) -> tuple[Float[Array, "B 1 N V"], LshCache]:
-    """Attention of one more position of each row, and the cache with it."""
-    del params, k
-    memory, buckets, order, (rotations,) = cache
-    # Hash the new query, and insert its position in each hash's order.
-    factors = settings.hashing.factors_for(order.shape[-1])
-    bucket = hash_by(rotations, q, factors, settings.impl)
-    newest = position[:, None, None, None]
-    buckets = with_bucket(buckets, bucket, position)
-    order, bucket_start, query_slot = insert_newest(order, buckets, bucket, newest)
-
-    # One softmax over the positions that it sees in all hashes' orders, [B, N, R * M].
-    seen, mask = _visible_to_newest(settings, order, bucket_start, query_slot, newest)
-    index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
-    alone = v if settings.attend_self_if_alone else None
-    mask, new = mask.reshape(index.shape), KeyValues(length_normalize(q), v)
-    options = dict(alone=alone, index=index)
-    out, memory = add_and_attend(q, memory, new, position, mask, settings.impl, **options)
-    return out, LshCache(memory, buckets, order, SharedByBatch(rotations))
-
-
-def _visible_to_newest(
-    settings: LshSettings,
-    order: Int[Array, "B N R C"],
-    bucket_start: Int[Array, "B N R 1"],
-    query_slot: Int[Array, "B N R 1"],
-    newest: Int[Array, "B 1 1 1"],
-) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
-    """Positions in the query's chunks of each hash's order, and a mask of those that it sees.
-
-    The query's own position is never one of them: `_step` falls back to its value if the mask is
-    empty. With `count_once` an earlier hash hides its positions from later ones. Positions that do
-    not exist are -1.
-
-    Args:
-      settings: the op's.
-      order: each hash's order, with the newest position in it.
-      bucket_start: the slot where the query's bucket begins.
-      query_slot: the query's slot.
-      newest: the query's position.
-    """
-    sizes = settings.chunks.within(order.shape[-1], circle=settings.wrap)
-    chunk_len, n_chunks_before, n_chunks_after = sizes
-    if settings.strictly_causal:
-        reach = chunk_len * n_chunks_before
-        slot = query_slot - reach + arange_last(reach)
-        exists = slot >= bucket_start
-    else:
-        n_slots = (n_chunks_before + 1 + n_chunks_after) * chunk_len
-        first = (query_slot // chunk_len - n_chunks_before) * chunk_len
-        slot = first + arange_last(n_slots)
-        exists = (slot >= 0) & (slot <= newest)
-    if settings.wrap:
-        candidates, exists = _across_hashes(order, slot, newest, chunk_len * settings.pad_chunks)
-    else:
-        candidates = _take(order, jnp.clip(slot, 0, order.shape[-1] - 1), axis=-1)
-    mask = exists & (candidates != newest)
-    candidates = jnp.where(mask, candidates, -1)
-    if settings.count_once and candidates.shape[2] > 1:
-        mask = mask & ~seen_by_earlier_hash(candidates)
-    return candidates, mask
 
 
 def _across_hashes(

@@ -21,15 +21,15 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from reformax.declared import Size
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.row_blocks import block_at, over_groups, rows
@@ -38,13 +38,8 @@ from reformax.ops.softmax.block_lists import MIN_TILE, FullLayout, Layout
 from reformax.ops.softmax.online import Softmax
 
 
-@named
-def memory_efficient(
-    *,
-    query_chunk_size: Size | Literal["sqrt"] = 1024,
-    key_chunk_size: Size | Literal["sqrt"] = 4096,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class memory_efficient(RingDecoding, AttentionOp):
     """Attention of each query to every visible key, one chunk of logits at a time.
 
     Chunks that a causal mask hides are not computed. Chunks around the diagonal are no larger than
@@ -57,53 +52,49 @@ def memory_efficient(
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less, without bias: that of `block_sparse` summarises a chunk, and those of
         `flash` compute the gradient. The former also needs chunks of a multiple of 16 that divide
-        the lengths and, if causal, each other, and neither segments nor dropout.
-        `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes a kernel for each
-        pass that it can compute.
+        the lengths and, if causal, each other, and neither segments nor dropout. `"auto"` takes a
+        kernel for each pass that it can compute.
 
     Raises:
       ValueError: a size that is neither 1 or more nor `"sqrt"`, an unknown `impl`.
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
 
-    sizes = query_chunk_size, key_chunk_size
-    return AttentionOp(
-        init=no_params,
-        plan=no_plan,
-        apply=functools.partial(_apply, chunk_sizes=sizes, impl=impl),
-        traits=Traits(
-            cross=True, bias=True, exact=True, beams=True, grouped=True, head_shards=True
-        ),
-        **full_decoding(impl),
-    )
+    query_chunk_size: Size | Literal["sqrt"] = 1024
+    key_chunk_size: Size | Literal["sqrt"] = 4096
+    impl: str = "auto"
 
+    cross = True
+    bias = True
+    shards = ("heads",)
+    _grouped = True
+    _impls = KERNELS
 
-def _apply(
-    params, q, k, v, *, plan, segment_ids, causal, dropout, rng, chunk_sizes, impl, bias=None
-):
-    del params, plan
-    k, v = repeat_heads(q, k, v)
-    n_queries, n_keys = q.shape[1], k.shape[1]
-    query_size = chunk_size(chunk_sizes[0], n_queries)
-    key_size = chunk_size(chunk_sizes[1], n_keys)
-    tiling = tiles.Tiling(
-        query_size=query_size,
-        key_size=min(query_size, key_size) if causal else key_size,
-        causal=causal,
-        scale=1 / math.sqrt(q.shape[-1]),
-        dropout=dropout,
-    )
-    obstacles = functools.partial(
-        kernel_obstacles, q, k, v, bias=None if bias is None else bias.shape
-    )
-    of_forward = obstacles(
-        segment_ids="given" if segment_ids is not None else None,
-        dropout=dropout,
-        chunks=_uneven(tiling, key_size, n_queries, n_keys),
-    )
-    passes = choose_impl(impl, **of_forward), choose_impl(impl, **obstacles())
-    return attend(passes, tiling, key_size, q, k, v, bias, segment_ids, rng)
+    def _apply(
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard, bias=None
+    ):
+        del params, plan
+        k, v = repeat_heads(q, k, v)
+        n_queries, n_keys = q.shape[1], k.shape[1]
+        query_size = chunk_size(self.query_chunk_size, n_queries)
+        key_size = chunk_size(self.key_chunk_size, n_keys)
+        tiling = tiles.Tiling(
+            query_size=query_size,
+            key_size=min(query_size, key_size) if causal else key_size,
+            causal=causal,
+            scale=1 / math.sqrt(q.shape[-1]),
+            dropout=dropout,
+        )
+        obstacles = functools.partial(
+            kernel_obstacles, q, k, v, bias=None if bias is None else bias.shape
+        )
+        of_forward = obstacles(
+            segment_ids="given" if segment_ids is not None else None,
+            dropout=dropout,
+            chunks=_uneven(tiling, key_size, n_queries, n_keys),
+        )
+        passes = (choose_impl(self.impl, pallas=found) for found in (of_forward, obstacles()))
+        return attend(tuple(passes), tiling, key_size, q, k, v, bias, segment_ids, seed)
 
 
 def attend(
@@ -115,7 +106,7 @@ def attend(
     v: Float[Array, "B S N V"],
     bias: Float[Array, "#B #N #T #S"] | None,
     segment_ids: SegmentIds | None,
-    rng: PRNGKeyArray | None,
+    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B T N V"]:
     """The attention, each pass by its implementation.
 
@@ -123,30 +114,30 @@ def attend(
       impls: that of the forward pass and that of the gradient.
       tiling: the chunks of queries; if causal, also those of keys around the diagonal.
       key_chunk_size: keys in the other chunks.
-      q, k, v, bias, segment_ids, rng: as in a call of the op.
+      q, k, v, bias, segment_ids, seed: as in a call of the op.
     """
     summary = tiles.tile_softmax
     if impls[0] != "xla":
-        summary = functools.partial(kernel_summary, impls[0] == "pallas_interpret")
+        summary = functools.partial(kernel_summary, impls[0] == INTERPRETED)
     forward_pass = functools.partial(forward, key_chunk_size, summary)
     every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
-    x = tiles.inputs(q, k, v, bias, segment_ids, tiling.dropout, rng)
+    x = tiles.inputs(q, k, v, bias, segment_ids, seed)
     if impls[1] == "xla":
         return tiles.attend(forward_pass, tiling, x, every)
-    interpret = impls[1] == "pallas_interpret"
-    return _with_kernel_gradient(forward_pass, tiling, interpret, x, every, rng)
+    interpret = impls[1] == INTERPRETED
+    return _with_kernel_gradient(forward_pass, tiling, interpret, x, every, seed)
 
 
 @functools.partial(CustomDerivatives, n_static=3)
-def _with_kernel_gradient(forward_pass, tiling, interpret, x, every, rng):
+def _with_kernel_gradient(forward_pass, tiling, interpret, x, every, seed):
     return forward_pass(tiling, x, every.by_query).out
 
 
-def _attend_forward(forward_pass, tiling, interpret, x, every, rng):
+def _attend_forward(forward_pass, tiling, interpret, x, every, seed):
     out = _with_kernel_gradient.function(
-        forward_pass, tiling, interpret, first_order(x), every, rng
+        forward_pass, tiling, interpret, first_order(x), every, seed
     )
-    return out, (x, rng)
+    return out, (x, seed)
 
 
 def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
@@ -156,9 +147,9 @@ def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
     """
     from reformax.ops.kernels.triton import block_sparse as kernel
 
-    (x, rng), d_out = first_order((residuals, d_out))
+    (x, seed), d_out = first_order((residuals, d_out))
     layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout)
-    arrays = *x[:3], (x.query_segment_ids, x.key_segment_ids), rng
+    arrays = *x[:3], (x.query_segment_ids, x.key_segment_ids), seed
     results = kernel.forward(layout, *arrays, interpret=interpret)
     gradients = kernel.backward(layout, *arrays, *results, d_out, interpret=interpret)
     return tiles.TiledInputs(*gradients, None, None, None, None), None, None

@@ -24,8 +24,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.declared import Size
-from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -39,7 +39,6 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.chosen_blocks import ChosenTiles, tiles
-from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax, largest, masked_exp, nonzero
 
@@ -51,8 +50,8 @@ MAX_REPEATED_MAX = 4
 QUERIES, KEYS = {2: 128, 4: 32}, 64
 
 
-@named
-def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> AttentionOp:
+@op
+class moba(AttentionOp):
     """Causal attention to a query's block and to the best of the earlier blocks.
 
     It is dense attention where `top_k` is at least the number of blocks. Blocks are at fixed
@@ -64,23 +63,118 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
       block_size: positions in a block; 512 in the paper's sec. 3.1.
       top_k: blocks that a query sees, including its own; 3 in sec. 3.1.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"`
-        takes the kernel where it computes the same function.
+        heads of 128 or less. `"auto"` takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a number below 1, an unknown `impl`.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
-    return AttentionOp(
-        init=no_params,
-        plan=functools.partial(_plan, block_size, top_k, impl),
-        apply=functools.partial(_apply, block_size, impl),
-        traits=Traits(bidirectional=False, grouped=True, head_shards=True),
-        init_cache=functools.partial(_init_cache, block_size),
-        step=functools.partial(_step, block_size, top_k, impl),
-        replace_value=replace_in_memory,
-    )
+
+    block_size: Size = 512
+    top_k: Size = 3
+    impl: str = "auto"
+
+    causality = "only"
+    shards = ("heads",)
+    _grouped = True
+    _impls = KERNELS
+    _replace_value = staticmethod(replace_in_memory)
+
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
+    ) -> Int[Array, "B N T K-1"]:
+        """The earlier blocks that each query chooses."""
+        del params, causal, rng, shard, train, length
+        q, k = lax.stop_gradient(q), lax.stop_gradient(k)
+        n_batch, length, n_heads, _ = q.shape
+        ids = ids_or_ones(segment_ids, q)
+        size = min(self.block_size, length)
+        block_ids, means = _means(tokens_only(k, ids), ids, size)
+        (means,) = repeat_heads(q, means)
+        n_best = min(self.top_k, means.shape[1]) - 1
+        if n_best == 0:
+            return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
+
+        def in_kernels(interpret: bool) -> Int[Array, "B N T K-1"]:
+            from reformax.ops.kernels.triton import choice
+
+            sizes = choice.ChoiceSizes(n_best, size)
+            masks = () if segment_ids is None else (ids, block_ids)
+            return choice.choose_blocks(sizes, interpret, tokens_only(q, ids), means, *masks)
+
+        def best(queries):
+            q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
+            scores = _products(q, means)
+            allowed = jnp.arange(means.shape[1])[None] < (position // size)[:, None]
+            allowed = allowed[None] & (ids[..., None] == block_ids[:, None]) & (ids != 0)[..., None]
+            return _best_blocks(scores, allowed[:, None], n_best)
+
+        def in_arrays() -> Int[Array, "B N T K-1"]:
+            n_scored = min(SCORED_QUERIES, length)
+            queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
+            chunks = [jnp.moveaxis(in_blocks(x, n_scored), 1, 0) for x in queries]
+            chosen = lax.map(best, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
+            chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
+            return chosen[:, :, :length]
+
+        obstacles = kernel_obstacles(q, k, None)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
+
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        del params, causal
+        length, size = q.shape[1], min(self.block_size, q.shape[1])
+
+        def in_arrays() -> Float[Array, "B T N V"]:
+            arrays = q, *repeat_heads(q, k, v)
+            return _in_arrays(_tiles(plan, size, size), size, *arrays, segment_ids, dropout, seed)
+
+        def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
+            from reformax.ops.kernels.triton import moba as kernel
+
+            n_rows = min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length))
+            found = _tiles(plan, size, n_rows)
+            lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.slot >= 0)
+            n_keys = min(KEYS, kernel.power_of_two(size))
+            sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, dropout)
+            ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+            return kernel.attend(sizes, interpret, q, k, v, ids, lists, seed)
+
+        obstacles = kernel_obstacles(q, k, v)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
+
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> MobaCache:
+        del params, q, plan, rng
+        memory = fill_ring(k, v, lengths, capacity)  # zeros where there is no position yet
+        keys = jnp.swapaxes(memory.keys, 1, 2).astype(accum_dtype(k.dtype))
+        blocks = in_blocks(keys, min(self.block_size, capacity))
+        return MobaCache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
+
+    def _step(self, params, q, k, v, cache: MobaCache, *, position: Int[Array, " B"]):
+        del params
+        memory = add_to_ring(cache.memory, k, v, position)
+        capacity, n_blocks = memory.keys.shape[2], cache.sums.shape[2]
+        size = min(self.block_size, capacity)
+        query_block = (position // size).astype(jnp.int32)
+        new = k[:, 0].astype(cache.sums.dtype)
+        sums = cache.sums.at[jnp.arange(q.shape[0]), :, query_block].add(new)
+
+        n_rows, n_heads, group = q.shape[0], q.shape[2], q.shape[2] // k.shape[2]
+        query = q[:, 0].astype(sums.dtype).reshape(n_rows, -1, group, q.shape[3])
+        scores = jnp.einsum("bgmh,bgch->bgmc", query, sums / size, precision=lax.Precision.HIGHEST)
+        scores = scores.reshape(n_rows, n_heads, -1)
+        allowed = jnp.arange(n_blocks, dtype=jnp.int32)[None, None] < query_block[:, None, None]
+        chosen = _best_blocks(scores, allowed, min(self.top_k, n_blocks) - 1)
+        query_block = jnp.broadcast_to(query_block[:, None, None], (*chosen.shape[:2], 1))
+        blocks = jnp.concatenate([query_block, chosen.astype(jnp.int32)], axis=-1)
+        key = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
+        mask = (key >= 0) & (key <= position[:, None, None, None])
+        key = key.reshape(*key.shape[:2], -1)
+        row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
+        keys, values = (x[row, head, jnp.clip(key, 0, capacity - 1)] for x in memory)
+        out = attend_to(q, keys, values, mask.reshape(key.shape), self.impl)
+        return out, MobaCache(memory, sums)
 
 
 def _best_blocks(
@@ -110,46 +204,6 @@ def _products(q: Float[Array, "B Q N H"], means: Float[Array, "B C N H"]) -> Arr
     return sum(product(axes, q, part, q.dtype) for part in in_three(means, q.dtype))
 
 
-def _plan(
-    block_size, top_k, impl, params, q, k, *, segment_ids, causal, rng, train, length=None
-) -> Int[Array, "B N T K-1"]:
-    """The earlier blocks that each query chooses."""
-    del params, causal, rng, train, length
-    q, k = lax.stop_gradient(q), lax.stop_gradient(k)
-    n_batch, length, n_heads, _ = q.shape
-    ids = ids_or_ones(segment_ids, q)
-    size = min(block_size, length)
-    block_ids, means = _means(tokens_only(k, ids), ids, size)
-    (means,) = repeat_heads(q, means)
-    n_best = min(top_k, means.shape[1]) - 1
-    if n_best == 0:
-        return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
-
-    impl = choose_impl(impl, **kernel_obstacles(q, k, None))
-    if impl != "xla":
-        from reformax.ops.kernels.triton import choice
-
-        sizes = choice.ChoiceSizes(n_best, size)
-        masks = () if segment_ids is None else (ids, block_ids)
-        return choice.choose_blocks(
-            sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks
-        )
-
-    def best(queries):
-        q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
-        scores = _products(q, means)
-        allowed = jnp.arange(means.shape[1])[None] < (position // size)[:, None]
-        allowed = allowed[None] & (ids[..., None] == block_ids[:, None]) & (ids != 0)[..., None]
-        return _best_blocks(scores, allowed[:, None], n_best)
-
-    n_scored = min(SCORED_QUERIES, length)
-    queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
-    chunks = [jnp.moveaxis(in_blocks(x, n_scored), 1, 0) for x in queries]
-    chosen = lax.map(best, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
-    chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
-    return chosen[:, :, :length]
-
-
 def _means(
     k: Float[Array, "B T N H"], ids: Int[Array, "B T"], size: int
 ) -> tuple[Int[Array, "B C"], Float[Array, "B C N H"]]:
@@ -175,31 +229,14 @@ def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> ChosenTil
     )
 
 
-def _apply(block_size, impl, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
-    del params, causal
-    length, size = q.shape[1], min(block_size, q.shape[1])
-    impl = choose_impl(impl, **kernel_obstacles(q, k, v))
-    if impl == "xla":
-        k, v = repeat_heads(q, k, v)
-        return _in_arrays(_tiles(plan, size, size), size, q, k, v, segment_ids, dropout, rng)
-    from reformax.ops.kernels.triton import moba as kernel
-
-    found = _tiles(plan, size, min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length)))
-    lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.slot >= 0)
-    sizes = kernel.MobaSizes(size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout)
-    ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-    return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, rng)
-
-
 def _in_arrays(
-    tiles: ChosenTiles, size, q, k, v, segment_ids, dropout, rng
+    tiles: ChosenTiles, size, q, k, v, segment_ids, dropout, seed
 ) -> Float[Array, "B T N V"]:
     """The op in array operations, in a loop over the tiles of all sequences and heads."""
     n_batch, length, n_heads, _ = q.shape
     dtype = accum_dtype(q.dtype, v.dtype)
     query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.slot.shape[3])
     ids = ids_or_ones(segment_ids, q)
-    seed = seed_words(rng, n_batch) if dropout > 0.0 else None
 
     # Arrays by tile, with the axis of tiles in front; [M, B, N, L, ...].
     def queries_by_tile(x: Array) -> Array:  # of [B, N or 1, T, ...]
@@ -262,38 +299,3 @@ class MobaCache(NamedTuple):
 
     memory: KeyValues
     sums: Float[Array, "B G C H"]
-
-
-def _init_cache(block_size, params, q, k, v, *, plan, lengths, capacity, rng) -> MobaCache:
-    del params, q, plan, rng
-    memory = fill_ring(k, v, lengths, capacity)  # zeros where there is no position yet
-    keys = jnp.swapaxes(memory.keys, 1, 2).astype(accum_dtype(k.dtype))
-    blocks = in_blocks(keys, min(block_size, capacity))
-    return MobaCache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
-
-
-def _step(
-    block_size, top_k, impl, params, q, k, v, cache: MobaCache, *, position: Int[Array, " B"]
-):
-    del params
-    memory = add_to_ring(cache.memory, k, v, position)
-    capacity, n_blocks = memory.keys.shape[2], cache.sums.shape[2]
-    size = min(block_size, capacity)
-    query_block = (position // size).astype(jnp.int32)
-    new = k[:, 0].astype(cache.sums.dtype)
-    sums = cache.sums.at[jnp.arange(q.shape[0]), :, query_block].add(new)
-
-    n_rows, n_heads, group = q.shape[0], q.shape[2], q.shape[2] // k.shape[2]
-    query = q[:, 0].astype(sums.dtype).reshape(n_rows, -1, group, q.shape[3])
-    scores = jnp.einsum("bgmh,bgch->bgmc", query, sums / size, precision=lax.Precision.HIGHEST)
-    scores = scores.reshape(n_rows, n_heads, -1)
-    allowed = jnp.arange(n_blocks, dtype=jnp.int32)[None, None] < query_block[:, None, None]
-    chosen = _best_blocks(scores, allowed, min(top_k, n_blocks) - 1)
-    query_block = jnp.broadcast_to(query_block[:, None, None], (*chosen.shape[:2], 1))
-    blocks = jnp.concatenate([query_block, chosen.astype(jnp.int32)], axis=-1)
-    key = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
-    mask = (key >= 0) & (key <= position[:, None, None, None])
-    key = key.reshape(*key.shape[:2], -1)
-    row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
-    keys, values = (x[row, head, jnp.clip(key, 0, capacity - 1)] for x in memory)
-    return attend_to(q, keys, values, mask.reshape(key.shape), impl), MobaCache(memory, sums)

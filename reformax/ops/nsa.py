@@ -21,6 +21,7 @@ query selects, M query heads of a key head, Q queries of a chunk, P positions of
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Annotated, Any, NamedTuple
@@ -32,9 +33,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
-from reformax.ops.base import AttentionOp, Traits, named
+from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims, ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, KernelObstacles, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -47,7 +48,7 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
-from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.gathered import gather_rows
 from reformax.ops.softmax.online import masked_softmax
 
@@ -55,83 +56,8 @@ from reformax.ops.softmax.online import masked_softmax
 KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}
 
 
-class NsaSettings(NamedTuple):
-    """The options of `nsa`, which documents them."""
-
-    compress_len: int
-    compress_stride: int
-    block_size: int
-    n_selected: int
-    window: int
-    compression: str
-    own_projections: bool
-    impl: str
-
-    def check(self) -> None:
-        """Raises `SettingError` for options that do not fit together."""
-        check_impl(self.impl, *KERNELS)
-        names = "mlp", "mean"
-        if self.compression not in names:
-            raise SettingError(
-                f"compression is {self.compression!r}: expected {' or '.join(map(repr, names))}"
-            )
-        if self.compression == "mlp":
-            check("compress_len", self.compress_len, Width)
-        for name in ("compress_len", "block_size"):
-            if getattr(self, name) % self.compress_stride:
-                raise SettingError(
-                    f"{name} is {getattr(self, name)}: expected a multiple of compress_stride, "
-                    f"{self.compress_stride}"
-                )
-
-    def choose(self, q: Array, k: Array, v: Array | None) -> str:
-        """The implementation of the compressed and the selected branch."""
-        shape = {
-            "heads_of_a_key_head": q.shape[2] // k.shape[2],
-            "summaries_of_a_block": self.block_size // self.compress_stride,
-            "blocks": -(-q.shape[1] // self.block_size),
-        }
-        above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
-        return choose_impl(self.impl, **kernel_obstacles(q, k, v, **above))
-
-    def within(self, length: int) -> NsaSettings:
-        """Settings of sizes up to `length` that compute the same function."""
-        stride = self.compress_stride
-        block_size = min(self.block_size, -(-length // stride) * stride)
-        span = self.compress_len
-        if self.compression == "mean":  # the weights of "mlp" have the length of a summary
-            span = min(span, (length // stride + 1) * stride)  # no summary is complete either
-        return self._replace(compress_len=span, block_size=block_size)
-
-    @property
-    def window_attention(self) -> AttentionOp:
-        """The attention of the window."""
-        return local.local(
-            chunk_len=self.window, n_chunks_before=1, window=self.window, impl=self.impl
-        )
-
-    def n_summaries(self, length: int) -> int:
-        """C, the number of complete summaries; at least one, which no query sees."""
-        return max(1, (length - self.compress_len) // self.compress_stride + 1)
-
-    def last(self, n_summaries: int) -> Int[Array, "1 C"]:
-        """The last position of each summary."""
-        number = jnp.arange(n_summaries, dtype=jnp.int32)[None]
-        return number * self.compress_stride + (self.compress_len - 1)
-
-
-@named
-def nsa(
-    *,
-    compress_len: Size = 32,
-    compress_stride: Width = 16,
-    block_size: Size = 64,
-    n_selected: Size = 16,
-    window: Size = 512,
-    compression: Annotated[str, Called("'mlp' or 'mean'")] = "mlp",
-    own_projections: bool = True,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class nsa(AttentionOp):
     """Causal attention to summaries, to the best blocks and to a window, in a gated sum.
 
     Summaries and blocks are at fixed positions of the row. In packed rows, no query sees a summary
@@ -157,55 +83,411 @@ def nsa(
       own_projections: whether the selected branch and the window have separate projections of keys
         and values, as in sec. 3.3.3; if not, all branches read the same.
       impl: `"xla"` runs everywhere. `"pallas"` has kernels for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
-        takes them where they compute the same function, and for the window what `local.local`
-        takes.
+        heads of 128 or less. `"auto"` takes them where they compute the same function, and for the
+        window what `local.local` takes.
 
     Raises:
       ValueError: a size out of range, or no multiple of `compress_stride`; an unknown `impl`.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
-    settings = NsaSettings(**locals())
-    settings.check()
-    return AttentionOp(
-        init=functools.partial(_init, settings),
-        plan=functools.partial(_plan, settings),
-        apply=functools.partial(_apply, settings),
-        traits=Traits(bidirectional=False, grouped=True, head_shards=True, choose_together=True),
-        init_cache=functools.partial(_init_cache, settings),
-        step=functools.partial(_step, settings),
-        extra_projections=functools.partial(_extra_projections, settings),
-    )
 
+    compress_len: Size = 32
+    compress_stride: Width = 16
+    block_size: Size = 64
+    n_selected: Size = 16
+    window: Size = 512
+    compression: Annotated[str, Called("'mlp' or 'mean'")] = "mlp"
+    own_projections: bool = True
+    impl: str = "auto"
 
-def _extra_projections(settings: NsaSettings, dims: Dims) -> dict[str, ExtraProjection]:
-    gate = {"gate": ExtraProjection(dims.n_heads, 3)}
-    if not settings.own_projections:
-        return gate
-    keys = ExtraProjection(dims.key_heads, dims.d_qk, rotated=True)
-    values = ExtraProjection(dims.key_heads, dims.d_v)
-    return gate | {
-        f"{branch}_{name}": what
-        for branch in ("selected", "window")
-        for name, what in (("k", keys), ("v", values))
-    }
+    causality = "only"
+    shards = ("key heads",)
+    _grouped = True
+    _impls = KERNELS
 
+    def _check(self) -> None:
+        """Raises `SettingError` for options that do not fit together."""
+        names = "mlp", "mean"
+        if self.compression not in names:
+            raise SettingError(
+                f"compression is {self.compression!r}: expected {' or '.join(map(repr, names))}"
+            )
+        if self.compression == "mlp":
+            check("compress_len", self.compress_len, Width)
+        for name in ("compress_len", "block_size"):
+            if getattr(self, name) % self.compress_stride:
+                raise SettingError(
+                    f"{name} is {getattr(self, name)}: expected a multiple of compress_stride, "
+                    f"{self.compress_stride}"
+                )
 
-def _init(settings: NsaSettings, rng: PRNGKeyArray, dims: Dims) -> Any:
-    if settings.compression == "mean":
-        return ()
-    span = settings.compress_len
+    def _obstacles(self, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+        """The obstacles of the kernels of the compressed and the selected branch."""
+        shape = {
+            "heads_of_a_key_head": q.shape[2] // k.shape[2],
+            "summaries_of_a_block": self.block_size // self.compress_stride,
+            "blocks": -(-q.shape[1] // self.block_size),
+        }
+        above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
+        return kernel_obstacles(q, k, v, **above)
 
-    def weights(rng, size):
-        rng_positions, rng_hidden, rng_out = jax.random.split(rng, 3)
-        return {
-            "positions": 0.02 * jax.random.normal(rng_positions, (span, size)),
-            "hidden": jax.random.normal(rng_hidden, (span, size, size)) / math.sqrt(span * size),
-            "out": 0.1 * jax.random.normal(rng_out, (size, size)) / math.sqrt(size),
+    def _within(self, length: int) -> nsa:
+        """The op with sizes up to `length` that compute the same function."""
+        stride = self.compress_stride
+        block_size = min(self.block_size, -(-length // stride) * stride)
+        span = self.compress_len
+        if self.compression == "mean":  # the weights of "mlp" have the length of a summary
+            span = min(span, (length // stride + 1) * stride)  # no summary is complete either
+        return dataclasses.replace(self, compress_len=span, block_size=block_size)
+
+    @property
+    def _window_attention(self) -> AttentionOp:
+        """The attention of the window."""
+        return local.local(
+            chunk_len=self.window, n_chunks_before=1, window=self.window, impl=self.impl
+        )
+
+    def _n_summaries(self, length: int) -> int:
+        """C, the number of complete summaries; at least one, which no query sees."""
+        return max(1, (length - self.compress_len) // self.compress_stride + 1)
+
+    def _last(self, n_summaries: int) -> Int[Array, "1 C"]:
+        """The last position of each summary."""
+        number = jnp.arange(n_summaries, dtype=jnp.int32)[None]
+        return number * self.compress_stride + (self.compress_len - 1)
+
+    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
+        gate = {"gate": ExtraProjection(dims.n_heads, 3)}
+        if not self.own_projections:
+            return gate
+        keys = ExtraProjection(dims.key_heads, dims.d_qk, rotated=True)
+        values = ExtraProjection(dims.key_heads, dims.d_v)
+        return gate | {
+            f"{branch}_{name}": what
+            for branch in ("selected", "window")
+            for name, what in (("k", keys), ("v", values))
         }
 
-    rng_k, rng_v = jax.random.split(rng)
-    return {"k": weights(rng_k, dims.d_qk), "v": weights(rng_v, dims.d_v)}
+    def init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
+        if self.compression == "mean":
+            return ()
+        span = self.compress_len
+
+        def weights(rng, size):
+            rng_positions, rng_hidden, rng_out = jax.random.split(rng, 3)
+            return {
+                "positions": 0.02 * jax.random.normal(rng_positions, (span, size)),
+                "hidden": jax.random.normal(rng_hidden, (span, size, size))
+                / math.sqrt(span * size),
+                "out": 0.1 * jax.random.normal(rng_out, (size, size)) / math.sqrt(size),
+            }
+
+        rng_k, rng_v = jax.random.split(rng)
+        return {"k": weights(rng_k, dims.d_qk), "v": weights(rng_v, dims.d_v)}
+
+    def _in_summaries(self, x: Array) -> Array:
+        """Gathers the positions of each summary, from `[B, T, ...]` to `[B, C, P, ...]`."""
+        n, stride = self._n_summaries(x.shape[1]), self.compress_stride
+        per = self.compress_len // stride
+        length = (n + per - 1) * stride
+        x = x[:, :length]
+        x = jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        strides = x.reshape(x.shape[0], -1, stride, *x.shape[2:])
+        return jnp.concatenate([strides[:, i : i + n] for i in range(per)], axis=2)
+
+    def _summaries(self, params, k, v, ids: Int[Array, "#B T"]) -> Summaries:
+        """The summaries of a row."""
+        keys, values = (
+            _summary(params[name] if params else None, self._in_summaries(x))
+            for name, x in (("k", k), ("v", v))
+        )
+        ids = self._in_summaries(jnp.broadcast_to(ids, k.shape[:2]))
+        ids = jnp.where((ids == ids[:, :, :1]).all(axis=2), ids[:, :, 0], 0)
+        return Summaries(keys, values, ids)
+
+    # Which blocks are selected.
+
+    def _block_scores(self, weights: Float[Array, "*d C"], n_blocks: int) -> Float[Array, "*d J"]:
+        """The score of each block, by the weights of summaries (eq. 9)."""
+        stride = self.compress_stride
+        per_summary, per_block = self.compress_len // stride, self.block_size // stride
+        none = [(0, 0)] * (weights.ndim - 1)
+        # The score of a stride is the sum of the weights of the summaries that contain it.
+        n_strides = max(n_blocks * per_block, weights.shape[-1])
+        at_strides = 0
+        for i in range(per_summary):
+            behind = max(n_strides - weights.shape[-1] - i, 0)
+            at_strides += jnp.pad(weights, [*none, (i, behind)])[..., :n_strides]
+        at_strides = at_strides[..., : n_blocks * per_block]
+        return at_strides.reshape(*weights.shape[:-1], n_blocks, per_block).sum(axis=-1)
+
+    def _best_blocks(
+        self,
+        scores: Float[Array, "*d J"],
+        query_block: Int[Array, "*#d"],
+        first: Int[Array, "*#d"],
+    ) -> Int[Array, "*d K"]:
+        """The blocks with the highest scores from `first` to `query_block`; -1 is none.
+
+        The query's block comes first.
+        """
+        block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+        block = block.reshape(*[1] * (scores.ndim - 1), -1)
+        query_block, first = query_block[..., None], first[..., None]
+        scores = jnp.where(block == query_block - 1, PREVIOUS_BLOCK, scores)
+        scores = jnp.where(block == first, FIRST_BLOCK, scores)
+        scores = jnp.where(block == query_block, OWN_BLOCK, scores)
+        scores = jnp.where((block >= first) & (block <= query_block), scores, -1)
+        best, chosen = lax.top_k(scores, min(self.n_selected, scores.shape[-1]))
+        return jnp.where(best >= 0, chosen, -1).astype(jnp.int32)
+
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
+    ) -> Int[Array, "B G T K"]:
+        """The blocks that each query selects."""
+        del causal, rng, shard, train, length
+        q, k, params = lax.stop_gradient((q, k, params))
+        length = q.shape[1]
+        fitted = self._within(length)
+        ids = ids_or_ones(segment_ids, q)
+        q, k = tokens_only(q, ids), tokens_only(k, ids)
+        weights = params["k"] if params else None
+        # The scores do not depend on values.
+        summaries = fitted._summaries(
+            {"k": weights, "v": weights} if params else params, k, k[..., :1, :], ids
+        )
+        first_position = jnp.zeros_like(ids) if segment_ids is None else _first_of_segment(ids)
+
+        def in_kernels(interpret: bool) -> Int[Array, "B G T K"]:
+            from reformax.ops.kernels.triton import selection
+
+            first_block = first_position // fitted.block_size
+            masks = () if segment_ids is None else (ids, summaries.ids, first_block)
+            n_best = min(fitted.n_selected, -(-length // fitted.block_size))
+            sizes = fitted.block_size, fitted.compress_stride, fitted.compress_len
+            sizes = selection.SelectionSizes(n_best, *sizes, q.shape[2] // k.shape[2])
+            return selection.select(sizes, interpret, q, summaries.keys, *masks)
+
+        def in_arrays() -> Int[Array, "B G T K"]:
+            return fitted._select_in_arrays(q, summaries, ids, first_position)
+
+        obstacles = fitted._obstacles(q, k, None)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
+
+    def _select_in_arrays(
+        self, q, summaries: Summaries, ids: Int[Array, "B T"], first_position: Int[Array, "B T"]
+    ) -> Int[Array, "B G T K"]:
+        """`_plan` in array operations, in chunks of queries."""
+        n_batch, length = ids.shape
+        n_kv, n_blocks = summaries.keys.shape[2], -(-length // self.block_size)
+        last = self._last(summaries.keys.shape[1])
+
+        def select(q, ids, position, first_position):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
+            mask = summaries.seen(last, ids, position)
+            logits = _logits("bqgmh,bcgh->bgmqc", q, summaries.keys)
+            weights = masked_softmax(logits, mask[:, None, None]).sum(axis=2)
+            scores = self._block_scores(weights, n_blocks)
+            blocks = (x // self.block_size for x in (position, first_position))
+            return self._best_blocks(scores, *(x[:, None] for x in blocks))
+
+        n_seen = summaries.keys.shape[1] * q.shape[2]
+        q = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
+        chosen = by_chunks(select, n_seen, q, ids, positions(length), first_position)
+        return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_kv, -1, chosen.shape[-1])[
+            :, :, :length
+        ]
+
+    # Attention.
+
+    def _apply(
+        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard, extra_projections
+    ) -> Float[Array, "B T N V"]:
+        del causal
+        fitted = self._within(q.shape[1])
+        ids = ids_or_ones(segment_ids, q)
+        summaries = fitted._summaries(params, k, v, ids)
+        (selected_k, selected_v), (window_k, window_v) = fitted._branch_projections(
+            k, v, extra_projections
+        )
+        call = dict(causal=True, segment_ids=segment_ids, dropout=dropout, seed=seed, shard=shard)
+        in_window = fitted._window_attention.apply((), q, window_k, window_v, plan=(), **call)
+        selected = q, selected_k, selected_v
+        masks = plan, ids, dropout, seed
+        masks_of_kernels = plan, None if segment_ids is None else ids, dropout, seed
+        call = summaries, *selected
+        in_arrays = functools.partial(fitted._in_arrays, *call, *masks)
+        in_kernels = functools.partial(fitted._in_kernels, *call, *masks_of_kernels)
+        obstacles = fitted._obstacles(q, k, v)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        others = compute_by(self.impl, implementations)
+        return _gated((*others, in_window), extra_projections["gate"]).astype(v.dtype)
+
+    def _branch_projections(self, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:
+        """Keys and values of the selected branch and of the window."""
+        if not self.own_projections:
+            return KeyValues(k, v), KeyValues(k, v)
+        return tuple(
+            KeyValues(extra_projections[f"{branch}_k"], extra_projections[f"{branch}_v"])
+            for branch in ("selected", "window")
+        )
+
+    def _in_arrays(
+        self, summaries: Summaries, q, k, v, plan, ids, dropout: float, seed
+    ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
+        """The compressed and the selected branch in array operations, in chunks of queries."""
+        n_batch, length, n_heads, _ = q.shape
+        n_kv, size = k.shape[2], self.block_size
+        blocks = k, v, ids[:, :, None]
+        blocks = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in blocks]  # [B, G or 1, J, L, ...]
+        head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
+        batch = jnp.arange(n_batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
+        last = self._last(summaries.keys.shape[1])
+
+        def dropout_factors(query, key):
+            if seed is None:
+                return None
+            return dropout_mask(seed, dropout, batch, head, query, key)
+
+        @jax.checkpoint  # the gradient computes the logits again instead of keeping them
+        def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
+            query = position[:, None, None, :, None]
+            mask = summaries.seen(last, ids, position)
+            compressed = _softmax(
+                _logits("bqgmh,bcgh->bgmqc", q, summaries.keys),
+                ("bgmqc,bcgv->bqgmv", summaries.values),
+                mask[:, None, None],
+                dropout_factors(query, last[None, None, None]),
+            )
+            chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
+            block = jnp.maximum(chosen, 0)
+            keys, values, key_ids = (_blocks_at(x, block) for x in blocks)  # [B, G, Q, K L, ...]
+            key = (
+                chosen[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
+            )
+            key = key.reshape(*key.shape[:3], -1)
+            mask = (key >= 0) & (key <= position[:, None, :, None])
+            mask = mask & (key_ids == ids[:, None, :, None]) & (key_ids != 0)
+            selected = _softmax(
+                _logits("bqgmh,bgqkh->bgmqk", q, keys),
+                ("bgmqk,bgqkv->bqgmv", values),
+                mask[:, :, None],
+                dropout_factors(query, key[:, :, None]),
+            )
+            return compressed, selected
+
+        n_keys = min(self.n_selected * size, length + size)
+        n_seen = n_heads * (summaries.keys.shape[1] + n_keys) + n_kv * n_keys * (
+            k.shape[3] + v.shape[3]
+        )
+        q_by_group = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
+        arrays = q_by_group, ids, positions(length), jnp.swapaxes(plan, 1, 2)
+        branches = by_chunks(attend, n_seen, *arrays)
+        return tuple(join_chunks(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
+
+    def _in_kernels(
+        self, summaries: Summaries, q, k, v, plan, ids, dropout: float, seed, interpret: bool
+    ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
+        """The compressed and the selected branch in kernels."""
+        from reformax.ops.kernels.triton import nsa as kernel
+
+        group, size = q.shape[2] // k.shape[2], min(self.block_size, q.shape[1])
+        stride, span = self.compress_stride, self.compress_len
+        rows = kernel.n_rows(q)
+        sizes = kernel.NsaSizes(group, 0, 0, stride, span, dropout, rows)
+        summary_ids = None if ids is None else summaries.ids
+        compressed = kernel.attend(
+            sizes, interpret, q, summaries.keys, summaries.values, ids, summary_ids, None, seed
+        )
+        sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, dropout, rows)
+        selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, seed)
+        return compressed, selected
+
+    def _init_cache(
+        self, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections
+    ) -> NsaCache:
+        del q, plan, rng
+        fitted = self._within(capacity)
+        selected, window = fitted._branch_projections(k, v, extra_projections)
+        exists = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
+        summaries = fitted._summaries(
+            params, tokens_only(k, exists), tokens_only(v, exists), exists
+        )
+        n = fitted._n_summaries(capacity)
+
+        def padded(x):
+            x = jnp.swapaxes(x, 1, 2)[:, :, :n]
+            return jnp.pad(x, ((0, 0), (0, 0), (0, n - x.shape[2]), (0, 0)))
+
+        return NsaCache(
+            fill_ring(*selected, lengths, capacity),
+            fill_ring(*window, lengths, min(fitted.window, capacity)),
+            fill_ring(k, v, lengths, min(fitted.compress_len, capacity)),
+            KeyValues(padded(summaries.keys), padded(summaries.values)),
+        )
+
+    def _step(self, params, q, k, v, cache: NsaCache, *, position, extra_projections):
+        fitted = self._within(cache.selected.keys.shape[2])
+        new_selected, new_window = fitted._branch_projections(k, v, extra_projections)
+        memory = add_to_ring(cache.selected, *new_selected, position)
+        window = add_to_ring(cache.window, *new_window, position)
+        newest = add_to_ring(cache.newest, k, v, position)
+        summaries = fitted._with_newest(params, cache.summaries, newest, position)
+        last = fitted._last(summaries.keys.shape[2])
+        seen = (last <= position[:, None])[:, None]
+        position_held = positions_by_slot(position, window.keys.shape[2])
+        window_mask = (position_held >= jnp.maximum(position[:, None] - fitted.window + 1, 0))[
+            :, None
+        ]
+        key = fitted._selected_positions(q, summaries.keys, seen, position, memory.keys.shape[2])
+        mask = (key >= 0) & (key <= position[:, None, None])
+        index = jnp.clip(key, 0, memory.keys.shape[2] - 1)[..., None]
+        chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
+        mask = jnp.repeat(mask, q.shape[2] // memory.keys.shape[1], axis=1)
+        branches = [
+            attend_to(q, *keys_and_values, mask, fitted.impl)
+            for keys_and_values, mask in ((summaries, seen), (chosen, mask), (window, window_mask))
+        ]
+        out = _gated(branches, extra_projections["gate"]).astype(v.dtype)
+        return out, NsaCache(memory, window, newest, summaries)
+
+    def _selected_positions(
+        self, q, summaries: Float[Array, "B G C H"], seen, position, capacity: int
+    ) -> Int[Array, "B G K*L"]:
+        """The positions of the blocks that the newest query selects."""
+        n_batch, n_kv = summaries.shape[:2]
+        heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
+        weights = masked_softmax(_logits("bgmh,bgch->bgmc", heads, summaries), seen[:, None]).sum(
+            axis=2
+        )
+        scores = self._block_scores(weights, -(-capacity // self.block_size))
+        query_block = (position // self.block_size)[:, None]
+        blocks = self._best_blocks(scores, query_block, jnp.zeros_like(query_block))
+        within = jnp.arange(self.block_size, dtype=jnp.int32)[None, None, None]
+        key = blocks[..., None] * self.block_size + within
+        return key.reshape(n_batch, n_kv, -1)
+
+    def _with_newest(self, params, summaries: KeyValues, newest: KeyValues, position):
+        """The summaries with the one that ends at `position`, if one does."""
+        steps_back = jnp.arange(self.compress_len, dtype=jnp.int32)[None, ::-1]
+        key = position[:, None] - steps_back
+        slot = (key % newest.keys.shape[2])[:, None, :, None]
+        number, remainder = jnp.divmod(position - (self.compress_len - 1), self.compress_stride)
+        n = summaries.keys.shape[2]
+        number = jnp.where(
+            (remainder == 0) & (number >= 0), number, n
+        )  # out of bounds: not written
+        row = jnp.arange(position.shape[0])
+        new = (
+            _summary(
+                params[name] if params else None,
+                jnp.moveaxis(jnp.take_along_axis(x, slot, axis=2), 1, 2)[:, None],
+            )[:, 0]
+            for name, x in zip("kv", newest, strict=True)
+        )
+        return KeyValues(
+            *(x.at[row, :, number].set(y, mode="drop") for x, y in zip(summaries, new, strict=True))
+        )
 
 
 # Summaries
@@ -238,69 +520,6 @@ def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
     return out.astype(dtype)
 
 
-def _in_summaries(settings: NsaSettings, x: Array) -> Array:
-    """Gathers the positions of each summary, from `[B, T, ...]` to `[B, C, P, ...]`."""
-    n, stride = settings.n_summaries(x.shape[1]), settings.compress_stride
-    per = settings.compress_len // stride
-    length = (n + per - 1) * stride
-    x = x[:, :length]
-    x = jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-    strides = x.reshape(x.shape[0], -1, stride, *x.shape[2:])
-    return jnp.concatenate([strides[:, i : i + n] for i in range(per)], axis=2)
-
-
-def _summaries(settings: NsaSettings, params, k, v, ids: Int[Array, "#B T"]) -> Summaries:
-    """The summaries of a row."""
-    keys, values = (
-        _summary(params[name] if params else None, _in_summaries(settings, x))
-        for name, x in (("k", k), ("v", v))
-    )
-    ids = _in_summaries(settings, jnp.broadcast_to(ids, k.shape[:2]))
-    ids = jnp.where((ids == ids[:, :, :1]).all(axis=2), ids[:, :, 0], 0)
-    return Summaries(keys, values, ids)
-
-
-# Which blocks are selected
-
-
-def _block_scores(
-    settings: NsaSettings, weights: Float[Array, "*d C"], n_blocks: int
-) -> Float[Array, "*d J"]:
-    """The score of each block, by the weights of summaries (eq. 9)."""
-    stride = settings.compress_stride
-    per_summary, per_block = settings.compress_len // stride, settings.block_size // stride
-    none = [(0, 0)] * (weights.ndim - 1)
-    # The score of a stride is the sum of the weights of the summaries that contain it.
-    n_strides = max(n_blocks * per_block, weights.shape[-1])
-    at_strides = 0
-    for i in range(per_summary):
-        behind = max(n_strides - weights.shape[-1] - i, 0)
-        at_strides += jnp.pad(weights, [*none, (i, behind)])[..., :n_strides]
-    at_strides = at_strides[..., : n_blocks * per_block]
-    return at_strides.reshape(*weights.shape[:-1], n_blocks, per_block).sum(axis=-1)
-
-
-def _best_blocks(
-    settings: NsaSettings,
-    scores: Float[Array, "*d J"],
-    query_block: Int[Array, "*#d"],
-    first: Int[Array, "*#d"],
-) -> Int[Array, "*d K"]:
-    """The blocks with the highest scores from `first` to `query_block`; -1 is none.
-
-    The query's block comes first.
-    """
-    block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    block = block.reshape(*[1] * (scores.ndim - 1), -1)
-    query_block, first = query_block[..., None], first[..., None]
-    scores = jnp.where(block == query_block - 1, PREVIOUS_BLOCK, scores)
-    scores = jnp.where(block == first, FIRST_BLOCK, scores)
-    scores = jnp.where(block == query_block, OWN_BLOCK, scores)
-    scores = jnp.where((block >= first) & (block <= query_block), scores, -1)
-    best, chosen = lax.top_k(scores, min(settings.n_selected, scores.shape[-1]))
-    return jnp.where(best >= 0, chosen, -1).astype(jnp.int32)
-
-
 def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The first position of each position's segment."""
     order = jnp.argsort(ids, axis=1, stable=True).astype(jnp.int32)
@@ -311,118 +530,9 @@ def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return jnp.zeros_like(order).at[jnp.arange(len(ids))[:, None], order].set(first)
 
 
-def _plan(
-    settings: NsaSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
-) -> Int[Array, "B G T K"]:
-    """The blocks that each query selects."""
-    del causal, rng, train, length
-    q, k, params = lax.stop_gradient((q, k, params))
-    length = q.shape[1]
-    settings = settings.within(length)
-    ids = ids_or_ones(segment_ids, q)
-    q, k = tokens_only(q, ids), tokens_only(k, ids)
-    weights = params["k"] if params else None
-    # The scores do not depend on values.
-    summaries = _summaries(
-        settings, {"k": weights, "v": weights} if params else params, k, k[..., :1, :], ids
-    )
-    first_position = jnp.zeros_like(ids) if segment_ids is None else _first_of_segment(ids)
-    impl = settings.choose(q, k, None)
-    if impl == "xla":
-        return _select_in_arrays(settings, q, summaries, ids, first_position)
-    from reformax.ops.kernels.triton import selection
-
-    masks = (
-        () if segment_ids is None else (ids, summaries.ids, first_position // settings.block_size)
-    )
-    n_best, group = (
-        min(settings.n_selected, -(-length // settings.block_size)),
-        q.shape[2] // k.shape[2],
-    )
-    sizes = settings.block_size, settings.compress_stride, settings.compress_len
-    sizes = selection.SelectionSizes(n_best, *sizes, group)
-    return selection.select(sizes, impl == "pallas_interpret", q, summaries.keys, *masks)
-
-
-def _select_in_arrays(
-    settings: NsaSettings,
-    q,
-    summaries: Summaries,
-    ids: Int[Array, "B T"],
-    first_position: Int[Array, "B T"],
-) -> Int[Array, "B G T K"]:
-    """`_plan` in array operations, in chunks of queries."""
-    n_batch, length = ids.shape
-    n_kv, n_blocks = summaries.keys.shape[2], -(-length // settings.block_size)
-    last = settings.last(summaries.keys.shape[1])
-
-    def select(q, ids, position, first_position):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
-        mask = summaries.seen(last, ids, position)
-        logits = _logits("bqgmh,bcgh->bgmqc", q, summaries.keys)
-        weights = masked_softmax(logits, mask[:, None, None]).sum(axis=2)
-        scores = _block_scores(settings, weights, n_blocks)
-        blocks = (x // settings.block_size for x in (position, first_position))
-        return _best_blocks(settings, scores, *(x[:, None] for x in blocks))
-
-    n_seen = summaries.keys.shape[1] * q.shape[2]
-    q = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
-    chosen = by_chunks(select, n_seen, q, ids, positions(length), first_position)
-    return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_kv, -1, chosen.shape[-1])[:, :, :length]
-
-
 def _logits(axes: str, queries: Array, keys: Array) -> Array:
     """Products of queries and keys, divided by sqrt(H)."""
     return product(axes, queries, keys, queries.dtype) / math.sqrt(queries.shape[-1])
-
-
-# Attention
-
-
-def _apply(
-    settings: NsaSettings,
-    params,
-    q,
-    k,
-    v,
-    *,
-    plan,
-    segment_ids,
-    causal,
-    dropout,
-    rng,
-    extra_projections,
-) -> Float[Array, "B T N V"]:
-    del causal
-    settings = settings.within(q.shape[1])
-    ids = ids_or_ones(segment_ids, q)
-    summaries = _summaries(settings, params, k, v, ids)
-    (selected_k, selected_v), (window_k, window_v) = _branch_projections(
-        settings, k, v, extra_projections
-    )
-    masks_and_rng = dict(causal=True, segment_ids=segment_ids, dropout=dropout, rng=rng)
-    in_window = settings.window_attention.apply((), q, window_k, window_v, plan=(), **masks_and_rng)
-    selected = q, selected_k, selected_v
-    impl = settings.choose(q, k, v)
-    if impl == "xla":
-        seed = seed_words(rng, len(q)) if dropout > 0.0 else None
-        others = _in_arrays(settings, summaries, *selected, plan, ids, dropout, seed)
-    else:
-        has_ids = segment_ids is not None
-        masks = plan, ids if has_ids else None, dropout, rng
-        others = _in_kernels(settings, impl == "pallas_interpret", summaries, *selected, *masks)
-    return _gated((*others, in_window), extra_projections["gate"]).astype(v.dtype)
-
-
-def _branch_projections(
-    settings: NsaSettings, k, v, extra_projections
-) -> tuple[KeyValues, KeyValues]:
-    """Keys and values of the selected branch and of the window."""
-    if not settings.own_projections:
-        return KeyValues(k, v), KeyValues(k, v)
-    return tuple(
-        KeyValues(extra_projections[f"{branch}_k"], extra_projections[f"{branch}_v"])
-        for branch in ("selected", "window")
-    )
 
 
 def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:
@@ -430,87 +540,6 @@ def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:
     dtype = accum_dtype(*(x.dtype for x in branches))
     gates = jax.nn.sigmoid(gate.astype(dtype))
     return sum(x.astype(dtype) * gates[..., i, None] for i, x in enumerate(branches))
-
-
-def _in_arrays(
-    settings: NsaSettings, summaries: Summaries, q, k, v, plan, ids, dropout: float, seed
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
-    """The compressed and the selected branch in array operations, in chunks of queries."""
-    n_batch, length, n_heads, _ = q.shape
-    n_kv, size = k.shape[2], settings.block_size
-    blocks = k, v, ids[:, :, None]
-    blocks = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in blocks]  # [B, G or 1, J, L, ...]
-    head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
-    batch = jnp.arange(n_batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
-    last = settings.last(summaries.keys.shape[1])
-
-    def dropout_factors(query, key):
-        if seed is None:
-            return None
-        return dropout_mask(seed, dropout, batch, head, query, key)
-
-    @jax.checkpoint  # the gradient computes the logits again instead of keeping them
-    def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
-        query = position[:, None, None, :, None]
-        mask = summaries.seen(last, ids, position)
-        compressed = _softmax(
-            _logits("bqgmh,bcgh->bgmqc", q, summaries.keys),
-            ("bgmqc,bcgv->bqgmv", summaries.values),
-            mask[:, None, None],
-            dropout_factors(query, last[None, None, None]),
-        )
-        chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
-        block = jnp.maximum(chosen, 0)
-        keys, values, key_ids = (_blocks_at(x, block) for x in blocks)  # [B, G, Q, K L, ...]
-        key = chosen[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
-        key = key.reshape(*key.shape[:3], -1)
-        mask = (key >= 0) & (key <= position[:, None, :, None])
-        mask = mask & (key_ids == ids[:, None, :, None]) & (key_ids != 0)
-        selected = _softmax(
-            _logits("bqgmh,bgqkh->bgmqk", q, keys),
-            ("bgmqk,bgqkv->bqgmv", values),
-            mask[:, :, None],
-            dropout_factors(query, key[:, :, None]),
-        )
-        return compressed, selected
-
-    n_keys = min(settings.n_selected * size, length + size)
-    n_seen = n_heads * (summaries.keys.shape[1] + n_keys) + n_kv * n_keys * (
-        k.shape[3] + v.shape[3]
-    )
-    q_by_group = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
-    arrays = q_by_group, ids, positions(length), jnp.swapaxes(plan, 1, 2)
-    branches = by_chunks(attend, n_seen, *arrays)
-    return tuple(join_chunks(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
-
-
-def _in_kernels(
-    settings: NsaSettings,
-    interpret: bool,
-    summaries: Summaries,
-    q,
-    k,
-    v,
-    plan,
-    ids,
-    dropout: float,
-    rng,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
-    """The compressed and the selected branch in kernels."""
-    from reformax.ops.kernels.triton import nsa as kernel
-
-    group, size = q.shape[2] // k.shape[2], min(settings.block_size, q.shape[1])
-    rng = rng if dropout > 0.0 else None
-    stride, span = settings.compress_stride, settings.compress_len
-    rows = kernel.n_rows(q)
-    sizes = kernel.NsaSizes(group, 0, 0, stride, span, dropout, rows)
-    summary_ids = None if ids is None else summaries.ids
-    compressed = kernel.attend(
-        sizes, interpret, q, summaries.keys, summaries.values, ids, summary_ids, None, rng
-    )
-    sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, dropout, rows)
-    selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, rng)
-    return compressed, selected
 
 
 def _softmax(logits, to_values, mask, dropout_factors) -> Array:
@@ -552,89 +581,3 @@ class NsaCache(NamedTuple):
     window: KeyValues
     newest: KeyValues
     summaries: KeyValues
-
-
-def _init_cache(
-    settings: NsaSettings, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections
-) -> NsaCache:
-    del q, plan, rng
-    settings = settings.within(capacity)
-    selected, window = _branch_projections(settings, k, v, extra_projections)
-    exists = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
-    summaries = _summaries(settings, params, tokens_only(k, exists), tokens_only(v, exists), exists)
-    n = settings.n_summaries(capacity)
-
-    def padded(x):
-        x = jnp.swapaxes(x, 1, 2)[:, :, :n]
-        return jnp.pad(x, ((0, 0), (0, 0), (0, n - x.shape[2]), (0, 0)))
-
-    return NsaCache(
-        fill_ring(*selected, lengths, capacity),
-        fill_ring(*window, lengths, min(settings.window, capacity)),
-        fill_ring(k, v, lengths, min(settings.compress_len, capacity)),
-        KeyValues(padded(summaries.keys), padded(summaries.values)),
-    )
-
-
-def _step(settings: NsaSettings, params, q, k, v, cache: NsaCache, *, position, extra_projections):
-    settings = settings.within(cache.selected.keys.shape[2])
-    new_selected, new_window = _branch_projections(settings, k, v, extra_projections)
-    memory = add_to_ring(cache.selected, *new_selected, position)
-    window = add_to_ring(cache.window, *new_window, position)
-    newest = add_to_ring(cache.newest, k, v, position)
-    summaries = _with_newest(settings, params, cache.summaries, newest, position)
-    last = settings.last(summaries.keys.shape[2])
-    seen = (last <= position[:, None])[:, None]
-    position_held = positions_by_slot(position, window.keys.shape[2])
-    window_mask = (position_held >= jnp.maximum(position[:, None] - settings.window + 1, 0))[
-        :, None
-    ]
-    key = _selected_positions(settings, q, summaries.keys, seen, position, memory.keys.shape[2])
-    mask = (key >= 0) & (key <= position[:, None, None])
-    index = jnp.clip(key, 0, memory.keys.shape[2] - 1)[..., None]
-    chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
-    mask = jnp.repeat(mask, q.shape[2] // memory.keys.shape[1], axis=1)
-    branches = [
-        attend_to(q, *keys_and_values, mask, settings.impl)
-        for keys_and_values, mask in ((summaries, seen), (chosen, mask), (window, window_mask))
-    ]
-    out = _gated(branches, extra_projections["gate"]).astype(v.dtype)
-    return out, NsaCache(memory, window, newest, summaries)
-
-
-def _selected_positions(
-    settings: NsaSettings, q, summaries: Float[Array, "B G C H"], seen, position, capacity: int
-) -> Int[Array, "B G K*L"]:
-    """The positions of the blocks that the newest query selects."""
-    n_batch, n_kv = summaries.shape[:2]
-    heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
-    weights = masked_softmax(_logits("bgmh,bgch->bgmc", heads, summaries), seen[:, None]).sum(
-        axis=2
-    )
-    scores = _block_scores(settings, weights, -(-capacity // settings.block_size))
-    query_block = (position // settings.block_size)[:, None]
-    blocks = _best_blocks(settings, scores, query_block, jnp.zeros_like(query_block))
-    within = jnp.arange(settings.block_size, dtype=jnp.int32)[None, None, None]
-    key = blocks[..., None] * settings.block_size + within
-    return key.reshape(n_batch, n_kv, -1)
-
-
-def _with_newest(settings: NsaSettings, params, summaries: KeyValues, newest: KeyValues, position):
-    """The summaries with the one that ends at `position`, if one does."""
-    steps_back = jnp.arange(settings.compress_len, dtype=jnp.int32)[None, ::-1]
-    key = position[:, None] - steps_back
-    slot = (key % newest.keys.shape[2])[:, None, :, None]
-    number, remainder = jnp.divmod(position - (settings.compress_len - 1), settings.compress_stride)
-    n = summaries.keys.shape[2]
-    number = jnp.where((remainder == 0) & (number >= 0), number, n)  # out of bounds: not written
-    row = jnp.arange(position.shape[0])
-    new = (
-        _summary(
-            params[name] if params else None,
-            jnp.moveaxis(jnp.take_along_axis(x, slot, axis=2), 1, 2)[:, None],
-        )[:, 0]
-        for name, x in zip("kv", newest, strict=True)
-    )
-    return KeyValues(
-        *(x.at[row, :, number].set(y, mode="drop") for x, y in zip(summaries, new, strict=True))
-    )

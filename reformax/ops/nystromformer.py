@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Bounds, SettingError, Size, Width
 from reformax.ops import flash
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax.online import masked_softmax, nonzero
@@ -32,14 +32,8 @@ from reformax.ops.softmax.online import masked_softmax, nonzero
 Iterations = Annotated[int, Bounds(1, 1024)]  # the loop is unrolled
 
 
-@named
-def nystromformer(
-    *,
-    n_landmarks: Size = 64,
-    n_iterations: Iterations = 6,
-    conv_size: Width | None = None,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class nystromformer(AttentionOp):
     """Attention through `n_landmarks` means of consecutive tokens.
 
     Padding belongs to no landmark. With as many landmarks as tokens it is dense attention, up to
@@ -60,47 +54,53 @@ def nystromformer(
       NotImplementedError: at the call, with `causal=True`, with several segments in a row, or with
         dropout, because the product that would be a query's weights is never computed.
     """
-    if conv_size is not None and conv_size % 2 == 0:
-        raise SettingError(f"conv_size is {conv_size}: expected an odd number, for it has a middle")
-    check_impl(impl, *KERNELS)
-    settings = dict(n_landmarks=n_landmarks, n_iterations=n_iterations)
-    return AttentionOp(
-        init=no_params if conv_size is None else functools.partial(_init, size=conv_size),
-        plan=no_plan,
-        apply=functools.partial(_apply, attend=flash.flash(impl=impl).apply, **settings),
-        traits=Traits(causal=False, packed=False, dropout=False, head_shards=True),
-    )
 
+    n_landmarks: Size = 64
+    n_iterations: Iterations = 6
+    conv_size: Width | None = None
+    impl: str = "auto"
 
-def _init(rng: PRNGKeyArray, dims: Dims, *, size):
-    """Uniform weights with a variance of 1 / (3 size), as PyTorch draws a convolution's."""
-    limit = 1 / math.sqrt(size)
-    return {"conv": jax.random.uniform(rng, (dims.n_heads, size), minval=-limit, maxval=limit)}
+    causality = "never"
+    packed = False
+    dropout = False
+    shards = ("heads",)
+    _impls = KERNELS
 
+    def _check(self) -> None:
+        if self.conv_size is not None and self.conv_size % 2 == 0:
+            raise SettingError(
+                f"conv_size is {self.conv_size}: expected an odd number, for it has a middle"
+            )
 
-def _apply(
-    params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend, n_landmarks, n_iterations
-):
-    dtype = accum_dtype(q.dtype, v.dtype)
-    groups = landmark_groups(q.shape[1], segment_ids, n_landmarks)
-    queries, keys = (segment_means(x, groups).astype(q.dtype) for x in (q, k))
-    of_landmarks = to_landmarks = None
-    if segment_ids is not None:
-        tokens, real = segment_ids != 0, groups.real.any(axis=-1)
-        of_landmarks, to_landmarks = (
-            tuple(ids.astype(jnp.int32) for ids in pair)
-            for pair in ((real, tokens), (tokens, real))
-        )
-    masks = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
-    # In float32 throughout: the pseudo-inverse amplifies rounding errors of the values.
-    values = attend((), queries, k, v.astype(dtype), segment_ids=of_landmarks, **masks)
-    between = _softmax_of_landmarks(queries, keys, groups.real.any(axis=-1))
-    inverse = pseudo_inverse(between, n_iterations)
-    values = jnp.einsum("bnij,bjnv->binv", inverse, values, precision=jax.lax.Precision.HIGHEST)
-    out = attend((), q, keys, values, segment_ids=to_landmarks, **masks)
-    if "conv" in params:
-        out = out + convolved(v, of_heads(params["conv"], rng, v.shape[2]))
-    return out.astype(v.dtype)
+    def init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
+        """Uniform weights with a variance of 1 / (3 size), as PyTorch draws a convolution's."""
+        if self.conv_size is None:
+            return ()
+        limit, shape = 1 / math.sqrt(self.conv_size), (dims.n_heads, self.conv_size)
+        return {"conv": jax.random.uniform(rng, shape, minval=-limit, maxval=limit)}
+
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        dtype = accum_dtype(q.dtype, v.dtype)
+        groups = landmark_groups(q.shape[1], segment_ids, self.n_landmarks)
+        queries, keys = (segment_means(x, groups).astype(q.dtype) for x in (q, k))
+        of_landmarks = to_landmarks = None
+        if segment_ids is not None:
+            tokens, real = segment_ids != 0, groups.real.any(axis=-1)
+            of_landmarks, to_landmarks = (
+                tuple(ids.astype(jnp.int32) for ids in pair)
+                for pair in ((real, tokens), (tokens, real))
+            )
+        attend = flash.flash(impl=self.impl).apply
+        masks = dict(plan=plan, causal=causal, dropout=dropout)
+        # In float32 throughout: the pseudo-inverse amplifies rounding errors of the values.
+        values = attend((), queries, k, v.astype(dtype), segment_ids=of_landmarks, **masks)
+        between = _softmax_of_landmarks(queries, keys, groups.real.any(axis=-1))
+        inverse = pseudo_inverse(between, self.n_iterations)
+        values = jnp.einsum("bnij,bjnv->binv", inverse, values, precision=jax.lax.Precision.HIGHEST)
+        out = attend((), q, keys, values, segment_ids=to_landmarks, **masks)
+        if "conv" in params:
+            out = out + convolved(v, of_heads(params["conv"], shard, v.shape[2]))
+        return out.astype(v.dtype)
 
 
 class LandmarkGroups(NamedTuple):

@@ -28,8 +28,8 @@ from jaxtyping import Array, Float, Int
 from reformax import devices
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Seed, SettingError, Size, Width
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order
 from reformax.ops.numerics.precision import accum_dtype
@@ -40,43 +40,12 @@ from reformax.ops.recurrence.random_features import (
     positive_features,
 )
 from reformax.ops.recurrence.recurrence import advance, bidirectional
-from reformax.ops.sharding.shard import rng_of
 
 # Below it derivatives of quotients overflow float32.
 Epsilon = Annotated[float, Bounds(1e-12, 1)]
 
 # Features of a vector that a program of the kernels holds.
 MAX_IN_TILE = 512
-
-
-class PerformerSettings(NamedTuple):
-    """The options of `performer`, which documents them."""
-
-    n_features: int
-    seed: int | None
-    epsilon: float
-    chunk_len: int
-    impl: str
-    redraw: int | None
-
-    def directions(self, plan: Any, size: int) -> Float[Array, "M H"]:
-        """The random directions of all heads; a constant array where no call redraws them."""
-        if self.seed is None or self.redraw is not None:
-            rng = jax.random.wrap_key_data(plan, impl="threefry2x32")
-            return orthogonal_directions(rng, self.n_features, size)
-        with devices.nowhere(), jax.ensure_compile_time_eval():
-            rng = jax.random.key(self.seed, impl="threefry2x32")
-            return np.asarray(orthogonal_directions(rng, self.n_features, size))
-
-    def features(self, plan: Any, *vectors: Float[Array, "B T N H"]) -> list[PositiveFeatures]:
-        """The features of queries or keys, whose products estimate `exp(q . k / sqrt(H))`."""
-        directions = self.directions(plan, vectors[0].shape[-1])
-        return [
-            positive_features(
-                x.astype(accum_dtype(x.dtype)) * x.shape[-1] ** -0.25, directions, self.epsilon
-            )
-            for x in vectors
-        ]
 
 
 class PerformerCache(NamedTuple):
@@ -87,16 +56,8 @@ class PerformerCache(NamedTuple):
     plan: SharedByBatch
 
 
-@named
-def performer(
-    *,
-    n_features: Width = 256,
-    seed: Seed | None = 0,
-    epsilon: Epsilon = 1e-4,
-    chunk_len: Size = 64,
-    impl: str = "auto",
-    redraw: Size | None = None,
-) -> AttentionOp:
+@op
+class performer(AttentionOp):
     """Attention whose weights are products of positive orthogonal random features.
 
     Args:
@@ -117,109 +78,164 @@ def performer(
       NotImplementedError: at the call, with dropout, because no attention weights are made; when a
         kernel is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
-    if redraw is not None and seed is None:
-        raise SettingError(f"redraw is {redraw} and seed None, which draws at every call: set one")
-    settings = PerformerSettings(n_features, seed, epsilon, chunk_len, impl, redraw)
-    return AttentionOp(
-        init=no_params if redraw is None else _init,
-        plan=no_plan if seed is not None and redraw is None else functools.partial(_plan, settings),
-        apply=functools.partial(_apply, settings),
-        traits=Traits(random_plan=seed is None, dropout=False, head_shards=True),
-        init_cache=functools.partial(_init_cache, settings),
-        step=functools.partial(_step, settings),
-    )
 
+    n_features: Width = 256
+    seed: Seed | None = 0
+    epsilon: Epsilon = 1e-4
+    chunk_len: Size = 64
+    impl: str = "auto"
+    redraw: Size | None = None
 
-def _init(rng, dims) -> dict[str, Buffer]:
-    del rng, dims
-    return {"steps": Buffer(jnp.zeros(()))}
+    dropout = False
+    shards = ("heads",)
+    _impls = KERNELS
 
+    @property
+    def plans(self) -> str:
+        if self.seed is None:
+            return "draws"
+        return "no" if self.redraw is None else "reads"
 
-def _plan(
-    settings: PerformerSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
-) -> Int[Array, 2]:
-    """The key data of the features: two words, from which `directions` draws them."""
-    del q, k, segment_ids, causal, length
-    if settings.redraw is None:
-        return jax.random.bits(rng_of(rng), (2,), jnp.uint32)
-    steps = jnp.round(params["steps"].value).astype(jnp.int32)  # completed steps
-    last = steps if train else jnp.maximum(steps - 1, 0)
-    seed = jax.random.key(settings.seed, impl="threefry2x32")
-    return jax.random.key_data(jax.random.fold_in(seed, last // settings.redraw))
+    def _check(self) -> None:
+        if self.redraw is not None and self.seed is None:
+            raise SettingError(
+                f"redraw is {self.redraw} and seed None, which draws at every call: set one"
+            )
 
+    def init(self, rng, dims) -> Any:
+        del rng, dims
+        return () if self.redraw is None else {"steps": Buffer(jnp.zeros(()))}
 
-def _apply(
-    settings: PerformerSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
-):
-    del dropout, rng
-    if settings.redraw is not None:
-        # The output must depend on the weight: adding 0 times it to epsilon does that.
-        steps = updated(params["steps"], params["steps"].value + 1)
-        settings = settings._replace(epsilon=settings.epsilon + 0 * steps)
+    def directions(self, plan: Any, size: int) -> Float[Array, "M H"]:
+        """The random directions of all heads; a constant array where no call redraws them."""
+        if self.seed is None or self.redraw is not None:
+            rng = jax.random.wrap_key_data(plan, impl="threefry2x32")
+            return orthogonal_directions(rng, self.n_features, size)
+        with devices.nowhere(), jax.ensure_compile_time_eval():
+            rng = jax.random.key(self.seed, impl="threefry2x32")
+            return np.asarray(orthogonal_directions(rng, self.n_features, size))
 
-    # The gradient computes the features again instead of keeping them.
-    keep = jax.checkpoint_policies.save_only_these_names(KEPT)
+    def _features(
+        self, plan: Any, *vectors: Float[Array, "B T N H"], epsilon: Any = None
+    ) -> list[PositiveFeatures]:
+        """The features of queries or keys, whose products estimate `exp(q . k / sqrt(H))`."""
+        directions = self.directions(plan, vectors[0].shape[-1])
+        epsilon = self.epsilon if epsilon is None else epsilon
+        return [
+            positive_features(
+                x.astype(accum_dtype(x.dtype)) * x.shape[-1] ** -0.25, directions, epsilon
+            )
+            for x in vectors
+        ]
 
-    @functools.partial(jax.checkpoint, policy=keep)
-    def attend(q, k, v) -> Float[Array, "B T N V"]:
-        if causal and (impl := _kernel(settings, q, k, v)):
-            return _in_kernels(settings, impl, plan, q, k, v, segment_ids)
-        queries, keys = settings.features(plan, q, k)
-        return _mean(queries.x, keys, v, segment_ids, causal, settings).astype(v.dtype)
+    def _plan(
+        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
+    ) -> Int[Array, 2] | tuple[()]:
+        """The key data of the features: two words, from which `directions` draws them."""
+        del q, k, segment_ids, causal, shard, length
+        if self.plans == "no":
+            return ()
+        if self.redraw is None:
+            return jax.random.bits(rng, (2,), jnp.uint32)
+        steps = jnp.round(params["steps"].value).astype(jnp.int32)  # completed steps
+        last = steps if train else jnp.maximum(steps - 1, 0)
+        seed = jax.random.key(self.seed, impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(seed, last // self.redraw))
 
-    return attend(q, k, v)
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        del dropout, seed, shard
+        epsilon = self.epsilon
+        if self.redraw is not None:
+            # The output must depend on the weight: adding 0 times it to epsilon does that.
+            steps = updated(params["steps"], params["steps"].value + 1)
+            epsilon = epsilon + 0 * steps
 
+        # The gradient computes the features again instead of keeping them.
+        keep = jax.checkpoint_policies.save_only_these_names(KEPT)
 
-def _kernel(settings: PerformerSettings, q, k, v) -> str | None:
-    """The implementation whose kernels compute the features; None: array operations do."""
-    if q.dtype != jnp.bfloat16 or settings.n_features > MAX_IN_TILE:
-        return None
-    impl = choose_impl(settings.impl, **kernel_obstacles(q, k, v))
-    return impl if impl in KERNELS else None
+        @functools.partial(jax.checkpoint, policy=keep)
+        def attend(q, k, v) -> Float[Array, "B T N V"]:
+            if causal and (impl := self._kernel(q, k, v)):
+                return self._in_kernels(impl, plan, epsilon, q, k, v, segment_ids)
+            queries, keys = self._features(plan, q, k, epsilon=epsilon)
+            return self._mean(queries.x, keys, v, segment_ids, causal).astype(v.dtype)
 
+        return attend(q, k, v)
 
-def _in_kernels(settings: PerformerSettings, impl: str, plan, q, k, v, segment_ids) -> Array:
-    """Causal attention whose features are computed in kernels.
+    def _kernel(self, q, k, v) -> str | None:
+        """The implementation whose kernels compute the features; None: array operations do."""
+        if q.dtype != jnp.bfloat16 or self.n_features > MAX_IN_TILE:
+            return None
+        impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v))
+        return impl if impl in KERNELS else None
 
-    Factors of a query cancel, so the exponents that its features are relative to have no gradient.
-    """
-    from reformax.ops.kernels.triton import random_features as kernel
+    def _in_kernels(self, impl: str, plan, epsilon, q, k, v, segment_ids) -> Array:
+        """Causal attention whose features are computed in kernels.
 
-    interpret = impl == "pallas_interpret"
-    directions = settings.directions(plan, q.shape[-1])
-    largest, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segment_ids)
-    queries, keys = (
-        kernel.features(
-            interpret, kernel.FeatureArrays(x, directions, settings.epsilon, relative_to)
+        Factors of a query cancel, so the exponents that its features are relative to have no
+        gradient.
+        """
+        from reformax.ops.kernels.triton import random_features as kernel
+
+        interpret = impl == INTERPRETED
+        directions = self.directions(plan, q.shape[-1])
+        largest, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segment_ids)
+        queries, keys = (
+            kernel.features(interpret, kernel.FeatureArrays(x, directions, epsilon, relative_to))
+            for x, relative_to in ((q, None), (k, largest[..., 0]))
         )
-        for x, relative_to in ((q, None), (k, largest[..., 0]))
-    )
-    options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len, impl=impl)
-    return mean(queries, keys, v, -rise, **options)
+        options = dict(segment_ids=segment_ids, chunk_len=self.chunk_len, impl=impl)
+        return mean(queries, keys, v, -rise, **options)
 
+    def _mean(
+        self,
+        queries: Float[Array, "B T N M"],
+        keys: PositiveFeatures,
+        v: Float[Array, "B T N V"],
+        segment_ids: Int[Array, "B T"] | None,
+        causal: bool,
+    ) -> Float[Array, "B T N V"]:
+        """Means of values weighted by `phi(q_i) . phi(k_j)`, in which factors of a query cancel."""
+        options = dict(segment_ids=segment_ids, chunk_len=self.chunk_len)
+        largest, rise = running_max(lax.stop_gradient(keys.scale), segment_ids)
+        if causal:
+            keys = keys.x * jnp.exp(keys.scale - largest)
+            # Features of bfloat16 vectors are rounded to bfloat16.
+            dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
+            queries, keys, v = (x.astype(dtype) for x in (queries, keys, v))
+            return mean(queries, keys, v, -rise, impl=self.impl, **options)
+        rest, _ = running_max(lax.stop_gradient(keys.scale), segment_ids, reverse=True)
+        keys = keys.x * jnp.exp(keys.scale - jnp.maximum(largest, rest))
+        values = with_ones(v.astype(accum_dtype(v.dtype)))
+        return quotient(bidirectional(queries, keys, values, **options))
 
-def _mean(
-    queries: Float[Array, "B T N M"],
-    keys: PositiveFeatures,
-    v: Float[Array, "B T N V"],
-    segment_ids: Int[Array, "B T"] | None,
-    causal: bool,
-    settings: PerformerSettings,
-) -> Float[Array, "B T N V"]:
-    """Means of values weighted by `phi(q_i) . phi(k_j)`, in which factors of a query cancel."""
-    options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len)
-    largest, rise = running_max(lax.stop_gradient(keys.scale), segment_ids)
-    if causal:
-        keys = keys.x * jnp.exp(keys.scale - largest)
-        # Features of bfloat16 vectors are rounded to bfloat16.
-        dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
-        queries, keys, v = (x.astype(dtype) for x in (queries, keys, v))
-        return mean(queries, keys, v, -rise, impl=settings.impl, **options)
-    rest, _ = running_max(lax.stop_gradient(keys.scale), segment_ids, reverse=True)
-    keys = keys.x * jnp.exp(keys.scale - jnp.maximum(largest, rest))
-    values = with_ones(v.astype(accum_dtype(v.dtype)))
-    return quotient(bidirectional(queries, keys, values, **options))
+    # Decoding.
+
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> PerformerCache:
+        del params, q, capacity, rng
+        real = (jnp.arange(k.shape[1])[None] < lengths[:, None])[..., None, None]
+        (keys,) = self._features(plan, jnp.where(real, k, 0))
+        values = with_ones(jnp.where(real, v, 0).astype(accum_dtype(v.dtype)))
+        scale = jnp.where(real, keys.scale, -jnp.inf)
+        largest = scale.max(axis=1)
+        # A row without a token has a maximum of minus infinity.
+        weights = keys.x * jnp.exp(scale - jnp.where(jnp.isfinite(largest), largest, 0)[:, None])
+        return PerformerCache(
+            jnp.einsum("btnm,btnv->bnmv", weights, values), largest, SharedByBatch(plan)
+        )
+
+    def _step(
+        self, params, q, k, v, cache: PerformerCache, *, position
+    ) -> tuple[Any, PerformerCache]:
+        del params, position
+        queries, keys = self._features(cache.plan.value, q, k)
+        largest = jnp.maximum(cache.scale, keys.scale[:, 0])
+        new = keys.x * jnp.exp(keys.scale - largest[:, None])
+        decay = (cache.scale - largest)[:, None]
+        sums, state = advance(
+            cache.sums, queries.x, new, with_ones(v.astype(accum_dtype(v.dtype))), decay
+        )
+        return quotient(sums).astype(v.dtype), PerformerCache(state, largest, cache.plan)
 
 
 def running_max(
@@ -247,36 +263,3 @@ def running_max(
     results = (jnp.flip(y, axis=1) if reverse else y for y in (largest, largest - before))
     largest, rise = (restore_order(y, order) for y in results)
     return largest, rise
-
-
-# Decoding
-
-
-def _init_cache(
-    settings: PerformerSettings, params, q, k, v, *, plan, lengths, capacity, rng
-) -> PerformerCache:
-    del params, q, capacity, rng
-    real = (jnp.arange(k.shape[1])[None] < lengths[:, None])[..., None, None]
-    (keys,) = settings.features(plan, jnp.where(real, k, 0))
-    values = with_ones(jnp.where(real, v, 0).astype(accum_dtype(v.dtype)))
-    scale = jnp.where(real, keys.scale, -jnp.inf)
-    largest = scale.max(axis=1)
-    # A row without a token has a maximum of minus infinity.
-    weights = keys.x * jnp.exp(scale - jnp.where(jnp.isfinite(largest), largest, 0)[:, None])
-    return PerformerCache(
-        jnp.einsum("btnm,btnv->bnmv", weights, values), largest, SharedByBatch(plan)
-    )
-
-
-def _step(
-    settings: PerformerSettings, params, q, k, v, cache: PerformerCache, *, position
-) -> tuple[Any, PerformerCache]:
-    del params, position
-    queries, keys = settings.features(cache.plan.value, q, k)
-    largest = jnp.maximum(cache.scale, keys.scale[:, 0])
-    new = keys.x * jnp.exp(keys.scale - largest[:, None])
-    decay = (cache.scale - largest)[:, None]
-    sums, state = advance(
-        cache.sums, queries.x, new, with_ones(v.astype(accum_dtype(v.dtype))), decay
-    )
-    return quotient(sums).astype(v.dtype), PerformerCache(state, largest, cache.plan)

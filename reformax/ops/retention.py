@@ -7,36 +7,29 @@ projection of the layer's input. The paper uses rotary positions (eq. 3).
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from reformax.declared import Size, Width
-from reformax.ops.base import AttentionOp, Traits, named, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
-    layer_output,
+    Recurrence,
     output_params,
     output_projections,
-    recurrent,
     scaled,
 )
 from reformax.ops.recurrence.short_convolution import conv_params
 
 
-@named
-def retention(
-    *,
-    normalized: bool = True,
-    gated: bool = True,
-    conv_size: Width | None = None,
-    chunk_len: Size = 64,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class retention(Recurrence, AttentionOp):
     """Linear attention with decay. The first head halves its state every 22 positions.
 
     Each further head takes twice as long. Extra projections: with `gated`, `output_gate [N, V]`.
@@ -54,27 +47,28 @@ def retention(
       NotImplementedError: at the call, with dropout, because no attention weights are made; when a
         kernel is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
 
-    def init(rng, dims):
-        return output_params(normalized, dims) | conv_params(conv_size, rng, dims) or ()
+    normalized: bool = True
+    gated: bool = True
+    conv_size: Width | None = None
+    chunk_len: Size = 64
+    impl: str = "auto"
 
-    return AttentionOp(
-        init=init,
-        plan=no_plan,
-        traits=Traits(bidirectional=False, dropout=False, head_shards=True),
-        extra_projections=functools.partial(output_projections, gated),
-        **recurrent(_inputs, layer_output, chunk_len, impl, constants=_rates),
-    )
+    causality = "only"
+    _impls = KERNELS
 
+    def init(self, rng, dims) -> Any:
+        return output_params(self.normalized, dims) | conv_params(self.conv_size, rng, dims) or ()
 
-def _rates(n_heads: int) -> dict[str, Float[np.ndarray, " N"]]:
-    """The log decay of each head, from one position to the next."""
-    return {"rates": np.log1p(-(2.0 ** (-5.0 - np.arange(n_heads))))}
+    def extra_projections(self, dims) -> dict[str, ExtraProjection]:
+        return output_projections(self.gated, dims)
 
+    def _constants(self, n_heads: int) -> dict[str, Float[np.ndarray, " N"]]:
+        """The log decay of each head, from one position to the next."""
+        return {"rates": np.log1p(-(2.0 ** (-5.0 - np.arange(n_heads))))}
 
-def _inputs(params, q, k, v, extra_projections) -> RecurrenceInputs:
-    del extra_projections
-    log_decay = jnp.asarray(params["rates"], accum_dtype(q.dtype))[None, None, :, None]
-    log_decay = jnp.broadcast_to(log_decay, (*q.shape[:3], 1))
-    return RecurrenceInputs(scaled(q), k, v, log_decay, None)
+    def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
+        del extra_projections
+        log_decay = jnp.asarray(params["rates"], accum_dtype(q.dtype))[None, None, :, None]
+        log_decay = jnp.broadcast_to(log_decay, (*q.shape[:3], 1))
+        return RecurrenceInputs(scaled(q), k, v, log_decay, None)

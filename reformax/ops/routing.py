@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Size, Width
-from reformax.ops.base import AttentionOp, Traits, named
+from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -36,7 +36,7 @@ from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.block_lists import SortedLayout
-from reformax.ops.softmax.dropout import dropped_self_values, seed_words
+from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax, lowest, masked_exp, nonzero
 
@@ -47,25 +47,6 @@ CENTROIDS_AT_A_TIME = 16
 POSITIONS_AT_A_TIME = 1024
 
 
-class RoutingSettings(NamedTuple):
-    """The options of `routing`, which documents them."""
-
-    n_clusters: int
-    cluster_size: int | None
-    decay: float
-    shared_qk: bool
-    attend_self_if_alone: bool
-    impl: str
-
-    def width(self, length: int) -> int:
-        """The most members that a cluster can have in a row of `length`."""
-        return min(self.cluster_size or -(-length // self.n_clusters), length)
-
-    def n_members(self, n_tokens: Int[Array, " B"]) -> Int[Array, " B"]:
-        """How many members a cluster takes among `n_tokens`."""
-        return -(-n_tokens // self.n_clusters) if self.cluster_size is None else self.cluster_size
-
-
 class Clusters(NamedTuple):
     """Positions of each cluster's queries and keys, the nearest first; -1 is no position."""
 
@@ -73,16 +54,8 @@ class Clusters(NamedTuple):
     keys: Int[Array, "B N C W"]
 
 
-@named
-def routing(
-    *,
-    n_clusters: Width = 16,
-    cluster_size: Size | None = None,
-    decay: Decay = 0.999,
-    shared_qk: bool = False,
-    attend_self_if_alone: bool = True,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class routing(AttentionOp):
     """Attention within the clusters of an online k-means.
 
     It is exact attention over the clusters that a query is in, which may be none or several. A key
@@ -105,34 +78,204 @@ def routing(
         its output zeros.
       impl: implementation of the attention; array operations choose the clusters. `"xla"` runs
         everywhere, cluster by cluster. `"pallas"` is the kernel of block-sparse attention, for
-        NVIDIA GPUs of Ampere or later and heads of 128 or less; `"pallas_interpret"` runs it
-        anywhere, slowly, for tests. `"auto"` takes the kernel where it computes the same function.
+        NVIDIA GPUs of Ampere or later and heads of 128 or less. `"auto"` takes the kernel where it
+        computes the same function.
 
     Raises:
       ValueError: a number below 1, a decay that is not from 0 to 1, or an unknown `impl`.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
-    settings = RoutingSettings(**locals())
-    return AttentionOp(
-        init=functools.partial(_init, settings),
-        plan=functools.partial(_plan, settings),
-        apply=functools.partial(_apply, settings),
-        traits=Traits(
-            shared_qk=shared_qk,
-            exclude_self=shared_qk and not attend_self_if_alone,
-            causal_plan=False,
-            packed=False,
-        ),
-        init_cache=functools.partial(_init_cache, settings),
-        step=functools.partial(_step, settings),
-        replace_value=replace_in_memory,
-    )
 
+    n_clusters: Width = 16
+    cluster_size: Size | None = None
+    decay: Decay = 0.999
+    shared_qk: bool = False
+    attend_self_if_alone: bool = True
+    impl: str = "auto"
 
-def _init(settings: RoutingSettings, rng, dims: Dims) -> dict[str, Buffer]:
-    shape = dims.n_heads, settings.n_clusters, dims.d_qk
-    return {"centroids": Buffer(_unit(jax.random.normal(rng, shape)))}
+    packed = False
+    _impls = KERNELS
+    _replace_value = staticmethod(replace_in_memory)
+
+    @property
+    def exclude_self(self) -> bool:
+        return self.shared_qk and not self.attend_self_if_alone
+
+    def _width(self, length: int) -> int:
+        """The most members that a cluster can have in a row of `length`."""
+        return min(self.cluster_size or -(-length // self.n_clusters), length)
+
+    def _n_members(self, n_tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+        """How many members a cluster takes among `n_tokens`."""
+        return -(-n_tokens // self.n_clusters) if self.cluster_size is None else self.cluster_size
+
+    def init(self, rng, dims: Dims) -> dict[str, Buffer]:
+        shape = dims.n_heads, self.n_clusters, dims.d_qk
+        return {"centroids": Buffer(_unit(jax.random.normal(rng, shape)))}
+
+    def _plan(self, params, q, k, *, segment_ids, causal, rng, shard, train, length) -> Clusters:
+        """The members of each cluster."""
+        del causal, rng, shard, train, length
+        token_mask, centroids = _token_mask(segment_ids, q), params["centroids"].value
+        width, n_members = self._width(q.shape[1]), self._n_members(token_mask.sum(axis=1))
+        n_members = jnp.broadcast_to(n_members, q.shape[:1])
+
+        def members(x: Float[Array, "B T N H"]) -> Int[Array, "B N C W"]:
+            x = _unit(x)
+
+            def of_centroid(centroid: Float[Array, "N H"]) -> Int[Array, "B N W"]:
+                products = jnp.einsum("btnh,nh->bnt", x, centroid, precision=lax.Precision.HIGHEST)
+                _, position = lax.top_k(jnp.where(token_mask[:, None], products, -jnp.inf), width)
+                is_token = jnp.take_along_axis(token_mask[:, None], position, axis=2)
+                taken = jnp.arange(width)[None, None] < n_members[:, None, None]
+                return jnp.where(taken & is_token, position, -1)
+
+            of_each = jnp.moveaxis(lax.stop_gradient(centroids), 1, 0)
+            return jnp.moveaxis(lax.map(of_centroid, of_each, batch_size=CENTROIDS_AT_A_TIME), 0, 2)
+
+        queries = members(q)
+        return Clusters(queries, queries if self.shared_qk else members(k))
+
+    def _moved(self, centroids, vectors, token_mask) -> Float[Array, "N C H"]:
+        """The centroids after a step of online k-means over some arrays of unit vectors."""
+        n_clusters = centroids.shape[1]
+
+        def add(sums, chunk):
+            x, token_mask = chunk  # [B, t, N, H], [B, t]
+            products = jnp.einsum("btnh,nch->btnc", x, centroids, precision=lax.Precision.HIGHEST)
+            nearest = jax.nn.one_hot(jnp.argmax(products, axis=-1), n_clusters, dtype=x.dtype)
+            nearest = nearest * token_mask[..., None, None]
+            total = jnp.einsum("btnc,btnh->nch", nearest, x, precision=lax.Precision.HIGHEST)
+            return (sums[0] + total, sums[1] + nearest.sum(axis=(0, 1))), None
+
+        def chunks(x):  # chunks first; `token_mask` is 0 at the padding of the last chunk
+            return jnp.moveaxis(in_blocks(x, min(POSITIONS_AT_A_TIME, x.shape[1])), 1, 0)
+
+        token_mask = token_mask.astype(centroids.dtype)
+        sums = jnp.zeros_like(centroids), jnp.zeros_like(centroids[..., 0])
+        for x in vectors:
+            sums, _ = lax.scan(
+                add, sums, (chunks(_unit(x).astype(centroids.dtype)), chunks(token_mask))
+            )
+        total, count = (sums[0], sums[1][..., None])
+        mean = total / nonzero(count)
+        moved = _unit(self.decay * centroids + (1 - self.decay) * mean)
+        return jnp.where(count > 0, moved, centroids)
+
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        centroids, dtype = params["centroids"], accum_dtype(q.dtype, v.dtype)
+        vectors = (q,) if self.shared_qk else (q, k)
+        moved = self._moved(
+            lax.stop_gradient(centroids.value), vectors, _token_mask(segment_ids, q)
+        )
+        new_centroids = updated(centroids, moved)
+
+        keys = length_normalize(q) if self.shared_qk else k
+        q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
+        call = q, keys, values, plan, causal, dropout, seed
+        in_arrays = functools.partial(self._in_arrays, *call)
+        in_kernels = functools.partial(self._in_kernels, *call)
+        obstacles = kernel_obstacles(q, keys, v)
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        out, row_sum = compute_by(self.impl, implementations)
+        if self.attend_self_if_alone:
+            alone = jnp.swapaxes(dropped_self_values(v.astype(dtype), dropout, seed), 1, 2)
+            out = jnp.where((row_sum == 0)[..., None], alone, out)
+        out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
+        # Its gradient carries the change of the buffer.
+        return out + (0 * new_centroids.sum()).astype(v.dtype)
+
+    def _in_arrays(
+        self, q, k, v, plan: Clusters, causal, dropout, seed
+    ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+        """Attention in array operations, cluster by cluster, and each row's sum of weights."""
+        dtype = accum_dtype(q.dtype, v.dtype)
+
+        def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
+            return jnp.moveaxis(gather_rows(x, jnp.maximum(position, 0)), 2, 0)
+
+        attend = jax.checkpoint(functools.partial(self._cluster, causal, seed, dropout))
+        parts = lax.map(
+            lambda cluster: attend(*cluster),
+            (
+                jnp.moveaxis(plan.queries, 2, 0),
+                jnp.moveaxis(plan.keys, 2, 0),
+                of(plan.queries, q.astype(dtype)),
+                *(of(plan.keys, x.astype(dtype)) for x in (k, v)),
+            ),
+        )
+        return _merged(plan.queries, q.shape[2], *parts)
+
+    def _in_kernels(
+        self, q, k, v, plan: Clusters, causal, dropout, seed, interpret: bool
+    ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+        """`_in_arrays`, computed by kernels."""
+        from reformax.ops.kernels.triton import clusters as kernel
+
+        queries, n_heads = kernel.in_order(plan.queries), q.shape[1]
+        keys = queries if self.shared_qk else kernel.in_order(plan.keys)
+        sizes = queries.position.shape[1], keys.position.shape[1]
+        layout = SortedLayout(
+            *sizes, causal, dropout, exclude_self=self.shared_qk, n_folded=n_heads
+        )
+        folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
+        out, row_sum = kernel.attend(layout, interpret, *folded, queries, keys, seed)
+        return out.reshape(*q.shape[:3], -1), row_sum.reshape(q.shape[:3])
+
+    def _cluster(self, causal, seed, dropout, query, key, q, k, v) -> Softmax:
+        """The softmax of a cluster's queries over its keys.
+
+        Args:
+          settings: the op's; `shared_qk` hides a position from itself.
+          causal: whether later keys are hidden.
+          seed: of dropout; None where there is none.
+          dropout: its rate.
+          query, key: the positions of queries and of keys, `[B, N, W]`; -1 is none.
+          q, k, v: `[B, N, W, ...]`.
+        """
+        query, key = query[..., None], key[..., None, :]
+        mask = (query >= 0) & (key >= 0)
+        if causal:
+            mask = mask & (key <= query)
+        if self.shared_qk:
+            mask = mask & (key != query)
+        return gathered_softmax(q, k, v, mask, (query, key), dropout, seed)
+
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> RoutingCache:
+        del plan, rng
+        n_free = ((0, 0),) * 3 + ((0, capacity - q.shape[1]),)
+        queries = jnp.pad(_products(params, q), n_free)
+        keys = queries if self.shared_qk else jnp.pad(_products(params, k), n_free)
+        memory = fill_ring(length_normalize(q) if self.shared_qk else k, v, lengths, capacity)
+        return RoutingCache(memory, queries, keys)
+
+    def _step(self, params, q, k, v, cache: RoutingCache, *, position: Int[Array, " B"]):
+        row = jnp.arange(q.shape[0])
+        queries = cache.queries.at[row, :, :, position].set(_products(params, q)[..., 0])
+        keys = queries
+        if not self.shared_qk:
+            keys = cache.keys.at[row, :, :, position].set(_products(params, k)[..., 0])
+        memory = add_to_ring(
+            cache.memory, length_normalize(q) if self.shared_qk else k, v, position
+        )
+        capacity = memory.keys.shape[2]
+        newest = position[:, None, None, None]
+        exists = jnp.arange(capacity)[None, None, None] <= newest
+        n_members = self._n_members(position + 1)
+        n_members = jnp.broadcast_to(n_members, position.shape)[:, None, None, None]
+        # Among equal products earlier positions come first, so the newest is the last.
+        of_query = jnp.take_along_axis(queries, newest, axis=3)
+        is_member = ((queries >= of_query) & exists).sum(axis=3, keepdims=True) <= n_members
+        width = self._width(capacity)
+        _, seen = lax.top_k(jnp.where(exists, keys, -jnp.inf), width)
+        mask = is_member & (jnp.arange(width)[None, None, None] < n_members) & (seen <= newest)
+        if self.shared_qk:
+            mask = mask & (seen != newest)
+        index = seen.reshape(*seen.shape[:2], -1)
+        seen_rows = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
+        alone = v if self.attend_self_if_alone else None
+        out = attend_to(q, *seen_rows, mask.reshape(index.shape), self.impl, alone)
+        return out, RoutingCache(memory, queries, keys)
 
 
 def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
@@ -144,146 +287,6 @@ def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
 
 def _token_mask(segment_ids: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
     return jnp.ones(x.shape[:2], bool) if segment_ids is None else jnp.asarray(segment_ids) != 0
-
-
-def _plan(
-    settings: RoutingSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
-) -> Clusters:
-    """The members of each cluster."""
-    del causal, rng, train, length
-    token_mask, centroids = _token_mask(segment_ids, q), params["centroids"].value
-    width, n_members = settings.width(q.shape[1]), settings.n_members(token_mask.sum(axis=1))
-    n_members = jnp.broadcast_to(n_members, q.shape[:1])
-
-    def members(x: Float[Array, "B T N H"]) -> Int[Array, "B N C W"]:
-        x = _unit(x)
-
-        def of_centroid(centroid: Float[Array, "N H"]) -> Int[Array, "B N W"]:
-            products = jnp.einsum("btnh,nh->bnt", x, centroid, precision=lax.Precision.HIGHEST)
-            _, position = lax.top_k(jnp.where(token_mask[:, None], products, -jnp.inf), width)
-            is_token = jnp.take_along_axis(token_mask[:, None], position, axis=2)
-            taken = jnp.arange(width)[None, None] < n_members[:, None, None]
-            return jnp.where(taken & is_token, position, -1)
-
-        of_each = jnp.moveaxis(lax.stop_gradient(centroids), 1, 0)
-        return jnp.moveaxis(lax.map(of_centroid, of_each, batch_size=CENTROIDS_AT_A_TIME), 0, 2)
-
-    queries = members(q)
-    return Clusters(queries, queries if settings.shared_qk else members(k))
-
-
-def _moved(settings: RoutingSettings, centroids, vectors, token_mask) -> Float[Array, "N C H"]:
-    """The centroids after a step of online k-means over some arrays of unit vectors."""
-    n_clusters = centroids.shape[1]
-
-    def add(sums, chunk):
-        x, token_mask = chunk  # [B, t, N, H], [B, t]
-        products = jnp.einsum("btnh,nch->btnc", x, centroids, precision=lax.Precision.HIGHEST)
-        nearest = jax.nn.one_hot(jnp.argmax(products, axis=-1), n_clusters, dtype=x.dtype)
-        nearest = nearest * token_mask[..., None, None]
-        total = jnp.einsum("btnc,btnh->nch", nearest, x, precision=lax.Precision.HIGHEST)
-        return (sums[0] + total, sums[1] + nearest.sum(axis=(0, 1))), None
-
-    def chunks(x):  # chunks first; `token_mask` is 0 at the padding of the last chunk
-        return jnp.moveaxis(in_blocks(x, min(POSITIONS_AT_A_TIME, x.shape[1])), 1, 0)
-
-    token_mask = token_mask.astype(centroids.dtype)
-    sums = jnp.zeros_like(centroids), jnp.zeros_like(centroids[..., 0])
-    for x in vectors:
-        sums, _ = lax.scan(
-            add, sums, (chunks(_unit(x).astype(centroids.dtype)), chunks(token_mask))
-        )
-    total, count = (sums[0], sums[1][..., None])
-    mean = total / nonzero(count)
-    moved = _unit(settings.decay * centroids + (1 - settings.decay) * mean)
-    return jnp.where(count > 0, moved, centroids)
-
-
-def _apply(settings: RoutingSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
-    centroids, dtype = params["centroids"], accum_dtype(q.dtype, v.dtype)
-    vectors = (q,) if settings.shared_qk else (q, k)
-    moved = _moved(
-        settings, lax.stop_gradient(centroids.value), vectors, _token_mask(segment_ids, q)
-    )
-    new_centroids = updated(centroids, moved)
-
-    keys = length_normalize(q) if settings.shared_qk else k
-    seed = seed_words(rng, len(q)) if dropout > 0.0 else None
-    q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
-    impl = choose_impl(settings.impl, **kernel_obstacles(q, keys, v))
-    if impl == "xla":
-        results = _in_arrays(settings, q, keys, values, plan, causal, dropout, seed)
-    else:
-        interpret = impl == "pallas_interpret"
-        results = _in_kernels(settings, interpret, q, keys, values, plan, causal, dropout, rng)
-    out, row_sum = results
-    if settings.attend_self_if_alone:
-        alone = jnp.swapaxes(dropped_self_values(v.astype(dtype), dropout, seed), 1, 2)
-        out = jnp.where((row_sum == 0)[..., None], alone, out)
-    out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
-    return out + (0 * new_centroids.sum()).astype(
-        v.dtype
-    )  # whose gradient carries the change of the buffer
-
-
-def _in_arrays(
-    settings: RoutingSettings, q, k, v, plan: Clusters, causal, dropout, seed
-) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """Attention in array operations, cluster by cluster, and each row's sum of weights."""
-    dtype = accum_dtype(q.dtype, v.dtype)
-
-    def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
-        return jnp.moveaxis(gather_rows(x, jnp.maximum(position, 0)), 2, 0)
-
-    attend = jax.checkpoint(functools.partial(_cluster, settings, causal, seed, dropout))
-    parts = lax.map(
-        lambda cluster: attend(*cluster),
-        (
-            jnp.moveaxis(plan.queries, 2, 0),
-            jnp.moveaxis(plan.keys, 2, 0),
-            of(plan.queries, q.astype(dtype)),
-            *(of(plan.keys, x.astype(dtype)) for x in (k, v)),
-        ),
-    )
-    return _merged(plan.queries, q.shape[2], *parts)
-
-
-def _in_kernels(
-    settings: RoutingSettings, interpret: bool, q, k, v, plan: Clusters, causal, dropout, rng
-) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """`_in_arrays`, computed by kernels."""
-    from reformax.ops.kernels.triton import clusters as kernel
-
-    queries, n_heads = kernel.in_order(plan.queries), q.shape[1]
-    keys = queries if settings.shared_qk else kernel.in_order(plan.keys)
-    sizes = queries.position.shape[1], keys.position.shape[1]
-    layout = SortedLayout(
-        *sizes, causal, dropout, exclude_self=settings.shared_qk, n_folded=n_heads
-    )
-    folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
-    rng = rng if dropout > 0.0 else None
-    out, row_sum = kernel.attend(layout, interpret, *folded, queries, keys, rng)
-    return out.reshape(*q.shape[:3], -1), row_sum.reshape(q.shape[:3])
-
-
-def _cluster(settings: RoutingSettings, causal, seed, dropout, query, key, q, k, v) -> Softmax:
-    """The softmax of a cluster's queries over its keys.
-
-    Args:
-      settings: the op's; `shared_qk` hides a position from itself.
-      causal: whether later keys are hidden.
-      seed: of dropout; None where there is none.
-      dropout: its rate.
-      query, key: the positions of queries and of keys, `[B, N, W]`; -1 is none.
-      q, k, v: `[B, N, W, ...]`.
-    """
-    query, key = query[..., None], key[..., None, :]
-    mask = (query >= 0) & (key >= 0)
-    if causal:
-        mask = mask & (key <= query)
-    if settings.shared_qk:
-        mask = mask & (key != query)
-    return gathered_softmax(q, k, v, mask, (query, key), dropout, seed)
 
 
 def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum):
@@ -317,45 +320,3 @@ def _products(params, x: Float[Array, "B T N H"]) -> Float[Array, "B N C T"]:
     """The products of unit vectors with the centroids."""
     centroids = params["centroids"].value
     return jnp.einsum("btnh,nch->bnct", _unit(x), centroids, precision=lax.Precision.HIGHEST)
-
-
-def _init_cache(
-    settings: RoutingSettings, params, q, k, v, *, plan, lengths, capacity, rng
-) -> RoutingCache:
-    del plan, rng
-    n_free = ((0, 0),) * 3 + ((0, capacity - q.shape[1]),)
-    queries = jnp.pad(_products(params, q), n_free)
-    keys = queries if settings.shared_qk else jnp.pad(_products(params, k), n_free)
-    memory = fill_ring(length_normalize(q) if settings.shared_qk else k, v, lengths, capacity)
-    return RoutingCache(memory, queries, keys)
-
-
-def _step(
-    settings: RoutingSettings, params, q, k, v, cache: RoutingCache, *, position: Int[Array, " B"]
-):
-    row = jnp.arange(q.shape[0])
-    queries = cache.queries.at[row, :, :, position].set(_products(params, q)[..., 0])
-    keys = queries
-    if not settings.shared_qk:
-        keys = cache.keys.at[row, :, :, position].set(_products(params, k)[..., 0])
-    memory = add_to_ring(
-        cache.memory, length_normalize(q) if settings.shared_qk else k, v, position
-    )
-    capacity = memory.keys.shape[2]
-    newest = position[:, None, None, None]
-    exists = jnp.arange(capacity)[None, None, None] <= newest
-    n_members = settings.n_members(position + 1)
-    n_members = jnp.broadcast_to(n_members, position.shape)[:, None, None, None]
-    # Among equal products earlier positions come first, so the newest is the last.
-    of_query = jnp.take_along_axis(queries, newest, axis=3)
-    is_member = ((queries >= of_query) & exists).sum(axis=3, keepdims=True) <= n_members
-    width = settings.width(capacity)
-    _, seen = lax.top_k(jnp.where(exists, keys, -jnp.inf), width)
-    mask = is_member & (jnp.arange(width)[None, None, None] < n_members) & (seen <= newest)
-    if settings.shared_qk:
-        mask = mask & (seen != newest)
-    index = seen.reshape(*seen.shape[:2], -1)
-    seen_rows = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
-    alone = v if settings.attend_self_if_alone else None
-    out = attend_to(q, *seen_rows, mask.reshape(index.shape), settings.impl, alone)
-    return out, RoutingCache(memory, queries, keys)

@@ -7,25 +7,23 @@ itself only if it sees nothing else.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
-from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
+from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import except_self, segment_pair, visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.softmax.dropout import dropped_self_values, seed_words
+from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.reference import reference_attention
 
 
-@named
-def shared_qk(*, attend_self_if_alone: bool = True, impl: str = "auto") -> AttentionOp:
+@op
+class shared_qk(RingDecoding, AttentionOp):
     """Dense attention with shared queries and keys, which LSH attention approximates.
 
     It takes O(T^2) time.
@@ -36,56 +34,57 @@ def shared_qk(*, attend_self_if_alone: bool = True, impl: str = "auto") -> Atten
       impl: `"xla"` runs everywhere, with all T^2 logits in memory. Its gradient computes them
         again. `"cudnn"` is NVIDIA's fused kernel, for causal attention under the conditions of
         `dense.dense`. `"pallas"` is the kernel of flash attention, for NVIDIA GPUs of Ampere or
-        later and heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests.
-        `"auto"` takes the first of cuDNN, Pallas and XLA that computes the call.
+        later and heads of 128 or less. `"auto"` takes the first of cuDNN, Pallas and XLA that
+        computes the call.
 
     Raises:
       ValueError: an unknown `impl`.
       NotImplementedError: at the call, when an `impl` is asked for what it cannot do.
     """
-    check_impl(impl, "cudnn", *KERNELS)
-    return AttentionOp(
-        init=no_params,
-        plan=no_plan,
-        apply=functools.partial(_apply, attend_self_if_alone=attend_self_if_alone, impl=impl),
-        traits=Traits(
-            shared_qk=True,
-            exact=True,
-            beams=True,
-            exclude_self=not attend_self_if_alone,
-            head_shards=True,
-        ),
-        **full_decoding(impl, shared_qk=True, attend_self_if_alone=attend_self_if_alone),
-    )
 
+    attend_self_if_alone: bool = True
+    impl: str = "auto"
 
-def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend_self_if_alone, impl):
-    del params, k, plan
-    obstacle = cudnn_obstacle(q, q, v, segment_ids, dropout) if causal else "causal=False"
-    impl = choose_impl(impl, cudnn=obstacle, **kernel_obstacles(q, None, v))
-    if impl == "cudnn":
-        return _to_those_before(q, v, attend_self_if_alone)
-    if impl != "xla":
-        from reformax.ops.kernels.triton import block_sparse as kernel
+    shared_qk = True
+    shards = ("heads",)
+    _impls = ("cudnn", *KERNELS)
 
-        layout = FullLayout(q.shape[1], q.shape[1], causal, dropout, exclude_self=True)
-        given = q, length_normalize(q), v, segment_pair(segment_ids), rng
-        out, row_sum = kernel.attend(layout, impl == "pallas_interpret", *given)
-        if not attend_self_if_alone:
-            return out
-        seed = seed_words(rng, len(v)) if dropout > 0.0 else None
-        alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
-        if segment_ids is not None:  # padding does not see itself either
-            alone = alone & (segment_ids != 0)[..., None, None]
-        return jnp.where(alone, dropped_self_values(v, dropout, seed), out)
+    @property
+    def exclude_self(self) -> bool:
+        return not self.attend_self_if_alone
 
-    @jax.checkpoint
-    def attend(q, v) -> Float[Array, "B T N V"]:
-        mask = visibility(q.shape[1], q.shape[1], causal=causal, segment_ids=segment_ids)
-        mask = except_self(mask, attend_self_if_alone)
-        return reference_attention(q, length_normalize(q), v, mask, dropout=dropout, rng=rng)
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+        del params, k, plan
+        obstacle = cudnn_obstacle(q, q, v, segment_ids, dropout) if causal else "causal=False"
 
-    return attend(q, v)
+        def in_cudnn() -> Float[Array, "B T N V"]:
+            return _to_those_before(q, v, self.attend_self_if_alone)
+
+        def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
+            from reformax.ops.kernels.triton import block_sparse as kernel
+
+            layout = FullLayout(q.shape[1], q.shape[1], causal, dropout, exclude_self=True)
+            arrays = q, length_normalize(q), v, segment_pair(segment_ids), seed
+            out, row_sum = kernel.attend(layout, interpret, *arrays)
+            if not self.attend_self_if_alone:
+                return out
+            alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
+            if segment_ids is not None:  # padding does not see itself either
+                alone = alone & (segment_ids != 0)[..., None, None]
+            return jnp.where(alone, dropped_self_values(v, dropout, seed), out)
+
+        @jax.checkpoint
+        def attend(q, v) -> Float[Array, "B T N V"]:
+            mask = visibility(q.shape[1], q.shape[1], causal=causal, segment_ids=segment_ids)
+            mask = except_self(mask, self.attend_self_if_alone)
+            return reference_attention(q, length_normalize(q), v, mask, dropout=dropout, seed=seed)
+
+        implementations = {
+            "cudnn": (obstacle, in_cudnn),
+            "pallas": (kernel_obstacles(q, None, v), in_kernels),
+            "xla": (None, lambda: attend(q, v)),
+        }
+        return compute_by(self.impl, implementations)
 
 
 def _to_those_before(

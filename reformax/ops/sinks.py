@@ -8,21 +8,19 @@ Time is O(T (window + n_sinks)).
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from reformax.declared import Count, Size
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.decoding import band as band_cache
 from reformax.ops.masking.bands import BandMask, first_where
 from reformax.ops.softmax import band
 
 
-@named
-def sinks(*, window: Size = 256, n_sinks: Count = 4, impl: str = "auto") -> AttentionOp:
+@op
+class sinks(AttentionOp):
     """Attention to a window and to the first tokens of the sequence.
 
     The paper numbers positions by their slot in the cache (sec. 3.2). This op, like all others,
@@ -34,55 +32,44 @@ def sinks(*, window: Size = 256, n_sinks: Count = 4, impl: str = "auto") -> Atte
         after it.
       n_sinks: how many of the first tokens it sees besides.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests.
-        `"auto"` takes the kernel where it computes the same function.
+        heads of 128 or less. `"auto"` takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a size out of range, an unknown `impl`.
       NotImplementedError: at the call, with several segments in a row, or when `"pallas"` is asked
         for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
-    return AttentionOp(
-        init=no_params,
-        plan=no_plan,
-        apply=functools.partial(_apply, window, n_sinks, impl),
-        traits=Traits(packed=False, local=n_sinks == 0, head_shards=True),
-        init_cache=functools.partial(_init_cache, window, n_sinks),
-        step=functools.partial(_step, window, impl),
-    )
 
+    window: Size = 256
+    n_sinks: Count = 4
+    impl: str = "auto"
 
-def _apply(
-    window: int,
-    n_sinks: int,
-    impl: str,
-    params,
-    q,
-    k,
-    v,
-    *,
-    plan,
-    segment_ids,
-    causal,
-    dropout,
-    rng,
-) -> Array:
-    del params, plan
-    real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else segment_ids != 0
-    sink_tokens = first_where(real, n_sinks) if n_sinks else None
-    bands = (BandMask(window, 1, causal),)
-    return band.attend(bands, q, k, v, sink_tokens, segment_ids, dropout, rng, impl)
+    packed = False
+    shards = ("heads",)
+    _impls = KERNELS
 
+    @property
+    def local(self) -> bool:
+        return self.n_sinks == 0
 
-def _init_cache(
-    window: int, n_sinks: int, params, q, k, v, *, plan, lengths, capacity, rng
-) -> band_cache.BandCache:
-    del params, q, plan, rng
-    sink_tokens: Int[Array, "B G"] = jnp.tile(jnp.arange(min(n_sinks, capacity))[None], (len(k), 1))
-    return band_cache.fill((BandMask(window, 1, True),), k, v, sink_tokens, lengths, capacity)
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard) -> Array:
+        del params, plan
+        real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else segment_ids != 0
+        sink_tokens = first_where(real, self.n_sinks) if self.n_sinks else None
+        bands = (BandMask(self.window, 1, causal),)
+        return band.attend(bands, q, k, v, sink_tokens, segment_ids, dropout, seed, self.impl)
 
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> band_cache.BandCache:
+        del params, q, plan, rng
+        first: Int[Array, " G"] = jnp.arange(min(self.n_sinks, capacity))
+        sink_tokens = jnp.tile(first[None], (len(k), 1))
+        return band_cache.fill(self._bands, k, v, sink_tokens, lengths, capacity)
 
-def _step(window: int, impl: str, params, q, k, v, cache: band_cache.BandCache, *, position):
-    del params
-    return band_cache.step((BandMask(window, 1, True),), q, k, v, cache, position, impl)
+    def _step(self, params, q, k, v, cache: band_cache.BandCache, *, position):
+        del params
+        return band_cache.step(self._bands, q, k, v, cache, position, self.impl)
+
+    @property
+    def _bands(self) -> tuple[BandMask, ...]:
+        """The band of a causal call."""
+        return (BandMask(self.window, 1, True),)

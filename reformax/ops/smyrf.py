@@ -5,7 +5,7 @@ queries and keys to vectors whose distance is small where their product is large
 queries and keys, separately, along a random direction. Both orders are cut into chunks of one
 length, the clusters. The queries of cluster i see the keys of cluster i. Queries and keys have
 separate projections, so a dense model's weights fit without training. Time is
-O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.SortedSettings`; this
+O(n_hashes * T * chunk_len), besides sorting. The algorithm is `asymmetric_lsh.SortedByHash`; this
 file is its hash.
 
 Queries and keys may be of two sequences. A query's slot is then where its hash would be among those
@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.declared import Size
-from reformax.ops.asymmetric_lsh import HashCodes, SortedSettings
-from reformax.ops.base import AttentionOp, named
+from reformax.ops.asymmetric_lsh import HashCodes, QueryKeyHash, SortedByHash
+from reformax.ops.base import op
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.hashing import asymmetric
 from reformax.ops.hashing.sorting import sort_by_bucket
@@ -31,15 +31,8 @@ from reformax.ops.lsh import HashCount
 from reformax.ops.softmax.orders import ChunkSizes
 
 
-@named
-def smyrf(
-    *,
-    chunk_len: Size = 64,
-    n_hashes: HashCount = 4,
-    count_once: bool = False,
-    attend_self_if_alone: bool = True,
-    impl: str = "auto",
-) -> AttentionOp:
+@op
+class smyrf(SortedByHash):
     """Attention within balanced clusters of queries and keys.
 
     It is exact attention over the union of a query's clusters, one for each hash. Where one cluster
@@ -60,16 +53,26 @@ def smyrf(
         it weighs hashes by their softmax's sums; True counts it once in all.
       attend_self_if_alone: as in `asymmetric_lsh.asymmetric_lsh`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
-        takes them where they run.
+        heads of 128 or less. `"auto"` takes them where they run.
 
     Raises:
       ValueError: sizes out of range or an unknown `impl`.
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
-    chunks = ChunkSizes(chunk_len, 0, 0)
-    hashing = AsymmetricHash(n_hashes)
-    return SortedSettings(hashing, chunks, count_once, attend_self_if_alone, impl).op()
+
+    chunk_len: Size = 64
+    n_hashes: HashCount = 4
+    count_once: bool = False
+    attend_self_if_alone: bool = True
+    impl: str = "auto"
+
+    @property
+    def _hashing(self) -> QueryKeyHash:
+        return AsymmetricHash(self.n_hashes)
+
+    @property
+    def _chunks(self) -> ChunkSizes:
+        return ChunkSizes(self.chunk_len, 0, 0)
 
 
 # Decoding. C is the capacity.
@@ -88,9 +91,9 @@ class AsymmetricHash(NamedTuple):
 
     n_hashes: int
 
-    def codes(self, q, k, *, segment_ids, causal, rng, length, cross) -> HashCodes:
+    def codes(self, q, k, *, segment_ids, causal, rng, shard, length, cross) -> HashCodes:
         del causal, length
-        directions = asymmetric.draw_directions(*q.shape[2:], self.n_hashes, rng)
+        directions = asymmetric.draw_directions(*q.shape[2:], self.n_hashes, rng, shard)
         if cross:
             cosines = asymmetric.cosines(q, k, directions, segment_ids)
             return HashCodes(*cosines, asymmetric.N_CODES)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.first_order import first_order
 
 # With fewer ids the kernel gains nothing, nor with logits in float32.
@@ -76,9 +76,8 @@ def cross_entropy(
         with weight 0.
       label_smoothing: e, at least 0 and below 1.
       impl: of the loss of logits and its gradient. "xla" runs everywhere; "pallas" is a kernel for
-        NVIDIA GPUs of Ampere or later; "pallas_interpret" runs it anywhere, slowly, for tests.
-        Its gradient has no derivative of its own. "auto" takes the kernel on such a GPU for
-        features in bfloat16 and `LEAST_VOCABULARY` ids or more.
+        NVIDIA GPUs of Ampere or later. Its gradient has no derivative of its own. "auto" takes the
+        kernel on such a GPU for features in bfloat16 and `LEAST_VOCABULARY` ids or more.
 
     Returns:
       float32 sums over the batch.
@@ -252,7 +251,7 @@ def _chunk_by_kernel(logits, targets, weights, label_smoothing, dtype, impl) -> 
     shape, vocab_size = targets.shape, logits.shape[-1]
     logits, targets, weights = first_order((logits, targets, weights))
     rows = logits.reshape(-1, vocab_size), targets.ravel(), weights.ravel()
-    interpret = impl == "pallas_interpret"
+    interpret = impl == INTERPRETED
     found = kernel.differentiate(*rows, label_smoothing, dtype, interpret)
     d_logits = found.d_logits.reshape(logits.shape)
     log_total, target, best, total = (x.reshape(shape) for x in found[:4])

@@ -32,6 +32,7 @@ from reformax.ops import (
     nystromformer,
     smyrf,
 )
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import Tokens
 from reformax.ops.sharding import borders
 from reformax.training import mesh as mesh_lib
@@ -68,7 +69,7 @@ OPS = {
     "window in long shards": (local.local(**LOCAL, window=3, n_chunks_after=1), False, 136),
     "window": (local.local(**LOCAL, window=7, n_chunks_before=2), True, 40),
     "window both ways": (local.local(**LOCAL, window=4, n_chunks_after=1), False, 56),
-    "window in a kernel": (local.local(**LOCAL, window=4, impl="pallas_interpret"), True, 64),
+    "window in a kernel": (local.local(**LOCAL, window=4, impl=INTERPRETED), True, 64),
     "further than a neighbour": (local.local(chunk_len=16, n_chunks_before=2), True, 40),
     "circle": (local.local(**LOCAL, wrap=True), True, 40),
     "local, fewer keys": (local.local(**LOCAL), True, 40),
@@ -80,7 +81,7 @@ OPS = {
     "ring": (flash.flash(), True, 48),
     "ring, odd shards": (flash.flash(query_block_size=2), True, 40),
     "ring both ways": (flash.flash(), False, 24),
-    "ring of kernels": (flash.flash(impl="pallas_interpret"), True, 40),
+    "ring of kernels": (flash.flash(impl=INTERPRETED), True, 40),
     "ring of shards of one": (flash.flash(), True, 8),
     "too few heads, biases": (flash.flash(), True, 16),
     "gated_delta, 6 heads": (
@@ -112,7 +113,7 @@ OPTIONS = {
 }
 QUICK = {("window", True), ("long shards", True), ("lsh, 11 heads", True)}
 # Packed rows where the op tells them apart, and of each kind one without.
-CASES = [(name, op.traits.packed) for name, (op, *_) in OPS.items()]
+CASES = [(name, op.packed) for name, (op, *_) in OPS.items()]
 CASES += [(name, False) for name in ("chunks", "long shards", "ring, odd shards")]
 # On eight devices for one row of a batch, and these on four for each of two as well.
 ROWS_TOO = {"chunks", "long shards", "window", "lsh, 11 heads", "biases"}
@@ -140,7 +141,7 @@ def check_layer(layer, length, meshes):
 
 def layer_of(op, causal, packed, **options):
     """A layer of 8 heads with dropout; `options` of `Attention` go first."""
-    rates = dict(attention_dropout=0.2 * op.traits.dropout, output_dropout=0.1)
+    rates = dict(attention_dropout=0.2 * op.dropout, output_dropout=0.1)
     sizes = dict(n_heads=8, d_qk=4, d_v=3, masked=packed)
     return Attention(op, **sizes | rates | options, causal=causal, use_rotary=True)
 
@@ -194,8 +195,8 @@ KERNELS = [row for row in ROWS if row.name in ("flash_pallas", "lsh_pallas")]
 @pytest.mark.parametrize("row", [*FACTORIES.values(), *KERNELS], ids=lambda row: row.name)
 def test_every_op_is_that_of_one_device(row):
     op = row.op()
-    layer = layer_of(op, row.causal(), op.traits.packed, d_v=4)
-    if op.traits.head_shards or op.reach is not None:
+    layer = layer_of(op, row.causal(), op.packed, d_v=4)
+    if op.shards or op.reach(True) is not None:
         check_layer(layer, 40, [CONTEXT])
     else:
         with pytest.raises(SettingError, match="computes all heads together: use context=1"):
@@ -250,7 +251,7 @@ def test_cross_attention_is_that_of_one_device(op):
     ],
 )
 def test_what_devices_cannot_share_is_told_in_one_line(op, n_heads, message):
-    n_kv_heads = 2 if op.traits.choose_together else None
+    n_kv_heads = 2 if "key heads" in op.shards else None
     layer = Attention(op, n_heads=n_heads, d_qk=4, d_v=4, causal=True, n_kv_heads=n_kv_heads)
     x = jax.device_put(jnp.ones((1, 16, 8)), devices.over_tokens(CONTEXT))
     params = layer.init_params(jax.random.key(0), x.shape)

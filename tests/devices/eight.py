@@ -22,6 +22,7 @@ from reformax.layers import LayerNorm
 from reformax.models import Reformer, ReformerLM, Transformer, TransformerLM, TransformerMaskedLM
 from reformax.ops import block_sparse, dense, dsa, flash, local, lsh, memory_efficient, shared_qk
 from reformax.ops.block_patterns import local_global
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.training import dry_run, loop, loss
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
@@ -42,7 +43,7 @@ del SEQ2SEQ["vocab_size"]
 DROPOUT = dict(dropout=0.1, attention_dropout=0.1)
 HASHES = dict(chunk_len=8, n_hashes=2)
 AXIAL = dict(pos_type="axial", pos_axial_shape=(8, 4), pos_d_axial_embs=(4, 12))
-KERNELS = dict(impl="pallas_interpret")
+KERNELS = dict(impl=INTERPRETED)
 KEY = jax.random.PRNGKey(0)
 RATE = 2.0**14  # of learning, so that what a step takes off shows every digit of the gradient
 FSDP = mesh_lib.make({"data": 2, "fsdp": 4})

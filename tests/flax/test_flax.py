@@ -1,7 +1,5 @@
 """`reformax.flax` against flax's own modules: the same weights, masks, dropout, gradients."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,8 @@ from reformax.declared import SettingError
 from reformax.flax import attention_fn, linen
 from reformax.flax import nnx as our_nnx
 from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
-from tests.helpers import assert_trees_close
+from reformax.ops.calls.dims import ExtraProjection
+from tests.helpers import assert_trees_close, changed
 
 X = np.random.default_rng(0).normal(size=(2, 12, 8)).astype(np.float32)
 CAUSAL = nn.make_causal_mask(jnp.ones((2, 12)))  # float32, as flax makes it
@@ -98,8 +97,8 @@ def test_a_module_around_an_op(op):
     for name, arrays in weights["params"].items():
         layer = getattr(in_nnx, name)
         layer.kernel[...], layer.bias[...] = arrays["kernel"], arrays["bias"]
-    assert ("key" in weights["params"]) == (in_nnx.key is not None) != op.traits.shared_qk
-    if not op.traits.shared_qk:
+    assert ("key" in weights["params"]) == (in_nnx.key is not None) != op.shared_qk
+    if not op.shared_qk:
         want = THEIRS.apply(weights, X, mask=nn.combine_masks(CAUSAL, KEYS))
         got = in_linen.apply(weights, X, mask=KEYS)
         seen = np.asarray(KEYS[:, 0, 0] > 0)
@@ -112,7 +111,7 @@ def test_a_module_around_an_op(op):
     in_nnx_loss, in_nnx_gradient = nnx.value_and_grad(lambda m: jnp.mean(m(X, mask=KEYS) ** 2))(
         in_nnx
     )
-    if not op.traits.random_plan:
+    if op.plans != "draws":
         np.testing.assert_allclose(in_nnx_loss, loss, rtol=1e-4)
         np.testing.assert_allclose(
             in_nnx_gradient["value"]["kernel"][...],
@@ -166,8 +165,10 @@ def test_a_view_for_evaluation_drops_nothing():
 
 
 def test_what_a_module_refuses():
-    with_weights = dataclasses.replace(dense.dense(), init=lambda rng, dims: jnp.ones(3))
-    with_extras = dataclasses.replace(dense.dense(), extra_projections=lambda dims: {})
+    with_weights = changed(dense.dense(), init=lambda self, rng, dims: jnp.ones(3))
+    with_extras = changed(
+        dense.dense(), extra_projections=lambda self, dims: {"gate": ExtraProjection(1, 1)}
+    )
     for op, call, message in (
         (lsh.lsh(), dict(mask=CAUSAL), "mask has shape .*: lsh hides pairs"),
         (local.local(), dict(inputs_kv=X), "inputs_kv is given, but local attends within one"),

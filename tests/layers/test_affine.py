@@ -8,8 +8,9 @@ import pytest
 from reformax import layers
 from reformax.layers import matrices
 from reformax.layers.matrices import Unnormed, affine, transposed_on_gpu
+from reformax.ops.calls.dispatch import INTERPRETED
 
-KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
+KERNEL = "pallas" if jax.default_backend() == "gpu" else INTERPRETED
 RNG = np.random.default_rng(0)
 
 

@@ -10,7 +10,8 @@ import pytest
 from reformax import layers
 from reformax.ops import dense, linear, lsh, shared_qk
 from reformax.ops.base import Dims
-from reformax.ops.softmax.dropout import full_dropout_mask
+from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
+from tests.helpers import changed
 from tests.layers import plain
 from tests.ops import inputs
 from tests.ops.inputs import Inputs
@@ -55,13 +56,13 @@ def test_equals_an_independent_computation(row, everything):
 
     heads = {name[2:]: head(name[2:]) for name in params if name[:2] == "w_" and name != "w_o"}
     if everything:
-        extra_projections = op.extra_projections_of(Dims(3, 6, 5, 13))
+        extra_projections = op.extra_projections(Dims(3, 6, 5, 13))
         rotated_names = {"q", "k"} | {
             name for name, extra in extra_projections.items() if extra.rotated
         }
         heads |= {name: rotated(heads[name]) for name in rotated_names & heads.keys()}
     q, k, v = heads.pop("q"), heads.pop("k", None), heads.pop("v")
-    assert (k is None) == op.traits.shared_qk
+    assert (k is None) == op.shared_qk
     read = Inputs(q, k, v, heads or None, params["op"])
     masks = dict(segment_ids=segment_ids, causal=causal, rng=jax.random.fold_in(RNG, 0), train=True)
     plan = jax.jit(lambda read: inputs.plan(op, read, **masks))(read.map(np.float32))
@@ -69,7 +70,7 @@ def test_equals_an_independent_computation(row, everything):
     keep = np.ones((2, 3, 13, ADDRESSES))
     if rate:
         mask_rng, sizes = jax.random.fold_in(RNG, 1), keep.shape
-        keep = jax.jit(lambda: full_dropout_mask(mask_rng, rate, sizes))()
+        keep = jax.jit(lambda: full_dropout_mask(seed_words(mask_rng, 2), rate, sizes))()
     asked = Asked(row, row.first, plan, shape, causal, segment_ids, np.asarray(keep))
     out, _ = expected(asked, read, None, np.zeros_like(v))
     want = np.einsum("btnv,nvd->btd", out, np.asarray(params["w_o"], np.float64))
@@ -115,7 +116,7 @@ def test_a_boolean_mask_is_one_segment(row):
     params = plain.init(layer, x.shape, mask.shape)
     apply = jax.jit(lambda mask, x: layer.apply(params, x, mask, rng=RNG))
     out = apply(mask, x)
-    if row.op().traits.packed:
+    if row.op().packed:
         np.testing.assert_array_equal(out, apply(mask.astype(np.int32), x))
     else:
         with pytest.raises(NotImplementedError, match="segment_ids of a row are integers"):
@@ -134,12 +135,12 @@ def test_masked_says_how_many_inputs_come():
 @pytest.mark.parametrize("random_plan", [False, True])
 def test_dropout_is_a_function_of_the_rng(random_plan):
     x = numbers()
-    op = next(row.op() for row in ROWS if row.op().traits.random_plan == random_plan)
+    op = next(row.op() for row in ROWS if (row.op().plans == "draws") == random_plan)
     layer = layers.Attention(op, **SIZES)
     params = plain.init(layer, x.shape)
     # The plan is fixed, so that an rng changes the dropout alone.
     plan = jax.jit(lambda: layer.plan(params, layer.project(params, x), rng=RNG))()
-    op = dataclasses.replace(op, plan=lambda *_, **__: plan)
+    op = changed(op, _plan=lambda *_, **__: plan, plans="draws")
 
     def apply(**options):
         layer = layers.Attention(op, **SIZES, **options)
@@ -168,15 +169,15 @@ def test_the_two_dropouts_draw_apart():
     """Hashes, attention weights and output derive their own rngs from the one given."""
     seen = {}
 
-    def plan(params, q, k, *, rng, **_):
-        seen["plan"] = rng
+    def plan(self, params, q, k, *, rng, **_):
+        seen["plan"] = seed_words(rng, len(q))
         return ()
 
-    def apply(params, q, k, v, *, rng, **_):
-        seen["weights"] = rng
+    def apply(self, params, q, k, v, *, seed, **_):
+        seen["weights"] = seed
         return v
 
-    op = dataclasses.replace(dense.dense(), plan=plan, apply=apply)
+    op = changed(dense.dense(), _plan=plan, _apply=apply, plans="draws")
     layer, x = layers.Attention(op, attention_dropout=0.1), numbers()
     layer.apply(layer.init_params(RNG, x.shape), x, rng=RNG)
     assert not np.array_equal(seen["plan"], seen["weights"])
@@ -202,8 +203,8 @@ def test_mode_selects_the_hashes_of_evaluation():
 RELATIVE = [
     row
     for row in ROWS
-    if (row.relative or row.op().traits.exact)
-    and (row.op().traits.causal and not row.in_kernel)
+    if (row.relative or row.exact)
+    and (row.op().causality != "never" and not row.in_kernel)
     and row.counts  # of others the products of queries and keys may not be all that counts
 ]
 
@@ -300,7 +301,7 @@ def test_an_input_of_another_size(shape):
         layer.apply(params, np.zeros(shape, np.float32))
 
 
-@over((row for row in ROWS if row.decodes and row.op().traits.causal_plan), quick=one_of_each_kind)
+@over((row for row in ROWS if row.decodes and row.plans_ahead), quick=one_of_each_kind)
 def test_prefill_and_steps_are_apply(row):
     """With biases, by the merged weights; the rows' prompts have different lengths."""
     layer = layers.Attention(

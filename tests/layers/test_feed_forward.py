@@ -9,11 +9,12 @@ import pytest
 
 from reformax import layers
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.layers import plain
 
 RNG = jax.random.PRNGKey(2)
-KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
+KERNEL = "pallas" if jax.default_backend() == "gpu" else INTERPRETED
 
 
 def numbers(length, d_model=6):
@@ -90,7 +91,7 @@ def test_the_kernel_lowers_for_a_gpu(d_ff, rate, monkeypatch):
 
 def test_the_gradient_alone_runs_one_kernel():
     """A reversible layer that kept its output computes the hidden layer once."""
-    layer = layers.FeedForward(16, 0.0, 0.1, impl="pallas_interpret")
+    layer = layers.FeedForward(16, 0.0, 0.1, impl=INTERPRETED)
     x = numbers(8)
     params = plain.init(layer, x.shape)
 
@@ -187,7 +188,7 @@ def test_computes_in_the_dtype_of_its_input(chunk_size):
         (dict(hidden_dropout=-1), "hidden_dropout is -1: expected a rate in [0, 1)"),
         (
             dict(impl="triton"),
-            "impl is 'triton': expected 'auto', 'xla', 'pallas' or 'pallas_interpret'",
+            "impl is 'triton': expected 'auto', 'xla' or 'pallas'",
         ),
         (
             dict(impl="pallas", activation=len),
@@ -233,5 +234,5 @@ def test_a_kernel_without_a_gpu_is_told(layer):
 
 @pytest.mark.parametrize("make", [layers.LayerNorm, functools.partial(layers.FeedForward, 4)])
 def test_no_positions_are_no_error(make):
-    layer, x = make(impl="pallas_interpret"), numbers(0)
+    layer, x = make(impl=INTERPRETED), numbers(0)
     assert layer.apply(plain.init(layer, (2, 3, 6)), x).shape == x.shape

@@ -10,6 +10,7 @@ import pytest
 
 from reformax import layers
 from reformax.layers import float8
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close
 from tests.layers import plain
 
@@ -73,7 +74,7 @@ def test_numbers_share_a_scale_and_no_rounding():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
+@pytest.mark.parametrize("impl", ["xla", INTERPRETED])
 def test_layers_round_in_training_alone(impl):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9, 16)), jnp.bfloat16)
 

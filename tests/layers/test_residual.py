@@ -10,11 +10,12 @@ import pytest
 from reformax import layers
 from reformax.ops import dense, local
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.layers import plain
 
 RNG = jax.random.PRNGKey(3)
-KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
+KERNEL = "pallas" if jax.default_backend() == "gpu" else INTERPRETED
 
 
 def stream(length=13, d_model=8):

@@ -10,10 +10,11 @@ import pytest
 from reformax import layers
 from reformax.layers import reversible
 from reformax.ops import dense, local, lsh
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close, default_jit
 from tests.layers import plain
 
-KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
+KERNEL = "pallas" if jax.default_backend() == "gpu" else INTERPRETED
 RNG = jax.random.PRNGKey(3)
 LSH = [lsh.lsh(chunk_len=4, n_hashes=2)]
 

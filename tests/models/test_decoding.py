@@ -1,6 +1,5 @@
 """Decoding a language model: prefill and steps give the logits of one forward over all tokens."""
 
-import dataclasses
 import functools
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 from reformax.layers import reversible
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, local, lsh, shared_qk
+from tests.helpers import changed
 from tests.layers import plain
 from tests.ops.rows import ROWS, one_of_each_kind, over
 
@@ -122,7 +122,7 @@ def test_every_position_is_that_of_the_forward(name, monkeypatch):
     check_every_position(*make(name))
 
 
-@over((row for row in ROWS if row.decodes and row.op().traits.causal_plan), quick=one_of_each_kind)
+@over((row for row in ROWS if row.decodes and row.plans_ahead), quick=one_of_each_kind)
 def test_every_op_decodes_in_a_model(row):
     model = ReformerLM(**SMALL | dict(n_layers=1), attention_type=row.op())
     check_every_position(model, plain.init(model, (2, LENGTH)))
@@ -227,7 +227,7 @@ def test_errors():
     model, params = make("reformer, rotary", mode="train")
     with pytest.raises(ValueError, match="^causal=True and mode='train': decoding needs"):
         model.prefill(params, tokens, lengths, 30, RNG)
-    op = dataclasses.replace(dense.dense(), step=None, init_cache=None)
+    op = changed(dense.dense(), decoding="no")
     model = TransformerLM(**SMALL, attention_type=op)
     with pytest.raises(NotImplementedError, match="it has no step to decode with"):
         model.prefill(plain.init(model, (2, LENGTH)), tokens, lengths, 30, RNG)

@@ -18,7 +18,7 @@ from reformax.models import ReformerLM, TransformerLM, base
 from reformax.ops import dense, local, lsh, shared_qk
 from tests.helpers import assert_trees_close
 from tests.layers import plain
-from tests.ops.rows import ROWS, over
+from tests.ops.rows import EXACT, ROWS, over
 
 RNG = jax.random.PRNGKey(4)
 LENGTH = 12
@@ -95,7 +95,7 @@ def test_position_t_depends_on_all_tokens_before_it_and_on_no_other(model_fn, na
     start, others = depends[:, 0], depends[:, 1:]
     assert not np.any(np.triu(others))
     assert np.all(np.diagonal(others, -1))
-    if OPS[name].traits.exact:
+    if isinstance(OPS[name], EXACT):
         assert np.all(start) and np.all(others == np.tri(LENGTH, k=-1, dtype=bool))
 
 
@@ -118,7 +118,7 @@ def test_the_next_value_is_never_one_of_the_future(op):
     depends = np.abs(gradient).max(axis=-1) > 0
     assert not np.any(np.triu(depends))
     assert np.all(np.diagonal(depends, -1))
-    assert np.all(depends == np.tri(LENGTH, k=-1, dtype=bool)) or not op.traits.exact
+    assert np.all(depends == np.tri(LENGTH, k=-1, dtype=bool)) or not isinstance(op, EXACT)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_future_changes_nothing(model_fn, op, tolerance):
     assert np.all(np.abs(after - before)[:, now + 1 :].max(axis=-1) > 0)
 
 
-@over([row for row in ROWS if row.op().traits.cross and row.op().traits.exact])
+@over([row for row in ROWS if row.op().cross and row.exact])
 def test_another_attention_is_one_gin_line(row, tmp_path):
     """Its options are a line each."""
     op = row.factory.__name__

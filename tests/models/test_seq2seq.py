@@ -1,6 +1,5 @@
 """Encoder-decoders: the equations, packing, padding, gradients, decoding, and what is refused."""
 
-import dataclasses
 import functools
 import math
 
@@ -14,7 +13,7 @@ from reformax.layers._trax import signature
 from reformax.models import Reformer, Transformer
 from reformax.ops import asymmetric_lsh, dense, local, lsh, shared_qk, smyrf
 from reformax.ops.decoding.cache import take_rows
-from tests.helpers import assert_trees_close
+from tests.helpers import assert_trees_close, changed
 from tests.layers import plain
 
 RNG = jax.random.PRNGKey(5)
@@ -275,21 +274,20 @@ def test_in_trax():
 STRICT = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True)
 
 
-def draw_a_sharpness(params, q, k, *, segment_ids, causal, rng, train, length=None):
-    return jax.random.randint(rng, q.shape[2:3], 1, 4)
+class Random(dense.dense):
+    """Dense attention of a sharpness that is drawn for each head."""
+
+    plans = "draws"
+
+    def _plan(self, params, q, k, *, rng, **options):
+        return jax.random.randint(rng, q.shape[2:3], 1, 4)
+
+    def _apply(self, params, q, k, v, *, plan, **options):
+        sharper = (q * plan[:, None].astype(q.dtype)).astype(q.dtype)
+        return super()._apply(params, sharper, k, v, plan=(), **options)
 
 
-def sharp_attention(params, q, k, v, *, plan, **options):
-    sharper = (q * plan[:, None].astype(q.dtype)).astype(q.dtype)
-    return dense.dense().apply(params, sharper, k, v, plan=(), **options)
-
-
-RANDOM = dataclasses.replace(
-    dense.dense(),
-    plan=draw_a_sharpness,
-    apply=sharp_attention,
-    traits=dense.dense().traits._replace(random_plan=True),
-)
+RANDOM = Random()
 DECODERS = {
     "dense": (Transformer, dict(post_norm=True)),
     "t5": (Transformer, dict(pos_type="t5")),
@@ -397,11 +395,11 @@ def test_translation_with_hashed_cross_attention(factory, constructor):
 def test_an_algorithms_weights_know_the_length_of_their_own_side():
     lengths = []
 
-    def init(rng, dims):
+    def init(self, rng, dims):
         lengths.append(dims.length)
         return ()
 
-    op = dataclasses.replace(dense.dense(), init=init)
+    op = changed(dense.dense(), init=init)
     model = Transformer(**SMALL, encoder_attention_type=op, decoder_attention_type=op)
     jax.eval_shape(lambda: model.init_params(RNG, (2, 12), (2, 7)))
     assert lengths == [12, 7]  # once for all layers of a side
@@ -411,7 +409,7 @@ def test_an_algorithms_weights_know_the_length_of_their_own_side():
     "op, why", [(lsh.lsh(), "its keys are its own queries"), (local.local(), "reads one sequence")]
 )
 def test_what_cannot_cross_is_refused(op, why):
-    with pytest.raises(NotImplementedError, match=f"{why}; use one whose traits say cross=True"):
+    with pytest.raises(NotImplementedError, match=f"{why}; use one whose cross is True"):
         Transformer(**SMALL, cross_attention_type=op)
     with pytest.raises(NotImplementedError, match="cannot attend from one sequence to another"):
         CrossAttention(op)

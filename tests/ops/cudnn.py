@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from reformax.ops import dense
+from reformax.ops.calls import dispatch
 
 
 def instead_of_cudnn(monkeypatch, module) -> list:
@@ -22,10 +23,10 @@ def instead_of_cudnn(monkeypatch, module) -> list:
         segment_ids = jnp.arange(q.shape[1])[None] < lengths[:, None]
         return dense.dense(impl="xla")(q, k, v, causal=causal, segment_ids=segment_ids)
 
-    def choose_impl(impl, cudnn="a ring", **_):
+    def choose_impl(impl, pays=True, cudnn="a ring", **_):
         return "xla" if cudnn else "cudnn"
 
     monkeypatch.setattr(module, "cudnn_obstacle", of_bfloat16)
     monkeypatch.setattr(module, "cudnn_attention", in_array_operations)
-    monkeypatch.setattr(module, "choose_impl", choose_impl)
+    monkeypatch.setattr(dispatch, "choose_impl", choose_impl)
     return traced

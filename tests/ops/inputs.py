@@ -56,10 +56,10 @@ def draw(
     dims = Dims(n_heads, d_qk, d_v, length)
     extra_projections = {
         name: numbers(length, extra.n_heads, extra.size)
-        for name, extra in op.extra_projections_of(dims).items()
+        for name, extra in op.extra_projections(dims).items()
     }
     params = op.init(jax.random.key(seed), dims)
-    return Inputs(q, None if op.traits.shared_qk else k, v, extra_projections or None, params)
+    return Inputs(q, None if op.shared_qk else k, v, extra_projections or None, params)
 
 
 # The op's functions of inputs.
@@ -84,7 +84,7 @@ def with_gradients(row, rng, options=None, **sizes):
     d_out = random.normal(size=(*x.q.shape[:3], x.v.shape[3])).astype(np.float32)
     ids = np.sort(random.integers(1, 4, (n_batch, length)))[:, ::-1]
     ids = np.where(np.arange(length) < length - 3, ids, 0)
-    ids = jnp.asarray(ids if op.traits.packed else ids != 0)
+    ids = jnp.asarray(ids if op.packed else ids != 0)
     options = dict(causal=row.causal(), dropout=row.dropout(0.3), rng=rng)
 
     def run(d_out, arrays, ids, params):

@@ -6,7 +6,7 @@ Each is a `Row.reference`, in arrays of JAX, of the whole T x S matrices.
 import jax
 import jax.numpy as jnp
 
-from reformax.ops.performer import PerformerSettings
+from reformax.ops import performer as performer_op
 
 
 def tokens_of(mask):
@@ -120,10 +120,8 @@ def long_short(options, params, plan, qkv, extra_projections, mask, keep):
 def performer(options, params, plan, qkv, extra_projections, mask, keep):
     """Lemma 1 and sec. 2.2: weights `phi(q) . phi(k)`, of the op's own directions."""
     q, k, v = qkv
-    settings = PerformerSettings(
-        options["n_features"], options["seed"], options["epsilon"], 1, "xla", None
-    )
-    directions = settings.directions(plan, q.shape[-1]).astype(q.dtype)
+    op = performer_op.performer(n_features=options["n_features"], seed=options["seed"])
+    directions = op.directions(plan, q.shape[-1]).astype(q.dtype)
 
     def features(x):
         x = x / x.shape[-1] ** 0.25

@@ -34,10 +34,14 @@ from reformax.ops import (
     smyrf,
 )
 from reformax.ops.base import AttentionOp
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.ops import indexed, low_rank, native_sparse, recurrences, routed
 
 # No sequence of the shared tests is longer.
 LONGEST = 130
+
+
+EXACT = dense.dense, flash.flash, memory_efficient.memory_efficient, shared_qk.shared_qk
 
 
 class Shape(NamedTuple):
@@ -106,12 +110,23 @@ class Row(NamedTuple):
 
     @property
     def in_kernel(self) -> bool:
-        return self.first.get("impl") == "pallas_interpret"
+        return self.first.get("impl") == INTERPRETED
 
     @property
     def bias(self) -> bool:
         """Whether the calls may have a bias, which no kernel of ours computes."""
-        return self.op().traits.bias and not self.in_kernel
+        return self.op().bias and not self.in_kernel
+
+    @property
+    def exact(self) -> bool:
+        """Whether the op attends to every visible key."""
+        return isinstance(self.op(), EXACT)
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether no later token decides, in a causal call, what a position sees."""
+        sorts = isinstance(self.op(), lsh.lsh | asymmetric_lsh.SortedByHash | routing.routing)
+        return not sorts or self.op().causality == "only"
 
     @property
     def n_pad(self) -> int:
@@ -128,16 +143,16 @@ class Row(NamedTuple):
 
     def dropout(self, rate: float) -> float:
         """`rate` where the op makes weights that can be dropped."""
-        return rate if self.op().traits.dropout else 0.0
+        return rate if self.op().dropout else 0.0
 
     def segment_ids(self, ids):
-        """`ids` where the op has the trait `packed`; or else one segment of them all."""
-        return ids if self.op().traits.packed else (ids != 0).astype(ids.dtype)
+        """`ids` where the op has `packed`; or else one segment of them all."""
+        return ids if self.op().packed else (ids != 0).astype(ids.dtype)
 
     def causal(self, causal: bool = True) -> bool:
         """`causal` where the op can be either; or else what the op can be."""
-        traits = self.op().traits
-        return (causal or not traits.bidirectional) and traits.causal
+        causality = self.op().causality
+        return causal if causality == "either" else causality == "only"
 
 
 def visible(shape: Shape, causal: bool, segment_ids) -> np.ndarray:
@@ -347,7 +362,7 @@ _HASHING = {
     "n_chunks_after": (0, 1),
     "attend_self_if_alone": (True, False),
 }
-_KERNEL = {"impl": ("pallas_interpret",)}
+_KERNEL = {"impl": (INTERPRETED,)}
 _STRICT = {
     "chunk_len": (4, 1, 5),
     "n_buckets": (2, "auto", (2, 2)),

@@ -1,5 +1,6 @@
 """Every op, its output and all of its gradients, against attention written out in NumPy float64."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -16,7 +17,7 @@ from reformax import ops
 from reformax.ops import base, local, lsh
 from reformax.ops.masking.masks import except_self, visibility
 from reformax.ops.softmax import chunked
-from reformax.ops.softmax.dropout import full_dropout_mask
+from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import inputs, oracle
@@ -60,7 +61,6 @@ def random_segments(rng, batch, length):
 @st.composite
 def calls(draw, row):
     """A call of the row's op: its options, sizes, masks and a seed for its numbers."""
-    traits = row.op().traits
     options = {name: draw(st.sampled_from(values)) for name, values in row.options.items()}
     lengths = st.sampled_from(LENGTHS)
     length = draw(lengths)
@@ -73,7 +73,7 @@ def calls(draw, row):
         shape=Shape(
             batch=draw(st.integers(1, 2)),
             n_queries=length,
-            n_keys=draw(lengths) if traits.cross else length,
+            n_keys=draw(lengths) if row.op().cross else length,
             n_heads=draw(st.integers(1, 4)),
         ),
         d_qk=draw(st.sampled_from((4, 1, 6))),
@@ -85,7 +85,7 @@ def calls(draw, row):
 @jax.jit
 def largest_dropout(key):
     """The mask of the largest call; a smaller one's is its corner, for a weight has an address."""
-    return full_dropout_mask(key, DROPOUT, (2, 4, LONGEST, ADDRESSES))
+    return full_dropout_mask(seed_words(key, 2), DROPOUT, (2, 4, LONGEST, ADDRESSES))
 
 
 def check(
@@ -121,14 +121,14 @@ def check(
         return x.astype(dtype).astype(np.float64)
 
     # The nearer a query is to 0, the more the gradient of the key it becomes amplifies rounding.
-    q = numbers(n_queries, d_qk, least=0.2 if op.traits.shared_qk else 0.0)
+    q = numbers(n_queries, d_qk, least=0.2 if op.shared_qk else 0.0)
     d_out = numbers(n_queries, d_v)
-    k = None if op.traits.shared_qk else numbers(n_keys, d_qk)
+    k = None if op.shared_qk else numbers(n_keys, d_qk)
     v = numbers(n_keys, d_v)
     dims = base.Dims(n_heads, d_qk, d_v, n_queries)
     extra_projections = {
         name: numbers(n_queries, extra.size, n_heads=extra.n_heads)
-        for name, extra in op.extra_projections_of(dims).items()
+        for name, extra in op.extra_projections(dims).items()
     }
     x = inputs.Inputs(q, k, v, extra_projections or None, op.init(key, dims))
     segment_ids = row.segment_ids(random_segments(rng, batch, n_queries)) if packed else None
@@ -221,7 +221,7 @@ def test_bfloat16(row, data):
 
 
 def make_plan(op, x):
-    causal = op.traits.causal
+    causal = op.causality != "never"
     plan = functools.partial(inputs.plan, op, causal=causal, train=True, rng=jax.random.key(0))
     return jax.jit(plan)(x)
 
@@ -253,7 +253,7 @@ def test_padding_changes_no_real_position(row):
     assert not any(np.any(x) for x in jax.tree.leaves(junk_gradients))
 
 
-@over(row for row in ROWS if row.op().traits.packed)
+@over(row for row in ROWS if row.op().packed)
 def test_segments_do_not_leak(row):
     """Whatever one segment holds, the others' outputs are the same to the last bit."""
     segment_ids = np.repeat([[2, 1, 3]], [9, 13, 6], axis=1).repeat(2, axis=0)
@@ -268,7 +268,7 @@ def test_segments_do_not_leak(row):
     assert not np.allclose(after[segment_ids == 1], before[segment_ids == 1])
 
 
-@over(row for row in ROWS if row.relative or row.op().traits.exact)
+@over(row for row in ROWS if row.relative or row.exact)
 def test_packed_segments_equal_one_by_one(row):
     lengths = (9, 1, 9)
     op = row.op()
@@ -287,7 +287,7 @@ def test_packed_segments_equal_one_by_one(row):
         np.testing.assert_allclose(packed[:, here], alone, atol=1e-6 * row.rounding)
 
 
-@over(row for row in ROWS if row.op().traits.causal)
+@over(row for row in ROWS if row.op().causality != "never")
 def test_with_the_plan_given_nothing_reads_the_future(row):
     """At a fixed plan. `test_lsh.py` says what a plan may read."""
     op, now = row.op(), 17
@@ -304,11 +304,10 @@ def test_every_op_has_a_row():
     factories = set()
     for info in pkgutil.iter_modules(ops.__path__, ops.__name__ + "."):
         module = importlib.import_module(info.name)
-        for name, value in inspect.getmembers(module, inspect.isfunction):
-            if value.__module__ == info.name and not name.startswith("_"):
-                annotation = value.__annotations__.get("return")
-                if annotation in (base.AttentionOp, "AttentionOp", "base.AttentionOp"):
-                    factories.add(value)
+        for _, value in inspect.getmembers(module, inspect.isclass):
+            is_op = issubclass(value, base.AttentionOp) and dataclasses.is_dataclass(value)
+            if is_op and value.__module__ == info.name:
+                factories.add(value)
     assert factories == {row.factory for row in ROWS}
 
 
@@ -350,9 +349,13 @@ def test_reference_attention_is_the_oracle(dropout):
     dropout_mask = np.ones(mask.shape)
     if dropout:
         shape = dropout_mask.shape
-        dropout_mask = np.asarray(jax.jit(lambda: full_dropout_mask(key, dropout, shape))())
+        dropout_mask = np.asarray(
+            jax.jit(lambda: full_dropout_mask(seed_words(key, 2), dropout, shape))()
+        )
 
-    attend = with_gradients(lambda *x: reference_attention(*x, mask, dropout=dropout, rng=key))
+    attend = with_gradients(
+        lambda *x: reference_attention(*x, mask, dropout=dropout, seed=seed_words(key, 2))
+    )
     out, gradients = attend(d_out, q, k, v)
     want, want_gradients = oracle.attention(
         *(x.astype(np.float64) for x in (q, k, v)), mask.astype(int), dropout_mask, d_out
@@ -379,7 +382,9 @@ def test_visibility_and_except_self_are_the_tables():
 
 def test_dropout_masks_are_fair_coins():
     """The rate is right, and no axis of the address repeats another's coins."""
-    mask = jax.jit(lambda: full_dropout_mask(jax.random.key(0), 0.25, (4, 4, 64, 64)))
+    mask = jax.jit(
+        lambda: full_dropout_mask(seed_words(jax.random.key(0), 2), 0.25, (4, 4, 64, 64))
+    )
     dropout_mask = np.asarray(mask())
     assert set(np.unique(dropout_mask)) == {0, np.float32(1 / 0.75)}
     dropped = dropout_mask == 0
@@ -416,7 +421,7 @@ def test_a_few_heads_at_a_time(op, monkeypatch):
     """As a CPU computes more logits than its cache holds: the same numbers."""
     rng = np.random.default_rng(0)
     q, k, v, d_out = rng.normal(size=(4, 2, 13, 6, 8)).astype(np.float32)
-    x = inputs.Inputs(q, None if op.traits.shared_qk else k, v)
+    x = inputs.Inputs(q, None if op.shared_qk else k, v)
     segment_ids = random_segments(rng, 2, 13)
 
     def run(n_logits):

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.recall import recall_across
 from reformax.ops import asymmetric_lsh, dense, smyrf
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.hashing.alignment import aligned_orders
 from tests.helpers import assert_trees_close, with_gradients
 
@@ -128,7 +129,7 @@ def test_few_keys_are_all_seen(factory):
 def test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has(factory):
     q, k, v = numbers((1, n, 1, 4) for n in (2, 60, 60))
     options = dict(chunk_len=1, n_hashes=3, count_once=True)
-    both = [factory(**options, impl=impl) for impl in ("xla", "pallas_interpret")]
+    both = [factory(**options, impl=impl) for impl in ("xla", INTERPRETED)]
     want, got = jax.jit(lambda *x: [attend(*x, rng=KEY) for attend in both])(q, k, v)
     np.testing.assert_allclose(got, want, atol=1e-6)
 
@@ -154,6 +155,6 @@ def test_whole_tiles_of_the_kernels(factory, n_queries, n_keys, packed):
         with_gradients(functools.partial(factory(chunk_len=64, impl=impl), **options))(
             d_out, q, k, v
         )
-        for impl in ("xla", "pallas_interpret")
+        for impl in ("xla", INTERPRETED)
     )
     assert_trees_close(got, want, 1e-5)

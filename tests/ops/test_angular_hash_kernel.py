@@ -9,6 +9,7 @@ import pytest
 
 from reformax.ops import asymmetric_lsh, hash_sparse, lsh
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.hashing import angular as hashing
 from tests.helpers import assert_trees_equal, lower_for_gpu
 from tests.ops import inputs
@@ -28,7 +29,7 @@ def test_the_same_buckets(length, size, factors, n_hashes, dtype):
     def buckets(vectors):
         rotations = hashing.draw_rotations(vectors, factors, n_hashes, jax.random.key(0))
         args = rotations, vectors, factors
-        return [hashing.hash_by(*args, impl) for impl in ("xla", "pallas_interpret")]
+        return [hashing.hash_by(*args, impl) for impl in ("xla", INTERPRETED)]
 
     np.testing.assert_array_equal(*buckets(vectors))
 
@@ -87,13 +88,13 @@ def test_the_impl_of_an_op_decides_how_it_hashes(factory, function, monkeypatch)
 
     assert not hashes_in_a_kernel("xla")
     if function == "plan" and factory is HASHING["lsh_strict"]:
-        with pytest.raises(NotImplementedError, match="'pallas_interpret' with strictly_causal"):
-            of("pallas_interpret")(*args)
+        with pytest.raises(NotImplementedError, match="INTERPRETED with strictly_causal"):
+            of(INTERPRETED)(*args)
     else:
-        assert hashes_in_a_kernel("pallas_interpret")
+        assert hashes_in_a_kernel(INTERPRETED)
         with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu'"):
             of("pallas")(*args)
         if function != "plan":  # plans of kernels and of array operations may differ
-            assert_trees_equal(*(jax.jit(of(impl))(*args) for impl in ("pallas_interpret", "xla")))
+            assert_trees_equal(*(jax.jit(of(impl))(*args) for impl in (INTERPRETED, "xla")))
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     assert hashes_in_a_kernel("auto") == (function != "step")

@@ -12,6 +12,7 @@ from reformax.ops import base, block_patterns, block_sparse
 from reformax.ops.kernels.triton import block_sparse as kernel
 from reformax.ops.masking.masks import visibility
 from reformax.ops.softmax import block_lists, tiles
+from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
@@ -201,7 +202,7 @@ def reference(mask, block, causal, segment_ids, dropout):
         full = np.kron(mask, np.ones((block, block))).astype(bool)
         full = full.reshape(-1, *full.shape[-2:])[:, : q.shape[1], : k.shape[1]]
         visible = full & visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
-        return reference_attention(q, k, v, visible, dropout=dropout, rng=KEY)
+        return reference_attention(q, k, v, visible, dropout=dropout, seed=seed_words(KEY, 2))
 
     return attend
 
@@ -263,7 +264,7 @@ def test_rows_in_parts_are_one_attention(
 
     @jax.jit
     def run(q, k, v, d_out):
-        inputs = (blocks, q, k, v, ids, KEY)
+        inputs = (blocks, q, k, v, ids, seed_words(KEY, len(q)) if dropout else None)
         results = kernel.forward(*inputs, tiles=block_tiles, interpret=True)
         gradients = kernel.backward(
             *inputs, *results, d_out, tiles=(block_tiles, block_tiles), interpret=True
@@ -301,7 +302,7 @@ def test_it_lowers_for_a_gpu(dtype, size, dropout):
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if dropout else None
 
     def run(q, k, v, ids, rng, d_out):
-        inputs = (blocks, q, k, v, (ids, ids), rng)
+        inputs = (blocks, q, k, v, (ids, ids), seed_words(rng, 1) if dropout else None)
         return kernel.backward(*inputs, *kernel.forward(*inputs), d_out)
 
     lowered = lower_for_gpu(run, x, x, x, ids, KEY, x)

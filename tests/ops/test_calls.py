@@ -1,5 +1,7 @@
 """The call of an op: masks, compilation, and the name and options of an op."""
 
+import contextlib
+import dataclasses
 import inspect
 import itertools
 import logging
@@ -18,7 +20,9 @@ from reformax.ops import (
     local,
     long_short,
     lsh,
+    memory_efficient,
     nsa,
+    routing,
     shared_qk,
     sinks,
     smyrf,
@@ -34,8 +38,8 @@ TOKENS = np.arange(8) < np.array([[5], [8]])  # one row ends in padding
 
 
 def call(op, **options):
-    x = inputs.draw(op, length=8)._replace(q=X[0], k=None if op.traits.shared_qk else X[1], v=X[2])
-    return inputs.call(op, x, **dict(causal=op.traits.causal, rng=KEY) | options)
+    x = inputs.draw(op, length=8)._replace(q=X[0], k=None if op.shared_qk else X[1], v=X[2])
+    return inputs.call(op, x, **dict(causal=op.causality != "never", rng=KEY) | options)
 
 
 @over((row for row in ROWS if not row.in_kernel), quick=one_of_each_kind)
@@ -47,8 +51,7 @@ def test_a_mask_of_keys_is_padding_in_segments(row):
         np.testing.assert_array_equal(got[TOKENS], want[TOKENS])
         # An op of two sequences keeps the queries; in others they are the same positions, and in a
         # causal call of one that sorts.
-        sorts = op.traits.random_plan and not op.traits.causal_plan
-        assert np.any(got[~TOKENS]) == (op.traits.cross and not sorts)
+        assert np.any(got[~TOKENS]) == (op.cross and op.plans != "draws")
 
 
 def test_a_mask_is_added_to_segments():
@@ -132,18 +135,48 @@ def test_a_call_outside_of_jit_compiles_once(compiled):
     assert compiled(lambda: other(X[0], None, X[2], rng=KEY))
 
 
-def test_the_same_options_give_the_same_op():
-    assert lsh.lsh(n_hashes=2) is lsh.lsh(n_hashes=2)
-    assert lsh.lsh(n_hashes=2) is not lsh.lsh(n_hashes=3)
-    pattern = block_patterns.strided(stride=2)
-    assert block_sparse.block_sparse(pattern=pattern) is block_sparse.block_sparse(
-        pattern=block_patterns.strided(stride=2)
-    )
+def test_ops_are_equal_where_one_compiled_program_serves_both():
+    assert lsh.lsh(n_hashes=2) == lsh.lsh(n_hashes=2) != lsh.lsh(n_hashes=3)
+    assert hash(lsh.lsh(n_hashes=2)) == hash(lsh.lsh(n_hashes=2))
+    assert lsh.lsh(n_buckets=[4, 2]) == lsh.lsh(n_buckets=(4, 2)) != lsh.lsh(n_buckets=(2, 4))
+    assert flash.flash(scale=1) != flash.flash(scale=1.0)
+    assert routing.routing(decay=0.0) != routing.routing(decay=-0.0)
+    assert dense.dense() != memory_efficient.memory_efficient()
+    assert dense.dense(impl="xla") != type("dense", (dense.dense,), {})(impl="xla")
+    for pattern in (block_patterns.strided(stride=2), np.ones((2, 2), bool)):
+        op = block_sparse.block_sparse(pattern=pattern)
+        assert op == block_sparse.block_sparse(pattern=pattern)
+    assert op != block_sparse.block_sparse(pattern=np.ones((2, 2), bool))
+    strided = (block_patterns.strided(stride=2) for _ in range(2))
+    assert len({block_sparse.block_sparse(pattern=pattern) for pattern in strided}) == 1
     with pytest.raises(ValueError, match="n_hashes is True"):
         lsh.lsh(n_hashes=1) and lsh.lsh(n_hashes=True)
-    rotations = np.zeros((2, 4, 2, 2))
-    one, other = (lsh.lsh(n_buckets=4, rotations=rotations + i) for i in range(2))
-    assert one is not other
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        lsh.lsh().n_hashes = 2
+
+
+def test_every_option_tells_ops_apart():
+    """An option that equality left out would let two ops share one compiled program."""
+    for row in ROWS:
+        for name, values in row.options.items():
+            if name == "impl" or len(values) < 2:
+                continue
+            made = []
+            for value in values:
+                with contextlib.suppress(ValueError):  # it excludes another option
+                    made.append(row.op(**{name: value}))
+            assert len(set(made)) == len(made), name
+
+
+def test_an_array_among_the_options_is_equal_to_itself_alone():
+    q, v, mask = X[0], X[2], np.tri(2, dtype=bool)
+    rotations = np.random.default_rng(0).normal(size=(2, 4, 4, 2)).astype(np.float32)
+    ops = [lsh.lsh(chunk_len=2, n_buckets=4, rotations=x) for x in (rotations, rotations[:, ::-1])]
+    outs = [op(q, None, v) for op in ops]
+    assert np.any(outs[0] != outs[1])
+    ops = [block_sparse.block_sparse(pattern=x, block_size=4) for x in (mask, ~mask)]
+    outs = [op(q, X[1], v) for op in ops]
+    assert np.any(outs[0] != outs[1])
 
 
 def test_an_op_shows_its_name_and_the_options_that_are_set():
@@ -177,7 +210,7 @@ def test_queries_of_another_dtype_have_gradients(op):
     x = inputs.draw(op, length=8)
 
     def loss(q, k):
-        out = inputs.call(op, x._replace(q=q, k=k), causal=op.traits.causal, rng=KEY)
+        out = inputs.call(op, x._replace(q=q, k=k), causal=op.causality != "never", rng=KEY)
         return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
     narrow = x.q.astype(jnp.bfloat16)

@@ -9,6 +9,7 @@ from reformax.ops.hashing import sorting
 from reformax.ops.kernels.triton import chunked as kernel
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 from reformax.ops.softmax import chunked
+from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.orders import Chunking, Order
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
@@ -62,14 +63,16 @@ def test_many_blocks_are_one_attention(options, n_hashes, packed, tiles, length)
         ids = None if segment_ids is None else segment_ids[:, :length]
         order = jax.jit(lambda b: sorting.sort_by_bucket(b, 6, ids, n_pad))(buckets)
 
+    seed = seed_words(KEY, batch) if chunks.dropout else None
+
     @with_gradients
     def arrays(q, k, v):
         ids = None if segment_ids is None else segment_ids[:, :length]
-        return chunked.chunked_attention(q, k, v, chunks, order, ids, KEY)
+        return chunked.chunked_attention(q, k, v, chunks, order, ids, seed)
 
     @jax.jit
     def blocks(q, k, v, d_out):
-        inputs = (chunks, q, k, v, order, segment_ids, KEY)
+        inputs = (chunks, q, k, v, order, segment_ids, seed)
         results = kernel.forward(*inputs, tiles=tiles, interpret=True)
         gradients = kernel.backward(*inputs, *results, d_out, tiles=tiles, interpret=True)
         return results[0], gradients
@@ -136,7 +139,7 @@ def test_it_lowers_for_a_gpu(dtype, size):
     segment_ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 
     def run(q, v, order, segment_ids, rng, d_out):
-        inputs = (chunks, q, None, v, order, segment_ids, rng)
+        inputs = (chunks, q, None, v, order, segment_ids, seed_words(rng, 1))
         return kernel.backward(*inputs, *kernel.forward(*inputs), d_out)
 
     lowered = lower_for_gpu(run, x, x, Order(slot, slot), segment_ids, KEY, x)

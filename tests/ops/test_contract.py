@@ -1,7 +1,5 @@
 """Parts of the contract that only some ops use, by small ops: weights, gates, one segment a row."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from reformax.layers import Attention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense
-from reformax.ops.base import Dims, Traits
+from reformax.ops.base import Dims
 from reformax.ops.masking.masks import Tokens
 from tests.layers import plain
 from tests.layers import test_attention as layer_tests
@@ -36,13 +34,12 @@ def test_weights_gates_and_their_gradients(row, packed):
 
 
 def test_a_wrong_gradient_of_a_weight_is_found():
-    def stopped(n_slots):
-        op = slots(n_slots=n_slots)
-        apply = lambda params, *x, **o: op.apply(jax.lax.stop_gradient(params), *x, **o)  # noqa: E731
-        return dataclasses.replace(op, apply=apply)
+    class Stopped(slots):
+        def _apply(self, params, *x, **options):
+            return super()._apply(jax.lax.stop_gradient(params), *x, **options)
 
     with pytest.raises(AssertionError, match="dparams.*mix.*is off by"):
-        test_weights_gates_and_their_gradients(SLOTS._replace(factory=stopped), False)
+        test_weights_gates_and_their_gradients(SLOTS._replace(factory=Stopped), False)
 
 
 @toys
@@ -151,12 +148,12 @@ def test_global_tokens_travel_with_segments(model_fn):
 def test_lengths_are_passed_where_padding_is_behind(tokens, want):
     passed = []
 
-    def apply(params, q, k, v, *, lengths=None, **_):
+    def apply(self, params, q, k, v, *, lengths=None, **_):
         passed.append(lengths)
         return v
 
-    for traits, expected in ((Traits(lengths=True), want), (Traits(), None)):
-        op = dataclasses.replace(dense.dense(), apply=apply, traits=traits)
+    for takes, expected in ((True, want), (False, None)):
+        op = type("dense", (dense.dense,), {"_apply": apply, "_takes_lengths": takes})()
         layer = Attention(op, masked=True)
         x = np.ones((2, 8, 4), np.float32)
         layer.apply(layer.init_params(jax.random.key(0), x.shape), x, tokens)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from reformax.ops import asymmetric_lsh, dense, flash, local, lsh
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.decoding import cache
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over, the_others
@@ -24,7 +25,7 @@ DECODING = [row for row in ROWS if row.decodes]
 @over(ROWS)
 def test_every_op_decodes_or_says_why_not(row):
     op = row.op()
-    assert (op.step is None) == (op.init_cache is None) == bool(row.no_step)
+    assert (op.decoding == "no") == bool(row.no_step)
 
 
 def draw(op, batch, length, **options):
@@ -79,7 +80,7 @@ def forward(op, length):
 
 def alone_in_this(row):
     """Quick where `test_all_steps_are_one_forward` does not say much the same."""
-    return one_of_each_kind(row) or not row.op().traits.causal_plan
+    return one_of_each_kind(row) or not row.plans_ahead
 
 
 @over(DECODING, quick=alone_in_this)
@@ -120,7 +121,7 @@ def test_bfloat16(row):
         np.testing.assert_allclose(np.asarray(out, np.float32), want, rtol=2e-2, atol=2e-2 * 3)
 
 
-@over((row for row in DECODING if row.op().traits.causal_plan), quick=the_others)
+@over((row for row in DECODING if row.plans_ahead), quick=the_others)
 def test_all_steps_are_one_forward(row):
     """Where nothing later decides what a position sees: one call over all tokens has every step."""
     op, lengths = row.op(), np.array([9, 4], np.int32)
@@ -229,7 +230,7 @@ def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
                 np.testing.assert_allclose(outs[b, n - 1], want[b, n - 1], atol=1e-5)
 
 
-@over(row for row in DECODING if row.op().traits.beams)
+@over(row for row in DECODING if row.op().decoding == "beams")
 def test_beams_share_their_past(row):
     """Where beams leave some of theirs and go on from others, none of the cache is copied."""
     check_beams(row.op(), dict(n_heads=2))
@@ -308,7 +309,7 @@ def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
     if "index" not in given:
         hidden = ~mask.reshape(2, n_groups, -1, n_places).any(axis=2)[..., None]
         keys, values = (jnp.where(hidden, jnp.nan, x) for x in (keys, values))
-    got = run("pallas_interpret", keys, values)
+    got = run(INTERPRETED, keys, values)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(got, want, atol=1e-2 if dtype == "bfloat16" else 1e-5)
 
@@ -332,7 +333,7 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
         options["index"] = jnp.asarray(rng.integers(0, n_slots, mask.shape), jnp.int32)
     (out, after), (want, held) = (
         jax.jit(lambda r, i=i: cache.add_and_attend(q, r, new, position, mask, i, **options))(ring)
-        for i in ("pallas_interpret", "xla")
+        for i in (INTERPRETED, "xla")
     )
     np.testing.assert_allclose(out, want, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, after, held)
@@ -381,10 +382,10 @@ def test_the_impl_of_an_op_decides_its_step(row, monkeypatch):
     """Of one row "auto" takes the kernel of one query, of two it does not."""
     if row.factory is not dense.dense:  # which has no kernel of ours
         (step, start), (interpreted, _) = (
-            first_step(row, impl, 2) for impl in ("xla", "pallas_interpret")
+            first_step(row, impl, 2) for impl in ("xla", INTERPRETED)
         )
         held = start()
-        assert n_kernels(row, "pallas_interpret", 2)
+        assert n_kernels(row, INTERPRETED, 2)
         np.testing.assert_allclose(jax.jit(interpreted)(held), jax.jit(step)(held), atol=1e-5)
         with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu'"):
             n_kernels(row, "pallas", 1)

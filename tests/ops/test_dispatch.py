@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from reformax.declared import SettingError
+from reformax.ops import lsh
 from reformax.ops.calls import dispatch
 
-ANY = {"cudnn": None, "pallas": None, "pallas_interpret": None}
+ANY = {"cudnn": None, "pallas": None}
+IMPLS = (*dispatch.IMPLEMENTATIONS, dispatch.INTERPRETED)
 
 
 @pytest.mark.parametrize(
@@ -27,23 +30,25 @@ def test_auto_takes_the_first_without_an_obstacle(monkeypatch, gpu, obstacles, w
     assert dispatch.choose_impl("auto", **obstacles) == want
 
 
-@pytest.mark.parametrize("impl", dispatch.IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_what_does_not_pay_is_taken_where_it_is_asked_for_alone(monkeypatch, impl):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     assert dispatch.choose_impl("auto", pays=False, **ANY) == "xla"
     assert dispatch.choose_impl(impl, pays=False, **ANY) == impl
 
 
-@pytest.mark.parametrize("impl", dispatch.IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_an_explicit_implementation_never_falls_back(monkeypatch, impl):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     assert dispatch.choose_impl(impl, **ANY) == impl
     if impl != "xla":
-        message = f"^impl='{impl}' with scale=2: use impl='auto' or 'xla'$"
+        message = f"^impl={impl!r} with scale=2: use impl='auto' or 'xla'$"
         with pytest.raises(NotImplementedError, match=message):
-            dispatch.choose_impl(impl, **ANY | {impl: "scale=2"})
+            dispatch.choose_impl(
+                impl, **ANY | {"pallas" if impl in dispatch.KERNELS else impl: "scale=2"}
+            )
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "the backend 'cpu'")
-    if impl in ("xla", "pallas_interpret"):
+    if impl in ("xla", dispatch.INTERPRETED):
         assert dispatch.choose_impl(impl, **ANY) == impl
     else:
         with pytest.raises(NotImplementedError, match=f"^impl='{impl}' with the backend 'cpu': "):
@@ -56,7 +61,7 @@ def test_what_keeps_a_kernel_from_a_call():
 
     def obstacles(*inputs, **options):
         found = dispatch.kernel_obstacles(*inputs, **options)
-        return found["pallas"], found["pallas_interpret"]
+        return found.call or found.chip, found.call
 
     assert obstacles(x(), x(), x(), bias=None, wrap=False, dropout=0.0) == (None, None)
     assert obstacles(x(), None, None) == (None, None)
@@ -70,3 +75,29 @@ def test_what_keeps_a_kernel_from_a_call():
 @pytest.mark.parametrize("found, want", [("9.0", 9.0), ("gfx942", 0.0), (None, 0.0)])
 def test_a_gpu_of_another_maker_has_no_such_number(found, want):
     assert dispatch.compute_capability(types.SimpleNamespace(compute_capability=found)) == want
+
+
+def test_no_text_asks_for_the_interpreter():
+    for text in (str(dispatch.INTERPRETED), "interpreted", "pallas_interpret", "INTERPRETED"):
+        with pytest.raises(SettingError, match="impl is .*: expected 'auto', 'xla' or 'pallas'$"):
+            lsh.lsh(impl=text)
+    interpreted = lsh.lsh(impl=dispatch.INTERPRETED)
+    assert interpreted == lsh.lsh(impl=dispatch.INTERPRETED)
+    assert interpreted not in {lsh.lsh(impl="pallas"), lsh.lsh()}
+
+
+@pytest.mark.parametrize("impl", ["auto", "pallas", "xla", dispatch.INTERPRETED])
+def test_a_table_computes_by_the_implementation_that_is_chosen(monkeypatch, impl):
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    obstacles = dispatch.KernelObstacles(call=None, chip="head size 256")
+    table = {"pallas": (obstacles, lambda interpret: interpret), "xla": (None, lambda: "arrays")}
+    if impl == "pallas":
+        with pytest.raises(NotImplementedError, match="^impl='pallas' with head size 256: use"):
+            dispatch.compute_by(impl, table)
+    else:  # the interpreter has no chip
+        want = True if impl == dispatch.INTERPRETED else "arrays"
+        assert dispatch.compute_by(impl, table) == want
+    table["pallas"] = None, table["pallas"][1]
+    assert (dispatch.compute_by("auto", table), dispatch.compute_by("pallas", table)) == (
+        False,
+    ) * 2

@@ -7,6 +7,8 @@ import pytest
 
 from reformax.models import lm
 from reformax.ops import dense, dsa, local
+from reformax.ops.calls import dispatch
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import indexer
 from tests.helpers import assert_trees_close, lower_for_gpu
 from tests.ops import indexed
@@ -14,7 +16,7 @@ from tests.ops import indexed
 OPTIONS = dict(n_index_heads=3, d_index=4)
 
 
-IMPLS = pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
+IMPLS = pytest.mark.parametrize("impl", ["xla", INTERPRETED])
 
 
 def numbers(length, seed=0):
@@ -96,7 +98,7 @@ def test_kernels_choose_among_ties_what_array_operations_do(top_k, causal, packe
                 *x, **masks, rng=None, train=True
             )
         )(params, q, k)
-        for impl in ("pallas_interpret", "xla")
+        for impl in (INTERPRETED, "xla")
     )
     in_order = lambda plan: np.sort(np.where(plan < 0, length, plan), axis=-1)  # noqa: E731
     np.testing.assert_array_equal(in_order(got), in_order(want))
@@ -125,7 +127,7 @@ def test_kernels_differentiate_as_array_operations_do(dtype, tolerance, monkeypa
         out, vjp = jax.vjp(attend, params, q, k, v)
         return out, vjp(d_out.astype(out.dtype))
 
-    got, want = (jax.jit(run, static_argnums=0)(x) for x in ("pallas_interpret", "xla"))
+    got, want = (jax.jit(run, static_argnums=0)(x) for x in (INTERPRETED, "xla"))
     assert_trees_close(got, want, tolerance)
 
 
@@ -145,7 +147,7 @@ def is_program(x):
 
 def test_kernels_have_no_scores_of_all_pairs_in_memory():
     length = 2**17
-    op = dsa.dsa(top_k=64, **OPTIONS, impl="pallas_interpret")
+    op = dsa.dsa(top_k=64, **OPTIONS, impl=INTERPRETED)
     x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.bfloat16)
     params = jax.eval_shape(lambda rng: op.init(rng, op.dims(x, x)), jax.random.key(0))
     total = lambda *x: op(*x[1:], causal=True, params=x[0]).sum()  # noqa: E731
@@ -158,7 +160,7 @@ def test_kernels_have_no_scores_of_all_pairs_in_memory():
     "length, d_index, message", [(2**18 + 1, 8, "pairs=68720001025"), (9, 129, "d_index=129")]
 )
 def test_kernels_refuse_what_they_do_not_hold(length, d_index, message):
-    op = dsa.dsa(top_k=2, d_index=d_index, impl="pallas_interpret")
+    op = dsa.dsa(top_k=2, d_index=d_index, impl=INTERPRETED)
     x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
     params = jax.eval_shape(lambda rng: op.init(rng, op.dims(x, x)), jax.random.key(0))
     with pytest.raises(NotImplementedError, match=f"{message}: use impl='auto' or 'xla'"):
@@ -168,7 +170,7 @@ def test_kernels_refuse_what_they_do_not_hold(length, d_index, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_it_lowers_for_a_gpu(dtype, monkeypatch):
-    monkeypatch.setattr(dsa.DsaSettings, "choose", lambda *_: "pallas")
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     op = dsa.dsa(top_k=33, n_index_heads=3, d_index=40, impl="pallas")
     x = jax.ShapeDtypeStruct((2, 333, 2, 80), dtype)
     ids = jax.ShapeDtypeStruct((2, 333), jnp.int32)

@@ -1,6 +1,5 @@
 """What an op refuses: one line that names the argument, its value and the way out."""
 
-import dataclasses
 import itertools
 import re
 
@@ -34,6 +33,7 @@ from reformax.ops import (
     sinks,
 )
 from reformax.ops.base import given
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.ops.inputs import call, draw
 from tests.ops.rows import ROWS, over
 
@@ -48,7 +48,7 @@ SIZES = [
     (linear.linear, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (retention.retention, dict(gated=1), "gated is 1: expected True or False"),
     (retention.retention, dict(impl="cudnn"), "impl is 'cudnn': expected"),
-    (linear.linear, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla', 'pallas' or"),
+    (linear.linear, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla' or 'pallas'"),
     (gated_linear.gated_linear, dict(impl="triton"), "impl is 'triton': expected"),
     (gated_delta.gated_delta, dict(impl="triton"), "impl is 'triton': expected"),
     (performer.performer, dict(impl="triton"), "impl is 'triton': expected"),
@@ -138,11 +138,11 @@ SIZES = [
         "pattern has shape (2, 2) and dtype float64: expected booleans, [n_blocks_q, n_blocks_k]",
     ),
     (block_sparse.block_sparse, dict(pattern=[True]), "pattern has shape (1,) and dtype bool"),
-    (block_sparse.block_sparse, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla', "),
+    (block_sparse.block_sparse, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla' or 'pallas'"),
     (block_sparse.block_sparse, dict(n_global=-1), "n_global is -1: expected at least 0"),
     (block_patterns.bigbird, dict(n_random=-1), "n_random is -1: expected at least 0"),
     (sinks.sinks, dict(n_sinks=-1), "n_sinks is -1: expected at least 0"),
-    (sinks.sinks, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla', "),
+    (sinks.sinks, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla' or 'pallas'"),
     (longformer.longformer, dict(window=0), "window is 0: expected at least 1"),
     (
         longformer.longformer,
@@ -171,7 +171,7 @@ SIZES = [
     (flash.flash, dict(key_block_size="sqrt"), "key_block_size is 'sqrt': expected a whole number"),
     (flash.flash, dict(scale=1e12), "scale is 1000000000000.0: expected a number from 1e-6 to"),
     (flash.flash, dict(scale=0.0), "scale is 0.0: expected a number from 1e-6 to 1e6, or N"),
-    (flash.flash, dict(impl="triton"), "impl is 'triton': expected 'auto', 'xla', 'cudnn', 'pall"),
+    (flash.flash, dict(impl="triton"), "impl is 'triton': expected 'auto', 'xla', 'cudnn' or 'pallas'"),
     (dense.dense, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla' or 'cudnn'"),
 ]
 
@@ -288,39 +288,39 @@ def test_arguments(op, inputs, options, message):
 
 
 @over(row for row in ROWS if not row.in_kernel)
-def test_an_op_refuses_what_its_traits_exclude(row):
+def test_an_op_refuses_what_it_cannot_do(row):
     """By its name and in one line."""
     op, longer = row.op(), x(2, 9, 2, 4)
-    traits, name = op.traits, op.name
-    inputs = x(), None if traits.shared_qk else x(), x()
+    name = op.name
+    inputs = x(), None if op.shared_qk else x(), x()
     *_, extra_projections, params = draw(op, length=8)
     given = dict(extra_projections=extra_projections, params=params)
     refused = [
         (
-            (x(), x() if traits.shared_qk else None, x()),
+            (x(), x() if op.shared_qk else None, x()),
             dict(),
-            f"but {name} makes its keys" if traits.shared_qk else f"but {name} does not make its",
+            f"but {name} makes its keys" if op.shared_qk else f"but {name} does not make its",
         )
     ]
-    if not traits.cross:
+    if not op.cross:
         pair = dict(segment_ids=(INTEGERS, INTEGERS))
         refused.append((inputs, pair, f"segment_ids is a pair, but {name} attends within one"))
-    if not traits.cross and not traits.shared_qk:
+    if not op.cross and not op.shared_qk:
         refused.append(((x(), longer, longer), {}, f"lengths 8 and 9, but {name} attends within"))
-    if not traits.bias:
+    if not op.bias:
         refused.append((inputs, dict(bias=x(1, 1, 8, 8)), f"bias is given, but {name} adds none"))
-    if not traits.bidirectional:
+    if op.causality == "only":
         refused.append((inputs, dict(causal=False), f"causal=False: {op} is causal only, set"))
-    if not traits.causal:
+    if op.causality == "never":
         refused.append((inputs, dict(causal=True), f"causal=True: {name} cannot hide the future, "))
-    if not traits.dropout:
+    if not op.dropout:
         refused.append((inputs, dict(dropout=0.1), f"dropout is 0.1: {name} makes no attention"))
-    if not traits.packed:
+    if not op.packed:
         packed = dict(segment_ids=INTEGERS.at[:, 4:].set(2))
         refused.append(
             (inputs, packed, f"segment_ids of a row are several, but {name} does not tell")
         )
-    if traits.random_plan:
+    if op.plans == "draws":
         refused.append((inputs, dict(rng=None), f"rng is None: {name}, which draws its plan at"))
     for arrays, options, message in refused:
         with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)) as raised:
@@ -331,7 +331,7 @@ def test_an_op_refuses_what_its_traits_exclude(row):
 @over(row for row in ROWS if not row.in_kernel)
 def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
     op = row.op()
-    inputs = dict(q=x(), k=None if op.traits.shared_qk else x(), v=x())
+    inputs = dict(q=x(), k=None if op.shared_qk else x(), v=x())
     *_, extra_projections, params = draw(op, length=8)
     call = dict(causal=row.causal(False), rng=KEY) | given(extra_projections=extra_projections)
     for name, numbers in inputs.items():
@@ -400,11 +400,11 @@ def test_weights_of_another_name_or_size():
 def test_what_an_op_cannot_do():
     with pytest.raises(ValueError, match="window is 5.*n_chunks_after is 0: raise it to 1"):
         local.local(chunk_len=4, window=5)(x(), x(), x(), causal=False)
-    for refusing, causal in ((dict(causal=False), True), (dict(bidirectional=False), False)):
-        op = dataclasses.replace(DENSE, traits=DENSE.traits._replace(**refusing))
+    for causality, causal in (("never", True), ("only", False)):
+        op = type("dense", (dense.dense,), {"causality": causality})()
         with pytest.raises(NotImplementedError, match=f"causal={causal}: dense"):
             op(x(), x(), x(), causal=causal)
-    op = block_sparse.block_sparse(block_size=(16, 24), impl="pallas_interpret")
+    op = block_sparse.block_sparse(block_size=(16, 24), impl=INTERPRETED)
     with pytest.raises(NotImplementedError, match=r"block_size=\(16, 24\): use impl='auto'"):
         op(*[x(2, 32, 2, 4)] * 3)
     with pytest.raises(ValueError, match="pattern is traced: expected an array of NumPy"):
@@ -413,6 +413,6 @@ def test_what_an_op_cannot_do():
     for op in (dense.dense(impl="cudnn"), flash.flash(impl="cudnn")):
         with pytest.raises(NotImplementedError, match="impl='cudnn' with .*use impl='auto' or"):
             op(x(), x(), x())
-    kernel = flash.flash(impl="pallas_interpret")
+    kernel = flash.flash(impl=INTERPRETED)
     with pytest.raises(NotImplementedError, match="with bias=.1, 1, 8, 8.: use impl='auto'"):
         kernel(x(), x(), x(), bias=x(1, 1, 8, 8))

@@ -7,10 +7,11 @@ import pytest
 
 from reformax.layers import Attention
 from reformax.ops import block_patterns, block_sparse, longformer
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.bands import BandMask
 from reformax.ops.masking.masks import Tokens
 from reformax.ops.softmax import band
-from reformax.ops.softmax.dropout import full_dropout_mask
+from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from tests.helpers import assert_trees_close, with_gradients
 from tests.layers import plain
 from tests.ops import inputs, oracle
@@ -52,10 +53,10 @@ def _differentiated(op, x, **masks):
     [
         (False, None, 1, 6, True, 0.0, "xla"),
         (True, SEGMENTS, (1, 3), 4, True, 0.3, "xla"),
-        (True, SEGMENTS, 1, 3, True, 0.3, "pallas_interpret"),
-        (False, SEGMENTS, 3, 3, True, 0.3, "pallas_interpret"),
-        pytest.param(True, None, (1, 2), 3, True, 0.0, "pallas_interpret", marks=pytest.mark.slow),
-        pytest.param(False, None, 1, 6, False, 0.0, "pallas_interpret", marks=pytest.mark.slow),
+        (True, SEGMENTS, 1, 3, True, 0.3, INTERPRETED),
+        (False, SEGMENTS, 3, 3, True, 0.3, INTERPRETED),
+        pytest.param(True, None, (1, 2), 3, True, 0.0, INTERPRETED, marks=pytest.mark.slow),
+        pytest.param(False, None, 1, 6, False, 0.0, INTERPRETED, marks=pytest.mark.slow),
         pytest.param(False, SEGMENTS, (2, 1), 2, True, 0.3, "xla", marks=pytest.mark.slow),
         pytest.param(True, None, 2, 3, False, 0.0, "xla", marks=pytest.mark.slow),
     ],
@@ -78,7 +79,9 @@ def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, projecte
     near, everything, chosen = _counts(shape, causal, segment_ids, global_tokens, **options)
     keep = np.ones((2, 2, LENGTH, LENGTH))
     if dropout:
-        keep = np.asarray(jax.jit(lambda: full_dropout_mask(rng, dropout, keep.shape))())
+        keep = np.asarray(
+            jax.jit(lambda: full_dropout_mask(seed_words(rng, 2), dropout, keep.shape))()
+        )
     wide = x.map(lambda y: y.astype(np.float64))
     read = [wide.extra_projections[f"global_{name}"] for name in "qkv"] if projected else wide[:3]
     row = chosen[..., None, None]
@@ -99,8 +102,8 @@ def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, projecte
     [
         ((9, 11, 3), 3, (4, 5), 0.3, "xla"),
         pytest.param((23,), 6, 4, 0.0, "xla", marks=pytest.mark.slow),
-        pytest.param((33, 40, 10), 3, 16, 0.3, "pallas_interpret", marks=pytest.mark.slow),
-        pytest.param((96,), 40, (16, 32), 0.0, "pallas_interpret", marks=pytest.mark.slow),
+        pytest.param((33, 40, 10), 3, 16, 0.3, INTERPRETED, marks=pytest.mark.slow),
+        pytest.param((96,), 40, (16, 32), 0.0, INTERPRETED, marks=pytest.mark.slow),
     ],
 )
 def test_global_tokens_beside_random_blocks(sizes, n_global, block_size, dropout, impl):
@@ -129,7 +132,7 @@ def test_global_tokens_beside_random_blocks(sizes, n_global, block_size, dropout
     if dropout:
         n_slots = -(-length // block_k) * block_k + n_global
         shape = (2, 2, length, n_slots)
-        drawn = np.asarray(jax.jit(lambda: full_dropout_mask(rng, dropout, shape))())
+        drawn = np.asarray(jax.jit(lambda: full_dropout_mask(seed_words(rng, 2), dropout, shape))())
         keep, keep_near = drawn[..., :length], drawn[..., :length].copy()
         for row, key in zip(*np.nonzero(chosen), strict=True):
             slot = n_slots - n_global + chosen[row, :key].sum()

@@ -11,7 +11,7 @@ from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over
 from tests.ops.test_decoding import KEY, run
 
-SEPARATE = [row for row in ROWS if not (row.op().traits.shared_qk or row.group_chooses)]
+SEPARATE = [row for row in ROWS if not (row.op().shared_qk or row.group_chooses)]
 HEADS = dict(n_heads=4, n_kv_heads=2)
 
 

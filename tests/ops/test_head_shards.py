@@ -9,7 +9,7 @@ from reformax.ops.base import given
 from reformax.ops.sharding.shard import Shard
 from tests.ops.rows import ROWS
 
-APART = [row for row in ROWS if row.op().traits.head_shards]
+APART = [row for row in ROWS if row.op().shards]
 QUICK = {"lsh", "flash_pallas"}
 
 
@@ -25,17 +25,17 @@ def test_some_heads_are_those_of_the_whole(row):
     op, key, causal = row.op(), jax.random.key(0), row.causal()
     random = np.random.default_rng(0)
     q, k, v = random.normal(size=(3, 2, 11, 3, 4)).astype(np.float32)
-    k = None if op.traits.shared_qk else k
+    k = None if op.shared_qk else k
     dims = op.dims(q, v)
     params = jax.tree.map(lambda x: x + random.normal(size=x.shape), op.init(key, dims))
     extra_projections = {
         name: random.normal(size=(2, 11, 3, extra.size)).astype(np.float32)
-        for name, extra in op.extra_projections_of(dims).items()
+        for name, extra in op.extra_projections(dims).items()
     }
 
     @jax.jit
-    def attend(rng, q, k, v, extra_projections):
-        masks = dict(segment_ids=None, causal=causal, rng=rng)
+    def attend(shard, q, k, v, extra_projections):
+        masks = dict(segment_ids=None, causal=causal, rng=key, shard=shard)
         plan = op.plan(params, q, k, **masks, train=True)
         options = (
             masks
@@ -47,12 +47,12 @@ def test_some_heads_are_those_of_the_whole(row):
     def of_heads(heads):
         return jax.tree.map(lambda x: x[:, :, heads], (q, k, v, extra_projections))
 
-    whole = np.asarray(attend(key, q, k, v, extra_projections))
-    got = attend(Shard(key, head=1, n_heads=3), *of_heads(slice(1, 3)))
+    whole = np.asarray(attend(None, q, k, v, extra_projections))
+    got = attend(Shard(head=1, n_heads=3), *of_heads(slice(1, 3)))
     np.testing.assert_allclose(got, whole[:, :, 1:], atol=1e-6 * row.rounding)
     # Where heads differ by more than what they read, it matters which ones they are.
-    reversed_heads = attend(key, *of_heads(slice(None, None, -1)))[:, :, ::-1]
-    others = attend(Shard(key, head=0, n_heads=3), *of_heads(slice(1, 3)))
+    reversed_heads = attend(None, *of_heads(slice(None, None, -1)))[:, :, ::-1]
+    others = attend(Shard(head=0, n_heads=3), *of_heads(slice(1, 3)))
     assert np.allclose(others, got) == np.allclose(reversed_heads, whole)
 
 
@@ -64,8 +64,8 @@ def test_given_rotations_are_those_of_the_heads():
 
     @jax.jit
     def plans(q):
-        part = Shard(None, head=1, n_heads=3)
-        some = op.plan((), q[:, :, 1:], None, **masks, rng=part)
+        part = Shard(head=1, n_heads=3)
+        some = op.plan((), q[:, :, 1:], None, **masks, rng=None, shard=part)
         return op.plan((), q, None, **masks, rng=None), some
 
     whole, some = plans(q)

@@ -31,6 +31,7 @@ from reformax.ops import (
     sinks,
 )
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close, with_gradients
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -121,19 +122,19 @@ def paired_segment_ids(rng, case: Case):
 @pytest.mark.parametrize("name", CASES if ON_GPU else list(CASES)[:1])
 def test_a_kernel_computes_what_array_operations_do(name, dtype):
     case, rng = CASES[name], np.random.default_rng(zlib.crc32(name.encode()))
-    op, other = (case.make(impl=x) for x in ("pallas" if ON_GPU else "pallas_interpret", "xla"))
+    op, other = (case.make(impl=x) for x in ("pallas" if ON_GPU else INTERPRETED, "xla"))
 
     def draw(n_heads, size=case.h):
         return jnp.asarray(rng.normal(size=(2, case.t, n_heads, size)), dtype)
 
     q, k, v, d_out = (draw(n) for n in (case.n, case.g, case.g, case.n))
-    k = None if op.traits.shared_qk else k
+    k = None if op.shared_qk else k
     dims, segment_ids = op.dims(q, v), paired_segment_ids(rng, case)
     if segment_ids is not None:
         d_out = d_out * (segment_ids != 0)[..., None, None]
     params = op.init(KEY, dims)
     extra_projections = {
-        name: draw(x.n_heads, x.size) for name, x in op.extra_projections_of(dims).items()
+        name: draw(x.n_heads, x.size) for name, x in op.extra_projections(dims).items()
     }
     masks = dict(segment_ids=segment_ids, causal=case.causal, rng=KEY)
     global_tokens = {}

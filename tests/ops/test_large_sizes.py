@@ -26,6 +26,7 @@ from reformax.ops import (
     routing,
     sinks,
 )
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.ops import inputs
 from tests.ops.test_decoding import draw, run
 
@@ -68,7 +69,7 @@ def test_a_call_and_its_gradients(op, options, name):
 @pytest.mark.parametrize("op, options, name", KERNELS)
 def test_kernels(op, options, name):
     # Blocks of kernels are multiples of 16.
-    check_call(op, options | dict(impl="pallas_interpret"), name, LARGEST - 15, 16)
+    check_call(op, options | dict(impl=INTERPRETED), name, LARGEST - 15, 16)
 
 
 @pytest.mark.parametrize("name", ["compress_len", "block_size"])

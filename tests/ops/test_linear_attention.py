@@ -7,6 +7,7 @@ import pytest
 
 from reformax.ops import dense, gated_delta, gated_linear, linear, performer, retention
 from reformax.ops.base import Dims
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.layers import test_attention as layer_tests
 from tests.ops import inputs
 from tests.ops.rows import Row
@@ -65,7 +66,7 @@ def test_the_memory_that_a_training_begins_with(factory, memory):
     first = np.zeros((1, 2, 2, 4), np.float32)
     first[:, 0] = 1
     extra_projections = {
-        name: jnp.zeros((1, 2, *to[:2])) for name, to in op.extra_projections_of(dims).items()
+        name: jnp.zeros((1, 2, *to[:2])) for name, to in op.extra_projections(dims).items()
     }
     options = dict(
         plan=None,
@@ -128,7 +129,7 @@ def test_layers_with_a_gated_output_decode(factory):
 )
 def test_kernels_compute_the_same(factory):
     """`test_recurrence_kernel.py` has their gradients."""
-    op = factory(impl="pallas_interpret")
+    op = factory(impl=INTERPRETED)
     x = inputs.draw(op, length=70, batch=1)
     masks = dict(causal=True, segment_ids=np.repeat([[1, 2, 0]], [30, 35, 5], axis=1))
     want = inputs.call(factory(impl="xla"), x, **masks)
@@ -137,8 +138,8 @@ def test_kernels_compute_the_same(factory):
 
 @pytest.mark.parametrize("factory", KERNELS[:3], ids=lambda x: x.__name__)
 def test_a_kernel_that_cannot_run_is_refused(factory):
-    op = factory(impl="pallas_interpret")
+    op = factory(impl=INTERPRETED)
     x = inputs.draw(op, length=3, dtype=np.float16)
     mixed = x._replace(k=x.k.astype(np.float32))
-    with pytest.raises(NotImplementedError, match="^impl='pallas_interpret' with dtypes="):
+    with pytest.raises(NotImplementedError, match="^impl=INTERPRETED with dtypes="):
         inputs.call(op, mixed, causal=True)

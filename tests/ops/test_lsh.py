@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import lsh, shared_qk
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.hashing import angular as hashing
 from reformax.ops.hashing import sorting
 from tests.helpers import assert_trees_close, with_gradients
@@ -119,7 +120,7 @@ def test_given_rotations_are_the_hash():
     options = dict(chunk_len=8, n_hashes=2, n_buckets=(4, 6))
     drawn = jax.random.normal(KEY, (2, 8, 2, 5))
     given = lsh.lsh(**options, rotations=drawn)
-    assert not given.traits.random_plan
+    assert given.plans == "reads"
     want = attend(lsh.lsh(**options), q, v)
     np.testing.assert_array_equal(attend(given, q, v, rng=None), want)
     other = lsh.lsh(**options, rotations=np.random.default_rng(0).normal(size=drawn.shape))
@@ -193,7 +194,7 @@ def test_a_plan_made_for_the_kernel_serves_array_operations():
     """The kernel may take the queries and not the values, and its plan has no slots."""
     q, v = draw(8, 3)
     options = dict(chunk_len=8, n_hashes=1, n_buckets=4)
-    plan = make_plan(lsh.lsh(**options, impl="pallas_interpret"), q)
+    plan = make_plan(lsh.lsh(**options, impl=INTERPRETED), q)
     assert plan.query_slots is None
     op = lsh.lsh(**options, impl="xla")
     masks = dict(segment_ids=None, causal=True, dropout=0.0, rng=None)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import recurrence as kernel
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean
@@ -14,7 +15,7 @@ from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.ops import recurrence_oracle
 from tests.ops.test_recurrence import draw, runs
 
-KERNEL = dict(impl="pallas_interpret")
+KERNEL = dict(impl=INTERPRETED)
 
 
 def positive(kind, length, **options):

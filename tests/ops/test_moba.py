@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import dense, moba
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close, with_gradients
 
 SIZE, TOP_K = 4, 3
@@ -22,7 +23,7 @@ def best(q, k, position, blocks):
     return order[: TOP_K - 1]
 
 
-IMPLS = pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
+IMPLS = pytest.mark.parametrize("impl", ["xla", INTERPRETED])
 
 
 @IMPLS
@@ -60,7 +61,7 @@ def test_a_query_chooses_among_the_blocks_whose_segment_is_its_own(impl):
 def test_bfloat16_chooses_by_means_of_float32():
     """A product with a mean in three parts is exact to float32, so almost all choices agree."""
     q, k, _ = np.random.default_rng(0).normal(size=(3, 2, 300, 2, 8)).astype(jnp.bfloat16)
-    one, other = (np.sort(plan_of(q, k, None, impl)) for impl in ("xla", "pallas_interpret"))
+    one, other = (np.sort(plan_of(q, k, None, impl)) for impl in ("xla", INTERPRETED))
     assert np.mean(one != other) < 1e-3
 
 

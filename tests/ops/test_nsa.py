@@ -7,6 +7,7 @@ import pytest
 
 from reformax.ops import dense, nsa
 from reformax.ops.base import Dims
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import selection
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import native_sparse
@@ -42,7 +43,7 @@ def selected(q, k, ids, t):
     return list(dict.fromkeys(always + others))[:5]
 
 
-@pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
+@pytest.mark.parametrize("impl", ["xla", INTERPRETED])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl):
     q, k = numbers(75, 4, 2)
@@ -76,7 +77,7 @@ def test_kernels_select_what_array_operations_do(heads, sizes, dtype, at_a_time,
         jax.jit(
             lambda q, k, impl=impl: nsa.nsa(**MEANS | sizes, impl=impl).plan((), q, k, **masks)
         )(q, k)
-        for impl in ("pallas_interpret", "xla")
+        for impl in (INTERPRETED, "xla")
     )
     same = np.sort(got, axis=-1) == np.sort(want, axis=-1)
     assert same.all(axis=-1).mean() > 0.999
@@ -113,7 +114,7 @@ def test_grouped_heads_are_those_of_the_equations():
     rng = np.random.default_rng(1)
     extra_projections = {
         name: rng.normal(size=(2, length, x.n_heads, x.size)).astype(np.float32)
-        for name, x in op.extra_projections_of(dims).items()
+        for name, x in op.extra_projections(dims).items()
     }
     assert extra_projections["window_k"].shape == (2, length, 2, 8)
     x = Inputs(q, k, v, extra_projections, op.init(jax.random.key(0), dims))

@@ -36,14 +36,13 @@ class Program(NamedTuple):
 def program(name: str, number: int) -> Program:
     """The program of a row's number, always the same."""
     row, rng = BY_NAME[name], random.Random(f"{name} {number}")
-    traits = row.op().traits
     options = {option: rng.choice(values) for option, values in row.options.items()}
     length = rng.choice(LENGTHS)
     causal, dropout = row.causal(rng.random() < 0.5), row.dropout(rng.choice((0.0, DROPOUT)))
     shape = Shape(
         batch=rng.randint(1, 2),
         n_queries=length,
-        n_keys=rng.choice(LENGTHS) if traits.cross else length,
+        n_keys=rng.choice(LENGTHS) if row.op().cross else length,
         n_heads=rng.randint(1, 3),
     )
     bias = row.bias and rng.random() < 0.3

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import performer
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import random_features as kernel
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
@@ -66,7 +67,7 @@ def test_attention_by_features_is_that_of_array_operations():
         attend = functools.partial(op, causal=True, segment_ids=segment_ids)
         return with_gradients(attend)(*(x.astype(dtype) for x in (d, q, k, v)))
 
-    got, want = run("pallas_interpret", jnp.bfloat16), run("xla", jnp.float32)
+    got, want = run(INTERPRETED, jnp.bfloat16), run("xla", jnp.float32)
     got, want = ((np.float32(out), *rest) for out, rest in (got, want))
     assert_trees_close(got, want, 2e-2)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import recurrence as kernel
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.recurrence import recurrence
@@ -30,26 +31,26 @@ LENGTH = 150  # two chunks, and a third that is not full
 )
 def test_the_loop_over_positions(kind):
     inputs = draw(kind, LENGTH, batch=1, size=5)
-    compare(inputs, np.float32, 4e-6, runs(LENGTH, 1), impl="pallas_interpret")
+    compare(inputs, np.float32, 4e-6, runs(LENGTH, 1), impl=INTERPRETED)
 
 
 @pytest.mark.slow
 def test_without_segments_in_bfloat16():
     inputs = draw("gated delta", LENGTH, batch=1, dtype=jnp.bfloat16)
-    compare(inputs, jnp.bfloat16, 2e-2, impl="pallas_interpret")
+    compare(inputs, jnp.bfloat16, 2e-2, impl=INTERPRETED)
 
 
 @pytest.mark.slow
 def test_wide_values():
     """A state of two blocks, the second not full."""
     inputs = draw("feature", 70, batch=1, n_heads=1, size=16, d_v=65)
-    compare(inputs, np.float32, 4e-6, runs(70, 1), impl="pallas_interpret")
+    compare(inputs, np.float32, 4e-6, runs(70, 1), impl=INTERPRETED)
 
 
 @pytest.mark.slow
 def test_decays_that_forget_all():
     inputs = draw("feature", 70, batch=1, least=-80.0)
-    compare(inputs, np.float32, 1e-4, impl="pallas_interpret")
+    compare(inputs, np.float32, 1e-4, impl=INTERPRETED)
 
 
 @pytest.mark.matrix
@@ -80,7 +81,7 @@ def test_what_a_segment_holds_stays_there():
     other = np.zeros((1, 80, 1, 1), bool)
     other[:, 20:67] = True
     ids = np.where(other, 2, 1)[..., 0, 0]
-    run = with_gradients(functools.partial(recurrence, segment_ids=ids, impl="pallas_interpret"))
+    run = with_gradients(functools.partial(recurrence, segment_ids=ids, impl=INTERPRETED))
     d_out = np.where(other, 0, np.ones_like(inputs[2]))
     out, gradients = run(d_out, *inputs)
     values = 1e3, 1.0, 1e37, -1e3, 1.0

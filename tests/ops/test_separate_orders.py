@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import asymmetric_lsh, smyrf
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.hashing import asymmetric
 
 KEY = jax.random.key(0)
@@ -75,7 +76,7 @@ def test_a_row_alone_has_the_order_that_it_has_among_others(make, packed, backen
 def test_the_kernel_hashes_as_array_operations_do(dtype):
     q, k, _ = draw(2, 200, 2, 16, dtype=dtype)
     make = functools.partial(OPS["asymmetric_lsh"], n_hashes=3, n_buckets=(4, 6))
-    want, got = (make_plan(make(impl=impl), q, k + 1) for impl in ("xla", "pallas_interpret"))
+    want, got = (make_plan(make(impl=impl), q, k + 1) for impl in ("xla", INTERPRETED))
     np.testing.assert_array_equal(got.query_positions, want.query_positions)
     np.testing.assert_array_equal(got.key_positions, want.key_positions)
 
@@ -85,7 +86,7 @@ def test_a_plan_made_for_the_kernel_serves_array_operations(make):
     """The kernel may take queries and keys and not the values, and its plan has no slots."""
     q, k, v = draw(2, 40, 2, 8)
     options = dict(n_hashes=2, count_once=False)
-    plan = make_plan(make(**options, impl="pallas_interpret"), q, k)
+    plan = make_plan(make(**options, impl=INTERPRETED), q, k)
     assert plan.query_slots is None and plan.key_slots is None
     op = make(**options, impl="xla")
     masks = dict(segment_ids=None, causal=True, dropout=0.0, rng=None)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import base, block_sparse, dense, flash, memory_efficient
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import block_sparse as kernel_blocks
 from reformax.ops.softmax import cudnn, tiles
 from reformax.ops.softmax.reference import reference_attention
@@ -208,7 +209,7 @@ def test_tiles_of_any_block_mask():
     plan = tiles.TilePlan(visits(mask), visits(np.swapaxes(mask, 1, 2)))
 
     def attend(q, k, v):
-        x = tiles.inputs(q, k, v, None, None, 0.0, None)
+        x = tiles.inputs(q, k, v, None, None, None)
         return tiles.attend(tiles.forward, tiling, x, plan)
 
     out, gradients = with_gradients(attend)(d_out, q, k, v)
@@ -258,7 +259,7 @@ def test_the_kernel_is_the_same_function(dtype, size, n_keys, options):
     q, k, v, d_out = (numbers(1, n, 2, size, seed=i).astype(dtype) for i, n in enumerate(lengths))
     got, want = (
         with_gradients(functools.partial(flash.flash(impl=impl), **options))(d_out, q, k, v)
-        for impl in ("pallas_interpret", "xla")
+        for impl in (INTERPRETED, "xla")
     )
     assert_trees_close(got, want, 1e-5 if dtype == np.float32 else 2e-2)
 
@@ -340,11 +341,11 @@ def test_a_kernels_summaries_are_merged(causal):
         return jax.jit(attend)(v, q, k, v)
 
     want = run(dense.dense(impl="xla"))
-    kernel = memory_efficient.memory_efficient(impl="pallas_interpret", **sizes)
+    kernel = memory_efficient.memory_efficient(impl=INTERPRETED, **sizes)
     assert_trees_close(run(kernel), want)
-    odd = memory_efficient.memory_efficient(impl="pallas_interpret", query_chunk_size=24)
+    odd = memory_efficient.memory_efficient(impl=INTERPRETED, query_chunk_size=24)
     for op, inputs in ((odd, (q, k, v)), (kernel, (x[:, :190] for x in (q, k, v)))):
-        with pytest.raises(NotImplementedError, match="impl='pallas_interpret' with chunks="):
+        with pytest.raises(NotImplementedError, match="impl=INTERPRETED with chunks="):
             op(*inputs)
 
 
@@ -366,13 +367,13 @@ def test_a_kernels_gradient_is_that_of_array_operations(causal, packed, dropout,
 
     def on_a_gpu(impl, **obstacles):
         """What `dispatch.choose_impl` does where kernels run, but interpreted."""
-        used.append("xla" if impl == "xla" or obstacles["pallas"] else "pallas_interpret")
+        used.append("xla" if impl == "xla" or obstacles["pallas"].call else INTERPRETED)
         return used[-1]
 
     monkeypatch.setattr(memory_efficient, "choose_impl", on_a_gpu)
     sizes["key_chunk_size"] = 33
     got = run(memory_efficient.memory_efficient(impl="auto", **sizes))
-    assert used == ["xla", "pallas_interpret"]
+    assert used == ["xla", INTERPRETED]
     assert_trees_close(got, want)
     backward = kernel_blocks.backward
     monkeypatch.setattr(
@@ -389,8 +390,8 @@ EVERYTHING = np.ones((2, 2), bool)
 @pytest.mark.parametrize(
     "op",
     [
-        flash.flash(impl="pallas_interpret"),
-        block_sparse.block_sparse(pattern=EVERYTHING, impl="pallas_interpret"),
+        flash.flash(impl=INTERPRETED),
+        block_sparse.block_sparse(pattern=EVERYTHING, impl=INTERPRETED),
     ],
     ids=["flash", "block_sparse"],
 )

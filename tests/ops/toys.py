@@ -3,7 +3,6 @@
 The first is `examples/fading.py`, the example of the guide to a new attention.
 """
 
-import dataclasses
 import math
 import types
 
@@ -13,8 +12,8 @@ import numpy as np
 
 from reformax.buffers import Buffer, updated
 from reformax.ops import dense
-from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.softmax.dropout import dropout_mask
 from tests.ops.rows import Row
 from tests.pages import ROOT
 
@@ -42,11 +41,19 @@ def _fading(options, params, plan, qkv, extra_projections, mask, keep):
     return jnp.stack(rows, axis=1)
 
 
-@named
-def slots(*, n_slots: int = 3) -> AttentionOp:
+@op
+class slots(AttentionOp):
     """Softmax attention to learnt mixtures of all positions, as Linformer's."""
 
-    def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+    n_slots: int = 3
+
+    causality = "never"
+    packed = False
+
+    def init(self, rng, dims):
+        return {"mix": jax.random.normal(rng, (self.n_slots, MAX_LENGTH)) / 3}
+
+    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
         del plan, causal, segment_ids
         mix = params["mix"][:, : q.shape[1]]
         k, v = (jnp.einsum("kt,btnh->bknh", mix.astype(x.dtype), x) for x in (k, v))
@@ -54,15 +61,8 @@ def slots(*, n_slots: int = 3) -> AttentionOp:
         weights = jax.nn.softmax(logits.astype(jnp.promote_types(q.dtype, jnp.float32)))
         if dropout > 0.0:
             address = (x.reshape(x.shape) for x in jnp.ogrid[tuple(map(slice, weights.shape))])
-            weights = weights * dropout_mask(seed_words(rng, len(q)), dropout, *address)
+            weights = weights * dropout_mask(seed, dropout, *address)
         return jnp.einsum("bntk,bknv->btnv", weights.astype(v.dtype), v)
-
-    return AttentionOp(
-        init=lambda rng, dims: {"mix": jax.random.normal(rng, (n_slots, MAX_LENGTH)) / 3},
-        plan=no_plan,
-        apply=apply,
-        traits=Traits(causal=False, packed=False),
-    )
 
 
 def _slots(options, params, plan, qkv, extra_projections, mask, keep):
@@ -82,34 +82,33 @@ TOYS = [
 ]
 
 
-@named
-def counting() -> AttentionOp:
+@op
+class counting(dense.dense):
     """Dense attention that counts the steps of training, and adds their number to its output."""
-    op = dense.dense(impl="xla")
 
-    def apply(params, *qkv, **options):
+    impl: str = "xla"
+
+    def init(self, rng, dims):
+        return {"count": Buffer(jnp.zeros(()))}
+
+    def _apply(self, params, q, k, v, **options):
         weight = params["count"]
         count = updated(weight, weight.value + 1)
-        out = op.apply((), *qkv, **options)
+        out = super()._apply((), q, k, v, **options)
         return out + count.astype(out.dtype)
 
-    return dataclasses.replace(
-        op, init=lambda rng, dims: {"count": Buffer(jnp.zeros(()))}, apply=apply
-    )
 
-
-@named
-def with_global_tokens() -> AttentionOp:
+@op
+class with_global_tokens(AttentionOp):
     """Dense attention of each position to itself and to global tokens."""
-    op = dense.dense(impl="xla")
 
-    def plan(params, q, k, *, segment_ids, causal, rng, train, length=None, global_tokens=None):
-        del params, k, segment_ids, causal, rng, train, length
+    global_tokens = True
+    _keeps_padding_out = True
+
+    def _plan(self, params, q, k, *, global_tokens=None, **call):
         return jnp.zeros(q.shape[:2], jnp.int32) if global_tokens is None else global_tokens
 
-    def apply(params, q, k, v, *, plan, **options):
+    def _apply(self, params, q, k, v, *, plan, **options):
         seen = jnp.eye(q.shape[1], dtype=bool)[None, None] | (plan > 0)[:, None, None]
-        return op.apply(params, q, k, v, plan=(), **options, bias=jnp.where(seen, 0.0, -jnp.inf))
-
-    traits = Traits(global_tokens=True, keeps_padding_out=True)
-    return AttentionOp(init=no_params, plan=plan, apply=apply, traits=traits)
+        attend = dense.dense(impl="xla").apply
+        return attend(params, q, k, v, plan=(), **options, bias=jnp.where(seen, 0.0, -jnp.inf))

@@ -91,7 +91,7 @@ def numbers(n: int, seed: int = 0):
 def ours(op, causal, q, k, v, d_out, segment_ids=None, params=()):
     """`(plan, out, gradients of those of q, k and v that there are)`."""
     run = attend_and_differentiate(op, causal, 0.0)
-    x = Inputs(q, None if op.traits.shared_qk else k, v, params=params)
+    x = Inputs(q, None if op.shared_qk else k, v, params=params)
     plan, out, (gradients, _) = run(x, None, segment_ids, jax.random.key(0), d_out)
     return plan, out, [x for x in gradients[:3] if x is not None]
 
@@ -138,7 +138,7 @@ def sdpa(row) -> Deviations:
         out = F.scaled_dot_product_attention(*heads, attn_mask=bias)
         return (out * torch.tensor(sees)).transpose(1, 2)
 
-    inputs = (q, v) if op.traits.shared_qk else (q, k, v)
+    inputs = (q, v) if op.shared_qk else (q, k, v)
     return compared(got, differentiate(attend, inputs, d_out))
 
 

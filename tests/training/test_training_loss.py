@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.training import loss
 from reformax.training.kernels import cross_entropy
 from tests.helpers import assert_trees_close
@@ -79,7 +80,7 @@ def test_the_kernel_computes_what_array_operations_compute(dtype, label_smoothin
         (_, sums), grads = jax.jit(gradient)(matrix, features)
         return sums, grads
 
-    (got, got_grads), (want, want_grads) = both("pallas_interpret"), both("xla")
+    (got, got_grads), (want, want_grads) = both(INTERPRETED), both("xla")
     np.testing.assert_allclose(got, want, rtol=1e-5)
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     for one, other in zip(got_grads, want_grads, strict=True):
@@ -238,7 +239,7 @@ def test_the_kernel_rounds_the_logits_of_the_gradient_alone():
 
     def loss_of(matrix):
         args = logits_fn, matrix, features, *others
-        return loss.cross_entropy(*args, impl="pallas_interpret").loss
+        return loss.cross_entropy(*args, impl=INTERPRETED).loss
 
     scored = loss_of(matrix)
     assert set(asked) == {"float32"}
@@ -256,7 +257,7 @@ def test_the_kernel_rounds_the_logits_of_the_gradient_alone():
     assert np.abs(gradient - slope).max() <= 0.02 * np.abs(slope).max()
 
 
-@pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
+@pytest.mark.parametrize("impl", ["xla", INTERPRETED])
 def test_no_more_logits_without_a_gradient_than_in_array_operations(impl, monkeypatch):
     """They are float32, and with a gradient bfloat16 of the kernel: four times as many."""
     features, matrix, *others = problem(31, vocab=64, batch=2)
@@ -275,7 +276,7 @@ def test_no_more_logits_without_a_gradient_than_in_array_operations(impl, monkey
     assert max(asked) <= 3
     asked.clear()
     found, _ = jax.jit(jax.value_and_grad(loss_of))(matrix)
-    assert max(asked) == (11 if impl == "pallas_interpret" else 3)
+    assert max(asked) == (11 if impl == INTERPRETED else 3)
     np.testing.assert_allclose(scored, found, rtol=2**-8)
 
 

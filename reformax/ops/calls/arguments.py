@@ -54,11 +54,11 @@ def check_arguments(
     check("dropout", dropout, Rate)
     _check_shapes(op, q, k, v)
     keys = q if k is None else k
-    if causal and not op.traits.causal:
+    if causal and op.causality == "never":
         raise Unsupported(
-            f"causal=True: {op.name} cannot hide the future, use an op whose traits say causal=True"
+            f"causal=True: {op.name} cannot hide the future, use an op whose causality is either"
         )
-    if not causal and not op.traits.bidirectional:
+    if not causal and op.causality == "only":
         raise Unsupported(f"causal=False: {op} is causal only, set causal=True")
     _check_segments(op, segment_ids, q, keys, "q" if k is None else "k")
     if bias is not None:
@@ -66,11 +66,11 @@ def check_arguments(
     _check_extra_projections(op, extra_projections, q, v)
     if global_tokens is not None:
         _check_global_tokens(op, global_tokens, q)
-    if dropout and not op.traits.dropout:
+    if dropout and not op.dropout:
         raise Unsupported(
             f"dropout is {dropout}: {op.name} makes no attention weights to drop, set it to 0"
         )
-    if rng is None and (dropout > 0.0 or op.traits.random_plan):
+    if rng is None and (dropout > 0.0 or op.plans == "draws"):
         why = "dropout > 0" if dropout > 0.0 else f"{op.name}, which draws its plan at random,"
         raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
 
@@ -92,9 +92,9 @@ def _check_shapes(op, q, k, v) -> None:
             raise ValueError(f"{name} has shape {x.shape}: expected at least one of each axis")
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} has dtype {x.dtype}: expected floats, as x.astype(float)")
-    if op.traits.shared_qk and k is not None:
+    if op.shared_qk and k is not None:
         raise ValueError(f"k is given, but {op.name} makes its keys of the queries: pass k=None")
-    if not op.traits.shared_qk and k is None:
+    if not op.shared_qk and k is None:
         raise ValueError(f"k is None, but {op.name} does not make its keys of the queries: pass k")
     keys, source = (q, "q") if k is None else (k, "k")
     if v.shape[:3] != keys.shape[:3]:
@@ -107,16 +107,16 @@ def _check_shapes(op, q, k, v) -> None:
             f"k has shape {keys.shape}: expected batch, heads and size as in q, {q.shape}, or a "
             "divisor of its heads"
         )
-    if q.shape[1] != keys.shape[1] and not op.traits.cross:
+    if q.shape[1] != keys.shape[1] and not op.cross:
         raise Unsupported(
             f"q and k have lengths {q.shape[1]} and {keys.shape[1]}, but {op.name} attends within "
-            "one sequence: use an op whose traits say cross=True"
+            "one sequence: use an op whose cross is True"
         )
 
 
 def _check_segments(op, segment_ids, q, keys, source: str) -> None:
     is_pair = isinstance(segment_ids, tuple)
-    if is_pair and not op.traits.cross:
+    if is_pair and not op.cross:
         raise Unsupported(
             f"segment_ids is a pair, but {op.name} attends within one sequence: pass one array"
         )
@@ -140,7 +140,7 @@ def _check_segments(op, segment_ids, q, keys, source: str) -> None:
             raise ValueError(f"segment_ids has dtype {ids.dtype}: expected integers")
         if not np.can_cast(ids.dtype, np.int32):
             _check_ids_fit(ids)
-        if not op.traits.packed:
+        if not op.packed:
             _check_one_segment(op, ids)
 
 
@@ -173,10 +173,10 @@ def _check_one_segment(op, ids) -> None:
 
 
 def _check_global_tokens(op, global_tokens, q) -> None:
-    if not op.traits.global_tokens:
+    if not op.global_tokens:
         raise Unsupported(
-            f"global_tokens is given, but {op.name} has no global tokens: use an op whose traits "
-            "say global_tokens=True"
+            f"global_tokens is given, but {op.name} has no global tokens: use an op whose "
+            "global_tokens is True"
         )
     if global_tokens.shape != q.shape[:2]:
         raise ValueError(
@@ -186,7 +186,7 @@ def _check_global_tokens(op, global_tokens, q) -> None:
 
 
 def _check_extra_projections(op, extra_projections, q, v) -> None:
-    wanted = op.extra_projections_of(op.dims(q, v))
+    wanted = op.extra_projections(op.dims(q, v))
     if set(extra_projections or {}) != set(wanted):
         raise ValueError(
             f"extra_projections has {sorted(extra_projections or {})}: {op.name} reads "
@@ -246,10 +246,8 @@ def _of_init(op, dims) -> tuple[dict[str, tuple[int, ...]], Any]:
 
 
 def _check_bias(op, bias, full: tuple[int, int, int, int]) -> None:
-    if not op.traits.bias:
-        raise Unsupported(
-            f"bias is given, but {op.name} adds none: use an op whose traits say bias=True"
-        )
+    if not op.bias:
+        raise Unsupported(f"bias is given, but {op.name} adds none: use an op whose bias is True")
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ValueError(
             f"bias has dtype {bias.dtype}: expected floats to add; turn a mask into "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +12,77 @@ from jaxtyping import Array
 from reformax.declared import SettingError, shown
 
 # In the order in which "auto" tries them. "xla" computes every call.
-IMPLEMENTATIONS = ("cudnn", "pallas", "xla", "pallas_interpret")
+IMPLEMENTATIONS = ("cudnn", "pallas", "xla")
 
 # Implementations that need an NVIDIA GPU of Ampere or later.
 ON_GPU = ("cudnn", "pallas")
 
-# Our kernels, compiled and interpreted.
-KERNELS = ("pallas", "pallas_interpret")
-
 # A row of an attention kernel's tile must fit on the chip.
 MAX_HEAD_SIZE = 128
+
+T = TypeVar("T")
+
+
+class _Interpreted(str):
+    """Equal to itself alone: no text that a user types is this `impl`."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Interpreted)
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+    def __repr__(self) -> str:
+        return "INTERPRETED"
+
+
+# The `impl` with which tests run our kernels on any machine, slowly.
+INTERPRETED = _Interpreted("interpreted")
+
+# Our kernels, compiled and interpreted.
+KERNELS = ("pallas", INTERPRETED)
+
+
+class KernelObstacles(NamedTuple):
+    """What keeps our kernels from a call: a property of it, and one that does not fit on a chip.
+
+    The interpreter has no chip.
+    """
+
+    call: str | None
+    chip: str | None
 
 
 def check_impl(impl: str, *others: str) -> None:
     """Raises `SettingError` unless `impl` is "auto", "xla" or one of `others`."""
     known = ("auto", "xla", *others)
     if impl not in known:
-        names = ", ".join(repr(name) for name in known[:-1])
-        raise SettingError(f"impl is {shown(impl)}: expected {names} or {known[-1]!r}")
+        *names, last = (repr(name) for name in known if name != INTERPRETED)
+        raise SettingError(f"impl is {shown(impl)}: expected {', '.join(names)} or {last}")
 
 
-def choose_impl(impl: str, pays: bool = True, **obstacles: str | None) -> str:
-    """The implementation that computes a call: "cudnn", "pallas", "pallas_interpret" or "xla".
+def compute_by(
+    impl: str,
+    implementations: Mapping[str, tuple[str | KernelObstacles | None, Callable[..., T]]],
+    pays: bool = True,
+) -> T:
+    """A call's result by the implementation that `choose_impl` takes.
+
+    Args:
+      impl, pays: as in `choose_impl`.
+      implementations: by name, the obstacle that `choose_impl` takes and the function that computes
+        the call. That of "pallas" takes whether kernels are interpreted, which is the same in both
+        passes: the function gives it to `CustomDerivatives` as a static argument.
+    """
+    obstacles = {name: obstacle for name, (obstacle, _) in implementations.items()}
+    chosen = choose_impl(impl, pays, **obstacles)
+    if chosen in KERNELS:
+        return implementations["pallas"][1](chosen == INTERPRETED)
+    return implementations[chosen][1]()
+
+
+def choose_impl(impl: str, pays: bool = True, **obstacles: str | KernelObstacles | None) -> str:
+    """The implementation that computes a call: "cudnn", "pallas", "xla" or `INTERPRETED`.
 
     `"auto"` takes the first one without an obstacle. Any other `impl` is used, or raises.
 
@@ -47,15 +97,23 @@ def choose_impl(impl: str, pays: bool = True, **obstacles: str | None) -> str:
       NotImplementedError: the chosen implementation cannot compute the call.
     """
     if impl != "auto":
-        if obstacle := _machine_obstacle(impl) or obstacles.get(impl):
+        if obstacle := _machine_obstacle(impl) or _obstacle(impl, obstacles):
             raise NotImplementedError(f"impl={impl!r} with {obstacle}: use impl='auto' or 'xla'")
         return impl
     if not pays:
         return "xla"
     for name in IMPLEMENTATIONS:
-        if name in ("xla", *obstacles) and not (obstacles.get(name) or _machine_obstacle(name)):
+        tried = name in ("xla", *obstacles)
+        if tried and not (_obstacle(name, obstacles) or _machine_obstacle(name)):
             return name
     raise AssertionError("'xla' has no obstacle")
+
+
+def _obstacle(impl: str, obstacles: Mapping[str, str | KernelObstacles | None]) -> str | None:
+    found = obstacles.get("pallas" if impl in KERNELS else impl)
+    if isinstance(found, KernelObstacles):
+        return found.call or (None if impl == INTERPRETED else found.chip)
+    return found
 
 
 def _machine_obstacle(impl: str) -> str | None:
@@ -80,10 +138,8 @@ def compute_capability(device: jax.Device) -> float:
         return 0.0
 
 
-def kernel_obstacles(
-    q: Array, k: Array | None, v: Array | None, **options: Any
-) -> dict[str, str | None]:
-    """The obstacles of our attention kernels, in the form that `choose_impl` takes.
+def kernel_obstacles(q: Array, k: Array | None, v: Array | None, **options: Any) -> KernelObstacles:
+    """The obstacles of our attention kernels.
 
     Args:
       q: queries.
@@ -96,7 +152,7 @@ def kernel_obstacles(
     wide = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)
     options["dtype"] = next(wide, None)
     option = next((f"{name}={value}" for name, value in options.items() if value), None)
-    return {"pallas": option or _chip_obstacle(q, v), "pallas_interpret": option}
+    return KernelObstacles(option, _chip_obstacle(q, v))
 
 
 def _chip_obstacle(q: Array, v: Array | None) -> str | None:

@@ -27,6 +27,6 @@ def repeat_heads(
 def splits_head_groups(n_shards: int, n_heads: int, n_kv_heads: int) -> bool:
     """Whether the query heads of one key head fall into several shards.
 
-    This matters to an op with the trait `choose_together`, whose group chooses the same keys.
+    This matters to an op with shards of "key heads", whose group chooses the same keys.
     """
     return n_kv_heads < n_heads and n_kv_heads % n_shards != 0

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
@@ -116,9 +115,8 @@ def attend_to(
       keys, values: the cache's.
       mask: which keys a query sees.
       impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
-        later and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests.
-        "auto" takes the kernel on such a GPU for a single row of up to `MAX_KERNEL_KEYS` keys. XLA
-        is faster with eight rows.
+        later and heads of 128 or less. "auto" takes the kernel on such a GPU for a single row of up
+        to `MAX_KERNEL_KEYS` keys. XLA is faster with eight rows.
       alone: the output of a query that sees no key: the value at its own position; None is zeros.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       bias: added to the logits.
@@ -132,7 +130,7 @@ def attend_to(
         from reformax.ops.kernels.triton import one_query as kernel
 
         options = dict(alone=alone, scale=scale, bias=bias, index=index)
-        return kernel.attend(q, keys, values, mask, impl == "pallas_interpret", **options)[0]
+        return kernel.attend(q, keys, values, mask, impl == INTERPRETED, **options)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
@@ -156,7 +154,7 @@ def attend_to(
 def _choose(impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
     """The implementation of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
-    return choose_impl(impl, pays, **kernel_obstacles(q, keys, values))
+    return choose_impl(impl, pays, pallas=kernel_obstacles(q, keys, values))
 
 
 def add_and_attend(
@@ -185,7 +183,7 @@ def add_and_attend(
 
     rows = (x[:, 0].astype(of_ring.dtype) for x, of_ring in zip(new, ring, strict=True))
     added = kernel.NewKey(*rows, position % ring.keys.shape[2])
-    out, ring = kernel.attend(q, *ring, mask, impl == "pallas_interpret", new=added, **options)
+    out, ring = kernel.attend(q, *ring, mask, impl == INTERPRETED, new=added, **options)
     return out, KeyValues(*ring)
 
 
@@ -246,63 +244,54 @@ def attend_among(
     return jnp.where(row_sum == 0, if_alone, rows(out) / nonzero(row_sum)).astype(values.dtype)
 
 
-def ring_decoding(
-    shared_qk: bool,
-    n_slots: Callable[[int], int],
-    first: Callable[[Int[Array, "B 1"]], Int[Array, "B 1"] | int],
-    impl: str,
-    scale: float | None = None,
-    attend_self_if_alone: bool = True,
-) -> dict[str, Callable]:
-    """The functions of decoding for attention to the positions from `first(position)` on.
+class RingDecoding:
+    """Decoding of an op that attends to all positions from `_first_key` on: a second base class.
 
-    Args:
-      shared_qk: whether keys are the length-normalised queries, hidden from themselves.
-      n_slots: the number of positions that a ring holds, given the capacity.
-      first: the first position that a query sees, given the query's.
-      impl: as in `attend_to`. "cudnn", which has no kernel for one query, is "auto".
-      scale: the factor of the logits; None is `1 / sqrt(H)`.
-      attend_self_if_alone: for `shared_qk`, whether a position that sees nothing else sees itself.
+    With `shared_qk` keys are the length-normalised queries, hidden from themselves.
 
-    With the trait `beams`, `step` also takes `origins [B, K, C]` for rows that are K beams of each
-    of B searches: the index of the beam that holds the key and the value of each position of a
-    beam. A search that drops some beams and continues others twice then copies no cache. These
-    steps run in array operations, whatever `impl` is.
+    `step` also takes `origins [B, K, C]` for rows that are K beams of each of B searches: the index
+    of the beam that holds the key and the value of each position of a beam. A search that drops
+    some beams and continues others twice then copies no cache. These steps run in array operations,
+    whatever `impl` is.
     """
-    impl = "auto" if impl == "cudnn" else impl
 
-    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
+    decoding = "beams"
+    # Options that not all of these ops have.
+    scale: float | None = None
+    attend_self_if_alone: bool = True
+
+    def _n_slots(self, capacity: int) -> int:
+        """The number of positions that the ring holds."""
+        return capacity
+
+    def _first_key(self, position: Int[Array, "B 1"]) -> Int[Array, "B 1"] | int:
+        """The first position that a query at `position` sees."""
+        del position
+        return 0
+
+    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
         del params, plan, rng
-        return fill_ring(length_normalize(q) if shared_qk else k, v, lengths, n_slots(capacity))
+        keys = length_normalize(q) if self.shared_qk else k
+        return fill_ring(keys, v, lengths, self._n_slots(capacity))
 
-    def step(params, q, k, v, cache, *, position, origins=None, bias=None):
+    def _step(self, params, q, k, v, cache, *, position, origins=None, bias=None):
         del params
-        new = KeyValues(length_normalize(q) if shared_qk else k, v)
+        impl = "auto" if self.impl == "cudnn" else self.impl  # it has no kernel for one query
+        new = KeyValues(length_normalize(q) if self.shared_qk else k, v)
         newest = position[:, None]
         in_ring = positions_by_slot(position, cache.keys.shape[2])
-        mask = in_ring >= jnp.maximum(first(newest), 0)
-        if shared_qk:
+        mask = in_ring >= jnp.maximum(self._first_key(newest), 0)
+        if self.shared_qk:
             mask = mask & (in_ring != newest)
-        alone = v if shared_qk and attend_self_if_alone else None
+        alone = v if self.shared_qk and self.attend_self_if_alone else None
         added = None if bias is None else bias(in_ring)
         if origins is None:
-            options = dict(alone=alone, scale=scale, bias=added)
+            options = dict(alone=alone, scale=self.scale, bias=added)
             return add_and_attend(q, cache, new, position, mask[:, None], impl, **options)
         cache = add_to_ring(cache, *new, position)
         rows = jnp.maximum(in_ring, 0).reshape(*origins.shape[:2], -1)
         origins = jnp.take_along_axis(origins, rows, axis=2)
-        return attend_among(q, *cache, mask, origins, alone, scale, added), cache
+        return attend_among(q, *cache, mask, origins, alone, self.scale, added), cache
 
-    return dict(init_cache=init_cache, step=step, replace_value=replace_value)
-
-
-def full_decoding(
-    impl: str,
-    shared_qk: bool = False,
-    scale: float | None = None,
-    attend_self_if_alone: bool = True,
-) -> dict[str, Callable]:
-    """`ring_decoding` of attention to all positions so far."""
-    return ring_decoding(
-        shared_qk, lambda capacity: capacity, lambda position: 0, impl, scale, attend_self_if_alone
-    )
+    def _replace_value(self, cache: KeyValues, v, position) -> KeyValues:
+        return replace_value(cache, v, position)

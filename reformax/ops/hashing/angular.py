@@ -18,8 +18,8 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, shown
-from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
-from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
+from reformax.ops.calls.dispatch import compute_by, kernel_obstacles
+from reformax.ops.sharding.shard import Shard, all_heads, of_heads
 
 MAX_BUCKETS_UNFACTORED = 128
 # A factor needs half as many random directions, in memory for every head and hash.
@@ -73,13 +73,14 @@ class AngularHashing(NamedTuple):
         vectors: Float[Array, "B T N H"],
         length: int,
         n_hashes: int,
-        rng: PRNGKeyArray | Shard | None,
+        rng: PRNGKeyArray | None,
+        shard: Shard | None = None,
     ) -> Float[Array, "N H R F"]:
         """The rotations of the first `n_hashes` hashes, given or drawn."""
         factors = self.factors_for(length)
         if self.rotations is None:
-            return draw_rotations(vectors, factors, n_hashes, rng)
-        return check_rotations(self.rotations, vectors, factors, n_hashes, rng)
+            return draw_rotations(vectors, factors, n_hashes, rng, shard)
+        return check_rotations(self.rotations, vectors, factors, n_hashes, shard)
 
 
 def hash_vectors(
@@ -105,12 +106,13 @@ def draw_rotations(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
     n_hashes: int,
-    rng: PRNGKeyArray | Shard,
+    rng: PRNGKeyArray,
+    shard: Shard | None = None,
 ) -> Float[Array, "N H R F"]:
     """Random directions for each head and hash: half as many as buckets of each factor."""
     n_heads, size = vectors.shape[2:]
-    shape = all_heads(rng, n_heads), size, n_hashes, sum(factors) // 2
-    return of_heads(jax.random.normal(rng_of(rng), shape, jnp.float32), rng, n_heads)
+    shape = all_heads(shard, n_heads), size, n_hashes, sum(factors) // 2
+    return of_heads(jax.random.normal(rng, shape, jnp.float32), shard, n_heads)
 
 
 def check_rotations(
@@ -118,18 +120,18 @@ def check_rotations(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
     n_hashes: int,
-    rng: PRNGKeyArray | Shard | None,
+    shard: Shard | None = None,
 ) -> Float[Array, "N H R F"]:
     """The first `n_hashes` of given rotations; `ValueError` if the vectors need another shape."""
     n_heads, size = vectors.shape[2:]
-    shape = (all_heads(rng, n_heads), size, n_hashes, sum(factors) // 2)
+    shape = (all_heads(shard, n_heads), size, n_hashes, sum(factors) // 2)
     given = jnp.asarray(rotations, jnp.float32)[:, :, :n_hashes]
     if given.shape != shape:
         raise ValueError(
             f"rotations have shape {given.shape}: expected {shape}, [heads, head size, hashes, "
             "half the sum of the factors of n_buckets]"
         )
-    return of_heads(given, rng, n_heads)
+    return of_heads(given, shard, n_heads)
 
 
 def hash_by(
@@ -144,19 +146,27 @@ def hash_by(
       rotations: from `draw_rotations`.
       vectors, factors: as in `hash_vectors`.
       impl: the op's. "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later
-        and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests. "auto"
-        takes the kernel on such a GPU for more than one position.
+        and heads of 128 or less. "auto" takes the kernel on such a GPU for more than one position.
 
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    impl = choose_impl(impl, pays=vectors.shape[1] > 1, **kernel_obstacles(vectors, None, None))
-    if impl != "xla":
+
+    def in_kernels(interpret: bool) -> Int[Array, "B N R T"]:
         from reformax.ops.kernels.triton import angular_hash
 
-        interpret = impl == "pallas_interpret"
         return angular_hash.hash_vectors(vectors, rotations, factors, interpret)
 
+    obstacles = kernel_obstacles(vectors, None, None)
+    in_arrays = functools.partial(_hash_in_arrays, rotations, vectors, factors)
+    implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+    return compute_by(impl, implementations, pays=vectors.shape[1] > 1)
+
+
+def _hash_in_arrays(
+    rotations: Float[Array, "N H R F"], vectors: Float[Array, "B T N H"], factors: Sequence[int]
+) -> Int[Array, "B N R T"]:
+    """`hash_by` in array operations."""
     rotations = rotations.astype(vectors.dtype).astype(jnp.float32)
 
     def one_hash(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:

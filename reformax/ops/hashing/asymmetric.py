@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from reformax.ops.hashing.centring import centred
 from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
 from reformax.ops.numerics.precision import product
-from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
+from reformax.ops.sharding.shard import Shard, all_heads, of_heads
 
 # The number of bits of a hash, the highest bits of a product. Bits above them can number the rows.
 HASH_BITS = 20
@@ -28,11 +28,11 @@ N_CODES = 2**HASH_BITS
 
 
 def draw_directions(
-    n_heads: int, size: int, n_hashes: int, rng: PRNGKeyArray | Shard
+    n_heads: int, size: int, n_hashes: int, rng: PRNGKeyArray, shard: Shard | None = None
 ) -> Float[Array, "N H+2 R"]:
     """Random directions for transformed vectors, for each head and hash."""
-    shape = all_heads(rng, n_heads), size + 2, n_hashes
-    return of_heads(jax.random.normal(rng_of(rng), shape, jnp.float32), rng, n_heads)
+    shape = all_heads(shard, n_heads), size + 2, n_hashes
+    return of_heads(jax.random.normal(rng, shape, jnp.float32), shard, n_heads)
 
 
 def squared_lengths(x: Float[Array, "B T N H"]) -> Float[Array, "B N T"]:

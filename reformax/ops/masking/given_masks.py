@@ -1,7 +1,7 @@
 """Turns a boolean mask into what ops compute with: segment ids, or a bias.
 
 A mask of keys becomes segment ids, which hide padding in every op and cost nothing. A mask of pairs
-becomes an array of T x S, which ops with the trait `bias` add to their logits.
+becomes an array of T x S, which ops with `bias` add to their logits.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def checked_mask(
             f"mask has shape {mask.shape}: expected [batch, keys], {(n_batch, n_keys)}, or [batch, "
             f"heads, queries, keys], {full}, each or 1"
         )
-    if _hides_pairs(mask) and not op.traits.bias:
+    if _hides_pairs(mask) and not op.bias:
         raise NotImplementedError(
             f"mask has shape {mask.shape}: {op.name} hides pairs only by causal=True and segments; "
-            "give a mask of keys, [batch, keys], or use an op whose traits say bias=True"
+            "give a mask of keys, [batch, keys], or use an op whose bias is True"
         )
     return mask
 
@@ -88,9 +88,9 @@ def with_mask(
     seen = jnp.broadcast_to(mask.reshape(mask.shape[0], -1), (n_batch, n_keys))
     of_query, of_key = segment_pair(segment_ids)
     of_key = jnp.where(seen, 1 if of_key is None else of_key, 0)
-    sorts = op.traits.random_plan and not op.traits.causal_plan
+    sorts = op.plans == "draws"
     one_sequence = causal and sorts and n_queries == n_keys and not isinstance(segment_ids, tuple)
-    if one_sequence or not op.traits.cross:
+    if one_sequence or not op.cross:
         return of_key, bias
     ones = jnp.ones((n_batch, n_queries), of_key.dtype)
     return (ones if of_query is None else of_query, of_key), bias

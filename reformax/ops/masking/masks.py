@@ -20,7 +20,7 @@ class Tokens:
 
     Attributes:
       segment_ids: ids; 0 or False is padding. None: no padding, one segment.
-      global_tokens: above 0 at global tokens, for ops with the trait.
+      global_tokens: above 0 at global tokens, for ops with `global_tokens`.
       positions: the positions that rotary embeddings read; None: 0 to T - 1.
       right_padded: whether all padding of a row is behind its tokens, with finite numbers.
     """

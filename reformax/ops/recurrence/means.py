@@ -18,7 +18,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import (
+    INTERPRETED,
+    KERNELS,
+    KernelObstacles,
+    check_impl,
+    choose_impl,
+    kernel_obstacles,
+)
 from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
@@ -49,20 +56,21 @@ def mean(
     """
     check_impl(impl, *KERNELS)
     x = RecurrenceInputs(q, k, v, log_decay, None)
-    impl = choose_impl(impl, **_obstacles(x))
+    impl = choose_impl(impl, pallas=_obstacles(x))
     if impl in KERNELS:
-        return _mean(impl == "pallas_interpret", x, segment_ids)
+        return _mean(impl == INTERPRETED, x, segment_ids)
     options = dict(segment_ids=segment_ids, chunk_len=chunk_len, impl="xla")
     return quotient(recurrence(q, k, with_ones(v), log_decay, **options)).astype(v.dtype)
 
 
-def _obstacles(x: RecurrenceInputs) -> dict[str, str | None]:
+def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
     """Queries and keys may be wider than a tile: the kernel sums over blocks of features."""
     size = x.k.shape[-1]
     narrow = (a[..., :1] for a in (x.q, x.k))
     found = kernel_obstacles(*narrow, x.v)
     if size > MAX_FEATURES:
-        found["pallas"] = found["pallas"] or f"{size} features, which is above {MAX_FEATURES}"
+        above = f"{size} features, which is above {MAX_FEATURES}"
+        found = found._replace(chip=found.chip or above)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import jax
@@ -36,60 +35,80 @@ class RecurrenceCache(NamedTuple):
     last: Projected | None  # the last inputs of short convolutions
 
 
-def recurrent(
-    inputs: Callable[..., RecurrenceInputs],
-    output: Callable[..., Array] | None,
-    chunk_len: int,
-    impl: str,
-    constants: Callable[[int], dict[str, Array]] = lambda n_heads: {},
-) -> dict[str, Callable]:
-    """`apply`, `init_cache` and `step` of an op.
+class Recurrence:
+    """The functions of an op that is a linear recurrence: a second base class beside the op's.
 
-    Where the weights have `conv_params`, queries, keys and values are convolved first.
-
-    Args:
-      inputs: `(params, q, k, v, extra_projections) -> RecurrenceInputs`.
-      output: `(params, out, extra_projections) -> out`, applied to the recurrence's output in
-        float32. None: the op computes means of values (`recurrence.means`).
-      chunk_len, impl: as in `recurrence`.
-      constants: `n_heads -> {name: [N, ...]}`, passed to `inputs` and `output` along with the
-        weights. The first axis of either is heads.
+    The op has the options `chunk_len` and `impl`, as in `recurrence`, and defines `_inputs`. Where
+    its weights have `conv_params`, queries, keys and values are convolved first. The first axis of
+    weights and constants is heads.
     """
 
-    def of_these_heads(params, n_heads: int, rng=None):
+    dropout = False
+    shards = ("heads",)
+    _means = False  # whether it computes means of values (`recurrence.means`), without `_output`
+
+    def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
+        """The inputs of the recurrence."""
+        raise NotImplementedError
+
+    def _output(self, params, out: Float[Array, "B T N V"], extra_projections) -> Array:
+        """The op's output, of the recurrence's in float32."""
+        return layer_output(params, out, extra_projections)
+
+    def _constants(self, n_heads: int) -> dict[str, Array]:
+        """Arrays `[N, ...]` for `_inputs`, along with the weights."""
+        del n_heads
+        return {}
+
+    def _of_these_heads(self, params, n_heads: int, shard=None) -> dict[str, Array]:
         """The weights and constants of the heads that the arrays have."""
-        whole = dict(params) | constants(all_heads(rng, n_heads))
-        return {name: of_heads(x, rng, n_heads) for name, x in whole.items()}
+        whole = dict(params) | self._constants(all_heads(shard, n_heads))
+        return {name: of_heads(x, shard, n_heads) for name, x in whole.items()}
 
-    def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections=None):
-        del plan, causal, dropout
-        params = of_these_heads(params, q.shape[2], rng)
-        x = inputs(params, *convolve(params, q, k, v, segment_ids), extra_projections)
-        if output is None:
-            return mean(*x[:4], segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
-        out = recurrence(*x, segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
-        return output(params, out, extra_projections).astype(v.dtype)
+    def _apply(
+        self,
+        params,
+        q,
+        k,
+        v,
+        *,
+        plan,
+        segment_ids,
+        causal,
+        dropout,
+        seed,
+        shard,
+        extra_projections=None,
+    ):
+        del plan, causal, dropout, seed
+        params = self._of_these_heads(params, q.shape[2], shard)
+        x = self._inputs(params, *convolve(params, q, k, v, segment_ids), extra_projections)
+        options = dict(segment_ids=segment_ids, chunk_len=self.chunk_len, impl=self.impl)
+        if self._means:
+            return mean(*x[:4], **options)
+        return self._output(params, recurrence(*x, **options), extra_projections).astype(v.dtype)
 
-    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None):
+    def _init_cache(
+        self, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None
+    ) -> RecurrenceCache:
         del plan, capacity, rng
-        params, lengths = of_these_heads(params, q.shape[2]), jnp.asarray(lengths)
-        x = inputs(params, *convolve(params, q, k, v), extra_projections)
+        params, lengths = self._of_these_heads(params, q.shape[2]), jnp.asarray(lengths)
+        x = self._inputs(params, *convolve(params, q, k, v), extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
-        x = x if output else x._replace(v=with_ones(x.v))
-        return RecurrenceCache(state_after(x, lengths, chunk_len=chunk_len), last)
+        x = x._replace(v=with_ones(x.v)) if self._means else x
+        return RecurrenceCache(state_after(x, lengths, chunk_len=self.chunk_len), last)
 
-    def step(params, q, k, v, cache, *, position, extra_projections=None):
+    def _step(self, params, q, k, v, cache, *, position, extra_projections=None):
         del position
-        params = of_these_heads(params, q.shape[2])
+        params = self._of_these_heads(params, q.shape[2])
         new, last = convolve_next(params, Projected(q, k, v), cache.last)
-        x = inputs(params, *new, extra_projections)
-        if output is None:
+        x = self._inputs(params, *new, extra_projections)
+        if self._means:
             out, state = advance(cache.state, *x._replace(v=with_ones(x.v)))
             return quotient(out).astype(v.dtype), RecurrenceCache(state, last)
         out, state = advance(cache.state, *x)
-        return output(params, out, extra_projections).astype(v.dtype), RecurrenceCache(state, last)
-
-    return dict(apply=apply, init_cache=init_cache, step=step)
+        out = self._output(params, out, extra_projections)
+        return out.astype(v.dtype), RecurrenceCache(state, last)
 
 
 # The output of gated recurrences: each head's is normalised to unit root mean square, scaled by

@@ -26,7 +26,13 @@ from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.devices import varying_as
-from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import (
+    INTERPRETED,
+    KERNELS,
+    check_impl,
+    choose_impl,
+    kernel_obstacles,
+)
 from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
@@ -60,8 +66,7 @@ def recurrence(
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes results by rounding only.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, with
-        chunks of 64, and `"pallas_interpret"` runs these kernels anywhere, slowly. `"auto"` takes
-        the kernels where they can compute the call.
+        chunks of 64. `"auto"` takes the kernels where they can compute the call.
 
     Returns:
       The outputs in float32, or float64 for float64 inputs.
@@ -74,7 +79,8 @@ def recurrence(
     x = RecurrenceInputs(q, k, v, log_decay, beta)
     x = varying_as(x, x)
     obstacles = kernel_obstacles(q, k, v)
-    impl = choose_impl(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
+    obstacles = obstacles._replace(chip=obstacles.chip or _chip_obstacle(x))
+    impl = choose_impl(impl, pallas=obstacles)
     return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), impl, x, segment_ids)
 
 
@@ -157,7 +163,7 @@ def _recurrence(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        out = kernel.forward(x, ids, interpret=impl == "pallas_interpret")
+        out = kernel.forward(x, ids, interpret=impl == INTERPRETED)
     else:
         out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
     return restore_order(out, order)
@@ -177,7 +183,7 @@ def _backward(size: int, impl: str, results, d_out):
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        gradients = kernel.backward(x, ids, d_out, interpret=impl == "pallas_interpret")
+        gradients = kernel.backward(x, ids, d_out, interpret=impl == INTERPRETED)
     else:
         gradients = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
         gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)

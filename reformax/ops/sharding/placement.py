@@ -82,10 +82,8 @@ class Placement(NamedTuple):
             rng=each(Spec(), x.rng),
         )
 
-    def on_each(
-        self, attend: Callable[[CallArrays], Array], x: CallArrays
-    ) -> Float[Array, "B T N V"]:
-        """`attend(x)`, of which each device computes its rows and heads."""
+    def on_each(self, attend: Callable[..., Array], x: CallArrays) -> Float[Array, "B T N V"]:
+        """`attend(x, shard)`, of which each device computes its rows and heads."""
         n_heads, n_kv_heads = x.q.shape[2], x.v.shape[2]
         if n_kv_heads % self.n_head_shards:  # each device needs at least one
             k, v = repeat_heads(x.q, x.k, x.v)
@@ -96,8 +94,7 @@ class Placement(NamedTuple):
 
         def of_device(x: CallArrays) -> Array:
             head = devices.first(x.q.shape[2], self.heads)
-            shard = Shard(x.rng, head=head, n_heads=n_heads, rows=self.rows or ())
-            return attend(x._replace(rng=shard))
+            return attend(x, Shard(head=head, n_heads=n_heads, rows=self.rows or ()))
 
         specs = self.specs(x)
         x = jax.tree.map(lambda y, spec: reshard(y, NamedSharding(self.mesh, spec)), x, specs)
@@ -132,9 +129,9 @@ def placement_of(op: Any, x: CallArrays) -> Placement | None:
     split = f"q has its heads split over {found.heads!r}"
     fix = "split its rows, with jax.sharding.reshard"
     n, n_kv_heads = found.n_head_shards, x.v.shape[2]
-    if n > 1 and not op.traits.head_shards:
+    if n > 1 and not op.shards:
         raise Unsupported(f"{split} and op is {op}, which computes them together: {fix}")
-    if op.traits.choose_together and splits_head_groups(n, x.q.shape[2], n_kv_heads):
+    if "key heads" in op.shards and splits_head_groups(n, x.q.shape[2], n_kv_heads):
         raise Unsupported(
             f"{split} and op is {op}, whose heads of queries choose together for each of "
             f"{n_kv_heads} heads of keys: {fix}"

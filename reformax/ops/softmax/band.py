@@ -19,13 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
-from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
 from reformax.ops.masking.bands import BandMask, ids_at, rows_at
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.softmax.chunked import chunked_attention
-from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds, scaled_logits
 from reformax.ops.softmax.orders import ChunkSizes, Order
 
@@ -43,7 +42,7 @@ def attend(
     global_positions: Int[Array, "#B G"] | None,
     segment_ids: Int[Array, "B T"] | None,
     dropout: float,
-    rng: PRNGKeyArray | None,
+    seed: Int[Array, 6] | None,
     impl: str = "auto",
 ) -> Float[Array, "B T N V"]:
     """Softmax attention of each head to its band and to the global keys.
@@ -54,7 +53,7 @@ def attend(
       global_positions: the positions of the global keys, which all queries see; `NOWHERE` for none.
       segment_ids: ids; a position sees its own segment, and 0 is padding.
       dropout: the rate at which weights are dropped.
-      rng: the source of dropout.
+      seed: `seed_words` of dropout; None without it.
       impl: the op's.
 
     Raises:
@@ -66,9 +65,8 @@ def attend(
     others = dict(
         dilation=tuple(band.dilation for band in each) if len(each) > 1 and dropout else None
     )
-    impl = choose_impl(impl, **kernel_obstacles(q, k, v, **others))
+    impl = choose_impl(impl, pallas=kernel_obstacles(q, k, v, **others))
     if impl == "xla":
-        seed = seed_words(rng, len(q)) if dropout else None
         ids = jnp.ones((1, q.shape[1]), jnp.int32) if segment_ids is None else segment_ids
 
         def of_heads(band: BandMask, q, k, v, heads):
@@ -77,7 +75,7 @@ def attend(
     else:
 
         def of_heads(band: BandMask, q, k, v, heads):
-            return _in_kernels(band, impl, q, k, v, global_positions, segment_ids, dropout, rng)
+            return _in_kernels(band, impl, q, k, v, global_positions, segment_ids, dropout, seed)
 
     if len(each) == 1:
         return of_heads(bands[0], q, k, v, np.arange(q.shape[2]))
@@ -95,7 +93,7 @@ def _heads_of(x: Array, heads: Sequence[int]) -> Array:
 
 
 def _in_kernels(
-    band: BandMask, impl: str, q, k, v, global_positions, segment_ids, dropout: float, rng
+    band: BandMask, impl: str, q, k, v, global_positions, segment_ids, dropout: float, seed
 ) -> Array:
     """`attend` in kernels, in chunks that hold the window."""
     length = max(TILE, 1 << (band.window - 1).bit_length())
@@ -111,14 +109,16 @@ def _in_kernels(
         order = Order(jnp.broadcast_to(positions, (len(q), q.shape[2], 1, n_slots)))
         of_order = _by_segment_and_step(band.dilation, q, segment_ids)
     if global_positions is None or global_positions.shape[1] == 0:
-        return chunked_attention(q, k, v, chunks, order, of_order, rng, impl)
+        return chunked_attention(q, k, v, chunks, order, of_order, seed, impl)
     from reformax.ops.kernels.triton import band as kernel
 
     global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
     if of_order is not None:
         of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
-    near, interpret = kernel.BandOrder(order, of_order), impl == "pallas_interpret"
-    return kernel.attend(band, chunks, interpret, q, k, v, global_positions, near, segment_ids, rng)
+    near, interpret = kernel.BandOrder(order, of_order), impl == INTERPRETED
+    return kernel.attend(
+        band, chunks, interpret, q, k, v, global_positions, near, segment_ids, seed
+    )
 
 
 def _by_step(step: int, length: int, n_slots: int) -> Int[Array, " n_slots"]:

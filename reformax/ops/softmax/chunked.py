@@ -29,15 +29,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 from reformax.ops.softmax.orders import Chunking, Order
 
@@ -52,7 +53,7 @@ def chunked_attention(
     chunks: Chunking,
     order: Order | None,
     segment_ids: SegmentIds | None,
-    rng: PRNGKeyArray | None,
+    seed: Int[Array, 6] | None,
     impl: str = "xla",
     self_weight: Float[Array, "B N Tp"] | None = None,
 ) -> Float[Array, "B T N V"]:
@@ -68,7 +69,7 @@ def chunked_attention(
       order: the hashes' orders of the padded sequence; None keeps the order of the sequence.
       segment_ids: ids; a position sees its own segment, and 0 is padding. A pair if
         `chunks.n_keys`.
-      rng: the source of dropout, needed where `chunks.dropout > 0`.
+      seed: `seed_words` of dropout; None without it.
       impl: "xla" or the kernel, from `dispatch.choose_impl`.
       self_weight: for shared queries and keys, the weight of a position's own value where the
         position sees nothing else; None is 1. "xla" only.
@@ -79,12 +80,11 @@ def chunked_attention(
     padded = _padded(segment_ids, _n_slots(chunks, order))
     if impl == "xla":
         order = None if order is None else order.with_slots(chunks.two_orders)
-        seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
         others = order, padded, seed, self_weight
         return attend_to_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segment_ids)
     from reformax.ops.kernels.triton import chunked as kernel
 
-    return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, padded, rng)
+    return kernel.attend(chunks, impl == INTERPRETED, q, k, v, order, padded, seed)
 
 
 def _padded(segment_ids: SegmentIds | None, n_slots: tuple[int, int]) -> SegmentIds | None:

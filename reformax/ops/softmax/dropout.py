@@ -6,6 +6,8 @@ both passes therefore see the same mask, and none of it is stored.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,21 +24,30 @@ def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
     return x ^ (x >> 16)
 
 
-def seed_words(rng: PRNGKeyArray | Shard, n_rows: int) -> Int[Array, 6]:
+def seed_words(rng: PRNGKeyArray, n_rows: int, shard: Shard | None = None) -> Int[Array, 6]:
     """The seed of a dropout mask, as words of uint32, which a kernel can read.
 
     Two words are random. The others are the indices in the whole call of the arrays' first row,
     head, query and key, to which local addresses are added.
 
     Args:
-      rng: the source of randomness, or a shard.
+      rng: the source of randomness.
       n_rows: the number of rows of the arrays.
+      shard: where the arrays lie in the whole call.
     """
-    shard = rng if isinstance(rng, Shard) else Shard(rng)
-    of_key = shard.position if shard.key_position is None else shard.key_position
-    first = devices.first(n_rows, row_axes_of(rng)), shard.head, shard.position, of_key
+    first_row = devices.first(n_rows, row_axes_of(shard))
+    shard = shard or Shard()
+    first = first_row, shard.head, shard.position, shard.position
     first = jnp.stack([jnp.asarray(x, jnp.int32) for x in first]).astype(jnp.uint32)
-    return jnp.concatenate([jax.random.bits(shard.rng, (2,), jnp.uint32), first])
+    return jnp.concatenate([jax.random.bits(rng, (2,), jnp.uint32), first])
+
+
+def seed_at(seed: Int[Array, 6] | None, query: Any, key: Any) -> Int[Array, 6] | None:
+    """The seed of arrays whose first query and first key have these positions in the whole call."""
+    if seed is None:
+        return None
+    first = jnp.stack([jnp.asarray(x, jnp.int32) for x in (query, key)]).astype(jnp.uint32)
+    return jnp.concatenate([seed[:4], first])
 
 
 def dropout_mask(
@@ -78,10 +89,10 @@ def dropout_bits(
 
 
 def full_dropout_mask(
-    rng: PRNGKeyArray, rate: float, shape: tuple[int, int, int, int]
+    seed: Int[Array, 6], rate: float, shape: tuple[int, int, int, int]
 ) -> Float[Array, "B N T S"]:
     """The `dropout_mask` of every weight of a `[B, N, T, S]` attention matrix."""
-    return dropout_mask(seed_words(rng, shape[0]), rate, *jnp.ogrid[tuple(slice(n) for n in shape)])
+    return dropout_mask(seed, rate, *jnp.ogrid[tuple(slice(n) for n in shape)])
 
 
 def dropped_self_values(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float
 
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import full_dropout_mask
@@ -20,11 +20,12 @@ def reference_attention(
     *,
     bias: Float[Array, "#B #N #T #S"] | None = None,
     dropout: float = 0.0,
-    rng: PRNGKeyArray | None = None,
+    seed: Int[Array, 6] | None = None,
 ) -> Float[Array, "B T N V"]:
     """`softmax(q k^T / sqrt(H) + bias) v` over the keys that are visible in a mask.
 
-    Logits and weights are float32 or wider. A row without visible keys is zeros.
+    Logits and weights are float32 or wider. A row without visible keys is zeros. `seed` is that of
+    `seed_words`, for dropout.
     """
     dtype = accum_dtype(q.dtype, k.dtype, v.dtype)
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=dtype)
@@ -33,7 +34,7 @@ def reference_attention(
         logits = logits + bias.astype(dtype)
     weights = masked_softmax(logits, mask)
     if dropout > 0.0:
-        weights = weights * full_dropout_mask(rng, dropout, weights.shape).astype(dtype)
+        weights = weights * full_dropout_mask(seed, dropout, weights.shape).astype(dtype)
     weights = weights.astype(v.dtype)
     out = jnp.einsum("bnts,bsnv->btnv", weights, v, preferred_element_type=dtype)
     return out.astype(v.dtype)

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.sharding.shard import Shard
+from reformax.ops.softmax.dropout import seed_at
 from reformax.ops.softmax.online import lowest, nonzero
 
 Pair = tuple[Any, Any]  # of a device's early and late half
@@ -48,11 +48,11 @@ class PartialAttention(Protocol):
     def unit(self, size: int) -> float:
         """The factor that turns `row_max` into a logit, for heads of `size`."""
 
-    def forward(self, causal: bool, q, k, v, segment_ids: tuple, shard: Shard) -> tuple:
-        """The result. `segment_ids` and the positions of `shard` are of queries and of keys."""
+    def forward(self, causal: bool, q, k, v, segment_ids: tuple, seed: Any) -> tuple:
+        """The result. `segment_ids` are of queries and of keys, `seed` is of their dropout."""
 
     def backward(
-        self, causal: bool, q, k, v, segment_ids: tuple, shard: Shard, results: tuple, d_out
+        self, causal: bool, q, k, v, segment_ids: tuple, seed: Any, results: tuple, d_out
     ) -> tuple:
         """The gradients of q, k and v, given the results of rows over all their keys."""
 
@@ -72,7 +72,8 @@ def attend(
     k: Float[Array, "B s G H"],
     v: Float[Array, "B s G V"],
     segment_ids: tuple[Int[Array, "B t"], Int[Array, "B s"]] | tuple[None, None],
-    shard: Shard,
+    axis: str,
+    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B t N V"]:
     """Attention of a shard of queries to the keys of all shards.
 
@@ -81,23 +82,24 @@ def attend(
       causal: whether later keys are hidden. Queries and keys are then one sequence.
       q, k, v: the shard's arrays. Keys and values may have fewer heads.
       segment_ids: the shard's ids of queries and keys; twice None: one segment.
-      shard: the rng of dropout, and the axis of the devices.
+      axis: the mesh axis of the devices.
+      seed: `seed_words` of dropout; None without it.
     """
     sides = (q,), (k, v)
     if causal and q.shape[1] % 2 and segment_ids[0] is None:
         segment_ids = (jnp.ones(q.shape[:2], jnp.int32),) * 2  # halves end in padding
-    device = lax.axis_index(shard.axis)
+    device = lax.axis_index(axis)
     halves = []
     for arrays, ids in zip(sides, segment_ids, strict=True):
         length = arrays[0].shape[1]
         if causal:
-            pair = _zigzag((arrays, ids), shard.axis)
-            starts = (_start(c, length) for c in _numbers(device, shard.axis))
+            pair = _zigzag((arrays, ids), axis)
+            starts = (_start(c, length) for c in _numbers(device, axis))
         else:
             pair, starts = ((arrays, ids),), (device * length,)
         halves.append(tuple(_Side(*half, at) for half, at in zip(pair, starts, strict=True)))
-    out = _ring(pieces, causal, shard.axis, *halves, shard.rng)
-    return _in_order(out, shard.axis)[:, : q.shape[1]] if causal else out[0]
+    out = _ring(pieces, causal, axis, *halves, seed)
+    return _in_order(out, axis)[:, : q.shape[1]] if causal else out[0]
 
 
 # The halves of the devices.
@@ -208,17 +210,17 @@ def _put(pair: tuple, s: Any, axis: str, values: list, of_keys: bool, merge: Cal
 
 
 @functools.partial(CustomDerivatives, n_static=3)
-def _ring(pieces, causal, axis, queries, keys, rng) -> tuple[Array, ...]:
-    return _forward(pieces, causal, axis, queries, keys, rng)[0]
+def _ring(pieces, causal, axis, queries, keys, seed) -> tuple[Array, ...]:
+    return _forward(pieces, causal, axis, queries, keys, seed)[0]
 
 
-def _call(causal: bool, rng, query: _Side, key: _Side) -> tuple:
+def _call(causal: bool, seed, query: _Side, key: _Side) -> tuple:
     """The arguments of a method of `PartialAttention`."""
-    shard = Shard(rng, position=query.position, key_position=key.position)
-    return causal, *query.arrays, *key.arrays, (query.segment_ids, key.segment_ids), shard
+    seed = seed_at(seed, query.position, key.position)
+    return causal, *query.arrays, *key.arrays, (query.segment_ids, key.segment_ids), seed
 
 
-def _forward(pieces, causal, axis, queries, keys, rng):
+def _forward(pieces, causal, axis, queries, keys, seed):
     (q,), v = queries[0].arrays, keys[0].arrays[1]
     dtype = accum_dtype(q.dtype, v.dtype)
     statistic = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), dtype)
@@ -226,17 +228,17 @@ def _forward(pieces, causal, axis, queries, keys, rng):
     merge = functools.partial(_merged, pieces.unit(q.shape[3]))
     states = [nothing] * len(queries)
     for i, j, cut in _within(causal):
-        found = pieces.forward(*_call(cut, rng, queries[i], keys[j]))
+        found = pieces.forward(*_call(cut, seed, queries[i], keys[j]))
         states[i] = merge(states[i], found)
 
     def step(s, keys, states):
         pairs = _chosen(queries, keys, s, axis)
-        found = [pieces.forward(*_call(False, rng, *pair)) for pair in pairs]
+        found = [pieces.forward(*_call(False, seed, *pair)) for pair in pairs]
         return _put(states, s, axis, found, False, merge)
 
     states = _around(axis, keys, step, tuple(states))
     results = tuple((out.astype(v.dtype), row_max, row_sum) for out, row_max, row_sum in states)
-    return tuple(out for out, *_ in results), (queries, keys, rng, results)
+    return tuple(out for out, *_ in results), (queries, keys, seed, results)
 
 
 def _merged(unit: float, one: tuple, other: tuple) -> tuple:
@@ -252,7 +254,7 @@ def _merged(unit: float, one: tuple, other: tuple) -> tuple:
 
 
 def _backward(pieces, causal, axis, residuals, d_out):
-    queries, keys, rng, results = residuals
+    queries, keys, seed, results = residuals
     rows = tuple(zip(queries, *first_order((results, d_out)), strict=True))
     dtype = accum_dtype(queries[0].arrays[0].dtype)
 
@@ -264,7 +266,7 @@ def _backward(pieces, causal, axis, residuals, d_out):
 
     def gradients(cut, row, key):
         query, results, d_out = row
-        dq, *of_key = pieces.backward(*_call(cut, rng, query, key), results, d_out)
+        dq, *of_key = pieces.backward(*_call(cut, seed, query, key), results, d_out)
         return (dq,), tuple(of_key)
 
     of_queries, of_keys = zeros(queries), zeros(keys)

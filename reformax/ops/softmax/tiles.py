@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
@@ -40,7 +40,7 @@ from reformax.ops.numerics.row_blocks import (
     row_statistics,
     rows,
 )
-from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 # Logits of a tile, of all heads that are computed together. A CPU's fit in its cache. On a GPU
@@ -421,9 +421,7 @@ def inputs(
     v: Float[Array, "B S N V"],
     bias: Float[Array, "#B #N #T #S"] | None,
     segment_ids: SegmentIds | None,
-    dropout: float,
-    rng: PRNGKeyArray | None,
+    seed: Int[Array, 6] | None,
 ) -> TiledInputs:
     """The arrays of an op's call."""
-    seed = seed_words(rng, len(q)) if dropout > 0.0 else None
     return TiledInputs(q, k, v, bias, *segment_pair(segment_ids), seed)

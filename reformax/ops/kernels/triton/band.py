@@ -23,7 +23,7 @@ from reformax.ops.kernels.triton.common import LOG2_E, LOWEST
 from reformax.ops.masking.bands import BandMask, ids_at, rows_at
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
-from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import nonzero
 
 
@@ -51,7 +51,7 @@ def attend(
     global_positions: Int[Array, "B G"],
     band_order: BandOrder,
     segment_ids: Int[Array, "B T"] | None,
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B T N V"]:
     """The attended values.
 
@@ -63,10 +63,10 @@ def attend(
       global_positions: positions of the keys that all queries see; `NOWHERE` for none.
       band_order: an order in which the band is contiguous.
       segment_ids: ids of positions; None: one segment.
-      rng: the source of dropout.
+      seed: `seed_words` of dropout; None without dropout.
     """
     return _attend_forward(
-        band, chunks, interpret, q, k, v, global_positions, band_order, segment_ids, rng
+        band, chunks, interpret, q, k, v, global_positions, band_order, segment_ids, seed
     )[0]
 
 
@@ -80,7 +80,7 @@ class _GlobalKeys(NamedTuple):
 
 
 def _global_keys(
-    band: BandMask, dropout: float, q, k, v, global_positions, segment_ids, rng
+    band: BandMask, dropout: float, q, k, v, global_positions, segment_ids, seed
 ) -> _GlobalKeys:
     length, query = q.shape[1], jnp.arange(q.shape[1])[None, :, None]
     key = global_positions[:, None]
@@ -98,7 +98,7 @@ def _global_keys(
     if dropout > 0.0:
         batch, head = jnp.arange(len(q)).reshape(-1, 1, 1, 1), jnp.arange(q.shape[2])
         address = batch, head.reshape(1, -1, 1, 1), query[:, None], key[:, None]
-        dropped = dropout_mask(seed_words(rng, len(q)), dropout, *address)
+        dropped = dropout_mask(seed, dropout, *address)
     return _GlobalKeys(keys, values, logits, dropped)
 
 
@@ -111,13 +111,13 @@ def _columns(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:
 
 
 def _attend_forward(
-    band, chunks, interpret, q, k, v, global_positions, band_order, segment_ids, rng
+    band, chunks, interpret, q, k, v, global_positions, band_order, segment_ids, seed
 ):
     q, k, v = first_order((q, k, v))
     in_band, row_max, row_sum = chunked.forward(
-        chunks, q, k, v, *band_order, rng, interpret=interpret
+        chunks, q, k, v, *band_order, seed, interpret=interpret
     )
-    far = _global_keys(band, chunks.dropout, q, k, v, global_positions, segment_ids, rng)
+    far = _global_keys(band, chunks.dropout, q, k, v, global_positions, segment_ids, seed)
     total_max = jnp.maximum(row_max, jnp.max(far.logits, axis=-1, initial=LOWEST))
     weights = jnp.exp2((far.logits - total_max[..., None]) * _scale(q))
     band_sum = jnp.exp2((row_max - total_max) * _scale(q)) * row_sum
@@ -126,7 +126,7 @@ def _attend_forward(
     out = in_band.astype(jnp.float32) * _columns(band_sum) + far_out
     out = (out / nonzero(_columns(row_sum))).astype(v.dtype)
     return out, (
-        (q, k, v, global_positions, band_order, segment_ids, rng),
+        (q, k, v, global_positions, band_order, segment_ids, seed),
         (out, total_max, row_sum),
     )
 
@@ -134,12 +134,12 @@ def _attend_forward(
 def _attend_backward(band, chunks, interpret, residuals, d_out):
     inputs, results = residuals
     (out, row_max, row_sum), d_out = first_order((results, d_out))
-    q, k, v, global_positions, band_order, segment_ids, rng = inputs
-    in_band = q, k, v, *band_order, rng
+    q, k, v, global_positions, band_order, segment_ids, seed = inputs
+    in_band = q, k, v, *band_order, seed
     dq, dk, dv = chunked.backward(
         chunks, *in_band, out, row_max, row_sum, d_out, interpret=interpret
     )
-    far = _global_keys(band, chunks.dropout, q, k, v, global_positions, segment_ids, rng)
+    far = _global_keys(band, chunks.dropout, q, k, v, global_positions, segment_ids, seed)
     weights = jnp.exp2((far.logits - row_max[..., None]) * _scale(q)) / nonzero(row_sum)[..., None]
     dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     ds = product("btnv,bgnv->bntg", d_out, far.values, v.dtype) * far.dropped

@@ -56,7 +56,6 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax import block_lists
 from reformax.ops.softmax.block_lists import FullLayout, Layout, SortedLayout, TileLists
-from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.online import Softmax, nonzero
 
 # The fewest tiles of a part, and the number of parts that keeps all processors of a GPU busy.
@@ -278,9 +277,7 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
     return x.at[:, position].set(rows, mode="drop")
 
 
-def _inputs(layout: Layout | FullLayout, q, k, v, segment_ids, rng) -> BlockInputs:
-    n_rows = len(q) // (layout.n_folded if isinstance(layout, SortedLayout) else 1)
-    seed = seed_words(rng, n_rows) if layout.dropout > 0.0 else None
+def _inputs(layout: Layout | FullLayout, q, k, v, segment_ids, seed) -> BlockInputs:
     return BlockInputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
 
 
@@ -292,13 +289,13 @@ def attend(
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
     segment_ids: tuple[Int[Array, "B _"] | None, ...],
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """The attention of a layout by these kernels, and each row's sum of weights.
 
     The sum is 0 where a row sees no key, and has no gradient. Arguments are those of `forward`.
     """
-    return _attend_forward(layout, interpret, q, k, v, segment_ids, rng)[0]
+    return _attend_forward(layout, interpret, q, k, v, segment_ids, seed)[0]
 
 
 def _attend_forward(layout, interpret, q, k, v, *others):
@@ -323,7 +320,7 @@ def forward(
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
     segment_ids: tuple[Int[Array, "B _"] | None, ...],
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
     tiles: BlockTiles | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
@@ -337,11 +334,11 @@ def forward(
       segment_ids: the ids of queries and of keys, or None twice. For a `SortedLayout`, whose ids
         are groups, the positions of queries and of keys follow. Bits of chosen keys
         (`common.chosen_bits`) follow the positions, or None twice in their place.
-      rng: the source of dropout; None without dropout.
+      seed: `seed_words` of dropout; None without dropout.
       tiles: the kernel's tiles, of sizes that divide the blocks; None: chosen by the sizes.
       interpret: whether to run the kernel on any device, slowly.
     """
-    x = _inputs(layout, q, k, v, segment_ids, rng)
+    x = _inputs(layout, q, k, v, segment_ids, seed)
     tiles = tiles or _tiles(layout, x, FORWARD)
     cut = _cut(layout, layout.rows(*tiles[:2]), x, tiles, by_query=True)
     statistic = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
@@ -364,7 +361,7 @@ def backward(
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
     segment_ids: tuple[Int[Array, "B _"] | None, ...],
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
     out: Float[Array, "B T N V"],
     row_max: Float[Array, "B N T"],
     row_sum: Float[Array, "B N T"],
@@ -375,13 +372,13 @@ def backward(
     """The gradients of q, k and v.
 
     Args:
-      layout, q, k, v, segment_ids, rng: as in `forward`.
+      layout, q, k, v, segment_ids, seed: as in `forward`.
       out, row_max, row_sum: the results of `forward`.
       d_out: the gradient of `out`.
       tiles: the tiles of the kernels of queries and of keys; None: chosen by the sizes.
       interpret: whether to run the kernels on any device, slowly.
     """
-    x = _inputs(layout, q, k, v, segment_ids, rng)
+    x = _inputs(layout, q, k, v, segment_ids, seed)
     row = query_rows(d_out, out, row_max, row_sum, segment_ids[0])
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 

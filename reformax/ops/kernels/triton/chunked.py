@@ -51,7 +51,6 @@ from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.normalization import length_normalize
-from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.online import Softmax, nonzero
 
 
@@ -218,7 +217,7 @@ def _in_order(x: Array, order: Array | None) -> Array:
     return jnp.take_along_axis(x, order, axis=3, mode="promise_in_bounds")
 
 
-def _inputs(chunks, q, k, v, order, segment_ids, rng) -> ChunkInputs:
+def _inputs(chunks, q, k, v, order, segment_ids, seed) -> ChunkInputs:
     packs = segment = key_order = key_packs = key_segment = None
     two_orders = order is not None and chunks.two_orders
     if chunks.count_once and order is not None and order.query_positions.shape[2] > 1:
@@ -233,7 +232,6 @@ def _inputs(chunks, q, k, v, order, segment_ids, rng) -> ChunkInputs:
         of_query, of_key = (x[:, None] for x in segment_pair(segment_ids))
         segment = _in_order(of_query, order)
         key_segment = _in_order(of_key, key_order) if two_orders else None
-    seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
     k = length_normalize(q) if k is None else k
     return ChunkInputs(q, k, v, order, packs, segment, seed, key_order, key_packs, key_segment)
 
@@ -259,13 +257,13 @@ def attend(
     v: Float[Array, "B T N V"],
     order: Any,
     segment_ids: SegmentIds | None,
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B T N V"]:
     """`ops.softmax.chunked.chunked_attention` by these kernels, with its gradient.
 
     Arguments are those of `forward`.
     """
-    return _attend_forward(chunks, interpret, q, k, v, order, segment_ids, rng)[0]
+    return _attend_forward(chunks, interpret, q, k, v, order, segment_ids, seed)[0]
 
 
 def _attend_forward(chunks, interpret, q, k, v, *others):
@@ -291,7 +289,7 @@ def forward(
     v: Float[Array, "B T N V"],
     order: Any,
     segment_ids: SegmentIds | None,
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
     tiles: ChunkTiles | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
@@ -301,12 +299,12 @@ def forward(
 
     Args:
       chunks, order: as in `ops.softmax.chunked.chunked_attention`.
-      q, k, v, rng: as in `chunked_attention`.
+      q, k, v, seed: as in `chunked_attention`.
       segment_ids: as in `chunked_attention`, padded to whole chunks with 0.
       tiles: the kernel's tiles; None: the fastest on an H200.
       interpret: whether to run the kernel on any device, slowly.
     """
-    inputs = _inputs(chunks, q, k, v, order, segment_ids, rng)
+    inputs = _inputs(chunks, q, k, v, order, segment_ids, seed)
     batch, length, n_heads, _ = q.shape
     statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
@@ -325,7 +323,7 @@ def backward(
     v: Float[Array, "B T N V"],
     order: Any,
     segment_ids: SegmentIds | None,
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
     out: Float[Array, "B T N V"],
     row_max: Float[Array, "B N T"],
     row_sum: Float[Array, "B N T"],
@@ -336,12 +334,12 @@ def backward(
     """The gradients of q, k (None where keys are shared) and v.
 
     Args:
-      chunks, q, k, v, order, segment_ids, rng: as in `forward`.
+      chunks, q, k, v, order, segment_ids, seed: as in `forward`.
       out, row_max, row_sum: the results of `forward`.
       d_out: the gradient of `out`.
       tiles, interpret: as in `forward`.
     """
-    inputs = _inputs(chunks, q, k, v, order, segment_ids, rng)
+    inputs = _inputs(chunks, q, k, v, order, segment_ids, seed)
     ids = None if segment_ids is None else segment_pair(segment_ids)[0][:, : q.shape[1]]
     row = query_rows(d_out, out, row_max, row_sum, ids)
     dot, row_max = (_in_order(x, inputs.order) for x in (row.dot, row.row_max))

@@ -50,7 +50,7 @@ def attend(
     v: Float[Array, "X T 1 V"],
     queries: SortedSequence,
     keys: SortedSequence,
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
 ) -> tuple[Float[Array, "X T 1 V"], Float[Array, "X T"]]:
     """The attended values, and the sum of each position's softmax, 0 where it sees no key.
 
@@ -61,9 +61,9 @@ def attend(
       interpret: whether to run the kernels on any device, slowly.
       q, k, v: queries, keys and values.
       queries, keys: from `in_order`.
-      rng: the source of dropout; None without dropout.
+      seed: `seed_words` of dropout; None without dropout.
     """
-    return _attend_forward(layout, interpret, q, k, v, queries, keys, rng)[0]
+    return _attend_forward(layout, interpret, q, k, v, queries, keys, seed)[0]
 
 
 def _taken(x: Array, order: SortedSequence) -> Array:
@@ -85,14 +85,14 @@ def _summed(x: Array, order: SortedSequence, like: Array) -> Array:
 
 
 def _parts(q, k, v, queries: SortedSequence, keys: SortedSequence) -> tuple:
-    """The arrays of a call of `block_sparse`, without its layout and rng."""
+    """The arrays of a call of `block_sparse`, without its layout and seed."""
     groups = queries.group, keys.group, queries.position, keys.position
     return _taken(q, queries), _taken(k, keys), _taken(v, keys), groups
 
 
-def _attend_forward(layout, interpret, q, k, v, queries, keys, rng):
+def _attend_forward(layout, interpret, q, k, v, queries, keys, seed):
     q, k, v = first_order((q, k, v))
-    parts = *_parts(q, k, v, queries, keys), rng
+    parts = *_parts(q, k, v, queries, keys), seed
     out, row_max, row_sum = block_sparse.forward(layout, *parts, interpret=interpret)
     row_max, row_sum = row_max[:, 0], row_sum[:, 0]
     total_max = _at(jnp.full(q.shape[:2], LOWEST, jnp.float32), queries).max(row_max, mode="drop")
@@ -103,14 +103,14 @@ def _attend_forward(layout, interpret, q, k, v, queries, keys, rng):
     # Each row's fraction of the sum of its position's softmax.
     fraction = (row_sum / nonzero(_taken(sums, queries)))[..., None, None]
     out = _summed(out.astype(jnp.float32) * fraction, queries, v)
-    return (out, sums), ((q, k, v, queries, keys, rng), (out, total_max, sums))
+    return (out, sums), ((q, k, v, queries, keys, seed), (out, total_max, sums))
 
 
 def _attend_backward(layout, interpret, residuals, cotangents):
-    (q, k, v, queries, keys, rng), results = residuals
+    (q, k, v, queries, keys, seed), results = residuals
     results, d_out = first_order((results, cotangents[0]))
     out, total_max, sums, d_out = (_taken(x, queries) for x in (*results, d_out))
-    parts = *_parts(q, k, v, queries, keys), rng
+    parts = *_parts(q, k, v, queries, keys), seed
     row = out, total_max[:, None], sums[:, None], d_out
     gradients = block_sparse.backward(layout, *parts, *row, interpret=interpret)
     orders = queries, keys, keys

@@ -279,7 +279,7 @@ def launch(
     """
     if interpret and varying_axes(inputs):
         raise NotImplementedError(
-            "impl='pallas_interpret' in a jax.shard_map: pass it check_vma=False, which JAX's "
+            "impl=INTERPRETED in a jax.shard_map: pass it check_vma=False, which JAX's "
             "interpreter of kernels needs, or use impl='auto' or 'xla'"
         )
 

@@ -230,7 +230,7 @@ def attend(
     factor: Float[Array, ""],
     chosen: Int[Array, "B T K"],
     ids: Int[Array, "B T"] | None,
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B T N V"]:
     """The attention of a plan by these kernels, with the gradients of the output and the indexer.
 
@@ -245,27 +245,27 @@ def attend(
       factor: the factor of the sum of eq. 4 over queries.
       chosen: the plan.
       ids: the segments; None: one segment.
-      rng: the source of dropout; None without dropout.
+      seed: `seed_words` of dropout; None without dropout.
     """
-    return _attend_forward(layout, interpret, q, k, v, index, factor, chosen, ids, rng)[0]
+    return _attend_forward(layout, interpret, q, k, v, index, factor, chosen, ids, seed)[0]
 
 
 def _segments(ids, chosen) -> tuple:
     return ids, ids, None, None, _bits(chosen)
 
 
-def _attend_forward(layout, interpret, q, k, v, index, factor, chosen, ids, rng):
+def _attend_forward(layout, interpret, q, k, v, index, factor, chosen, ids, seed):
     q, k, v, index = first_order((q, k, v, index))
-    args = q, k, v, _segments(ids, chosen), rng
+    args = q, k, v, _segments(ids, chosen), seed
     results = block_sparse.forward(layout, *args, interpret=interpret)
-    return results[0], ((q, k, v, index, factor, chosen, ids, rng), results)
+    return results[0], ((q, k, v, index, factor, chosen, ids, seed), results)
 
 
 def _attend_backward(layout, interpret, residuals, d_out):
-    (q, k, v, index, factor, chosen, ids, rng), results = residuals
+    (q, k, v, index, factor, chosen, ids, seed), results = residuals
     results, d_out = first_order((results, d_out))
     segment_ids = _segments(ids, chosen)
-    args = q, k, v, segment_ids, rng, *results, d_out
+    args = q, k, v, segment_ids, seed, *results, d_out
     gradients = block_sparse.backward(layout, *args, interpret=interpret)
     attention = _AttentionInputs(q, k, _SoftmaxSums(*results[1:]))
     of_index = _gradient(layout.causal, interpret, index, attention, segment_ids[-1], ids)

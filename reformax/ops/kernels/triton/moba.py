@@ -45,7 +45,6 @@ from reformax.ops.kernels.triton.common import (
     view_rows,
 )
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.online import Softmax, nonzero
 
 
@@ -261,7 +260,7 @@ def attend(
     v: Float[Array, "B T G V"],
     ids: Int[Array, "B T"] | None,
     lists: MobaLists,
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B T N V"]:
     """The attention of a call's lists by these kernels.
 
@@ -271,9 +270,9 @@ def attend(
       q, k, v: queries, keys, values, zeros at padding.
       ids: the tokens' segments; None: one segment.
       lists: the queries that see each block.
-      rng: the source of dropout; None without dropout.
+      seed: `seed_words` of dropout; None without dropout.
     """
-    return _attend_forward(sizes, interpret, q, k, v, ids, lists, rng)[0]
+    return _attend_forward(sizes, interpret, q, k, v, ids, lists, seed)[0]
 
 
 def _launch(kernel, sizes, interpret, inputs, shapes, n_programs):
@@ -290,15 +289,14 @@ def _launch(kernel, sizes, interpret, inputs, shapes, n_programs):
     )
 
 
-def _inputs(sizes, q, k, v, ids, lists, rng) -> _MobaInputs:
-    seed = seed_words(rng, len(q)) if sizes.dropout > 0.0 else None
+def _inputs(sizes, q, k, v, ids, lists, seed) -> _MobaInputs:
     return _MobaInputs(q, k, v, ids, seed, *lists[:3])
 
 
-def _attend_forward(sizes, interpret, q, k, v, ids, lists, rng):
+def _attend_forward(sizes, interpret, q, k, v, ids, lists, seed):
     q, k, v = first_order((q, k, v))
     n_batch, length, n_heads, size = q.shape
-    x = _inputs(sizes, q, k, v, ids, lists, rng)
+    x = _inputs(sizes, q, k, v, ids, lists, seed)
     pairs = n_batch, n_heads, length * sizes.n_seen
     statistic = jax.ShapeDtypeStruct(pairs, jnp.float32)
     shapes = Softmax(jax.ShapeDtypeStruct((*pairs, v.shape[3]), jnp.float32), statistic, statistic)
@@ -318,7 +316,7 @@ def _attend_forward(sizes, interpret, q, k, v, ids, lists, rng):
     row_sum = jnp.sum(jnp.where(exists, row_sum * scale, 0), axis=-1)
     acc = jnp.sum(jnp.where(exists[..., None], acc * scale[..., None], 0), axis=3)
     out = jnp.swapaxes(acc / nonzero(row_sum)[..., None], 1, 2).astype(v.dtype)
-    return out, ((q, k, v, ids, lists, rng), (out, total_max, row_sum))
+    return out, ((q, k, v, ids, lists, seed), (out, total_max, row_sum))
 
 
 def _attend_backward(sizes, interpret, residuals, d_out):

@@ -46,7 +46,6 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.chosen_blocks import parts, tiles
-from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.online import Softmax, nonzero
 
 # Keys of a tile, tiles of a part of a list, parts of the queries of a tile of summaries.
@@ -395,7 +394,7 @@ def attend(
     ids: Int[Array, "B T"] | None,
     key_ids: Int[Array, "B S"] | None,
     chosen: Int[Array, "B G T K"] | None,
-    rng: Array | None,
+    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B T N V"]:
     """The attention of one branch by these kernels.
 
@@ -406,9 +405,9 @@ def attend(
       k, v: summaries, or keys and values, zeros at padding.
       ids, key_ids: segments of queries and of keys; None: one segment.
       chosen: the blocks that each query selects, -1 for none; None for summaries.
-      rng: the source of dropout; None without dropout.
+      seed: `seed_words` of dropout; None without dropout.
     """
-    return _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng)[0]
+    return _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, seed)[0]
 
 
 def _launch(kernel, sizes: NsaSizes, interpret, inputs, shapes, n_programs, of_queries=True):
@@ -433,8 +432,7 @@ def _warps(sizes: NsaSizes, size: int, of_queries: bool) -> int:
     return 8 if power_of_two(size) * n_rows > MAX_OF_FOUR_WARPS else 4
 
 
-def _inputs(sizes, q, k, v, ids, key_ids, chosen, rng) -> _NsaInputs:
-    seed = seed_words(rng, len(q)) if sizes.dropout > 0.0 else None
+def _inputs(sizes, q, k, v, ids, key_ids, chosen, seed) -> _NsaInputs:
     return _NsaInputs(q, k, v, ids, key_ids, seed, chosen)
 
 
@@ -443,10 +441,10 @@ def _lists(sizes: NsaSizes, chosen: Int[Array, "B G T K"]) -> NsaLists:
     return NsaLists(found.pair, *parts(found.bounds, found.block.shape[2], PART_TILES))
 
 
-def _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng):
+def _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, seed):
     q, k, v = first_order((q, k, v))
     n_batch, length, n_heads, _ = q.shape
-    x = _inputs(sizes, q, k, v, ids, key_ids, chosen, rng)
+    x = _inputs(sizes, q, k, v, ids, key_ids, chosen, seed)
     statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     shapes = Softmax(
         jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), statistic, statistic
@@ -455,7 +453,7 @@ def _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng):
     ((out, row_max, row_sum),) = _launch(
         _forward_kernel, sizes, interpret, (x,), (shapes,), n_programs
     )
-    return out, ((q, k, v, ids, key_ids, chosen, rng), (out, row_max, row_sum))
+    return out, ((q, k, v, ids, key_ids, chosen, seed), (out, row_max, row_sum))
 
 
 def _attend_backward(sizes, interpret, residuals, d_out):
