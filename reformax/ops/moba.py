@@ -41,7 +41,7 @@ from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.chosen_blocks import ChosenTiles, tiles
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
-from reformax.ops.softmax.online import Softmax, largest, masked_exp, nonzero
+from reformax.ops.softmax.online import Softmax
 
 # Queries whose scores are in memory at a time.
 SCORED_QUERIES = 1024
@@ -210,7 +210,7 @@ def _in_arrays(
 
     heads = jnp.swapaxes(q, 1, 2)
     attend = jax.checkpoint(functools.partial(_tile, seed, dropout))
-    acc, row_max, row_sum = lax.map(
+    parts = lax.map(
         lambda tile: attend(*tile),
         (
             (_by_tile(query), queries_by_tile(ids[:, None])),
@@ -221,18 +221,13 @@ def _in_arrays(
     )
 
     # The softmax of each query over the blocks that it sees.
-    exists = tiles.slot >= 0
-
     def pairs_by_query(x: Array) -> Array:  # [M, B, N, L, ...] -> [B, N, T, K, ...]
         x = jnp.moveaxis(x, 0, 2)
         x = x.reshape(n_batch, n_heads, -1, *x.shape[4:])
         return gather_rows(x, jnp.maximum(tiles.slot, 0))
 
-    acc, row_max, row_sum = map(pairs_by_query, (acc, row_max, row_sum))
-    scale = masked_exp(row_max, exists, largest(row_max, exists, axis=-1))
-    out = jnp.sum(acc * scale[..., None], axis=3)
-    out = out / nonzero(jnp.sum(row_sum * scale, axis=-1))[..., None]
-    return jnp.swapaxes(out, 1, 2).astype(v.dtype)
+    whole = Softmax(*map(pairs_by_query, parts)).merged(axis=3, where=tiles.slot >= 0)
+    return jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
 
 
 def _by_tile(x: Array) -> Array:

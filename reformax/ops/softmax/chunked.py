@@ -38,7 +38,7 @@ from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
-from reformax.ops.softmax.online import Softmax, lowest, nonzero
+from reformax.ops.softmax.online import Softmax, lowest
 from reformax.ops.softmax.orders import Chunking, Order
 
 # Logits of one order that a CPU computes at a time: 2 MiB of float32.
@@ -452,7 +452,6 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
     of_keys = q if k is None else k
 
     def attend_in_order(carry, of_hash):
-        acc, row_max, row_sum = carry
         queries = of_hash.at_queries(q)
         keys = _keys(of_hash, of_hash.at_keys_alone(of_keys))
         values = _windows(of_hash.at_keys(v), chunks)
@@ -468,17 +467,11 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
             values,
             preferred_element_type=dtype,
         )
-        order_acc, order_max, order_sum = (
-            of_hash.by_query(x) for x in (order_acc, order_max, order_sum)
-        )
-        new_max = jnp.maximum(row_max, order_max)
-        old, new = jnp.exp(row_max - new_max), jnp.exp(order_max - new_max)
-        acc = acc * old[..., None] + order_acc * new[..., None]
-        return Softmax(acc, new_max, row_sum * old + order_sum * new)
+        return carry.merge(Softmax(*map(of_hash.by_query, (order_acc, order_max, order_sum))))
 
     unseen = varying_as((q, v), Softmax.empty(q.shape[:3], v.shape[3], dtype))
-    acc, row_max, row_sum = _scan_orders(attend_in_order, unseen, chunks, order)
-    return acc / nonzero(row_sum)[..., None], row_max, row_sum
+    state = _scan_orders(attend_in_order, unseen, chunks, order)
+    return state.output(), *state[1:]
 
 
 def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head):

@@ -237,9 +237,8 @@ class TiledResults(NamedTuple):
 
     def with_rows(self, state: Softmax, group: Group, block: RowBlock) -> TiledResults:
         """Writes the rows of a block from their complete softmax; zeros without visible keys."""
-        out = state.acc / nonzero(state.row_sum)[..., None]
         return TiledResults(
-            put_rows(self.out, out, group, block),
+            put_rows(self.out, state.output(), group, block),
             put_row_statistics(self.row_max, state.row_max, group, block),
             put_row_statistics(self.row_sum, state.row_sum, group, block),
         )
@@ -259,13 +258,11 @@ def tile_softmax(
     queries: RowBlock,
     keys: RowBlock,
     q: Float[Array, "b n Q H"],
-    row_max: Float[Array, "b n Q"] | None = None,
 ) -> Softmax:
-    """The softmax of one tile, relative to the larger of its maximum and `row_max`."""
-    row_max = lowest(x.dtype) if row_max is None else row_max
+    """The softmax of one tile."""
     k, v = rows(x.k, group, keys), rows(x.v, group, keys)
     s = logits(tiling, x, group, queries, keys, q, k)
-    row_max = jnp.maximum(jnp.max(s, axis=-1), row_max)
+    row_max = jnp.max(s, axis=-1, initial=lowest(x.dtype))
     p = jnp.exp(s - row_max[..., None])
     row_sum = jnp.sum(p, axis=-1)
     p = p * tile_dropout_mask(tiling, x, group, queries, keys)
@@ -290,13 +287,7 @@ def forward(tiling: Tiling, x: TiledInputs, visits: Visits) -> TiledResults:
 
         def key_block(j, state):
             keys = block_at(j * tiling.key_size, tiling.key_size, n_keys)
-            tile = tile_softmax(tiling, x, group, queries, keys, q, state.row_max)
-            old = jnp.exp(state.row_max - tile.row_max)
-            return Softmax(
-                state.acc * old[..., None] + tile.acc,
-                tile.row_max,
-                state.row_sum * old + tile.row_sum,
-            )
+            return state.merge(tile_softmax(tiling, x, group, queries, keys, q))
 
         shape = group.n_batch, group.n_heads, tiling.query_size
         state = varying_as(x, Softmax.empty(shape, x.v.shape[3], x.dtype))

@@ -24,8 +24,8 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.softmax import dropout
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
-# The initial maximum of a row. It is half of the lowest number, because log2(e) multiplies it.
-LOWEST = lowest(jnp.float32) / 2
+# The initial maximum of a row.
+LOWEST = lowest(jnp.float32)
 LOG2_E = math.log2(math.e)
 # Parts that a float32 number is split into (`in_three`).
 N_PARTS = 3
@@ -159,8 +159,8 @@ def softmax_step(
 ) -> Softmax:
     """Adds a tile of keys to the softmax of its rows (Dao et al. 2022, algorithm 2).
 
-    Maxima are those of the unscaled products. One multiply-add in the exponent applies the scale
-    and the base.
+    Within a kernel, maxima are those of the unscaled products: one multiply-add in the exponent
+    applies the scale and the base. A kernel stores `in_logits` of them.
 
     Args:
       state: the softmax of the queries' rows over earlier tiles.
@@ -179,6 +179,11 @@ def softmax_step(
     return Softmax(acc, row_max, row_sum)
 
 
+def in_logits(row_max: Float[Array, " I"], size: int) -> Float[Array, " I"]:
+    """The largest logit of each row, by the largest unscaled product, for heads of `size`."""
+    return row_max * (1.0 / math.sqrt(size))
+
+
 class QueryRows(NamedTuple):
     """What a backward pass reads of each query.
 
@@ -187,7 +192,7 @@ class QueryRows(NamedTuple):
     Attributes:
       d_out: the gradient of the output, divided by the row's sum where `inverse_sum` is None.
       dot: the product of the output and its gradient.
-      row_max: the row's largest unscaled logit.
+      row_max: the row's largest logit.
       row_sum: the sum of the row's softmax; None where no kernel reads it.
       inverse_sum: 1 / `row_sum`; None where `d_out` is already divided by the sum.
     """
@@ -231,7 +236,7 @@ def recompute_weights(
 
     Args:
       logits: as in `softmax_step`, or transposed.
-      row_max: the rows' largest logits times `LOG2_E / sqrt(size)`, as a side of the tile.
+      row_max: the rows' largest logits times `LOG2_E`, as a side of the tile.
       inverse_sum: as in `QueryRows`, as a side of the tile. With None the weights are not divided
         by their sum.
       size: H.
