@@ -55,6 +55,7 @@ from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
 
 # The indexer clips its inputs to this magnitude. A score is a product of three inputs.
@@ -237,7 +238,7 @@ def _apply(
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def attend(q, chosen, query_ids, position, *index):
         mask = _is_chosen(chosen, length) & _visible(causal, ids, query_ids, position)
-        logits = product("bqnh,bsnh->bnqs", q, k, q.dtype) / math.sqrt(q.shape[-1])
+        logits = scaled_logits("bqnh,bsnh->bnqs", q, k)
         weights = masked_softmax(logits, mask[:, None])
         dropped_weights = weights
         if seed is not None:

@@ -49,6 +49,7 @@ from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from reformax.ops.softmax.gathered import gather_rows
+from reformax.ops.softmax.masked import scaled_logits, softmax_over
 from reformax.ops.softmax.online import masked_softmax
 
 # The largest sizes that the tiles of the kernels hold.
@@ -358,7 +359,7 @@ def _select_in_arrays(
 
     def select(q, ids, position, first_position):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
         mask = summaries.seen(last, ids, position)
-        logits = _logits("bqgmh,bcgh->bgmqc", q, summaries.keys)
+        logits = scaled_logits("bqgmh,bcgh->bgmqc", q, summaries.keys)
         weights = masked_softmax(logits, mask[:, None, None]).sum(axis=2)
         scores = _block_scores(settings, weights, n_blocks)
         blocks = (x // settings.block_size for x in (position, first_position))
@@ -368,11 +369,6 @@ def _select_in_arrays(
     q = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
     chosen = by_chunks(select, n_seen, q, ids, positions(length), first_position)
     return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_kv, -1, chosen.shape[-1])[:, :, :length]
-
-
-def _logits(axes: str, queries: Array, keys: Array) -> Array:
-    """Products of queries and keys, divided by sqrt(H)."""
-    return product(axes, queries, keys, queries.dtype) / math.sqrt(queries.shape[-1])
 
 
 # Attention
@@ -453,10 +449,11 @@ def _in_arrays(
     def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
         query = position[:, None, None, :, None]
         mask = summaries.seen(last, ids, position)
-        compressed = _softmax(
-            _logits("bqgmh,bcgh->bgmqc", q, summaries.keys),
-            ("bgmqc,bcgv->bqgmv", summaries.values),
+        compressed = softmax_over(
+            scaled_logits("bqgmh,bcgh->bgmqc", q, summaries.keys),
             mask[:, None, None],
+            "bgmqc,bcgv->bgmqv",
+            summaries.values,
             dropout_factors(query, last[None, None, None]),
         )
         chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
@@ -466,13 +463,14 @@ def _in_arrays(
         key = key.reshape(*key.shape[:3], -1)
         mask = (key >= 0) & (key <= position[:, None, :, None])
         mask = mask & (key_ids == ids[:, None, :, None]) & (key_ids != 0)
-        selected = _softmax(
-            _logits("bqgmh,bgqkh->bgmqk", q, keys),
-            ("bgmqk,bgqkv->bqgmv", values),
+        selected = softmax_over(
+            scaled_logits("bqgmh,bgqkh->bgmqk", q, keys),
             mask[:, :, None],
+            "bgmqk,bgqkv->bgmqv",
+            values,
             dropout_factors(query, key[:, :, None]),
         )
-        return compressed, selected
+        return tuple(jnp.moveaxis(x.output(), 3, 1) for x in (compressed, selected))
 
     n_keys = min(settings.n_selected * size, length + size)
     n_seen = n_heads * (summaries.keys.shape[1] + n_keys) + n_kv * n_keys * (
@@ -511,22 +509,6 @@ def _in_kernels(
     sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, dropout, rows)
     selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, rng)
     return compressed, selected
-
-
-def _softmax(logits, to_values, mask, dropout_factors) -> Array:
-    """Softmax attention over a mask, of given logits.
-
-    Args:
-      logits: the logits.
-      to_values: the equation of the product with the values, and the values.
-      mask: which keys a query sees.
-      dropout_factors: factors of the weights; None without dropout.
-    """
-    axes, values = to_values
-    weights = masked_softmax(logits, mask)
-    if dropout_factors is not None:
-        weights = weights * dropout_factors.astype(weights.dtype)
-    return product(axes, weights, values, values.dtype)
 
 
 def _blocks_at(x: Array, block: Int[Array, "B G Q K"]) -> Array:
@@ -608,9 +590,8 @@ def _selected_positions(
     """The positions of the blocks that the newest query selects."""
     n_batch, n_kv = summaries.shape[:2]
     heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
-    weights = masked_softmax(_logits("bgmh,bgch->bgmc", heads, summaries), seen[:, None]).sum(
-        axis=2
-    )
+    logits = scaled_logits("bgmh,bgch->bgmc", heads, summaries)
+    weights = masked_softmax(logits, seen[:, None]).sum(axis=2)
     scores = _block_scores(settings, weights, -(-capacity // settings.block_size))
     query_block = (position // settings.block_size)[:, None]
     blocks = _best_blocks(settings, scores, query_block, jnp.zeros_like(query_block))

@@ -38,11 +38,14 @@ from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import Softmax, lowest
 from reformax.ops.softmax.orders import Chunking, Order
 
 # Logits of one order that a CPU computes at a time: 2 MiB of float32.
 LOGITS_IN_CACHE = 2**19
+# The equation of the logits of an order.
+LOGITS = "bnclh,bncmh->bnclm"
 
 
 def chunked_attention(
@@ -354,12 +357,6 @@ def _keys(of_hash: _ChunkedOrder, rows: Array) -> Array:
     return _windows(of_hash.with_border(rows), of_hash.chunks)
 
 
-def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Array:
-    dtype = accum_dtype(q.dtype, keys.dtype)
-    product = jnp.einsum("bnclh,bncmh->bnclm", q, keys, preferred_element_type=dtype)
-    return product / math.sqrt(q.shape[-1])
-
-
 def _dropout_mask(
     of_hash: _ChunkedOrder, length: int, head: Int[Array, "N B"], seed: Int[Array, 6] | None
 ) -> Float[Array, "N B C L M"] | float:
@@ -456,7 +453,7 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
         keys = _keys(of_hash, of_hash.at_keys_alone(of_keys))
         values = _windows(of_hash.at_keys(v), chunks)
         mask = visible_keys(of_hash, order, segment_ids, n_heads, length)
-        logits = jnp.where(mask, _logits(queries, keys), lowest(dtype))
+        logits = jnp.where(mask, scaled_logits(LOGITS, queries, keys), lowest(dtype))
         order_max = logits.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(logits - order_max[..., None]), 0.0)
         order_sum = weights.sum(axis=-1)
@@ -498,7 +495,7 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         )
         mask = mask & (inverse_of_row > 0)
         # A visible logit exceeds the maximum by rounding alone.
-        logits = _logits(queries, keys) - max_of_row
+        logits = scaled_logits(LOGITS, queries, keys) - max_of_row
         logits = jnp.where(mask & (logits < 0), logits, 0)
         weights = jnp.where(mask, jnp.exp(logits) * inverse_of_row, 0.0)
         dropped = _dropout_mask(of_hash, length, head, seed)

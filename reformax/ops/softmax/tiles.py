@@ -41,6 +41,7 @@ from reformax.ops.numerics.row_blocks import (
     rows,
 )
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 # Logits of a tile, of all heads that are computed together. A CPU's fit in its cache. On a GPU
@@ -206,10 +207,10 @@ def logits(
     k: Float[Array, "b n K H"],
 ) -> Float[Array, "b n Q K"]:
     """The logits of a tile, minus infinity where a query does not see a key."""
-    s = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=x.dtype) * tiling.scale
-    if x.bias is not None:
-        bias = lax.dynamic_slice(x.bias, *bias_tile(x.bias.shape, group, queries, keys))
-        s = s + bias.astype(s.dtype)
+    bias = x.bias
+    if bias is not None:
+        bias = lax.dynamic_slice(bias, *bias_tile(bias.shape, group, queries, keys))
+    s = scaled_logits("bnqh,bnkh->bnqk", q, k, tiling.scale, bias)
     mask = visible(tiling, x, group, queries, keys)
     return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
@@ -262,7 +263,7 @@ def tile_softmax(
     """The softmax of one tile."""
     k, v = rows(x.k, group, keys), rows(x.v, group, keys)
     s = logits(tiling, x, group, queries, keys, q, k)
-    row_max = jnp.max(s, axis=-1, initial=lowest(x.dtype))
+    row_max = jnp.max(s, axis=-1, initial=lowest(s.dtype))
     p = jnp.exp(s - row_max[..., None])
     row_sum = jnp.sum(p, axis=-1)
     p = p * tile_dropout_mask(tiling, x, group, queries, keys)

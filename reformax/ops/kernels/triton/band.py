@@ -23,6 +23,7 @@ from reformax.ops.masking.bands import BandMask, ids_at, rows_at
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 
@@ -91,7 +92,7 @@ def _global_keys(
         global_ids = ids_at(segment_ids, global_positions)[:, None]
         mask = mask & (segment_ids[..., None] == global_ids) & (global_ids != 0)
     keys, values = (rows_at(x, global_positions) for x in (k, v))
-    logits = product("btnh,bgnh->bntg", q, keys, q.dtype) / math.sqrt(q.shape[3])
+    logits = scaled_logits("btnh,bgnh->bntg", q, keys)
     logits = jnp.where(mask[:, None], logits, -jnp.inf)
     dropped = 1.0
     if dropout > 0.0:
