@@ -27,8 +27,6 @@ from reformax.ops.softmax.online import Softmax, lowest, nonzero
 # The initial maximum of a row.
 LOWEST = lowest(jnp.float32)
 LOG2_E = math.log2(math.e)
-# Parts that a float32 number is split into (`in_three`).
-N_PARTS = 3
 
 T = TypeVar("T")
 
@@ -110,30 +108,37 @@ def matmul(
     a: Float[Array, "I J"], b: Float[Array, "J K"], transpose_b: bool = False
 ) -> Float[Array, "I K"]:
     """The product of two tiles, summed in float32."""
-    dims = (((1,), (1 if transpose_b else 0,)), ((), ()))
+    return tile_product(a, b, "11" if transpose_b else "10")
+
+
+def tile_product(a, b, contract: str = "10") -> Float[Array, "I K"]:
+    """The product of two tiles, summed in float32 over the axes `contract`."""
+    dims = (((int(contract[0]),), (int(contract[1]),)), ((), ()))
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
 def matmul_in_parts(
-    a: tuple[Float[Array, "I J"], ...],
+    a: Sequence[Float[Array, "I J"]],
     b: Sequence[Any],
     read: Callable[[Any], Float[Array, "K J"]] = lambda part: part,
     transposed: bool = False,
+    contract: str = "11",
 ) -> Float[Array, "I K"]:
-    """The product `a b^T` of sums of parts (`in_three`), exact to float32.
+    """The product of tiles that are sums of parts; with three of bfloat16, it is exact to float32.
 
     Args:
       a: the parts of the left side, the largest first.
       b: the parts of the right side, the largest first.
       read: loads a part of b just before its products.
-      transposed: whether the result is `b a^T`.
+      transposed: whether b is the left side.
+      contract: the axes that are summed over.
     """
-    total = None
+    total, n_parts = None, max(len(a), len(b))
     for i, ref in reversed(list(enumerate(b))):  # the smallest first
         part = read(ref)
-        for other in reversed(a[: N_PARTS - i]):  # smaller products do not change the result
+        for other in reversed(a[: n_parts - i]):  # smaller products do not change the result
             pair = (part, other) if transposed else (other, part)
-            found = matmul(*pair, transpose_b=True)
+            found = tile_product(*pair, contract)
             total = found if total is None else total + found
     return total
 
