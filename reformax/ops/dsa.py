@@ -50,6 +50,7 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.numerics.auxiliary_loss import with_loss
+from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
@@ -175,15 +176,6 @@ def _scores(index: IndexQueries, keys: Float[Array, "B S D"]) -> Float[Array, "B
     return jnp.einsum("bqjs,bqj->bqs", products, index.weights)
 
 
-def _best_positions(
-    settings: DsaSettings, scores: Float[Array, "B Q S"], allowed: Bool[Array, "B Q S"]
-) -> Int[Array, "B Q K"]:
-    """The positions with the highest scores among the `allowed` ones; -1 is none."""
-    n_best = min(settings.top_k, scores.shape[-1])
-    best, position = lax.top_k(jnp.where(allowed, scores, -jnp.inf), n_best)
-    return jnp.where(best > -jnp.inf, position, -1).astype(jnp.int32)
-
-
 def _visible(causal: bool, ids: Int[Array, "#B S"], query_ids, position) -> Bool[Array, "B Q S"]:
     """Which keys the queries of a chunk may see, by causality and segment."""
     allowed = (ids[:, None] == query_ids[..., None]) & (ids != 0)[:, None]
@@ -207,7 +199,8 @@ def _plan(
 
     def best(queries, weights, query_ids, position):
         allowed = _visible(causal, ids, query_ids, position)
-        return _best_positions(settings, _scores(IndexQueries(queries, weights), keys), allowed)
+        scores = _scores(IndexQueries(queries, weights), keys)
+        return best_of(scores, allowed, min(settings.top_k, n))
 
     chosen = by_chunks(best, (settings.n_index_heads + 1) * n, *index, ids, positions(n))
     return join_chunks(chosen, n)
@@ -303,7 +296,7 @@ def _step(settings: DsaSettings, params, q, k, v, cache: DsaCache, *, position: 
     index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
     scores = _scores(_index_queries(params, q), index)
     allowed = jnp.arange(index.shape[1])[None, None] <= position[:, None, None]
-    chosen = _best_positions(settings, scores, allowed)  # [B, 1, K]
+    chosen = best_of(scores, allowed, min(settings.top_k, index.shape[1]))  # [B, 1, K]
     at = jnp.maximum(chosen, 0)[..., None]
     keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
     return attend_to(q, keys, values, chosen >= 0, settings.impl), DsaCache(memory, index)

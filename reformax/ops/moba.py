@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
@@ -36,6 +36,7 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
+from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.chosen_blocks import ChosenTiles, tiles
@@ -45,8 +46,6 @@ from reformax.ops.softmax.online import Softmax
 
 # Queries whose scores are in memory at a time.
 SCORED_QUERIES = 1024
-# Up to so many best blocks are found by repeated maxima, more by `top_k`.
-MAX_REPEATED_MAX = 4
 # Queries of a kernel's tile, by the bytes of the dtype, and keys.
 QUERIES, KEYS = {2: 128, 4: 32}, 64
 
@@ -81,24 +80,6 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
         step=functools.partial(_step, block_size, top_k, impl),
         replace_value=replace_in_memory,
     )
-
-
-def _best_blocks(
-    scores: Float[Array, "*rows C"], allowed: Bool[Array, "*#rows C"], n_best: int
-) -> Int[Array, "*rows K-1"]:
-    """The blocks with the highest scores among the `allowed` ones; -1 is none."""
-    scores = jnp.where(allowed, scores, -jnp.inf)
-    if n_best > MAX_REPEATED_MAX:
-        best, block = lax.top_k(scores, n_best)
-        return jnp.where(best > -jnp.inf, block, -1)
-    number = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    blocks = [number[..., :0]]
-    for _ in range(n_best):  # sorting takes longer than a few loops over a row
-        best = scores.max(axis=-1, keepdims=True)
-        first = jnp.where(scores == best, number, scores.shape[-1]).min(axis=-1, keepdims=True)
-        blocks.append(jnp.where(best > -jnp.inf, first, -1))
-        scores = jnp.where(number == first, -jnp.inf, scores)
-    return jnp.concatenate(blocks, axis=-1)
 
 
 def _products(q: Float[Array, "B Q N H"], means: Float[Array, "B C N H"]) -> Array:
@@ -140,7 +121,7 @@ def _plan(
         scores = _products(q, means)
         allowed = jnp.arange(means.shape[1])[None] < (position // size)[:, None]
         allowed = allowed[None] & (ids[..., None] == block_ids[:, None]) & (ids != 0)[..., None]
-        return _best_blocks(scores, allowed[:, None], n_best)
+        return best_of(scores, allowed[:, None], n_best)
 
     n_scored = min(SCORED_QUERIES, length)
     queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
@@ -283,7 +264,7 @@ def _step(
     scores = jnp.einsum("bgmh,bgch->bgmc", query, sums / size, precision=lax.Precision.HIGHEST)
     scores = scores.reshape(n_rows, n_heads, -1)
     allowed = jnp.arange(n_blocks, dtype=jnp.int32)[None, None] < query_block[:, None, None]
-    chosen = _best_blocks(scores, allowed, min(top_k, n_blocks) - 1)
+    chosen = best_of(scores, allowed, min(top_k, n_blocks) - 1)
     query_block = jnp.broadcast_to(query_block[:, None, None], (*chosen.shape[:2], 1))
     blocks = jnp.concatenate([query_block, chosen.astype(jnp.int32)], axis=-1)
     key = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]

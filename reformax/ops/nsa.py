@@ -44,6 +44,7 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
+from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
@@ -297,9 +298,8 @@ def _best_blocks(
     scores = jnp.where(block == query_block - 1, PREVIOUS_BLOCK, scores)
     scores = jnp.where(block == first, FIRST_BLOCK, scores)
     scores = jnp.where(block == query_block, OWN_BLOCK, scores)
-    scores = jnp.where((block >= first) & (block <= query_block), scores, -1)
-    best, chosen = lax.top_k(scores, min(settings.n_selected, scores.shape[-1]))
-    return jnp.where(best >= 0, chosen, -1).astype(jnp.int32)
+    allowed = (block >= first) & (block <= query_block)
+    return best_of(scores, allowed, min(settings.n_selected, scores.shape[-1]))
 
 
 def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -10,6 +10,7 @@ import pytest
 from reformax.ops.kernels.triton import block_sparse, chunked
 from reformax.ops.kernels.triton.common import matmul_in_parts
 from reformax.ops.kernels.triton.recurrence_chunk import parts_of
+from reformax.ops.numerics.best import best_of
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.masked import scaled_logits, softmax_over
 from reformax.ops.softmax.online import Softmax, masked_softmax
@@ -100,3 +101,15 @@ def test_products_in_parts_are_as_exact_as_their_parts(contract, n, error):
     found = matmul_in_parts(*(parts_of(x, n) for x in (a, b)), contract=contract)
     want = np.tensordot(np.float64(a), np.float64(b), (int(contract[0]), int(contract[1])))
     assert np.abs(found - want).max() < error * np.abs(want).max()
+
+
+@pytest.mark.parametrize("n_best", [3, 6])
+def test_the_best_are_the_first_of_equal_scores(n_best):
+    scores = np.random.default_rng(0).integers(0, 4, (5, 9)).astype(np.float32)
+    allowed = np.random.default_rng(1).random((5, 9)) < 0.7
+    allowed[0] = False
+    scores[1, 4], allowed[1, 4] = np.nan, True  # counts as the best, and is none
+    for row, seen, found in zip(scores, allowed, best_of(scores, allowed, n_best), strict=True):
+        order = np.argsort(np.where(np.isnan(row), -np.inf, -row), kind="stable")
+        want = [-1 if np.isnan(row[i]) else i for i in order if seen[i]][:n_best]
+        assert found.tolist() == want + [-1] * (n_best - len(want))
