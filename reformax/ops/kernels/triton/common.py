@@ -155,6 +155,26 @@ def empty_softmax(n_rows: int, d_v: int) -> Softmax:
     return Softmax(acc, row_max, jnp.zeros_like(row_max))
 
 
+def statistics_step(
+    row_max: Float[Array, " I"],
+    row_sum: Float[Array, " I"],
+    logits: Float[Array, "I J"],
+    scale: float,
+) -> tuple[Array, Array, Array, Array]:
+    """Adds a tile of keys to the maximum and the sum of its rows.
+
+    Within a kernel, maxima are those of the unscaled products: one multiply-add in the exponent
+    applies the scale and the base. A kernel stores `in_logits` of them.
+
+    Returns:
+      The maximum and the sum, the tile's weights, and the factor of earlier weights.
+    """
+    new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
+    weights = jnp.exp2(logits * scale - (new_max * scale)[:, None])
+    decay = jnp.exp2((row_max - new_max) * scale)
+    return new_max, row_sum * decay + jnp.sum(weights, axis=1), weights, decay
+
+
 def softmax_step(
     state: Softmax,
     logits: Float[Array, "I J"],
@@ -164,9 +184,6 @@ def softmax_step(
 ) -> Softmax:
     """Adds a tile of keys to the softmax of its rows (Dao et al. 2022, algorithm 2).
 
-    Within a kernel, maxima are those of the unscaled products: one multiply-add in the exponent
-    applies the scale and the base. A kernel stores `in_logits` of them.
-
     Args:
       state: the softmax of the queries' rows over earlier tiles.
       logits: unscaled products of queries and keys, from `hide`.
@@ -174,11 +191,9 @@ def softmax_step(
       size: H; the scale is `1 / sqrt(H)`.
       dropout_mask: the factors of the weights.
     """
-    scale = LOG2_E / math.sqrt(size)
-    row_max = jnp.maximum(state.row_max, jnp.max(logits, axis=1))
-    weights = jnp.exp2(logits * scale - (row_max * scale)[:, None])
-    decay = jnp.exp2((state.row_max - row_max) * scale)
-    row_sum = state.row_sum * decay + jnp.sum(weights, axis=1)
+    row_max, row_sum, weights, decay = statistics_step(
+        state.row_max, state.row_sum, logits, LOG2_E / math.sqrt(size)
+    )
     weights = weights * dropout_mask
     acc = state.acc * decay[:, None] + matmul(weights.astype(v.dtype), v)
     return Softmax(acc, row_max, row_sum)
