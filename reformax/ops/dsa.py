@@ -50,6 +50,7 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.numerics.auxiliary_loss import with_loss
+from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
@@ -119,14 +120,6 @@ class dsa(AttentionOp):
             "weight": 0.1 * weight / math.sqrt(n_heads * size),
         }
 
-    def _best_positions(
-        self, scores: Float[Array, "B Q S"], allowed: Bool[Array, "B Q S"]
-    ) -> Int[Array, "B Q K"]:
-        """The positions with the highest scores among the `allowed` ones; -1 is none."""
-        n_best = min(self.top_k, scores.shape[-1])
-        best, position = lax.top_k(jnp.where(allowed, scores, -jnp.inf), n_best)
-        return jnp.where(best > -jnp.inf, position, -1).astype(jnp.int32)
-
     def _plan(
         self, params, q, k, *, segment_ids, causal, rng, shard, train, length
     ) -> Int[Array, "B T K"]:
@@ -145,7 +138,8 @@ class dsa(AttentionOp):
 
         def best(queries, weights, query_ids, position):
             allowed = _visible(causal, ids, query_ids, position)
-            return self._best_positions(_scores(IndexQueries(queries, weights), keys), allowed)
+            scores = _scores(IndexQueries(queries, weights), keys)
+            return best_of(scores, allowed, min(self.top_k, n))
 
         def in_arrays() -> Int[Array, "B T K"]:
             chosen = by_chunks(best, (self.n_index_heads + 1) * n, *index, ids, positions(n))
@@ -190,7 +184,7 @@ class dsa(AttentionOp):
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, chosen, query_ids, position, *index):
             mask = _is_chosen(chosen, length) & _visible(causal, ids, query_ids, position)
-            logits = product("bqnh,bsnh->bnqs", q, k, q.dtype) / math.sqrt(q.shape[-1])
+            logits = scaled_logits("bqnh,bsnh->bnqs", q, k)
             weights = masked_softmax(logits, mask[:, None])
             dropped_weights = weights
             if seed is not None:
@@ -220,7 +214,7 @@ class dsa(AttentionOp):
         index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
         scores = _scores(_index_queries(params, q), index)
         allowed = jnp.arange(index.shape[1])[None, None] <= position[:, None, None]
-        chosen = self._best_positions(scores, allowed)  # [B, 1, K]
+        chosen = best_of(scores, allowed, min(self.top_k, index.shape[1]))  # [B, 1, K]
         at = jnp.maximum(chosen, 0)[..., None]
         keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
         return attend_to(q, keys, values, chosen >= 0, self.impl), DsaCache(memory, index)

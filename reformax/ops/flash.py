@@ -145,9 +145,6 @@ class _FlashPieces(NamedTuple):
     dropout: float
     impl: str
 
-    def unit(self, size: int) -> float:
-        return 1.0 if self.impl == "xla" else 1 / math.sqrt(size)
-
     def forward(self, causal, q, k, v, segment_ids, seed):
         k, v = repeat_heads(q, k, v)
         if self.impl != "xla":

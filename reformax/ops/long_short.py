@@ -36,7 +36,8 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 from reformax.ops.sharding.shard import of_heads
-from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds, scaled_logits
+from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds
+from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import masked_softmax
 
 Rank = Annotated[int, Bounds(0, 2**16)]

@@ -192,8 +192,7 @@ def kernel_summary(
     block = np.ones((1, 1, 1), bool)
     layout = Layout(block, n_queries, n_keys, n_queries, n_keys, tiling.causal, 0.0)
     out, row_max, row_sum = kernel.forward(layout, q, k, v, (None, None), None, interpret=interpret)
-    acc = jnp.swapaxes(out, 1, 2).astype(jnp.float32) * row_sum[..., None]
-    return Softmax(acc, row_max * tiling.scale, row_sum)
+    return Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum)
 
 
 def forward(
@@ -253,11 +252,7 @@ def forward(
             found = summaries(found, tiling, n_done, -(-(end - rest) // small), rest, small)
         else:
             found = summaries(found, tiling, 0, n_large, 0, key_chunk_size)
-        row_max = found.row_max.max(axis=0, keepdims=True)
-        scale = jnp.exp(found.row_max - row_max)
-        acc = jnp.sum(found.acc * scale[..., None], axis=0)
-        whole = Softmax(acc, row_max[0], jnp.sum(found.row_sum * scale, axis=0))
-        return results.with_rows(whole, group, queries)
+        return results.with_rows(found.merged(axis=0), group, queries)
 
     sizes = tiles.groups(tiling._replace(key_size=key_chunk_size), n_batch, n_heads)
     if summary is not tiles.tile_softmax:  # a kernel has no array of logits

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, op
@@ -36,16 +36,15 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
+from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.chosen_blocks import ChosenTiles, tiles
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
-from reformax.ops.softmax.online import Softmax, largest, masked_exp, nonzero
+from reformax.ops.softmax.online import Softmax
 
 # Queries whose scores are in memory at a time.
 SCORED_QUERIES = 1024
-# Up to so many best blocks are found by repeated maxima, more by `top_k`.
-MAX_REPEATED_MAX = 4
 # Queries of a kernel's tile, by the bytes of the dtype, and keys.
 QUERIES, KEYS = {2: 128, 4: 32}, 64
 
@@ -107,7 +106,7 @@ class moba(AttentionOp):
             scores = _products(q, means)
             allowed = jnp.arange(means.shape[1])[None] < (position // size)[:, None]
             allowed = allowed[None] & (ids[..., None] == block_ids[:, None]) & (ids != 0)[..., None]
-            return _best_blocks(scores, allowed[:, None], n_best)
+            return best_of(scores, allowed[:, None], n_best)
 
         def in_arrays() -> Int[Array, "B N T K-1"]:
             n_scored = min(SCORED_QUERIES, length)
@@ -165,7 +164,7 @@ class moba(AttentionOp):
         scores = jnp.einsum("bgmh,bgch->bgmc", query, sums / size, precision=lax.Precision.HIGHEST)
         scores = scores.reshape(n_rows, n_heads, -1)
         allowed = jnp.arange(n_blocks, dtype=jnp.int32)[None, None] < query_block[:, None, None]
-        chosen = _best_blocks(scores, allowed, min(self.top_k, n_blocks) - 1)
+        chosen = best_of(scores, allowed, min(self.top_k, n_blocks) - 1)
         query_block = jnp.broadcast_to(query_block[:, None, None], (*chosen.shape[:2], 1))
         blocks = jnp.concatenate([query_block, chosen.astype(jnp.int32)], axis=-1)
         key = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
@@ -175,24 +174,6 @@ class moba(AttentionOp):
         keys, values = (x[row, head, jnp.clip(key, 0, capacity - 1)] for x in memory)
         out = attend_to(q, keys, values, mask.reshape(key.shape), self.impl)
         return out, MobaCache(memory, sums)
-
-
-def _best_blocks(
-    scores: Float[Array, "*rows C"], allowed: Bool[Array, "*#rows C"], n_best: int
-) -> Int[Array, "*rows K-1"]:
-    """The blocks with the highest scores among the `allowed` ones; -1 is none."""
-    scores = jnp.where(allowed, scores, -jnp.inf)
-    if n_best > MAX_REPEATED_MAX:
-        best, block = lax.top_k(scores, n_best)
-        return jnp.where(best > -jnp.inf, block, -1)
-    number = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    blocks = [number[..., :0]]
-    for _ in range(n_best):  # sorting takes longer than a few loops over a row
-        best = scores.max(axis=-1, keepdims=True)
-        first = jnp.where(scores == best, number, scores.shape[-1]).min(axis=-1, keepdims=True)
-        blocks.append(jnp.where(best > -jnp.inf, first, -1))
-        scores = jnp.where(number == first, -jnp.inf, scores)
-    return jnp.concatenate(blocks, axis=-1)
 
 
 def _products(q: Float[Array, "B Q N H"], means: Float[Array, "B C N H"]) -> Array:
@@ -247,7 +228,7 @@ def _in_arrays(
 
     heads = jnp.swapaxes(q, 1, 2)
     attend = jax.checkpoint(functools.partial(_tile, seed, dropout))
-    acc, row_max, row_sum = lax.map(
+    parts = lax.map(
         lambda tile: attend(*tile),
         (
             (_by_tile(query), queries_by_tile(ids[:, None])),
@@ -258,18 +239,13 @@ def _in_arrays(
     )
 
     # The softmax of each query over the blocks that it sees.
-    exists = tiles.slot >= 0
-
     def pairs_by_query(x: Array) -> Array:  # [M, B, N, L, ...] -> [B, N, T, K, ...]
         x = jnp.moveaxis(x, 0, 2)
         x = x.reshape(n_batch, n_heads, -1, *x.shape[4:])
         return gather_rows(x, jnp.maximum(tiles.slot, 0))
 
-    acc, row_max, row_sum = map(pairs_by_query, (acc, row_max, row_sum))
-    scale = masked_exp(row_max, exists, largest(row_max, exists, axis=-1))
-    out = jnp.sum(acc * scale[..., None], axis=3)
-    out = out / nonzero(jnp.sum(row_sum * scale, axis=-1))[..., None]
-    return jnp.swapaxes(out, 1, 2).astype(v.dtype)
+    whole = Softmax(*map(pairs_by_query, parts)).merged(axis=3, where=tiles.slot >= 0)
+    return jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
 
 
 def _by_tile(x: Array) -> Array:

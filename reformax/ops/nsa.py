@@ -45,11 +45,13 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
+from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.gathered import gather_rows
+from reformax.ops.softmax.masked import scaled_logits, softmax_over
 from reformax.ops.softmax.online import masked_softmax
 
 # The largest sizes that the tiles of the kernels hold.
@@ -237,9 +239,8 @@ class nsa(AttentionOp):
         scores = jnp.where(block == query_block - 1, PREVIOUS_BLOCK, scores)
         scores = jnp.where(block == first, FIRST_BLOCK, scores)
         scores = jnp.where(block == query_block, OWN_BLOCK, scores)
-        scores = jnp.where((block >= first) & (block <= query_block), scores, -1)
-        best, chosen = lax.top_k(scores, min(self.n_selected, scores.shape[-1]))
-        return jnp.where(best >= 0, chosen, -1).astype(jnp.int32)
+        allowed = (block >= first) & (block <= query_block)
+        return best_of(scores, allowed, min(self.n_selected, scores.shape[-1]))
 
     def _plan(
         self, params, q, k, *, segment_ids, causal, rng, shard, train, length
@@ -285,7 +286,7 @@ class nsa(AttentionOp):
 
         def select(q, ids, position, first_position):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
             mask = summaries.seen(last, ids, position)
-            logits = _logits("bqgmh,bcgh->bgmqc", q, summaries.keys)
+            logits = scaled_logits("bqgmh,bcgh->bgmqc", q, summaries.keys)
             weights = masked_softmax(logits, mask[:, None, None]).sum(axis=2)
             scores = self._block_scores(weights, n_blocks)
             blocks = (x // self.block_size for x in (position, first_position))
@@ -353,10 +354,11 @@ class nsa(AttentionOp):
         def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
             query = position[:, None, None, :, None]
             mask = summaries.seen(last, ids, position)
-            compressed = _softmax(
-                _logits("bqgmh,bcgh->bgmqc", q, summaries.keys),
-                ("bgmqc,bcgv->bqgmv", summaries.values),
+            compressed = softmax_over(
+                scaled_logits("bqgmh,bcgh->bgmqc", q, summaries.keys),
                 mask[:, None, None],
+                "bgmqc,bcgv->bgmqv",
+                summaries.values,
                 dropout_factors(query, last[None, None, None]),
             )
             chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
@@ -368,13 +370,14 @@ class nsa(AttentionOp):
             key = key.reshape(*key.shape[:3], -1)
             mask = (key >= 0) & (key <= position[:, None, :, None])
             mask = mask & (key_ids == ids[:, None, :, None]) & (key_ids != 0)
-            selected = _softmax(
-                _logits("bqgmh,bgqkh->bgmqk", q, keys),
-                ("bgmqk,bgqkv->bqgmv", values),
+            selected = softmax_over(
+                scaled_logits("bqgmh,bgqkh->bgmqk", q, keys),
                 mask[:, :, None],
+                "bgmqk,bgqkv->bgmqv",
+                values,
                 dropout_factors(query, key[:, :, None]),
             )
-            return compressed, selected
+            return tuple(jnp.moveaxis(x.output(), 3, 1) for x in (compressed, selected))
 
         n_keys = min(self.n_selected * size, length + size)
         n_seen = n_heads * (summaries.keys.shape[1] + n_keys) + n_kv * n_keys * (
@@ -457,9 +460,8 @@ class nsa(AttentionOp):
         """The positions of the blocks that the newest query selects."""
         n_batch, n_kv = summaries.shape[:2]
         heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
-        weights = masked_softmax(_logits("bgmh,bgch->bgmc", heads, summaries), seen[:, None]).sum(
-            axis=2
-        )
+        logits = scaled_logits("bgmh,bgch->bgmc", heads, summaries)
+        weights = masked_softmax(logits, seen[:, None]).sum(axis=2)
         scores = self._block_scores(weights, -(-capacity // self.block_size))
         query_block = (position // self.block_size)[:, None]
         blocks = self._best_blocks(scores, query_block, jnp.zeros_like(query_block))
@@ -530,32 +532,11 @@ def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return jnp.zeros_like(order).at[jnp.arange(len(ids))[:, None], order].set(first)
 
 
-def _logits(axes: str, queries: Array, keys: Array) -> Array:
-    """Products of queries and keys, divided by sqrt(H)."""
-    return product(axes, queries, keys, queries.dtype) / math.sqrt(queries.shape[-1])
-
-
 def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:
     """The branches' outputs, each times its gate (eq. 5)."""
     dtype = accum_dtype(*(x.dtype for x in branches))
     gates = jax.nn.sigmoid(gate.astype(dtype))
     return sum(x.astype(dtype) * gates[..., i, None] for i, x in enumerate(branches))
-
-
-def _softmax(logits, to_values, mask, dropout_factors) -> Array:
-    """Softmax attention over a mask, of given logits.
-
-    Args:
-      logits: the logits.
-      to_values: the equation of the product with the values, and the values.
-      mask: which keys a query sees.
-      dropout_factors: factors of the weights; None without dropout.
-    """
-    axes, values = to_values
-    weights = masked_softmax(logits, mask)
-    if dropout_factors is not None:
-        weights = weights * dropout_factors.astype(weights.dtype)
-    return product(axes, weights, values, values.dtype)
 
 
 def _blocks_at(x: Array, block: Int[Array, "B G Q K"]) -> Array:

@@ -27,6 +27,7 @@ from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.shard import of_heads
+from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import masked_softmax, nonzero
 
 Iterations = Annotated[int, Bounds(1, 1024)]  # the loop is unrolled
@@ -152,11 +153,8 @@ def _softmax_of_landmarks(
     queries: Float[Array, "B M N H"], keys: Float[Array, "B M N H"], real: Bool[Array, "#B M"]
 ) -> Float[Array, "B N M M"]:
     """Softmax attention weights between landmarks; zeros for landmarks without tokens."""
-    dtype = accum_dtype(queries.dtype)
-    logits = jnp.einsum("binh,bjnh->bnij", queries, keys, preferred_element_type=dtype)
-    logits = logits / math.sqrt(queries.shape[-1])
     mask = real[:, None, :, None] & real[:, None, None, :]
-    return masked_softmax(logits, mask)
+    return masked_softmax(scaled_logits("binh,bjnh->bnij", queries, keys), mask)
 
 
 def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array, "*d M M"]:

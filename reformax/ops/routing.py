@@ -38,7 +38,7 @@ from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.block_lists import SortedLayout
 from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
-from reformax.ops.softmax.online import Softmax, lowest, masked_exp, nonzero
+from reformax.ops.softmax.online import Softmax, nonzero
 
 Decay = Annotated[float, Bounds(0, 1)]
 # The number of centroids whose products with all positions are in memory at a time.
@@ -204,7 +204,11 @@ class routing(AttentionOp):
                 *(of(plan.keys, x.astype(dtype)) for x in (k, v)),
             ),
         )
-        return _merged(plan.queries, q.shape[2], *parts)
+        parts = Softmax(*(jnp.moveaxis(x, 0, 2) for x in parts))  # [B, N, C, W, ...]
+        row = jnp.where(plan.queries >= 0, plan.queries, q.shape[2])
+        merged_at = functools.partial(Softmax.merged_at, n_rows=q.shape[2])
+        whole = jax.vmap(jax.vmap(merged_at))(parts, row)
+        return whole.output(), whole.row_sum
 
     def _in_kernels(
         self, q, k, v, plan: Clusters, causal, dropout, seed, interpret: bool
@@ -287,22 +291,6 @@ def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
 
 def _token_mask(segment_ids: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
     return jnp.ones(x.shape[:2], bool) if segment_ids is None else jnp.asarray(segment_ids) != 0
-
-
-def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum):
-    """Each position's attended values over all its clusters, and its sum of weights."""
-    acc, row_max, row_sum = (jnp.moveaxis(x, 0, 2) for x in (acc, row_max, row_sum))
-
-    def of_head(position, acc, row_max, row_sum):
-        index = jnp.where(position >= 0, position, length).reshape(-1)  # `length`: dropped
-        acc, row_max, row_sum = (x.reshape(-1, *x.shape[2:]) for x in (acc, row_max, row_sum))
-        most = jnp.full(length + 1, lowest(row_max.dtype), row_max.dtype).at[index].max(row_max)
-        scale = masked_exp(row_max, index < length, lax.stop_gradient(most)[index])
-        out = jnp.zeros((length + 1, acc.shape[-1]), acc.dtype).at[index].add(acc * scale[:, None])
-        sums = jnp.zeros(length + 1, acc.dtype).at[index].add(row_sum * scale)
-        return (out / nonzero(sums)[:, None])[:length], sums[:length]
-
-    return jax.vmap(jax.vmap(of_head))(queries, acc, row_max, row_sum)
 
 
 # Decoding. T is the capacity.

@@ -6,7 +6,6 @@ Letters besides those of `reformax.ops.base`: S slots of a ring, K keys that one
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.softmax.online import largest, masked_exp, nonzero
+from reformax.ops.softmax.masked import scaled_logits, softmax_over
+from reformax.ops.softmax.online import Softmax
 
 # The most keys for which "auto" takes the kernel, in which one program reads all keys of a head.
 MAX_KERNEL_KEYS = 1024
@@ -131,24 +131,24 @@ def attend_to(
 
         options = dict(alone=alone, scale=scale, bias=bias, index=index)
         return kernel.attend(q, keys, values, mask, impl == INTERPRETED, **options)[0]
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
         keys, values = (take(x, index[..., None]) for x in (keys, values))
     dtype = accum_dtype(q.dtype, values.dtype)
     heads = grouped(q[:, 0], keys).astype(dtype)
-    logits = jnp.einsum("bgmh,bgkh->bgmk", heads, keys.astype(dtype)) * scale
-    if bias is not None:
-        logits = logits + grouped(bias, keys).astype(dtype)
+    bias = None if bias is None else grouped(bias, keys)
+    logits = scaled_logits("bgmh,bgkh->bgmk", heads, keys.astype(dtype), scale, bias)
     mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, keys)
-    weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
-    row_sum = weights.sum(axis=-1).reshape(q.shape[0], 1, -1, 1)
-    out = jnp.einsum(
-        "bgmk,bgkv->bgmv", weights.astype(values.dtype), values, preferred_element_type=dtype
-    )
-    out = out.reshape(*q.shape[:3], -1)
-    if_alone = 0.0 if alone is None else alone.astype(dtype)
-    return jnp.where(row_sum == 0, if_alone, out / nonzero(row_sum)).astype(values.dtype)
+    whole = softmax_over(logits, mask, "bgmk,bgkv->bgmv", values)
+    return _output(whole, alone, q).astype(values.dtype)
+
+
+def _output(
+    whole: Softmax, alone: Float[Array, "B 1 N V"] | None, q: Float[Array, "B 1 N H"]
+) -> Float[Array, "B 1 N V"]:
+    """The attended values of the queries `q`, and `alone` where a query sees no key."""
+    out, row_sum = (x.reshape(*q.shape[:3], -1) for x in (whole.output(), whole.row_sum))
+    return jnp.where(row_sum == 0, 0.0 if alone is None else alone.astype(out.dtype), out)
 
 
 def _choose(impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
@@ -220,28 +220,14 @@ def attend_among(
     mask = mask[:, :, None, :, None]  # [b, j, 1, i, 1, s]
     shape = (n_searches, *keys.shape[1:3], size, *heads.shape[3:])
     heads = jnp.broadcast_to(jnp.swapaxes(heads, 1, 2)[:, None], shape)
-    dtype = accum_dtype(q.dtype, values.dtype)
-    logits = jnp.einsum("bjgimh,bjgsh->bjgims", heads, keys, preferred_element_type=dtype)
-    logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if bias is not None:  # [b, i, g, m, s]
         bias = split(jnp.broadcast_to(bias, (q.shape[0], *bias.shape[1:])))
         bias = bias.reshape(n_searches, size, *shape[2:3], -1, n_slots)
-        logits = logits + jnp.swapaxes(bias, 1, 2)[:, None].astype(dtype)
-    weights = masked_exp(logits, mask, largest(logits, mask, axis=(1, -1)))
-    row_sum = weights.sum(axis=(1, -1))[..., None]  # [b, g, i, m, 1]
-    out = jnp.einsum(
-        "bjgims,bjgsv->bjgimv",
-        weights.astype(values.dtype),
-        values,
-        preferred_element_type=dtype,
-    ).sum(axis=1)
-
-    def rows(x):  # [b, g, i, m, ...] -> [R, 1, N, ...]
-        return jnp.swapaxes(x, 1, 2).reshape(*q.shape[:3], x.shape[-1])
-
-    if_alone = 0.0 if alone is None else alone.astype(dtype)
-    row_sum = rows(row_sum)
-    return jnp.where(row_sum == 0, if_alone, rows(out) / nonzero(row_sum)).astype(values.dtype)
+        bias = jnp.swapaxes(bias, 1, 2)[:, None]
+    logits = scaled_logits("bjgimh,bjgsh->bjgims", heads, keys, scale, bias)
+    of_rows = softmax_over(logits, mask, "bjgims,bjgsv->bjgimv", values)
+    whole = Softmax(*(jnp.swapaxes(x, 1, 2) for x in of_rows.merged(axis=1)))  # [b, i, g, m]
+    return _output(whole, alone, q).astype(values.dtype)
 
 
 class RingDecoding:

@@ -25,7 +25,8 @@ from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacl
 from reformax.ops.masking.bands import BandMask, ids_at, rows_at
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.softmax.chunked import chunked_attention
-from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds, scaled_logits
+from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds
+from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.orders import ChunkSizes, Order
 
 # Logits in memory at a time. More are computed head by head.

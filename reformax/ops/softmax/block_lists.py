@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from reformax.ops.softmax.online import Softmax, lowest
+from reformax.ops.softmax.online import Softmax
 
 # The least side of a kernel's tile.
 MIN_TILE = 16
@@ -216,16 +216,12 @@ def padded_entries(
     return np.append(rows.entries, np.int32(nothing))[index]
 
 
-def merge_softmax(parts: Softmax, per_row: Ints, scale: float) -> Softmax:
-    """Merges the softmax of each row's parts. `scale` turns `row_max` into logits."""
+def merge_softmax(parts: Softmax, per_row: Ints) -> Softmax:
+    """Merges the softmax of each row's parts."""
 
     def merged(x: Softmax, exists: Bool[Array, "P F"]) -> Softmax:
         exists = exists.reshape(*exists.shape, *[1] * (x.row_max.ndim - 2))
-        initial = lowest(x.row_max.dtype)
-        row_max = jnp.max(x.row_max, axis=1, keepdims=True, where=exists, initial=initial)
-        factor = jnp.where(exists, jnp.exp((x.row_max - row_max) * scale), 0.0)
-        acc = jnp.sum(x.acc * factor[..., None], axis=1)
-        return Softmax(acc, row_max[:, 0], jnp.sum(x.row_sum * factor, axis=1))
+        return x.merged(axis=1, where=exists)
 
     return merge(parts, per_row, merged)
 

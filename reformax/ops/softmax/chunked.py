@@ -39,11 +39,14 @@ from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.online import Softmax, lowest, nonzero
+from reformax.ops.softmax.masked import scaled_logits
+from reformax.ops.softmax.online import Softmax, lowest
 from reformax.ops.softmax.orders import Chunking, Order
 
 # Logits of one order that a CPU computes at a time: 2 MiB of float32.
 LOGITS_IN_CACHE = 2**19
+# The equation of the logits of an order.
+LOGITS = "bnclh,bncmh->bnclm"
 
 
 def chunked_attention(
@@ -354,12 +357,6 @@ def _keys(of_hash: _ChunkedOrder, rows: Array) -> Array:
     return _windows(of_hash.with_border(rows), of_hash.chunks)
 
 
-def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Array:
-    dtype = accum_dtype(q.dtype, keys.dtype)
-    product = jnp.einsum("bnclh,bncmh->bnclm", q, keys, preferred_element_type=dtype)
-    return product / math.sqrt(q.shape[-1])
-
-
 def _dropout_mask(
     of_hash: _ChunkedOrder, length: int, head: Int[Array, "N B"], seed: Int[Array, 6] | None
 ) -> Float[Array, "N B C L M"] | float:
@@ -452,12 +449,11 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
     of_keys = q if k is None else k
 
     def attend_in_order(carry, of_hash):
-        acc, row_max, row_sum = carry
         queries = of_hash.at_queries(q)
         keys = _keys(of_hash, of_hash.at_keys_alone(of_keys))
         values = _windows(of_hash.at_keys(v), chunks)
         mask = visible_keys(of_hash, order, segment_ids, n_heads, length)
-        logits = jnp.where(mask, _logits(queries, keys), lowest(dtype))
+        logits = jnp.where(mask, scaled_logits(LOGITS, queries, keys), lowest(dtype))
         order_max = logits.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(logits - order_max[..., None]), 0.0)
         order_sum = weights.sum(axis=-1)
@@ -468,17 +464,11 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
             values,
             preferred_element_type=dtype,
         )
-        order_acc, order_max, order_sum = (
-            of_hash.by_query(x) for x in (order_acc, order_max, order_sum)
-        )
-        new_max = jnp.maximum(row_max, order_max)
-        old, new = jnp.exp(row_max - new_max), jnp.exp(order_max - new_max)
-        acc = acc * old[..., None] + order_acc * new[..., None]
-        return Softmax(acc, new_max, row_sum * old + order_sum * new)
+        return carry.merge(Softmax(*map(of_hash.by_query, (order_acc, order_max, order_sum))))
 
     unseen = varying_as((q, v), Softmax.empty(q.shape[:3], v.shape[3], dtype))
-    acc, row_max, row_sum = _scan_orders(attend_in_order, unseen, chunks, order)
-    return acc / nonzero(row_sum)[..., None], row_max, row_sum
+    state = _scan_orders(attend_in_order, unseen, chunks, order)
+    return state.output(), *state[1:]
 
 
 def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head):
@@ -505,7 +495,7 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         )
         mask = mask & (inverse_of_row > 0)
         # A visible logit exceeds the maximum by rounding alone.
-        logits = _logits(queries, keys) - max_of_row
+        logits = scaled_logits(LOGITS, queries, keys) - max_of_row
         logits = jnp.where(mask & (logits < 0), logits, 0)
         weights = jnp.where(mask, jnp.exp(logits) * inverse_of_row, 0.0)
         dropped = _dropout_mask(of_hash, length, head, seed)

@@ -6,14 +6,14 @@ Letters besides those of `reformax.ops.base`: Q queries of a tile, K keys.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.online import Softmax, largest, masked_exp
+from reformax.ops.softmax.masked import scaled_logits, softmax_over
+from reformax.ops.softmax.online import Softmax
 
 
 def gather_rows(x: Array, index: Int[Array, "B N *d"]) -> Array:
@@ -41,12 +41,9 @@ def gathered_softmax(
       dropout: the rate at which weights are dropped.
       seed: `seed_words` of dropout; None without dropout.
     """
-    logits = jnp.einsum("bnqh,bnkh->bnqk", q, k) * (1 / math.sqrt(q.shape[-1]))
-    row_max = largest(logits, mask, axis=-1)
-    weights = masked_exp(logits, mask, row_max)
-    row_sum = weights.sum(axis=-1)
+    dropped = None
     if dropout > 0.0:
         batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
-        weights = weights * dropout_mask(seed, dropout, batch, head, *positions).astype(q.dtype)
-    acc = jnp.einsum("bnqk,bnkv->bnqv", weights, v)
-    return Softmax(acc, row_max[..., 0], row_sum)
+        dropped = dropout_mask(seed, dropout, batch, head, *positions)
+    logits = scaled_logits("bnqh,bnkh->bnqk", q, k)
+    return softmax_over(logits, mask, "bnqk,bnkv->bnqv", v, dropped)

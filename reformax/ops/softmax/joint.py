@@ -7,16 +7,15 @@ of a kind.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.numerics.precision import product
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.online import largest, masked_exp, nonzero
+from reformax.ops.softmax.masked import softmax_over
+from reformax.ops.softmax.online import Softmax
 
 
 class KeysOfKind(NamedTuple):
@@ -44,28 +43,17 @@ def attend_to_kinds(
       seed: `seed_words` of dropout.
       heads: the index of each head.
     """
-    n_batch = len(kinds[0].logits)
-    row_max = functools.reduce(jnp.maximum, [largest(x.logits, x.mask, axis=-1) for x in kinds])
-    weights = [masked_exp(x.logits, x.mask, row_max) for x in kinds]
-    row_sum = nonzero(sum(x.sum(axis=-1, keepdims=True) for x in weights))
-    out = 0
-    for each, weight in zip(kinds, weights, strict=True):
-        # The gradient of a hidden weight is a product with a hidden value, which may overflow.
-        weight = jnp.where(each.mask, weight / row_sum, 0)
+
+    def of_kind(each: KeysOfKind) -> Softmax:
+        dropped, values = None, each.values
         if dropout:
-            example = jnp.arange(n_batch).reshape(-1, 1, 1, 1, 1)
+            example = jnp.arange(len(each.logits)).reshape(-1, 1, 1, 1, 1)
             head = jnp.asarray(heads).reshape(1, -1, 1, 1, 1)
             of_weights = example, head, query[:, None, ..., None], each.address[:, None, :, None]
-            weight = weight * dropout_mask(seed, dropout, *of_weights)
-        values = each.values
+            dropped = dropout_mask(seed, dropout, *of_weights)
+        axes = "bnclm,bcmnv->bnclv"
         if values.shape[1] == 1:  # one product for all blocks
-            out += product("bnclm,bmnv->bclnv", weight, values[:, 0], values.dtype)
-        else:
-            out += product("bnclm,bcmnv->bclnv", weight, values, values.dtype)
-    return out
+            axes, values = "bnclm,bmnv->bnclv", values[:, 0]
+        return softmax_over(each.logits, each.mask, axes, values, dropped)
 
-
-def scaled_logits(axes: str, queries: Array, keys: Array) -> Float[Array, "B N C L M"]:
-    """The products of queries and keys, divided by sqrt(H)."""
-    logits = product(axes, queries, keys, queries.dtype)
-    return logits / math.sqrt(queries.shape[-1])
+    return jnp.moveaxis(functools.reduce(Softmax.merge, map(of_kind, kinds)).output(), 1, 3)

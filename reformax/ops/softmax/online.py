@@ -1,4 +1,8 @@
-"""Masked softmax, at once or accumulated over parts of the keys (online softmax)."""
+"""Masked softmax, at once or merged from parts of the keys (online softmax).
+
+Logits have one unit wherever a maximum is stored: the product of a query and a key, divided by
+sqrt(H) or multiplied by the caller's scale, with the bias added. Their exponential is natural.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 # Smaller sums of weights count as zero, because their square underflows. A gradient divides by it.
 LEAST_SUM = 1e-18
@@ -16,13 +20,13 @@ def lowest(dtype: Any) -> float:
     """The initial maximum of a row's logits.
 
     It is finite, because the difference of two infinities is NaN. The logit of a hidden key is
-    minus infinity.
+    minus infinity. It is half of the lowest number, because kernels multiply it by log2(e).
     """
-    return float(jnp.finfo(dtype).min)
+    return float(jnp.finfo(dtype).min) / 2
 
 
 class Softmax(NamedTuple):
-    """The softmax of rows over the keys that they have seen so far.
+    """The softmax of rows over some of their keys (Milakov and Gimelshein 2018, algorithm 3).
 
     Attributes:
       acc: `sum_j exp(s_j - row_max) v_j`.
@@ -39,6 +43,56 @@ class Softmax(NamedTuple):
         """The state of rows that have seen no key, in `dtype`."""
         zeros = jnp.zeros(rows, dtype)
         return cls(jnp.zeros((*rows, d_v), dtype), jnp.full(rows, lowest(dtype), dtype), zeros)
+
+    @classmethod
+    def of_output(
+        cls,
+        out: Float[Array, "*rows V"],
+        row_max: Float[Array, "*rows"],
+        row_sum: Float[Array, "*rows"],
+    ) -> Softmax:
+        """The softmax whose `output` is `out`."""
+        return cls(out.astype(row_sum.dtype) * row_sum[..., None], row_max, row_sum)
+
+    def output(self) -> Float[Array, "*rows V"]:
+        """The attended values; zeros for a row that has seen no key."""
+        return self.acc / nonzero(self.row_sum)[..., None]
+
+    def merge(self, other: Softmax) -> Softmax:
+        """The softmax of the same rows over the keys of both."""
+        row_max = jnp.maximum(self.row_max, other.row_max)
+        factor, of_other = (jnp.exp(x.row_max - row_max) for x in (self, other))
+        acc = self.acc * factor[..., None] + other.acc * of_other[..., None]
+        return Softmax(acc, row_max, self.row_sum * factor + other.row_sum * of_other)
+
+    def merged(self, axis: int, where: Bool[Array, "*#rows"] | None = None) -> Softmax:
+        """The softmax over the keys of all parts along an axis of rows.
+
+        Args:
+          axis: the axis, not negative.
+          where: which parts exist; others may hold anything. None: all parts.
+        """
+        where = jnp.ones((), bool) if where is None else where
+        row_max = largest(self.row_max, where, axis)
+        factor = masked_exp(self.row_max, where, row_max)
+        acc = jnp.where(where[..., None], self.acc * factor[..., None], 0.0)
+        row_sum = jnp.where(where, self.row_sum * factor, 0.0)
+        return Softmax(acc.sum(axis), row_max.squeeze(axis), row_sum.sum(axis))
+
+    def merged_at(self, row: Int[Array, "*rows"], n_rows: int) -> Softmax:
+        """The softmax of `n_rows` rows, each over the keys of all parts with its index in `row`.
+
+        Parts with the index `n_rows` belong to no row.
+        """
+        row, parts = row.reshape(-1), Softmax(*(x.reshape(row.size, -1) for x in self))
+        dtype, (part_max, part_sum) = self.acc.dtype, (x[:, 0] for x in parts[1:])
+        row_max = jnp.full(n_rows + 1, lowest(dtype), dtype).at[row].max(part_max)
+        row_max = jax.lax.stop_gradient(row_max)
+        factor = masked_exp(part_max, row < n_rows, row_max[row])
+        acc = jnp.zeros((n_rows + 1, self.acc.shape[-1]), dtype)
+        acc = acc.at[row].add(parts.acc * factor[:, None])
+        row_sum = jnp.zeros(n_rows + 1, dtype).at[row].add(part_sum * factor)
+        return Softmax(acc[:n_rows], row_max[:n_rows], row_sum[:n_rows])
 
 
 def largest(

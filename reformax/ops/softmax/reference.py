@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import full_dropout_mask
-from reformax.ops.softmax.online import masked_softmax
+from reformax.ops.softmax.masked import scaled_logits, softmax_over
 
 
 def reference_attention(
@@ -27,14 +24,7 @@ def reference_attention(
     Logits and weights are float32 or wider. A row without visible keys is zeros. `seed` is that of
     `seed_words`, for dropout.
     """
-    dtype = accum_dtype(q.dtype, k.dtype, v.dtype)
-    logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=dtype)
-    logits = logits / math.sqrt(q.shape[-1])
-    if bias is not None:
-        logits = logits + bias.astype(dtype)
-    weights = masked_softmax(logits, mask)
-    if dropout > 0.0:
-        weights = weights * full_dropout_mask(seed, dropout, weights.shape).astype(dtype)
-    weights = weights.astype(v.dtype)
-    out = jnp.einsum("bnts,bsnv->btnv", weights, v, preferred_element_type=dtype)
-    return out.astype(v.dtype)
+    logits = scaled_logits("btnh,bsnh->bnts", q, k, bias=bias)
+    dropped = full_dropout_mask(seed, dropout, logits.shape) if dropout > 0.0 else None
+    whole = softmax_over(logits, mask, "bnts,bsnv->bntv", v, dropped)
+    return jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)

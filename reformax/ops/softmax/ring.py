@@ -29,7 +29,7 @@ from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import seed_at
-from reformax.ops.softmax.online import lowest, nonzero
+from reformax.ops.softmax.online import Softmax
 
 Pair = tuple[Any, Any]  # of a device's early and late half
 
@@ -39,14 +39,11 @@ class PartialAttention(Protocol):
 
     `impl` is "xla" or a kernel's name.
 
-    A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, the
-    largest logit of a row in a unit of the algorithm's own, and the sum of `exp(logit - row_max)`.
+    A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, and
+    the maximum and the sum of `Softmax`.
     """
 
     impl: str
-
-    def unit(self, size: int) -> float:
-        """The factor that turns `row_max` into a logit, for heads of `size`."""
 
     def forward(self, causal: bool, q, k, v, segment_ids: tuple, seed: Any) -> tuple:
         """The result. `segment_ids` are of queries and of keys, `seed` is of their dropout."""
@@ -223,34 +220,22 @@ def _call(causal: bool, seed, query: _Side, key: _Side) -> tuple:
 def _forward(pieces, causal, axis, queries, keys, seed):
     (q,), v = queries[0].arrays, keys[0].arrays[1]
     dtype = accum_dtype(q.dtype, v.dtype)
-    statistic = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), dtype)
-    nothing = jnp.zeros((*q.shape[:3], v.shape[3]), dtype), statistic + lowest(dtype), statistic
-    merge = functools.partial(_merged, pieces.unit(q.shape[3]))
-    states = [nothing] * len(queries)
+    states = [Softmax.empty((q.shape[0], q.shape[2], q.shape[1]), v.shape[3], dtype)] * len(queries)
+
+    def found(cut: bool, query: _Side, key: _Side) -> Softmax:
+        out, row_max, row_sum = pieces.forward(*_call(cut, seed, query, key))
+        return Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum)
+
     for i, j, cut in _within(causal):
-        found = pieces.forward(*_call(cut, seed, queries[i], keys[j]))
-        states[i] = merge(states[i], found)
+        states[i] = states[i].merge(found(cut, queries[i], keys[j]))
 
     def step(s, keys, states):
-        pairs = _chosen(queries, keys, s, axis)
-        found = [pieces.forward(*_call(False, seed, *pair)) for pair in pairs]
-        return _put(states, s, axis, found, False, merge)
+        parts = [found(False, *pair) for pair in _chosen(queries, keys, s, axis)]
+        return _put(states, s, axis, parts, False, Softmax.merge)
 
     states = _around(axis, keys, step, tuple(states))
-    results = tuple((out.astype(v.dtype), row_max, row_sum) for out, row_max, row_sum in states)
+    results = tuple((jnp.swapaxes(x.output(), 1, 2).astype(v.dtype), *x[1:]) for x in states)
     return tuple(out for out, *_ in results), (queries, keys, seed, results)
-
-
-def _merged(unit: float, one: tuple, other: tuple) -> tuple:
-    """Merges two results of the same rows over different keys."""
-    row_max = jnp.maximum(one[1], other[1])
-    totals = [x[2] * jnp.exp((x[1] - row_max) * unit) for x in (one, other)]
-    row_sum = totals[0] + totals[1]
-    parts = (jnp.swapaxes(x / nonzero(row_sum), 1, 2)[..., None] for x in totals)
-    out = sum(
-        part * x[0].astype(row_sum.dtype) for part, x in zip(parts, (one, other), strict=True)
-    )
-    return out, row_max, row_sum
 
 
 def _backward(pieces, causal, axis, residuals, d_out):

@@ -41,6 +41,7 @@ from reformax.ops.numerics.row_blocks import (
     rows,
 )
 from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 # Logits of a tile, of all heads that are computed together. A CPU's fit in its cache. On a GPU
@@ -206,10 +207,10 @@ def logits(
     k: Float[Array, "b n K H"],
 ) -> Float[Array, "b n Q K"]:
     """The logits of a tile, minus infinity where a query does not see a key."""
-    s = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=x.dtype) * tiling.scale
-    if x.bias is not None:
-        bias = lax.dynamic_slice(x.bias, *bias_tile(x.bias.shape, group, queries, keys))
-        s = s + bias.astype(s.dtype)
+    bias = x.bias
+    if bias is not None:
+        bias = lax.dynamic_slice(bias, *bias_tile(bias.shape, group, queries, keys))
+    s = scaled_logits("bnqh,bnkh->bnqk", q, k, tiling.scale, bias)
     mask = visible(tiling, x, group, queries, keys)
     return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
@@ -237,9 +238,8 @@ class TiledResults(NamedTuple):
 
     def with_rows(self, state: Softmax, group: Group, block: RowBlock) -> TiledResults:
         """Writes the rows of a block from their complete softmax; zeros without visible keys."""
-        out = state.acc / nonzero(state.row_sum)[..., None]
         return TiledResults(
-            put_rows(self.out, out, group, block),
+            put_rows(self.out, state.output(), group, block),
             put_row_statistics(self.row_max, state.row_max, group, block),
             put_row_statistics(self.row_sum, state.row_sum, group, block),
         )
@@ -259,13 +259,11 @@ def tile_softmax(
     queries: RowBlock,
     keys: RowBlock,
     q: Float[Array, "b n Q H"],
-    row_max: Float[Array, "b n Q"] | None = None,
 ) -> Softmax:
-    """The softmax of one tile, relative to the larger of its maximum and `row_max`."""
-    row_max = lowest(x.dtype) if row_max is None else row_max
+    """The softmax of one tile."""
     k, v = rows(x.k, group, keys), rows(x.v, group, keys)
     s = logits(tiling, x, group, queries, keys, q, k)
-    row_max = jnp.maximum(jnp.max(s, axis=-1), row_max)
+    row_max = jnp.max(s, axis=-1, initial=lowest(s.dtype))
     p = jnp.exp(s - row_max[..., None])
     row_sum = jnp.sum(p, axis=-1)
     p = p * tile_dropout_mask(tiling, x, group, queries, keys)
@@ -290,13 +288,7 @@ def forward(tiling: Tiling, x: TiledInputs, visits: Visits) -> TiledResults:
 
         def key_block(j, state):
             keys = block_at(j * tiling.key_size, tiling.key_size, n_keys)
-            tile = tile_softmax(tiling, x, group, queries, keys, q, state.row_max)
-            old = jnp.exp(state.row_max - tile.row_max)
-            return Softmax(
-                state.acc * old[..., None] + tile.acc,
-                tile.row_max,
-                state.row_sum * old + tile.row_sum,
-            )
+            return state.merge(tile_softmax(tiling, x, group, queries, keys, q))
 
         shape = group.n_batch, group.n_heads, tiling.query_size
         state = varying_as(x, Softmax.empty(shape, x.v.shape[3], x.dtype))

@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import chunked
-from reformax.ops.kernels.triton.common import LOG2_E, LOWEST
 from reformax.ops.masking.bands import BandMask, ids_at, rows_at
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.online import nonzero
+from reformax.ops.softmax.masked import scaled_logits
+from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 
 class BandOrder(NamedTuple):
@@ -71,7 +71,7 @@ def attend(
 
 
 class _GlobalKeys(NamedTuple):
-    """The global keys, and the unscaled logits of all queries with them."""
+    """The global keys, and the logits of all queries with them."""
 
     keys: Float[Array, "B G N H"]
     values: Float[Array, "B G N V"]
@@ -92,7 +92,7 @@ def _global_keys(
         global_ids = ids_at(segment_ids, global_positions)[:, None]
         mask = mask & (segment_ids[..., None] == global_ids) & (global_ids != 0)
     keys, values = (rows_at(x, global_positions) for x in (k, v))
-    logits = product("btnh,bgnh->bntg", q, keys, q.dtype)
+    logits = scaled_logits("btnh,bgnh->bntg", q, keys)
     logits = jnp.where(mask[:, None], logits, -jnp.inf)
     dropped = 1.0
     if dropout > 0.0:
@@ -100,14 +100,6 @@ def _global_keys(
         address = batch, head.reshape(1, -1, 1, 1), query[:, None], key[:, None]
         dropped = dropout_mask(seed, dropout, *address)
     return _GlobalKeys(keys, values, logits, dropped)
-
-
-def _scale(q) -> float:
-    return LOG2_E / math.sqrt(q.shape[3])
-
-
-def _columns(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:
-    return jnp.swapaxes(x, 1, 2)[..., None]
 
 
 def _attend_forward(
@@ -118,17 +110,14 @@ def _attend_forward(
         chunks, q, k, v, *band_order, seed, interpret=interpret
     )
     far = _global_keys(band, chunks.dropout, q, k, v, global_positions, segment_ids, seed)
-    total_max = jnp.maximum(row_max, jnp.max(far.logits, axis=-1, initial=LOWEST))
-    weights = jnp.exp2((far.logits - total_max[..., None]) * _scale(q))
-    band_sum = jnp.exp2((row_max - total_max) * _scale(q)) * row_sum
-    row_sum = band_sum + weights.sum(axis=-1)
-    far_out = product("bntg,bgnv->btnv", weights * far.dropped, far.values, v.dtype)
-    out = in_band.astype(jnp.float32) * _columns(band_sum) + far_out
-    out = (out / nonzero(_columns(row_sum))).astype(v.dtype)
-    return out, (
-        (q, k, v, global_positions, band_order, segment_ids, seed),
-        (out, total_max, row_sum),
-    )
+    far_max = jnp.max(far.logits, axis=-1, initial=lowest(jnp.float32))
+    weights = jnp.exp(far.logits - far_max[..., None])
+    acc = product("bntg,bgnv->bntv", weights * far.dropped, far.values, v.dtype)
+    of_band = Softmax.of_output(jnp.swapaxes(in_band, 1, 2), row_max, row_sum)
+    whole = of_band.merge(Softmax(acc, far_max, weights.sum(axis=-1)))
+    out = jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
+    inputs = q, k, v, global_positions, band_order, segment_ids, seed
+    return out, (inputs, (out, *whole[1:]))
 
 
 def _attend_backward(band, chunks, interpret, residuals, d_out):
@@ -140,7 +129,7 @@ def _attend_backward(band, chunks, interpret, residuals, d_out):
         chunks, *in_band, out, row_max, row_sum, d_out, interpret=interpret
     )
     far = _global_keys(band, chunks.dropout, q, k, v, global_positions, segment_ids, seed)
-    weights = jnp.exp2((far.logits - row_max[..., None]) * _scale(q)) / nonzero(row_sum)[..., None]
+    weights = jnp.exp(far.logits - row_max[..., None]) / nonzero(row_sum)[..., None]
     dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     ds = product("btnv,bgnv->bntg", d_out, far.values, v.dtype) * far.dropped
     ds = weights * (ds - jnp.swapaxes(dot, 1, 2)[..., None]) / math.sqrt(q.shape[3])

@@ -45,6 +45,7 @@ from reformax.ops.kernels.triton.common import (
     column,
     empty_softmax,
     hide,
+    in_logits,
     launch,
     line,
     matmul,
@@ -87,6 +88,7 @@ def _forward_kernel(
     else:
         divisor = jnp.where(part.buffer_index < 0, divisor, 1.0)
     program.put_rows(out.acc, buffer.acc, queries, part, acc * (1.0 / divisor)[:, None])
+    row_max = in_logits(row_max, x.q.shape[3])
     program.put_statistics(out.row_max, buffer.row_max, queries, part, row_max)
     program.put_statistics(out.row_sum, buffer.row_sum, queries, part, row_sum)
 
@@ -99,7 +101,6 @@ def _queries_kernel(x: BlockInputs, row: QueryRows, work: BlockWork, dq, buffer,
     statistics = row.row_max, row.dot, row.inverse_sum
     row_max, dot, inverse_sum = (program.statistics(ref, queries, part.head) for ref in statistics)
     query, size = column(queries), x.q.shape[3]
-    scale = LOG2_E / math.sqrt(size)
 
     def differentiate(tile, whole, sums):
         keys = program.keys(x, tile, whole)
@@ -107,7 +108,7 @@ def _queries_kernel(x: BlockInputs, row: QueryRows, work: BlockWork, dq, buffer,
         v = program.tokens(x.v, keys, part.head)
         key = line(keys)
         logits = hide(matmul(q, k, transpose_b=True), program.visible(x, query, key, whole))
-        p = recompute_weights(logits, row_max[:, None] * scale, column(inverse_sum), size)
+        p = recompute_weights(logits, row_max[:, None] * LOG2_E, column(inverse_sum), size)
         dp = matmul(d_out, v, transpose_b=True) * program.dropped(x, part.head, query, key)
         ds = p * (dp - dot[:, None])
         return sums + matmul(ds.astype(k.dtype), k)
@@ -122,7 +123,6 @@ def _keys_kernel(x: BlockInputs, row: QueryRows, work: BlockWork, gradients, buf
     keys = program.keys(x, part.tile)
     k, v = program.rows(x.k, keys, part.head), program.tokens(x.v, keys, part.head)
     key, size = column(keys), x.q.shape[3]
-    scale = LOG2_E / math.sqrt(size)
 
     def differentiate(tile, whole, sums):
         dk, dv = sums
@@ -135,7 +135,7 @@ def _keys_kernel(x: BlockInputs, row: QueryRows, work: BlockWork, gradients, buf
         )
         query = line(queries)
         logits = hide(matmul(k, q, transpose_b=True), program.visible(x, query, key, whole))
-        p = recompute_weights(logits, row_max[None, :] * scale, line(inverse_sum), size)
+        p = recompute_weights(logits, row_max[None, :] * LOG2_E, line(inverse_sum), size)
         dropped = program.dropped(x, part.head, query, key)
         dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
         ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
@@ -326,8 +326,6 @@ def forward(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
     """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
 
-    The largest logit is that of the unscaled products of queries and keys.
-
     Args:
       layout: which queries see which keys, with blocks of a multiple of 16 positions.
       q, k, v: queries, keys, values.
@@ -346,8 +344,8 @@ def forward(
     shapes = Softmax(out_shape, statistic, statistic)
     (out, row_max, row_sum), parts = _launch_parts(_forward_kernel, cut, (x,), shapes, interpret)
     if parts is not None:
-        rows = block_lists.merge_softmax(parts, cut.per_row, 1.0 / math.sqrt(q.shape[3]))
-        out = _put(out, rows.acc / nonzero(rows.row_sum)[..., None], cut)
+        rows = block_lists.merge_softmax(parts, cut.per_row)
+        out = _put(out, rows.output(), cut)
         row_max, row_sum = (
             jnp.swapaxes(_put(jnp.swapaxes(x, 1, 2), new, cut), 1, 2)
             for x, new in ((row_max, rows.row_max), (row_sum, rows.row_sum))

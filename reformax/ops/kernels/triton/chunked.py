@@ -40,6 +40,7 @@ from reformax.ops.kernels.triton.common import (
     column,
     empty_softmax,
     hide,
+    in_logits,
     launch,
     line,
     matmul,
@@ -85,6 +86,7 @@ def _forward_kernel(
 
     acc, row_max, row_sum = program.over(x.at_keys(), program.keys(), attend, state, of_keys=True)
     if program.is_last:
+        row_max = in_logits(row_max, x.q.shape[3])
         acc = acc * (1.0 / nonzero(row_sum))[:, None]
         if program.chunks.sees_itself:
             lone = program.alone_weight(x, query_block, row_sum)
@@ -113,7 +115,7 @@ def _backward_kernel(
 
     def queries(block):
         exists = block.position < program.chunks.length
-        row_max = program.load_slots(row.row_max, block.slot, exists, 0.0) * (scale * LOG2_E)
+        row_max = program.load_slots(row.row_max, block.slot, exists, 0.0) * LOG2_E
         inverse_sum = program.load_slots(row.inverse_sum, block.slot, exists, 0.0)
         dot = program.load_slots(row.dot, block.slot, exists, 0.0)
         return program.rows(row.d_out, block), dot, row_max, inverse_sum
@@ -294,8 +296,6 @@ def forward(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
     """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
-
-    The largest logit is that of the unscaled products of queries and keys.
 
     Args:
       chunks, order: as in `ops.softmax.chunked.chunked_attention`.

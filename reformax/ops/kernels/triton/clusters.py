@@ -11,8 +11,8 @@ Letters as in `reformax.ops.routing`; X examples with their heads, M members of 
 from __future__ import annotations
 
 import functools
-import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -20,10 +20,9 @@ from jaxtyping import Array, Float, Int
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.kernels.triton import block_sparse
-from reformax.ops.kernels.triton.common import LOG2_E, LOWEST
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.block_lists import SortedLayout
-from reformax.ops.softmax.online import nonzero
+from reformax.ops.softmax.online import Softmax
 
 
 def in_order(members: Int[Array, "B N C W"]) -> SortedSequence:
@@ -72,16 +71,12 @@ def _taken(x: Array, order: SortedSequence) -> Array:
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
 
-def _at(x: Array, order: SortedSequence):
-    """The members' rows of `[X, T, ...]`, for updates; group 0 has an index out of bounds."""
-    index = jnp.where(order.group == 0, x.shape[1], order.position)
-    return x.at[jnp.arange(len(x))[:, None], index]
-
-
 def _summed(x: Array, order: SortedSequence, like: Array) -> Array:
-    """The sum of each position's rows, in the dtype of `like`."""
-    zeros = jnp.zeros((*like.shape[:2], *x.shape[2:]), jnp.float32)
-    return _at(zeros, order).add(x.astype(jnp.float32), mode="drop").astype(like.dtype)
+    """The sum of each position's rows, in the dtype of `like`; group 0 is no position's."""
+    sums = jnp.zeros((*like.shape[:2], *x.shape[2:]), jnp.float32)
+    index = jnp.where(order.group == 0, like.shape[1], order.position)
+    sums = sums.at[jnp.arange(len(x))[:, None], index].add(x.astype(jnp.float32), mode="drop")
+    return sums.astype(like.dtype)
 
 
 def _parts(q, k, v, queries: SortedSequence, keys: SortedSequence) -> tuple:
@@ -94,16 +89,12 @@ def _attend_forward(layout, interpret, q, k, v, queries, keys, seed):
     q, k, v = first_order((q, k, v))
     parts = *_parts(q, k, v, queries, keys), seed
     out, row_max, row_sum = block_sparse.forward(layout, *parts, interpret=interpret)
-    row_max, row_sum = row_max[:, 0], row_sum[:, 0]
-    total_max = _at(jnp.full(q.shape[:2], LOWEST, jnp.float32), queries).max(row_max, mode="drop")
-    difference = row_max - _taken(total_max, queries)
-    row_sum = jnp.exp2(difference * (LOG2_E / math.sqrt(q.shape[3]))) * row_sum
-    sums = jnp.zeros(q.shape[:2], jnp.float32)
-    sums = _at(sums, queries).add(row_sum, mode="drop")
-    # Each row's fraction of the sum of its position's softmax.
-    fraction = (row_sum / nonzero(_taken(sums, queries)))[..., None, None]
-    out = _summed(out.astype(jnp.float32) * fraction, queries, v)
-    return (out, sums), ((q, k, v, queries, keys, seed), (out, total_max, sums))
+    parts = Softmax.of_output(out[:, :, 0], row_max[:, 0], row_sum[:, 0])
+    row = jnp.where(queries.group == 0, q.shape[1], queries.position)
+    merged_at = functools.partial(Softmax.merged_at, n_rows=q.shape[1])
+    whole = jax.vmap(merged_at)(parts, row)
+    out = whole.output()[:, :, None].astype(v.dtype)
+    return (out, whole.row_sum), ((q, k, v, queries, keys, seed), (out, *whole[1:]))
 
 
 def _attend_backward(layout, interpret, residuals, cotangents):

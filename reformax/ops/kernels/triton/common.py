@@ -24,11 +24,9 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.softmax import dropout
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
-# The initial maximum of a row. It is half of the lowest number, because log2(e) multiplies it.
-LOWEST = lowest(jnp.float32) / 2
+# The initial maximum of a row.
+LOWEST = lowest(jnp.float32)
 LOG2_E = math.log2(math.e)
-# Parts that a float32 number is split into (`in_three`).
-N_PARTS = 3
 
 T = TypeVar("T")
 
@@ -110,30 +108,37 @@ def matmul(
     a: Float[Array, "I J"], b: Float[Array, "J K"], transpose_b: bool = False
 ) -> Float[Array, "I K"]:
     """The product of two tiles, summed in float32."""
-    dims = (((1,), (1 if transpose_b else 0,)), ((), ()))
+    return tile_product(a, b, "11" if transpose_b else "10")
+
+
+def tile_product(a, b, contract: str = "10") -> Float[Array, "I K"]:
+    """The product of two tiles, summed in float32 over the axes `contract`."""
+    dims = (((int(contract[0]),), (int(contract[1]),)), ((), ()))
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
 def matmul_in_parts(
-    a: tuple[Float[Array, "I J"], ...],
+    a: Sequence[Float[Array, "I J"]],
     b: Sequence[Any],
     read: Callable[[Any], Float[Array, "K J"]] = lambda part: part,
     transposed: bool = False,
+    contract: str = "11",
 ) -> Float[Array, "I K"]:
-    """The product `a b^T` of sums of parts (`in_three`), exact to float32.
+    """The product of tiles that are sums of parts; with three of bfloat16, it is exact to float32.
 
     Args:
       a: the parts of the left side, the largest first.
       b: the parts of the right side, the largest first.
       read: loads a part of b just before its products.
-      transposed: whether the result is `b a^T`.
+      transposed: whether b is the left side.
+      contract: the axes that are summed over.
     """
-    total = None
+    total, n_parts = None, max(len(a), len(b))
     for i, ref in reversed(list(enumerate(b))):  # the smallest first
         part = read(ref)
-        for other in reversed(a[: N_PARTS - i]):  # smaller products do not change the result
+        for other in reversed(a[: n_parts - i]):  # smaller products do not change the result
             pair = (part, other) if transposed else (other, part)
-            found = matmul(*pair, transpose_b=True)
+            found = tile_product(*pair, contract)
             total = found if total is None else total + found
     return total
 
@@ -150,6 +155,26 @@ def empty_softmax(n_rows: int, d_v: int) -> Softmax:
     return Softmax(acc, row_max, jnp.zeros_like(row_max))
 
 
+def statistics_step(
+    row_max: Float[Array, " I"],
+    row_sum: Float[Array, " I"],
+    logits: Float[Array, "I J"],
+    scale: float,
+) -> tuple[Array, Array, Array, Array]:
+    """Adds a tile of keys to the maximum and the sum of its rows.
+
+    Within a kernel, maxima are those of the unscaled products: one multiply-add in the exponent
+    applies the scale and the base. A kernel stores `in_logits` of them.
+
+    Returns:
+      The maximum and the sum, the tile's weights, and the factor of earlier weights.
+    """
+    new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
+    weights = jnp.exp2(logits * scale - (new_max * scale)[:, None])
+    decay = jnp.exp2((row_max - new_max) * scale)
+    return new_max, row_sum * decay + jnp.sum(weights, axis=1), weights, decay
+
+
 def softmax_step(
     state: Softmax,
     logits: Float[Array, "I J"],
@@ -159,9 +184,6 @@ def softmax_step(
 ) -> Softmax:
     """Adds a tile of keys to the softmax of its rows (Dao et al. 2022, algorithm 2).
 
-    Maxima are those of the unscaled products. One multiply-add in the exponent applies the scale
-    and the base.
-
     Args:
       state: the softmax of the queries' rows over earlier tiles.
       logits: unscaled products of queries and keys, from `hide`.
@@ -169,14 +191,17 @@ def softmax_step(
       size: H; the scale is `1 / sqrt(H)`.
       dropout_mask: the factors of the weights.
     """
-    scale = LOG2_E / math.sqrt(size)
-    row_max = jnp.maximum(state.row_max, jnp.max(logits, axis=1))
-    weights = jnp.exp2(logits * scale - (row_max * scale)[:, None])
-    decay = jnp.exp2((state.row_max - row_max) * scale)
-    row_sum = state.row_sum * decay + jnp.sum(weights, axis=1)
+    row_max, row_sum, weights, decay = statistics_step(
+        state.row_max, state.row_sum, logits, LOG2_E / math.sqrt(size)
+    )
     weights = weights * dropout_mask
     acc = state.acc * decay[:, None] + matmul(weights.astype(v.dtype), v)
     return Softmax(acc, row_max, row_sum)
+
+
+def in_logits(row_max: Float[Array, " I"], size: int) -> Float[Array, " I"]:
+    """The largest logit of each row, by the largest unscaled product, for heads of `size`."""
+    return row_max * (1.0 / math.sqrt(size))
 
 
 class QueryRows(NamedTuple):
@@ -187,7 +212,7 @@ class QueryRows(NamedTuple):
     Attributes:
       d_out: the gradient of the output, divided by the row's sum where `inverse_sum` is None.
       dot: the product of the output and its gradient.
-      row_max: the row's largest unscaled logit.
+      row_max: the row's largest logit.
       row_sum: the sum of the row's softmax; None where no kernel reads it.
       inverse_sum: 1 / `row_sum`; None where `d_out` is already divided by the sum.
     """
@@ -231,7 +256,7 @@ def recompute_weights(
 
     Args:
       logits: as in `softmax_step`, or transposed.
-      row_max: the rows' largest logits times `LOG2_E / sqrt(size)`, as a side of the tile.
+      row_max: the rows' largest logits times `LOG2_E`, as a side of the tile.
       inverse_sum: as in `QueryRows`, as a side of the tile. With None the weights are not divided
         by their sum.
       size: H.

@@ -45,6 +45,7 @@ from reformax.ops.kernels.triton.common import (
     load,
     matmul,
     power_of_two,
+    recompute_weights,
     view_rows,
 )
 from reformax.ops.kernels.triton.indexer import (
@@ -72,7 +73,10 @@ class IndexerArrays(NamedTuple):
 
 
 class _SoftmaxSums(NamedTuple):
-    """For each row the largest unscaled logit, and the sum of `exp(logit - largest)`."""
+    """For each row the largest unscaled score, and the sum of the softmax.
+
+    Scores are as large as 1e27, whose maximum keeps its weight of 1 because nothing rounds it.
+    """
 
     row_max: Array
     row_sum: Array
@@ -83,7 +87,8 @@ class _AttentionInputs(NamedTuple):
 
     q: Array  # [B, T, N, H]
     k: Array  # [B, T, N, H]
-    sums: _SoftmaxSums  # [B, N, T]
+    row_max: Array  # [B, N, T], of `Softmax`
+    row_sum: Array
 
 
 def _scale(x: IndexerInputs) -> float:
@@ -123,7 +128,7 @@ def _difference_kernel(
     tile, key_tile, batch = (pl.program_id(i) for i in range(3))
     program = IndexerProgram(x, batch, causal)
     n_heads, size = attention.q.shape[2:]
-    scale, width = LOG2_E / math.sqrt(size), power_of_two(size)
+    width = power_of_two(size)
 
     def rows(ref, side: IndexerSide, head) -> Array:
         return load(*view_rows(ref, batch, side.position, head, width, side.exists), 0.0)
@@ -137,8 +142,8 @@ def _difference_kernel(
             q, k = rows(attention.q, query, head), rows(attention.k, key, head)
             logits = matmul(q, k, transpose_b=True)
             index = batch, head, query.position
-            row_max, head_sum = (load(ref.at[index], query.exists, 0.0) for ref in attention.sums)
-            weights = jnp.exp2((hide(logits, mask) - row_max[:, None]) * scale)
+            row_max, head_sum = (load(ref.at[index], query.exists, 0.0) for ref in attention[2:])
+            weights = recompute_weights(hide(logits, mask), (row_max * LOG2_E)[:, None], None, size)
             return total + weights * (1.0 / nonzero(head_sum))[:, None]
 
         weights = jnp.zeros((ROWS, COLUMNS), jnp.float32)
@@ -267,7 +272,7 @@ def _attend_backward(layout, interpret, residuals, d_out):
     segment_ids = _segments(ids, chosen)
     args = q, k, v, segment_ids, seed, *results, d_out
     gradients = block_sparse.backward(layout, *args, interpret=interpret)
-    attention = _AttentionInputs(q, k, _SoftmaxSums(*results[1:]))
+    attention = _AttentionInputs(q, k, *results[1:])
     of_index = _gradient(layout.causal, interpret, index, attention, segment_ids[-1], ids)
     of_index = jax.tree.map(lambda x: x * factor, of_index)
     return *gradients, of_index, None, None, None, None

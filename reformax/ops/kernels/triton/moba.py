@@ -33,6 +33,7 @@ from reformax.ops.kernels.triton.common import (
     column,
     empty_softmax,
     hide,
+    in_logits,
     launch,
     line,
     load,
@@ -45,7 +46,7 @@ from reformax.ops.kernels.triton.common import (
     view_rows,
 )
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.softmax.online import Softmax, nonzero
+from reformax.ops.softmax.online import Softmax
 
 
 class MobaLists(NamedTuple):
@@ -180,7 +181,7 @@ def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
     state = empty_softmax(position.shape[0], x.v.shape[3])
     state = lax.fori_loop(jnp.int32(0), program.n_keys(block, jnp.max(position)), attend, state)
     program.put(out.acc, pair, exists, state.acc)
-    program.put_numbers(out.row_max, pair, exists, state.row_max)
+    program.put_numbers(out.row_max, pair, exists, in_logits(state.row_max, x.q.shape[3]))
     program.put_numbers(out.row_sum, pair, exists, state.row_sum)
 
 
@@ -191,10 +192,9 @@ def _weights(program, x, q, k, query, key, ids, statistics, transposed):
     mask = program.visible(*first((query, ids)), *second((key, key_exists, key_ids)))
     products = matmul(k, q, transpose_b=True) if transposed else matmul(q, k, transpose_b=True)
     row_max, inverse_sum = statistics
-    size = x.q.shape[3]
-    row_max = first(row_max) * (LOG2_E / math.sqrt(size))
+    row_max = first(row_max) * LOG2_E
     inverse_sum = None if inverse_sum is None else first(inverse_sum)
-    p = recompute_weights(hide(products, mask), row_max, inverse_sum, size)
+    p = recompute_weights(hide(products, mask), row_max, inverse_sum, x.q.shape[3])
     return p, program.dropped(x, first(query), second(key))
 
 
@@ -295,28 +295,19 @@ def _inputs(sizes, q, k, v, ids, lists, seed) -> _MobaInputs:
 
 def _attend_forward(sizes, interpret, q, k, v, ids, lists, seed):
     q, k, v = first_order((q, k, v))
-    n_batch, length, n_heads, size = q.shape
+    n_batch, length, n_heads, _ = q.shape
     x = _inputs(sizes, q, k, v, ids, lists, seed)
     pairs = n_batch, n_heads, length * sizes.n_seen
     statistic = jax.ShapeDtypeStruct(pairs, jnp.float32)
     shapes = Softmax(jax.ShapeDtypeStruct((*pairs, v.shape[3]), jnp.float32), statistic, statistic)
     n_tiles = lists.block.shape[2]
-    ((acc, row_max, row_sum),) = _launch(
-        _forward_kernel, sizes, interpret, (x,), (shapes,), n_tiles
-    )
-
+    (parts,) = _launch(_forward_kernel, sizes, interpret, (x,), (shapes,), n_tiles)
     # The softmax of each query over its blocks. Slots that no program wrote are undefined.
     exists = lists.exists
-    acc, row_max, row_sum = (
-        y.reshape(*exists.shape, *y.shape[3:]) for y in (acc, row_max, row_sum)
-    )
-    row_max = jnp.where(exists, row_max, -jnp.inf)
-    total_max = jnp.max(row_max, axis=-1)
-    scale = jnp.exp2((row_max - total_max[..., None]) * (LOG2_E / math.sqrt(size)))
-    row_sum = jnp.sum(jnp.where(exists, row_sum * scale, 0), axis=-1)
-    acc = jnp.sum(jnp.where(exists[..., None], acc * scale[..., None], 0), axis=3)
-    out = jnp.swapaxes(acc / nonzero(row_sum)[..., None], 1, 2).astype(v.dtype)
-    return out, ((q, k, v, ids, lists, seed), (out, total_max, row_sum))
+    parts = Softmax(*(y.reshape(*exists.shape, *y.shape[3:]) for y in parts))
+    whole = parts.merged(axis=3, where=exists)
+    out = jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
+    return out, ((q, k, v, ids, lists, seed), (out, *whole[1:]))
 
 
 def _attend_backward(sizes, interpret, residuals, d_out):

@@ -33,6 +33,7 @@ from reformax.ops.kernels.triton.common import (
     column,
     empty_softmax,
     hide,
+    in_logits,
     launch,
     line,
     load,
@@ -280,7 +281,7 @@ def _forward_kernel(x: _NsaInputs, out: Softmax, *, sizes):
     state = empty_softmax(rows.position.shape[0], x.v.shape[3])
     state = program.over_keys(x, rows, tile, attend, state)
     program.put_rows(out.acc, rows, state.acc / nonzero(state.row_sum)[:, None])
-    program.put_numbers(out.row_max, rows, state.row_max)
+    program.put_numbers(out.row_max, rows, in_logits(state.row_max, x.q.shape[3]))
     program.put_numbers(out.row_sum, rows, state.row_sum)
 
 
@@ -289,11 +290,10 @@ def _weights(program, x, row, q, k, rows, columns, transposed):
     first, second = (line, column) if transposed else (column, line)
     mask = program.visible(first(rows), second(columns))
     products = matmul(k, q, transpose_b=True) if transposed else matmul(q, k, transpose_b=True)
-    size = x.q.shape[3]
-    row_max = first(program.numbers(row.row_max, rows)) * (LOG2_E / math.sqrt(size))
+    row_max = first(program.numbers(row.row_max, rows)) * LOG2_E
     inverse_sum = program.numbers(row.inverse_sum, rows)
     inverse_sum = None if inverse_sum is None else first(inverse_sum)
-    p = recompute_weights(hide(products, mask), row_max, inverse_sum, size)
+    p = recompute_weights(hide(products, mask), row_max, inverse_sum, x.q.shape[3])
     return p, program.dropped(x, first(rows), second(columns))
 
 

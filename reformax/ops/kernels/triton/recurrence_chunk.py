@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.kernels.triton.common import load, power_of_two
+from reformax.ops.kernels.triton.common import load, power_of_two, tile_product
 
 L = 64  # rows of a chunk
 BITS = 6  # of the index of a row
@@ -293,20 +293,6 @@ class ChunkRows(NamedTuple):
             between = c[:, None] - c[None, :]
             pairs = pairs * jnp.exp(jnp.where(seen, between, 0))
         return jnp.where(seen, pairs, 0)
-
-
-def tile_product(a, b, contract: str = "10") -> Float[Array, "I K"]:
-    """The product of two tiles, summed in float32 over the axes `contract`."""
-    dims = (((int(contract[0]),), (int(contract[1]),)), ((), ()))
-    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-
-
-def precise_product(a, b, contract: str = "10", n: int = 2) -> Float[Array, "I K"]:
-    """A product of float32 tiles by n bfloat16 parts of each; with three it is exact to float32."""
-    a_parts, b_parts = parts_of(a, n), parts_of(b, n)
-    terms = [(i, j) for i in range(n) for j in range(n) if i + j < n]
-    terms.sort(key=sum, reverse=True)  # the smallest first
-    return sum(tile_product(a_parts[i], b_parts[j], contract) for i, j in terms)
 
 
 def parts_of(x: Float[Array, "I J"], n: int) -> list[Float[Array, "I J"]]:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from reformax.ops.calls.dispatch import MAX_HEAD_SIZE
-from reformax.ops.kernels.triton.common import power_of_two
+from reformax.ops.kernels.triton.common import matmul_in_parts, power_of_two, tile_product
 from reformax.ops.kernels.triton.recurrence_chunk import (
     BITS,
     L,
@@ -25,9 +25,7 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     chunk_of,
     columns_of,
     parts_of,
-    precise_product,
     sides,
-    tile_product,
     to_float32,
 )
 from reformax.ops.softmax.online import LEAST_SUM
@@ -76,8 +74,10 @@ def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
         corner = jnp.where(across(bit), below, 0)
         result = result - rows.product(rows.product(result, corner), result)
     to_float32 = rows.plan.dtype == jnp.float32
+    n_parts = 3 if to_float32 else 2
     for _ in range(2 if to_float32 else 1):
-        residual = one - result - precise_product(below, result, n=3 if to_float32 else 2)
+        parts = (parts_of(x, n_parts) for x in (below, result))
+        residual = one - result - matmul_in_parts(*parts, contract="10")
         result = result + rows.product(result, residual)
     return result
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from reformax.ops.kernels.triton.common import load, power_of_two
+from reformax.ops.kernels.triton.common import load, matmul_in_parts, power_of_two
 from reformax.ops.kernels.triton.recurrence_chunk import (
     ChunkRows,
     L,
@@ -25,7 +25,7 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     column_mask,
     columns_of,
     joint_mask,
-    precise_product,
+    parts_of,
     to_float32,
 )
 
@@ -181,7 +181,8 @@ def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) 
         outer, keys = left * state.outer, state.keys
         if transitions is not None:
             matrix = program.state(transitions, group, h, n * blocks.v + h).outer
-            outer = precise_product(matrix, state.outer, "00" if reverse else "10")
+            parts = (parts_of(x, 2) for x in (matrix, state.outer))
+            outer = matmul_in_parts(*parts, contract="00" if reverse else "10")
         more = program.state(ends, group, h, v)
         if keys is not None:
             keys = jnp.where(left > 0, left * keys[:, None], 0)[:, 0] + more.keys

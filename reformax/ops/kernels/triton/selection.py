@@ -36,6 +36,7 @@ from reformax.ops.kernels.triton.common import (
     load,
     matmul_in_parts,
     power_of_two,
+    statistics_step,
     view_rows,
 )
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
@@ -191,15 +192,10 @@ def _sums_kernel(x: _SelectionInputs, out, *, sizes: SelectionSizes):
 
     def count(unmasked: bool):
         def step(i, state):
-            row_max, row_sum = state
             summary = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
             exists = None if unmasked else summary < n_summaries
             found = program.logits(rows, summary, exists, False)
-            new = jnp.maximum(row_max, jnp.max(found, axis=1))
-            weights = jnp.exp2(found * program.scale - (new * program.scale)[:, None])
-            return new, row_sum * jnp.exp2((row_max - new) * program.scale) + jnp.sum(
-                weights, axis=1
-            )
+            return statistics_step(*state, found, program.scale)[:2]
 
         return step
 

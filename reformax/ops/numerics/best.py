@@ -1,0 +1,32 @@
+"""The choice of the best few by their scores."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+# Up to so many are found by repeated maxima, more by `lax.top_k`, which sorts.
+MAX_REPEATED_MAX = 4
+
+
+def best_of(
+    scores: Float[Array, "*rows J"], allowed: Bool[Array, "*#rows J"], n_best: int
+) -> Int[Array, "*rows K"]:
+    """The indices of the highest scores among the `allowed` ones, the highest first; -1 is none.
+
+    Of equal scores the first is chosen.
+    """
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    if n_best > MAX_REPEATED_MAX:
+        best, index = lax.top_k(scores, n_best)
+        return jnp.where(best > -jnp.inf, index, -1)
+    number = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    chosen = [number[..., :0]]
+    for _ in range(n_best):  # sorting takes longer than a few loops over a row
+        best = scores.max(axis=-1, keepdims=True)
+        is_best = (scores == best) | (scores != scores)  # NaN comes first, as in `top_k`
+        first = jnp.where(is_best, number, scores.shape[-1]).min(axis=-1, keepdims=True)
+        chosen.append(jnp.where(best > -jnp.inf, first, -1))
+        scores = jnp.where(number == first, -jnp.inf, scores)
+    return jnp.concatenate(chosen, axis=-1)
