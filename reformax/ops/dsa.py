@@ -56,6 +56,7 @@ from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
 
 # The indexer clips its inputs to this magnitude. A score is a product of three inputs.
