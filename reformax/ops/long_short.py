@@ -33,6 +33,7 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     positions_by_slot,
 )
+from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side, Visibility, is_token
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 from reformax.ops.sharding.shard import of_heads
@@ -131,7 +132,7 @@ def _apply(
     @jax.checkpoint  # the gradient computes windows and summaries again instead of keeping them
     def attend(params, q, k, v) -> Float[Array, "B T N V"]:
         length, n_heads = q.shape[1:3]
-        real = jnp.ones((1, length), bool) if segment_ids is None else segment_ids != 0
+        real = jnp.ones((1, length), bool) if segment_ids is None else is_token(segment_ids)
         far, chunk_len = None, min(settings.chunk_len, length) if causal else length
         if settings.rank:
             far = mixtures(settings, params, k, v, real, chunk_len)
@@ -208,10 +209,9 @@ def _by_groups(attend, near: WindowedBlocks, n_far: int) -> Float[Array, "B C L 
 
 def _near(settings: LongShortSettings, near: WindowedBlocks, causal: bool) -> KeysOfKind:
     """The keys of the window."""
-    query, key = near.query_position[..., None], near.key_position[:, :, None]
-    mask = (jnp.abs(query - key) < settings.window) & near.real[:, :, None]
-    if causal:
-        mask = mask & (key <= query)
+    q = Side(near.query_position[..., None])
+    k = Side(near.key_position[:, :, None], exists=near.real[:, :, None])
+    mask = Visibility(causal, settings.window).sees(q, k)
     return KeysOfKind(
         logits=scaled_logits("bclnh,bcmnh->bnclm", near.queries, near.keys),
         values=near.values,
@@ -227,10 +227,9 @@ def _far(
     number = jnp.arange(far.keys.shape[1])
     mask = far.real[:, None, None]
     if chunk_len is not None:
-        before = (
-            number[None, None, None] // settings.rank < near.query_position[..., None] // chunk_len
-        )
-        mask = mask & before
+        query_chunk = near.query_position[..., None] // chunk_len
+        chunk = number[None, None, None] // settings.rank
+        mask = mask & EARLIER_BLOCKS.sees(Side(query_chunk), Side(chunk))
     mask = jnp.broadcast_to(mask, (len(mask), *near.query_position.shape[1:], len(number)))
     return KeysOfKind(
         logits=scaled_logits("bclnh,bsnh->bncls", near.queries, far.keys),
@@ -306,7 +305,8 @@ def _step(
 ) -> tuple[Any, LongShortCache]:
     ring = add_to_ring(cache.ring, k, v, position)
     held = positions_by_slot(position, ring.keys.shape[2])
-    mask = held >= jnp.maximum(position[:, None] - settings.window + 1, 0)
+    rule = Visibility(causal=True, window=settings.window)
+    mask = rule.sees(Side(position[:, None]), Side(held, exists=held >= 0))
     near, far = ring, cache.mixtures
     if settings.dual_norm:
         near = KeyValues(
@@ -317,8 +317,9 @@ def _step(
         )
     if settings.rank:
         far = _with_newest(settings, params, cache, ring, held, position)
-        chunk = position[:, None] // settings.chunk_len
-        seen = jnp.arange(far.keys.shape[2])[None] // settings.rank < chunk
+        query_chunk = position[:, None] // settings.chunk_len
+        chunk = jnp.arange(far.keys.shape[2])[None] // settings.rank
+        seen = EARLIER_BLOCKS.sees(Side(query_chunk), Side(chunk))
         mask = jnp.concatenate([mask, seen], axis=1)
         near = KeyValues(*(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True)))
     return attend_to(q, *near, mask[:, None], "auto"), LongShortCache(ring, far)

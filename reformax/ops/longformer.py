@@ -20,7 +20,8 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS, check_impl
 from reformax.ops.decoding import band as band_cache
-from reformax.ops.masking.bands import NOWHERE, BandMask, first_global, rows_at
+from reformax.ops.masking.bands import first_global, rows_at
+from reformax.ops.masking.visibility import NOWHERE, Visibility
 from reformax.ops.softmax import band
 from reformax.ops.softmax.dropout import seed_words
 
@@ -37,7 +38,7 @@ class LongformerSettings(NamedTuple):
     own_projections: bool
     impl: str
 
-    def bands(self, n_heads: int, causal: bool) -> tuple[BandMask, ...]:
+    def bands(self, n_heads: int, causal: bool) -> tuple[Visibility, ...]:
         """The band of each head, or one for all heads."""
         each = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
         if len(each) not in (1, n_heads):
@@ -45,7 +46,7 @@ class LongformerSettings(NamedTuple):
                 f"dilation is {self.dilation}: expected one number, or one for each of "
                 f"{n_heads} heads"
             )
-        return tuple(BandMask(self.window, n, causal) for n in each)
+        return tuple(Visibility(causal, self.window, n) for n in each)
 
 
 @named

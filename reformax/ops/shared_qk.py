@@ -17,6 +17,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import full_decoding
 from reformax.ops.masking.masks import except_self, segment_pair, visibility
+from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -76,7 +77,7 @@ def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend_s
         seed = seed_words(rng, len(v)) if dropout > 0.0 else None
         alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
         if segment_ids is not None:  # padding does not see itself either
-            alone = alone & (segment_ids != 0)[..., None, None]
+            alone = alone & is_token(segment_ids)[..., None, None]
         return jnp.where(alone, dropped_self_values(v, dropout, seed), out)
 
     @jax.checkpoint

@@ -17,7 +17,8 @@ from reformax.declared import Count, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl
 from reformax.ops.decoding import band as band_cache
-from reformax.ops.masking.bands import BandMask, first_where
+from reformax.ops.masking.bands import first_where
+from reformax.ops.masking.visibility import Visibility, is_token
 from reformax.ops.softmax import band
 
 
@@ -69,9 +70,9 @@ def _apply(
     rng,
 ) -> Array:
     del params, plan
-    real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else segment_ids != 0
+    real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else is_token(segment_ids)
     sink_tokens = first_where(real, n_sinks) if n_sinks else None
-    bands = (BandMask(window, 1, causal),)
+    bands = (Visibility(causal, window),)
     return band.attend(bands, q, k, v, sink_tokens, segment_ids, dropout, rng, impl)
 
 
@@ -80,9 +81,9 @@ def _init_cache(
 ) -> band_cache.BandCache:
     del params, q, plan, rng
     sink_tokens: Int[Array, "B G"] = jnp.tile(jnp.arange(min(n_sinks, capacity))[None], (len(k), 1))
-    return band_cache.fill((BandMask(window, 1, True),), k, v, sink_tokens, lengths, capacity)
+    return band_cache.fill((Visibility(True, window),), k, v, sink_tokens, lengths, capacity)
 
 
 def _step(window: int, impl: str, params, q, k, v, cache: band_cache.BandCache, *, position):
     del params
-    return band_cache.step((BandMask(window, 1, True),), q, k, v, cache, position, impl)
+    return band_cache.step((Visibility(True, window),), q, k, v, cache, position, impl)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.dispatch import choose_impl, kernel_obstacles
+from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
@@ -270,6 +271,7 @@ def ring_decoding(
     steps run in array operations, whatever `impl` is.
     """
     impl = "auto" if impl == "cudnn" else impl
+    rule = Visibility(exclude_self=shared_qk)  # a ring holds no later position
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
         del params, plan, rng
@@ -280,9 +282,8 @@ def ring_decoding(
         new = KeyValues(length_normalize(q) if shared_qk else k, v)
         newest = position[:, None]
         in_ring = positions_by_slot(position, cache.keys.shape[2])
-        mask = in_ring >= jnp.maximum(first(newest), 0)
-        if shared_qk:
-            mask = mask & (in_ring != newest)
+        held = in_ring >= jnp.maximum(first(newest), 0)
+        mask = rule.sees(Side(newest), Side(in_ring, exists=held))
         alone = v if shared_qk and attend_self_if_alone else None
         added = None if bias is None else bias(in_ring)
         if origins is None:
