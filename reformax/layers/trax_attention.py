@@ -32,6 +32,7 @@ from reformax.ops.base import AttentionOp
 from reformax.ops.hashing import angular as hashing
 from reformax.ops.hashing import sorting
 from reformax.ops.hashing.circle import SELF_SCORE, in_a_circle
+from reformax.ops.masking.visibility import is_token
 from reformax.ops.softmax.orders import ChunkSizes
 
 
@@ -375,7 +376,7 @@ class LSHSelfAttention(TraxAttention):
             rngs, subrngs = jnp.moveaxis(jax.vmap(jax.vmap(jax.random.split))(rngs), 2, 0)
             buckets = self._hash(jax.lax.stop_gradient(qkv.q), factors, subrngs)
             if segment_ids is not None:
-                buckets = jnp.where(segment_ids[:, None, None] > 0, buckets, n_buckets - 1)
+                buckets = jnp.where(is_token(segment_ids)[:, None, None], buckets, n_buckets - 1)
             new = (buckets + first).reshape(*buckets.shape[:2], -1)
             stored = jnp.zeros_like(stored).at[..., : new.shape[-1]].set(new)
         else:

@@ -50,6 +50,7 @@ from reformax.ops.hashing.sorting import sort_by_bucket
 from reformax.ops.lsh import Buckets, HashCount
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import tokens_only
+from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, Chunking, ChunkSizes, Order
 
@@ -313,7 +314,8 @@ class CentredAngularHash(NamedTuple):
         of_keys = with_bucket(of_keys, of_key, position)
         order, _, _ = insert_newest(order, of_keys, of_key, newest)
         # Equal buckets are sorted by position, so the newest query comes last.
-        up_to = (of_queries <= of_query) & (arange_last(capacity) <= newest)
+        so_far = CAUSAL.sees(Side(newest), Side(arange_last(capacity)))
+        up_to = (of_queries <= of_query) & so_far
         query_slot = up_to.sum(axis=-1, keepdims=True) - 1
         new = AsymmetricLshState(
             total + key[:, 0], of_queries, of_keys, order, SharedByBatch(rotations)

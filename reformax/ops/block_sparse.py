@@ -28,6 +28,7 @@ from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_
 from reformax.ops.masking.bands import first_global, ids_at, rows_at
 from reformax.ops.masking.masks import ids_or_ones, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
+from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.sharding.shard import all_heads
 from reformax.ops.softmax import band, block_lists, tiles
 from reformax.ops.softmax.block_lists import MIN_TILE, Layout, TileLists
@@ -211,7 +212,8 @@ class block_sparse(AttentionOp):
         seen = (seen * block_k + jnp.arange(block_k)[None, None, None]).reshape(*seen.shape[:2], -1)
         index = jnp.minimum(seen, capacity - 1)[..., None]
         keys, values = (jnp.take_along_axis(x, index, axis=2) for x in cache)
-        return attend_to(q, keys, values, seen <= position[:, None, None], self.impl), cache
+        mask = CAUSAL.sees(Side(position[:, None, None]), Side(seen))
+        return attend_to(q, keys, values, mask, self.impl), cache
 
 
 def _attend(layout: Layout, impl: str, q, k, v, segment_ids, seed) -> Float[Array, "B T N V"]:

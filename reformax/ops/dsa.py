@@ -49,6 +49,7 @@ from reformax.ops.decoding.cache import (
     replace_in_memory,
 )
 from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
 from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, product
@@ -158,7 +159,7 @@ class dsa(AttentionOp):
         length = q.shape[1]
         ids = ids_or_ones(segment_ids, q)
         index, index_keys = _index_queries(params, q), _index_keys(params, k)
-        n_tokens = devices.total(jnp.sum(ids != 0), row_axes_of(shard))
+        n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(shard))
         factor = self.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
@@ -214,7 +215,8 @@ class dsa(AttentionOp):
         row = jnp.arange(q.shape[0])
         index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
         scores = _scores(_index_queries(params, q), index)
-        allowed = jnp.arange(index.shape[1])[None, None] <= position[:, None, None]
+        so_far = Side(jnp.arange(index.shape[1])[None, None])
+        allowed = CAUSAL.sees(Side(position[:, None, None]), so_far)
         chosen = best_of(scores, allowed, min(self.top_k, index.shape[1]))  # [B, 1, K]
         at = jnp.maximum(chosen, 0)[..., None]
         keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
@@ -256,9 +258,8 @@ def _scores(index: IndexQueries, keys: Float[Array, "B S D"]) -> Float[Array, "B
 
 def _visible(causal: bool, ids: Int[Array, "#B S"], query_ids, position) -> Bool[Array, "B Q S"]:
     """Which keys the queries of a chunk may see, by causality and segment."""
-    allowed = (ids[:, None] == query_ids[..., None]) & (ids != 0)[:, None]
-    later = jnp.arange(ids.shape[1])[None, None] > position[..., None]
-    return allowed & ~later if causal else allowed
+    k = Side(jnp.arange(ids.shape[1])[None, None], ids[:, None])
+    return Visibility(causal).sees(Side(position[..., None], query_ids[..., None]), k)
 
 
 def _is_chosen(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:

@@ -32,6 +32,7 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.hashing import sorted_groups
 from reformax.ops.hashing.angular import MAX_FACTOR, draw_rotations, hash_by
 from reformax.ops.hashing.sorted_groups import SortedSequence
+from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import tiles
 from reformax.ops.softmax.block_lists import SortedLayout
@@ -173,7 +174,8 @@ class hash_sparse(AttentionOp):
         buckets = buckets.at[jnp.arange(q.shape[0]), :, position].set(key_bucket[..., 0])
         key = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
         newest = position[:, None, None]
-        mask = (buckets == query_bucket) & (key < newest if self.shared_qk else key <= newest)
+        rule = Visibility(causal=True, exclude_self=self.shared_qk)
+        mask = (buckets == query_bucket) & rule.sees(Side(newest), Side(key))
         alone = v if self.attend_self_if_alone else None
         out = attend_to(q, *memory, mask, self.impl, alone)
         return out, HashSparseCache(memory, buckets, SharedByBatch(rotations))

@@ -33,6 +33,7 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     positions_by_slot,
 )
+from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side, Visibility, is_token
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 from reformax.ops.sharding.shard import of_heads
@@ -118,7 +119,7 @@ class long_short(AttentionOp):
         @jax.checkpoint  # the gradient computes windows and summaries again instead of keeping them
         def attend(params, q, k, v) -> Float[Array, "B T N V"]:
             length, n_heads = q.shape[1:3]
-            real = jnp.ones((1, length), bool) if segment_ids is None else segment_ids != 0
+            real = jnp.ones((1, length), bool) if segment_ids is None else is_token(segment_ids)
             far, chunk_len = None, min(self.chunk_len, length) if causal else length
             if self.rank:
                 far = self._mixtures(params, k, v, real, chunk_len)
@@ -166,10 +167,9 @@ class long_short(AttentionOp):
 
     def _near(self, near: WindowedBlocks, causal: bool) -> KeysOfKind:
         """The keys of the window."""
-        query, key = near.query_position[..., None], near.key_position[:, :, None]
-        mask = (jnp.abs(query - key) < self.window) & near.real[:, :, None]
-        if causal:
-            mask = mask & (key <= query)
+        q = Side(near.query_position[..., None])
+        k = Side(near.key_position[:, :, None], exists=near.real[:, :, None])
+        mask = Visibility(causal, self.window).sees(q, k)
         return KeysOfKind(
             logits=scaled_logits("bclnh,bcmnh->bnclm", near.queries, near.keys),
             values=near.values,
@@ -182,10 +182,9 @@ class long_short(AttentionOp):
         number = jnp.arange(far.keys.shape[1])
         mask = far.real[:, None, None]
         if chunk_len is not None:
-            before = (
-                number[None, None, None] // self.rank < near.query_position[..., None] // chunk_len
-            )
-            mask = mask & before
+            query_chunk = near.query_position[..., None] // chunk_len
+            chunk = number[None, None, None] // self.rank
+            mask = mask & EARLIER_BLOCKS.sees(Side(query_chunk), Side(chunk))
         mask = jnp.broadcast_to(mask, (len(mask), *near.query_position.shape[1:], len(number)))
         return KeysOfKind(
             logits=scaled_logits("bclnh,bsnh->bncls", near.queries, far.keys),
@@ -242,7 +241,8 @@ class long_short(AttentionOp):
     ) -> tuple[Any, LongShortCache]:
         ring = add_to_ring(cache.ring, k, v, position)
         held = positions_by_slot(position, ring.keys.shape[2])
-        mask = held >= jnp.maximum(position[:, None] - self.window + 1, 0)
+        rule = Visibility(causal=True, window=self.window)
+        mask = rule.sees(Side(position[:, None]), Side(held, exists=held >= 0))
         near, far = ring, cache.mixtures
         if self.dual_norm:
             near = KeyValues(
@@ -253,8 +253,9 @@ class long_short(AttentionOp):
             )
         if self.rank:
             far = self._with_newest(params, cache, ring, held, position)
-            chunk = position[:, None] // self.chunk_len
-            seen = jnp.arange(far.keys.shape[2])[None] // self.rank < chunk
+            query_chunk = position[:, None] // self.chunk_len
+            chunk = jnp.arange(far.keys.shape[2])[None] // self.rank
+            seen = EARLIER_BLOCKS.sees(Side(query_chunk), Side(chunk))
             mask = jnp.concatenate([mask, seen], axis=1)
             near = KeyValues(
                 *(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True))

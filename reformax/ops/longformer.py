@@ -19,7 +19,8 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.decoding import band as band_cache
-from reformax.ops.masking.bands import NOWHERE, BandMask, first_global, rows_at
+from reformax.ops.masking.bands import first_global, rows_at
+from reformax.ops.masking.visibility import NOWHERE, Visibility
 from reformax.ops.softmax import band
 
 STEPS = "a number of at least 1, or one for each head"
@@ -79,7 +80,7 @@ class longformer(AttentionOp):
         if self.dilation == ():
             raise SettingError(f"dilation is {self.dilation}: expected {STEPS}")
 
-    def _bands(self, n_heads: int, causal: bool) -> tuple[BandMask, ...]:
+    def _bands(self, n_heads: int, causal: bool) -> tuple[Visibility, ...]:
         """The band of each head, or one for all heads."""
         each = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
         if len(each) not in (1, n_heads):
@@ -87,7 +88,7 @@ class longformer(AttentionOp):
                 f"dilation is {self.dilation}: expected one number, or one for each of "
                 f"{n_heads} heads"
             )
-        return tuple(BandMask(self.window, n, causal) for n in each)
+        return tuple(Visibility(causal, self.window, n) for n in each)
 
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
         if not (self.n_global and self.own_projections):

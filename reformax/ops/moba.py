@@ -36,6 +36,7 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
+from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
 from reformax.ops.numerics.query_chunks import in_blocks
@@ -104,8 +105,8 @@ class moba(AttentionOp):
         def best(queries):
             q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
             scores = _products(q, means)
-            allowed = jnp.arange(means.shape[1])[None] < (position // size)[:, None]
-            allowed = allowed[None] & (ids[..., None] == block_ids[:, None]) & (ids != 0)[..., None]
+            q, k = (position // size)[None, :, None], jnp.arange(means.shape[1])[None, None]
+            allowed = EARLIER_BLOCKS.sees(Side(q, ids[..., None]), Side(k, block_ids[:, None]))
             return best_of(scores, allowed[:, None], n_best)
 
         def in_arrays() -> Int[Array, "B N T K-1"]:
@@ -163,12 +164,14 @@ class moba(AttentionOp):
         query = q[:, 0].astype(sums.dtype).reshape(n_rows, -1, group, q.shape[3])
         scores = jnp.einsum("bgmh,bgch->bgmc", query, sums / size, precision=lax.Precision.HIGHEST)
         scores = scores.reshape(n_rows, n_heads, -1)
-        allowed = jnp.arange(n_blocks, dtype=jnp.int32)[None, None] < query_block[:, None, None]
+        block = Side(jnp.arange(n_blocks, dtype=jnp.int32)[None, None])
+        allowed = EARLIER_BLOCKS.sees(Side(query_block[:, None, None]), block)
         chosen = best_of(scores, allowed, min(self.top_k, n_blocks) - 1)
         query_block = jnp.broadcast_to(query_block[:, None, None], (*chosen.shape[:2], 1))
         blocks = jnp.concatenate([query_block, chosen.astype(jnp.int32)], axis=-1)
         key = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
-        mask = (key >= 0) & (key <= position[:, None, None, None])
+        of_query = Side(position[:, None, None, None])
+        mask = CAUSAL.sees(of_query, Side(key, exists=key >= 0))
         key = key.reshape(*key.shape[:2], -1)
         row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
         keys, values = (x[row, head, jnp.clip(key, 0, capacity - 1)] for x in memory)
@@ -190,9 +193,9 @@ def _means(
 ) -> tuple[Int[Array, "B C"], Float[Array, "B C N H"]]:
     """The segment of each block's last token, and the mean of the block's keys of that segment."""
     keys, ids = in_blocks(k.astype(accum_dtype(k.dtype)), size), in_blocks(ids, size)
-    last = jnp.max(jnp.where(ids != 0, jnp.arange(ids.shape[2])[None, None], 0), axis=2)
+    last = jnp.max(jnp.where(is_token(ids), jnp.arange(ids.shape[2])[None, None], 0), axis=2)
     block_ids = jnp.take_along_axis(ids, last[..., None], axis=2)
-    included = (ids == block_ids) & (ids != 0)
+    included = Visibility().sees(Side(None, block_ids), Side(None, ids))
     count = jnp.maximum(included.sum(axis=2), 1).astype(keys.dtype)
     key_sum = jnp.where(included[..., None, None], keys, 0).sum(axis=2)
     return block_ids[..., 0], key_sum / count[..., None, None]
@@ -266,7 +269,7 @@ def _tile(seed, dropout, queries, keys, q, k, v) -> Softmax:
     query, query_ids = (x[..., None] for x in queries)
     block, key_ids = (x[..., None, :] for x in (keys[0][..., None], keys[1]))
     key = block * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
-    mask = (key <= query) & (query_ids == key_ids) & (key_ids != 0)
+    mask = CAUSAL.sees(Side(query, query_ids), Side(key, key_ids))
     return gathered_softmax(q, k, v, mask, (query, key), dropout, seed)
 
 

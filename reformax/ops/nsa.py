@@ -43,8 +43,9 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     positions_by_slot,
 )
-from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.masks import ids_or_ones, segment_begins
 from reformax.ops.masking.padding import tokens_only
+from reformax.ops.masking.visibility import CAUSAL, Side, same_segment
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
@@ -204,7 +205,7 @@ class nsa(AttentionOp):
             for name, x in (("k", k), ("v", v))
         )
         ids = self._in_summaries(jnp.broadcast_to(ids, k.shape[:2]))
-        ids = jnp.where((ids == ids[:, :, :1]).all(axis=2), ids[:, :, 0], 0)
+        ids = jnp.where(same_segment(ids, ids[:, :, :1]).all(axis=2), ids[:, :, 0], 0)
         return Summaries(keys, values, ids)
 
     # Which blocks are selected.
@@ -368,8 +369,8 @@ class nsa(AttentionOp):
                 chosen[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
             )
             key = key.reshape(*key.shape[:3], -1)
-            mask = (key >= 0) & (key <= position[:, None, :, None])
-            mask = mask & (key_ids == ids[:, None, :, None]) & (key_ids != 0)
+            of_query = Side(position[:, None, :, None], ids[:, None, :, None])
+            mask = CAUSAL.sees(of_query, Side(key, key_ids, exists=key >= 0))
             selected = softmax_over(
                 scaled_logits("bqgmh,bgqkh->bgmqk", q, keys),
                 mask[:, :, None],
@@ -437,13 +438,14 @@ class nsa(AttentionOp):
         newest = add_to_ring(cache.newest, k, v, position)
         summaries = fitted._with_newest(params, cache.summaries, newest, position)
         last = fitted._last(summaries.keys.shape[2])
-        seen = (last <= position[:, None])[:, None]
+        of_query = Side(position[:, None])
+        seen = CAUSAL.sees(of_query, Side(last))[:, None]
         position_held = positions_by_slot(position, window.keys.shape[2])
         window_mask = (position_held >= jnp.maximum(position[:, None] - fitted.window + 1, 0))[
             :, None
         ]
         key = fitted._selected_positions(q, summaries.keys, seen, position, memory.keys.shape[2])
-        mask = (key >= 0) & (key <= position[:, None, None])
+        mask = CAUSAL.sees(Side(position[:, None, None]), Side(key, exists=key >= 0))
         index = jnp.clip(key, 0, memory.keys.shape[2] - 1)[..., None]
         chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
         mask = jnp.repeat(mask, q.shape[2] // memory.keys.shape[1], axis=1)
@@ -504,8 +506,8 @@ class Summaries(NamedTuple):
 
     def seen(self, last: Int[Array, "1 C"], ids, position) -> Bool[Array, "B Q C"]:
         """Which summaries, whose last positions are `last`, the queries see, by `ids [B, Q]`."""
-        mask = (last[None] <= position[..., None]) & (ids[..., None] == self.ids[:, None])
-        return mask & (ids != 0)[..., None]
+        q, k = Side(position[..., None], ids[..., None]), Side(last[None], self.ids[:, None])
+        return CAUSAL.sees(q, k)
 
 
 def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
@@ -527,7 +529,7 @@ def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     order = jnp.argsort(ids, axis=1, stable=True).astype(jnp.int32)
     sorted_ids = jnp.take_along_axis(ids, order, axis=1)
     slot = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    new = jnp.pad(sorted_ids[:, 1:] != sorted_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    new = segment_begins(sorted_ids)
     first = jnp.take_along_axis(order, lax.cummax(jnp.where(new, slot, 0), axis=1), axis=1)
     return jnp.zeros_like(order).at[jnp.arange(len(ids))[:, None], order].set(first)
 

@@ -25,6 +25,7 @@ from reformax.ops import flash
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KERNELS
+from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax.masked import scaled_logits
@@ -86,7 +87,7 @@ class nystromformer(AttentionOp):
         queries, keys = (segment_means(x, groups).astype(q.dtype) for x in (q, k))
         of_landmarks = to_landmarks = None
         if segment_ids is not None:
-            tokens, real = segment_ids != 0, groups.real.any(axis=-1)
+            tokens, real = is_token(segment_ids), groups.real.any(axis=-1)
             of_landmarks, to_landmarks = (
                 tuple(ids.astype(jnp.int32) for ids in pair)
                 for pair in ((real, tokens), (tokens, real))
@@ -127,8 +128,9 @@ def landmark_groups(
     if segment_ids is None:
         order, n_tokens = jnp.arange(length)[None], jnp.full(1, length)
     else:
-        order = jnp.argsort(segment_ids == 0, axis=1, stable=True)  # tokens first, in their order
-        n_tokens = jnp.sum(segment_ids != 0, axis=1, dtype=jnp.int32)
+        tokens = is_token(segment_ids)
+        order = jnp.argsort(~tokens, axis=1, stable=True)  # tokens first, in their order
+        n_tokens = jnp.sum(tokens, axis=1, dtype=jnp.int32)
     landmark = jnp.arange(n_landmarks + 1)[None]
     # ceil(landmark * n_tokens / n_landmarks), without the product, which may overflow int32.
     whole, rest = jnp.divmod(n_tokens[:, None], n_landmarks)

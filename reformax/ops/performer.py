@@ -32,6 +32,7 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order
+from reformax.ops.masking.masks import segment_begins
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.means import KEPT, mean, quotient, with_ones
 from reformax.ops.recurrence.random_features import (
@@ -251,8 +252,7 @@ def running_max(
         return largest, largest - jnp.concatenate([begin, end], axis=1)
     order, x, ids = contiguous_segments(x, segment_ids)
     x, ids = (jnp.flip(y, axis=1) if reverse else y for y in (x, ids))
-    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    begins = jnp.broadcast_to(begins[..., None, None], x.shape)
+    begins = jnp.broadcast_to(segment_begins(ids)[..., None, None], x.shape)
 
     def larger(a, b):
         (a_begins, a), (b_begins, b) = a, b

@@ -32,6 +32,7 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
+from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import in_blocks
@@ -238,11 +239,8 @@ class routing(AttentionOp):
           q, k, v: `[B, N, W, ...]`.
         """
         query, key = query[..., None], key[..., None, :]
-        mask = (query >= 0) & (key >= 0)
-        if causal:
-            mask = mask & (key <= query)
-        if self.shared_qk:
-            mask = mask & (key != query)
+        q_side, k_side = (Side(x, exists=x >= 0) for x in (query, key))
+        mask = Visibility(causal, exclude_self=self.shared_qk).sees(q_side, k_side)
         return gathered_softmax(q, k, v, mask, (query, key), dropout, seed)
 
     def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> RoutingCache:
@@ -264,7 +262,8 @@ class routing(AttentionOp):
         )
         capacity = memory.keys.shape[2]
         newest = position[:, None, None, None]
-        exists = jnp.arange(capacity)[None, None, None] <= newest
+        so_far = Side(jnp.arange(capacity)[None, None, None])
+        exists = CAUSAL.sees(Side(newest), so_far)
         n_members = self._n_members(position + 1)
         n_members = jnp.broadcast_to(n_members, position.shape)[:, None, None, None]
         # Among equal products earlier positions come first, so the newest is the last.
@@ -290,7 +289,7 @@ def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
 
 
 def _token_mask(segment_ids: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
-    return jnp.ones(x.shape[:2], bool) if segment_ids is None else jnp.asarray(segment_ids) != 0
+    return jnp.ones(x.shape[:2], bool) if segment_ids is None else is_token(segment_ids)
 
 
 # Decoding. T is the capacity.

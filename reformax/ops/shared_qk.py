@@ -15,6 +15,7 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import except_self, segment_pair, visibility
+from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -70,7 +71,7 @@ class shared_qk(RingDecoding, AttentionOp):
                 return out
             alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
             if segment_ids is not None:  # padding does not see itself either
-                alone = alone & (segment_ids != 0)[..., None, None]
+                alone = alone & is_token(segment_ids)[..., None, None]
             return jnp.where(alone, dropped_self_values(v, dropout, seed), out)
 
         @jax.checkpoint

@@ -15,7 +15,8 @@ from reformax.declared import Count, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.decoding import band as band_cache
-from reformax.ops.masking.bands import BandMask, first_where
+from reformax.ops.masking.bands import first_where
+from reformax.ops.masking.visibility import Visibility, is_token
 from reformax.ops.softmax import band
 
 
@@ -54,9 +55,9 @@ class sinks(AttentionOp):
 
     def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard) -> Array:
         del params, plan
-        real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else segment_ids != 0
+        real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else is_token(segment_ids)
         sink_tokens = first_where(real, self.n_sinks) if self.n_sinks else None
-        bands = (BandMask(self.window, 1, causal),)
+        bands = (Visibility(causal, self.window),)
         return band.attend(bands, q, k, v, sink_tokens, segment_ids, dropout, seed, self.impl)
 
     def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> band_cache.BandCache:
@@ -70,6 +71,6 @@ class sinks(AttentionOp):
         return band_cache.step(self._bands, q, k, v, cache, position, self.impl)
 
     @property
-    def _bands(self) -> tuple[BandMask, ...]:
+    def _bands(self) -> tuple[Visibility, ...]:
         """The band of a causal call."""
-        return (BandMask(self.window, 1, True),)
+        return (Visibility(True, self.window),)

@@ -28,6 +28,7 @@ from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.hashing import asymmetric
 from reformax.ops.hashing.sorting import sort_by_bucket
 from reformax.ops.lsh import HashCount
+from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.softmax.orders import ChunkSizes
 
 
@@ -130,7 +131,8 @@ class AsymmetricHash(NamedTuple):
             x.at[row, :, position].set(asymmetric.squared_lengths(new)[..., 0])
             for x, new in zip(squares, (q, k), strict=True)
         )
-        exists = jnp.arange(capacity)[None, None] <= position[:, None, None]
+        so_far = Side(jnp.arange(capacity)[None, None])
+        exists = CAUSAL.sees(Side(position[:, None, None]), so_far)
         # M may grow with every position, and all hashes change with it.
         most = sum(
             asymmetric.largest_of_segment(jnp.where(exists, x, 0), segment_ids=None)

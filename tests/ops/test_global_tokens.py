@@ -8,8 +8,8 @@ import pytest
 from reformax.layers import Attention
 from reformax.ops import block_patterns, block_sparse, longformer
 from reformax.ops.calls.dispatch import INTERPRETED
-from reformax.ops.masking.bands import BandMask
 from reformax.ops.masking.masks import Tokens
+from reformax.ops.masking.visibility import Visibility
 from reformax.ops.softmax import band
 from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from tests.helpers import assert_trees_close, with_gradients
@@ -186,7 +186,7 @@ def test_each_head_has_its_own_dilation_and_no_gradient_is_scattered():
     """A GPU adds up atomically what is scattered, which takes longer than the attention."""
     rng = np.random.default_rng(8)
     q, k, v = rng.normal(size=(3, 2, LENGTH, 3, 4)).astype(np.float32)
-    bands = [BandMask(3, dilation, causal=False) for dilation in (2, 1, 2)]
+    bands = [Visibility(False, 3, dilation) for dilation in (2, 1, 2)]
 
     def attended(q, k, v, bands):
         return band.attend(bands, q, k, v, None, None, 0.0, None, "xla")

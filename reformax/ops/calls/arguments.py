@@ -14,6 +14,7 @@ import numpy as np
 
 from reformax.declared import Rate, Unsupported, check, shown
 from reformax.ops.masking.masks import segment_pair
+from reformax.ops.masking.visibility import is_token, same_segment
 
 
 def check_arguments(
@@ -161,8 +162,8 @@ def _check_one_segment(op, ids) -> None:
         found = "integers, which may be several"
     else:
         ids = np.asarray(ids)
-        first = np.take_along_axis(ids, (ids != 0).argmax(axis=1)[:, None], axis=1)
-        several = (ids != 0) & (ids != first)
+        first = np.take_along_axis(ids, is_token(ids).argmax(axis=1)[:, None], axis=1)
+        several = is_token(ids) & ~same_segment(ids, first)
         if not np.any(several):
             return
         found = "several"

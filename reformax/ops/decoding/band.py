@@ -14,7 +14,8 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     positions_by_slot,
 )
-from reformax.ops.masking.bands import BandMask, rows_at
+from reformax.ops.masking.bands import outside_band, rows_at
+from reformax.ops.masking.visibility import Side, Visibility
 
 
 class BandCache(NamedTuple):
@@ -26,7 +27,7 @@ class BandCache(NamedTuple):
 
 
 def fill(
-    bands: tuple[BandMask, ...],
+    bands: tuple[Visibility, ...],
     k: Array,
     v: Array,
     global_positions: Int[Array, "B G"],
@@ -43,7 +44,7 @@ def fill(
 
 
 def step(
-    bands: tuple[BandMask, ...], q, k, v, cache: BandCache, position, impl: str
+    bands: tuple[Visibility, ...], q, k, v, cache: BandCache, position, impl: str
 ) -> tuple[Any, BandCache]:
     """Attention of one more position."""
     ring, of_global = add_to_ring(cache.ring, k, v, position), cache.global_positions
@@ -55,10 +56,10 @@ def step(
         )
     )
     in_ring = positions_by_slot(position, ring.keys.shape[2])
-    masks = []
+    newest, masks = Side(position[:, None]), []
     for band in bands:
-        near = band.sees(position[:, None], in_ring) & (in_ring >= 0)
-        far = (of_global <= position[:, None]) & ~band.sees(position[:, None], of_global)
+        near = band.sees(newest, Side(in_ring, exists=in_ring >= 0))
+        far = outside_band(band, newest, Side(of_global))
         masks.append(jnp.concatenate([near, far], axis=1))
     both = (jnp.concatenate(pair, axis=2) for pair in zip(ring, global_rows, strict=True))
     new = BandCache(ring, global_rows, of_global)

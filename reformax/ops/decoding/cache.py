@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
+from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.masked import scaled_logits, softmax_over
@@ -266,9 +267,9 @@ class RingDecoding:
         new = KeyValues(length_normalize(q) if self.shared_qk else k, v)
         newest = position[:, None]
         in_ring = positions_by_slot(position, cache.keys.shape[2])
-        mask = in_ring >= jnp.maximum(self._first_key(newest), 0)
-        if self.shared_qk:
-            mask = mask & (in_ring != newest)
+        held = in_ring >= jnp.maximum(self._first_key(newest), 0)
+        rule = Visibility(exclude_self=self.shared_qk)  # a ring holds no later position
+        mask = rule.sees(Side(newest), Side(in_ring, exists=held))
         alone = v if self.shared_qk and self.attend_self_if_alone else None
         added = None if bias is None else bias(in_ring)
         if origins is None:

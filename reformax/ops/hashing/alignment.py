@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
+from reformax.ops.masking.visibility import is_token
 from reformax.ops.softmax.orders import Order, inverse_permutation
 
 _MOST = jnp.iinfo(jnp.int32).max
@@ -93,7 +94,7 @@ def _ids(segment_ids: SegmentIds) -> Int[Array, "B T+S"]:
     def has_keys(number: Int[Array, " T+S"]) -> Bool[Array, " T+S"]:
         return jax.ops.segment_max(is_key, number, num_segments=len(number))[number]
 
-    return jnp.where((ids != 0) & jax.vmap(has_keys)(segment_numbers(ids)), ids, _MOST)
+    return jnp.where(is_token(ids) & jax.vmap(has_keys)(segment_numbers(ids)), ids, _MOST)
 
 
 def _regions(ids: Int[Array, "B T+S"], n_queries: int, ratio: int) -> _Regions:

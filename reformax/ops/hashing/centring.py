@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order
 from reformax.ops.masking.masks import segment_numbers
+from reformax.ops.masking.visibility import same_segment
 from reformax.ops.numerics.precision import accum_dtype, product
 
 # Positions of a block. So many products for each number take no longer than reading it.
@@ -86,15 +87,15 @@ def sums_before(
         for i in (ids, sought)
     )
     before = jnp.tril(jnp.ones((1, 1, size, size), bool), -1)
-    seen = (sought[..., :, None] == ids[..., None, :]) & before
+    seen = same_segment(sought[..., :, None], ids[..., None, :]) & before
     sums = product("bcij,bcjf->bcif", seen, x, x.dtype, lax.Precision.HIGHEST)
     if length > size:
         # A block seeks at most one id of earlier blocks, the last one of the block before. `where`
         # keeps sums that overflow from reaching other ids.
         end = ids[..., -1:]
-        same = sought[..., -1:] == end
+        same = same_segment(sought[..., -1:], end)
         ends = x[:, :, -1].astype(sums.dtype) + jnp.where(same, sums[:, :, -1], 0)
         last = jnp.pad(end[:, :-1], ((0, 0), (1, 0), (0, 0)))
         carried = sums_before(ends, end[..., 0], last[..., 0])
-        sums = sums + jnp.where((sought == last)[..., None], carried[:, :, None], 0)
+        sums = sums + jnp.where(same_segment(sought, last)[..., None], carried[:, :, None], 0)
     return sums.reshape(len(x), -1, x.shape[-1])[:, :length]

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int
 from reformax.declared import Unsupported
 from reformax.ops.hashing.sorting import sort_by_bucket
 from reformax.ops.masking.masks import segment_numbers
+from reformax.ops.masking.visibility import CAUSAL, Side, is_token
 from reformax.ops.softmax import tiles
 
 _take = functools.partial(jnp.take_along_axis, axis=-1, mode="promise_in_bounds")
@@ -54,7 +55,7 @@ def sort(
             )
         segment_ids = jnp.asarray(segment_ids)
         group = group + (segment_numbers(segment_ids) * n_buckets)[:, None]
-        group = jnp.where((segment_ids != 0)[:, None], group, 0)
+        group = jnp.where(is_token(segment_ids)[:, None], group, 0)
     position = sort_by_bucket(group[:, :, None], n_groups + 1, None, 0).query_positions[:, :, 0]
     return SortedSequence(position, _take(group, position))
 
@@ -93,7 +94,7 @@ def sees_no_key(
     slot = jnp.minimum(first, keys.group.shape[-1] - 1)
     seen = (first == slot) & (_take(keys.group, slot) == queries.group)
     if causal:
-        seen = seen & (_take(keys.position, slot) <= queries.position)
+        seen = seen & CAUSAL.sees(Side(queries.position), Side(_take(keys.position, slot)))
     return ~seen
 
 

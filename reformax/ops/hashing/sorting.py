@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from reformax.ops.masking.masks import segment_numbers
+from reformax.ops.masking.visibility import is_token
 from reformax.ops.softmax.orders import Order
 
 _take = functools.partial(jnp.take_along_axis, axis=-1, mode="promise_in_bounds")
@@ -72,7 +73,7 @@ def _sort_as_one_row(keys: Int[Array, "*d T"], n_keys: int) -> Int[Array, "*d T"
 def _last_if_padding(segment_ids: Int[Array, "B T"], n_pad: int) -> Int[Array, "B Tp"]:
     """Segment ids to sort by, of a sequence padded by `n_pad`. Padding is last."""
     segment_ids = jnp.pad(jnp.asarray(segment_ids, jnp.int32), ((0, 0), (0, n_pad)))
-    return jnp.where(segment_ids == 0, jnp.iinfo(jnp.int32).max, segment_ids)
+    return jnp.where(is_token(segment_ids), segment_ids, jnp.iinfo(jnp.int32).max)
 
 
 def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:

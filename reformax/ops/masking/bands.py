@@ -1,37 +1,16 @@
-"""The masks of bands: a query sees neighbouring keys, and global tokens anywhere in the sequence.
+"""Global tokens, which see and are seen anywhere in the sequence: their positions and rows.
 
 Letters besides those of `reformax.ops.base`: G global tokens.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
-# The position of a global token that does not exist.
-NOWHERE = np.iinfo(np.int32).max
-
-
-class BandMask(NamedTuple):
-    """The neighbours that a query sees."""
-
-    window: int  # a key is visible fewer than `window` steps away
-    dilation: int  # positions in a step
-    causal: bool
-
-    def within(self, length: int) -> BandMask:
-        """The band with sizes of at most `length`; it has the same mask there."""
-        return self._replace(window=min(self.window, length), dilation=min(self.dilation, length))
-
-    def sees(self, query, key) -> Bool[Array, "*d"]:
-        """Whether queries see keys, given by their positions, which broadcast."""
-        ahead = key - query
-        reach = min(self.window * self.dilation, NOWHERE)
-        near = (jnp.abs(ahead) < reach) & (ahead % self.dilation == 0)
-        return near & (ahead <= 0) if self.causal else near
+from reformax.ops.masking.visibility import NOWHERE, Side, Visibility, all_of, is_token
 
 
 def rows_at(x: Array, positions: Int[Array, "#B G"]) -> Array:
@@ -60,6 +39,12 @@ def first_global(
     """The positions of the first `n` global tokens of each row; None without global tokens."""
     if global_tokens is None or not n:
         return None
-    return first_where(
-        (global_tokens > 0) if segment_ids is None else (global_tokens > 0) & (segment_ids != 0), n
-    )
+    tokens = None if segment_ids is None else is_token(segment_ids)
+    return first_where(all_of(global_tokens > 0, tokens), n)
+
+
+def outside_band(band: Visibility, q: Side, k: Side) -> Bool[Array, "*d"]:
+    """Which global keys each query sees. Those in its band are among its neighbours already."""
+    everywhere = dataclasses.replace(band, window=None, dilation=1)
+    neighbours = band.sees(Side(q.position), Side(k.position))
+    return all_of(everywhere.sees(q, k), ~neighbours)

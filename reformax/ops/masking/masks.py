@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
+from reformax.ops.masking.visibility import Side, Visibility, all_of, is_token, same_segment
+
 # Booleans, True at tokens: each row is one segment.
 Ids = Int[Array, "B T"] | Bool[Array, "B T"]
 SegmentIds = Ids | tuple[Ids, Ids]
@@ -68,12 +70,18 @@ def int32_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:
 
 def row_lengths(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
     """The number of tokens of each row."""
-    return jnp.sum(ids != 0, axis=1, dtype=jnp.int32)
+    return jnp.sum(is_token(ids), axis=1, dtype=jnp.int32)
 
 
 def ids_or_ones(segment_ids: Ids | None, x: Shaped[Array, "B T *d"]) -> Int[Array, "B T"]:
     """The segment ids of `x`; without any, each row is segment 1."""
     return jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
+
+
+def segment_begins(ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Where a segment begins, in ids of contiguous segments."""
+    changes = ~same_segment(ids[:, 1:], ids[:, :-1])
+    return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
 
 
 def segment_numbers(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -95,14 +103,14 @@ def visibility(
     segment_ids: SegmentIds | None = None,
 ) -> Bool[Array, "#B 1 T S"]:
     """Which keys each query sees, by causality and by segment."""
-    mask = jnp.ones((1, 1, n_queries, n_keys), bool)
-    if causal:
-        mask = jnp.tril(mask)
+    q = Side(jnp.arange(n_queries)[None, None, :, None])
+    k = Side(jnp.arange(n_keys)[None, None, None])
     if segment_ids is not None:
         of_query, of_key = segment_pair(segment_ids)
-        same = of_query[:, None, :, None] == of_key[:, None, None, :]
-        mask = mask & same & (of_key != 0)[:, None, None, :]
-    return mask
+        q = q._replace(segment_id=of_query[:, None, :, None])
+        k = k._replace(segment_id=of_key[:, None, None, :])
+    everything = jnp.ones((1, 1, n_queries, n_keys), bool)
+    return all_of(everything, Visibility(causal=causal).sees(q, k))
 
 
 def except_self(

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.masking.masks import SegmentIds, segment_pair
+from reformax.ops.masking.visibility import is_token
 
 
 def tokens_only(x: Float[Array, "B T N H"], ids: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
     """`x` with zeros at padding, where the gradient is 0 too."""
-    return jnp.where((ids != 0)[..., None, None], x, 0)
+    return jnp.where(is_token(ids)[..., None, None], x, 0)
 
 
 def attend_to_tokens(

@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.devices import varying_as
+from reformax.ops.masking.visibility import same_segment
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence import decay_products as chunk_products
 from reformax.ops.recurrence.decay_products import decayed_products, decayed_products_vjp
@@ -97,11 +98,11 @@ def chunked(inputs: RecurrenceInputs, ids: Int[Array, "B T"] | None, size: int) 
         padding = -ids.shape[1] % size
         ids = jnp.pad(ids, ((0, 0), (0, padding)), mode="edge")[..., None, None]
         ids = cut(ids, size)
-        so_far = so_far & (ids == jnp.swapaxes(ids, -1, -2))
-        new = ids == ids[..., -1:, :]
+        so_far = so_far & same_segment(ids, jnp.swapaxes(ids, -1, -2))
+        new = same_segment(ids, ids[..., -1:, :])
         # The state before the first chunk is zeros, of the first segment.
         last = jnp.concatenate([ids[:1, ..., :1, :], ids[:-1, ..., -1:, :]])
-        old = ids == last
+        old = same_segment(ids, last)
     decay = None
     if log_decay is not None:
         # The exponential of smaller numbers is 0 too, and their sums would not be exact.

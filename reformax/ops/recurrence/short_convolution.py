@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls.dims import Dims
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order
+from reformax.ops.masking.visibility import same_segment
 from reformax.ops.numerics.precision import accum_dtype
 
 
@@ -75,7 +76,7 @@ def _convolved(
     for j in range(min(weights.shape[-1], x.shape[1])):
         past = _delayed(numbers, j)
         if ids is not None:
-            same = _delayed(jnp.ones_like(ids, bool), j) & (ids == _delayed(ids, j))
+            same = _delayed(jnp.ones_like(ids, bool), j) & same_segment(ids, _delayed(ids, j))
             past = jnp.where(same[..., None, None], past, 0)
         total = total + past * weights[None, None, ..., j].astype(total.dtype)
     return jax.nn.silu(total).astype(x.dtype)

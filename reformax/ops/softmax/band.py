@@ -22,8 +22,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
-from reformax.ops.masking.bands import BandMask, ids_at, rows_at
+from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.masks import segment_numbers
+from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds
 from reformax.ops.softmax.masked import scaled_logits
@@ -36,7 +37,7 @@ TILE = 64
 
 
 def attend(
-    bands: tuple[BandMask, ...],
+    bands: tuple[Visibility, ...],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
@@ -70,12 +71,12 @@ def attend(
     if impl == "xla":
         ids = jnp.ones((1, q.shape[1]), jnp.int32) if segment_ids is None else segment_ids
 
-        def of_heads(band: BandMask, q, k, v, heads):
+        def of_heads(band: Visibility, q, k, v, heads):
             return _of_heads(band, q, k, v, global_positions, ids, dropout, seed, heads)
 
     else:
 
-        def of_heads(band: BandMask, q, k, v, heads):
+        def of_heads(band: Visibility, q, k, v, heads):
             return _in_kernels(band, impl, q, k, v, global_positions, segment_ids, dropout, seed)
 
     if len(each) == 1:
@@ -94,7 +95,7 @@ def _heads_of(x: Array, heads: Sequence[int]) -> Array:
 
 
 def _in_kernels(
-    band: BandMask, impl: str, q, k, v, global_positions, segment_ids, dropout: float, seed
+    band: Visibility, impl: str, q, k, v, global_positions, segment_ids, dropout: float, seed
 ) -> Array:
     """`attend` in kernels, in chunks that hold the window."""
     length = max(TILE, 1 << (band.window - 1).bit_length())
@@ -138,10 +139,12 @@ def _by_segment_and_step(step: int, x: Array, segment_ids) -> Int[Array, "B T"]:
     number = 1 + jnp.arange(x.shape[1], dtype=jnp.int32)[None] % step
     if segment_ids is None:
         return jnp.broadcast_to(number, x.shape[:2])
-    return jnp.where(segment_ids != 0, segment_numbers(segment_ids) * step + number, 0)
+    return jnp.where(is_token(segment_ids), segment_numbers(segment_ids) * step + number, 0)
 
 
-def _of_heads(band: BandMask, q, k, v, global_positions, ids, dropout: float, seed, heads) -> Array:
+def _of_heads(
+    band: Visibility, q, k, v, global_positions, ids, dropout: float, seed, heads
+) -> Array:
     """`attend` of heads with one band; head by head where all logits would be too many."""
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
@@ -156,7 +159,7 @@ def _of_heads(band: BandMask, q, k, v, global_positions, ids, dropout: float, se
     return jnp.moveaxis(out[..., 0, :], 0, 2)
 
 
-def _attend(band: BandMask, q, k, v, global_positions, ids, dropout: float, seed, heads) -> Array:
+def _attend(band: Visibility, q, k, v, global_positions, ids, dropout: float, seed, heads) -> Array:
     n_batch, length, n_heads, _ = q.shape
     step = band.dilation
     size = min(band.window, -(-length // step))
@@ -176,8 +179,8 @@ def _attend(band: BandMask, q, k, v, global_positions, ids, dropout: float, seed
     query = jnp.arange(n_steps * step).reshape(n_steps, step).T.reshape(1, -1, size)
     queries, of_query = blocks(q), blocks(ids)
     key, of_key = windows(query), windows(of_query)
-    mask = band.sees(query[..., None], key[:, :, None]) & (of_key != 0)[:, :, None]
-    mask = mask & (of_query[..., None] == of_key[:, :, None])
+    q_side = Side(query[..., None], of_query[..., None])
+    mask = band.sees(q_side, Side(key[:, :, None], of_key[:, :, None]))
     kinds = [
         KeysOfKind(
             logits=scaled_logits("bclnh,bcmnh->bnclm", queries, windows(blocks(k))),
@@ -188,11 +191,7 @@ def _attend(band: BandMask, q, k, v, global_positions, ids, dropout: float, seed
     ]
     if global_positions is not None:
         of_global = ids_at(ids, global_positions)[:, None, None]
-        at = global_positions[:, None, None]
-        mask = (of_global == of_query[..., None]) & (of_global != 0)
-        mask = mask & ~band.sees(query[..., None], at)
-        if band.causal:
-            mask = mask & (at <= query[..., None])
+        mask = outside_band(band, q_side, Side(global_positions[:, None, None], of_global))
         keys, values = (rows_at(x, global_positions) for x in (k, v))
         kinds.append(
             KeysOfKind(
@@ -223,9 +222,9 @@ def rows_of_global_tokens(
     def rows(q, k, v):
         ids = jnp.ones((1, k.shape[1]), jnp.int32) if segment_ids is None else segment_ids
         key, of_query = jnp.arange(k.shape[1]), ids_at(ids, global_positions)
-        mask = (of_query[..., None] == ids[:, None]) & (ids != 0)[:, None]
-        if causal:
-            mask = mask & (key <= global_positions[..., None])
+        rule = Visibility(causal=causal)
+        q_side = Side(global_positions[..., None], of_query[..., None])
+        mask = rule.sees(q_side, Side(key, ids[:, None]))
         all_keys = KeysOfKind(
             logits=scaled_logits("bclnh,bsnh->bncls", q[:, None], k),
             values=v[:, None],

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from reformax.ops.masking.visibility import Visibility
 from reformax.ops.softmax.online import Softmax
 
 # The least side of a kernel's tile.
@@ -79,6 +80,11 @@ class Layout:
     dropout: float
 
     @property
+    def rule(self) -> Visibility:
+        """Which keys of its blocks a query sees."""
+        return Visibility(self.causal)
+
+    @property
     def n_masks(self) -> int:
         """The number of heads if each has another mask, else 1."""
         return len(self.mask)
@@ -106,9 +112,10 @@ class Layout:
         end_q, end_k = first_q + tile_q, first_k + tile_k
         seen = (first_q < self.n_queries) & (first_k < self.n_keys)
         whole = (end_q <= self.n_queries) & (end_k <= self.n_keys)
-        if self.causal:
-            seen &= first_k < np.minimum(end_q, self.n_queries)
-            whole &= end_k <= first_q + 1
+        bounds = self.rule.bounds(first_q, np.minimum(end_q, self.n_queries))
+        if bounds.end is not None:
+            seen &= first_k < bounds.end
+            whole &= end_k <= bounds.whole_end
         return head[seen], query[seen], key[seen], whole[seen]
 
 
@@ -136,16 +143,21 @@ class FullLayout:
     n_masks: int = 1
     exclude_self: bool = False
 
+    @property
+    def rule(self) -> Visibility:
+        """Which keys a query sees."""
+        return Visibility(self.causal, exclude_self=self.exclude_self)
+
     def rows(self, tile_q: int, tile_k: int) -> TileLists:
         """The tiles of each row of `tile_q` queries, from the first keys on."""
         n_columns = -(-self.n_keys // tile_k)
         first_q = tile_q * np.arange(-(-self.n_queries // tile_q))
         count = np.full_like(first_q, n_columns)
         n_whole = np.full_like(first_q, self.n_keys // tile_k)
-        if self.causal:
-            last_q = np.minimum(first_q + tile_q, self.n_queries) - 1
-            count = np.minimum(count, last_q // tile_k + 1)
-            n_whole = np.minimum(n_whole, (first_q + 1) // tile_k)
+        keys = self.rule.bounds(first_q, np.minimum(first_q + tile_q, self.n_queries))
+        if keys.end is not None:
+            count = np.minimum(count, -(-keys.end // tile_k))
+            n_whole = np.minimum(n_whole, keys.whole_end // tile_k)
         n_whole = n_whole * (first_q + tile_q <= self.n_queries)
         return TileLists(np.zeros_like(count), count, n_whole, np.arange(n_columns, dtype=np.int32))
 
@@ -155,9 +167,10 @@ class FullLayout:
         first_k = tile_k * np.arange(-(-self.n_keys // tile_k))
         # The first row that sees any of the keys, and the first that sees all of them.
         first = whole = np.zeros_like(first_k)
-        if self.causal:
-            first = np.where(first_k < self.n_queries, first_k // tile_q, n_rows)
-            whole = np.minimum(-(-(first_k + tile_k - 1) // tile_q), n_rows)
+        queries = self.rule.bounds(first_k, first_k + tile_k, of_keys=True)
+        if queries.first is not None:
+            first = np.where(queries.first < self.n_queries, queries.first // tile_q, n_rows)
+            whole = np.minimum(-(-queries.whole_first // tile_q), n_rows)
         # A list begins with the last row. If that row is not full, no tile counts as whole.
         full = (first_k + tile_k <= self.n_keys) & (self.n_queries % tile_q == 0)
         entries = np.arange(n_rows, dtype=np.int32)[::-1]

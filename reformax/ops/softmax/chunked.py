@@ -36,6 +36,7 @@ from reformax.devices import varying_as
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
+from reformax.ops.masking.visibility import Side, is_token
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask
@@ -298,20 +299,16 @@ def visible_keys(
     """
     chunks = of_hash.chunks
     query, key = of_hash.positions(length)
-    mask = key <= query if chunks.causal else key < chunks.key_length
-    if chunks.causal and chunks.n_keys is not None:
-        mask = mask & (key < chunks.n_keys)
-    if chunks.shared_qk:
-        mask = mask & (key != query)
-    if chunks.window is not None:
-        mask = mask & (jnp.abs(query - key) < chunks.window)
+    # Padding of one causal sequence is behind all of its queries.
+    exists = None if chunks.causal and chunks.n_keys is None else key < chunks.key_length
+    q_side, k_side = Side(query), Side(key, exists=exists)
     if segment_ids is not None:
         of_query, of_key = (
             jnp.broadcast_to(x, (n_heads, *x.shape)) for x in segment_pair(segment_ids)
         )
-        query_segment = of_hash.at_queries(of_query)[..., None]
-        key_segment = of_hash.in_windows(of_key)
-        mask = mask & (query_segment == key_segment) & (key_segment != 0)
+        q_side = q_side._replace(segment_id=of_hash.at_queries(of_query)[..., None])
+        k_side = k_side._replace(segment_id=of_hash.in_windows(of_key))
+    mask = chunks.rule.sees(q_side, k_side)
     if order is not None and order.first_slot is not None:
         first_slot = order.first_slot
         first = jax.lax.dynamic_index_in_dim(first_slot, of_hash.hash_index, axis=2, keepdims=False)
@@ -347,8 +344,8 @@ def _between_slots(
     of_hash: _ChunkedOrder, slots: Int[Array, "N B T"], first: Int[Array, "N B T"]
 ) -> Bool[Array, "N B C L M"]:
     """Whether each key's slot is from the query's `first` to the query's own, in that order."""
-    query, key = of_hash.pair(slots)
-    return (key >= of_hash.at_queries(first)[..., None]) & (key <= query)
+    query_slot, key_slot = of_hash.pair(slots)
+    return (key_slot >= of_hash.at_queries(first)[..., None]) & (key_slot <= query_slot)
 
 
 def _keys(of_hash: _ChunkedOrder, rows: Array) -> Array:
@@ -378,7 +375,7 @@ def _alone_weight(
     self_weight = 1.0 if self_weight is None else jnp.swapaxes(self_weight, 0, 1)
     weight = jnp.where(row_sum == 0.0, self_weight, 0.0)
     if segment_ids is not None:
-        weight = jnp.where((segment_ids != 0)[None], weight, 0.0)
+        weight = jnp.where(is_token(segment_ids)[None], weight, 0.0)
     if chunks.dropout > 0.0:
         head, batch, position = jnp.ogrid[tuple(slice(n) for n in row_sum.shape)]
         address = (batch, head, position, position)

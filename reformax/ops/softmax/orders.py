@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from reformax.declared import Bounds
+from reformax.ops.masking.visibility import Visibility
 
 # All chunks that a query sees are in memory at once.
 ChunkCount = Annotated[int, Bounds(0, 4096)]
@@ -80,6 +81,11 @@ class Chunking(NamedTuple):
     two_orders: bool = False
     n_keys: int | None = None
     ratio: int = 1
+
+    @property
+    def rule(self) -> Visibility:
+        """Which keys of its chunks a query sees."""
+        return Visibility(self.causal, self.window, exclude_self=self.shared_qk)
 
     @property
     def query_chunk_len(self) -> int:

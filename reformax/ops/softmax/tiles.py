@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.masking.masks import SegmentIds, segment_pair
+from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.row_blocks import (
@@ -71,6 +72,11 @@ class Tiling(NamedTuple):
     dropout: float = 0.0
     exclude_self: bool = False
     n_folded: int = 0
+
+    @property
+    def rule(self) -> Visibility:
+        """Which keys a query sees."""
+        return Visibility(causal=self.causal, exclude_self=self.exclude_self)
 
 
 class TiledInputs(NamedTuple):
@@ -128,12 +134,14 @@ class TilePlan(NamedTuple):
 def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> TilePlan:
     """All tiles; of a causal call, those in which some query sees some key."""
     n_rows, n_columns = -(-n_queries // tiling.query_size), -(-n_keys // tiling.key_size)
-    row, column = np.arange(n_rows), np.arange(n_columns)
+    first_q, first_k = np.arange(n_rows) * tiling.query_size, np.arange(n_columns) * tiling.key_size
+    keys = tiling.rule.bounds(first_q, np.minimum(first_q + tiling.query_size, n_queries))
+    queries = tiling.rule.bounds(first_k, first_k + tiling.key_size, of_keys=True)
     stop, start = np.full(n_rows, n_columns), np.zeros(n_columns, int)
-    if tiling.causal:
-        last = np.minimum((row + 1) * tiling.query_size, n_queries) - 1
-        stop = np.minimum(last // tiling.key_size + 1, n_columns)
-        start = np.minimum(column * tiling.key_size // tiling.query_size, n_rows)
+    if keys.end is not None:
+        stop = np.minimum(-(-keys.end // tiling.key_size), n_columns)
+    if queries.first is not None:
+        start = np.minimum(queries.first // tiling.query_size, n_rows)
     ranges = (np.zeros(n_rows), stop), (start, np.full(n_columns, n_rows))
     return TilePlan(*(Visits(*(jnp.asarray(x, jnp.int32)[None] for x in pair)) for pair in ranges))
 
@@ -180,21 +188,19 @@ def visible(
     tiling: Tiling, x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> Bool[Array, "#b 1 #Q #K"] | None:
     """The mask of a tile: which keys each query sees; None: all."""
-    masks = []
     query, key = _positions(x, group, queries, keys)
-    if tiling.causal:
-        masks.append(query >= key)
-    if tiling.exclude_self:
-        masks.append(query != key)
+    q_side, k_side = Side(query), Side(key)
     if queries.in_block is not None:
-        masks.append(_column(queries.in_block))
+        q_side = q_side._replace(exists=_column(queries.in_block))
     if keys.in_block is not None:
-        masks.append(_line(keys.in_block))
+        k_side = k_side._replace(exists=_line(keys.in_block))
     if x.query_segment_ids is not None:
         of_query = ids_of(x.query_segment_ids, group, queries)[:, None, :, None]
         of_key = ids_of(x.key_segment_ids, group, keys)[:, None, None, :]
-        masks.append((of_query == of_key) & (of_key != 0))
-    return functools.reduce(jnp.logical_and, masks) if masks else None
+        q_side, k_side = (
+            side._replace(segment_id=ids) for side, ids in ((q_side, of_query), (k_side, of_key))
+        )
+    return tiling.rule.sees(q_side, k_side)
 
 
 def logits(

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import chunked
-from reformax.ops.masking.bands import BandMask, ids_at, rows_at
+from reformax.ops.masking.bands import ids_at, outside_band, rows_at
+from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.softmax.dropout import dropout_mask
@@ -42,7 +43,7 @@ class BandOrder(NamedTuple):
 
 @functools.partial(CustomDerivatives, n_static=3)
 def attend(
-    band: BandMask,
+    band: Visibility,
     chunks: Any,
     interpret: bool,
     q: Float[Array, "B T N H"],
@@ -80,17 +81,14 @@ class _GlobalKeys(NamedTuple):
 
 
 def _global_keys(
-    band: BandMask, dropout: float, q, k, v, global_positions, segment_ids, seed
+    band: Visibility, dropout: float, q, k, v, global_positions, segment_ids, seed
 ) -> _GlobalKeys:
-    length, query = q.shape[1], jnp.arange(q.shape[1])[None, :, None]
-    key = global_positions[:, None]
-    mask = key < length
-    mask = mask & ~band.sees(query, key)
-    if band.causal:
-        mask = mask & (key <= query)
+    query, key = jnp.arange(q.shape[1])[None, :, None], global_positions[:, None]
+    q_side, k_side = Side(query), Side(key, exists=key < q.shape[1])
     if segment_ids is not None:
-        global_ids = ids_at(segment_ids, global_positions)[:, None]
-        mask = mask & (segment_ids[..., None] == global_ids) & (global_ids != 0)
+        q_side = q_side._replace(segment_id=segment_ids[..., None])
+        k_side = k_side._replace(segment_id=ids_at(segment_ids, global_positions)[:, None])
+    mask = outside_band(band, q_side, k_side)
     keys, values = (rows_at(x, global_positions) for x in (k, v))
     logits = scaled_logits("btnh,bgnh->bntg", q, keys)
     logits = jnp.where(mask[:, None], logits, -jnp.inf)

@@ -5,7 +5,6 @@ Letters as in `kernels.block_sparse`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from reformax.ops.kernels.triton.common import (
     tile_dropout_mask,
     view_rows,
 )
+from reformax.ops.masking.visibility import Side, Visibility, all_of, is_token
 
 
 class BlockTiles(NamedTuple):
@@ -144,7 +144,8 @@ class BlockProgram(NamedTuple):
 
         Padding may be NaN, and 0 times NaN is NaN.
         """
-        return self.rows(ref, block, head, None if block.segment is None else block.segment != 0)
+        included = None if block.segment is None else is_token(block.segment)
+        return self.rows(ref, block, head, included)
 
     def put_rows(self, ref, buffer, block: TileSlots, part: BlockPart, value: Array) -> None:
         """Writes a tile's rows of `[B, T, N, H]`; those of a part go to `[P, B, N, L, H]`."""
@@ -200,21 +201,18 @@ class BlockProgram(NamedTuple):
 
     def visible(self, x: BlockInputs, q: TileSlots, k: TileSlots, whole: bool) -> Array | None:
         """Which keys `[1, K]` each query `[Q, 1]` sees, or both transposed; None: all keys."""
-        masks = []
+        chosen = None
         if x.chosen is not None:
             exists = None
             if not (q.whole and k.whole):
                 exists = (q.slot < self.n_queries) & (k.slot < self.n_keys)
-            masks.append(chosen_bits(x.chosen, self.batch, q.slot, k.slot, exists))
-        if self.causal and not whole:
-            masks.append(k.position <= q.position)
-        if self.exclude_self:
-            masks.append(k.position != q.position)
-        if not k.whole:
-            masks.append(k.slot < self.n_keys)
-        if q.segment is not None:
-            masks += [q.segment == k.segment, k.segment != 0]
-        return functools.reduce(jnp.logical_and, masks) if masks else None
+            chosen = chosen_bits(x.chosen, self.batch, q.slot, k.slot, exists)
+        exists = None if k.whole else k.slot < self.n_keys
+        query, key = Side(q.position, q.segment), Side(k.position, k.segment, exists)
+        seen = Visibility(self.causal and not whole).sees(query, key)
+        # A whole tile hides a position from itself too.
+        others = Visibility(exclude_self=self.exclude_self)
+        return all_of(chosen, seen, others.sees(Side(q.position), Side(k.position)))
 
     def dropped(self, x: BlockInputs, head, q: TileSlots, k: TileSlots) -> Array | float:
         """The dropout mask of a tile's weights."""

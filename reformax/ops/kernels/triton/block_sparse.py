@@ -410,7 +410,9 @@ def _tiles(layout: Layout | FullLayout, x: BlockInputs, tiles: BlockTiles) -> Bl
         # The largest power of two that divides a block, or holds a shorter length.
         return min(block & -block, most, power_of_two(length))
 
-    query = side(layout.block_q, layout.n_queries, tiles.query)
-    key = side(layout.block_k, layout.n_keys, tiles.key)
-    num_warps = tiles.num_warps if query == tiles.query and key == tiles.key else 4
-    return tiles._replace(query=query, key=key, num_warps=num_warps)
+    sizes = (
+        side(layout.block_q, layout.n_queries, tiles.query),
+        side(layout.block_k, layout.n_keys, tiles.key),
+    )
+    num_warps = tiles.num_warps if sizes == tiles[:2] else 4
+    return tiles._replace(query=sizes[0], key=sizes[1], num_warps=num_warps)

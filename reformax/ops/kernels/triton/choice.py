@@ -20,8 +20,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.triton.common import launch, load, matmul_in_parts, power_of_two
+from reformax.ops.kernels.triton.common import (
+    column,
+    hide,
+    launch,
+    line,
+    load,
+    matmul_in_parts,
+    power_of_two,
+)
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
+from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side
 from reformax.ops.numerics.precision import in_three
 
 # Blocks of a tile.
@@ -62,11 +71,12 @@ class _ChoiceProgram(NamedTuple):
         x, n_blocks = self.x, self.x.means[0].shape[1]
         query_block = lax.div(rows.position, jnp.int32(self.sizes.block))
         exists = block < n_blocks
-        mask = (block[None, :] < query_block[:, None]) & rows.exists[:, None] & exists[None, :]
+        ids = None
         if rows.ids is not None:
             ids = load(x.block_ids.at[self.batch, jnp.where(exists, block, 0)], exists, 0)
-            mask = mask & (rows.ids[:, None] == ids[None, :]) & (ids != 0)[None, :]
-        return jnp.where(mask, self._products(rows.q, block, exists), -jnp.inf)
+        query, key = Side(query_block, rows.ids, rows.exists), Side(block, ids, exists)
+        mask = EARLIER_BLOCKS.sees(column(query), line(key))
+        return hide(self._products(rows.q, block, exists), mask)
 
     def _products(self, q: tuple[Array, ...], block, exists) -> Array:
         column = jnp.arange(q[0].shape[1], dtype=jnp.int32)[None, :]

@@ -7,6 +7,7 @@ Letters as in `kernels.chunked`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxtyping import Array
 
 from reformax.ops.kernels.triton.common import load, power_of_two, tile_dropout_mask, view_rows
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
+from reformax.ops.masking.visibility import Side, TileBounds, Visibility, is_token
 
 
 class ChunkTiles(NamedTuple):
@@ -163,7 +165,7 @@ class ChunkProgram(NamedTuple):
 
         Padding may be NaN, and 0 times NaN is NaN.
         """
-        return self.rows(ref, block, None if block.segment is None else block.segment != 0)
+        return self.rows(ref, block, None if block.segment is None else is_token(block.segment))
 
     def put_rows(self, ref, block: ChunkBlock, value: Array) -> None:
         """Writes a block's rows of `[B, T, N, H]`."""
@@ -198,27 +200,32 @@ class ChunkProgram(NamedTuple):
         """The first and the end of the slots of the keys that the program's queries see."""
         c = self.chunks
         first, last = self._window(c.n_chunks_before, c.n_chunks_after, of_keys=True)
-        if self.n_hashes == 0 and c.causal:
-            last = jnp.minimum(last, self.start + self.tiles.rows)
-        if self.n_hashes == 0 and c.window is not None:
-            first, last = self._within_reach(first, last)
-        return first, last
+        bounds = self._bounds(of_keys=False)
+        last = last if bounds.end is None else jnp.minimum(last, bounds.end)
+        return self._within_reach(first, last)
 
     def queries(self):
         """The first and the end of the slots of the queries that see the program's keys."""
         c = self.chunks
         first, last = self._window(c.n_chunks_after, c.n_chunks_before, of_keys=False)
-        if self.n_hashes == 0 and c.causal:
-            first = self.start
-        if self.n_hashes == 0 and c.window is not None:
-            first, last = self._within_reach(first, last)
-        return first, last
+        bounds = self._bounds(of_keys=True)
+        first = first if bounds.first is None else bounds.first
+        return self._within_reach(first, last)
+
+    def _bounds(self, of_keys: bool) -> TileBounds:
+        """What causality leaves to the program's block. In an order, positions are anywhere."""
+        if self.n_hashes:
+            return TileBounds()
+        rule = dataclasses.replace(self.chunks.rule, window=None)
+        return rule.bounds(self.start, self.start + self.tiles.rows, of_keys)
 
     def _within_reach(self, first, last):
         """The part of `first` to `last` that is within a window of the program's block."""
-        reach = self.start - self.chunks.window + 1
-        first = jnp.maximum(first, reach // self.tiles.loop_rows * self.tiles.loop_rows)
-        return first, jnp.minimum(last, self.start + self.tiles.rows + self.chunks.window - 1)
+        if self.n_hashes or self.chunks.window is None:
+            return first, last
+        rule, size = Visibility(window=self.chunks.window), self.tiles.loop_rows
+        bounds = rule.bounds(self.start, self.start + self.tiles.rows)
+        return jnp.maximum(first, bounds.first // size * size), jnp.minimum(last, bounds.end)
 
     def over(self, x: ChunkInputs, window, body, carry, of_keys: bool = False):
         """`carry = body(block, carry)` over the blocks of a window."""
@@ -233,18 +240,11 @@ class ChunkProgram(NamedTuple):
 
     def visible(self, q: ChunkBlock, k: ChunkBlock) -> Array:
         """Which keys `[1, K]` each query `[Q, 1]` sees by this hash, or both transposed."""
-        c = self.chunks
-        if c.causal:
-            mask = k.position < q.position if c.shared_qk else k.position <= q.position
-            mask = mask if c.n_keys is None else mask & (k.position < c.n_keys)
-        else:
-            shape = jnp.broadcast_shapes(q.position.shape, k.position.shape)
-            mask = jnp.broadcast_to(k.position < c.key_length, shape)
-            mask = mask & (k.position != q.position) if c.shared_qk else mask
-        if c.window is not None:
-            mask = mask & (jnp.abs(q.position - k.position) < c.window)
-        if q.segment is not None:
-            mask = mask & (q.segment == k.segment) & (k.segment != 0)
+        c, exists = self.chunks, None
+        if not c.causal or c.n_keys is not None:
+            exists = k.position < c.key_length
+        key = Side(k.position, k.segment, exists)
+        mask = c.rule.sees(Side(q.position, q.segment), key)
         if not self.aligned:
             mask = mask & self._near(q.chunk, k.chunk)
         # A key counts only for the first hash by which the query sees it (the paper's N_ij).
@@ -270,5 +270,5 @@ class ChunkProgram(NamedTuple):
         """The weight of a position's value for itself: its dropout mask if it sees no other."""
         alone = (row_sum == 0.0) & (block.position < self.chunks.length)
         if block.segment is not None:
-            alone = alone & (block.segment != 0)
+            alone = alone & is_token(block.segment)
         return jnp.where(alone, self.dropped(x, block, block), 0.0)

@@ -53,12 +53,12 @@ from reformax.ops.kernels.triton.indexer import (
     ROWS,
     IndexerInputs,
     IndexerProgram,
-    IndexerSide,
     chunk_starts,
     n_stages_for,
     padded_length,
     tile_index,
 )
+from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.online import nonzero
@@ -96,7 +96,7 @@ def _scale(x: IndexerInputs) -> float:
     return 1.0 / math.sqrt(x.queries[0].shape[2] * x.queries[0].shape[3])
 
 
-def _chosen(program: IndexerProgram, bits, query: IndexerSide, key: IndexerSide) -> Array:
+def _chosen(program: IndexerProgram, bits, query: Side, key: Side) -> Array:
     positions = query.position[:, None], key.position[None, :]
     return chosen_bits(bits, program.batch, *positions, program.visible(query, key))
 
@@ -130,7 +130,7 @@ def _difference_kernel(
     n_heads, size = attention.q.shape[2:]
     width = power_of_two(size)
 
-    def rows(ref, side: IndexerSide, head) -> Array:
+    def rows(ref, side: Side, head) -> Array:
         return load(*view_rows(ref, batch, side.position, head, width, side.exists), 0.0)
 
     @pl.when(key_tile < program.end(tile))
@@ -190,9 +190,7 @@ def _keys_kernel(x: IndexerInputs, difference, out, *, causal: bool):
     key_tile, batch = pl.program_id(0), pl.program_id(1)
     program = IndexerProgram(x, batch, causal)
     (k,) = program.of_keys(program.keys(key_tile))
-    first = jnp.int32(0)
-    if causal:
-        first = lax.div(jnp.maximum(key_tile * COLUMNS - x.start[0], 0), jnp.int32(ROWS))
+    first = program.first_query_tile(key_tile)
 
     def step(tile, total):
         query, slope = program.queries(tile), _tile_of(difference, batch, tile, key_tile)

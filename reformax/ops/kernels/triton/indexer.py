@@ -23,12 +23,15 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.kernels.triton.common import (
+    column,
     launch,
+    line,
     load,
     matmul_in_parts,
     power_of_two,
     view_rows,
 )
+from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.precision import in_three
 
 # Queries and keys of a tile.
@@ -51,14 +54,6 @@ class IndexerInputs(NamedTuple):
     start: Array  # [1]: the first query
 
 
-class IndexerSide(NamedTuple):
-    """The positions of a tile's queries or keys, 0 where none exists, and their segments."""
-
-    position: Int[Array, " I"]
-    exists: Bool[Array, " I"]
-    ids: Int[Array, " I"] | None
-
-
 class IndexerProgram(NamedTuple):
     """One program: its sequence, the arrays that it reads, and its mask."""
 
@@ -71,51 +66,58 @@ class IndexerProgram(NamedTuple):
         """Tiles of keys."""
         return -(-self.x.keys[0].shape[1] // COLUMNS)
 
-    def queries(self, tile: Any) -> IndexerSide:
+    def queries(self, tile: Any) -> Side:
         """A tile of the queries, counted from the chunk's first query."""
         position = self.x.start[0] + tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
         return self._side(position)
 
-    def keys(self, tile: Any) -> IndexerSide:
+    def keys(self, tile: Any) -> Side:
+        """A tile of the keys."""
         return self._side(tile * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32))
 
-    def _side(self, position) -> IndexerSide:
+    def _side(self, position) -> Side:
+        """The positions, 0 where none exists, and their segments."""
         exists = position < self.x.keys[0].shape[1]
         position = jnp.where(exists, position, 0)
         x = self.x.ids
         ids = None if x is None else load(x.at[self.batch, position], exists, 0)
-        return IndexerSide(position, exists, ids)
+        return Side(position, ids, exists)
 
     def end(self, tile: Any) -> Any:
         """The end of the tiles of keys that a tile of queries may see."""
-        if not self.causal:
+        first = self.x.start[0]
+        end = Visibility(self.causal).bounds(first, first + (tile + 1) * ROWS).end
+        if end is None:
             return jnp.int32(self.n_tiles)
-        last = self.x.start[0] + (tile + 1) * ROWS - 1
-        return jnp.minimum(lax.div(last, jnp.int32(COLUMNS)) + 1, jnp.int32(self.n_tiles))
+        return jnp.minimum(lax.div(end - 1, jnp.int32(COLUMNS)) + 1, jnp.int32(self.n_tiles))
 
-    def visible(self, query: IndexerSide, key: IndexerSide) -> Bool[Array, "I C"]:
-        mask = query.exists[:, None] & key.exists[None, :]
-        if self.causal:
-            mask = mask & (key.position[None, :] <= query.position[:, None])
-        if query.ids is not None:
-            mask = mask & (query.ids[:, None] == key.ids[None, :]) & (key.ids != 0)[None, :]
-        return mask
+    def first_query_tile(self, key_tile: Any) -> Any:
+        """The first tile of the chunk's queries that may see a tile of keys."""
+        key = key_tile * COLUMNS
+        first = Visibility(self.causal).bounds(key, key + COLUMNS, of_keys=True).first
+        if first is None:
+            return jnp.int32(0)
+        return lax.div(jnp.maximum(first - self.x.start[0], 0), jnp.int32(ROWS))
 
-    def of_queries(self, query: IndexerSide, head: Any) -> tuple[Float[Array, "I D"], ...]:
+    def visible(self, query: Side, key: Side) -> Bool[Array, "I C"]:
+        """Which keys each query sees."""
+        return Visibility(self.causal).sees(column(query), line(key))
+
+    def of_queries(self, query: Side, head: Any) -> tuple[Float[Array, "I D"], ...]:
         """The parts of an index head's queries."""
         return tuple(self._rows(ref, query, head) for ref in self.x.queries)
 
-    def of_keys(self, key: IndexerSide) -> tuple[Float[Array, "C D"], ...]:
+    def of_keys(self, key: Side) -> tuple[Float[Array, "C D"], ...]:
         return tuple(self._rows(ref, key, 0) for ref in self.x.keys)
 
-    def _rows(self, ref, side: IndexerSide, head: Any) -> Array:
+    def _rows(self, ref, side: Side, head: Any) -> Array:
         width = power_of_two(ref.shape[3])
         return load(*view_rows(ref, self.batch, side.position, head, width, side.exists), 0.0)
 
-    def weights(self, query: IndexerSide, head: Any) -> Float[Array, " I"]:
+    def weights(self, query: Side, head: Any) -> Float[Array, " I"]:
         return load(self.x.weights.at[self.batch, query.position, head], query.exists, 0.0)
 
-    def scores(self, query: IndexerSide, key: IndexerSide) -> Float[Array, "I C"]:
+    def scores(self, query: Side, key: Side) -> Float[Array, "I C"]:
         """Eq. 1."""
         keys = self.of_keys(key)
 

@@ -45,6 +45,7 @@ from reformax.ops.kernels.triton.common import (
     tile_dropout_mask,
     view_rows,
 )
+from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.online import Softmax
 
@@ -145,19 +146,13 @@ class _MobaProgram(NamedTuple):
         view = ref.at[self.batch, self.head, jnp.where(exists, slot, ref.shape[2])]
         pltriton.store(view, value, mask=exists)
 
-    def visible(self, query, query_ids, key, key_exists, key_ids) -> Array:
-        """Which keys each query sees; arguments are the two sides of a tile."""
-        mask = (key <= query) & key_exists
-        if query_ids is not None:
-            mask = mask & (query_ids == key_ids) & (key_ids != 0)
-        return mask
-
     def dropped(self, x: _MobaInputs, query, key) -> Array | float:
         return tile_dropout_mask(x.seed, self.sizes.dropout, self.batch, self.head, query, key)
 
     def n_keys(self, block, last_query) -> Any:
         """The tiles of a block's keys up to the last query's position."""
-        end = jnp.minimum(last_query + 1 - block * self.sizes.block, self.sizes.block)
+        end = CAUSAL.bounds(last_query, last_query + 1).end
+        end = jnp.minimum(end - block * self.sizes.block, self.sizes.block)
         end = jnp.maximum(end, 0) + jnp.int32(self.sizes.key - 1)
         return lax.div(end, jnp.int32(self.sizes.key))
 
@@ -173,7 +168,7 @@ def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
     def attend(key_tile, state):
         key, key_exists, key_ids = program.keys(x, block, key_tile)
         k, v = (program.rows_of_keys(ref, x, key, key_exists) for ref in (x.k, x.v))
-        mask = program.visible(*column((position, ids)), *line((key, key_exists, key_ids)))
+        mask = CAUSAL.sees(column(Side(position, ids)), line(Side(key, key_ids, key_exists)))
         logits = hide(matmul(q, k, transpose_b=True), mask)
         dropped = program.dropped(x, position[:, None], key[None])
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
@@ -189,7 +184,7 @@ def _weights(program, x, q, k, query, key, ids, statistics, transposed):
     """A tile's weights and their dropout mask; `transposed` puts keys first."""
     key, key_exists, key_ids = key
     first, second = (line, column) if transposed else (column, line)
-    mask = program.visible(*first((query, ids)), *second((key, key_exists, key_ids)))
+    mask = CAUSAL.sees(first(Side(query, ids)), second(Side(key, key_ids, key_exists)))
     products = matmul(k, q, transpose_b=True) if transposed else matmul(q, k, transpose_b=True)
     row_max, inverse_sum = statistics
     row_max = first(row_max) * LOG2_E

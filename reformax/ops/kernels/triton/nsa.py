@@ -45,6 +45,7 @@ from reformax.ops.kernels.triton.common import (
     tile_dropout_mask,
     view_rows,
 )
+from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.chosen_blocks import parts, tiles
 from reformax.ops.softmax.online import Softmax, nonzero
@@ -220,10 +221,8 @@ class _NsaProgram(NamedTuple):
         """Which keys each row sees, as two sides of a tile; None: all keys."""
         if columns.exists is None:
             return None
-        mask = (columns.last <= rows.position) & columns.exists & rows.exists
-        if rows.ids is not None:
-            mask = mask & (rows.ids == columns.ids) & (columns.ids != 0)
-        return mask
+        keys = Side(columns.key, columns.ids, columns.exists, columns.last)
+        return CAUSAL.sees(Side(rows.position, rows.ids, rows.exists), keys)
 
     def dropped(self, x: _NsaInputs, rows: _NsaRows, columns: _NsaColumns) -> Array | float:
         address = rows.head, rows.position, columns.last

@@ -39,6 +39,7 @@ from reformax.ops.kernels.triton.recurrence_states import (
     d_states_kernel,
     states_kernel,
 )
+from reformax.ops.masking.visibility import same_segment
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 
 F32 = jnp.float32
@@ -214,7 +215,7 @@ class _Launches(NamedTuple):
         if x.ids is not None:
             group_ids = x.ids.reshape(batch, plan.n_groups, -1)
             id_before = jnp.concatenate([group_ids[:, :1, 0], group_ids[:, :-1, -1]], axis=1)
-            one_segment = id_before == group_ids[:, :, -1]
+            one_segment = same_segment(id_before, group_ids[:, :, -1])
             kept = jnp.where(one_segment[:, None, :, None], kept, 0)
         return jnp.broadcast_to(kept, (*kept.shape[:3], size))
 

@@ -31,6 +31,7 @@ from reformax.ops.kernels.triton.common import (
     LOG2_E,
     LOWEST,
     column,
+    hide,
     launch,
     line,
     load,
@@ -40,6 +41,7 @@ from reformax.ops.kernels.triton.common import (
     view_rows,
 )
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
+from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.precision import in_three
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.online import nonzero
@@ -160,14 +162,12 @@ class _SelectionProgram(NamedTuple):
         found = self._products(rows.q, summary, exists, transposed)
         if exists is None:
             return found
-        sizes = self.sizes
-        of_row, of_key = (line, column) if transposed else (column, line)
-        end = of_key(summary * sizes.stride + (sizes.span - 1))
-        mask = of_key(exists) & (end <= of_row(rows.position)) & of_row(rows.exists)
+        last, ids = summary * self.sizes.stride + (self.sizes.span - 1), None
         if rows.ids is not None:
             ids = load(self.x.key_ids.at[self.batch, jnp.where(exists, summary, 0)], exists, 0)
-            mask = mask & (of_row(rows.ids) == of_key(ids)) & of_key(ids != 0)
-        return jnp.where(mask, found, -jnp.inf)
+        of_row, of_key = (line, column) if transposed else (column, line)
+        query, key = Side(rows.position, rows.ids, rows.exists), Side(last, ids, exists)
+        return hide(found, CAUSAL.sees(of_row(query), of_key(key)))
 
     def _products(self, q: tuple[Array, ...], number, exists, transposed: bool) -> Array:
         width = q[0].shape[1]
