@@ -138,7 +138,11 @@ SIZES = [
         "pattern has shape (2, 2) and dtype float64: expected booleans, [n_blocks_q, n_blocks_k]",
     ),
     (block_sparse.block_sparse, dict(pattern=[True]), "pattern has shape (1,) and dtype bool"),
-    (block_sparse.block_sparse, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla' or 'pallas'"),
+    (
+        block_sparse.block_sparse,
+        dict(impl="cudnn"),
+        "impl is 'cudnn': expected 'auto', 'xla' or 'pallas'",
+    ),
     (block_sparse.block_sparse, dict(n_global=-1), "n_global is -1: expected at least 0"),
     (block_patterns.bigbird, dict(n_random=-1), "n_random is -1: expected at least 0"),
     (sinks.sinks, dict(n_sinks=-1), "n_sinks is -1: expected at least 0"),
@@ -171,7 +175,11 @@ SIZES = [
     (flash.flash, dict(key_block_size="sqrt"), "key_block_size is 'sqrt': expected a whole number"),
     (flash.flash, dict(scale=1e12), "scale is 1000000000000.0: expected a number from 1e-6 to"),
     (flash.flash, dict(scale=0.0), "scale is 0.0: expected a number from 1e-6 to 1e6, or N"),
-    (flash.flash, dict(impl="triton"), "impl is 'triton': expected 'auto', 'xla', 'cudnn' or 'pallas'"),
+    (
+        flash.flash,
+        dict(impl="triton"),
+        "impl is 'triton': expected 'auto', 'xla', 'cudnn' or 'pallas'",
+    ),
     (dense.dense, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla' or 'cudnn'"),
 ]
 
