@@ -141,12 +141,12 @@ SIZES = [
     (
         block_sparse.block_sparse,
         dict(impl="cudnn"),
-        "impl is 'cudnn': expected 'auto', 'xla' or",
+        "impl is 'cudnn': expected 'auto', 'xla' or 'pallas'",
     ),
     (block_sparse.block_sparse, dict(n_global=-1), "n_global is -1: expected at least 0"),
     (block_patterns.bigbird, dict(n_random=-1), "n_random is -1: expected at least 0"),
     (sinks.sinks, dict(n_sinks=-1), "n_sinks is -1: expected at least 0"),
-    (sinks.sinks, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla' or"),
+    (sinks.sinks, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla' or 'pallas'"),
     (longformer.longformer, dict(window=0), "window is 0: expected at least 1"),
     (
         longformer.longformer,
@@ -178,7 +178,7 @@ SIZES = [
     (
         flash.flash,
         dict(impl="triton"),
-        "impl is 'triton': expected 'auto', 'xla', 'cudnn' or",
+        "impl is 'triton': expected 'auto', 'xla', 'cudnn' or 'pallas'",
     ),
     (dense.dense, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla' or 'cudnn'"),
 ]
