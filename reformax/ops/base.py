@@ -130,16 +130,16 @@ class AttentionOp:
         """Raises `ValueError` for options that exclude each other."""
 
     @functools.cached_property
-    def _key(self) -> tuple[Any, ...]:
+    def _compared(self) -> tuple[Any, ...]:
         """What makes two ops equal."""
         options = (getattr(self, field.name) for field in dataclasses.fields(self))
         return type(self), *map(_identity, options)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, AttentionOp) and self._key == other._key
+        return isinstance(other, AttentionOp) and self._compared == other._compared
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self._compared)
 
     @property
     def name(self) -> str:

@@ -45,7 +45,7 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones, segment_begins
 from reformax.ops.masking.padding import tokens_only
-from reformax.ops.masking.visibility import CAUSAL, Side, same_segment
+from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, same_segment
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
@@ -441,9 +441,8 @@ class nsa(AttentionOp):
         of_query = Side(position[:, None])
         seen = CAUSAL.sees(of_query, Side(last))[:, None]
         position_held = positions_by_slot(position, window.keys.shape[2])
-        window_mask = (position_held >= jnp.maximum(position[:, None] - fitted.window + 1, 0))[
-            :, None
-        ]
+        near = Visibility(causal=True, window=fitted.window)
+        window_mask = near.sees(of_query, Side(position_held, exists=position_held >= 0))[:, None]
         key = fitted._selected_positions(q, summaries.keys, seen, position, memory.keys.shape[2])
         mask = CAUSAL.sees(Side(position[:, None, None]), Side(key, exists=key >= 0))
         index = jnp.clip(key, 0, memory.keys.shape[2] - 1)[..., None]
