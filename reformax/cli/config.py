@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import gin
 
 from reformax.cli import gin_text, messages, modules, trax_config, trust
-from reformax.declared import SettingError, check_all, hints_of, shown
+from reformax.declared import SettingError, check_all, hints_of, shown, user_path
 
 MOST = 2**20  # bytes of a config file
 

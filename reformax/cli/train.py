@@ -90,7 +90,7 @@ def parser():
     parser.add_argument(
         "--init_from",
         type=flags.of(PathName),
-        help="the folder of a run whose weights, and vocabulary if it has one, this one begins with",
+        help="a run whose weights, and vocabulary if it has one, this one begins with",
     )
     parser.add_argument(
         "--dry_run",
