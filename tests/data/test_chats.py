@@ -2,16 +2,30 @@
 
 import csv
 import json
+import re
+import shutil
 
+import gin
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import evaluate
+import generate
+import train
+from reformax.cli import config
 from reformax.data import chat_templates
 from reformax.data.chats import chats
 from reformax.data.mixture import mixture
+from reformax.models.lm import TransformerLM
+from reformax.training import loop
+from reformax.training.evaluation import evaluate as evaluate_task
+from tests.training.scripts import call
 
+SMALL = {"d_model": 16, "d_ff": 32, "n_heads": 2, "n_layers": 2}
+SMALL |= {"d_attention_key": 8, "d_attention_value": 8, "dropout": 0.0}
 END = "\0"
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -182,8 +196,8 @@ def test_what_rows_have_besides(kind, tmp_path):
 
 def test_fields_by_other_names(tmp_path, fails_in_one_line):
     path = write(tmp_path / "a.jsonl", [{"q": "Hi", "a": "Yo", "chat": CHAT}] * 12)
-    assert conversations(chats(path, prompt="q", answer="a")) == [PAIR] * 10
-    assert len(conversations(chats(path, messages="chat"))) == 10
+    assert conversations(chats(path, prompt="q", answer="a")) == [PAIR] * 9
+    assert len(conversations(chats(path, messages="chat"))) == 9
     with fails_in_one_line(ValueError, "has no rows with messages or .*: it has q, a, chat; name"):
         chats(path)
     with fails_in_one_line(
@@ -554,3 +568,114 @@ def test_a_prompt_is_written_as_in_training():
             np.uint8,
         ).ids
         assert bytes(ids) == template.prompt("Hi").encode() + b"Yo\0"
+
+
+# Scores and runs.
+
+
+def test_a_score_is_the_mean_of_the_answers_alone(tmp_path):
+    """Bits are those of logits of each conversation alone, at tokens that are marked by hand."""
+    task = chats(write(tmp_path / "a.jsonl", [{"messages": CHAT}, *numbered(19)]))
+    model = TransformerLM(vocab_size=256, **SMALL)
+    params = model.init_params(jax.random.PRNGKey(0), (2, 8))
+    nats, n, n_prompts = 0.0, 0, 0.0
+    for split in ("valid",):
+        for whole, _ in conversations(task, split):
+            ids = np.frombuffer(whole.encode(), np.uint8).astype(np.int32)[None]
+            features = model.features(params, ids, rng=jax.random.PRNGKey(0))
+            losses = -jax.nn.log_softmax(np.asarray(model.logits(params, features), np.float64))
+            losses = np.take_along_axis(np.asarray(losses[0]), ids[0][:, None], 1)[:, 0]
+            place = 0
+            for part in re.split(r"((?<=Assistant:\n)[^\0]*\0)", whole):
+                end = place + len(part.encode())
+                if part.endswith(END):
+                    nats, n = nats + losses[place:end].sum(), n + end - place
+                else:
+                    n_prompts += losses[place:end].sum()
+                place = end
+    sizes = dict(batch_size=2, length=128)
+    result = evaluate_task(model, params, task, "valid", **sizes)
+    assert result["n_targets"] == n and result["standard_error"] is None
+    assert result["bits_per_dim"] == pytest.approx(nats / n / np.log(2), rel=1e-5)
+    assert result["bits_per_byte"] == result["bits_per_dim"]
+
+    def altered(split, *sizes):
+        for batch in task.eval_batches(split, *sizes):
+            batch.weights[0, 3] = 1  # of a prompt
+            yield batch
+
+    with pytest.raises(
+        ValueError, match=f"the batches of valid hold {n + 1} targets and the split"
+    ):
+        evaluate_task(model, params, task._replace(eval_batches=altered), "valid", **sizes)
+
+
+def test_a_run_learns_answers_and_no_prompts(tmp_path, monkeypatch, capsys):
+    """From a run of text to one of chats, by the commands that a user types."""
+    (tmp_path / "mine.txt").write_text("red blue green " * 300)
+    rows = [{"prompt": f"{i} red or blue?", "completion": "blue, red"} for i in range(60)]
+    write(tmp_path / "chats.jsonl", rows)
+    sizes = ("d_model=16", "d_ff=32", "d_head=8", "n_heads=2", "n_layers=2", "length=64")
+    small = [f"--config={x}" for x in (*sizes, "batch_size=8", "warmup_steps=2")]
+
+    def script(main, *flags):
+        gin.clear_config()
+        code, out, err = call(main, monkeypatch, capsys, *flags)
+        assert code == 0, err
+        return out
+
+    base, run = tmp_path / "base", tmp_path / "run"
+    text_flags = ["--config_file=configs/transformer_text.gin", f"--data_dir={tmp_path}/mine.txt"]
+    script(train.main, *text_flags, f"--output_dir={base}", *small, "--config=steps=4")
+    flags = ["--config_file=configs/transformer_chats.gin", f"--data_dir={tmp_path}/chats.jsonl"]
+    flags += [f"--output_dir={run}", f"--init_from={base}", *small, "--config=learning_rate=0.02"]
+    out = script(train.main, *flags, "--config=steps=40", "--config=loop.train.eval_every=20")
+    assert f"with the weights of {base} after step 4 from step 1 to 40" in out
+    assert "train 48 conversations with 48 answers (chats.jsonl)" in out
+    with open(run / "metrics.jsonl") as file:
+        losses = [json.loads(line).get("bits_per_dim") for line in file]
+    losses = [x for x in losses if x is not None]
+    assert losses[-1] < 0.3 * losses[0]
+    # The prompts' numbers are not learnt: as a text, a conversation costs more than its answer.
+    out = script(evaluate.main, f"--output_dir={run}", "--split=test", "--by_position")
+    assert "test: 60 targets, each predicted once from the tokens before it of its own" in out
+    assert "in document" in out and "accuracy: 1.0" in out
+    prompt = [f"--output_dir={run}", "--prompt=7 red or blue?", "--temperature=0", "--quiet"]
+    assert script(generate.main, *prompt, "--chat", "--max_new_tokens=30") == "blue, red\n"
+    two = [*prompt, "--prompt=8 red or blue?", "--chat", "--max_new_tokens=30"]
+    assert script(generate.main, *two) == "--- 1 of 2\nblue, red\n--- 2 of 2\nblue, red\n"
+    assert script(generate.main, *prompt, "--max_new_tokens=3").startswith("7 red or blue?")
+    gin.clear_config()
+    of_text = [f"--output_dir={base}", "--prompt=x", "--chat"]
+    code, _, err = call(generate.main, monkeypatch, capsys, *of_text)
+    assert code == 2 and "--chat needs a run of chats.chats" in err
+    gin.clear_config()
+
+
+def test_a_run_s_vocabulary_comes_with_its_weights(tmp_path):
+    kept = tmp_path / "base/vocabulary.model"
+    (tmp_path / "base/checkpoints").mkdir(parents=True)
+    folder, _ = tokenizer(tmp_path / "made", *CHATML)
+    shutil.copy(folder / "tokenizer.json", kept)
+    path = write(tmp_path / "a.jsonl", [ROWS["messages"]] * 12)
+    files = ["configs/transformer_chats.gin"]
+
+    def bound(init_from, *overrides):
+        gin.clear_config()
+        config.parse(files, overrides, data_dir=str(path), init_from=str(init_from))
+        return config.described(loop.train, "task").arguments.get("vocabulary"), config.bindings(
+            loop.train, ("init_from",)
+        )["init_from"]
+
+    for name in ("base", "base/checkpoints/10"):
+        assert bound(tmp_path / name) == (str(kept), str(tmp_path / name))
+    own = f"chats.chats.vocabulary='{folder}'"
+    assert bound(tmp_path / "base", own)[0] == str(folder)
+    kept.unlink()
+    assert bound(tmp_path / "base")[0] is None
+    files = ["configs/quickstart.gin"]
+    path = None
+    gin.clear_config()
+    kept.write_text("{}")
+    config.parse(files, init_from=str(tmp_path / "base"))  # a task without that parameter
+    gin.clear_config()
