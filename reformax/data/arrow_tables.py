@@ -338,6 +338,7 @@ def no_field(where: str, field: Field, others: Sequence[str]) -> NoField:
     """The error of a table without a field, which names those that it has."""
     there = f"it has {', '.join(others[:9])}" if others else "it has none"
     fix = f", set --config='{field.setting}=\"{others[0]}\"'" if others else ""
+    fix = f", give all rows the same fields, or set {field.setting}" if field.nested else fix
     what = "text" if field.is_text and not field.nested else "value"
     return NoField(f"{where} has no {what} {field.name!r}: {there}{fix}", others)
 

@@ -575,24 +575,25 @@ def test_a_prompt_is_written_as_in_training():
 
 def test_a_score_is_the_mean_of_the_answers_alone(tmp_path):
     """Bits are those of logits of each conversation alone, at tokens that are marked by hand."""
-    task = chats(write(tmp_path / "a.jsonl", [{"messages": CHAT}, *numbered(19)]))
+    rows = [{"messages": CHAT}] * 2
+    for i in range(18):
+        turns = (("user", f"Hi {i}?"), ("assistant", f"Yo {i}"))
+        rows.append({"messages": [{"role": role, "content": x} for role, x in turns]})
+    task = chats(write(tmp_path / "a.jsonl", rows))
     model = TransformerLM(vocab_size=256, **SMALL)
     params = model.init_params(jax.random.PRNGKey(0), (2, 8))
-    nats, n, n_prompts = 0.0, 0, 0.0
-    for split in ("valid",):
-        for whole, _ in conversations(task, split):
-            ids = np.frombuffer(whole.encode(), np.uint8).astype(np.int32)[None]
-            features = model.features(params, ids, rng=jax.random.PRNGKey(0))
-            losses = -jax.nn.log_softmax(np.asarray(model.logits(params, features), np.float64))
-            losses = np.take_along_axis(np.asarray(losses[0]), ids[0][:, None], 1)[:, 0]
-            place = 0
-            for part in re.split(r"((?<=Assistant:\n)[^\0]*\0)", whole):
-                end = place + len(part.encode())
-                if part.endswith(END):
-                    nats, n = nats + losses[place:end].sum(), n + end - place
-                else:
-                    n_prompts += losses[place:end].sum()
-                place = end
+    nats, n = 0.0, 0
+    for whole, _ in conversations(task, "valid"):
+        ids = np.frombuffer(whole.encode(), np.uint8).astype(np.int32)[None]
+        features = model.features(params, ids, rng=jax.random.PRNGKey(0))
+        losses = -np.asarray(jax.nn.log_softmax(model.logits(params, features)), np.float64)
+        losses = np.take_along_axis(losses[0], ids[0][:, None], 1)[:, 0]
+        place = 0
+        for part in re.split(r"((?<=Assistant:\n)[^\0]*\0)", whole):
+            end = place + len(part.encode())
+            if part.endswith(END):
+                nats, n = nats + losses[place:end].sum(), n + end - place
+            place = end
     sizes = dict(batch_size=2, length=128)
     result = evaluate_task(model, params, task, "valid", **sizes)
     assert result["n_targets"] == n and result["standard_error"] is None
