@@ -16,11 +16,12 @@ import evaluate
 import generate
 import train
 from reformax.cli import config
-from reformax.data import chat_templates
+from reformax.data import chat_templates, files
 from reformax.data.chats import chats
 from reformax.data.mixture import mixture
 from reformax.models.lm import TransformerLM
 from reformax.training import loop
+from reformax.training.by_position import in_segment
 from reformax.training.evaluation import evaluate as evaluate_task
 from tests.training.scripts import call
 
@@ -271,6 +272,17 @@ def numbered(n):
         {"prompt": f"{i} " + "x" * (i % 7), "answer": f"a{i}" + "y" * (i * 5 % 23)}
         for i in range(n)
     ]
+
+
+def test_texts_in_lists_count_for_the_limit_of_a_table(tmp_path, monkeypatch):
+    """One text many times is a few bytes of a file."""
+    rows = [message(role="assistant", content="x" * 1000)] * 300
+    path = write(tmp_path / "a.parquet", rows)
+    assert path.stat().st_size < 10_000
+    assert len(conversations(chats(path), length=2048)) == 240
+    monkeypatch.setattr(files, "most_unpacked", lambda size: 100_000)
+    with pytest.raises(ValueError, match="refused as a decompression bomb"):
+        chats(path)
 
 
 def test_own_splits_are_kept(tmp_path):
@@ -680,3 +692,8 @@ def test_a_run_s_vocabulary_comes_with_its_weights(tmp_path):
     kept.write_text("{}")
     config.parse(files, init_from=str(tmp_path / "base"))  # a task without that parameter
     gin.clear_config()
+
+
+def test_positions_of_packed_rows_begin_with_each_segment():
+    ids = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 3, 3, 3, 3]])
+    assert in_segment(ids).tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]]
