@@ -193,9 +193,8 @@ def _devices(command: str, page: str) -> str:
 
 
 def _training(command: str, folder: Path, page: str) -> str:
-    files = re.findall(r"(?:--config_file=|reformax sweep )(\S+)", command)
-    name = (files or ["quickstart.gin"])[-1]
-    text = config_text(name, folder)
+    files = re.findall(r"(?:--config_file=|reformax sweep )(\S+)", command) or ["quickstart.gin"]
+    text = "\n".join(config_text(name, folder) for name in files)
     modules = set(re.findall(r"^(?:from \S+ )?import (?:\S+\.)?(\w+)$", text, re.MULTILINE))
     values = {name: value for name, value in SMALL.items() if _is_larger(name, value, text)}
     values |= dict(_shorter_cycles(text))
@@ -293,7 +292,7 @@ def smaller(snippet: str) -> str:
 
 
 def write_data(folder: Path) -> None:
-    """A text, and aligned sentences, under the names that the pages have."""
+    """A text, chats and aligned sentences, under the names that the pages have."""
     text = b"the cat sat on the mat, and the dog ran after it.\n" * 80
     with zipfile.ZipFile(folder / "enwik8.zip", "w") as archive:
         archive.writestr("enwik8", text)
@@ -305,6 +304,8 @@ def write_data(folder: Path) -> None:
         (folder / "my_classes" / name).mkdir(parents=True)
         for i in range(20):
             (folder / f"my_classes/{name}/{i}.txt").write_text(f"text {i} of class {name}")
+    chats = [f'{{"prompt": "{i} cats?", "answer": "{i} mats."}}\n' for i in range(40)]
+    (folder / "chats.jsonl").write_text("".join(chats))
     (folder / "wheels").mkdir()
     wheel = folder / "wheels/tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import gin
 
 from reformax.cli import gin_text, messages, modules, trax_config, trust
-from reformax.declared import SettingError, check_all, hints_of, shown
+from reformax.declared import SettingError, check_all, hints_of, shown, user_path
 
 MOST = 2**20  # bytes of a config file
 
@@ -61,6 +61,7 @@ def parse(
     *,
     folders: Sequence[str | Path] = (),
     data_dir: str | None = None,
+    init_from: str | None = None,
 ) -> None:
     """Parses files, then overrides, into gin's global config.
 
@@ -71,6 +72,8 @@ def parse(
       folders: more folders to find files and their includes in; the working directory and the
         files' own folders come first.
       data_dir: bound to the `data_dir` of the config's task.
+      init_from: bound to `loop.train.init_from`. A vocabulary that lies in this folder is bound to
+        the `vocabulary` of the config's task, unless the config sets one.
 
     Raises:
       ConfigError: a file, module, function, parameter or macro does not exist, or a line cannot be
@@ -88,6 +91,8 @@ def parse(
                 new_macros |= dict.fromkeys(_new_macros(path), config_file)
             _parse_with(gin.config.parse_config_file, path)
         _parse_overrides(overrides, data_dir)
+        if init_from is not None:
+            _bind_init_from(init_from)
     _check_used(new_macros)
 
 
@@ -293,6 +298,23 @@ def _bind_data_dir(data_dir: str) -> None:
             f"--data_dir={data_dir}: the task {without[0]} reads no files: leave the flag out, "
             "or take a config of files, for a text of your own --config_file=reformer_text.gin"
         )
+
+
+def _bind_init_from(init_from: str) -> None:
+    """Binds the run to begin with, and its vocabulary as that of the config's task."""
+    gin.bind_parameter("reformax.training.loop.train.init_from", init_from)
+    folder = user_path("--init_from", init_from)
+    if folder.parent.name == "checkpoints":  # of one of its checkpoints
+        folder = folder.parent.parent
+    kept, parameter = folder / "vocabulary.model", "reformax.training.loop.train.task"
+    if not kept.is_file() or not _is_set(parameter):
+        return
+    scope, selector = _task_of(parameter)
+    name = f"{scope}/{selector}.vocabulary".removeprefix("/")
+    if not _is_set(name) or gin.query_parameter(name) is None:
+        # A task that learns none has no such parameter.
+        with contextlib.suppress(ValueError):
+            gin.bind_parameter((scope, selector, "vocabulary"), str(kept))
 
 
 def _give_folder(parameter: str, data_dir: str, scoped: bool = True) -> str | None:

@@ -17,6 +17,7 @@ def write(
     prompts: Sequence[Sequence[int]],
     alphabet: Alphabet,
     quiet: bool = False,
+    end: int | None = None,
 ) -> int:
     """Writes a single row as it comes, and several one after the other when they are done.
 
@@ -25,6 +26,7 @@ def write(
       prompts: the B prompts, tokens each.
       alphabet: see `prompts`.
       quiet: whether to leave the speed out.
+      end: a token that ends a row, and is not written; None: none.
 
     Returns:
       The exit code: 0, or 130 after Ctrl-C, which keeps what was computed.
@@ -34,14 +36,22 @@ def write(
     writer = Writer(alphabet)
     if alone:
         writer.write(rows[0])
+    ended = [False] * len(rows)
     progress = [(0, time.perf_counter())]
     try:
         for block in blocks:
             progress.append((progress[-1][0] + block.shape[1], time.perf_counter()))
-            for row, new in zip(rows, block.tolist(), strict=True):
-                row.extend(new)
-            if alone:
-                writer.write(block[0].tolist())
+            for i, new in enumerate(block.tolist()):
+                if ended[i]:
+                    continue
+                ended[i] = end in new
+                if ended[i]:
+                    new = new[: new.index(end)]
+                rows[i].extend(new)
+                if alone:
+                    writer.write(new)
+            if all(ended):
+                break
     except KeyboardInterrupt:
         code = 130
     if alone:

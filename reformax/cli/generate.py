@@ -11,6 +11,8 @@ Without a prompt it begins with nothing; a prompt is the bytes of the first pixe
 
 A model of translation translates instead: every line of the file or of standard input, or every
 --prompt, in order, a line for a line; a blank line stays blank.
+
+A model that was fine-tuned on chats answers with --chat: the prompt is a user's message.
 """
 
 import sys
@@ -75,6 +77,12 @@ def parser():
     parser = flags.parser(__doc__)
     flags.add_run(parser)
     prompts.add_flags(parser)
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="of a run of chats: a prompt is a user's message, which the run's template is written "
+        "around, and the answer alone is written, up to its end",
+    )
     parser.add_argument("--max_new_tokens", type=flags.of(Size), help=_default("max_new_tokens"))
     parser.add_argument(
         "--num_samples",
@@ -120,17 +128,21 @@ def _continue(args, saved: saved_run.Saved) -> int:
         vocabulary = pieces.PieceVocabulary(0)
         saved_run.keep_vocabulary(args, vocabulary, saved)
     alphabet = prompts.alphabet(loop.train, saved.model.vocab_size, vocabulary)
+    chat = prompts.chat(loop.train, vocabulary) if args.chat else None
     read = ("task", "text.text.offset") if isinstance(alphabet, prompts.Bytes) else ()
     report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
     options = flags.with_defaults(args, CONTINUE)
     n_samples, n_new = options.pop("num_samples"), options.pop("max_new_tokens")
-    tokens = [alphabet.encode(text) for text in prompts.read(args) for _ in range(n_samples)]
+    texts = [chat.prompt(text) if chat else text for text in prompts.read(args)]
+    tokens = [alphabet.encode(text) for text in texts for _ in range(n_samples)]
     if options["max_length"] is None and max(map(len, tokens)) + n_new <= saved.run["length"]:
         options["max_length"] = saved.run["length"]
     every = 1 if len(tokens) == 1 else decoding.BLOCK
     options |= {"hash_seed": args.hash_seed, "every": every, "mesh": saved.mesh}
-    blocks = decoding.stream(saved.model, saved.params, tokens, n_new, **options)
-    return continuation.write(blocks, tokens, alphabet, args.quiet)
+    end = chat.end if chat else None
+    blocks = decoding.stream(saved.model, saved.params, tokens, n_new, end=end, **options)
+    shown = [[] for _ in tokens] if chat else tokens
+    return continuation.write(blocks, shown, alphabet, args.quiet, end)
 
 
 def _draw(args, saved: saved_run.Saved) -> int:

@@ -20,7 +20,7 @@ Seconds = Annotated[int, Bounds(1, 86_400)]
 _NAMES = ("coordinator_address", "num_processes", "process_id")
 _TIMEOUTS = ("heartbeat_timeout", "step_timeout", "start_timeout")
 # Flags that may differ: paths, whose content is compared, and what is shown.
-_FREE = ("config_file", "output_dir", "data_dir", "distributed", "quiet", "traceback")
+_FREE = ("config_file", "output_dir", "data_dir", "init_from", "distributed", "quiet", "traceback")
 # Defaults of the timeouts, in seconds.
 HEARTBEAT = 100
 STEP = 1800

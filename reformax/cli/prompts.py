@@ -108,6 +108,42 @@ def offset(train: Callable, vocab_size: int) -> int | None:
     return first if vocab_size == N_BYTES + first else None
 
 
+class Chat:
+    """The template of a run of chats around a user's message."""
+
+    def __init__(self, written: Any):
+        self._written, self.end = written, written.end
+
+    def prompt(self, text: bytes) -> bytes:
+        """The message, and what stands before and after it up to the answer."""
+        message = text.decode("utf-8", "replace").removesuffix("\n")
+        return self._written.template.prompt(message).encode("utf-8")
+
+
+def chat(train: Callable, vocabulary: Any = None) -> Chat:
+    """The template of the parsed config's task.
+
+    Args:
+      train: `loop.train`.
+      vocabulary: the run's, if it has one.
+
+    Raises:
+      SettingError: the task is not one of chats.
+    """
+    from reformax.cli import config
+    from reformax.data import chat_templates, chats
+
+    task = config.described(train, "task")
+    if not isinstance(task, config.Reference) or task.function is not chats.chats:
+        raise SettingError(
+            "--chat needs a run of chats.chats, whose template it writes prompts by: leave it out, "
+            "and write the prompt as the run's text has it"
+        )
+    name = task.arguments.get("template", "auto")
+    alphabet = chat_templates.Bytes() if vocabulary is None else vocabulary
+    return Chat(chat_templates.chosen(name, alphabet, "chats.chats"))
+
+
 class Alphabet(Protocol):
     """Encodes prompts and decodes tokens of a model."""
 

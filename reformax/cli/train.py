@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = args.config_file or [str(configs.FOLDER / "quickstart.gin")]
     output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
 
-    config.parse(files, args.config, folders=configs.FOLDERS, data_dir=args.data_dir)
+    given = {"data_dir": args.data_dir, "init_from": args.init_from}
+    config.parse(files, args.config, folders=configs.FOLDERS, **given)
     config.refuse_flags(unknown)
     joining.join(args, config.text())
     # After parsing, so that a wrong flag is reported first.
@@ -86,6 +87,11 @@ def parser():
         help="default: runs/<name of the last config file>",
     )
     parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
+    parser.add_argument(
+        "--init_from",
+        type=flags.of(PathName),
+        help="a run whose weights, and vocabulary if it has one, this one begins with",
+    )
     parser.add_argument(
         "--dry_run",
         action="store_true",

@@ -33,15 +33,30 @@ class Field(NamedTuple):
       name: the field's.
       setting: the setting that names it, for errors.
       is_text: whether its values are text; otherwise they are numbers, booleans or text.
+      nested: whether they may be lists and objects as well as text.
+      optional: whether rows may be without it, which then have None.
     """
 
     name: str
     setting: str = "text.text.field"
     is_text: bool = True
+    nested: bool = False
+    optional: bool = False
+
+    @property
+    def kinds(self) -> tuple[type, ...]:
+        """The types of its values in JSON."""
+        if self.nested:
+            return str, list, dict
+        return (str,) if self.is_text else (str, int, float)
 
 
 class NoField(SettingError):
-    """A table has no such field."""
+    """A table has no such field; `others` are those of its kind."""
+
+    def __init__(self, text: str, others: Sequence[str] = ()):
+        super().__init__(text)
+        self.others = others
 
 
 def parquet(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple]:
@@ -63,15 +78,17 @@ def parquet(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tup
     pa = _pyarrow(path)
     size = files.check_ordinary(path)
     try:
-        texts = _check_columns(pa, path, pa.parquet.read_schema(path), fields)
-        names = [field.name for field in fields]
+        schema = pa.parquet.read_schema(path)
+        _check_columns(pa, path, schema, fields)
+        names = [field.name for field in fields if field.name in schema.names]
         with pa.parquet.ParquetFile(path) as file:
             metadata = file.metadata
         if (stated := _stated(metadata, names)) > max_bytes:
             raise _bomb(path, size, max_bytes)
         # Read as a dictionary, a text that stands many times is in memory once. Where pyarrow
         # cannot, a row has at most the bytes that the column states, so few rows are read together.
-        dictionaries = [name for name in texts if _encodings(metadata, name) <= _AS_DICTIONARY]
+        texts = _encodings(metadata, names)
+        dictionaries = [column for column, found in texts.items() if found <= _AS_DICTIONARY]
         n_rows = _ROWS
         if len(dictionaries) < len(texts):
             n_rows = min(_ROWS, max(1, max_bytes // max(1, stated)))
@@ -102,7 +119,8 @@ def arrow(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple
             schema = pa.ipc.open_stream(source).schema
             _check_columns(pa, path, schema, fields)
             source.seek(begin)
-            included = [schema.get_field_index(field.name) for field in fields]
+            names = [field.name for field in fields if field.name in schema.names]
+            included = [schema.get_field_index(name) for name in names]
             options = pa.ipc.IpcReadOptions(included_fields=included)
             batches = pa.ipc.open_stream(source, options=options)
             yield from _rows(pa, path, fields, batches, max(max_bytes, size))
@@ -118,6 +136,9 @@ def _rows(
     for batch in _in_parts(pa, batches):
         columns = []
         for field in fields:
+            if field.name not in batch.schema.names:  # an optional one
+                columns.append([None] * batch.num_rows)
+                continue
             column = batch.column(batch.schema.get_field_index(field.name))
             column.validate(full=True)
             while isinstance(column, pa.ExtensionArray):
@@ -134,6 +155,9 @@ def _rows(
                     raise _bomb(path, size, max_bytes)
                 found = _as_bytes(pa, path, field.name, values)
             else:
+                total += _text_bytes(pa, values) if field.nested else 0
+                if total > max_bytes:
+                    raise _bomb(path, size, max_bytes)
                 found = values.to_pylist()
             if indices is not None:
                 found = [None if i is None else found[i] for i in indices.to_pylist()]
@@ -171,6 +195,21 @@ def _lengths(pa, values: Any) -> Any:
     return pa.array(np.where(np.asarray(values.is_valid()), views, 0), pa.int64())
 
 
+def _text_bytes(pa, values: Any) -> int:
+    """The bytes of the texts in lists and objects, and one for each value."""
+    if pa.types.is_nested(values.type):
+        parts = values.flatten()
+        parts = parts if isinstance(parts, list) else [parts]
+        return len(values) + sum(_text_bytes(pa, part) for part in parts)
+    if pa.types.is_dictionary(values.type):
+        lengths = _lengths(pa, values.dictionary).take(values.indices)
+    elif _is_string(pa, values.type) or _is_binary(pa, values.type):
+        lengths = _lengths(pa, values)
+    else:
+        return len(values)
+    return len(values) + (pa.compute.sum(lengths).as_py() or 0)
+
+
 def _as_bytes(pa, path: Path, field: str, values: Any) -> list[bytes | None]:
     """The values as they are; bytes that no type says are text must be UTF-8."""
     found = values.cast(pa.large_binary()).to_pylist()
@@ -185,12 +224,8 @@ def _as_bytes(pa, path: Path, field: str, values: Any) -> list[bytes | None]:
     return found
 
 
-def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Field]) -> list[str]:
-    """The names of those columns that are text.
-
-    Raises:
-      SettingError: a table has no such column, or it is not what a field is.
-    """
+def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Field]) -> None:
+    """Raises `SettingError` if a table has no such column, or it is not what a field is."""
 
     def plain(kind: Any) -> Any:
         while isinstance(kind, pa.BaseExtensionType):
@@ -199,26 +234,28 @@ def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Field]) -> list
 
     kinds = [(column.name, plain(column.type)) for column in schema]
     texts = [name for name, kind in kinds if _is_string(pa, kind)]
-    found_texts = []
     for field in fields:
         found = [kind for name, kind in kinds if name == field.name]
+        if not found and field.optional:
+            continue
         if not found:
-            others = texts if field.is_text else [name for name, _ in kinds]
+            any_kind = field.nested or not field.is_text
+            others = [name for name, _ in kinds] if any_kind else texts
             raise no_field(str(path), field, others)
         where = f"{path}: column {field.name!r}"
         if len(found) > 1:
             raise SettingError(f"{where} is there {len(found)} times: give each its own name")
         is_text = _is_string(pa, found[0]) or _is_binary(pa, found[0])
-        found_texts += [field.name] * is_text
         types = pa.types
         is_value = types.is_integer(found[0]) or types.is_floating(found[0])
         is_value = is_value or types.is_boolean(found[0]) or types.is_null(found[0])
+        if field.nested and types.is_nested(found[0]):
+            continue
         if not is_text and (field.is_text or not is_value):
             other = next((x for x in texts if x not in [f.name for f in fields]), None)
             fix = f"set --config='{field.setting}=\"{other}\"'" if other else "save it as strings"
             what = "which is no text" if field.is_text else "which is no value"
             raise SettingError(f"{where} is {found[0]}, {what}: {fix}")
-    return found_texts
 
 
 def _is_string(pa, kind: Any) -> bool:
@@ -238,18 +275,25 @@ def _is_view(pa, kind: Any) -> bool:
 
 def _stated(metadata: Any, names: Sequence[str]) -> int:
     """The bytes that columns unpack to as the file says, and one for each row."""
-    total = metadata.num_rows
+    return metadata.num_rows + sum(x.total_uncompressed_size for x in _chunks(metadata, names))
+
+
+def _encodings(metadata: Any, names: Sequence[str]) -> dict[str, set[str]]:
+    """How the pages of texts are encoded: of columns, and of those in lists and objects."""
+    found: dict[str, set[str]] = {}
+    for chunk in _chunks(metadata, names):
+        if chunk.physical_type == "BYTE_ARRAY":
+            found.setdefault(chunk.path_in_schema, set()).update(chunk.encodings)
+    return found
+
+
+def _chunks(metadata: Any, names: Sequence[str]) -> Iterator[Any]:
+    """What a file says of each part of some columns."""
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        columns = map(group.column, range(group.num_columns))
-        total += sum(c.total_uncompressed_size for c in columns if c.path_in_schema in names)
-    return total
-
-
-def _encodings(metadata: Any, field: str) -> set[str]:
-    """How a column's pages are encoded."""
-    groups = map(metadata.row_group, range(metadata.num_row_groups))
-    columns = (group.column(i) for group in groups for i in range(group.num_columns))
-    return {name for c in columns if c.path_in_schema == field for name in c.encodings}
+        for chunk in map(group.column, range(group.num_columns)):
+            path = chunk.path_in_schema
+            if any(path == name or path.startswith(f"{name}.") for name in names):
+                yield chunk
 
 
 def _is_packed(message: Any) -> bool:
@@ -294,8 +338,9 @@ def no_field(where: str, field: Field, others: Sequence[str]) -> NoField:
     """The error of a table without a field, which names those that it has."""
     there = f"it has {', '.join(others[:9])}" if others else "it has none"
     fix = f", set --config='{field.setting}=\"{others[0]}\"'" if others else ""
-    what = "text" if field.is_text else "value"
-    return NoField(f"{where} has no {what} {field.name!r}: {there}{fix}")
+    fix = f", give all rows the same fields, or set {field.setting}" if field.nested else fix
+    what = "text" if field.is_text and not field.nested else "value"
+    return NoField(f"{where} has no {what} {field.name!r}: {there}{fix}", others)
 
 
 def _bomb(path: Path, size: int, max_bytes: int) -> ValueError:

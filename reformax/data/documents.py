@@ -121,14 +121,17 @@ def read(path: Path, found: Found, field: str) -> Source:
     return Source(texts, found.files, found.said)
 
 
-def find(path: Path, pattern: str, field: str, raw: bool, by: splits.By, option: str) -> Found:
+def find(
+    path: Path, pattern: str, field: str | None, raw: bool, by: splits.By, option: str
+) -> Found:
     """The files of a text, by splits.
 
     Args:
       path: a file; a folder, whose files are joined; or a folder that `datasets` saved.
       pattern: the names of files to take. What is read whole matches, or this is '*', which leaves
         pages beside tables out.
-      field: the field of a table's rows that is text. Each text ends in `BORDER`.
+      field: the field of a table's rows that is text. Each text ends in `BORDER`. None: tables of
+        any fields.
       raw: take files as they are: no table, nothing unpacked, nothing refused, and documents are
         files alone.
       by: whether a folder's own splits are kept.
@@ -271,7 +274,9 @@ class Chosen(NamedTuple):
     said: Sequence[str]
 
 
-def choose(folder: Path, pattern: str, field: str, raw: bool, by: splits.By, option: str) -> Chosen:
+def choose(
+    folder: Path, pattern: str, field: str | None, raw: bool, by: splits.By, option: str
+) -> Chosen:
     """The files of a folder that are read; arguments and errors are those of `read`."""
     if files.is_run(folder):
         raise SettingError(
@@ -312,7 +317,7 @@ def _named(folder: Path, paths: Sequence[Path]) -> str:
     return f"{len(paths):,} files: " + ", ".join([*kinds, *[f"{more:,} other"] * bool(more)])
 
 
-def _with_marks(paths: Sequence[Path], field: str) -> list[str]:
+def _with_marks(paths: Sequence[Path], field: str | None) -> list[str]:
     """What to say of files of which all is read, the marks between values too."""
     named = [p for p in paths if p.name.lower().partition(".")[2].startswith(_WRITTEN)]
     names = [path.name for path in named if tables.reader(path, field) is None]

@@ -17,8 +17,6 @@ from reformax.data.labelled import stored_task
 from reformax.declared import Name, PathName, SettingError, checked
 
 _OPTION = "labelled_text.labelled_text"
-# Of ten rows of train, the one that is of a split which the data does not have.
-_CUT = {"valid": 0, "test": 5}
 _FEW = 20  # classes that any number of rows may have
 _SHOWN = 9  # classes that are named
 _KEPT_BACK = "-1"  # the label of published test rows
@@ -92,7 +90,7 @@ def labelled_text(
             said.append(f"left out: {left:,} rows of {split} (no text or no label)")
     names = _in_order({row.label for part in rows.values() for row in part})
     _check_classes(path, rows, names)
-    parts = _parts(rows)
+    parts = by_name.with_cut(rows)
     named = {split: by_name.shown(path, paths) for split, paths in found.paths.items()}
     own = {split: named[split] for split in rows}
     task = stored_task(
@@ -190,16 +188,6 @@ def _check_classes(path: Path, rows: Mapping[str, Sequence[Row]], names: Sequenc
         raise SettingError(
             f"{path} has {len(names):,} labels in {n_rows:,} rows, which are no classes: {fix}"
         )
-
-
-def _parts(rows: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
-    """The rows of each split, of which those that are not there are cut from train."""
-    cut = {place: split for split, place in _CUT.items() if split not in rows}
-    parts = {split: list(part) for split, part in rows.items()} | {"train": []}
-    parts |= {split: [] for split in cut.values()}
-    for number, row in enumerate(rows["train"]):
-        parts[cut.get(number % 10, "train")].append(row)
-    return parts
 
 
 def _read(

@@ -56,7 +56,8 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
             raise SettingError(f"task {task.name} is no text: give texts, such as text.text()")
         if task.in_order:
             raise SettingError(
-                f"task {task.name} has windows='each_once', and a mixture draws: leave it out"
+                f"task {task.name} takes its rows in turn, and a mixture draws: leave out "
+                "windows='each_once', or give another task"
             )
         for name in ("vocab_size", "document_mask", "of_bytes"):
             if getattr(task, name) != getattr(first, name):

@@ -76,6 +76,9 @@ class _SentencePieces:
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return self._pieces.encode(list(texts), num_threads=-1)
 
+    def name_of(self, i: int) -> str:
+        return self._pieces.id_to_piece(i)
+
     def ids_before(self, text: str, characters: Sequence[int]) -> np.ndarray:
         """How many ids of a text stand before each of some characters, by their places, sorted.
 
@@ -116,6 +119,9 @@ class _Tokenizer:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encoded]
 
+    def name_of(self, i: int) -> str:
+        return self.names.get(i, "")
+
     def ids_before(self, text: str, characters: Sequence[int]) -> np.ndarray:
         begins = [
             first for first, _ in self._tokenizer.encode(text, add_special_tokens=False).offsets
@@ -143,24 +149,28 @@ class PieceVocabulary:
         text: UInt8[np.ndarray, " n"] | None = None,
         path: str | os.PathLike | None = None,
         model_type: str | None = None,
+        option: str = "text.text",
     ):
         """Stores the settings; reads a file, but learns nothing yet.
 
         Args:
           size: pieces of a vocabulary that is learnt. A file has as many; `BYTES` leaves that open.
           text: the bytes to learn from.
-          path: a file with a vocabulary. It may be gone once the run keeps its own copy.
+          path: a file with a vocabulary, or a folder with a tokenizer.json or a run's vocabulary.
+            It may be gone once the run keeps its own copy.
           model_type: 'bpe', 'unigram', 'char' or 'word'. None: a file's own, and 'bpe' is learnt.
+          option: the factory that these are settings of, for errors.
 
         Raises:
           ValueError: the file is too large, or no vocabulary.
         """
         self.size, self._text, self._model_type = size, text, model_type or "bpe"
+        self._option = option
         # A tokenizer.json may have more ids than a model has rows: those that occur count.
         self._rows = size if size and size != BYTES else None
         asked = {"vocab_size": None if size == BYTES else size, "model_type": model_type}
         self._asked = {name: value for name, value in asked.items() if value is not None}
-        self._path = None if path is None else user_path("text.text.vocabulary", path)
+        self._path = None if path is None else _file_of(user_path(f"{option}.vocabulary", path))
         self._bytes: bytes | None = None
         self._pieces: _SentencePieces | _Tokenizer | None = None
         if self._path is not None and self._path.exists():
@@ -205,11 +215,33 @@ class PieceVocabulary:
         """The id of the token that hides others; None if the vocabulary has none."""
         return self._codec.mask
 
+    @property
+    def end(self) -> tuple[int, str] | None:
+        """The id of a document's end, and its name where it stands in text; None if there is none.
+
+        A sentencepiece model reads no name of it in a text: it is empty.
+        """
+        end = self._codec.end
+        return (
+            (end, getattr(self._codec, "names", {}).get(end, "")) if 0 <= end < self.size else None
+        )
+
+    def token(self, text: str) -> int | None:
+        """The id of a text that is one token by its name, below `size`; None for another."""
+        (ids,) = self._codec.encode_all([text])
+        found = len(ids) == 1 and ids[0] < self.size and self._codec.name_of(ids[0]) == text
+        return ids[0] if found else None
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
-        ids = [i for part in self._codec.encode_all([text]) for i in part]
-        self._check_ids(ids)
-        return ids
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, on all cores."""
+        found = self._codec.encode_all(texts)
+        for ids in found:
+            self._check_ids(ids)
+        return found
 
     def beyond(self, size: int) -> list[str]:
         """The tokens, by their ids, that a model of so many ids lacks; none of sentencepiece's."""
@@ -256,7 +288,7 @@ class PieceVocabulary:
         Raises:
           ValueError: the text is not UTF-8.
         """
-        end = [self._codec.end] if 0 <= self._codec.end < self.size else self.encode("\n")
+        end = [self.end[0]] if self.end else self.encode("\n")
         parts, texts, waiting = [np.zeros(0, self.dtype)], [], 0
         firsts, counts = [], [0]
         for first, last in _blocks(data):
@@ -312,7 +344,7 @@ class PieceVocabulary:
         if self._bytes is None:
             if self._path is not None:
                 raise files.Missing(
-                    f"text.text.vocabulary is {self._path}, which does not exist: give a "
+                    f"{self._option}.vocabulary is {self._path}, which does not exist: give a "
                     "tokenizer.json or a sentencepiece model"
                 )
             settings = _LOSSLESS | {"model_type": self._model_type}
@@ -325,8 +357,8 @@ class PieceVocabulary:
         for name, asked in self._asked.items():
             if self._path is not None and asked != found[name]:
                 raise SettingError(
-                    f"text.text.{name} is {asked!r}, and {self._path} has {found[name]!r}: set it "
-                    "to that, or leave it out"
+                    f"{self._option}.{name} is {asked!r}, and {self._path} has {found[name]!r}: "
+                    "set it to that, or leave it out"
                 )
 
     def _take(self, serialised: bytes, path: Path) -> None:
@@ -344,8 +376,8 @@ class PieceVocabulary:
         self._take(_read(path), path)
         if given is not None and given != self._bytes:
             raise SettingError(
-                f"text.text.vocabulary is {self._path}, which is not {path}: give the run's own, "
-                "or another output_dir"
+                f"{self._option}.vocabulary is {self._path}, which is not {path}: give the run's "
+                "own, or another output_dir"
             )
         if self._path is None and self._text is not None:
             if isinstance(self._pieces, _SentencePieces):
@@ -447,6 +479,12 @@ def load(folder: str | os.PathLike) -> PieceVocabulary:
     vocabulary = PieceVocabulary(0)
     vocabulary.keep_in(folder, begun=True)
     return vocabulary
+
+
+def _file_of(path: Path) -> Path:
+    """The vocabulary's file, where the path is a folder that has one."""
+    names = ("tokenizer.json", FILE, "tokenizer.model")
+    return next((path / name for name in names if (path / name).is_file()), path)
 
 
 def _read(path: Path) -> bytes:

@@ -27,19 +27,11 @@ from reformax.data.base import (
     generator,
     philox,
 )
+from reformax.data.packing import Rows, laid_out, pack
 from reformax.data.vocabulary import SentencePieces
 from reformax.declared import SettingError
 
-# Packing starts with rows for 98% fill: then few pairs do not fit.
-_FILL = 0.98
 _BLOCK = 1 << 16  # sentences encoded together: their ids are Python integers until they are joined
-
-
-class Rows(NamedTuple):
-    """Pairs in rows: row r holds `pairs[starts[r]:starts[r + 1]]`."""
-
-    pairs: Int[np.ndarray, " P"]
-    starts: Int[np.ndarray, " R+1"]
 
 
 class _Side(NamedTuple):
@@ -156,7 +148,7 @@ class _Pairs:
         check_sizes(batch_size=batch_size, length=length)
         generator(seed, step)  # checks the range of both
         rows = self._training_rows(seed, length)
-        n_rows = len(rows.starts) - 1
+        n_rows = len(rows)
         # The epochs' rows are one endless sequence, and each step takes its next batch.
         chosen: list[np.ndarray] = []
         first, end = step * batch_size, (step + 1) * batch_size
@@ -187,45 +179,12 @@ class _Pairs:
             for shortest, row_length in zip([0, *row_lengths], row_lengths, strict=False):
                 fits = np.flatnonzero((longest > shortest) & (longest <= row_length))
                 rows = pack(lengths, fits, row_length)
-                n_rows = len(rows.starts) - 1
+                n_rows = len(rows)
                 for first in range(0, n_rows, batch_size):
                     chosen = np.arange(first, min(first + batch_size, n_rows))
                     yield _batch(self.encoded(split), rows, chosen, batch_size, row_length)
 
         return batches()
-
-
-def pack(lengths: Int[np.ndarray, "P 2"], pairs: Int[np.ndarray, " N"], length: int) -> Rows:
-    """Puts pairs into rows that hold `length` tokens of either language.
-
-    Pairs are dealt by falling length, one to each row at a time, the longest to the row with most
-    room. Pairs that do not fit are packed in the same way into further rows.
-
-    Args:
-      lengths: tokens of both sentences of every pair; from 1 to `length` for the packed ones.
-      pairs: the pairs to pack; among equal lengths their order decides.
-      length: tokens of a row.
-    """
-    longest = lengths.max(axis=1)
-    row_of = np.empty(len(lengths), np.int64)
-    left = pairs[np.argsort(-longest[pairs], kind="stable")]
-    n_rows = 0
-    while len(left):
-        n_new = int(np.ceil(lengths[left].sum(axis=0).max() / (_FILL * length)))
-        room = np.full((n_new, 2), length, lengths.dtype)
-        misfits = []
-        for first in range(0, len(left), n_new):
-            dealt = left[first : first + n_new]
-            rows = np.argsort(-room.min(axis=1), kind="stable")[: len(dealt)]
-            fits = (lengths[dealt] <= room[rows]).all(axis=1)
-            room[rows[fits]] -= lengths[dealt[fits]]
-            row_of[dealt[fits]] = n_rows + rows[fits]
-            misfits.append(dealt[~fits])
-        n_rows, left = n_rows + n_new, np.concatenate(misfits)
-    in_rows = pairs[np.argsort(row_of[pairs], kind="stable")]
-    counts = np.bincount(row_of[pairs], minlength=n_rows)
-    starts = np.concatenate([[0], np.cumsum(counts[counts > 0])])
-    return Rows(in_rows, starts)
 
 
 def _encode(vocabulary: SentencePieces, sentences: Sequence[str]) -> _Side:
@@ -242,29 +201,15 @@ def _batch(
     sides: tuple[_Side, _Side], rows: Rows, chosen: np.ndarray, batch_size: int, length: int
 ) -> Batch:
     """The chosen rows as a batch, filled with empty rows."""
-    slots, row, k = _ranges(rows.starts[chosen], rows.starts[chosen + 1])
-    pairs = rows.pairs[slots]
     parts = []
     for ids, starts in sides:
-        sources, slot, position = _ranges(starts[pairs], starts[pairs + 1])
-        # Where a sentence begins in its row: the tokens before it, less those of earlier rows.
-        before = np.concatenate([[0], np.cumsum(starts[pairs + 1] - starts[pairs])])[:-1]
-        begin = before - before[np.searchsorted(row, row)]
-        place = row[slot] * length + begin[slot] + position
-        for values in (ids[sources], k[slot] + 1):
+        layout = laid_out(rows, chosen, starts[:-1], starts[1:], length)
+        for values in (ids[layout.sources], layout.segment_ids):
             part = np.zeros(batch_size * length, np.int32)
-            part[place] = values
+            part[layout.places] = values
             parts.append(part.reshape(batch_size, length))
     source, source_segment_ids, target, target_segment_ids = parts
     weights = (target_segment_ids > 0).astype(np.float32)
     return Batch(
         SentencePairs(source, target, source_segment_ids, target_segment_ids), target, weights
     )
-
-
-def _ranges(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All integers of the ranges [begin, end), each with its range's index and its place there."""
-    counts = ends - begins
-    index = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return begins[index] + place, index, place

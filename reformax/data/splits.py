@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from reformax.data import files
 from reformax.data.base import SPLITS
@@ -34,6 +34,11 @@ _LANGUAGES = (
     "ar cs de en es et fi fr gu ha hi hu is it ja kk km ko lt lv nl pl ps pt ro ru sv ta tr"
 )
 _LANGUAGES = {f".{language}" for language in (*_LANGUAGES.split(), "uk", "vi", "zh")}
+
+
+# Of ten rows of train, the one that is of a split which the data does not have.
+_CUT = {"valid": 0, "test": 5}
+T = TypeVar("T")
 
 
 class Named(NamedTuple):
@@ -128,6 +133,16 @@ def divided(folder: Path, paths: Sequence[Path], option: str) -> Divided:
         return Divided({"train": list(paths)}, (), [note])
     found = {split: [p for p in paths if split_of.get(p) == split] for split in SPLITS}
     return Divided({split: found[split] for split in SPLITS if found[split]}, outside)
+
+
+def with_cut(rows: Mapping[str, Sequence[T]]) -> dict[str, list[T]]:
+    """The rows of each split, of which those that are not there are every tenth row of train."""
+    cut = {place: split for split, place in _CUT.items() if split not in rows}
+    parts = {split: list(part) for split, part in rows.items()} | {"train": []}
+    parts |= {split: [] for split in cut.values()}
+    for number, row in enumerate(rows["train"]):
+        parts[cut.get(number % 10, "train")].append(row)
+    return parts
 
 
 def shown(folder: Path, paths: Sequence[Path], most: int = 3) -> str:

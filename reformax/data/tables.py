@@ -6,6 +6,7 @@ import codecs
 import csv
 import functools
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +26,11 @@ _SPACE = re.compile(r"[ \t\n\r]*")  # of JSON
 Reader = Callable[[Path, Sequence[Field], int], Iterator[tuple]]
 
 
-def reader(path: Path, field: str = FIELD) -> Reader | None:
+def reader(path: Path, field: str | None = FIELD) -> Reader | None:
     """The function that reads the rows of such a file; None if it is no table.
 
     The name says what a file is, and where it ends in .json, .csv or .tsv also the beginning: an
-    array or lines of objects, and a first row that names the field.
+    array or lines of objects, and a first row that names the field, or any if that is None.
     """
     name = path.name.lower()
     for ending in files.PACKED:
@@ -45,7 +46,7 @@ def reader(path: Path, field: str = FIELD) -> Reader | None:
     return {".parquet": parquet, ".arrow": arrow}.get(path.suffix.lower())
 
 
-def _json_reader(head: bytes, field: str) -> Reader | None:
+def _json_reader(head: bytes, field: str | None) -> Reader | None:
     """`json_array`, `json_lines`, or None for another value or the begin of one."""
     if head[:1] == b"[":
         return json_array if head[1:].lstrip()[:1] in (b"{", b'"') else None
@@ -53,7 +54,8 @@ def _json_reader(head: bytes, field: str) -> Reader | None:
         first = json.loads(head.partition(b"\n")[0])
     except (ValueError, RecursionError):
         return None
-    return json_lines if isinstance(first, dict) and field in first else None
+    named = isinstance(first, dict) and (field is None or field in first)
+    return json_lines if named else None
 
 
 def _header(head: bytes, delimiter: str) -> list[str]:
@@ -154,7 +156,7 @@ def json_array(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[
 def _values(row: dict[str, Any], where: Callable[[], str], fields: Sequence[Field]) -> tuple:
     found = []
     for field in fields:
-        value, kinds = row.get(field.name, ...), (str,) if field.is_text else (str, int, float)
+        value, kinds = row.get(field.name, None if field.optional else ...), field.kinds
         if value is not None and not isinstance(value, kinds):
             raise no_field(where(), field, [n for n, x in row.items() if isinstance(x, kinds)])
         found.append(value.encode("utf-8", "replace") if isinstance(value, str) else value)
@@ -175,9 +177,9 @@ def _delimited(
     for number, row in enumerate(delimited_rows(path, delimiter), start=1):
         if number == 1:
             for field in fields:
-                if field.name not in row:
+                if field.name not in row and not field.optional:
                     raise no_field(str(path), field, row)
-            names, columns = row, [row.index(field.name) for field in fields]
+            names, columns = row, [_index(row, field.name) for field in fields]
         elif len(row) > len(names):
             raise SettingError(
                 f"{path} row {number:,} has {len(row)} fields and the first {len(names)}: put "
@@ -186,6 +188,19 @@ def _delimited(
         else:
             values = (row[column] if column < len(row) else "" for column in columns)
             yield tuple(value.encode("utf-8", "replace") for value in values)
+
+
+def _index(names: Sequence[str], name: str) -> int:
+    """A column's index; that of a column that no row has where it is not there."""
+    return names.index(name) if name in names else len(names)
+
+
+def place_of(path: Path, rows: Reader, number: int) -> str:
+    """Where a file has its row of this number, from 1 on, in words for errors."""
+    if rows is not json_lines:
+        return f"{path} {'element' if rows is json_array else 'row'} {number:,}"
+    lines = (i for i, line in enumerate(files.opened(files.blocks(path)), 1) if not line.isspace())
+    return f"{path} line {next(itertools.islice(lines, number - 1, None)):,}"
 
 
 def delimited_rows(path: Path, delimiter: str) -> Iterator[list[str]]:

@@ -118,15 +118,19 @@ def by_position(
 def _with_positions(
     batches: Iterable, task, split: str, chosen: Callable[[int], bool]
 ) -> Iterator[tuple]:
-    """Batches of windows that follow each other, the chosen ones with positions in documents.
+    """Batches of windows, the chosen ones with positions in documents.
 
-    The last window is moved back to end with the split, as `evaluation` has it.
+    Windows follow each other and the last is moved back to end with the split, as `evaluation` has
+    it. Of packed rows, whose documents have no place in a text, each begins with its segment.
     """
     borders = getattr(task, "borders", None)
-    borders = np.zeros(0, np.int64) if borders is None else borders(split)
+    if borders is not None or not getattr(task, "document_mask", False):
+        borders = np.zeros(0, np.int64) if borders is None else borders(split)
     n = task.n_targets(split)
     for index, batch in enumerate(batches):
-        if chosen(index):
+        if chosen(index) and borders is None:
+            batch = *batch, in_segment(batch.inputs.segment_ids)
+        elif chosen(index):
             n_rows, length = batch.targets.shape
             starts = (index * n_rows + np.arange(n_rows)) * length
             positions = in_document(borders, np.minimum(starts, max(n - length, 0)), length)
@@ -174,6 +178,14 @@ def in_document(
     before = np.searchsorted(borders, positions, "right")
     begins = np.concatenate([[-1], borders])[before]
     return np.where(begins < starts[:, None], -1, positions - begins).astype(np.int32)
+
+
+def in_segment(segment_ids: Int32[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T"]:
+    """The position of each token in its segment of a row."""
+    positions = np.broadcast_to(np.arange(segment_ids.shape[1]), segment_ids.shape)
+    begins = np.diff(segment_ids, axis=1, prepend=-1) != 0
+    first = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+    return (positions - first).astype(np.int32)
 
 
 def table(bands: PositionBands, metric: str) -> str:

@@ -77,7 +77,7 @@ def test_what_does_not_mix_is_told(texts, fails_in_one_line):
         ((), (), "weights has 0 numbers and tasks 0"),
         ((small, reverse()), (1.0, 1.0), "task reverse is no text: give texts"),
         ((small, text(texts[1], offset=1)), (1.0, 1.0), "vocab_size is 256 of text and 257 of tex"),
-        ((text(texts[0], windows="each_once"),), (1.0,), "has windows='each_once', and a mixture"),
+        ((text(texts[0], windows="each_once"),), (1.0,), "takes its rows in turn, and a mixture"),
         ((small, large), (1.0, 0.0), "weights"),
     ]
     for tasks, weights, message in rows:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reformax.data.sentence_pairs import pack, sentence_pairs
+from reformax.data.packing import pack
+from reformax.data.sentence_pairs import sentence_pairs
 from reformax.data.vocabulary import SentencePieces
 
 LETTERS = list("abcdefghijkl")
@@ -67,10 +68,10 @@ def test_pack_puts_each_pair_in_one_row_that_holds_it(n, length, seed):
     lengths = rng.integers(1, length + 1, size=(n + 3, 2))
     chosen = rng.permutation(n + 3)[:n]
     rows = pack(lengths, chosen, length)
-    assert sorted(rows.pairs) == sorted(chosen) and rows.starts[0] == 0
+    assert sorted(rows.items) == sorted(chosen) and rows.starts[0] == 0
     assert rows.starts[-1] == n and (np.diff(rows.starts) > 0).all()
     for begin, end in zip(rows.starts, rows.starts[1:], strict=False):
-        assert (lengths[rows.pairs[begin:end]].sum(axis=0) <= length).all()
+        assert (lengths[rows.items[begin:end]].sum(axis=0) <= length).all()
 
 
 def test_packing_is_dense():
@@ -78,7 +79,7 @@ def test_packing_is_dense():
     source = np.clip(rng.lognormal(3.2, 0.6, 20_000), 1, 256).astype(int)
     target = np.clip(source * rng.lognormal(0, 0.2, 20_000), 1, 256).astype(int)
     lengths = np.stack([source, target], axis=1)
-    n_rows = len(pack(lengths, rng.permutation(20_000), 256).starts) - 1
+    n_rows = len(pack(lengths, rng.permutation(20_000), 256))
     assert lengths.sum(axis=0).min() / (n_rows * 256) > 0.94
 
 

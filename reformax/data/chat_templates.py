@@ -1,0 +1,298 @@
+"""How a conversation is written as tokens, and which of them a model learns to write.
+
+A template has the text before and after what each role says. An answer ends in one token, which is
+learnt too. What a prompt is written as in `reformax generate --chat` is what it is in training: an
+answer's tokens are encoded apart from those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Bool, Int, Int64
+
+from reformax.data.conversations import Conversation, Turn
+from reformax.declared import SettingError
+
+Name = Literal["auto", "text", "plain", "chatml", "llama3", "gemma", "nanochat"]
+_CONTENT = "{content}"
+_TOGETHER = 2**12  # conversations that are encoded together
+_BYTE_END = 0  # as of documents
+
+
+class Template(NamedTuple):
+    """A way to write conversations.
+
+    Attributes:
+      name: its name, or 'your own'.
+      roles: role -> the text before and after what it says. What a system says goes to the next
+        user's turn where it has none.
+      first: stands before a conversation, where the vocabulary has it as a token.
+      end: the token that an answer ends in; None: the vocabulary's end of a document.
+      behind: stands behind an answer's end.
+    """
+
+    name: str
+    roles: Mapping[str, tuple[str, str]]
+    first: str = ""
+    end: str | None = None
+    behind: str = ""
+
+    def prompt(self, text: str) -> str:
+        """A user's message as it is written before an answer."""
+        return _runs(self, (Turn("user", text), Turn("assistant", "", True)))[0].text
+
+
+class Run(NamedTuple):
+    """A part of a conversation that is encoded alone, and whether the end of an answer follows."""
+
+    text: str
+    scored: bool = False
+    ends: bool = False
+
+
+def _of_roles(before: str, after: str, assistant: str = "assistant", **others: str) -> dict:
+    """The roles of a template in which all are written alike."""
+    names = {"user": "user", "assistant": assistant, **others}
+    return {role: (before.format(role=name), after) for role, name in names.items()}
+
+
+_CHATML = "<|im_start|>{role}\n", "<|im_end|>\n"
+_LLAMA3 = "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"
+TEMPLATES = {
+    "nanochat": Template(
+        "nanochat",
+        {
+            "user": ("<|user_start|>", "<|user_end|>"),
+            "assistant": ("<|assistant_start|>", "<|assistant_end|>"),
+        },
+        "<|bos|>",
+        "<|assistant_end|>",
+    ),
+    "chatml": Template(
+        "chatml",
+        _of_roles(*_CHATML, system="system", tool="tool"),
+        end="<|im_end|>",
+        behind="\n",
+    ),
+    "llama3": Template(
+        "llama3",
+        _of_roles(*_LLAMA3, system="system", tool="ipython"),
+        "<|begin_of_text|>",
+        "<|eot_id|>",
+    ),
+    "gemma": Template(
+        "gemma",
+        _of_roles("<start_of_turn>{role}\n", "<end_of_turn>\n", "model"),
+        "<bos>",
+        "<end_of_turn>",
+        "\n",
+    ),
+    "text": Template(
+        "text",
+        _of_roles("{role}:\n", "\n\n", "Assistant", user="User", system="System", tool="Tool"),
+    ),
+    "plain": Template("plain", dict.fromkeys(("user", "assistant", "system", "tool"), ("", ""))),
+}
+
+
+class Alphabet(Protocol):
+    """What turns text into ids."""
+
+    def encode_all(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """The ids of each text."""
+
+    def token(self, text: str) -> int | None:
+        """The id of a text that is one token by its name; None for another."""
+
+    @property
+    def end(self) -> tuple[int, str] | None:
+        """The id of a document's end, and its name where it stands in text."""
+
+
+class Bytes:
+    """Text as bytes, byte 0 the end of an answer."""
+
+    end = _BYTE_END, ""
+
+    def token(self, text: str) -> None:
+        """No text of a template is a byte."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The bytes of each text."""
+        end = chr(_BYTE_END)
+        texts = [text.replace(end, "\ufffd") for text in texts]
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+
+class Written(NamedTuple):
+    """A template in a vocabulary.
+
+    Attributes:
+      template: the template.
+      alphabet: the vocabulary.
+      end: the id that an answer ends in.
+      tokens: texts that are tokens of the template, and so nothing that anyone says.
+    """
+
+    template: Template
+    alphabet: Alphabet
+    end: int
+    tokens: Sequence[str]
+
+
+class Encoded(NamedTuple):
+    """Conversation p is `ids[starts[p]:starts[p + 1]]`.
+
+    Attributes:
+      ids: of all conversations.
+      scored: whether an id is one of an answer.
+      starts: where each begins.
+      n_bytes: of the answers, the end of each as one.
+      left_out: conversations that the template cannot write, by the reason.
+    """
+
+    ids: Int[np.ndarray, " n"]
+    scored: Bool[np.ndarray, " n"]
+    starts: Int64[np.ndarray, " P+1"]
+    n_bytes: int
+    left_out: Mapping[str, int]
+
+
+def chosen(name: str | Mapping[str, str], alphabet: Alphabet, option: str) -> Written:
+    """The template of a name, or of the user's own texts, in a vocabulary.
+
+    Args:
+      name: a `Name`; 'auto' is the first whose tokens the vocabulary has, else 'text'. Or the
+        user's own: role -> text with {content}.
+      alphabet: the vocabulary.
+      option: the factory whose setting this is, for errors.
+
+    Raises:
+      SettingError: the vocabulary lacks the template's tokens, or has no end of a document.
+    """
+    if isinstance(name, Mapping):
+        template = _own(name, option)
+    elif name == "auto":
+        of_tokens = (x for x in TEMPLATES.values() if x.end is not None)
+        fits = (x for x in of_tokens if not _lacking(x, alphabet))
+        template = next(fits, TEMPLATES["text"])
+    else:
+        template = TEMPLATES[name]
+        if lacking := _lacking(template, alphabet):
+            raise SettingError(
+                f"{option}.template is {name!r} and the vocabulary has no token {lacking[0]!r}: "
+                "give one that has, or template='text'"
+            )
+    if template.end is not None:
+        first = template.first if alphabet.token(template.first) is not None else ""
+        tokens = [*_tokens(template), *[first] * bool(first)]
+        end = alphabet.token(template.end)
+        return Written(template._replace(first=first), alphabet, end, tokens)
+    if alphabet.end is None:
+        raise SettingError(
+            f"{option}.vocabulary has no id for the end of an answer, such as <|endoftext|> or "
+            "</s>: give one that has"
+        )
+    return Written(template, alphabet, alphabet.end[0], [x for x in alphabet.end[1:] if x])
+
+
+def _own(texts: Mapping[str, str], option: str) -> Template:
+    """The template of the user's own texts."""
+    wrong = next(
+        (
+            f"{role!r}: {text!r}"
+            for role, text in texts.items()
+            if role not in TEMPLATES["text"].roles or str(text).count(_CONTENT) != 1
+        ),
+        None,
+    )
+    if wrong or not {"user", "assistant"} <= set(texts):
+        raise SettingError(
+            f"{option}.template has {wrong or 'no user or no assistant'}: expected a text for user "
+            f"and assistant, and maybe for system and tool, each with one {_CONTENT}"
+        )
+    parts = {role: text.partition(_CONTENT) for role, text in texts.items()}
+    roles = {role: (before, after) for role, (before, _, after) in parts.items()}
+    behind = roles["assistant"][1]
+    return Template("your own", roles, behind=behind)
+
+
+def _tokens(template: Template) -> list[str]:
+    """The texts of a template that are tokens: those in angle brackets."""
+    texts = [part for pair in template.roles.values() for part in pair]
+    found = {f"<{x.partition('>')[0]}>" for text in texts for x in text.split("<")[1:]}
+    return sorted(found | {template.end} - {None})
+
+
+def _lacking(template: Template, alphabet: Alphabet) -> list[str]:
+    """The tokens of a template that a vocabulary does not have."""
+    if template.end is None:
+        return []
+    return [token for token in _tokens(template) if alphabet.token(token) is None]
+
+
+def encoded(conversations: Sequence[Conversation], written: Written, dtype: Any) -> Encoded:
+    """The ids of conversations in a template."""
+    ids, scored, lengths = [np.zeros(0, dtype)], [np.zeros(0, bool)], [0]
+    n_bytes, left_out = 0, {}
+    for first in range(0, len(conversations), _TOGETHER):
+        runs: list[Run] = []
+        counts = []
+        for conversation in conversations[first : first + _TOGETHER]:
+            if reason := _unwritable(conversation, written):
+                left_out[reason] = left_out.get(reason, 0) + 1
+                continue
+            own = _runs(written.template, conversation)
+            runs += own
+            counts.append(len(own))
+        found = written.alphabet.encode_all([run.text for run in runs])
+        each = iter(zip(runs, found, strict=True))
+        for count in counts:
+            n = 0
+            for run, run_ids in (next(each) for _ in range(count)):
+                end = [written.end] * run.ends
+                ids.append(np.array([*run_ids, *end], dtype))
+                scored.append(np.full(len(ids[-1]), run.scored))
+                n += len(ids[-1])
+                n_bytes += (len(run.text.encode("utf-8")) + 1) * run.scored
+            lengths.append(n)
+    starts = np.cumsum(lengths, dtype=np.int64)
+    return Encoded(np.concatenate(ids), np.concatenate(scored), starts, n_bytes, left_out)
+
+
+def _unwritable(conversation: Iterable[Turn], written: Written) -> str | None:
+    """Why a template cannot write a conversation; None if it can."""
+    roles = written.template.roles
+    for turn in conversation:
+        if turn.role not in roles and turn.role != "system":
+            return f"a turn of {turn.role}, which template {written.template.name!r} lacks"
+        if any(token in turn.text for token in written.tokens):
+            return "a token of the template in what someone says"
+    return None
+
+
+def _runs(template: Template, conversation: Iterable[Turn]) -> list[Run]:
+    return list(_each_run(template, conversation))
+
+
+def _each_run(template: Template, conversation: Iterable[Turn]) -> Iterator[Run]:
+    waiting, of_system = template.first, ""
+    for role, text, is_scored in conversation:
+        if role == "system" and role not in template.roles:
+            of_system += f"{text}\n\n"
+            continue
+        if role == "user":
+            text, of_system = of_system + text, ""
+        before, after = template.roles[role]
+        if role != "assistant":
+            waiting += before + text + after
+            continue
+        if is_scored:
+            yield Run(waiting + before)
+            yield Run(text, True, True)
+        else:
+            yield Run(waiting + before + text, False, True)
+        waiting = template.behind
