@@ -158,7 +158,7 @@ def check_joined(path: Path, found: Found, texts: Mapping[str, Text]) -> None:
         what = "no folder in it" if found.join_by == joined.FOLDER else "no value of this field"
         raise SettingError(
             f"text.text.join_by is {found.join_by!r}, and {path} has {what} with two documents: "
-            "give 'folder' or a field of the rows, or leave it out"
+            "name 'folder' or a field by which some belong together, or leave it out"
         )
 
 

@@ -120,13 +120,18 @@ def text(
     lengths = checked_lengths(length_borders, length_weights, windows)
     settings = {"pattern": pattern, "field": field, "raw": raw, "splits": splits}
     settings["join_by"] = join_by
+    by_documents = document_mask or windows == "documents" or lengths is not None
+    if join_by == FOLDER and not by_documents:  # files of a folder stand together in every text
+        raise SettingError(
+            f"join_by is {join_by!r}, and nothing goes by documents: set windows='documents', "
+            "document_mask=True or length_weights as well, or leave it out"
+        )
     source, folder = _source(path, settings, SMALL if of_bytes else SMALL_PIECES, cache_dir)
     texts = {split: x.data for split, x in source.texts.items()}
     parts = split_text(texts, str(path), max_held_out)
     borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
     joined = joined_borders(source, parts)
-    by_documents = document_mask or windows == "documents" or lengths is not None
-    _check_joined(join_by, joined is not None, hide_joined, document_mask, by_documents)
+    _check_hidden(hide_joined, joined is not None, document_mask)
     of_lengths = [] if lengths is None else lengths.summary()
     summary = functools.cache(lambda: [*described(path, source, parts), *of_lengths])
     if of_bytes:
@@ -179,19 +184,11 @@ def joined_borders(
     return found or {split: np.zeros(1, np.int64) for split in parts}
 
 
-def _check_joined(
-    join_by: str | None, is_joined: bool, hide_joined: bool, document_mask: bool, asked: bool
-) -> None:
-    """Raises `SettingError` for settings of joined documents that change nothing."""
+def _check_hidden(hide_joined: bool, is_joined: bool, document_mask: bool) -> None:
     if hide_joined and not (is_joined and document_mask):
         raise SettingError(
             "hide_joined is True, which is said of joined documents and a mask: set join_by and "
             "document_mask=True as well, or leave it out"
-        )
-    if join_by == FOLDER and not asked:  # files of a folder stand together in every text
-        raise SettingError(
-            f"join_by is {join_by!r}, and nothing goes by documents: set windows='documents', "
-            "document_mask=True or length_weights as well, or leave it out"
         )
 
 
