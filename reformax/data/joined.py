@@ -92,7 +92,7 @@ def join_shards(
 ) -> list[dict[str, Any]]:
     """Joins the documents of a split in its files; returns what the manifest says of these.
 
-    The keys of all documents are in memory meanwhile, some 50 bytes a document. A text that is in
+    What is known of all documents is in memory meanwhile, 100 bytes a document at most. A text that is in
     another order is written anew, document by document.
 
     Args:
