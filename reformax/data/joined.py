@@ -92,8 +92,8 @@ def join_shards(
 ) -> list[dict[str, Any]]:
     """Joins the documents of a split in its files; returns what the manifest says of these.
 
-    What is known of all documents is in memory meanwhile, 100 bytes a document at most. A text that is in
-    another order is written anew, document by document.
+    What is known of all documents is in memory meanwhile, at most 100 bytes a document. A text that
+    is in another order is written anew, document by document.
 
     Args:
       folder: has the files of the shards, with those of the documents' keys.
