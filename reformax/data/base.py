@@ -326,9 +326,7 @@ def language_model(
     def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
         return train_rows(seed, step, batch_size, length, slice(None))
 
-    def train_rows(
-        seed: int, step: int, batch_size: int, length: int, rows: np.ndarray | slice
-    ) -> Batch:
+    def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
         check_sizes(batch_size=batch_size, length=length)
         data = tokens_of("train")
         if length > len(data):
@@ -336,27 +334,14 @@ def language_model(
             raise SettingError(
                 f"length={length} must be at most {len(data)}, the {unit} that {name} trains on"
             )
-        rng = generator(seed, step)
-        ids = scored_from = None
         segments = segments_of("train") if document_mask else None
-        if lengths is not None:
-            found = ranges_of_train()
-            check_enough(found, lengths, length)
-            borders = borders_of("train") if windows == "documents" else None
-            drawn = range_starts(found, lengths, borders, len(data), rng, batch_size, length, rows)
-            tokens, ids = range_windows(found, *drawn, data, segments, length)
+        request = seed, step, batch_size, length, rows
+        borders = None if windows == "anywhere" else borders_of and borders_of("train")
+        if lengths is None:
+            found = _whole_text(windows, borders, data, segments, *request)
         else:
-            if windows == "each_once":
-                numbers = step * batch_size + np.arange(batch_size)[rows]
-                starts, scored_from = each_once(len(data), length, seed, numbers)
-            elif windows == "anywhere":
-                starts = rng.integers(len(data) - length + 1, size=batch_size)[rows]
-            else:
-                places, back = (rng.integers(n, size=batch_size)[rows] for n in (len(data), length))
-                starts = document_starts(borders_of("train"), len(data), length, places, back)
-            tokens = windows_of(data, starts, length)
-            if document_mask:
-                ids = segment_ids_of(segments, starts, length)
+            found = _by_length(ranges_of_train(), lengths, borders, data, segments, *request)
+        tokens, ids, scored_from = found
         tokens = tokens.astype(np.int32) + offset
         inputs = tokens if ids is None else Documents(tokens, ids)
         weights = np.ones(tokens.shape, np.float32)
@@ -400,6 +385,38 @@ def language_model(
         document_mask=document_mask,
         in_order=windows == "each_once",
     )
+
+
+def _whole_text(
+    windows: Windows,
+    borders: Int64[np.ndarray, " d"] | None,
+    data: UInt[np.ndarray, " n"],
+    segments: Int64[np.ndarray, " d"] | None,
+    *request,
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """The tokens of windows of a whole text, their segments, and where their targets begin."""
+    seed, step, batch_size, length, rows = request
+    rng, n, scored_from = generator(seed, step), len(data), None
+    if windows == "each_once":
+        numbers = step * batch_size + np.arange(batch_size)[rows]
+        starts, scored_from = each_once(n, length, seed, numbers)
+    elif windows == "anywhere":
+        starts = rng.integers(n - length + 1, size=batch_size)[rows]
+    else:
+        places, back = (rng.integers(end, size=batch_size)[rows] for end in (n, length))
+        starts = document_starts(borders, n, length, places, back)
+    ids = None if segments is None else segment_ids_of(segments, starts, length)
+    return windows_of(data, starts, length), ids, scored_from
+
+
+def _by_length(
+    found: Sequence[Range], lengths: Lengths, borders, data, segments, *request
+) -> tuple[np.ndarray, np.ndarray | None, None]:
+    """As `_whole_text`, of documents by their lengths."""
+    length = request[3]
+    check_enough(found, lengths, length)
+    drawn = range_starts(found, lengths, borders, len(data), *request)
+    return *range_windows(found, *drawn, data, segments, length), None
 
 
 def each_once(
@@ -505,7 +522,8 @@ def range_starts(
     lengths: Lengths,
     borders: Int64[np.ndarray, " d"] | None,
     n: int,
-    rng: np.random.Generator,
+    seed: int,
+    step: int,
     batch_size: int,
     length: int,
     rows: np.ndarray | slice,
@@ -517,10 +535,11 @@ def range_starts(
       lengths: how often a row is of each.
       borders: where documents begin, by which windows begin; None: windows begin anywhere.
       n: tokens of the text.
-      rng: that of the step.
+      seed, step: of the draws.
       batch_size, length: rows of the batch, and tokens of one.
       rows: the rows that are drawn, by number.
     """
+    rng = generator(seed, step)
     # The stream behind the step's is a mixture's own.
     draw = np.random.Generator(rng.bit_generator.jumped(2))
     chosen = draw.choice(len(found), size=batch_size, p=lengths.shares())

@@ -143,7 +143,7 @@ def test_windows_by_documents_lie_as_in_a_text_of_the_range_alone():
     places = step.integers(np.full(64, own.sum()))
     back = step.integers(120, size=64)
     expected = document_starts(expected_borders, int(own.sum()), 120, places, back)
-    drawn = base.range_starts(found, lengths, begins, n, base.generator(0, 0), 64, 120, slice(None))
+    drawn = base.range_starts(found, lengths, begins, n, 0, 0, 64, 120, slice(None))
     assert np.array_equal(drawn[1], expected)
 
 
