@@ -125,14 +125,15 @@ def _written_anew(folder: Path, shards, keys, order, shard_bytes: int) -> list[d
     )
     lengths = np.diff(begins, append=len(data))[order]
     ends, begins, keys = np.cumsum(lengths), begins[order], keys[order]
-    new = folder / f"{Path(shards[0]['file']).parent}j"
+    first_name = Path(shards[0]["file"])
+    new = folder / f"{first_name.parent}j{first_name.name}"  # of this split alone
     durable.make_folder(new)
     found, first = [], 0
     while first < len(order):
         limit = ends[first] - lengths[first] + shard_bytes
         last = max(first + 1, int(ends.searchsorted(limit, "right")))
-        own, number = slice(first, last), int(Path(shards[0]["file"]).name) + len(found)
-        path, crc = new / f"{number:05}", 0
+        own = slice(first, last)
+        path, crc = new / f"{len(found):05}", 0
         with durable.new_file(Path(f"{path}.bytes")) as file, durable.explaining("written", path):
             for begin, length in zip(begins[own], lengths[own], strict=True):
                 for block in data[begin : begin + length].blocks():

@@ -286,6 +286,16 @@ def test_rows_with_one_value_stand_together(kind, by_author, in_files, content):
         assert np.array_equal(task.borders("train"), places[places < n])
 
 
+def test_splits_that_are_written_anew_stay_apart(by_author, in_files, content, tmp_path):
+    (tmp_path / "tables").mkdir()
+    parts = {"test": by_author[1][:200], "train": by_author[1][100:], "valid": by_author[1][300:]}
+    for split, rows in parts.items():
+        write_as("parquet", tmp_path / "tables" / split, rows)
+    task = in_files(lambda: text(tmp_path / "tables", join_by="author"))
+    for split, rows in parts.items():
+        assert content(task, split) == "".join(joined_text(rows)).encode()
+
+
 @pytest.mark.parametrize("vocab_size", [256, 290])
 @pytest.mark.parametrize("hide_joined", [False, True])
 def test_joined_in_files_are_those_of_memory(
