@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from reformax.cli import prepare
-from reformax.data import base, piece_files, token_files
+from reformax.data import base, documents, joined, piece_files, token_files
 from reformax.data import text as texts
 from reformax.data.base import document_starts
 from reformax.data.lengths import Lengths, ranges
@@ -286,6 +286,29 @@ def test_rows_with_one_value_stand_together(kind, by_author, in_files, content):
         assert np.array_equal(task.borders("train"), places[places < n])
 
 
+@pytest.mark.parametrize("at", ["remove", "check_joined"])
+def test_joining_that_was_stopped_goes_on(at, by_author, in_files, content, monkeypatch):
+    """Between two files of a shard that are deleted, and before the manifest."""
+    path, rows = by_author
+    owner = {"remove": joined.durable, "check_joined": documents}[at]
+    original = getattr(owner, at)
+
+    def stopped(path):
+        if path.suffix == ".begins" and path.exists():
+            raise KeyboardInterrupt
+        original(path)
+
+    def check(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, at, stopped if at == "remove" else check)
+        with pytest.raises(KeyboardInterrupt):
+            in_files(lambda: text(path, join_by="author"))
+    task = in_files(lambda: text(path, join_by="author"))
+    assert content(task) == "".join(joined_text(rows)).encode()
+
+
 def test_splits_that_are_written_anew_stay_apart(by_author, in_files, content, tmp_path):
     (tmp_path / "tables").mkdir()
     parts = {"test": by_author[1][:200], "train": by_author[1][100:], "valid": by_author[1][300:]}
@@ -346,13 +369,13 @@ def test_a_window_of_65536_is_filled_by_the_files_of_one_folder(tmp_path, in_fil
             path.write_text(chr(97 + repository) * int(rng.integers(1900, 2100)) + "\n")
     options = {"windows": "documents", "document_mask": True}
     made = lambda **more: text(tmp_path / "code", max_held_out=100, **options, **more)  # noqa: E731
-    alone, joined = made(), made(join_by="folder")
-    batch = joined.train_batch(0, 0, 8, 2**16)
+    alone, together = made(), made(join_by="folder")
+    batch = together.train_batch(0, 0, 8, 2**16)
     assert batch.inputs.segment_ids.max() == 2 and alone.train_batch(0, 0, 1, 2**16)[0][1].max() > 9
     starts = [len(letters([row])[0].replace("\n", "")) for row in batch.targets]
     assert starts.count(1) >= 4  # windows of one repository alone
-    assert len(joined.borders("train")) == 4
-    assert_alike(joined, in_files(lambda: made(join_by="folder")))
+    assert len(together.borders("train")) == 4
+    assert_alike(together, in_files(lambda: made(join_by="folder")))
     # Folders of splits are none of repositories.
     os.rename(tmp_path / "code" / "r3", tmp_path / "r3")
     os.makedirs(tmp_path / "split" / "test")
