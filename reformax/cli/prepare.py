@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.vocabulary is None and args.vocab_size < 260:
             raise SettingError(f"vocab_size is {args.vocab_size}: expected 260 or more for pieces")
         model = user_path("vocabulary", args.vocabulary) if args.vocabulary else None
-        pieces = PieceVocabulary(args.vocab_size, parts["train"], model, args.model_type, folder)
+        kind = {"model_type": args.model_type, "kept_in": folder}
+        pieces = PieceVocabulary(args.vocab_size, parts["train"], model, **kind)
         durable.write(folder / FILE, pieces.serialised())
         joined = texts.joined_borders(source, parts)
         encode = functools.partial(texts.encoded_split, parts, borders, joined, pieces, folder)

@@ -153,7 +153,7 @@ def text(
         raise SettingError(f"offset is {offset}: pieces have no reserved ids, leave it out")
     if vocabulary is None and folder is not None and (folder / FILE).is_file():
         vocabulary = folder / FILE
-    pieces = PieceVocabulary(vocab_size, parts["train"], vocabulary, model_type, folder)
+    pieces = PieceVocabulary(vocab_size, parts["train"], vocabulary, model_type, kept_in=folder)
     encode = folder and functools.partial(encoded_split, parts, borders, joined, pieces, folder)
     task = piece_language_model(
         *("text", parts, pieces, borders, windows, document_mask, encode),
