@@ -7,6 +7,7 @@ nothing of the tests.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import re
@@ -52,6 +53,7 @@ SMALL = {
     "loop.train.eval_stride": 32,
     "stages.Stage.batch_size": 2,
     "stages.Stage.length": 32,
+    "text.text.length_borders": (100,),
     "lm.ReformerLM.pos_axial_shape": (8, 8),
     "lm.ReformerLM.pos_d_axial_embs": (8, 8),
 }
@@ -259,6 +261,8 @@ def _generation(command: str, folder: Path, page: str) -> str:
 
 
 def _preparation(command: str, folder: Path, page: str) -> str:
+    if "--list" in command or "--prune=" in command:
+        return "--cache_dir=cache"  # not the cache of who runs the tests
     return "--vocab_size=290" if "--vocab_size=" in command else ""
 
 
@@ -300,6 +304,12 @@ def write_data(folder: Path) -> None:
         (folder / name).mkdir()
     for name in ("my_texts/one.txt", "mine.txt"):
         (folder / name).write_bytes(text)
+    books = [{"text": "a page of a book. " * n, "author": f"{n % 3}"} for n in range(1, 40)]
+    (folder / "books.jsonl").write_text("".join(json.dumps(book) + "\n" for book in books))
+    for name in ("one", "two"):
+        (folder / "repositories" / name).mkdir(parents=True)
+        for i in range(20):
+            (folder / f"repositories/{name}/{i}.py").write_text(f"print({i}, 'of {name}')\n" * 9)
     for name in ("one", "two"):
         (folder / "my_classes" / name).mkdir(parents=True)
         for i in range(20):

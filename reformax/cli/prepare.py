@@ -9,27 +9,40 @@ a text that has not changed it does nothing, and one that has is prepared anew.
 
 Training prepares a large text by itself, in a cache folder. This command says where to and with how
 many processes, and FOLDER can be copied to other machines.
+
+    reformax prepare --list
+    reformax prepare --prune=DAYS
+
+say what is in the cache folder, and delete what no run has begun to read for so many days; what a
+run of this machine reads stays.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 import typing
 from collections.abc import Sequence
 
 from reformax import durable
 from reformax.cli import flags
-from reformax.data import files, token_files, token_ids
+from reformax.data import cache, files, token_files, token_ids
 from reformax.data import text as texts
 from reformax.data.base import SPLITS, split_borders
 from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.data.vocabulary import FILE
-from reformax.declared import Name, PathName, SettingError, Size, VocabSize, user_path
+from reformax.declared import Name, NonNegative, PathName, SettingError, Size, VocabSize, user_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepares a text and says what it is."""
     args = parser().parse_args(argv)
+    if args.list or args.prune is not None:
+        return _clean(args)
+    if args.data_dir is None or args.to is None:
+        raise SettingError("--data_dir and --to are missing: give a text and the folder to make")
+    if args.cache_dir is not None:
+        raise SettingError(f"cache_dir={args.cache_dir} is for --list and --prune: leave it out")
     settings = {name: getattr(args, name) for name in texts.DEFAULTS}
     path, folder = files.existing(args.data_dir), user_path("to", args.to)
     if token_files.is_prepared(path):
@@ -38,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SettingError(f"to={folder} lies in data_dir={path}: give a folder outside of it")
     found = texts.find(path, settings)
     work = {"processes": args.processes, "quiet": args.quiet}
-    made = token_files.prepare(found, settings, folder, **work)
+    made = token_files.prepare(found, texts.said(settings), folder, **work)
     source = token_files.load(folder)
     of_split = {split: x.data for split, x in source.texts.items()}
     parts = texts.split_text(of_split, str(path), args.max_held_out)
@@ -47,9 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.vocabulary is None and args.vocab_size < 260:
             raise SettingError(f"vocab_size is {args.vocab_size}: expected 260 or more for pieces")
         model = user_path("vocabulary", args.vocabulary) if args.vocabulary else None
-        pieces = PieceVocabulary(args.vocab_size, parts["train"], model, args.model_type)
+        kind = {"model_type": args.model_type, "kept_in": folder}
+        pieces = PieceVocabulary(args.vocab_size, parts["train"], model, **kind)
         durable.write(folder / FILE, pieces.serialised())
-        encode = functools.partial(texts.encoded_split, parts, borders, pieces, folder)
+        joined = texts.joined_borders(source, parts)
+        encode = functools.partial(texts.encoded_split, parts, borders, joined, pieces, folder)
         ids = {split: encode(split, **work) for split in SPLITS}
         counts = [f"{split} {len(x.data):,}" for split, x in ids.items()]
         if args.write is not None:
@@ -70,12 +85,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _clean(args) -> int:
+    """Lists the cache's texts, or deletes those that were not used for some days."""
+    if args.data_dir is not None or args.to is not None:
+        raise SettingError("--list and --prune go by the cache: leave --data_dir and --to out")
+    folder = token_files.cache_folder(args.cache_dir)
+    if args.prune is not None:
+        deleted, kept = cache.prune(folder, args.prune)
+        for entry in kept:
+            print(f"{entry.folder}: a process reads it, and it stays")
+        total = sum(entry.size for entry in deleted)
+        print(f"{folder}: {len(deleted):,} texts of {total:,} bytes deleted")
+    for entry in cache.entries(folder) if args.list else ():
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        of = token_files.words_of(entry.folder)
+        now = ", in use" * entry.in_use
+        print(f"{entry.folder}: {entry.size:,} bytes, last used {used}{now}, {of}")
+    return 0
+
+
 def parser():
     """The flags."""
     parser = flags.parser(__doc__)
     path = flags.of(PathName)
-    parser.add_argument("--data_dir", required=True, type=path, help="a file or a folder of text")
-    parser.add_argument("--to", required=True, type=path, help="the folder that is made")
+    parser.add_argument("--data_dir", type=path, help="a file or a folder of text")
+    parser.add_argument("--to", type=path, help="the folder that is made")
     parser.add_argument("--vocabulary", type=path, help="a tokenizer.json or sentencepiece model")
     parser.add_argument(
         "--vocab_size",
@@ -97,6 +131,9 @@ def parser():
     parser.add_argument(
         "--field", type=flags.of(Name), default="text", help="a table's field that is text"
     )
+    parser.add_argument(
+        "--join_by", type=flags.of(Name), help="'folder' or a field, see text.text.join_by"
+    )
     parser.add_argument("--raw", action="store_true", help="take the bytes of files as they are")
     parser.add_argument(
         "--splits", choices=("by_name", "cut"), default="by_name", help="see text.text.splits"
@@ -111,6 +148,11 @@ def parser():
     parser.add_argument(
         "--processes", type=flags.of(Size), help="that work side by side (default: one a core)"
     )
+    parser.add_argument("--list", action="store_true", help="say what is in the cache folder")
+    parser.add_argument(
+        "--prune", type=flags.of(NonNegative), help="days without use, to delete from the cache"
+    )
+    parser.add_argument("--cache_dir", type=path, help="of --list and --prune, another folder")
     flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser

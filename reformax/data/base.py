@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Int64, UInt, UInt8
 
+from reformax.data.lengths import Lengths, Range, check_enough, ranges
 from reformax.data.stored import crc32_of, windows_of
 from reformax.declared import SettingError
 
@@ -237,6 +238,8 @@ def byte_language_model(
     borders: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
     windows: Windows = "anywhere",
     document_mask: bool = False,
+    lengths: Lengths | None = None,
+    segments: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
 ) -> Task:
     """The task of predicting each byte of a text from those before it.
 
@@ -258,6 +261,8 @@ def byte_language_model(
         behind a split's end are left out.
       windows: where training windows begin, 'anywhere' or by 'documents'.
       document_mask: whether a window's documents are hidden from each other.
+      lengths: how often a training window is of documents of each range of lengths.
+      segments: as `borders`, of what the mask hides from each other; None: the documents.
 
     Returns:
       A Task with vocab_size 256 + offset. Its functions raise ValueError for an unknown split, a
@@ -268,15 +273,19 @@ def byte_language_model(
     """
     if not 0 <= offset < 2**16:
         raise SettingError(f"offset={offset} must be from 0 to {2**16 - 1}")
-    if borders is not None:
-        borders = {s: x[: x.searchsorted(len(splits[s]))] for s, x in borders.items()}
-    check_documents(borders, windows, document_mask)
+    borders, segments = (
+        x and {s: places[: places.searchsorted(len(splits[s]))] for s, places in x.items()}
+        for x in (borders, segments)
+    )
+    check_documents(borders, windows, document_mask and segments is None, lengths)
     bytes_of = functools.partial(of_split, name, splits)
     task = language_model(
         *(name, 256 + offset, bytes_of, offset),
         borders_of=None if borders is None else functools.partial(of_split, name, borders),
         windows=windows,
         document_mask=document_mask,
+        lengths=lengths,
+        segments_of=None if segments is None else functools.partial(of_split, name, segments),
     )
     return task._replace(fingerprint=text_fingerprint(bytes_of, document_mask), of_bytes=True)
 
@@ -289,6 +298,8 @@ def language_model(
     borders_of: Callable[[str], Int64[np.ndarray, " d"]] | None = None,
     windows: Windows = "anywhere",
     document_mask: bool = False,
+    lengths: Lengths | None = None,
+    segments_of: Callable[[str], Int64[np.ndarray, " d"]] | None = None,
 ) -> Task:
     """The task of predicting each token of a text from those before it, by windows.
 
@@ -303,14 +314,19 @@ def language_model(
       borders_of: split -> the tokens, by place, that documents begin with, sorted; keeps them.
       windows: where training windows begin.
       document_mask: whether a window's documents are hidden from each other.
+      lengths: how often a training window is of documents of each range of lengths.
+      segments_of: as `borders_of`, of what the mask hides from each other; None: the documents.
     """
+    segments_of = segments_of or borders_of
+
+    @functools.cache
+    def ranges_of_train() -> list[Range]:
+        return ranges(borders_of("train"), len(tokens_of("train")), lengths.borders)
 
     def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
         return train_rows(seed, step, batch_size, length, slice(None))
 
-    def train_rows(
-        seed: int, step: int, batch_size: int, length: int, rows: np.ndarray | slice
-    ) -> Batch:
+    def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
         check_sizes(batch_size=batch_size, length=length)
         data = tokens_of("train")
         if length > len(data):
@@ -318,20 +334,16 @@ def language_model(
             raise SettingError(
                 f"length={length} must be at most {len(data)}, the {unit} that {name} trains on"
             )
-        rng = generator(seed, step)
-        scored_from = None
-        if windows == "each_once":
-            numbers = step * batch_size + np.arange(batch_size)[rows]
-            starts, scored_from = each_once(len(data), length, seed, numbers)
-        elif windows == "anywhere":
-            starts = rng.integers(len(data) - length + 1, size=batch_size)[rows]
+        segments = segments_of("train") if document_mask else None
+        request = seed, step, batch_size, length, rows
+        borders = None if windows == "anywhere" else borders_of and borders_of("train")
+        if lengths is None:
+            found = _whole_text(windows, borders, data, segments, *request)
         else:
-            places, back = (rng.integers(n, size=batch_size)[rows] for n in (len(data), length))
-            starts = document_starts(borders_of("train"), len(data), length, places, back)
-        tokens = windows_of(data, starts, length).astype(np.int32) + offset
-        inputs = tokens
-        if document_mask:
-            inputs = Documents(tokens, segment_ids_of(borders_of("train"), starts, length))
+            found = _by_length(ranges_of_train(), lengths, borders, data, segments, *request)
+        tokens, ids, scored_from = found
+        tokens = tokens.astype(np.int32) + offset
+        inputs = tokens if ids is None else Documents(tokens, ids)
         weights = np.ones(tokens.shape, np.float32)
         if scored_from is not None:
             weights[np.arange(length) < scored_from[:, None]] = 0
@@ -359,7 +371,7 @@ def language_model(
                 tokens = windows_of(data, starts, length).astype(np.int32) + offset
                 segment_ids = None
                 if document_mask:
-                    segment_ids = segment_ids_of(borders_of(split), starts, length) * (
+                    segment_ids = segment_ids_of(segments_of(split), starts, length) * (
                         positions < n
                     )
                 yield full_batch(tokens, weights, batch_size, segment_ids)
@@ -369,10 +381,42 @@ def language_model(
     task = Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
     return task._replace(
         train_rows=train_rows,
-        borders=borders_of,
+        borders=segments_of,
         document_mask=document_mask,
         in_order=windows == "each_once",
     )
+
+
+def _whole_text(
+    windows: Windows,
+    borders: Int64[np.ndarray, " d"] | None,
+    data: UInt[np.ndarray, " n"],
+    segments: Int64[np.ndarray, " d"] | None,
+    *request,
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """The tokens of windows of a whole text, their segments, and where their targets begin."""
+    seed, step, batch_size, length, rows = request
+    rng, n, scored_from = generator(seed, step), len(data), None
+    if windows == "each_once":
+        numbers = step * batch_size + np.arange(batch_size)[rows]
+        starts, scored_from = each_once(n, length, seed, numbers)
+    elif windows == "anywhere":
+        starts = rng.integers(n - length + 1, size=batch_size)[rows]
+    else:
+        places, back = (rng.integers(end, size=batch_size)[rows] for end in (n, length))
+        starts = document_starts(borders, n, length, places, back)
+    ids = None if segments is None else segment_ids_of(segments, starts, length)
+    return windows_of(data, starts, length), ids, scored_from
+
+
+def _by_length(
+    found: Sequence[Range], lengths: Lengths, borders, data, segments, *request
+) -> tuple[np.ndarray, np.ndarray | None, None]:
+    """As `_whole_text`, of documents by their lengths."""
+    length = request[3]
+    check_enough(found, lengths, length)
+    drawn = range_starts(found, lengths, borders, len(data), *request)
+    return *range_windows(found, *drawn, data, segments, length), None
 
 
 def each_once(
@@ -453,12 +497,84 @@ def document_starts(
       places: in the text, below n.
       back: below `length`.
     """
+    begin, end = document_bounds(borders, n, places)
+    return np.minimum(_starts_within(begin, end, length, places, back), n - length)
+
+
+def document_bounds(
+    borders: Int64[np.ndarray, " d"], n: int, places: Int[np.ndarray, " B"]
+) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
+    """The begins and ends of the documents that hold some places."""
     after = borders.searchsorted(places, "right")
     begin = np.where(after > 0, borders[after - 1], 0)
     end = np.where(after < len(borders), borders[np.minimum(after, len(borders) - 1)], n)
+    return begin, end
+
+
+def _starts_within(begin, end, length: int, places, back) -> Int64[np.ndarray, " B"]:
+    """`document_starts` of documents whose bounds are known, before the text's end counts."""
     nearer = np.where(places - begin < end - places, begin, end)
-    starts = np.where(end - begin <= length, nearer, np.maximum(begin, places - back))
-    return np.minimum(starts, n - length)
+    return np.where(end - begin <= length, nearer, np.maximum(begin, places - back))
+
+
+def range_starts(
+    found: Sequence[Range],
+    lengths: Lengths,
+    borders: Int64[np.ndarray, " d"] | None,
+    n: int,
+    seed: int,
+    step: int,
+    batch_size: int,
+    length: int,
+    rows: np.ndarray | slice,
+) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
+    """The range of lengths of each row, and where in the range's text its window begins.
+
+    Args:
+      found: the ranges of the text.
+      lengths: how often a row is of each.
+      borders: where documents begin, by which windows begin; None: windows begin anywhere.
+      n: tokens of the text.
+      seed, step: of the draws.
+      batch_size, length: rows of the batch, and tokens of one.
+      rows: the rows that are drawn, by number.
+    """
+    rng = generator(seed, step)
+    # The stream behind the step's is a mixture's own.
+    draw = np.random.Generator(rng.bit_generator.jumped(2))
+    chosen = draw.choice(len(found), size=batch_size, p=lengths.shares())
+    sizes = np.array([len(one) for one in found])[chosen]
+    if borders is None:
+        return chosen[rows], rng.integers(sizes - length + 1)[rows]
+    indices, back = rng.integers(sizes)[rows], rng.integers(length, size=batch_size)[rows]
+    chosen, sizes = chosen[rows], sizes[rows]
+    places = [found[k].positions(index) for k, index in zip(chosen, indices, strict=True)]
+    before = np.array(places, np.int64) - indices
+    begin, end = (x - before for x in document_bounds(borders, n, indices + before))
+    return chosen, np.minimum(_starts_within(begin, end, length, indices, back), sizes - length)
+
+
+def range_windows(
+    found: Sequence[Range],
+    chosen: Int64[np.ndarray, " B"],
+    starts: Int64[np.ndarray, " B"],
+    data: UInt[np.ndarray, " n"],
+    segments: Int64[np.ndarray, " d"] | None,
+    length: int,
+) -> tuple[UInt[np.ndarray, "B {length}"], Int32[np.ndarray, "B {length}"] | None]:
+    """The tokens of windows of ranges, and their segments where documents are hidden."""
+    tokens = np.empty((len(starts), length), data.dtype)
+    ids = None if segments is None else np.empty((len(starts), length), np.int32)
+    for row, (k, start) in enumerate(zip(chosen, starts, strict=True)):
+        at = last = 0
+        for first, n in found[k].spans(int(start), length):
+            own, place = slice(at, at + n), np.array([first])
+            tokens[row, own] = windows_of(data, place, n)[0]
+            if ids is not None:  # what follows a run is another document
+                ids[row, own] = segment_ids_of(segments, place, n)[0] + last
+                last = ids[row, at + n - 1]
+            at += n
+    return tokens, ids
 
 
 def segment_ids_of(
@@ -480,12 +596,16 @@ def segment_ids_of(
 
 
 def check_documents(
-    borders: Mapping[str, np.ndarray] | None, windows: Windows, document_mask: bool
+    borders: Mapping[str, np.ndarray] | None,
+    windows: Windows,
+    document_mask: bool,
+    lengths: Lengths | None = None,
 ) -> None:
     """Raises `SettingError` for settings by documents if the training text has none, or one."""
     asked = {
         "windows is 'documents'": windows == "documents",
         "document_mask is True": document_mask,
+        "length_weights is set": lengths is not None,
     }
     setting = next((words for words, is_asked in asked.items() if is_asked), None)
     if setting is not None and (borders is None or len(borders["train"]) < 2):

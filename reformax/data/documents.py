@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from reformax.data import arrow_tables, files, splits, tables
+from reformax.data import arrow_tables, files, joined, splits, tables
 from reformax.declared import SettingError
 
 # Stands after each row of a table. Text does not hold it.
@@ -58,10 +58,14 @@ _DATASET, _DATASETS = "state.json", "dataset_dict.json"
 
 
 class Text(NamedTuple):
-    """The bytes of a text, and where its documents begin, in memory or in files."""
+    """The bytes of a text, and where its documents begin, in memory or in files.
+
+    `joined` are those of `begins` that begin a joined document; None: none is joined.
+    """
 
     data: UInt8[np.ndarray, " n"]
     begins: Int64[np.ndarray, " d"]
+    joined: Int64[np.ndarray, " j"] | None = None
 
 
 class Source(NamedTuple):
@@ -87,6 +91,8 @@ class Found(NamedTuple):
       kind: how they are read: 'datasets', what `datasets` saved; 'joined', files each with a
         newline at its end; or 'file', the one that there is.
       checked: whether what is no text is refused, and byte 0 ends a document.
+      join_by: what documents are joined by, `joined.FOLDER` or a field of rows; None: by nothing.
+      root: what a user named.
     """
 
     paths: Mapping[str, list[Path]]
@@ -94,6 +100,16 @@ class Found(NamedTuple):
     said: Sequence[str]
     kind: str
     checked: bool = True
+    join_by: str | None = None
+    root: Path = Path()
+
+    def keys(self) -> joined.Keys | None:
+        """What finds the keys of documents, by which they are joined; None: by nothing."""
+        return None if self.join_by is None else joined.Keys(self.join_by)
+
+    def is_split(self, name: str) -> bool:
+        """Whether a folder's name says a split of this text."""
+        return len(self.paths) > 1 and splits.named(name) is not None
 
     def size(self) -> int:
         """The bytes of all files; raises for what is no ordinary one."""
@@ -109,16 +125,41 @@ def read(path: Path, found: Found, field: str) -> Source:
     files.check_room(path, found.size())
     texts, total = {}, 0
     for split, paths in found.paths.items():
-        parts = []
-        for part in pieces_of(found, [Span(p) for p in paths], field):
-            total += len(part[0])
+        parts, places, of_documents = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        begins, keys = Begins(found.checked), found.keys()
+        for part, first in pieces_of(found, [Span(p) for p in paths], field, keys):
+            total += len(part)
             files.check_room(path, total)
             parts.append(part)
-        begins = Begins(found.checked)
-        places = [np.zeros(0, np.int64), *(begins.of(*part) for part in parts)]
-        data = b"".join(part for part, _ in parts)
-        texts[split] = Text(files.as_array(data), np.concatenate(places))
+            places.append(begins.of(part, first))
+            if keys is not None:
+                of_documents.append(keys.take(len(places[-1])))
+        text = Text(files.as_array(b"".join(parts)), np.concatenate(places))
+        texts[split] = text if keys is None else _joined(text, np.concatenate(of_documents))
+    check_joined(path, found, texts)
     return Source(texts, found.files, found.said)
+
+
+def _joined(text: Text, keys: Int64[np.ndarray, " d"]) -> Text:
+    """A text with its documents joined by their keys."""
+    order = joined.order_of(keys)
+    if order is not None:
+        lengths = np.diff(text.begins, append=len(text.data))[order]
+        first = text.begins[order]
+        parts = [text.data[a : a + n] for a, n in zip(first, lengths, strict=True)]
+        begins = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+        text, keys = Text(np.concatenate(parts), begins), keys[order]
+    return text._replace(joined=text.begins[joined.firsts(keys)])
+
+
+def check_joined(path: Path, found: Found, texts: Mapping[str, Text]) -> None:
+    """Raises `SettingError` if documents are to be joined, and none is."""
+    if found.join_by is not None and all(len(x.joined) == len(x.begins) for x in texts.values()):
+        what = "no folder in it" if found.join_by == joined.FOLDER else "no value of this field"
+        raise SettingError(
+            f"text.text.join_by is {found.join_by!r}, and {path} has {what} with two documents: "
+            "name 'folder' or a field by which some belong together, or leave it out"
+        )
 
 
 def find(
@@ -171,8 +212,12 @@ class Span(NamedTuple):
     last: int | None = None
 
 
-def pieces_of(found: Found, spans: Iterable[Span], field: str) -> Iterator[tuple[bytes, bool]]:
+def pieces_of(
+    found: Found, spans: Iterable[Span], field: str, keys: joined.Keys | None = None
+) -> Iterator[tuple[bytes, bool]]:
     """The text of some files, a part at a time, each with whether a file begins with it.
+
+    `keys` then has those of the documents of a part, which `Begins` counts.
 
     Raises:
       ValueError: a file is empty, damaged or no text, or too much.
@@ -185,7 +230,9 @@ def pieces_of(found: Found, spans: Iterable[Span], field: str) -> Iterator[tuple
         if found.kind == "joined" and not size:
             continue
         first = span.first == 0
-        for part in _parts(found, span, field, size):
+        if keys is not None:
+            keys.begin(span.path, found.root, found.is_split)
+        for part in _parts(found, span, field, size, keys):
             if part:
                 yield part, first
                 first, end, n_rows = False, part[-1:], n_rows + 1
@@ -196,7 +243,9 @@ def pieces_of(found: Found, spans: Iterable[Span], field: str) -> Iterator[tuple
         raise _no_row(span.path.parent, field)
 
 
-def _parts(found: Found, span: Span, field: str, size: int) -> Iterator[bytes]:
+def _parts(
+    found: Found, span: Span, field: str, size: int, keys: joined.Keys | None
+) -> Iterator[bytes]:
     """The text of a file in parts; see `pieces_of`."""
     path, bounds = span.path, (span.first, span.last)
     if not found.checked:
@@ -208,7 +257,12 @@ def _parts(found: Found, span: Span, field: str, size: int) -> Iterator[bytes]:
         return _checked_text(path, bounds)
     if rows is tables.json_lines and bounds != (0, None):
         rows = functools.partial(rows, first=span.first, last=span.last)
-    texts = tables.texts(path, rows, field, files.most_unpacked(size))
+    most = files.most_unpacked(size)
+    if keys is not None and keys.field is not None:
+        other = arrow_tables.Field(keys.field, "text.text.join_by", is_text=False)
+        texts = keys.rows(rows(path, [arrow_tables.Field(field), other], most))
+    else:
+        texts = tables.texts(path, rows, field, most)
     return _with_borders(
         texts, path, field, needs_row=span == Span(path) and found.kind != "datasets"
     )

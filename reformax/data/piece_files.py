@@ -21,6 +21,7 @@ from reformax.declared import SettingError
 
 _SPAN = 2**25  # bytes of text that one file has the ids of
 _FOLDER = "pieces"
+_ENDS = {"begins": "ends", "joined": "joined_ends"}  # names of the first and last places
 
 
 class Span(NamedTuple):
@@ -56,6 +57,8 @@ def encoded(
     """
     model = vocabulary.serialised()
     facts = len(text.data), crc32_of(text.data), fingerprint(model), vocabulary.size, _SPAN
+    if text.joined is not None:
+        facts = (*facts, "joined")
     key = hashlib.sha256(repr(facts).encode()).hexdigest()
     own = folder / _FOLDER / key[:32]
 
@@ -75,23 +78,30 @@ def encoded(
 
 
 def _part(text: Text, first: int, last: int) -> Text:
-    inside = slice(*text.begins.searchsorted([first, last]))
-    return Text(text.data[first:last], text.begins[inside] - first)
+    begins, joined = (
+        x if x is None else x[slice(*x.searchsorted([first, last]))] - first
+        for x in (text.begins, text.joined)
+    )
+    return Text(text.data[first:last], begins, joined)
 
 
 def _write(span: Span, folder: Path, model: bytes, size: int) -> dict[str, Any]:
     vocabulary = _vocabulary(model, size)
     data = bytes(span.text.data)
     found = vocabulary.encode_documents(data, span.before)
-    places = vocabulary.places(data, found, np.asarray(span.text.begins))
     name = f"{span.number:05}"
     with durable.new_file(folder / f"{name}.ids") as file:
         file.write(np.ascontiguousarray(found.ids))
         file.flush()
         os.fsync(file.fileno())
-    durable.write(folder / f"{name}.begins", places.tobytes())
-    ends = [int(places[0]), int(places[-1])] if len(places) else None
-    return {"file": name, "n": len(found.ids), "begins": len(places), "ends": ends}
+    facts = {"file": name, "n": len(found.ids)}
+    for kind, begins in {"begins": span.text.begins, "joined": span.text.joined}.items():
+        if begins is not None:
+            places = vocabulary.places(data, found, np.asarray(begins))
+            durable.write(folder / f"{name}.{kind}", places.tobytes())
+            ends = [int(places[0]), int(places[-1])] if len(places) else None
+            facts |= {kind: len(places), _ENDS[kind]: ends}
+    return facts
 
 
 @functools.lru_cache(maxsize=1)
@@ -102,13 +112,19 @@ def _vocabulary(model: bytes, size: int) -> PieceVocabulary:
 def _arrays(folder: Path, made: Sequence[dict[str, Any]], dtype: np.dtype) -> Text:
     paths = [token_files.shard_path(folder, x["file"]) for x in made]
     ids = [Part(f"{path}.ids", 0, x["n"]) for path, x in zip(paths, made, strict=True)]
-    begins, before = [], 0
+    joins = any("joined" in x for x in made)
+    begins = _begins(paths, made, "begins")
+    return Text(StoredArray(ids, dtype), begins, _begins(paths, made, "joined") if joins else None)
+
+
+def _begins(paths: Sequence[str], made: Sequence[dict[str, Any]], kind: str) -> StoredArray:
+    begins, before, ends = [], 0, _ENDS[kind]
     for path, x, after in zip(paths, made, [*made[1:], None], strict=True):
-        n = x["begins"]
+        n = x[kind]
         # A document without a piece of its own begins with the next id, which may be of the next
         # span, whose first document may do so too.
-        if n and x["ends"][1] == x["n"] and (after is None or (after["ends"] or [1])[0] == 0):
+        if n and x[ends][1] == x["n"] and (after is None or (after[ends] or [1])[0] == 0):
             n -= 1
-        begins.append(Part(f"{path}.begins", 0, n, before))
+        begins.append(Part(f"{path}.{kind}", 0, n, before))
         before += x["n"]
-    return Text(StoredArray(ids, dtype), StoredArray(begins, "int64"))
+    return StoredArray(begins, "int64")

@@ -11,6 +11,7 @@ byte. They compare where pieces give the text back, as learnt ones do.
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import re
@@ -32,6 +33,8 @@ from reformax.data.base import (
     of_split,
     text_fingerprint,
 )
+from reformax.data.lengths import Lengths
+from reformax.data.stored import crc32_of
 from reformax.data.vocabulary import FILE, check_settings, check_size, learnt, settings_of
 from reformax.data.vocabulary import fingerprint as hash_of
 from reformax.declared import SettingError, user_path
@@ -150,6 +153,7 @@ class PieceVocabulary:
         path: str | os.PathLike | None = None,
         model_type: str | None = None,
         option: str = "text.text",
+        kept_in: Path | None = None,
     ):
         """Stores the settings; reads a file, but learns nothing yet.
 
@@ -160,6 +164,7 @@ class PieceVocabulary:
             It may be gone once the run keeps its own copy.
           model_type: 'bpe', 'unigram', 'char' or 'word'. None: a file's own, and 'bpe' is learnt.
           option: the factory that these are settings of, for errors.
+          kept_in: a folder of the text, where what is learnt of it stays, to be learnt once.
 
         Raises:
           ValueError: the file is too large, or no vocabulary.
@@ -170,6 +175,7 @@ class PieceVocabulary:
         self._rows = size if size and size != BYTES else None
         asked = {"vocab_size": None if size == BYTES else size, "model_type": model_type}
         self._asked = {name: value for name, value in asked.items() if value is not None}
+        self._kept_in = kept_in
         self._path = None if path is None else _file_of(user_path(f"{option}.vocabulary", path))
         self._bytes: bytes | None = None
         self._pieces: _SentencePieces | _Tokenizer | None = None
@@ -348,8 +354,28 @@ class PieceVocabulary:
                     "tokenizer.json or a sentencepiece model"
                 )
             settings = _LOSSLESS | {"model_type": self._model_type}
-            self._take(learnt(_sentences(self._text), self.size, settings), Path(FILE))
+            self._take(self._learnt(settings), Path(FILE))
         return self._bytes
+
+    def _learnt(self, settings: Mapping[str, Any]) -> bytes:
+        """A model that is learnt from the text, or was before by the same settings."""
+
+        def learn() -> bytes:
+            return learnt(_sentences(self._text), self.size, settings)
+
+        if self._kept_in is None:
+            return learn()
+        of = len(self._text), crc32_of(self._text), self.size, sorted(settings.items())
+        key = hashlib.sha256(repr((*of, _SAMPLE, _SENTENCE, _BLOCK)).encode()).hexdigest()
+        path = self._kept_in / f"learnt-{key[:16]}.model"
+        if path.is_file() and not path.is_symlink():
+            return _read(path)
+        found = learn()
+        try:
+            durable.write(path, found)
+        except OSError as error:  # a folder that is only read
+            logging.getLogger(__name__).warning(f"text: the vocabulary is not kept: {error}")
+        return found
 
     def _check_file(self) -> None:
         """Raises `SettingError` if the config's file is not what the config says beside it."""
@@ -423,7 +449,10 @@ def piece_language_model(
     borders: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
     windows: Windows = "anywhere",
     document_mask: bool = False,
-    encode: Callable[[str], tuple[Any, Any]] | None = None,
+    encode: Callable[[str], tuple[Any, Any, Any]] | None = None,
+    lengths: Lengths | None = None,
+    joined: Mapping[str, Int64[np.ndarray, " j"]] | None = None,
+    hide_joined: bool = False,
 ) -> Task:
     """The task of predicting each piece of a text; a split is encoded when it is needed.
 
@@ -434,34 +463,42 @@ def piece_language_model(
       borders: the bytes, by place, that documents begin with, sorted; None: one document.
       windows: where training windows begin, 'anywhere' or by 'documents'.
       document_mask: whether a window's documents are hidden from each other.
-      encode: a split -> its ids, and the ids that documents begin with, in files. None: in memory.
+      encode: a split -> its ids, and the ids that documents begin with and joined documents, in
+        files. None: in memory.
+      lengths: how often a training window is of documents of each range of lengths.
+      joined: as `borders`, of joined documents, which are one each; None: none is joined.
+      hide_joined: whether the mask hides the parts of a joined document from each other too.
 
     Raises:
       ValueError: settings by the documents of a text without.
     """
-    check_documents(borders, windows, document_mask)
+    outer = borders if joined is None else joined
+    check_documents(outer, windows, document_mask and not hide_joined, lengths)
     bytes_of = functools.partial(of_split, name, splits)
 
     @functools.cache
-    def encoded(split: str) -> tuple[Any, Any]:
+    def encoded(split: str) -> tuple[Any, Any, Any]:
         data = bytes_of(split)
         if split != "train":  # of which the run's vocabulary was told when it was taken
             vocabulary.warn_of_loss(data, split)
         if encode is not None:
             return encode(split)
         found = vocabulary.encode_documents(bytes(data))
-        if borders is None:
-            return found.ids, None
-        places = vocabulary.places(bytes(data), found, borders[split])
-        return found.ids, places[places < len(found.ids)]
+        places = [
+            of_split and vocabulary.places(bytes(data), found, of_split[split])
+            for of_split in (borders, joined)
+        ]
+        return found.ids, *(x if x is None else x[x < len(found.ids)] for x in places)
 
     task = language_model(
         name,
         vocabulary.size,
         lambda split: encoded(split)[0],
-        borders_of=borders and (lambda split: encoded(split)[1]),
+        borders_of=outer and (lambda split: encoded(split)[1 if joined is None else 2]),
         windows=windows,
         document_mask=document_mask,
+        lengths=lengths,
+        segments_of=(lambda split: encoded(split)[1]) if hide_joined else None,
     )
     return task._replace(
         fingerprint=text_fingerprint(bytes_of, document_mask),

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int64, UInt8
 
 from reformax.data import documents, files, piece_files, token_files
 from reformax.data.base import SPLITS, Task, Windows, byte_language_model, of_split, split_borders
+from reformax.data.joined import FOLDER
+from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
 from reformax.data.splits import By
 from reformax.data.vocabulary import FILE, ModelType
-from reformax.declared import Bounds, Name, PathName, SettingError, Size, VocabSize, checked
+from reformax.declared import (
+    Bounds,
+    Name,
+    NonNegative,
+    PathName,
+    SettingError,
+    Size,
+    VocabSize,
+    checked,
+)
 
 # The most bytes of valid and of test.
 MAX_HELD_OUT = 1_000_000
 # Sources of so many bytes are read into memory at each start. Larger ones are prepared once.
 SMALL, SMALL_PIECES = 2**24, 2**20
 # The settings that a text is prepared by.
-DEFAULTS = {"pattern": "*", "field": "text", "raw": False, "splits": "by_name"}
+DEFAULTS = {"pattern": "*", "field": "text", "raw": False, "splits": "by_name", "join_by": None}
 Offset = Annotated[int, Bounds(0, 2**16 - 1)]
 
 
@@ -41,6 +52,10 @@ def text(
     document_mask: bool = False,
     splits: By = "by_name",
     cache_dir: PathName | None = None,
+    join_by: Name | None = None,
+    hide_joined: bool = False,
+    length_borders: Sequence[Size] = (),
+    length_weights: Sequence[NonNegative] = (),
 ) -> Task:
     """A language model of your own text, of its bytes or of pieces of words.
 
@@ -81,6 +96,15 @@ def text(
       splits: 'by_name', a folder's own; or 'cut', all that it holds as one text.
       cache_dir: a folder for the token files of large texts; None: $XDG_CACHE_HOME/reformax/texts,
         or ~/.cache/reformax/texts.
+      join_by: what short documents are joined by into one: 'folder', the files below one folder of
+        data_dir; or a field of a table's rows, those with one value. Joined documents stand one
+        behind the other, and are one document to `windows`, `document_mask` and `length_borders`.
+      hide_joined: whether `document_mask` hides the parts of a joined document from each other too.
+      length_borders: lengths in tokens, which divide documents into ranges: those below the first,
+        those from it to below the second, and so on. A training window is of documents of one
+        range, one behind the other; `windows` says where it begins in these.
+      length_weights: how often a training window is of each range, in proportion; one more than
+        borders.
 
     Raises:
       FileNotFoundError: data_dir does not exist.
@@ -93,20 +117,34 @@ def text(
     """
     of_bytes = vocabulary is None and vocab_size in (BYTES, BYTES + offset)
     path = files.existing(data_dir)
+    lengths = checked_lengths(length_borders, length_weights, windows)
     settings = {"pattern": pattern, "field": field, "raw": raw, "splits": splits}
+    settings["join_by"] = join_by
+    by_documents = document_mask or windows == "documents" or lengths is not None
+    if join_by == FOLDER and not by_documents:  # files of a folder stand together in every text
+        raise SettingError(
+            f"join_by is {join_by!r}, and nothing goes by documents: set windows='documents', "
+            "document_mask=True or length_weights as well, or leave it out"
+        )
     source, folder = _source(path, settings, SMALL if of_bytes else SMALL_PIECES, cache_dir)
     texts = {split: x.data for split, x in source.texts.items()}
     parts = split_text(texts, str(path), max_held_out)
     borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
-    summary = functools.cache(lambda: described(path, source, parts))
+    joined = joined_borders(source, parts)
+    _check_hidden(hide_joined, joined is not None, document_mask)
+    of_lengths = [] if lengths is None else lengths.summary()
+    summary = functools.cache(lambda: [*described(path, source, parts), *of_lengths])
     if of_bytes:
         if model_type is not None:
             raise SettingError(
                 f"model_type is {model_type!r}: bytes are no pieces, leave it out, or set "
                 "vocab_size to 260 or more"
             )
-        task = byte_language_model("text", parts, offset, borders, windows, document_mask)
-        return task._replace(summary=summary)
+        outer, inner = (borders if joined is None else joined), borders if hide_joined else None
+        task = byte_language_model(
+            "text", parts, offset, outer, windows, document_mask, lengths, inner
+        )
+        return _with_words(task, summary, joined is not None, hide_joined)
     if vocabulary is None and vocab_size < 260:
         raise SettingError(
             f"vocab_size is {vocab_size}: expected 256 for bytes, or 260 and more for pieces"
@@ -115,10 +153,43 @@ def text(
         raise SettingError(f"offset is {offset}: pieces have no reserved ids, leave it out")
     if vocabulary is None and folder is not None and (folder / FILE).is_file():
         vocabulary = folder / FILE
-    pieces = PieceVocabulary(vocab_size, parts["train"], vocabulary, model_type)
-    encode = folder and functools.partial(encoded_split, parts, borders, pieces, folder)
-    task = piece_language_model("text", parts, pieces, borders, windows, document_mask, encode)
-    return task._replace(summary=summary)
+    pieces = PieceVocabulary(vocab_size, parts["train"], vocabulary, model_type, kept_in=folder)
+    encode = folder and functools.partial(encoded_split, parts, borders, joined, pieces, folder)
+    task = piece_language_model(
+        *("text", parts, pieces, borders, windows, document_mask, encode),
+        lengths=lengths,
+        joined=joined,
+        hide_joined=hide_joined,
+    )
+    return _with_words(task, summary, joined is not None, hide_joined)
+
+
+def _with_words(
+    task: Task, summary: Callable[[], list[str]], is_joined: bool, hide_joined: bool
+) -> Task:
+    """A task with its first lines, and a fingerprint that says whether documents are joined."""
+    words = ", joined" * is_joined + ", hide_joined=True" * hide_joined
+    of_text = task.fingerprint
+    return task._replace(summary=summary, fingerprint=lambda split: of_text(split) + words)
+
+
+def joined_borders(
+    source: documents.Source, parts: Mapping[str, Any]
+) -> dict[str, Int64[np.ndarray, " j"]] | None:
+    """Where joined documents begin in each split; None where none is joined."""
+    joined = {split: x.joined for split, x in source.texts.items()}
+    if any(x is None for x in joined.values()):
+        return None
+    found = split_borders(joined, parts)
+    return found or {split: np.zeros(1, np.int64) for split in parts}
+
+
+def _check_hidden(hide_joined: bool, is_joined: bool, document_mask: bool) -> None:
+    if hide_joined and not (is_joined and document_mask):
+        raise SettingError(
+            "hide_joined is True, which is said of joined documents and a mask: set join_by and "
+            "document_mask=True as well, or leave it out"
+        )
 
 
 def _source(
@@ -126,7 +197,7 @@ def _source(
 ) -> tuple[documents.Source, Path | None]:
     """The text, and the folder of its files; None for what is in memory."""
     if token_files.is_prepared(path):
-        made_with = token_files.settings_of(path)
+        made_with = DEFAULTS | token_files.settings_of(path)
         for name, value in settings.items():
             if value not in (DEFAULTS[name], made_with[name]):
                 raise SettingError(
@@ -135,6 +206,7 @@ def _source(
                 )
         return token_files.load(path), path
     found = find(path, settings)
+    settings = said(settings)
     if found.size() <= small:
         return documents.read(path, found, settings["field"]), None
     return token_files.cached(found, settings, cache_dir)
@@ -143,12 +215,24 @@ def _source(
 def find(path: Path, settings: Mapping[str, Any]) -> documents.Found:
     """The files of a text, by the settings of `DEFAULTS`."""
     by = {"by": settings["splits"], "option": "text.text.splits"}
-    return documents.find(path, settings["pattern"], settings["field"], settings["raw"], **by)
+    found = documents.find(path, settings["pattern"], settings["field"], settings["raw"], **by)
+    if settings["raw"] and settings["join_by"] not in (None, FOLDER):
+        raise SettingError(
+            f"join_by is {settings['join_by']!r} and raw is True: bytes of files as they are have "
+            "no rows, give 'folder' or leave raw out"
+        )
+    return found._replace(join_by=settings["join_by"], root=path)
+
+
+def said(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a text's key is of; one that came later counts where it is set."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def encoded_split(
     parts: Mapping[str, Any],
     borders: Mapping[str, Any] | None,
+    joined: Mapping[str, Any] | None,
     pieces: PieceVocabulary,
     folder: Path,
     split: str,
@@ -156,7 +240,8 @@ def encoded_split(
 ) -> documents.Text:
     """The ids of a split and of its borders, in files; `options` are of `piece_files.encoded`."""
     begins = np.zeros(1, np.int64) if borders is None else borders[split]
-    text = documents.Text(of_split("text", parts, split), begins)
+    of_joined = None if joined is None else joined[split]
+    text = documents.Text(of_split("text", parts, split), begins, of_joined)
     return piece_files.encoded(text, pieces, folder, **options)
 
 

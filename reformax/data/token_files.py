@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax import durable
-from reformax.data import documents, files, tables, token_ids
+from reformax.data import cache, documents, files, joined, tables, token_ids
 from reformax.data.stored import Part, StoredArray
 from reformax.data.vocabulary import FILE
 from reformax.declared import SettingError, user_path
@@ -46,7 +46,7 @@ from reformax.progress import Progress
 MANIFEST, _PARTIAL, _OLD, _FORMAT = "reformax_text.json", ".partial", ".old", 1
 # What a folder that is replaced may hold: shards, ids, a vocabulary, files for other programs.
 _OURS = re.compile(
-    r"text-\w+|pieces|key|\d{5,}\.(bytes|begins|ids|json)|"
+    r"text-\w+|pieces|key|learnt-\w+\.model|\d{5,}\.(bytes|begins|joined|ids|json)|"
     + "|".join(map(re.escape, (MANIFEST, FILE, *typing.get_args(token_ids.Format))))
 )
 _SHARD = re.compile(r"(text-\w+/)?\d{5,}")
@@ -127,15 +127,22 @@ def _manifest(folder: Path) -> dict[str, Any]:
     found, path = manifest(folder), folder / MANIFEST
     try:
         shards = [shard for shards in found["splits"].values() for shard in shards]
-        sizes = [(shard["file"], int(shard["n"]), int(shard["begins"])) for shard in shards]
+        joins = any("joined" in shard for shard in shards)
+        sizes = [
+            (x["file"], int(x["n"]), int(x["begins"]), int(x["joined"]) if joins else 0)
+            for x in shards
+        ]
         settings, counts, said = (found[name] for name in ("settings", "files", "said"))
         texts = [*settings, *counts, *said]
         if not all(isinstance(x, str) for x in texts) or min(x for s in sizes for x in s[1:]) < 0:
             raise TypeError
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: delete {folder} and prepare the text anew") from None
-    for name, n, begins in sizes:
-        for ending, expected in (("bytes", n), ("begins", 8 * begins)):
+    for name, n, begins, of_joined in sizes:
+        expected_of = {"bytes": n, "begins": 8 * begins, "joined": 8 * of_joined}
+        for ending, expected in expected_of.items():
+            if ending == "joined" and not joins:
+                continue
             file = Path(f"{shard_path(folder, name)}.{ending}")
             size = file.stat().st_size if file.is_file() else None
             if size != expected:
@@ -146,14 +153,19 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _arrays(folder: Path, shards: Sequence[Mapping[str, Any]]) -> tuple[StoredArray, StoredArray]:
-    data, begins, before = [], [], 0
+def _arrays(
+    folder: Path, shards: Sequence[Mapping[str, Any]]
+) -> tuple[StoredArray, StoredArray, StoredArray | None]:
+    data, begins, of_joined, before = [], [], [], 0
     for shard in shards:
         path = shard_path(folder, shard["file"])
         data.append(Part(f"{path}.bytes", 0, shard["n"], 0, shard["crc"]))
         begins.append(Part(f"{path}.begins", 0, shard["begins"], before))
+        if "joined" in shard:
+            of_joined.append(Part(f"{path}.joined", 0, shard["joined"], before))
         before += shard["n"]
-    return StoredArray(data, "uint8"), StoredArray(begins, "int64")
+    joins = StoredArray(of_joined, "int64") if of_joined else None
+    return StoredArray(data, "uint8"), StoredArray(begins, "int64"), joins
 
 
 def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
@@ -169,12 +181,22 @@ def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "reformax" / "texts"
 
 
+def words_of(folder: Path) -> str:
+    """What a text in the cache was made of, in words."""
+    try:
+        found = _manifest(folder)
+    except (ValueError, OSError):
+        return "not whole"
+    return "of " + "; ".join(dict.fromkeys(found.get("of", ()) or found["files"].values()))
+
+
 def cached(
     found: documents.Found, settings: Mapping[str, Any], cache_dir: str | os.PathLike | None
 ) -> tuple[documents.Source, Path]:
     """A text that is prepared in the cache, at its first use, and its folder there."""
     key = key_of(found, settings)
     folder = cache_folder(cache_dir) / key[:32]
+    cache.hold(folder)
     with _advice("give another folder by text.text.cache_dir", folder):
         _prepare(found, settings, folder, key)
     return load(folder), folder
@@ -264,7 +286,12 @@ def _prepare(
         splits = {split: [] for split in found.paths}
         for shard, facts in zip(shards, made, strict=True):
             splits[shard.split].append(facts)
-        told = {"files": dict(found.files), "said": list(found.said)}
+        if found.join_by is not None:
+            for split, of_split in splits.items():
+                splits[split] = joined.join_shards(partial, of_split, SHARD)
+            texts = {split: documents.Text(*_arrays(partial, x)) for split, x in splits.items()}
+            documents.check_joined(found.root, found, texts)
+        told = {"files": dict(found.files), "said": list(found.said), "of": [str(found.root)]}
         return {"settings": dict(settings), **told, "splits": splits}
 
     return made_whole(folder, key, make)
@@ -387,10 +414,13 @@ def make_shard(shard: Shard, folder: Path) -> dict[str, Any]:
             goes_on = os.pread(file.fileno(), 1, begin.first - 1) != documents.BORDER
     begins = documents.Begins(shard.found.checked, continues=goes_on)
     n = crc = n_begins = 0
+    keys, of_documents = shard.found.keys(), [b""]
     new = durable.new_file
     with new(Path(f"{path}.bytes")) as data, new(Path(f"{path}.begins")) as places:
-        for part, first in documents.pieces_of(shard.found, shard.spans, shard.field):
+        for part, first in documents.pieces_of(shard.found, shard.spans, shard.field, keys):
             found = begins.of(part, first)
+            if keys is not None:
+                of_documents.append(keys.take(len(found)).tobytes())
             with durable.explaining("written", path):
                 data.write(part)
                 places.write(found)
@@ -399,6 +429,8 @@ def make_shard(shard: Shard, folder: Path) -> dict[str, Any]:
             for file in (data, places):
                 file.flush()
                 os.fsync(file.fileno())
+    if keys is not None:
+        durable.write(Path(f"{path}.keys"), b"".join(of_documents))
     return {"file": name, "n": n, "begins": n_begins, "crc": crc}
 
 

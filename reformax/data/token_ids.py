@@ -20,9 +20,10 @@ from jaxtyping import Int64
 from reformax import durable
 from reformax.data import files, splits
 from reformax.data.base import SPLITS, Task, Windows, check_documents, language_model, of_split
+from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import PieceVocabulary
 from reformax.data.stored import Part, StoredArray
-from reformax.declared import PathName, SettingError, Size, VocabSize, checked
+from reformax.declared import NonNegative, PathName, SettingError, Size, VocabSize, checked
 
 Dtype = Literal["uint8", "uint16", "int32", "uint32", "int64"]
 Format = Literal["megatron", "nanogpt"]
@@ -52,6 +53,8 @@ def token_ids(
     max_held_out: Size = MAX_HELD_OUT,
     windows: Windows = "anywhere",
     document_mask: bool = False,
+    length_borders: Sequence[Size] = (),
+    length_weights: Sequence[NonNegative] = (),
 ) -> Task:
     """A language model of ids in `.bin` files, which are read by windows.
 
@@ -67,7 +70,8 @@ def token_ids(
       vocabulary: a tokenizer.json or a sentencepiece model that made the ids, for
         `reformax generate`. It stays with the run.
       max_held_out: the most ids of a split that is cut.
-      windows, document_mask: as in `reformax.data.text.text`; by Megatron-LM's documents.
+      windows, document_mask, length_borders, length_weights: as in `reformax.data.text.text`; by
+        Megatron-LM's documents.
 
     Raises:
       FileNotFoundError: data_dir does not exist.
@@ -90,7 +94,8 @@ def token_ids(
     found = {s: _joined(them, dtype or "uint16", vocab_size) for s, them in of_splits.items()}
     ids, begins = _cut(found, max_held_out, path)
     several = len(begins["train"]) > 1
-    check_documents(begins if several else None, windows, document_mask)
+    lengths = checked_lengths(length_borders, length_weights, windows)
+    check_documents(begins if several else None, windows, document_mask, lengths)
     task = language_model(
         "token ids",
         vocab_size,
@@ -98,12 +103,16 @@ def token_ids(
         borders_of=functools.partial(of_split, "token ids", begins) if several else None,
         windows=windows,
         document_mask=document_mask,
+        lengths=lengths,
     )
     pieces = None if vocabulary is None else PieceVocabulary(vocab_size, None, vocabulary)
     return task._replace(
         fingerprint=functools.cache(functools.partial(_fingerprint, ids, document_mask)),
         vocabulary=pieces,
-        summary=lambda: [_summary(path, of_splits, ids, begins)],
+        summary=lambda: [
+            _summary(path, of_splits, ids, begins),
+            *([] if lengths is None else lengths.summary()),
+        ],
     )
 
 

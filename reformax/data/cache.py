@@ -1,0 +1,122 @@
+"""The cache of texts that training prepares by itself: what is in it, and what may be deleted.
+
+A process that reads a text of the cache holds a shared lock of it as long as it lives. Pruning
+deletes a text under the exclusive lock alone, so never one that is read, in any process of the
+machine. A text that was deleted is prepared again at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reformax import durable
+
+_DAY = 86_400  # seconds
+_KEY = 32  # hexadecimal digits of a text's name
+_ENDS = ("", ".partial", ".old")  # of the names of a text's folders
+_held: dict[Path, Any] = {}
+
+
+class Entry(NamedTuple):
+    """A text in the cache.
+
+    Attributes:
+      folder: its files.
+      size: bytes of them.
+      used: when a run last began to read it, in seconds since 1970.
+      in_use: whether a process reads or makes it.
+    """
+
+    folder: Path
+    size: int
+    used: float
+    in_use: bool
+
+
+def hold(folder: Path) -> None:
+    """Keeps a text of the cache from being pruned as long as this process lives."""
+    path = _lock(folder)
+    if path in _held:
+        return
+    # A cache that is only read is pruned by nobody.
+    with contextlib.suppress(OSError):
+        durable.make_folder(folder.parent)
+        file = open(path, "ab")  # noqa: SIM115 (the lock ends with the file)
+        fcntl.flock(file, fcntl.LOCK_SH)
+        os.utime(path)
+        _held[path] = file
+
+
+def entries(cache: Path) -> list[Entry]:
+    """The texts of a cache, the last used ones first."""
+    found = []
+    for folder in _folders(cache):
+        with _alone(folder) as alone:
+            size = sum(
+                path.stat().st_size
+                for part in _parts(folder)
+                for path in part.rglob("*")
+                if path.is_file()
+            )
+            used = _lock(folder) if _lock(folder).exists() else _parts(folder)[0]
+            found.append(Entry(folder, size, used.stat().st_mtime, not alone))
+    return sorted(found, key=lambda entry: -entry.used)
+
+
+def prune(cache: Path, days: float) -> tuple[list[Entry], list[Entry]]:
+    """Deletes the texts that no run has begun to read for some days.
+
+    Returns:
+      Those that were deleted, and those of this age that a process reads.
+
+    Raises:
+      OSError: a file cannot be deleted.
+    """
+    deleted, kept = [], []
+    for entry in entries(cache):
+        if entry.used > time.time() - days * _DAY:
+            continue
+        with _alone(entry.folder) as alone:
+            if alone:
+                for part in _parts(entry.folder):
+                    durable.remove(part)
+            (deleted if alone else kept).append(entry)
+    return deleted, kept
+
+
+def _folders(cache: Path) -> list[Path]:
+    names = {path.name.partition(".")[0] for path in cache.iterdir()} if cache.is_dir() else ()
+    own = (name for name in names if len(name) == _KEY and set(name) <= set("0123456789abcdef"))
+    return [folder for name in sorted(own) if _parts(folder := cache / name)]
+
+
+def _parts(folder: Path) -> list[Path]:
+    named = (folder.with_name(folder.name + end) for end in _ENDS)
+    return [path for path in named if path.is_dir() and not path.is_symlink()]
+
+
+def _lock(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.used")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Whether no other process reads a text, nor begins to meanwhile."""
+    path = _lock(folder)
+    before = path.stat() if path.exists() else None
+    with durable.explaining("written", path), open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # held, or a disk without locks, of which nobody knows
+            yield False
+            return
+        if before is None:  # of a version that held no lock
+            times = _parts(folder)[0].stat()
+            os.utime(path, (times.st_atime, times.st_mtime))
+        yield True
