@@ -173,10 +173,9 @@ def first_states(
     Raises:
       SettingError: the model of a stage has other parameters.
     """
+    optimizer, ema = settings.built_optimizer, settings.ema_decay > 0
     inits = [
-        step_lib.init_fn(
-            model, settings.optimizer, (stage.batch_size, stage.length), settings.ema_decay > 0
-        )
+        step_lib.init_fn(model, optimizer, (stage.batch_size, stage.length), ema)
         for model, stage in zip(models.train, settings.all_stages, strict=True)
     ]
     init, like = inits[-1], jax.eval_shape(inits[-1], key)
@@ -232,7 +231,8 @@ def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.T
         heads = jax.device_get(fresh(key))
         taken, params = params, params | heads
         what = f"fresh {', '.join(heads) or 'nothing'} and the {', '.join(taken)}"
-    first = partial(step_lib.first_state, optimizer=settings.optimizer, ema=settings.ema_decay > 0)
+    optimizer, ema = settings.built_optimizer, settings.ema_decay > 0
+    first = partial(step_lib.first_state, optimizer=optimizer, ema=ema)
     placement = devices.placement(jax.eval_shape(first, params), mesh)
     state = jax.jit(first, out_shardings=placement)(params)
     return state, f"with {what} of {folder} after step {step} "
@@ -259,7 +259,7 @@ def step_of(settings: TrainSettings, model: Any, mesh: Mesh, state: Any):
     """The step of a run for a model built for training and a state, or the shapes of one."""
     return step_lib.step_fn(
         model,
-        settings.optimizer,
+        settings.built_optimizer,
         mesh,
         accumulate=settings.accumulate,
         loss_chunk_len=settings.loss_chunk_len,

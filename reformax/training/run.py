@@ -24,7 +24,15 @@ import numpy as np
 
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.training import alike, fingerprints, forecast, opening, placing, side_channels
+from reformax.training import (
+    alike,
+    fingerprints,
+    forecast,
+    opening,
+    optimizer,
+    placing,
+    side_channels,
+)
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Callbacks
@@ -106,6 +114,7 @@ class Run:
             restored = opening.begin(setup, self._checkpoints, newest, self._vocabulary)
             self._go_on_from(restored)
             self._tell_changes()
+            self._tell_warm_up()
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
             batches = opened.enter_context(prefetch(self._placed_batches()))
@@ -197,6 +206,13 @@ class Run:
         """Says which settings changed, before minutes go into compiling."""
         if self._settings.config_text is not None and self._processes.first:
             tell_changes(self.folder, self._settings.config_text(), self._uses_config, self._say)
+
+    def _tell_warm_up(self) -> None:
+        """Says that the learning rate does not reach its peak."""
+        settings = self._settings
+        line = optimizer.peakless(settings.optimizer, settings.steps)
+        if self.step < settings.steps and line is not None:
+            self._note(f"note: {settings.named(line) if settings.named else line}")
 
     def _write_config(self) -> str | None:
         if self._settings.config_text is None:

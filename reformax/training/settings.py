@@ -26,6 +26,7 @@ from reformax.declared import (
     hints_of,
     shown,
 )
+from reformax.training import optimizer as optimizer_lib
 from reformax.training.callbacks import Callback, Logger
 from reformax.training.loss import n_classes_of, vocabulary_of
 from reformax.training.mesh import Sizes
@@ -56,7 +57,8 @@ class TrainSettings:
         evaluation, with the same parameters. Both have `init_params`, `features`, `logits` and
         `vocab_size`; a model of sentence pairs also has `source_vocab_size` and `max_length`.
       task: a `reformax.data.base.Task`.
-      optimizer: a transformation of gradients; see `reformax.training.optimizer`.
+      optimizer: a transformation of gradients; see `reformax.training.optimizer`. Its schedule is
+        as long as `steps`, unless it has a length of its own.
       steps: updates in total, over all resumptions.
       batch_size: sequences per step; a multiple of the number of devices times `accumulate`.
       length: tokens per sequence.
@@ -99,6 +101,7 @@ class TrainSettings:
       allow_changed_data: whether to go on from a checkpoint of other data; a line of the record
         then says what changed.
       config_text: returns the text of config.gin, once everything is built.
+      named: gives a line the names of settings that its reader types; None: those of arguments.
       progress: whether to print and show a bar, or a line every 30 s where stderr is no terminal.
 
     Raises:
@@ -136,6 +139,7 @@ class TrainSettings:
     loggers: Sequence[Logger] = ()
     allow_changed_data: bool = False
     config_text: Callable[[], str] | None = None
+    named: Callable[[str], str] | None = None
     progress: bool = True
 
     def __post_init__(self):
@@ -167,6 +171,11 @@ class TrainSettings:
     def built(self, mode: str) -> Any:
         """The model for 'train' or for 'eval'."""
         return build(self.model, mode, n_classes_of(self.task))
+
+    @functools.cached_property
+    def built_optimizer(self) -> optax.GradientTransformation:
+        """The optimizer of a run of `steps`."""
+        return optimizer_lib.build(self.optimizer, self.steps)
 
     @functools.cached_property
     def all_stages(self) -> list[ResolvedStage]:
