@@ -117,7 +117,7 @@ def prepare(
             start = time.perf_counter()
             for _ in range(count):
                 state, metrics = step(state, batch, key)
-            loss = float(metrics["nats"])
+            loss = float(metrics["nats"].mean)
             assert math.isfinite(loss), f"the loss is {loss}"
             return time.perf_counter() - start
 

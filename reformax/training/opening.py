@@ -24,8 +24,8 @@ from reformax.training import step as step_lib
 from reformax.training.callbacks import Loggers
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.loss import labels_of, n_classes_of, vocabulary_of
-from reformax.training.metrics import Record
 from reformax.training.placing import place
+from reformax.training.record import Record
 from reformax.training.record_lines import RecordLines
 from reformax.training.settings import TrainSettings, build
 from reformax.training.stages import ResolvedStage, naming
@@ -353,5 +353,5 @@ def open_record(
     loggers = Loggers(settings.loggers, folder, step, config)
     record = Record(folder, lines, step, metric, n_tokens, loggers)
     if restored.changed_data and step < settings.steps:
-        record.write(step + 1, "data", {"changed": restored.changed_data}, {})
+        record.write(step + 1, "data", {"changed": restored.changed_data}, {}, tag="data")
     return record

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from reformax.training import (
     optimizer,
     placing,
     side_channels,
+    utilization,
 )
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
@@ -42,9 +43,9 @@ from reformax.training.folder import tell_changes, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
 from reformax.training.loss import n_classes_of, vocabulary_of
-from reformax.training.metrics import Bar, NoRecord, Record
 from reformax.training.prefetch import prefetch
 from reformax.training.processes import Processes
+from reformax.training.record import Bar, NoRecord, Record
 from reformax.training.scores import Scores
 from reformax.training.settings import TrainSettings
 from reformax.training.stages import ResolvedStage
@@ -242,7 +243,25 @@ class Run:
             restored.info.get("tokens", self.step * settings.batch_size * settings.length),
             lambda: self.seconds,
             partial(self.callbacks.call, "on_step"),
+            self._utilization(),
         )
+
+    def _utilization(self) -> Callable[[int, float], float | None]:
+        """The utilization of the devices after a step, at so many tokens per second."""
+        peak, settings = utilization.peak(), self._settings
+        if peak is None:
+            return lambda step, speed: None
+
+        @cache
+        def flops_of_token(number: int) -> float:
+            stage, model = settings.all_stages[number], self._models.train[number]
+            inputs = self._batch(stage, 0)[0]
+            flops = utilization.flops_of_step(model, self._state.params, inputs, self._mesh)
+            return flops / (stage.batch_size * stage.length)
+
+        all_devices = peak * self._mesh.size
+        number = settings.stage_after
+        return lambda step, speed: flops_of_token(number(step - 1)) * speed / all_devices
 
     def _batch(self, stage: ResolvedStage, step: int, rows: np.ndarray | None = None):
         """The batch of the step after `step`, which is in this stage, or some rows of it."""
@@ -333,7 +352,7 @@ class Run:
         if score is None:
             return
         timing = {"seconds": self.seconds}
-        self._record.write(self.step, self._settings.eval_split, score, timing)
+        self._record.write(self.step, self._settings.eval_split, score, timing, tag="eval")
         self._record.plot()
         if self._settings.progress:
             self._bar.say(f"step {self.step}: {self._scores.words(score)}")
