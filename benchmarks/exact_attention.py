@@ -87,7 +87,7 @@ def loss_curve(
     state, losses = step.TrainState(jnp.int32(0), params, optimizer.init(params), None), []
     for n in range(steps):
         state, metrics = run(state, tuple(task.train_batch(0, n, 4, length)), KEY)
-        losses.append(metrics["nats"])
+        losses.append(metrics["nats"].mean)
     return np.asarray(losses)
 
 

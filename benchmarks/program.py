@@ -51,7 +51,7 @@ def training_step(settings: TrainSettings, mesh: Mesh) -> tuple[str, Any]:
     whole = devices.replicated(mesh)
     model = build(settings.model, "train")
     key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-    init = step_lib.init_fn(model, settings.optimizer, size, settings.ema_decay > 0)
+    init = step_lib.init_fn(model, settings.built_optimizer, size, settings.ema_decay > 0)
     state = jax.eval_shape(init, key)
     state = jax.tree.map(_placed, state, devices.placement(state, mesh))
     batch = _placed(tuple(batch_of(model.task_kind, *size)), devices.over_tokens(mesh))

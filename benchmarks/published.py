@@ -133,7 +133,7 @@ def ours(job: Job, lock: Path, repeats: int, profile: bool) -> Iterator[float]:
         nonlocal state
         for _ in range(n):
             state, metrics = step(state, batch, key)
-        return float(jax.block_until_ready((metrics, state))[0]["nats"])
+        return float(jax.block_until_ready((metrics, state))[0]["nats"].mean)
 
     yield checked(take(1), shape)
     for _ in range(repeats):

@@ -102,7 +102,7 @@ def prepare(
     sized = dataclasses.replace(settings, batch_size=batch_size, length=length, stages=())
     model = build(sized.model, "train")
     key = jax.device_put(jax.random.PRNGKey(0), NamedSharding(mesh, PartitionSpec()))
-    init = step_lib.init_fn(model, sized.optimizer, (batch_size, length), sized.ema_decay > 0)
+    init = step_lib.init_fn(model, sized.built_optimizer, (batch_size, length), sized.ema_decay > 0)
     placement = devices.placement(jax.eval_shape(init, key), mesh)
     state = step_lib.jit_once(init, out_shardings=placement)(key)
     batch = tuple(sized.task.train_batch(0, 0, batch_size, length))
@@ -117,7 +117,7 @@ def prepare(
             start = time.perf_counter()
             for _ in range(count):
                 state, metrics = step(state, batch, key)
-            loss = float(metrics["nats"])
+            loss = float(metrics["nats"].mean)
             assert math.isfinite(loss), f"the loss is {loss}"
             return time.perf_counter() - start
 

@@ -168,7 +168,7 @@ def stepper(sizes, parts: dict[str, np.ndarray], scan_layers: bool) -> Callable[
         nonlocal state
         for _ in range(n):
             state, metrics = run(state, batch, jax.random.PRNGKey(0))
-        return float(jax.block_until_ready(metrics)["nats"])
+        return float(jax.block_until_ready(metrics)["nats"].mean)
 
     return take
 

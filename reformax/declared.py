@@ -210,6 +210,10 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is Sequence:
         several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
         return several and all(fits(item, arguments[0]) for item in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            fits(key, arguments[0]) and fits(x, arguments[1]) for key, x in value.items()
+        )
     if origin is tuple and ... not in arguments:
         several = isinstance(value, tuple | list) and len(value) == len(arguments)
         return several and all(map(fits, value, arguments))
@@ -241,6 +245,8 @@ def expected(hint: Any, value: Any = None) -> str:
         return "None"
     if origin is Sequence or origin is tuple:
         return f"a list, each {', '.join(dict.fromkeys(map(expected, arguments)))}"
+    if origin is Mapping:
+        return f"a table by {expected(arguments[0])}, each {expected(arguments[1])}"
     if hint is Callable or origin is Callable:
         return "a function"
     if _is_array(hint):

@@ -8,7 +8,7 @@ import termios
 import pytest
 
 from reformax import progress
-from reformax.training import metrics
+from reformax.training import record
 
 
 class Clock:
@@ -92,7 +92,7 @@ def test_what_is_not_shown_writes_nothing(terminal, clock):
 def test_80_columns_keep_the_figures(terminal, monkeypatch):
     stream, read = terminal
     monkeypatch.setattr("sys.stderr", stream)
-    bar = metrics.Bar(199_990, 300_000, metric="bits_per_token")
+    bar = record.Bar(199_990, 300_000, metric="bits_per_token")
     for _ in range(3):
         bar.advance(12.345, 1_016_000.0)
     bar.close()
@@ -106,4 +106,4 @@ def test_80_columns_keep_the_figures(terminal, monkeypatch):
     "number, text", [(8123.4, "8,123"), (16_940, "16.9k"), (406_321, "406k"), (1_016_000, "1,016k")]
 )
 def test_a_speed_has_about_three_digits(number, text):
-    assert metrics.short(number) == text
+    assert record.short(number) == text

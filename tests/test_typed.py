@@ -14,8 +14,10 @@ NAMED = re.compile(r"(?<![\w./@%('\"=-])([a-z_][\w.]*)=((?:'[^']*'|\([^)]*\)|[\w
 
 # Wrong settings, and what mends them as the error says it, in full.
 MENDED = {
-    ("warmup_steps=99999",): "warmup_steps=2",
-    ("optimizer.cosine.warmup_steps=30",): "optimizer.cosine.warmup_steps=2",
+    ("optimizer.cosine.steps=5", "warmup_steps=99999"): "warmup_steps=0",
+    ("optimizer.cosine.steps=20", "optimizer.cosine.warmup_steps=30"): (
+        "optimizer.cosine.warmup_steps=2"
+    ),
     (
         "lm.ReformerLM.next_value=True",
         "lm.ReformerLM.attention_type=@flash.flash()",

@@ -239,7 +239,7 @@ def trainer(model: TransformerLM, steps: int) -> Callable[..., Any]:
 
     def mean(params, rows, rng):
         found = sums(model, params, rows, rng)
-        return found.loss / found.weight, found.correct / found.weight
+        return found.loss / found.metrics["nats"].weight, found.metrics["accuracy"].mean
 
     @functools.partial(jax.vmap, in_axes=(0, 0, 0, None))
     def step(params, opt_state, member, numbered):
@@ -271,7 +271,7 @@ def tester(model: TransformerLM) -> Callable[..., Any]:
     @functools.partial(jax.vmap, in_axes=(0, None))
     def correct(params, rows):
         found = sums(model, params, rows, jax.random.key(SEED))
-        return found.correct, found.weight
+        return found.metrics["accuracy"]
 
     @jax.jit
     def run(params, batches: Rows):

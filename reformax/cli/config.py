@@ -735,6 +735,11 @@ def is_macro(name: str) -> bool:
     return _is_set(f"{name}/gin.macro.value")
 
 
+def is_set_beside_macros(parameter: str) -> bool:
+    """Whether the config sets a parameter to a value, and not to a macro."""
+    return _is_set(parameter) and macro_of(parameter) is None
+
+
 def macro_of(parameter: str) -> str | None:
     """The macro that a parameter is set to; None if it is set to none."""
     value = gin.query_parameter(parameter) if _is_set(parameter) else None

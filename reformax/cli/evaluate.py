@@ -219,6 +219,7 @@ def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, An
 
 def _print(result: dict[str, Any], where: str, task) -> None:
     from reformax.training.loss import labels_of
+    from reformax.training.metrics import METRICS
 
     document = " of its own document" if getattr(task, "document_mask", False) else ""
     sizes = f"in windows of {result['length']} (stride {result['stride']})"
@@ -234,7 +235,8 @@ def _print(result: dict[str, Any], where: str, task) -> None:
     )
     if (error := result.get("standard_error")) is not None:
         print(f"windows: {result['n_windows']:,}, standard error of a target's bits {error:.4f}")
-    print(f"accuracy: {result['accuracy']:.4f}")
+    for name in (name for name in METRICS if name in result):
+        print(f"{name}: {result[name]:.4f}")
     of_bytes = "bits_per_dim" in result and "bits_per_byte" in result  # the same number
     for name in ("bits_per_dim", "bits_per_token", "bits_per_label", "bits_per_byte"):
         if name in result and not (of_bytes and name == "bits_per_byte"):

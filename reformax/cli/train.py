@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import compilation_cache, config, configs, ending, flags, joining, report
+from reformax.cli import compilation_cache, config, configs, ending, flags, joining, report, typed
 from reformax.declared import PathName
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with folder.output_folder(output_dir):  # before the config's objects are built, in minutes
         train = config.configured(loop.train)
-        result = train(output_dir, config_text=config_text, **given)
+        result = train(output_dir, config_text=config_text, named=typed.typed, **given)
     if joining.first():
         ending.show(result, **ending.ending(**at_end), alone=not joining.joined())
     return report.training(result, joining.first())

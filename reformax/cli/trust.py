@@ -25,6 +25,7 @@ _PARTS = {
     "reformax.data": ("Task",),
     "reformax.models": None,
     "reformax.ops": ("AttentionOp", "Pattern"),
+    "reformax.training.evaluations": None,
     "reformax.training.optimizer": None,
     "reformax.training.stages": None,
     "reformax.training.wandb_log": None,  # makes a logger, which training alone opens

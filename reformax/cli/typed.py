@@ -49,6 +49,9 @@ def name_of(name: str, of: str = "") -> str | None:
     *owner, argument = _OF_MODELS.get(name, name).split(".")
     wanted = ".".join([*owner, argument])
     found = [full for full in config.arguments() if f".{full}".endswith(f".{wanted}")]
+    of_training = f"loop.train.{argument}"
+    if not owner and of_training in found and config.is_set_beside_macros(of_training):
+        return of_training  # a macro of its name is not what counts
     if not owner and config.is_macro(argument):
         return argument
     # An argument of training first, then the model's, then others where one alone has it.

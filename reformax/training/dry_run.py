@@ -89,11 +89,12 @@ def _check_evaluation(
     settings: TrainSettings, models: opening.Models, like: Any, **mesh: Any
 ) -> None:
     """Raises for an evaluation that the settings do not allow; `like` has the state's shapes."""
-    task, split = settings.task, settings.eval_split
-    if vocabulary_of(task) is None:  # learning it would take minutes
-        task.n_targets(split)  # raises for an unknown split
-        sizes = settings.eval_sizes
-        evaluation.check_positions(models.eval, like.params, task, split, **sizes, **mesh)
+    for one in (settings.own_evaluation, *settings.other_evaluations):
+        if vocabulary_of(one.task) is None:  # learning it would take minutes
+            with naming(one):
+                one.task.n_targets(one.split)  # raises for an unknown split
+                scored = models.eval, like.params, one.task, one.split
+                evaluation.check_positions(*scored, **one.sizes, **mesh)
 
 
 def report(*, begun: bool = False, **settings: Any) -> list[str]:

@@ -17,6 +17,7 @@ from reformax.progress import Progress
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib
 from reformax.training import side_channels
+from reformax.training.metrics import Ratio
 from reformax.training.placing import place, place_batch, take
 from reformax.training.prefetch import prefetch
 from reformax.training.processes import go_on
@@ -177,7 +178,8 @@ def evaluate(
 
     Returns:
       bits_per_dim (bits_per_token of pieces, with bits_per_byte where they are of one text;
-      bits_per_label of classes), accuracy, n_targets scored, `whole`: whether these are all, the
+      bits_per_label of classes), accuracy and the other `reformax.training.metrics`, n_targets
+      scored, `whole`: whether these are all, the
       n_windows that they lie in and the standard_error over batches (None for one), length,
       stride and split. With `all_as_well`, where these are not all, under `whole_split` the same of
       the whole split. None if abandoned.
@@ -275,22 +277,54 @@ def in_budget(index: int, budget: int, of: int) -> bool:
     return -(-(index + 1) * budget // of) > -(-index * budget // of)
 
 
+class _Totals:
+    """Sums over batches, in float64: a split has more targets than float32 counts.
+
+    Attributes:
+      metrics: the sum and the weight of each.
+      n_windows: rows with a target.
+      squares: of nats, of nats times weights, and of weights; the last counts batches.
+    """
+
+    def __init__(self):
+        self.metrics: dict[str, Ratio] = {}
+        self.n_windows, self.squares = 0.0, np.zeros(4)
+
+    def add(self, metrics: dict[str, Ratio], n_windows: Any) -> None:
+        """Adds those of a batch."""
+        for name, ratio in metrics.items():
+            before = self.metrics.get(name, Ratio(0.0, 0.0))
+            self.metrics[name] = Ratio(*(x + float(y) for x, y in zip(before, ratio, strict=True)))
+        self.n_windows += float(n_windows)
+        nats, weight = map(float, metrics["nats"])
+        self.squares += nats * nats, nats * weight, weight * weight, weight > 0
+
+    def standard_error(self) -> float | None:
+        """That of bits per target, of batches as drawn from a text without end; None for one batch.
+
+        Of a ratio of sums, nats over weights (Cochran 1977, "Sampling Techniques", section 6.4).
+        """
+        nats, weight = self.metrics["nats"]
+        nats_2, both, weight_2, n = self.squares
+        if n < 2:
+            return None
+        mean = nats / weight
+        residual = max(0.0, nats_2 - 2 * mean * both + mean * mean * weight_2)
+        return loss_lib.bits_per_dim(np.sqrt(residual * n / (n - 1)), weight)
+
+
 def _totals(
     score, batches: Iterable, chosen, bar: Progress, unit: str, should_stop
-) -> np.ndarray | None:
-    """The sums over the chosen batches and over all; None if abandoned.
-
-    They are those of `score(batch, index)`, of products of its nats and weights, and of batches.
-    """
-    totals = np.zeros((2, 8), np.float64)  # a split has more targets than float32 counts
+) -> list[_Totals] | None:
+    """The sums of `score(batch, index)` over the chosen batches and over all; None if abandoned."""
+    totals = [_Totals(), _Totals()]
     in_flight: deque = deque()
 
     def add() -> None:
         index, sums = in_flight.popleft()
-        sums = np.asarray(jax.device_get(sums), np.float64)
-        nats, weight = sums[:2]
-        squares = nats * nats, nats * weight, weight * weight, weight > 0
-        totals[0 if chosen(index) else 1 :] += np.concatenate([sums, squares])
+        sums = jax.device_get(sums)
+        for total in totals[0 if chosen(index) else 1 :]:
+            total.add(*sums)
 
     figures = ""
     with prefetch(batches) as ready:
@@ -298,8 +332,8 @@ def _totals(
             in_flight.append((index, score(batch, index)))
             if len(in_flight) > _IN_FLIGHT:
                 add()
-                total = totals[0]
-                figures = f"{loss_lib.bits_per_dim(total[0], total[1]):.4f} {unit}"
+                if nats := totals[0].metrics.get("nats"):
+                    figures = f"{loss_lib.bits_per_dim(*nats):.4f} {unit}"
             bar.advance(1, figures)
             go_on()
             if should_stop():
@@ -309,8 +343,8 @@ def _totals(
     return totals
 
 
-def _result(total: np.ndarray, task, split: str, whole: bool) -> dict[str, Any]:
-    nats, weight, correct, n_windows = total[:4]
+def _result(total: _Totals, task, split: str, whole: bool) -> dict[str, Any]:
+    nats, weight = total.metrics.get("nats", Ratio(0.0, 0.0))
     if whole and round(weight) != task.n_targets(split):
         raise ValueError(
             f"task {task.name}: the batches of {split} hold {weight:.0f} targets and the split "
@@ -321,36 +355,22 @@ def _result(total: np.ndarray, task, split: str, whole: bool) -> dict[str, Any]:
     return {
         "split": split,
         **loss_lib.bits_of(task, split, loss_lib.bits_per_dim(nats, weight)),
-        "accuracy": float(correct / weight),
+        **{n: x.sum / x.weight for n, x in total.metrics.items() if n != "nats" and x.weight},
         "n_targets": round(weight),
         "whole": whole,
-        "n_windows": round(n_windows),
-        "standard_error": _standard_error(total),
+        "n_windows": round(total.n_windows),
+        "standard_error": total.standard_error(),
     }
-
-
-def _standard_error(total: np.ndarray) -> float | None:
-    """That of bits per target, of batches as drawn from a text without end; None for one batch.
-
-    Of a ratio of sums, nats over weights (Cochran 1977, "Sampling Techniques", section 6.4).
-    """
-    nats, weight, _, _, nats_2, both, weight_2, n = total
-    if n < 2:
-        return None
-    mean = nats / weight
-    residual = max(0.0, nats_2 - 2 * mean * both + mean * mean * weight_2)
-    return loss_lib.bits_per_dim(np.sqrt(residual * n / (n - 1)), weight)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _sums(model, loss_chunk_len, mesh, params, key, batch, index):
-    """A batch's sums of nats, weight, correct and rows, as one array: one transfer to the host."""
+    """A batch's sums of metrics, and its rows with a target."""
 
     def sums_of(params, rng, inputs, targets, weights):
         features = model.features(params, inputs, rng=rng)
         scored = model.logits, params, features, targets, weights, loss_chunk_len
         sums = loss_lib.cross_entropy(*scored, impl="xla")  # of logits in float32
-        n_rows = (weights > 0).any(axis=1).sum().astype(sums.nats.dtype)
-        return jax.numpy.stack([sums.nats, sums.weight, sums.correct, n_rows])
+        return sums.metrics, (weights > 0).any(axis=1).sum()
 
     return devices.on(mesh, sums_of)(params, jax.random.fold_in(key, index), *batch)

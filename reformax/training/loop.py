@@ -26,8 +26,9 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
       'bits_per_label' of classes; under the metric's name its value (None if the run was stopped
       before an evaluation), n_targets that it is of and `whole`: whether these are the whole split;
       best_step, under best_METRIC the best value and `best_whole`: whether it is of the whole
-      split; n_params, output_dir, and interrupted_by: a `signal.Signals`, or None. After SIGTERM,
-      SIGINT or SIGHUP the step in progress is finished and saved before this returns.
+      split; `evaluations`: the scores of those besides the run's own; n_params, output_dir, and
+      interrupted_by: a `signal.Signals`, or None. After SIGTERM, SIGINT or SIGHUP the step in
+      progress is finished and saved before this returns.
 
     Raises:
       ValueError: arguments that do not fit, or a checkpoint that is damaged or of another model.
@@ -45,6 +46,7 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             checkpoint_every=settings.checkpoint_every,
             checkpoint_minutes=settings.checkpoint_minutes,
             max_minutes=settings.max_minutes,
+            others=tuple((x.label, x.every) for x in settings.other_evaluations),
         )
         while True:
             # Only this call reads clocks; process 0 decides for all.
@@ -54,6 +56,10 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             if due.evaluate and not run.is_scored(due.stop) and not now.stopping:
                 run.evaluate(due.stop)
                 now = run.now()
+            for name in due.others:
+                if not run.is_scored(due.stop, name) and not now.stopping:
+                    run.evaluate(due.stop, name)
+                    now = run.now()
             if due.save or due.save_temporary or now.stopping:
                 run.save(temporary=not due.save)
             if due.stop or now.stopping:

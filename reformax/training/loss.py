@@ -21,6 +21,8 @@ from reformax import devices
 from reformax.declared import SettingError
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.first_order import first_order
+from reformax.training import metrics
+from reformax.training.metrics import Ratio
 
 # With fewer ids the kernel gains nothing, nor with logits in float32.
 LEAST_VOCABULARY = 4096
@@ -36,16 +38,15 @@ def max_logits() -> int:
 
 
 class Sums(NamedTuple):
-    """Sums over targets: of `-log p`, of weight, of weight predicted right, and of the loss.
+    """Sums over targets.
 
-    Training minimises the loss: `-log p` in nats, with label smoothing if there is any. The other
-    sums have no gradient.
+    Attributes:
+      loss: what training minimises: `-log p` in nats, with label smoothing if there is any.
+      metrics: sums of `reformax.training.metrics`, by name, which have no gradient.
     """
 
-    nats: Float[Array, ""]
-    weight: Float[Array, ""]
-    correct: Float[Array, ""]
     loss: Float[Array, ""]
+    metrics: dict[str, Ratio]
 
 
 def cross_entropy(
@@ -204,7 +205,7 @@ def _sums_jvp(logits_fn, options, primals, tangents) -> tuple[Sums, Sums]:
 
 
 def _zero_sums() -> Sums:
-    return Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields))
+    return Sums(jnp.zeros((), jnp.float32), metrics.no_sums())
 
 
 class _Chunk(NamedTuple):
@@ -227,8 +228,7 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
     if label_smoothing:
         spread = log_total - jnp.mean(logits, axis=-1)
         losses = (1 - label_smoothing) * nats + label_smoothing * spread
-    correct = (best == targets).astype(jnp.float32)
-    sums = _weighted(weights, nats, correct, losses)
+    sums = _weighted(logits, best, nats, targets, weights, losses=losses)
     # Softmax minus the distribution of the targets. No constant is broadcast to the logits' shape:
     # XLA would make an array of it before the loop, and read 1 GiB in each turn.
     is_target = jnp.arange(vocab_size)[None, None] == targets[..., None]
@@ -240,8 +240,9 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
     return _Chunk(sums, losses, d_logits)
 
 
-def _weighted(weights, nats, correct, losses) -> Sums:
-    return Sums(*(jnp.sum(x * weights) for x in (nats, jnp.ones_like(nats), correct, losses)))
+def _weighted(*predictions, losses) -> Sums:
+    found = metrics.Predictions(*predictions)
+    return Sums(jnp.sum(losses * found.weights), metrics.sums(found))
 
 
 def _chunk_by_kernel(logits, targets, weights, label_smoothing, dtype, impl) -> _Chunk:
@@ -259,8 +260,8 @@ def _chunk_by_kernel(logits, targets, weights, label_smoothing, dtype, impl) -> 
     if label_smoothing:
         spread = log_total - total / vocab_size
         losses = (1 - label_smoothing) * nats + label_smoothing * spread
-    correct = (best == targets).astype(jnp.float32)
-    return _Chunk(_weighted(weights, nats, correct, losses), losses, d_logits)
+    sums = _weighted(logits, best, nats, targets, weights, losses=losses)
+    return _Chunk(sums, losses, d_logits)
 
 
 def vocabulary_of(task) -> Any:

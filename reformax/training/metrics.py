@@ -1,126 +1,78 @@
-"""The record of a run: metrics.jsonl, TensorBoard events, loss.png and the progress bar.
+"""Metrics of predicted targets: each is one function here, and everything shows it.
 
-Every line of metrics.jsonl is one JSON object with `step`, `split` and the run's metric, such as
-`bits_per_dim`. A line of training also has the `tokens` seen so far, and one of an evaluation the
-`n_targets` scored and `whole`: whether these are the split. Numbers that depend on the machine's
-speed are under `timing`: `seconds` since the run began, over resumptions. Without them, a run that
-was stopped and resumed has the record of a run that was not.
+A function takes `Predictions` and returns a value for each target and the weights of these. Its
+name is that of a column in metrics.jsonl, TensorBoard and the results of evaluations. A run that
+goes on from a checkpoint without the column has it from then on.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from reformax import durable
-from reformax.progress import Progress
-from reformax.training import curves, side_channels
-from reformax.training.callbacks import Loggers
-from reformax.training.events import EventFile
-from reformax.training.record_lines import RecordLines
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 
-class Record:
-    """Shows the metrics of a run that goes on from `step` in each of these files.
+class Ratio(NamedTuple):
+    """A sum over targets and the weight of these."""
+
+    sum: Any
+    weight: Any
+
+    @property
+    def mean(self) -> Any:
+        """The sum over the weight; 0 where nothing has weight."""
+        return self.sum / jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)
+
+
+class Predictions(NamedTuple):
+    """A chunk of positions: their logits, and what the loss has made of them.
 
     Attributes:
-      lines: of metrics.jsonl; None where there is none.
+      logits: in float32, or as the kernel of the loss reads them.
+      best: the first id of the largest logit.
+      nats: `-log p` of the target, without label smoothing.
+      targets, weights: as in `loss.cross_entropy`.
     """
 
-    lines: RecordLines | None
-
-    def __init__(
-        self,
-        output_dir: str | os.PathLike,
-        lines: RecordLines,
-        step: int,
-        metric: str = "bits_per_dim",
-        tokens_per_step: int = 1,
-        loggers: Loggers | None = None,
-    ):
-        folder = Path(output_dir)
-        self.lines, self._loggers = lines, loggers or Loggers((), folder)
-        self._metric, self._tokens_per_step = metric, tokens_per_step
-        self._plot_path = folder / "loss.png"
-        self._events = EventFile(folder / "tensorboard", purge_step=step + 1)
-        self._beside_events = side_channels.Aside("TensorBoard's event file")
-        self._beside_plot = side_channels.Aside("the plot")
-
-    def write(self, step: int, split: str, values: dict[str, Any], timing: dict[str, float]):
-        """Adds a line for `split` after `step` steps."""
-        line = {"step": step, "split": split, **values}
-        self.lines.append({**line, "timing": timing})
-        scalars = {
-            f"{split}/{name}": value
-            for name, value in {**values, **timing}.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
-        with self._beside_events:
-            if scalars:
-                self._events.add(step, scalars)
-        self._loggers.write(step, split, values, timing)
-
-    def plot(self) -> None:
-        """Draws loss.png from all lines so far."""
-        with self._beside_plot:
-            title = self._plot_path.absolute().parent.name
-            drawn = curves.draw(self.lines, self._metric, title, self._tokens_per_step)
-            durable.write(self._plot_path, drawn)
-        # A figure's objects refer to each other: of 30,000 lines it keeps 30 MB until Python looks
-        # for such, which it does when others have been made, and steps make none.
-        gc.collect()
-
-    def close(self) -> None:
-        """Flushes everything to disk."""
-        with self._beside_events:
-            self._events.close()
-        self.lines.close()
-        self._loggers.close()
+    logits: Float[Array, "B C V"]
+    best: Int[Array, "B C"]
+    nats: Float[Array, "B C"]
+    targets: Int[Array, "B C"]
+    weights: Float[Array, "B C"]
 
 
-class NoRecord(Record):
-    """The record of a process that writes none."""
-
-    def __init__(self):
-        """Opens nothing."""
-        self.lines = None
-
-    def write(self, step: int, split: str, values: dict[str, Any], timing: dict[str, float]):
-        """Does nothing."""
-
-    def plot(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
+METRICS: dict[str, Callable[[Predictions], tuple[Array, Array]]] = {}
 
 
-class Bar:
-    """A progress bar on stderr: loss in bits, tokens/s and the time left."""
-
-    def __init__(self, step: int, steps: int, shown: bool = True, metric: str = "bits_per_dim"):
-        self._unit = metric.replace("_per_", "/")
-        options = dict(done=step, stays=True, shown=shown)
-        self._progress = Progress("train", steps, side_channels.stderr(), **options)
-
-    def advance(self, bits: float, tokens_per_second: float | None) -> None:
-        """Moves on by one step."""
-        speed = "" if tokens_per_second is None else f", {short(tokens_per_second)} tokens/s"
-        self._progress.advance(1, f"{bits:.3f} {self._unit}{speed}")
-
-    def say(self, text: str) -> None:
-        """Prints a line on stdout without breaking the bar."""
-        self._progress.say(text, side_channels.stdout())
-
-    def close(self) -> None:
-        """Leaves the bar as it is."""
-        self._progress.close()
+def metric(function):
+    """Adds a function to `METRICS`."""
+    METRICS[function.__name__] = function
+    return function
 
 
-def short(number: float) -> str:
-    """About three digits: 8,123, 16.9k, 406k."""
-    if number < 10_000:
-        return f"{number:,.0f}"
-    return f"{number / 1000:,.{1 if number < 100_000 else 0}f}k"
+@metric
+def nats(found: Predictions) -> tuple[Array, Array]:
+    """`-log p` of the target; shown in bits, see `loss.bits_of`."""
+    return found.nats, found.weights
+
+
+@metric
+def accuracy(found: Predictions) -> tuple[Array, Array]:
+    """Whether the most probable id is the target."""
+    return found.best == found.targets, found.weights
+
+
+def sums(found: Predictions) -> dict[str, Ratio]:
+    """The float32 sums of each metric."""
+    return {name: _ratio(*function(found)) for name, function in METRICS.items()}
+
+
+def no_sums() -> dict[str, Ratio]:
+    """The sums over nothing."""
+    return {name: Ratio(*(jnp.zeros((), jnp.float32) for _ in range(2))) for name in METRICS}
+
+
+def _ratio(values: Array, weights: Array) -> Ratio:
+    return Ratio(jnp.sum(values.astype(jnp.float32) * weights), jnp.sum(weights))

@@ -23,9 +23,10 @@ from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Loggers
 from reformax.training.checkpoint import Checkpoints
+from reformax.training.evaluations import data_key
 from reformax.training.loss import labels_of, n_classes_of, vocabulary_of
-from reformax.training.metrics import Record
 from reformax.training.placing import place
+from reformax.training.record import Record
 from reformax.training.record_lines import RecordLines
 from reformax.training.settings import TrainSettings, build
 from reformax.training.stages import ResolvedStage, naming
@@ -85,7 +86,11 @@ def models_of(settings: TrainSettings) -> Models:
     for model, stage in zip(train[:-1], settings.all_stages, strict=False):
         with naming(stage, ", or give the stage another task"):
             evaluation.check_model(model, stage.task)
-    return Models(train, settings.built("eval"))
+    models = Models(train, settings.built("eval"))
+    for other in settings.other_evaluations:
+        with naming(other):
+            evaluation.check_model(models.eval, other.task)
+    return models
 
 
 def check_sizes(settings: TrainSettings, mesh: Mesh) -> None:
@@ -99,9 +104,14 @@ def check_sizes(settings: TrainSettings, mesh: Mesh) -> None:
             rows = stage.batch_size, mesh, settings.accumulate, length
             mesh_lib.check_batch_size("batch_size", *rows)
             evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
-    sizes = settings.eval_sizes
-    mesh_lib.check_length("eval_length", sizes["length"], mesh)
-    evaluation.check_tokens(sizes["batch_size"], sizes["length"], "eval_batch_size or eval_length")
+    own = settings.own_evaluation
+    mesh_lib.check_length("eval_length", own.length, mesh)
+    evaluation.check_tokens(own.batch_size, own.length, "eval_batch_size or eval_length")
+    for other in settings.other_evaluations:
+        with naming(other):
+            evaluation.check_mesh(other.task, mesh)
+            mesh_lib.check_length("length", other.length, mesh)
+            evaluation.check_tokens(other.batch_size, other.length, "batch_size or length")
 
 
 def keep_vocabulary(
@@ -173,10 +183,9 @@ def first_states(
     Raises:
       SettingError: the model of a stage has other parameters.
     """
+    optimizer, ema = settings.built_optimizer, settings.ema_decay > 0
     inits = [
-        step_lib.init_fn(
-            model, settings.optimizer, (stage.batch_size, stage.length), settings.ema_decay > 0
-        )
+        step_lib.init_fn(model, optimizer, (stage.batch_size, stage.length), ema)
         for model, stage in zip(models.train, settings.all_stages, strict=True)
     ]
     init, like = inits[-1], jax.eval_shape(inits[-1], key)
@@ -197,14 +206,11 @@ def _check_memory(setup: Setup, like, n_params: int) -> None:
         mesh_lib.bytes_stored(like, mesh) + mesh_lib.bytes_stored(like.params, mesh),
         "the model's sizes",
     )
-    n_features = evaluation.check_positions(
-        models.eval,
-        like.params,
-        settings.task,
-        settings.eval_split,
-        **settings.eval_sizes,
-        mesh=mesh,
-    )
+    n_features = 0
+    for one in (settings.own_evaluation, *settings.other_evaluations):
+        with naming(one):
+            scored = models.eval, like.params, one.task, one.split
+            n_features = evaluation.check_positions(*scored, **one.sizes, mesh=mesh)
     for stage in reversed(settings.all_stages):
         rows = stage.batch_size // (settings.accumulate * devices.n_row_shards(mesh))
         with naming(stage):
@@ -232,7 +238,8 @@ def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.T
         heads = jax.device_get(fresh(key))
         taken, params = params, params | heads
         what = f"fresh {', '.join(heads) or 'nothing'} and the {', '.join(taken)}"
-    first = partial(step_lib.first_state, optimizer=settings.optimizer, ema=settings.ema_decay > 0)
+    optimizer, ema = settings.built_optimizer, settings.ema_decay > 0
+    first = partial(step_lib.first_state, optimizer=optimizer, ema=ema)
     placement = devices.placement(jax.eval_shape(first, params), mesh)
     state = jax.jit(first, out_shardings=placement)(params)
     return state, f"with {what} of {folder} after step {step} "
@@ -252,6 +259,9 @@ def _data(settings: TrainSettings, kept: dict[str, str], step: int) -> tuple[dic
             now[key] = fingerprint("train")
             # A stage may have another number, or begin with what the run has read before.
             compared[key] = now[key] if now[key] in known or not known else kept.get(key, "none")
+    for other in settings.other_evaluations:  # whose score is made anew where its data changes
+        if (fingerprint := getattr(other.task, "fingerprint", None)) is not None:
+            now[data_key(other)] = compared[data_key(other)] = fingerprint(other.split)
     return kept | now, fingerprints.changes(compared, now, step, settings.allow_changed_data)
 
 
@@ -259,7 +269,7 @@ def step_of(settings: TrainSettings, model: Any, mesh: Mesh, state: Any):
     """The step of a run for a model built for training and a state, or the shapes of one."""
     return step_lib.step_fn(
         model,
-        settings.optimizer,
+        settings.built_optimizer,
         mesh,
         accumulate=settings.accumulate,
         loss_chunk_len=settings.loss_chunk_len,
@@ -353,5 +363,5 @@ def open_record(
     loggers = Loggers(settings.loggers, folder, step, config)
     record = Record(folder, lines, step, metric, n_tokens, loggers)
     if restored.changed_data and step < settings.steps:
-        record.write(step + 1, "data", {"changed": restored.changed_data}, {})
+        record.write(step + 1, "data", {"changed": restored.changed_data}, {}, tag="data")
     return record

@@ -3,12 +3,17 @@
 A schedule counts updates from 0 and warms up from 1, so that the first update has a rate above
 zero. All of these optimizers have an attribute `learning_rate`, their schedule; a run records its
 value.
+
+A schedule is as long as its run, unless it is given `steps`: `build(optimizer, num_train_steps)`
+is the optimizer of a run of so many steps. `loop.train` calls it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections.abc import Callable
 from typing import Annotated
 
 import jax
@@ -40,10 +45,81 @@ LearningRate = Annotated[
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A learning rate by the updates done: a warm-up, and what follows to the last step.
+
+    Attributes:
+      name: of the factory, for errors.
+      rate: (updates done, steps of the run) -> the learning rate.
+      warmup_steps: updates until the peak.
+      steps: the last step; None: not known until `build`.
+      decay: (steps of the run) -> those at its end that lower the rate once more.
+      endless: whether the rate does not depend on `steps`.
+    """
+
+    name: str
+    rate: Callable
+    warmup_steps: int
+    steps: int | None = None
+    decay: Callable[[int], int] = lambda steps: 0
+    endless: bool = False
+
+    def __call__(self, count):
+        if self.steps is None and not self.endless:
+            raise SettingError(
+                f"{self.name} is as long as its run, which only optimizers of "
+                f"reformax.training.optimizer are told: set {self.name}.steps, or call "
+                "optimizer.build(adamw(...), num_train_steps)"
+            )
+        return self.rate(count, self.steps)
+
+    def build(self, num_train_steps: int) -> Schedule:
+        """The schedule of a run of so many steps; one that has a length keeps it."""
+        return self if self.steps else dataclasses.replace(self, steps=num_train_steps)
+
+    def peakless(self, num_train_steps: int) -> str | None:
+        """A line on a warm-up that a run of so many steps does not finish; None for others."""
+        falling = self.decay(num_train_steps) if self.steps is None else 0
+        free = num_train_steps - falling
+        if self.warmup_steps < max(free, 1):
+            return None
+        return (
+            f"{self.name}.warmup_steps={self.warmup_steps} is not below "
+            f"{'' if free == num_train_steps else f'the first {free} of '}steps={num_train_steps}: "
+            "the learning rate does not reach its peak; set "
+            f"{self.name}.warmup_steps={min(free // 10, self.warmup_steps)}"
+        )
+
+
 class Optimizer(optax.GradientTransformationExtraArgs):
-    """A transformation of gradients with the schedule of its learning rate."""
+    """A transformation of gradients with the schedule of its learning rate.
+
+    Attributes:
+      learning_rate: the schedule.
+      of_rate: a schedule -> the transformation.
+    """
 
     learning_rate: optax.Schedule
+    of_rate: Callable[[optax.Schedule], optax.GradientTransformation]
+
+
+def build(
+    optimizer: optax.GradientTransformation, num_train_steps: int
+) -> optax.GradientTransformation:
+    """The optimizer of a run of `num_train_steps`; one that needs no length is itself."""
+    if not _has_schedule(optimizer):
+        return optimizer
+    return _scheduled(optimizer.learning_rate.build(num_train_steps), optimizer.of_rate)
+
+
+def peakless(optimizer: optax.GradientTransformation, num_train_steps: int) -> str | None:
+    """`Schedule.peakless` of an optimizer's schedule; None for one without."""
+    return optimizer.learning_rate.peakless(num_train_steps) if _has_schedule(optimizer) else None
+
+
+def _has_schedule(optimizer: optax.GradientTransformation) -> bool:
+    return isinstance(optimizer, Optimizer) and isinstance(optimizer.learning_rate, Schedule)
 
 
 def _rising(step, warmup_steps: int):
@@ -58,43 +134,45 @@ def rsqrt(constant: Positive = 0.1, warmup_steps: Size = 400) -> optax.Schedule:
     From Attention Is All You Need, section 5.3, where constant = d_model ** -0.5.
     """
 
-    def schedule(count):
+    def rate(count, steps):
+        del steps  # it ends nowhere
         step = count + 1.0
         return constant * _rising(step, warmup_steps) / jnp.sqrt(jnp.maximum(step, warmup_steps))
 
-    return schedule
+    return Schedule("rsqrt", rate, warmup_steps, endless=True)
 
 
 @checked
 def cosine(
     max_value: Positive = 1e-3,
-    steps: Size = 1000,
+    steps: Size | None = None,
     warmup_steps: Count = 100,
     final_fraction: Fraction = 0.1,
 ) -> optax.Schedule:
     """Linear warm-up to `max_value`, then half a cosine to `final_fraction` of it at `steps`.
 
     From SGDR (Loshchilov & Hutter, 2017), equation 5, without restarts; constant after `steps`.
+    `steps` None are those of the run.
     """
-    if warmup_steps >= steps:
+    if steps is not None and warmup_steps >= steps:
         raise SettingError(
             f"cosine.warmup_steps={warmup_steps} must be below cosine.steps={steps}, or nothing "
             f"of the cosine is left: set cosine.warmup_steps={min(steps // 10, warmup_steps)}"
         )
 
-    def schedule(count):
+    def rate(count, steps):
         step = count + 1.0
-        progress = jnp.clip((step - warmup_steps) / (steps - warmup_steps), 0.0, 1.0)
+        progress = jnp.clip((step - warmup_steps) / max(steps - warmup_steps, 1), 0.0, 1.0)
         decay = final_fraction + (1 - final_fraction) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
         return max_value * _rising(step, warmup_steps) * decay
 
-    return schedule
+    return Schedule("cosine", rate, warmup_steps, steps)
 
 
 @checked
 def trapezoid(
     max_value: Positive = 1e-3,
-    steps: Size = 1000,
+    steps: Size | None = None,
     warmup_steps: Count = 100,
     decay_fraction: Fraction = 0.25,
     final_fraction: Fraction = 0.0,
@@ -104,20 +182,25 @@ def trapezoid(
     From Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
     Durations", section 3: between them the rate stays, until the last `decay_fraction` of the
     steps; 0 leaves the line out. It suits runs in stages, of which each is learnt at the same rate.
+    `steps` None are those of the run.
     """
-    falling = math.floor(decay_fraction * steps + 1e-6)  # 0.29 of 100 is 29
-    if warmup_steps + falling > steps:
+
+    def falling(steps: int) -> int:
+        return math.floor(decay_fraction * steps + 1e-6)  # 0.29 of 100 is 29
+
+    if steps is not None and warmup_steps + falling(steps) > steps:
         raise SettingError(
             f"trapezoid.warmup_steps={warmup_steps} and decay_fraction={decay_fraction} overlap in "
             f"steps={steps}: lower one of them"
         )
 
-    def schedule(count):
-        left = jnp.clip((steps - count) / (falling + 1), 0.0, 1.0) if falling else 1.0
+    def rate(count, steps):
+        n = falling(steps)
+        left = jnp.clip((steps - count) / (n + 1), 0.0, 1.0) if n else 1.0
         decay = final_fraction + (1 - final_fraction) * left
         return max_value * _rising(count + 1.0, warmup_steps) * decay
 
-    return schedule
+    return Schedule("trapezoid", rate, warmup_steps, steps, falling)
 
 
 @checked
@@ -138,7 +221,7 @@ def adam(
       clip: largest global norm of the gradient; a larger gradient is scaled down to it. None for no
         clipping.
     """
-    return _optimizer(learning_rate, clip, optax.adam(learning_rate, b1, b2, eps))
+    return _optimizer(learning_rate, clip, lambda rate: optax.adam(rate, b1, b2, eps))
 
 
 @checked
@@ -163,9 +246,8 @@ def adamw(
       no_decay: a regular expression. A tensor is not shrunk if it is found in the tensor's name
         (any case), or if the tensor has fewer than two axes; the depth of a stack is none.
     """
-    mask = _decay_mask(no_decay)
-    adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
-    return _optimizer(learning_rate, clip, adamw)
+    options = dict(weight_decay=weight_decay, mask=_decay_mask(no_decay))
+    return _optimizer(learning_rate, clip, lambda rate: optax.adamw(rate, b1, b2, eps, **options))
 
 
 @checked
@@ -197,8 +279,8 @@ def adafactor(
     return _optimizer(
         learning_rate,
         clip,
-        optax.adafactor(
-            learning_rate,
+        lambda rate: optax.adafactor(
+            rate,
             min_dim_size_to_factor=min_dim_size_to_factor,
             decay_rate=decay_rate,
             multiply_by_parameter_scale=multiply_by_parameter_scale,
@@ -210,16 +292,27 @@ def adafactor(
     )
 
 
-def _optimizer(learning_rate, clip, optimizer) -> Optimizer:
-    """`optimizer` on clipped gradients, with its schedule."""
-    if callable(learning_rate):
+def _optimizer(learning_rate, clip, of_rate) -> Optimizer:
+    """`of_rate(learning_rate)` on clipped gradients, with its schedule."""
+
+    def clipped(rate) -> optax.GradientTransformation:
+        inner = of_rate(rate)
+        return inner if clip is None else optax.chain(optax.clip_by_global_norm(clip), inner)
+
+    if not callable(learning_rate):
+        optimizer = Optimizer(*clipped(learning_rate))
+        optimizer.learning_rate = optax.constant_schedule(learning_rate)
+        return optimizer
+    if not isinstance(learning_rate, Schedule):
         _check_schedule(learning_rate)
-    if clip is not None:
-        optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
-    scheduled = Optimizer(*optimizer)
-    constant = optax.constant_schedule(learning_rate)
-    scheduled.learning_rate = learning_rate if callable(learning_rate) else constant
-    return scheduled
+    return _scheduled(learning_rate, clipped)
+
+
+def _scheduled(schedule: optax.Schedule, of_rate: Callable) -> Optimizer:
+    """The optimizer with this schedule, which it keeps."""
+    optimizer = Optimizer(*of_rate(schedule))
+    optimizer.learning_rate, optimizer.of_rate = schedule, of_rate
+    return optimizer
 
 
 def _decay_mask(no_decay: str):

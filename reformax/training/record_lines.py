@@ -192,7 +192,7 @@ class RecordLines:
                 unreadable += 1
             elif line["step"] < step or (
                 # Without a score the evaluation of the last step is still to come.
-                line["step"] == step and (scored or line["split"] in ("train", "note"))
+                line["step"] == step and (scored or tag_of(line) in ("train", "note"))
             ):
                 kept.append(text + b"\n")
                 last = line
@@ -210,7 +210,7 @@ class RecordLines:
             f"note: {self._path} is not what the checkpoint of step {step} noted: {what}, "
             f"{n_kept} are kept" + (f"; the file as it was is {aside}" if aside else "")
         )
-        return [*kept, _text({"step": step, "split": "note", "lost_lines": lost})]
+        return [*kept, _text({"step": step, "tag": "note", "split": "note", "lost_lines": lost})]
 
     def _set_aside(self, found: bytes) -> Path:
         path, n = self._path.with_name(f"{self._path.name}.damaged"), 1
@@ -219,6 +219,15 @@ class RecordLines:
             path = self._path.with_name(f"{self._path.name}.damaged.{n}")
         durable.write(path, found)
         return path
+
+
+def tag_of(line: dict[str, Any]) -> str:
+    """What a line is: 'train' or 'eval'; 'data' that changed, a 'note' on lines that are lost."""
+    if "tag" in line:
+        return line["tag"]
+    if line["split"] in ("data", "note"):  # the line of an older version, as are those below
+        return line["split"]
+    return "train" if "grad_norm" in line else "eval"
 
 
 def read(path: Path) -> list[dict[str, Any]]:

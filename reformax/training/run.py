@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,16 @@ import numpy as np
 
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.training import alike, fingerprints, forecast, opening, placing, side_channels
+from reformax.training import (
+    alike,
+    fingerprints,
+    forecast,
+    opening,
+    optimizer,
+    placing,
+    side_channels,
+    utilization,
+)
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Callbacks
@@ -34,12 +43,12 @@ from reformax.training.folder import tell_changes, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
 from reformax.training.loss import n_classes_of, vocabulary_of
-from reformax.training.metrics import Bar, NoRecord, Record
 from reformax.training.prefetch import prefetch
 from reformax.training.processes import Processes
+from reformax.training.record import Bar, NoRecord, Record
 from reformax.training.scores import Scores
 from reformax.training.settings import TrainSettings
-from reformax.training.stages import ResolvedStage
+from reformax.training.stages import ResolvedStage, naming
 from reformax.training.step_log import IN_FLIGHT, StepLog
 
 
@@ -67,7 +76,10 @@ class Run:
         together = self._processes.branch("checkpoints")
         self._checkpoints = Checkpoints(self.folder, settings.keep, together)
         self._models = opening.models_of(settings)
-        self._scores = Scores(self._models.eval, settings, self._mesh)
+        options = self._models.eval, settings, self._mesh
+        self._scores = Scores(*options, settings.own_evaluation)
+        self._others = {x.label: Scores(*options, x) for x in settings.other_evaluations}
+        self._other_scores: dict[str, dict[str, Any]] = {}  # of this step
         self._metric = self._scores.metric
         self._key = jax.random.PRNGKey(settings.seed)
         self.interrupt = Interrupt(self._acknowledge)
@@ -101,11 +113,14 @@ class Run:
             if vocabulary_of(self._task) is not None:  # which may be learnt first, in minutes
                 self._say("tokenizing")
             self._vocabulary = self._keep_vocabulary(newest)
-            self._task.n_targets(settings.eval_split)  # an unknown split fails now
+            for one in (settings.own_evaluation, *settings.other_evaluations):
+                with naming(one):
+                    one.task.n_targets(one.split)  # an unknown split fails now
             setup = opening.Setup(settings, self._models, self._mesh, self._key)
             restored = opening.begin(setup, self._checkpoints, newest, self._vocabulary)
             self._go_on_from(restored)
             self._tell_changes()
+            self._tell_warm_up()
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
             batches = opened.enter_context(prefetch(self._placed_batches()))
@@ -168,7 +183,10 @@ class Run:
         # A score of another split, its data or context is not this run's: it evaluates again.
         same = restored.info.get("scored") == self._scores.kind(self._data)
         self.score = restored.info.get("evaluation") if same else None
-        self._saved = (self.step, self.score) if restored.info else None
+        for name, found in restored.info.get("evaluations", {}).items():
+            if name in self._others and found["scored"] == self._others[name].kind(self._data):
+                self._other_scores[name] = found["evaluation"]
+        self._saved = self._state_of_save() if restored.info else None
         if self._settings.progress:
             for line in fingerprints.summary(self._settings.all_stages):
                 self._say(line)
@@ -191,12 +209,29 @@ class Run:
 
     @property
     def _uses_config(self) -> bool:
-        return self.step < self._settings.steps or self.score is None  # it evaluates then
+        """Whether the run computes anything by its config."""
+        names = (None, *self._others)
+        return self.step < self._settings.steps or not all(map(self._score_of, names))
+
+    def _score_of(self, name: str | None) -> dict[str, Any] | None:
+        """The score of this step, by the run's own evaluation or by the one of a name."""
+        return self.score if name is None else self._other_scores.get(name)
+
+    def _state_of_save(self) -> tuple:
+        """What a checkpoint of now would hold, to be compared with the last one."""
+        return self.step, self.score, dict(self._other_scores)
 
     def _tell_changes(self) -> None:
         """Says which settings changed, before minutes go into compiling."""
         if self._settings.config_text is not None and self._processes.first:
             tell_changes(self.folder, self._settings.config_text(), self._uses_config, self._say)
+
+    def _tell_warm_up(self) -> None:
+        """Says that the learning rate does not reach its peak."""
+        settings = self._settings
+        line = optimizer.peakless(settings.optimizer, settings.steps)
+        if self.step < settings.steps and line is not None:
+            self._note(f"note: {settings.named(line) if settings.named else line}")
 
     def _write_config(self) -> str | None:
         if self._settings.config_text is None:
@@ -226,7 +261,25 @@ class Run:
             restored.info.get("tokens", self.step * settings.batch_size * settings.length),
             lambda: self.seconds,
             partial(self.callbacks.call, "on_step"),
+            self._utilization(),
         )
+
+    def _utilization(self) -> Callable[[int, float], float | None]:
+        """The utilization of the devices after a step, at so many tokens per second."""
+        peak, settings = utilization.peak(), self._settings
+        if peak is None:
+            return lambda step, speed: None
+
+        @cache
+        def flops_of_token(number: int) -> float:
+            stage, model = settings.all_stages[number], self._models.train[number]
+            inputs = self._batch(stage, 0)[0]
+            flops = utilization.flops_of_step(model, self._state.params, inputs, self._mesh)
+            return flops / (stage.batch_size * stage.length)
+
+        all_devices = peak * self._mesh.size
+        number = settings.stage_after
+        return lambda step, speed: flops_of_token(number(step - 1)) * speed / all_devices
 
     def _batch(self, stage: ResolvedStage, step: int, rows: np.ndarray | None = None):
         """The batch of the step after `step`, which is in this stage, or some rows of it."""
@@ -290,37 +343,41 @@ class Run:
         self._program = program
         train_step = self._train_steps[number]
         self._state, metrics = train_step(self._state, next(self._batches), self._key)
-        self.step, self.score = self.step + 1, None
+        self.step, self.score, self._other_scores = self.step + 1, None, {}
         self._log.add(self.step, metrics)
         if (line := self._pace.after(self.step)) and self._settings.progress:
             self._bar.say(line)
 
-    def is_scored(self, last: bool) -> bool:
+    def is_scored(self, last: bool, name: str | None = None) -> bool:
         """Whether this step has the evaluation that it needs as the run's last, or as another."""
-        if self.score is None:
-            return False
-        return "whole_split" in self.score or not self._scores.needs_all(last)
+        scores = self._scores if name is None else self._others[name]
+        return scores.finished(self._score_of(name), last)
 
-    def evaluate(self, last: bool) -> None:
+    def evaluate(self, last: bool, name: str | None = None) -> None:
         """Scores the parameters and records the score; an interrupt abandons it.
 
         Args:
           last: whether no evaluation follows.
+          name: of one of `evaluations`; None: the run's own.
 
         Raises:
           FloatingPointError: the score is not finite.
         """
         self._log.drain()
         self._pace.restart()
-        score = self._scores.of(self._state.eval_params, self.step, last, self._is_stopping)
+        scores = self._scores if name is None else self._others[name]
+        score = scores.of(self._state.eval_params, self.step, last, self._is_stopping)
         self._log.pause()
         if score is None:
             return
         timing = {"seconds": self.seconds}
-        self._record.write(self.step, self._settings.eval_split, score, timing)
+        self._record.write(self.step, scores.evaluation.label, score, timing, tag="eval")
         self._record.plot()
         if self._settings.progress:
-            self._bar.say(f"step {self.step}: {self._scores.words(score)}")
+            self._bar.say(f"step {self.step}: {scores.words(score)}")
+        if name is not None:
+            self._other_scores[name] = score
+            return
         self.score = score
         self.callbacks.call("on_evaluation", self.step, dict(score), self._state.eval_params)
 
@@ -341,7 +398,7 @@ class Run:
         """
         self._report_saves()
         self._decisions.saved_at = time.monotonic()
-        if self._saved == (self.step, self.score):
+        if self._saved == self._state_of_save():
             return
         self._log.drain()
         self._pace.restart()
@@ -354,6 +411,11 @@ class Run:
             extra["n_classes"] = n_classes
         if self.score is not None:
             extra |= {"scored": self._scores.kind(self._data), "evaluation": self.score}
+        if self._other_scores:
+            extra["evaluations"] = {
+                name: {"scored": self._others[name].kind(self._data), "evaluation": score}
+                for name, score in self._other_scores.items()
+            }
         self._checkpoints.save(
             self.step,
             self._state,
@@ -368,7 +430,7 @@ class Run:
             **extra,
         )
         self._log.pause()
-        self._saved, self._saving = (self.step, self.score), self.step
+        self._saved, self._saving = self._state_of_save(), self.step
 
     def _check_folder(self) -> None:
         """A restored checkpoint finds its lines; none is written into another's folder."""
@@ -407,6 +469,7 @@ class Run:
             "best_step": best,
             "best_whole": not self._scores.of_part,
             "best_" + self._metric: best_score,
+            "evaluations": dict(self._other_scores),
             "n_params": self._n_params,
             "output_dir": str(self.folder),
             "interrupted_by": None if number is None else signal.Signals(number),

@@ -12,6 +12,7 @@ class Due(NamedTuple):
     save: bool
     stop: bool
     save_temporary: bool = False  # by the clock alone, so that a killed run loses minutes
+    others: tuple[str, ...] = ()  # the evaluations besides the run's own, after it
 
 
 class Schedule(NamedTuple):
@@ -19,6 +20,8 @@ class Schedule(NamedTuple):
 
     Attributes:
       first: the step that the run began at or was resumed from.
+      others: the names of more evaluations, and the steps between those of each; None: as the
+        run's own.
       steps, eval_every, checkpoint_every, checkpoint_minutes, max_minutes: see
         `settings.TrainSettings`.
     """
@@ -29,6 +32,7 @@ class Schedule(NamedTuple):
     checkpoint_every: int | None = None
     checkpoint_minutes: float | None = None
     max_minutes: float | None = None
+    others: tuple[tuple[str, int | None], ...] = ()
 
     def due(self, step: int, minutes: float, since_save: float = 0.0) -> Due:
         """The things due after `step` steps.
@@ -44,7 +48,12 @@ class Schedule(NamedTuple):
         evaluate = stop or _divides(self.eval_every, step)
         save = evaluate or _divides(self.checkpoint_every, step)
         old = self.checkpoint_minutes is not None and since_save > self.checkpoint_minutes
-        return Due(evaluate, save, stop, old and not save and step > self.first)
+        others = tuple(
+            name
+            for name, every in self.others
+            if stop or (evaluate if every is None else _divides(every, step))
+        )
+        return Due(evaluate, save, stop, old and not save and step > self.first, others)
 
 
 def _divides(every: int | None, step: int) -> bool:

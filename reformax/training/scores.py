@@ -10,32 +10,37 @@ from jax.sharding import Mesh
 
 from reformax.training import evaluation
 from reformax.training.curves import words_of
-from reformax.training.loss import labels_of, metric_name
+from reformax.training.evaluations import ResolvedEvaluation, data_key
+from reformax.training.loss import labels_of
 from reformax.training.settings import TrainSettings
 
 
 class Scores:
-    """Scores the parameters of a run.
+    """Scores the parameters of a run by one of its evaluations.
 
     Attributes:
       metric: the name of the score, such as 'bits_per_dim'.
+      evaluation: what is scored.
     """
 
-    def __init__(self, model, settings: TrainSettings, mesh: Mesh):
+    def __init__(self, model, settings: TrainSettings, mesh: Mesh, evaluation: ResolvedEvaluation):
         """Takes a model built for evaluation."""
         self._model, self._settings, self._mesh = model, settings, mesh
-        self.metric = metric_name(settings.task)
+        self.metric, self.evaluation = evaluation.metric, evaluation
 
     @property
     def of_part(self) -> bool:
-        """Whether `eval_tokens` are less than the split."""
-        settings = self._settings
-        tokens = settings.eval_tokens
-        return tokens is not None and tokens < settings.task.n_targets(settings.eval_split)
+        """Whether the tokens to score are less than the split."""
+        of = self.evaluation
+        return of.tokens is not None and of.tokens < of.task.n_targets(of.split)
 
     def needs_all(self, last: bool) -> bool:
         """Whether an evaluation, the last one or not, scores the whole split besides a part."""
-        return last and self._settings.eval_whole and self.of_part
+        return last and self.evaluation.whole and self.of_part
+
+    def finished(self, score: Mapping[str, Any] | None, last: bool) -> bool:
+        """Whether a score is what an evaluation, the last one or not, has to find."""
+        return score is not None and ("whole_split" in score or not self.needs_all(last))
 
     def kind(self, data: Mapping[str, str]) -> dict[str, Any]:
         """Identifies the data and the context of the scores. Only scores of one kind compare.
@@ -43,13 +48,13 @@ class Scores:
         Args:
           data: the fingerprints of splits.
         """
-        settings, sizes = self._settings, self._settings.eval_sizes
-        kind = {"split": settings.eval_split, "metric": self.metric}
-        kind |= {name: sizes[name] for name in ("length", "stride")}
-        if settings.eval_split in data:
-            kind["data"] = data[settings.eval_split]
+        of = self.evaluation
+        kind = {"split": of.split, "metric": self.metric}
+        kind |= {name: of.sizes[name] for name in ("length", "stride")}
+        if (fingerprint := data.get(data_key(of))) is not None:
+            kind["data"] = fingerprint
         if self.of_part:  # whole batches of it
-            kind |= {"tokens": settings.eval_tokens, "batch_size": sizes["batch_size"]}
+            kind |= {"tokens": of.tokens, "batch_size": of.batch_size}
         return kind
 
     def of(
@@ -70,15 +75,15 @@ class Scores:
         Raises:
           FloatingPointError: a score is not finite.
         """
-        settings = self._settings
+        settings, of = self._settings, self.evaluation
         result = evaluation.evaluate(
             self._model,
             params,
-            settings.task,
-            settings.eval_split,
-            **settings.eval_sizes,
+            of.task,
+            of.split,
+            **of.sizes,
             seed=settings.seed,
-            max_tokens=settings.eval_tokens,
+            max_tokens=of.tokens,
             all_as_well=self.needs_all(last),
             loss_chunk_len=settings.loss_chunk_len,
             mesh=self._mesh,
@@ -89,13 +94,13 @@ class Scores:
             return None
         for found in (result, result.get("whole_split", result)):
             if not math.isfinite(bits := found[self.metric]):
-                raise FloatingPointError(f"{settings.eval_split} loss is {bits} after step {step}")
+                raise FloatingPointError(f"{of.label} {self.metric} is {bits} after step {step}")
         of_evaluate = ("split", "length", "stride", "n_windows", "standard_error")
         return {name: x for name, x in result.items() if name not in of_evaluate}
 
     def words(self, score: Mapping[str, Any]) -> str:
         """The result of `of` in a few words."""
-        words = f"{self._settings.eval_split} {self._bits(score)}"
+        words = f"{self.evaluation.label} {self._bits(score)}"
         if not score["whole"]:
             words += f" of {score['n_targets']:,} targets"
         if (everything := score.get("whole_split")) is not None:
@@ -104,7 +109,7 @@ class Scores:
 
     def _bits(self, score: Mapping[str, Any]) -> str:
         words = f"{score[self.metric]:.4f} {words_of(self.metric, score)}"
-        if self.metric != "bits_per_dim" and "bits_per_byte" in score:
+        if self.metric not in ("bits_per_dim", "bits_per_byte") and "bits_per_byte" in score:
             words += f", {score['bits_per_byte']:.4f} bits per byte"
-        is_class = labels_of(self._settings.task) is not None
+        is_class = labels_of(self.evaluation.task) is not None and self.metric != "accuracy"
         return words + f", accuracy {score['accuracy']:.4f}" * is_class

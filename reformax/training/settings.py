@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import optax
@@ -26,8 +26,11 @@ from reformax.declared import (
     hints_of,
     shown,
 )
+from reformax.training import evaluations as evaluations_lib
+from reformax.training import optimizer as optimizer_lib
 from reformax.training.callbacks import Callback, Logger
-from reformax.training.loss import n_classes_of, vocabulary_of
+from reformax.training.evaluations import Evaluation, ResolvedEvaluation
+from reformax.training.loss import metric_name, n_classes_of, vocabulary_of
 from reformax.training.mesh import Sizes
 from reformax.training.stages import Model, ResolvedStage, Stage, Task, end_of, resolved
 
@@ -56,7 +59,8 @@ class TrainSettings:
         evaluation, with the same parameters. Both have `init_params`, `features`, `logits` and
         `vocab_size`; a model of sentence pairs also has `source_vocab_size` and `max_length`.
       task: a `reformax.data.base.Task`.
-      optimizer: a transformation of gradients; see `reformax.training.optimizer`.
+      optimizer: a transformation of gradients; see `reformax.training.optimizer`. Its schedule is
+        as long as `steps`, unless it has a length of its own.
       steps: updates in total, over all resumptions.
       batch_size: sequences per step; a multiple of the number of devices times `accumulate`.
       length: tokens per sequence.
@@ -80,6 +84,8 @@ class TrainSettings:
       eval_tokens: targets that an evaluation scores, up to whole batches: evenly spread over the
         split, and always the same ones. None: the whole split.
       eval_whole: whether the last evaluation scores the whole split as well.
+      evaluations: more evaluations by their names, of other splits, tasks or lengths; see
+        `reformax.training.evaluations`. The best checkpoint is by the run's own alone.
       checkpoint_every: steps between checkpoints, besides those after evaluations; None: no more.
       checkpoint_minutes: minutes between checkpoints where no step requests one. Such a checkpoint
         is temporary: the next one that a step requests replaces it, and no average counts it.
@@ -99,6 +105,7 @@ class TrainSettings:
       allow_changed_data: whether to go on from a checkpoint of other data; a line of the record
         then says what changed.
       config_text: returns the text of config.gin, once everything is built.
+      named: gives a line the names of settings that its reader types; None: those of arguments.
       progress: whether to print and show a bar, or a line every 30 s where stderr is no terminal.
 
     Raises:
@@ -125,6 +132,7 @@ class TrainSettings:
     eval_stride: Size | None = None
     eval_tokens: Size | None = 2**18
     eval_whole: bool = True
+    evaluations: Mapping[Name, Evaluation] = field(default_factory=dict)
     checkpoint_every: Size | None = None
     checkpoint_minutes: Positive | None = 5
     keep: Size = 2
@@ -136,6 +144,7 @@ class TrainSettings:
     loggers: Sequence[Logger] = ()
     allow_changed_data: bool = False
     config_text: Callable[[], str] | None = None
+    named: Callable[[str], str] | None = None
     progress: bool = True
 
     def __post_init__(self):
@@ -163,10 +172,16 @@ class TrainSettings:
                     f"{stage.name}.task is {stage.task.name}, whose vocabulary is not the run's: "
                     "leave it out, or make it of the same vocabulary object as task"
                 )
+        _ = self.other_evaluations  # raises for one that does not fit
 
     def built(self, mode: str) -> Any:
         """The model for 'train' or for 'eval'."""
         return build(self.model, mode, n_classes_of(self.task))
+
+    @functools.cached_property
+    def built_optimizer(self) -> optax.GradientTransformation:
+        """The optimizer of a run of `steps`."""
+        return optimizer_lib.build(self.optimizer, self.steps)
 
     @functools.cached_property
     def all_stages(self) -> list[ResolvedStage]:
@@ -193,15 +208,29 @@ class TrainSettings:
             position = number * stage.batch_size
         return number
 
-    @property
-    def eval_sizes(self) -> dict[str, int]:
-        """batch_size, length and stride of an evaluation."""
+    @functools.cached_property
+    def own_evaluation(self) -> ResolvedEvaluation:
+        """The evaluation of the run, by which a checkpoint is the best."""
         length = self.eval_length or self.length
-        return {
-            "batch_size": self.eval_batch_size or self.batch_size,
-            "length": length,
-            "stride": self.eval_stride or length,
-        }
+        return ResolvedEvaluation(
+            label=self.eval_split,
+            name="",
+            task=self.task,
+            split=self.eval_split,
+            metric=metric_name(self.task),
+            batch_size=self.eval_batch_size or self.batch_size,
+            length=length,
+            stride=self.eval_stride or length,
+            tokens=self.eval_tokens,
+            whole=self.eval_whole,
+            every=self.eval_every,
+        )
+
+    @functools.cached_property
+    def other_evaluations(self) -> list[ResolvedEvaluation]:
+        """Those of `evaluations`, in their order."""
+        given = self.evaluations.items()
+        return [evaluations_lib.resolved(x, y, self.own_evaluation) for x, y in given]
 
 
 def build(model: Callable[..., Any], mode: str, n_classes: int | None = None) -> Any:

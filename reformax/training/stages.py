@@ -86,8 +86,8 @@ class ResolvedStage(NamedTuple):
 
 
 @contextlib.contextmanager
-def naming(stage: ResolvedStage, fix: str = "") -> Iterator[None]:
-    """Errors of settings name the stage and end with `fix`."""
+def naming(stage: Any, fix: str = "") -> Iterator[None]:
+    """Errors of settings name the stage, or what else has a `name`, and end with `fix`."""
     try:
         yield
     except SettingError as error:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from reformax import devices
 from reformax.buffers import advanced, merged, trained
 from reformax.training import loss as loss_lib
+from reformax.training.metrics import no_sums
 
 
 class TrainState(NamedTuple):
@@ -86,8 +87,9 @@ def step_fn(
 
     Returns:
       A function (state, (inputs, targets, weights), key) -> (state, metrics). It uses up the state
-      given. `inputs` may be a tree of arrays [B, ...]. Metrics are means over the batch's targets
-      before the update, 'nats' and 'accuracy'; 'grad_norm'; and the update's 'learning_rate' if the
+      given. `inputs` may be a tree of arrays [B, ...]. Metrics are those of
+      `reformax.training.metrics`, such as 'nats' and 'accuracy', each a `Ratio` over the batch's
+      targets before the update; the number 'grad_norm'; and the update's 'learning_rate' if the
       optimizer has a schedule by that name. All randomness comes from `key` folded with the step's
       number, and then with the micro-batch's.
     """
@@ -99,11 +101,9 @@ def step_fn(
         # A batch without targets has loss and gradient 0, not 0 / 0.
         weight = jnp.maximum(jnp.sum(batch[2]) / accumulate, jnp.finfo(jnp.float32).tiny)
         if accumulate == 1:
-            grads, (nats, correct) = gradient(state.params, batch, rng, weight)
+            grads, metrics = gradient(state.params, batch, rng, weight)
         else:
-            grads, (nats, correct) = _accumulated(
-                gradient, accumulate, state.params, batch, rng, weight
-            )
+            grads, metrics = _accumulated(gradient, accumulate, state.params, batch, rng, weight)
         grads = devices.stored(grads)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's
             before, gradients = trained(state.params), trained(grads)
@@ -120,7 +120,7 @@ def step_fn(
                 lambda old, new: decay * old + (1 - decay) * new, trained(ema), trained(params)
             )
             ema = merged(advanced(ema, grads, mesh.size), averaged)
-        metrics = {"nats": nats, "accuracy": correct, "grad_norm": _norm(gradients)}
+        metrics = {**metrics, "grad_norm": _norm(gradients)}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         return TrainState(done, params, opt_state, ema), metrics
@@ -131,17 +131,17 @@ def step_fn(
 
 
 def _mean_loss(model, loss_chunk_len, label_smoothing, params, batch, rng, weight):
-    """(loss, (nats, accuracy)), each divided by `weight`."""
+    """The loss divided by `weight`, and the sums of metrics."""
     inputs, targets, weights = batch
     features = model.features(params, inputs, rng=rng)
     sums = loss_lib.cross_entropy(
         model.logits, params, features, targets, weights, loss_chunk_len, label_smoothing
     )
-    return sums.loss / weight, (sums.nats / weight, sums.correct / weight)
+    return sums.loss / weight, sums.metrics
 
 
 def _accumulated(gradient, n: int, params, batch, rng, weight):
-    """The mean of `gradient` over n micro-batches, one after the other.
+    """The mean gradient and the sums of metrics of n micro-batches, one after the other.
 
     `weight` is a micro-batch's share of the batch's, so this is the gradient of the whole; what a
     layer adds to the loss as a mean counts once.
@@ -154,9 +154,9 @@ def _accumulated(gradient, n: int, params, batch, rng, weight):
         part = gradient(params, micro, jax.random.fold_in(rng, index), weight)
         return jax.tree.map(jnp.add, sums, part), None
 
-    zeros = (jax.tree.map(jnp.zeros_like, params), (jnp.zeros(()), jnp.zeros(())))
-    sums, _ = jax.lax.scan(add_micro, zeros, (jnp.arange(n), micros))
-    return jax.tree.map(lambda x: x / n, sums)
+    zeros = jax.tree.map(jnp.zeros_like, params), no_sums()
+    (grads, metrics), _ = jax.lax.scan(add_micro, zeros, (jnp.arange(n), micros))
+    return jax.tree.map(lambda x: x / n, grads), metrics
 
 
 def _norm(tree: Any) -> jax.Array:

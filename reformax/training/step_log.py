@@ -6,11 +6,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import numpy as np
 
 from reformax.training.loss import bits_of, bits_per_dim
-from reformax.training.metrics import Bar, Record
+from reformax.training.metrics import METRICS, Ratio
+from reformax.training.record import Bar, Record
 from reformax.training.settings import TrainSettings
 
 # Steps dispatched before the first one's metrics are waited for: the device is never idle, and the
@@ -22,7 +25,7 @@ class StepLog:
     """Writes a line to the record every `log_every` steps, and moves the bar at each.
 
     Attributes:
-      window: [bits, accuracy] of each step since the last line; a checkpoint keeps it.
+      window: {metric: [mean, weight]} of each step since the last line; a checkpoint keeps it.
       tokens: those of all steps fetched so far.
     """
 
@@ -31,16 +34,19 @@ class StepLog:
         settings: TrainSettings,
         record: Record,
         bar: Bar,
-        window: list[list[float]],
+        window: list[Any],
         tokens: int,
         seconds: Callable[[], float],
         on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+        mfu: Callable[[int, float], float | None] = lambda step, speed: None,
     ):
         """Takes the window and the tokens that a checkpoint kept, and the run's clock.
 
-        `on_step` gets each step's metrics, once they are fetched.
+        `on_step` gets each step's metrics, once they are fetched. `mfu` is the utilization after a
+        step at so many tokens per second.
         """
-        self.window, self.tokens, self._seconds = window, tokens, seconds
+        self.window, self.tokens, self._seconds = list(map(_row, window)), tokens, seconds
+        self._mfu = mfu
         self._record, self._bar, self._task = record, bar, settings.task
         self._on_step = on_step
         self._log_every, self._last_step = settings.log_every, settings.steps
@@ -71,22 +77,35 @@ class StepLog:
 
     def _fetch(self) -> None:
         step, metrics = self._in_flight.popleft()
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if not (math.isfinite(values["nats"]) and math.isfinite(values["grad_norm"])):
+        metrics = jax.device_get(metrics)
+        means = {name: _mean(x) for name, x in metrics.items() if isinstance(x, Ratio)}
+        numbers = {name: float(x) for name, x in metrics.items() if not isinstance(x, Ratio)}
+        nats, grad_norm = means["nats"][0], numbers["grad_norm"]
+        if not (math.isfinite(nats) and math.isfinite(grad_norm)):
             raise FloatingPointError(
-                f"loss is {values['nats']} and the gradient's norm {values['grad_norm']} at step "
-                f"{step}"
+                f"loss is {nats} and the gradient's norm {grad_norm} at step {step}"
             )
         tokens = self._step_tokens[self._stage_after(step - 1)]
         speed = self._speed(tokens)
-        bits = bits_per_dim(values["nats"], 1.0)
-        self._bar.advance(bits, speed)
-        self.window.append([bits, values["accuracy"]])
+        self._bar.advance(bits_per_dim(nats, 1.0), speed)
+        self.window.append(means)
         self.tokens += tokens
         if step % self._log_every == 0 or step == self._last_step:
-            self._write(step, values, speed)
-        del values["nats"]
-        self._on_step(step, bits_of(self._task, "train", bits) | values)
+            self._write(step, numbers, speed)
+        self._on_step(step, self._shown([means]) | numbers)
+
+    def _shown(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+        """The means of steps, each metric over those that have it."""
+        means = {}
+        for name in METRICS:
+            found = [row[name] for row in rows if name in row]
+            # A row of an older version has no weights: its steps weigh what the last one does.
+            last = next((weight for _, weight in reversed(found) if weight is not None), 1.0)
+            weights = [last if weight is None else weight for _, weight in found]
+            if any(weights) or name == "nats":
+                total = sum(x * weight for (x, _), weight in zip(found, weights, strict=True))
+                means[name] = total / sum(weights) if any(weights) else 0.0
+        return bits_of(self._task, "train", bits_per_dim(means.pop("nats"), 1.0)) | means
 
     def _speed(self, tokens: int) -> float | None:
         """Tokens per second since the last line, this step's included; None at first."""
@@ -96,19 +115,23 @@ class StepLog:
         self._last_time = now
         return self._timed / self._busy if self._busy else None
 
-    def _write(self, step: int, values: dict[str, float], speed: float | None) -> None:
-        means = [sum(column) / len(column) for column in zip(*self.window, strict=True)]
-        line = {
-            **bits_of(self._task, "train", means[0]),
-            "accuracy": means[1],
-            "grad_norm": values["grad_norm"],
-        }
-        if "learning_rate" in values:
-            line["learning_rate"] = values["learning_rate"]
-        line["tokens"] = self.tokens
-        timing = {"seconds": self._seconds()}
-        if speed is not None:
-            timing["tokens_per_second"] = speed
-        self._record.write(step, "train", line, timing)
+    def _write(self, step: int, numbers: dict[str, float], speed: float | None) -> None:
+        line = {**self._shown(self.window), **numbers, "tokens": self.tokens}
+        timing = {"seconds": self._seconds(), "tokens_per_second": speed}
+        timing["mfu"] = None if speed is None else self._mfu(step, speed)
+        self._record.write(step, "train", line, timing, tag="train")
         self.window.clear()
         self._busy, self._timed = 0.0, 0
+
+
+def _mean(ratio: Ratio) -> list[float]:
+    """[mean, weight], the mean as the device would round it."""
+    total, weight = map(np.float32, ratio)
+    return [float(total / max(weight, np.finfo(np.float32).tiny)), float(weight)]
+
+
+def _row(row: Any) -> dict[str, list[float | None]]:
+    """A row of a window; [bits, accuracy] of an older version has no weights."""
+    if isinstance(row, dict):
+        return row
+    return {"nats": [row[0] * math.log(2), None], "accuracy": [row[1], None]}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +57,7 @@ class WandbLogger:
     def open(self, folder: Path, step: int, config: str | None) -> None:
         """Begins a run, or goes on with the one that the folder names."""
         options = self._options | {"name": self._options["name"] or folder.name}
-        config_of_run = None if config is None else {"gin": config}
+        config_of_run = None if config is None else settings_of(config) | {"gin": config}
         self._run = self._wandb.init(
             dir=str(folder), id=_id(folder), resume="allow", config=config_of_run, **options
         )
@@ -69,6 +71,32 @@ class WandbLogger:
     def close(self) -> None:
         """Ends the run."""
         self._run.finish()
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    """The settings of a config by their names, macros by their values; references stay text."""
+    lines = re.findall(r"^([\w./]+) = (.*(?:\n[ \t]+.*)*)", text, re.MULTILINE)
+    found = {name: _value(value.replace("\\\n", " ")) for name, value in lines}
+
+    def resolved(value: Any) -> Any:
+        seen = set()
+        while isinstance(value, _Unquoted) and value[0] == "%" and value not in seen:
+            seen.add(value)
+            value = found.get(value[1:], value)
+        return str(value) if isinstance(value, _Unquoted) else value
+
+    return {name: resolved(value) for name, value in found.items()}
+
+
+class _Unquoted(str):
+    """A reference or a macro, and what holds one."""
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return _Unquoted(" ".join(text.split()))
 
 
 def _id(folder: Path) -> str:

@@ -167,7 +167,7 @@ def step_on(mesh, name):
     batch = jax.device_put(batch_of(name), devices.over_tokens(mesh))
     run = step_lib.step_fn(model, sgd, mesh, loss_chunk_len=12, placement=placement)
     after, metrics = run(state, batch, jax.random.PRNGKey(2))
-    return float(metrics["nats"]), jax.tree.map(
+    return float(metrics["nats"].mean), jax.tree.map(
         lambda x, y: (x - np.asarray(y)) / RATE, params, jax.device_get(after.params)
     )
 

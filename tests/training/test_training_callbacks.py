@@ -11,7 +11,7 @@ import pytest
 
 from reformax.cli import config
 from reformax.declared import SettingError
-from reformax.training import loop, optimizer, starting_weights
+from reformax.training import loop, optimizer, starting_weights, wandb_log
 from reformax.training.callbacks import Callback
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.step import TrainState
@@ -186,7 +186,7 @@ def test_weights_and_biases_by_gin(tmp_path, monkeypatch):
     assert one.given["id"] == two.given["id"] == (folder / "wandb_id").read_text()
     assert one.given | {"id": 0} == {
         "project": "mine", "mode": "offline", "name": "a_run", "dir": str(folder), "id": 0,
-        "resume": "allow", "config": {"gin": "b = 2"},
+        "resume": "allow", "config": {"b": 2, "gin": "b = 2"},
     }  # fmt: skip
     assert [step for step, _ in one.logged + two.logged] == [4, 4, 8, 8] and two.finished
     assert {"train/bits_per_dim", "train/tokens", "train/seconds"} <= one.logged[0][1].keys()
@@ -261,3 +261,28 @@ def test_weights_of_another_model_or_vocabulary_are_refused(plain, tmp_path):
     like = jax.eval_shape(lambda: params(source, 12))
     with pytest.raises(SettingError, match="vocabulary None and this run has v2: copy"):
         starting_weights.read(source, like, "v2")
+
+
+def test_weights_and_biases_gets_settings_by_their_names():
+    text = """import lm
+# Macros:
+steps = 100
+attention = @lsh.lsh()
+loop.train.steps = %steps
+short/lm.ReformerLM.attention_type = \\
+    (@local.local(), %attention)
+lm.ReformerLM.attention_type = %attention
+lm.ReformerLM.pos_type = 'rotary'
+a.b.c = %a.b.c
+"""
+    found = wandb_log.settings_of(text)
+    assert found == {
+        "steps": 100,
+        "attention": "@lsh.lsh()",
+        "loop.train.steps": 100,
+        "short/lm.ReformerLM.attention_type": "(@local.local(), %attention)",
+        "lm.ReformerLM.attention_type": "@lsh.lsh()",
+        "lm.ReformerLM.pos_type": "rotary",
+        "a.b.c": "%a.b.c",
+    }
+    assert all(type(value) in (int, str) for value in found.values())

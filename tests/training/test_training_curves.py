@@ -6,7 +6,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from reformax.training import curves, metrics
+from reformax.training import curves
+from reformax.training import record as record_lib
 from reformax.training.record_lines import RecordLines
 
 pytestmark = pytest.mark.usefixtures("figures")
@@ -122,7 +123,7 @@ def test_a_plot_reads_the_record_line_by_line(tmp_path, monkeypatch):
         return b""
 
     monkeypatch.setattr(curves, "draw", drawn)
-    record = metrics.Record(tmp_path, record_lines, 0)
+    record = record_lib.Record(tmp_path, record_lines, 0)
     tracemalloc.start()
     try:
         record.plot()
@@ -141,7 +142,7 @@ def test_a_figure_that_was_drawn_is_not_kept(tmp_path):
     from matplotlib.figure import Figure
 
     record_lines = RecordLines(tmp_path / "metrics.jsonl", 0, say=pytest.fail)
-    record = metrics.Record(tmp_path, record_lines, 0)
+    record = record_lib.Record(tmp_path, record_lines, 0)
     gc.collect()
     before = sum(isinstance(x, Figure) for x in gc.get_objects())
     gc.disable()  # which does not collect in time

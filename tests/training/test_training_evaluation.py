@@ -15,7 +15,8 @@ from reformax.data.reverse import reverse
 from reformax.data.text import text
 from reformax.models import Transformer
 from reformax.ops import linformer
-from reformax.training import by_position, metrics
+from reformax.training import by_position
+from reformax.training import record as record_lib
 from reformax.training.evaluation import check_positions, evaluate, in_budget
 from reformax.training.prefetch import prefetch
 from reformax.training.record_lines import RecordLines
@@ -265,20 +266,20 @@ def test_prefetch_raises_where_the_value_would_have_come_and_ends_its_thread():
 
 
 def open_record(folder, step):
-    return metrics.Record(folder, RecordLines(folder / "metrics.jsonl", step), step)
+    return record_lib.Record(folder, RecordLines(folder / "metrics.jsonl", step), step)
 
 
 def test_the_record_is_cut_back_and_a_torn_line_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     record = open_record(tmp_path, 0)
     for step in (10, 20, 30):
-        record.write(step, "train", {"bits_per_dim": float(step)}, {"seconds": 1.0})
+        record.write(step, "train", {"bits_per_dim": float(step)}, {"seconds": 1.0}, tag="train")
         assert json.loads(path.read_text().splitlines()[-1])["step"] == step  # flushed
     record.close()
     with open(path, "a") as file:
         file.write('{"step": 4')
     record = open_record(tmp_path, 20)
-    record.write(25, "valid", {"bits_per_dim": 1.0}, {})
+    record.write(25, "valid", {"bits_per_dim": 1.0}, {}, tag="eval")
     record.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20, 25]
@@ -291,8 +292,8 @@ def test_the_plot_and_the_events_are_written(tmp_path):
     record.plot()  # of nothing
     empty = (tmp_path / "loss.png").read_bytes()
     for step in range(1, 40):
-        record.write(step, "train", {"bits_per_dim": 8 / step, "grad_norm": 1.0}, {})
-    record.write(39, "valid", {"bits_per_dim": 1.0}, {})
+        record.write(step, "train", {"bits_per_dim": 8 / step, "grad_norm": 1.0}, {}, tag="train")
+    record.write(39, "valid", {"bits_per_dim": 1.0}, {}, tag="eval")
     record.plot()
     record.close()
     full = (tmp_path / "loss.png").read_bytes()
@@ -302,7 +303,7 @@ def test_the_plot_and_the_events_are_written(tmp_path):
 
 
 def test_progress_shows_loss_and_speed(capsys):
-    bar = metrics.Bar(5, 10)
+    bar = record_lib.Bar(5, 10)
     for _ in range(5):
         bar.advance(2.5, 1234.0)
     bar.say("a line")

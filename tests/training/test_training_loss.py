@@ -11,7 +11,7 @@ import pytest
 
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
-from reformax.training import loss
+from reformax.training import loss, metrics
 from reformax.training.kernels import cross_entropy
 from tests.helpers import assert_trees_close
 
@@ -54,8 +54,9 @@ def test_sums_and_gradients_equal_the_plain_ones(length, chunk_len):
         return sums, grads
 
     (sums, expected_sums), (grads, expected_grads) = both(*args)
-    np.testing.assert_allclose(sums[:3], expected_sums, rtol=1e-5)
-    assert sums.loss == sums.nats
+    (nats, weight), correct = sums.metrics["nats"], sums.metrics["accuracy"]
+    np.testing.assert_allclose((nats, weight, correct.sum), expected_sums, rtol=1e-5)
+    assert sums.loss == nats and correct.weight == weight
     assert_trees_close(grads, expected_grads)
 
 
@@ -81,7 +82,8 @@ def test_the_kernel_computes_what_array_operations_compute(dtype, label_smoothin
         return sums, grads
 
     (got, got_grads), (want, want_grads) = both(INTERPRETED), both("xla")
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert got.metrics.keys() == want.metrics.keys()
+    np.testing.assert_allclose(*map(jax.tree.leaves, (got, want)), rtol=1e-5)
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     for one, other in zip(got_grads, want_grads, strict=True):
         scale = np.abs(np.asarray(other, np.float32)).max()
@@ -142,14 +144,15 @@ def test_the_logits_may_be_of_masks_and_tables_too():
 def test_of_equals_the_first_is_the_prediction():
     features, matrix, targets, weights = problem(13)
     sums = chunked(features, 0 * matrix, targets, weights, 5)
-    np.testing.assert_allclose(sums.correct, (weights * (targets == 0)).sum(), rtol=1e-6)
+    correct = sums.metrics["accuracy"].sum
+    np.testing.assert_allclose(correct, (weights * (targets == 0)).sum(), rtol=1e-6)
 
 
 def test_nothing_is_lost_of_nothing():
     features, matrix, targets, weights = (
         x[:, :0] if x.ndim > 2 or i > 1 else x for i, x in enumerate(problem(3))
     )
-    assert chunked(features, matrix, targets, weights, None) == loss.Sums(0, 0, 0, 0)
+    assert chunked(features, matrix, targets, weights, None) == loss.Sums(0, metrics.no_sums())
 
 
 def test_chunks_bound_the_memory_of_the_gradient():
@@ -200,13 +203,14 @@ def test_smoothing_is_the_cross_entropy_to_the_smoothed_targets(smoothing, chunk
 
     @jax.jit
     def gradients(*args):
-        of_nats = jax.grad(lambda *a: ours(*a).nats, (0, 1))(*args)
+        of_nats = jax.grad(lambda *a: ours(*a).metrics["nats"].sum, (0, 1))(*args)
         return of_nats, jax.grad(lambda *a: ours(*a).loss, (0, 1))(*args)
 
     sums = jax.jit(ours)(features, matrix)
     want, expected = jax.jit(jax.value_and_grad(smoothed, (0, 1)))(features, matrix)
     np.testing.assert_allclose(sums.loss, want, rtol=1e-5)
-    np.testing.assert_allclose(sums[:3], plain(*args), rtol=1e-5)  # metrics are not smoothed
+    (nats, weight), correct = sums.metrics["nats"], sums.metrics["accuracy"].sum  # not smoothed
+    np.testing.assert_allclose((nats, weight, correct), plain(*args), rtol=1e-5)
     of_nats, grads = gradients(features, matrix)
     assert not any(np.any(g) for g in of_nats)
     assert_trees_close(grads, expected)

@@ -128,7 +128,7 @@ def test_every_option_changes_the_updates(factory, option, base):
 
 
 def test_clipping_scales_the_whole_gradient_to_its_norm():
-    tx = optax.chain(optimizer._optimizer(1.0, 0.5, optax.identity()))
+    tx = optimizer._optimizer(1.0, 0.5, lambda rate: optax.identity())
     grads = {"a": jnp.full((3,), 4.0), "b": jnp.full((2, 2), -2.0)}
     clipped, _ = tx.update(grads, tx.init(grads), grads)
     norm = np.sqrt(sum((np.asarray(x) ** 2).sum() for x in clipped.values()))
@@ -197,3 +197,50 @@ def test_own_weights_that_begin_constant_do_not_decay():
 def test_bad_values_are_told(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("make", [optimizer.cosine, optimizer.trapezoid])
+def test_a_schedule_is_as_long_as_its_run(make):
+    of_run, own = (make(1.0, steps, warmup_steps=10) for steps in (None, 50))
+    for adam in (optimizer.adam, optimizer.adamw, optimizer.adafactor):
+        found = {n: optimizer.build(adam(of_run), n).learning_rate for n in (50, 100)}
+        assert [float(found[50](k)) for k in range(60)] == [float(own(k)) for k in range(60)]
+        assert float(found[100](49)) > 2 * float(found[50](49))
+        assert optimizer.build(optimizer.build(adam(of_run), 50), 100).learning_rate.steps == 50
+        assert optimizer.build(adam(own), 100).learning_rate is own
+        plain = adam(0.1)
+        assert optimizer.build(plain, 100) is plain
+    params = {"w": jnp.ones((4, 4))}
+    updates = []
+    for tx in (optimizer.build(optimizer.adamw(of_run), 50), optimizer.adamw(own)):
+        state = tx.init(params)
+        for _ in range(45):
+            update, state = tx.update(params, state, params)
+        updates.append(update["w"])
+    np.testing.assert_array_equal(*updates)
+    unbuilt = optimizer.adamw(of_run)
+    with pytest.raises(ValueError, match=r"as long as its run.* call optimizer.build"):
+        unbuilt.update(params, unbuilt.init(params), params)
+
+
+@pytest.mark.parametrize(
+    "schedule, steps, line",
+    [
+        (optimizer.cosine(warmup_steps=10), 11, None),
+        (optimizer.cosine(warmup_steps=10), 10, "cosine.warmup_steps=10 is not below steps=10"),
+        (optimizer.cosine(steps=99, warmup_steps=10), 10, "cosine.warmup_steps=10 is not below"),
+        (optimizer.rsqrt(warmup_steps=10), 11, None),
+        (optimizer.rsqrt(warmup_steps=10), 9, "set rsqrt.warmup_steps=0"),
+        (optimizer.trapezoid(warmup_steps=10), 16, None),
+        (optimizer.trapezoid(warmup_steps=10), 12, "not below the first 9 of steps=12"),
+        (optimizer.trapezoid(steps=99, warmup_steps=10), 12, None),
+    ],
+)
+def test_a_peak_that_a_run_does_not_reach_is_told(schedule, steps, line):
+    found = schedule.peakless(steps)
+    assert found is None if line is None else line in found
+    # Until then the rate is that of a longer run.
+    longer = schedule.build(1000)
+    assert [float(schedule.build(steps)(k)) for k in range(min(steps, 9))] == [
+        float(longer(k)) for k in range(min(steps, 9))
+    ]

@@ -79,7 +79,9 @@ def test_a_missing_setting_is_an_error_of_train(tmp_path):
 def test_settings_know_the_sizes_of_an_evaluation():
     given = worker.arguments() | {"eval_every": None}
     del given["batch_size"], given["length"]
-    sizes = TrainSettings(**given, batch_size=2, length=8).eval_sizes
+    sizes = TrainSettings(**given, batch_size=2, length=8).own_evaluation.sizes
     assert sizes == {"batch_size": 2, "length": 8, "stride": 8}
-    sizes = TrainSettings(**given, batch_size=2, length=8, eval_length=6, eval_stride=3).eval_sizes
+    sizes = TrainSettings(
+        **given, batch_size=2, length=8, eval_length=6, eval_stride=3
+    ).own_evaluation.sizes
     assert sizes == {"batch_size": 2, "length": 6, "stride": 3}

@@ -12,8 +12,8 @@ import pytest
 
 import evaluate
 import train
-from reformax.cli import config
-from reformax.training import loop
+from reformax.cli import config, configs
+from reformax.training import loop, optimizer
 from tests.training import tiny, worker
 from tests.training.scripts import call
 
@@ -33,7 +33,6 @@ loop.train.log_every = 4
 loop.train.optimizer = @optimizer.adamw()
 optimizer.adamw.learning_rate = @optimizer.cosine()
 optimizer.cosine.max_value = 3e-2
-optimizer.cosine.steps = %steps
 optimizer.cosine.warmup_steps = 2
 """
 RUN = """
@@ -168,7 +167,7 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
         (["--config_file=base.gin"], 2, "the config leaves out an argument: train() missing 2"),
         (["--config=loop.train.steps='many'"], 2, "steps is 'many': expected a whole number"),
         (["--config=loop.train.eval_length=5000"], 1, "length=5000 is above max_length=4096"),
-        (["--config=optimizer.cosine.warmup_steps=100"], 2, "cosine.warmup_steps=100 must be"),
+        (["--config=optimizer.cosine.steps=2"], 2, "cosine.warmup_steps=2 must be"),
         (["--data_dir=empty"], 1, "no data in data_dir=empty: give the folder that has it"),
         (["--config=loop.train.task=@tiny.TinyLM()", "--data_dir=x"], 2, "TinyLM reads no files"),
         ([*(f"--config={x}=@masked.masked()" for x in ("loop.train.task", "masked.masked.task")),
@@ -362,3 +361,56 @@ def test_the_scripts_run_as_programs_from_any_folder(folder):
             assert process.stderr == "error: loop.train.length is 0: expected at least 1\n"
         else:
             assert "--output_dir" in process.stdout and process.stderr == ""
+
+
+@pytest.mark.parametrize("typed", ["steps", "loop.train.steps"])
+def test_a_warm_up_longer_than_the_run_is_told_as_it_was_typed(folder, monkeypatch, capsys, typed):
+    flags = ["--config_file=configs/run.gin", f"--config={typed}=2", "--output_dir=out"]
+    code, out, _ = call(train.main, monkeypatch, capsys, *flags)
+    assert code == 0
+    line = f"note: optimizer.cosine.warmup_steps=2 is not below {typed}=2: the learning rate does"
+    assert line in out, out
+    assert "is not below" not in call(train.main, monkeypatch, capsys, *flags)[1]  # no step is left
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_rate_falls_to_the_last_step_however_the_steps_are_typed(
+    folder, monkeypatch, capsys, old
+):
+    """A config of an old run, which gives the cosine's length, goes on with it."""
+    text = BASE + "optimizer.cosine.steps = 100\n" * old
+    (folder / "configs" / "base.gin").write_text(text)
+    rates = []
+    for typed in ("steps", "loop.train.steps"):
+        flags = ["--config_file=configs/run.gin", f"--config={typed}=8", f"--output_dir={typed}"]
+        assert call(train.main, monkeypatch, capsys, *flags)[0] == 0
+        lines = [x for x in worker.record(typed) if "learning_rate" in x]
+        rates.append({x["step"]: x["learning_rate"] for x in lines})
+    assert rates[0] == rates[1]
+    assert rates[0][8] == pytest.approx(3e-2 * (0.99 if old else 0.1), rel=0.01)
+
+
+def test_every_config_has_one_schedule_however_the_steps_are_typed():
+    found = 0
+    for file in sorted(configs.FOLDER.glob("*.gin")):
+        if "steps = %steps" not in config_of(file):
+            continue
+        rates = []
+        for typed in ("steps", "loop.train.steps"):
+            config.parse([str(file)], [f"{typed}=1000"], folders=configs.FOLDERS)
+            run = config.bindings(loop.train, ("optimizer", "steps"))
+            rate = optimizer.build(run["optimizer"], run["steps"]).learning_rate
+            rates.append([float(rate(count)) for count in (0, 500, 999)])
+        assert rates[0] == rates[1], file.name
+        found += 1
+    assert found > 60
+
+
+def config_of(file):
+    """A config as gin has it; empty for a part of one."""
+    try:
+        config.parse([str(file)], folders=configs.FOLDERS)
+    except config.ConfigError:
+        return ""
+    text = config.text()
+    return text if "loop.train.optimizer" in text or "train.optimizer" in text else ""

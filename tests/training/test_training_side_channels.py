@@ -9,7 +9,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
-from reformax.training import events, loop, metrics, side_channels
+from reformax.training import events, loop, side_channels
+from reformax.training import record as record_lib
 from tests.training import worker
 
 
@@ -185,7 +186,7 @@ def test_broken_streams_cost_no_line(tmp_path, monkeypatch, wanted, out, err):
 def test_the_bar_goes_on_once_its_stream_does(monkeypatch):
     stream = Broken("write", ERRORS["disk"])
     monkeypatch.setattr(sys, "stderr", stream)
-    bar = metrics.Bar(0, 2)
+    bar = record_lib.Bar(0, 2)
     bar.advance(2.5, None)
     stream.call = None
     bar.advance(1.5, None)

@@ -1,0 +1,127 @@
+"""Evaluations besides the run's own: other splits, tasks and lengths, each with a name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from reformax.declared import Name, SettingError, Size, check_fields
+from reformax.training.loss import labels_of, metric_name, vocabulary_of
+from reformax.training.metrics import METRICS
+from reformax.training.stages import Task, TaskLike
+
+# What other lines of the record have as their split.
+RESERVED = ("train", "data", "note")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """An evaluation; None is the value of the run's own.
+
+    Attributes:
+      split: of the task.
+      task: the data, of the kind and the vocabulary of the run's.
+      metric: the one that is printed, such as 'accuracy'; None: bits, as the task has them.
+      batch_size: windows scored together.
+      length: context, in tokens.
+      stride: tokens that the window moves by; None: its length.
+      tokens: targets to score, up to whole batches; None: the whole split.
+      whole: whether the last one scores the whole split as well.
+      every: steps between two of them; None: with each of the run's own. The last step has one.
+
+    Raises:
+      ValueError: a value out of bounds.
+    """
+
+    split: Name | None = None
+    task: Task | None = None
+    metric: Name | None = None
+    batch_size: Size | None = None
+    length: Size | None = None
+    stride: Size | None = None
+    tokens: Size | None = 2**18
+    whole: bool = True
+    every: Size | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+class ResolvedEvaluation(NamedTuple):
+    """An evaluation with the run's values where it has None.
+
+    Attributes:
+      label: the `split` of its lines in the record.
+      name: in errors; empty for the run's own.
+      task, split, metric, batch_size, length, stride, tokens, whole, every: as in `Evaluation`.
+    """
+
+    label: str
+    name: str
+    task: TaskLike
+    split: str
+    metric: str
+    batch_size: int
+    length: int
+    stride: int
+    tokens: int | None
+    whole: bool
+    every: int | None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """batch_size, length and stride."""
+        return {"batch_size": self.batch_size, "length": self.length, "stride": self.stride}
+
+
+def resolved(label: str, given: Evaluation, own: ResolvedEvaluation) -> ResolvedEvaluation:
+    """An evaluation with the values of the run's own.
+
+    Raises:
+      SettingError: a name that lines have, or a task, a stride or a metric that does not fit.
+    """
+    name, task, length = f"evaluations[{label!r}]", given.task or own.task, given.length
+    if label in (*RESERVED, own.label):
+        raise SettingError(
+            f"{name} has the name of other lines of the record: choose another than "
+            f"{', '.join((*RESERVED, own.label))}"
+        )
+    if vocabulary_of(task) is not vocabulary_of(own.task):
+        raise SettingError(
+            f"{name}.task is {task.name}, whose vocabulary is not the run's: leave it out, or make "
+            "it of the same vocabulary object as task"
+        )
+    length = length or own.length
+    if (given.stride or 1) > length:
+        raise SettingError(f"{name}.stride={given.stride} must not be above its length={length}")
+    metrics = _metrics(task)
+    if given.metric not in (None, *metrics):
+        raise SettingError(f"{name}.metric={given.metric!r} is none of {', '.join(metrics)}")
+    return ResolvedEvaluation(
+        label,
+        name,
+        task,
+        given.split or own.split,
+        given.metric or metrics[0],
+        given.batch_size or own.batch_size,
+        length,
+        given.stride or (own.stride if given.length is None else length),
+        given.tokens,
+        given.whole,
+        given.every,
+    )
+
+
+def data_key(evaluation: ResolvedEvaluation) -> str:
+    """The name that the fingerprint of its data has in a checkpoint."""
+    of_run = not evaluation.name
+    return evaluation.split if of_run else f"{evaluation.name} of {evaluation.split}"
+
+
+def _metrics(task: Any) -> list[str]:
+    """The metrics that an evaluation on a task has."""
+    of_text = labels_of(task) is None and (
+        getattr(task, "of_bytes", False) or getattr(task, "n_bytes", None) is not None
+    )
+    of_predictions = [name for name in METRICS if name != "nats"]
+    return [metric_name(task), *["bits_per_byte"] * of_text, *of_predictions]

@@ -1,0 +1,52 @@
+"""Model FLOP/s utilization: the share of a device's stated peak that a model's arithmetic takes.
+
+From PaLM (Chowdhery et al. 2022), appendix B: what the model needs counts, and not what is computed
+again. A step needs three times the products of matrices of one forward pass; those in kernels are
+not seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from reformax import devices
+from reformax.training.forecast import products
+
+# Dense products of bfloat16 matrices, in operations per second, as the makers state them. A device
+# has the first name that is found in its own.
+PEAKS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,  # float16
+    "TPU v6 lite": 918e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v4": 275e12,
+}
+
+
+def peak() -> float | None:
+    """The stated operations per second of a device; None for one without, such as a CPU."""
+    kind = jax.devices()[0].device_kind
+    return next((speed for name, speed in PEAKS.items() if name in kind), None)
+
+
+def flops_of_step(model, params: Any, inputs: Any, mesh: Mesh) -> int:
+    """The operations that a step of the model needs on these inputs; nothing is computed."""
+
+    def forward(params, inputs, rng):
+        return model.logits(params, model.features(params, inputs, rng=rng))
+
+    key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    return 3 * products(jax.make_jaxpr(devices.on(mesh, forward))(params, inputs, key)).flops

@@ -1,0 +1,23 @@
+"""The examples run, and what they train learns."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.mark.parametrize("name, package", [("train_minimal", "jax"), ("train_flax", "flax")])
+def test_an_example_trains_evaluates_and_samples(name, package, capsys):
+    pytest.importorskip(package)
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    bits = module.main(steps=20, batch_size=4, length=64, d_model=32)
+    out = capsys.readouterr().out
+    assert 3.0 < bits < 6.0  # 8 is that of any byte
+    assert "step 1: " in out and "step 20: " in out and f"valid: {bits:.3f}" in out
+    if name == "train_minimal":
+        assert out.splitlines()[out.count("step ") + 1 :][0].startswith("def ")
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 75

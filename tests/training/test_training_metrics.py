@@ -1,0 +1,138 @@
+"""A metric is one function: lines, evaluations and runs that have begun show it from then on."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.training import callbacks, curves, loop, mesh, metrics, record_lines, utilization
+from reformax.training.settings import TrainSettings
+from reformax.training.step_log import StepLog
+from tests.training import tiny, worker
+
+
+def top_2(found):
+    """Whether the target is one of the two most probable ids, of even targets."""
+    target = jnp.take_along_axis(found.logits, found.targets[..., None], -1)
+    inside = jnp.sum(found.logits > target, axis=-1) < 2
+    return inside, found.weights * (found.targets % 2 == 0)
+
+
+@pytest.fixture
+def with_top_2(monkeypatch):
+    monkeypatch.setitem(metrics.METRICS, "top_2", top_2)
+
+
+def test_a_metric_is_in_every_line_of_training_and_evaluation(tmp_path, with_top_2):
+    steps = []
+    on_step = callbacks.Callback(on_step=lambda step, values: steps.append(values))
+    result = loop.train(tmp_path, **worker.arguments(callbacks=[on_step], steps=12))
+    lines = worker.record(tmp_path)
+    assert {line["tag"] for line in lines} == {"train", "eval"}
+    for line in lines:
+        assert line["accuracy"] <= line["top_2"] + 0.2 and 0 < line["top_2"] < 1
+    assert all(0 <= values["top_2"] <= 1 for values in steps) and result["step"] == 12
+    events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("*"))
+    assert b"train/top_2" in events and b"valid/top_2" in events
+
+
+def test_a_run_goes_on_with_a_new_metric_and_its_other_columns_stay(tmp_path, monkeypatch):
+    for name, steps in (("whole", [24]), ("resumed", [10, 24])):
+        for until in steps:
+            if until == 24 and name == "resumed":
+                monkeypatch.setitem(metrics.METRICS, "top_2", top_2)
+            loop.train(tmp_path / name, **worker.arguments(steps=until, log_every=3))
+    whole, resumed = (worker.record(tmp_path / name) for name in ("whole", "resumed"))
+    has = [(line["step"], line["tag"]) for line in resumed if "top_2" in line]
+    assert has[0] == (12, "train") and (24, "eval") in has
+
+    def without(lines):  # steps of the run that ended at 10
+        kept = [x for x in lines if (x["step"], x["tag"]) not in {(10, "train"), (12, "train")}]
+        return [{k: v for k, v in x.items() if k not in ("top_2", "whole_split")} for x in kept]
+
+    assert without(resumed) == without(whole)
+
+
+def test_a_mean_of_steps_is_by_the_weights_of_a_metric():
+    log = StepLog(TrainSettings(**worker.arguments()), None, None, [], 0, lambda: 0.0)
+    rows = [{"nats": [1.0, 8.0], "accuracy": [0.5, 2.0]}, {"nats": [3.0, 8.0]}]
+    rows += [{"nats": [2.0, 8.0], "accuracy": [0.0, 0.0]}]
+    found = log._shown(rows)
+    assert found["bits_per_dim"] == pytest.approx(2 / np.log(2)) and found["accuracy"] == 0.5
+    assert "accuracy" not in log._shown(rows[1:])  # nothing of it has weight
+
+
+def test_the_window_of_an_older_checkpoint_goes_on():
+    """It has [bits, accuracy] of each step."""
+    settings = TrainSettings(**worker.arguments())
+    log = StepLog(settings, None, None, [[2.0, 0.25], [4.0, 0.75]], 0, lambda: 0.0)
+    found = log._shown([*log.window, {"nats": [6 * np.log(2), 128.0], "accuracy": [0.2, 128.0]}])
+    assert found["bits_per_dim"] == pytest.approx(4.0) and found["accuracy"] == pytest.approx(0.4)
+    assert log._shown(log.window)["bits_per_dim"] == pytest.approx(3.0)
+    json.dumps(log.window)
+
+
+def test_lines_without_a_tag_are_of_older_runs(tmp_path):
+    lines = [
+        {"step": 1, "split": "train", "bits_per_dim": 4.0, "grad_norm": 1.0},
+        {"step": 1, "split": "train", "bits_per_dim": 3.0, "n_targets": 4, "whole": True},
+        {"step": 1, "split": "data", "changed": {}},
+        {"step": 1, "split": "note", "lost_lines": 1},
+    ]
+    assert list(map(record_lines.tag_of, lines)) == ["train", "eval", "data", "note"]
+    tagged = [{**line, "tag": record_lines.tag_of(line)} for line in lines]
+    for line in tagged:
+        line.pop("grad_norm", None)
+    for found in (lines, tagged):
+        assert curves.losses(found, "bits_per_dim").values == [4.0]
+        assert curves.scores(found, "bits_per_dim")["train"].values == [3.0]
+
+
+def test_an_evaluation_of_the_training_split_is_evaluated_again(tmp_path):
+    """A damaged record that is cut back to a checkpoint without a score keeps no evaluation."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "tag": tag, "split": "train"} for tag in ("train", "eval")]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    record_lines.RecordLines(path, 1, None, scored=False).close()
+    assert [line["tag"] for line in record_lines.read(path)] == ["train"]
+
+
+@pytest.mark.parametrize("stated", [None, 1e9])
+def test_each_line_has_tokens_a_second_and_the_share_of_the_peak(tmp_path, monkeypatch, stated):
+    if stated:
+        monkeypatch.setitem(utilization.PEAKS, "cpu", stated)
+    loop.train(tmp_path, **worker.arguments(log_every=1))
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    timings = [line["timing"] for line in lines if line["tag"] == "train"]
+    assert all(timing.keys() == {"seconds", "tokens_per_second", "mfu"} for timing in timings)
+    known = [timing for timing in timings if timing["tokens_per_second"] is not None]
+    assert len(known) > 12
+    for timing in known:
+        if stated is None:
+            assert timing["mfu"] is None
+        else:  # three forward passes of a product with 8 x 8 and one with 8 x 16
+            flops = 3 * 2 * (8 * 8 + 8 * 16)
+            share = flops * timing["tokens_per_second"] / (stated * len(jax.devices()))
+            assert timing["mfu"] == pytest.approx(share)
+
+
+def test_operations_are_those_of_all_devices_and_of_one_forward_pass():
+    model, tokens = tiny.TinyLM(), jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    params = jax.eval_shape(lambda key: model.init_params(key, (8, 16)), jax.random.PRNGKey(0))
+    for devices in (1, len(jax.devices())):
+        on = mesh.make(devices=jax.devices()[:devices])
+        found = utilization.flops_of_step(model, params, tokens, on)
+        assert found == 3 * 2 * 8 * 16 * (8 * 8 + 8 * 16)
+
+
+@pytest.mark.parametrize(
+    "kind, peak", [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("cpu", None)]
+)
+def test_the_peak_is_that_of_the_devices_name(kind, peak, monkeypatch):
+    class Device:
+        device_kind = kind
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    assert utilization.peak() == peak
