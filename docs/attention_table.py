@@ -31,7 +31,6 @@ SHOWN = {  # the page's columns: length, dropout and mask, what of it
     "65,536": ("65536", PLAIN, "combined_ms"),
     "65,536, dropout": ("65536", DROPOUT, "combined_ms"),
     "65,536, mask": ("65536", MASKED, "combined_ms"),
-    "MiB at 65,536": ("65536", PLAIN, "memory_mib"),
 }
 NONE = "–"
 
