@@ -161,11 +161,19 @@ def find(path: Path, pattern: str, field: str, raw: bool, by: splits.By, option:
 
 
 class Span(NamedTuple):
-    """A file, or of a plain one the bytes from `first` to before `last`."""
+    """A file, or a part of it.
+
+    Attributes:
+      path: the file.
+      first, last: of a plain file the bytes, of a .parquet the row groups, from `first` to before
+        `last`.
+      size: the bytes of the part in the file; None: the whole file's.
+    """
 
     path: Path
     first: int = 0
     last: int | None = None
+    size: int | None = None
 
 
 def pieces_of(found: Found, spans: Iterable[Span], field: str) -> Iterator[tuple[bytes, bool]]:
@@ -203,7 +211,7 @@ def _parts(found: Found, span: Span, field: str, size: int) -> Iterator[bytes]:
     rows = arrow_tables.arrow if found.kind == "datasets" else tables.reader(path, field)
     if rows is None:
         return _checked_text(path, bounds)
-    if rows is tables.json_lines and bounds != (0, None):
+    if rows in (tables.json_lines, tables.parquet) and bounds != (0, None):
         rows = functools.partial(rows, first=span.first, last=span.last)
     texts = tables.texts(path, rows, field, files.most_unpacked(size))
     return _with_borders(

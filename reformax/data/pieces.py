@@ -32,7 +32,14 @@ from reformax.data.base import (
     of_split,
     text_fingerprint,
 )
-from reformax.data.vocabulary import FILE, check_settings, check_size, learnt, settings_of
+from reformax.data.vocabulary import (
+    FILE,
+    check_settings,
+    check_size,
+    learnt,
+    n_threads,
+    settings_of,
+)
 from reformax.data.vocabulary import fingerprint as hash_of
 from reformax.declared import SettingError, user_path
 
@@ -74,7 +81,7 @@ class _SentencePieces:
         self.mask = None
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._pieces.encode(list(texts), num_threads=-1)
+        return self._pieces.encode(list(texts), num_threads=n_threads())
 
     def ids_before(self, text: str, characters: Sequence[int]) -> np.ndarray:
         """How many ids of a text stand before each of some characters, by their places, sorted.
