@@ -477,8 +477,8 @@ def workers_for(n_tasks: int, memory_each: int, processes: int | None = None) ->
     cores, total = _cores(), memory.host()
     room = max(1, total // 2 // memory_each)
     n = max(1, min(n_tasks, processes or min(cores, room)))
-    why = f"{cores} of cores, {room} that {memory.words(total)} of memory have room for"
-    return Workers(n, f"{n_tasks:,} parts left, processes: {n} ({why})")
+    why = f"cores: {cores}; {memory.words(total)} of memory have room for {room:,}"
+    return Workers(n, f"parts: {n_tasks:,}, processes: {n} ({why})")
 
 
 def in_processes(

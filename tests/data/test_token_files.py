@@ -567,7 +567,7 @@ def test_processes_are_as_many_as_memory_has_room_for(tmp_path, monkeypatch, cap
     write_jsonl(tmp_path / "a.jsonl")
     prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'made'}"])
     assert capsys.readouterr().err.splitlines()[0] == (
-        "prepare: 1 parts left, processes: 1 (64 of cores, 8 that 4.0 GiB of memory have room for)"
+        "prepare: parts: 1, processes: 1 (cores: 64; 4.0 GiB of memory have room for 8)"
     )
 
 
