@@ -13,7 +13,10 @@ many processes, and FOLDER can be copied to other machines.
 
 from __future__ import annotations
 
+import argparse
 import functools
+import re
+import shlex
 import typing
 from collections.abc import Sequence
 
@@ -26,10 +29,37 @@ from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.data.vocabulary import FILE
 from reformax.declared import Name, PathName, SettingError, Size, VocabSize, user_path
 
+_SETTING = re.compile(
+    r"""(?P<config>--config=(?P<mark>['"]))?text\.text\."""
+    rf"""(?P<name>{"|".join((*texts.DEFAULTS, "vocabulary", "vocab_size", "max_held_out"))})\b"""
+    r"""(?(config)=(?P<typed>.+?)(?P=mark)|(?:=(?P<value>'[^']*'))?)"""
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepares a text and says what it is."""
     args = parser().parse_args(argv)
+    try:
+        return _prepare(args)
+    except (ValueError, OSError) as error:
+        if len(error.args) == 1:
+            error.args = (_by_flags(str(error)),)
+        raise
+
+
+def _by_flags(line: str) -> str:
+    """A line with flags for the settings that training takes by --config."""
+
+    def flag(found: re.Match) -> str:
+        value = (found["typed"] or found["value"] or "").strip("\"'")
+        return f"--{found['name']}" + (
+            f"={shlex.quote(value)}" if value not in ("", "True") else ""
+        )
+
+    return _SETTING.sub(flag, line)
+
+
+def _prepare(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in texts.DEFAULTS}
     path, folder = files.existing(args.data_dir), user_path("to", args.to)
     if token_files.is_prepared(path):
@@ -64,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"write={args.write}: bytes are no ids, give --vocabulary or --vocab_size"
         )
     for line in texts.described(folder, source, parts):
-        print(line)
+        print(_by_flags(line))
     if not made:
         print(f"{folder}: the text is as it was, and nothing of it was made anew")
     return 0

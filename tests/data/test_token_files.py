@@ -595,3 +595,28 @@ def test_shards_of_another_division_are_not_gone_on_with(tmp_path, monkeypatch):
     prepare.main(command)
     assert_alike(text.text(made), text.text(tmp_path / "a.jsonl"))
     assert len(list(made.glob("text-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    "name, data, told",
+    [
+        ("a.jsonl", b'{"body": "x"}\n', "it has body, set --field=body"),
+        ("a.bin", bytes(range(128, 256)) * 99, "or train on its bytes as they are with --raw"),
+        ("b.zip", b"PK\x03\x04" + b"x" * 99, None),
+    ],
+)
+def test_errors_of_prepare_name_its_flags(name, data, told, tmp_path, capsys):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises((ValueError, OSError)) as error:
+        prepare.main([f"--data_dir={tmp_path / name}", f"--to={tmp_path / 'to'}", "--quiet"])
+    assert "text.text" not in str(error.value) and (told or "") in str(error.value)
+
+
+def test_lines_of_prepare_name_its_flags_and_those_of_training_settings(tmp_path, capsys):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl")
+    (folder / "README.md").write_text("of it")
+    prepare.main([f"--data_dir={folder}", f"--to={tmp_path / 'made'}", "--quiet"])
+    assert "beside tables; --pattern='**' takes them" in capsys.readouterr().out
+    assert "text.text.pattern='**' takes them" in str(text.text(tmp_path / "made").summary())
