@@ -375,9 +375,8 @@ def _spans(found: documents.Found, path: Path, field: str, most: int) -> Iterato
     rows = tables.reader(path, field) if found.checked and found.kind != "datasets" else None
     if size <= most or not plain or found.kind == "datasets":
         yield documents.Span(path)
-    elif rows is tables.parquet:
+    elif rows is tables.parquet and (groups := arrow_tables.row_groups(path)):
         first = so_far = 0
-        groups = arrow_tables.row_groups(path)
         for number, n_bytes in enumerate(groups, start=1):
             so_far += n_bytes
             if number == len(groups) or so_far + groups[number] > most:
