@@ -9,6 +9,7 @@ import math
 import os
 import pkgutil
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,7 +64,7 @@ from benchmarks.harness.output import Table
 from benchmarks.peers import linear_names, rabe_staats, triton_tuning
 from benchmarks.reliability import __main__ as reliability_main
 from benchmarks.reliability import calls as reliability_calls
-from benchmarks.reliability import failing_calls, kills
+from benchmarks.reliability import failing_calls, kills, preparing
 from benchmarks.reliability import runs as reliability_runs
 from benchmarks.rows import linear as linear_rows
 from benchmarks.rows import recall as recall_rows
@@ -548,13 +549,35 @@ for name in ("b/x", "a/sub/x", "a/sub/y", "a/sub/x", "a/sub/x"):
     assert written == ["sub/x", "sub/y", "sub/x", "sub/x", "sub/x"]
 
 
+@pytest.mark.slow
+def test_prepare_is_killed_and_run_again(capsys):
+    assert preparing.main(["--cases=2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"bytes *\| process *\| 1 ", printed) and "kept for a look" not in printed
+
+
+def test_a_part_of_a_prepared_text_is_seen(tmp_path):
+    """What has its name has all its files; what is not whole yet has none, or another name."""
+    for name in ("reformax_text.json", "text-1/00000.bytes", "text-1/00000.begins", "pieces/a/ids"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    want = preparing.files_of(tmp_path)
+    assert not preparing.differing(tmp_path, want) and not preparing.differing(tmp_path / "b", want)
+    shutil.move(tmp_path / "pieces/a", tmp_path / "pieces/a.partial")
+    assert not preparing.differing(tmp_path, want)  # ids come later
+    (tmp_path / "text-1/00000.begins").unlink()
+    assert preparing.differing(tmp_path, want) == ["text-1/00000.begins"]
+    (tmp_path / "text-1/00000.begins").write_text("another")
+    assert preparing.differing(tmp_path, want) == ["text-1/00000.begins"]
+
+
 def test_the_campaigns_are_listed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["reliability"])
     assert reliability_main.main() == 0
     listed = capsys.readouterr().out
     folder = Path(reliability_main.__file__).parent
     campaigns = {"channels", "cost", "failing_calls", "inputs", "kills", "power_cuts"}
-    campaigns |= {"process_kills"}
+    campaigns |= {"preparing", "process_kills"}
     assert all(f"  {name} " in listed for name in campaigns)
     assert {path.stem for path in folder.glob("*.py")} - campaigns - reliability_main.SHARED == {
         "__init__"

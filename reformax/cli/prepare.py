@@ -19,7 +19,10 @@ run of this machine reads stays.
 
 from __future__ import annotations
 
+import argparse
 import functools
+import re
+import shlex
 import time
 import typing
 from collections.abc import Sequence
@@ -33,12 +36,39 @@ from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.data.vocabulary import FILE
 from reformax.declared import Name, NonNegative, PathName, SettingError, Size, VocabSize, user_path
 
+_SETTING = re.compile(
+    r"""(?P<config>--config=(?P<mark>['"]))?text\.text\."""
+    rf"""(?P<name>{"|".join((*texts.DEFAULTS, "vocabulary", "vocab_size", "max_held_out"))})\b"""
+    r"""(?(config)=(?P<typed>.+?)(?P=mark)|(?:=(?P<value>'[^']*'))?)"""
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepares a text and says what it is."""
     args = parser().parse_args(argv)
-    if args.list or args.prune is not None:
-        return _clean(args)
+    try:
+        if args.list or args.prune is not None:
+            return _clean(args)
+        return _prepare(args)
+    except (ValueError, OSError) as error:
+        if len(error.args) == 1:
+            error.args = (_by_flags(str(error)),)
+        raise
+
+
+def _by_flags(line: str) -> str:
+    """A line with flags for the settings that training takes by --config."""
+
+    def flag(found: re.Match) -> str:
+        value = (found["typed"] or found["value"] or "").strip("\"'")
+        return f"--{found['name']}" + (
+            f"={shlex.quote(value)}" if value not in ("", "True") else ""
+        )
+
+    return _SETTING.sub(flag, line)
+
+
+def _prepare(args: argparse.Namespace) -> int:
     if args.data_dir is None or args.to is None:
         raise SettingError("--data_dir and --to are missing: give a text and the folder to make")
     if args.cache_dir is not None:
@@ -79,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"write={args.write}: bytes are no ids, give --vocabulary or --vocab_size"
         )
     for line in texts.described(folder, source, parts):
-        print(line)
+        print(_by_flags(line))
     if not made:
         print(f"{folder}: the text is as it was, and nothing of it was made anew")
     return 0

@@ -6,6 +6,7 @@ reader counts what it has read and stops at its limit.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import struct
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,11 @@ from reformax.data import files
 from reformax.declared import SettingError
 
 _ROWS = 1024  # rows of a table that are read together
-# The encodings of Parquet that pyarrow reads as a dictionary.
-_AS_DICTIONARY = {"PLAIN", "RLE", "BIT_PACKED", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+_TOGETHER, _BUFFER = 2**24, 2**20  # bytes of texts that are read together, and bytes of a read
+# Encodings of Parquet whose texts take no more memory than the file states, and dictionaries.
+_PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
+_DICTIONARY = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+_SMALL_GROUP = 2**26  # stated bytes of a row group that is read as a dictionary
 # What stands in place of a file that Git LFS has not fetched.
 LFS_POINTER = b"version https://git-lfs"
 # Words of pyarrow's errors on files that are whole.
@@ -59,13 +63,16 @@ class NoField(SettingError):
         self.others = others
 
 
-def parquet(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple]:
+def parquet(
+    path: Path, fields: Sequence[Field], max_bytes: int, first: int = 0, last: int | None = None
+) -> Iterator[tuple]:
     """The rows of columns of a Parquet file.
 
     Args:
       path: the file.
       fields: the columns.
       max_bytes: the most that the columns may unpack to, and the most that their texts may have.
+      first, last: the row groups that are read, from `first` to before `last`; None: all.
 
     Yields:
       A value of each column: of text its bytes, or None.
@@ -83,20 +90,71 @@ def parquet(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tup
         names = [field.name for field in fields if field.name in schema.names]
         with pa.parquet.ParquetFile(path) as file:
             metadata = file.metadata
-        if (stated := _stated(metadata, names)) > max_bytes:
+        if _stated(metadata, names) > max_bytes:
             raise _bomb(path, size, max_bytes)
-        # Read as a dictionary, a text that stands many times is in memory once. Where pyarrow
-        # cannot, a row has at most the bytes that the column states, so few rows are read together.
-        texts = _encodings(metadata, names)
-        dictionaries = [column for column, found in texts.items() if found <= _AS_DICTIONARY]
-        n_rows = _ROWS
-        if len(dictionaries) < len(texts):
-            n_rows = min(_ROWS, max(1, max_bytes // max(1, stated)))
-        with pa.parquet.ParquetFile(path, read_dictionary=dictionaries) as file:
-            batches = file.iter_batches(batch_size=n_rows, columns=names, use_threads=False)
-            yield from _rows(pa, path, fields, batches, max_bytes)
+        groups = range(metadata.num_row_groups)[first:last]
+        batches = (b for i in groups for b in _group(pa, path, metadata, i, names))
+        yield from _rows(pa, path, fields, batches, max_bytes)
     except (pa.ArrowException, OSError) as error:
         raise _unread(pa, path, error) from error
+
+
+def row_groups(path: Path) -> list[int]:
+    """The bytes that each row group of a Parquet file has in it; raises what `parquet` does."""
+    pa = _pyarrow(path)
+    try:
+        metadata = pa.parquet.read_metadata(path)
+        groups = map(metadata.row_group, range(metadata.num_row_groups))
+        return [
+            sum(max(0, group.column(i).total_compressed_size) for i in range(group.num_columns))
+            for group in groups
+        ]
+    except (pa.ArrowException, OSError) as error:
+        raise _unread(pa, path, error) from error
+
+
+def _group(pa, path: Path, metadata: Any, number: int, names: Sequence[str]) -> Iterator[Any]:
+    """The batches of a row group, each of about `_TOGETHER` bytes of text, or of a small group.
+
+    Read as a dictionary, a text that stands many times is in memory once. But pyarrow then keeps
+    every text of the row group, so a large one is read so only to see how long its texts are.
+    """
+    group = metadata.row_group(number)
+    stated = max(1, _stated_of(group, names))
+    encodings = _encodings(group, names)
+    dictionaries = [column for column, found in encodings.items() if found & _DICTIONARY]
+    inflating = any(found - _PLAIN - _DICTIONARY for found in encodings.values())
+
+    def batches(n_rows: int, as_dictionaries: Sequence[str] = ()) -> Iterator[Any]:
+        with pa.parquet.ParquetFile(
+            path,
+            metadata=metadata,
+            read_dictionary=list(as_dictionaries),
+            pre_buffer=False,
+            buffer_size=_BUFFER,
+        ) as file:
+            yield from file.iter_batches(
+                batch_size=n_rows, row_groups=[number], columns=list(names), use_threads=False
+            )
+
+    longest = -(-stated // max(1, group.num_rows))  # the mean of texts that lie in the file
+    if inflating:
+        longest = stated
+    elif dictionaries and stated <= _SMALL_GROUP:
+        yield from batches(max(1, group.num_rows), dictionaries)
+        return
+    elif dictionaries:
+        with contextlib.closing(batches(1, dictionaries)) as begins:
+            begin = next(begins)
+        found = [values for column in begin.columns for values in _dictionaries(column)]
+        for values in found:
+            # One value may be the first row's, with a dictionary behind it.
+            lengths = _lengths(pa, values) if len(values) > 1 else pa.array([stated])
+            longest = max(longest, pa.compute.max(lengths).as_py() or 0)
+        if len(found) < len(dictionaries):
+            longest = stated
+        del begin, found
+    yield from batches(min(_ROWS, max(1, _TOGETHER // longest)))
 
 
 def arrow(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple]:
@@ -275,25 +333,40 @@ def _is_view(pa, kind: Any) -> bool:
 
 def _stated(metadata: Any, names: Sequence[str]) -> int:
     """The bytes that columns unpack to as the file says, and one for each row."""
-    return metadata.num_rows + sum(x.total_uncompressed_size for x in _chunks(metadata, names))
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return metadata.num_rows + sum(_stated_of(group, names) for group in groups)
 
 
-def _encodings(metadata: Any, names: Sequence[str]) -> dict[str, set[str]]:
+def _stated_of(group: Any, names: Sequence[str]) -> int:
+    return sum(chunk.total_uncompressed_size for chunk in _chunks(group, names))
+
+
+def _encodings(group: Any, names: Sequence[str]) -> dict[str, set[str]]:
     """How the pages of texts are encoded: of columns, and of those in lists and objects."""
-    found: dict[str, set[str]] = {}
-    for chunk in _chunks(metadata, names):
-        if chunk.physical_type == "BYTE_ARRAY":
-            found.setdefault(chunk.path_in_schema, set()).update(chunk.encodings)
-    return found
+    return {
+        chunk.path_in_schema: set(chunk.encodings)
+        for chunk in _chunks(group, names)
+        if chunk.physical_type == "BYTE_ARRAY"
+    }
 
 
-def _chunks(metadata: Any, names: Sequence[str]) -> Iterator[Any]:
-    """What a file says of each part of some columns."""
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            path = chunk.path_in_schema
-            if any(path == name or path.startswith(f"{name}.") for name in names):
-                yield chunk
+def _chunks(group: Any, names: Sequence[str]) -> Iterator[Any]:
+    """What a file says of each part of some columns in a row group."""
+    for chunk in map(group.column, range(group.num_columns)):
+        path = chunk.path_in_schema
+        if any(path == name or path.startswith(f"{name}.") for name in names):
+            yield chunk
+
+
+def _dictionaries(values: Any) -> Iterator[Any]:
+    """The dictionaries of an array, and of those in lists and objects."""
+    values = getattr(values, "storage", values)
+    if hasattr(values, "dictionary"):
+        yield values.dictionary
+    elif hasattr(values, "flatten"):
+        parts = values.flatten()
+        for part in parts if isinstance(parts, list) else [parts]:
+            yield from _dictionaries(part)
 
 
 def _is_packed(message: Any) -> bool:

@@ -205,11 +205,19 @@ def find(
 
 
 class Span(NamedTuple):
-    """A file, or of a plain one the bytes from `first` to before `last`."""
+    """A file, or a part of it.
+
+    Attributes:
+      path: the file.
+      first, last: of a plain file the bytes, of a .parquet the row groups, from `first` to before
+        `last`.
+      size: the bytes of the part in the file; None: the whole file's.
+    """
 
     path: Path
     first: int = 0
     last: int | None = None
+    size: int | None = None
 
 
 def pieces_of(
@@ -255,7 +263,7 @@ def _parts(
     rows = arrow_tables.arrow if found.kind == "datasets" else tables.reader(path, field)
     if rows is None:
         return _checked_text(path, bounds)
-    if rows is tables.json_lines and bounds != (0, None):
+    if rows in (tables.json_lines, tables.parquet) and bounds != (0, None):
         rows = functools.partial(rows, first=span.first, last=span.last)
     most = files.most_unpacked(size)
     if keys is not None and keys.field is not None:

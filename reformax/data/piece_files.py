@@ -20,6 +20,7 @@ from reformax.data.vocabulary import fingerprint
 from reformax.declared import SettingError
 
 _SPAN = 2**25  # bytes of text that one file has the ids of
+_MEMORY = 2**29  # what a process takes that encodes them
 _FOLDER = "pieces"
 _ENDS = {"begins": "ends", "joined": "joined_ends"}  # names of the first and last places
 
@@ -68,7 +69,7 @@ def encoded(
             for number, (first, last) in enumerate(spans(text.data, _SPAN))
         ]
         write = functools.partial(_write, model=model, size=vocabulary.size)
-        made = token_files.all_made(write, tasks, partial, processes, quiet)
+        made = token_files.all_made(write, tasks, partial, _MEMORY, processes, quiet)
         return {"dtype": str(vocabulary.dtype), "vocabulary": fingerprint(model), "spans": made}
 
     if (folder / _FOLDER).is_symlink():  # in a folder of somebody else it may lead anywhere

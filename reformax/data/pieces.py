@@ -35,7 +35,14 @@ from reformax.data.base import (
 )
 from reformax.data.lengths import Lengths
 from reformax.data.stored import crc32_of
-from reformax.data.vocabulary import FILE, check_settings, check_size, learnt, settings_of
+from reformax.data.vocabulary import (
+    FILE,
+    check_settings,
+    check_size,
+    learnt,
+    n_threads,
+    settings_of,
+)
 from reformax.data.vocabulary import fingerprint as hash_of
 from reformax.declared import SettingError, user_path
 
@@ -77,7 +84,7 @@ class _SentencePieces:
         self.mask = None
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._pieces.encode(list(texts), num_threads=-1)
+        return self._pieces.encode(list(texts), num_threads=n_threads())
 
     def name_of(self, i: int) -> str:
         return self._pieces.id_to_piece(i)

@@ -2,8 +2,9 @@
 
 1. The bytes of a text lie in shards, `text-KEY/00000` and so on, and where its documents begin
    beside them. `reformax_text.json` says which shards are which split, with lengths and CRC-32.
-2. A shard is a span of a large plain file, or some small files. Processes make shards side by side,
-   each in memory that no size of the text changes. One that was made is not made again.
+2. A shard is a span of a large plain file or .parquet, or some small files. Processes make shards
+   side by side, each in memory that no size of the text changes, and no more of them than memory
+   has room for. One that was made is not made again.
 3. The ids of pieces lie in `pieces/<text and vocabulary>`, made of the text in the same way. Blocks
    are those of `pieces.PieceVocabulary`, so ids do not depend on how the text is divided.
 4. A folder is whole or absent: `<folder>.partial` gets its name when all in it is on the disk.
@@ -36,10 +37,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reformax import durable
-from reformax.data import cache, documents, files, joined, tables, token_ids
+from reformax import durable, memory
+from reformax.data import arrow_tables, cache, documents, files, joined, tables, token_ids
 from reformax.data.stored import Part, StoredArray
-from reformax.data.vocabulary import FILE
+from reformax.data.vocabulary import FILE, THREADS
 from reformax.declared import SettingError, user_path
 from reformax.progress import Progress
 
@@ -50,7 +51,10 @@ _OURS = re.compile(
     + "|".join(map(re.escape, (MANIFEST, FILE, *typing.get_args(token_ids.Format))))
 )
 _SHARD = re.compile(r"(text-\w+/)?\d{5,}")
-SHARD = 2**27  # bytes of a source of which one shard is made
+SHARD = 2**27  # bytes of a source of which one shard is made, at most
+# Small texts have as many shards as large machines have cores, none of less than this.
+_SHARDS, _LEAST_SHARD = 64, 2**22
+_MEMORY = 2**28  # what a process takes that makes a shard, such as one that unpacks an .xz
 _SAMPLES, _SAMPLED = 2**12, 64  # bytes of a sample of a source, and files that are sampled at most
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -248,7 +252,7 @@ def prepare(
       found: the sources.
       settings: what they were found by, 'field' among them; kept in the manifest.
       folder: gets the files. One that has another text's is replaced.
-      processes: that make shards; None: one for each core.
+      processes: that make shards; None: one for each core, as memory has room for.
       quiet: shows no bar.
 
     Returns:
@@ -280,7 +284,12 @@ def _prepare(
     def make(partial: Path) -> dict[str, Any]:
         _check_room(found.size(), partial)
         shards = list(shards_of(found, settings["field"]))
-        made = all_made(make_shard, shards, partial / f"text-{key[:16]}", processes, quiet)
+        # A version that divides a text in another way goes on with no shard of this one.
+        division = [[(span.first, span.last) for span in shard.spans] for shard in shards]
+        own = partial / f"text-{hashlib.sha256(repr((key, division)).encode()).hexdigest()[:16]}"
+        for other in set(partial.glob("text-*")) - {own}:
+            durable.remove(other)
+        made = all_made(make_shard, shards, own, _MEMORY, processes, quiet)
         if key_of(found, settings) != key:
             raise SettingError("a source changed while it was read: start again")
         splits = {split: [] for split in found.paths}
@@ -371,10 +380,12 @@ def _check_room(size: int, folder: Path) -> None:
 def shards_of(found: documents.Found, field: str) -> Iterator[Shard]:
     """What shards are made of, in order: spans of large plain files, and small files together."""
     number = 0
+    most = (found.size() * (_INFLATION if found.checked else 1)) // _SHARDS
+    most = min(SHARD, max(_LEAST_SHARD, most))
     for split, paths in found.paths.items():
         waiting, size = [], 0
-        for span in (span for path in paths for span in _spans(found, path, field)):
-            if waiting and size + _size(span) > SHARD:
+        for span in (span for path in paths for span in _spans(found, path, field, most)):
+            if waiting and size + _size(span) > most:
                 yield Shard(number, split, found, waiting, field)
                 number, waiting, size = number + 1, [], 0
             waiting.append(span)
@@ -384,21 +395,31 @@ def shards_of(found: documents.Found, field: str) -> Iterator[Shard]:
             number += 1
 
 
-def _spans(found: documents.Found, path: Path, field: str) -> Iterator[documents.Span]:
+def _spans(found: documents.Found, path: Path, field: str, most: int) -> Iterator[documents.Span]:
+    """The parts of a file, of about so many bytes each where it can be divided."""
     size = path.stat().st_size
     plain = not found.checked or files.packing(path) is None
     rows = tables.reader(path, field) if found.checked and found.kind != "datasets" else None
-    by_span = plain and found.kind != "datasets" and rows in (None, tables.json_lines)
-    if size <= SHARD or not by_span:
+    if size <= most or not plain or found.kind == "datasets":
         yield documents.Span(path)
-        return
-    for first in range(0, size, SHARD):
-        yield documents.Span(path, first, min(size, first + SHARD))
+    elif rows is tables.parquet and (groups := arrow_tables.row_groups(path)):
+        first = so_far = 0
+        for number, n_bytes in enumerate(groups, start=1):
+            so_far += n_bytes
+            if number == len(groups) or so_far + groups[number] > most:
+                yield documents.Span(path, first, number, so_far)
+                first, so_far = number, 0
+    elif rows in (None, tables.json_lines):
+        for first in range(0, size, most):
+            last = min(size, first + most)
+            yield documents.Span(path, first, last, last - first)
+    else:
+        yield documents.Span(path)
 
 
 def _size(span: documents.Span) -> int:
-    if span.last is not None:
-        return span.last - span.first
+    if span.size is not None:
+        return span.size
     packed = files.packing(span.path) is not None
     return span.path.stat().st_size * (_INFLATION if packed else 1)
 
@@ -438,6 +459,7 @@ def all_made(
     make: Callable[[Any, Path], dict[str, Any]],
     tasks: Sequence[Any],
     folder: Path,
+    memory_each: int,
     processes: int | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
@@ -447,6 +469,7 @@ def all_made(
       make: writes a shard's files, flushed to the disk; returns what the manifest says of it.
       tasks: what shards are made of, each with its `number` and `size()`.
       folder: gets the files, and `NUMBER.json` after those of a shard.
+      memory_each: the bytes of memory that a process takes.
       processes, quiet: as in `prepare`.
     """
     durable.make_folder(folder)
@@ -459,11 +482,34 @@ def all_made(
                 found[task.number] = json.loads(path.read_bytes())
                 bar.advance(task.size())
         missing = [task for task in tasks if task.number not in found]
-        for task, facts in in_processes(functools.partial(make, folder=folder), missing, processes):
+        workers = workers_for(len(missing), memory_each, processes)
+        if missing and not quiet:
+            bar.say(f"prepare: {workers.words}", sys.stderr)
+        function = functools.partial(make, folder=folder)
+        for task, facts in in_processes(function, missing, workers.n):
             durable.write(folder / f"{task.number:05}.json", json.dumps(facts).encode())
             found[task.number] = facts
             bar.advance(task.size())
     return [found[task.number] for task in tasks]
+
+
+class Workers(NamedTuple):
+    """How many processes work, and why so many."""
+
+    n: int
+    words: str
+
+
+def workers_for(n_tasks: int, memory_each: int, processes: int | None = None) -> Workers:
+    """As many as there are cores and half of the memory has room for, or what a user says.
+
+    The other half is for the files that the system keeps in memory, and for other programs.
+    """
+    cores, total = _cores(), memory.host()
+    room = max(1, total // 2 // memory_each)
+    n = max(1, min(n_tasks, processes or min(cores, room)))
+    why = f"cores: {cores}; {memory.words(total)} of memory have room for {room:,}"
+    return Workers(n, f"parts: {n_tasks:,}, processes: {n} ({why})")
 
 
 def in_processes(
@@ -473,11 +519,11 @@ def in_processes(
 
     One task, or one process, is this process's own work. An error ends all.
     """
-    n = min(len(tasks), processes or _cores())
+    n = min(len(tasks), processes or 1)
     if n <= 1:
         yield from ((task, function(task)) for task in tasks)
         return
-    workers = [_Worker(function) for _ in range(n)]
+    workers = [_Worker(function, max(1, _cores() // n)) for _ in range(n)]
     waiting, results = queue.SimpleQueue(), queue.SimpleQueue()
     for task in tasks:
         waiting.put(task)
@@ -516,7 +562,9 @@ def _cores() -> int:
 class _Worker:
     """A process that calls a function with what comes through a pipe."""
 
-    def __init__(self, function: Callable[[Any], Any]):
+    def __init__(self, function: Callable[[Any], Any], threads: int):
+        # Its libraries would each begin a thread for every core.
+        threads = dict.fromkeys((THREADS, "RAYON_NUM_THREADS"), str(threads))
         # -P, and these paths: the working directory is no place to import from.
         path = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
         root = str(Path(__file__).resolve().parents[2])
@@ -528,7 +576,7 @@ class _Worker:
             [sys.executable, "-P", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | threads | {"PYTHONPATH": path},
         )
         self._send(function)
 

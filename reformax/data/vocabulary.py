@@ -27,6 +27,13 @@ ModelType = Literal["unigram", "bpe", "char", "word"]
 Coverage = Annotated[float, Bounds(above=0, most=1, name="a number above 0 and at most 1")]
 # The unigram trainer sums over threads. Their number decides the last bits, so it is fixed.
 _THREADS = 16
+# The variable of the environment that says how many threads encode; without it, one a core.
+THREADS = "REFORMAX_THREADS"
+
+
+def n_threads() -> int:
+    """How many threads encode texts; -1 for one a core."""
+    return int(os.environ.get(THREADS, -1))
 
 
 class Numbers:
@@ -120,7 +127,7 @@ class SentencePieces:
 
     def encode_all(self, sentences: Sequence[str]) -> list[list[int]]:
         """Encodes each sentence, on all cores."""
-        return self._processor().encode(list(sentences), add_eos=True, num_threads=-1)
+        return self._processor().encode(list(sentences), add_eos=True, num_threads=n_threads())
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids before the first `EOS`, without padding."""

@@ -21,7 +21,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from reformax.cli import prepare
-from reformax.data import files, piece_files, pieces, stored, text, token_files
+from reformax.data import (
+    arrow_tables,
+    files,
+    piece_files,
+    pieces,
+    stored,
+    tables,
+    text,
+    token_files,
+)
 from tests.data.test_documents import write_dataset
 from tests.data.test_pieces import tokenizer_json
 
@@ -75,7 +84,7 @@ SOURCES = {
     "a.jsonl.zst": write_jsonl,
     "a.txt": lambda path: path.write_text("\n".join(TEXTS)),
     "zeros.txt": lambda path: path.write_text("\0".join(TEXTS)),
-    "a.parquet": lambda path: pq.write_table(pa.table({"text": TEXTS}), path),
+    "a.parquet": lambda path: pq.write_table(pa.table({"text": TEXTS}), path, row_group_size=50),
     "dataset": lambda path: write_dataset(path, TEXTS),
     "kinds": folder_of_kinds,
 }
@@ -138,7 +147,8 @@ def test_bytes_are_those_of_memory(name, tmp_path, in_files, monkeypatch):
         assert not isinstance(stored_task.train_batch(0, 0, 1, 8).targets, stored.StoredArray)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     shards = sum(map(len, token_files.manifest(folder)["splits"].values()))
-    assert shards > (1 if name in ("a.jsonl", "a.txt", "zeros.txt", "kinds") else 0)
+    divided = ("a.jsonl", "a.txt", "zeros.txt", "a.parquet", "kinds")
+    assert shards > (1 if name in divided else 0)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "zeros.txt", "kinds"])
@@ -504,3 +514,109 @@ def test_lines_of_a_text_that_is_read_raw_are_no_documents(tmp_path, monkeypatch
     token_files.prepare(found, raw, tmp_path / "made", processes=1, quiet=True)
     (made,) = token_files.load(tmp_path / "made").texts.values()
     assert len(made.data) > 3000 and list(made.begins[:]) == [0]
+
+
+def test_a_parquet_is_divided_by_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "SHARD", 5000)
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=20)
+    found = text.find(tmp_path / "a.parquet", text.DEFAULTS)
+    shards = list(token_files.shards_of(found, "text"))
+    groups = [(span.first, span.last) for shard in shards for span in shard.spans]
+    assert len(shards) > 3 and groups[0][0] == 0 and groups[-1][1] == 15
+    assert [first for first, _ in groups[1:]] == [last for _, last in groups[:-1]]
+    assert sum(s.size() for s in shards) < (tmp_path / "a.parquet").stat().st_size
+    command = [f"--data_dir={tmp_path / 'a.parquet'}", f"--to={tmp_path / 'made'}", "--quiet"]
+    prepare.main([*command, "--processes=2"])
+    assert_alike(text.text(tmp_path / "made"), text.text(tmp_path / "a.parquet"))
+
+
+def test_files_of_a_folder_go_to_several_processes(tmp_path):
+    """Also small ones: as many shards as a large machine has cores, of some size."""
+    for name in ("a", "b", "c"):
+        write_jsonl(tmp_path / f"{name}.jsonl.xz")
+        with open(tmp_path / f"{name}.txt", "w") as file:
+            file.truncate(token_files._LEAST_SHARD)
+    found = text.find(tmp_path, text.DEFAULTS)
+    assert len(list(token_files.shards_of(found, "text"))) > 3
+
+
+@pytest.mark.parametrize("groups", [1, 9])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_a_parquet_is_read_in_memory_that_its_size_does_not_change(
+    dictionary, groups, tmp_path, monkeypatch
+):
+    """By what pyarrow holds, at a tenth of the sizes."""
+    monkeypatch.setattr(arrow_tables, "_SMALL_GROUP", 2**20)
+    monkeypatch.setattr(arrow_tables, "_TOGETHER", 2**20)
+    texts = [f"{i} {'x' * 2_000}" for i in range(20_000)]
+    path, options = tmp_path / "a.parquet", {"use_dictionary": dictionary}
+    pq.write_table(pa.table({"text": texts}), path, -(-20_000 // groups), **options)
+    taken, before = [], pa.total_allocated_bytes()
+    for _ in tables.texts(path, arrow_tables.parquet, "text", 2**30):
+        taken.append(pa.total_allocated_bytes() - before)
+    assert len(taken) == 20_000 and max(taken) < 12e6
+
+
+def test_processes_are_as_many_as_memory_has_room_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(token_files.memory, "host", lambda: 2**32)
+    assert token_files.workers_for(99, 2**28).n == 8
+    assert token_files.workers_for(5, 2**28).n == 5
+    assert token_files.workers_for(99, 2**33).n == 1
+    assert token_files.workers_for(99, 2**28, processes=20).n == 20  # as a user says
+    write_jsonl(tmp_path / "a.jsonl")
+    prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'made'}"])
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "prepare: parts: 1, processes: 1 (cores: 64; 4.0 GiB of memory have room for 8)"
+    )
+
+
+def test_processes_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    found = [x for _, x in token_files.in_processes(os.getenv, [token_files.THREADS, "TERM"], 2)]
+    assert "4" in found
+
+
+def test_shards_of_another_division_are_not_gone_on_with(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl")
+    made, kept = tmp_path / "made", token_files.durable.rename
+    command = [f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={made}", "--quiet", "--processes=1"]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(token_files, "SHARD", 5000)
+    monkeypatch.setattr(token_files.durable, "rename", stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepare.main(command)
+    (tmp_path / "made.partial" / token_files.MANIFEST).unlink()
+    monkeypatch.setattr(token_files.durable, "rename", kept)
+    monkeypatch.setattr(token_files, "SHARD", 9000)
+    prepare.main(command)
+    assert_alike(text.text(made), text.text(tmp_path / "a.jsonl"))
+    assert len(list(made.glob("text-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    "name, data, told",
+    [
+        ("a.jsonl", b'{"body": "x"}\n', "it has body, set --field=body"),
+        ("a.bin", bytes(range(128, 256)) * 99, "or train on its bytes as they are with --raw"),
+        ("b.zip", b"PK\x03\x04" + b"x" * 99, None),
+    ],
+)
+def test_errors_of_prepare_name_its_flags(name, data, told, tmp_path, capsys):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises((ValueError, OSError)) as error:
+        prepare.main([f"--data_dir={tmp_path / name}", f"--to={tmp_path / 'to'}", "--quiet"])
+    assert "text.text" not in str(error.value) and (told or "") in str(error.value)
+
+
+def test_lines_of_prepare_name_its_flags_and_those_of_training_settings(tmp_path, capsys):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl")
+    (folder / "README.md").write_text("of it")
+    prepare.main([f"--data_dir={folder}", f"--to={tmp_path / 'made'}", "--quiet"])
+    assert "beside tables; --pattern='**' takes them" in capsys.readouterr().out
+    assert "text.text.pattern='**' takes them" in str(text.text(tmp_path / "made").summary())

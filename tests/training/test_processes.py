@@ -25,7 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import evaluate
 import generate
 import train
+from reformax.cli import prepare
 from reformax.data import base
+from reformax.data import text as texts
 from reformax.declared import SettingError
 from reformax.training import alike, arrays, folder, placing, processes, watcher
 from reformax.training.checkpoint import Checkpoints
@@ -196,6 +198,38 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
             for name in names:
                 if line["step"] in expected:
                     assert line[name] == pytest.approx(expected[line["step"]][name], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_token_files_give_any_number_of_processes_the_batches_of_one(tmp_path, capsys):
+    """A run goes on in 1, 2 and 4 processes with the rows of a text in memory, bit for bit."""
+    (tmp_path / "a.txt").write_text("\n".join(f"line {i} of many" for i in range(9_999)))
+    prepare.main([f"--data_dir={tmp_path / 'a.txt'}", f"--to={tmp_path / 'made'}", "--quiet"])
+    capsys.readouterr()
+    (tmp_path / "notes").mkdir()
+    config = CONFIG.replace("@tiny.counting()", "@tiny.noted()").replace("= 8", "= 16")
+    config = config.replace("tiny.counting.seconds = 0.05", "tiny.TinyLM.vocab_size = 256")
+    config += f"tiny.noted.data_dir = '{tmp_path / 'made'}'\n"
+    config += f"tiny.noted.notes = '{tmp_path / 'notes'}'\n"
+    (tmp_path / "run.gin").write_text(config)
+    for n, steps in ((1, 3), (2, 6), (4, 9), (1, 11)):
+        address = f"--coordinator_address=localhost:{port()}"
+        together = [[address, f"--num_processes={n}", f"--process_id={i}"] for i in range(n)]
+        more = ["--config_file=run.gin", "--output_dir=run", f"--config=loop.train.steps={steps}"]
+        mesh = f"--config=loop.train.mesh={{'data': {4 * n}}}"
+        each = [[*more, mesh, *(own if n > 1 else [])] for own in together]
+        script = "train.py" if n > 1 else ROOT / "train.py"  # alone it takes no timeouts
+        with Launch(each, tmp_path, script, ({},) * n) as launched:
+            assert launched.codes(300) == [0] * n, launched.said
+    task, seen = texts.text(tmp_path / "a.txt"), {}
+    for path in sorted((tmp_path / "notes").iterdir()):
+        step, n, _ = path.stem.split(".")
+        found, whole = np.load(path), task.train_batch(0, int(step), 16, 16).targets
+        np.testing.assert_array_equal(found["targets"], whole[found["rows"]])
+        seen.setdefault((int(step), int(n)), []).extend(found["rows"])
+    assert all(sorted(rows) == list(range(16)) for rows in seen.values())
+    for n, steps in ((1, (0, 1, 2, 9, 10)), (2, (3, 4, 5)), (4, (6, 7, 8))):
+        assert {(step, n) for step in steps} <= set(seen)
 
 
 def evaluate_together(folder: str, monkeypatch, capsys) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from reformax.data import text
 from reformax.training.callbacks import Callback
 
 
@@ -69,6 +70,25 @@ class Task(NamedTuple):
     n_targets: object
     translation: object = None
     fingerprint: object = None
+
+
+def noted(data_dir, notes):
+    """A text; each process notes the rows that it reads, in a file for each step."""
+    task = text.text(data_dir)
+
+    def note(step, rows, batch):
+        name = f"{step}.{jax.process_count()}.{jax.process_index()}.npz"
+        np.savez(os.path.join(notes, name), rows=rows, targets=batch.targets)
+        return batch
+
+    def train_batch(seed, step, batch_size, length):
+        batch = task.train_batch(seed, step, batch_size, length)
+        return note(step, np.arange(batch_size), batch)
+
+    def train_rows(seed, step, batch_size, length, rows):
+        return note(step, rows, task.train_rows(seed, step, batch_size, length, rows))
+
+    return task._replace(train_batch=train_batch, train_rows=train_rows)
 
 
 def counting(
