@@ -130,11 +130,14 @@ def read(path: Path, found: Found, field: str) -> Source:
         for part, first in pieces_of(found, [Span(p) for p in paths], field, keys):
             total += len(part)
             files.check_room(path, total)
-            parts.append(part)
-            places.append(begins.of(part, first))
+            parts.append((part, first))
             if keys is not None:
+                places.append(begins.of(part, first))
                 of_documents.append(keys.take(len(places[-1])))
-        text = Text(files.as_array(b"".join(parts)), np.concatenate(places))
+        if keys is None:  # after all is read: borders of what is no text may be many
+            places += [begins.of(*part) for part in parts]
+        data = b"".join(part for part, _ in parts)
+        text = Text(files.as_array(data), np.concatenate(places))
         texts[split] = text if keys is None else _joined(text, np.concatenate(of_documents))
     check_joined(path, found, texts)
     return Source(texts, found.files, found.said)

@@ -216,12 +216,13 @@ def find(path: Path, settings: Mapping[str, Any]) -> documents.Found:
     """The files of a text, by the settings of `DEFAULTS`."""
     by = {"by": settings["splits"], "option": "text.text.splits"}
     found = documents.find(path, settings["pattern"], settings["field"], settings["raw"], **by)
-    if settings["raw"] and settings["join_by"] not in (None, FOLDER):
+    join_by = settings.get("join_by")
+    if settings["raw"] and join_by not in (None, FOLDER):
         raise SettingError(
-            f"join_by is {settings['join_by']!r} and raw is True: bytes of files as they are have "
+            f"join_by is {join_by!r} and raw is True: bytes of files as they are have "
             "no rows, give 'folder' or leave raw out"
         )
-    return found._replace(join_by=settings["join_by"], root=path)
+    return found._replace(join_by=join_by, root=path)
 
 
 def said(settings: Mapping[str, Any]) -> dict[str, Any]:
