@@ -1,5 +1,7 @@
 """Sizes beyond the machine's memory are refused before they are computed."""
 
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +91,23 @@ def test_caches_that_do_not_fit():
     params = plain.init(model, (1, 8))
     with pytest.raises(SettingError, match=r"caches of 1 rows of 2,147,483,647 tokens take .* GiB"):
         decoding.generate(model, params, [[1]], 4, max_length=2**31 - 1)
+
+
+def resident() -> int:
+    """The resident bytes of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_what_is_freed_goes_back_to_the_system():
+    """Blocks between which some are in use, and which refer to themselves."""
+    blocks = []
+    for i in range(64_000):
+        block = [bytearray(1024), None]
+        block[1] = block
+        blocks.append(block)
+    kept, held = [block[0] for block in blocks[::64]], resident()
+    del block, blocks
+    memory.give_back()
+    assert resident() < held - 2**25 and len(kept) == 1000

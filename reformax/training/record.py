@@ -10,12 +10,11 @@ that was stopped and resumed has the record of a run that was not.
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 from typing import Any
 
-from reformax import durable
+from reformax import durable, memory
 from reformax.progress import Progress
 from reformax.training import curves, side_channels
 from reformax.training.callbacks import Loggers
@@ -78,9 +77,9 @@ class Record:
             title = self._plot_path.absolute().parent.name
             drawn = curves.draw(self.lines, self._metric, title, self._tokens_per_step)
             durable.write(self._plot_path, drawn)
-        # A figure's objects refer to each other: of 30,000 lines it keeps 30 MB until Python looks
-        # for such, which it does when others have been made, and steps make none.
-        gc.collect()
+        # A figure of 30,000 lines is 30 MB of objects that refer to each other, and steps make none
+        # for which Python would look for such.
+        memory.give_back()
 
     def close(self) -> None:
         """Flushes everything to disk."""
