@@ -17,6 +17,9 @@ QUICK = {
     "convert/test_trax_files.py": {
         "test_weights_of_another_model": ["without_one-expected0", "transposed-expected3"],
     },
+    "data/test_labelled_text.py": {
+        "test_the_config_takes_the_number_of_classes_from_the_data": ["folders"],
+    },
     "data/test_pathfinder.py": {"test_what_is_painted_is_near_a_line": ["32", "64"]},
     "data/test_wmt.py": {"test_a_prepared_dataset_is_read": ["array_record"]},
     "flax/test_flax.py": {
@@ -300,11 +303,16 @@ QUICK = {
     },
     "training/test_training_paths.py": {
         "test_a_run_is_saved_and_restored_in_a_folder_of_any_name": ["brackets", "a backslash"],
-        "test_every_command_works_there": ["brackets-the working directory"],
     },
-    "training/test_training_scripts.py": {"test_a_signal_ends_the_script_saved": ["15-143"]},
+    "training/test_training_metrics.py": {
+        "test_each_line_has_tokens_a_second_and_the_share_of_the_peak": ["1000000000.0"],
+    },
+    "training/test_training_scripts.py": {
+        "test_a_signal_ends_the_script_saved": ["15-143"],
+        "test_the_rate_falls_to_the_last_step_however_the_steps_are_typed": ["True"],
+    },
     "training/test_training_side_channels.py": {
-        "test_broken_streams_cost_no_line": ["None-None", "write-whole"],
+        "test_broken_streams_cost_no_line": ["None-None"],
     },
     "training/test_watcher.py": {
         "test_a_process_that_is_killed_ends_the_others": ["2"],

@@ -135,6 +135,7 @@ def test_flags_of_a_sweep_are_its_runs(folder, monkeypatch, capsys):
     assert len(commands) == 4 and all({*flags} <= {*command} for command in commands)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_reported_and_the_next_begins(swept, folder):
     text = GRID.replace("[0.1, 0.2]", "0.1").replace("[4, 6]", "6")
     (folder / "bad.gin").write_text(f"{text}tiny.counting.poison_step = [1, -1]\n")

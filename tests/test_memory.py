@@ -103,7 +103,7 @@ def resident() -> int:
 def test_what_is_freed_goes_back_to_the_system():
     """Blocks between which some are in use, and which refer to themselves."""
     blocks = []
-    for i in range(64_000):
+    for _ in range(64_000):
         block = [bytearray(1024), None]
         block[1] = block
         blocks.append(block)

@@ -623,6 +623,7 @@ def test_a_score_is_the_mean_of_the_answers_alone(tmp_path):
         evaluate_task(model, params, task._replace(eval_batches=altered), "valid", **sizes)
 
 
+@pytest.mark.slow
 def test_a_run_learns_answers_and_no_prompts(tmp_path, monkeypatch, capsys):
     """From a run of text to one of chats, by the commands that a user types."""
     (tmp_path / "mine.txt").write_text("red blue green " * 300)

@@ -1,7 +1,5 @@
 """The attention layer around every op: its projections, masks, rngs and options."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,12 +94,14 @@ def test_sizes_are_those_asked_for():
 
 
 def test_the_algorithms_own_weights_are_kept():
-    op = dataclasses.replace(
-        dense.dense(),
-        init=lambda rng, dims: {"scale": jnp.full(dims.n_heads, 2.0)},
-        apply=lambda params, q, k, v, **_: v * params["scale"][:, None],
-    )
-    layer, x = layers.Attention(op, **SIZES), numbers()
+    class Scaled(dense.dense):
+        def init(self, rng, dims):
+            return {"scale": jnp.full(dims.n_heads, 2.0)}
+
+        def _apply(self, params, q, k, v, **_):
+            return v * params["scale"][:, None]
+
+    layer, x = layers.Attention(Scaled(), **SIZES), numbers()
     params = layer.init_params(RNG, x.shape)
     values = layer.project(params, x).v
     want = jnp.einsum("btnv,nvd->btd", 2 * values, params["w_o"])
@@ -255,7 +255,7 @@ def test_computes_in_the_dtype_of_its_input(row):
         (dict(n_kv_heads=1, op=shared_qk.shared_qk()), "n_kv_heads is 1, but shared_qk() makes"),
         (dict(d_v=-1), "d_v is -1: expected at least 1"),
         (dict(op="lsh"), "op is 'lsh': expected an AttentionOp, such as lsh.lsh()"),
-        (dict(op=dense.dense), "op is <function dense"),
+        (dict(op=dense.dense), "op is <class 'reformax.ops.dense.dense'>: expected an AttentionOp"),
         (dict(attention_dropout=1.0), "attention_dropout is 1.0: expected a rate in [0, 1)"),
         (dict(output_dropout=-0.1), "output_dropout is -0.1: expected a rate in [0, 1)"),
         (

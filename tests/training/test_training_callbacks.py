@@ -58,7 +58,7 @@ def test_each_hook_is_called_and_changes_nothing(plain, tmp_path):
         np.mean(np.reshape(bits, (4, 3)), axis=1), rel=1e-12
     )
     scores = [x[2] for x in seen if x[0] == "on_evaluation"]
-    valid = [x for x in lines if x.pop("split") == "valid"]
+    valid = [x for x in lines if x.pop("split") == "valid" and x.pop("tag") == "eval"]
     assert [x.pop("step") for x in valid] == [5, 10, 12] and valid == scores
 
 
@@ -82,6 +82,7 @@ def test_a_callback_that_raises_ends_the_run_once_it_is_saved(plain, tmp_path, h
     assert worker.record(tmp_path) == worker.record(plain[0]) and values(result) == values(plain[1])
 
 
+@pytest.mark.slow
 def test_an_error_at_the_end_is_raised(tmp_path):
     def broken(result):
         raise ValueError(f"ended at {result['step']}")

@@ -304,7 +304,7 @@ def test_a_flipped_byte_of_the_record_costs_its_line_alone(run, whole, capsys):
     assert (run / "metrics.jsonl.damaged.2").read_bytes() == before
     assert (run / "metrics.jsonl.damaged").read_text() == "of another time"
     record, all_lines = worker.record(run), worker.record(whole)
-    assert record[-1] == {"step": 20, "split": "note", "lost_lines": 1}
+    assert record[-1] == {"tag": "note", "step": 20, "split": "note", "lost_lines": 1}
     assert record[:-1] == all_lines[:3] + all_lines[4:]
     # The next run finds the record as this one left it, hole and all.
     assert train(run)["step"] == 20 and capsys.readouterr().err == ""
@@ -315,11 +315,11 @@ def test_lines_that_a_power_cut_took_are_told(run, capsys):
     (run / "metrics.jsonl").write_bytes(b"".join(lines[:2]) + b"\0" * 100)
     train(run)
     assert "5 lines up to step 20 are lost, 2 are kept" in capsys.readouterr().err
-    assert worker.record(run)[-1] == {"step": 20, "split": "note", "lost_lines": 5}
+    assert worker.record(run)[-1] == {"tag": "note", "step": 20, "split": "note", "lost_lines": 5}
     (run / "metrics.jsonl").unlink()
     train(run)
     assert "7 lines up to step 20 are lost, 0 are kept" in capsys.readouterr().err
-    assert worker.record(run) == [{"step": 20, "split": "note", "lost_lines": 7}]
+    assert worker.record(run) == [{"tag": "note", "step": 20, "split": "note", "lost_lines": 7}]
 
 
 def test_a_changed_number_of_the_record_is_told(run, capsys):

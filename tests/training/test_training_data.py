@@ -141,6 +141,7 @@ def test_the_same_text_elsewhere_goes_on(folder, monkeypatch, capsys):
     assert "changed_data" not in json.loads((folder / "run/evaluation_valid.json").read_text())
 
 
+@pytest.mark.slow
 def test_with_the_flag_a_run_goes_on_and_its_record_says_so(folder, monkeypatch, capsys):
     data = folder / "data/a.txt"
     data.write_bytes(TEXT + b"more text" * 9)

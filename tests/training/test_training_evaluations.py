@@ -62,6 +62,7 @@ def test_each_has_its_own_interval_length_task_and_split(tmp_path):
     assert result["bits_per_dim"] != last["bits_per_dim"]
 
 
+@pytest.mark.slow
 def test_without_them_a_run_is_the_same(tmp_path):
     loop.train(tmp_path / "with", **arguments())
     loop.train(tmp_path / "without", **arguments(evaluations={}))
@@ -69,6 +70,7 @@ def test_without_them_a_run_is_the_same(tmp_path):
     assert lines == worker.record(tmp_path / "without")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["valid", "short"])
 def test_a_run_that_is_stopped_between_evaluations_finds_the_others(tmp_path, monkeypatch, after):
     """A signal after one of the evaluations of the last step: the others are of the resumed run."""
@@ -94,6 +96,7 @@ def test_a_run_that_is_stopped_between_evaluations_finds_the_others(tmp_path, mo
     assert worker.record(tmp_path / "again") == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_scored_by_one_that_is_new_or_has_changed(tmp_path):
     loop.train(tmp_path, **arguments())
     changed = OTHERS | {"short": Evaluation(length=8), "new": Evaluation(split="test")}

@@ -125,6 +125,7 @@ def test_a_model_of_another_task_is_refused(model, task, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_masked_models_weights_begin_a_classifier(tmp_path, capsys):
     """Its backbone is taken, heads are fresh; a backbone of other shapes is refused."""
     model = SMALL | dict(vocab_size=9, d_attention_key=4, d_attention_value=4)

@@ -133,6 +133,7 @@ def test_a_folder_deleted_under_a_run_ends_it(tmp_path):
     assert left <= {"tensorboard", "loss.png"}  # what is for people alone
 
 
+@pytest.mark.slow
 def test_a_second_training_after_the_lock_was_deleted_is_left_alone(tmp_path):
     there = {}
 

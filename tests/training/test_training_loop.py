@@ -299,6 +299,7 @@ def test_checkpoints_by_time_change_no_bit(uninterrupted, tmp_path, killed_at):
     assert checkpoint.Checkpoints(tmp_path).steps() == [30, 40]
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_told_without_a_step(uninterrupted, tmp_path):
     first, record = run(tmp_path, steps=10)
     poisoned = {"poison_step": 0}  # no batch is looked at
@@ -482,6 +483,7 @@ def test_a_line_is_the_mean_since_the_last(tmp_path):
     assert means[1]["bits_per_dim"] == pytest.approx(np.mean(bits[4:]), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_of_each_lines_step_is_in_the_record(tmp_path):
     """Over an interruption too, and only if the optimizer has a schedule."""
     schedule = optimizer.cosine(max_value=3e-2, steps=12, warmup_steps=6)
@@ -498,6 +500,7 @@ def test_the_learning_rate_of_each_lines_step_is_in_the_record(tmp_path):
     assert not any("learning_rate" in x for x in lines)
 
 
+@pytest.mark.slow
 def test_the_seed_the_batch_and_the_length_matter(tmp_path):
     variants = [{}, {"seed": 1}, {"batch_size": 16}, {"length": 8}]
     bits = [

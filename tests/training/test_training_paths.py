@@ -90,6 +90,7 @@ def test_a_run_is_saved_and_restored_in_a_folder_of_any_name(tmp_path, elsewhere
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["the working directory", "the output_dir"])
 @pytest.mark.parametrize("name", ["lr[0.1]", "back\\slash"], ids=["brackets", "a backslash"])
 def test_every_command_works_there(written, monkeypatch, capsys, name, where):

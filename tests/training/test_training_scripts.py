@@ -133,6 +133,7 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
         assert code in (1, 2) and err.count("\n") == 1 and message in err
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
     # A learning rate that explodes after step 10: the last evaluation is the worse one.
     flags = ["--config_file=run.gin", "--output_dir=out", "--config=steps=30"]

@@ -88,6 +88,7 @@ def test_a_full_disk_of_event_files_costs_no_line(tmp_path, capsys, disk, wanted
     assert "No space left on device" in err
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_writes_no_event_file(tmp_path, wanted):
     assert run(tmp_path) == wanted
     (file,) = (tmp_path / "tensorboard").iterdir()
