@@ -44,8 +44,8 @@ def op(algorithm: Op) -> Op:
     """Makes a dataclass of an algorithm, an `AttentionOp`: its fields are its options.
 
     Options are given by keyword and checked by their annotations. Sequences become tuples. Ops are
-    equal where the algorithm and all options are: numbers of one type and value, arrays and
-    functions that are the same object. An op can therefore be a static argument of `jax.jit`.
+    equal where the algorithm and all options are: numbers of one type and value, arrays of NumPy
+    with one content, functions and other arrays that are the same object. An op can therefore be a static argument of `jax.jit`.
     """
     return dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)(algorithm)
 
@@ -121,7 +121,7 @@ class AttentionOp:
     def __post_init__(self):
         check_fields(self)
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _in_tuples(getattr(self, field.name)))
+            object.__setattr__(self, field.name, _constant(getattr(self, field.name)))
         if self._impls:
             check_impl(self.impl, *self._impls)
         self._check()
@@ -429,10 +429,13 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _in_tuples(value: Any) -> Any:
-    """The value, with tuples in place of other sequences."""
+def _constant(value: Any) -> Any:
+    """The value as nobody changes it: tuples for other sequences, copies of NumPy's arrays."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return tuple(map(_in_tuples, value))
+        return tuple(map(_constant, value))
+    if isinstance(value, np.ndarray):
+        value = value.copy()
+        value.flags.writeable = False
     return value
 
 
@@ -442,11 +445,13 @@ def _identity(value: Any) -> Any:
         return tuple(map(_identity, value))
     if value is None or isinstance(value, bool | int | float | str | np.generic):
         return type(value), repr(value)  # True is not 1, 2 is not 2.0, 0.0 is not -0.0
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return np.ndarray, value.dtype.str, value.shape, value.tobytes()
     return value if isinstance(value, AttentionOp) else _Same(value)
 
 
 class _Same:
-    """An array or a function, equal to itself alone."""
+    """An array of JAX or a function, equal to itself alone."""
 
     def __init__(self, value: Any):
         self._value = value

@@ -1,7 +1,9 @@
 """The call of an op: masks, compilation, and the name and options of an op."""
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 import logging
@@ -146,7 +148,9 @@ def test_ops_are_equal_where_one_compiled_program_serves_both():
     for pattern in (block_patterns.strided(stride=2), np.ones((2, 2), bool)):
         op = block_sparse.block_sparse(pattern=pattern)
         assert op == block_sparse.block_sparse(pattern=pattern)
-    assert op != block_sparse.block_sparse(pattern=np.ones((2, 2), bool))
+    assert op == block_sparse.block_sparse(pattern=np.ones((2, 2), bool)) == copy.deepcopy(op)
+    assert op != block_sparse.block_sparse(pattern=np.ones((2, 2), np.int8))
+    assert op != block_sparse.block_sparse(pattern=np.tri(2, dtype=bool))
     strided = (block_patterns.strided(stride=2) for _ in range(2))
     assert len({block_sparse.block_sparse(pattern=pattern) for pattern in strided}) == 1
     with pytest.raises(ValueError, match="n_hashes is True"):
@@ -168,7 +172,20 @@ def test_every_option_tells_ops_apart():
             assert len(set(made)) == len(made), name
 
 
-def test_an_array_among_the_options_is_equal_to_itself_alone():
+def test_an_array_among_the_options_may_change_afterwards():
+    """An op has what it was when it was made, and one that is made then is another."""
+    q, v = X[0], X[2]
+    rotations = np.random.default_rng(0).normal(size=(2, 4, 4, 2)).astype(np.float32)
+    make = functools.partial(lsh.lsh, chunk_len=2, n_buckets=4, rotations=rotations)
+    op = make()
+    before = op(q, None, v)
+    rotations[:] = rotations[:, ::-1].copy()
+    assert np.any(make()(q, None, v) != before)
+    np.testing.assert_array_equal(op(q, None, v), before)
+    np.testing.assert_array_equal(jax.jit(lambda q, v: op(q, None, v))(q, v), before)
+
+
+def test_arrays_among_the_options_tell_ops_apart():
     q, v, mask = X[0], X[2], np.tri(2, dtype=bool)
     rotations = np.random.default_rng(0).normal(size=(2, 4, 4, 2)).astype(np.float32)
     ops = [lsh.lsh(chunk_len=2, n_buckets=4, rotations=x) for x in (rotations, rotations[:, ::-1])]
