@@ -45,7 +45,8 @@ def op(algorithm: Op) -> Op:
 
     Options are given by keyword and checked by their annotations. Sequences become tuples. Ops are
     equal where the algorithm and all options are: numbers of one type and value, arrays of NumPy
-    with one content, functions and other arrays that are the same object. An op can therefore be a static argument of `jax.jit`.
+    with one content, functions and other arrays that are the same object. An op can therefore be a
+    static argument of `jax.jit`.
     """
     return dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)(algorithm)
 
