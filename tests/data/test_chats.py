@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import tracemalloc
 
 import gin
 import jax
@@ -283,6 +284,23 @@ def test_texts_in_lists_count_for_the_limit_of_a_table(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "most_unpacked", lambda size: 100_000)
     with pytest.raises(ValueError, match="refused as a decompression bomb"):
         chats(path)
+
+
+def test_values_in_lists_count_for_the_limit_of_a_table(tmp_path, monkeypatch):
+    """A list of many small objects is a few bytes of a file, and much memory in Python."""
+    values = pa.array([None] * 300_000, pa.bool_())
+    objects = pa.StructArray.from_arrays([values, values], ["a", "b"])
+    row = pa.ListArray.from_arrays(pa.array([0, len(objects)], pa.int32()), objects)
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"messages": row}), path)
+    assert path.stat().st_size < 2000
+    monkeypatch.setattr(files, "most_unpacked", lambda size: 2**24)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="refused as a decompression bomb"):
+        chats(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23
 
 
 def test_own_splits_are_kept(tmp_path):
