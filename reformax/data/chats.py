@@ -91,6 +91,8 @@ def chats(
             f"{_OPTION}.messages is {messages!r} and {_OPTION}.prompt or .answer is set too: rows "
             "are one or the other, leave out what they are not"
         )
+    if isinstance(template, Mapping):
+        chat_templates.own(template, _OPTION)
     path = files.existing(data_dir)
     found = documents.find(path, pattern, None, False, splits, f"{_OPTION}.splits")
     rows, said = _read(path, found, conversations.Names(messages, prompt, answer))

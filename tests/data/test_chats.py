@@ -539,6 +539,11 @@ def test_templates_that_do_not_fit(tmp_path, fails_in_one_line):
         chats(path, template={"assistant": "{content}"}).n_targets("train")
     with fails_in_one_line(ValueError, "template has 'user': 'no place': expected"):
         chats(path, template={"user": "no place", "assistant": "{content}"}).n_targets("train")
+    for wrong in (["{content}"], 3, {"{content}": 1}):
+        with fails_in_one_line(ValueError, "template has 'user': .*: expected a text for user"):
+            chats(path, template={"user": wrong, "assistant": "{content}"})
+    with fails_in_one_line(ValueError, "template has 1: '{content}': expected a text for user"):
+        chats(path, template={1: "{content}", "assistant": "{content}"})
     with fails_in_one_line(ValueError, "template is 'other': expected 'auto', 'text'"):
         chats(path, template="other")
 
@@ -551,6 +556,28 @@ def test_a_template_of_ones_own_and_plain(tmp_path):
     plain = chats(path, template="plain")
     assert conversations(plain) == [(f"HiYo{END}", f"Yo{END}")] * 9
     assert "template your own: a prompt is 'Q: PROMPT\\nA: '" in "\n".join(task.summary())
+
+
+def test_what_a_system_says_is_in_the_user_s_turn_behind_it_or_nowhere(tmp_path, caplog):
+    own = {"user": "Q: {content}\n", "assistant": "A: {content}\n"}
+    user, answer = (
+        {"role": role, "content": x} for role, x in (("user", "Hi"), ("assistant", "Yo"))
+    )
+    one, two = ({"role": "system", "content": f"Be {x}."} for x in "ab")
+    rows = [{"messages": [user, answer, one, two, user, answer]}] * 12
+    answered = f"Q: Hi\nA: Yo{END}\n"
+    written = f"{answered}Q: Be a.\n\nBe b.\n\nHi\nA: Yo{END}"
+    task = chats(write(tmp_path / "a.jsonl", rows), template=own)
+    assert {x for x, _ in conversations(task)} == {written}
+    rows[1] = {"messages": [one, answer]}
+    rows[2] = {"messages": [user, one, answer, user, answer]}
+    task = chats(write(tmp_path / "a.jsonl", rows), template=own)
+    assert [x for x, _ in conversations(task)] == [written] * 7
+    assert (
+        "2 of 9 conversations of train are left out (a turn of system, which template 'your own' "
+        "lacks, and no user's behind it to take it)" in caplog.text
+    )
+    assert len(conversations(chats(tmp_path / "a.jsonl"))) == 9  # 'text' has one of system
 
 
 def test_what_is_a_token_of_the_template_is_said_by_nobody(tmp_path, caplog):
