@@ -38,7 +38,7 @@ class Field(NamedTuple):
       name: the field's.
       setting: the setting that names it, for errors.
       is_text: whether its values are text; otherwise they are numbers, booleans or text.
-      nested: whether they may be lists and objects as well as text.
+      nested: whether they may be lists and objects as well.
       optional: whether rows may be without it, which then have None.
     """
 
@@ -51,9 +51,8 @@ class Field(NamedTuple):
     @property
     def kinds(self) -> tuple[type, ...]:
         """The types of its values in JSON."""
-        if self.nested:
-            return str, list, dict
-        return (str,) if self.is_text else (str, int, float)
+        kinds = (str,) if self.is_text else (str, int, float)
+        return (*kinds, list, dict) if self.nested else kinds
 
 
 class NoField(SettingError):
@@ -313,6 +312,8 @@ def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Field]) -> None
         if not is_text and (field.is_text or not is_value):
             other = next((x for x in texts if x not in [f.name for f in fields]), None)
             fix = f"set --config='{field.setting}=\"{other}\"'" if other else "save it as strings"
+            if field.optional:
+                fix = f"save it as strings, or name it otherwise, as {field.setting} reads it too"
             what = "which is no text" if field.is_text else "which is no value"
             raise SettingError(f"{where} is {found[0]}, {what}: {fix}")
 

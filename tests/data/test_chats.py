@@ -1,6 +1,7 @@
 """Conversations, and prompts with answers, of which the answers alone are learnt."""
 
 import csv
+import datetime
 import json
 import re
 import shutil
@@ -194,6 +195,54 @@ def test_what_rows_have_besides(kind, tmp_path):
     task = chats(write(tmp_path / "a.jsonl", [row] * 12))
     for whole, scored in conversations(task):
         assert whole.startswith(begin) and scored == answer + END
+
+
+YO = ROWS["completion"]
+BESIDE = {
+    "messages": (ROWS["messages"] | {"context": 3, "input": [4]}, "Hi"),
+    "a number": (YO | {"input": 3}, "Hi\n\n3"),
+    "zero": (YO | {"context": 0}, "Hi\n\n0"),
+    "a fraction": (YO | {"input": 0.5}, "Hi\n\n0.5"),
+    "nothing": (YO | {"input": None, "context": "c"}, "Hi\n\nc"),
+    "no number": (YO | {"input": float("nan")}, "Hi"),
+    "lists": (ROWS["trl"] | {"context": 3}, "Hi"),
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_values_beside_a_layout_are_text_or_unused(kind, ending, tmp_path):
+    row, prompt = BESIDE[kind]
+    task = chats(write(tmp_path / f"a.{ending}", [row] * 12))
+    assert {whole for whole, _ in conversations(task)} == {PAIR[0].replace("Hi", prompt)}
+
+
+def test_a_field_beside_that_is_no_text_is_named_with_the_option(tmp_path, fails_in_one_line):
+    fix = "or name it otherwise, as chats.chats reads it too"
+    path = write(tmp_path / "a.jsonl", [YO | {"input": [3]}] * 12)
+    with fails_in_one_line(ValueError, f"line 1: input is list: expected text, {fix}"):
+        chats(path)
+    row = YO | {"input": datetime.date(2020, 1, 1)}
+    path = write(tmp_path / "a.parquet", [row] * 12)
+    with fails_in_one_line(ValueError, f"'input' is date32.*which is no value: save it .*{fix}"):
+        chats(path)
+    used = ROWS["messages"] | {"context": datetime.date(2020, 1, 1)}
+    assert len(conversations(chats(write(path, [used] * 12)))) == 9
+
+
+def test_turns_count_for_the_room_in_memory(tmp_path, monkeypatch, fails_in_one_line):
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 500
+    path = write(tmp_path / "a.jsonl", [{"messages": turns}] * 12)
+    monkeypatch.setattr(files, "MAX_BYTES", 2**22)
+    with fails_in_one_line(ValueError, r"has 4,\d+,\d+ bytes of text and turns in memory and half"):
+        chats(path)
+    tracemalloc.start()
+    monkeypatch.setattr(files, "MAX_BYTES", 2**30)
+    task = chats(path)
+    task.n_targets("train")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 * 1000 * 500 * 1.2
 
 
 def test_fields_by_other_names(tmp_path, fails_in_one_line):
