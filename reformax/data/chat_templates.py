@@ -143,6 +143,20 @@ class Written(NamedTuple):
     end: int
     tokens: Sequence[str]
 
+    def prompt(self, text: str) -> list[int]:
+        """The ids of a user's message before an answer, as training has them.
+
+        Raises:
+          SettingError: training would leave it out.
+        """
+        turns = Turn("user", text), Turn("assistant", "", True)
+        if reason := _unwritable(turns, self):
+            raise SettingError(
+                f"prompt is {text!r}: it has {reason}, which training leaves out; write it "
+                "otherwise"
+            )
+        return [int(i) for i in self.alphabet.encode_all([self.template.prompt(text)])[0]]
+
 
 class Encoded(NamedTuple):
     """Conversation p is `ids[starts[p]:starts[p + 1]]`.

@@ -234,7 +234,10 @@ def test_what_another_process_deletes_meanwhile_is_passed_over(when, source, mon
 ROWS = [
     ([], "--data_dir and --to are missing"),
     (["--data_dir=x"], "--data_dir and --to are missing"),
-    (["--list", "--to=x"], "leave --data_dir and --to out"),
+    (["--list", "--to=x"], "--to=x: --list and --prune go by the cache, leave the flag out"),
+    (["--list", "--vocab_size=256"], "--vocab_size=256: --list and --prune go by"),
+    (["--prune=3", "--join_by=a"], "--join_by=a: --list and --prune go by the cache"),
+    (["--prune=3", "--raw"], "--raw: --list and --prune go by the cache"),
     (["--data_dir=x", "--to=y", "--cache_dir=z"], "--list and --prune"),
 ]
 

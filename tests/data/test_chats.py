@@ -17,7 +17,7 @@ import pytest
 import evaluate
 import generate
 import train
-from reformax.cli import config
+from reformax.cli import config, prompts
 from reformax.data import chat_templates, files
 from reformax.data.chats import chats
 from reformax.data.mixture import mixture
@@ -664,6 +664,34 @@ def test_a_mixture_refuses_what_takes_rows_in_turn(tmp_path, fails_in_one_line):
     task = chats(write(tmp_path / "a.jsonl", filled({"messages": CHAT})))
     with fails_in_one_line(ValueError, "task chats takes its rows in turn, and a mixture draws"):
         mixture([task, task], [1.0, 1.0])
+
+
+ASKED = {b"Hi\r\n": "Hi", b"Hi\n": "Hi", b"a\0b": "a\0b", b"\xff": "\ufffd", b"a\n\n": "a\n"}
+
+
+@pytest.mark.parametrize("typed", ASKED)
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_the_prompt_of_chat_is_that_of_training(kind, typed, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": ASKED[typed], "answer": "Yo"}] * 12)
+    alphabet = chat_templates.Bytes()
+    if kind == "pieces":
+        folder, _ = tokenizer(tmp_path / "chatml", *CHATML)
+        task = in_pieces(folder, path, tmp_path / "run")
+        alphabet = task.vocabulary
+    else:
+        task = chats(path)
+    chat = prompts.Chat(chat_templates.chosen("auto", alphabet, "chats.chats"))
+    ids, scored = segments(next(task.eval_batches("valid", 1, 99, 99)))[0]
+    assert chat.encode(typed) == ids[: -len(scored)]
+
+
+def test_a_prompt_that_training_leaves_out_is_refused(tmp_path, fails_in_one_line):
+    folder, _ = tokenizer(tmp_path / "chatml", *CHATML)
+    path = write(tmp_path / "a.jsonl", [ROWS["completion"]] * 12)
+    alphabet = in_pieces(folder, path, tmp_path / "run").vocabulary
+    chat = prompts.Chat(chat_templates.chosen("auto", alphabet, "chats.chats"))
+    with fails_in_one_line(ValueError, "prompt is 'a<.im_end.>': it has a token of the template"):
+        chat.encode(b"a<|im_end|>")
 
 
 def test_a_prompt_is_written_as_in_training():
