@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from reformax.models import EncoderDecoder
 
     if isinstance(saved.model, EncoderDecoder):
-        others = {**CONTINUE, "png": None}
+        others = {**CONTINUE, "png": None, "chat": None}
         flags.refuse(args, others, "this run's model translates and takes no such setting")
         return _translate(args, saved)
     if getattr(saved.model, "task_kind", "text") != "text":
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     flags.refuse(args, flags.SEARCH, "this run's model does not translate")
     if args.png is not None:
+        flags.refuse(args, ["chat"], "--png draws images, which answer nobody")
         return _draw(args, saved)
     return _continue(args, saved)
 
@@ -80,6 +81,7 @@ def parser():
     parser.add_argument(
         "--chat",
         action="store_true",
+        default=None,
         help="of a run of chats: a prompt is a user's message, which the run's template is written "
         "around, and the answer alone is written, up to its end",
     )
@@ -133,8 +135,8 @@ def _continue(args, saved: saved_run.Saved) -> int:
     report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
     options = flags.with_defaults(args, CONTINUE)
     n_samples, n_new = options.pop("num_samples"), options.pop("max_new_tokens")
-    texts = [chat.prompt(text) if chat else text for text in prompts.read(args)]
-    tokens = [alphabet.encode(text) for text in texts for _ in range(n_samples)]
+    encode = chat.encode if chat else alphabet.encode
+    tokens = [row for text in prompts.read(args) for row in [encode(text)] * n_samples]
     if options["max_length"] is None and max(map(len, tokens)) + n_new <= saved.run["length"]:
         options["max_length"] = saved.run["length"]
     every = 1 if len(tokens) == 1 else decoding.BLOCK

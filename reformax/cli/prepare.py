@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         if args.list or args.prune is not None:
-            return _clean(args)
+            return _clean(args, argv)
         return _prepare(args)
     except (ValueError, OSError) as error:
         if len(error.args) == 1:
@@ -115,10 +115,12 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _clean(args) -> int:
+def _clean(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     """Lists the cache's texts, or deletes those that were not used for some days."""
-    if args.data_dir is not None or args.to is not None:
-        raise SettingError("--list and --prune go by the cache: leave --data_dir and --to out")
+    names = set(vars(args))
+    given = parser().parse_args(argv, argparse.Namespace(**dict.fromkeys(names)))  # no defaults
+    others = sorted(names - {"list", "prune", "cache_dir", "quiet", "traceback"})
+    flags.refuse(given, others, "--list and --prune go by the cache")
     folder = token_files.cache_folder(args.cache_dir)
     if args.prune is not None:
         deleted, kept = cache.prune(folder, args.prune)

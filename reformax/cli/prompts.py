@@ -114,10 +114,16 @@ class Chat:
     def __init__(self, written: Any):
         self._written, self.end = written, written.end
 
-    def prompt(self, text: bytes) -> bytes:
-        """The message, and what stands before and after it up to the answer."""
-        message = text.decode("utf-8", "replace").removesuffix("\n")
-        return self._written.template.prompt(message).encode("utf-8")
+    def encode(self, text: bytes) -> list[int]:
+        """The tokens of the message, and of what stands before and after it up to the answer.
+
+        Raises:
+          SettingError: training would leave such a message out.
+        """
+        message = text.decode("utf-8", "replace")
+        if message.endswith("\n"):  # of a line that was typed
+            message = message[:-1].removesuffix("\r")
+        return self._written.prompt(message)
 
 
 def chat(train: Callable, vocabulary: Any = None) -> Chat:

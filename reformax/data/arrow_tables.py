@@ -20,6 +20,7 @@ from reformax.declared import SettingError
 
 _ROWS = 1024  # rows of a table that are read together
 _TOGETHER, _BUFFER = 2**24, 2**20  # bytes of texts that are read together, and bytes of a read
+_NESTED = 64  # bytes that a value in a list or an object takes in Python beside its text
 # Encodings of Parquet whose texts take no more memory than the file states, and dictionaries.
 _PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
 _DICTIONARY = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}
@@ -37,7 +38,7 @@ class Field(NamedTuple):
       name: the field's.
       setting: the setting that names it, for errors.
       is_text: whether its values are text; otherwise they are numbers, booleans or text.
-      nested: whether they may be lists and objects as well as text.
+      nested: whether they may be lists and objects as well.
       optional: whether rows may be without it, which then have None.
     """
 
@@ -50,9 +51,8 @@ class Field(NamedTuple):
     @property
     def kinds(self) -> tuple[type, ...]:
         """The types of its values in JSON."""
-        if self.nested:
-            return str, list, dict
-        return (str,) if self.is_text else (str, int, float)
+        kinds = (str,) if self.is_text else (str, int, float)
+        return (*kinds, list, dict) if self.nested else kinds
 
 
 class NoField(SettingError):
@@ -254,18 +254,18 @@ def _lengths(pa, values: Any) -> Any:
 
 
 def _text_bytes(pa, values: Any) -> int:
-    """The bytes of the texts in lists and objects, and one for each value."""
+    """The bytes that the texts in lists and objects take, and each of the values."""
     if pa.types.is_nested(values.type):
         parts = values.flatten()
         parts = parts if isinstance(parts, list) else [parts]
-        return len(values) + sum(_text_bytes(pa, part) for part in parts)
+        return _NESTED * len(values) + sum(_text_bytes(pa, part) for part in parts)
     if pa.types.is_dictionary(values.type):
         lengths = _lengths(pa, values.dictionary).take(values.indices)
     elif _is_string(pa, values.type) or _is_binary(pa, values.type):
         lengths = _lengths(pa, values)
     else:
-        return len(values)
-    return len(values) + (pa.compute.sum(lengths).as_py() or 0)
+        return _NESTED * len(values)
+    return _NESTED * len(values) + (pa.compute.sum(lengths).as_py() or 0)
 
 
 def _as_bytes(pa, path: Path, field: str, values: Any) -> list[bytes | None]:
@@ -312,6 +312,8 @@ def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Field]) -> None
         if not is_text and (field.is_text or not is_value):
             other = next((x for x in texts if x not in [f.name for f in fields]), None)
             fix = f"set --config='{field.setting}=\"{other}\"'" if other else "save it as strings"
+            if field.optional:
+                fix = f"save it as strings, or name it otherwise, as {field.setting} reads it too"
             what = "which is no text" if field.is_text else "which is no value"
             raise SettingError(f"{where} is {found[0]}, {what}: {fix}")
 

@@ -13,14 +13,15 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from reformax import durable
 
 _DAY = 86_400  # seconds
 _KEY = 32  # hexadecimal digits of a text's name
-_ENDS = ("", ".partial", ".old")  # of the names of a text's folders
-_held: dict[Path, Any] = {}
+_OLD = ".old"
+_ENDS = ("", ".partial", _OLD)  # of the names of a text's folders
+_held: dict[Path, BinaryIO] = {}
 
 
 class Entry(NamedTuple):
@@ -47,25 +48,23 @@ def hold(folder: Path) -> None:
     # A cache that is only read is pruned by nobody.
     with contextlib.suppress(OSError):
         durable.make_folder(folder.parent)
-        file = open(path, "ab")  # noqa: SIM115 (the lock ends with the file)
+        if not path.exists():
+            open(path, "ab").close()
+        file = open(path, "rb")  # noqa: SIM115 (the lock ends with the file)
         fcntl.flock(file, fcntl.LOCK_SH)
+        _held[path] = file  # also where another user owns it, so that its time stays
         os.utime(path)
-        _held[path] = file
 
 
 def entries(cache: Path) -> list[Entry]:
     """The texts of a cache, the last used ones first."""
     found = []
     for folder in _folders(cache):
-        with _alone(folder) as alone:
-            size = sum(
-                path.stat().st_size
-                for part in _parts(folder)
-                for path in part.rglob("*")
-                if path.is_file()
-            )
-            used = _lock(folder) if _lock(folder).exists() else _parts(folder)[0]
-            found.append(Entry(folder, size, used.stat().st_mtime, not alone))
+        # Another process may delete it, and the cache, meanwhile.
+        with contextlib.suppress(FileNotFoundError), _alone(folder) as alone:
+            size = sum(map(_size, _parts(folder)))
+            if _parts(folder):
+                found.append(Entry(folder, size, _lock(folder).stat().st_mtime, not alone))
     return sorted(found, key=lambda entry: -entry.used)
 
 
@@ -82,12 +81,32 @@ def prune(cache: Path, days: float) -> tuple[list[Entry], list[Entry]]:
     for entry in entries(cache):
         if entry.used > time.time() - days * _DAY:
             continue
-        with _alone(entry.folder) as alone:
-            if alone:
-                for part in _parts(entry.folder):
-                    durable.remove(part)
-            (deleted if alone else kept).append(entry)
+        with contextlib.suppress(FileNotFoundError), _alone(entry.folder) as alone:
+            parts = _parts(entry.folder)
+            for part in parts if alone else ():
+                _delete(entry.folder, part)
+            if parts:
+                (deleted if alone else kept).append(entry)
     return deleted, kept
+
+
+def _delete(folder: Path, part: Path) -> None:
+    """Deletes a folder of a text under the name of what is replaced, of which nothing is read."""
+    old = folder.with_name(folder.name + _OLD)
+    if part != old:
+        durable.remove(old)
+        durable.rename(part, old)
+    durable.remove(old)
+
+
+def _size(folder: Path) -> int:
+    """The bytes of the files in a folder that are still there."""
+    total = 0
+    for here, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(here, name)).st_size
+    return total
 
 
 def _folders(cache: Path) -> list[Path]:
@@ -109,14 +128,23 @@ def _lock(folder: Path) -> Path:
 def _alone(folder: Path) -> Iterator[bool]:
     """Whether no other process reads a text, nor begins to meanwhile."""
     path = _lock(folder)
-    before = path.stat() if path.exists() else None
-    with durable.explaining("written", path), open(path, "ab") as file:
+    before = path.exists()
+    with durable.explaining("written", path), _opened(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # held, or a disk without locks, of which nobody knows
             yield False
             return
-        if before is None:  # of a version that held no lock
-            times = _parts(folder)[0].stat()
+        parts = [] if before else _parts(folder)
+        if parts:  # of a version that held no lock
+            times = parts[0].stat()
             os.utime(path, (times.st_atime, times.st_mtime))
         yield True
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A lock for its exclusive use; one of another user's is only read, which most disks take."""
+    try:
+        return open(path, "ab")
+    except PermissionError:
+        return open(path, "rb")

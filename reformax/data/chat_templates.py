@@ -7,6 +7,7 @@ answer's tokens are encoded apart from those before it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -27,8 +28,8 @@ class Template(NamedTuple):
 
     Attributes:
       name: its name, or 'your own'.
-      roles: role -> the text before and after what it says. What a system says goes to the next
-        user's turn where it has none.
+      roles: role -> the text before and after what it says. Where it has no system, what one says
+        stands at the begin of the user's turn behind it.
       first: stands before a conversation, where the vocabulary has it as a token.
       end: the token that an answer ends in; None: the vocabulary's end of a document.
       behind: stands behind an answer's end.
@@ -142,6 +143,20 @@ class Written(NamedTuple):
     end: int
     tokens: Sequence[str]
 
+    def prompt(self, text: str) -> list[int]:
+        """The ids of a user's message before an answer, as training has them.
+
+        Raises:
+          SettingError: training would leave it out.
+        """
+        turns = Turn("user", text), Turn("assistant", "", True)
+        if reason := _unwritable(turns, self):
+            raise SettingError(
+                f"prompt is {text!r}: it has {reason}, which training leaves out; write it "
+                "otherwise"
+            )
+        return [int(i) for i in self.alphabet.encode_all([self.template.prompt(text)])[0]]
+
 
 class Encoded(NamedTuple):
     """Conversation p is `ids[starts[p]:starts[p + 1]]`.
@@ -174,7 +189,7 @@ def chosen(name: str | Mapping[str, str], alphabet: Alphabet, option: str) -> Wr
       SettingError: the vocabulary lacks the template's tokens, or has no end of a document.
     """
     if isinstance(name, Mapping):
-        template = _own(name, option)
+        template = own(name, option)
     elif name == "auto":
         of_tokens = (x for x in TEMPLATES.values() if x.end is not None)
         fits = (x for x in of_tokens if not _lacking(x, alphabet))
@@ -199,13 +214,15 @@ def chosen(name: str | Mapping[str, str], alphabet: Alphabet, option: str) -> Wr
     return Written(template, alphabet, alphabet.end[0], [x for x in alphabet.end[1:] if x])
 
 
-def _own(texts: Mapping[str, str], option: str) -> Template:
-    """The template of the user's own texts."""
+def own(texts: Mapping[str, str], option: str) -> Template:
+    """The template of the user's own texts; raises `SettingError` for what is none."""
     wrong = next(
         (
             f"{role!r}: {text!r}"
             for role, text in texts.items()
-            if role not in TEMPLATES["text"].roles or str(text).count(_CONTENT) != 1
+            if role not in TEMPLATES["text"].roles
+            or not isinstance(text, str)
+            or text.count(_CONTENT) != 1
         ),
         None,
     )
@@ -263,12 +280,14 @@ def encoded(conversations: Sequence[Conversation], written: Written, dtype: Any)
     return Encoded(np.concatenate(ids), np.concatenate(scored), starts, n_bytes, left_out)
 
 
-def _unwritable(conversation: Iterable[Turn], written: Written) -> str | None:
+def _unwritable(conversation: Sequence[Turn], written: Written) -> str | None:
     """Why a template cannot write a conversation; None if it can."""
-    roles = written.template.roles
-    for turn in conversation:
+    roles, lacks = written.template.roles, f"which template {written.template.name!r} lacks"
+    for turn, behind in itertools.zip_longest(conversation, conversation[1:]):
         if turn.role not in roles and turn.role != "system":
-            return f"a turn of {turn.role}, which template {written.template.name!r} lacks"
+            return f"a turn of {turn.role}, {lacks}"
+        if turn.role not in roles and (behind is None or behind.role not in ("system", "user")):
+            return f"a turn of system, {lacks}, and no user's behind it to take it"
         if any(token in turn.text for token in written.tokens):
             return "a token of the template in what someone says"
     return None

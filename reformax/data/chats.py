@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from reformax.declared import Called, Name, PathName, SettingError, VocabSize, c
 
 _OPTION = "chats.chats"
 _KEY = 2**63  # of packing; no epoch
+_TURN = 450  # bytes of memory that a turn takes beside its text, as it is and as ids
 TooLong = Literal["cut", "left_out"]
 OwnTemplate = Annotated[Mapping, Called("texts of user and assistant, each with {content}")]
 
@@ -91,6 +93,8 @@ def chats(
             f"{_OPTION}.messages is {messages!r} and {_OPTION}.prompt or .answer is set too: rows "
             "are one or the other, leave out what they are not"
         )
+    if isinstance(template, Mapping):
+        chat_templates.own(template, _OPTION)
     path = files.existing(data_dir)
     found = documents.find(path, pattern, None, False, splits, f"{_OPTION}.splits")
     rows, said = _read(path, found, conversations.Names(messages, prompt, answer))
@@ -141,8 +145,8 @@ def _read(
                 if isinstance(one, LeftOut):
                     left[one.reason] += 1
                     continue
-                total += sum(len(turn.text) for turn in one)
-                files.check_room(path, total)
+                total += sum(_TURN + sys.getsizeof(turn.text) for turn in one)
+                files.check_room(path, total, "text and turns in memory")
                 kept.append(one)
         said += [f"left out: {n:,} rows of {split} ({why})" for why, n in left.items()]
         if kept:

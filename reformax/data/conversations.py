@@ -95,8 +95,7 @@ def read(
 
 
 def _fields(path: Path, rows: tables.Reader, names: Names, option: str, most: int) -> list[Field]:
-    """The first of the layouts whose fields the first row has, and the fields beside them."""
-    beside = [Field(name, nested=True, optional=True) for name in (*_CONTEXTS, *_SYSTEMS)]
+    """The first of the layouts whose fields the first row has, and those beside that it uses."""
     there: Sequence[str] = ()
     for layout in _layouts(names, option):
         try:
@@ -105,7 +104,14 @@ def _fields(path: Path, rows: tables.Reader, names: Names, option: str, most: in
             there = error.others
             continue
         taken = {field.name for field in layout}
-        return [*layout, *(field for field in beside if field.name not in taken)]
+        return [
+            *layout,
+            *(
+                Field(name, option, is_text=False, nested=True, optional=True)
+                for name in ((*_CONTEXTS, *_SYSTEMS) if len(layout) > 1 else _SYSTEMS)
+                if name not in taken
+            ),
+        ]
     asked = " and ".join(repr(name) for name in names if name is not None)
     found = ", ".join(there[:9]) or "none"
     raise SettingError(
@@ -153,10 +159,18 @@ def _of_row(fields: Sequence[Field], values: Mapping[str, Any]) -> list[Turn] | 
 
 def _beside(names: Iterable[str], fields: Sequence[Field], values: Mapping[str, Any]) -> str:
     """The text of the first of some fields that a row has, none of which is one of its layout."""
-    optional = {field.name for field in fields if field.optional}
+    option_of = {field.name: field.setting for field in fields if field.optional}
     for name in names:
-        if name in optional and values[name]:
-            return _text(name, values[name])
+        value = values[name] if name in option_of else None
+        if value in (None, b"", [], {}) or value != value:  # as of an empty cell
+            continue
+        if isinstance(value, bool | int | float):
+            return str(value)
+        try:
+            return _text(name, value)
+        except _Wrong as error:
+            fix = f"or name it otherwise, as {option_of[name]} reads it too"
+            raise _Wrong(f"{error}, {fix}") from None
     return ""
 
 

@@ -276,11 +276,11 @@ def _empty(path: Path) -> SettingError:
     return SettingError(f"{path} is empty: give a file with text")
 
 
-def check_room(path: Path, size: int) -> None:
+def check_room(path: Path, size: int, what: str = "text") -> None:
     """Raises ValueError for text of so many bytes that there is no room for it and a model."""
     if size > MAX_BYTES:
         raise ValueError(
-            f"{path} has {size:,} bytes of text and half of this machine's memory is "
+            f"{path} has {size:,} bytes of {what} and half of this machine's memory is "
             f"{MAX_BYTES:,}: give a part of it"
         )
 

@@ -42,7 +42,7 @@ class Keys:
         for text, value in rows:
             if text:
                 # Rows without a value are alone, as two of them say nothing of each other.
-                self._waiting.append(None if value is None else _hash(f"={value!r}"))
+                self._waiting.append(_hash(f"={value!r}") if _is_value(value) else None)
                 yield text
 
     def take(self, n: int) -> Int64[np.ndarray, " n"]:
@@ -52,6 +52,11 @@ class Keys:
         else:
             found = repeat(self._of_file, n)
         return np.array([x or 0 for x in found], np.int64)
+
+
+def _is_value(value: bytes | float | None) -> bool:
+    """Whether a row has a value: an empty cell is none, and neither is what is no number."""
+    return value not in (None, b"") and value == value
 
 
 def _hash(key: str) -> int:

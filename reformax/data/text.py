@@ -254,20 +254,23 @@ def described(
     for split in SPLITS:
         size = f"{split} {len(parts[split]):,} bytes"
         if split in source.files:
-            documents_of = len(source.texts[split].begins)
-            unit = "document" if documents_of == 1 else "documents"
-            found.append(f"{size} ({documents_of:,} {unit}, {source.files[split]})")
+            found.append(f"{size} ({_counted(source.texts[split])}, {source.files[split]})")
         else:
             found.append(f"{size} cut from the end of train")
     if "valid" not in source.files and "test" not in source.files:
         text = source.texts["train"]
-        unit = "document" if len(text.begins) == 1 else "documents"
         sizes = ", ".join(f"{split} {len(parts[split]):,}" for split in SPLITS)
         found = [
-            f"{len(text.data):,} bytes ({len(text.begins):,} {unit}, {source.files['train']}), "
-            f"cut into {sizes}"
+            f"{len(text.data):,} bytes ({_counted(text)}, {source.files['train']}), cut into "
+            f"{sizes}"
         ]
     return [f"{path}: {'; '.join(found)}", *source.said]
+
+
+def _counted(text: documents.Text) -> str:
+    """How many documents a text has, and how many they are joined into."""
+    words = f"{len(text.begins):,} {'document' if len(text.begins) == 1 else 'documents'}"
+    return words if text.joined is None else f"{words} joined into {len(text.joined):,}"
 
 
 def split_text(

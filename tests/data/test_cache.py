@@ -1,6 +1,8 @@
 """What stays of a text: a vocabulary that is learnt once, and the cache, which is pruned."""
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -149,10 +151,93 @@ def test_what_was_stopped_and_texts_of_before_are_pruned_and_others_files_stay(s
     assert {x.name for x in root.iterdir() if not x.name.startswith(".")} == {"mine", "notes.txt"}
 
 
+@pytest.mark.parametrize("end", ["", ".partial"])
+def test_pruning_that_was_stopped_leaves_no_half_of_a_text(end, source, monkeypatch):
+    text(source)
+    cache._held.clear()
+    folder = folder_of(source)
+    if end:  # stopped before it got its name
+        folder.rename(folder.with_name(folder.name + end))
+
+    def stopped(path):
+        next(path.rglob("*.bytes")).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.durable.shutil, "rmtree", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            cache.prune(folder.parent, 0)
+    assert [x.folder for x in cache.entries(folder.parent)] == [folder]
+    assert text(source).n_targets("train") > 0
+    cache._held.clear()
+    cache.prune(folder.parent, 0)
+    assert not [x for x in folder.parent.iterdir() if x.is_dir()]
+
+
+def test_a_reader_who_may_not_write_the_lock_holds_it(source, monkeypatch):
+    text(source)
+    cache._held.clear()
+    folder = folder_of(source)
+    assert [x.in_use for x in cache.entries(folder.parent)] == [False]
+
+    def refused(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    def read_only(path, mode):
+        return open(path, mode) if mode == "rb" else refused(path)
+
+    with monkeypatch.context() as patch:  # as another user's
+        patch.setattr(cache, "open", read_only, raising=False)
+        patch.setattr(cache.os, "utime", refused)
+        cache.hold(folder)
+        assert [x.in_use for x in cache.entries(folder.parent)] == [True]
+    deleted, kept = cache.prune(folder.parent, 0)
+    assert not deleted and [x.folder for x in kept] == [folder] and folder.is_dir()
+
+
+@pytest.mark.parametrize("when", ["before it is looked at", "while it is measured", "all of it"])
+def test_what_another_process_deletes_meanwhile_is_passed_over(when, source, monkeypatch):
+    text(source)
+    cache._held.clear()
+    folder = folder_of(source)
+    cache._lock(folder).unlink()  # of a version that held none
+    alone, lstat, stat = cache._alone, os.lstat, cache.Path.stat
+
+    def deleting(path):
+        shutil.rmtree(folder.parent if when == "all of it" else folder)
+        return alone(path)
+
+    def gone(path):
+        with contextlib.suppress(OSError):
+            os.unlink(path) if str(path).endswith(".bytes") else None
+        return lstat(path)
+
+    def going(path, **how):
+        found = stat(path, **how)
+        os.unlink(path) if str(path).endswith(".bytes") else None
+        return found
+
+    measured = when == "while it is measured"
+    with monkeypatch.context() as patch:
+        if measured:
+            patch.setattr(cache.os, "lstat", gone)
+            patch.setattr(cache.Path, "stat", going)
+        else:
+            patch.setattr(cache, "_alone", deleting)
+        found = cache.entries(folder.parent)
+    assert [x.folder for x in found] == [folder] * measured
+    monkeypatch.setattr(cache, "entries", lambda _: [cache.Entry(folder, 0, 0.0, False)])
+    if not measured:
+        assert cache.prune(folder.parent, 0) == ([], [])
+
+
 ROWS = [
     ([], "--data_dir and --to are missing"),
     (["--data_dir=x"], "--data_dir and --to are missing"),
-    (["--list", "--to=x"], "leave --data_dir and --to out"),
+    (["--list", "--to=x"], "--to=x: --list and --prune go by the cache, leave the flag out"),
+    (["--list", "--vocab_size=256"], "--vocab_size=256: --list and --prune go by"),
+    (["--prune=3", "--join_by=a"], "--join_by=a: --list and --prune go by the cache"),
+    (["--prune=3", "--raw"], "--raw: --list and --prune go by the cache"),
     (["--data_dir=x", "--to=y", "--cache_dir=z"], "--list and --prune"),
 ]
 

@@ -1,9 +1,11 @@
 """Conversations, and prompts with answers, of which the answers alone are learnt."""
 
 import csv
+import datetime
 import json
 import re
 import shutil
+import tracemalloc
 
 import gin
 import jax
@@ -15,7 +17,7 @@ import pytest
 import evaluate
 import generate
 import train
-from reformax.cli import config
+from reformax.cli import config, prompts
 from reformax.data import chat_templates, files
 from reformax.data.chats import chats
 from reformax.data.mixture import mixture
@@ -195,6 +197,54 @@ def test_what_rows_have_besides(kind, tmp_path):
         assert whole.startswith(begin) and scored == answer + END
 
 
+YO = ROWS["completion"]
+BESIDE = {
+    "messages": (ROWS["messages"] | {"context": 3, "input": [4]}, "Hi"),
+    "a number": (YO | {"input": 3}, "Hi\n\n3"),
+    "zero": (YO | {"context": 0}, "Hi\n\n0"),
+    "a fraction": (YO | {"input": 0.5}, "Hi\n\n0.5"),
+    "nothing": (YO | {"input": None, "context": "c"}, "Hi\n\nc"),
+    "no number": (YO | {"input": float("nan")}, "Hi"),
+    "lists": (ROWS["trl"] | {"context": 3}, "Hi"),
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_values_beside_a_layout_are_text_or_unused(kind, ending, tmp_path):
+    row, prompt = BESIDE[kind]
+    task = chats(write(tmp_path / f"a.{ending}", [row] * 12))
+    assert {whole for whole, _ in conversations(task)} == {PAIR[0].replace("Hi", prompt)}
+
+
+def test_a_field_beside_that_is_no_text_is_named_with_the_option(tmp_path, fails_in_one_line):
+    fix = "or name it otherwise, as chats.chats reads it too"
+    path = write(tmp_path / "a.jsonl", [YO | {"input": [3]}] * 12)
+    with fails_in_one_line(ValueError, f"line 1: input is list: expected text, {fix}"):
+        chats(path)
+    row = YO | {"input": datetime.date(2020, 1, 1)}
+    path = write(tmp_path / "a.parquet", [row] * 12)
+    with fails_in_one_line(ValueError, f"'input' is date32.*which is no value: save it .*{fix}"):
+        chats(path)
+    used = ROWS["messages"] | {"context": datetime.date(2020, 1, 1)}
+    assert len(conversations(chats(write(path, [used] * 12)))) == 9
+
+
+def test_turns_count_for_the_room_in_memory(tmp_path, monkeypatch, fails_in_one_line):
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 500
+    path = write(tmp_path / "a.jsonl", [{"messages": turns}] * 12)
+    monkeypatch.setattr(files, "MAX_BYTES", 2**22)
+    with fails_in_one_line(ValueError, r"has 4,\d+,\d+ bytes of text and turns in memory and half"):
+        chats(path)
+    tracemalloc.start()
+    monkeypatch.setattr(files, "MAX_BYTES", 2**30)
+    task = chats(path)
+    task.n_targets("train")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 * 1000 * 500 * 1.2
+
+
 def test_fields_by_other_names(tmp_path, fails_in_one_line):
     path = write(tmp_path / "a.jsonl", [{"q": "Hi", "a": "Yo", "chat": CHAT}] * 12)
     assert conversations(chats(path, prompt="q", answer="a")) == [PAIR] * 9
@@ -283,6 +333,23 @@ def test_texts_in_lists_count_for_the_limit_of_a_table(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "most_unpacked", lambda size: 100_000)
     with pytest.raises(ValueError, match="refused as a decompression bomb"):
         chats(path)
+
+
+def test_values_in_lists_count_for_the_limit_of_a_table(tmp_path, monkeypatch):
+    """A list of many small objects is a few bytes of a file, and much memory in Python."""
+    values = pa.array([None] * 300_000, pa.bool_())
+    objects = pa.StructArray.from_arrays([values, values], ["a", "b"])
+    row = pa.ListArray.from_arrays(pa.array([0, len(objects)], pa.int32()), objects)
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"messages": row}), path)
+    assert path.stat().st_size < 2000
+    monkeypatch.setattr(files, "most_unpacked", lambda size: 2**24)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="refused as a decompression bomb"):
+        chats(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23
 
 
 def test_own_splits_are_kept(tmp_path):
@@ -521,6 +588,11 @@ def test_templates_that_do_not_fit(tmp_path, fails_in_one_line):
         chats(path, template={"assistant": "{content}"}).n_targets("train")
     with fails_in_one_line(ValueError, "template has 'user': 'no place': expected"):
         chats(path, template={"user": "no place", "assistant": "{content}"}).n_targets("train")
+    for wrong in (["{content}"], 3, {"{content}": 1}):
+        with fails_in_one_line(ValueError, "template has 'user': .*: expected a text for user"):
+            chats(path, template={"user": wrong, "assistant": "{content}"})
+    with fails_in_one_line(ValueError, "template has 1: '{content}': expected a text for user"):
+        chats(path, template={1: "{content}", "assistant": "{content}"})
     with fails_in_one_line(ValueError, "template is 'other': expected 'auto', 'text'"):
         chats(path, template="other")
 
@@ -533,6 +605,28 @@ def test_a_template_of_ones_own_and_plain(tmp_path):
     plain = chats(path, template="plain")
     assert conversations(plain) == [(f"HiYo{END}", f"Yo{END}")] * 9
     assert "template your own: a prompt is 'Q: PROMPT\\nA: '" in "\n".join(task.summary())
+
+
+def test_what_a_system_says_is_in_the_user_s_turn_behind_it_or_nowhere(tmp_path, caplog):
+    own = {"user": "Q: {content}\n", "assistant": "A: {content}\n"}
+    user, answer = (
+        {"role": role, "content": x} for role, x in (("user", "Hi"), ("assistant", "Yo"))
+    )
+    one, two = ({"role": "system", "content": f"Be {x}."} for x in "ab")
+    rows = [{"messages": [user, answer, one, two, user, answer]}] * 12
+    answered = f"Q: Hi\nA: Yo{END}\n"
+    written = f"{answered}Q: Be a.\n\nBe b.\n\nHi\nA: Yo{END}"
+    task = chats(write(tmp_path / "a.jsonl", rows), template=own)
+    assert {x for x, _ in conversations(task)} == {written}
+    rows[1] = {"messages": [one, answer]}
+    rows[2] = {"messages": [user, one, answer, user, answer]}
+    task = chats(write(tmp_path / "a.jsonl", rows), template=own)
+    assert [x for x, _ in conversations(task)] == [written] * 7
+    assert (
+        "2 of 9 conversations of train are left out (a turn of system, which template 'your own' "
+        "lacks, and no user's behind it to take it)" in caplog.text
+    )
+    assert len(conversations(chats(tmp_path / "a.jsonl"))) == 9  # 'text' has one of system
 
 
 def test_what_is_a_token_of_the_template_is_said_by_nobody(tmp_path, caplog):
@@ -570,6 +664,34 @@ def test_a_mixture_refuses_what_takes_rows_in_turn(tmp_path, fails_in_one_line):
     task = chats(write(tmp_path / "a.jsonl", filled({"messages": CHAT})))
     with fails_in_one_line(ValueError, "task chats takes its rows in turn, and a mixture draws"):
         mixture([task, task], [1.0, 1.0])
+
+
+ASKED = {b"Hi\r\n": "Hi", b"Hi\n": "Hi", b"a\0b": "a\0b", b"\xff": "\ufffd", b"a\n\n": "a\n"}
+
+
+@pytest.mark.parametrize("typed", ASKED)
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_the_prompt_of_chat_is_that_of_training(kind, typed, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": ASKED[typed], "answer": "Yo"}] * 12)
+    alphabet = chat_templates.Bytes()
+    if kind == "pieces":
+        folder, _ = tokenizer(tmp_path / "chatml", *CHATML)
+        task = in_pieces(folder, path, tmp_path / "run")
+        alphabet = task.vocabulary
+    else:
+        task = chats(path)
+    chat = prompts.Chat(chat_templates.chosen("auto", alphabet, "chats.chats"))
+    ids, scored = segments(next(task.eval_batches("valid", 1, 99, 99)))[0]
+    assert chat.encode(typed) == ids[: -len(scored)]
+
+
+def test_a_prompt_that_training_leaves_out_is_refused(tmp_path, fails_in_one_line):
+    folder, _ = tokenizer(tmp_path / "chatml", *CHATML)
+    path = write(tmp_path / "a.jsonl", [ROWS["completion"]] * 12)
+    alphabet = in_pieces(folder, path, tmp_path / "run").vocabulary
+    chat = prompts.Chat(chat_templates.chosen("auto", alphabet, "chats.chats"))
+    with fails_in_one_line(ValueError, "prompt is 'a<.im_end.>': it has a token of the template"):
+        chat.encode(b"a<|im_end|>")
 
 
 def test_a_prompt_is_written_as_in_training():

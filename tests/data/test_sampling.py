@@ -1,6 +1,7 @@
 """Windows by length of document, and joined documents: in memory, in files, of any processes."""
 
 import json
+import math
 import os
 
 import numpy as np
@@ -284,6 +285,26 @@ def test_rows_with_one_value_stand_together(kind, by_author, in_files, content):
         places = np.cumsum([0, *map(len, joined_text(rows))])
         n = task.n_targets("train")
         assert np.array_equal(task.borders("train"), places[places < n])
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_rows_without_a_value_are_alone(kind, tmp_path, in_files):
+    """An empty cell and what is no number say nothing of each other."""
+    path, texts_of = tmp_path / f"a.{kind}", ["one", "two", "three", "four"] * 20
+    values = [(1.0, none)[i % 2] for i in range(40) for none in (math.nan, None)]
+    if kind == "csv":
+        lines = [f"{x},{'' if v != 1.0 else v}" for x, v in zip(texts_of, values, strict=True)]
+        path.write_text("\n".join(["text,author", *lines]))
+    elif kind == "jsonl":
+        rows = [{"text": x, "author": v} for x, v in zip(texts_of, values, strict=True)]
+        rows[3]["author"] = ""
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        columns = {"text": texts_of, "author": pa.array(values, pa.float64(), from_pandas=False)}
+        pa.parquet.write_table(pa.table(columns), path)
+    for call in (lambda function: function(), in_files):
+        task = call(lambda: text(path, join_by="author", windows="documents"))
+        assert "(80 documents joined into 41, " in task.summary()[0]
 
 
 @pytest.mark.parametrize("at", ["remove", "check_joined"])

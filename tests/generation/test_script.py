@@ -213,6 +213,7 @@ def test_an_interrupt_keeps_what_was_written(run, monkeypatch):
         (["--output_dir=numbers", "--prompt=text"], "prompt is 'text': this is no model of bytes"),
         (["--output_dir=numbers", "--prompt=128"], "prompts[0] has tokens from 128 to 128"),
         (["--config=lm.ReformerLM.d_modle=4"], "did you mean d_model"),
+        (["--png=a.png", "--chat"], "--chat: --png draws images, which answer nobody"),
     ],
 )
 def test_a_mistake_is_one_line(run, flags, message):

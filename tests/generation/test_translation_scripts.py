@@ -173,6 +173,7 @@ def test_several_processes_do_not_translate(run, monkeypatch):
 @pytest.mark.parametrize(
     "main, flags, message",
     [
+        (generate.main, ["--chat"], "--chat: this run's model translates and takes no such"),
         (generate.main, ["--temperature=0.5"], "--temperature=0.5: this run's model translates"),
         (generate.main, ["--beam_size=0"], "beam_size is 0: expected at least 1"),
         (evaluate.main, ["--beam_size=-1"], "beam_size is -1: expected at least 0"),
