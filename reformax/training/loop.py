@@ -56,13 +56,17 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             if due.evaluate and not run.is_scored(due.stop) and not now.stopping:
                 run.evaluate(due.stop)
                 now = run.now()
-            for name in due.others:
-                if not run.is_scored(due.stop, name) and not now.stopping:
+            others = [name for name in due.others if not run.is_scored(due.stop, name)]
+            if due.save or due.save_temporary or now.stopping or others:
+                # Before the others, whose failure then loses no step and no score.
+                run.save(temporary=not due.save)
+            for name in others:
+                if not now.stopping:
                     run.evaluate(due.stop, name)
                     now = run.now()
-            if due.save or due.save_temporary or now.stopping:
-                run.save(temporary=not due.save)
             if due.stop or now.stopping:
+                if others:  # a run that goes on later has their scores; else it scores again
+                    run.save(temporary=not due.save)
                 break
             run.advance()
     result = run.result()

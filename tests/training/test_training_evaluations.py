@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reformax.training import checkpoint, loop
+from reformax.training import checkpoint, evaluation, loop, metrics
 from reformax.training.callbacks import Callback
 from reformax.training.evaluation import evaluate
 from reformax.training.evaluations import Evaluation
@@ -94,6 +94,54 @@ def test_a_run_that_is_stopped_between_evaluations_finds_the_others(tmp_path, mo
     before = worker.record(tmp_path / "again")
     loop.train(tmp_path / "again", **arguments())  # nothing is left to score
     assert worker.record(tmp_path / "again") == before
+
+
+def test_one_that_fails_loses_no_step_and_no_score(tmp_path, monkeypatch):
+    from reformax.training.run import Run
+
+    evaluate, failing = Run.evaluate, []
+
+    def fails(self, last, name=None):
+        if name == "short" and self.step in failing:
+            raise MemoryError("short")
+        evaluate(self, last, name)
+
+    monkeypatch.setattr(Run, "evaluate", fails)
+    for failing, found in ([18], []), ([24], ["scored"]):
+        with pytest.raises(MemoryError):
+            loop.train(tmp_path / "stopped", **arguments())
+        checkpoints = checkpoint.Checkpoints(tmp_path / "stopped")
+        (step,) = failing
+        assert checkpoints.newest_whole() == step
+        extra = checkpoints.extra(step)
+        assert [name for name in ("scored", "evaluations") if name in extra] == found
+    failing = []
+    again = loop.train(tmp_path / "stopped", **arguments())
+    whole = loop.train(tmp_path / "whole", **arguments())
+    assert worker.record(tmp_path / "stopped") == worker.record(tmp_path / "whole")
+    assert again["evaluations"] == whole["evaluations"] and len(again["evaluations"]) == 2
+
+
+def test_a_metric_that_no_target_has_weight_in_is_null(tmp_path, monkeypatch, capsys):
+    of_nothing = lambda found: (found.nats, 0 * found.weights)  # noqa: E731
+    monkeypatch.setitem(metrics.METRICS, "of_nothing", of_nothing)
+    others = {"none": Evaluation(metric="of_nothing", tokens=16)}
+    loop.train(tmp_path, **arguments(evaluations=others, progress=True))
+    last = of(tmp_path, "none")[-1]
+    assert last["of_nothing"] is None and last["whole_split"]["of_nothing"] is None
+    assert "step 24: none no of nothing: no target has weight in it" in capsys.readouterr().out
+
+
+def test_bits_that_are_no_number_are_noticed_where_another_metric_is_printed(tmp_path, monkeypatch):
+    def of_nan(*args, **kwargs):
+        return evaluate(*args, **kwargs) | (
+            {"bits_per_dim": np.nan} if kwargs["length"] == 4 else {}
+        )
+
+    monkeypatch.setattr(evaluation, "evaluate", of_nan)
+    with pytest.raises(FloatingPointError, match="short bits_per_dim is nan after step 6"):
+        loop.train(tmp_path, **arguments())
+    assert not of(tmp_path, "short")
 
 
 @pytest.mark.slow
