@@ -144,6 +144,28 @@ def test_bits_that_are_no_number_are_noticed_where_another_metric_is_printed(tmp
     assert not of(tmp_path, "short")
 
 
+def test_a_damaged_record_keeps_the_scores_of_others_alone(tmp_path, monkeypatch):
+    from reformax.training.run import Run
+
+    one = arguments(evaluations={"short": OTHERS["short"]}, steps=12, log_every=3)
+    evaluate, scored = Run.evaluate, []
+
+    def noting(self, last, name=None):
+        scored.append((self.step, name))
+        evaluate(self, last, name)
+        if self.step == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "evaluate", noting)
+    loop.train(tmp_path, **one)
+    monkeypatch.setattr(signal, "raise_signal", lambda number: None)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    loop.train(tmp_path, **one)
+    assert scored.count((6, "short")) == 1
+    assert [line["step"] for line in of(tmp_path, "short")] == [6, 12]
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_scored_by_one_that_is_new_or_has_changed(tmp_path):
     loop.train(tmp_path, **arguments())

@@ -95,7 +95,7 @@ def test_an_evaluation_of_the_training_split_is_evaluated_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": 1, "tag": tag, "split": "train"} for tag in ("train", "eval")]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    record_lines.RecordLines(path, 1, None, scored=False).close()
+    record_lines.RecordLines(path, 1, None, scored=()).close()
     assert [line["tag"] for line in record_lines.read(path)] == ["train"]
 
 
