@@ -26,9 +26,9 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
       'bits_per_label' of classes; under the metric's name its value (None if the run was stopped
       before an evaluation), n_targets that it is of and `whole`: whether these are the whole split;
       best_step, under best_METRIC the best value and `best_whole`: whether it is of the whole
-      split; `evaluations`: the scores of those besides the run's own; n_params, output_dir, and
-      interrupted_by: a `signal.Signals`, or None. After SIGTERM, SIGINT or SIGHUP the step in
-      progress is finished and saved before this returns.
+      split; `evaluations`: the scores of those besides the run's own, each with its `metric`;
+      n_params, output_dir, and interrupted_by: a `signal.Signals`, or None. After SIGTERM, SIGINT
+      or SIGHUP the step in progress is finished and saved before this returns.
 
     Raises:
       ValueError: arguments that do not fit, or a checkpoint that is damaged or of another model.

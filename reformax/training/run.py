@@ -469,7 +469,10 @@ class Run:
             "best_step": best,
             "best_whole": not self._scores.of_part,
             "best_" + self._metric: best_score,
-            "evaluations": dict(self._other_scores),
+            "evaluations": {
+                name: {"metric": self._others[name].metric, **score}
+                for name, score in self._other_scores.items()
+            },
             "n_params": self._n_params,
             "output_dir": str(self.folder),
             "interrupted_by": None if number is None else signal.Signals(number),

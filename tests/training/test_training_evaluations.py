@@ -237,6 +237,7 @@ long/evaluations.Evaluation.metric = 'accuracy'
     code, out, err = call(train.main, monkeypatch, capsys, *flags)
     assert code == 0, err
     assert "step 2: long 0." in out and "accuracy" in out
+    assert "\nlong accuracy: 0." in out.partition("bits per byte): ")[2]  # below the run's own
     (line,) = of("out", "long")
     assert json.dumps(line) and line["accuracy"] > 0
     import evaluate as script

@@ -581,6 +581,15 @@ def test_a_dry_run_has_a_line_for_each_program():
     assert sizes == ["to step 2, 8 x 16", "to step 4, 8 x 8", "to step 24, 8 x 16"]
 
 
+def test_a_dry_run_notes_a_warm_up_that_the_run_does_not_finish():
+    options = worker.arguments(named=lambda line: line.replace("cosine.warmup_steps", "mine"))
+    for warmup_steps, notes in ((24, 1), (23, 0)):
+        options["optimizer"] = optimizer.adamw(optimizer.cosine(warmup_steps=warmup_steps))
+        found = [line for line in dry_run.report(**options) if "does not reach its peak" in line]
+        assert len(found) == notes
+        assert all(line.startswith("note: mine=24 is not below steps=24") for line in found)
+
+
 def test_a_dry_run_refuses_what_a_run_would(tmp_path):
     wider = stages.Stage(until=4, model=partial(tiny.TinyLM, d_model=9))
     uneven = stages.Stage(until=4, batch_size=3)
