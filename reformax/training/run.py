@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,20 +266,22 @@ class Run:
 
     def _utilization(self) -> Callable[[int, float], float | None]:
         """The utilization of the devices after a step, at so many tokens per second."""
-        peak, settings = utilization.peak(), self._settings
-        if peak is None:
-            return lambda step, speed: None
-
-        @cache
-        def flops_of_token(number: int) -> float:
+        settings, shares = self._settings, {}  # of a token per second, by stages
+        left = range(settings.stage_after(self.step), len(settings.all_stages))
+        # Traced now, for the time of steps has nothing else in it.
+        for number in left if self.step < settings.steps else ():
             stage, model = settings.all_stages[number], self._models.train[number]
-            inputs = self._batch(stage, 0)[0]
-            flops = utilization.flops_of_step(model, self._state.params, inputs, self._mesh)
-            return flops / (stage.batch_size * stage.length)
+            if (peak := utilization.peak(model)) is not None:
+                inputs = self._batch(stage, stage.until - 1)[0]
+                flops = utilization.flops_of_step(model, self._state.params, inputs, self._mesh)
+                of_token = flops / (stage.batch_size * stage.length)
+                shares[number] = of_token / (peak * self._mesh.size)
 
-        all_devices = peak * self._mesh.size
-        number = settings.stage_after
-        return lambda step, speed: flops_of_token(number(step - 1)) * speed / all_devices
+        def mfu(step: int, speed: float) -> float | None:
+            share = shares.get(settings.stage_after(step - 1))
+            return None if share is None else share * speed
+
+        return mfu
 
     def _batch(self, stage: ResolvedStage, step: int, rows: np.ndarray | None = None):
         """The batch of the step after `step`, which is in this stage, or some rows of it."""
