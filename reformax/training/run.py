@@ -120,7 +120,7 @@ class Run:
             restored = opening.begin(setup, self._checkpoints, newest, self._vocabulary)
             self._go_on_from(restored)
             self._tell_changes()
-            self._tell_warm_up()
+            self._tell_schedule(restored.info.get("schedule_steps"))
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
             batches = opened.enter_context(prefetch(self._placed_batches()))
@@ -226,12 +226,23 @@ class Run:
         if self._settings.config_text is not None and self._processes.first:
             tell_changes(self.folder, self._settings.config_text(), self._uses_config, self._say)
 
-    def _tell_warm_up(self) -> None:
-        """Says that the learning rate does not reach its peak."""
+    def _tell_schedule(self, before: int | None) -> None:
+        """Says that the learning rate does not reach its peak, or has another length than before.
+
+        Args:
+          before: the schedule's length when the checkpoint was saved; None if it is not known.
+        """
         settings = self._settings
-        line = optimizer.peakless(settings.optimizer, settings.steps)
-        if self.step < settings.steps and line is not None:
+        if self.step >= settings.steps:
+            return
+        if (line := optimizer.peakless(settings.optimizer, settings.steps)) is not None:
             self._note(f"note: {settings.named(line) if settings.named else line}")
+        now = optimizer.schedule_steps(settings.built_optimizer)
+        if None not in (before, now) and before != now:
+            self._note(
+                f"note: the learning rate's schedule is {now:,} steps long, and was {before:,} "
+                f"until step {self.step}"
+            )
 
     def _write_config(self) -> str | None:
         if self._settings.config_text is None:
@@ -411,6 +422,9 @@ class Run:
             extra["vocabulary"] = self._vocabulary
         if (n_classes := n_classes_of(self._task)) is not None:
             extra["n_classes"] = n_classes
+        length = optimizer.schedule_steps(self._settings.built_optimizer)
+        if length is not None:
+            extra["schedule_steps"] = length
         if self.score is not None:
             extra |= {"scored": self._scores.kind(self._data), "evaluation": self.score}
         if self._other_scores:
