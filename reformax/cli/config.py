@@ -354,6 +354,15 @@ def _other_tasks() -> Iterator[str]:
         yield from [name for name in nearest if gin.query_parameter(name) is not None]
 
 
+def name_in_evaluation(label: str, name: str) -> str | None:
+    """The setting of an evaluation, 'scope/evaluations.Evaluation.NAME'; None if none is known."""
+    evaluations = _value_of("reformax.training.loop.train.evaluations")
+    part = evaluations.get(label) if isinstance(evaluations, dict) else None
+    if not isinstance(part, gin.config.ConfigurableReference) or part.config_key[0] == "":
+        return None
+    return f"{part.config_key[0]}/evaluations.Evaluation.{name}"
+
+
 def _value_of(parameter: str) -> Any:
     """The value of a parameter, by macros or without; None if it is not set."""
     value, seen = gin.query_parameter(parameter) if _is_set(parameter) else None, []

@@ -196,7 +196,11 @@ def test_they_are_due_by_their_own_steps():
         ("valid", Evaluation(), r"evaluations\['valid'\] has the name of other lines"),
         ("train", Evaluation(), "choose another than train, data, note, valid"),
         ("x", Evaluation(metric="bleu"), r"metric='bleu' is none of bits_per_dim, .*accuracy"),
-        ("x", Evaluation(length=4, stride=5), r"\['x'\].stride=5 must not be above its length=4"),
+        (
+            "x",
+            Evaluation(length=4, stride=5),
+            r"\['x'\].stride=5 must not be above its length of 4",
+        ),
         ("x", Evaluation(task=tiny.counting(vocab_size=99)), r"\['x'\]: task .* ids below 99"),
         ("x", {"length": 4}, "evaluations is .*: expected a table by a name, each an Evaluation"),
     ],
@@ -234,6 +238,10 @@ long/evaluations.Evaluation.metric = 'accuracy'
     wrong = "--config=long/evaluations.Evaluation.split='nowhere'"
     code, _, err = call(train.main, monkeypatch, capsys, *flags, wrong)
     assert code == 2 and "evaluations['long']: split='nowhere' must be one of train" in err, err
+    wrong = "--config=long/evaluations.Evaluation.stride=199"
+    code, _, err = call(train.main, monkeypatch, capsys, *flags, wrong)
+    line = "long/evaluations.Evaluation.stride=199 must not be above its length of 128"
+    assert code == 2 and line in err, err
     code, out, err = call(train.main, monkeypatch, capsys, *flags)
     assert code == 0, err
     assert "step 2: long 0." in out and "accuracy" in out
