@@ -287,12 +287,12 @@ def _check_dots(override: str) -> None:
 
 
 def _bind_data_dir(data_dir: str) -> None:
-    """Binds the folder of the config's task, of the tasks of its stages, or of what they are of."""
+    """Binds the folder of the tasks of the run, its stages and its evaluations, or of their own."""
     parameter = "reformax.training.loop.train.task"
     if not _is_set(parameter):
         raise ConfigError("--data_dir is set, but the config sets no loop.train.task")
     without = [_give_folder(parameter, data_dir)]
-    without += [_give_folder(name, data_dir, scoped=False) for name in _tasks_of_stages()]
+    without += [_give_folder(name, data_dir, scoped=False) for name in _other_tasks()]
     if all(without):
         raise ConfigError(
             f"--data_dir={data_dir}: the task {without[0]} reads no files: leave the flag out, "
@@ -338,16 +338,41 @@ def _give_folder(parameter: str, data_dir: str, scoped: bool = True) -> str | No
             return selector
 
 
-def _tasks_of_stages() -> Iterator[str]:
-    """The parameters that are set to tasks of stages."""
-    parameter = "reformax.training.loop.train.stages"
-    stages = gin.query_parameter(parameter) if _is_set(parameter) else ()
-    for stage in stages if isinstance(stages, tuple | list) else ():
-        argument = "reformax.training.stages.Stage.task"
-        scope = stage.config_key[0] if hasattr(stage, "config_key") else ""
+def _other_tasks() -> Iterator[str]:
+    """The parameters that are set to tasks of stages and of evaluations."""
+    loop = "reformax.training.loop.train"
+    stages, evaluations = map(_value_of, (f"{loop}.stages", f"{loop}.evaluations"))
+    parts = {
+        "stages.Stage": stages if isinstance(stages, tuple | list) else (),
+        "evaluations.Evaluation": evaluations.values() if isinstance(evaluations, dict) else (),
+    }
+    for name, part in ((name, part) for name, given in parts.items() for part in given):
+        argument = f"reformax.training.{name}.task"
+        scope = part.config_key[0] if hasattr(part, "config_key") else ""
         names = [f"{scope}/{argument}"] * bool(scope) + [argument]
         nearest = [name for name in names if _is_set(name)][:1]
         yield from [name for name in nearest if gin.query_parameter(name) is not None]
+
+
+def name_in_evaluation(label: str, name: str) -> str | None:
+    """The setting of an evaluation, 'scope/evaluations.Evaluation.NAME'; None if none is known."""
+    evaluations = _value_of("reformax.training.loop.train.evaluations")
+    part = evaluations.get(label) if isinstance(evaluations, dict) else None
+    if not isinstance(part, gin.config.ConfigurableReference) or part.config_key[0] == "":
+        return None
+    return f"{part.config_key[0]}/evaluations.Evaluation.{name}"
+
+
+def _value_of(parameter: str) -> Any:
+    """The value of a parameter, by macros or without; None if it is not set."""
+    value, seen = gin.query_parameter(parameter) if _is_set(parameter) else None, []
+    while isinstance(value, gin.config.ConfigurableReference) and value not in seen:
+        scope, selector = value.config_key
+        if selector != "gin.macro" or not _is_set(f"{scope}/gin.macro.value"):
+            break
+        seen.append(value)
+        value = gin.query_parameter(f"{scope}/gin.macro.value")
+    return value
 
 
 def _is_set(parameter: str) -> bool:

@@ -66,6 +66,12 @@ def training(result: dict[str, Any], prints: bool = True) -> int:
         f"{result['step']}{part}; best{best} "
         f"{result['best_' + metric]:.4f} at step {result['best_step']}"
     )
+    for name, score in result.get("evaluations", {}).items():
+        found = score.get("whole_split", score)
+        value, whole = found[score["metric"]], found is not score or score["whole"]
+        part = "" if whole else f" ({found['n_targets']:,} targets of the split)"
+        words = words_of(score["metric"], found)
+        print(f"{name} {words}: {'none' if value is None else f'{value:.4f}'}{part}")
     kept = " vocabulary.model" if (Path(folder) / "vocabulary.model").exists() else ""
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
     flags = [f"--output_dir={folder}", "--split=test", *_trust(Path(folder) / "config.gin")]

@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.dry_run:
         begun = bool(checkpoint.Checkpoints(output_dir).steps())
-        settings, lines = stand_in.reported(functools.partial(dry_run.report, begun=begun))
+        report_of = functools.partial(dry_run.report, begun=begun, named=typed.typed)
+        settings, lines = stand_in.reported(report_of)
         note_unused(*settings, *of_end)
         if joining.first():
             print("\n".join(lines))

@@ -14,6 +14,7 @@ from reformax.cli import config, modules
 
 _NAME = re.compile(r"(?<![\w./@%('\"=-])([a-z_][A-Za-z_0-9.]*)(?==[^=\s])")
 _FIRST = re.compile(r"^([a-z_]\w*)(?= is | \()")
+_OF_EVALUATION = re.compile(r"evaluations\['([^']+)'\]\.(\w+)")
 _OP = re.compile(r"(?:an op|one) whose (\w+) (?:is|include) (\w+)(?:, such as [\w.]+\(\))?")
 # Arguments of parts whose user knows the model's alone.
 _OF_MODELS = {"d_embs": "pos_d_axial_embs", "rotary_grid": "pos_axial_shape"}
@@ -32,6 +33,7 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
     def named(match: re.Match[str]) -> str:
         return match[1] if match[1] in flags else name_of(match[1], owner) or match[1]
 
+    line = _OF_EVALUATION.sub(lambda x: config.name_in_evaluation(x[1], x[2]) or x[0], line)
     line = _OP.sub(lambda match: _ops_that(match[1], match[2]) or match[0], line)
     parts = re.split(
         r"(\([^()]*\)|'[^']*'|`[^`]*`|\S+=\S*,\S+=\S*)", line

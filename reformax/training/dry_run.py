@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from reformax import devices, memory
-from reformax.training import evaluation, fingerprints, opening, starting_weights
+from reformax.training import evaluation, fingerprints, opening, optimizer, starting_weights
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.loss import vocabulary_of
@@ -117,6 +117,8 @@ def report(*, begun: bool = False, **settings: Any) -> list[str]:
     if settings.init_from is not None and not begun:
         starting_weights.found(settings.init_from)
     lines = fingerprints.summary(settings.all_stages)
+    if line := optimizer.peakless(settings.optimizer, settings.steps):
+        lines.append(f"note: {settings.named(line) if settings.named else line}")
     lines.append(f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each")
     if mesh.devices.flat[0].platform == "cpu":
         lines[-1] += "; programs for cpu have the figures below, those for a GPU have others"

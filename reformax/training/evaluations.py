@@ -93,7 +93,7 @@ def resolved(label: str, given: Evaluation, own: ResolvedEvaluation) -> Resolved
         )
     length = length or own.length
     if (given.stride or 1) > length:
-        raise SettingError(f"{name}.stride={given.stride} must not be above its length={length}")
+        raise SettingError(f"{name}.stride={given.stride} must not be above its length of {length}")
     metrics = _metrics(task)
     if given.metric not in (None, *metrics):
         raise SettingError(f"{name}.metric={given.metric!r} is none of {', '.join(metrics)}")

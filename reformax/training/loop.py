@@ -26,9 +26,9 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
       'bits_per_label' of classes; under the metric's name its value (None if the run was stopped
       before an evaluation), n_targets that it is of and `whole`: whether these are the whole split;
       best_step, under best_METRIC the best value and `best_whole`: whether it is of the whole
-      split; `evaluations`: the scores of those besides the run's own; n_params, output_dir, and
-      interrupted_by: a `signal.Signals`, or None. After SIGTERM, SIGINT or SIGHUP the step in
-      progress is finished and saved before this returns.
+      split; `evaluations`: the scores of those besides the run's own, each with its `metric`;
+      n_params, output_dir, and interrupted_by: a `signal.Signals`, or None. After SIGTERM, SIGINT
+      or SIGHUP the step in progress is finished and saved before this returns.
 
     Raises:
       ValueError: arguments that do not fit, or a checkpoint that is damaged or of another model.
@@ -56,13 +56,17 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             if due.evaluate and not run.is_scored(due.stop) and not now.stopping:
                 run.evaluate(due.stop)
                 now = run.now()
-            for name in due.others:
-                if not run.is_scored(due.stop, name) and not now.stopping:
+            others = [name for name in due.others if not run.is_scored(due.stop, name)]
+            if due.save or due.save_temporary or now.stopping or others:
+                # Before the others, whose failure then loses no step and no score.
+                run.save(temporary=not due.save)
+            for name in others:
+                if not now.stopping:
                     run.evaluate(due.stop, name)
                     now = run.now()
-            if due.save or due.save_temporary or now.stopping:
-                run.save(temporary=not due.save)
             if due.stop or now.stopping:
+                if others:  # a run that goes on later has their scores; else it scores again
+                    run.save(temporary=not due.save)
                 break
             run.advance()
     result = run.result()

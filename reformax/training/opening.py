@@ -355,7 +355,9 @@ def open_record(
       OSError: the file cannot be read or written.
     """
     step, info = restored.step, restored.info
-    scored = info.get("score") is not None
+    own = (info.get("scored") or {}).get("split", settings.eval_split)
+    scored = [own] * (info.get("score") is not None)
+    scored += info.get("evaluations", {})
     lines = RecordLines(
         folder / "metrics.jsonl", step, info.get("record"), scored, say=say, check=check
     )

@@ -118,6 +118,13 @@ def peakless(optimizer: optax.GradientTransformation, num_train_steps: int) -> s
     return optimizer.learning_rate.peakless(num_train_steps) if _has_schedule(optimizer) else None
 
 
+def schedule_steps(optimizer: optax.GradientTransformation) -> int | None:
+    """The length of a built optimizer's schedule; None for one without, or without an end."""
+    if not _has_schedule(optimizer) or optimizer.learning_rate.endless:
+        return None
+    return optimizer.learning_rate.steps
+
+
 def _has_schedule(optimizer: optax.GradientTransformation) -> bool:
     return isinstance(optimizer, Optimizer) and isinstance(optimizer.learning_rate, Schedule)
 

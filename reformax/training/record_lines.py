@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class RecordLines:
         path: Path,
         step: int,
         noted: dict[str, int] | None = None,
-        scored: bool = True,
+        scored: Collection[str] | None = None,
         say: Callable[[str], None] = print,
         check: Callable[[], None] = lambda: None,
     ):
@@ -44,7 +44,8 @@ class RecordLines:
           path: of metrics.jsonl.
           step: the checkpoint's; 0 if the run begins.
           noted: what `mark` returned for the checkpoint; None if it has no such note.
-          scored: whether the checkpoint was saved after the evaluation of its step.
+          scored: the splits of the evaluations of its step that the checkpoint was saved after;
+            None: all that there are.
           say: gets a line about lines that were lost, and about failing writes.
           check: called before the file is written anew; raises OSError if it must not be.
 
@@ -181,7 +182,7 @@ class RecordLines:
         self._forget(self._size)
 
     def _salvage(
-        self, found: bytes, step: int, noted: dict[str, int] | None, scored: bool
+        self, found: bytes, step: int, noted: dict[str, int] | None, scored: Collection[str] | None
     ) -> list[bytes]:
         """The lines up to `step`, and a note on those that are lost, if any."""
         kept, unreadable, last = [], 0, {}
@@ -191,8 +192,9 @@ class RecordLines:
             if line is None:
                 unreadable += 1
             elif line["step"] < step or (
-                # Without a score the evaluation of the last step is still to come.
-                line["step"] == step and (scored or tag_of(line) in ("train", "note"))
+                # Without its score an evaluation of the last step is still to come.
+                line["step"] == step
+                and (tag_of(line) != "eval" or scored is None or line["split"] in scored)
             ):
                 kept.append(text + b"\n")
                 last = line

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class Run:
             restored = opening.begin(setup, self._checkpoints, newest, self._vocabulary)
             self._go_on_from(restored)
             self._tell_changes()
-            self._tell_warm_up()
+            self._tell_schedule(restored.info.get("schedule_steps"))
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
             batches = opened.enter_context(prefetch(self._placed_batches()))
@@ -226,12 +226,23 @@ class Run:
         if self._settings.config_text is not None and self._processes.first:
             tell_changes(self.folder, self._settings.config_text(), self._uses_config, self._say)
 
-    def _tell_warm_up(self) -> None:
-        """Says that the learning rate does not reach its peak."""
+    def _tell_schedule(self, before: int | None) -> None:
+        """Says that the learning rate does not reach its peak, or has another length than before.
+
+        Args:
+          before: the schedule's length when the checkpoint was saved; None if it is not known.
+        """
         settings = self._settings
-        line = optimizer.peakless(settings.optimizer, settings.steps)
-        if self.step < settings.steps and line is not None:
+        if self.step >= settings.steps:
+            return
+        if (line := optimizer.peakless(settings.optimizer, settings.steps)) is not None:
             self._note(f"note: {settings.named(line) if settings.named else line}")
+        now = optimizer.schedule_steps(settings.built_optimizer)
+        if None not in (before, now) and before != now:
+            self._note(
+                f"note: the learning rate's schedule is {now:,} steps long, and was {before:,} "
+                f"until step {self.step}"
+            )
 
     def _write_config(self) -> str | None:
         if self._settings.config_text is None:
@@ -266,20 +277,22 @@ class Run:
 
     def _utilization(self) -> Callable[[int, float], float | None]:
         """The utilization of the devices after a step, at so many tokens per second."""
-        peak, settings = utilization.peak(), self._settings
-        if peak is None:
-            return lambda step, speed: None
-
-        @cache
-        def flops_of_token(number: int) -> float:
+        settings, shares = self._settings, {}  # of a token per second, by stages
+        left = range(settings.stage_after(self.step), len(settings.all_stages))
+        # Traced now, for the time of steps has nothing else in it.
+        for number in left if self.step < settings.steps else ():
             stage, model = settings.all_stages[number], self._models.train[number]
-            inputs = self._batch(stage, 0)[0]
-            flops = utilization.flops_of_step(model, self._state.params, inputs, self._mesh)
-            return flops / (stage.batch_size * stage.length)
+            if (peak := utilization.peak(model)) is not None:
+                inputs = self._batch(stage, stage.until - 1)[0]
+                flops = utilization.flops_of_step(model, self._state.params, inputs, self._mesh)
+                of_token = flops / (stage.batch_size * stage.length)
+                shares[number] = of_token / (peak * self._mesh.size)
 
-        all_devices = peak * self._mesh.size
-        number = settings.stage_after
-        return lambda step, speed: flops_of_token(number(step - 1)) * speed / all_devices
+        def mfu(step: int, speed: float) -> float | None:
+            share = shares.get(settings.stage_after(step - 1))
+            return None if share is None else share * speed
+
+        return mfu
 
     def _batch(self, stage: ResolvedStage, step: int, rows: np.ndarray | None = None):
         """The batch of the step after `step`, which is in this stage, or some rows of it."""
@@ -409,6 +422,9 @@ class Run:
             extra["vocabulary"] = self._vocabulary
         if (n_classes := n_classes_of(self._task)) is not None:
             extra["n_classes"] = n_classes
+        length = optimizer.schedule_steps(self._settings.built_optimizer)
+        if length is not None:
+            extra["schedule_steps"] = length
         if self.score is not None:
             extra |= {"scored": self._scores.kind(self._data), "evaluation": self.score}
         if self._other_scores:
@@ -469,7 +485,10 @@ class Run:
             "best_step": best,
             "best_whole": not self._scores.of_part,
             "best_" + self._metric: best_score,
-            "evaluations": dict(self._other_scores),
+            "evaluations": {
+                name: {"metric": self._others[name].metric, **score}
+                for name, score in self._other_scores.items()
+            },
             "n_params": self._n_params,
             "output_dir": str(self.folder),
             "interrupted_by": None if number is None else signal.Signals(number),

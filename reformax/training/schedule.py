@@ -12,7 +12,7 @@ class Due(NamedTuple):
     save: bool
     stop: bool
     save_temporary: bool = False  # by the clock alone, so that a killed run loses minutes
-    others: tuple[str, ...] = ()  # the evaluations besides the run's own, after it
+    others: tuple[str, ...] = ()  # the evaluations besides the run's own, last of all
 
 
 class Schedule(NamedTuple):

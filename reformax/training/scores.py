@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from reformax.training import evaluation
 from reformax.training.curves import words_of
 from reformax.training.evaluations import ResolvedEvaluation, data_key
-from reformax.training.loss import labels_of
+from reformax.training.loss import labels_of, metric_name
 from reformax.training.settings import TrainSettings
 
 
@@ -70,10 +70,11 @@ class Scores:
 
         Returns:
           The metric, accuracy, n_targets, `whole` and, where only the last evaluation scores the
-          whole split and this is it, `whole_split`; see `evaluation.evaluate`. None if abandoned.
+          whole split and this is it, `whole_split`; see `evaluation.evaluate`. The metric is None
+          where no target has weight in it. None if abandoned.
 
         Raises:
-          FloatingPointError: a score is not finite.
+          FloatingPointError: its bits or its metric are not finite.
         """
         settings, of = self._settings, self.evaluation
         result = evaluation.evaluate(
@@ -92,9 +93,12 @@ class Scores:
         )
         if result is None:
             return None
+        bits = metric_name(of.task)
         for found in (result, result.get("whole_split", result)):
-            if not math.isfinite(bits := found[self.metric]):
-                raise FloatingPointError(f"{of.label} {self.metric} is {bits} after step {step}")
+            found.setdefault(self.metric, None)  # where no target has weight in it
+            for name in dict.fromkeys([bits, self.metric]):
+                if (value := found[name]) is not None and not math.isfinite(value):
+                    raise FloatingPointError(f"{of.label} {name} is {value} after step {step}")
         of_evaluate = ("split", "length", "stride", "n_windows", "standard_error")
         return {name: x for name, x in result.items() if name not in of_evaluate}
 
@@ -108,7 +112,10 @@ class Scores:
         return words
 
     def _bits(self, score: Mapping[str, Any]) -> str:
-        words = f"{score[self.metric]:.4f} {words_of(self.metric, score)}"
+        words = words_of(self.metric, score)
+        if (value := score[self.metric]) is None:
+            return f"no {words}: no target has weight in it"
+        words = f"{value:.4f} {words}"
         if self.metric not in ("bits_per_dim", "bits_per_byte") and "bits_per_byte" in score:
             words += f", {score['bits_per_byte']:.4f} bits per byte"
         is_class = labels_of(self.evaluation.task) is not None and self.metric != "accuracy"

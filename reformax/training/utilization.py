@@ -7,6 +7,7 @@ not seen.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ from reformax import devices
 from reformax.training.forecast import products
 
 # Dense products of bfloat16 matrices, in operations per second, as the makers state them. A device
-# has the first name that is found in its own.
+# has the name whose words, one after the other, are all in its own; the longest of several.
 PEAKS = {
     "B200": 2.25e15,
     "H200": 989e12,
+    "H200 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
@@ -28,7 +30,6 @@ PEAKS = {
     "A10G": 70e12,
     "L40S": 362e12,
     "L4": 121e12,
-    "V100": 125e12,  # float16
     "TPU v6 lite": 918e12,
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
@@ -36,10 +37,25 @@ PEAKS = {
 }
 
 
-def peak() -> float | None:
-    """The stated operations per second of a device; None for one without, such as a CPU."""
-    kind = jax.devices()[0].device_kind
-    return next((speed for name, speed in PEAKS.items() if name in kind), None)
+def peak(model: Any) -> float | None:
+    """The stated operations per second of a device for a model's products.
+
+    None for a device without, such as a CPU or a slice of a GPU, and for a model whose `dtype` is
+    not 'bfloat16': of other products no peak is listed.
+    """
+    if getattr(model, "dtype", None) != "bfloat16":
+        return None
+    words = re.split(r"[\s-]+", jax.devices()[0].device_kind)
+    if "MIG" in words:
+        return None
+    names = [name for name in PEAKS if _has(words, name.split())]
+    names = [name for name in names if ("lite" in words) == ("lite" in name)]
+    return PEAKS[max(names, key=len)] if names else None
+
+
+def _has(words: list[str], part: list[str]) -> bool:
+    """Whether some words are those of the part, one after the other."""
+    return any(words[i : i + len(part)] == part for i in range(len(words)))
 
 
 def flops_of_step(model, params: Any, inputs: Any, mesh: Mesh) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reformax.training import checkpoint, loop
+from reformax.training import checkpoint, evaluation, loop, metrics
 from reformax.training.callbacks import Callback
 from reformax.training.evaluation import evaluate
 from reformax.training.evaluations import Evaluation
@@ -96,6 +96,76 @@ def test_a_run_that_is_stopped_between_evaluations_finds_the_others(tmp_path, mo
     assert worker.record(tmp_path / "again") == before
 
 
+def test_one_that_fails_loses_no_step_and_no_score(tmp_path, monkeypatch):
+    from reformax.training.run import Run
+
+    evaluate, failing = Run.evaluate, []
+
+    def fails(self, last, name=None):
+        if name == "short" and self.step in failing:
+            raise MemoryError("short")
+        evaluate(self, last, name)
+
+    monkeypatch.setattr(Run, "evaluate", fails)
+    for failing, found in ([18], []), ([24], ["scored"]):
+        with pytest.raises(MemoryError):
+            loop.train(tmp_path / "stopped", **arguments())
+        checkpoints = checkpoint.Checkpoints(tmp_path / "stopped")
+        (step,) = failing
+        assert checkpoints.newest_whole() == step
+        extra = checkpoints.extra(step)
+        assert [name for name in ("scored", "evaluations") if name in extra] == found
+    failing = []
+    again = loop.train(tmp_path / "stopped", **arguments())
+    whole = loop.train(tmp_path / "whole", **arguments())
+    assert worker.record(tmp_path / "stopped") == worker.record(tmp_path / "whole")
+    assert again["evaluations"] == whole["evaluations"] and len(again["evaluations"]) == 2
+
+
+def test_a_metric_that_no_target_has_weight_in_is_null(tmp_path, monkeypatch, capsys):
+    of_nothing = lambda found: (found.nats, 0 * found.weights)  # noqa: E731
+    monkeypatch.setitem(metrics.METRICS, "of_nothing", of_nothing)
+    others = {"none": Evaluation(metric="of_nothing", tokens=16)}
+    loop.train(tmp_path, **arguments(evaluations=others, progress=True))
+    last = of(tmp_path, "none")[-1]
+    assert last["of_nothing"] is None and last["whole_split"]["of_nothing"] is None
+    assert "step 24: none no of nothing: no target has weight in it" in capsys.readouterr().out
+
+
+def test_bits_that_are_no_number_are_noticed_where_another_metric_is_printed(tmp_path, monkeypatch):
+    def of_nan(*args, **kwargs):
+        return evaluate(*args, **kwargs) | (
+            {"bits_per_dim": np.nan} if kwargs["length"] == 4 else {}
+        )
+
+    monkeypatch.setattr(evaluation, "evaluate", of_nan)
+    with pytest.raises(FloatingPointError, match="short bits_per_dim is nan after step 6"):
+        loop.train(tmp_path, **arguments())
+    assert not of(tmp_path, "short")
+
+
+def test_a_damaged_record_keeps_the_scores_of_others_alone(tmp_path, monkeypatch):
+    from reformax.training.run import Run
+
+    one = arguments(evaluations={"short": OTHERS["short"]}, steps=12, log_every=3)
+    evaluate, scored = Run.evaluate, []
+
+    def noting(self, last, name=None):
+        scored.append((self.step, name))
+        evaluate(self, last, name)
+        if self.step == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "evaluate", noting)
+    loop.train(tmp_path, **one)
+    monkeypatch.setattr(signal, "raise_signal", lambda number: None)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    loop.train(tmp_path, **one)
+    assert scored.count((6, "short")) == 1
+    assert [line["step"] for line in of(tmp_path, "short")] == [6, 12]
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_scored_by_one_that_is_new_or_has_changed(tmp_path):
     loop.train(tmp_path, **arguments())
@@ -126,7 +196,11 @@ def test_they_are_due_by_their_own_steps():
         ("valid", Evaluation(), r"evaluations\['valid'\] has the name of other lines"),
         ("train", Evaluation(), "choose another than train, data, note, valid"),
         ("x", Evaluation(metric="bleu"), r"metric='bleu' is none of bits_per_dim, .*accuracy"),
-        ("x", Evaluation(length=4, stride=5), r"\['x'\].stride=5 must not be above its length=4"),
+        (
+            "x",
+            Evaluation(length=4, stride=5),
+            r"\['x'\].stride=5 must not be above its length of 4",
+        ),
         ("x", Evaluation(task=tiny.counting(vocab_size=99)), r"\['x'\]: task .* ids below 99"),
         ("x", {"length": 4}, "evaluations is .*: expected a table by a name, each an Evaluation"),
     ],
@@ -164,9 +238,14 @@ long/evaluations.Evaluation.metric = 'accuracy'
     wrong = "--config=long/evaluations.Evaluation.split='nowhere'"
     code, _, err = call(train.main, monkeypatch, capsys, *flags, wrong)
     assert code == 2 and "evaluations['long']: split='nowhere' must be one of train" in err, err
+    wrong = "--config=long/evaluations.Evaluation.stride=199"
+    code, _, err = call(train.main, monkeypatch, capsys, *flags, wrong)
+    line = "long/evaluations.Evaluation.stride=199 must not be above its length of 128"
+    assert code == 2 and line in err, err
     code, out, err = call(train.main, monkeypatch, capsys, *flags)
     assert code == 0, err
     assert "step 2: long 0." in out and "accuracy" in out
+    assert "\nlong accuracy: 0." in out.partition("bits per byte): ")[2]  # below the run's own
     (line,) = of("out", "long")
     assert json.dumps(line) and line["accuracy"] > 0
     import evaluate as script

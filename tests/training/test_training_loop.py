@@ -581,6 +581,28 @@ def test_a_dry_run_has_a_line_for_each_program():
     assert sizes == ["to step 2, 8 x 16", "to step 4, 8 x 8", "to step 24, 8 x 16"]
 
 
+def test_a_schedule_of_another_length_than_the_checkpoints_is_noted(tmp_path, capsys):
+    def run(steps, length=None):
+        schedule = optimizer.cosine(steps=length, warmup_steps=1)
+        options = worker.arguments(steps=steps, optimizer=optimizer.adamw(schedule))
+        loop.train(tmp_path, **options)
+        return [line for line in capsys.readouterr().err.splitlines() if "schedule" in line]
+
+    assert run(4) == run(6, 4) == []
+    note = "note: the learning rate's schedule is 8 steps long, and was 4 until step 6"
+    assert run(8) == [note] and run(8) == []
+    assert checkpoint.Checkpoints(tmp_path).extra(8)["schedule_steps"] == 8
+
+
+def test_a_dry_run_notes_a_warm_up_that_the_run_does_not_finish():
+    options = worker.arguments(named=lambda line: line.replace("cosine.warmup_steps", "mine"))
+    for warmup_steps, notes in ((24, 1), (23, 0)):
+        options["optimizer"] = optimizer.adamw(optimizer.cosine(warmup_steps=warmup_steps))
+        found = [line for line in dry_run.report(**options) if "does not reach its peak" in line]
+        assert len(found) == notes
+        assert all(line.startswith("note: mine=24 is not below steps=24") for line in found)
+
+
 def test_a_dry_run_refuses_what_a_run_would(tmp_path):
     wider = stages.Stage(until=4, model=partial(tiny.TinyLM, d_model=9))
     uneven = stages.Stage(until=4, batch_size=3)

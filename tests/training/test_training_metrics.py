@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.models import lm
 from reformax.training import callbacks, curves, loop, mesh, metrics, record_lines, utilization
+from reformax.training.run import Run
 from reformax.training.settings import TrainSettings
 from reformax.training.step_log import StepLog
 from tests.training import tiny, worker
@@ -95,7 +97,7 @@ def test_an_evaluation_of_the_training_split_is_evaluated_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": 1, "tag": tag, "split": "train"} for tag in ("train", "eval")]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    record_lines.RecordLines(path, 1, None, scored=False).close()
+    record_lines.RecordLines(path, 1, None, scored=()).close()
     assert [line["tag"] for line in record_lines.read(path)] == ["train"]
 
 
@@ -103,6 +105,7 @@ def test_an_evaluation_of_the_training_split_is_evaluated_again(tmp_path):
 def test_each_line_has_tokens_a_second_and_the_share_of_the_peak(tmp_path, monkeypatch, stated):
     if stated:
         monkeypatch.setitem(utilization.PEAKS, "cpu", stated)
+        monkeypatch.setattr(tiny.TinyLM, "dtype", "bfloat16", raising=False)
     loop.train(tmp_path, **worker.arguments(log_every=1))
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     timings = [line["timing"] for line in lines if line["tag"] == "train"]
@@ -128,11 +131,39 @@ def test_operations_are_those_of_all_devices_and_of_one_forward_pass():
 
 
 @pytest.mark.parametrize(
-    "kind, peak", [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("cpu", None)]
+    "kind, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v4 lite", None),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("cpu", None),
+    ],
 )
 def test_the_peak_is_that_of_the_devices_name(kind, peak, monkeypatch):
     class Device:
         device_kind = kind
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    assert utilization.peak() == peak
+    model = lm.TransformerLM(vocab_size=16, d_model=8, n_layers=1, dtype="bfloat16")
+    assert utilization.peak(model) == peak
+    for other in (lm.TransformerLM(vocab_size=16, d_model=8, n_layers=1), tiny.TinyLM()):
+        assert utilization.peak(other) is None  # of float32, or of it does not say
+
+
+def test_operations_are_counted_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(utilization.PEAKS, "cpu", 1e9)
+    monkeypatch.setattr(tiny.TinyLM, "dtype", "bfloat16", raising=False)
+    calls, flops, advance = [], utilization.flops_of_step, Run.advance
+    monkeypatch.setattr(
+        utilization, "flops_of_step", lambda *args: calls.append("flops") or flops(*args)
+    )
+    monkeypatch.setattr(Run, "advance", lambda run: calls.append("step") or advance(run))
+    loop.train(tmp_path, **worker.arguments(steps=8, log_every=1))
+    assert calls == ["flops", *["step"] * 8]

@@ -255,6 +255,34 @@ def test_the_folder_of_data_reaches_tasks_of_stages(folder):
     assert "kept.txt" in gin.config_str() and "mine.txt" not in gin.config_str()
 
 
+def test_the_folder_of_data_reaches_tasks_of_evaluations(folder):
+    (folder / "configs/evaluated.gin").write_text("""
+from __gin__ import dynamic_registration
+from reformax.data import stdlib
+from reformax.data import text
+from reformax.training import evaluations
+from reformax.training import loop
+loop.train.task = @stdlib.stdlib()
+loop.train.evaluations = {
+    'a': @a/evaluations.Evaluation(), 'b': @b/evaluations.Evaluation(),
+    'c': @evaluations.Evaluation()}
+a/evaluations.Evaluation.task = @other/text.text()
+b/evaluations.Evaluation.task = @text.text()
+""")
+    (folder / "mine.txt").write_text("a text of some length " * 20)
+    whole = "by_name = {'a': @a/evaluations.Evaluation()}", "loop.train.evaluations = %by_name"
+    for more, tasks in (("", ["text", "text", None]), ("\n".join(whole), ["text"])):
+        path = folder / "configs/evaluated.gin"
+        path.write_text(f"{path.read_text()}\n{more}\n")
+        config.parse(["configs/evaluated.gin"], data_dir="mine.txt")
+        found = config.bindings(loop.train, ("evaluations",))["evaluations"]
+        assert [x.task and x.task.name for x in found.values()] == tasks
+    kept = "other/text.text.data_dir = 'mine.txt'"
+    config.parse(["configs/evaluated.gin"], [kept], data_dir="nowhere.txt")
+    (found,) = config.bindings(loop.train, ("evaluations",))["evaluations"].values()
+    assert found.task.name == "text"  # the folder that the config gives stays
+
+
 def test_only_what_the_files_name_is_written(folder):
     # A function that its own module made configurable, as some of Trax's are.
     configurable = gin.external_configurable(worker.arguments)
