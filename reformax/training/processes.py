@@ -331,7 +331,8 @@ def _watch() -> None:
         end = json.loads(found)
         if end["process"] == _index():
             return
-        time.sleep(_GRACE)
+        if _looked.wait(_GRACE):  # it has an error of its own
+            return
         print(f"error: process {end['process']} ended: {end['line']}", file=sys.stderr, flush=True)
         leave(end["line"], end["code"])
 
@@ -345,6 +346,7 @@ def leave(line: str, code: int) -> None:
       line: of the error.
       code: the exit code of all.
     """
+    _looked.set()
     end = {"process": _index(), "line": line, "code": code}
     with suppress(Exception):  # another process reported first, or the service has ended
         _client().key_value_set(_END, json.dumps(end))

@@ -160,6 +160,7 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
         "--config=d_ff=4096",
         "--config=batch_size=8",
         "--config=stdlib.stdlib.max_bytes=20_000",
+        "--config=optimizer.cosine.steps=6",  # of all parts
     ]
     monkeypatch.chdir(tmp_path)
 
