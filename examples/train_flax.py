@@ -3,7 +3,7 @@
 python examples/train_flax.py --steps=300
 
 The step and the evaluation ask a model for four things: `vocab_size`, `init_params`, `features`
-and `logits`. Here they are made of an nnx module.
+and `logits`. Here they are made of an nnx module; the loop is that of train_minimal.py.
 """
 
 import argparse
@@ -11,11 +11,11 @@ import argparse
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from train_minimal import fit
 
 from reformax.data import stdlib
 from reformax.flax.nnx import Attention
 from reformax.ops import lsh
-from reformax.training import evaluation, mesh, optimizer, step
 
 
 class Block(nnx.Module):
@@ -82,21 +82,7 @@ def main(steps: int = 300, batch_size: int = 8, length: int = 256, d_model: int 
     """Trains and evaluates; returns the bits per byte of held-out text."""
     task = stdlib.stdlib(max_bytes=2_000_000)
     model = Model(task.vocab_size, d_model=d_model, n_layers=2, length=length)
-    key = jax.random.PRNGKey(0)
-    schedule = optimizer.cosine(max_value=3e-3, warmup_steps=steps // 10)
-    adamw = optimizer.build(optimizer.adamw(schedule), steps)
-    state = jax.jit(step.init_fn(model, adamw, (batch_size, length), ema=False))(key)
-    train_step = step.step_fn(model, adamw, mesh.make())
-    for number in range(steps):
-        batch = tuple(task.train_batch(0, number, batch_size, length))
-        state, metrics = train_step(state, batch, key)
-        if number % 20 == 0 or number == steps - 1:
-            bits = float(metrics["nats"].mean) / 0.6931
-            print(f"step {number + 1}: {bits:.3f} bits per byte", flush=True)
-    sizes = dict(batch_size=batch_size, length=length, max_tokens=16_384)
-    score = evaluation.evaluate(model, state.params, task, "valid", **sizes)
-    print(f"valid: {score['bits_per_byte']:.3f} bits per byte, accuracy {score['accuracy']:.3f}")
-    return score["bits_per_byte"]
+    return fit(model, model, task, steps, batch_size, length)[1]
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 @pytest.mark.parametrize("name, package", [("train_minimal", "jax"), ("train_flax", "flax")])
-def test_an_example_trains_evaluates_and_samples(name, package, capsys):
+def test_an_example_trains_evaluates_and_samples(name, package, capsys, monkeypatch):
     pytest.importorskip(package)
+    monkeypatch.syspath_prepend(EXAMPLES)  # as `python examples/NAME.py` has it
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
