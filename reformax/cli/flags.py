@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import re
+import shlex
 import typing
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, NoReturn
@@ -202,3 +204,25 @@ def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
         if (value := getattr(args, name)) is not None:
             given = "" if value is True else f"={value}"
             raise SettingError(f"--{name}{given}: {why}, leave the flag out")
+
+
+def in_place_of_settings(line: str, function: str, names: Collection[str]) -> str:
+    """The line with flags for settings of a function, such as --field=body for text.text.field.
+
+    Args:
+      line: an error's, or what a run says.
+      function: 'module.function'.
+      names: the arguments that are flags of the command.
+    """
+    setting = (
+        rf"""(?P<config>--config=(?P<mark>['"]))?{re.escape(function)}\.(?P<name>{"|".join(names)})\b"""
+        r"""(?(config)=(?P<typed>.+?)(?P=mark)|(?:=(?P<value>'[^']*'))?)"""
+    )
+
+    def flag(found: re.Match[str]) -> str:
+        value = (found["typed"] or found["value"] or "").strip("\"'")
+        return f"--{found['name']}" + (
+            f"={shlex.quote(value)}" if value not in ("", "True") else ""
+        )
+
+    return re.sub(setting, flag, line)

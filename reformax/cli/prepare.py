@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
-import shlex
 import time
 import typing
 from collections.abc import Sequence
@@ -36,11 +34,8 @@ from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.data.vocabulary import FILE
 from reformax.declared import Name, NonNegative, PathName, SettingError, Size, VocabSize, user_path
 
-_SETTING = re.compile(
-    r"""(?P<config>--config=(?P<mark>['"]))?text\.text\."""
-    rf"""(?P<name>{"|".join((*texts.DEFAULTS, "vocabulary", "vocab_size", "max_held_out"))})\b"""
-    r"""(?(config)=(?P<typed>.+?)(?P=mark)|(?:=(?P<value>'[^']*'))?)"""
-)
+# Settings of training that are flags here.
+_FLAGS = (*texts.DEFAULTS, "vocabulary", "vocab_size", "max_held_out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,20 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _prepare(args)
     except (ValueError, OSError) as error:
         if len(error.args) == 1:
-            error.args = (_by_flags(str(error)),)
+            error.args = (flags.in_place_of_settings(str(error), "text.text", _FLAGS),)
         raise
-
-
-def _by_flags(line: str) -> str:
-    """A line with flags for the settings that training takes by --config."""
-
-    def flag(found: re.Match) -> str:
-        value = (found["typed"] or found["value"] or "").strip("\"'")
-        return f"--{found['name']}" + (
-            f"={shlex.quote(value)}" if value not in ("", "True") else ""
-        )
-
-    return _SETTING.sub(flag, line)
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -109,7 +92,7 @@ def _prepare(args: argparse.Namespace) -> int:
             f"write={args.write}: bytes are no ids, give --vocabulary or --vocab_size"
         )
     for line in texts.described(folder, source, parts):
-        print(_by_flags(line))
+        print(flags.in_place_of_settings(line, "text.text", _FLAGS))
     if not made:
         print(f"{folder}: the text is as it was, and nothing of it was made anew")
     return 0
