@@ -33,6 +33,8 @@ FLAGS = {
     "generate --output_dir=runs/a --temperature=hot": "expected a number of at least 0",
 }
 SETTINGS = {
+    "loop.train.named=-1": "loop.train.named is passed by the command: leave it out",
+    "loop.train.config_text='x'": "loop.train.config_text is passed by the command",
     "n_hashes=4": "no config file defines n_hashes; did you mean lsh.lsh.n_hashes?",
     "stepz=10": "no config file defines stepz; did you mean steps",
     "steps=1e6": "steps is 1000000.0: expected a whole number",

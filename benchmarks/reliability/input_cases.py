@@ -49,8 +49,8 @@ class Case(NamedTuple):
 
 # Modules of tensorflow-datasets, which load slowly and have nothing that a config names.
 NO_FACTORIES = {"enwik8_builder", "prepared"}
-# Arguments that the scripts and the loop pass themselves, whatever a config says.
-PASSED = {"mode", "config_text"}
+# Arguments that the loop passes itself, whatever a config says.
+PASSED = {"mode"}
 # Values of a flag. A new kind of value goes here.
 TEXTS = (
     *("", "x", "None", "True", "nan", "inf", "-inf", "-1", "0", "2", "1.5", "1e3", "12k", "0x10"),

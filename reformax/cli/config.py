@@ -647,6 +647,13 @@ def bindings(function, names: Collection[str] | None = None) -> dict:
     return values
 
 
+def refuse_passed(function, *names: str) -> None:
+    """Raises `ConfigError` if the config sets an argument that the command itself passes."""
+    for name in set(names) & set(_bound(function)):
+        owner = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        raise ConfigError(f"{owner}.{name} is passed by the command: leave it out")
+
+
 def bindings_if_any(function) -> dict:
     """`bindings` of a function that the config need not name."""
     return bindings(function) if _bound(function) else {}

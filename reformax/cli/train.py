@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from reformax.training import checkpoint, dry_run, folder, loop
 
     compilation_cache.use()
+    config.refuse_passed(loop.train, "config_text", "named")
     at_end = config.bindings_if_any(ending.ending)
     of_end = [f"ending.ending.{name}" for name in at_end]  # no saved config has them
     settings_of = {
