@@ -125,7 +125,7 @@ def parse_saved(
             _parse_with(gin.parse_config, text, source)
             _parse_overrides(overrides, data_dir)
         return
-    names = trust.Names()
+    names = trust.BoundNames()
     _parse_with(functools.partial(_check_names, names), text, source)
     with _importing_by(names.imported):
         _parse_with(gin.parse_config, text, source)
@@ -515,7 +515,7 @@ def _collect(found: Statements, file: _File) -> None:
                 found.values[f"{name}.{arg_name}" if arg_name else name] = value
 
 
-class Text(str):
+class WrittenName(str):
     """A reference or a macro: `repr` of a value that holds it is what a config has."""
 
     __repr__ = str.__str__
@@ -524,22 +524,22 @@ class Text(str):
 class _Texts(gin.config_parser.ParserDelegate):
     """Makes references and macros their text."""
 
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Text:
-        return Text(f"@{scoped_configurable_name}{'()' * evaluate}")
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> WrittenName:
+        return WrittenName(f"@{scoped_configurable_name}{'()' * evaluate}")
 
-    def macro(self, macro_name: str) -> Text:
-        return Text(f"%{macro_name}")
+    def macro(self, macro_name: str) -> WrittenName:
+        return WrittenName(f"%{macro_name}")
 
 
-def _check_names(names: trust.Names, file: _File) -> None:
-    """Raises `trust.Refused` for a config that names anything that `trust` does not allow."""
+def _check_names(names: trust.BoundNames, file: _File) -> None:
+    """Raises `trust.Untrusted` for a config that names anything that `trust` does not allow."""
     for statement in gin.config_parser.ConfigParser(file, _References(names)):
         with gin.config.utils.try_with_location(statement.location):
             _check_name(names, statement)
     names.finish()
 
 
-def _check_name(names: trust.Names, statement: Any) -> None:
+def _check_name(names: trust.BoundNames, statement: Any) -> None:
     parts = gin.config_parser
     match statement:
         case parts.ImportStatement(module="__gin__.dynamic_registration", is_from=True):
@@ -554,13 +554,13 @@ def _check_name(names: trust.Names, statement: Any) -> None:
         case parts.BindingStatement() | parts.BlockDeclaration():
             names.check(statement.selector, called=False)
         case _:
-            raise trust.Refused(f"the config of a run has an unknown {statement}")
+            raise trust.Untrusted(f"the config of a run has an unknown {statement}")
 
 
 class _References(gin.config_parser.ParserDelegate):
     """Checks the names of references while gin's parser finds them; makes nothing of them."""
 
-    def __init__(self, names: trust.Names):
+    def __init__(self, names: trust.BoundNames):
         self._names = names
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> str:
@@ -800,7 +800,7 @@ def arguments_of(function) -> set[str]:
 def needs_trust(text: str, source: str) -> bool:
     """Whether a run's config is read with --trust_config alone."""
     try:
-        _parse_with(functools.partial(_check_names, trust.Names()), text, source)
+        _parse_with(functools.partial(_check_names, trust.BoundNames()), text, source)
     except ConfigError:
         return True
     return False

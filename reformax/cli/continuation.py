@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from reformax.cli.prompts import Alphabet, Writer
+from reformax.cli.prompts import Alphabet, TokenWriter
 from reformax.cli.report import counted
 
 
@@ -33,7 +33,7 @@ def write(
     """
     rows, alone, code = [list(prompt) for prompt in prompts], len(prompts) == 1, 0
     sys.stdout.reconfigure(encoding="utf-8")
-    writer = Writer(alphabet)
+    writer = TokenWriter(alphabet)
     if alone:
         writer.write(rows[0])
     ended = [False] * len(rows)
@@ -59,7 +59,7 @@ def write(
     else:
         for i, row in enumerate(rows):
             print(f"--- {i + 1} of {len(rows)}")
-            Writer(alphabet).write(row, final=True)
+            TokenWriter(alphabet).write(row, final=True)
     if not quiet:
         print(_speed(progress, len(rows)), file=sys.stderr)
     return code

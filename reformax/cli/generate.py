@@ -131,7 +131,7 @@ def _continue(args, saved: saved_run.Saved) -> int:
         saved_run.keep_vocabulary(args, vocabulary, saved)
     alphabet = prompts.alphabet(loop.train, saved.model.vocab_size, vocabulary)
     chat = prompts.chat(loop.train, vocabulary) if args.chat else None
-    read = ("task", "text.text.offset") if isinstance(alphabet, prompts.Bytes) else ()
+    read = ("task", "text.text.offset") if isinstance(alphabet, prompts.ByteAlphabet) else ()
     report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
     options = flags.with_defaults(args, CONTINUE)
     n_samples, n_new = options.pop("num_samples"), options.pop("max_new_tokens")

@@ -146,7 +146,7 @@ def chat(train: Callable, vocabulary: Any = None) -> Chat:
             "and write the prompt as the run's text has it"
         )
     name = task.arguments.get("template", "auto")
-    alphabet = chat_templates.Bytes() if vocabulary is None else vocabulary
+    alphabet = chat_templates.ByteEncoder() if vocabulary is None else vocabulary
     return Chat(chat_templates.chosen(name, alphabet, "chats.chats"))
 
 
@@ -171,10 +171,10 @@ def alphabet(train: Callable, vocab_size: int, vocabulary: Any = None) -> Alphab
     if vocabulary is not None:
         return Pieces(vocabulary)
     first = offset(train, vocab_size)
-    return Numbers() if first is None else Bytes(first)
+    return NumberAlphabet() if first is None else ByteAlphabet(first)
 
 
-class Bytes:
+class ByteAlphabet:
     """UTF-8. The border after a document, byte 0, is written as a newline."""
 
     def __init__(self, offset: int):
@@ -229,7 +229,7 @@ class Pieces:
         return text
 
 
-class Numbers:
+class NumberAlphabet:
     """Numbers separated by spaces."""
 
     def encode(self, text: bytes) -> list[int]:
@@ -247,7 +247,7 @@ class Numbers:
         return lambda tokens, final: "".join(f"{token} " for token in tokens)
 
 
-class Writer:
+class TokenWriter:
     """Writes tokens to stdout as text, each character when all of it is there."""
 
     def __init__(self, alphabet: Alphabet):

@@ -35,11 +35,11 @@ _CONFIGURED = (("reformax.training.loop", "train"), ("reformax.cli.ending", "end
 _FLAG = "--trust_config reads the config of a run that you trust"
 
 
-class Refused(ValueError):
+class Untrusted(ValueError):
     """A name would run code. One line says which."""
 
 
-class Names:
+class BoundNames:
     """The names that a config's imports bind, as gin resolves them: statement by statement.
 
     The calls come in the order of the config's statements.
@@ -68,13 +68,13 @@ class Names:
           ImportError: there is no such module.
         """
         if not self._dynamic:  # gin would find names in its registry, which anyone may fill
-            raise Refused(
+            raise Untrusted(
                 f"the config of a run imports {module} before `from __gin__ import "
                 f"dynamic_registration`: {_FLAG}"
             )
         before = self._bound.setdefault(name, bound_to)
         if before != bound_to:
-            raise Refused(
+            raise Untrusted(
                 f"the config of a run binds {name} to {before} and to {bound_to}: give each "
                 f"import a name of its own, or {_FLAG}"
             )
@@ -98,9 +98,9 @@ class Names:
         """
         first, *rest = selector.split(".")
         if first in self._foreign:
-            raise Refused(_explained(".".join([self._bound[first], *rest])))
+            raise Untrusted(_explained(".".join([self._bound[first], *rest])))
         if first == "gin":
-            raise Refused(_explained(selector))
+            raise Untrusted(_explained(selector))
         if first not in self._bound:
             raise NameError(f"'{first}' was not provided by an import statement.")
         whole = ".".join([self._bound[first], *rest])
@@ -109,7 +109,7 @@ class Names:
         for name in rest:
             parent = found
             if name.startswith("_") or not isinstance(parent, ModuleType):
-                raise Refused(_explained(whole))
+                raise Untrusted(_explained(whole))
             if not hasattr(parent, name):
                 raise AttributeError(
                     f"Couldn't resolve selector {selector}; {parent} has no attribute {name}."
@@ -119,16 +119,16 @@ class Names:
             _is_allowed(parent, found)
             or (not called and any(_is(found, *name) for name in _CONFIGURED))
         ):
-            raise Refused(_explained(whole))
+            raise Untrusted(_explained(whole))
 
     def check_include(self, file: str) -> None:
         """Refuses a file that the config includes: train.py writes configs that include none."""
-        raise Refused(f"the config of a run includes {file!r}: {_FLAG}")
+        raise Untrusted(f"the config of a run includes {file!r}: {_FLAG}")
 
     def finish(self) -> None:
         """Refuses a module that the config imports and names nothing of."""
         for module in self._foreign.values():
-            raise Refused(_explained(module))
+            raise Untrusted(_explained(module))
 
     def imported(self, module: str, fromlist: Sequence[str] | None = None) -> ModuleType:
         """Stands for `__import__` where gin reads a config that was checked: imports nothing.
@@ -137,7 +137,7 @@ class Names:
           Refused: the module was not checked.
         """
         if module not in self._imported:
-            raise Refused(_explained(module))
+            raise Untrusted(_explained(module))
         return sys.modules[module if fromlist else module.partition(".")[0]]
 
 

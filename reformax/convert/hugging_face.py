@@ -40,7 +40,7 @@ _MAX_JSON, _MAX_VOCABULARY = 2**24, 2**28
 _DTYPES = ("F64", "F32", "F16", "BF16", *(f"{k}{n}" for k in "IU" for n in (8, 16, 32, 64)), "BOOL")
 
 
-class Checkpoint(NamedTuple):
+class HuggingFaceCheckpoint(NamedTuple):
     """A model of Hugging Face as a spec and parameters of this package."""
 
     spec: Spec
@@ -187,7 +187,7 @@ def _block(
     return rows
 
 
-def read(path: str | Path) -> Checkpoint:
+def read(path: str | Path) -> HuggingFaceCheckpoint:
     """Reads a folder of `save_pretrained`, or a file of tensors in a folder with its config.json.
 
     Raises:
@@ -215,7 +215,7 @@ def read(path: str | Path) -> Checkpoint:
             "5.24 adds lm_head.decoder.bias alone; this model adds it, as transformers 4 did"
         )
     params = tables.read(known.table(spec), tensors, str(path))
-    return Checkpoint(spec, params, config, notes, _vocabulary(folder / TOKENIZER))
+    return HuggingFaceCheckpoint(spec, params, config, notes, _vocabulary(folder / TOKENIZER))
 
 
 def _unwrapped(name: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from reformax.convert import tables
 from reformax.convert.hugging_face_config import (
     ACTIVATIONS,
-    Field,
+    ConfigField,
     checked,
     learnt_positions,
     size_of_head,
@@ -26,20 +26,20 @@ from reformax.convert.tables import Tensor, layer_norm, renamed
 from reformax.declared import Depth, NonNegative, Positive, Rate, Size, VocabSize
 
 FIELDS = {
-    "attention_probs_dropout_prob": Field(0.1, Rate),
-    "hidden_act": Field("gelu", Literal[*ACTIVATIONS]),
-    "hidden_dropout_prob": Field(0.1, Rate),
-    "hidden_size": Field(768, Size),
-    "initializer_range": Field(0.02, Positive),
-    "intermediate_size": Field(3072, Size),
-    "is_decoder": Field(False, bool),
-    "layer_norm_eps": Field(1e-12, NonNegative),
-    "max_position_embeddings": Field(512, Size),
-    "num_attention_heads": Field(12, Size),
-    "num_hidden_layers": Field(12, Depth),
-    "position_embedding_type": Field("absolute", Literal["absolute"]),
-    "tie_word_embeddings": Field(True, bool),
-    "vocab_size": Field(30522, VocabSize),
+    "attention_probs_dropout_prob": ConfigField(0.1, Rate),
+    "hidden_act": ConfigField("gelu", Literal[*ACTIVATIONS]),
+    "hidden_dropout_prob": ConfigField(0.1, Rate),
+    "hidden_size": ConfigField(768, Size),
+    "initializer_range": ConfigField(0.02, Positive),
+    "intermediate_size": ConfigField(3072, Size),
+    "is_decoder": ConfigField(False, bool),
+    "layer_norm_eps": ConfigField(1e-12, NonNegative),
+    "max_position_embeddings": ConfigField(512, Size),
+    "num_attention_heads": ConfigField(12, Size),
+    "num_hidden_layers": ConfigField(12, Depth),
+    "position_embedding_type": ConfigField("absolute", Literal["absolute"]),
+    "tie_word_embeddings": ConfigField(True, bool),
+    "vocab_size": ConfigField(30522, VocabSize),
 }
 EMBEDDINGS = "bert.embeddings"
 _TYPES = f"{EMBEDDINGS}.token_type_embeddings.weight"

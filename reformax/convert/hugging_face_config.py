@@ -61,7 +61,7 @@ class _EvenBuckets(NamedTuple):
         return "even numbers from 2 on, with a product below 2**31"
 
 
-class Field(NamedTuple):
+class ConfigField(NamedTuple):
     """A field of config.json.
 
     Attributes:
@@ -78,31 +78,31 @@ class Field(NamedTuple):
 _Kinds = Sequence[Literal["local", "lsh"]]
 _LSH = hints_of(lsh.lsh)
 FIELDS = {
-    "attention_head_size": Field(64, Size),
-    "attn_layers": Field(["local", "lsh"] * 3, _Kinds),
-    "axial_pos_embds": Field(True, bool),
-    "axial_pos_embds_dim": Field([64, 192], Sequence[Size], "axial"),
-    "axial_pos_shape": Field([64, 64], Sequence[Size], "axial"),
-    "chunk_size_feed_forward": Field(0, Count),
-    "feed_forward_size": Field(512, Size),
-    "hidden_act": Field("relu", Literal[*ACTIVATIONS]),
-    "hidden_dropout_prob": Field(0.05, Rate),
-    "hidden_size": Field(256, Size),
-    "is_decoder": Field(False, bool),
-    "layer_norm_eps": Field(1e-12, NonNegative),
-    "local_attention_probs_dropout_prob": Field(0.05, Rate, "local"),
-    "local_attn_chunk_length": Field(64, Size, "local"),
-    "local_num_chunks_after": Field(0, Count, "local"),
-    "local_num_chunks_before": Field(1, _LSH["n_chunks_before"], "local"),
-    "lsh_attention_probs_dropout_prob": Field(0.0, Rate, "lsh"),
-    "lsh_attn_chunk_length": Field(64, Size, "lsh"),
-    "lsh_num_chunks_after": Field(0, Count, "lsh"),
-    "lsh_num_chunks_before": Field(1, _LSH["n_chunks_before"], "lsh"),
-    "max_position_embeddings": Field(4096, Size),
-    "num_attention_heads": Field(12, Size),
-    "num_buckets": Field(None, Annotated[Any, _EvenBuckets()], "lsh"),
-    "num_hashes": Field(1, _LSH["n_hashes"], "lsh"),
-    "vocab_size": Field(320, VocabSize),
+    "attention_head_size": ConfigField(64, Size),
+    "attn_layers": ConfigField(["local", "lsh"] * 3, _Kinds),
+    "axial_pos_embds": ConfigField(True, bool),
+    "axial_pos_embds_dim": ConfigField([64, 192], Sequence[Size], "axial"),
+    "axial_pos_shape": ConfigField([64, 64], Sequence[Size], "axial"),
+    "chunk_size_feed_forward": ConfigField(0, Count),
+    "feed_forward_size": ConfigField(512, Size),
+    "hidden_act": ConfigField("relu", Literal[*ACTIVATIONS]),
+    "hidden_dropout_prob": ConfigField(0.05, Rate),
+    "hidden_size": ConfigField(256, Size),
+    "is_decoder": ConfigField(False, bool),
+    "layer_norm_eps": ConfigField(1e-12, NonNegative),
+    "local_attention_probs_dropout_prob": ConfigField(0.05, Rate, "local"),
+    "local_attn_chunk_length": ConfigField(64, Size, "local"),
+    "local_num_chunks_after": ConfigField(0, Count, "local"),
+    "local_num_chunks_before": ConfigField(1, _LSH["n_chunks_before"], "local"),
+    "lsh_attention_probs_dropout_prob": ConfigField(0.0, Rate, "lsh"),
+    "lsh_attn_chunk_length": ConfigField(64, Size, "lsh"),
+    "lsh_num_chunks_after": ConfigField(0, Count, "lsh"),
+    "lsh_num_chunks_before": ConfigField(1, _LSH["n_chunks_before"], "lsh"),
+    "max_position_embeddings": ConfigField(4096, Size),
+    "num_attention_heads": ConfigField(12, Size),
+    "num_buckets": ConfigField(None, Annotated[Any, _EvenBuckets()], "lsh"),
+    "num_hashes": ConfigField(1, _LSH["n_hashes"], "lsh"),
+    "vocab_size": ConfigField(320, VocabSize),
 }
 # NumPy before version 2 has 32 axes, and a tensor of positions has one besides those of the grid.
 _MAX_AXES = 31
@@ -159,7 +159,7 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     return spec, notes
 
 
-def checked(config: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
+def checked(config: Mapping[str, Any], fields: Mapping[str, ConfigField]) -> dict[str, Any]:
     """The fields of a config.json, defaults filled in, once each of them is what it may be.
 
     A switch that is not at its default makes another function, and is refused.

@@ -14,7 +14,7 @@ import numpy as np
 
 from reformax.convert.hugging_face_config import (
     ACTIVATIONS,
-    Field,
+    ConfigField,
     activation_of,
     checked,
     learnt_positions,
@@ -26,23 +26,23 @@ from reformax.convert.tables import Tensor, layer_norm, renamed
 from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize
 
 FIELDS = {
-    "activation_function": Field("gelu_new", Literal[*ACTIVATIONS]),
-    "add_cross_attention": Field(False, bool),
-    "attn_pdrop": Field(0.1, Rate),
-    "bos_token_id": Field(50256, Count),
-    "embd_pdrop": Field(0.1, Rate),
-    "initializer_range": Field(0.02, Positive),
-    "layer_norm_epsilon": Field(1e-5, NonNegative),
-    "n_embd": Field(768, Size),
-    "n_head": Field(12, Size),
-    "n_inner": Field(None, Size | None),
-    "n_layer": Field(12, Depth),
-    "n_positions": Field(1024, Size),
-    "resid_pdrop": Field(0.1, Rate),
-    "scale_attn_by_inverse_layer_idx": Field(False, bool),
-    "scale_attn_weights": Field(True, bool),
-    "tie_word_embeddings": Field(True, bool),
-    "vocab_size": Field(50257, VocabSize),
+    "activation_function": ConfigField("gelu_new", Literal[*ACTIVATIONS]),
+    "add_cross_attention": ConfigField(False, bool),
+    "attn_pdrop": ConfigField(0.1, Rate),
+    "bos_token_id": ConfigField(50256, Count),
+    "embd_pdrop": ConfigField(0.1, Rate),
+    "initializer_range": ConfigField(0.02, Positive),
+    "layer_norm_epsilon": ConfigField(1e-5, NonNegative),
+    "n_embd": ConfigField(768, Size),
+    "n_head": ConfigField(12, Size),
+    "n_inner": ConfigField(None, Size | None),
+    "n_layer": ConfigField(12, Depth),
+    "n_positions": ConfigField(1024, Size),
+    "resid_pdrop": ConfigField(0.1, Rate),
+    "scale_attn_by_inverse_layer_idx": ConfigField(False, bool),
+    "scale_attn_weights": ConfigField(True, bool),
+    "tie_word_embeddings": ConfigField(True, bool),
+    "vocab_size": ConfigField(50257, VocabSize),
 }
 PREFIX = "transformer."
 

@@ -6,7 +6,7 @@ build an array or a record from plain values. Every other name, and every opcode
 does not need, is refused, and no module is imported for a pickle. NumPy's own functions are not
 called either: an array is made from its bytes, dtype and shape, after a check that they fit.
 
-Names of Trax's modules become a `Record`, which stores its arguments and does nothing.
+Names of Trax's modules become a `PickledObject`, which stores its arguments and does nothing.
 
 A small pickle can request any amount of memory or time: by one array used often, by containers that
 hold each other twice at every level, by keys whose hashes collide. So the machine counts opcodes
@@ -42,7 +42,7 @@ class UnsafePickle(ValueError):
     """A pickle that names more than arrays and containers, or that requests too much."""
 
 
-class Record:
+class PickledObject:
     """An object of one of Trax's classes: its name there, its arguments and its state."""
 
     def __init__(self, name: str, args: tuple = ()):
@@ -128,7 +128,7 @@ def _instance(machine, cls, base, state):
     """Makes an instance of a class, as protocols 0 and 1 do."""
     if not (isinstance(cls, _Name) and _is_trax(cls.full)):
         raise UnsafePickle(f"it makes an instance of {_shown(cls)}")
-    return Record(cls.full)
+    return PickledObject(cls.full)
 
 
 _ENTRY = 16  # bytes of an entry of a dict, at least
@@ -166,7 +166,7 @@ def _named(full: str) -> Any:
     if package == "numpy" and name in _SCALARS:
         return _Dtype(np.dtype(name).str)
     if _is_trax(full):
-        return _Name(full, lambda machine, *args: Record(full, args))
+        return _Name(full, lambda machine, *args: PickledObject(full, args))
     full = " ".join(full[:80].split())
     raise UnsafePickle(f"it names {full}, which is neither an array nor a container")
 
@@ -177,7 +177,7 @@ def _is_trax(full: str) -> bool:
 
 def _shown(value: Any) -> str:
     """A value in a few words. The text of a nested one may be longer than any memory."""
-    if isinstance(value, _Name | Record):
+    if isinstance(value, _Name | PickledObject):
         return value.full if isinstance(value, _Name) else value.name
     return repr(value[:60]) if isinstance(value, str | bytes) else f"a {type(value).__name__}"
 
@@ -322,7 +322,7 @@ class _Machine:
             instance.value = self.filled(state)
         elif isinstance(instance, _Dtype):
             instance.set_state(state)
-        elif isinstance(instance, Record) and not instance.state:
+        elif isinstance(instance, PickledObject) and not instance.state:
             # A class with __slots__ has two states: its dict and its slots.
             for part in state if isinstance(state, tuple) else (state,):
                 if isinstance(part, dict):
@@ -371,7 +371,7 @@ _OPCODES: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 def loads(data: bytes, where: str) -> Any:
-    """Reads a pickle of plain values, lists, tuples, dicts, NumPy arrays and `Record`s.
+    """Reads a pickle of plain values, lists, tuples, dicts, NumPy arrays and `PickledObject`s.
 
     Args:
       data: the pickle.
@@ -419,7 +419,7 @@ def _finished(tree: Any) -> Any:
             return node.value, 1, 0
         if isinstance(node, _Name):
             raise UnsafePickle("it holds a function or a class")
-        if not isinstance(node, Record | dict | list | tuple):
+        if not isinstance(node, PickledObject | dict | list | tuple):
             return node, 1, 0
         key = id(node)
         if key in done:
@@ -427,7 +427,7 @@ def _finished(tree: Any) -> Any:
                 raise UnsafePickle("a container holds itself")
             return found
         done[key] = None
-        if isinstance(node, Record):
+        if isinstance(node, PickledObject):
             (node.args, node.state), size, height = all_of((node.args, node.state), depth)
         elif isinstance(node, dict):
             values, size, height = all_of(node.values(), depth)

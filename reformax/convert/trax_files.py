@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reformax.convert import tables
-from reformax.convert.safe_pickle import Record, loads
+from reformax.convert.safe_pickle import PickledObject, loads
 from reformax.data import files
 from reformax.declared import LARGEST
 from reformax.layers._trax import HAS_TRAX, ShapeDtype, tl
@@ -40,7 +40,7 @@ _HEADERS = {
 }
 
 
-class Checkpoint(NamedTuple):
+class TraxCheckpoint(NamedTuple):
     """The content of a model.pkl.gz."""
 
     weights: list[np.ndarray]
@@ -49,7 +49,7 @@ class Checkpoint(NamedTuple):
     step: int | None
 
 
-def read(path: str | Path) -> Checkpoint:
+def read(path: str | Path) -> TraxCheckpoint:
     """Reads a checkpoint, and the file of its weights if it has one, and runs no code of either.
 
     Raises:
@@ -69,7 +69,7 @@ def read(path: str | Path) -> Checkpoint:
     if not isinstance(state, list | tuple | None):
         raise ValueError(f"{path} is no checkpoint of Trax: flat_state is no list")
     step = saved.get("step")
-    return Checkpoint(
+    return TraxCheckpoint(
         [np.asarray(w) for w in weights],
         None if state is None else list(state),
         _signature(saved.get("input_signature")),
@@ -98,7 +98,7 @@ def _leaves(tree: Any) -> list[Any]:
 def _signature(saved: Any) -> Any:
     if isinstance(saved, list | tuple):
         return type(saved)(_signature(s) for s in saved)
-    if not isinstance(saved, Record) or not HAS_TRAX:
+    if not isinstance(saved, PickledObject) or not HAS_TRAX:
         return None
     shape, dtype = saved.state.get("shape"), saved.state.get("dtype", np.dtype(np.int32))
     if not isinstance(shape, tuple) or not isinstance(dtype, np.dtype):

@@ -186,7 +186,7 @@ class _Bound:
         found = trax_config.resolved(self._values, value)
         if found is not value:
             return self.value(found)
-        if isinstance(value, config.Text) and value.startswith("%"):
+        if isinstance(value, config.WrittenName) and value.startswith("%"):
             raise ValueError(f"{self.where} uses {value}, which it does not set")
         return value
 

@@ -31,7 +31,7 @@ LFS_POINTER = b"version https://git-lfs"
 _UNSUPPORTED = ("not yet implemented", "not supported", "unsupported", "not built with", "codec")
 
 
-class Field(NamedTuple):
+class Column(NamedTuple):
     """A field of rows that is read.
 
     Attributes:
@@ -64,7 +64,7 @@ class NoField(SettingError):
 
 
 def parquet(
-    path: Path, fields: Sequence[Field], max_bytes: int, first: int = 0, last: int | None = None
+    path: Path, fields: Sequence[Column], max_bytes: int, first: int = 0, last: int | None = None
 ) -> Iterator[tuple]:
     """The rows of columns of a Parquet file.
 
@@ -157,7 +157,7 @@ def _group(pa, path: Path, metadata: Any, number: int, names: Sequence[str]) -> 
     yield from batches(min(_ROWS, max(1, _TOGETHER // longest)))
 
 
-def arrow(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple]:
+def arrow(path: Path, fields: Sequence[Column], max_bytes: int) -> Iterator[tuple]:
     """The rows of columns of an Arrow file or stream, as `datasets` writes them.
 
     Takes, yields and raises what `parquet` does; packed buffers are refused.
@@ -187,7 +187,7 @@ def arrow(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple
 
 
 def _rows(
-    pa, path: Path, fields: Sequence[Field], batches: Iterator[Any], max_bytes: int
+    pa, path: Path, fields: Sequence[Column], batches: Iterator[Any], max_bytes: int
 ) -> Iterator[tuple]:
     """The rows of batches, as long as their texts have no more bytes than that together."""
     total, size = 0, path.stat().st_size
@@ -282,7 +282,7 @@ def _as_bytes(pa, path: Path, field: str, values: Any) -> list[bytes | None]:
     return found
 
 
-def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Field]) -> None:
+def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Column]) -> None:
     """Raises `SettingError` if a table has no such column, or it is not what a field is."""
 
     def plain(kind: Any) -> Any:
@@ -409,7 +409,7 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def no_field(where: str, field: Field, others: Sequence[str]) -> NoField:
+def no_field(where: str, field: Column, others: Sequence[str]) -> NoField:
     """The error of a table without a field, which names those that it has."""
     there = f"it has {', '.join(others[:9])}" if others else "it has none"
     fix = f", set --config='{field.setting}=\"{others[0]}\"'" if others else ""

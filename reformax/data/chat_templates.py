@@ -46,7 +46,7 @@ class Template(NamedTuple):
         return _runs(self, (Turn("user", text), Turn("assistant", "", True)))[0].text
 
 
-class Run(NamedTuple):
+class Passage(NamedTuple):
     """A part of a conversation that is encoded alone, and whether the end of an answer follows."""
 
     text: str
@@ -99,7 +99,7 @@ TEMPLATES = {
 }
 
 
-class Alphabet(Protocol):
+class TextEncoder(Protocol):
     """What turns text into ids."""
 
     def encode_all(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
@@ -113,7 +113,7 @@ class Alphabet(Protocol):
         """The id of a document's end, and its name where it stands in text."""
 
 
-class Bytes:
+class ByteEncoder:
     """Text as bytes, byte 0 the end of an answer."""
 
     end = _BYTE_END, ""
@@ -139,7 +139,7 @@ class Written(NamedTuple):
     """
 
     template: Template
-    alphabet: Alphabet
+    alphabet: TextEncoder
     end: int
     tokens: Sequence[str]
 
@@ -158,7 +158,7 @@ class Written(NamedTuple):
         return [int(i) for i in self.alphabet.encode_all([self.template.prompt(text)])[0]]
 
 
-class Encoded(NamedTuple):
+class EncodedConversations(NamedTuple):
     """Conversation p is `ids[starts[p]:starts[p + 1]]`.
 
     Attributes:
@@ -176,7 +176,7 @@ class Encoded(NamedTuple):
     left_out: Mapping[str, int]
 
 
-def chosen(name: str | Mapping[str, str], alphabet: Alphabet, option: str) -> Written:
+def chosen(name: str | Mapping[str, str], alphabet: TextEncoder, option: str) -> Written:
     """The template of a name, or of the user's own texts, in a vocabulary.
 
     Args:
@@ -244,19 +244,21 @@ def _tokens(template: Template) -> list[str]:
     return sorted(found | {template.end} - {None})
 
 
-def _lacking(template: Template, alphabet: Alphabet) -> list[str]:
+def _lacking(template: Template, alphabet: TextEncoder) -> list[str]:
     """The tokens of a template that a vocabulary does not have."""
     if template.end is None:
         return []
     return [token for token in _tokens(template) if alphabet.token(token) is None]
 
 
-def encoded(conversations: Sequence[Conversation], written: Written, dtype: Any) -> Encoded:
+def encoded(
+    conversations: Sequence[Conversation], written: Written, dtype: Any
+) -> EncodedConversations:
     """The ids of conversations in a template."""
     ids, scored, lengths = [np.zeros(0, dtype)], [np.zeros(0, bool)], [0]
     n_bytes, left_out = 0, {}
     for first in range(0, len(conversations), _TOGETHER):
-        runs: list[Run] = []
+        runs: list[Passage] = []
         counts = []
         for conversation in conversations[first : first + _TOGETHER]:
             if reason := _unwritable(conversation, written):
@@ -277,7 +279,9 @@ def encoded(conversations: Sequence[Conversation], written: Written, dtype: Any)
                 n_bytes += (len(run.text.encode("utf-8")) + 1) * run.scored
             lengths.append(n)
     starts = np.cumsum(lengths, dtype=np.int64)
-    return Encoded(np.concatenate(ids), np.concatenate(scored), starts, n_bytes, left_out)
+    return EncodedConversations(
+        np.concatenate(ids), np.concatenate(scored), starts, n_bytes, left_out
+    )
 
 
 def _unwritable(conversation: Sequence[Turn], written: Written) -> str | None:
@@ -293,11 +297,11 @@ def _unwritable(conversation: Sequence[Turn], written: Written) -> str | None:
     return None
 
 
-def _runs(template: Template, conversation: Iterable[Turn]) -> list[Run]:
+def _runs(template: Template, conversation: Iterable[Turn]) -> list[Passage]:
     return list(_each_run(template, conversation))
 
 
-def _each_run(template: Template, conversation: Iterable[Turn]) -> Iterator[Run]:
+def _each_run(template: Template, conversation: Iterable[Turn]) -> Iterator[Passage]:
     waiting, of_system = template.first, ""
     for role, text, is_scored in conversation:
         if role == "system" and role not in template.roles:
@@ -310,8 +314,8 @@ def _each_run(template: Template, conversation: Iterable[Turn]) -> Iterator[Run]
             waiting += before + text + after
             continue
         if is_scored:
-            yield Run(waiting + before)
-            yield Run(text, True, True)
+            yield Passage(waiting + before)
+            yield Passage(text, True, True)
         else:
-            yield Run(waiting + before + text, False, True)
+            yield Passage(waiting + before + text, False, True)
         waiting = template.behind

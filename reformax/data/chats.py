@@ -97,7 +97,7 @@ def chats(
         chat_templates.own(template, _OPTION)
     path = files.existing(data_dir)
     found = documents.find(path, pattern, None, False, splits, f"{_OPTION}.splits")
-    rows, said = _read(path, found, conversations.Names(messages, prompt, answer))
+    rows, said = _read(path, found, conversations.FieldNames(messages, prompt, answer))
     parts = by_name.with_cut(rows)
     if not parts["train"]:
         raise SettingError(f"{path} has no conversation to train on: give more than one")
@@ -129,7 +129,7 @@ def chats(
 
 
 def _read(
-    path: Path, found: documents.Found, names: conversations.Names
+    path: Path, found: documents.Found, names: conversations.FieldNames
 ) -> tuple[dict[str, list[Conversation]], list[str]]:
     """The conversations of each split, and lines on what is left out."""
     rows, no_tables, said, total = {}, [], [], 0
@@ -217,10 +217,10 @@ class _Chats:
         )
 
     def _written(self) -> chat_templates.Written:
-        alphabet = chat_templates.Bytes() if self._vocabulary is None else self._vocabulary
+        alphabet = chat_templates.ByteEncoder() if self._vocabulary is None else self._vocabulary
         return chat_templates.chosen(self._template, alphabet, _OPTION)
 
-    def _encoded(self, split: str) -> chat_templates.Encoded:
+    def _encoded(self, split: str) -> chat_templates.EncodedConversations:
         check_split("chats", split, SPLITS)
         dtype = np.uint8 if self._vocabulary is None else self._vocabulary.dtype
         found = chat_templates.encoded(self._parts[split], self.written(), dtype)
@@ -327,7 +327,7 @@ def _windows(starts: Int64[np.ndarray, " P+1"], length: int, stride: int) -> _Sp
 
 
 def _batch(
-    data: chat_templates.Encoded,
+    data: chat_templates.EncodedConversations,
     spans: _Spans,
     rows: Rows,
     chosen: Int[np.ndarray, " B"],

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from reformax.data import files, tables
-from reformax.data.arrow_tables import Field, NoField
+from reformax.data.arrow_tables import Column, NoField
 from reformax.declared import SettingError
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -55,7 +55,7 @@ class LeftOut(NamedTuple):
     reason: str
 
 
-class Names(NamedTuple):
+class FieldNames(NamedTuple):
     """The fields that the user names; None: the known ones."""
 
     messages: str | None = None
@@ -68,7 +68,7 @@ class _Wrong(Exception):
 
 
 def read(
-    path: Path, rows: tables.Reader, names: Names, option: str
+    path: Path, rows: tables.Reader, names: FieldNames, option: str
 ) -> Iterator[Conversation | LeftOut]:
     """The conversations of a table, in order.
 
@@ -94,7 +94,9 @@ def read(
         yield found if isinstance(found, LeftOut) else _trimmed(found)
 
 
-def _fields(path: Path, rows: tables.Reader, names: Names, option: str, most: int) -> list[Field]:
+def _fields(
+    path: Path, rows: tables.Reader, names: FieldNames, option: str, most: int
+) -> list[Column]:
     """The first of the layouts whose fields the first row has, and those beside that it uses."""
     there: Sequence[str] = ()
     for layout in _layouts(names, option):
@@ -107,7 +109,7 @@ def _fields(path: Path, rows: tables.Reader, names: Names, option: str, most: in
         return [
             *layout,
             *(
-                Field(name, option, is_text=False, nested=True, optional=True)
+                Column(name, option, is_text=False, nested=True, optional=True)
                 for name in ((*_CONTEXTS, *_SYSTEMS) if len(layout) > 1 else _SYSTEMS)
                 if name not in taken
             ),
@@ -120,21 +122,21 @@ def _fields(path: Path, rows: tables.Reader, names: Names, option: str, most: in
     )
 
 
-def _layouts(names: Names, option: str) -> Iterator[list[Field]]:
+def _layouts(names: FieldNames, option: str) -> Iterator[list[Column]]:
     if names.prompt is None and names.answer is None:
         for name in [names.messages] if names.messages else _MESSAGES:
-            yield [Field(name, f"{option}.messages", nested=True)]
+            yield [Column(name, f"{option}.messages", nested=True)]
     if names.messages is None:
         prompts = [names.prompt] if names.prompt else _PROMPTS
         answers = [names.answer] if names.answer else _ANSWERS
         for prompt, answer in itertools.product(prompts, answers):
             yield [
-                Field(prompt, f"{option}.prompt", nested=True),
-                Field(answer, f"{option}.answer", nested=True),
+                Column(prompt, f"{option}.prompt", nested=True),
+                Column(answer, f"{option}.answer", nested=True),
             ]
 
 
-def _of_row(fields: Sequence[Field], values: Mapping[str, Any]) -> list[Turn] | LeftOut:
+def _of_row(fields: Sequence[Column], values: Mapping[str, Any]) -> list[Turn] | LeftOut:
     """The turns of a row, of which the first one or two fields are the layout."""
     is_pair = fields[0].setting.endswith(".prompt")
     main = [values[field.name] for field in fields[: 1 + is_pair]]
@@ -157,7 +159,7 @@ def _of_row(fields: Sequence[Field], values: Mapping[str, Any]) -> list[Turn] | 
     return turns
 
 
-def _beside(names: Iterable[str], fields: Sequence[Field], values: Mapping[str, Any]) -> str:
+def _beside(names: Iterable[str], fields: Sequence[Column], values: Mapping[str, Any]) -> str:
     """The text of the first of some fields that a row has, none of which is one of its layout."""
     option_of = {field.name: field.setting for field in fields if field.optional}
     for name in names:

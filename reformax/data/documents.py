@@ -127,7 +127,7 @@ def read(path: Path, found: Found, field: str) -> Source:
     for split, paths in found.paths.items():
         parts, places, of_documents = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         begins, keys = Begins(found.checked), found.keys()
-        for part, first in pieces_of(found, [Span(p) for p in paths], field, keys):
+        for part, first in pieces_of(found, [FileSpan(p) for p in paths], field, keys):
             total += len(part)
             files.check_room(path, total)
             parts.append((part, first))
@@ -207,7 +207,7 @@ def find(
     return Found(chosen.paths, names, [*chosen.said, *marked], "joined", not raw)
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """A file, or a part of it.
 
     Attributes:
@@ -224,7 +224,7 @@ class Span(NamedTuple):
 
 
 def pieces_of(
-    found: Found, spans: Iterable[Span], field: str, keys: joined.Keys | None = None
+    found: Found, spans: Iterable[FileSpan], field: str, keys: joined.Keys | None = None
 ) -> Iterator[tuple[bytes, bool]]:
     """The text of some files, a part at a time, each with whether a file begins with it.
 
@@ -255,7 +255,7 @@ def pieces_of(
 
 
 def _parts(
-    found: Found, span: Span, field: str, size: int, keys: joined.Keys | None
+    found: Found, span: FileSpan, field: str, size: int, keys: joined.Keys | None
 ) -> Iterator[bytes]:
     """The text of a file in parts; see `pieces_of`."""
     path, bounds = span.path, (span.first, span.last)
@@ -270,12 +270,12 @@ def _parts(
         rows = functools.partial(rows, first=span.first, last=span.last)
     most = files.most_unpacked(size)
     if keys is not None and keys.field is not None:
-        other = arrow_tables.Field(keys.field, "text.text.join_by", is_text=False)
-        texts = keys.rows(rows(path, [arrow_tables.Field(field), other], most))
+        other = arrow_tables.Column(keys.field, "text.text.join_by", is_text=False)
+        texts = keys.rows(rows(path, [arrow_tables.Column(field), other], most))
     else:
         texts = tables.texts(path, rows, field, most)
     return _with_borders(
-        texts, path, field, needs_row=span == Span(path) and found.kind != "datasets"
+        texts, path, field, needs_row=span == FileSpan(path) and found.kind != "datasets"
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from reformax import durable
-from reformax.data.stored import Part, StoredArray
+from reformax.data.stored import FilePart, StoredArray
 
 FOLDER = "folder"
 
@@ -123,7 +123,9 @@ def join_shards(
 def _written_anew(folder: Path, shards, keys, order, shard_bytes: int) -> list[dict[str, Any]]:
     old = [str(folder / shard["file"]) for shard in shards]
     sizes, counts = ([shard[name] for shard in shards] for name in ("n", "begins"))
-    data = StoredArray([Part(f"{p}.bytes", 0, n) for p, n in zip(old, sizes, strict=True)], "uint8")
+    data = StoredArray(
+        [FilePart(f"{p}.bytes", 0, n) for p, n in zip(old, sizes, strict=True)], "uint8"
+    )
     before = np.cumsum([0, *sizes[:-1]])
     begins = np.concatenate(
         [np.fromfile(f"{p}.begins", np.int64) + b for p, b in zip(old, before, strict=True)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from reformax.data import documents, files, tables
 from reformax.data import splits as by_name
-from reformax.data.arrow_tables import Field, NoField
+from reformax.data.arrow_tables import Column, NoField
 from reformax.data.base import SPLITS, Labels, Task
 from reformax.data.labelled import stored_task
 from reformax.declared import Name, PathName, SettingError, checked
@@ -73,7 +73,7 @@ def labelled_text(
     """
     path = files.existing(data_dir)
     found = _files(path, pattern, field, splits)
-    fields = Field(field, f"{_OPTION}.field"), Field(label, f"{_OPTION}.label", is_text=False)
+    fields = Column(field, f"{_OPTION}.field"), Column(label, f"{_OPTION}.label", is_text=False)
     rows, said = {}, list(found.said)
     for split, paths in found.paths.items():
         try:
@@ -141,7 +141,7 @@ def _class_of(folder: Path, path: Path, split: str | bool) -> str | None:
     return names[0] if names else None
 
 
-def _rows(folder: Path, found: _Found, split: str, fields: Sequence[Field]) -> Iterator[Row]:
+def _rows(folder: Path, found: _Found, split: str, fields: Sequence[Column]) -> Iterator[Row]:
     """The rows of a split; texts are as many bytes as memory has room for."""
     total = 0
     for path in found.paths[split]:

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
         return len(self.starts) - 1
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """Where the tokens of some rows lie.
 
     Attributes:
@@ -80,7 +80,7 @@ def laid_out(
     begins: Int[np.ndarray, " P"],
     ends: Int[np.ndarray, " P"],
     length: int,
-) -> Layout:
+) -> RowLayout:
     """Where the tokens of the chosen rows lie; those of item p are from begins[p] to ends[p]."""
     slots, row, k = _ranges(rows.starts[chosen], rows.starts[chosen + 1])
     items = rows.items[slots]
@@ -90,7 +90,7 @@ def laid_out(
     before = np.concatenate([[0], np.cumsum(last - first)])[:-1]
     begin = before - before[np.searchsorted(row, row)]
     places = row[slot] * length + begin[slot] + position
-    return Layout(sources, places, k[slot] + 1, items[slot])
+    return RowLayout(sources, places, k[slot] + 1, items[slot])
 
 
 def _ranges(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

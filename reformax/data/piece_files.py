@@ -15,7 +15,7 @@ from reformax import durable
 from reformax.data import token_files
 from reformax.data.documents import Text
 from reformax.data.pieces import PieceVocabulary, spans
-from reformax.data.stored import Part, StoredArray, crc32_of
+from reformax.data.stored import FilePart, StoredArray, crc32_of
 from reformax.data.vocabulary import fingerprint
 from reformax.declared import SettingError
 
@@ -25,7 +25,7 @@ _FOLDER = "pieces"
 _ENDS = {"begins": "ends", "joined": "joined_ends"}  # names of the first and last places
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """A part of a text, with the bytes of its split before it."""
 
     number: int
@@ -65,7 +65,7 @@ def encoded(
 
     def make(partial: Path) -> dict[str, Any]:
         tasks = [
-            Span(number, first, _part(text, first, last))
+            TextSpan(number, first, _part(text, first, last))
             for number, (first, last) in enumerate(spans(text.data, _SPAN))
         ]
         write = functools.partial(_write, model=model, size=vocabulary.size)
@@ -86,7 +86,7 @@ def _part(text: Text, first: int, last: int) -> Text:
     return Text(text.data[first:last], begins, joined)
 
 
-def _write(span: Span, folder: Path, model: bytes, size: int) -> dict[str, Any]:
+def _write(span: TextSpan, folder: Path, model: bytes, size: int) -> dict[str, Any]:
     vocabulary = _vocabulary(model, size)
     data = bytes(span.text.data)
     found = vocabulary.encode_documents(data, span.before)
@@ -112,7 +112,7 @@ def _vocabulary(model: bytes, size: int) -> PieceVocabulary:
 
 def _arrays(folder: Path, made: Sequence[dict[str, Any]], dtype: np.dtype) -> Text:
     paths = [token_files.shard_path(folder, x["file"]) for x in made]
-    ids = [Part(f"{path}.ids", 0, x["n"]) for path, x in zip(paths, made, strict=True)]
+    ids = [FilePart(f"{path}.ids", 0, x["n"]) for path, x in zip(paths, made, strict=True)]
     joins = any("joined" in x for x in made)
     begins = _begins(paths, made, "begins")
     return Text(StoredArray(ids, dtype), begins, _begins(paths, made, "joined") if joins else None)
@@ -126,6 +126,6 @@ def _begins(paths: Sequence[str], made: Sequence[dict[str, Any]], kind: str) -> 
         # span, whose first document may do so too.
         if n and x[ends][1] == x["n"] and (after is None or (after[ends] or [1])[0] == 0):
             n -= 1
-        begins.append(Part(f"{path}.{kind}", 0, n, before))
+        begins.append(FilePart(f"{path}.{kind}", 0, n, before))
         before += x["n"]
     return StoredArray(begins, "int64")

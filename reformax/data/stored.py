@@ -23,7 +23,7 @@ _EVERY = 512  # of a sorted array, one value of so many stays in memory
 _BLOCK = 2**20  # values that are read together
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Values of a file.
 
     Attributes:
@@ -47,7 +47,7 @@ class StoredArray:
     A slice is an array of the same kind and reads nothing. Places and `np.asarray` read.
     """
 
-    def __init__(self, parts: Sequence[Part], dtype: np.dtype | str, below: int | None = None):
+    def __init__(self, parts: Sequence[FilePart], dtype: np.dtype | str, below: int | None = None):
         """Takes parts, in order, what values are in the files, and what all must be below."""
         self.parts = [part for part in parts if part.n]
         self.dtype, self._below = np.dtype(dtype), below
@@ -141,7 +141,7 @@ class StoredArray:
         assert _BLOCK % _EVERY == 0
         return np.concatenate([np.zeros(0, self.dtype), *(b[::_EVERY] for b in self.blocks())])
 
-    def _between(self, first: int, last: int) -> Iterator[Part]:
+    def _between(self, first: int, last: int) -> Iterator[FilePart]:
         """The parts, or parts of them, that have these places."""
         k = int(np.searchsorted(self._ends, first, "right")) - 1
         while k < len(self.parts) and self._ends[k] < last:
@@ -155,7 +155,7 @@ class StoredArray:
             k += 1
 
 
-def _fill(row: np.ndarray, part: Part) -> None:
+def _fill(row: np.ndarray, part: FilePart) -> None:
     """Reads a part."""
     view, place = memoryview(row).cast("B"), part.first
     with durable.explaining("read", part.path):

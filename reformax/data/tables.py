@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reformax.data import files
-from reformax.data.arrow_tables import Field, arrow, no_field, parquet
+from reformax.data.arrow_tables import Column, arrow, no_field, parquet
 from reformax.declared import SettingError
 
 FIELD = "text"  # of a row that is its text, where nothing else is said
@@ -23,7 +23,7 @@ MAX_LINE = 2**25
 _SPACE = re.compile(r"[ \t\n\r]*")  # of JSON
 # (file, its fields, the most bytes that their texts may have) -> rows: a value of each field, of
 # text its bytes, or None
-Reader = Callable[[Path, Sequence[Field], int], Iterator[tuple]]
+Reader = Callable[[Path, Sequence[Column], int], Iterator[tuple]]
 
 
 def reader(path: Path, field: str | None = FIELD) -> Reader | None:
@@ -69,11 +69,11 @@ def _header(head: bytes, delimiter: str) -> list[str]:
 
 def texts(path: Path, rows: Reader, field: str, max_bytes: int) -> Iterator[bytes]:
     """The texts of a table's field; rows without text are left out."""
-    return (text for (text,) in rows(path, [Field(field)], max_bytes) if text)
+    return (text for (text,) in rows(path, [Column(field)], max_bytes) if text)
 
 
 def json_lines(
-    path: Path, fields: Sequence[Field], max_bytes: int, first: int = 0, last: int | None = None
+    path: Path, fields: Sequence[Column], max_bytes: int, first: int = 0, last: int | None = None
 ) -> Iterator[tuple]:
     """The rows of a file with an object of JSON in each line, plain or packed.
 
@@ -121,7 +121,7 @@ def json_lines(
         yield _values(row, where, fields)
 
 
-def json_array(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[tuple]:
+def json_array(path: Path, fields: Sequence[Column], max_bytes: int) -> Iterator[tuple]:
     """The rows of a file that is one array, of objects of JSON or of texts.
 
     Takes, yields and raises what `json_lines` does.
@@ -153,7 +153,7 @@ def json_array(path: Path, fields: Sequence[Field], max_bytes: int) -> Iterator[
         raise ValueError(f"{where()} is no JSON ({reason}): write it anew, or as .jsonl") from None
 
 
-def _values(row: dict[str, Any], where: Callable[[], str], fields: Sequence[Field]) -> tuple:
+def _values(row: dict[str, Any], where: Callable[[], str], fields: Sequence[Column]) -> tuple:
     found = []
     for field in fields:
         value, kinds = row.get(field.name, None if field.optional else ...), field.kinds
@@ -164,7 +164,7 @@ def _values(row: dict[str, Any], where: Callable[[], str], fields: Sequence[Fiel
 
 
 def _delimited(
-    delimiter: str, path: Path, fields: Sequence[Field], max_bytes: int
+    delimiter: str, path: Path, fields: Sequence[Column], max_bytes: int
 ) -> Iterator[tuple]:
     """The rows of a .csv or .tsv, whose first row names the columns.
 

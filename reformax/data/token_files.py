@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from reformax import durable, memory
 from reformax.data import arrow_tables, cache, documents, files, joined, tables, token_ids
-from reformax.data.stored import Part, StoredArray
+from reformax.data.stored import FilePart, StoredArray
 from reformax.data.vocabulary import FILE, THREADS
 from reformax.declared import SettingError, user_path
 from reformax.progress import Progress
@@ -61,13 +61,13 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _INFLATION = 4  # what a packed file is taken to unpack to, to know how much there is to do
 
 
-class Shard(NamedTuple):
+class TextShard(NamedTuple):
     """What a worker makes a shard of."""
 
     number: int
     split: str
     found: documents.Found
-    spans: list[documents.Span]
+    spans: list[documents.FileSpan]
     field: str
 
     def size(self) -> int:
@@ -163,10 +163,10 @@ def _arrays(
     data, begins, of_joined, before = [], [], [], 0
     for shard in shards:
         path = shard_path(folder, shard["file"])
-        data.append(Part(f"{path}.bytes", 0, shard["n"], 0, shard["crc"]))
-        begins.append(Part(f"{path}.begins", 0, shard["begins"], before))
+        data.append(FilePart(f"{path}.bytes", 0, shard["n"], 0, shard["crc"]))
+        begins.append(FilePart(f"{path}.begins", 0, shard["begins"], before))
         if "joined" in shard:
-            of_joined.append(Part(f"{path}.joined", 0, shard["joined"], before))
+            of_joined.append(FilePart(f"{path}.joined", 0, shard["joined"], before))
         before += shard["n"]
     joins = StoredArray(of_joined, "int64") if of_joined else None
     return StoredArray(data, "uint8"), StoredArray(begins, "int64"), joins
@@ -377,7 +377,7 @@ def _check_room(size: int, folder: Path) -> None:
         raise _NoRoom(f"there are {size:,} bytes of text, and its disk has room for {room:,}")
 
 
-def shards_of(found: documents.Found, field: str) -> Iterator[Shard]:
+def shards_of(found: documents.Found, field: str) -> Iterator[TextShard]:
     """What shards are made of, in order: spans of large plain files, and small files together."""
     number = 0
     most = (found.size() * (_INFLATION if found.checked else 1)) // _SHARDS
@@ -386,45 +386,47 @@ def shards_of(found: documents.Found, field: str) -> Iterator[Shard]:
         waiting, size = [], 0
         for span in (span for path in paths for span in _spans(found, path, field, most)):
             if waiting and size + _size(span) > most:
-                yield Shard(number, split, found, waiting, field)
+                yield TextShard(number, split, found, waiting, field)
                 number, waiting, size = number + 1, [], 0
             waiting.append(span)
             size += _size(span)
         if waiting:
-            yield Shard(number, split, found, waiting, field)
+            yield TextShard(number, split, found, waiting, field)
             number += 1
 
 
-def _spans(found: documents.Found, path: Path, field: str, most: int) -> Iterator[documents.Span]:
+def _spans(
+    found: documents.Found, path: Path, field: str, most: int
+) -> Iterator[documents.FileSpan]:
     """The parts of a file, of about so many bytes each where it can be divided."""
     size = path.stat().st_size
     plain = not found.checked or files.packing(path) is None
     rows = tables.reader(path, field) if found.checked and found.kind != "datasets" else None
     if size <= most or not plain or found.kind == "datasets":
-        yield documents.Span(path)
+        yield documents.FileSpan(path)
     elif rows is tables.parquet and (groups := arrow_tables.row_groups(path)):
         first = so_far = 0
         for number, n_bytes in enumerate(groups, start=1):
             so_far += n_bytes
             if number == len(groups) or so_far + groups[number] > most:
-                yield documents.Span(path, first, number, so_far)
+                yield documents.FileSpan(path, first, number, so_far)
                 first, so_far = number, 0
     elif rows in (None, tables.json_lines):
         for first in range(0, size, most):
             last = min(size, first + most)
-            yield documents.Span(path, first, last, last - first)
+            yield documents.FileSpan(path, first, last, last - first)
     else:
-        yield documents.Span(path)
+        yield documents.FileSpan(path)
 
 
-def _size(span: documents.Span) -> int:
+def _size(span: documents.FileSpan) -> int:
     if span.size is not None:
         return span.size
     packed = files.packing(span.path) is not None
     return span.path.stat().st_size * (_INFLATION if packed else 1)
 
 
-def make_shard(shard: Shard, folder: Path) -> dict[str, Any]:
+def make_shard(shard: TextShard, folder: Path) -> dict[str, Any]:
     """Writes the bytes of a shard and where documents begin; returns what the manifest says."""
     name = f"{folder.name}/{shard.number:05}"
     path, begin = folder / f"{shard.number:05}", shard.spans[0]

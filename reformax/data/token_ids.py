@@ -22,7 +22,7 @@ from reformax.data import files, splits
 from reformax.data.base import SPLITS, Task, Windows, check_documents, language_model, of_split
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import PieceVocabulary
-from reformax.data.stored import Part, StoredArray
+from reformax.data.stored import FilePart, StoredArray
 from reformax.declared import NonNegative, PathName, SettingError, Size, VocabSize, checked
 
 Dtype = Literal["uint8", "uint16", "int32", "uint32", "int64"]
@@ -39,7 +39,7 @@ _BLOCK = 2**20
 class Ids(NamedTuple):
     """The ids of a file, and those that documents begin with."""
 
-    part: Part
+    part: FilePart
     dtype: str
     begins: Int64[np.ndarray, " d"]
 
@@ -189,7 +189,7 @@ def read(path: Path, dtype: str = "uint16") -> Ids:
         raise SettingError(
             f"{path} has {size:,} bytes, which are no ids of {dtype}: set token_ids.token_ids.dtype"
         )
-    return Ids(Part(str(path), first, n), dtype, np.zeros(1, np.int64))
+    return Ids(FilePart(str(path), first, n), dtype, np.zeros(1, np.int64))
 
 
 def _megatron(path: Path, size: int, index: Path) -> Ids:
@@ -206,9 +206,9 @@ def _megatron(path: Path, size: int, index: Path) -> Ids:
     expected = 34 + 12 * n + 8 * n_documents
     if not n or not n_documents or total not in (expected, expected + n):  # modes may follow
         raise ValueError(f"{index} has {total:,} bytes and says {expected:,}: copy it again")
-    sizes = StoredArray([Part(str(index), 34, n)], "int32")
-    places = StoredArray([Part(str(index), 34 + 4 * n, n)], "int64")
-    documents = StoredArray([Part(str(index), 34 + 12 * n, n_documents)], "int64")
+    sizes = StoredArray([FilePart(str(index), 34, n)], "int32")
+    places = StoredArray([FilePart(str(index), 34 + 4 * n, n)], "int64")
+    documents = StoredArray([FilePart(str(index), 34 + 12 * n, n_documents)], "int64")
     item = np.dtype(dtype).itemsize
     at = 0
     for size_of, place in zip(sizes.blocks(), places.blocks(), strict=True):
@@ -222,7 +222,9 @@ def _megatron(path: Path, size: int, index: Path) -> Ids:
     if firsts[0] != 0 or (np.diff(firsts) < 0).any() or firsts[-1] > n:
         raise ValueError(f"{index} is damaged: its documents are not in order, copy it again")
     begins = np.asarray(places)[firsts[firsts < n]] // item
-    return Ids(Part(str(path), 0, size // item), dtype, np.unique(begins[begins < size // item]))
+    return Ids(
+        FilePart(str(path), 0, size // item), dtype, np.unique(begins[begins < size // item])
+    )
 
 
 def write(path: Path, ids: StoredArray, begins: StoredArray | np.ndarray, form: Format) -> None:

@@ -195,14 +195,16 @@ def _drawn(n_blocks: int, n_global: int, n_near: int, n_random: int, seed: int):
     """
     block = np.arange(n_blocks)
     n_candidates = np.maximum(block - n_near - n_global, 0)
-    drawn = np.full((n_blocks, n_random), -1)
-    for i_draw in range(n_random):
+    # No block has as many candidates as the draws before these leave over.
+    first = max(0, n_random - int(n_candidates.max(initial=0)))
+    drawn = np.full((n_blocks, n_random - first), -1)
+    for i_draw in range(first, n_random):
         last = n_candidates - n_random + i_draw
         choice = (
             _scrambled(seed, block, i_draw) % np.maximum(last + 1, 1).astype(np.uint64)
         ).astype(int)
         repeats = (drawn == choice[:, None]).any(axis=1)
-        drawn[:, i_draw] = np.where(last < 0, -1, np.where(repeats, last, choice))
+        drawn[:, i_draw - first] = np.where(last < 0, -1, np.where(repeats, last, choice))
     later, i_draw = np.nonzero(drawn >= 0)
     return later, drawn[later, i_draw] + n_global
 

@@ -46,7 +46,7 @@ LearningRate = Annotated[
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class RateSchedule:
     """A learning rate by the updates done: a warm-up, and what follows to the last step.
 
     Attributes:
@@ -74,7 +74,7 @@ class Schedule:
             )
         return self.rate(count, self.steps)
 
-    def build(self, num_train_steps: int) -> Schedule:
+    def build(self, num_train_steps: int) -> RateSchedule:
         """The schedule of a run of so many steps; one that has a length keeps it."""
         return self if self.steps else dataclasses.replace(self, steps=num_train_steps)
 
@@ -126,7 +126,7 @@ def schedule_steps(optimizer: optax.GradientTransformation) -> int | None:
 
 
 def _has_schedule(optimizer: optax.GradientTransformation) -> bool:
-    return isinstance(optimizer, Optimizer) and isinstance(optimizer.learning_rate, Schedule)
+    return isinstance(optimizer, Optimizer) and isinstance(optimizer.learning_rate, RateSchedule)
 
 
 def _rising(step, warmup_steps: int):
@@ -146,7 +146,7 @@ def rsqrt(constant: Positive = 0.1, warmup_steps: Size = 400) -> optax.Schedule:
         step = count + 1.0
         return constant * _rising(step, warmup_steps) / jnp.sqrt(jnp.maximum(step, warmup_steps))
 
-    return Schedule("rsqrt", rate, warmup_steps, endless=True)
+    return RateSchedule("rsqrt", rate, warmup_steps, endless=True)
 
 
 @checked
@@ -173,7 +173,7 @@ def cosine(
         decay = final_fraction + (1 - final_fraction) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
         return max_value * _rising(step, warmup_steps) * decay
 
-    return Schedule("cosine", rate, warmup_steps, steps)
+    return RateSchedule("cosine", rate, warmup_steps, steps)
 
 
 @checked
@@ -207,7 +207,7 @@ def trapezoid(
         decay = final_fraction + (1 - final_fraction) * left
         return max_value * _rising(count + 1.0, warmup_steps) * decay
 
-    return Schedule("trapezoid", rate, warmup_steps, steps, falling)
+    return RateSchedule("trapezoid", rate, warmup_steps, steps, falling)
 
 
 @checked
@@ -310,7 +310,7 @@ def _optimizer(learning_rate, clip, of_rate) -> Optimizer:
         optimizer = Optimizer(*clipped(learning_rate))
         optimizer.learning_rate = optax.constant_schedule(learning_rate)
         return optimizer
-    if not isinstance(learning_rate, Schedule):
+    if not isinstance(learning_rate, RateSchedule):
         _check_schedule(learning_rate)
     return _scheduled(learning_rate, clipped)
 

@@ -673,7 +673,7 @@ ASKED = {b"Hi\r\n": "Hi", b"Hi\n": "Hi", b"a\0b": "a\0b", b"\xff": "\ufffd", b"a
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_the_prompt_of_chat_is_that_of_training(kind, typed, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": ASKED[typed], "answer": "Yo"}] * 12)
-    alphabet = chat_templates.Bytes()
+    alphabet = chat_templates.ByteEncoder()
     if kind == "pieces":
         folder, _ = tokenizer(tmp_path / "chatml", *CHATML)
         task = in_pieces(folder, path, tmp_path / "run")
@@ -698,7 +698,7 @@ def test_a_prompt_is_written_as_in_training():
     for template in chat_templates.TEMPLATES.values():
         ids = chat_templates.encoded(
             [tuple(chat_templates.Turn(*x) for x in (("user", "Hi"), ("assistant", "Yo", True)))],
-            chat_templates.Written(template, chat_templates.Bytes(), 0, []),
+            chat_templates.Written(template, chat_templates.ByteEncoder(), 0, []),
             np.uint8,
         ).ids
         assert bytes(ids) == template.prompt("Hi").encode() + b"Yo\0"

@@ -379,7 +379,7 @@ def test_stored_arrays_are_arrays(tmp_path):
     parts = []
     for i, part in enumerate(np.split(whole, [0, 100, 2000, 2001])):
         (part - 7).tofile(tmp_path / str(i))
-        parts.append(stored.Part(str(tmp_path / str(i)), 0, len(part), 7))
+        parts.append(stored.FilePart(str(tmp_path / str(i)), 0, len(part), 7))
     found = stored.StoredArray(parts, whole.dtype)
     assert len(found) == 5000 and np.array_equal(found, whole)
     values = rng.integers(-5, 10_009, (50, 3))

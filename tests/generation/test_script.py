@@ -179,7 +179,7 @@ def test_a_model_of_bytes_behind_reserved_ids(runs, run):
 
 
 def test_utf8_is_valid_at_every_moment(capsys):
-    writer = prompts.Writer(prompts.Bytes(0))
+    writer = prompts.TokenWriter(prompts.ByteAlphabet(0))
     for byte in "ü€".encode():
         writer.write([byte])
     writer.write([0xFF, 0xC3])

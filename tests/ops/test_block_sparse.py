@@ -108,6 +108,10 @@ def test_random_blocks_of_bigbird():
     np.testing.assert_array_equal(block_patterns.bigbird(**options)(77, 64)[:60, :60], mask)
     assert np.any(mask != block_patterns.bigbird(**options, seed=1)(60, 60))
     # The last block draws each of 16 others in 3 of 16 seeds, with a deviation of 0.02.
+    # What asks for more than there are gets all, without a draw for each.
+    everything = block_patterns.bigbird(n_random=10**8)(60, 60)
+    assert everything.all()
+
     pattern = functools.partial(block_patterns.bigbird, n_before=0, n_after=0, n_global=0)
     drawn = np.mean([pattern(seed=i)(17, 17)[16, :16] for i in range(400)], axis=0)
     assert np.abs(drawn - 3 / 16).max() < 0.1
