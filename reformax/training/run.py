@@ -108,8 +108,7 @@ class Run:
             self._lock = processes.by_first(
                 lambda: opened.enter_context(alone_in(self.folder, self._say))
             )
-            newest = processes.same(self._checkpoints.newest_whole)
-            self._checkpoints.trust(newest)
+            newest = self._checkpoints.newest_whole()
             if vocabulary_of(self._task) is not None:  # which may be learnt first, in minutes
                 self._say("tokenizing")
             self._vocabulary = self._keep_vocabulary(newest)

@@ -23,21 +23,20 @@ class Checkpoints(Writer):
         super().__init__(output_dir, keep, processes)
         self._damaged: dict[int, str] = {}  # found by `newest_whole`
 
-    def trust(self, step: int | None) -> None:
-        """Takes note that another process found this checkpoint whole."""
-        self._checked = step
-
     def newest_whole(self) -> int | None:
         """The latest step whose checkpoint is whole; None if there is no checkpoint.
+
+        All processes call it: each reads a part of the files.
 
         Raises:
           ValueError: there are some and none is whole.
           OSError: one cannot be read, so nobody knows whether it is whole.
         """
-        damaged = {}
-        for step in reversed(self.steps()):
-            harm = self._harm(step)
-            if harm is None:
+        damaged, together = {}, self._processes
+        part = together.index, together.count
+        for step in reversed(together.same(self.steps)):
+            harms = together.by_all(lambda step=step: self._harm(step, part))
+            if (harm := next(filter(None, harms), None)) is None:
                 self._damaged, self._checked = damaged, step
                 return step
             damaged[step] = harm
