@@ -37,6 +37,7 @@ from reformax.training.array_reader import Index, Wanted, whole
 
 _AT_ONCE = 2**29  # bytes that are read back at once
 _CHUNK = 2**20  # bytes at most: a process that needs a part of a tensor reads little more
+_FILE = 2**26  # bytes or so: processes divide files among them to compare their CRC-32
 _OF_PROCESS = re.compile(r"arrays/(?:ocdbt|array_metadatas)[./]process_(\d+)(?:/|$)")
 
 
@@ -61,7 +62,7 @@ class Saving:
         folder.mkdir(exist_ok=True)
         held = {name: _held(x) for name, x in tensors.items()}
         sizes = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK) for name in held}
-        args = ocp.args.PyTreeSave(held, sizes)
+        args = ocp.args.PyTreeSave(held, sizes, ocdbt_target_data_file_size=_FILE)
         with ExitStack() as opened:
             path = opened.enter_context(self._written())
             self._writes = asyncio.run(self._handler.async_save(path, args=args))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from reformax import durable
 FILE = "manifest.json"
 MOST = 1 << 24  # bytes of a description, or of a manifest
 _BLOCK = 1 << 22
+_PLAIN = re.compile(r"[\w.][\w./-]*")
 
 
 class Damaged(ValueError):
@@ -25,7 +27,7 @@ def flushed(folder: Path, takes: Callable[[str], bool]) -> dict[str, dict[str, i
 
     When this returns, the disk has these files and all folders.
     """
-    found = {x: fingerprint(folder / x, flush=True) for x in sorted(_names(folder)) if takes(x)}
+    found = {x: fingerprint(folder / x, flush=True) for x in sorted(names(folder)) if takes(x)}
     for path, _, _ in os.walk(folder, topdown=False):
         durable.sync_folder(Path(path))
     return found
@@ -83,7 +85,7 @@ def _compare(folder: Path, most: int | None, part: tuple[int, int]) -> None:
 
 def _compare_sizes(folder: Path, most: int | None = None) -> dict[str, dict[str, int]]:
     """Compares names and sizes; returns the manifest."""
-    manifest, there = _read(folder), _names(folder) - {FILE}
+    manifest, there = _read(folder), names(folder) - {FILE}
     if missing := manifest.keys() - there:
         raise Damaged(f"{min(missing)} is missing")
     if extra := there - manifest.keys():
@@ -129,14 +131,19 @@ def fingerprint(path: Path, flush: bool = False) -> dict[str, int]:
 
 
 def _read(folder: Path) -> dict[str, dict[str, int]]:
+    return listed(_content(folder, FILE))
+
+
+def listed(content: bytes) -> dict[str, dict[str, int]]:
+    """The files that a manifest lists, all of them below its folder; raises `Damaged`."""
     try:
-        manifest = json.loads(_content(folder, FILE))
-    except Damaged:
-        raise
+        manifest = json.loads(content)
     except (ValueError, RecursionError):
         raise Damaged(f"{FILE} is cut short or has changed") from None
     if not (isinstance(manifest, dict) and manifest and all(map(_is_noted, manifest.values()))):
         raise Damaged(f"{FILE} does not hold the size and the crc32 of files")
+    if outside := [name for name in manifest if not _PLAIN.fullmatch(name) or ".." in name]:
+        raise Damaged(f"{FILE} lists {outside[0]!r}, which is no file of a checkpoint")
     return manifest
 
 
@@ -166,7 +173,7 @@ def _check(name: str, found: dict[str, int], noted: dict[str, int]) -> None:
         raise Damaged(f"{name} has changed")
 
 
-def _names(folder: Path) -> set[str]:
+def names(folder: Path) -> set[str]:
     """The files below a folder, relative to it."""
 
     def fail(error: OSError):

@@ -74,7 +74,8 @@ class Run:
         opening.check_sizes(settings, self._mesh)
         self.folder = folder
         together = self._processes.branch("checkpoints")
-        self._checkpoints = Checkpoints(self.folder, settings.keep, together)
+        kept = settings.keep, together, settings.checkpoint_copies
+        self._checkpoints = Checkpoints(self.folder, *kept)
         self._models = opening.models_of(settings)
         options = self._models.eval, settings, self._mesh
         self._scores = Scores(*options, settings.own_evaluation)

@@ -16,6 +16,7 @@ import jax
 from reformax import durable, memory
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
+from reformax.training.checkpoint.copies import Copies, in_words
 from reformax.training.checkpoint.names import OLD
 from reformax.training.checkpoint.reading import TEMPORARY, Reader, is_temporary
 from reformax.training.lock import Lost
@@ -39,7 +40,11 @@ class Writer(Reader):
     """
 
     def __init__(
-        self, output_dir: str | os.PathLike, keep: int = 2, processes: Processes | None = None
+        self,
+        output_dir: str | os.PathLike,
+        keep: int = 2,
+        processes: Processes | None = None,
+        copies: str | None = None,
     ):
         """Takes a run's folder, which need not exist.
 
@@ -48,6 +53,7 @@ class Writer(Reader):
           keep: the number of latest checkpoints that stay; the best one stays as well. Temporary
             ones do not count.
           processes: those that save together, one thread's; None: this one alone.
+          copies: the address of a folder that gets copies; see `Copies`.
         """
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: a run goes on from its latest")
@@ -55,6 +61,7 @@ class Writer(Reader):
         self.keep = keep
         self.notes: list[str] = []
         self._processes = processes or Processes("alone")
+        self._copies = Copies(copies, self._processes) if copies else None
         self._failed: Path | None = None  # the temporary folder of a save that failed
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None
@@ -181,6 +188,14 @@ class Writer(Reader):
             self.notes.append(
                 f"checkpoint {step} is saved; an older one is not deleted yet: {line}"
             )
+        if self._copies is not None:
+            try:
+                self._copies.send(self._folder(step), step, together.same(self.steps))
+            except Exception as error:  # of any store's library
+                self.notes.append(
+                    f"checkpoint {step} is saved and not copied to {self._copies.address} "
+                    f"({in_words(error)}); the next one is copied too"
+                )
 
     def _write_arrays(self, folder: Path, saving: arrays_lib.Saving | None) -> None:
         if saving is not None:
