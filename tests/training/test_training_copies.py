@@ -10,6 +10,7 @@ import pytest
 from etils.epath import backend, gpath
 from fsspec.implementations.memory import MemoryFileSystem
 
+from reformax.declared import SettingError
 from reformax.training import loop, manifest
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.checkpoint.copies import Copies
@@ -121,6 +122,15 @@ def test_a_store_that_cannot_be_read_is_one_line(store, tmp_path):
     with pytest.raises(OSError, match="checkpoint_copies=az://b/run cannot be read .*install") as e:
         Checkpoints(tmp_path, copies="az://b/run").newest_whole()
     assert "\n" not in str(e.value)
+
+
+def test_a_copy_may_be_on_another_disk_and_an_unknown_store_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved("here", [1, 2], "copies")
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["1", "2"]
+    assert Checkpoints("there", copies="copies").newest_whole() == 2
+    with pytest.raises(SettingError, match="checkpoint_copies=ftp://x must be a folder, or begin"):
+        Checkpoints("there", copies="ftp://x")
 
 
 def test_a_run_whose_disk_is_lost_ends_with_the_same_numbers(store, tmp_path):

@@ -13,19 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from reformax import durable
+from reformax.declared import SettingError, user_path
 from reformax.training import manifest
 from reformax.training.processes import Processes
+
+_STORES = ("s3://", "gs://", "az://", "hf://")
 
 
 class Copies:
     """The copies of a run's checkpoints, which its processes write and read together."""
 
     def __init__(self, address: str, processes: Processes):
-        """Takes the address of a folder; see `epath.Path`."""
+        """Takes the address of a folder.
+
+        Raises:
+          SettingError: of a kind of store that epath does not know.
+        """
         from etils import epath
 
+        if "://" in address and not address.startswith(_STORES):
+            raise SettingError(
+                f"checkpoint_copies={address} must be a folder, or begin with {' or '.join(_STORES)}"
+            )
         self.address, self._processes = address, processes
-        self._folder = epath.Path(address)
+        local = "://" not in address
+        path = user_path("checkpoint_copies", address).absolute() if local else address
+        self._folder = epath.Path(path)
 
     def steps(self) -> list[int]:
         """The steps of those that are whole, ascending."""
