@@ -129,7 +129,7 @@ def test_a_copy_may_be_on_another_disk_and_an_unknown_store_is_refused(tmp_path,
     saved("here", [1, 2], "copies")
     assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["1", "2"]
     assert Checkpoints("there", copies="copies").newest_whole() == 2
-    with pytest.raises(SettingError, match="checkpoint_copies=ftp://x must be a folder, or begin"):
+    with pytest.raises(SettingError, match="checkpoint_copies=ftp://x must be a folder or begin"):
         Checkpoints("there", copies="ftp://x")
 
 

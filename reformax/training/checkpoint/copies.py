@@ -33,7 +33,7 @@ class Copies:
 
         if "://" in address and not address.startswith(_STORES):
             raise SettingError(
-                f"checkpoint_copies={address} must be a folder, or begin with {' or '.join(_STORES)}"
+                f"checkpoint_copies={address} must be a folder or begin with {', '.join(_STORES)}"
             )
         self.address, self._processes = address, processes
         local = "://" not in address
