@@ -1,8 +1,9 @@
-"""A program that reads the arrays of a checkpoint, and that may die of them.
+"""A program that reads regions of a checkpoint's arrays, and that may die of them.
 
 `arrays.restore` starts it. A folder of somebody else may hold what makes tensorstore abort, or what
 decodes to more than the machine's memory. Here shapes and dtypes are compared with those that are
-expected before a number is read, and what memory decoding takes is limited.
+expected before a number is read, and what memory decoding takes is limited. Orbax restores in the
+process itself, where neither can be had.
 
 stdin has a request in JSON, stdout gets an answer. The numbers go into a file that both processes
 have open. The program imports nothing of the package: it begins in a tenth of a second.
@@ -20,10 +21,11 @@ import signal
 import sys
 import zipfile
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,23 +48,40 @@ class Unfit(ValueError):
     """The arrays are not those that are expected; the text says which one, and how it differs."""
 
 
+Index = tuple[slice, ...]  # a region of a tensor, with a begin and an end along each axis
+
+
+class Wanted(NamedTuple):
+    """A tensor, and the regions of it that are read."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    regions: list[Index]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class Part(NamedTuple):
     """A tensor or a part of one, found and not read."""
 
     tensor: str
-    index: tuple[slice, ...]
-    read: Callable[[], Callable[[], np.ndarray]]  # begins to read; the result waits for the end
+    index: Index
+    read: Callable[[Index], Callable[[], np.ndarray]]  # begins; the result waits for the end
 
 
-def read(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Fills tensors with what a checkpoint's folder has of them.
+def read(folder: Path, wanted: Mapping[str, Wanted], out: Mapping[str, list[np.ndarray]]) -> None:
+    """Reads regions of tensors.
 
     Args:
-      folder: has `arrays`, and files `arrays.N.npz` of processes after the first.
-      tensors: by name, of the shapes and dtypes that are expected.
+      folder: has `arrays`, and of earlier versions `arrays.N.npz` of processes after the first.
+      wanted: by name, of the shapes and dtypes that are expected.
+      out: an array for each region, which is filled.
 
     Raises:
-      Unfit: one is missing, incomplete, or has another shape or dtype; none is filled then.
+      Unfit: a tensor is missing, incomplete, or has another shape or dtype; none is filled then.
       ValueError: of tensorstore or zipfile, for what they cannot decode.
       OSError: a file cannot be read.
     """
@@ -70,36 +89,57 @@ def read(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
         paths = sorted(folder.glob("arrays.*.npz"))
         files = [opened.enter_context(zipfile.ZipFile(path)) for path in paths]
         stored = opened.enter_context(plain(folder / "arrays"))
-        parts = [*_stored(stored, tensors), *_zipped(files, tensors)]
+        parts = [*_stored(stored, wanted), *_zipped(files, wanted)]
         found: Counter[str] = Counter()
         for part in parts:
             found[part.tensor] += math.prod(x.stop - x.start for x in part.index)
-        for name, tensor in tensors.items():
-            if found[name] != tensor.size:
-                raise Unfit(f"{name} has {found[name]:,} of {tensor.size:,} numbers")
-        waiting: deque[tuple[Part, Callable[[], np.ndarray]]] = deque()
+        for name, tensor in wanted.items():
+            if found[name] != (size := math.prod(tensor.shape)):
+                raise Unfit(f"{name} has {found[name]:,} of {size:,} numbers")
+        waiting: deque[tuple[np.ndarray, Index, Callable[[], np.ndarray]]] = deque()
         for part in parts:
-            waiting.append((part, part.read()))
-            if len(waiting) == IN_FLIGHT:
-                _fill(tensors, *waiting.popleft())
-        for part, result in waiting:
-            _fill(tensors, part, result)
+            for region, array in zip(wanted[part.tensor].regions, out[part.tensor], strict=True):
+                if (common := _common(part.index, region)) is None:
+                    continue
+                result = part.read(_within(common, part.index))
+                waiting.append((array, _within(common, region), result))
+                if len(waiting) == IN_FLIGHT:
+                    _fill(*waiting.popleft())
+        for one in waiting:
+            _fill(*one)
 
 
-def _fill(tensors, part: Part, result: Callable[[], np.ndarray]) -> None:
-    tensors[part.tensor][part.index] = result()
+def _fill(array: np.ndarray, at: Index, result: Callable[[], np.ndarray]) -> None:
+    array[at] = result()
 
 
-def index(name: str, starts: str, shape: tuple[int, ...], tensor: np.ndarray) -> tuple[slice, ...]:
-    """The slices of a tensor that a part of this shape covers; raises `Unfit` if it is outside."""
+def whole(shape: Sequence[int]) -> Index:
+    """The region that is all of a tensor."""
+    return tuple(slice(0, n) for n in shape)
+
+
+def _common(one: Index, other: Index) -> Index | None:
+    pairs = zip(one, other, strict=True)
+    found = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
+    return found if all(x.start < x.stop for x in found) else None
+
+
+def _within(region: Index, outer: Index) -> Index:
+    pairs = zip(region, outer, strict=True)
+    return tuple(slice(x.start - o.start, x.stop - o.start) for x, o in pairs)
+
+
+def _index(name: str, starts: str, shape: tuple[int, ...], tensor: Wanted) -> Index:
+    """The region of a tensor that a part of this shape covers; raises `Unfit` if it is outside."""
+    n_axes = len(tensor.shape)
     try:
-        begin = [int(start) for start in starts.split(",")] if starts else [0] * tensor.ndim
+        begin = [int(start) for start in starts.split(",")] if starts else [0] * n_axes
     except ValueError:
         begin = []
     found = tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=False))
     inside = all(x.start >= 0 and x.stop <= n for x, n in zip(found, tensor.shape, strict=False))
-    whole = starts or tuple(shape) == tensor.shape
-    if not (len(begin) == len(shape) == tensor.ndim and inside and whole):
+    fits = starts or tuple(shape) == tensor.shape
+    if not (len(begin) == len(shape) == n_axes and inside and fits):
         raise Unfit(f"{name} has shape {tuple(shape)}, which is not in one of {tensor.shape}")
     return found
 
@@ -136,10 +176,10 @@ def plain(folder: Path) -> Iterator[Path]:
     os.close(descriptor)
 
 
-# What the first process wrote, with orbax.
+# What orbax wrote: each tensor by its name or, of earlier versions, parts of it.
 
 
-def _stored(folder: Path, tensors: Mapping[str, np.ndarray]) -> Iterator[Part]:
+def _stored(folder: Path, tensors: Mapping[str, Wanted]) -> Iterator[Part]:
     import tensorstore as ts
 
     database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
@@ -153,11 +193,11 @@ def _stored(folder: Path, tensors: Mapping[str, np.ndarray]) -> Iterator[Part]:
         spec = {"driver": "zarr", "kvstore": database | {"path": f"{name}/"}}
         stored = ts.open(spec, context=context, read=True, open=True).result()
         _check_dtype(name, stored.dtype.numpy_dtype, tensors[tensor].dtype)
-        found = index(name, starts, stored.shape, tensors[tensor])
+        found = _index(name, starts, stored.shape, tensors[tensor])
         chunk = stored.chunk_layout.read_chunk.shape or ()  # of a scalar
         if any(n > max(most, 1) for n, most in zip(chunk, stored.shape, strict=True)):
             raise Unfit(f"{name} has chunks of {tuple(chunk)}, more than its shape {stored.shape}")
-        yield Part(tensor, found, lambda stored=stored: stored.read().result)
+        yield Part(tensor, found, lambda region, stored=stored: stored[region].read().result)
 
 
 def _check_dtype(name: str, saved: np.dtype, expected: np.dtype) -> None:
@@ -165,10 +205,10 @@ def _check_dtype(name: str, saved: np.dtype, expected: np.dtype) -> None:
         raise Unfit(f"{name} is of {saved}, and of {expected} in checkpoint.json")
 
 
-# What other processes wrote, with NumPy.
+# What processes after the first wrote in earlier versions, with NumPy.
 
 
-def _zipped(files: list[zipfile.ZipFile], tensors: Mapping[str, np.ndarray]) -> Iterator[Part]:
+def _zipped(files: list[zipfile.ZipFile], tensors: Mapping[str, Wanted]) -> Iterator[Part]:
     for file in files:
         for member in file.infolist():
             name = member.filename.removesuffix(".npy")
@@ -179,8 +219,8 @@ def _zipped(files: list[zipfile.ZipFile], tensors: Mapping[str, np.ndarray]) -> 
             shape, dtype = _header(file, member)
             if not (dtype.kind == "V" and dtype.itemsize == expected.itemsize):  # as of bfloat16
                 _check_dtype(name, dtype, expected)
-            found = index(name, starts, shape, tensors[tensor])
-            yield Part(tensor, found, lambda f=file, m=member, d=expected: _member(f, m, d))
+            found = _index(name, starts, shape, tensors[tensor])
+            yield Part(tensor, found, partial(_member, file, member, expected))
 
 
 def _header(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
@@ -197,11 +237,11 @@ def _header(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[tuple[int, 
 
 
 def _member(
-    file: zipfile.ZipFile, member: zipfile.ZipInfo, dtype: np.dtype
+    file: zipfile.ZipFile, member: zipfile.ZipInfo, dtype: np.dtype, region: Index
 ) -> Callable[[], np.ndarray]:
     def result() -> np.ndarray:
         with file.open(member) as stream:
-            return np.lib.format.read_array(stream, allow_pickle=False).view(dtype)
+            return np.lib.format.read_array(stream, allow_pickle=False).view(dtype)[region]
 
     return result
 
@@ -209,32 +249,55 @@ def _member(
 # The program.
 
 
-def layout(shapes: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, int], int]:
-    """The offset of each tensor in the file that both processes have, and the file's size."""
-    offsets, size = {}, 0
-    for name, (shape, dtype) in shapes.items():
-        offsets[name] = size
-        size += -(-math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64
-    return offsets, size
+def size_of_file(wanted: Mapping[str, Wanted]) -> int:
+    """The bytes of the file that both processes have."""
+    return max((end for *_, end in _layout(wanted)), default=0)
 
 
-def views(memory: mmap.mmap, shapes: Mapping[str, tuple[Any, Any]]) -> dict[str, np.ndarray]:
-    """The tensors in that file."""
-    offsets, _ = layout(shapes)
+def arrays_in(memory: mmap.mmap, wanted: Mapping[str, Wanted]) -> dict[str, list[np.ndarray]]:
+    """The arrays in that file: one for each region of each tensor."""
+    found: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
+    for name, shape, offset, _ in _layout(wanted):
+        flat = np.frombuffer(memory, wanted[name].dtype, math.prod(shape), offset)
+        found[name].append(flat.reshape(shape))
+    return found
+
+
+def _layout(wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    """Each region's tensor, its shape, and where it begins and ends in the file."""
+    end = 0
+    for name, tensor in wanted.items():
+        for region in tensor.regions:
+            shape = tuple(axis.stop - axis.start for axis in region)
+            begin, size = end, math.prod(shape) * tensor.dtype.itemsize
+            end += -(-size // 64) * 64
+            yield name, shape, begin, end
+
+
+def packed(wanted: Mapping[str, Wanted]) -> dict[str, list]:
+    """What is wanted, in JSON."""
     return {
-        name: np.frombuffer(memory, dtype, math.prod(shape), offsets[name]).reshape(shape)
-        for name, (shape, dtype) in shapes.items()
+        name: [list(x.shape), str(x.dtype), [[[a.start, a.stop] for a in r] for r in x.regions]]
+        for name, x in wanted.items()
     }
 
 
-def _limit_memory(tensors: Mapping[str, np.ndarray]) -> None:
+def _unpacked(tensors: Mapping[str, list]) -> dict[str, Wanted]:
+    return {
+        name: Wanted(tuple(shape), np.dtype(d), [tuple(slice(*a) for a in r) for r in regions])
+        for name, (shape, d, regions) in tensors.items()
+    }
+
+
+def _limit_memory(wanted: Mapping[str, Wanted]) -> None:
     """Lets this process take what decoding takes, and no more: beyond that it dies."""
     status = Path("/proc/self/status")
     if not status.is_file():  # not on Linux, where the system's own limit is all there is
         return
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     now = int(lines["VmData"].split()[0]) * 1024
-    largest = sorted((x.nbytes for x in tensors.values()), reverse=True)[:IN_FLIGHT]
+    # A region may lie in one chunk that is the whole tensor.
+    largest = sorted((x.nbytes for x in wanted.values()), reverse=True)[:IN_FLIGHT]
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     stack = 2**21 if stack == resource.RLIM_INFINITY else stack  # as glibc has it
     most = now + ROOM + THREADS * stack + 3 * sum(largest)  # encoded, decoded, and a copy
@@ -251,11 +314,11 @@ def main() -> None:
     request, answer = json.load(sys.stdin), {}
     import tensorstore  # noqa: F401  its numbers of fewer bits are NumPy's dtypes from here on
 
-    shapes = request["tensors"]
     try:
-        tensors = views(mmap.mmap(request["file"], layout(shapes)[1]), shapes)
-        _limit_memory(tensors)
-        read(Path(request["folder"]), tensors)
+        wanted = _unpacked(request["tensors"])
+        out = arrays_in(mmap.mmap(request["file"], size_of_file(wanted)), wanted)
+        _limit_memory(wanted)
+        read(Path(request["folder"]), wanted, out)
     except Unfit as error:
         answer = {"unfit": str(error)}
     except OSError as error:

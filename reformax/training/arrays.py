@@ -1,9 +1,11 @@
-"""The arrays of a checkpoint, as orbax writes them.
+"""The arrays of a checkpoint: orbax writes them, sharded, and `array_reader` reads them.
 
-Of several processes each writes what its devices hold, every number once: the first one with orbax,
-the others, whose NumPy arrays orbax leaves out, into a file of NumPy's. A part of a tensor has the
-tensor's name and where it begins, such as `params.kernel@128,0`. Reading joins the parts, so that a
-checkpoint fits any number of processes and devices.
+Each process writes what its devices hold, every number once, and orbax joins the processes' files
+to one database that orbax itself restores too. A process reads the regions that its devices will
+hold: a checkpoint fits any number of processes and any mesh.
+
+Orbax's handler writes alone: its checkpointers and its manager neither flush what they rename nor
+compare bytes, and where one process fails, the others wait for minutes at a barrier.
 """
 
 from __future__ import annotations
@@ -12,56 +14,189 @@ import asyncio
 import errno
 import json
 import logging
+import math
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from reformax import durable
 from reformax.training import array_reader
+from reformax.training.array_reader import Index, Wanted, whole
 
 _AT_ONCE = 2**29  # bytes that are read back at once
+_CHUNK = 2**20  # bytes at most: a process that needs a part of a tensor reads little more
+_FILE = 2**26  # bytes or so: processes divide files among them to compare their CRC-32
+_OF_PROCESS = re.compile(r"arrays/(?:ocdbt|array_metadatas)[./]process_(\d+)(?:/|$)")
 
 
-def save(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes tensors into a new folder and flushes them to the disk.
+class Saving:
+    """Tensors on their way into a new folder.
 
-    When this raises, nothing is in progress any more: the folder can be deleted.
+    Each process makes one, then calls `finish`; the first one then calls `merge`. All in a thread
+    without an event loop.
     """
-    with _alone(), array_reader.plain(folder.parent) as parent:
-        _checkpointer().save(parent / folder.name, dict(tensors))
+
+    def __init__(self, folder: Path, tensors: Mapping[str, Any]):
+        """Copies what this process writes to the host, and begins to write it.
+
+        Args:
+          folder: is made.
+          tensors: by name, with one element at least; arrays of JAX, or of NumPy.
+        """
+        import orbax.checkpoint as ocp  # half a second, which an evaluation's --help need not take
+        from etils import epath
+
+        self._folder, self._handler, self._path = folder, ocp.PyTreeCheckpointHandler(), epath.Path
+        folder.mkdir(exist_ok=True)
+        held = {name: _held(x) for name, x in tensors.items()}
+        sizes = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK) for name in held}
+        args = ocp.args.PyTreeSave(held, sizes, ocdbt_target_data_file_size=_FILE)
+        with ExitStack() as opened:
+            path = opened.enter_context(self._written())
+            self._writes = asyncio.run(self._handler.async_save(path, args=args))
+            self._opened = opened.pop_all()
+
+    def finish(self) -> None:
+        """Returns when this process has written everything."""
+        with self._opened:
+            for write in self._writes:
+                write.result()
+
+    def merge(self) -> None:
+        """Joins what all processes have written."""
+        with self._written() as path:
+            self._handler.finalize(path)
+
+    @contextmanager
+    def _written(self) -> Iterator[Any]:
+        with _alone(), array_reader.plain(self._folder.parent) as parent:
+            yield self._path(parent / self._folder.name)
 
 
-def restore(folder: Path, shapes: Mapping[str, tuple[Any, Any]]) -> dict[str, np.ndarray]:
-    """Reads tensors of a checkpoint's folder, which may be anybody's.
+def _held(tensor: Any) -> Any:
+    """A tensor that no step writes into; orbax itself copies what lies on an accelerator."""
+    if not isinstance(tensor, jax.Array):
+        return np.array(tensor)
+    if all(device.platform != "cpu" for device in tensor.devices()):
+        return tensor
+    # On a CPU NumPy sees the buffer itself, which a later step writes into.
+    held, copies = tensor.addressable_shards, {}
+    for shard in held:
+        if (at := str(shard.index)) not in copies:
+            copies[at] = np.array(shard.data)
+    parts = [jax.device_put(copies[str(shard.index)], shard.device) for shard in held]
+    return jax.make_array_from_single_device_arrays(tensor.shape, tensor.sharding, parts)
+
+
+def is_written_by(process: int, name: str) -> bool:
+    """Whether a process wrote a file of a checkpoint, named relative to its folder."""
+    found = _OF_PROCESS.match(name)
+    return found is not None and int(found[1]) == process
+
+
+def shards(tensors: Mapping[str, Any]) -> dict[str, list[tuple[Index, np.ndarray]]]:
+    """Copies of the regions of tensors that this process holds and no other one before it."""
+    found = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, jax.Array):
+            mine = [shard for shard in tensor.addressable_shards if shard.replica_id == 0]
+            found[name] = [(_region(x.index, tensor.shape), np.array(x.data)) for x in mine]
+        else:
+            found[name] = [(whole(tensor.shape), np.array(tensor))]
+    return found
+
+
+def _region(index: Index, shape: tuple[int, ...]) -> Index:
+    spans = (axis.indices(n)[:2] for axis, n in zip(index, shape, strict=True))
+    return tuple(slice(*span) for span in spans)
+
+
+def restore_tensors(
+    folder: Path, shapes: Mapping[str, Any], shardings: Mapping[str, Sharding] | None = None
+) -> dict[str, Any]:
+    """Reads tensors of a checkpoint's folder; takes and raises as `restore` otherwise.
+
+    Args:
+      folder: the checkpoint's.
+      shapes: an array or a shape of each tensor.
+      shardings: of each; None for NumPy arrays, whole.
+
+    Returns:
+      The tensors: arrays of JAX, of which a process reads what its devices hold, or of NumPy.
+    """
+    wanted = {
+        name: Wanted(x.shape, np.dtype(x.dtype), regions(x.shape, (shardings or {}).get(name)))
+        for name, x in shapes.items()
+    }
+    some = {name: x for name, x in wanted.items() if x.nbytes}
+    read = restore(folder, some) if some else {}
+    read |= {name: [np.zeros(x.shape, x.dtype)] for name, x in wanted.items() if not x.nbytes}
+    if shardings is None:
+        return {name: arrays[0] for name, arrays in read.items()}
+
+    def placed(name: str) -> jax.Array:
+        shape, of_region = (
+            wanted[name].shape,
+            dict(zip(map(str, at[name]), read[name], strict=True)),
+        )
+        return jax.make_array_from_callback(
+            shape, shardings[name], lambda index: of_region[str(_region(index, shape))]
+        )
+
+    at = {name: x.regions for name, x in wanted.items()}
+    return {name: placed(name) for name in wanted}
+
+
+def regions(shape: tuple[int, ...], sharding: Sharding | None) -> list[Index]:
+    """The regions of a tensor that the devices of this process hold, each once."""
+    if sharding is None:
+        return [whole(shape)]
+    held = sharding.addressable_devices_indices_map(shape).values()
+    found = {str(region): region for region in (_region(index, shape) for index in held)}
+    return list(found.values())
+
+
+def bytes_held(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding] | None) -> int:
+    """The bytes that this process reads of tensors of these shapes."""
+
+    def size(region: Index) -> int:
+        return math.prod(axis.stop - axis.start for axis in region)
+
+    found = {name: regions(x.shape, (shardings or {}).get(name)) for name, x in shapes.items()}
+    return sum(size(r) * shapes[name].dtype.itemsize for name, each in found.items() for r in each)
+
+
+def restore(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, list[np.ndarray]]:
+    """Reads regions of tensors of a checkpoint's folder, which may be anybody's.
 
     `array_reader` reads them, in a process that costs a tenth of a second.
 
     Args:
       folder: the checkpoint's.
-      shapes: shape and dtype of each tensor that is read; none is without numbers.
+      wanted: by name; no region is without numbers.
 
     Raises:
       Unreadable: the folder does not hold these tensors.
       OSError: a file cannot be read, or no process can be started.
     """
-    if not shapes:
-        return {}
-    file, (_, size) = _shared_file(), array_reader.layout(shapes)
+    file, size = _shared_file(), array_reader.size_of_file(wanted)
     try:
         os.ftruncate(file, size)
-        tensors = {name: [list(shape), str(dtype)] for name, (shape, dtype) in shapes.items()}
-        _ask({"folder": str(folder), "tensors": tensors, "file": file}, file)
-        return array_reader.views(mmap.mmap(file, size), shapes)
+        request = {"folder": str(folder), "tensors": array_reader.packed(wanted), "file": file}
+        _ask(request, file)
+        return array_reader.arrays_in(mmap.mmap(file, size), wanted)
     finally:
         os.close(file)
 
@@ -118,32 +253,34 @@ _OF_THE_FILES = {
 }
 
 
-def check_written(folder: Path, shapes: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+def check_written(
+    folder: Path, shapes: Mapping[str, Any], held: Mapping[str, list[tuple[Index, np.ndarray]]]
+) -> None:
     """Reads what was written back; a process for every `_AT_ONCE` bytes or so.
 
     Args:
       folder: the checkpoint's.
-      shapes: arrays or shapes of all tensors that have numbers, by name.
-      tensors: those of `copies`, which are compared.
+      shapes: arrays or shapes of all tensors, by name.
+      held: those of `shards`, which are compared.
 
     Raises:
       Unreadable: the folder does not hold them.
       OSError: as `restore`.
     """
-    written: dict[str, list[str]] = {name: [] for name in shapes}
-    for name in tensors:
-        written[name.partition(array_reader.AT)[0]].append(name)
-    group: dict[str, tuple[Any, Any]] = {}
-    for i, (name, x) in enumerate(shapes.items(), start=1):
-        group[name] = (x.shape, x.dtype)
-        if i < len(shapes) and array_reader.layout(group)[1] < _AT_ONCE:
+    wanted = {
+        name: Wanted(x.shape, np.dtype(x.dtype), [region for region, _ in held[name]])
+        for name, x in shapes.items()
+        if held[name]
+    }
+    group: dict[str, Wanted] = {}
+    for i, name in enumerate(wanted, start=1):
+        group[name] = wanted[name]
+        if i < len(wanted) and array_reader.size_of_file(group) < _AT_ONCE:
             continue
-        found = restore(folder, group)
-        for part in (part for name in group for part in written[name]):
-            name, _, starts = part.partition(array_reader.AT)
-            index = array_reader.index(part, starts, tensors[part].shape, found[name])
-            if found[name][index].tobytes() != tensors[part].tobytes():
-                raise Unreadable(f"{part} has changed")
+        for name, found in restore(folder, group).items():
+            for array, (_, written) in zip(found, held[name], strict=True):
+                if array.tobytes() != written.tobytes():
+                    raise Unreadable(f"{name} has changed")
         group = {}
 
 
@@ -161,47 +298,6 @@ def _shared_file() -> int:
         return os.memfd_create("arrays")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def save_part(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes what a process but the first holds into a new file and flushes it to the disk."""
-    with path.open("xb") as file:
-        np.savez(file, **tensors)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def copies(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The parts of tensors that this process writes; JAX may divide a tensor among processes."""
-    # On a CPU device_get gives a view of a buffer that the next step writes into.
-    if jax.process_count() == 1:
-        return {name: np.array(leaf) for name, leaf in jax.device_get(dict(tensors)).items()}
-    mine = {
-        _part_name(name, shard.index, tensor.shape): shard.data
-        for name, tensor in tensors.items()
-        for shard in tensor.addressable_shards
-        if shard.replica_id == 0
-    }
-    return {name: np.array(part) for name, part in jax.device_get(mine).items()}
-
-
-def _part_name(name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    spans = [axis.indices(n)[:2] for axis, n in zip(index, shape, strict=True)]
-    if all(span == (0, n) for span, n in zip(spans, shape, strict=True)):
-        return name
-    return name + array_reader.AT + ",".join(str(start) for start, _ in spans)
-
-
-def _checkpointer():
-    """Orbax's, which works for this process alone."""
-    import orbax.checkpoint as ocp  # half a second, which an evaluation's --help need not take
-
-    if jax.process_count() == 1:
-        return ocp.PyTreeCheckpointer()
-    index = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=index, active_processes={index})
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 class _PatientLoop(asyncio.SelectorEventLoop):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +15,50 @@ from reformax import durable
 FILE = "manifest.json"
 MOST = 1 << 24  # bytes of a description, or of a manifest
 _BLOCK = 1 << 22
+_PLAIN = re.compile(r"[\w.][\w./-]*")
 
 
 class Damaged(ValueError):
     """A file is not what was written; the text says which one and how it differs."""
 
 
-def write(folder: Path) -> None:
+def flushed(folder: Path, takes: Callable[[str], bool]) -> dict[str, dict[str, int]]:
+    """Size and CRC-32 of the files whose names below `folder` it `takes`.
+
+    When this returns, the disk has these files and all folders.
+    """
+    found = {x: fingerprint(folder / x, flush=True) for x in sorted(names(folder)) if takes(x)}
+    for path, _, _ in os.walk(folder, topdown=False):
+        durable.sync_folder(Path(path))
+    return found
+
+
+def write(folder: Path, files: Mapping[str, dict[str, int]] | None = None) -> None:
     """Writes the manifest of the files that are in `folder` now.
 
     When this returns, the disk has every file, every folder and the manifest.
+
+    Args:
+      folder: has them.
+      files: those that their writers have `flushed`; all others are flushed now.
     """
-    manifest = {name: fingerprint(folder / name, flush=True) for name in sorted(_names(folder))}
-    for path, _, _ in os.walk(folder, topdown=False):
-        if Path(path) != folder:  # the last one, once the manifest is in it
-            durable.sync_folder(Path(path))
-    durable.write(folder / FILE, json.dumps(manifest, indent=1).encode())
+    noted = dict(files or {})
+    noted |= flushed(folder, lambda name: name not in noted)
+    durable.write(folder / FILE, json.dumps(noted, indent=1).encode())
 
 
-def damage(folder: Path, most: int | None = None) -> str | None:
+def damage(folder: Path, most: int | None = None, part: tuple[int, int] = (0, 1)) -> str | None:
     """The first difference between the files and the manifest, in words; None if there is none.
 
     Args:
       folder: has them.
       most: the bytes that all may have; sizes are compared before anything is read.
+      part: a number and a count: all sizes are compared, and this part of the contents.
 
     Raises:
       OSError: a file cannot be read, which says nothing about its content.
     """
-    return _told(_compare, folder, most)
+    return _told(_compare, folder, most, part)
 
 
 def difference_of_sizes(folder: Path) -> str | None:
@@ -60,14 +76,16 @@ def _told(compare: Callable, *args) -> str | None:
     return None
 
 
-def _compare(folder: Path, most: int | None) -> None:
-    for name, noted in _compare_sizes(folder, most).items():
-        _check(name, fingerprint(folder / name), noted)
+def _compare(folder: Path, most: int | None, part: tuple[int, int]) -> None:
+    noted, (number, count) = _compare_sizes(folder, most), part
+    # The largest first: parts have like numbers of bytes.
+    for name in sorted(noted, key=lambda name: noted[name]["size"], reverse=True)[number::count]:
+        _check(name, fingerprint(folder / name), noted[name])
 
 
 def _compare_sizes(folder: Path, most: int | None = None) -> dict[str, dict[str, int]]:
     """Compares names and sizes; returns the manifest."""
-    manifest, there = _read(folder), _names(folder) - {FILE}
+    manifest, there = _read(folder), names(folder) - {FILE}
     if missing := manifest.keys() - there:
         raise Damaged(f"{min(missing)} is missing")
     if extra := there - manifest.keys():
@@ -113,14 +131,19 @@ def fingerprint(path: Path, flush: bool = False) -> dict[str, int]:
 
 
 def _read(folder: Path) -> dict[str, dict[str, int]]:
+    return listed(_content(folder, FILE))
+
+
+def listed(content: bytes) -> dict[str, dict[str, int]]:
+    """The files that a manifest lists, all of them below its folder; raises `Damaged`."""
     try:
-        manifest = json.loads(_content(folder, FILE))
-    except Damaged:
-        raise
+        manifest = json.loads(content)
     except (ValueError, RecursionError):
         raise Damaged(f"{FILE} is cut short or has changed") from None
     if not (isinstance(manifest, dict) and manifest and all(map(_is_noted, manifest.values()))):
         raise Damaged(f"{FILE} does not hold the size and the crc32 of files")
+    if outside := [name for name in manifest if not _PLAIN.fullmatch(name) or ".." in name]:
+        raise Damaged(f"{FILE} lists {outside[0]!r}, which is no file of a checkpoint")
     return manifest
 
 
@@ -150,7 +173,7 @@ def _check(name: str, found: dict[str, int], noted: dict[str, int]) -> None:
         raise Damaged(f"{name} has changed")
 
 
-def _names(folder: Path) -> set[str]:
+def names(folder: Path) -> set[str]:
     """The files below a folder, relative to it."""
 
     def fail(error: OSError):

@@ -25,7 +25,6 @@ from reformax.training.callbacks import Loggers
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.evaluations import data_key
 from reformax.training.loss import labels_of, n_classes_of, vocabulary_of
-from reformax.training.placing import place
 from reformax.training.record import Record
 from reformax.training.record_lines import RecordLines
 from reformax.training.settings import TrainSettings, build
@@ -169,8 +168,7 @@ def begin(
     if newest is None:
         state, source = _first_state(setup, init, vocabulary)
         return RestoredRun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
-    state, info = checkpoints.restore(newest, like)
-    state = place(state, devices.placement(like, mesh))
+    state, info = checkpoints.restore(newest, like, devices.placement(like, mesh))
     data, changed = _data(settings, info.get("data", {}), info["step"])
     return RestoredRun(state, info["step"], info, data, changed, n_params)
 

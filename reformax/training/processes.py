@@ -111,33 +111,35 @@ class Processes:
         self.same(lambda: done.append(do()))
         return done[0] if done else None
 
-    def by_all(self, do: Callable[[], None]) -> None:
-        """Returns when every process has done it.
+    def by_all(self, do: Callable[[], T]) -> list[T]:
+        """Has every process do it; returns what each returned, by process.
+
+        Args:
+          do: returns what JSON holds.
 
         Raises:
           Exception: the error of one of them, in every process.
         """
         if self.count == 1:
-            return do()
+            return [do()]
         key, error = f"{self._name}/{self._number}/all", None
         try:
-            do()
+            answer = json.dumps({"value": do()})
         except Exception as raised:
-            error = raised
-        _client().key_value_set(
-            f"{key}/{self.index}", json.dumps({"value": None}) if error is None else _packed(error)
-        )
+            error, answer = raised, _packed(raised)
+        _client().key_value_set(f"{key}/{self.index}", answer)
 
-        def check() -> None:
+        def collect() -> list[T]:
             if error is not None:
                 raise error
-            for other in range(self.count):
-                text = _client().blocking_key_value_get(f"{key}/{other}", _PATIENCE)
-                _opened(text, f"process {other}")
+            each = range(self.count)
+            texts = [_client().blocking_key_value_get(f"{key}/{i}", _PATIENCE) for i in each]
+            values = [_opened(text, f"process {i}") for i, text in enumerate(texts)]
             _client().key_value_delete(key)
+            return values
 
         try:
-            self.same(check)
+            return self.same(collect)
         except Exception as of_another:
             raise error or of_another from None
 

@@ -74,7 +74,8 @@ class Run:
         opening.check_sizes(settings, self._mesh)
         self.folder = folder
         together = self._processes.branch("checkpoints")
-        self._checkpoints = Checkpoints(self.folder, settings.keep, together)
+        kept = settings.keep, together, settings.checkpoint_copies
+        self._checkpoints = Checkpoints(self.folder, *kept)
         self._models = opening.models_of(settings)
         options = self._models.eval, settings, self._mesh
         self._scores = Scores(*options, settings.own_evaluation)
@@ -108,8 +109,7 @@ class Run:
             self._lock = processes.by_first(
                 lambda: opened.enter_context(alone_in(self.folder, self._say))
             )
-            newest = processes.same(self._checkpoints.newest_whole)
-            self._checkpoints.trust(newest)
+            newest = self._checkpoints.newest_whole()
             if vocabulary_of(self._task) is not None:  # which may be learnt first, in minutes
                 self._say("tokenizing")
             self._vocabulary = self._keep_vocabulary(newest)

@@ -91,6 +91,9 @@ class TrainSettings:
         is temporary: the next one that a step requests replaces it, and no average counts it.
         None: none.
       keep: latest checkpoints kept, besides the best. An average of n needs n.
+      checkpoint_copies: a folder that gets a copy of each checkpoint kept, such as
+        `s3://bucket/run`, and that an `output_dir` without checkpoints goes on from; see
+        docs/resuming.md. None: none.
       log_every: steps between lines of the record; each line has the mean since the last.
       max_minutes: minutes after which training evaluates, saves and returns, as if `steps` were
         reached. The learning rate's schedule still goes by `steps`. None: no limit.
@@ -136,6 +139,7 @@ class TrainSettings:
     checkpoint_every: Size | None = None
     checkpoint_minutes: Positive | None = 5
     keep: Size = 2
+    checkpoint_copies: Name | None = None
     log_every: Size = 10
     max_minutes: Positive | None = None
     init_from: PathName | None = None

@@ -17,6 +17,7 @@ import tensorstore as ts
 from reformax.training import arrays, loop, manifest
 from reformax.training.checkpoint import Checkpoints
 from tests.training import worker
+from tests.training.test_training_checkpoint import save_arrays
 from tests.training.test_training_damage import edit, rewrite_manifest
 
 NAME = "params.hidden.kernel"  # float32 [8, 8]
@@ -364,15 +365,17 @@ def test_stacks_of_any_size_have_room(checkpoint, stack):
 def test_no_more_threads_read_than_there_is_room_for(checkpoint):
     """On a machine of any number of cores; more tensors than threads are read."""
     state = {f"w{i}": np.full((1000, i + 1), i, np.float32) for i in range(40)}
-    arrays.save(checkpoint / "many/arrays", state)
+    (checkpoint / "many").mkdir()
+    save_arrays(checkpoint / "many/arrays", state)
     program = (
         "import sys; from pathlib import Path; import numpy as np; import tensorstore\n"
         "from reformax.training import array_reader as reader\n"
         "n = lambda: len(list(Path('/proc/self/task').iterdir()))\n"
         "before = n()\n"
-        "x = {f'w{i}': np.zeros((1000, i + 1), np.float32) for i in range(40)}\n"
-        "reader.read(Path(sys.argv[1]), x)\n"
-        "assert all((a == int(name[1:])).all() for name, a in x.items())\n"
+        "x = {f'w{i}': [np.zeros((1000, i + 1), np.float32)] for i in range(40)}\n"
+        "want = lambda a: reader.Wanted(a.shape, a.dtype, [reader.whole(a.shape)])\n"
+        "reader.read(Path(sys.argv[1]), {n: want(a) for n, (a,) in x.items()}, x)\n"
+        "assert all((a == int(name[1:])).all() for name, (a,) in x.items())\n"
         "print(n() - before)\n"
     )
     command = [sys.executable, "-c", program, checkpoint / "many"]

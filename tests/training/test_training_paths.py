@@ -160,8 +160,8 @@ def lossy(monkeypatch):
     """Makes a save leave something out, in silence, as orbax did below brackets."""
 
     def begin(how):
-        real = arrays.save
-        monkeypatch.setattr(arrays, "save", lambda f, x: real(f, how(dict(x))))
+        real = arrays.Saving
+        monkeypatch.setattr(arrays, "Saving", lambda f, x: real(f, how(dict(x))))
 
     return begin
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from reformax import durable
+from reformax.training.checkpoint.copies import Copies, in_words
 from reformax.training.checkpoint.writing import Writer
-from reformax.training.processes import Processes
 
 
 class Checkpoints(Writer):
@@ -16,28 +18,28 @@ class Checkpoints(Writer):
     Who only reads them calls neither `newest_whole` nor `tidy` nor `save`.
     """
 
-    def __init__(
-        self, output_dir: str | os.PathLike, keep: int = 2, processes: Processes | None = None
-    ):
+    def __init__(self, *args: Any, **kwargs: Any):
         """Takes what `Writer` takes."""
-        super().__init__(output_dir, keep, processes)
+        super().__init__(*args, **kwargs)
         self._damaged: dict[int, str] = {}  # found by `newest_whole`
-
-    def trust(self, step: int | None) -> None:
-        """Takes note that another process found this checkpoint whole."""
-        self._checked = step
 
     def newest_whole(self) -> int | None:
         """The latest step whose checkpoint is whole; None if there is no checkpoint.
+
+        All processes call it: each reads a part of the files. A folder without checkpoints is first
+        given those of the copies.
 
         Raises:
           ValueError: there are some and none is whole.
           OSError: one cannot be read, so nobody knows whether it is whole.
         """
-        damaged = {}
-        for step in reversed(self.steps()):
-            harm = self._harm(step)
-            if harm is None:
+        damaged, together = {}, self._processes
+        part = together.index, together.count
+        if self._copies is not None and not together.same(self.steps):
+            self._fetch(self._copies)
+        for step in reversed(together.same(self.steps)):
+            harms = together.by_all(lambda step=step: self._harm(step, part))
+            if (harm := next(filter(None, harms), None)) is None:
                 self._damaged, self._checked = damaged, step
                 return step
             damaged[step] = harm
@@ -48,6 +50,26 @@ class Checkpoints(Writer):
                 "have it, or give another --output_dir"
             )
         return None
+
+    def _fetch(self, copies: Copies) -> None:
+        together = self._processes
+
+        def make(folder: Path) -> None:
+            durable.make_folder(self.folder)
+            durable.remove(folder)
+            folder.mkdir()
+
+        try:
+            for step in together.same(copies.steps):
+                temporary = self.folder / f"tmp.{step}"
+                together.by_first(partial(make, temporary))
+                copies.fetch(step, temporary)
+                together.by_first(partial(durable.rename, temporary, self.folder / str(step)))
+        except Exception as error:  # of any store's library
+            raise OSError(
+                f"checkpoint_copies={copies.address} cannot be read ({in_words(error)}): give a "
+                "folder that this machine reaches, and install its package, such as s3fs or gcsfs"
+            ) from error
 
     def tidy(self, say: Callable[[str], None]) -> None:
         """Renames those that `newest_whole` found damaged; deletes what a killed run left.

@@ -8,14 +8,14 @@ from contextlib import suppress
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import Sharding
 
 from reformax import durable, memory
 from reformax.declared import SettingError
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.checkpoint.names import Names
-from reformax.training.named_tensors import OWN, as_tree, check_fits
+from reformax.training.named_tensors import OWN, as_tree, check_fits, named
 
 Shapes = dict[str, jax.ShapeDtypeStruct]  # of tensors, by name
 
@@ -58,17 +58,19 @@ class Reader(Names):
         """
         return self._description(step)["score"]
 
-    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """Reads a whole state.
+    def restore(self, step: int, like: Any, shardings: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Reads a state, of which a process reads what its devices hold.
 
         Args:
           step: the checkpoint's.
           like: a pytree of arrays or `jax.ShapeDtypeStruct`s. The checkpoint must hold tensors of
             these names and shapes and no others.
+          shardings: a tree like it of `jax.sharding.Sharding`s, of any mesh; None: the state is
+            read whole into NumPy arrays.
 
         Returns:
-          The state as NumPy arrays in a tree like `like`, and a dict of 'step', 'score' and the
-          extra values of `save`.
+          The state in a tree like `like`, and a dict of 'step', 'score' and the extra values of
+          `save`.
 
         Raises:
           ValueError: damaged, of another format or of another model; the line says what to do.
@@ -79,7 +81,7 @@ class Reader(Names):
             check_fits(there, like, "", self._folder(step))
             return there
 
-        tensors, info = self._read(step, whole)
+        tensors, info = self._read(step, whole, None if shardings is None else named(shardings))
         return as_tree(tensors, like, ""), info
 
     def restore_params(
@@ -193,8 +195,11 @@ class Reader(Names):
         return description.read(self._folder(step), step, self._before(step))
 
     def _read(
-        self, step: int, choose: Callable[[Shapes], Shapes] = dict
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        self,
+        step: int,
+        choose: Callable[[Shapes], Shapes] = dict,
+        shardings: dict[str, Sharding] | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The tensors of a checkpoint that `choose` wants of those that it says it has.
 
         `choose` raises `SettingError` where they do not fit, before any is read.
@@ -207,19 +212,16 @@ class Reader(Names):
         try:
             wanted = choose(there)
             folder = self._folder(step)
-            memory.check(f"the tensors of {folder}", memory.size_of(wanted), "the model's sizes")
+            held = arrays_lib.bytes_held(wanted, shardings)
+            memory.check(f"the tensors of {folder}", held, "the model's sizes")
         except SettingError:
             # Damage is reported first, where the check takes no hours.
             if memory.size_of(there) < memory.available():
                 self._refuse_damaged(step)
             raise
         self._refuse_damaged(step)
-        shapes = {n: (x.shape, x.dtype) for n, x in wanted.items()}
-        tensors = {n: np.zeros(*x) for n, x in shapes.items() if 0 in x[0]}
         try:
-            tensors |= arrays_lib.restore(
-                folder, {n: x for n, x in shapes.items() if n not in tensors}
-            )
+            tensors = arrays_lib.restore_tensors(folder, wanted, shardings)
         except Exception as error:
             folder = self._folder(step)
             if not os.path.lexists(folder):
@@ -236,14 +238,14 @@ class Reader(Names):
         if step != self._checked and (harm := self._harm(step)) is not None:
             raise self._refusal(step, harm)
 
-    def _harm(self, step: int) -> str | None:
-        """The damage of a checkpoint, in words; None if it is whole."""
+    def _harm(self, step: int, part: tuple[int, int] = (0, 1)) -> str | None:
+        """The damage of a checkpoint, or of a part of its files, in words; None if whole."""
         folder = self._folder(step)
         try:
             most = description.most_bytes(self._read_description(step))
         except manifest.Damaged as error:
             return manifest.difference_of_sizes(folder) or str(error)
-        return manifest.damage(folder, most)
+        return manifest.damage(folder, most, part)
 
     def _refusal(self, step: int, harm: str) -> ValueError:
         """The error of a step without a whole checkpoint."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 from reformax import durable, memory
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
+from reformax.training.checkpoint.copies import Copies, in_words
 from reformax.training.checkpoint.names import OLD
 from reformax.training.checkpoint.reading import TEMPORARY, Reader, is_temporary
 from reformax.training.lock import Lost
@@ -38,7 +40,11 @@ class Writer(Reader):
     """
 
     def __init__(
-        self, output_dir: str | os.PathLike, keep: int = 2, processes: Processes | None = None
+        self,
+        output_dir: str | os.PathLike,
+        keep: int = 2,
+        processes: Processes | None = None,
+        copies: str | None = None,
     ):
         """Takes a run's folder, which need not exist.
 
@@ -47,6 +53,7 @@ class Writer(Reader):
           keep: the number of latest checkpoints that stay; the best one stays as well. Temporary
             ones do not count.
           processes: those that save together, one thread's; None: this one alone.
+          copies: the address of a folder that gets copies; see `Copies`.
         """
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: a run goes on from its latest")
@@ -54,6 +61,7 @@ class Writer(Reader):
         self.keep = keep
         self.notes: list[str] = []
         self._processes = processes or Processes("alone")
+        self._copies = Copies(copies, self._processes) if copies else None
         self._failed: Path | None = None  # the temporary folder of a save that failed
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None
@@ -89,9 +97,13 @@ class Writer(Reader):
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tensors.items()}
         # The caller may change its lists while the writer is at work.
         described = dict(step=step, score=score, config=config, extra=deepcopy(extra))
-        self._pending = self._writer.submit(
-            self._write, arrays_lib.copies(tensors), check, described | {"arrays": shapes}
+        described["arrays"] = shapes
+        # orbax refuses arrays without elements; the description has their shapes.
+        begun = self._writer.submit(
+            self._begin, step, {n: x for n, x in tensors.items() if x.size}, check
         )
+        wait([begun])  # for the copies, whatever becomes of them
+        self._pending = self._writer.submit(self._write, begun, check, described)
 
     @property
     def done(self) -> bool:
@@ -115,32 +127,50 @@ class Writer(Reader):
         if self._failed is not None:
             shutil.rmtree(self._failed, ignore_errors=True)
 
-    def _write(self, arrays: dict, check: Callable[[], None], described: dict[str, Any]) -> None:
-        step, together = described["step"], self._processes
+    def _begin(
+        self, step: int, tensors: dict[str, Any], check: Callable[[], None]
+    ) -> tuple[arrays_lib.Saving | None, dict[str, Any] | None]:
+        """Makes the folder and copies the tensors, once more if they are to be read back."""
         temporary = self.folder / f"tmp.{step}"
 
-        unproven = False
-
-        def begin() -> None:
-            nonlocal unproven
+        def make() -> bool:
             check()
             unproven = not self.steps()
             durable.make_folder(self.folder)
             durable.remove(temporary)
             temporary.mkdir()
+            return unproven
 
-        def end() -> None:
+        unproven = self._processes.same(make)
+        if not tensors:
+            return None, None
+        saving = arrays_lib.Saving(temporary / "arrays", tensors)
+        return saving, arrays_lib.shards(tensors) if unproven else None
+
+    def _write(self, begun: Future, check: Callable[[], None], described: dict[str, Any]) -> None:
+        step, together = described["step"], self._processes
+        temporary, index = self.folder / f"tmp.{step}", together.index
+
+        def write() -> dict[str, dict[str, int]]:
+            self._write_arrays(temporary, begun.result()[0])
+            return manifest.flushed(temporary, partial(arrays_lib.is_written_by, index))
+
+        def describe() -> None:
+            if (saving := begun.result()[0]) is not None:
+                saving.merge()
             previous = self._scheduled_before(step)
             description.write(temporary, previous=previous, **described)
-            if unproven:
-                self._read_back(temporary, arrays, described)
-            manifest.write(temporary)
+
+        def end() -> None:
+            manifest.write(temporary, {name: x for files in each for name, x in files.items()})
             check()
             self._give_name(temporary, step)
 
         try:
-            together.by_first(begin)
-            together.by_all(lambda: self._write_arrays(temporary, arrays))
+            each = together.by_all(write)
+            together.by_first(describe)
+            if (held := begun.result()[1]) is not None:
+                together.by_all(lambda: self._read_back(temporary, held, described))
             together.by_first(end)
         except Lost:  # all that is there is another's
             raise
@@ -158,21 +188,24 @@ class Writer(Reader):
             self.notes.append(
                 f"checkpoint {step} is saved; an older one is not deleted yet: {line}"
             )
+        if self._copies is not None:
+            try:
+                self._copies.send(self._folder(step), step, together.same(self.steps))
+            except Exception as error:  # of any store's library
+                self.notes.append(
+                    f"checkpoint {step} is saved and not copied to {self._copies.address} "
+                    f"({in_words(error)}); the next one is copied too"
+                )
 
-    def _write_arrays(self, folder: Path, arrays: dict) -> None:
-        # orbax refuses arrays without elements; the description has their shapes.
-        tensors = {name: array for name, array in arrays.items() if array.size}
-        if self._processes.first:
-            arrays_lib.save(folder / "arrays", tensors)
-        elif tensors:
-            arrays_lib.save_part(folder / f"arrays.{self._processes.index}.npz", tensors)
+    def _write_arrays(self, folder: Path, saving: arrays_lib.Saving | None) -> None:
+        if saving is not None:
+            saving.finish()
 
-    def _read_back(self, temporary: Path, arrays: dict, described: dict[str, Any]) -> None:
+    def _read_back(self, temporary: Path, held: dict[str, Any], described: dict[str, Any]) -> None:
         """Raises `ValueError` if what was written is not what a run would go on from."""
         shapes = {name: x for name, x in described["arrays"].items() if 0 not in x.shape}
-        parts = {name: x for name, x in arrays.items() if x.size}
         try:
-            arrays_lib.check_written(temporary, shapes, parts)
+            arrays_lib.check_written(temporary, shapes, held)
         except arrays_lib.Unreadable as error:
             raise ValueError(
                 f"the run's first checkpoint, of step {described['step']}, does not read back as "

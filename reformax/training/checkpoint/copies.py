@@ -1,0 +1,118 @@
+"""Copies of checkpoints in another folder: another disk's, or `s3://BUCKET/RUN` by epath.
+
+An object store has no rename, no lock and no fsync, and orbax 0.12 writes to `gs://` alone. So
+training saves on its disk, with all promises, and copies what is whole. There `manifest.json` comes
+last and goes first: a folder without it is no checkpoint. Who copies to the same place at the same
+time is not noticed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from reformax import durable
+from reformax.declared import SettingError, user_path
+from reformax.training import manifest
+from reformax.training.processes import Processes
+
+_STORES = ("s3://", "gs://", "az://", "hf://")
+
+
+class Copies:
+    """The copies of a run's checkpoints, which its processes write and read together."""
+
+    def __init__(self, address: str, processes: Processes):
+        """Takes the address of a folder.
+
+        Raises:
+          SettingError: of a kind of store that epath does not know.
+        """
+        from etils import epath
+
+        if "://" in address and not address.startswith(_STORES):
+            raise SettingError(
+                f"checkpoint_copies={address} must be a folder or begin with {', '.join(_STORES)}"
+            )
+        self.address, self._processes = address, processes
+        local = "://" not in address
+        path = user_path("checkpoint_copies", address).absolute() if local else address
+        self._folder = epath.Path(path)
+
+    def steps(self) -> list[int]:
+        """The steps of those that are whole, ascending."""
+        if not self._folder.exists():
+            return []
+        names = [path.name for path in self._folder.iterdir() if path.name.isdecimal()]
+        return sorted(int(x) for x in names if (self._folder / x / manifest.FILE).exists())
+
+    def send(self, folder: Path, step: int, kept: list[int]) -> None:
+        """Copies a checkpoint; then deletes the copies of all steps but those of `kept`.
+
+        Raises:
+          Exception: of the store's library; the copy is not whole, others are as they were.
+        """
+        there, together = self._folder / str(step), self._processes
+        together.by_first(lambda: self._delete(there))
+
+        def send() -> None:
+            for name in self._mine(manifest.names(folder)):
+                (there / name).parent.mkdir(parents=True, exist_ok=True)
+                with open(folder / name, "rb") as source, (there / name).open("wb") as target:
+                    _copy(source, target)
+
+        def end() -> None:
+            (there / manifest.FILE).write_bytes((folder / manifest.FILE).read_bytes())
+            for path in list(self._folder.iterdir()):
+                if path.name.isdecimal() and int(path.name) not in kept:
+                    self._delete(path)
+
+        together.by_all(send)
+        together.by_first(end)
+
+    def fetch(self, step: int, folder: Path) -> None:
+        """Copies a checkpoint back into a new folder.
+
+        Its manifest says later whether it is whole.
+        """
+        there = self._folder / str(step)
+
+        def names() -> list[str]:
+            return sorted(manifest.listed((there / manifest.FILE).read_bytes()))
+
+        def fetch() -> None:
+            for name in self._mine(set(found)):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                with (there / name).open("rb") as source, durable.new_file(folder / name) as target:
+                    _copy(source, target)
+                    target.flush()
+                    os.fsync(target.fileno())
+            manifest.flushed(folder, lambda name: False)
+
+        found = self._processes.same(names)
+        self._processes.by_all(fetch)
+        self._processes.by_first(
+            lambda: durable.write(folder / manifest.FILE, (there / manifest.FILE).read_bytes())
+        )
+
+    def _mine(self, names: set[str]) -> list[str]:
+        """The files that this process copies."""
+        others = sorted(names - {manifest.FILE})
+        return others[self._processes.index :: self._processes.count]
+
+    def _delete(self, folder: Any) -> None:
+        if (folder / manifest.FILE).exists():
+            (folder / manifest.FILE).unlink()
+        if folder.exists():
+            folder.rmtree()
+
+
+def _copy(source: Any, target: Any) -> None:
+    while block := source.read(2**22):
+        target.write(block)
+
+
+def in_words(error: Exception) -> str:
+    """An error of any library in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

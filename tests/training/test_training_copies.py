@@ -1,0 +1,146 @@
+"""Copies of checkpoints in an object store, of which a local fake has neither rename nor lock."""
+
+import json
+import shutil
+
+import fsspec
+import jax
+import numpy as np
+import pytest
+from etils.epath import backend, gpath
+from fsspec.implementations.memory import MemoryFileSystem
+
+from reformax.declared import SettingError
+from reformax.training import loop, manifest
+from reformax.training.checkpoint import Checkpoints
+from reformax.training.checkpoint.copies import Copies
+from reformax.training.processes import Processes
+from tests.training import worker
+
+ADDRESS = "s3://bucket/run"
+STATE = {"a": np.arange(6.0), "b": np.ones((2, 3), np.float32)}
+
+
+class Store(MemoryFileSystem):
+    """An object store: whole objects by key, and a limit of writes."""
+
+    protocol = ("s3",)
+    store: dict = {}
+    pseudo_dirs: list = [""]
+    left = 10**9  # writes
+
+    def mv(self, *args, **kwargs):
+        raise NotImplementedError("an object store has no rename")
+
+    rename = move = mv_file = mv
+
+    def _open(self, path, mode="rb", **kwargs):
+        if "w" in mode:
+            Store.left -= 1
+            if Store.left < 0:
+                raise PermissionError("AccessDenied:\nthe key has expired")
+        return super()._open(path, mode, **kwargs)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
+    fsspec.register_implementation("s3", Store, clobber=True)
+    backend.fsspec_backend._get_filesystem.cache_clear()
+    Store.clear_instance_cache()
+    monkeypatch.setattr(Store, "store", {})
+    monkeypatch.setattr(Store, "pseudo_dirs", [""])
+    monkeypatch.setattr(Store, "left", 10**9)
+    yield Store.store
+    backend.fsspec_backend._get_filesystem.cache_clear()
+
+
+def saved(folder, steps, address=ADDRESS, **options):
+    checkpoints = Checkpoints(folder, copies=address, **options)
+    for step in steps:
+        checkpoints.save(step, {name: x + step for name, x in STATE.items()})
+        checkpoints.wait()
+    checkpoints.close()
+    return checkpoints
+
+
+def copies():
+    return Copies(ADDRESS, Processes("alone"))
+
+
+def test_the_store_has_what_is_kept_and_another_folder_goes_on_from_it(store, tmp_path):
+    here = saved(tmp_path / "here", [1, 2, 3])
+    assert here.steps() == copies().steps() == [2, 3] and not here.notes
+    assert not [key for key in store if "/1/" in key]
+    there = Checkpoints(tmp_path / "there", copies=ADDRESS)
+    assert there.newest_whole() == 3 and there.steps() == [2, 3]
+    found, _ = there.restore(3, STATE)
+    jax.tree.map(np.testing.assert_array_equal, found, {n: x + 3 for n, x in STATE.items()})
+    # The store is looked at by a folder alone that has no checkpoint.
+    saved(tmp_path / "there", [4], None)
+    assert Checkpoints(tmp_path / "there", copies=ADDRESS).newest_whole() == 4
+
+
+def test_a_copy_that_was_cut_short_is_none(store, tmp_path, monkeypatch):
+    saved(tmp_path / "here", [1])
+    n_writes = len(json.loads((tmp_path / "here/checkpoints/1/manifest.json").read_text())) + 1
+    for left in range(n_writes):
+        monkeypatch.setattr(Store, "left", left)
+        checkpoints = saved(tmp_path / "here", [2])
+        (note,) = checkpoints.notes
+        assert "checkpoint 2 is saved and not copied to s3://bucket/run (PermissionError" in note
+        assert "AccessDenied: the key has expired" in note and "\n" not in note
+        assert checkpoints.steps() == [1, 2] and copies().steps() == [1]
+        shutil.rmtree(tmp_path / "here/checkpoints/2")
+    monkeypatch.setattr(Store, "left", n_writes)
+    saved(tmp_path / "here", [2])
+    assert copies().steps() == [1, 2]
+
+
+def test_a_changed_copy_is_not_gone_on_from(store, tmp_path):
+    saved(tmp_path / "here", [1, 2])
+    (key,) = [key for key in store if key.endswith("/2/checkpoint.json")]
+    Store().pipe_file(key, Store().cat_file(key).replace(b"reformax", b"reformed"))
+    there = Checkpoints(tmp_path / "there", copies=ADDRESS)
+    assert there.newest_whole() == 1
+    said = []
+    there.tidy(said.append)
+    assert "checkpoint 2 is damaged (checkpoint.json has changed)" in said[0]
+
+
+@pytest.mark.parametrize("name", ["../../../marker", "/tmp/marker", "arrays/../../marker"])
+def test_no_copy_is_written_outside_its_folder(store, tmp_path, name):
+    saved(tmp_path / "here", [1])
+    (key,) = [key for key in store if key.endswith("/1/" + manifest.FILE)]
+    Store().pipe_file(key, json.dumps({name: {"size": 1, "crc32": 0}}).encode())
+    with pytest.raises(OSError, match="which is no file of a checkpoint") as error:
+        Checkpoints(tmp_path / "there", copies=ADDRESS).newest_whole()
+    assert f"checkpoint_copies={ADDRESS} cannot be read" in str(error.value)
+
+
+def test_a_store_that_cannot_be_read_is_one_line(store, tmp_path):
+    with pytest.raises(OSError, match="checkpoint_copies=az://b/run cannot be read .*install") as e:
+        Checkpoints(tmp_path, copies="az://b/run").newest_whole()
+    assert "\n" not in str(e.value)
+
+
+def test_a_copy_may_be_on_another_disk_and_an_unknown_store_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved("here", [1, 2], "copies")
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["1", "2"]
+    assert Checkpoints("there", copies="copies").newest_whole() == 2
+    with pytest.raises(SettingError, match="checkpoint_copies=ftp://x must be a folder or begin"):
+        Checkpoints("there", copies="ftp://x")
+
+
+def test_a_run_whose_disk_is_lost_ends_with_the_same_numbers(store, tmp_path):
+    options = {"steps": 8, "checkpoint_every": 4, "eval_every": None}
+    loop.train(tmp_path / "whole", **worker.arguments(**options))
+    options["checkpoint_copies"] = ADDRESS
+    loop.train(tmp_path / "lost", **worker.arguments(**options | {"steps": 4}))
+    shutil.rmtree(tmp_path / "lost")
+    loop.train(tmp_path / "again", **worker.arguments(**options))
+    one, two = (Checkpoints(tmp_path / name)._read(8)[0] for name in ("whole", "again"))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    steps = [x["step"] for x in worker.record(tmp_path / "again") if x["split"] == "train"]
+    assert steps == [8]
