@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax import devices
 from reformax.declared import NonNegative, Size, Width
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import (
     KERNELS,
@@ -122,24 +123,21 @@ class dsa(AttentionOp):
             "weight": 0.1 * weight / math.sqrt(n_heads * size),
         }
 
-    def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
-    ) -> Int[Array, "B T K"]:
+    def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
-        del rng, shard, train, length
-        ids, n = ids_or_ones(segment_ids, q), q.shape[1]
+        ids, n = ids_or_ones(call.segment_ids, q), q.shape[1]
         index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
 
         def in_kernels(interpret: bool) -> Int[Array, "B T K"]:
             from reformax.ops.kernels.triton import indexer as kernel
 
-            masks = None if segment_ids is None else ids
+            masks = None if call.segment_ids is None else ids
             return kernel.choose_positions(
-                min(self.top_k, n), causal, interpret, *index, keys, masks
+                min(self.top_k, n), call.causal, interpret, *index, keys, masks
             )
 
         def best(queries, weights, query_ids, position):
-            allowed = _visible(causal, ids, query_ids, position)
+            allowed = _visible(call.causal, ids, query_ids, position)
             scores = _scores(IndexQueries(queries, weights), keys)
             return best_of(scores, allowed, min(self.top_k, n))
 
@@ -153,31 +151,31 @@ class dsa(AttentionOp):
 
     # Attention.
 
-    def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
-    ) -> Float[Array, "B T N V"]:
+    def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         length = q.shape[1]
-        ids = ids_or_ones(segment_ids, q)
+        ids = ids_or_ones(call.segment_ids, q)
         index, index_keys = _index_queries(params, q), _index_keys(params, k)
-        n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(shard))
+        n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
         factor = self.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import dsa as kernel
 
-            layout = FullLayout(length, length, causal, dropout)
-            masks = None if segment_ids is None else ids
-            arrays = q, k, v, kernel.IndexerArrays(*index, index_keys), factor, plan, masks, seed
-            return kernel.attend(layout, interpret, *arrays)
+            layout = FullLayout(length, length, call.causal, call.dropout)
+            masks = None if call.segment_ids is None else ids
+            indexer = kernel.IndexerArrays(*index, index_keys)
+            return kernel.attend(
+                layout, interpret, q, k, v, indexer, factor, plan, masks, call.seed
+            )
 
-        call = q, k, v, index, index_keys, factor, plan, ids, causal, dropout, seed
-        in_arrays = functools.partial(self._in_arrays, *call)
+        arrays = q, k, v, index, index_keys, factor, plan, ids
+        in_arrays = functools.partial(self._in_arrays, call, *arrays)
         obstacles = self._obstacles(q, k, v)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 
     def _in_arrays(
-        self, q, k, v, index, index_keys, factor, plan, ids, causal, dropout, seed
+        self, call: Call, q, k, v, index, index_keys, factor, plan, ids
     ) -> Float[Array, "B T N V"]:
         """The attention and the indexer's loss in array operations."""
         n_batch, length, n_heads, _ = q.shape
@@ -185,14 +183,14 @@ class dsa(AttentionOp):
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, chosen, query_ids, position, *index):
-            mask = _is_chosen(chosen, length) & _visible(causal, ids, query_ids, position)
+            mask = _is_chosen(chosen, length) & _visible(call.causal, ids, query_ids, position)
             logits = scaled_logits("bqnh,bsnh->bnqs", q, k)
             weights = masked_softmax(logits, mask[:, None])
             dropped_weights = weights
-            if seed is not None:
+            if call.seed is not None:
                 query = position[:, None, :, None]
                 key = jnp.arange(length, dtype=jnp.int32)[None, None, None]
-                kept = dropout_mask(seed, dropout, batch, head, query, key)
+                kept = dropout_mask(call.seed, call.dropout, batch, head, query, key)
                 dropped_weights = weights * kept.astype(weights.dtype)
             out = product("bnqs,bsnv->bqnv", dropped_weights, v, v.dtype)
             mean_weights = lax.stop_gradient(weights).mean(axis=1)
@@ -205,12 +203,13 @@ class dsa(AttentionOp):
         out, losses = by_chunks(attend, n_seen, *arrays)
         return with_loss(join_chunks(out, length).astype(v.dtype), factor * losses.sum())
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> DsaCache:
-        del plan, rng
-        index = jnp.pad(_index_keys(params, k), ((0, 0), (0, capacity - q.shape[1]), (0, 0)))
-        return DsaCache(fill_ring(k, v, lengths, capacity), index)
+    def _init_cache(self, call, params, q, k, v, plan) -> DsaCache:
+        del plan
+        index = jnp.pad(_index_keys(params, k), ((0, 0), (0, call.length - q.shape[1]), (0, 0)))
+        return DsaCache(fill_ring(k, v, call.lengths, call.length), index)
 
-    def _step(self, params, q, k, v, cache: DsaCache, *, position: Int[Array, " B"]):
+    def _step(self, call, params, q, k, v, cache: DsaCache):
+        position = call.position
         memory = add_to_ring(cache.memory, k, v, position)
         row = jnp.arange(q.shape[0])
         index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])

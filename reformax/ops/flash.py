@@ -72,39 +72,25 @@ class flash(RingDecoding, AttentionOp):
     def shards(self) -> tuple[str, ...]:
         return ("heads",) if self.impl == "cudnn" else ("heads", "sequence")
 
-    def _apply(
-        self,
-        params,
-        q,
-        k,
-        v,
-        *,
-        plan,
-        segment_ids,
-        causal,
-        dropout,
-        seed,
-        shard,
-        bias=None,
-        lengths=None,
-    ):
+    def _apply(self, call, params, q, k, v, plan):
         del params, plan
         block_sizes = self.query_block_size, self.key_block_size
+        causal, dropout, shard, seed = call.causal, call.dropout, call.shard, call.seed
+        ids = segment_pair(call.segment_ids)
         if shard is not None and shard.axis is not None:
             impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, scale=self.scale))
             pieces = _FlashPieces(block_sizes, self.scale, dropout, impl)
-            ids = segment_pair(segment_ids)
             return ring.attend(pieces, causal, q, k, v, ids, shard.axis, seed)
 
         def in_cudnn() -> Float[Array, "B T N V"]:
-            return cudnn_attention(q, k, v, causal=causal, scale=self.scale, lengths=lengths)
+            return cudnn_attention(q, k, v, causal=causal, scale=self.scale, lengths=call.lengths)
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import block_sparse as kernel
 
             layout = FullLayout(q.shape[1], k.shape[1], causal, dropout)
             arrays = q, *repeat_heads(q, k, v)
-            return kernel.attend(layout, interpret, *arrays, segment_pair(segment_ids), seed)[0]
+            return kernel.attend(layout, interpret, *arrays, ids, seed)[0]
 
         def in_arrays() -> Float[Array, "B T N V"]:
             arrays = q, *repeat_heads(q, k, v)
@@ -112,14 +98,14 @@ class flash(RingDecoding, AttentionOp):
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
 
             def attend(q, k, v):
-                x = tiles.inputs(q, k, v, bias, segment_ids, seed)
+                x = tiles.inputs(call, q, k, v)
                 return tiles.attend(tiles.forward, tiling, x, every)
 
-            return attend_to_tokens(attend, *arrays, segment_ids)
+            return attend_to_tokens(attend, *arrays, call.segment_ids)
 
-        bias_shape = None if bias is None else bias.shape
+        bias_shape = None if call.bias is None else call.bias.shape
         implementations = {
-            "cudnn": (cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths), in_cudnn),
+            "cudnn": (cudnn_obstacle(call, q, k, v), in_cudnn),
             "pallas": (kernel_obstacles(q, k, v, bias=bias_shape, scale=self.scale), in_kernels),
             "xla": (None, in_arrays),
         }
@@ -151,7 +137,7 @@ class _FlashPieces(NamedTuple):
             kernel, layout, interpret = self._kernel(causal, q, k)
             return kernel.forward(layout, q, k, v, segment_ids, seed, interpret=interpret)
         tiling = _tiling(*self[:3], causal, q, k)
-        x = tiles.inputs(q, k, v, None, segment_ids, seed)
+        x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
         return tuple(tiles.forward(tiling, x, every.by_query))
 
@@ -163,7 +149,7 @@ class _FlashPieces(NamedTuple):
             dq, *of_keys = kernel.backward(layout, *arrays, interpret=interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
-            x = tiles.inputs(q, k, v, None, segment_ids, seed)
+            x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
             found = tiles.backward(tiling, x, every.by_key, tiles.TiledResults(*results), d_out)
             dq, *of_keys = found[:3]

@@ -109,10 +109,11 @@ class long_short(AttentionOp):
                 params[f"{kind}_values_norm"] = jnp.broadcast_to(one, (2, n, v))
         return params
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+    def _apply(self, call, params, q, k, v, plan):
         del plan
+        segment_ids, causal = call.segment_ids, call.causal
         params = {
-            name: of_heads(x, shard, q.shape[2], axis=0 if name == "projection" else 1)
+            name: of_heads(x, call.shard, q.shape[2], axis=0 if name == "projection" else 1)
             for name, x in params.items()
         }
 
@@ -132,7 +133,7 @@ class long_short(AttentionOp):
                 if far is not None:
                     kinds.append(self._far(near, far, chunk_len if causal else None))
                 heads = jnp.arange(n_heads)
-                return attend_to_kinds(kinds, near.query_position, dropout, seed, heads)
+                return attend_to_kinds(call, kinds, near.query_position, heads)
 
             near = self._window(params, q, k, v, real, causal)
             n_far = 0 if far is None else far.keys.shape[1]
@@ -215,8 +216,9 @@ class long_short(AttentionOp):
 
     # Decoding.
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> LongShortCache:
-        del q, plan, rng
+    def _init_cache(self, call, params, q, k, v, plan) -> LongShortCache:
+        del q, plan
+        lengths, capacity = call.lengths, call.length
         rank, chunk_len = self.rank, min(self.chunk_len, capacity)
         ring = fill_ring(k, v, lengths, min(max(self.window, rank and chunk_len), capacity))
         n_mixtures = -(-capacity // chunk_len) * rank
@@ -236,9 +238,8 @@ class long_short(AttentionOp):
             )
         return LongShortCache(ring, far)
 
-    def _step(
-        self, params, q, k, v, cache: LongShortCache, *, position
-    ) -> tuple[Any, LongShortCache]:
+    def _step(self, call, params, q, k, v, cache: LongShortCache) -> tuple[Any, LongShortCache]:
+        position = call.position
         ring = add_to_ring(cache.ring, k, v, position)
         held = positions_by_slot(position, ring.keys.shape[2])
         rule = Visibility(causal=True, window=self.window)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import base, block_sparse, dense, flash, memory_efficient
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import block_sparse as kernel_blocks
 from reformax.ops.softmax import cudnn, tiles
@@ -209,7 +210,7 @@ def test_tiles_of_any_block_mask():
     plan = tiles.TilePlan(visits(mask), visits(np.swapaxes(mask, 1, 2)))
 
     def attend(q, k, v):
-        x = tiles.inputs(q, k, v, None, None, None)
+        x = tiles.inputs(Call(), q, k, v)
         return tiles.attend(tiles.forward, tiling, x, plan)
 
     out, gradients = with_gradients(attend)(d_out, q, k, v)

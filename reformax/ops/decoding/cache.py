@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.normalization import length_normalize
@@ -256,13 +257,14 @@ class RingDecoding:
         del position
         return 0
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
-        del params, plan, rng
+    def _init_cache(self, call: Call, params, q, k, v, plan) -> KeyValues:
+        del params, plan
         keys = length_normalize(q) if self.shared_qk else k
-        return fill_ring(keys, v, lengths, self._n_slots(capacity))
+        return fill_ring(keys, v, call.lengths, self._n_slots(call.length))
 
-    def _step(self, params, q, k, v, cache, *, position, origins=None, bias=None):
+    def _step(self, call: Call, params, q, k, v, cache: KeyValues):
         del params
+        position, origins = call.position, call.origins
         impl = "auto" if self.impl == "cudnn" else self.impl  # it has no kernel for one query
         new = KeyValues(length_normalize(q) if self.shared_qk else k, v)
         newest = position[:, None]
@@ -271,7 +273,7 @@ class RingDecoding:
         rule = Visibility(exclude_self=self.shared_qk)  # a ring holds no later position
         mask = rule.sees(Side(newest), Side(in_ring, exists=held))
         alone = v if self.shared_qk and self.attend_self_if_alone else None
-        added = None if bias is None else bias(in_ring)
+        added = None if call.bias is None else call.bias(in_ring)
         if origins is None:
             options = dict(alone=alone, scale=self.scale, bias=added)
             return add_and_attend(q, cache, new, position, mask[:, None], impl, **options)

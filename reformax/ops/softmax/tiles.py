@@ -23,7 +23,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
-from reformax.ops.masking.masks import SegmentIds, segment_pair
+from reformax.ops.calls.call import Call
+from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
@@ -414,12 +415,10 @@ attend.define(_attend_forward, _attend_backward, _attend_tangent)
 
 
 def inputs(
+    call: Call,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
-    bias: Float[Array, "#B #N #T #S"] | None,
-    segment_ids: SegmentIds | None,
-    seed: Int[Array, 6] | None,
 ) -> TiledInputs:
     """The arrays of an op's call."""
-    return TiledInputs(q, k, v, bias, *segment_pair(segment_ids), seed)
+    return TiledInputs(q, k, v, call.bias, *segment_pair(call.segment_ids), call.seed)
