@@ -102,9 +102,9 @@ class SortedByHash(AttentionOp):
     def _chunks(self) -> ChunkSizes:
         raise NotImplementedError
 
-    def _choose(self, q: Array, k: Array, v: Array | None = None) -> str:
+    def _choose(self, call: Call, q: Array, k: Array, v: Array | None = None) -> str:
         """The implementation of a call, whose values may not be known yet."""
-        return choose_impl(self.impl, pallas=kernel_obstacles(q, k, v))
+        return choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, call.logits))
 
     def _plan(self, call, params, q, k) -> Order | None:
         """The orders of queries and of keys by each hash; None where one chunk has every key."""
@@ -123,7 +123,7 @@ class SortedByHash(AttentionOp):
             sort_by_bucket(x, codes.n_codes, segment_ids, n_pad).query_positions for x in codes[:2]
         )
         order = Order(queries, key_positions=keys)
-        return order.for_impl(self._choose(q, k), self.count_once, two_orders=True)
+        return order.for_impl(self._choose(call, q, k), self.count_once, two_orders=True)
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         """Softmax attention over the chunks of all orders (`lsh` says which keys are seen)."""
@@ -135,6 +135,7 @@ class SortedByHash(AttentionOp):
             attend_self_if_alone=self.attend_self_if_alone,
             count_once=self.count_once,
             dropout=call.dropout,
+            logits=call.logits,
             two_orders=True,
         )
         if not _crosses(q, k, segment_ids):
@@ -144,7 +145,7 @@ class SortedByHash(AttentionOp):
         else:
             options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
             chunks = Chunking(q.shape[1], *self._chunks, **options)
-        impl = self._choose(q, k, v)
+        impl = self._choose(call, q, k, v)
         return chunked_attention(q, k, v, chunks, plan, segment_ids, call.seed, impl)
 
     def _init_cache(self, call, params, q, k, v, plan) -> SortedCache:
@@ -168,7 +169,7 @@ class SortedByHash(AttentionOp):
         if self.count_once and seen.shape[2] > 1:
             exists = exists & ~seen_by_earlier_hash(jnp.where(exists, seen, -1))
         index = seen.reshape(*seen.shape[:2], -1)
-        out = attend_to(q, *memory, exists.reshape(index.shape), self.impl, index=index)
+        out = attend_to(call, q, *memory, exists.reshape(index.shape), self.impl, index=index)
         return out, SortedCache(memory, hashes)
 
 

@@ -32,6 +32,7 @@ from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.masking.given_masks import checked_mask, with_mask
 from reformax.ops.masking.masks import SegmentIds, int32_ids, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import CallArrays, placement_of
 from reformax.ops.sharding.shard import Shard
@@ -101,6 +102,7 @@ class AttentionOp:
     local: bool = False
     global_tokens: bool = False
     shards: tuple[str, ...] = ()
+    scale = None  # the factor of logits, where it is an option
 
     # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
     # `lengths [B]`, None by default: each row is so many tokens of one segment and then padding,
@@ -213,7 +215,7 @@ class AttentionOp:
           shard: which part of the heads or the batch the arrays are; None: all.
           global_tokens: `[B, T]`, where the algorithm reads them.
         """
-        call = Call(
+        call = self._call(
             segment_ids=segment_ids,
             causal=causal,
             rng=rng,
@@ -256,7 +258,7 @@ class AttentionOp:
           extra_projections: by name, where the algorithm reads some.
           lengths: the number of tokens of each row, which then has one segment and finite padding.
         """
-        call = Call(
+        call = self._call(
             segment_ids=segment_ids,
             causal=causal,
             dropout=dropout,
@@ -287,7 +289,7 @@ class AttentionOp:
           rng: the plan's.
           extra_projections: by name, where the algorithm reads some.
         """
-        call = Call(
+        call = self._call(
             causal=True,
             lengths=lengths,
             length=capacity,
@@ -322,7 +324,7 @@ class AttentionOp:
           origins: in beam search (`decoding.cache.RingDecoding`).
           extra_projections: by name, where the algorithm reads some.
         """
-        call = Call(
+        call = self._call(
             causal=True,
             position=position,
             bias=bias,
@@ -339,6 +341,10 @@ class AttentionOp:
         """
         call = cache, v, position
         return devices.varying_as(call, self._replace_value(*devices.varying_as(call, call)))
+
+    def _call(self, **arguments: Any) -> Call:
+        """A call with the op's logits."""
+        return Call(logits=Logits(self.scale), **arguments)
 
     def _run(self, function, call: Call, params, q, k, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.

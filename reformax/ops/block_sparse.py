@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Annotated, Any
 
 import jax
@@ -201,7 +200,7 @@ class block_sparse(AttentionOp):
         index = jnp.minimum(seen, capacity - 1)[..., None]
         keys, values = (jnp.take_along_axis(x, index, axis=2) for x in cache)
         mask = CAUSAL.sees(Side(position[:, None, None]), Side(seen))
-        return attend_to(q, keys, values, mask, self.impl), cache
+        return attend_to(call, q, keys, values, mask, self.impl), cache
 
 
 def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T N V"]:
@@ -218,7 +217,7 @@ def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T
         ids = segment_pair(call.segment_ids)
         return kernel.attend(layout, interpret, q, k, v, ids, call.seed)[0]
 
-    obstacles = kernel_obstacles(q, k, v, block_size=odd)
+    obstacles = kernel_obstacles(q, k, v, call.logits, block_size=odd)
     return compute_by(impl, {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)})
 
 
@@ -251,7 +250,7 @@ def _in_tiles(call: Call, layout: Layout, q, k, v) -> Float[Array, "B T N V"]:
         query_size=min(layout.block_q, layout.n_queries),
         key_size=min(layout.block_k, layout.n_keys),
         causal=call.causal,
-        scale=1 / math.sqrt(q.shape[-1]),
+        logits=call.logits.for_size(q.shape[-1]),
         dropout=call.dropout,
     )
     sizes = layout.block_q, layout.block_k

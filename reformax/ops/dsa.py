@@ -53,12 +53,12 @@ from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
 from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.logits import PLAIN, Logits
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
 
 # The indexer clips its inputs to this magnitude. A score is a product of three inputs.
@@ -103,12 +103,14 @@ class dsa(AttentionOp):
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 
-    def _obstacles(self, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+    def _obstacles(
+        self, q: Array, k: Array, v: Array | None, logits: Logits = PLAIN
+    ) -> KernelObstacles:
         """The obstacles of the kernels."""
         n_pairs = q.shape[0] * q.shape[1] ** 2
         above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
-        return kernel_obstacles(q, k, v, **above)
+        return kernel_obstacles(q, k, v, logits, **above)
 
     def init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
         n_heads, size, n_index, d_index = dims.n_heads, dims.d_qk, self.n_index_heads, self.d_index
@@ -170,7 +172,7 @@ class dsa(AttentionOp):
 
         arrays = q, k, v, index, index_keys, factor, plan, ids
         in_arrays = functools.partial(self._in_arrays, call, *arrays)
-        obstacles = self._obstacles(q, k, v)
+        obstacles = self._obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 
@@ -184,7 +186,7 @@ class dsa(AttentionOp):
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, chosen, query_ids, position, *index):
             mask = _is_chosen(chosen, length) & _visible(call.causal, ids, query_ids, position)
-            logits = scaled_logits("bqnh,bsnh->bnqs", q, k)
+            logits = call.logits.of("bqnh,bsnh->bnqs", q, k)
             weights = masked_softmax(logits, mask[:, None])
             dropped_weights = weights
             if call.seed is not None:
@@ -219,7 +221,7 @@ class dsa(AttentionOp):
         chosen = best_of(scores, allowed, min(self.top_k, index.shape[1]))  # [B, 1, K]
         at = jnp.maximum(chosen, 0)[..., None]
         keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
-        return attend_to(q, keys, values, chosen >= 0, self.impl), DsaCache(memory, index)
+        return attend_to(call, q, keys, values, chosen >= 0, self.impl), DsaCache(memory, index)
 
 
 # The indexer

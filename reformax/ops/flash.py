@@ -28,6 +28,7 @@ from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import ring, tiles
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -78,12 +79,14 @@ class flash(RingDecoding, AttentionOp):
         causal, dropout, shard, seed = call.causal, call.dropout, call.shard, call.seed
         ids = segment_pair(call.segment_ids)
         if shard is not None and shard.axis is not None:
-            impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, scale=self.scale))
-            pieces = _FlashPieces(block_sizes, self.scale, dropout, impl)
+            impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, call.logits))
+            pieces = _FlashPieces(block_sizes, call.logits, dropout, impl)
             return ring.attend(pieces, causal, q, k, v, ids, shard.axis, seed)
 
         def in_cudnn() -> Float[Array, "B T N V"]:
-            return cudnn_attention(q, k, v, causal=causal, scale=self.scale, lengths=call.lengths)
+            return cudnn_attention(
+                q, k, v, causal=causal, scale=call.logits.scale, lengths=call.lengths
+            )
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import block_sparse as kernel
@@ -94,7 +97,7 @@ class flash(RingDecoding, AttentionOp):
 
         def in_arrays() -> Float[Array, "B T N V"]:
             arrays = q, *repeat_heads(q, k, v)
-            tiling = _tiling(block_sizes, self.scale, dropout, causal, q, k)
+            tiling = _tiling(block_sizes, call.logits, dropout, causal, q, k)
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
 
             def attend(q, k, v):
@@ -106,19 +109,19 @@ class flash(RingDecoding, AttentionOp):
         bias_shape = None if call.bias is None else call.bias.shape
         implementations = {
             "cudnn": (cudnn_obstacle(call, q, k, v), in_cudnn),
-            "pallas": (kernel_obstacles(q, k, v, bias=bias_shape, scale=self.scale), in_kernels),
+            "pallas": (kernel_obstacles(q, k, v, call.logits, bias=bias_shape), in_kernels),
             "xla": (None, in_arrays),
         }
         return compute_by(self.impl, implementations)
 
 
-def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Tiling:
+def _tiling(block_sizes, logits: Logits, dropout: float, causal: bool, q, k) -> tiles.Tiling:
     query_size, key_size = (size or default_block_size(q) for size in block_sizes)
     return tiles.Tiling(
         query_size=min(query_size, q.shape[1]),
         key_size=min(key_size, k.shape[1]),
         causal=causal,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        logits=logits.for_size(q.shape[-1]),
         dropout=dropout,
     )
 
@@ -127,7 +130,7 @@ class _FlashPieces(NamedTuple):
     """Attention of some queries to some keys, as `ring.PartialAttention` says."""
 
     block_sizes: tuple[int | None, int | None]
-    scale: float | None
+    logits: Logits
     dropout: float
     impl: str
 

@@ -11,7 +11,6 @@ Letters besides those of `reformax.ops.base`: X examples with their heads, B N o
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
@@ -136,7 +135,7 @@ class hash_sparse(AttentionOp):
             groups = *(y.group for y in flat), *(y.position for y in flat)
             return kernel.attend(layout, interpret, *x, groups, seed)[0]
 
-        obstacles = kernel_obstacles(q, k, v)
+        obstacles = kernel_obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out = compute_by(self.impl, implementations)
         out = out.reshape(n_batch, n_heads, length, -1)
@@ -173,7 +172,7 @@ class hash_sparse(AttentionOp):
         rule = Visibility(causal=True, exclude_self=self.shared_qk)
         mask = (buckets == query_bucket) & rule.sees(Side(newest), Side(key))
         alone = v if self.attend_self_if_alone else None
-        out = attend_to(q, *memory, mask, self.impl, alone)
+        out = attend_to(call, q, *memory, mask, self.impl, alone)
         return out, HashSparseCache(memory, buckets, SharedByBatch(rotations))
 
 
@@ -193,7 +192,7 @@ def _in_arrays(
         query_size=size,
         key_size=size,
         causal=call.causal,
-        scale=1 / math.sqrt(q.shape[-1]),
+        logits=call.logits.for_size(q.shape[-1]),
         dropout=call.dropout,
         exclude_self=exclude_self,
         n_folded=n_heads,

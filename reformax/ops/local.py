@@ -127,7 +127,7 @@ class local(RingDecoding, AttentionOp):
         not_for_cudnn = f"window={window}, shared_qk={shared_qk}, causal={causal}"
         if window is not None and not shared_qk and causal:
             not_for_cudnn = cudnn_obstacle(call, q, k, v)
-        obstacles = kernel_obstacles(q, k, v, wrap=self.wrap)
+        obstacles = kernel_obstacles(q, k, v, call.logits, wrap=self.wrap)
         impl = choose_impl(self.impl, cudnn=not_for_cudnn, pallas=obstacles)
         if impl == "cudnn":
             return cudnn_attention(q, k, v, causal=True, window=window)
@@ -140,6 +140,6 @@ class local(RingDecoding, AttentionOp):
             if self.self_score is not None:
                 self_weight = circle.self_weight(self.self_score, order, sizes)
         options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=call.dropout)
-        chunks = sizes.cut(length, circle=self.wrap, **options)
+        chunks = sizes.cut(length, circle=self.wrap, logits=call.logits, **options)
         masks = call.segment_ids, call.seed
         return chunked_attention(q, k, v, chunks, order, *masks, impl, self_weight)

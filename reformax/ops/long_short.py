@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -38,7 +39,6 @@ from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import masked_softmax
 
 Rank = Annotated[int, Bounds(0, 2**16)]
@@ -129,9 +129,9 @@ class long_short(AttentionOp):
             def attend_group(
                 far: Mixtures | None, near: WindowedBlocks
             ) -> Float[Array, "B C L N V"]:
-                kinds = [self._near(near, causal)]
+                kinds = [self._near(call, near)]
                 if far is not None:
-                    kinds.append(self._far(near, far, chunk_len if causal else None))
+                    kinds.append(self._far(call, near, far, chunk_len if causal else None))
                 heads = jnp.arange(n_heads)
                 return attend_to_kinds(call, kinds, near.query_position, heads)
 
@@ -166,19 +166,21 @@ class long_short(AttentionOp):
             real=windows(jnp.broadcast_to(real, (len(real), length))),
         )
 
-    def _near(self, near: WindowedBlocks, causal: bool) -> KeysOfKind:
+    def _near(self, call: Call, near: WindowedBlocks) -> KeysOfKind:
         """The keys of the window."""
         q = Side(near.query_position[..., None])
         k = Side(near.key_position[:, :, None], exists=near.real[:, :, None])
-        mask = Visibility(causal, self.window).sees(q, k)
+        mask = Visibility(call.causal, self.window).sees(q, k)
         return KeysOfKind(
-            logits=scaled_logits("bclnh,bcmnh->bnclm", near.queries, near.keys),
+            logits=call.logits.of("bclnh,bcmnh->bnclm", near.queries, near.keys),
             values=near.values,
             mask=mask[:, None],
             address=2 * near.key_position,
         )
 
-    def _far(self, near: WindowedBlocks, far: Mixtures, chunk_len: int | None) -> KeysOfKind:
+    def _far(
+        self, call: Call, near: WindowedBlocks, far: Mixtures, chunk_len: int | None
+    ) -> KeysOfKind:
         """The summaries of all chunks; with `chunk_len`, of those before the query's chunk."""
         number = jnp.arange(far.keys.shape[1])
         mask = far.real[:, None, None]
@@ -188,7 +190,7 @@ class long_short(AttentionOp):
             mask = mask & EARLIER_BLOCKS.sees(Side(query_chunk), Side(chunk))
         mask = jnp.broadcast_to(mask, (len(mask), *near.query_position.shape[1:], len(number)))
         return KeysOfKind(
-            logits=scaled_logits("bclnh,bsnh->bncls", near.queries, far.keys),
+            logits=call.logits.of("bclnh,bsnh->bncls", near.queries, far.keys),
             values=far.values[:, None],
             mask=mask[:, None],
             address=2 * number[None, None] + 1,
@@ -261,7 +263,7 @@ class long_short(AttentionOp):
             near = KeyValues(
                 *(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True))
             )
-        return attend_to(q, *near, mask[:, None], "auto"), LongShortCache(ring, far)
+        return attend_to(call, q, *near, mask[:, None], "auto"), LongShortCache(ring, far)
 
     def _with_newest(self, params, cache: LongShortCache, ring, held, position) -> KeyValues:
         """The mixtures with those of the newest chunk, of its tokens so far."""

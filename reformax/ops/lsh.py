@@ -31,6 +31,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -184,10 +185,10 @@ class lsh(AttentionOp):
                 "rotations are given and n_buckets is 'auto': give the number of buckets"
             )
 
-    def _choose(self, q: Array, v: Array | None = None) -> str:
+    def _choose(self, call: Call, q: Array, v: Array | None = None) -> str:
         """The implementation of a call, whose values may not be known yet."""
         obstacles = kernel_obstacles(
-            *(q, None, v),
+            *(q, None, v, call.logits),
             strictly_causal=self.strictly_causal,
             wrap=self.wrap,
             self_score=self.self_score,
@@ -201,7 +202,7 @@ class lsh(AttentionOp):
         if one_chunk and not self.strictly_causal:
             return None
         # Hash: a random rotation for each hash, a bucket [B, N, R, T] for each position.
-        vectors, impl = lax.stop_gradient(q), self._choose(q)
+        vectors, impl = lax.stop_gradient(q), self._choose(call, q)
         length, n_hashes = call.length or q.shape[1], self._n_hashes_in(call.train)
         factors = self._hashing.factors_for(length)
         rotations = self._hashing.rotations_for(vectors, length, n_hashes, call.rng, call.shard)
@@ -227,8 +228,9 @@ class lsh(AttentionOp):
             attend_self_if_alone=self.attend_self_if_alone,
             count_once=self.count_once,
             dropout=call.dropout,
+            logits=call.logits,
         )
-        impl = self._choose(q, v)
+        impl = self._choose(call, q, v)
         self_weight = None
         if self.self_score is not None and plan is not None:
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)
@@ -272,7 +274,7 @@ class lsh(AttentionOp):
         alone = v if self.attend_self_if_alone else None
         mask, new = mask.reshape(index.shape), KeyValues(length_normalize(q), v)
         options = dict(alone=alone, index=index)
-        out, memory = add_and_attend(q, memory, new, position, mask, self.impl, **options)
+        out, memory = add_and_attend(call, q, memory, new, mask, self.impl, **options)
         return out, LshCache(memory, buckets, order, SharedByBatch(rotations))
 
     def _visible_to_newest(

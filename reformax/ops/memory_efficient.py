@@ -81,11 +81,11 @@ class memory_efficient(RingDecoding, AttentionOp):
             query_size=query_size,
             key_size=min(query_size, key_size) if causal else key_size,
             causal=causal,
-            scale=1 / math.sqrt(q.shape[-1]),
+            logits=call.logits.for_size(q.shape[-1]),
             dropout=call.dropout,
         )
         obstacles = functools.partial(
-            kernel_obstacles, q, k, v, bias=None if bias is None else bias.shape
+            kernel_obstacles, q, k, v, call.logits, bias=None if bias is None else bias.shape
         )
         of_forward = obstacles(
             segment_ids="given" if call.segment_ids is not None else None,

@@ -140,7 +140,7 @@ class moba(AttentionOp):
             ids = None if ids is None else jnp.asarray(ids, jnp.int32)
             return kernel.attend(sizes, interpret, q, k, v, ids, lists, call.seed)
 
-        obstacles = kernel_obstacles(q, k, v)
+        obstacles = kernel_obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 
@@ -176,7 +176,7 @@ class moba(AttentionOp):
         key = key.reshape(*key.shape[:2], -1)
         row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
         keys, values = (x[row, head, jnp.clip(key, 0, capacity - 1)] for x in memory)
-        out = attend_to(q, keys, values, mask.reshape(key.shape), self.impl)
+        out = attend_to(call, q, keys, values, mask.reshape(key.shape), self.impl)
         return out, MobaCache(memory, sums)
 
 

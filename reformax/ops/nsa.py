@@ -53,7 +53,7 @@ from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.gathered import gather_rows
-from reformax.ops.softmax.masked import scaled_logits, softmax_over
+from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import masked_softmax
 
 # The largest sizes that the tiles of the kernels hold.
@@ -125,7 +125,7 @@ class nsa(AttentionOp):
                     f"{self.compress_stride}"
                 )
 
-    def _obstacles(self, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+    def _obstacles(self, call: Call, q: Array, k: Array, v: Array | None) -> KernelObstacles:
         """The obstacles of the kernels of the compressed and the selected branch."""
         shape = {
             "heads_of_a_key_head": q.shape[2] // k.shape[2],
@@ -133,7 +133,7 @@ class nsa(AttentionOp):
             "blocks": -(-q.shape[1] // self.block_size),
         }
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
-        return kernel_obstacles(q, k, v, **above)
+        return kernel_obstacles(q, k, v, call.logits, **above)
 
     def _within(self, length: int) -> nsa:
         """The op with sizes up to `length` that compute the same function."""
@@ -270,14 +270,19 @@ class nsa(AttentionOp):
             return selection.select(sizes, interpret, q, summaries.keys, *masks)
 
         def in_arrays() -> Int[Array, "B G T K"]:
-            return fitted._select_in_arrays(q, summaries, ids, first_position)
+            return fitted._select_in_arrays(call, q, summaries, ids, first_position)
 
-        obstacles = fitted._obstacles(q, k, None)
+        obstacles = fitted._obstacles(call, q, k, None)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 
     def _select_in_arrays(
-        self, q, summaries: Summaries, ids: Int[Array, "B T"], first_position: Int[Array, "B T"]
+        self,
+        call: Call,
+        q,
+        summaries: Summaries,
+        ids: Int[Array, "B T"],
+        first_position: Int[Array, "B T"],
     ) -> Int[Array, "B G T K"]:
         """`_plan` in array operations, in chunks of queries."""
         n_batch, length = ids.shape
@@ -286,7 +291,7 @@ class nsa(AttentionOp):
 
         def select(q, ids, position, first_position):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
             mask = summaries.seen(last, ids, position)
-            logits = scaled_logits("bqgmh,bcgh->bgmqc", q, summaries.keys)
+            logits = call.logits.of("bqgmh,bcgh->bgmqc", q, summaries.keys)
             weights = masked_softmax(logits, mask[:, None, None]).sum(axis=2)
             scores = self._block_scores(weights, n_blocks)
             blocks = (x // self.block_size for x in (position, first_position))
@@ -310,7 +315,7 @@ class nsa(AttentionOp):
         arrays = summaries, q, *selected, plan
         in_arrays = functools.partial(fitted._in_arrays, call, *arrays)
         in_kernels = functools.partial(fitted._in_kernels, call, *arrays)
-        obstacles = fitted._obstacles(q, k, v)
+        obstacles = fitted._obstacles(call, q, k, v)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         others = compute_by(self.impl, implementations)
         return _gated((*others, in_window), gates["gate"]).astype(v.dtype)
@@ -347,7 +352,7 @@ class nsa(AttentionOp):
             query = position[:, None, None, :, None]
             mask = summaries.seen(last, ids, position)
             compressed = softmax_over(
-                scaled_logits("bqgmh,bcgh->bgmqc", q, summaries.keys),
+                call.logits.of("bqgmh,bcgh->bgmqc", q, summaries.keys),
                 mask[:, None, None],
                 "bgmqc,bcgv->bgmqv",
                 summaries.values,
@@ -363,7 +368,7 @@ class nsa(AttentionOp):
             of_query = Side(position[:, None, :, None], ids[:, None, :, None])
             mask = CAUSAL.sees(of_query, Side(key, key_ids, exists=key >= 0))
             selected = softmax_over(
-                scaled_logits("bqgmh,bgqkh->bgmqk", q, keys),
+                call.logits.of("bqgmh,bgqkh->bgmqk", q, keys),
                 mask[:, :, None],
                 "bgmqk,bgqkv->bgmqv",
                 values,
@@ -435,28 +440,28 @@ class nsa(AttentionOp):
         position_held = positions_by_slot(position, window.keys.shape[2])
         near = Visibility(causal=True, window=fitted.window)
         window_mask = near.sees(of_query, Side(position_held, exists=position_held >= 0))[:, None]
-        key = fitted._selected_positions(q, summaries.keys, seen, position, memory.keys.shape[2])
+        key = fitted._selected_positions(call, q, summaries.keys, seen, memory.keys.shape[2])
         mask = CAUSAL.sees(Side(position[:, None, None]), Side(key, exists=key >= 0))
         index = jnp.clip(key, 0, memory.keys.shape[2] - 1)[..., None]
         chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
         mask = jnp.repeat(mask, q.shape[2] // memory.keys.shape[1], axis=1)
         branches = [
-            attend_to(q, *keys_and_values, mask, fitted.impl)
+            attend_to(call, q, *keys_and_values, mask, fitted.impl)
             for keys_and_values, mask in ((summaries, seen), (chosen, mask), (window, window_mask))
         ]
         out = _gated(branches, gates["gate"]).astype(v.dtype)
         return out, NsaCache(memory, window, newest, summaries)
 
     def _selected_positions(
-        self, q, summaries: Float[Array, "B G C H"], seen, position, capacity: int
+        self, call: Call, q, summaries: Float[Array, "B G C H"], seen, capacity: int
     ) -> Int[Array, "B G K*L"]:
         """The positions of the blocks that the newest query selects."""
         n_batch, n_kv = summaries.shape[:2]
         heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
-        logits = scaled_logits("bgmh,bgch->bgmc", heads, summaries)
+        logits = call.logits.of("bgmh,bgch->bgmc", heads, summaries)
         weights = masked_softmax(logits, seen[:, None]).sum(axis=2)
         scores = self._block_scores(weights, -(-capacity // self.block_size))
-        query_block = (position // self.block_size)[:, None]
+        query_block = (call.position // self.block_size)[:, None]
         blocks = self._best_blocks(scores, query_block, jnp.zeros_like(query_block))
         within = jnp.arange(self.block_size, dtype=jnp.int32)[None, None, None]
         key = blocks[..., None] * self.block_size + within

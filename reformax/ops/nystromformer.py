@@ -26,9 +26,9 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.masking.visibility import is_token
+from reformax.ops.numerics.logits import PLAIN
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.shard import of_heads
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import masked_softmax, nonzero
 
 Iterations = Annotated[int, Bounds(1, 1024)]  # the loop is unrolled
@@ -155,7 +155,7 @@ def _softmax_of_landmarks(
 ) -> Float[Array, "B N M M"]:
     """Softmax attention weights between landmarks; zeros for landmarks without tokens."""
     mask = real[:, None, :, None] & real[:, None, None, :]
-    return masked_softmax(scaled_logits("binh,bjnh->bnij", queries, keys), mask)
+    return masked_softmax(PLAIN.of("binh,bjnh->bnij", queries, keys), mask)
 
 
 def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array, "*d M M"]:

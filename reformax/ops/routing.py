@@ -176,7 +176,7 @@ class routing(AttentionOp):
         arrays = q, keys, values, plan
         in_arrays = functools.partial(self._in_arrays, call, *arrays)
         in_kernels = functools.partial(self._in_kernels, call, *arrays)
-        obstacles = kernel_obstacles(q, keys, v)
+        obstacles = kernel_obstacles(q, keys, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out, row_sum = compute_by(self.impl, implementations)
         if self.attend_self_if_alone:
@@ -275,7 +275,7 @@ class routing(AttentionOp):
         index = seen.reshape(*seen.shape[:2], -1)
         seen_rows = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
         alone = v if self.attend_self_if_alone else None
-        out = attend_to(q, *seen_rows, mask.reshape(index.shape), self.impl, alone)
+        out = attend_to(call, q, *seen_rows, mask.reshape(index.shape), self.impl, alone)
         return out, RoutingCache(memory, queries, keys)
 
 

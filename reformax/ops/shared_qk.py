@@ -83,7 +83,7 @@ class shared_qk(RingDecoding, AttentionOp):
 
         implementations = {
             "cudnn": (obstacle, in_cudnn),
-            "pallas": (kernel_obstacles(q, None, v), in_kernels),
+            "pallas": (kernel_obstacles(q, None, v, call.logits), in_kernels),
             "xla": (None, lambda: attend(q, v)),
         }
         return compute_by(self.impl, implementations)

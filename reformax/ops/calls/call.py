@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.ops.masking.masks import SegmentIds
+from reformax.ops.numerics.logits import PLAIN, Logits
 
 _STATIC = dict(metadata=dict(static=True))
 
@@ -26,6 +27,7 @@ class Call:
       dropout: the rate at which attention weights are dropped.
       length: the length that settings depend on, in decoding the capacity of the cache; None: that
         of the queries.
+      logits: how products of queries and keys become logits.
       segment_ids: ids of the tokens, or a pair of them for queries and for keys.
       lengths: the number of tokens of each row before its padding; None: not known.
       rng: the source of hashes.
@@ -43,6 +45,7 @@ class Call:
     train: bool = dataclasses.field(default=False, **_STATIC)
     dropout: float = dataclasses.field(default=0.0, **_STATIC)
     length: int | None = dataclasses.field(default=None, **_STATIC)
+    logits: Logits = dataclasses.field(default=PLAIN, **_STATIC)
     segment_ids: SegmentIds | None = None
     lengths: Int[Array, " B"] | None = None
     rng: PRNGKeyArray | None = None

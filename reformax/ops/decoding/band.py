@@ -64,4 +64,4 @@ def step(
         masks.append(jnp.concatenate([near, far], axis=1))
     both = (jnp.concatenate(pair, axis=2) for pair in zip(ring, global_rows, strict=True))
     new = BandCache(ring, global_rows, of_global)
-    return attend_to(q, *both, jnp.stack(masks, axis=1), impl), new
+    return attend_to(call, q, *both, jnp.stack(masks, axis=1), impl), new

@@ -28,7 +28,6 @@ from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.orders import ChunkSizes, Order
 
 # Logits in memory at a time. More are computed head by head.
@@ -64,7 +63,7 @@ def attend(
     others = dict(
         dilation=tuple(band.dilation for band in each) if len(each) > 1 and call.dropout else None
     )
-    impl = choose_impl(impl, pallas=kernel_obstacles(q, k, v, **others))
+    impl = choose_impl(impl, pallas=kernel_obstacles(q, k, v, call.logits, **others))
     if impl == "xla":
 
         def of_heads(band: Visibility, q, k, v, heads):
@@ -176,7 +175,7 @@ def _attend(call: Call, band: Visibility, q, k, v, global_positions, heads) -> A
     mask = band.sees(q_side, Side(key[:, :, None], of_key[:, :, None]))
     kinds = [
         KeysOfKind(
-            logits=scaled_logits("bclnh,bcmnh->bnclm", queries, windows(blocks(k))),
+            logits=call.logits.of("bclnh,bcmnh->bnclm", queries, windows(blocks(k))),
             values=windows(blocks(v)),
             mask=mask[:, None],
             address=key,
@@ -188,7 +187,7 @@ def _attend(call: Call, band: Visibility, q, k, v, global_positions, heads) -> A
         keys, values = (rows_at(x, global_positions) for x in (k, v))
         kinds.append(
             KeysOfKind(
-                logits=scaled_logits("bclnh,bgnh->bnclg", queries, keys),
+                logits=call.logits.of("bclnh,bgnh->bnclg", queries, keys),
                 values=values[:, None],
                 mask=mask[:, None],
                 address=global_positions[:, None],
@@ -217,7 +216,7 @@ def rows_of_global_tokens(
         q_side = Side(global_positions[..., None], of_query[..., None])
         mask = rule.sees(q_side, Side(key, ids[:, None]))
         all_keys = KeysOfKind(
-            logits=scaled_logits("bclnh,bsnh->bncls", q[:, None], k),
+            logits=call.logits.of("bclnh,bsnh->bncls", q[:, None], k),
             values=v[:, None],
             mask=mask[:, None, None],
             address=key[None, None],

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.masked import scaled_logits, softmax_over
+from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
 
 
@@ -44,5 +44,5 @@ def gathered_softmax(
     if call.dropout > 0.0:
         batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
         dropped = dropout_mask(call.seed, call.dropout, batch, head, *positions)
-    logits = scaled_logits("bnqh,bnkh->bnqk", q, k)
+    logits = call.logits.of("bnqh,bnkh->bnqk", q, k)
     return softmax_over(logits, mask, "bnqk,bnkv->bnqv", v, dropped)

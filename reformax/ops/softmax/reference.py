@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from reformax.ops.calls.call import Call
 from reformax.ops.softmax.dropout import full_dropout_mask
-from reformax.ops.softmax.masked import scaled_logits, softmax_over
+from reformax.ops.softmax.masked import softmax_over
 
 _PLAIN = Call()
 
@@ -24,7 +24,7 @@ def reference_attention(
     Logits and weights are float32 or wider. A row without visible keys is zeros. Bias and dropout
     are the call's.
     """
-    logits = scaled_logits("btnh,bsnh->bnts", q, k, bias=call.bias)
+    logits = call.logits.of("btnh,bsnh->bnts", q, k, call.bias)
     dropped = None
     if call.dropout > 0.0:
         dropped = full_dropout_mask(call.seed, call.dropout, logits.shape)
