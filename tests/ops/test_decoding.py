@@ -347,7 +347,7 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
 def test_auto_takes_the_kernel_of_one_query_for_a_single_row(n_rows, n_keys, kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     q, keys = jnp.zeros((n_rows, 1, 2, 8)), jnp.zeros((n_rows, 2, n_keys, 8))
-    attend = functools.partial(cache.attend_to, impl="auto")
+    attend = functools.partial(cache.attend_to, Call(), impl="auto")
     program = str(jax.make_jaxpr(attend)(q, keys, keys, jnp.ones((1, 1, n_keys), bool)))
     assert program.count("pallas_call[") == kernels
 
