@@ -16,14 +16,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, dataclass_transform, final
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform, final
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.declared import check_fields
+from reformax.declared import Bounds, SettingError, check_fields
 from reformax.ops.calls.arguments import check_arguments, check_read, checked_params
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
@@ -37,6 +37,8 @@ from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import CallArrays, placement_of
 from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax.dropout import seed_words
+
+SoftCap = Annotated[float, Bounds(1e-2, 1e6, name="a number from 0.01 to 1e6")]
 
 Op = TypeVar("Op", bound="type[AttentionOp]")
 
@@ -53,6 +55,7 @@ def op(algorithm: Op) -> Op:
     return dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)(algorithm)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class AttentionOp:
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
@@ -68,6 +71,10 @@ class AttentionOp:
     * repeat keys and values for all heads of queries, unless `_grouped`,
     * draw the seed of dropout (`softmax.dropout.seed_words`) of the arrays' part of the call,
     * write zeros at the padding of `apply`'s arguments and result, unless `_keeps_padding_out`.
+
+    Options of every algorithm that makes attention weights:
+      soft_cap: a bound c of the logits x, which become `c tanh(x / c)`, before a bias is added
+        (Gemma Team 2024, "Gemma 2", sec. 2). None: no bound. Kernels have none.
 
     Attributes:
       shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
@@ -92,16 +99,18 @@ class AttentionOp:
         `layers.Attention` asks.
     """
 
-    shared_qk: bool = False
-    causality: Literal["either", "only", "never"] = "either"
-    cross: bool = False
-    bias: bool = False
-    dropout: bool = True
-    packed: bool = True
-    exclude_self: bool = False
-    local: bool = False
-    global_tokens: bool = False
-    shards: tuple[str, ...] = ()
+    soft_cap: SoftCap | None = None
+
+    shared_qk: ClassVar[bool] = False
+    causality: ClassVar[Literal["either", "only", "never"]] = "either"
+    cross: ClassVar[bool] = False
+    bias: ClassVar[bool] = False
+    dropout: ClassVar[bool] = True
+    packed: ClassVar[bool] = True
+    exclude_self: ClassVar[bool] = False
+    local: ClassVar[bool] = False
+    global_tokens: ClassVar[bool] = False
+    shards: ClassVar[tuple[str, ...]] = ()
     scale = None  # the factor of logits, where it is an option
 
     # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
@@ -110,7 +119,7 @@ class AttentionOp:
     _grouped = False
     _keeps_padding_out = False
     _takes_lengths = False
-    _impls: tuple[str, ...] = ()
+    _impls: ClassVar[tuple[str, ...]] = ()
 
     @property
     def plans(self) -> Literal["no", "reads", "draws"]:
@@ -128,7 +137,15 @@ class AttentionOp:
             object.__setattr__(self, field.name, _constant(getattr(self, field.name)))
         if self._impls:
             check_impl(self.impl, *self._impls)
+        self._check_logits()
         self._check()
+
+    def _check_logits(self) -> None:
+        """Raises `SettingError` for options of logits, where the algorithm has no weights."""
+        if self.soft_cap is not None and not self.dropout:
+            raise SettingError(
+                f"soft_cap is {self.soft_cap}: {self.name} makes no attention weights, leave it out"
+            )
 
     def _check(self) -> None:
         """Raises `ValueError` for options that exclude each other."""
@@ -344,7 +361,7 @@ class AttentionOp:
 
     def _call(self, **arguments: Any) -> Call:
         """A call with the op's logits."""
-        return Call(logits=Logits(self.scale), **arguments)
+        return Call(logits=Logits(self.scale, self.soft_cap), **arguments)
 
     def _run(self, function, call: Call, params, q, k, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.

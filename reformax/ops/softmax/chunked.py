@@ -490,7 +490,8 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         )
         mask = mask & (inverse_of_row > 0)
         # A visible logit exceeds the maximum by rounding alone.
-        logits = chunks.logits.of(LOGITS, queries, keys) - max_of_row
+        capped = chunks.logits.of(LOGITS, queries, keys)
+        logits = capped - max_of_row
         logits = jnp.where(mask & (logits < 0), logits, 0)
         weights = jnp.where(mask, jnp.exp(logits) * inverse_of_row, 0.0)
         dropped = _dropout_mask(of_hash, length, head, seed)
@@ -499,7 +500,8 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         )
         d_weights = jnp.einsum("bnclv,bncmv->bnclm", d_attended, values, **f32) * dropped
         # The product with a hidden value may have overflowed.
-        d_logits = chunks.logits.scaled(weights * (d_weights - dot), q.shape[-1])
+        d_logits = chunks.logits.before_cap(weights * (d_weights - dot), capped)
+        d_logits = chunks.logits.scaled(d_logits, q.shape[-1])
         d_logits = jnp.where(mask, d_logits, 0).astype(q.dtype)
         d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_logits, keys, **f32)
         d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_logits, queries, **f32)

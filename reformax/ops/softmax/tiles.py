@@ -354,6 +354,9 @@ def backward(
             dv = dv + jnp.einsum("bnqk,bnqv->bnkv", p, d, **f32)
             if d_bias is not None:
                 d_bias = add_bias_tile(d_bias, ds, group, queries, keys)
+            if tiling.logits.soft_cap is not None:
+                capped = tiling.logits.of("bnqh,bnkh->bnqk", q, k)
+                ds = jnp.where(p > 0, tiling.logits.before_cap(ds, capped), 0)
             ds = ds.astype(q.dtype)
             dk = dk + jnp.einsum("bnqk,bnqh->bnkh", ds, q, **f32)
             dq = jnp.einsum("bnqk,bnkh->bnqh", ds, k, **f32)
