@@ -37,10 +37,10 @@ class fading(AttentionOp):
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
         return {"gate": ExtraProjection(dims.n_heads, 1)}
 
-    def _apply(self, params, q, k, v, *, segment_ids, extra_projections, **call):
-        ids = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    def _apply(self, call, params, q, k, v, plan):
+        ids = jnp.ones(q.shape[:2], jnp.int32) if call.segment_ids is None else call.segment_ids
         same = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]
-        decay = jnp.swapaxes(_log_decay(params, extra_projections["gate"]), 1, 2)
+        decay = jnp.swapaxes(_log_decay(params, call.extra_projections["gate"]), 1, 2)
         # Up to position s, what fades of a query's own segment; [B, N, T, S].
         sums = jnp.cumsum(jnp.where(same[:, None], decay[:, :, None], 0), axis=-1)
         total = jnp.diagonal(sums, axis1=2, axis2=3)[..., None]
@@ -49,17 +49,17 @@ class fading(AttentionOp):
         products = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=left.dtype)
         return jnp.einsum("bnts,bsnv->btnv", left * products, v.astype(left.dtype)).astype(v.dtype)
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections):
-        del plan, capacity, rng
-        real = (jnp.arange(q.shape[1])[None] < lengths[:, None])[..., None]
-        k, v, gate = (jnp.where(real[..., None], x, 0) for x in (k, v, extra_projections["gate"]))
+    def _init_cache(self, call, params, q, k, v, plan):
+        real = (jnp.arange(q.shape[1])[None] < call.lengths[:, None])[..., None]
+        k, v, gate = (
+            jnp.where(real[..., None], x, 0) for x in (k, v, call.extra_projections["gate"])
+        )
         decay = jnp.where(real, _log_decay(params, gate), 0)
         left = jnp.exp(decay.sum(axis=1, keepdims=True) - jnp.cumsum(decay, axis=1))
         return jnp.einsum("btn,btnh,btnv->bnhv", left, *(x.astype(left.dtype) for x in (k, v)))
 
-    def _step(self, params, q, k, v, cache, *, position, extra_projections):
-        del position
-        left = jnp.exp(_log_decay(params, extra_projections["gate"]))[:, 0, :, None, None]
+    def _step(self, call, params, q, k, v, cache):
+        left = jnp.exp(_log_decay(params, call.extra_projections["gate"]))[:, 0, :, None, None]
         query, key, value = (x[:, 0].astype(left.dtype) for x in (q, k, v))
         cache = left * cache + key[..., :, None] * value[..., None, :]
         return jnp.einsum("bnh,bnhv->bnv", query, cache)[:, None].astype(v.dtype), cache

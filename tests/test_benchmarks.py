@@ -740,26 +740,26 @@ ATTENTION = attention.algorithms(TINY_ATTENTION)
 
 
 def wrong_output(op):
-    return changed(op, _apply=lambda self, *args, **options: 1.001 * op._apply(*args, **options))
+    return changed(op, _apply=lambda self, *args: 1.001 * op._apply(*args))
 
 
 def wrong_gradient(op):
-    def apply(self, params, q, *args, **options):
-        return op._apply(params, q + 1e-3 * (q - jax.lax.stop_gradient(q)), *args, **options)
+    def apply(self, call, params, q, *args):
+        return op._apply(call, params, q + 1e-3 * (q - jax.lax.stop_gradient(q)), *args)
 
     return changed(op, _apply=apply)
 
 
 def wrong_plan(op):
-    def plan(self, *args, rng, **options):
-        return op._plan(*args, rng=jax.random.fold_in(rng, 1), **options)
+    def plan(self, call, *args):
+        return op._plan(call.but(rng=jax.random.fold_in(call.rng, 1)), *args)
 
     return changed(op, _plan=plan)
 
 
 def lost_positions(op):
-    def plan(self, *args, **options):
-        order = op._plan(*args, **options)
+    def plan(self, *args):
+        order = op._plan(*args)
         return order._replace(query_positions=order.query_positions // 2 * 2)
 
     return changed(op, _plan=plan)

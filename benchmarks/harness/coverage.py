@@ -98,12 +98,12 @@ def _watched(op: AttentionOp, read: list) -> AttentionOp:
     """`op`, each call of which appends its queries and its keys, as NumPy arrays, to `read`."""
 
     class Watched(type(op)):
-        def _apply(self, params, q, k, v, **options):
+        def _apply(self, call, params, q, k, v, plan):
             arrays = [x.astype(jnp.float32) for x in (q, k) if x is not None]
             jax.debug.callback(
                 lambda *x: read.append((*map(np.array, x), None)[:2]), *arrays, ordered=True
             )
-            return super()._apply(params, q, k, v, **options)
+            return super()._apply(call, params, q, k, v, plan)
 
     return Watched(**{field.name: getattr(op, field.name) for field in dataclasses.fields(op)})
 

@@ -28,7 +28,7 @@ from reformax.layers.float8 import product
 from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
 from reformax.layers.positions import rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
-from reformax.ops.base import AttentionOp, Dims, ExtraProjection, given
+from reformax.ops.base import AttentionOp, Dims, ExtraProjection
 from reformax.ops.calls.arguments import check_arguments
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.masking.masks import int32_ids, row_lengths, tokens_of
@@ -237,7 +237,7 @@ class MultiHead(Layer):
                 shard=shard,
                 train=self.mode == "train",
                 length=length,
-                **given(global_tokens=global_tokens),
+                global_tokens=global_tokens,
             )
 
         arrays = (int32_ids(tokens.segment_ids), global_tokens), params["op"], _fold_in(rng, PLAN)
@@ -269,7 +269,9 @@ class MultiHead(Layer):
                 dropout=self._weights_rate,
                 rng=rng,
                 shard=shard,
-                **given(extra_projections=extra_projections, bias=bias, lengths=lengths),
+                extra_projections=extra_projections,
+                bias=bias,
+                lengths=lengths,
             )
 
         arrays = qkv, plan, int32_ids(tokens.segment_ids), params["op"], rng
@@ -486,9 +488,8 @@ class Attention(MultiHead):
         def fill(qkv, plan, lengths, params, rng):
             *arrays, extra_projections = qkv
             options = dict(plan=plan, lengths=lengths, capacity=capacity, rng=rng)
-            return self.op.init_cache(
-                params, *arrays, **options, **given(extra_projections=extra_projections)
-            )
+            options["extra_projections"] = extra_projections
+            return self.op.init_cache(params, *arrays, **options)
 
         weights = params["op"], _fold_in(rng, PLAN)
         cache = devices.by_rows(fill, (qkv, plan, lengths), weights)
@@ -528,7 +529,7 @@ class Attention(MultiHead):
 
         def step(qkv, cache, position, origins, params):
             *arrays, extra_projections = qkv
-            options = given(origins=origins, extra_projections=extra_projections)
+            options = dict(origins=origins, extra_projections=extra_projections)
             if self.position_bias is not None:
                 now = position[:, None]
                 options["bias"] = lambda held: self._bias_at(params, now, held)[:, :, 0]

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -66,12 +67,12 @@ class HashCodes(NamedTuple):
 class QueryKeyHash(Protocol):
     """How queries `[B, T, N, H]` and keys `[B, S, N, H]` are hashed."""
 
-    def codes(self, q, k, *, segment_ids, causal, rng, shard, length, cross) -> HashCodes:
+    def codes(self, call: Call, q, k, cross: bool) -> HashCodes:
         """Their hashes; floats only where `cross`, of two sequences."""
         ...
 
-    def start(self, q, k, *, lengths: Int[Array, " B"], capacity: int, rng) -> Any:
-        """The decoding state after the first `lengths` positions of each row."""
+    def start(self, call: Call, q, k) -> Any:
+        """The decoding state after the first `call.lengths` positions of each row."""
         ...
 
     def advance(self, state, q, k, *, position: Int[Array, " B"], capacity: int) -> tuple:
@@ -101,24 +102,19 @@ class SortedByHash(AttentionOp):
     def _chunks(self) -> ChunkSizes:
         raise NotImplementedError
 
-    def _choose(self, q: Array, k: Array, v: Array | None = None) -> str:
+    def _choose(self, call: Call, q: Array, k: Array, v: Array | None = None) -> str:
         """The implementation of a call, whose values may not be known yet."""
-        return choose_impl(self.impl, pallas=kernel_obstacles(q, k, v))
+        return choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, call.logits))
 
-    def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
-    ) -> Order | None:
+    def _plan(self, call, params, q, k) -> Order | None:
         """The orders of queries and of keys by each hash; None where one chunk has every key."""
-        del params, train
-        chunk_len = self._chunks.chunk_len
+        del params
+        chunk_len, segment_ids = self._chunks.chunk_len, call.segment_ids
         if k.shape[1] <= chunk_len:
             return None
         q, k = lax.stop_gradient((q, k))
-        cross, options = _crosses(q, k, segment_ids), dict(segment_ids=segment_ids, causal=causal)
-        length = length or k.shape[1]
-        codes = self._hashing.codes(
-            q, k, rng=rng, shard=shard, length=length, cross=cross, **options
-        )
+        cross = _crosses(q, k, segment_ids)
+        codes = self._hashing.codes(call, q, k, cross)
         if cross:
             ratio = _ratio(q.shape[1], k.shape[1])
             return aligned_orders(codes.queries, codes.keys, segment_ids, chunk_len, ratio)
@@ -127,42 +123,39 @@ class SortedByHash(AttentionOp):
             sort_by_bucket(x, codes.n_codes, segment_ids, n_pad).query_positions for x in codes[:2]
         )
         order = Order(queries, key_positions=keys)
-        return order.for_impl(self._choose(q, k), self.count_once, two_orders=True)
+        return order.for_impl(self._choose(call, q, k), self.count_once, two_orders=True)
 
-    def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
-    ) -> Float[Array, "B T N V"]:
+    def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         """Softmax attention over the chunks of all orders (`lsh` says which keys are seen)."""
         del params
+        segment_ids = call.segment_ids
         options = dict(
-            causal=causal,
+            causal=call.causal,
             shared_qk=False,
             attend_self_if_alone=self.attend_self_if_alone,
             count_once=self.count_once,
-            dropout=dropout,
+            dropout=call.dropout,
+            logits=call.logits,
             two_orders=True,
         )
         if not _crosses(q, k, segment_ids):
             chunks = self._chunks.cut(q.shape[1], **options)
         elif plan is None:
-            call = dict(causal=causal, dropout=dropout, seed=seed, shard=shard)
-            attend = flash.flash(impl=self.impl).apply
-            return attend((), q, k, v, plan=(), segment_ids=segment_ids, **call)
+            return flash.flash(impl=self.impl).attend(call, (), q, k, v)
         else:
             options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
             chunks = Chunking(q.shape[1], *self._chunks, **options)
-        impl = self._choose(q, k, v)
-        return chunked_attention(q, k, v, chunks, plan, segment_ids, seed, impl)
+        impl = self._choose(call, q, k, v)
+        return chunked_attention(q, k, v, chunks, plan, segment_ids, call.seed, impl)
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> SortedCache:
+    def _init_cache(self, call, params, q, k, v, plan) -> SortedCache:
         del params, plan  # a plan has no hashes
-        hashes = self._hashing.start(q, k, lengths=lengths, capacity=capacity, rng=rng)
-        return SortedCache(fill_ring(k, v, lengths, capacity), hashes)
+        hashes = self._hashing.start(call, q, k)
+        return SortedCache(fill_ring(k, v, call.lengths, call.length), hashes)
 
-    def _step(
-        self, params, q, k, v, cache: SortedCache, *, position: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B 1 N V"], SortedCache]:
+    def _step(self, call, params, q, k, v, cache: SortedCache):
         del params
+        position = call.position
         memory = add_to_ring(cache.memory, k, v, position)
         newest, capacity = position[:, None, None, None], memory.keys.shape[2]
         advance = functools.partial(self._hashing.advance, position=position, capacity=capacity)
@@ -176,7 +169,7 @@ class SortedByHash(AttentionOp):
         if self.count_once and seen.shape[2] > 1:
             exists = exists & ~seen_by_earlier_hash(jnp.where(exists, seen, -1))
         index = seen.reshape(*seen.shape[:2], -1)
-        out = attend_to(q, *memory, exists.reshape(index.shape), self.impl, index=index)
+        out = attend_to(call, q, *memory, exists.reshape(index.shape), self.impl, index=index)
         return out, SortedCache(memory, hashes)
 
 
@@ -278,19 +271,21 @@ class CentredAngularHash(NamedTuple):
     def _buckets(self, rotations, factors, *vectors) -> list[Int[Array, "B N R T"]]:
         return [hash_by(rotations, x, factors, self.impl) for x in vectors]
 
-    def codes(self, q, k, *, segment_ids, causal, rng, shard, length, cross) -> HashCodes:
+    def codes(self, call: Call, q, k, cross: bool) -> HashCodes:
         del cross
+        segment_ids, length = call.segment_ids, call.length or k.shape[1]
         if segment_ids is not None:
             ids = segment_pair(segment_ids)
             q, k = (tokens_only(x, of_x) for x, of_x in zip((q, k), ids, strict=True))
-        keys = centred(k, segment_pair(segment_ids)[1], causal)
+        keys = centred(k, segment_pair(segment_ids)[1], call.causal)
         factors = self.hashing.factors_for(length)
-        rotations = self.hashing.rotations_for(q, length, self.n_hashes, rng, shard)
+        rotations = self.hashing.rotations_for(q, length, self.n_hashes, call.rng, call.shard)
         return HashCodes(*self._buckets(rotations, factors, q, keys), math.prod(factors))
 
-    def start(self, q, k, *, lengths, capacity, rng) -> AsymmetricLshState:
-        factors, length = self.hashing.factors_for(capacity), q.shape[1]
-        rotations = self.hashing.rotations_for(q, capacity, self.n_hashes, rng)
+    def start(self, call: Call, q, k) -> AsymmetricLshState:
+        lengths, capacity, length = call.lengths, call.length, q.shape[1]
+        factors = self.hashing.factors_for(capacity)
+        rotations = self.hashing.rotations_for(q, capacity, self.n_hashes, call.rng)
         is_token, last = arange_last(length) < lengths[:, None, None, None], math.prod(factors)
         tokens = jnp.where(jnp.swapaxes(is_token, 1, 3), k, 0)
         keys = centred(tokens, None, causal=True)

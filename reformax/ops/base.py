@@ -16,25 +16,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, dataclass_transform, final
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform, final
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.declared import check_fields
-from reformax.ops.calls.arguments import check_arguments, checked_params
+from reformax.declared import Bounds, SettingError, check_fields
+from reformax.ops.calls.arguments import check_arguments, check_read, checked_params
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.masking.given_masks import checked_mask, with_mask
 from reformax.ops.masking.masks import SegmentIds, int32_ids, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import CallArrays, placement_of
 from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax.dropout import seed_words
+
+SoftCap = Annotated[float, Bounds(1e-2, 1e6, name="a number from 0.01 to 1e6")]
 
 Op = TypeVar("Op", bound="type[AttentionOp]")
 
@@ -51,6 +55,7 @@ def op(algorithm: Op) -> Op:
     return dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)(algorithm)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class AttentionOp:
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
@@ -66,6 +71,10 @@ class AttentionOp:
     * repeat keys and values for all heads of queries, unless `_grouped`,
     * draw the seed of dropout (`softmax.dropout.seed_words`) of the arrays' part of the call,
     * write zeros at the padding of `apply`'s arguments and result, unless `_keeps_padding_out`.
+
+    Options of every algorithm that makes attention weights:
+      soft_cap: a bound c of the logits x, which become `c tanh(x / c)`, before a bias is added
+        (Gemma Team 2024, "Gemma 2", sec. 2). None: no bound. Kernels have none.
 
     Attributes:
       shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
@@ -90,16 +99,19 @@ class AttentionOp:
         `layers.Attention` asks.
     """
 
-    shared_qk: bool = False
-    causality: Literal["either", "only", "never"] = "either"
-    cross: bool = False
-    bias: bool = False
-    dropout: bool = True
-    packed: bool = True
-    exclude_self: bool = False
-    local: bool = False
-    global_tokens: bool = False
-    shards: tuple[str, ...] = ()
+    soft_cap: SoftCap | None = None
+
+    shared_qk: ClassVar[bool] = False
+    causality: ClassVar[Literal["either", "only", "never"]] = "either"
+    cross: ClassVar[bool] = False
+    bias: ClassVar[bool] = False
+    dropout: ClassVar[bool] = True
+    packed: ClassVar[bool] = True
+    exclude_self: ClassVar[bool] = False
+    local: ClassVar[bool] = False
+    global_tokens: ClassVar[bool] = False
+    shards: ClassVar[tuple[str, ...]] = ()
+    scale = None  # the factor of logits, where it is an option
 
     # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
     # `lengths [B]`, None by default: each row is so many tokens of one segment and then padding,
@@ -107,7 +119,7 @@ class AttentionOp:
     _grouped = False
     _keeps_padding_out = False
     _takes_lengths = False
-    _impls: tuple[str, ...] = ()
+    _impls: ClassVar[tuple[str, ...]] = ()
 
     @property
     def plans(self) -> Literal["no", "reads", "draws"]:
@@ -125,7 +137,15 @@ class AttentionOp:
             object.__setattr__(self, field.name, _constant(getattr(self, field.name)))
         if self._impls:
             check_impl(self.impl, *self._impls)
+        self._check_logits()
         self._check()
+
+    def _check_logits(self) -> None:
+        """Raises `SettingError` for options of logits, where the algorithm has no weights."""
+        if self.soft_cap is not None and not self.dropout:
+            raise SettingError(
+                f"soft_cap is {self.soft_cap}: {self.name} makes no attention weights, leave it out"
+            )
 
     def _check(self) -> None:
         """Raises `ValueError` for options that exclude each other."""
@@ -198,7 +218,7 @@ class AttentionOp:
         train,
         length=None,
         shard: Shard | None = None,
-        **others,
+        global_tokens=None,
     ) -> Any:
         """The keys that each query may see: a pytree of integers without a gradient.
 
@@ -210,46 +230,105 @@ class AttentionOp:
           train: False selects the settings for evaluation.
           length: the length that settings depend on; None: that of q.
           shard: which part of the heads or the batch the arrays are; None: all.
-          **others: with `global_tokens` also `global_tokens [B, T]`, None by default.
+          global_tokens: `[B, T]`, where the algorithm reads them.
         """
-        call = dict(segment_ids=segment_ids, causal=causal, rng=rng, train=train, length=length)
-        return self._run(self._plan, params, q, k, **call, shard=shard, **others)
+        call = self._call(
+            segment_ids=segment_ids,
+            causal=causal,
+            rng=rng,
+            train=train,
+            length=length,
+            shard=shard,
+            global_tokens=global_tokens,
+        )
+        return self._run(self._plan, call, params, q, k)
 
     @final
     def apply(
-        self, params, q, k, v, *, rng=None, seed=None, shard: Shard | None = None, **call
+        self,
+        params,
+        q,
+        k,
+        v,
+        *,
+        plan,
+        segment_ids,
+        causal,
+        dropout,
+        rng=None,
+        shard: Shard | None = None,
+        bias=None,
+        extra_projections=None,
+        lengths=None,
     ) -> Float[Array, "B T N V"]:
         """Attention by a plan.
 
         Args:
           params: the algorithm's own weights.
           q, k, v: queries, keys and values.
+          plan: from `plan`.
+          segment_ids, causal: of the call.
+          dropout: the rate at which attention weights are dropped.
           rng: the source of dropout.
-          seed: that of dropout (`seed_words`), in place of an rng, for `_apply` of an algorithm
-            that attends by another.
           shard: which part of the heads, the batch or the sequence the arrays are; None: all.
-          **call: `plan`, `segment_ids`, `causal`, `dropout`; `bias` where the algorithm adds it,
-            None by default, and `extra_projections` where it has those.
+          bias: added to the logits, where the algorithm adds it.
+          extra_projections: by name, where the algorithm reads some.
+          lengths: the number of tokens of each row, which then has one segment and finite padding.
         """
-        if not self._takes_lengths:
-            call.pop("lengths", None)
-        call |= dict(rng=rng, seed=seed, shard=shard)
-        return self._run(self._attend, params, q, k, v, **call)
+        call = self._call(
+            segment_ids=segment_ids,
+            causal=causal,
+            dropout=dropout,
+            rng=rng,
+            shard=shard,
+            bias=bias,
+            extra_projections=extra_projections,
+            lengths=lengths,
+        )
+        return self.attend(call, params, q, k, v, plan)
 
     @final
-    def init_cache(self, params, q, k, v, **call) -> Any:
+    def attend(self, call: Call, params, q, k, v, plan=()) -> Float[Array, "B T N V"]:
+        """`apply` of a `Call`, for the `_apply` of an algorithm that attends by another."""
+        return self._run(self._attend, call, params, q, k, v, plan)
+
+    @final
+    def init_cache(
+        self, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None
+    ) -> Any:
         """The cache of decoding after the first positions of each row.
 
         Args:
           params, q, k, v: as in `apply`.
-          **call: `lengths`, the number of these positions `[B]`; `capacity`, for which the cache
-            has room; `plan`, that of a causal call with `length=capacity`, and its `rng`;
-            `extra_projections` where the algorithm has those.
+          plan: that of a causal call with `length=capacity`.
+          lengths: the number of these positions, `[B]`.
+          capacity: the number of positions for which the cache has room.
+          rng: the plan's.
+          extra_projections: by name, where the algorithm reads some.
         """
-        return self._run(self._init_cache, params, q, k, v, **call)
+        call = self._call(
+            causal=True,
+            lengths=lengths,
+            length=capacity,
+            rng=rng,
+            extra_projections=extra_projections,
+        )
+        return self._run(self._init_cache, call, params, q, k, v, plan)
 
     @final
-    def step(self, params, q, k, v, cache, **call) -> tuple[Float[Array, "B 1 N V"], Any]:
+    def step(
+        self,
+        params,
+        q,
+        k,
+        v,
+        cache,
+        *,
+        position,
+        bias: Callable[..., Any] | None = None,
+        origins=None,
+        extra_projections=None,
+    ) -> tuple[Float[Array, "B 1 N V"], Any]:
         """Attention of one more position of each row, and the cache with it.
 
         The algorithm's `impl` decides whether kernels hash and compute a softmax of one query.
@@ -257,11 +336,19 @@ class AttentionOp:
         Args:
           params, q, k, v: as in `apply`, of one position.
           cache: from `init_cache` or the step before.
-          **call: `position [B]`, its number; `bias` where the algorithm adds it, `(positions of
-            keys [B, S]) -> [B, N, S]`; `origins` in beam search (`decoding.cache.RingDecoding`);
-            `extra_projections` where the algorithm has those.
+          position: its number, `[B]`.
+          bias: `(positions of keys [B, S]) -> [B, N, S]`, where the algorithm adds it.
+          origins: in beam search (`decoding.cache.RingDecoding`).
+          extra_projections: by name, where the algorithm reads some.
         """
-        return self._run(self._step, params, q, k, v, cache, **call)
+        call = self._call(
+            causal=True,
+            position=position,
+            bias=bias,
+            origins=origins,
+            extra_projections=extra_projections,
+        )
+        return self._run(self._step, call, params, q, k, v, cache)
 
     @final
     def replace_value(self, cache, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]) -> Any:
@@ -272,47 +359,51 @@ class AttentionOp:
         call = cache, v, position
         return devices.varying_as(call, self._replace_value(*devices.varying_as(call, call)))
 
-    def _run(self, function, params, q, k, *values, **options) -> Any:
-        """`function` of arrays that vary along the same axes, with keys of all heads."""
-        call = (params, q, k, *values), options
-        (params, q, k, *values), options = devices.varying_as(call, call)
+    def _call(self, **arguments: Any) -> Call:
+        """A call with the op's logits."""
+        return Call(logits=Logits(self.scale, self.soft_cap), **arguments)
+
+    def _run(self, function, call: Call, params, q, k, *others) -> Any:
+        """`function` of arrays that vary along the same axes, with keys and values of all heads.
+
+        Raises:
+          Unsupported: the call has what the algorithm does not read.
+        """
+        check_read(self, call)
+        arrays = call, params, q, k, *others
+        call, params, q, k, *others = devices.varying_as(arrays, arrays)
         if not self._grouped:
-            k, *values[:1] = repeat_heads(q, k, *values[:1])
-        return devices.varying_as(call, function(params, q, k, *values, **options))
+            k, *others[:1] = repeat_heads(q, k, *others[:1])
+        return devices.varying_as(arrays, function(call, params, q, k, *others))
 
-    def _attend(self, params, q, k, v, *, dropout, rng, seed, shard, **call):
-        """`_apply` with the seed of dropout."""
-        if seed is None and dropout > 0.0:
-            seed = seed_words(rng, len(q), shard)
-        function = self._apply if self._keeps_padding_out else self._apply_to_tokens
-        return function(params, q, k, v, dropout=dropout, seed=seed, shard=shard, **call)
-
-    def _apply_to_tokens(
-        self, params, q, k, v, *, segment_ids, extra_projections=None, **options
-    ) -> Float[Array, "B T N V"]:
-        """`_apply` of arrays that are zeros at padding."""
-        if extra_projections is not None and segment_ids is not None:
-            extra_projections = {
-                name: tokens_only(x, segment_pair(segment_ids)[0])
-                for name, x in extra_projections.items()
-            }
-        options |= given(extra_projections=extra_projections)
-        attend = functools.partial(self._apply, params, segment_ids=segment_ids, **options)
-        return attend_to_tokens(attend, q, k, v, segment_ids)
+    def _attend(self, call: Call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
+        """`_apply` with the seed of dropout, of arrays that are zeros at padding."""
+        if call.seed is None and call.dropout > 0.0:
+            call = call.but(seed=seed_words(call.rng, len(q), call.shard))
+        if not self._takes_lengths:
+            call = call.but(lengths=None)
+        if self._keeps_padding_out:
+            return self._apply(call, params, q, k, v, plan)
+        if call.extra_projections and call.segment_ids is not None:
+            ids = segment_pair(call.segment_ids)[0]
+            read = {name: tokens_only(x, ids) for name, x in call.extra_projections.items()}
+            call = call.but(extra_projections=read)
+        apply = functools.partial(self._apply, call, params, plan=plan)
+        return attend_to_tokens(apply, q, k, v, call.segment_ids)
 
     # What an algorithm defines.
 
-    def _plan(self, params, q, k, *, segment_ids, causal, rng, shard, train, length) -> Any:
-        del params, q, k, segment_ids, causal, rng, shard, train, length
+    def _plan(self, call: Call, params, q, k) -> Any:
+        del call, params, q, k
         return ()
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+    def _apply(self, call: Call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         raise NotImplementedError(f"{self.name} has no _apply")
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng):
+    def _init_cache(self, call: Call, params, q, k, v, plan) -> Any:
         raise NotImplementedError(f"{self.name} cannot decode")
 
-    def _step(self, params, q, k, v, cache, *, position):
+    def _step(self, call: Call, params, q, k, v, cache) -> tuple[Float[Array, "B 1 N V"], Any]:
         raise NotImplementedError(f"{self.name} cannot decode")
 
     def _replace_value(self, cache, v, position):
@@ -420,14 +511,9 @@ def _plan_and_apply(
     params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng = x
     segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
     masks = dict(segment_ids=segment_ids, causal=causal, rng=rng, shard=shard)
-    plan = op.plan(params, q, k, **masks, train=train, **given(global_tokens=global_tokens))
-    others = given(bias=bias, extra_projections=extra_projections)
+    plan = op.plan(params, q, k, **masks, train=train, global_tokens=global_tokens)
+    others = dict(bias=bias, extra_projections=extra_projections)
     return op.apply(params, q, k, v, plan=plan, dropout=dropout, **masks, **others)
-
-
-def given(**options: Any) -> dict[str, Any]:
-    """The options that are not None, so that functions without an option need not take it."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _constant(value: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Annotated, Any
 
 import jax
@@ -23,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Called, Count, SettingError, Size, shown
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.masking.bands import first_global, ids_at, rows_at
@@ -112,9 +112,7 @@ class block_sparse(AttentionOp):
     def _check(self) -> None:
         _ = self._fixed_mask
 
-    def _layout(
-        self, n_queries: int, n_keys: int, n_heads: int, causal: bool, dropout: float
-    ) -> Layout:
+    def _layout(self, call: Call, n_queries: int, n_keys: int, n_heads: int) -> Layout:
         """The layout of a call without `n_global`."""
         block_q, block_k = map(int, np.broadcast_to(self.block_size, 2))
         shape = -(-n_queries // block_q), -(-n_keys // block_k)
@@ -130,36 +128,33 @@ class block_sparse(AttentionOp):
             min(size, -(-length // MIN_TILE) * MIN_TILE)
             for size, length in ((block_q, n_queries), (block_k, n_keys))
         )
-        return Layout(mask, block_q, block_k, n_queries, n_keys, causal, dropout)
+        return Layout(mask, block_q, block_k, n_queries, n_keys, call.causal, call.dropout)
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+    def _apply(self, call, params, q, k, v, plan):
         del params
         if self.n_global and plan is not None:
-            return self._with_global(q, k, v, plan, segment_ids, causal, dropout, seed)
+            return self._with_global(call, q, k, v, plan)
         n_heads = q.shape[2]
-        layout = self._layout(q.shape[1], k.shape[1], all_heads(shard, n_heads), causal, dropout)
+        layout = self._layout(call, q.shape[1], k.shape[1], all_heads(call.shard, n_heads))
         if layout.n_masks not in (1, n_heads):  # a layout is one for all devices
             raise SettingError(
                 f"pattern gives masks of {layout.n_masks} heads, {layout.mask.shape}, and devices "
                 "share the heads: use context=1, or a pattern of one mask for all heads"
             )
-        return _attend(layout, self.impl, q, k, v, segment_ids, seed)
+        return _attend(call, layout, self.impl, q, k, v)
 
     # Global tokens. G of them are keys of additional blocks, which all queries see. At their own
     # positions they are masked. Their rows are computed separately.
 
-    def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, shard, train, length, global_tokens=None
-    ) -> Int[Array, "B G"] | tuple[()] | None:
+    def _plan(self, call, params, q, k) -> Int[Array, "B G"] | tuple[()] | None:
         """The positions of global tokens; None without any."""
-        del params, q, k, causal, rng, shard, train, length
-        return first_global(global_tokens, segment_ids, self.n_global) if self.n_global else ()
+        del params, q, k
+        tokens = call.global_tokens, call.segment_ids
+        return first_global(*tokens, self.n_global) if self.n_global else ()
 
-    def _with_global(
-        self, q, k, v, plan, segment_ids, causal, dropout, seed
-    ) -> Float[Array, "B T N V"]:
+    def _with_global(self, call: Call, q, k, v, plan) -> Float[Array, "B T N V"]:
         length = k.shape[1]
-        layout = self._layout(length, length, q.shape[2], causal, dropout)
+        layout = self._layout(call, length, length, q.shape[2])
         n_global, n_pad = plan.shape[1], -length % layout.block_k
         n_blocks = -(-n_global // layout.block_k)
         layout = dataclasses.replace(
@@ -174,34 +169,26 @@ class block_sparse(AttentionOp):
             )
 
         global_k, global_v = (rows_at(x, plan) for x in (k, v))
-        ids = ids_or_ones(segment_ids, k)
+        ids = ids_or_ones(call.segment_ids, k)
         row = jnp.arange(len(k))[:, None]
         masked_ids = ids.at[row, plan].set(0, mode="drop")
         masked_ids = jnp.pad(masked_ids, ((0, 0), (0, n_pad)))
         key_ids = jnp.concatenate([masked_ids, ids_at(ids, plan)], axis=1)
-        out = _attend(
-            layout,
-            self.impl,
-            q,
-            with_global(k, global_k),
-            with_global(v, global_v),
-            (ids, key_ids),
-            seed,
-        )
-        rows = band.rows_of_global_tokens(
-            rows_at(q, plan), k, v, plan, segment_ids, False, dropout, seed
-        )
+        keys, values = with_global(k, global_k), with_global(v, global_v)
+        out = _attend(call.but(segment_ids=(ids, key_ids)), layout, self.impl, q, keys, values)
+        rows = band.rows_of_global_tokens(call, rows_at(q, plan), k, v, plan)
         return out.at[row, plan].set(rows.astype(out.dtype), mode="drop")
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
-        del params, q, plan, rng
-        return fill_ring(k, v, lengths, capacity)
+    def _init_cache(self, call, params, q, k, v, plan) -> KeyValues:
+        del params, q, plan
+        return fill_ring(k, v, call.lengths, call.length)
 
-    def _step(self, params, q, k, v, cache: KeyValues, *, position):
+    def _step(self, call, params, q, k, v, cache: KeyValues):
         del params
+        position = call.position
         cache = add_to_ring(cache, k, v, position)
         n_heads, capacity = cache.keys.shape[1:3]
-        layout = self._layout(capacity, capacity, n_heads, True, 0.0)
+        layout = self._layout(call, capacity, capacity, n_heads)
         block_q, block_k = layout.block_q, layout.block_k
         rows = layout.rows(block_q, block_k)
         # The keys of the blocks that the query's block sees, [B, G, M].
@@ -213,23 +200,24 @@ class block_sparse(AttentionOp):
         index = jnp.minimum(seen, capacity - 1)[..., None]
         keys, values = (jnp.take_along_axis(x, index, axis=2) for x in cache)
         mask = CAUSAL.sees(Side(position[:, None, None]), Side(seen))
-        return attend_to(q, keys, values, mask, self.impl), cache
+        return attend_to(call, q, keys, values, mask, self.impl), cache
 
 
-def _attend(layout: Layout, impl: str, q, k, v, segment_ids, seed) -> Float[Array, "B T N V"]:
+def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T N V"]:
     sizes = layout.block_q, layout.block_k
     odd = sizes if any(size % MIN_TILE for size in sizes) else None
 
     def in_arrays() -> Float[Array, "B T N V"]:
-        in_tiles = functools.partial(_in_tiles, layout, segment_ids=segment_ids, seed=seed)
-        return attend_to_tokens(in_tiles, q, k, v, segment_ids)
+        in_tiles = functools.partial(_in_tiles, call, layout)
+        return attend_to_tokens(in_tiles, q, k, v, call.segment_ids)
 
     def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
         from reformax.ops.kernels.triton import block_sparse as kernel
 
-        return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), seed)[0]
+        ids = segment_pair(call.segment_ids)
+        return kernel.attend(layout, interpret, q, k, v, ids, call.seed)[0]
 
-    obstacles = kernel_obstacles(q, k, v, block_size=odd)
+    obstacles = kernel_obstacles(q, k, v, call.logits, block_size=odd)
     return compute_by(impl, {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)})
 
 
@@ -256,21 +244,20 @@ def _check_mask(mask: Any) -> Mask:
     return mask
 
 
-def _in_tiles(layout: Layout, q, k, v, *, segment_ids, seed) -> Float[Array, "B T N V"]:
+def _in_tiles(call: Call, layout: Layout, q, k, v) -> Float[Array, "B T N V"]:
     """The op in array operations: the tiles are the blocks."""
     tiling = tiles.Tiling(
         query_size=min(layout.block_q, layout.n_queries),
         key_size=min(layout.block_k, layout.n_keys),
-        causal=layout.causal,
-        scale=1 / math.sqrt(q.shape[-1]),
-        dropout=layout.dropout,
+        causal=call.causal,
+        logits=call.logits.for_size(q.shape[-1]),
+        dropout=call.dropout,
     )
     sizes = layout.block_q, layout.block_k
     plan = tiles.TilePlan(
         *(_visits(rows(*sizes), layout.n_masks) for rows in (layout.rows, layout.columns))
     )
-    x = tiles.inputs(q, k, v, None, segment_ids, seed)
-    return tiles.attend(tiles.forward, tiling, x, plan)
+    return tiles.attend(tiles.forward, tiling, tiles.inputs(call, q, k, v), plan)
 
 
 def _visits(rows: TileLists, n_masks: int) -> tiles.Visits:

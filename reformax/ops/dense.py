@@ -42,35 +42,24 @@ class dense(RingDecoding, AttentionOp):
     _takes_lengths = True
     _impls = ("cudnn",)
 
-    def _apply(
-        self,
-        params,
-        q,
-        k,
-        v,
-        *,
-        plan,
-        segment_ids,
-        causal,
-        dropout,
-        seed,
-        shard,
-        bias=None,
-        lengths=None,
-    ):
+    def _apply(self, call, params, q, k, v, plan):
         del params, plan
-        obstacle = cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths)
 
         def in_cudnn() -> Float[Array, "B T N V"]:
-            return cudnn_attention(q, k, v, causal=causal, lengths=lengths)
+            return cudnn_attention(q, k, v, causal=call.causal, lengths=call.lengths)
 
         @jax.checkpoint
         def attend(bias, q, k, v) -> Float[Array, "B T N V"]:
-            mask = visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
-            return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, seed=seed)
+            ids = call.segment_ids
+            mask = visibility(q.shape[1], k.shape[1], causal=call.causal, segment_ids=ids)
+            return reference_attention(q, k, v, mask, call.but(bias=bias))
 
         def in_arrays() -> Float[Array, "B T N V"]:
             arrays = q, *repeat_heads(q, k, v)
-            return attend_to_tokens(functools.partial(attend, bias), *arrays, segment_ids)
+            return attend_to_tokens(functools.partial(attend, call.bias), *arrays, call.segment_ids)
 
-        return compute_by(self.impl, {"cudnn": (obstacle, in_cudnn), "xla": (None, in_arrays)})
+        implementations = {
+            "cudnn": (cudnn_obstacle(call, q, k, v), in_cudnn),
+            "xla": (None, in_arrays),
+        }
+        return compute_by(self.impl, implementations)

@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax import devices
 from reformax.declared import NonNegative, Size, Width
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import (
     KERNELS,
@@ -52,12 +53,12 @@ from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
 from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.logits import PLAIN, Logits
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
 
 # The indexer clips its inputs to this magnitude. A score is a product of three inputs.
@@ -102,12 +103,14 @@ class dsa(AttentionOp):
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 
-    def _obstacles(self, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+    def _obstacles(
+        self, q: Array, k: Array, v: Array | None, logits: Logits = PLAIN
+    ) -> KernelObstacles:
         """The obstacles of the kernels."""
         n_pairs = q.shape[0] * q.shape[1] ** 2
         above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
-        return kernel_obstacles(q, k, v, **above)
+        return kernel_obstacles(q, k, v, logits, **above)
 
     def init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
         n_heads, size, n_index, d_index = dims.n_heads, dims.d_qk, self.n_index_heads, self.d_index
@@ -122,24 +125,21 @@ class dsa(AttentionOp):
             "weight": 0.1 * weight / math.sqrt(n_heads * size),
         }
 
-    def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
-    ) -> Int[Array, "B T K"]:
+    def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
-        del rng, shard, train, length
-        ids, n = ids_or_ones(segment_ids, q), q.shape[1]
+        ids, n = ids_or_ones(call.segment_ids, q), q.shape[1]
         index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
 
         def in_kernels(interpret: bool) -> Int[Array, "B T K"]:
             from reformax.ops.kernels.triton import indexer as kernel
 
-            masks = None if segment_ids is None else ids
+            masks = None if call.segment_ids is None else ids
             return kernel.choose_positions(
-                min(self.top_k, n), causal, interpret, *index, keys, masks
+                min(self.top_k, n), call.causal, interpret, *index, keys, masks
             )
 
         def best(queries, weights, query_ids, position):
-            allowed = _visible(causal, ids, query_ids, position)
+            allowed = _visible(call.causal, ids, query_ids, position)
             scores = _scores(IndexQueries(queries, weights), keys)
             return best_of(scores, allowed, min(self.top_k, n))
 
@@ -153,31 +153,31 @@ class dsa(AttentionOp):
 
     # Attention.
 
-    def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
-    ) -> Float[Array, "B T N V"]:
+    def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         length = q.shape[1]
-        ids = ids_or_ones(segment_ids, q)
+        ids = ids_or_ones(call.segment_ids, q)
         index, index_keys = _index_queries(params, q), _index_keys(params, k)
-        n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(shard))
+        n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
         factor = self.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import dsa as kernel
 
-            layout = FullLayout(length, length, causal, dropout)
-            masks = None if segment_ids is None else ids
-            arrays = q, k, v, kernel.IndexerArrays(*index, index_keys), factor, plan, masks, seed
-            return kernel.attend(layout, interpret, *arrays)
+            layout = FullLayout(length, length, call.causal, call.dropout)
+            masks = None if call.segment_ids is None else ids
+            indexer = kernel.IndexerArrays(*index, index_keys)
+            return kernel.attend(
+                layout, interpret, q, k, v, indexer, factor, plan, masks, call.seed
+            )
 
-        call = q, k, v, index, index_keys, factor, plan, ids, causal, dropout, seed
-        in_arrays = functools.partial(self._in_arrays, *call)
-        obstacles = self._obstacles(q, k, v)
+        arrays = q, k, v, index, index_keys, factor, plan, ids
+        in_arrays = functools.partial(self._in_arrays, call, *arrays)
+        obstacles = self._obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 
     def _in_arrays(
-        self, q, k, v, index, index_keys, factor, plan, ids, causal, dropout, seed
+        self, call: Call, q, k, v, index, index_keys, factor, plan, ids
     ) -> Float[Array, "B T N V"]:
         """The attention and the indexer's loss in array operations."""
         n_batch, length, n_heads, _ = q.shape
@@ -185,14 +185,14 @@ class dsa(AttentionOp):
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, chosen, query_ids, position, *index):
-            mask = _is_chosen(chosen, length) & _visible(causal, ids, query_ids, position)
-            logits = scaled_logits("bqnh,bsnh->bnqs", q, k)
+            mask = _is_chosen(chosen, length) & _visible(call.causal, ids, query_ids, position)
+            logits = call.logits.of("bqnh,bsnh->bnqs", q, k)
             weights = masked_softmax(logits, mask[:, None])
             dropped_weights = weights
-            if seed is not None:
+            if call.seed is not None:
                 query = position[:, None, :, None]
                 key = jnp.arange(length, dtype=jnp.int32)[None, None, None]
-                kept = dropout_mask(seed, dropout, batch, head, query, key)
+                kept = dropout_mask(call.seed, call.dropout, batch, head, query, key)
                 dropped_weights = weights * kept.astype(weights.dtype)
             out = product("bnqs,bsnv->bqnv", dropped_weights, v, v.dtype)
             mean_weights = lax.stop_gradient(weights).mean(axis=1)
@@ -205,12 +205,13 @@ class dsa(AttentionOp):
         out, losses = by_chunks(attend, n_seen, *arrays)
         return with_loss(join_chunks(out, length).astype(v.dtype), factor * losses.sum())
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> DsaCache:
-        del plan, rng
-        index = jnp.pad(_index_keys(params, k), ((0, 0), (0, capacity - q.shape[1]), (0, 0)))
-        return DsaCache(fill_ring(k, v, lengths, capacity), index)
+    def _init_cache(self, call, params, q, k, v, plan) -> DsaCache:
+        del plan
+        index = jnp.pad(_index_keys(params, k), ((0, 0), (0, call.length - q.shape[1]), (0, 0)))
+        return DsaCache(fill_ring(k, v, call.lengths, call.length), index)
 
-    def _step(self, params, q, k, v, cache: DsaCache, *, position: Int[Array, " B"]):
+    def _step(self, call, params, q, k, v, cache: DsaCache):
+        position = call.position
         memory = add_to_ring(cache.memory, k, v, position)
         row = jnp.arange(q.shape[0])
         index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
@@ -220,7 +221,7 @@ class dsa(AttentionOp):
         chosen = best_of(scores, allowed, min(self.top_k, index.shape[1]))  # [B, 1, K]
         at = jnp.maximum(chosen, 0)[..., None]
         keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
-        return attend_to(q, keys, values, chosen >= 0, self.impl), DsaCache(memory, index)
+        return attend_to(call, q, keys, values, chosen >= 0, self.impl), DsaCache(memory, index)
 
 
 # The indexer

@@ -28,6 +28,7 @@ from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import ring, tiles
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -72,67 +73,55 @@ class flash(RingDecoding, AttentionOp):
     def shards(self) -> tuple[str, ...]:
         return ("heads",) if self.impl == "cudnn" else ("heads", "sequence")
 
-    def _apply(
-        self,
-        params,
-        q,
-        k,
-        v,
-        *,
-        plan,
-        segment_ids,
-        causal,
-        dropout,
-        seed,
-        shard,
-        bias=None,
-        lengths=None,
-    ):
+    def _apply(self, call, params, q, k, v, plan):
         del params, plan
         block_sizes = self.query_block_size, self.key_block_size
+        causal, dropout, shard, seed = call.causal, call.dropout, call.shard, call.seed
+        ids = segment_pair(call.segment_ids)
         if shard is not None and shard.axis is not None:
-            impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, scale=self.scale))
-            pieces = _FlashPieces(block_sizes, self.scale, dropout, impl)
-            ids = segment_pair(segment_ids)
+            impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, call.logits))
+            pieces = _FlashPieces(block_sizes, call.logits, dropout, impl)
             return ring.attend(pieces, causal, q, k, v, ids, shard.axis, seed)
 
         def in_cudnn() -> Float[Array, "B T N V"]:
-            return cudnn_attention(q, k, v, causal=causal, scale=self.scale, lengths=lengths)
+            return cudnn_attention(
+                q, k, v, causal=causal, scale=call.logits.scale, lengths=call.lengths
+            )
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import block_sparse as kernel
 
             layout = FullLayout(q.shape[1], k.shape[1], causal, dropout)
             arrays = q, *repeat_heads(q, k, v)
-            return kernel.attend(layout, interpret, *arrays, segment_pair(segment_ids), seed)[0]
+            return kernel.attend(layout, interpret, *arrays, ids, seed)[0]
 
         def in_arrays() -> Float[Array, "B T N V"]:
             arrays = q, *repeat_heads(q, k, v)
-            tiling = _tiling(block_sizes, self.scale, dropout, causal, q, k)
+            tiling = _tiling(block_sizes, call.logits, dropout, causal, q, k)
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
 
             def attend(q, k, v):
-                x = tiles.inputs(q, k, v, bias, segment_ids, seed)
+                x = tiles.inputs(call, q, k, v)
                 return tiles.attend(tiles.forward, tiling, x, every)
 
-            return attend_to_tokens(attend, *arrays, segment_ids)
+            return attend_to_tokens(attend, *arrays, call.segment_ids)
 
-        bias_shape = None if bias is None else bias.shape
+        bias_shape = None if call.bias is None else call.bias.shape
         implementations = {
-            "cudnn": (cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths), in_cudnn),
-            "pallas": (kernel_obstacles(q, k, v, bias=bias_shape, scale=self.scale), in_kernels),
+            "cudnn": (cudnn_obstacle(call, q, k, v), in_cudnn),
+            "pallas": (kernel_obstacles(q, k, v, call.logits, bias=bias_shape), in_kernels),
             "xla": (None, in_arrays),
         }
         return compute_by(self.impl, implementations)
 
 
-def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Tiling:
+def _tiling(block_sizes, logits: Logits, dropout: float, causal: bool, q, k) -> tiles.Tiling:
     query_size, key_size = (size or default_block_size(q) for size in block_sizes)
     return tiles.Tiling(
         query_size=min(query_size, q.shape[1]),
         key_size=min(key_size, k.shape[1]),
         causal=causal,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        logits=logits.for_size(q.shape[-1]),
         dropout=dropout,
     )
 
@@ -141,7 +130,7 @@ class _FlashPieces(NamedTuple):
     """Attention of some queries to some keys, as `ring.PartialAttention` says."""
 
     block_sizes: tuple[int | None, int | None]
-    scale: float | None
+    logits: Logits
     dropout: float
     impl: str
 
@@ -151,7 +140,7 @@ class _FlashPieces(NamedTuple):
             kernel, layout, interpret = self._kernel(causal, q, k)
             return kernel.forward(layout, q, k, v, segment_ids, seed, interpret=interpret)
         tiling = _tiling(*self[:3], causal, q, k)
-        x = tiles.inputs(q, k, v, None, segment_ids, seed)
+        x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
         return tuple(tiles.forward(tiling, x, every.by_query))
 
@@ -163,7 +152,7 @@ class _FlashPieces(NamedTuple):
             dq, *of_keys = kernel.backward(layout, *arrays, interpret=interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
-            x = tiles.inputs(q, k, v, None, segment_ids, seed)
+            x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
             found = tiles.backward(tiling, x, every.by_key, tiles.TiledResults(*results), d_out)
             dq, *of_keys = found[:3]

@@ -11,7 +11,6 @@ Letters besides those of `reformax.ops.base`: X examples with their heads, B N o
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -101,24 +101,21 @@ class hash_sparse(AttentionOp):
     def _buckets(self, rotations, x: Float[Array, "B T N H"]) -> Int[Array, "B N T"]:
         return hash_by(rotations, x, (self.n_buckets,), self.impl)[:, :, 0]
 
-    def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
-    ) -> HashSparsePlan:
+    def _plan(self, call, params, q, k) -> HashSparsePlan:
         """Both orders by segment, bucket and position."""
-        del params, causal, train, length
-        rotations = draw_rotations(q, (self.n_buckets,), 1, rng, shard)
+        del params
+        rotations = draw_rotations(q, (self.n_buckets,), 1, call.rng, call.shard)
 
         def order(x: Float[Array, "B T N H"]) -> SortedSequence:
             buckets = self._buckets(rotations, lax.stop_gradient(x))
-            return sorted_groups.sort(buckets, self.n_buckets, segment_ids)
+            return sorted_groups.sort(buckets, self.n_buckets, call.segment_ids)
 
         return HashSparsePlan(order(q), None if self.shared_qk else order(k))
 
-    def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard
-    ) -> Float[Array, "B T N V"]:
-        del params, segment_ids  # groups of the plan tell segments apart
+    def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
+        del params
         n_batch, length, n_heads, _ = q.shape
+        causal, dropout, seed = call.causal, call.dropout, call.seed
         k = length_normalize(q) if self.shared_qk else k
         queries, keys = plan.queries, plan.key_order
         sides = (q, queries), (k, keys), (v, keys)
@@ -127,7 +124,7 @@ class hash_sparse(AttentionOp):
         exclude_self = self.shared_qk
 
         def in_arrays() -> Float[Array, "X T 1 V"]:
-            return _in_arrays(*x, *flat, causal, exclude_self, dropout, n_heads, seed)
+            return _in_arrays(call, *x, *flat, exclude_self, n_heads)
 
         def in_kernels(interpret: bool) -> Float[Array, "X T 1 V"]:
             from reformax.ops.kernels.triton import block_sparse as kernel
@@ -138,7 +135,7 @@ class hash_sparse(AttentionOp):
             groups = *(y.group for y in flat), *(y.position for y in flat)
             return kernel.attend(layout, interpret, *x, groups, seed)[0]
 
-        obstacles = kernel_obstacles(q, k, v)
+        obstacles = kernel_obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out = compute_by(self.impl, implementations)
         out = out.reshape(n_batch, n_heads, length, -1)
@@ -151,22 +148,20 @@ class hash_sparse(AttentionOp):
         alone = jnp.swapaxes(jnp.take_along_axis(alone, slot, axis=2), 1, 2)
         return jnp.where(alone[..., None], dropped_self_values(v, dropout, seed), out)
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> HashSparseCache:
+    def _init_cache(self, call, params, q, k, v, plan) -> HashSparseCache:
         del params, plan  # only orders, which decoding does not use
-        rotations = draw_rotations(q, (self.n_buckets,), 1, rng)
+        rotations = draw_rotations(q, (self.n_buckets,), 1, call.rng)
         buckets = self._buckets(rotations, q if self.shared_qk else k)
         keys = length_normalize(q) if self.shared_qk else k
         return HashSparseCache(
-            fill_ring(keys, v, lengths, capacity),
-            jnp.pad(buckets, ((0, 0), (0, 0), (0, capacity - q.shape[1]))),
+            fill_ring(keys, v, call.lengths, call.length),
+            jnp.pad(buckets, ((0, 0), (0, 0), (0, call.length - q.shape[1]))),
             SharedByBatch(rotations),
         )
 
-    def _step(
-        self, params, q, k, v, cache: HashSparseCache, *, position: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B 1 N V"], HashSparseCache]:
+    def _step(self, call, params, q, k, v, cache: HashSparseCache):
         del params
-        memory, buckets, (rotations,) = cache
+        position, (memory, buckets, (rotations,)) = call.position, cache
         query_bucket = self._buckets(rotations, q)
         key_bucket = query_bucket if self.shared_qk else self._buckets(rotations, k)
         keys = length_normalize(q) if self.shared_qk else k
@@ -177,36 +172,34 @@ class hash_sparse(AttentionOp):
         rule = Visibility(causal=True, exclude_self=self.shared_qk)
         mask = (buckets == query_bucket) & rule.sees(Side(newest), Side(key))
         alone = v if self.attend_self_if_alone else None
-        out = attend_to(q, *memory, mask, self.impl, alone)
+        out = attend_to(call, q, *memory, mask, self.impl, alone)
         return out, HashSparseCache(memory, buckets, SharedByBatch(rotations))
 
 
 def _in_arrays(
+    call: Call,
     q,
     k,
     v,
     queries: SortedSequence,
     keys: SortedSequence,
-    causal,
-    exclude_self,
-    dropout,
-    n_heads,
-    seed,
+    exclude_self: bool,
+    n_heads: int,
 ) -> Float[Array, "X T 1 V"]:
     """The op in array operations, tile by tile."""
     size = min(TILE, q.shape[1])
     tiling = tiles.Tiling(
         query_size=size,
         key_size=size,
-        causal=causal,
-        scale=1 / math.sqrt(q.shape[-1]),
-        dropout=dropout,
+        causal=call.causal,
+        logits=call.logits.for_size(q.shape[-1]),
+        dropout=call.dropout,
         exclude_self=exclude_self,
         n_folded=n_heads,
     )
     groups, orders = (queries.group, keys.group), (queries.position, keys.position)
-    x = tiles.TiledInputs(q, k, v, None, *groups, seed, *orders)
-    visits = sorted_groups.visits((size, size), causal, queries, keys)
+    x = tiles.TiledInputs(q, k, v, None, *groups, call.seed, *orders)
+    visits = sorted_groups.visits((size, size), call.causal, queries, keys)
     return tiles.attend(tiles.forward, tiling, x, visits)
 
 

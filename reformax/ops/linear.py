@@ -62,13 +62,12 @@ class linear(Recurrence, AttentionOp):
     def init(self, rng, dims) -> Any:
         return () if self.conv_size is None else conv_params(self.conv_size, rng, dims)
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
-        if causal:
-            options = dict(plan=plan, causal=causal, dropout=dropout, seed=seed, shard=shard)
-            return super()._apply(params, q, k, v, segment_ids=segment_ids, **options)
+    def _apply(self, call, params, q, k, v, plan):
+        if call.causal:
+            return super()._apply(call, params, q, k, v, plan)
         x = self._inputs(params, q, k, v)
         sums = bidirectional(
-            x.q, x.k, with_ones(x.v), segment_ids=segment_ids, chunk_len=self.chunk_len
+            x.q, x.k, with_ones(x.v), segment_ids=call.segment_ids, chunk_len=self.chunk_len
         )
         return quotient(sums).astype(v.dtype)
 

@@ -70,13 +70,12 @@ class linformer(AttentionOp):
             for name, weight_rng in zip(names, jax.random.split(rng, len(names)), strict=True)
         }
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
-        del segment_ids  # `AttentionOp.apply` makes padding zeros, before and after
+    def _apply(self, call, params, q, k, v, plan):
         if params["e"].ndim == 3:
-            params = {name: of_heads(x, shard, q.shape[2]) for name, x in params.items()}
+            params = {name: of_heads(x, call.shard, q.shape[2]) for name, x in params.items()}
         keys, values = _projected(k, params["e"]), _projected(v, params.get("f", params["e"]))
-        call = dict(plan=plan, causal=causal, dropout=dropout, seed=seed, shard=shard)
-        return flash.flash(impl=self.impl).apply((), q, keys, values, segment_ids=None, **call)
+        call = call.but(segment_ids=None)  # the base class makes padding zeros, before and after
+        return flash.flash(impl=self.impl).attend(call, (), q, keys, values, plan)
 
 
 def _projected(

@@ -116,9 +116,9 @@ class local(RingDecoding, AttentionOp):
                 f"raise n_chunks_before to {self._chunks_reached}"
             )
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+    def _apply(self, call, params, q, k, v, plan):
         del params, plan
-        window, shared_qk = self.window, self.shared_qk
+        window, shared_qk, causal = self.window, self.shared_qk, call.causal
         if not causal and self._chunks_reached > self.n_chunks_after:
             raise SettingError(
                 f"window is {window} and causal=False, but n_chunks_after is "
@@ -126,8 +126,8 @@ class local(RingDecoding, AttentionOp):
             )
         not_for_cudnn = f"window={window}, shared_qk={shared_qk}, causal={causal}"
         if window is not None and not shared_qk and causal:
-            not_for_cudnn = cudnn_obstacle(q, k, v, segment_ids, dropout)
-        obstacles = kernel_obstacles(q, k, v, wrap=self.wrap)
+            not_for_cudnn = cudnn_obstacle(call, q, k, v)
+        obstacles = kernel_obstacles(q, k, v, call.logits, wrap=self.wrap)
         impl = choose_impl(self.impl, cudnn=not_for_cudnn, pallas=obstacles)
         if impl == "cudnn":
             return cudnn_attention(q, k, v, causal=True, window=window)
@@ -139,6 +139,7 @@ class local(RingDecoding, AttentionOp):
             order = circle.sequence_in_a_circle(n_batch, n_heads, n_slots, sizes)
             if self.self_score is not None:
                 self_weight = circle.self_weight(self.self_score, order, sizes)
-        options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=dropout)
-        chunks = sizes.cut(length, circle=self.wrap, **options)
-        return chunked_attention(q, k, v, chunks, order, segment_ids, seed, impl, self_weight)
+        options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=call.dropout)
+        chunks = sizes.cut(length, circle=self.wrap, logits=call.logits, **options)
+        masks = call.segment_ids, call.seed
+        return chunked_attention(q, k, v, chunks, order, *masks, impl, self_weight)

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -38,7 +39,6 @@ from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import masked_softmax
 
 Rank = Annotated[int, Bounds(0, 2**16)]
@@ -109,10 +109,11 @@ class long_short(AttentionOp):
                 params[f"{kind}_values_norm"] = jnp.broadcast_to(one, (2, n, v))
         return params
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+    def _apply(self, call, params, q, k, v, plan):
         del plan
+        segment_ids, causal = call.segment_ids, call.causal
         params = {
-            name: of_heads(x, shard, q.shape[2], axis=0 if name == "projection" else 1)
+            name: of_heads(x, call.shard, q.shape[2], axis=0 if name == "projection" else 1)
             for name, x in params.items()
         }
 
@@ -128,11 +129,11 @@ class long_short(AttentionOp):
             def attend_group(
                 far: Mixtures | None, near: WindowedBlocks
             ) -> Float[Array, "B C L N V"]:
-                kinds = [self._near(near, causal)]
+                kinds = [self._near(call, near)]
                 if far is not None:
-                    kinds.append(self._far(near, far, chunk_len if causal else None))
+                    kinds.append(self._far(call, near, far, chunk_len if causal else None))
                 heads = jnp.arange(n_heads)
-                return attend_to_kinds(kinds, near.query_position, dropout, seed, heads)
+                return attend_to_kinds(call, kinds, near.query_position, heads)
 
             near = self._window(params, q, k, v, real, causal)
             n_far = 0 if far is None else far.keys.shape[1]
@@ -165,19 +166,21 @@ class long_short(AttentionOp):
             real=windows(jnp.broadcast_to(real, (len(real), length))),
         )
 
-    def _near(self, near: WindowedBlocks, causal: bool) -> KeysOfKind:
+    def _near(self, call: Call, near: WindowedBlocks) -> KeysOfKind:
         """The keys of the window."""
         q = Side(near.query_position[..., None])
         k = Side(near.key_position[:, :, None], exists=near.real[:, :, None])
-        mask = Visibility(causal, self.window).sees(q, k)
+        mask = Visibility(call.causal, self.window).sees(q, k)
         return KeysOfKind(
-            logits=scaled_logits("bclnh,bcmnh->bnclm", near.queries, near.keys),
+            logits=call.logits.of("bclnh,bcmnh->bnclm", near.queries, near.keys),
             values=near.values,
             mask=mask[:, None],
             address=2 * near.key_position,
         )
 
-    def _far(self, near: WindowedBlocks, far: Mixtures, chunk_len: int | None) -> KeysOfKind:
+    def _far(
+        self, call: Call, near: WindowedBlocks, far: Mixtures, chunk_len: int | None
+    ) -> KeysOfKind:
         """The summaries of all chunks; with `chunk_len`, of those before the query's chunk."""
         number = jnp.arange(far.keys.shape[1])
         mask = far.real[:, None, None]
@@ -187,7 +190,7 @@ class long_short(AttentionOp):
             mask = mask & EARLIER_BLOCKS.sees(Side(query_chunk), Side(chunk))
         mask = jnp.broadcast_to(mask, (len(mask), *near.query_position.shape[1:], len(number)))
         return KeysOfKind(
-            logits=scaled_logits("bclnh,bsnh->bncls", near.queries, far.keys),
+            logits=call.logits.of("bclnh,bsnh->bncls", near.queries, far.keys),
             values=far.values[:, None],
             mask=mask[:, None],
             address=2 * number[None, None] + 1,
@@ -215,8 +218,9 @@ class long_short(AttentionOp):
 
     # Decoding.
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> LongShortCache:
-        del q, plan, rng
+    def _init_cache(self, call, params, q, k, v, plan) -> LongShortCache:
+        del q, plan
+        lengths, capacity = call.lengths, call.length
         rank, chunk_len = self.rank, min(self.chunk_len, capacity)
         ring = fill_ring(k, v, lengths, min(max(self.window, rank and chunk_len), capacity))
         n_mixtures = -(-capacity // chunk_len) * rank
@@ -236,9 +240,8 @@ class long_short(AttentionOp):
             )
         return LongShortCache(ring, far)
 
-    def _step(
-        self, params, q, k, v, cache: LongShortCache, *, position
-    ) -> tuple[Any, LongShortCache]:
+    def _step(self, call, params, q, k, v, cache: LongShortCache) -> tuple[Any, LongShortCache]:
+        position = call.position
         ring = add_to_ring(cache.ring, k, v, position)
         held = positions_by_slot(position, ring.keys.shape[2])
         rule = Visibility(causal=True, window=self.window)
@@ -260,7 +263,7 @@ class long_short(AttentionOp):
             near = KeyValues(
                 *(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True))
             )
-        return attend_to(q, *near, mask[:, None], "auto"), LongShortCache(ring, far)
+        return attend_to(call, q, *near, mask[:, None], "auto"), LongShortCache(ring, far)
 
     def _with_newest(self, params, cache: LongShortCache, ring, held, position) -> KeyValues:
         """The mixtures with those of the newest chunk, of its tokens so far."""

@@ -100,51 +100,28 @@ class longformer(AttentionOp):
             "global_v": ExtraProjection(dims.n_heads, dims.d_v),
         }
 
-    def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, shard, train, length, global_tokens=None
-    ) -> Int[Array, "B G"] | None:
+    def _plan(self, call, params, q, k) -> Int[Array, "B G"] | None:
         """The positions of global tokens, if there are any."""
-        del params, k, causal, rng, shard, train, length
-        return first_global(global_tokens, segment_ids, self.n_global)
+        del params, q, k
+        return first_global(call.global_tokens, call.segment_ids, self.n_global)
 
-    def _apply(
-        self,
-        params,
-        q,
-        k,
-        v,
-        *,
-        plan,
-        segment_ids,
-        causal,
-        dropout,
-        seed,
-        shard,
-        extra_projections=None,
-    ) -> Array:
+    def _apply(self, call, params, q, k, v, plan) -> Array:
         del params
-        bands = self._bands(q.shape[2], causal)
-        out = band.attend(bands, q, k, v, plan, segment_ids, dropout, seed, self.impl)
+        out = band.attend(call, self._bands(q.shape[2], call.causal), q, k, v, plan, self.impl)
         if plan is None:
             return out
-        if extra_projections:
-            q, k, v = (extra_projections[f"global_{name}"] for name in "qkv")
-        rows = band.rows_of_global_tokens(
-            rows_at(q, plan), k, v, plan, segment_ids, causal, dropout, seed
-        ).astype(out.dtype)
+        if call.extra_projections:
+            q, k, v = (call.extra_projections[f"global_{name}"] for name in "qkv")
+        rows = band.rows_of_global_tokens(call, rows_at(q, plan), k, v, plan).astype(out.dtype)
         return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
 
-    def _init_cache(
-        self, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None
-    ) -> band_cache.BandCache:
-        del params, rng, extra_projections
+    def _init_cache(self, call, params, q, k, v, plan) -> band_cache.BandCache:
+        del params
         global_positions = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
-        global_positions = jnp.where(global_positions < lengths[:, None], global_positions, NOWHERE)
-        bands = self._bands(q.shape[2], True)
-        return band_cache.fill(bands, k, v, global_positions, lengths, capacity)
+        exists = global_positions < call.lengths[:, None]
+        global_positions = jnp.where(exists, global_positions, NOWHERE)
+        return band_cache.fill(call, self._bands(q.shape[2], True), k, v, global_positions)
 
-    def _step(
-        self, params, q, k, v, cache: band_cache.BandCache, *, position, extra_projections=None
-    ):
-        del params, extra_projections
-        return band_cache.step(self._bands(q.shape[2], True), q, k, v, cache, position, self.impl)
+    def _step(self, call, params, q, k, v, cache: band_cache.BandCache):
+        del params
+        return band_cache.step(call, self._bands(q.shape[2], True), q, k, v, cache, self.impl)

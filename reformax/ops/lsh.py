@@ -31,6 +31,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -184,63 +185,64 @@ class lsh(AttentionOp):
                 "rotations are given and n_buckets is 'auto': give the number of buckets"
             )
 
-    def _choose(self, q: Array, v: Array | None = None) -> str:
+    def _choose(self, call: Call, q: Array, v: Array | None = None) -> str:
         """The implementation of a call, whose values may not be known yet."""
         obstacles = kernel_obstacles(
-            *(q, None, v),
+            *(q, None, v, call.logits),
             strictly_causal=self.strictly_causal,
             wrap=self.wrap,
             self_score=self.self_score,
         )
         return choose_impl(self.impl, pallas=obstacles)
 
-    def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
-    ) -> Order | None:
+    def _plan(self, call, params, q, k) -> Order | None:
         """The order by bucket of each hash; None where one chunk has all keys."""
-        del params, k, causal
+        del params, k
         one_chunk = q.shape[1] <= self.chunk_len
         if one_chunk and not self.strictly_causal:
             return None
         # Hash: a random rotation for each hash, a bucket [B, N, R, T] for each position.
-        vectors, impl = lax.stop_gradient(q), self._choose(q)
-        length, n_hashes = length or q.shape[1], self._n_hashes_in(train)
+        vectors, impl = lax.stop_gradient(q), self._choose(call, q)
+        length, n_hashes = call.length or q.shape[1], self._n_hashes_in(call.train)
         factors = self._hashing.factors_for(length)
-        rotations = self._hashing.rotations_for(vectors, length, n_hashes, rng, shard)
+        rotations = self._hashing.rotations_for(vectors, length, n_hashes, call.rng, call.shard)
         buckets = hash_by(rotations, vectors, factors, self.impl)
         # Sort: by segment, bucket and position, padded to whole chunks.
         n_pad = 0 if one_chunk else -q.shape[1] % self._pad_multiple
-        order = sort_by_bucket(buckets, math.prod(factors), segment_ids, n_pad)
+        order = sort_by_bucket(buckets, math.prod(factors), call.segment_ids, n_pad)
         if self.strictly_causal:
             return within_buckets(order, buckets, self.chunk_len * self.n_chunks_before)
         if self.wrap:
             order = circle.in_a_circle(order, self._chunks)
         return order.for_impl(impl, self.count_once)
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+    def _apply(self, call, params, q, k, v, plan):
         """Softmax attention over the chunks of all hashes' orders."""
         del params
         # How the orders are cut, and which keys of the chunks in reach are hidden.
         chunking = self._chunks.cut(
             q.shape[1],
             circle=self.wrap,
-            causal=causal,
+            causal=call.causal,
             shared_qk=True,
             attend_self_if_alone=self.attend_self_if_alone,
             count_once=self.count_once,
-            dropout=dropout,
+            dropout=call.dropout,
+            logits=call.logits,
         )
-        impl = self._choose(q, v)
+        impl = self._choose(call, q, v)
         self_weight = None
         if self.self_score is not None and plan is not None:
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)
-        return chunked_attention(q, k, v, chunking, plan, segment_ids, seed, impl, self_weight)
+        masks = call.segment_ids, call.seed
+        return chunked_attention(q, k, v, chunking, plan, *masks, impl, self_weight)
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> LshCache:
-        """The cache after the first `lengths` positions of each row."""
+    def _init_cache(self, call, params, q, k, v, plan) -> LshCache:
+        """The cache after the first `call.lengths` positions of each row."""
         del params, k, plan  # decoding keeps buckets, which a plan does not have
-        factors, length = self._hashing.factors_for(capacity), q.shape[1]
-        rotations = self._hashing.rotations_for(q, capacity, self._n_hashes_in(train=False), rng)
+        lengths, capacity, length = call.lengths, call.length, q.shape[1]
+        factors, n_hashes = self._hashing.factors_for(capacity), self._n_hashes_in(call.train)
+        rotations = self._hashing.rotations_for(q, capacity, n_hashes, call.rng)
         buckets = hash_by(rotations, q, factors, self.impl)
         is_token = arange_last(length) < lengths[:, None, None, None]
         n_buckets = math.prod(factors)  # also the bucket of positions without a token
@@ -254,11 +256,10 @@ class lsh(AttentionOp):
             SharedByBatch(rotations),
         )
 
-    def _step(
-        self, params, q, k, v, cache: LshCache, *, position: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B 1 N V"], LshCache]:
+    def _step(self, call, params, q, k, v, cache: LshCache):
         """Attention of one more position of each row, and the cache with it."""
         del params, k
+        position = call.position
         memory, buckets, order, (rotations,) = cache
         # Hash the new query, and insert its position in each hash's order.
         factors = self._hashing.factors_for(order.shape[-1])
@@ -273,7 +274,7 @@ class lsh(AttentionOp):
         alone = v if self.attend_self_if_alone else None
         mask, new = mask.reshape(index.shape), KeyValues(length_normalize(q), v)
         options = dict(alone=alone, index=index)
-        out, memory = add_and_attend(q, memory, new, position, mask, self.impl, **options)
+        out, memory = add_and_attend(call, q, memory, new, mask, self.impl, **options)
         return out, LshCache(memory, buckets, order, SharedByBatch(rotations))
 
     def _visible_to_newest(

@@ -21,16 +21,16 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from reformax.declared import Size
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
-from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.row_blocks import block_at, over_groups, rows
 from reformax.ops.softmax import tiles
@@ -70,10 +70,9 @@ class memory_efficient(RingDecoding, AttentionOp):
     _grouped = True
     _impls = KERNELS
 
-    def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard, bias=None
-    ):
+    def _apply(self, call, params, q, k, v, plan):
         del params, plan
+        causal, bias = call.causal, call.bias
         k, v = repeat_heads(q, k, v)
         n_queries, n_keys = q.shape[1], k.shape[1]
         query_size = chunk_size(self.query_chunk_size, n_queries)
@@ -82,50 +81,49 @@ class memory_efficient(RingDecoding, AttentionOp):
             query_size=query_size,
             key_size=min(query_size, key_size) if causal else key_size,
             causal=causal,
-            scale=1 / math.sqrt(q.shape[-1]),
-            dropout=dropout,
+            logits=call.logits.for_size(q.shape[-1]),
+            dropout=call.dropout,
         )
         obstacles = functools.partial(
-            kernel_obstacles, q, k, v, bias=None if bias is None else bias.shape
+            kernel_obstacles, q, k, v, call.logits, bias=None if bias is None else bias.shape
         )
         of_forward = obstacles(
-            segment_ids="given" if segment_ids is not None else None,
-            dropout=dropout,
+            segment_ids="given" if call.segment_ids is not None else None,
+            dropout=call.dropout,
             chunks=_uneven(tiling, key_size, n_queries, n_keys),
         )
         passes = (choose_impl(self.impl, pallas=found) for found in (of_forward, obstacles()))
-        return attend(tuple(passes), tiling, key_size, q, k, v, bias, segment_ids, seed)
+        return attend(call, tuple(passes), tiling, key_size, q, k, v)
 
 
 def attend(
+    call: Call,
     impls: tuple[str, str],
     tiling: tiles.Tiling,
     key_chunk_size: int,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
-    bias: Float[Array, "#B #N #T #S"] | None,
-    segment_ids: SegmentIds | None,
-    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B T N V"]:
     """The attention, each pass by its implementation.
 
     Args:
+      call: of the op.
       impls: that of the forward pass and that of the gradient.
       tiling: the chunks of queries; if causal, also those of keys around the diagonal.
       key_chunk_size: keys in the other chunks.
-      q, k, v, bias, segment_ids, seed: as in a call of the op.
+      q, k, v: queries, keys and values.
     """
     summary = tiles.tile_softmax
     if impls[0] != "xla":
         summary = functools.partial(kernel_summary, impls[0] == INTERPRETED)
     forward_pass = functools.partial(forward, key_chunk_size, summary)
     every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
-    x = tiles.inputs(q, k, v, bias, segment_ids, seed)
+    x = tiles.inputs(call, q, k, v)
     if impls[1] == "xla":
         return tiles.attend(forward_pass, tiling, x, every)
     interpret = impls[1] == INTERPRETED
-    return _with_kernel_gradient(forward_pass, tiling, interpret, x, every, seed)
+    return _with_kernel_gradient(forward_pass, tiling, interpret, x, every, call.seed)
 
 
 @functools.partial(CustomDerivatives, n_static=3)

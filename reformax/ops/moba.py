@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import (
@@ -80,12 +81,10 @@ class moba(AttentionOp):
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 
-    def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
-    ) -> Int[Array, "B N T K-1"]:
+    def _plan(self, call, params, q, k) -> Int[Array, "B N T K-1"]:
         """The earlier blocks that each query chooses."""
-        del params, causal, rng, shard, train, length
-        q, k = lax.stop_gradient(q), lax.stop_gradient(k)
+        del params
+        q, k, segment_ids = lax.stop_gradient(q), lax.stop_gradient(k), call.segment_ids
         n_batch, length, n_heads, _ = q.shape
         ids = ids_or_ones(segment_ids, q)
         size = min(self.block_size, length)
@@ -121,13 +120,13 @@ class moba(AttentionOp):
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
-        del params, causal
+    def _apply(self, call, params, q, k, v, plan):
+        del params
         length, size = q.shape[1], min(self.block_size, q.shape[1])
 
         def in_arrays() -> Float[Array, "B T N V"]:
             arrays = q, *repeat_heads(q, k, v)
-            return _in_arrays(_tiles(plan, size, size), size, *arrays, segment_ids, dropout, seed)
+            return _in_arrays(call, _tiles(plan, size, size), size, *arrays)
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import moba as kernel
@@ -136,23 +135,25 @@ class moba(AttentionOp):
             found = _tiles(plan, size, n_rows)
             lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.slot >= 0)
             n_keys = min(KEYS, kernel.power_of_two(size))
-            sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, dropout)
-            ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-            return kernel.attend(sizes, interpret, q, k, v, ids, lists, seed)
+            sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, call.dropout)
+            ids = call.segment_ids
+            ids = None if ids is None else jnp.asarray(ids, jnp.int32)
+            return kernel.attend(sizes, interpret, q, k, v, ids, lists, call.seed)
 
-        obstacles = kernel_obstacles(q, k, v)
+        obstacles = kernel_obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> MobaCache:
-        del params, q, plan, rng
-        memory = fill_ring(k, v, lengths, capacity)  # zeros where there is no position yet
+    def _init_cache(self, call, params, q, k, v, plan) -> MobaCache:
+        del params, q, plan
+        memory = fill_ring(k, v, call.lengths, call.length)  # zeros where there is no position yet
         keys = jnp.swapaxes(memory.keys, 1, 2).astype(accum_dtype(k.dtype))
-        blocks = in_blocks(keys, min(self.block_size, capacity))
+        blocks = in_blocks(keys, min(self.block_size, call.length))
         return MobaCache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
 
-    def _step(self, params, q, k, v, cache: MobaCache, *, position: Int[Array, " B"]):
+    def _step(self, call, params, q, k, v, cache: MobaCache):
         del params
+        position = call.position
         memory = add_to_ring(cache.memory, k, v, position)
         capacity, n_blocks = memory.keys.shape[2], cache.sums.shape[2]
         size = min(self.block_size, capacity)
@@ -175,7 +176,7 @@ class moba(AttentionOp):
         key = key.reshape(*key.shape[:2], -1)
         row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
         keys, values = (x[row, head, jnp.clip(key, 0, capacity - 1)] for x in memory)
-        out = attend_to(q, keys, values, mask.reshape(key.shape), self.impl)
+        out = attend_to(call, q, keys, values, mask.reshape(key.shape), self.impl)
         return out, MobaCache(memory, sums)
 
 
@@ -213,14 +214,12 @@ def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> ChosenTil
     )
 
 
-def _in_arrays(
-    tiles: ChosenTiles, size, q, k, v, segment_ids, dropout, seed
-) -> Float[Array, "B T N V"]:
+def _in_arrays(call: Call, tiles: ChosenTiles, size: int, q, k, v) -> Float[Array, "B T N V"]:
     """The op in array operations, in a loop over the tiles of all sequences and heads."""
     n_batch, length, n_heads, _ = q.shape
     dtype = accum_dtype(q.dtype, v.dtype)
     query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.slot.shape[3])
-    ids = ids_or_ones(segment_ids, q)
+    ids = ids_or_ones(call.segment_ids, q)
 
     # Arrays by tile, with the axis of tiles in front; [M, B, N, L, ...].
     def queries_by_tile(x: Array) -> Array:  # of [B, N or 1, T, ...]
@@ -230,7 +229,7 @@ def _in_arrays(
         return _by_tile(gather_rows(jnp.moveaxis(in_blocks(x, size), 3, 1), tiles.block))
 
     heads = jnp.swapaxes(q, 1, 2)
-    attend = jax.checkpoint(functools.partial(_tile, seed, dropout))
+    attend = jax.checkpoint(functools.partial(_tile, call))
     parts = lax.map(
         lambda tile: attend(*tile),
         (
@@ -256,12 +255,11 @@ def _by_tile(x: Array) -> Array:
     return jnp.moveaxis(x, 2, 0)
 
 
-def _tile(seed, dropout, queries, keys, q, k, v) -> Softmax:
+def _tile(call: Call, queries, keys, q, k, v) -> Softmax:
     """The softmax of a tile's queries over its block.
 
     Args:
-      seed: the seed of dropout; None without dropout.
-      dropout: the rate of dropout.
+      call: of the op.
       queries: the queries' positions, -1 for none, and their segments.
       keys: the block's index, and the segments of its keys.
       q, k, v: `[B, N, L, ...]`.
@@ -270,7 +268,7 @@ def _tile(seed, dropout, queries, keys, q, k, v) -> Softmax:
     block, key_ids = (x[..., None, :] for x in (keys[0][..., None], keys[1]))
     key = block * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
     mask = CAUSAL.sees(Side(query, query_ids), Side(key, key_ids))
-    return gathered_softmax(q, k, v, mask, (query, key), dropout, seed)
+    return gathered_softmax(call, q, k, v, mask, (query, key))
 
 
 class MobaCache(NamedTuple):

@@ -34,6 +34,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS, KernelObstacles, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
@@ -52,7 +53,7 @@ from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.gathered import gather_rows
-from reformax.ops.softmax.masked import scaled_logits, softmax_over
+from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import masked_softmax
 
 # The largest sizes that the tiles of the kernels hold.
@@ -124,7 +125,7 @@ class nsa(AttentionOp):
                     f"{self.compress_stride}"
                 )
 
-    def _obstacles(self, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+    def _obstacles(self, call: Call, q: Array, k: Array, v: Array | None) -> KernelObstacles:
         """The obstacles of the kernels of the compressed and the selected branch."""
         shape = {
             "heads_of_a_key_head": q.shape[2] // k.shape[2],
@@ -132,7 +133,7 @@ class nsa(AttentionOp):
             "blocks": -(-q.shape[1] // self.block_size),
         }
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
-        return kernel_obstacles(q, k, v, **above)
+        return kernel_obstacles(q, k, v, call.logits, **above)
 
     def _within(self, length: int) -> nsa:
         """The op with sizes up to `length` that compute the same function."""
@@ -243,11 +244,9 @@ class nsa(AttentionOp):
         allowed = (block >= first) & (block <= query_block)
         return best_of(scores, allowed, min(self.n_selected, scores.shape[-1]))
 
-    def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
-    ) -> Int[Array, "B G T K"]:
+    def _plan(self, call, params, q, k) -> Int[Array, "B G T K"]:
         """The blocks that each query selects."""
-        del causal, rng, shard, train, length
+        segment_ids = call.segment_ids
         q, k, params = lax.stop_gradient((q, k, params))
         length = q.shape[1]
         fitted = self._within(length)
@@ -271,14 +270,19 @@ class nsa(AttentionOp):
             return selection.select(sizes, interpret, q, summaries.keys, *masks)
 
         def in_arrays() -> Int[Array, "B G T K"]:
-            return fitted._select_in_arrays(q, summaries, ids, first_position)
+            return fitted._select_in_arrays(call, q, summaries, ids, first_position)
 
-        obstacles = fitted._obstacles(q, k, None)
+        obstacles = fitted._obstacles(call, q, k, None)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 
     def _select_in_arrays(
-        self, q, summaries: Summaries, ids: Int[Array, "B T"], first_position: Int[Array, "B T"]
+        self,
+        call: Call,
+        q,
+        summaries: Summaries,
+        ids: Int[Array, "B T"],
+        first_position: Int[Array, "B T"],
     ) -> Int[Array, "B G T K"]:
         """`_plan` in array operations, in chunks of queries."""
         n_batch, length = ids.shape
@@ -287,7 +291,7 @@ class nsa(AttentionOp):
 
         def select(q, ids, position, first_position):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
             mask = summaries.seen(last, ids, position)
-            logits = scaled_logits("bqgmh,bcgh->bgmqc", q, summaries.keys)
+            logits = call.logits.of("bqgmh,bcgh->bgmqc", q, summaries.keys)
             weights = masked_softmax(logits, mask[:, None, None]).sum(axis=2)
             scores = self._block_scores(weights, n_blocks)
             blocks = (x // self.block_size for x in (position, first_position))
@@ -302,28 +306,19 @@ class nsa(AttentionOp):
 
     # Attention.
 
-    def _apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard, extra_projections
-    ) -> Float[Array, "B T N V"]:
-        del causal
-        fitted = self._within(q.shape[1])
-        ids = ids_or_ones(segment_ids, q)
-        summaries = fitted._summaries(params, k, v, ids)
-        (selected_k, selected_v), (window_k, window_v) = fitted._branch_projections(
-            k, v, extra_projections
-        )
-        call = dict(causal=True, segment_ids=segment_ids, dropout=dropout, seed=seed, shard=shard)
-        in_window = fitted._window_attention.apply((), q, window_k, window_v, plan=(), **call)
-        selected = q, selected_k, selected_v
-        masks = plan, ids, dropout, seed
-        masks_of_kernels = plan, None if segment_ids is None else ids, dropout, seed
-        call = summaries, *selected
-        in_arrays = functools.partial(fitted._in_arrays, *call, *masks)
-        in_kernels = functools.partial(fitted._in_kernels, *call, *masks_of_kernels)
-        obstacles = fitted._obstacles(q, k, v)
+    def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
+        fitted, gates = self._within(q.shape[1]), call.extra_projections
+        summaries = fitted._summaries(params, k, v, ids_or_ones(call.segment_ids, q))
+        selected, window = fitted._branch_projections(k, v, gates)
+        window_call = call.but(causal=True, extra_projections=None)
+        in_window = fitted._window_attention.attend(window_call, (), q, *window)
+        arrays = summaries, q, *selected, plan
+        in_arrays = functools.partial(fitted._in_arrays, call, *arrays)
+        in_kernels = functools.partial(fitted._in_kernels, call, *arrays)
+        obstacles = fitted._obstacles(call, q, k, v)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         others = compute_by(self.impl, implementations)
-        return _gated((*others, in_window), extra_projections["gate"]).astype(v.dtype)
+        return _gated((*others, in_window), gates["gate"]).astype(v.dtype)
 
     def _branch_projections(self, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:
         """Keys and values of the selected branch and of the window."""
@@ -335,11 +330,12 @@ class nsa(AttentionOp):
         )
 
     def _in_arrays(
-        self, summaries: Summaries, q, k, v, plan, ids, dropout: float, seed
+        self, call: Call, summaries: Summaries, q, k, v, plan
     ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
         """The compressed and the selected branch in array operations, in chunks of queries."""
         n_batch, length, n_heads, _ = q.shape
         n_kv, size = k.shape[2], self.block_size
+        ids = ids_or_ones(call.segment_ids, q)
         blocks = k, v, ids[:, :, None]
         blocks = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in blocks]  # [B, G or 1, J, L, ...]
         head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
@@ -347,16 +343,16 @@ class nsa(AttentionOp):
         last = self._last(summaries.keys.shape[1])
 
         def dropout_factors(query, key):
-            if seed is None:
+            if call.seed is None:
                 return None
-            return dropout_mask(seed, dropout, batch, head, query, key)
+            return dropout_mask(call.seed, call.dropout, batch, head, query, key)
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
             query = position[:, None, None, :, None]
             mask = summaries.seen(last, ids, position)
             compressed = softmax_over(
-                scaled_logits("bqgmh,bcgh->bgmqc", q, summaries.keys),
+                call.logits.of("bqgmh,bcgh->bgmqc", q, summaries.keys),
                 mask[:, None, None],
                 "bgmqc,bcgv->bgmqv",
                 summaries.values,
@@ -372,7 +368,7 @@ class nsa(AttentionOp):
             of_query = Side(position[:, None, :, None], ids[:, None, :, None])
             mask = CAUSAL.sees(of_query, Side(key, key_ids, exists=key >= 0))
             selected = softmax_over(
-                scaled_logits("bqgmh,bgqkh->bgmqk", q, keys),
+                call.logits.of("bqgmh,bgqkh->bgmqk", q, keys),
                 mask[:, :, None],
                 "bgmqk,bgqkv->bgmqv",
                 values,
@@ -390,29 +386,29 @@ class nsa(AttentionOp):
         return tuple(join_chunks(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
 
     def _in_kernels(
-        self, summaries: Summaries, q, k, v, plan, ids, dropout: float, seed, interpret: bool
+        self, call: Call, summaries: Summaries, q, k, v, plan, interpret: bool
     ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
         """The compressed and the selected branch in kernels."""
         from reformax.ops.kernels.triton import nsa as kernel
 
         group, size = q.shape[2] // k.shape[2], min(self.block_size, q.shape[1])
         stride, span = self.compress_stride, self.compress_len
-        rows = kernel.n_rows(q)
+        dropout, rows = call.dropout, kernel.n_rows(q)
+        ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
         sizes = kernel.NsaSizes(group, 0, 0, stride, span, dropout, rows)
         summary_ids = None if ids is None else summaries.ids
         compressed = kernel.attend(
-            sizes, interpret, q, summaries.keys, summaries.values, ids, summary_ids, None, seed
+            sizes, interpret, q, summaries.keys, summaries.values, ids, summary_ids, None, call.seed
         )
         sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, dropout, rows)
-        selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, seed)
+        selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, call.seed)
         return compressed, selected
 
-    def _init_cache(
-        self, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections
-    ) -> NsaCache:
-        del q, plan, rng
+    def _init_cache(self, call, params, q, k, v, plan) -> NsaCache:
+        del q, plan
+        lengths, capacity = call.lengths, call.length
         fitted = self._within(capacity)
-        selected, window = fitted._branch_projections(k, v, extra_projections)
+        selected, window = fitted._branch_projections(k, v, call.extra_projections)
         exists = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
         summaries = fitted._summaries(
             params, tokens_only(k, exists), tokens_only(v, exists), exists
@@ -430,9 +426,10 @@ class nsa(AttentionOp):
             KeyValues(padded(summaries.keys), padded(summaries.values)),
         )
 
-    def _step(self, params, q, k, v, cache: NsaCache, *, position, extra_projections):
+    def _step(self, call, params, q, k, v, cache: NsaCache):
+        position, gates = call.position, call.extra_projections
         fitted = self._within(cache.selected.keys.shape[2])
-        new_selected, new_window = fitted._branch_projections(k, v, extra_projections)
+        new_selected, new_window = fitted._branch_projections(k, v, gates)
         memory = add_to_ring(cache.selected, *new_selected, position)
         window = add_to_ring(cache.window, *new_window, position)
         newest = add_to_ring(cache.newest, k, v, position)
@@ -443,28 +440,28 @@ class nsa(AttentionOp):
         position_held = positions_by_slot(position, window.keys.shape[2])
         near = Visibility(causal=True, window=fitted.window)
         window_mask = near.sees(of_query, Side(position_held, exists=position_held >= 0))[:, None]
-        key = fitted._selected_positions(q, summaries.keys, seen, position, memory.keys.shape[2])
+        key = fitted._selected_positions(call, q, summaries.keys, seen, memory.keys.shape[2])
         mask = CAUSAL.sees(Side(position[:, None, None]), Side(key, exists=key >= 0))
         index = jnp.clip(key, 0, memory.keys.shape[2] - 1)[..., None]
         chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
         mask = jnp.repeat(mask, q.shape[2] // memory.keys.shape[1], axis=1)
         branches = [
-            attend_to(q, *keys_and_values, mask, fitted.impl)
+            attend_to(call, q, *keys_and_values, mask, fitted.impl)
             for keys_and_values, mask in ((summaries, seen), (chosen, mask), (window, window_mask))
         ]
-        out = _gated(branches, extra_projections["gate"]).astype(v.dtype)
+        out = _gated(branches, gates["gate"]).astype(v.dtype)
         return out, NsaCache(memory, window, newest, summaries)
 
     def _selected_positions(
-        self, q, summaries: Float[Array, "B G C H"], seen, position, capacity: int
+        self, call: Call, q, summaries: Float[Array, "B G C H"], seen, capacity: int
     ) -> Int[Array, "B G K*L"]:
         """The positions of the blocks that the newest query selects."""
         n_batch, n_kv = summaries.shape[:2]
         heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
-        logits = scaled_logits("bgmh,bgch->bgmc", heads, summaries)
+        logits = call.logits.of("bgmh,bgch->bgmc", heads, summaries)
         weights = masked_softmax(logits, seen[:, None]).sum(axis=2)
         scores = self._block_scores(weights, -(-capacity // self.block_size))
-        query_block = (position // self.block_size)[:, None]
+        query_block = (call.position // self.block_size)[:, None]
         blocks = self._best_blocks(scores, query_block, jnp.zeros_like(query_block))
         within = jnp.arange(self.block_size, dtype=jnp.int32)[None, None, None]
         key = blocks[..., None] * self.block_size + within

@@ -26,9 +26,9 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.masking.visibility import is_token
+from reformax.ops.numerics.logits import PLAIN
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.shard import of_heads
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import masked_softmax, nonzero
 
 Iterations = Annotated[int, Bounds(1, 1024)]  # the loop is unrolled
@@ -81,27 +81,26 @@ class nystromformer(AttentionOp):
         limit, shape = 1 / math.sqrt(self.conv_size), (dims.n_heads, self.conv_size)
         return {"conv": jax.random.uniform(rng, shape, minval=-limit, maxval=limit)}
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
-        dtype = accum_dtype(q.dtype, v.dtype)
+    def _apply(self, call, params, q, k, v, plan):
+        dtype, segment_ids = accum_dtype(q.dtype, v.dtype), call.segment_ids
         groups = landmark_groups(q.shape[1], segment_ids, self.n_landmarks)
         queries, keys = (segment_means(x, groups).astype(q.dtype) for x in (q, k))
-        of_landmarks = to_landmarks = None
+        of_landmarks = to_landmarks = call.but(segment_ids=None)
         if segment_ids is not None:
             tokens, real = is_token(segment_ids), groups.real.any(axis=-1)
             of_landmarks, to_landmarks = (
-                tuple(ids.astype(jnp.int32) for ids in pair)
+                call.but(segment_ids=tuple(ids.astype(jnp.int32) for ids in pair))
                 for pair in ((real, tokens), (tokens, real))
             )
-        attend = flash.flash(impl=self.impl).apply
-        masks = dict(plan=plan, causal=causal, dropout=dropout)
+        attend = flash.flash(impl=self.impl).attend
         # In float32 throughout: the pseudo-inverse amplifies rounding errors of the values.
-        values = attend((), queries, k, v.astype(dtype), segment_ids=of_landmarks, **masks)
+        values = attend(of_landmarks, (), queries, k, v.astype(dtype), plan)
         between = _softmax_of_landmarks(queries, keys, groups.real.any(axis=-1))
         inverse = pseudo_inverse(between, self.n_iterations)
         values = jnp.einsum("bnij,bjnv->binv", inverse, values, precision=jax.lax.Precision.HIGHEST)
-        out = attend((), q, keys, values, segment_ids=to_landmarks, **masks)
+        out = attend(to_landmarks, (), q, keys, values, plan)
         if "conv" in params:
-            out = out + convolved(v, of_heads(params["conv"], shard, v.shape[2]))
+            out = out + convolved(v, of_heads(params["conv"], call.shard, v.shape[2]))
         return out.astype(v.dtype)
 
 
@@ -156,7 +155,7 @@ def _softmax_of_landmarks(
 ) -> Float[Array, "B N M M"]:
     """Softmax attention weights between landmarks; zeros for landmarks without tokens."""
     mask = real[:, None, :, None] & real[:, None, None, :]
-    return masked_softmax(scaled_logits("binh,bjnh->bnij", queries, keys), mask)
+    return masked_softmax(PLAIN.of("binh,bjnh->bnij", queries, keys), mask)
 
 
 def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array, "*d M M"]:

@@ -129,23 +129,20 @@ class performer(AttentionOp):
             for x in vectors
         ]
 
-    def _plan(
-        self, params, q, k, *, segment_ids, causal, rng, shard, train, length
-    ) -> Int[Array, 2] | tuple[()]:
+    def _plan(self, call, params, q, k) -> Int[Array, 2] | tuple[()]:
         """The key data of the features: two words, from which `directions` draws them."""
-        del q, k, segment_ids, causal, shard, length
+        del q, k
         if self.plans == "no":
             return ()
         if self.redraw is None:
-            return jax.random.bits(rng, (2,), jnp.uint32)
+            return jax.random.bits(call.rng, (2,), jnp.uint32)
         steps = jnp.round(params["steps"].value).astype(jnp.int32)  # completed steps
-        last = steps if train else jnp.maximum(steps - 1, 0)
+        last = steps if call.train else jnp.maximum(steps - 1, 0)
         seed = jax.random.key(self.seed, impl="threefry2x32")
         return jax.random.key_data(jax.random.fold_in(seed, last // self.redraw))
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
-        del dropout, seed, shard
-        epsilon = self.epsilon
+    def _apply(self, call, params, q, k, v, plan):
+        epsilon, segment_ids, causal = self.epsilon, call.segment_ids, call.causal
         if self.redraw is not None:
             # The output must depend on the weight: adding 0 times it to epsilon does that.
             steps = updated(params["steps"], params["steps"].value + 1)
@@ -212,9 +209,9 @@ class performer(AttentionOp):
 
     # Decoding.
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> PerformerCache:
-        del params, q, capacity, rng
-        real = (jnp.arange(k.shape[1])[None] < lengths[:, None])[..., None, None]
+    def _init_cache(self, call, params, q, k, v, plan) -> PerformerCache:
+        del params, q
+        real = (jnp.arange(k.shape[1])[None] < call.lengths[:, None])[..., None, None]
         (keys,) = self._features(plan, jnp.where(real, k, 0))
         values = with_ones(jnp.where(real, v, 0).astype(accum_dtype(v.dtype)))
         scale = jnp.where(real, keys.scale, -jnp.inf)
@@ -225,10 +222,8 @@ class performer(AttentionOp):
             jnp.einsum("btnm,btnv->bnmv", weights, values), largest, SharedByBatch(plan)
         )
 
-    def _step(
-        self, params, q, k, v, cache: PerformerCache, *, position
-    ) -> tuple[Any, PerformerCache]:
-        del params, position
+    def _step(self, call, params, q, k, v, cache: PerformerCache) -> tuple[Any, PerformerCache]:
+        del call, params
         queries, keys = self._features(cache.plan.value, q, k)
         largest = jnp.maximum(cache.scale, keys.scale[:, 0])
         new = keys.x * jnp.exp(keys.scale - largest[:, None])

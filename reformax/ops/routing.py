@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Size, Width
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
@@ -114,10 +115,9 @@ class routing(AttentionOp):
         shape = dims.n_heads, self.n_clusters, dims.d_qk
         return {"centroids": Buffer(_unit(jax.random.normal(rng, shape)))}
 
-    def _plan(self, params, q, k, *, segment_ids, causal, rng, shard, train, length) -> Clusters:
+    def _plan(self, call, params, q, k) -> Clusters:
         """The members of each cluster."""
-        del causal, rng, shard, train, length
-        token_mask, centroids = _token_mask(segment_ids, q), params["centroids"].value
+        token_mask, centroids = _token_mask(call.segment_ids, q), params["centroids"].value
         width, n_members = self._width(q.shape[1]), self._n_members(token_mask.sum(axis=1))
         n_members = jnp.broadcast_to(n_members, q.shape[:1])
 
@@ -163,31 +163,32 @@ class routing(AttentionOp):
         moved = _unit(self.decay * centroids + (1 - self.decay) * mean)
         return jnp.where(count > 0, moved, centroids)
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+    def _apply(self, call, params, q, k, v, plan):
         centroids, dtype = params["centroids"], accum_dtype(q.dtype, v.dtype)
         vectors = (q,) if self.shared_qk else (q, k)
         moved = self._moved(
-            lax.stop_gradient(centroids.value), vectors, _token_mask(segment_ids, q)
+            lax.stop_gradient(centroids.value), vectors, _token_mask(call.segment_ids, q)
         )
         new_centroids = updated(centroids, moved)
 
         keys = length_normalize(q) if self.shared_qk else k
         q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
-        call = q, keys, values, plan, causal, dropout, seed
-        in_arrays = functools.partial(self._in_arrays, *call)
-        in_kernels = functools.partial(self._in_kernels, *call)
-        obstacles = kernel_obstacles(q, keys, v)
+        arrays = q, keys, values, plan
+        in_arrays = functools.partial(self._in_arrays, call, *arrays)
+        in_kernels = functools.partial(self._in_kernels, call, *arrays)
+        obstacles = kernel_obstacles(q, keys, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out, row_sum = compute_by(self.impl, implementations)
         if self.attend_self_if_alone:
-            alone = jnp.swapaxes(dropped_self_values(v.astype(dtype), dropout, seed), 1, 2)
+            alone = dropped_self_values(v.astype(dtype), call.dropout, call.seed)
+            alone = jnp.swapaxes(alone, 1, 2)
             out = jnp.where((row_sum == 0)[..., None], alone, out)
         out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
         # Its gradient carries the change of the buffer.
         return out + (0 * new_centroids.sum()).astype(v.dtype)
 
     def _in_arrays(
-        self, q, k, v, plan: Clusters, causal, dropout, seed
+        self, call: Call, q, k, v, plan: Clusters
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
         """Attention in array operations, cluster by cluster, and each row's sum of weights."""
         dtype = accum_dtype(q.dtype, v.dtype)
@@ -195,7 +196,7 @@ class routing(AttentionOp):
         def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
             return jnp.moveaxis(gather_rows(x, jnp.maximum(position, 0)), 2, 0)
 
-        attend = jax.checkpoint(functools.partial(self._cluster, causal, seed, dropout))
+        attend = jax.checkpoint(functools.partial(self._cluster, call))
         parts = lax.map(
             lambda cluster: attend(*cluster),
             (
@@ -212,7 +213,7 @@ class routing(AttentionOp):
         return whole.output(), whole.row_sum
 
     def _in_kernels(
-        self, q, k, v, plan: Clusters, causal, dropout, seed, interpret: bool
+        self, call: Call, q, k, v, plan: Clusters, interpret: bool
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
         """`_in_arrays`, computed by kernels."""
         from reformax.ops.kernels.triton import clusters as kernel
@@ -220,39 +221,36 @@ class routing(AttentionOp):
         queries, n_heads = kernel.in_order(plan.queries), q.shape[1]
         keys = queries if self.shared_qk else kernel.in_order(plan.keys)
         sizes = queries.position.shape[1], keys.position.shape[1]
-        layout = SortedLayout(
-            *sizes, causal, dropout, exclude_self=self.shared_qk, n_folded=n_heads
-        )
+        options = dict(exclude_self=self.shared_qk, n_folded=n_heads)
+        layout = SortedLayout(*sizes, call.causal, call.dropout, **options)
         folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
-        out, row_sum = kernel.attend(layout, interpret, *folded, queries, keys, seed)
+        out, row_sum = kernel.attend(layout, interpret, *folded, queries, keys, call.seed)
         return out.reshape(*q.shape[:3], -1), row_sum.reshape(q.shape[:3])
 
-    def _cluster(self, causal, seed, dropout, query, key, q, k, v) -> Softmax:
+    def _cluster(self, call: Call, query, key, q, k, v) -> Softmax:
         """The softmax of a cluster's queries over its keys.
 
         Args:
-          settings: the op's; `shared_qk` hides a position from itself.
-          causal: whether later keys are hidden.
-          seed: of dropout; None where there is none.
-          dropout: its rate.
+          call: of the op.
           query, key: the positions of queries and of keys, `[B, N, W]`; -1 is none.
           q, k, v: `[B, N, W, ...]`.
         """
         query, key = query[..., None], key[..., None, :]
         q_side, k_side = (Side(x, exists=x >= 0) for x in (query, key))
-        mask = Visibility(causal, exclude_self=self.shared_qk).sees(q_side, k_side)
-        return gathered_softmax(q, k, v, mask, (query, key), dropout, seed)
+        mask = Visibility(call.causal, exclude_self=self.shared_qk).sees(q_side, k_side)
+        return gathered_softmax(call, q, k, v, mask, (query, key))
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> RoutingCache:
-        del plan, rng
-        n_free = ((0, 0),) * 3 + ((0, capacity - q.shape[1]),)
+    def _init_cache(self, call, params, q, k, v, plan) -> RoutingCache:
+        del plan
+        n_free = ((0, 0),) * 3 + ((0, call.length - q.shape[1]),)
         queries = jnp.pad(_products(params, q), n_free)
         keys = queries if self.shared_qk else jnp.pad(_products(params, k), n_free)
-        memory = fill_ring(length_normalize(q) if self.shared_qk else k, v, lengths, capacity)
+        rows = length_normalize(q) if self.shared_qk else k
+        memory = fill_ring(rows, v, call.lengths, call.length)
         return RoutingCache(memory, queries, keys)
 
-    def _step(self, params, q, k, v, cache: RoutingCache, *, position: Int[Array, " B"]):
-        row = jnp.arange(q.shape[0])
+    def _step(self, call, params, q, k, v, cache: RoutingCache):
+        row, position = jnp.arange(q.shape[0]), call.position
         queries = cache.queries.at[row, :, :, position].set(_products(params, q)[..., 0])
         keys = queries
         if not self.shared_qk:
@@ -277,7 +275,7 @@ class routing(AttentionOp):
         index = seen.reshape(*seen.shape[:2], -1)
         seen_rows = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
         alone = v if self.attend_self_if_alone else None
-        out = attend_to(q, *seen_rows, mask.reshape(index.shape), self.impl, alone)
+        out = attend_to(call, q, *seen_rows, mask.reshape(index.shape), self.impl, alone)
         return out, RoutingCache(memory, queries, keys)
 
 

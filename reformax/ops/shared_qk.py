@@ -54,9 +54,10 @@ class shared_qk(RingDecoding, AttentionOp):
     def exclude_self(self) -> bool:
         return not self.attend_self_if_alone
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
+    def _apply(self, call, params, q, k, v, plan):
         del params, k, plan
-        obstacle = cudnn_obstacle(q, q, v, segment_ids, dropout) if causal else "causal=False"
+        ids, causal, dropout, seed = call.segment_ids, call.causal, call.dropout, call.seed
+        obstacle = cudnn_obstacle(call, q, q, v) if causal else "causal=False"
 
         def in_cudnn() -> Float[Array, "B T N V"]:
             return _to_those_before(q, v, self.attend_self_if_alone)
@@ -65,24 +66,24 @@ class shared_qk(RingDecoding, AttentionOp):
             from reformax.ops.kernels.triton import block_sparse as kernel
 
             layout = FullLayout(q.shape[1], q.shape[1], causal, dropout, exclude_self=True)
-            arrays = q, length_normalize(q), v, segment_pair(segment_ids), seed
+            arrays = q, length_normalize(q), v, segment_pair(ids), seed
             out, row_sum = kernel.attend(layout, interpret, *arrays)
             if not self.attend_self_if_alone:
                 return out
             alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
-            if segment_ids is not None:  # padding does not see itself either
-                alone = alone & is_token(segment_ids)[..., None, None]
+            if ids is not None:  # padding does not see itself either
+                alone = alone & is_token(ids)[..., None, None]
             return jnp.where(alone, dropped_self_values(v, dropout, seed), out)
 
         @jax.checkpoint
         def attend(q, v) -> Float[Array, "B T N V"]:
-            mask = visibility(q.shape[1], q.shape[1], causal=causal, segment_ids=segment_ids)
+            mask = visibility(q.shape[1], q.shape[1], causal=causal, segment_ids=ids)
             mask = except_self(mask, self.attend_self_if_alone)
-            return reference_attention(q, length_normalize(q), v, mask, dropout=dropout, seed=seed)
+            return reference_attention(q, length_normalize(q), v, mask, call)
 
         implementations = {
             "cudnn": (obstacle, in_cudnn),
-            "pallas": (kernel_obstacles(q, None, v), in_kernels),
+            "pallas": (kernel_obstacles(q, None, v, call.logits), in_kernels),
             "xla": (None, lambda: attend(q, v)),
         }
         return compute_by(self.impl, implementations)

@@ -53,22 +53,23 @@ class sinks(AttentionOp):
     def local(self) -> bool:
         return self.n_sinks == 0
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard) -> Array:
+    def _apply(self, call, params, q, k, v, plan) -> Array:
         del params, plan
-        real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else is_token(segment_ids)
+        ids = call.segment_ids
+        real = jnp.ones((1, q.shape[1]), bool) if ids is None else is_token(ids)
         sink_tokens = first_where(real, self.n_sinks) if self.n_sinks else None
-        bands = (Visibility(causal, self.window),)
-        return band.attend(bands, q, k, v, sink_tokens, segment_ids, dropout, seed, self.impl)
+        bands = (Visibility(call.causal, self.window),)
+        return band.attend(call, bands, q, k, v, sink_tokens, self.impl)
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> band_cache.BandCache:
-        del params, q, plan, rng
-        first: Int[Array, " G"] = jnp.arange(min(self.n_sinks, capacity))
+    def _init_cache(self, call, params, q, k, v, plan) -> band_cache.BandCache:
+        del params, q, plan
+        first: Int[Array, " G"] = jnp.arange(min(self.n_sinks, call.length))
         sink_tokens = jnp.tile(first[None], (len(k), 1))
-        return band_cache.fill(self._bands, k, v, sink_tokens, lengths, capacity)
+        return band_cache.fill(call, self._bands, k, v, sink_tokens)
 
-    def _step(self, params, q, k, v, cache: band_cache.BandCache, *, position):
+    def _step(self, call, params, q, k, v, cache: band_cache.BandCache):
         del params
-        return band_cache.step(self._bands, q, k, v, cache, position, self.impl)
+        return band_cache.step(call, self._bands, q, k, v, cache, self.impl)
 
     @property
     def _bands(self) -> tuple[Visibility, ...]:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from reformax.declared import Size
 from reformax.ops.asymmetric_lsh import HashCodes, QueryKeyHash, SortedByHash
 from reformax.ops.base import op
+from reformax.ops.calls.call import Call
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.hashing import asymmetric
 from reformax.ops.hashing.sorting import sort_by_bucket
@@ -92,9 +93,9 @@ class AsymmetricHash(NamedTuple):
 
     n_hashes: int
 
-    def codes(self, q, k, *, segment_ids, causal, rng, shard, length, cross) -> HashCodes:
-        del causal, length
-        directions = asymmetric.draw_directions(*q.shape[2:], self.n_hashes, rng, shard)
+    def codes(self, call: Call, q, k, cross: bool) -> HashCodes:
+        segment_ids, sizes = call.segment_ids, (*q.shape[2:], self.n_hashes)
+        directions = asymmetric.draw_directions(*sizes, call.rng, call.shard)
         if cross:
             cosines = asymmetric.cosines(q, k, directions, segment_ids)
             return HashCodes(*cosines, asymmetric.N_CODES)
@@ -107,12 +108,11 @@ class AsymmetricHash(NamedTuple):
         )
         return HashCodes(*of_each, asymmetric.N_CODES)
 
-    def start(self, q, k, *, lengths, capacity, rng) -> SmyrfState:
-        del lengths
-        directions = asymmetric.draw_directions(*q.shape[2:], self.n_hashes, rng)
+    def start(self, call: Call, q, k) -> SmyrfState:
+        directions = asymmetric.draw_directions(*q.shape[2:], self.n_hashes, call.rng)
 
         def padded(x):
-            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, capacity - q.shape[1])])
+            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, call.length - q.shape[1])])
 
         return SmyrfState(
             tuple(padded(asymmetric.on_directions(x, directions)) for x in (q, k)),

@@ -98,7 +98,7 @@ def test_the_algorithms_own_weights_are_kept():
         def init(self, rng, dims):
             return {"scale": jnp.full(dims.n_heads, 2.0)}
 
-        def _apply(self, params, q, k, v, **_):
+        def _apply(self, call, params, q, k, v, plan):
             return v * params["scale"][:, None]
 
     layer, x = layers.Attention(Scaled(), **SIZES), numbers()

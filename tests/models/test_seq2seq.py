@@ -279,12 +279,12 @@ class Random(dense.dense):
 
     plans = "draws"
 
-    def _plan(self, params, q, k, *, rng, **options):
-        return jax.random.randint(rng, q.shape[2:3], 1, 4)
+    def _plan(self, call, params, q, k):
+        return jax.random.randint(call.rng, q.shape[2:3], 1, 4)
 
-    def _apply(self, params, q, k, v, *, plan, **options):
+    def _apply(self, call, params, q, k, v, plan):
         sharper = (q * plan[:, None].astype(q.dtype)).astype(q.dtype)
-        return super()._apply(params, sharper, k, v, plan=(), **options)
+        return super()._apply(call, params, sharper, k, v, ())
 
 
 RANDOM = Random()

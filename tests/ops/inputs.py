@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reformax.buffers import trained
-from reformax.ops.base import AttentionOp, Dims, given
+from reformax.ops.base import AttentionOp, Dims
 
 
 class Inputs(NamedTuple):
@@ -66,9 +66,7 @@ def draw(
 
 
 def call(op: AttentionOp, x: Inputs, **options):
-    return op(
-        x.q, x.k, x.v, params=x.params, **given(extra_projections=x.extra_projections), **options
-    )
+    return op(x.q, x.k, x.v, params=x.params, extra_projections=x.extra_projections, **options)
 
 
 def with_gradients(row, rng, options=None, **sizes):
@@ -103,17 +101,13 @@ def plan(op: AttentionOp, x: Inputs, *, segment_ids=None, **options):
 
 
 def apply(op: AttentionOp, x: Inputs, *, dropout=0.0, rng=None, **options):
-    options |= dict(dropout=dropout, rng=rng) | given(extra_projections=x.extra_projections)
+    options |= dict(dropout=dropout, rng=rng, extra_projections=x.extra_projections)
     return op.apply(x.params, x.q, x.k, x.v, **options)
 
 
 def init_cache(op: AttentionOp, x: Inputs, **options):
-    return op.init_cache(
-        x.params, x.q, x.k, x.v, **options, **given(extra_projections=x.extra_projections)
-    )
+    return op.init_cache(x.params, x.q, x.k, x.v, **options, extra_projections=x.extra_projections)
 
 
 def step(op: AttentionOp, x: Inputs, cache, **options):
-    return op.step(
-        x.params, x.q, x.k, x.v, cache, **options, **given(extra_projections=x.extra_projections)
-    )
+    return op.step(x.params, x.q, x.k, x.v, cache, **options, extra_projections=x.extra_projections)

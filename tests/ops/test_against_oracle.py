@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from reformax import ops
 from reformax.ops import base, local, lsh
+from reformax.ops.calls.call import Call
 from reformax.ops.masking.masks import except_self, visibility
 from reformax.ops.softmax import chunked
 from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
@@ -42,7 +43,7 @@ def attend_and_differentiate(op, causal, dropout):
     def run(x, bias, segment_ids, rng, d_out):
         plan = inputs.plan(op, x, segment_ids=segment_ids, causal=causal, rng=rng, train=True)
         masks = dict(plan=plan, segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
-        attend = lambda x, bias: inputs.apply(op, x, **masks, **base.given(bias=bias))  # noqa: E731
+        attend = lambda x, bias: inputs.apply(op, x, **masks, bias=bias)  # noqa: E731
         out, vjp = jax.vjp(attend, x, bias)
         return plan, out, vjp(d_out.astype(out.dtype))
 
@@ -354,7 +355,7 @@ def test_reference_attention_is_the_oracle(dropout):
         )
 
     attend = with_gradients(
-        lambda *x: reference_attention(*x, mask, dropout=dropout, seed=seed_words(key, 2))
+        lambda *x: reference_attention(*x, mask, Call(dropout=dropout, seed=seed_words(key, 2)))
     )
     out, gradients = attend(d_out, q, k, v)
     want, want_gradients = oracle.attention(

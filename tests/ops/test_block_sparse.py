@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import base, block_patterns, block_sparse
+from reformax.ops.calls.call import Call
 from reformax.ops.kernels.triton import block_sparse as kernel
 from reformax.ops.masking.masks import visibility
 from reformax.ops.softmax import block_lists, tiles
@@ -206,7 +207,7 @@ def reference(mask, block, causal, segment_ids, dropout):
         full = np.kron(mask, np.ones((block, block))).astype(bool)
         full = full.reshape(-1, *full.shape[-2:])[:, : q.shape[1], : k.shape[1]]
         visible = full & visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
-        return reference_attention(q, k, v, visible, dropout=dropout, seed=seed_words(KEY, 2))
+        return reference_attention(q, k, v, visible, Call(dropout=dropout, seed=seed_words(KEY, 2)))
 
     return attend
 

@@ -35,8 +35,8 @@ def test_weights_gates_and_their_gradients(row, packed):
 
 def test_a_wrong_gradient_of_a_weight_is_found():
     class Stopped(slots):
-        def _apply(self, params, *x, **options):
-            return super()._apply(jax.lax.stop_gradient(params), *x, **options)
+        def _apply(self, call, params, *x):
+            return super()._apply(call, jax.lax.stop_gradient(params), *x)
 
     with pytest.raises(AssertionError, match="dparams.*mix.*is off by"):
         test_weights_gates_and_their_gradients(SLOTS._replace(factory=Stopped), False)

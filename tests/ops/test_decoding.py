@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from reformax.ops import asymmetric_lsh, dense, flash, local, lsh
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.decoding import cache
 from tests.ops import inputs
@@ -303,7 +304,7 @@ def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
     options = {name: options[name] for name in given}
 
     def run(impl, keys, values):
-        return jax.jit(lambda: cache.attend_to(q, keys, values, mask, impl, **options))()
+        return jax.jit(lambda: cache.attend_to(Call(), q, keys, values, mask, impl, **options))()
 
     want = run("xla", keys, values)
     if "index" not in given:
@@ -331,8 +332,9 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
     mask, options = jnp.asarray(rng.random((2, n_heads, n_places)) < 0.7), {}
     if n_places != n_slots:
         options["index"] = jnp.asarray(rng.integers(0, n_slots, mask.shape), jnp.int32)
+    call = Call(position=position)
     (out, after), (want, held) = (
-        jax.jit(lambda r, i=i: cache.add_and_attend(q, r, new, position, mask, i, **options))(ring)
+        jax.jit(lambda r, i=i: cache.add_and_attend(call, q, r, new, mask, i, **options))(ring)
         for i in (INTERPRETED, "xla")
     )
     np.testing.assert_allclose(out, want, atol=1e-5)
@@ -345,7 +347,7 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
 def test_auto_takes_the_kernel_of_one_query_for_a_single_row(n_rows, n_keys, kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     q, keys = jnp.zeros((n_rows, 1, 2, 8)), jnp.zeros((n_rows, 2, n_keys, 8))
-    attend = functools.partial(cache.attend_to, impl="auto")
+    attend = functools.partial(cache.attend_to, Call(), impl="auto")
     program = str(jax.make_jaxpr(attend)(q, keys, keys, jnp.ones((1, 1, n_keys), bool)))
     assert program.count("pallas_call[") == kernels
 

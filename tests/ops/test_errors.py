@@ -32,7 +32,6 @@ from reformax.ops import (
     routing,
     sinks,
 )
-from reformax.ops.base import given
 from reformax.ops.calls.dispatch import INTERPRETED
 from tests.ops.inputs import call, draw
 from tests.ops.rows import ROWS, over
@@ -341,7 +340,7 @@ def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
     op = row.op()
     inputs = dict(q=x(), k=None if op.shared_qk else x(), v=x())
     *_, extra_projections, params = draw(op, length=8)
-    call = dict(causal=row.causal(False), rng=KEY) | given(extra_projections=extra_projections)
+    call = dict(causal=row.causal(False), rng=KEY, extra_projections=extra_projections)
     for name, numbers in inputs.items():
         if numbers is not None:
             with pytest.raises(ValueError, match=f"^{name} has dtype int32: expected floats, as"):

@@ -7,6 +7,7 @@ import pytest
 
 from reformax.layers import Attention
 from reformax.ops import block_patterns, block_sparse, longformer
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import Tokens
 from reformax.ops.masking.visibility import Visibility
@@ -189,7 +190,7 @@ def test_each_head_has_its_own_dilation_and_no_gradient_is_scattered():
     bands = [Visibility(False, 3, dilation) for dilation in (2, 1, 2)]
 
     def attended(q, k, v, bands):
-        return band.attend(bands, q, k, v, None, None, 0.0, None, "xla")
+        return band.attend(Call(), bands, q, k, v, None, "xla")
 
     got = attended(q, k, v, bands)
     for head, each in enumerate(bands):

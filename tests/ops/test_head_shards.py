@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from reformax.ops import lsh
-from reformax.ops.base import given
 from reformax.ops.sharding.shard import Shard
 from tests.ops.rows import ROWS
 
@@ -40,7 +39,7 @@ def test_some_heads_are_those_of_the_whole(row):
         options = (
             masks
             | dict(dropout=row.dropout(0.2))
-            | given(extra_projections=extra_projections or None)
+            | dict(extra_projections=extra_projections or None)
         )
         return op.apply(params, q, k, v, plan=plan, **options)
 

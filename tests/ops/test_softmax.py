@@ -11,8 +11,9 @@ from reformax.ops.kernels.triton import block_sparse, chunked
 from reformax.ops.kernels.triton.common import matmul_in_parts
 from reformax.ops.kernels.triton.recurrence_chunk import parts_of
 from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.logits import PLAIN
 from reformax.ops.softmax.block_lists import FullLayout
-from reformax.ops.softmax.masked import scaled_logits, softmax_over
+from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax, masked_softmax
 from reformax.ops.softmax.orders import Chunking
 
@@ -42,7 +43,7 @@ def parts():
     want = np.einsum("bqk,bkv->bqv", weights / np.where(total == 0, 1, total), np.float64(v))
     found = []
     for keys in np.split(np.arange(12), 3):
-        logits = scaled_logits("bqh,bkh->bqk", q, k[:, keys])
+        logits = PLAIN.of("bqh,bkh->bqk", q, k[:, keys])
         found.append(softmax_over(logits, mask[..., keys], "bqk,bkv->bqv", v[:, keys]))
     return found, want
 

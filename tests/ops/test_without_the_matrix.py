@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from reformax.ops import base, block_sparse, dense, flash, memory_efficient
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import block_sparse as kernel_blocks
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import cudnn, tiles
 from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, default_jit, with_gradients
@@ -195,7 +197,7 @@ def test_tiles_of_any_block_mask():
     mask = rng.random((3, *shape)) < 0.5
     mask[0, 1] = mask[1, :, 2] = False
     q, k, v, d_out = (numbers(2, n, 3, 4, seed=i) for i, n in enumerate((29, 31, 31, 29)))
-    tiling = tiles.Tiling(*sizes, causal=False, scale=0.5)
+    tiling = tiles.Tiling(*sizes, causal=False, logits=Logits(scale=0.5))
 
     def visits(mask):
         count = mask.sum(axis=-1)
@@ -209,7 +211,7 @@ def test_tiles_of_any_block_mask():
     plan = tiles.TilePlan(visits(mask), visits(np.swapaxes(mask, 1, 2)))
 
     def attend(q, k, v):
-        x = tiles.inputs(q, k, v, None, None, None)
+        x = tiles.inputs(Call(), q, k, v)
         return tiles.attend(tiles.forward, tiling, x, plan)
 
     out, gradients = with_gradients(attend)(d_out, q, k, v)

@@ -53,15 +53,15 @@ class slots(AttentionOp):
     def init(self, rng, dims):
         return {"mix": jax.random.normal(rng, (self.n_slots, MAX_LENGTH)) / 3}
 
-    def _apply(self, params, q, k, v, *, plan, segment_ids, causal, dropout, seed, shard):
-        del plan, causal, segment_ids
+    def _apply(self, call, params, q, k, v, plan):
+        del plan
         mix = params["mix"][:, : q.shape[1]]
         k, v = (jnp.einsum("kt,btnh->bknh", mix.astype(x.dtype), x) for x in (k, v))
         logits = jnp.einsum("btnh,bknh->bntk", q, k) / math.sqrt(q.shape[-1])
         weights = jax.nn.softmax(logits.astype(jnp.promote_types(q.dtype, jnp.float32)))
-        if dropout > 0.0:
+        if call.dropout > 0.0:
             address = (x.reshape(x.shape) for x in jnp.ogrid[tuple(map(slice, weights.shape))])
-            weights = weights * dropout_mask(seed, dropout, *address)
+            weights = weights * dropout_mask(call.seed, call.dropout, *address)
         return jnp.einsum("bntk,bknv->btnv", weights.astype(v.dtype), v)
 
 
@@ -91,10 +91,10 @@ class counting(dense.dense):
     def init(self, rng, dims):
         return {"count": Buffer(jnp.zeros(()))}
 
-    def _apply(self, params, q, k, v, **options):
+    def _apply(self, call, params, q, k, v, plan):
         weight = params["count"]
         count = updated(weight, weight.value + 1)
-        out = super()._apply((), q, k, v, **options)
+        out = super()._apply(call, (), q, k, v, plan)
         return out + count.astype(out.dtype)
 
 
@@ -105,10 +105,11 @@ class with_global_tokens(AttentionOp):
     global_tokens = True
     _keeps_padding_out = True
 
-    def _plan(self, params, q, k, *, global_tokens=None, **call):
-        return jnp.zeros(q.shape[:2], jnp.int32) if global_tokens is None else global_tokens
+    def _plan(self, call, params, q, k):
+        no_token = jnp.zeros(q.shape[:2], jnp.int32)
+        return no_token if call.global_tokens is None else call.global_tokens
 
-    def _apply(self, params, q, k, v, *, plan, **options):
+    def _apply(self, call, params, q, k, v, plan):
         seen = jnp.eye(q.shape[1], dtype=bool)[None, None] | (plan > 0)[:, None, None]
-        attend = dense.dense(impl="xla").apply
-        return attend(params, q, k, v, plan=(), **options, bias=jnp.where(seen, 0.0, -jnp.inf))
+        call = call.but(bias=jnp.where(seen, 0.0, -jnp.inf))
+        return dense.dense(impl="xla").attend(call, params, q, k, v)

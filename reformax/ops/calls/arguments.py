@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reformax.declared import Rate, Unsupported, check, shown
+from reformax.ops.calls.dims import Dims
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.visibility import is_token, same_segment
 
@@ -81,6 +82,19 @@ def _is_key(rng) -> bool:
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng.ndim == 0
     return rng.ndim == 1 and rng.dtype == jnp.uint32
+
+
+def check_read(op, call) -> None:
+    """Raises `Unsupported` for an argument of a `Call` that the op would ignore."""
+    read = dict(
+        bias=op.bias,
+        global_tokens=op.global_tokens,
+        extra_projections=op.extra_projections(Dims(1, 1, 1, 1)),
+        origins=op.decoding == "beams",
+    )
+    for name, reads in read.items():
+        if getattr(call, name) is not None and not reads:
+            raise Unsupported(f"{name} is given, but {op.name} does not read it: leave it out")
 
 
 def _check_shapes(op, q, k, v) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from reformax.declared import SettingError, shown
+from reformax.ops.numerics.logits import PLAIN, Logits
 
 # In the order in which "auto" tries them. "xla" computes every call.
 IMPLEMENTATIONS = ("cudnn", "pallas", "xla")
@@ -138,15 +139,19 @@ def compute_capability(device: jax.Device) -> float:
         return 0.0
 
 
-def kernel_obstacles(q: Array, k: Array | None, v: Array | None, **options: Any) -> KernelObstacles:
+def kernel_obstacles(
+    q: Array, k: Array | None, v: Array | None, logits: Logits = PLAIN, **options: Any
+) -> KernelObstacles:
     """The obstacles of our attention kernels.
 
     Args:
       q: queries.
       k: keys; None where keys are made of queries.
       v: values; None if they are not known yet.
+      logits: how products become logits; no kernel has another way than the default.
       **options: options that no kernel has, by name. None, False and 0 mean unset.
     """
+    options |= logits.options
     if k is not None and k.dtype != q.dtype:
         options["dtypes"] = f"{q.dtype} and {k.dtype}"
     wide = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)

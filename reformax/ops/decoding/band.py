@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from reformax.ops.calls.call import Call
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -27,26 +28,26 @@ class BandCache(NamedTuple):
 
 
 def fill(
+    call: Call,
     bands: tuple[Visibility, ...],
     k: Array,
     v: Array,
     global_positions: Int[Array, "B G"],
-    lengths,
-    capacity: int,
 ) -> BandCache:
-    """The cache after the first `lengths` positions."""
+    """The cache after the first positions."""
     reach = max((band.window - 1) * band.dilation + 1 for band in bands)
-    exists = (global_positions < lengths[:, None])[:, None, :, None]
+    exists = (global_positions < call.lengths[:, None])[:, None, :, None]
     rows = (jnp.swapaxes(rows_at(x, global_positions), 1, 2) for x in (k, v))
     global_rows = KeyValues(*(jnp.where(exists, x, 0) for x in rows))
-    ring = fill_ring(k, v, lengths, min(reach, capacity))
+    ring = fill_ring(k, v, call.lengths, min(reach, call.length))
     return BandCache(ring, global_rows, global_positions)
 
 
 def step(
-    bands: tuple[Visibility, ...], q, k, v, cache: BandCache, position, impl: str
+    call: Call, bands: tuple[Visibility, ...], q, k, v, cache: BandCache, impl: str
 ) -> tuple[Any, BandCache]:
     """Attention of one more position."""
+    position = call.position
     ring, of_global = add_to_ring(cache.ring, k, v, position), cache.global_positions
     is_new = (of_global == position[:, None])[:, None, :, None]
     global_rows = KeyValues(
@@ -63,4 +64,4 @@ def step(
         masks.append(jnp.concatenate([near, far], axis=1))
     both = (jnp.concatenate(pair, axis=2) for pair in zip(ring, global_rows, strict=True))
     new = BandCache(ring, global_rows, of_global)
-    return attend_to(q, *both, jnp.stack(masks, axis=1), impl), new
+    return attend_to(call, q, *both, jnp.stack(masks, axis=1), impl), new

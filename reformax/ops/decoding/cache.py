@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.softmax.masked import scaled_logits, softmax_over
+from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
 
 # The most keys for which "auto" takes the kernel, in which one program reads all keys of a head.
@@ -99,19 +100,20 @@ def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]
 
 
 def attend_to(
+    call: Call,
     q: Float[Array, "B 1 N H"],
     keys: Float[Array, "B G S H"],
     values: Float[Array, "B G S V"],
     mask: Bool[Array, "#B #N K"],
     impl: str,
     alone: Float[Array, "B 1 N V"] | None = None,
-    scale: float | None = None,
     bias: Float[Array, "#B N K"] | None = None,
     index: Int[Array, "B N K"] | None = None,
 ) -> Float[Array, "B 1 N V"]:
     """Softmax attention of one query a row.
 
     Args:
+      call: of the op, which says how logits are made.
       q: the queries.
       keys, values: the cache's.
       mask: which keys a query sees.
@@ -119,18 +121,17 @@ def attend_to(
         later and heads of 128 or less. "auto" takes the kernel on such a GPU for a single row of up
         to `MAX_KERNEL_KEYS` keys. XLA is faster with eight rows.
       alone: the output of a query that sees no key: the value at its own position; None is zeros.
-      scale: the factor of the logits; None is `1 / sqrt(H)`.
       bias: added to the logits.
       index: the slots of the K keys that each head may see; None: all slots.
 
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    impl = _choose(impl, q, keys, values, mask)
+    impl = _choose(call, impl, q, keys, values, mask)
     if impl != "xla":
         from reformax.ops.kernels.triton import one_query as kernel
 
-        options = dict(alone=alone, scale=scale, bias=bias, index=index)
+        options = dict(alone=alone, scale=call.logits.scale, bias=bias, index=index)
         return kernel.attend(q, keys, values, mask, impl == INTERPRETED, **options)[0]
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
@@ -138,7 +139,7 @@ def attend_to(
     dtype = accum_dtype(q.dtype, values.dtype)
     heads = grouped(q[:, 0], keys).astype(dtype)
     bias = None if bias is None else grouped(bias, keys)
-    logits = scaled_logits("bgmh,bgkh->bgmk", heads, keys.astype(dtype), scale, bias)
+    logits = call.logits.of("bgmh,bgkh->bgmk", heads, keys.astype(dtype), bias)
     mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, keys)
     whole = softmax_over(logits, mask, "bgmk,bgkv->bgmv", values)
     return _output(whole, alone, q).astype(values.dtype)
@@ -152,17 +153,18 @@ def _output(
     return jnp.where(row_sum == 0, 0.0 if alone is None else alone.astype(out.dtype), out)
 
 
-def _choose(impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
+def _choose(call: Call, impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
     """The implementation of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
-    return choose_impl(impl, pays, pallas=kernel_obstacles(q, keys, values))
+    others = call.logits._replace(scale=None)  # the kernel has a scale
+    return choose_impl(impl, pays, pallas=kernel_obstacles(q, keys, values, others))
 
 
 def add_and_attend(
+    call: Call,
     q: Float[Array, "B 1 N H"],
     ring: KeyValues,
     new: KeyValues,
-    position: Int[Array, " B"],
     mask: Bool[Array, "#B #N K"],
     impl: str,
     **options: Any,
@@ -170,20 +172,21 @@ def add_and_attend(
     """`add_to_ring`, then `attend_to`: the output and the ring. A kernel does both at once.
 
     Args:
+      call: of the op.
       q: the queries.
       ring: the keys and values of earlier positions.
       new: the keys and values of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
-      position: the query's position in each row.
       mask, impl, **options: as in `attend_to`.
     """
-    impl = _choose(impl, q, *ring, mask)
+    impl = _choose(call, impl, q, *ring, mask)
     if impl == "xla":
-        ring = add_to_ring(ring, *new, position)
-        return attend_to(q, *ring, mask, impl, **options), ring
+        ring = add_to_ring(ring, *new, call.position)
+        return attend_to(call, q, *ring, mask, impl, **options), ring
     from reformax.ops.kernels.triton import one_query as kernel
 
     rows = (x[:, 0].astype(of_ring.dtype) for x, of_ring in zip(new, ring, strict=True))
-    added = kernel.NewKey(*rows, position % ring.keys.shape[2])
+    added = kernel.NewKey(*rows, call.position % ring.keys.shape[2])
+    options["scale"] = call.logits.scale
     out, ring = kernel.attend(q, *ring, mask, impl == INTERPRETED, new=added, **options)
     return out, KeyValues(*ring)
 
@@ -194,13 +197,13 @@ def grouped(x: Array, keys: Float[Array, "B G K H"]) -> Array:
 
 
 def attend_among(
+    call: Call,
     q: Float[Array, "R 1 N H"],
     keys: Float[Array, "R G S H"],
     values: Float[Array, "R G S V"],
     mask: Bool[Array, "R S"],
     origins: Int[Array, "B K S"],
     alone: Float[Array, "R 1 N V"] | None = None,
-    scale: float | None = None,
     bias: Float[Array, "#R N S"] | None = None,
 ) -> Float[Array, "R 1 N V"]:
     """`attend_to` in beam search. `origins` is the index of the beam that holds each beam's slot.
@@ -225,7 +228,7 @@ def attend_among(
         bias = split(jnp.broadcast_to(bias, (q.shape[0], *bias.shape[1:])))
         bias = bias.reshape(n_searches, size, *shape[2:3], -1, n_slots)
         bias = jnp.swapaxes(bias, 1, 2)[:, None]
-    logits = scaled_logits("bjgimh,bjgsh->bjgims", heads, keys, scale, bias)
+    logits = call.logits.of("bjgimh,bjgsh->bjgims", heads, keys, bias)
     of_rows = softmax_over(logits, mask, "bjgims,bjgsv->bjgimv", values)
     whole = Softmax(*(jnp.swapaxes(x, 1, 2) for x in of_rows.merged(axis=1)))  # [b, i, g, m]
     return _output(whole, alone, q).astype(values.dtype)
@@ -243,8 +246,7 @@ class RingDecoding:
     """
 
     decoding = "beams"
-    # Options that not all of these ops have.
-    scale: float | None = None
+    # An option that not all of these ops have.
     attend_self_if_alone: bool = True
 
     def _n_slots(self, capacity: int) -> int:
@@ -256,13 +258,14 @@ class RingDecoding:
         del position
         return 0
 
-    def _init_cache(self, params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
-        del params, plan, rng
+    def _init_cache(self, call: Call, params, q, k, v, plan) -> KeyValues:
+        del params, plan
         keys = length_normalize(q) if self.shared_qk else k
-        return fill_ring(keys, v, lengths, self._n_slots(capacity))
+        return fill_ring(keys, v, call.lengths, self._n_slots(call.length))
 
-    def _step(self, params, q, k, v, cache, *, position, origins=None, bias=None):
+    def _step(self, call: Call, params, q, k, v, cache: KeyValues):
         del params
+        position, origins = call.position, call.origins
         impl = "auto" if self.impl == "cudnn" else self.impl  # it has no kernel for one query
         new = KeyValues(length_normalize(q) if self.shared_qk else k, v)
         newest = position[:, None]
@@ -271,14 +274,14 @@ class RingDecoding:
         rule = Visibility(exclude_self=self.shared_qk)  # a ring holds no later position
         mask = rule.sees(Side(newest), Side(in_ring, exists=held))
         alone = v if self.shared_qk and self.attend_self_if_alone else None
-        added = None if bias is None else bias(in_ring)
+        added = None if call.bias is None else call.bias(in_ring)
         if origins is None:
-            options = dict(alone=alone, scale=self.scale, bias=added)
-            return add_and_attend(q, cache, new, position, mask[:, None], impl, **options)
+            options = dict(alone=alone, bias=added)
+            return add_and_attend(call, q, cache, new, mask[:, None], impl, **options)
         cache = add_to_ring(cache, *new, position)
         rows = jnp.maximum(in_ring, 0).reshape(*origins.shape[:2], -1)
         origins = jnp.take_along_axis(origins, rows, axis=2)
-        return attend_among(q, *cache, mask, origins, alone, self.scale, added), cache
+        return attend_among(call, q, *cache, mask, origins, alone, added), cache
 
     def _replace_value(self, cache: KeyValues, v, position) -> KeyValues:
         return replace_value(cache, v, position)

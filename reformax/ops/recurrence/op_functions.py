@@ -65,49 +65,32 @@ class Recurrence:
         whole = dict(params) | self._constants(all_heads(shard, n_heads))
         return {name: of_heads(x, shard, n_heads) for name, x in whole.items()}
 
-    def _apply(
-        self,
-        params,
-        q,
-        k,
-        v,
-        *,
-        plan,
-        segment_ids,
-        causal,
-        dropout,
-        seed,
-        shard,
-        extra_projections=None,
-    ):
-        del plan, causal, dropout, seed
-        params = self._of_these_heads(params, q.shape[2], shard)
-        x = self._inputs(params, *convolve(params, q, k, v, segment_ids), extra_projections)
-        options = dict(segment_ids=segment_ids, chunk_len=self.chunk_len, impl=self.impl)
+    def _apply(self, call, params, q, k, v, plan):
+        del plan
+        params, gates = self._of_these_heads(params, q.shape[2], call.shard), call.extra_projections
+        x = self._inputs(params, *convolve(params, q, k, v, call.segment_ids), gates)
+        options = dict(segment_ids=call.segment_ids, chunk_len=self.chunk_len, impl=self.impl)
         if self._means:
             return mean(*x[:4], **options)
-        return self._output(params, recurrence(*x, **options), extra_projections).astype(v.dtype)
+        return self._output(params, recurrence(*x, **options), gates).astype(v.dtype)
 
-    def _init_cache(
-        self, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None
-    ) -> RecurrenceCache:
-        del plan, capacity, rng
-        params, lengths = self._of_these_heads(params, q.shape[2]), jnp.asarray(lengths)
-        x = self._inputs(params, *convolve(params, q, k, v), extra_projections)
+    def _init_cache(self, call, params, q, k, v, plan) -> RecurrenceCache:
+        del plan
+        params, lengths = self._of_these_heads(params, q.shape[2]), jnp.asarray(call.lengths)
+        x = self._inputs(params, *convolve(params, q, k, v), call.extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
         x = x._replace(v=with_ones(x.v)) if self._means else x
         return RecurrenceCache(state_after(x, lengths, chunk_len=self.chunk_len), last)
 
-    def _step(self, params, q, k, v, cache, *, position, extra_projections=None):
-        del position
-        params = self._of_these_heads(params, q.shape[2])
+    def _step(self, call, params, q, k, v, cache):
+        params, gates = self._of_these_heads(params, q.shape[2]), call.extra_projections
         new, last = convolve_next(params, Projected(q, k, v), cache.last)
-        x = self._inputs(params, *new, extra_projections)
+        x = self._inputs(params, *new, gates)
         if self._means:
             out, state = advance(cache.state, *x._replace(v=with_ones(x.v)))
             return quotient(out).astype(v.dtype), RecurrenceCache(state, last)
         out, state = advance(cache.state, *x)
-        out = self._output(params, out, extra_projections)
+        out = self._output(params, out, gates)
         return out.astype(v.dtype), RecurrenceCache(state, last)
 
 

@@ -21,13 +21,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
 from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.orders import ChunkSizes, Order
 
 # Logits in memory at a time. More are computed head by head.
@@ -37,25 +37,21 @@ TILE = 64
 
 
 def attend(
+    call: Call,
     bands: tuple[Visibility, ...],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
     global_positions: Int[Array, "#B G"] | None,
-    segment_ids: Int[Array, "B T"] | None,
-    dropout: float,
-    seed: Int[Array, 6] | None,
     impl: str = "auto",
 ) -> Float[Array, "B T N V"]:
     """Softmax attention of each head to its band and to the global keys.
 
     Args:
+      call: of the op; a position sees its own segment.
       bands: the band of each head, or one for all heads.
       q, k, v: queries, keys and values.
       global_positions: the positions of the global keys, which all queries see; `NOWHERE` for none.
-      segment_ids: ids; a position sees its own segment, and 0 is padding.
-      dropout: the rate at which weights are dropped.
-      seed: `seed_words` of dropout; None without it.
       impl: the op's.
 
     Raises:
@@ -65,19 +61,18 @@ def attend(
     each = bands if len(set(bands)) > 1 else bands[:1]
     # A kernel draws dropout by the index of a head among those of its call.
     others = dict(
-        dilation=tuple(band.dilation for band in each) if len(each) > 1 and dropout else None
+        dilation=tuple(band.dilation for band in each) if len(each) > 1 and call.dropout else None
     )
-    impl = choose_impl(impl, pallas=kernel_obstacles(q, k, v, **others))
+    impl = choose_impl(impl, pallas=kernel_obstacles(q, k, v, call.logits, **others))
     if impl == "xla":
-        ids = jnp.ones((1, q.shape[1]), jnp.int32) if segment_ids is None else segment_ids
 
         def of_heads(band: Visibility, q, k, v, heads):
-            return _of_heads(band, q, k, v, global_positions, ids, dropout, seed, heads)
+            return _of_heads(call, band, q, k, v, global_positions, heads)
 
     else:
 
         def of_heads(band: Visibility, q, k, v, heads):
-            return _in_kernels(band, impl, q, k, v, global_positions, segment_ids, dropout, seed)
+            return _in_kernels(call, band, impl, q, k, v, global_positions)
 
     if len(each) == 1:
         return of_heads(bands[0], q, k, v, np.arange(q.shape[2]))
@@ -94,16 +89,14 @@ def _heads_of(x: Array, heads: Sequence[int]) -> Array:
     return jnp.concatenate([lax.slice_in_dim(x, i, i + 1, axis=2) for i in heads], axis=2)
 
 
-def _in_kernels(
-    band: Visibility, impl: str, q, k, v, global_positions, segment_ids, dropout: float, seed
-) -> Array:
+def _in_kernels(call: Call, band: Visibility, impl: str, q, k, v, global_positions) -> Array:
     """`attend` in kernels, in chunks that hold the window."""
     length = max(TILE, 1 << (band.window - 1).bit_length())
     sizes = ChunkSizes(length, 1, 0 if band.causal else 1)
     reach = band.window * band.dilation
-    options = dict(causal=band.causal, shared_qk=False, window=reach, dropout=dropout)
+    options = dict(causal=band.causal, shared_qk=False, window=reach, dropout=call.dropout)
     chunks = sizes.cut(q.shape[1], **options)
-    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    segment_ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
     order, of_order = None, segment_ids
     if band.dilation > 1:
         n_slots = q.shape[1] + chunks.padding
@@ -111,7 +104,7 @@ def _in_kernels(
         order = Order(jnp.broadcast_to(positions, (len(q), q.shape[2], 1, n_slots)))
         of_order = _by_segment_and_step(band.dilation, q, segment_ids)
     if global_positions is None or global_positions.shape[1] == 0:
-        return chunked_attention(q, k, v, chunks, order, of_order, seed, impl)
+        return chunked_attention(q, k, v, chunks, order, of_order, call.seed, impl)
     from reformax.ops.kernels.triton import band as kernel
 
     global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
@@ -119,7 +112,7 @@ def _in_kernels(
         of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
     near, interpret = kernel.BandOrder(order, of_order), impl == INTERPRETED
     return kernel.attend(
-        band, chunks, interpret, q, k, v, global_positions, near, segment_ids, seed
+        band, chunks, interpret, q, k, v, global_positions, near, segment_ids, call.seed
     )
 
 
@@ -142,14 +135,12 @@ def _by_segment_and_step(step: int, x: Array, segment_ids) -> Int[Array, "B T"]:
     return jnp.where(is_token(segment_ids), segment_numbers(segment_ids) * step + number, 0)
 
 
-def _of_heads(
-    band: Visibility, q, k, v, global_positions, ids, dropout: float, seed, heads
-) -> Array:
+def _of_heads(call: Call, band: Visibility, q, k, v, global_positions, heads) -> Array:
     """`attend` of heads with one band; head by head where all logits would be too many."""
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def some(q, k, v, heads):
-        return _attend(band, q, k, v, global_positions, ids, dropout, seed, heads)
+        return _attend(call, band, q, k, v, global_positions, heads)
 
     n_seen = 3 * band.window + (0 if global_positions is None else global_positions.shape[1])
     if q.shape[0] * q.shape[1] * q.shape[2] * n_seen <= LOGITS_AT_A_TIME:
@@ -159,8 +150,9 @@ def _of_heads(
     return jnp.moveaxis(out[..., 0, :], 0, 2)
 
 
-def _attend(band: Visibility, q, k, v, global_positions, ids, dropout: float, seed, heads) -> Array:
+def _attend(call: Call, band: Visibility, q, k, v, global_positions, heads) -> Array:
     n_batch, length, n_heads, _ = q.shape
+    ids = jnp.ones((1, length), jnp.int32) if call.segment_ids is None else call.segment_ids
     step = band.dilation
     size = min(band.window, -(-length // step))
     n_steps = -(-length // (step * size)) * size
@@ -183,7 +175,7 @@ def _attend(band: Visibility, q, k, v, global_positions, ids, dropout: float, se
     mask = band.sees(q_side, Side(key[:, :, None], of_key[:, :, None]))
     kinds = [
         KeysOfKind(
-            logits=scaled_logits("bclnh,bcmnh->bnclm", queries, windows(blocks(k))),
+            logits=call.logits.of("bclnh,bcmnh->bnclm", queries, windows(blocks(k))),
             values=windows(blocks(v)),
             mask=mask[:, None],
             address=key,
@@ -195,44 +187,42 @@ def _attend(band: Visibility, q, k, v, global_positions, ids, dropout: float, se
         keys, values = (rows_at(x, global_positions) for x in (k, v))
         kinds.append(
             KeysOfKind(
-                logits=scaled_logits("bclnh,bgnh->bnclg", queries, keys),
+                logits=call.logits.of("bclnh,bgnh->bnclg", queries, keys),
                 values=values[:, None],
                 mask=mask[:, None],
                 address=global_positions[:, None],
             )
         )
-    out = attend_to_kinds(kinds, query, dropout, seed, heads).astype(v.dtype)
+    out = attend_to_kinds(call, kinds, query, heads).astype(v.dtype)
     out = out.reshape(n_batch, step, n_steps, n_heads, -1)
     return jnp.swapaxes(out, 1, 2).reshape(n_batch, -1, n_heads, v.shape[3])[:, :length]
 
 
 def rows_of_global_tokens(
+    call: Call,
     q: Float[Array, "B G N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
     global_positions: Int[Array, "B G"],
-    segment_ids: Int[Array, "B T"] | None,
-    causal: bool,
-    dropout: float,
-    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B G N V"]:
     """Attention of the queries at `global_positions` to all keys."""
 
     @jax.checkpoint
     def rows(q, k, v):
-        ids = jnp.ones((1, k.shape[1]), jnp.int32) if segment_ids is None else segment_ids
+        ids = call.segment_ids
+        ids = jnp.ones((1, k.shape[1]), jnp.int32) if ids is None else ids
         key, of_query = jnp.arange(k.shape[1]), ids_at(ids, global_positions)
-        rule = Visibility(causal=causal)
+        rule = Visibility(causal=call.causal)
         q_side = Side(global_positions[..., None], of_query[..., None])
         mask = rule.sees(q_side, Side(key, ids[:, None]))
         all_keys = KeysOfKind(
-            logits=scaled_logits("bclnh,bsnh->bncls", q[:, None], k),
+            logits=call.logits.of("bclnh,bsnh->bncls", q[:, None], k),
             values=v[:, None],
             mask=mask[:, None, None],
             address=key[None, None],
         )
         heads = jnp.arange(q.shape[2])
-        out = attend_to_kinds([all_keys], global_positions[:, None], dropout, seed, heads)
+        out = attend_to_kinds(call, [all_keys], global_positions[:, None], heads)
         return out[:, 0].astype(v.dtype)
 
     return rows(q, k, v)

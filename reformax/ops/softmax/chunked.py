@@ -21,7 +21,6 @@ function.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,7 +39,6 @@ from reformax.ops.masking.visibility import Side, is_token
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import Softmax, lowest
 from reformax.ops.softmax.orders import Chunking, Order
 
@@ -450,7 +448,7 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
         keys = _keys(of_hash, of_hash.at_keys_alone(of_keys))
         values = _windows(of_hash.at_keys(v), chunks)
         mask = visible_keys(of_hash, order, segment_ids, n_heads, length)
-        logits = jnp.where(mask, scaled_logits(LOGITS, queries, keys), lowest(dtype))
+        logits = jnp.where(mask, chunks.logits.of(LOGITS, queries, keys), lowest(dtype))
         order_max = logits.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(logits - order_max[..., None]), 0.0)
         order_sum = weights.sum(axis=-1)
@@ -492,7 +490,8 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         )
         mask = mask & (inverse_of_row > 0)
         # A visible logit exceeds the maximum by rounding alone.
-        logits = scaled_logits(LOGITS, queries, keys) - max_of_row
+        capped = chunks.logits.of(LOGITS, queries, keys)
+        logits = capped - max_of_row
         logits = jnp.where(mask & (logits < 0), logits, 0)
         weights = jnp.where(mask, jnp.exp(logits) * inverse_of_row, 0.0)
         dropped = _dropout_mask(of_hash, length, head, seed)
@@ -501,8 +500,9 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         )
         d_weights = jnp.einsum("bnclv,bncmv->bnclm", d_attended, values, **f32) * dropped
         # The product with a hidden value may have overflowed.
-        d_logits = jnp.where(mask, weights * (d_weights - dot) / math.sqrt(q.shape[-1]), 0)
-        d_logits = d_logits.astype(q.dtype)
+        d_logits = chunks.logits.before_cap(weights * (d_weights - dot), capped)
+        d_logits = chunks.logits.scaled(d_logits, q.shape[-1])
+        d_logits = jnp.where(mask, d_logits, 0).astype(q.dtype)
         d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_logits, keys, **f32)
         d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_logits, queries, **f32)
         (d_rows,) = keys_vjp(d_keys.astype(keys.dtype))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.masking.masks import SegmentIds
+from reformax.ops.calls.call import Call
 from reformax.ops.masking.padding import tokens_only
 
 # Lengths are padded to a multiple of this.
@@ -23,25 +23,19 @@ BLOCK = 64
 KEYS, PROGRAMS, LEAST_PIECE = 128, 264, 1024
 
 
-def cudnn_obstacle(
-    q: Array,
-    k: Array,
-    v: Array,
-    segment_ids: SegmentIds | None,
-    dropout: float,
-    bias: Array | None = None,
-    lengths: Int[Array, " B"] | None = None,
-) -> str | None:
+def cudnn_obstacle(call: Call, q: Array, k: Array, v: Array) -> str | None:
     """The property of a call that cuDNN cannot compute; None if it can compute the call.
 
     It can compute segments where `lengths` replace them.
     """
-    if segment_ids is not None and lengths is None:
+    if call.segment_ids is not None and call.lengths is None:
         return "segment_ids"
-    if bias is not None:
+    if call.bias is not None:
         return "a bias"
-    if dropout > 0.0:
-        return f"dropout {dropout}"
+    if call.logits.soft_cap is not None:
+        return f"soft_cap={call.logits.soft_cap}"
+    if call.dropout > 0.0:
+        return f"dropout {call.dropout}"
     if not all(x.dtype == q.dtype and x.dtype in (jnp.float16, jnp.bfloat16) for x in (q, k, v)):
         return f"dtypes {q.dtype}, {k.dtype} and {v.dtype}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > 128:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.calls.call import Call
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.masked import scaled_logits, softmax_over
+from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
 
 
@@ -24,26 +25,24 @@ def gather_rows(x: Array, index: Int[Array, "B N *d"]) -> Array:
 
 
 def gathered_softmax(
+    call: Call,
     q: Float[Array, "B N Q H"],
     k: Float[Array, "B N K H"],
     v: Float[Array, "B N K V"],
     mask: Bool[Array, "B N Q K"],
     positions: tuple[Int[Array, "B N Q 1"], Int[Array, "B N 1 K"]],
-    dropout: float,
-    seed: Array | None,
 ) -> Softmax:
     """The softmax of a tile's queries over its keys.
 
     Args:
+      call: of the op, which says what is dropped.
       q, k, v: queries, keys, values.
       mask: which keys a query sees.
       positions: the positions of queries and of keys, by which dropout is drawn.
-      dropout: the rate at which weights are dropped.
-      seed: `seed_words` of dropout; None without dropout.
     """
     dropped = None
-    if dropout > 0.0:
+    if call.dropout > 0.0:
         batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
-        dropped = dropout_mask(seed, dropout, batch, head, *positions)
-    logits = scaled_logits("bnqh,bnkh->bnqk", q, k)
+        dropped = dropout_mask(call.seed, call.dropout, batch, head, *positions)
+    logits = call.logits.of("bnqh,bnkh->bnqk", q, k)
     return softmax_over(logits, mask, "bnqk,bnkv->bnqv", v, dropped)

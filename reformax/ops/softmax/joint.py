@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.calls.call import Call
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
@@ -28,29 +29,27 @@ class KeysOfKind(NamedTuple):
 
 
 def attend_to_kinds(
+    call: Call,
     kinds: Sequence[KeysOfKind],
     query: Int[Array, "#B C L"],
-    dropout: float,
-    seed: Int[Array, 6] | None,
     heads: Int[Array, " N"],
 ) -> Float[Array, "B C L N V"]:
     """Attention to the keys of all kinds, in one softmax.
 
     Args:
+      call: of the op, which says what is dropped.
       kinds: the keys.
       query: the position of each query.
-      dropout: the rate at which weights are dropped.
-      seed: `seed_words` of dropout.
       heads: the index of each head.
     """
 
     def of_kind(each: KeysOfKind) -> Softmax:
         dropped, values = None, each.values
-        if dropout:
+        if call.dropout:
             example = jnp.arange(len(each.logits)).reshape(-1, 1, 1, 1, 1)
             head = jnp.asarray(heads).reshape(1, -1, 1, 1, 1)
             of_weights = example, head, query[:, None, ..., None], each.address[:, None, :, None]
-            dropped = dropout_mask(seed, dropout, *of_weights)
+            dropped = dropout_mask(call.seed, call.dropout, *of_weights)
         axes = "bnclm,bcmnv->bnclv"
         if values.shape[1] == 1:  # one product for all blocks
             axes, values = "bnclm,bmnv->bnclv", values[:, 0]

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from reformax.declared import Bounds
 from reformax.ops.masking.visibility import Visibility
+from reformax.ops.numerics.logits import PLAIN, Logits
 
 # All chunks that a query sees are in memory at once.
 ChunkCount = Annotated[int, Bounds(0, 4096)]
@@ -61,6 +62,7 @@ class Chunking(NamedTuple):
       count_once: whether a key that is visible in several hashes counts once (the paper's N_ij) or
         each time.
       dropout: the rate at which attention weights are dropped.
+      logits: how products of queries and keys become logits.
       two_orders: whether keys have another order than queries, so that a query's chunk may lack the
         key of its position.
       n_keys: the number of keys where they are another sequence than the queries; None: they are
@@ -78,6 +80,7 @@ class Chunking(NamedTuple):
     window: int | None = None
     count_once: bool = True
     dropout: float = 0.0
+    logits: Logits = PLAIN
     two_orders: bool = False
     n_keys: int | None = None
     ratio: int = 1

@@ -23,9 +23,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
-from reformax.ops.masking.masks import SegmentIds, segment_pair
+from reformax.ops.calls.call import Call
+from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.first_order import first_order
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.row_blocks import (
     Group,
@@ -42,7 +44,6 @@ from reformax.ops.numerics.row_blocks import (
     rows,
 )
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 # Logits of a tile, of all heads that are computed together. A CPU's fit in its cache. On a GPU
@@ -58,7 +59,7 @@ class Tiling(NamedTuple):
       query_size: queries of a block.
       key_size: keys of a block.
       causal: whether a key is hidden from the queries before it.
-      scale: the factor of the products of queries and keys.
+      logits: how products of queries and keys become logits; with a scale.
       dropout: the rate at which attention weights are dropped.
       exclude_self: whether a key is hidden from the query of its own position too.
       n_folded: the number of heads where they are folded into the axis of examples, because each
@@ -68,7 +69,7 @@ class Tiling(NamedTuple):
     query_size: int
     key_size: int
     causal: bool
-    scale: float
+    logits: Logits
     dropout: float = 0.0
     exclude_self: bool = False
     n_folded: int = 0
@@ -216,7 +217,7 @@ def logits(
     bias = x.bias
     if bias is not None:
         bias = lax.dynamic_slice(bias, *bias_tile(bias.shape, group, queries, keys))
-    s = scaled_logits("bnqh,bnkh->bnqk", q, k, tiling.scale, bias)
+    s = tiling.logits.of("bnqh,bnkh->bnqk", q, k, bias)
     mask = visible(tiling, x, group, queries, keys)
     return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
@@ -353,14 +354,17 @@ def backward(
             dv = dv + jnp.einsum("bnqk,bnqv->bnkv", p, d, **f32)
             if d_bias is not None:
                 d_bias = add_bias_tile(d_bias, ds, group, queries, keys)
+            if tiling.logits.soft_cap is not None:
+                capped = tiling.logits.of("bnqh,bnkh->bnqk", q, k)
+                ds = jnp.where(p > 0, tiling.logits.before_cap(ds, capped), 0)
             ds = ds.astype(q.dtype)
             dk = dk + jnp.einsum("bnqk,bnqh->bnkh", ds, q, **f32)
             dq = jnp.einsum("bnqk,bnkh->bnqh", ds, k, **f32)
-            return add_rows(dq_all, dq * tiling.scale, group, queries), d_bias, dk, dv
+            return add_rows(dq_all, dq * tiling.logits.scale, group, queries), d_bias, dk, dv
 
         zeros = varying_as(x, [jnp.zeros(y.shape, x.dtype) for y in (k, v)])
         *sums, dk, dv = visits.loop(tiling, group, j, query_block, (*sums, *zeros))
-        dk_all = put_rows(dk_all, dk * tiling.scale, group, keys)
+        dk_all = put_rows(dk_all, dk * tiling.logits.scale, group, keys)
         return *sums, dk_all, put_rows(dv_all, dv, group, keys)
 
     d_bias = None if x.bias is None else jnp.zeros(x.bias.shape, x.dtype)
@@ -414,12 +418,10 @@ attend.define(_attend_forward, _attend_backward, _attend_tangent)
 
 
 def inputs(
+    call: Call,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
-    bias: Float[Array, "#B #N #T #S"] | None,
-    segment_ids: SegmentIds | None,
-    seed: Int[Array, 6] | None,
 ) -> TiledInputs:
     """The arrays of an op's call."""
-    return TiledInputs(q, k, v, bias, *segment_pair(segment_ids), seed)
+    return TiledInputs(q, k, v, call.bias, *segment_pair(call.segment_ids), call.seed)

@@ -22,9 +22,9 @@ from reformax.ops.kernels.triton import chunked
 from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.first_order import first_order
+from reformax.ops.numerics.logits import PLAIN
 from reformax.ops.numerics.precision import product
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.masked import scaled_logits
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 
@@ -90,7 +90,7 @@ def _global_keys(
         k_side = k_side._replace(segment_id=ids_at(segment_ids, global_positions)[:, None])
     mask = outside_band(band, q_side, k_side)
     keys, values = (rows_at(x, global_positions) for x in (k, v))
-    logits = scaled_logits("btnh,bgnh->bntg", q, keys)
+    logits = PLAIN.of("btnh,bgnh->bntg", q, keys)
     logits = jnp.where(mask[:, None], logits, -jnp.inf)
     dropped = 1.0
     if dropout > 0.0:

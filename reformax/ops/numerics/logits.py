@@ -1,0 +1,67 @@
+"""How products of queries and keys become logits: one value that every softmax takes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reformax.ops.numerics.precision import product
+
+
+class Logits(NamedTuple):
+    """The static part of logits; all array operations take theirs from `of`.
+
+    Attributes:
+      scale: the factor of the products; None divides them by sqrt(H).
+      soft_cap: a bound c of the scaled products x, which become `c tanh(x / c)`; None: no bound.
+    """
+
+    scale: float | None = None
+    soft_cap: float | None = None
+
+    def of(
+        self,
+        axes: str,
+        queries: Float[Array, ...],
+        keys: Float[Array, ...],
+        bias: Float[Array, ...] | None = None,
+    ) -> Float[Array, ...]:
+        """The logits of queries and keys, float32 or wider.
+
+        Args:
+          axes: the equation of the product, whose sum is over the size H of heads.
+          queries, keys: the keys are rounded to the dtype of the queries.
+          bias: added to the logits.
+        """
+        products = product(axes, queries, keys, queries.dtype)
+        logits = self.scaled(products, queries.shape[-1])
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        return logits if bias is None else logits + bias.astype(logits.dtype)
+
+    def scaled(self, products: Float[Array, "*d"], size: int) -> Float[Array, "*d"]:
+        """Products of vectors of `size`, or the gradient of them, times the scale."""
+        return products / math.sqrt(size) if self.scale is None else products * self.scale
+
+    def before_cap(
+        self, d_logits: Float[Array, "*d"], logits: Float[Array, "*d"]
+    ) -> Float[Array, "*d"]:
+        """The gradient of scaled products, given that of the logits, which have no bias."""
+        if self.soft_cap is None:
+            return d_logits
+        return d_logits * (1 - (logits / self.soft_cap) ** 2)
+
+    def for_size(self, size: int) -> Logits:
+        """The same for heads of `size`, with the scale as a number."""
+        return self if self.scale is not None else self._replace(scale=1 / math.sqrt(size))
+
+    @property
+    def options(self) -> dict[str, float | None]:
+        """What an implementation may lack, by name; None is unset."""
+        return self._asdict()
+
+
+PLAIN = Logits()
