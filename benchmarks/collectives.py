@@ -66,7 +66,7 @@ def model_of(name: str, sizes: Sizes, length: int) -> Any:
     """The Reformer of a size, or a Transformer with FlashAttention."""
     options = sizes.arguments() | dict(dtype="bfloat16", dropout=0.0, ff_chunk_size=0)
     if name == "transformer":
-        return models.TransformerLM(**options, attention_type=flash.flash(), remat=True)
+        return models.TransformerLM(**options, attention_type=flash.flash(), remat_policy="nothing")
     options |= sizes.axial(length)
     return models.ReformerLM(**options, attention_type=sizes.attention(), keep_ff_outputs=True)
 

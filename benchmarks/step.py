@@ -11,8 +11,10 @@ Trax computes its LSH heads one at a time (n_parallel_heads=1) or all at once (N
 has LSH chunks of 256, and so fewer buckets. There reformax's first row is as in the configs, with
 layers unrolled, feed-forward layers whole and their outputs kept, and the one of least memory has a
 loop over layers and feed-forward layers in chunks. Another keeps all activations, as a Transformer
-does, and has feed-forward layers whole. FP8 is dtype="float8" (layers/float8.py). A model that
-fails, or whose first loss is not that of a uniform guess, prints the reason.
+does, and has feed-forward layers whole. "Attention kept" is the row of least memory with
+remat_policy="attention", and "offloaded" what is kept in the host's memory. FP8 is dtype="float8"
+(layers/float8.py). A model that fails, or whose first loss is not that of a uniform guess, prints
+the reason.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Shape(NamedTuple):
     dropout: float = 0.0
     ff_chunk_size: int = 0  # of reformax
     unrolled: bool = False  # whether reformax's first row has no chunks and no loops
-    remat: bool = False  # of the Transformer
+    remat: bool = False  # whether the Transformer's rows have less than all activations
     dtypes: tuple[str, ...] = ("float32",)  # of reformax; Trax's is float32
 
 
@@ -123,7 +125,7 @@ def candidates(shape: Shape) -> dict[str, Builder]:
     """The constructors of the models that take turns, by name."""
     first, *others = shape.dtypes
     in_chunks = dict(dtype=first, ff_chunk_size=shape.ff_chunk_size)
-    kept = dict(dtype=first, scan_layers=not shape.unrolled, keep_activations=True)
+    kept = dict(dtype=first, scan_layers=not shape.unrolled, remat_policy="all")
     fast = dict(dtype=first, scan_layers=False, keep_ff_outputs=True)
     options = {REFORMER: fast if shape.unrolled else in_chunks}
     options[f"{REFORMER}, activations kept"] = kept
@@ -131,6 +133,7 @@ def candidates(shape: Shape) -> dict[str, Builder]:
         options[f"{REFORMER}, FP8"] = fast | dict(dtype="float8")
         options[f"{REFORMER}, FP8, activations kept"] = kept | dict(dtype="float8")
         options[f"{REFORMER}, least memory"] = in_chunks
+    options[f"{REFORMER}, attention kept"] = in_chunks | dict(remat_policy="attention")
     options[f"{REFORMER}, exact"] = in_chunks | dict(exact=True)
     options |= {f"{REFORMER}, {dtype}": in_chunks | dict(dtype=dtype) for dtype in others}
     build = functools.partial(reformax_model, shape, models.ReformerLM, shape.sizes.attention())
@@ -141,11 +144,18 @@ def candidates(shape: Shape) -> dict[str, Builder]:
 
 
 def baseline(shape: Shape) -> dict[str, Builder]:
-    """The constructor of the Transformer, by name."""
-    name = "reformax TransformerLM, dense" + (", remat" if shape.remat else "")
-    options = dict(dtype=shape.dtypes[0], remat=shape.remat)
-    build = functools.partial(reformax_model, shape, models.TransformerLM, dense.dense(), options)
-    return {name: build}
+    """The constructors of the Transformers, by name."""
+    name = "reformax TransformerLM, dense"
+    rows = {name: dict(remat_policy="all")}
+    if shape.remat:
+        rows = {f"{name}, remat": dict(remat_policy="nothing")}
+        rows[f"{name}, attention kept"] = dict(remat_policy="attention")
+        if jax.default_backend() != "cpu":
+            offloaded = dict(offload_activations=True)
+            rows |= {f"{x}, offloaded": options | offloaded for x, options in rows.items()}
+    build = functools.partial(reformax_model, shape, models.TransformerLM, dense.dense())
+    dtype = dict(dtype=shape.dtypes[0])
+    return {x: functools.partial(build, options | dtype) for x, options in rows.items()}
 
 
 class Runner:

@@ -9,6 +9,16 @@ RENAMED = {
     (op, "own"): "attend_self_if_alone"
     for op in ("asymmetric_lsh", "hash_sparse", "lsh", "routing", "shared_qk", "smyrf")
 }
+_KINDS = {
+    "remat": ("Transformer", "TransformerEncoder", "TransformerLM", "TransformerMaskedLM"),
+    "keep_activations": ("Reformer", "ReformerEncoder", "ReformerLM", "ReformerMaskedLM"),
+}
+RENAMED |= {(model, option): "remat_policy" for option, x in _KINDS.items() for model in x}
+# The option before -> its values before and now, where they have changed.
+_VALUES = {
+    "remat": {"True": "'nothing'", "False": "'all'"},
+    "keep_activations": {"True": "'all'", "False": "'nothing'"},
+}
 
 
 def translated(text: str) -> tuple[str, list[str]]:
@@ -20,12 +30,26 @@ def translated(text: str) -> tuple[str, list[str]]:
     found = set()
 
     def rename(match: re.Match) -> str:
-        head, function, option, end = match.groups()
+        head, function, option, equals, value = match.groups()
         now = RENAMED.get((function, option))
         if now is None:
             return match[0]
+        if option in _VALUES:
+            value = _VALUES[option].get(_value(text, value))
+            if value is None:
+                return match[0]
         found.add(f"{function}.{option} is {function}.{now}")
-        return f"{head}{function}.{now}{end}"
+        return f"{head}{function}.{now}{equals}{value}"
 
-    line = re.compile(r"^((?:[\w/.-]*[./])?)(\w+)\.(\w+)(\s*=)", re.MULTILINE)
+    line = re.compile(r"^((?:[\w/.-]*[./])?)(\w+)\.(\w+)(\s*=[ \t]*)(.*)$", re.MULTILINE)
     return line.sub(rename, text), sorted(found)
+
+
+def _value(text: str, value: str) -> str:
+    """A setting's value, or that of the macro `%NAME` which it is."""
+    value = value.partition("#")[0].strip()
+    if value.startswith("%"):
+        name = re.escape(value[1:])
+        macro = re.search(rf"^{name}[ \t]*=[ \t]*(\w+)", text, re.MULTILINE)
+        return macro[1] if macro else value
+    return value

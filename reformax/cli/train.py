@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reformax.cli import compilation_cache, config, configs, ending, flags, joining, report, typed
-from reformax.declared import PathName
+from reformax.declared import PathName, Positive, SettingError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,9 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if joining.first():
             report.note_unused(args.config, read, files=settings_of)
 
+    if args.device_memory is not None and not args.dry_run:
+        raise SettingError(
+            f"--device_memory={args.device_memory}: give --dry_run too, or leave the flag out"
+        )
     if args.dry_run:
         begun = bool(checkpoint.Checkpoints(output_dir).steps())
-        report_of = functools.partial(dry_run.report, begun=begun, named=typed.typed)
+        options = dict(begun=begun, device_memory=args.device_memory, named=typed.typed)
+        report_of = functools.partial(dry_run.report, **options)
         settings, lines = stand_in.reported(report_of)
         note_unused(*settings, *of_end)
         if joining.first():
@@ -97,8 +102,15 @@ def parser():
     parser.add_argument(
         "--dry_run",
         action="store_true",
-        help="compile the step for the devices there are, print the memory that it needs on each, "
-        "and exit",
+        help="compile the step for the devices there are, print the memory that it needs on each "
+        "and the longest sequence and the largest batch that fit, and exit",
+    )
+    parser.add_argument(
+        "--device_memory",
+        type=flags.of(Positive),
+        metavar="GIB",
+        help="with --dry_run: the memory of a device that a run may take (default: what the "
+        "backend says)",
     )
     flags.add_changed_data(parser)
     joining.add_flags(parser)

@@ -21,7 +21,7 @@ from reformax.declared import (
     Unsupported,
     check_fields,
 )
-from reformax.layers import context
+from reformax.layers import context, remat
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.float8 import product
@@ -243,9 +243,21 @@ class MultiHead(Layer):
         arrays = (int32_ids(tokens.segment_ids), global_tokens), params["op"], _fold_in(rng, PLAN)
         return context.plan(plan, self.op, self.n_heads, qkv, *arrays)
 
-    def attend(self, params, qkv: QKV, plan, segment_ids=None, rng=None) -> Float[Array, "B T D"]:
-        """Attention by a plan, and the output projection."""
-        out = self._apply_op(params, qkv, plan, segment_ids, _fold_in(rng, WEIGHTS))
+    def attend(
+        self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
+    ) -> Float[Array, "B T D"]:
+        """Attention by a plan, and the output projection; `run` calls the algorithm."""
+        return self.combine(params, self.heads(params, qkv, plan, segment_ids, rng, run), rng)
+
+    def heads(
+        self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
+    ) -> Float[Array, "B T N V"]:
+        """Each head's attention by a plan."""
+        read = {name: params[name] for name in ("op", "position_bias") if name in params}
+        return run(self._apply_op, read, qkv, plan, segment_ids, _fold_in(rng, WEIGHTS))
+
+    def combine(self, params, out: Float[Array, "B T N V"], rng=None) -> Float[Array, "B T D"]:
+        """The output projection of all heads, and dropout."""
         out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
         # A matrix already is from `for_decoding`.
         w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else transposed_on_gpu(w_o)
@@ -433,11 +445,16 @@ class Attention(MultiHead):
         return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None)
 
     def apply(
-        self, params, x: Float[Array, "B T D"], mask: Int[Array, "B T"] | None = None, rng=None
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        mask: Int[Array, "B T"] | None = None,
+        rng=None,
+        run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
         qkv = self.project(params, x, tokens_of(mask).positions)
         plan = self.plan(params, qkv, mask, rng)
-        return self.attend(params, qkv, plan, mask, rng)
+        return self.attend(params, qkv, plan, mask, rng, run)
 
     # Decoding: `prefill` reads a prompt, `step` one more position of each row.
 

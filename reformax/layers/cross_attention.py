@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Unsupported
-from reformax.layers import context
+from reformax.layers import context, remat
 from reformax.layers.attention import QKV, MultiHead, output
 from reformax.layers.matrices import Unnormed, affine
 from reformax.ops.base import Dims
@@ -63,11 +63,12 @@ class CrossAttention(MultiHead):
         mask: Int[Array, "B T"] | None = None,
         memory_mask: Int[Array, "B S"] | None = None,
         rng=None,
+        run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
         segment_ids = paired_segment_ids((mask, x), (memory_mask, memory))
         qkv = self.project(params, x, memory)
         plan = self.plan(params, qkv, segment_ids, rng)
-        return self.attend(params, qkv, plan, segment_ids, rng)
+        return self.attend(params, qkv, plan, segment_ids, rng, run)
 
     # Decoding: keys and values of the memory are the same at every step.
 

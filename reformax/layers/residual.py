@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from reformax.layers import remat
 from reformax.layers._trax import Layer
+from reformax.layers.attention import MultiHead
 from reformax.layers.matrices import Unnormed
+from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack
 
 
@@ -23,38 +27,50 @@ class ResidualStack(BlockStack):
     `[B, T, D] -> [B, T, D]`, float32. Further inputs and arguments are those of `BlockStack`.
 
     Args:
-      remat: whether the gradient computes each layer again and keeps only the stream between
-        layers, instead of keeping each layer's activations.
+      remat_policy: what the gradient keeps of each layer besides the stream between layers:
+        "nothing", "attention" or "all" (`layers.remat`). It computes the rest again.
+      offload_activations: whether the stream between layers and what else the policy keeps lie in
+        the host's memory between the passes; not with "all".
       post_norm: whether a norm follows each sum, as in Vaswani et al. 2017, instead of preceding
         each sublayer.
     """
 
-    remat: bool = False
+    remat_policy: RematPolicy = "all"
+    offload_activations: bool = False
     post_norm: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        remat.check_policy(self.remat_policy, self.offload_activations)
 
     def apply(self, params, x, segment_ids=None, memory=None, memory_segment_ids=None, rng=None):
         self._check_memory(memory)
+        if self.offload_activations:
+            remat.check_offload()
         # Between layers that are written out, what the next one reads the stream by stays with it.
-        open_ends = not (self.remat or self.scan_layers)
+        open_ends = self.remat_policy == "all" and not self.scan_layers
 
         def repeat(streams, this):
             for i, block in enumerate(self.blocks):
                 rngs = self._rngs(rng, this, i)
 
                 def layer(p, streams, memory, block=block, rngs=rngs):
+                    if self.offload_activations:
+                        streams = checkpoint_name(streams, remat.STREAM)
                     further = {
                         "attention": (segment_ids,),
                         "cross_attention": (memory, segment_ids, memory_segment_ids),
                     }
+                    attend = _named if self.remat_policy == "attention" else _of
                     sublayers = {
-                        name: _of(attention, *further[name], rng=rngs[name])
+                        name: attend(attention, *further[name], rng=rngs[name])
                         for name, attention in block.attentions.items()
                     }
                     sublayers["feed_forward"] = _of(block.feed_forward, rng=rngs["feed_forward"])
                     streams = self._layer(p, streams, sublayers)
                     return streams if open_ends else self._closed(streams)
 
-                layer = jax.checkpoint(layer) if self.remat else layer
+                layer = remat.checkpointed(layer, self.remat_policy, self.offload_activations)
                 streams = layer(this.params[f"block_{i}"], streams, memory)
             return streams, None
 
@@ -115,3 +131,9 @@ class ResidualStack(BlockStack):
 def _of(layer: Layer, *further, rng) -> Callable:
     """A layer as a function of its weights and first input alone."""
     return lambda params, x: layer.apply(params, x, *further, rng=rng)
+
+
+def _named(layer: MultiHead, *further, rng) -> Callable:
+    """`_of` an attention layer; its plan and what attention stores have the name `ATTENTION`."""
+    run = functools.partial(layer.apply, rng=rng, run=remat.named)
+    return lambda params, x: run(params, x, *further)

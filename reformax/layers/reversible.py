@@ -35,6 +35,7 @@ from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.declared import Bounds, SettingError
+from reformax.layers import remat
 from reformax.layers.attention import QKV, MultiHead
 from reformax.layers.coupling import (
     Coupling,
@@ -46,6 +47,7 @@ from reformax.layers.coupling import (
     share_a_slot,
 )
 from reformax.layers.matrices import Unnormed
+from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack, TransformerBlock
 from reformax.ops.masking.masks import paired_segment_ids, tokens_of
 
@@ -89,28 +91,46 @@ class ReversibleStack(BlockStack):
         backward pass, which otherwise computes it again to rebuild the streams. It saves an eighth
         of the layer's arithmetic and costs memory that grows with the depth: in `dtype`, or in
         float32 on the grid.
-      keep_activations: whether the gradient is plain autodiff's of the same function, which keeps
-        every activation: a step of a third less arithmetic, where memory allows.
+      remat_policy: what the gradient keeps of each layer (`layers.remat`). "nothing" keeps plans
+        alone, and "attention" what attention computed, which the backward pass then does not
+        compute again. "all" is plain autodiff of the same function: a step of a third less
+        arithmetic, where memory allows.
+      offload_activations: whether plans, and what `keep_ff_outputs` and the policy keep, lie in the
+        host's memory between the passes; not with "all".
 
     Raises:
       SettingError: besides what `BlockStack` refuses: with slots, layers that see beyond a window
-        share one; `keep_ff_outputs` and `keep_activations` together.
+        share one; `keep_ff_outputs` or `offload_activations` with a policy that keeps all;
+        `offload_activations` where nothing is kept.
     """
 
     n_slots: SlotCount | None = None
     exact: bool = False
     keep_ff_outputs: bool = False
-    keep_activations: bool = False
+    remat_policy: RematPolicy = "nothing"
+    offload_activations: bool = False
 
     def __post_init__(self):
         super().__post_init__()
-        if self.keep_ff_outputs and self.keep_activations:
-            raise SettingError("keep_activations is True, keep_ff_outputs is True: leave one out")
+        if self.keep_ff_outputs and self.remat_policy == "all":
+            raise SettingError("remat_policy is 'all', keep_ff_outputs is True: leave one out")
+        remat.check_policy(self.remat_policy, self.offload_activations)
+        self._check_offload()
         self._on_grid = self.exact or self.n_slots is not None
         self._coupling: Coupling = TwoStreams()
         if self.n_slots is not None:
             self._coupling = Slots(self.n_slots)
             self._check_slots()
+
+    def _check_offload(self) -> None:
+        """Raises `SettingError` if there is nothing to offload."""
+        attentions = [x for block in self.blocks for x in block.attentions.values()]
+        kept = self.keep_ff_outputs or self.remat_policy != "nothing"
+        if self.offload_activations and not kept and all(x.op.plans == "no" for x in attentions):
+            raise SettingError(
+                "offload_activations is True and remat_policy is 'nothing', which keeps nothing of "
+                "these layers: set remat_policy='attention'"
+            )
 
     @property
     def n_streams(self) -> int:
@@ -134,7 +154,9 @@ class ReversibleStack(BlockStack):
             )
 
     def apply(self, params, *inputs, rng=None):
-        if self.keep_activations:
+        if self.offload_activations:
+            remat.check_offload()
+        if self.remat_policy == "all":
             return self.apply_keeping(params, *inputs, rng=rng)
         streams, context = self._inputs(*inputs)
         return self._outputs(_run(self, params, streams, context, rng))
@@ -208,37 +230,39 @@ class ReversibleStack(BlockStack):
         return jax.lax.cond(first == jnp.inf, lost, function, params, *args)
 
     def _forward(self, params, streams: Streams, context: SideInputs, rng) -> tuple[Streams, Any]:
-        """The outputs; each attention's plan and, if kept, each feed-forward layer's output."""
+        """The outputs; what is kept of each attention and, if kept, each feed-forward's output."""
         coupling = self._coupling
 
         def repeat(streams, this):
-            plans, kept = [], []
+            attended, kept = [], []
             for i, block in enumerate(self.blocks):
                 block_params = this.params[f"block_{i}"]
                 rngs = self._rngs(rng, this, i)
-                plans.append({})
+                attended.append({})
                 for sublayer in self._attentions(block, context, rngs):
                     sublayer_params = _params_of(block_params, sublayer.name)
                     parts = coupling.ahead(streams)
-                    out, plan = sublayer.forward(sublayer_params, coupling.read(parts))
+                    out, of_attention = sublayer.forward(sublayer_params, coupling.read(parts))
                     streams = coupling.after(parts.plus(out))
-                    plans[-1][sublayer.name] = plan
+                    attended[-1][sublayer.name] = of_attention
                 sublayer_params = _params_of(block_params, "feed_forward")
                 parts = coupling.ahead(streams)
                 parts, out = self._feed_forward(block, sublayer_params, parts, rngs["feed_forward"])
                 streams = coupling.after(parts)
                 kept.append(out)
-            return streams, (tuple(plans), tuple(kept))
+            stored = tuple(attended), tuple(kept)
+            return streams, remat.to_host(stored) if self.offload_activations else stored
 
         return self._scan(repeat, streams, params)
 
     def _backward(self, residuals, d_streams: Streams):
         """The inputs rebuilt, and the gradients of parameters, inputs and memory."""
-        params, streams, (plans, kept), context, rng = residuals
+        params, streams, stored, context, rng = residuals
         d_memory = jax.tree.map(jnp.zeros_like, context.memory)
         coupling = self._coupling
 
-        def repeat(carry, this, plans, kept):
+        def repeat(carry, this, stored):
+            attended, kept = remat.to_device(stored) if self.offload_activations else stored
             streams, d_streams, d_memory = carry
             d_params = {}
             for i, block in reversed(list(enumerate(self.blocks))):
@@ -254,8 +278,8 @@ class ReversibleStack(BlockStack):
                 for sublayer in reversed(self._attentions(block, context, rngs)):
                     sublayer_params = _params_of(block_params, sublayer.name)
                     parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
-                    plan = plans[i][sublayer.name]
-                    out, vjp = sublayer.again(sublayer_params, coupling.read(parts), plan)
+                    of_attention = attended[i][sublayer.name]
+                    out, vjp = sublayer.again(sublayer_params, coupling.read(parts), of_attention)
                     d_sublayer, d_read, *d_read_memory = vjp((gradient.out, gradient.read))
                     streams = coupling.before(parts.minus(out))
                     d_streams = coupling.gradient_before(gradient, d_read)
@@ -271,7 +295,7 @@ class ReversibleStack(BlockStack):
 
         carry = streams, d_streams, d_memory
         (streams, d_streams, d_memory), d_params = self._scan(
-            repeat, carry, params, plans, kept, reverse=True
+            repeat, carry, params, stored, reverse=True
         )
         return streams, d_params, d_streams, d_memory
 
@@ -382,6 +406,13 @@ class ReversibleStack(BlockStack):
         return params | {"feed_forward": cast}
 
 
+class KeptOfAttention(NamedTuple):
+    """What a stack keeps of an attention sublayer for the backward pass."""
+
+    plan: Any
+    stored: list[Array] | None = None  # from `remat.stored`, with the policy "attention"
+
+
 class _AttentionSublayer(NamedTuple):
     """An attention sublayer as a function of (params, input), with its other inputs."""
 
@@ -392,30 +423,40 @@ class _AttentionSublayer(NamedTuple):
     segment_ids: Any
     rng: Any
 
-    def forward(self, params, x) -> tuple[Array, Any]:
-        """The output and the plan."""
-        qkv = self.stack._alone(self.project, params, x, *self.memory)
+    def forward(self, params, x) -> tuple[Array, KeptOfAttention]:
+        """The output, and what the stack keeps."""
+        alone = self.stack._alone
+        qkv = alone(self.project, params, x, *self.memory)
         plan = self.layer.plan(params[self.name], qkv, self.segment_ids, self.rng)
-        return self.stack._alone(self.attend, params, qkv, plan), plan
+        if self.stack.remat_policy != "attention":
+            return alone(self.attend, params, qkv, plan), KeptOfAttention(plan)
+        stored = alone(functools.partial(self.heads, remat.stored), params, qkv, plan)
+        return alone(self.combine, params, stored[0]), KeptOfAttention(plan, stored)
 
-    def again(self, params, x, plan) -> tuple[Array, Callable]:
-        """The output by the same plan, and the function that `jax.vjp` gives.
+    def again(self, params, x, kept: KeptOfAttention) -> tuple[Array, Callable]:
+        """The output by what is kept, and the function that `jax.vjp` gives.
 
         That function also takes the gradient of the input from its other readers, which the norm's
         gradient is added to.
         """
-        (out, _), vjp = jax.vjp(
-            functools.partial(self.project_and_attend, plan), params, x, *self.memory
-        )
-        if self.stack.exact:
-            qkv = self.stack._alone(self.project, params, x, *self.memory)
-            out = self.stack._alone(self.attend, params, qkv, plan)
+        alone = self.stack._alone
+        run = functools.partial(self.project_and_attend, kept)
+        (out, _), vjp = jax.vjp(run, params, x, *self.memory)
+        if self.stack.exact and kept.stored is not None:
+            out = alone(self.combine, params, kept.stored[0])
+        elif self.stack.exact:
+            qkv = alone(self.project, params, x, *self.memory)
+            out = alone(self.attend, params, qkv, kept.plan)
         return out, vjp
 
-    def project_and_attend(self, plan, params, x, *memory) -> tuple[Array, Array]:
+    def project_and_attend(self, kept: KeptOfAttention, params, x, *memory) -> tuple[Array, Array]:
         h, x = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
         qkv = self._heads(params, h, memory)
-        return self.attend(params, qkv, plan), x
+        if kept.stored is None:
+            return self.attend(params, qkv, kept.plan), x
+        return self.combine(
+            params, self.heads(remat.recalled(kept.stored), params, qkv, kept.plan)
+        ), x
 
     def project(self, params, x, *memory) -> QKV:
         h, _ = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
@@ -427,8 +468,13 @@ class _AttentionSublayer(NamedTuple):
         return self.layer.project(params[self.name], h, tokens_of(self.segment_ids).positions)
 
     def attend(self, params, qkv: QKV, plan) -> Array:
-        out = self.layer.attend(params[self.name], qkv, plan, self.segment_ids, self.rng)
-        return self.stack._residual(out)
+        return self.combine(params, self.heads(remat.direct, params, qkv, plan))
+
+    def heads(self, run: remat.Run, params, qkv: QKV, plan) -> Any:
+        return self.layer.heads(params[self.name], qkv, plan, self.segment_ids, self.rng, run)
+
+    def combine(self, params, heads: Array) -> Array:
+        return self.stack._residual(self.layer.combine(params[self.name], heads, self.rng))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

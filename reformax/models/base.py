@@ -41,6 +41,7 @@ from reformax.layers import (
 from reformax.layers.dropout import rate_in
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.layers.relative import PositionBias
+from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
 from reformax.layers.stacks import Dtype as Width
@@ -304,13 +305,17 @@ class Residual:
     """A mixin of `Model`: one residual stream.
 
     Args:
-      remat: whether the gradient computes each layer again instead of keeping its activations.
+      remat_policy: what the gradient keeps of each layer, and does not compute again: "all",
+        "attention" (what attention computed) or "nothing"; see `layers.remat`.
+      offload_activations: whether what is kept lies in the host's memory between the passes of a
+        training step; with "attention" or "nothing", on a GPU.
       post_norm: whether a norm follows each residual sum, as in Vaswani et al. 2017 and BERT,
         instead of preceding each sublayer. Post-norm stacks have no norm at the end, because their
         last layer ends in one.
     """
 
-    remat: bool = False
+    remat_policy: RematPolicy = "all"
+    offload_activations: bool = False
     post_norm: bool = False
 
     @property
@@ -319,10 +324,8 @@ class Residual:
         return not self.post_norm
 
     def _stack(self, blocks, n_layers):
-        options = self._stack_options()
-        return ResidualStack(
-            blocks, n_layers, remat=self.remat, post_norm=self.post_norm, **options
-        )
+        options = self._stack_options() | _kept(self)
+        return ResidualStack(blocks, n_layers, post_norm=self.post_norm, **options)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -335,18 +338,29 @@ class Reversible:
       exact: whether the backward pass rebuilds activations bit for bit; see `layers.reversible`.
       keep_ff_outputs: whether the gradient keeps the feed-forward layers' outputs: fewer
         products, and memory that grows with the depth.
-      keep_activations: whether the gradient keeps every activation, as a Transformer's does.
+      remat_policy: what the gradient keeps of each layer, and does not compute again: "nothing"
+        but plans, "attention" (what attention computed) or "all", as a Transformer's does; see
+        `layers.remat`.
+      offload_activations: whether what is kept lies in the host's memory between the passes of a
+        training step; with "attention" or "nothing", on a GPU.
     """
 
     n_slots: SlotCount | None = None
     exact: bool = False
     keep_ff_outputs: bool = False
-    keep_activations: bool = False
+    remat_policy: RematPolicy = "nothing"
+    offload_activations: bool = False
 
     def _stack(self, blocks, n_layers):
-        names = "n_slots", "exact", "keep_ff_outputs", "keep_activations"
-        options = {name: getattr(self, name) for name in names}
-        return ReversibleStack(blocks, n_layers, **options, **self._stack_options())
+        options = {name: getattr(self, name) for name in ("n_slots", "exact", "keep_ff_outputs")}
+        options |= self._stack_options() | _kept(self)
+        return ReversibleStack(blocks, n_layers, **options)
+
+
+def _kept(model: Residual | Reversible) -> dict[str, Any]:
+    """The options of a stack that say what its gradient keeps; evaluation offloads nothing."""
+    offload = model.offload_activations and model.mode == "train"
+    return dict(remat_policy=model.remat_policy, offload_activations=offload)
 
 
 def cycle_of(ops: AttentionOp | Sequence[AttentionOp]) -> Sequence[AttentionOp]:

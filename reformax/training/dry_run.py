@@ -1,13 +1,25 @@
-"""Checks a run's settings and reports the memory of its steps; no step is run."""
+"""Checks a run's settings and reports the memory of its steps; no step is run.
+
+It also finds the longest sequence and the largest batch that the memory of a device holds.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import jax
 
-from reformax import devices, memory
-from reformax.training import evaluation, fingerprints, opening, optimizer, starting_weights
+from reformax import declared, devices, memory
+from reformax.declared import LARGEST, Positive
+from reformax.training import (
+    capacity,
+    evaluation,
+    fingerprints,
+    opening,
+    optimizer,
+    starting_weights,
+)
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.loss import vocabulary_of
@@ -34,7 +46,7 @@ class Needs(NamedTuple):
 
 
 def needs(
-    setup: opening.Setup, stage: ResolvedStage, model: Any, like: step_lib.TrainState
+    setup: opening.Setup, stage: ResolvedStage, model: Any, like: step_lib.TrainState, batch: Any
 ) -> Needs:
     """Compiles the step of a stage; nothing is computed.
 
@@ -42,11 +54,10 @@ def needs(
       setup: the run's.
       stage, model: the stage, and its model.
       like: the shapes of the run's state.
+      batch: arrays of a batch, or their shapes.
     """
     settings, _, mesh, key = setup
     placement = devices.placement(like, mesh)
-    with naming(stage):
-        batch = tuple(stage.task.train_batch(settings.seed, 0, stage.batch_size, stage.length))
     arguments = _shapes(like, placement), _shapes(batch, devices.over_tokens(mesh)), key
     step = opening.step_of(settings, model, mesh, like)
     compiled = step.trace(*arguments).lower().compile()
@@ -58,6 +69,81 @@ def needs(
         stats.temp_size_in_bytes,
         held + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes,
     )
+
+
+def _batch(setup: opening.Setup, stage: ResolvedStage) -> Any:
+    """The shapes of a stage's first batch."""
+    with naming(stage):
+        seed = setup.settings.seed
+        batch = tuple(stage.task.train_batch(seed, 0, stage.batch_size, stage.length))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+
+def _resized(batch: Any, before: ResolvedStage, after: ResolvedStage) -> Any:
+    """The shapes of a batch of another stage's sizes."""
+
+    def resized(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        _, *others = x.shape
+        if others[:1] == [before.length]:
+            others[0] = after.length
+        return jax.ShapeDtypeStruct((after.batch_size, *others), x.dtype)
+
+    return jax.tree.map(resized, batch)
+
+
+def _capacities(
+    setup: opening.Setup, stage: ResolvedStage, batch: Any, found: Needs, limit: int
+) -> list[str]:
+    """Lines on the longest sequence and the largest batch that fit; see `capacity`.
+
+    Args:
+      setup: the run's.
+      stage: its last one.
+      batch: the shapes of a batch of it.
+      found: the bytes of its step.
+      limit: the bytes of a device.
+    """
+    settings, models, mesh, key = setup
+    model, sizes, started = models.train[-1], {}, time.monotonic()
+
+    def bytes_at(**size: int) -> int:
+        other = stage._replace(**size)
+        shape, ema = (other.batch_size, other.length), settings.ema_decay > 0
+        init = step_lib.init_fn(model, settings.built_optimizer, shape, ema)
+        # Weights of some algorithms are by the length.
+        like = jax.eval_shape(init, key)
+        return needs(setup, other, model, like, _resized(batch, stage, other)).total
+
+    rows = settings.accumulate * devices.n_row_shards(mesh)
+    longest = min(LARGEST // stage.batch_size, getattr(model, "max_length", None) or LARGEST)
+    for name, unit, most in (
+        ("length", devices.n_sequence_shards(mesh), longest),
+        ("batch_size", rows, LARGEST // stage.length),
+    ):
+        sizes[name] = capacity.search(
+            lambda size, name=name: bytes_at(**{name: size}),
+            (getattr(stage, name), found.total),
+            found.state,
+            limit,
+            unit,
+            most,
+        )
+    n, seconds = sum(x.n_programs for x in sizes.values()), time.monotonic() - started
+    return [
+        f"longest sequence: {_words(sizes['length'], f'{stage.batch_size:,} x {{:,}} tokens')}",
+        f"largest batch: {_words(sizes['batch_size'], f'{{:,}} x {stage.length:,} tokens')}",
+        f"(found by compiling {n} more sizes in {seconds:.0f} s)",
+    ]
+
+
+def _words(found: capacity.Capacity, size: str) -> str:
+    """What a search found, for people."""
+    if not found.fits:
+        return f"none, {size.format(found.above)} do not fit" if found.above else "none"
+    fits = f"{size.format(found.fits)} fit"
+    if found.above is not None:
+        return f"{fits}, {size.format(found.above)} do not"
+    return f"{fits}, and more is refused: {found.refused}" if found.refused else f"{fits}, the most"
 
 
 def _shapes(tree: Any, placement: Any) -> Any:
@@ -97,11 +183,16 @@ def _check_evaluation(
                 evaluation.check_positions(*scored, **one.sizes, **mesh)
 
 
-def report(*, begun: bool = False, **settings: Any) -> list[str]:
+def report(
+    *, begun: bool = False, device_memory: Positive | None = None, **settings: Any
+) -> list[str]:
     """Lines on the devices, and on the memory that the step of each stage needs on one.
+
+    Further lines have the longest sequence and the largest batch of the last stage that fit.
 
     Args:
       begun: whether the run has a checkpoint, and so no need of `init_from`.
+      device_memory: GiB that a device has for the run; None: what the backend says.
       **settings: those of `loop.train`.
 
     Raises:
@@ -119,14 +210,17 @@ def report(*, begun: bool = False, **settings: Any) -> list[str]:
     lines = fingerprints.summary(settings.all_stages)
     if line := optimizer.peakless(settings.optimizer, settings.steps):
         lines.append(f"note: {settings.named(line) if settings.named else line}")
-    lines.append(f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each")
+    declared.check("device_memory", device_memory, Positive | None)
+    limit = memory.available() if device_memory is None else int(device_memory * 2**30)
+    lines.append(f"{mesh_lib.words(mesh)}, {memory.words(limit)} of memory each")
     if mesh.devices.flat[0].platform == "cpu":
         lines[-1] += "; programs for cpu have the figures below, those for a GPU have others"
     setup, stages = opening.Setup(settings, models, mesh, key), settings.all_stages
     for stage, model, after in zip(stages, models.train, [*stages[1:], None], strict=True):
         if after is not None and stage.program == after.program:
             continue  # the line of the stage after it is its own
-        found = needs(setup, stage, model, like)
+        batch = _batch(setup, stage)
+        found = needs(setup, stage, model, like, batch)
         parts = {
             "parameters": found.params,
             "state": found.state,
@@ -135,6 +229,6 @@ def report(*, begun: bool = False, **settings: Any) -> list[str]:
         }
         sizes = ", ".join(f"{name} {n / MIB:,.1f}" for name, n in parts.items())
         what = f"to step {stage.until:,}, {stage.batch_size:,} x {stage.length:,} tokens"
-        over = ", more than there is" if found.total > memory.available() else ""
+        over = ", more than there is" if found.total > limit else ""
         lines.append(f"{what}: MiB of a device: {sizes}{over}")
-    return lines
+    return lines + _capacities(setup, stages[-1], batch, found, limit)

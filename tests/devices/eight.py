@@ -84,7 +84,7 @@ LANGUAGE = {
             next_value=True,
         ),
     ),
-    "dense": (TransformerLM, dict(attention_type=dense.dense(), remat=True)),
+    "dense": (TransformerLM, dict(attention_type=dense.dense(), remat_policy="nothing")),
     "local": (TransformerLM, dict(attention_type=local.local(chunk_len=8, **KERNELS))),
     "flash": (TransformerLM, dict(attention_type=flash.flash(**KERNELS), scan_layers=False)),
     "flash tiles": (TransformerLM, dict(attention_type=flash.flash())),

@@ -82,8 +82,8 @@ def test_gradients_are_autodiffs_of_the_rounded_forward():
     """With the rounding, which slots always have: JAX differentiates the same forward pass."""
     x = stream()
     stack, keeping = (
-        layers.ReversibleStack(plain.blocks(LSH), 3, n_slots=6, keep_activations=keeps)
-        for keeps in (False, True)
+        layers.ReversibleStack(plain.blocks(LSH), 3, n_slots=6, remat_policy=policy)
+        for policy in ("nothing", "all")
     )
     params = plain.init(stack, x.shape)
 
@@ -156,8 +156,8 @@ def test_layers_that_see_far_share_no_slot():
     layers.ReversibleStack(plain.blocks([local.local()]), 4, n_slots=2)
     with pytest.raises(ValueError, match="^n_slots is 1: expected at least 2"):
         layers.ReversibleStack(blocks, 4, n_slots=1)
-    with pytest.raises(ValueError, match="^keep_activations is True, keep_ff_outputs is True"):
-        layers.ReversibleStack(blocks, 4, keep_activations=True, keep_ff_outputs=True)
+    with pytest.raises(ValueError, match="^remat_policy is 'all', keep_ff_outputs is True"):
+        layers.ReversibleStack(blocks, 4, remat_policy="all", keep_ff_outputs=True)
 
 
 @pytest.mark.parametrize(

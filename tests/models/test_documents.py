@@ -55,7 +55,7 @@ MODELS = {
         dict(
             attention_type=shared_qk.shared_qk(attend_self_if_alone=False),
             next_value=True,
-            keep_activations=True,
+            remat_policy="all",
             pos_type="none",
         ),
     ),

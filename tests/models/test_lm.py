@@ -39,7 +39,7 @@ OPS = {
     "lsh": lsh.lsh(chunk_len=4, n_hashes=2),
 }
 STRICT = shared_qk.shared_qk(attend_self_if_alone=False)
-SLOTS, KEEPS = dict(n_slots=3), dict(keep_activations=True)
+SLOTS, KEEPS = dict(n_slots=3), dict(remat_policy="all")
 AXIAL = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(2, 6))
 both_models = pytest.mark.parametrize("model_fn", [ReformerLM, TransformerLM])
 # Which tokens a position sees is the op's part: one model has them all in the quick tests.
@@ -285,7 +285,7 @@ TIED = dict(tie_embeddings=True, init_std=0.02)
 OWN_SHAPES = {ReformerLM: [SLOTS | TIED], TransformerLM: [TIED, dict(post_norm=True)]}
 OWN_OPTIONS = {
     ReformerLM: [dict(exact=True), dict(keep_ff_outputs=True), KEEPS, SLOTS],
-    TransformerLM: [dict(remat=True)],
+    TransformerLM: [dict(remat_policy="nothing"), dict(remat_policy="attention")],
 }
 
 

@@ -40,7 +40,7 @@ MODELS = {
             pos_d_axial_embs=(2, 6),
         ),
     ),
-    "rotary": (Transformer, dict(pos_type="rotary", remat=True)),
+    "rotary": (Transformer, dict(pos_type="rotary", remat_policy="nothing")),
     "reformer": (Reformer, dict(pos_type="rotary")),
     "reformer, windows, two vocabularies": (
         Reformer,

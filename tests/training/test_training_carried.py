@@ -18,11 +18,11 @@ SMALL = dict(
 )
 MODELS = {
     "residual": (TransformerLM, {}),
-    "remat": (TransformerLM, dict(remat=True)),
+    "remat": (TransformerLM, dict(remat_policy="nothing")),
     "reversible": (ReformerLM, {}),
     "exact": (ReformerLM, dict(exact=True)),
     "slots": (ReformerLM, dict(n_slots=8)),
-    "kept": (ReformerLM, dict(keep_activations=True, scan_layers=False)),
+    "kept": (ReformerLM, dict(remat_policy="all", scan_layers=False)),
 }
 TOKENS = np.random.default_rng(0).integers(1, 7, (4, 9), np.int32)
 
@@ -49,7 +49,7 @@ def test_the_change_arrives(name):
 def test_both_passes_of_a_reversible_stack_have_the_redrawn_features(exact):
     """Its gradients are those of a stack that keeps what the first pass computed."""
     attention = performer.performer(n_features=8, redraw=2)
-    kept = dict(keep_activations=True, scan_layers=False)
+    kept = dict(remat_policy="all", scan_layers=False)
     runs = []
     for options in ({}, kept):
         model = ReformerLM(**SMALL | dict(attention_type=attention), **options, exact=exact)
