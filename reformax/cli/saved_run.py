@@ -214,7 +214,7 @@ def changed_data(args: argparse.Namespace, task, saved: Saved) -> dict[str, dict
 
     Args:
       args: the flags of `flags.add_run` and of `flags.add_changed_data`, and `split`.
-      task: a `reformax.data.base.Task`.
+      task: a `reformax.task.Task`.
       saved: the model.
 
     Raises:
