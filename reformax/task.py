@@ -117,7 +117,7 @@ class Labels(NamedTuple):
     pairs: bool = False  # the inputs are `DocumentPairs`
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Task:
     """The data that a model is trained on and scored on.
 

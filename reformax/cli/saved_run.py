@@ -196,7 +196,7 @@ def keep_vocabulary(args: argparse.Namespace, vocabulary, saved: Saved) -> None:
 
     Args:
       args: the flags of `flags.add_run`.
-      vocabulary: a `reformax.data.base.Vocabulary`; takes on what the run's folder holds.
+      vocabulary: a `reformax.task.Vocabulary`; takes on what the run's folder holds.
       saved: the model.
 
     Raises:
