@@ -188,7 +188,7 @@ def test_they_are_due_by_their_own_steps():
     "name, given, line",
     [
         ("valid", Evaluation(), r"evaluations\['valid'\] has the name of other lines"),
-        ("train", Evaluation(), "choose another than train, data, note, valid"),
+        ("train", Evaluation(), "choose another than train, data, note, sample, valid"),
         ("x", Evaluation(metric="bleu"), r"metric='bleu' is none of bits_per_dim, .*accuracy"),
         (
             "x",
