@@ -35,7 +35,7 @@ from benchmarks.harness.calls import MIB
 from benchmarks.harness.output import Table
 from benchmarks.harness.traffic import Kernel, gigabytes
 from reformax import devices
-from reformax.data.base import Batch, DocumentPairs, SentencePairs
+from reformax.task import Batch, DocumentPairs, SentencePairs
 from reformax.training import mesh as mesh_lib
 from reformax.training import opening
 from reformax.training import step as step_lib

@@ -319,14 +319,14 @@ def _save(path: Path | None, name: str, found: Known | Exception) -> None:
 
 def _open(args: argparse.Namespace) -> Run:
     from reformax.cli import compilation_cache, config, saved_run
-    from reformax.training import loop, loss
+    from reformax.training import loop
 
     compilation_cache.use()
     saved = saved_run.load(args.run, args.checkpoint, data_dir=args.data_dir)
     task = config.bindings(loop.train, ("task",))["task"]
     if task.translation is not None:
         raise SettingError(f"run is {args.run}, a model of translation: expected a language model")
-    vocabulary = loss.vocabulary_of(task)
+    vocabulary = task.kept_vocabulary
     if vocabulary is not None:
         vocabulary.keep_in(args.run, begun=True)
     return Run(saved.model, saved.params, task, saved.run)

@@ -2,8 +2,8 @@
 
 python examples/train_flax.py --steps=300
 
-The step and the evaluation ask a model for four things: `vocab_size`, `init_params`, `features`
-and `logits`. Here they are made of an nnx module; the loop is that of train_minimal.py.
+A `TaskModel` has four things that the step and the evaluation ask for: `vocab_size`, `init_params`,
+`features` and `logits`. Here they are made of an nnx module; the loop is that of train_minimal.py.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from train_minimal import fit
 from reformax.data import stdlib
 from reformax.flax.nnx import Attention
 from reformax.ops import lsh
+from reformax.task import TaskModel
 
 
 class Block(nnx.Module):
@@ -51,7 +52,7 @@ class Network(nnx.Module):
         return self.norm(x)
 
 
-class Model:
+class Model(TaskModel):
     """The network as the step and the evaluation call it: functions of its parameters."""
 
     def __init__(self, vocab_size: int, **sizes):

@@ -142,7 +142,7 @@ def test_bits_per_dim_of_bytes_are_named(of_bytes, capsys):
 
     data = {x: np.zeros(99, np.uint8) for x in ("train", "valid", "test")}
     task = base.byte_language_model("text", data)
-    task = task if of_bytes else task._replace(of_bytes=False)
+    task = task if of_bytes else task.replace(of_bytes=False)
     result = {"split": "test", "length": 8, "stride": 8, "n_targets": 9, "whole": True}
     result |= {"accuracy": 0.5, "checkpoint_steps": [3], **loss.bits_of(task, "test", 1.5)}
     evaluate._print(result, "on a device", task)

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 from reformax import data, models, ops
 from reformax.cli import evaluate, generate, train
 from reformax.convert import __main__ as convert_main
-from reformax.data.base import Task
 from reformax.declared import fits, hints_of
 from reformax.models.base import Model, Residual, Reversible
 from reformax.ops.base import AttentionOp
+from reformax.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {"train": train, "evaluate": evaluate, "generate": generate, "convert": convert_main}

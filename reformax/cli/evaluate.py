@@ -57,7 +57,7 @@ def _evaluate(args) -> int:
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
     joining.agree("the checkpoint", lambda: saved_run.identities(args.output_dir, saved.steps))
-    from reformax.training import loop, loss
+    from reformax.training import loop
     from reformax.training.evaluation import evaluate
 
     run = config.bindings(loop.train, READ)
@@ -72,9 +72,9 @@ def _evaluate(args) -> int:
                 f"the task {task.name} is a translation, and several processes do not translate: "
                 "give --beam_size=0, or evaluate in one process"
             )
-    if loss.labels_of(task) is not None:
+    if task.labels is not None:
         flags.refuse(args, {"by_position"}, f"the task {task.name} has one target a row, its class")
-    vocabulary = loss.vocabulary_of(task)
+    vocabulary = task.kept_vocabulary
     if vocabulary is not None:
         saved_run.keep_vocabulary(args, vocabulary, saved)
     changed = saved_run.changed_data(args, task, saved)
@@ -218,15 +218,14 @@ def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, An
 
 
 def _print(result: dict[str, Any], where: str, task) -> None:
-    from reformax.training.loss import labels_of
     from reformax.training.metrics import METRICS
 
-    document = " of its own document" if getattr(task, "document_mask", False) else ""
+    document = " of its own document" if task.document_mask else ""
     sizes = f"in windows of {result['length']} (stride {result['stride']})"
     context = f"the tokens before it{document} {sizes}"
     if task.translation is not None:
         context = "its source and the tokens before it"
-    if labels_of(task) is not None:
+    if task.labels is not None:
         context = f"a row of at most {result['length']} tokens"
     part = "" if result["whole"] else f" of {task.n_targets(result['split']):,}, evenly spread"
     print(

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         others = {**CONTINUE, "png": None, "chat": None}
         flags.refuse(args, others, "this run's model translates and takes no such setting")
         return _translate(args, saved)
-    if getattr(saved.model, "task_kind", "text") != "text":
+    if saved.model.task_kind != "text":
         raise SettingError(
             f"output_dir={args.output_dir} is of {type(saved.model).__name__}, which does not "
             "write text: give a run of a language model or of translation, or score this one with "

@@ -196,7 +196,7 @@ def keep_vocabulary(args: argparse.Namespace, vocabulary, saved: Saved) -> None:
 
     Args:
       args: the flags of `flags.add_run`.
-      vocabulary: a `reformax.data.base.Vocabulary`; takes on what the run's folder holds.
+      vocabulary: a `reformax.task.Vocabulary`; takes on what the run's folder holds.
       saved: the model.
 
     Raises:
@@ -214,7 +214,7 @@ def changed_data(args: argparse.Namespace, task, saved: Saved) -> dict[str, dict
 
     Args:
       args: the flags of `flags.add_run` and of `flags.add_changed_data`, and `split`.
-      task: a `reformax.data.base.Task`.
+      task: a `reformax.task.Task`.
       saved: the model.
 
     Raises:

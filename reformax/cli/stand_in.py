@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from reformax.cli import config, messages
-from reformax.data.base import Batch, DocumentPairs, Labels, SentencePairs, Task, Translation
+from reformax.task import (
+    CLASSIFIERS,
+    Batch,
+    DocumentPairs,
+    Labels,
+    SentencePairs,
+    Task,
+    TaskModel,
+    Translation,
+)
 from reformax.training import loop
 from reformax.training.settings import build
 
@@ -49,10 +58,10 @@ def reported(report: Callable[..., list[str]]) -> tuple[dict[str, Any], list[str
     return settings, [*lines, f"note: the data is not read ({why}): batches of zeros replace it"]
 
 
-def task_of(model: Any) -> Task:
+def task_of(model: TaskModel) -> Task:
     """A task of the kind and the sizes of a model."""
-    kind = getattr(model, "task_kind", "text")
-    labelled = kind in ("labels", "pairs")
+    kind = model.task_kind
+    labelled = kind in CLASSIFIERS
     labels = Labels(model.n_classes or _CLASSES, kind == "pairs") if labelled else None
     translation = None
     vocab_size = model.vocab_size

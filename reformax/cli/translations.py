@@ -75,7 +75,7 @@ def score_split(
     Args:
       model: an encoder-decoder built for evaluation.
       params: its weights.
-      translation: a `reformax.data.base.Translation`.
+      translation: a `reformax.task.Translation`.
       split: 'train', 'valid' or 'test'.
       write: takes the name of a file and its text.
       **options: those of `generation.translate`.

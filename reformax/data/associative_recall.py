@@ -13,9 +13,9 @@ from typing import Annotated
 
 import numpy as np
 
-from reformax.data.base import Task
 from reformax.data.drawn import drawn_task
 from reformax.declared import Bounds, SettingError, Size, VocabSize, checked
+from reformax.task import Task
 
 Power = Annotated[float, Bounds(above=0)]
 

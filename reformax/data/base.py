@@ -1,23 +1,22 @@
-"""The interface of a task, and the task of modelling the bytes of a text.
+"""The task of modelling the bytes or the tokens of a text.
 
-Letters in the shapes: B batch, T length, S length of the source in translation. A text is its
-bytes, 256 symbols. A loss of l nats a byte is l / ln 2 bits per dim, which the literature on enwik8
-calls bits per character.
+Letters in the shapes: B batch, T length. A text is its bytes, 256 symbols. A loss of l nats a byte
+is l / ln 2 bits per dim, which the literature on enwik8 calls bits per character.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Int32, Int64, UInt, UInt8
+from jaxtyping import Int, Int32, Int64, UInt, UInt8
 
 from reformax.data.lengths import Lengths, Range, check_enough, ranges
 from reformax.data.stored import crc32_of, windows_of
 from reformax.declared import SettingError
+from reformax.task import Batch, Documents, Task
 
 T = TypeVar("T")
 SPLITS = ("train", "valid", "test")
@@ -28,159 +27,6 @@ Windows = Literal["anywhere", "documents", "each_once"]
 
 # The first ids of every vocabulary of sentences. 0 also stands before the first token.
 PAD, EOS, UNKNOWN = 0, 1, 2
-
-
-class SentencePairs(NamedTuple):
-    """Packed rows: segment k of a row of `target` translates segment k of its row of `source`.
-
-    Segments are contiguous and numbered 1, 2, 3, ... along a row; 0 is padding, at the end.
-    Booleans say that each row is one pair, whose tokens they mark. Every sentence ends in `EOS`.
-    """
-
-    source: Int32[np.ndarray, "B S"]
-    target: Int32[np.ndarray, "B T"]
-    source_segment_ids: Int32[np.ndarray, "B S"] | Bool[np.ndarray, "B S"]
-    target_segment_ids: Int32[np.ndarray, "B T"] | Bool[np.ndarray, "B T"]
-
-
-class Documents(NamedTuple):
-    """Rows of a text, in which each document is a segment.
-
-    Ids grow along a row, from 1 on; 0 is padding, at the end.
-    """
-
-    tokens: Int32[np.ndarray, "B T"]
-    segment_ids: Int32[np.ndarray, "B T"]
-
-
-class DocumentPairs(NamedTuple):
-    """Rows of tokens in pairs, of which each has one label. 0 is padding, at the end."""
-
-    first: Int32[np.ndarray, "B T"]
-    second: Int32[np.ndarray, "B T"]
-
-
-class Batch(NamedTuple):
-    """A batch: position t predicts targets[t] from inputs[<t] of its own segment.
-
-    The model shifts the inputs. So `inputs` (in translation `inputs.target`, of documents
-    `inputs.tokens`) and `targets` are the same array: do not write to it.
-
-    Where a task has labels, a row has one target, its class. Where tokens are masked, `inputs` have
-    them hidden, position t predicts targets[t] from all inputs, and nothing is shifted.
-    """
-
-    inputs: Int32[np.ndarray, "B T"] | Documents | SentencePairs | DocumentPairs
-    targets: Int32[np.ndarray, "B T"]  # with labels [B, 1]
-    weights: Float32[np.ndarray, "B T"]  # 1 where the loss counts, 0 elsewhere
-
-
-class Kept(Protocol):
-    """A vocabulary that stays with its run."""
-
-    size: int
-
-    def keep_in(self, folder: str | os.PathLike, begun: bool) -> str | None:
-        """Reads the vocabulary from a run's folder, or learns it and writes it there.
-
-        Args:
-          folder: the run's folder.
-          begun: whether the run has trained with it; the file must then exist.
-
-        Returns:
-          A fingerprint; None for a vocabulary that learns nothing.
-
-        Raises:
-          ValueError: the file is missing though the run has begun, damaged, or another vocabulary.
-        """
-
-
-class Vocabulary(Kept, Protocol):
-    """Turns sentences into ids and back; see `reformax.data.vocabulary`."""
-
-    def encode(self, sentence: str) -> list[int]:
-        """The ids of a sentence and `EOS`."""
-
-    def decode(self, ids: list[int]) -> str:
-        """The sentence of the ids before the first `EOS`."""
-
-
-class TextVocabulary(Kept, Protocol):
-    """Turns any text into ids and back; see `reformax.data.pieces`."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of ids."""
-
-
-class Translation(NamedTuple):
-    """The vocabulary and the sentences of a task of sentence pairs."""
-
-    vocabulary: Vocabulary
-    # split -> (sources, references), all its sentences in order
-    sentences: Callable[[str], tuple[list[str], list[str]]]
-
-
-class Labels(NamedTuple):
-    """The classes that the rows of a task have, or its pairs of rows."""
-
-    n_classes: int
-    pairs: bool = False  # the inputs are `DocumentPairs`
-
-
-class Task(NamedTuple):
-    """The data that a model is trained on and scored on.
-
-    `train_batch` is a pure function, so a resumed run sees the batches of an uninterrupted one.
-    `eval_batches` checks its arguments when it is called, not at the first batch.
-    """
-
-    name: str
-    vocab_size: int
-    # (seed, step, batch_size, length) -> the batch of that step
-    train_batch: Callable[[int, int, int, int], Batch]
-    # (split, batch_size, length, stride) -> batches in which each target has weight 1 exactly once
-    eval_batches: Callable[[str, int, int, int], Iterator[Batch]]
-    # split -> its number of targets
-    n_targets: Callable[[str], int]
-    # set if the inputs are `SentencePairs`
-    translation: Translation | None = None
-    # split -> what its data is, in a few words; another text gives other words. Checkpoints keep
-    # them, and a run that goes on compares. None: nothing is compared.
-    fingerprint: Callable[[str], str] | None = None
-    # set if the tokens are pieces of a text
-    vocabulary: TextVocabulary | None = None
-    # split -> the bytes of its text; set with `vocabulary`
-    n_bytes: Callable[[str], int] | None = None
-    # (seed, step, batch_size, length, rows) -> these rows of the batch of that step, by number, and
-    # no others: what one of several processes loads. None: it makes the batch and takes its rows.
-    train_rows: Callable[[int, int, int, int, np.ndarray], Batch] | None = None
-    # set if a row's target is its class
-    labels: Labels | None = None
-    # whether the inputs hide tokens, which are the targets
-    masked: bool = False
-    # split -> the tokens, by place, that documents of a text begin with, sorted. The windows of
-    # evaluations then lie as `byte_language_model` says. None: they are not known, or there is one
-    borders: Callable[[str], Int64[np.ndarray, " d"]] | None = None
-    # whether the inputs are `Documents`
-    document_mask: bool = False
-    # whether steps take their examples in turn: step n begins with the n * batch_size-th
-    in_order: bool = False
-    # lines on what is trained on, and on what is left out and why: the first of a run
-    summary: Callable[[], Sequence[str]] | None = None
-    # whether the tokens are the bytes of a text, so that bits per dim are bits per byte
-    of_bytes: bool = False
-
-    @property
-    def kind(self) -> str:
-        """'text', 'translation', 'labels', 'pairs' or 'masked'; a model is for tasks of one."""
-        if self.labels is not None:
-            return "pairs" if self.labels.pairs else "labels"
-        if self.masked:
-            return "masked"
-        return "text" if self.translation is None else "translation"
 
 
 def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[np.ndarray, " n"]]:
@@ -287,7 +133,7 @@ def byte_language_model(
         lengths=lengths,
         segments_of=None if segments is None else functools.partial(of_split, name, segments),
     )
-    return task._replace(fingerprint=text_fingerprint(bytes_of, document_mask), of_bytes=True)
+    return task.replace(fingerprint=text_fingerprint(bytes_of, document_mask), of_bytes=True)
 
 
 def language_model(
@@ -379,7 +225,7 @@ def language_model(
         return batches()
 
     task = Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
-    return task._replace(
+    return task.replace(
         train_rows=train_rows,
         borders=segments_of,
         document_mask=document_mask,

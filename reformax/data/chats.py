@@ -20,21 +20,12 @@ from jaxtyping import Bool, Int, Int64, UInt8
 
 from reformax.data import arrow_tables, chat_templates, conversations, documents, files, tables
 from reformax.data import splits as by_name
-from reformax.data.base import (
-    SPLITS,
-    Batch,
-    Documents,
-    Task,
-    check_sizes,
-    check_split,
-    generator,
-    permuted,
-    philox,
-)
+from reformax.data.base import SPLITS, check_sizes, check_split, generator, permuted, philox
 from reformax.data.conversations import Conversation, LeftOut
 from reformax.data.packing import Rows, laid_out, pack
 from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.declared import Called, Name, PathName, SettingError, VocabSize, checked
+from reformax.task import Batch, Documents, Task
 
 _OPTION = "chats.chats"
 _KEY = 2**63  # of packing; no epoch

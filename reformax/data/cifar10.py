@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import UInt8
 
 from reformax.data import files, prepared
-from reformax.data.base import Labels, Task
 from reformax.data.labelled import of_training, stored_task
 from reformax.declared import PathName, checked
+from reformax.task import Labels, Task
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 INSTEAD = "unpack cifar-10-binary.tar.gz yourself and pass --data_dir=its folder"

@@ -11,9 +11,9 @@ import csv
 import io
 
 from reformax.data import files
-from reformax.data.base import Labels, Task
 from reformax.data.labelled import stored_task
 from reformax.declared import Name, PathName, SettingError, checked
+from reformax.task import Labels, Task
 
 # The column of the label, and those of the two texts.
 _LABEL, _TEXTS, _N_COLUMNS = 0, (3, 4), 5

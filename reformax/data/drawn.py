@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from reformax.data.base import (
-    Batch,
-    Task,
     check_held_out,
     check_sizes,
     check_split,
@@ -17,6 +15,7 @@ from reformax.data.base import (
     philox,
 )
 from reformax.declared import SettingError
+from reformax.task import Batch, Task
 
 HELD_OUT = ("valid", "test")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from reformax.data.base import Task
 from reformax.data.drawn import drawn_task
 from reformax.declared import SettingError, Size, VocabSize, checked
+from reformax.task import Task
 
 
 @checked

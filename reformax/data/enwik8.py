@@ -10,8 +10,9 @@ import logging
 from pathlib import Path
 
 from reformax.data import files
-from reformax.data.base import Task, byte_language_model, split_bytes
+from reformax.data.base import byte_language_model, split_bytes
 from reformax.declared import PathName, SettingError, checked
+from reformax.task import Task
 
 N_BYTES = 100_000_000
 
@@ -48,7 +49,7 @@ def enwik8(data_dir: PathName | None = None) -> Task:
     splits = split_bytes(data, str(path))
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in splits.items())
     task = byte_language_model("enwik8", splits)
-    return task._replace(summary=lambda: [f"{path}: {len(data):,} bytes, cut into {sizes}"])
+    return task.replace(summary=lambda: [f"{path}: {len(data):,} bytes, cut into {sizes}"])
 
 
 def _find(folder: Path) -> Path:

@@ -17,19 +17,11 @@ import numpy as np
 from jaxtyping import UInt8
 
 from reformax.data import files
-from reformax.data.base import (
-    SPLITS,
-    Batch,
-    Task,
-    check_sizes,
-    check_split,
-    fingerprint,
-    full_batch,
-    generator,
-)
+from reformax.data.base import SPLITS, check_sizes, check_split, fingerprint, full_batch, generator
 from reformax.data.splits import By, Divided, left_out_lines
 from reformax.data.splits import divided as split_files
 from reformax.declared import Bounds, Name, PathName, SettingError, checked
+from reformax.task import Batch, Task
 
 Side = Annotated[int, Bounds(1, 1024)]
 CHANNELS = 3
@@ -120,7 +112,7 @@ def images(
         where = "photographs that come with packages" if data_dir is None else data_dir
         return [f"{where}: {'; '.join(sizes)}", *left_out]
 
-    return _rows_apart("images", CHANNELS * side * side, rows_of)._replace(summary=summary)
+    return _rows_apart("images", CHANNELS * side * side, rows_of).replace(summary=summary)
 
 
 def _rows_apart(name: str, length: int, rows_of) -> Task:

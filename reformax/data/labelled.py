@@ -12,19 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from reformax.data.base import (
-    SPLITS,
-    Batch,
-    DocumentPairs,
-    Labels,
-    Task,
-    check_sizes,
-    check_split,
-    fingerprint,
-    generator,
-    of_split,
-)
+from reformax.data.base import SPLITS, check_sizes, check_split, fingerprint, generator, of_split
 from reformax.declared import SettingError
+from reformax.task import Batch, DocumentPairs, Labels, Task
 
 # Tokens, and the classes, of examples by number.
 Examples = Callable[
@@ -196,7 +186,7 @@ def stored_task(
         made_by=made_by,
         longest=longest,
     )
-    return task._replace(summary=summary)
+    return task.replace(summary=summary)
 
 
 def _tokens(row: bytes) -> Int[np.ndarray, " _"]:

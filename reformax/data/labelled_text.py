@@ -12,9 +12,10 @@ from typing import NamedTuple
 from reformax.data import documents, files, tables
 from reformax.data import splits as by_name
 from reformax.data.arrow_tables import Column, NoField
-from reformax.data.base import SPLITS, Labels, Task
+from reformax.data.base import SPLITS
 from reformax.data.labelled import stored_task
 from reformax.declared import Name, PathName, SettingError, checked
+from reformax.task import Labels, Task
 
 _OPTION = "labelled_text.labelled_text"
 _FEW = 20  # classes that any number of rows may have
@@ -99,7 +100,7 @@ def labelled_text(
         labels=Labels(len(names)),
         read=functools.partial(_read, parts, {name: i for i, name in enumerate(names)}),
     )
-    return task._replace(summary=lambda: [_described(path, parts, own, names), *said])
+    return task.replace(summary=lambda: [_described(path, parts, own, names), *said])
 
 
 def _files(path: Path, pattern: str, field: str, by: by_name.By) -> _Found:

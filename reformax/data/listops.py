@@ -19,10 +19,11 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from reformax.data import files, splits, tables
-from reformax.data.base import SPLITS, Labels, Task, check_split, fingerprint
+from reformax.data.base import SPLITS, check_split, fingerprint
 from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task, padded
 from reformax.declared import Bounds, PathName, Seed, SettingError, Size, checked
+from reformax.task import Labels, Task
 
 # Token 0 is padding; digit d is d + 1.
 WORDS = ("", *map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]")
@@ -180,7 +181,7 @@ def _published(folder: Path, max_length: int, n_train: int, n_eval: int) -> Task
         examples=examples,
         made_by=made_by,
         longest=max_length - 1,
-    )._replace(summary=summary)
+    ).replace(summary=summary)
 
 
 def _read(path: Path, max_length: int, most: int) -> tuple[list[np.ndarray], np.ndarray]:

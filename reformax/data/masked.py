@@ -14,8 +14,9 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Int
 
-from reformax.data.base import SPLITS, Batch, Task, check_sizes, generator, philox
+from reformax.data.base import SPLITS, check_sizes, generator, philox
 from reformax.declared import Bounds, Called, SettingError, Size, checked
+from reformax.task import Batch, Task
 
 Rows = Annotated[Task, Called("a task of labels or a text, such as listops.listops()")]
 Share = Annotated[float, Bounds(above=0, most=1)]

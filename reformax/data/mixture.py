@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from reformax.data.base import Batch, Documents, Task, generator
+from reformax.data.base import generator
 from reformax.declared import Called, Positive, SettingError, checked
+from reformax.task import Batch, Documents, Task
 
 Text = Annotated[Task, Called("a text, such as text.text()")]
 
@@ -19,8 +20,15 @@ class _Shared:
     def __init__(self, tasks: Sequence[Task]):
         self._all = [task.vocabulary for task in tasks]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._all[0], name)
+    @property
+    def size(self) -> int:
+        return self._all[0].size
+
+    def encode(self, text: str) -> list[int]:
+        return self._all[0].encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._all[0].decode(ids)
 
     def keep_in(self, folder, begun: bool) -> str | None:
         """As the first one's; the others read what it wrote there."""

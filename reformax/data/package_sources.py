@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reformax.data import files
-from reformax.data.base import Task, Windows, byte_language_model, split_borders
+from reformax.data.base import Windows, byte_language_model, split_borders
 from reformax.data.text import MAX_HELD_OUT, split_text
 from reformax.declared import PathName, SettingError, Size, checked, user_path
+from reformax.task import Task
 
 
 class Known(NamedTuple):

@@ -29,10 +29,10 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from reformax.data.base import Labels, Task
 from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task
 from reformax.declared import Bounds, Called, PathName, Seed, SettingError, Size, checked, shown
+from reformax.task import Labels, Task
 
 Levels = Annotated[int, Bounds(2, 256)]
 Lengths = Annotated[Size | Sequence[Size], Called("a number of at least 1, or a list of them")]

@@ -25,14 +25,7 @@ from jaxtyping import Int, Int64, UInt8
 
 from reformax import durable
 from reformax.data import files
-from reformax.data.base import (
-    Task,
-    Windows,
-    check_documents,
-    language_model,
-    of_split,
-    text_fingerprint,
-)
+from reformax.data.base import Windows, check_documents, language_model, of_split, text_fingerprint
 from reformax.data.lengths import Lengths
 from reformax.data.stored import crc32_of
 from reformax.data.vocabulary import (
@@ -45,6 +38,7 @@ from reformax.data.vocabulary import (
 )
 from reformax.data.vocabulary import fingerprint as hash_of
 from reformax.declared import SettingError, user_path
+from reformax.task import Task
 
 BYTES = 256  # the size of a text's vocabulary without pieces
 _BORDER = b"\0"
@@ -73,6 +67,8 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SE
 
 class _SentencePieces:
     """A sentencepiece model that was read."""
+
+    names: dict[int, str] = {}  # ids by which a file names tokens; this one has none
 
     def __init__(self, serialised: bytes):
         import sentencepiece
@@ -235,9 +231,7 @@ class PieceVocabulary:
         A sentencepiece model reads no name of it in a text: it is empty.
         """
         end = self._codec.end
-        return (
-            (end, getattr(self._codec, "names", {}).get(end, "")) if 0 <= end < self.size else None
-        )
+        return (end, self._codec.names.get(end, "")) if 0 <= end < self.size else None
 
     def token(self, text: str) -> int | None:
         """The id of a text that is one token by its name, below `size`; None for another."""
@@ -258,14 +252,14 @@ class PieceVocabulary:
 
     def beyond(self, size: int) -> list[str]:
         """The tokens, by their ids, that a model of so many ids lacks; none of sentencepiece's."""
-        names = getattr(self._codec, "names", {})
+        names = self._codec.names
         return [names[i] for i in sorted(names) if i >= size]
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Raises `SettingError` for an id that the model's rows lack."""
         codec = self._codec
         if codec.size > self.size and len(ids) and (last := int(max(ids))) >= self.size:
-            name = getattr(codec, "names", {}).get(last, "")
+            name = codec.names.get(last, "")
             raise SettingError(
                 f"the text has {name!r}, whose id {last} is not below vocab_size={self.size}: take "
                 "it out of the text"
@@ -507,7 +501,7 @@ def piece_language_model(
         lengths=lengths,
         segments_of=(lambda split: encoded(split)[1]) if hide_joined else None,
     )
-    return task._replace(
+    return task.replace(
         fingerprint=text_fingerprint(bytes_of, document_mask),
         vocabulary=vocabulary,
         n_bytes=lambda split: len(bytes_of(split)),

@@ -15,10 +15,6 @@ from reformax.data.base import (
     EOS,
     SPLITS,
     UNKNOWN,
-    Batch,
-    SentencePairs,
-    Task,
-    Translation,
     check_held_out,
     check_sizes,
     check_split,
@@ -27,6 +23,7 @@ from reformax.data.base import (
 )
 from reformax.data.vocabulary import Numbers
 from reformax.declared import LARGEST, Bounds, SettingError, Size, checked
+from reformax.task import Batch, SentencePairs, Task, Translation
 
 Symbols = Annotated[int, Bounds(UNKNOWN + 2, LARGEST)]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from reformax.data import files, prepared
-from reformax.data.base import Labels, Task
 from reformax.data.labelled import of_training, stored_task
 from reformax.declared import PathName, checked
+from reformax.task import Labels, Task
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 INSTEAD = "unpack aclImdb_v1.tar.gz yourself and pass --data_dir=its folder aclImdb"

@@ -16,20 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from reformax.data.base import (
-    SPLITS,
-    Batch,
-    SentencePairs,
-    Task,
-    Translation,
-    check_sizes,
-    check_split,
-    generator,
-    philox,
-)
+from reformax.data.base import SPLITS, check_sizes, check_split, generator, philox
 from reformax.data.packing import Rows, laid_out, pack
 from reformax.data.vocabulary import SentencePieces
 from reformax.declared import SettingError
+from reformax.task import Batch, SentencePairs, Task, Translation
 
 _BLOCK = 1 << 16  # sentences encoded together: their ids are Python integers until they are joined
 

@@ -6,8 +6,9 @@ import sysconfig
 from pathlib import Path
 
 from reformax.data import files
-from reformax.data.base import Task, Windows, byte_language_model, split_borders, split_bytes
+from reformax.data.base import Windows, byte_language_model, split_borders, split_bytes
 from reformax.declared import SettingError, Size, checked
+from reformax.task import Task
 
 # Installed packages, and compiled files.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from reformax.data import documents, files, piece_files, token_files
-from reformax.data.base import SPLITS, Task, Windows, byte_language_model, of_split, split_borders
+from reformax.data.base import SPLITS, Windows, byte_language_model, of_split, split_borders
 from reformax.data.joined import FOLDER
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
@@ -27,6 +27,7 @@ from reformax.declared import (
     VocabSize,
     checked,
 )
+from reformax.task import Task
 
 # The most bytes of valid and of test.
 MAX_HELD_OUT = 1_000_000
@@ -170,7 +171,7 @@ def _with_words(
     """A task with its first lines, and a fingerprint that says whether documents are joined."""
     words = ", joined" * is_joined + ", hide_joined=True" * hide_joined
     of_text = task.fingerprint
-    return task._replace(summary=summary, fingerprint=lambda split: of_text(split) + words)
+    return task.replace(summary=summary, fingerprint=lambda split: of_text(split) + words)
 
 
 def joined_borders(

@@ -8,10 +8,11 @@ import functools
 from pathlib import Path
 
 from reformax.data import files, splits
-from reformax.data.base import SPLITS, Task
+from reformax.data.base import SPLITS
 from reformax.data.sentence_pairs import sentence_pairs
 from reformax.data.vocabulary import Coverage, ModelType, Pieces, SentencePieces
 from reformax.declared import Name, PathName, SettingError, checked
+from reformax.task import Task
 
 _ENDINGS = ("", ".gz", ".xz", ".zip")
 _NAMES = {"train": "train.{language}", "valid": "val*.{language}", "test": "test*.{language}"}
@@ -87,7 +88,7 @@ def text_pairs(
 
     vocabulary = SentencePieces(vocab_size, training_text, model_type, character_coverage)
     task = sentence_pairs(f"text_pairs {source}-{target}", sentences, vocabulary)
-    return task._replace(summary=summary)
+    return task.replace(summary=summary)
 
 
 def read_pairs(source: Path, target: Path) -> tuple[list[str], list[str]]:

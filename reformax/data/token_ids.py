@@ -19,11 +19,12 @@ from jaxtyping import Int64
 
 from reformax import durable
 from reformax.data import files, splits
-from reformax.data.base import SPLITS, Task, Windows, check_documents, language_model, of_split
+from reformax.data.base import SPLITS, Windows, check_documents, language_model, of_split
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import PieceVocabulary
 from reformax.data.stored import FilePart, StoredArray
 from reformax.declared import NonNegative, PathName, SettingError, Size, VocabSize, checked
+from reformax.task import Task
 
 Dtype = Literal["uint8", "uint16", "int32", "uint32", "int64"]
 Format = Literal["megatron", "nanogpt"]
@@ -106,7 +107,7 @@ def token_ids(
         lengths=lengths,
     )
     pieces = None if vocabulary is None else PieceVocabulary(vocab_size, None, vocabulary)
-    return task._replace(
+    return task.replace(
         fingerprint=functools.cache(functools.partial(_fingerprint, ids, document_mask)),
         vocabulary=pieces,
         summary=lambda: [

@@ -11,10 +11,11 @@ import re
 from pathlib import Path
 
 from reformax.data import files, prepared
-from reformax.data.base import SPLITS, Task
+from reformax.data.base import SPLITS
 from reformax.data.sentence_pairs import sentence_pairs
 from reformax.data.vocabulary import Coverage, ModelType, Pieces, SentencePieces
 from reformax.declared import Name, PathName, SettingError, Size, checked, user_path
+from reformax.task import Task
 
 URL = "https://www.statmt.org/{year}/"
 _TFDS_SPLITS = dict(zip(SPLITS, ("train", "validation", "test"), strict=True))

@@ -46,6 +46,7 @@ from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
 from reformax.layers.stacks import Dtype as Width
 from reformax.ops.base import AttentionOp
+from reformax.task import TaskModel
 
 AttentionType = Annotated[
     AttentionOp | Sequence[AttentionOp],
@@ -64,7 +65,7 @@ ACTIVATIONS = {
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class Model(Layer):
+class Model(Layer, TaskModel):
     """The arguments that language models and encoder-decoders share.
 
     Args:
@@ -128,7 +129,6 @@ class Model(Layer):
 
     n_inputs = 1  # arrays of tokens that the model reads
     final_norm = True  # whether a norm follows a stack
-    task_kind = "text"  # the kind of tasks that it is for: see `reformax.data.base.Task.kind`
 
     def __post_init__(self):
         super().__init__(n_in=self.n_inputs)

@@ -79,7 +79,7 @@ def by_position(
     Args:
       model: a model built for evaluation.
       params: its parameters.
-      task: a language model's `reformax.data.base.Task`.
+      task: a language model's `reformax.task.Task`.
       split: 'train', 'valid' or 'test'.
       batch_size: windows scored together.
       length: of a window, in tokens.
@@ -123,8 +123,8 @@ def _with_positions(
     Windows follow each other and the last is moved back to end with the split, as `evaluation` has
     it. Of packed rows, whose documents have no place in a text, each begins with its segment.
     """
-    borders = getattr(task, "borders", None)
-    if borders is not None or not getattr(task, "document_mask", False):
+    borders = task.borders
+    if borders is not None or not task.document_mask:
         borders = np.zeros(0, np.int64) if borders is None else borders(split)
     n = task.n_targets(split)
     for index, batch in enumerate(batches):

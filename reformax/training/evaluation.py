@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from reformax import devices, memory
 from reformax.declared import SettingError, Size, check
 from reformax.progress import Progress
+from reformax.task import TaskModel
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib
 from reformax.training import side_channels
@@ -44,31 +45,29 @@ _KINDS = {
 
 
 def check_model(model, task) -> None:
-    """Raises `SettingError` for a model of other tasks, or with too few ids or other classes.
-
-    A model without `task_kind`, or a task without `kind`, is taken to fit.
-    """
-    kind = getattr(task, "kind", None)
-    does = getattr(model, "task_kind", kind)
-    if kind is not None and does != kind:
-        wanted, fix = _KINDS[kind]
+    """Raises `SettingError` for a model of other tasks, or with too few ids or other classes."""
+    if not isinstance(model, TaskModel):
+        raise SettingError(
+            f"model {type(model).__name__} is no reformax.task.TaskModel: make its class a subclass"
+        )
+    if model.task_kind != task.kind:
+        wanted, fix = _KINDS[task.kind]
         raise SettingError(
             f"task {task.name} is for a model that {wanted}, and model {type(model).__name__} "
-            f"{_KINDS[does][0]}: set loop.train.model to {fix}"
+            f"{_KINDS[model.task_kind][0]}: set loop.train.model to {fix}"
         )
-    labels = loss_lib.labels_of(task)
-    if labels is not None and model.n_classes != labels.n_classes:
+    if task.n_classes != model.n_classes and task.labels is not None:
         name = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}.n_classes"
         raise SettingError(
-            f"task {task.name} has {labels.n_classes} classes and the model "
-            f"n_classes={model.n_classes}: set --config='{name}={labels.n_classes}'"
+            f"task {task.name} has {task.n_classes} classes and the model "
+            f"n_classes={model.n_classes}: set --config='{name}={task.n_classes}'"
         )
     sizes = {"vocab_size": model.vocab_size}
     if task.translation is not None:
         sizes["input_vocab_size"] = model.source_vocab_size
     for name, size in sizes.items():
         if size < task.vocab_size:
-            of_text = name == "vocab_size" and getattr(task, "n_bytes", None) is not None
+            of_text = name == "vocab_size" and task.n_bytes is not None
             fewer = f", or the task's vocab_size={size}, whose text may then have no id above"
             raise SettingError(
                 f"task {task.name} has ids below {task.vocab_size} and the model {name}={size}: "
@@ -107,8 +106,8 @@ def check_positions(
     n_rows = batch_size if mesh is None else mesh_lib.filled(batch_size, mesh)
     tokens = jax.ShapeDtypeStruct((n_rows, longest), jax.numpy.int32)
     inputs = tokens
-    is_plain = task.translation is None and loss_lib.labels_of(task) is None
-    if not is_plain or getattr(task, "document_mask", False):
+    is_plain = task.translation is None and task.labels is None
+    if not is_plain or task.document_mask:
         # Documents may be two; segments are booleans where no row is packed.
         first = next(iter(task.eval_batches(split, batch_size, length, stride)))
         inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tokens.shape, x.dtype), first.inputs)
@@ -158,7 +157,7 @@ def evaluate(
     Args:
       model: a model built for evaluation.
       params: its parameters.
-      task: a `reformax.data.base.Task`.
+      task: a `reformax.task.Task`.
       split: 'train', 'valid' or 'test'.
       batch_size: windows scored together. Where devices do not divide them, a device or some have
         a row less to score.
@@ -203,7 +202,7 @@ def evaluate(
     batches = task.eval_batches(split, batch_size, length, stride)
     on_device = placed(batches, mesh, (lambda index: True) if all_as_well else chosen)
     # A window has about `stride` targets: close enough for a bar.
-    a_row = stride if loss_lib.labels_of(task) is None else 1
+    a_row = stride if task.labels is None else 1
     expected = -(-(n_targets if all_as_well else budget) // (a_row * batch_size))
     unit = loss_lib.metric_name(task).replace("_per_", "/")
     with Progress(split, expected, side_channels.stderr(), shown=progress) as bar:
@@ -232,7 +231,7 @@ def fitting_mesh(model, task, batch_size: int, length: int, mesh: Mesh | None) -
 
 def check_mesh(task, mesh: Mesh) -> None:
     """Raises `SettingError` where devices share a row's positions and its target is one class."""
-    if loss_lib.labels_of(task) is not None and (n := devices.n_sequence_shards(mesh)) > 1:
+    if task.labels is not None and (n := devices.n_sequence_shards(mesh)) > 1:
         raise SettingError(
             f"task {task.name} has one target a row, which context={n} devices cannot share: leave "
             "context out of the mesh"

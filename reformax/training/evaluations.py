@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from reformax import task as task_lib
 from reformax.declared import Name, SettingError, Size, check_fields
-from reformax.training.loss import labels_of, metric_name, vocabulary_of
+from reformax.training.loss import metric_name
 from reformax.training.metrics import METRICS
-from reformax.training.stages import Task, TaskLike
+from reformax.training.stages import Task
 
 # What other lines of the record have as their split.
-RESERVED = ("train", "data", "note")
+RESERVED = ("train", "data", "note", "sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class ResolvedEvaluation(NamedTuple):
 
     label: str
     name: str
-    task: TaskLike
+    task: task_lib.Task
     split: str
     metric: str
     batch_size: int
@@ -86,7 +87,7 @@ def resolved(label: str, given: Evaluation, own: ResolvedEvaluation) -> Resolved
             f"{name} has the name of other lines of the record: choose another than "
             f"{', '.join((*RESERVED, own.label))}"
         )
-    if vocabulary_of(task) is not vocabulary_of(own.task):
+    if task.kept_vocabulary is not own.task.kept_vocabulary:
         raise SettingError(
             f"{name}.task is {task.name}, whose vocabulary is not the run's: leave it out, or make "
             "it of the same vocabulary object as task"
@@ -118,10 +119,8 @@ def data_key(evaluation: ResolvedEvaluation) -> str:
     return evaluation.split if of_run else f"{evaluation.name} of {evaluation.split}"
 
 
-def _metrics(task: Any) -> list[str]:
+def _metrics(task: task_lib.Task) -> list[str]:
     """The metrics that an evaluation on a task has."""
-    of_text = labels_of(task) is None and (
-        getattr(task, "of_bytes", False) or getattr(task, "n_bytes", None) is not None
-    )
+    of_text = task.labels is None and (task.of_bytes or task.n_bytes is not None)
     of_predictions = [name for name in METRICS if name != "nats"]
     return [metric_name(task), *["bits_per_byte"] * of_text, *of_predictions]

@@ -12,14 +12,17 @@ import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboardX.proto.tensor_pb2 import TensorProto
+from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboardX.record_writer import masked_crc32c
 
 
 class EventFile:
-    """Appends scalars to an event file in `folder`; the file is made with the first of them.
+    """Appends values to an event file in `folder`; the file is made with the first of them.
 
     Args:
       folder: TensorBoard's name of the run.
@@ -32,15 +35,16 @@ class EventFile:
         self._append(Event(step=purge_step, file_version="brain.Event:2"))
         self._append(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
-    def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes the scalars of a step.
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes the numbers and the lists of texts of a step; leaves other values out.
 
         Raises:
           OSError: not all is written; the rest is written by a later call.
         """
-        values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
-        self._append(Event(step=step, summary=Summary(value=values)))
-        self._write()
+        found = [x for name, value in values.items() if (x := _summary(name, value)) is not None]
+        if found:
+            self._append(Event(step=step, summary=Summary(value=found)))
+            self._write()
 
     def close(self) -> None:
         """Writes what is left and closes the file; raises as `add`."""
@@ -69,3 +73,20 @@ class EventFile:
         while self._unwritten:
             n = self._file.write(self._unwritten)
             del self._unwritten[:n]
+
+
+def _summary(name: str, value: Any) -> Summary.Value | None:
+    """A number as a scalar, texts as TensorBoard's text plugin has them, else None."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Summary.Value(tag=name, simple_value=value)
+    if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+        return None
+    # The plugin reads Markdown: an indented block stays as it is.
+    blocks = ["    " + text.replace("\n", "\n    ") for text in value]
+    texts = TensorProto(
+        dtype="DT_STRING",
+        string_val=[block.encode() for block in blocks],
+        tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(blocks))]),
+    )
+    of_plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return Summary.Value(tag=name, metadata=of_plugin, tensor=texts)

@@ -18,7 +18,7 @@ _SPLITS = ("test", "valid", "train")
 def summary(stages: Iterable[Any]) -> list[str]:
     """The summaries of the data of all stages, each line once; see `Task.summary`."""
     tasks = [stage.task for stage in stages]
-    says = [getattr(task, "summary", None) for task in reversed(tasks)]  # the run's own first
+    says = [task.summary for task in reversed(tasks)]  # the run's own first
     return list(dict.fromkeys(line for lines in says if lines is not None for line in lines()))
 
 
@@ -26,7 +26,7 @@ def of(task: Any, needed: tuple[str, ...]) -> dict[str, str]:
     """The fingerprints of a task's splits.
 
     Args:
-      task: a `reformax.data.base.Task`; one without fingerprints gives none.
+      task: a `reformax.task.Task`; one without fingerprints gives none.
       needed: the splits that must be there; a missing or damaged other one is left out.
 
     Raises:

@@ -1,4 +1,12 @@
-"""Training from the first step to the last, through any interruption."""
+"""Training from the first step to the last, through any interruption.
+
+`train` below is the loop. It reads top to bottom:
+
+* `start.opened` checks the settings, opens the folder and compiles the step.
+* `run.train_step` makes one step. The step is `step.step_fn`; `step.mean_loss` computes the loss.
+* `run.evaluate` and `run.save` score and save what `RunState` holds; `Run` never changes.
+* `schedule.due` says what comes after a step.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +14,10 @@ from typing import Any
 
 from reformax.declared import PathName, check
 from reformax.training.folder import output_folder
-from reformax.training.run import Run
+from reformax.training.run import evaluate, is_scored, result_of, save, train_step
 from reformax.training.schedule import Schedule
 from reformax.training.settings import TrainSettings, takes_settings
+from reformax.training.start import opened
 
 
 @takes_settings
@@ -38,9 +47,9 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
     """
     check("output_dir", output_dir, PathName)
     settings = TrainSettings(**settings)
-    with output_folder(output_dir) as folder, Run(folder, settings) as run:
+    with output_folder(output_dir) as folder, opened(folder, settings) as (run, state):
         schedule = Schedule(
-            first=run.step,
+            first=state.step,
             steps=settings.steps,
             eval_every=settings.eval_every,
             checkpoint_every=settings.checkpoint_every,
@@ -50,26 +59,26 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
         )
         while True:
             # Only this call reads clocks; process 0 decides for all.
-            now = run.now()
-            due = schedule.due(run.step, now.minutes, now.since_save)
+            now = run.decisions.now()
+            due = schedule.due(state.step, now.minutes, now.since_save)
             # A resumed run has its score, unless it was stopped before it could evaluate.
-            if due.evaluate and not run.is_scored(due.stop) and not now.stopping:
-                run.evaluate(due.stop)
-                now = run.now()
-            others = [name for name in due.others if not run.is_scored(due.stop, name)]
+            if due.evaluate and not is_scored(run, state, run.own, due.stop) and not now.stopping:
+                evaluate(run, state, run.own, due.stop)
+                now = run.decisions.now()
+            others = [x for x in due.others if not is_scored(run, state, x, due.stop)]
             if due.save or due.save_temporary or now.stopping or others:
                 # Before the others, whose failure then loses no step and no score.
-                run.save(temporary=not due.save)
-            for name in others:
+                save(run, state, temporary=not due.save)
+            for label in others:
                 if not now.stopping:
-                    run.evaluate(due.stop, name)
-                    now = run.now()
+                    evaluate(run, state, label, due.stop)
+                    now = run.decisions.now()
             if due.stop or now.stopping:
                 if others:  # a run that goes on later has their scores; else it scores again
-                    run.save(temporary=not due.save)
+                    save(run, state, temporary=not due.save)
                 break
-            run.advance()
-    result = run.result()
+            train_step(run, state)
+    result = result_of(run, state)
     run.callbacks.call("on_end", result)
     run.callbacks.check()
     return result

@@ -21,6 +21,7 @@ from reformax import devices
 from reformax.declared import SettingError
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.first_order import first_order
+from reformax.task import Task
 from reformax.training import metrics
 from reformax.training.metrics import Ratio
 
@@ -264,45 +265,32 @@ def _chunk_by_kernel(logits, targets, weights, label_smoothing, dtype, impl) -> 
     return _Chunk(sums, losses, d_logits)
 
 
-def vocabulary_of(task) -> Any:
+def vocabulary_of(task: Task) -> Any:
     """The vocabulary that a task's run keeps; None for bytes and other ids."""
-    if task.translation is not None:
-        return task.translation.vocabulary
-    return getattr(task, "vocabulary", None)
+    return task.kept_vocabulary
 
 
-def labels_of(task) -> Any:
-    """The `reformax.data.base.Labels` of a task whose rows have classes; None for others."""
-    return getattr(task, "labels", None)
-
-
-def n_classes_of(task) -> int | None:
-    """The number of classes of a task whose rows have classes; None for others."""
-    labels = labels_of(task)
-    return None if labels is None else labels.n_classes
-
-
-def metric_name(task) -> str:
+def metric_name(task: Task) -> str:
     """The name of the mean `-log2 p` of a target.
 
     It is 'bits_per_label' if targets are classes, 'bits_per_token' if they are pieces.
     """
-    if labels_of(task) is not None:
+    if task.labels is not None:
         return "bits_per_label"
-    return "bits_per_dim" if vocabulary_of(task) is None else "bits_per_token"
+    return "bits_per_dim" if task.kept_vocabulary is None else "bits_per_token"
 
 
-def bits_of(task, split: str, bits: float) -> dict[str, float]:
+def bits_of(task: Task, split: str, bits: float) -> dict[str, float]:
     """The bits of a target by the metric's name; of a text also `bits_per_byte`.
 
     Where tokens are pieces, a byte has the bits of a token over the bytes of a token, in the mean
     of the whole split. In this unit models of bytes and of any pieces compare.
     """
     found = {metric_name(task): bits}
-    if getattr(task, "of_bytes", False):
+    if task.of_bytes:
         found["bits_per_byte"] = bits
-    if (n_bytes := getattr(task, "n_bytes", None)) is not None:
-        found["bits_per_byte"] = bits * task.n_targets(split) / n_bytes(split)
+    if task.n_bytes is not None:
+        found["bits_per_byte"] = bits * task.n_targets(split) / task.n_bytes(split)
     return found
 
 

@@ -18,13 +18,12 @@ from jax.sharding import Mesh
 
 from reformax import devices, memory
 from reformax.declared import SettingError
-from reformax.training import evaluation, fingerprints, forecast, starting_weights
+from reformax.training import evaluation, fingerprints, forecast, samples, starting_weights
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Loggers
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.evaluations import data_key
-from reformax.training.loss import labels_of, n_classes_of, vocabulary_of
 from reformax.training.record import Record
 from reformax.training.record_lines import RecordLines
 from reformax.training.settings import TrainSettings, build
@@ -78,7 +77,7 @@ def models_of(settings: TrainSettings) -> Models:
     """Builds the models; raises `SettingError` where they do not fit the task."""
     # Stages of one model share it, and so its programs.
     factories = {id(stage.model): stage.model for stage in settings.all_stages}
-    n_classes = n_classes_of(settings.task)
+    n_classes = settings.task.n_classes
     built = {name: build(model, "train", n_classes) for name, model in factories.items()}
     train = [built[id(stage.model)] for stage in settings.all_stages]
     evaluation.check_model(train[-1], settings.task)
@@ -98,7 +97,7 @@ def check_sizes(settings: TrainSettings, mesh: Mesh) -> None:
         with naming(stage):
             evaluation.check_mesh(stage.task, mesh)
             mesh_lib.check_length("length", stage.length, mesh)
-            shared = labels_of(stage.task) is None and stage.task.translation is None
+            shared = stage.task.labels is None and stage.task.translation is None
             length = stage.length if shared else None
             rows = stage.batch_size, mesh, settings.accumulate, length
             mesh_lib.check_batch_size("batch_size", *rows)
@@ -127,7 +126,7 @@ def keep_vocabulary(
     Raises:
       ValueError: it is not that of the checkpoint.
     """
-    vocabulary = vocabulary_of(settings.task)
+    vocabulary = settings.task.kept_vocabulary
     if vocabulary is None:
         return None
     if settings.task.translation is not None:  # before minutes go into the vocabulary
@@ -205,7 +204,7 @@ def _check_memory(setup: Setup, like, n_params: int) -> None:
         "the model's sizes",
     )
     n_features = 0
-    for one in (settings.own_evaluation, *settings.other_evaluations):
+    for one in settings.all_evaluations:
         with naming(one):
             scored = models.eval, like.params, one.task, one.split
             n_features = evaluation.check_positions(*scored, **one.sizes, mesh=mesh)
@@ -222,8 +221,8 @@ def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.T
         placement = devices.placement(jax.eval_shape(init, key), mesh)
         return step_lib.jit_once(init, out_shardings=placement)(key), ""
     like = jax.eval_shape(init, key).params
-    backbone = getattr(models.eval, "backbone_names", None)
-    if settings.fresh_heads and backbone is None:
+    backbone = models.eval.backbone_names
+    if settings.fresh_heads and not backbone:
         raise SettingError(
             f"fresh_heads is True and model {type(models.eval).__name__} has no backbone_names, "
             "which say what is no head: leave it out"
@@ -252,14 +251,14 @@ def _data(settings: TrainSettings, kept: dict[str, str], step: int) -> tuple[dic
     now = fingerprints.of(settings.task, ("train", settings.eval_split))
     known, compared = {x for name, x in kept.items() if name.startswith("train")}, dict(kept)
     for stage in settings.all_stages[:-1]:
-        key, fingerprint = f"train of {stage.name}", getattr(stage.task, "fingerprint", None)
+        key, fingerprint = f"train of {stage.name}", stage.task.fingerprint
         if fingerprint is not None and stage.until > step:
             now[key] = fingerprint("train")
             # A stage may have another number, or begin with what the run has read before.
             compared[key] = now[key] if now[key] in known or not known else kept.get(key, "none")
     for other in settings.other_evaluations:  # whose score is made anew where its data changes
-        if (fingerprint := getattr(other.task, "fingerprint", None)) is not None:
-            now[data_key(other)] = compared[data_key(other)] = fingerprint(other.split)
+        if other.task.fingerprint is not None:
+            now[data_key(other)] = compared[data_key(other)] = other.task.fingerprint(other.split)
     return kept | now, fingerprints.changes(compared, now, step, settings.allow_changed_data)
 
 
@@ -336,7 +335,6 @@ def open_record(
     settings: TrainSettings,
     folder: Path,
     restored: RestoredRun,
-    metric: str,
     config: str | None,
     say: Callable[[str], None],
     check: Callable[[], None],
@@ -345,7 +343,6 @@ def open_record(
 
     Args:
       settings, folder, restored: the run's.
-      metric: the name of its score.
       config: the text of config.gin.
       say, check: see `RecordLines`.
 
@@ -354,14 +351,14 @@ def open_record(
     """
     step, info = restored.step, restored.info
     own = (info.get("scored") or {}).get("split", settings.eval_split)
-    scored = [own] * (info.get("score") is not None)
+    scored = [own, samples.SPLIT] * (info.get("score") is not None)
     scored += info.get("evaluations", {})
     lines = RecordLines(
         folder / "metrics.jsonl", step, info.get("record"), scored, say=say, check=check
     )
     n_tokens = settings.batch_size * settings.length
     loggers = Loggers(settings.loggers, folder, step, config)
-    record = Record(folder, lines, step, metric, n_tokens, loggers)
+    record = Record(folder, lines, step, settings.own_evaluation.metric, n_tokens, loggers)
     if restored.changed_data and step < settings.steps:
         record.write(step + 1, "data", {"changed": restored.changed_data}, {}, tag="data")
     return record

@@ -2,10 +2,11 @@
 
 Every line of metrics.jsonl is one JSON object with `step`, `split`, the run's metric, such as
 `bits_per_dim`, and a `tag`: 'train' is the mean of steps, with the `tokens` seen so far; 'eval' is
-an evaluation, with the `n_targets` scored and `whole`: whether these are the split. Numbers that
-depend on the machine's speed are under `timing`: `seconds` since the run began, over resumptions,
-and of training `tokens_per_second` and `mfu`, null where they are not known. Without them, a run
-that was stopped and resumed has the record of a run that was not.
+an evaluation, with the `n_targets` scored and `whole`: whether these are the split; 'sample' has
+`texts` that the model wrote. Numbers that depend on the machine's speed are under `timing`:
+`seconds` since the run began, over resumptions, and of training `tokens_per_second` and `mfu`, null
+where they are not known. Without them, a run that was stopped and resumed has the record of a run
+that was not.
 """
 
 from __future__ import annotations
@@ -60,14 +61,9 @@ class Record:
         """Adds a line for `split` after `step` steps; see `record_lines.tag_of` for tags."""
         line = {"step": step, "tag": tag, "split": split, **values}
         self.lines.append({**line, "timing": timing})
-        scalars = {
-            f"{split}/{name}": value
-            for name, value in {**values, **timing}.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
+        shown = {f"{split}/{name}": value for name, value in {**values, **timing}.items()}
         with self._beside_events:
-            if scalars:
-                self._events.add(step, scalars)
+            self._events.add(step, shown)
         known = {name: x for name, x in timing.items() if x is not None}
         self._loggers.write(step, split, values, known)
 

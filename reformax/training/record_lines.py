@@ -194,7 +194,11 @@ class RecordLines:
             elif line["step"] < step or (
                 # Without its score an evaluation of the last step is still to come.
                 line["step"] == step
-                and (tag_of(line) != "eval" or scored is None or line["split"] in scored)
+                and (
+                    tag_of(line) not in ("eval", "sample")
+                    or scored is None
+                    or line["split"] in scored
+                )
             ):
                 kept.append(text + b"\n")
                 last = line
@@ -224,7 +228,10 @@ class RecordLines:
 
 
 def tag_of(line: dict[str, Any]) -> str:
-    """What a line is: 'train' or 'eval'; 'data' that changed, a 'note' on lines that are lost."""
+    """What a line is.
+
+    'train', 'eval', a 'sample' of text, 'data' that changed, or a 'note' on lines that are lost.
+    """
     if "tag" in line:
         return line["tag"]
     if line["split"] in ("data", "note"):  # the line of an older version, as are those below

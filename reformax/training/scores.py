@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from reformax.training import evaluation
 from reformax.training.curves import words_of
 from reformax.training.evaluations import ResolvedEvaluation, data_key
-from reformax.training.loss import labels_of, metric_name
+from reformax.training.loss import metric_name
 from reformax.training.settings import TrainSettings
 
 
@@ -118,5 +118,5 @@ class Scores:
         words = f"{value:.4f} {words}"
         if self.metric not in ("bits_per_dim", "bits_per_byte") and "bits_per_byte" in score:
             words += f", {score['bits_per_byte']:.4f} bits per byte"
-        is_class = labels_of(self.evaluation.task) is not None and self.metric != "accuracy"
+        is_class = self.evaluation.task.labels is not None and self.metric != "accuracy"
         return words + f", accuracy {score['accuracy']:.4f}" * is_class

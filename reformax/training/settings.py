@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 import optax
 
@@ -22,28 +22,17 @@ from reformax.declared import (
     check,
     check_fields,
     expected,
-    fits,
     hints_of,
     shown,
 )
+from reformax.task import CLASSIFIERS, TaskModel
 from reformax.training import evaluations as evaluations_lib
 from reformax.training import optimizer as optimizer_lib
 from reformax.training.callbacks import Callback, Logger
 from reformax.training.evaluations import Evaluation, ResolvedEvaluation
-from reformax.training.loss import metric_name, n_classes_of, vocabulary_of
+from reformax.training.loss import metric_name
 from reformax.training.mesh import Sizes
 from reformax.training.stages import Model, ResolvedStage, Stage, Task, end_of, resolved
-
-
-@runtime_checkable
-class ModelLike(Protocol):
-    """The attributes of a model that training uses."""
-
-    vocab_size: int
-    init_params: Callable
-    features: Callable
-    logits: Callable
-
 
 Transformation = Annotated[
     optax.GradientTransformation, Called("an optimizer, such as optimizer.adamw()")
@@ -56,9 +45,8 @@ class TrainSettings:
 
     Attributes:
       model: `model(mode='train')` and `model(mode='eval')` build the model for training and for
-        evaluation, with the same parameters. Both have `init_params`, `features`, `logits` and
-        `vocab_size`; a model of sentence pairs also has `source_vocab_size` and `max_length`.
-      task: a `reformax.data.base.Task`.
+        evaluation, with the same parameters. Both are a `reformax.task.TaskModel`.
+      task: a `reformax.task.Task`.
       optimizer: a transformation of gradients; see `reformax.training.optimizer`. Its schedule is
         as long as `steps`, unless it has a length of its own.
       steps: updates in total, over all resumptions.
@@ -84,6 +72,10 @@ class TrainSettings:
       eval_tokens: targets that an evaluation scores, up to whole batches: evenly spread over the
         split, and always the same ones. None: the whole split.
       eval_whole: whether the last evaluation scores the whole split as well.
+      sample_every: steps between samples of text that a language model writes, a multiple of
+        `eval_every`, for a sample follows an evaluation; the last one has one too. None: none.
+      sample_prompts: the beginnings of the texts of a sample.
+      sample_tokens: new tokens of each text.
       evaluations: more evaluations by their names, of other splits, tasks or lengths; see
         `reformax.training.evaluations`. The best checkpoint is by the run's own alone.
       checkpoint_every: steps between checkpoints, besides those after evaluations; None: no more.
@@ -135,6 +127,9 @@ class TrainSettings:
     eval_stride: Size | None = None
     eval_tokens: Size | None = 2**18
     eval_whole: bool = True
+    sample_every: Size | None = None
+    sample_prompts: Sequence[str] = ("",)
+    sample_tokens: Size = 100
     evaluations: Mapping[Name, Evaluation] = field(default_factory=dict)
     checkpoint_every: Size | None = None
     checkpoint_minutes: Positive | None = 5
@@ -162,6 +157,8 @@ class TrainSettings:
             raise SettingError(
                 "fresh_heads is True and init_from is None: set it to a run's folder"
             )
+        if self.sample_every is not None:
+            self._check_samples()
         ends = [0, *(end_of(stage, self.steps) for stage in self.stages), self.steps]
         are_fractions = [stage.until < 1 for stage in self.stages]  # which may hold no step
         for before, end, is_fraction in zip(ends, ends[1:], [*are_fractions, False], strict=False):
@@ -171,16 +168,28 @@ class TrainSettings:
                     f"steps={ends[-1]}"
                 )
         for stage in self.all_stages:
-            if vocabulary_of(stage.task) is not vocabulary_of(self.task):
+            if stage.task.kept_vocabulary is not self.task.kept_vocabulary:
                 raise SettingError(
                     f"{stage.name}.task is {stage.task.name}, whose vocabulary is not the run's: "
                     "leave it out, or make it of the same vocabulary object as task"
                 )
         _ = self.other_evaluations  # raises for one that does not fit
 
-    def built(self, mode: str) -> Any:
+    def _check_samples(self) -> None:
+        every, of = self.sample_every, self.eval_every
+        if self.task.kind != "text":
+            raise SettingError(
+                f"sample_every is {every} and task {self.task.name} is no text: leave it out"
+            )
+        if of is None or every % of:
+            raise SettingError(
+                f"sample_every={every} must be a multiple of eval_every={of}, for a sample follows "
+                "an evaluation: change one of them"
+            )
+
+    def built(self, mode: str) -> TaskModel:
         """The model for 'train' or for 'eval'."""
-        return build(self.model, mode, n_classes_of(self.task))
+        return build(self.model, mode, self.task.n_classes)
 
     @functools.cached_property
     def built_optimizer(self) -> optax.GradientTransformation:
@@ -205,7 +214,7 @@ class TrainSettings:
         """
         number = position = begin = 0
         for stage in self.all_stages[: self.stage_after(step) + 1]:
-            if getattr(stage.task, "in_order", False):
+            if stage.task.in_order:
                 number = max(number, -(-position // stage.batch_size))
             end = min(stage.until, step)
             number, begin = number + end - begin, end
@@ -236,8 +245,13 @@ class TrainSettings:
         given = self.evaluations.items()
         return [evaluations_lib.resolved(x, y, self.own_evaluation) for x, y in given]
 
+    @property
+    def all_evaluations(self) -> list[ResolvedEvaluation]:
+        """The run's own evaluation, and the others."""
+        return [self.own_evaluation, *self.other_evaluations]
 
-def build(model: Callable[..., Any], mode: str, n_classes: int | None = None) -> Any:
+
+def build(model: Callable[..., Any], mode: str, n_classes: int | None = None) -> TaskModel:
     """`model(mode=mode)`, with `n_classes` if the model has none of its own.
 
     Raises:
@@ -250,10 +264,10 @@ def build(model: Callable[..., Any], mode: str, n_classes: int | None = None) ->
     except (TypeError, ValueError):
         raise refusal from None
     built = model(mode=mode)
-    if n_classes is not None and getattr(built, "n_classes", n_classes) is None:
-        built = model(mode=mode, n_classes=n_classes)
-    if not fits(built, ModelLike):
+    if not isinstance(built, TaskModel):
         raise refusal
+    if n_classes is not None and built.task_kind in CLASSIFIERS and built.n_classes is None:
+        built = model(mode=mode, n_classes=n_classes)
     return built
 
 

@@ -9,24 +9,12 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, NamedTuple
 
+from reformax import task as task_lib
 from reformax.declared import Bounds, Called, SettingError, Size, check_fields
 
-
-@runtime_checkable
-class TaskLike(Protocol):
-    """The attributes of a task that training uses; see `reformax.data.base.Task`."""
-
-    name: str
-    vocab_size: int
-    train_batch: Callable
-    eval_batches: Callable
-    n_targets: Callable
-    translation: Any
-
-
-Task = Annotated[TaskLike, Called("a task, such as stdlib.stdlib()")]
+Task = Annotated[task_lib.Task, Called("a task, such as stdlib.stdlib()")]
 Share = Annotated[
     float, Bounds(above=0, below=1, name="a share of the run's steps above 0 and below 1")
 ]
@@ -73,7 +61,7 @@ class ResolvedStage(NamedTuple):
 
     until: int
     model: Callable
-    task: TaskLike
+    task: task_lib.Task
     batch_size: int
     length: int
     name: str = ""
@@ -81,7 +69,7 @@ class ResolvedStage(NamedTuple):
     @property
     def program(self) -> tuple[Any, ...]:
         """The key of the compiled step."""
-        has_segments = getattr(self.task, "document_mask", False)
+        has_segments = self.task.document_mask
         return self.model, self.batch_size, self.length, has_segments
 
 

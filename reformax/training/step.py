@@ -93,7 +93,7 @@ def step_fn(
       optimizer has a schedule by that name. All randomness comes from `key` folded with the step's
       number, and then with the micro-batch's.
     """
-    gradient = jax.grad(partial(_mean_loss, model, loss_chunk_len, label_smoothing), has_aux=True)
+    gradient = jax.grad(partial(mean_loss, model, loss_chunk_len, label_smoothing), has_aux=True)
     schedule = getattr(optimizer, "learning_rate", None)
 
     def step(state: TrainState, batch, key):
@@ -130,7 +130,7 @@ def step_fn(
     return jax.jit(devices.on(mesh, step), donate_argnums=0, out_shardings=placements)
 
 
-def _mean_loss(model, loss_chunk_len, label_smoothing, params, batch, rng, weight):
+def mean_loss(model, loss_chunk_len, label_smoothing, params, batch, rng, weight):
     """The loss divided by `weight`, and the sums of metrics."""
     inputs, targets, weights = batch
     features = model.features(params, inputs, rng=rng)

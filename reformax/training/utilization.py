@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from reformax import devices
+from reformax.task import TaskModel
 from reformax.training.forecast import products
 
 # Dense products of bfloat16 matrices, in operations per second, as the makers state them. A device
@@ -37,13 +38,13 @@ PEAKS = {
 }
 
 
-def peak(model: Any) -> float | None:
+def peak(model: TaskModel) -> float | None:
     """The stated operations per second of a device for a model's products.
 
     None for a device without, such as a CPU or a slice of a GPU, and for a model whose `dtype` is
     not 'bfloat16': of other products no peak is listed.
     """
-    if getattr(model, "dtype", None) != "bfloat16":
+    if model.dtype != "bfloat16":
         return None
     words = re.split(r"[\s-]+", jax.devices()[0].device_kind)
     if "MIG" in words:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import importlib
 import re
 import uuid
@@ -65,8 +66,12 @@ class WandbLogger:
     def write(
         self, step: int, split: str, values: dict[str, Any], timing: dict[str, float]
     ) -> None:
-        """Logs the numbers of a line."""
-        self._run.log({f"{split}/{name}": x for name, x in {**values, **timing}.items()}, step=step)
+        """Logs the numbers of a line, and texts as a page."""
+        found = {f"{split}/{name}": x for name, x in {**values, **timing}.items()}
+        if "texts" in values:
+            page = "<hr>".join(f"<pre>{html.escape(text)}</pre>" for text in values["texts"])
+            found[f"{split}/texts"] = self._wandb.Html(page)
+        self._run.log(found, step=step)
 
     def close(self) -> None:
         """Ends the run."""

@@ -742,7 +742,7 @@ def test_a_score_is_the_mean_of_the_answers_alone(tmp_path):
     with pytest.raises(
         ValueError, match=f"the batches of valid hold {n + 1} targets and the split"
     ):
-        evaluate_task(model, params, task._replace(eval_batches=altered), "valid", **sizes)
+        evaluate_task(model, params, task.replace(eval_batches=altered), "valid", **sizes)
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from reformax.data.base import Labels
 from reformax.data.labelled import labelled_task, padded
+from reformax.task import Labels
 
 SIZES = {"train": 9, "valid": 5}
 

@@ -7,6 +7,7 @@ import pytest
 from reformax.data import base, labelled, listops, reverse, text
 from reformax.data.masked import masked
 from reformax.models import TransformerMaskedLM
+from reformax.task import Labels
 from reformax.training import evaluation
 
 SMALL = dict(min_length=5, max_length=30, max_depth=3, max_args=4, n_train=400, n_eval=9)
@@ -61,7 +62,7 @@ def test_what_drew_the_rows_does_not_choose_their_tokens():
         return np.array([[1 + int(10 * x), 1] for x in drawn]), np.zeros(len(numbers))
 
     sizes = dict.fromkeys(base.SPLITS, 400)
-    options = dict(vocab_size=11, labels=base.Labels(1), sizes=sizes, made_by=str)
+    options = dict(vocab_size=11, labels=Labels(1), sizes=sizes, made_by=str)
     task = masked(labelled.labelled_task("drawn", examples=examples, **options), 2, rate=0.5)
     (batch,) = task.eval_batches("valid", 400, 2, 2)
     is_low, chosen = batch.targets[:, 0] <= 5, batch.weights[:, 0] > 0

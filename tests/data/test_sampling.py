@@ -205,7 +205,7 @@ def test_a_mixture_of_texts_draws_lengths_by_itself(by_length):
     """The text of a row says nothing of the range of its document."""
     one, other = (text(by_length, length_borders=(50,), length_weights=(1.0, 1.0)) for _ in "ab")
     only = text(by_length, length_borders=(50,), length_weights=(1.0, 1.0))
-    task = mixture((one, other._replace(train_rows=without_rows)), (1.0, 1.0))
+    task = mixture((one, other.replace(train_rows=without_rows)), (1.0, 1.0))
     first = [
         letter
         for step in range(40)

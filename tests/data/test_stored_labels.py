@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from reformax.data import cifar10, document_pairs, labelled, prepared, reviews
-from reformax.data.base import Labels
+from reformax.task import Labels
 
 
 def rows_of(task, split, length):

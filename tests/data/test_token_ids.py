@@ -154,8 +154,8 @@ def test_what_is_written_is_read(form, tmp_path):
     if form == "megatron":
         assert np.array_equal(task.borders("train"), whole.borders("train"))
         assert len(task.borders("train")) > len(TEXTS) // 2
-    ours = whole._replace(fingerprint=task.fingerprint, borders=None)
-    assert_alike(ours, task._replace(borders=None))
+    ours = whole.replace(fingerprint=task.fingerprint, borders=None)
+    assert_alike(ours, task.replace(borders=None))
 
 
 def test_bytes_are_no_ids(tmp_path, fails_in_one_line):

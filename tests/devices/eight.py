@@ -15,7 +15,6 @@ import pytest
 
 import train
 from reformax import devices, memory
-from reformax.data.base import Documents, SentencePairs
 from reformax.declared import SettingError
 from reformax.generation import generate, translate
 from reformax.layers import LayerNorm
@@ -23,6 +22,7 @@ from reformax.models import Reformer, ReformerLM, Transformer, TransformerLM, Tr
 from reformax.ops import block_sparse, dense, dsa, flash, local, lsh, memory_efficient, shared_qk
 from reformax.ops.block_patterns import local_global
 from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.task import Documents, SentencePairs
 from reformax.training import dry_run, loop, loss
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib

@@ -157,7 +157,7 @@ def test_with_the_flag_a_run_goes_on_and_its_record_says_so(folder, monkeypatch,
     steps = "--config=steps=5"
     with monkeypatch.context() as patch:
         patch.setattr("reformax.cli.report.training", lambda *_: 0)
-        patch.setattr("reformax.training.run.Run.save", lambda self, temporary: None)
+        patch.setattr("reformax.training.loop.save", lambda run, state, temporary: None)
         call(train.main, patch, capsys, *flags(folder), steps, allowed)
     code, out, err = call(train.main, monkeypatch, capsys, *flags(folder), steps, allowed)
     assert code == 0 and "note: the data has changed: test was 100 bytes" in out, err

@@ -299,7 +299,7 @@ def test_an_evaluation_stands_once_after_a_kill_before_its_checkpoint(tmp_path, 
         yield from task.eval_batches(*args)
 
     arguments = worker.arguments(**options)
-    first = arguments | {"task": task._replace(eval_batches=stopped)}
+    first = arguments | {"task": task.replace(eval_batches=stopped)}
     assert loop.train(tmp_path / "killed", **first)["step"] == 4
 
     def killed(*_):

@@ -10,11 +10,11 @@ import pytest
 
 from reformax import progress
 from reformax.cli import errors
-from reformax.data.base import Batch, Task
 from reformax.data.reverse import reverse
 from reformax.data.text import text
 from reformax.models import Transformer
 from reformax.ops import linformer
+from reformax.task import Batch, Task
 from reformax.training import by_position
 from reformax.training import record as record_lib
 from reformax.training.evaluation import check_positions, evaluate, in_budget
@@ -71,7 +71,7 @@ def test_an_encoder_that_refuses_packed_rows_is_checked_with_rows_as_the_task_ha
     assert check_positions(model, shapes, task, "valid", **sizes) == 4
     packed = np.ones((2, 8), np.int32)
     packed = Batch((packed,) * 4, packed, packed)
-    task = task._replace(eval_batches=lambda *_: iter([packed]))
+    task = task.replace(eval_batches=lambda *_: iter([packed]))
     with pytest.raises(NotImplementedError, match="but linformer does not tell them apart"):
         check_positions(model, shapes, task, "valid", **sizes)
 
@@ -208,7 +208,7 @@ def test_the_seed_reaches_the_model():
 
 def test_a_task_that_forgets_targets_is_told():
     with pytest.raises(ValueError, match="53 targets and the split 54"):
-        score(TASK._replace(n_targets=lambda split: 54))
+        score(TASK.replace(n_targets=lambda split: 54))
 
 
 @pytest.mark.parametrize(

@@ -74,17 +74,15 @@ def test_without_them_a_run_is_the_same(tmp_path):
 @pytest.mark.parametrize("after", ["valid", "short"])
 def test_a_run_that_is_stopped_between_evaluations_finds_the_others(tmp_path, monkeypatch, after):
     """A signal after one of the evaluations of the last step: the others are of the resumed run."""
-    from reformax.training.run import Run
+    evaluate, stopped = loop.evaluate, []
 
-    evaluate, stopped = Run.evaluate, []
-
-    def stopping(self, last, name=None):
-        evaluate(self, last, name)
-        if last and (name or "valid") == after and not stopped:
-            stopped.append(name)
+    def stopping(run, state, label, last):
+        evaluate(run, state, label, last)
+        if last and label == after and not stopped:
+            stopped.append(label)
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Run, "evaluate", stopping)
+    monkeypatch.setattr(loop, "evaluate", stopping)
     loop.train(tmp_path / "whole", **arguments())  # stops; goes on below
     loop.train(tmp_path / "whole", **arguments())
     monkeypatch.undo()
@@ -97,16 +95,14 @@ def test_a_run_that_is_stopped_between_evaluations_finds_the_others(tmp_path, mo
 
 
 def test_one_that_fails_loses_no_step_and_no_score(tmp_path, monkeypatch):
-    from reformax.training.run import Run
+    evaluate, failing = loop.evaluate, []
 
-    evaluate, failing = Run.evaluate, []
-
-    def fails(self, last, name=None):
-        if name == "short" and self.step in failing:
+    def fails(run, state, label, last):
+        if label == "short" and state.step in failing:
             raise MemoryError("short")
-        evaluate(self, last, name)
+        evaluate(run, state, label, last)
 
-    monkeypatch.setattr(Run, "evaluate", fails)
+    monkeypatch.setattr(loop, "evaluate", fails)
     for failing, found in ([18], []), ([24], ["scored"]):
         with pytest.raises(MemoryError):
             loop.train(tmp_path / "stopped", **arguments())
@@ -145,18 +141,16 @@ def test_bits_that_are_no_number_are_noticed_where_another_metric_is_printed(tmp
 
 
 def test_a_damaged_record_keeps_the_scores_of_others_alone(tmp_path, monkeypatch):
-    from reformax.training.run import Run
-
     one = arguments(evaluations={"short": OTHERS["short"]}, steps=12, log_every=3)
-    evaluate, scored = Run.evaluate, []
+    evaluate, scored = loop.evaluate, []
 
-    def noting(self, last, name=None):
-        scored.append((self.step, name))
-        evaluate(self, last, name)
-        if self.step == 6:
+    def noting(run, state, label, last):
+        scored.append((state.step, label))
+        evaluate(run, state, label, last)
+        if state.step == 6:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Run, "evaluate", noting)
+    monkeypatch.setattr(loop, "evaluate", noting)
     loop.train(tmp_path, **one)
     monkeypatch.setattr(signal, "raise_signal", lambda number: None)
     path = tmp_path / "metrics.jsonl"
@@ -194,7 +188,7 @@ def test_they_are_due_by_their_own_steps():
     "name, given, line",
     [
         ("valid", Evaluation(), r"evaluations\['valid'\] has the name of other lines"),
-        ("train", Evaluation(), "choose another than train, data, note, valid"),
+        ("train", Evaluation(), "choose another than train, data, note, sample, valid"),
         ("x", Evaluation(metric="bleu"), r"metric='bleu' is none of bits_per_dim, .*accuracy"),
         (
             "x",

@@ -12,10 +12,11 @@ import evaluate
 import generate
 import train
 from reformax.cli import config, configs
-from reformax.data import base, labelled, stdlib
+from reformax.data import labelled, stdlib
 from reformax.declared import SettingError
 from reformax.models import ReformerEncoder, TransformerEncoder, TransformerLM, TransformerMaskedLM
 from reformax.models.backbone import Backbone
+from reformax.task import Labels
 from reformax.training import evaluation, loop, optimizer
 from reformax.training import mesh as mesh_lib
 from reformax.training.checkpoint import Checkpoints
@@ -63,7 +64,7 @@ def first_token(pairs=False, n_classes=4):
         return ((np.full_like(rows, 6), rows) if pairs else rows), classes
 
     return labelled.labelled_task(
-        "first_token", vocab_size=8, labels=base.Labels(n_classes, pairs),
+        "first_token", vocab_size=8, labels=Labels(n_classes, pairs),
         sizes={"train": 64, "valid": 64}, examples=examples, made_by=lambda split: "by hand",
     )  # fmt: skip
 
@@ -99,7 +100,7 @@ NAME = "test_training_labels.first_token"
 
 
 def masked_task():
-    return stdlib.stdlib(max_bytes=2000)._replace(masked=True)
+    return stdlib.stdlib(max_bytes=2000).replace(masked=True)
 
 
 @pytest.mark.parametrize(

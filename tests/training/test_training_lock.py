@@ -33,7 +33,7 @@ def test_a_second_training_is_refused(tmp_path):
         return tiny.counting().train_batch(*args)
 
     arguments = worker.arguments(steps=2) | {
-        "task": tiny.counting()._replace(train_batch=train_batch)
+        "task": tiny.counting().replace(train_batch=train_batch)
     }
     assert loop.train(tmp_path, **arguments)["step"] == second["elsewhere"]["step"] + 1 == 2
     message = str(second["error"].value)
@@ -115,7 +115,7 @@ def disturbed(folder, disturb):
 
     settings = {"steps": 12, "eval_every": 4, "log_every": 2}
     arguments = worker.arguments(**settings)
-    task = arguments["task"]._replace(train_batch=train_batch)
+    task = arguments["task"].replace(train_batch=train_batch)
     return loop.train(folder, **arguments | {"task": task})
 
 

@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.data.base import Task
 from reformax.declared import SettingError
 from reformax.training import checkpoint, dry_run, interrupt, loop, mesh, optimizer, stages
 from reformax.training.settings import TrainSettings
@@ -38,7 +36,7 @@ def test_examples_in_turn_go_on_behind_other_batches():
     """No example comes again before all have come; batches of one size count the steps."""
 
     def numbers(*sizes, in_order=True):
-        task = Task(*tiny.counting(), in_order=in_order)
+        task = tiny.counting().replace(in_order=in_order)
         given = [stages.Stage(until=4 * (i + 1), batch_size=n) for i, n in enumerate(sizes)]
         arguments = worker.arguments(steps=4 * len(sizes) + 4, batch_size=8, stages=given)
         settings = TrainSettings(**arguments | {"task": task})
@@ -60,7 +58,7 @@ def test_what_an_evaluation_cannot_do_is_told_before_the_first_step(tmp_path):
         raise SettingError(f"stride={stride} must be 16")
 
     settings = worker.arguments(eval_stride=8)
-    settings["task"] = settings["task"]._replace(eval_batches=refuse)
+    settings["task"] = settings["task"].replace(eval_batches=refuse)
     for begin in (dry_run.check, dry_run.report, partial(loop.train, tmp_path / "run")):
         with pytest.raises(SettingError, match="stride=8 must be 16"):
             begin(**settings)
@@ -147,7 +145,7 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_rerun(uninterrupted, tmp_pat
             signal.raise_signal(signal.SIGTERM)  # in the prefetching thread: Python's main one acts
         yield from task.eval_batches(*args)
 
-    arguments = worker.arguments(**LONG) | {"task": task._replace(eval_batches=interrupted)}
+    arguments = worker.arguments(**LONG) | {"task": task.replace(eval_batches=interrupted)}
     result = loop.train(tmp_path, **arguments)
     assert (result["step"], result["bits_per_dim"]) == (20, None)
     assert checkpoint.Checkpoints(tmp_path).score(20) is None
@@ -251,7 +249,7 @@ def test_signals_sent_twice_at_once_save(tmp_path, number):
         return task.train_batch(seed, step, *sizes)
 
     before = signal.getsignal(number)
-    result = loop.train(tmp_path, **worker.arguments() | {"task": task._replace(train_batch=twice)})
+    result = loop.train(tmp_path, **worker.arguments() | {"task": task.replace(train_batch=twice)})
     assert result["interrupted_by"] is number and 0 < result["step"] < 24
     assert checkpoint.Checkpoints(tmp_path).steps()[-1] == result["step"]
     assert signal.getsignal(number) == before
@@ -289,9 +287,7 @@ def test_checkpoints_by_time_change_no_bit(uninterrupted, tmp_path, killed_at):
         return task.train_batch(seed, step, *sizes)
 
     with pytest.raises(OSError, match="gone"):
-        loop.train(
-            tmp_path, **worker.arguments(**timed) | {"task": task._replace(train_batch=dies)}
-        )
+        loop.train(tmp_path, **worker.arguments(**timed) | {"task": task.replace(train_batch=dies)})
     assert killed_at - 4 < checkpoint.Checkpoints(tmp_path).steps()[-1] <= killed_at
     result, again = run(tmp_path, **timed)
     assert again == record and result["step"] == 40
@@ -395,7 +391,7 @@ def test_evaluations_take_their_own_sizes(tmp_path):
             yield batch
 
     sizes = {"eval_batch_size": 2, "eval_length": 20, "eval_stride": 5, "eval_split": "test"}
-    arguments = worker.arguments(steps=1) | {"task": task._replace(eval_batches=spied)} | sizes
+    arguments = worker.arguments(steps=1) | {"task": task.replace(eval_batches=spied)} | sizes
     loop.train(tmp_path, **arguments, eval_tokens=25, eval_whole=False)
     assert set(seen) == {("test", 2, 20, 5, (2, 20))}
     # An eighth of the 19 batches of 25, 10, 10, ... targets.
@@ -527,7 +523,7 @@ def test_stages_are_runs_that_go_on_from_one_another(tmp_path):
 
 def known(name, **options):
     """The tiny task with a fingerprint."""
-    return tiny.counting(**options)._replace(fingerprint=lambda split: f"{name} {split}")
+    return tiny.counting(**options).replace(fingerprint=lambda split: f"{name} {split}")
 
 
 @pytest.mark.slow
@@ -553,7 +549,7 @@ def test_a_run_goes_on_within_stages(tmp_path):
     for _ in range(3):
         run(tmp_path / "cut", **given, max_minutes=1e-9)
     over, now = given["stages"]
-    for changed in (now.task._replace(fingerprint=lambda split: "other"), None):
+    for changed in (now.task.replace(fingerprint=lambda split: "other"), None):
         told = r"train of stages\[1\] was hard train and is"
         task = known("own") if changed is None else tiny.counting()
         with pytest.raises(ValueError, match=told):
@@ -641,7 +637,7 @@ def test_a_share_of_the_steps(share, steps, end):
             r"stages\[0\]: task counting has ids below 99 and .*, or give the stage another task",
         ),
         (
-            [dict(until=9, task=SimpleNamespace(**tiny.counting()._asdict(), vocabulary="pieces"))],
+            [dict(until=9, task=tiny.counting().replace(vocabulary="pieces"))],
             r"stages\[0\].task is counting, whose vocabulary is not the run's: leave it out",
         ),
         (
@@ -784,7 +780,7 @@ def test_an_error_of_the_task_reaches_the_caller(tmp_path):
     def broken(*args):
         raise FileNotFoundError("the data is gone")
 
-    arguments = worker.arguments() | {"task": tiny.counting()._replace(train_batch=broken)}
+    arguments = worker.arguments() | {"task": tiny.counting().replace(train_batch=broken)}
     with pytest.raises(FileNotFoundError, match="the data is gone"):
         loop.train(tmp_path, **arguments)
 

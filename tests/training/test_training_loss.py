@@ -2,7 +2,6 @@
 
 import functools
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.task import Task
 from reformax.training import loss, metrics
 from reformax.training.kernels import cross_entropy
 from tests.helpers import assert_trees_close
@@ -178,10 +178,13 @@ def test_bits_per_dim():
 
 def test_bits_per_byte_are_of_the_bytes_of_the_split():
     sizes = {"train": (10, 20), "valid": (10, 50)}
-    pieces = SimpleNamespace(
-        translation=None,
-        vocabulary=object(),
+    pieces = Task(
+        "pieces",
+        9,
+        None,
+        None,
         n_targets=lambda split: sizes[split][0],
+        vocabulary=object(),
         n_bytes=lambda split: sizes[split][1],
     )
     found = loss.bits_of(pieces, "valid", 2.0)

@@ -9,7 +9,6 @@ import pytest
 
 from reformax.models import lm
 from reformax.training import callbacks, curves, loop, mesh, metrics, record_lines, utilization
-from reformax.training.run import Run
 from reformax.training.settings import TrainSettings
 from reformax.training.step_log import StepLog
 from tests.training import tiny, worker
@@ -160,10 +159,10 @@ def test_the_peak_is_that_of_the_devices_name(kind, peak, monkeypatch):
 def test_operations_are_counted_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setitem(utilization.PEAKS, "cpu", 1e9)
     monkeypatch.setattr(tiny.TinyLM, "dtype", "bfloat16", raising=False)
-    calls, flops, advance = [], utilization.flops_of_step, Run.advance
+    calls, flops, train_step = [], utilization.flops_of_step, loop.train_step
     monkeypatch.setattr(
         utilization, "flops_of_step", lambda *args: calls.append("flops") or flops(*args)
     )
-    monkeypatch.setattr(Run, "advance", lambda run: calls.append("step") or advance(run))
+    monkeypatch.setattr(loop, "train_step", lambda *args: calls.append("step") or train_step(*args))
     loop.train(tmp_path, **worker.arguments(steps=8, log_every=1))
     assert calls == ["flops", *["step"] * 8]

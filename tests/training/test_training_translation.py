@@ -24,6 +24,8 @@ from tests.training.test_training_checkpoint import restore_average
 class TinyTranslator(tiny.TinyLM):
     """The tiny language model of the target, given the mean of its source's embeddings."""
 
+    task_kind = "translation"
+
     @property
     def source_vocab_size(self):
         return self.vocab_size

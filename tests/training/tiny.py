@@ -2,17 +2,17 @@
 
 import os
 import time
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from reformax.data import text
+from reformax.task import Batch, Task, TaskModel
 from reformax.training.callbacks import Callback
 
 
-class TinyLM:
+class TinyLM(TaskModel):
     """Predicts a token from the mean of the embeddings of the `width` before it."""
 
     def __init__(self, mode="train", d_model=8, vocab_size=16, dropout=0.0, max_length=4096):
@@ -56,22 +56,6 @@ def hanging(process=1, step=5):
     return Callback(on_step=hang)
 
 
-class Batch(NamedTuple):
-    inputs: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-
-
-class Task(NamedTuple):
-    name: str
-    vocab_size: int
-    train_batch: object
-    eval_batches: object
-    n_targets: object
-    translation: object = None
-    fingerprint: object = None
-
-
 def noted(data_dir, notes):
     """A text; each process notes the rows that it reads, in a file for each step."""
     task = text.text(data_dir)
@@ -88,7 +72,7 @@ def noted(data_dir, notes):
     def train_rows(seed, step, batch_size, length, rows):
         return note(step, rows, task.train_rows(seed, step, batch_size, length, rows))
 
-    return task._replace(train_batch=train_batch, train_rows=train_rows)
+    return task.replace(train_batch=train_batch, train_rows=train_rows)
 
 
 def counting(

@@ -1,0 +1,119 @@
+"""Samples of text that a language model writes while it trains, after some of its evaluations.
+
+A sample is printed, and is a line of the record: metrics.jsonl, TensorBoard's texts and loggers
+have it. It depends on the parameters, the seed and the prompts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from reformax.declared import SettingError
+from reformax.generation import decoding
+from reformax.task import Task, TaskModel
+from reformax.training import side_channels
+from reformax.training.record import Bar, Record
+from reformax.training.settings import TrainSettings
+
+SPLIT = "sample"  # of its lines in the record
+TEMPERATURE = 0.8  # that of the sample at the end of quickstart.gin
+
+
+class Samples:
+    """Writes samples of a run's text; where one fails, a line says so and the run goes on."""
+
+    def __init__(self, model: TaskModel, settings: TrainSettings, mesh: Mesh):
+        """Takes a model built for evaluation."""
+        self._model, self._settings, self._mesh = model, settings, mesh
+        self._aside = side_channels.Aside("the sample of text")
+
+    def check(self, params: Any, note: Callable[[str], None]) -> None:
+        """Says before the first step that there will be none.
+
+        Raises:
+          SettingError: the model cannot write, or not from these prompts.
+        """
+        if self._settings.sample_every is None:
+            return
+        if jax.process_count() > 1:
+            note("note: no samples of text: one process writes text, and this run has several")
+            return
+        try:
+            self._blocks(params)
+        except (AttributeError, NotImplementedError, ValueError) as error:
+            raise SettingError(
+                f"sample_every is {self._settings.sample_every} and {error}: leave it out"
+            ) from None
+
+    def write(self, params: Any, step: int, last: bool, record: Record, bar: Bar) -> None:
+        """Writes the sample that is due after an evaluation, if any.
+
+        Args:
+          params: to write by.
+          step: steps done.
+          last: whether no evaluation follows.
+          record, bar: the run's, which get it.
+        """
+        every = self._settings.sample_every
+        if every is None or jax.process_count() > 1 or not (last or step % every == 0):
+            return
+        with self._aside:
+            rows = np.concatenate(list(self._blocks(params)), axis=1).tolist()
+            prompts = [tokens_of(self._settings.task, x) for x in self._settings.sample_prompts]
+            both = zip(prompts, rows, strict=True)
+            texts = [text_of(self._settings.task, [*prompt, *new]) for prompt, new in both]
+            record.write(step, SPLIT, {"texts": texts}, {}, tag=SPLIT)
+            if self._settings.progress:
+                for text in texts:
+                    bar.say(f"step {step}: a sample: {text}")
+
+    def _blocks(self, params: Any) -> Iterator[np.ndarray]:
+        """New tokens of each prompt; the call raises what the model or the prompts do not allow."""
+        settings = self._settings
+        prompts = [tokens_of(settings.task, prompt) for prompt in settings.sample_prompts]
+        longest = max(map(len, prompts), default=0) + settings.sample_tokens
+        length = settings.own_evaluation.length  # by which automatic numbers of buckets go
+        return decoding.stream(
+            self._model,
+            params,
+            prompts,
+            settings.sample_tokens,
+            temperature=TEMPERATURE,
+            seed=settings.seed,
+            hash_seed=settings.seed,
+            max_length=length if longest <= length else None,
+            mesh=self._mesh,
+        )
+
+
+def tokens_of(task: Task, text: str) -> list[int]:
+    """The tokens of a text: pieces, bytes, or numbers apart by spaces.
+
+    Raises:
+      ValueError: the text is no numbers, and the task is neither of pieces nor of bytes.
+    """
+    if task.vocabulary is not None:
+        return task.vocabulary.encode(text)
+    if task.of_bytes:
+        return [byte + task.vocab_size - 256 for byte in text.encode()]
+    return [int(word) for word in text.split()]
+
+
+def text_of(task: Task, tokens: list[int]) -> str:
+    """The text of tokens; what cannot be printed is U+FFFD, and a border between documents a line.
+
+    Ids below the bytes are left out.
+    """
+    if task.vocabulary is not None:
+        text = task.vocabulary.decode(tokens)
+    elif task.of_bytes:
+        ids = [token - (task.vocab_size - 256) for token in tokens]
+        text = bytes(i for i in ids if i >= 0).decode(errors="replace").replace("\0", "\n")
+    else:
+        text = " ".join(map(str, tokens))
+    return "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)
