@@ -81,8 +81,8 @@ class AttentionOp:
       scale_by_length: a factor s: logits are multiplied by `s ln n`, where n is the number of keys
         that causality, segments and padding leave a query, at least 2 (Nakanishi 2025,
         "Scalable-Softmax Is Superior for Attention"). Each `impl` has it, because the queries are
-        multiplied, for hashes and choices too. With `1 / ln L` the factor is 1 at length L. None: no
-        such factor.
+        multiplied, for hashes and choices too. With `1 / ln L` the factor is 1 at length L. None:
+        no such factor.
 
     Attributes:
       shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
