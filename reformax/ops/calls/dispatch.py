@@ -161,7 +161,7 @@ def kernel_obstacles(
       logits: how products become logits; no kernel has another way than the default.
       **options: options that no kernel has, by name. None, False and 0 mean unset.
     """
-    options |= logits.options
+    options |= {name: value for name, value in logits.options.items() if name not in options}
     if k is not None and k.dtype != q.dtype:
         options["dtypes"] = f"{q.dtype} and {k.dtype}"
     wide = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)
