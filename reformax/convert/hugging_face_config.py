@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from reformax.convert.spec import Op, Spec
+from reformax.convert.spec import NO_OPTIONS, Op, Spec
 from reformax.declared import (
     Count,
     Depth,
@@ -333,7 +333,7 @@ def _attention_of(spec: Spec) -> dict[str, Any]:
 
 
 def _require_same_function(op: Op, pad_chunks: int) -> None:
-    wanted = {"n_chunks_after": 0}
+    wanted = NO_OPTIONS | {"n_chunks_after": 0}
     if op.name == "local":
         wanted |= {"window": None, "shared_qk": False}
         if op.option("n_chunks_before") > 1:

@@ -21,7 +21,7 @@ from reformax.convert.hugging_face_config import (
     requirement,
     size_of_head,
 )
-from reformax.convert.spec import Op, Spec
+from reformax.convert.spec import NO_OPTIONS, Op, Spec
 from reformax.convert.tables import Tensor, layer_norm, renamed
 from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize
 
@@ -111,8 +111,9 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
         require(a[name] == value, f"{name} is {a[name]}", str(value))
     for op in spec.attention:
         require(op.name in ("dense", "flash"), f"the attention is {op.name}", "dense or flash")
-        scale = op.option("scale") if op.name == "flash" else None
-        require(scale is None, f"flash's scale is {scale}", "None")
+        for name in (*NO_OPTIONS, *(["scale"] if op.name == "flash" else [])):
+            value = op.option(name)
+            require(value is None, f"{op.name}'s {name} is {value}", "None")
     kept_rates = {like.get("embd_pdrop", 0.1), like.get("resid_pdrop", 0.1)}
     same_rates = bool(like) and max(kept_rates) == a["dropout"]
     rates = {} if same_rates else {"embd_pdrop": a["dropout"], "resid_pdrop": a["dropout"]}

@@ -24,6 +24,8 @@ OPS = {
     "lsh": lsh.lsh,
     "shared_qk": shared_qk.shared_qk,
 }
+# Options of all ops that no other package's layers have.
+NO_OPTIONS = {"soft_cap": None, "scale_by_length": None}
 
 
 class Op(NamedTuple):

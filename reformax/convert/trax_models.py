@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from reformax.convert import tables, trax_files
-from reformax.convert.spec import Op, Spec
+from reformax.convert.spec import NO_OPTIONS, Op, Spec
 from reformax.convert.tables import Tensor
 from reformax.layers._trax import ShapeDtype, tl, trax
 from reformax.ops.hashing.circle import SELF_SCORE
@@ -130,7 +130,7 @@ def _check(spec: Spec) -> None:
     require(a["n_kv_heads"] is None, f"n_kv_heads is {a['n_kv_heads']}", "None")
     require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")
     for op in spec.attention:
-        for name, value in _wanted(op).items():
+        for name, value in (NO_OPTIONS | _wanted(op)).items():
             what = f"{op.name}'s {name} is {op.option(name)!r}"
             require(op.option(name) == value, what, repr(value))
     length = length_of(spec)

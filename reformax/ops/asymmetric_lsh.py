@@ -29,7 +29,7 @@ from reformax.declared import Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     SharedByBatch,
@@ -102,9 +102,9 @@ class SortedByHash(AttentionOp):
     def _chunks(self) -> ChunkSizes:
         raise NotImplementedError
 
-    def _choose(self, call: Call, q: Array, k: Array, v: Array | None = None) -> str:
-        """The implementation of a call, whose values may not be known yet."""
-        return choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, call.logits))
+    def _kernels(self, call: Call, q: Array, k: Array, v: Array | None = None) -> bool | None:
+        """`choose_kernels` of a call, whose values may not be known yet."""
+        return choose_kernels(self.impl, kernel_obstacles(q, k, v, call.logits))
 
     def _plan(self, call, params, q, k) -> Order | None:
         """The orders of queries and of keys by each hash; None where one chunk has every key."""
@@ -123,7 +123,7 @@ class SortedByHash(AttentionOp):
             sort_by_bucket(x, codes.n_codes, segment_ids, n_pad).query_positions for x in codes[:2]
         )
         order = Order(queries, key_positions=keys)
-        return order.for_impl(self._choose(call, q, k), self.count_once, two_orders=True)
+        return order.for_kernels(self._kernels(call, q, k), self.count_once, two_orders=True)
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         """Softmax attention over the chunks of all orders (`lsh` says which keys are seen)."""
@@ -145,8 +145,8 @@ class SortedByHash(AttentionOp):
         else:
             options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
             chunks = Chunking(q.shape[1], *self._chunks, **options)
-        impl = self._choose(call, q, k, v)
-        return chunked_attention(q, k, v, chunks, plan, segment_ids, call.seed, impl)
+        interpret = self._kernels(call, q, k, v)
+        return chunked_attention(q, k, v, chunks, plan, segment_ids, call.seed, interpret)
 
     def _init_cache(self, call, params, q, k, v, plan) -> SortedCache:
         del params, plan  # a plan has no hashes

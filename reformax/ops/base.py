@@ -19,26 +19,29 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.declared import Bounds, SettingError, check_fields
+from reformax.declared import Bounds, SettingError, Unsupported, check_fields
 from reformax.ops.calls.arguments import check_arguments, check_read, checked_params
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.masking.given_masks import checked_mask, with_mask
-from reformax.ops.masking.masks import SegmentIds, int32_ids, segment_pair
+from reformax.ops.masking.masks import SegmentIds, int32_ids, keys_seen, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import CallArrays, placement_of
 from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax.dropout import seed_words
 
 SoftCap = Annotated[float, Bounds(1e-2, 1e6, name="a number from 0.01 to 1e6")]
+LengthScale = Annotated[float, Bounds(1e-3, 1e3, name="a number from 0.001 to 1000")]
 
 Op = TypeVar("Op", bound="type[AttentionOp]")
 
@@ -75,6 +78,11 @@ class AttentionOp:
     Options of every algorithm that makes attention weights:
       soft_cap: a bound c of the logits x, which become `c tanh(x / c)`, before a bias is added
         (Gemma Team 2024, "Gemma 2", sec. 2). None: no bound. Kernels have none.
+      scale_by_length: a factor s: logits are multiplied by `s ln n`, where n is the number of keys
+        that causality, segments and padding leave a query, at least 2 (Nakanishi 2025,
+        "Scalable-Softmax Is Superior for Attention"). Each `impl` has it, because the queries are
+        multiplied, for hashes and choices too. With `1 / ln L` the factor is 1 at length L. None:
+        no such factor.
 
     Attributes:
       shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
@@ -100,6 +108,7 @@ class AttentionOp:
     """
 
     soft_cap: SoftCap | None = None
+    scale_by_length: LengthScale | None = None
 
     shared_qk: ClassVar[bool] = False
     causality: ClassVar[Literal["either", "only", "never"]] = "either"
@@ -142,10 +151,12 @@ class AttentionOp:
 
     def _check_logits(self) -> None:
         """Raises `SettingError` for options of logits, where the algorithm has no weights."""
-        if self.soft_cap is not None and not self.dropout:
-            raise SettingError(
-                f"soft_cap is {self.soft_cap}: {self.name} makes no attention weights, leave it out"
-            )
+        for name in ("soft_cap", "scale_by_length"):
+            value = getattr(self, name)
+            if value is not None and not self.dropout:
+                raise SettingError(
+                    f"{name} is {value}: {self.name} makes no attention weights, leave it out"
+                )
 
     def _check(self) -> None:
         """Raises `ValueError` for options that exclude each other."""
@@ -241,7 +252,7 @@ class AttentionOp:
             shard=shard,
             global_tokens=global_tokens,
         )
-        return self._run(self._plan, call, params, q, k)
+        return self._run(self._plan, call, params, self._scaled(call, q, k), k)
 
     @final
     def apply(
@@ -285,7 +296,7 @@ class AttentionOp:
             extra_projections=extra_projections,
             lengths=lengths,
         )
-        return self.attend(call, params, q, k, v, plan)
+        return self.attend(call, params, self._scaled(call, q, k), k, v, plan)
 
     @final
     def attend(self, call: Call, params, q, k, v, plan=()) -> Float[Array, "B T N V"]:
@@ -313,7 +324,7 @@ class AttentionOp:
             rng=rng,
             extra_projections=extra_projections,
         )
-        return self._run(self._init_cache, call, params, q, k, v, plan)
+        return self._run(self._init_cache, call, params, self._scaled(call, q, k), k, v, plan)
 
     @final
     def step(
@@ -348,7 +359,7 @@ class AttentionOp:
             origins=origins,
             extra_projections=extra_projections,
         )
-        return self._run(self._step, call, params, q, k, v, cache)
+        return self._run(self._step, call, params, self._scaled(call, q, k), k, v, cache)
 
     @final
     def replace_value(self, cache, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]) -> Any:
@@ -362,6 +373,25 @@ class AttentionOp:
     def _call(self, **arguments: Any) -> Call:
         """A call with the op's logits."""
         return Call(logits=Logits(self.scale, self.soft_cap), **arguments)
+
+    def _scaled(self, call: Call, q, k) -> Float[Array, "B T N H"]:
+        """The queries times `scale_by_length ln n`, for n keys that they see."""
+        if self.scale_by_length is None:
+            return q
+        shard = call.shard or Shard()
+        if shard.axis is not None or not isinstance(shard.position, int):
+            raise Unsupported(
+                f"scale_by_length is {self.scale_by_length}, but no device sees the whole sequence "
+                "to count keys: use context=1"
+            )
+        if call.position is not None:  # of the newest key
+            n_keys = call.position[:, None] + 1
+        else:
+            lengths = q.shape[1], (q if k is None else k).shape[1]
+            n_keys = keys_seen(*lengths, causal=call.causal, segment_ids=call.segment_ids)
+        dtype = accum_dtype(q.dtype)
+        factor = self.scale_by_length * jnp.log(jnp.maximum(n_keys, 2).astype(dtype))
+        return (q * factor[..., None, None]).astype(q.dtype)
 
     def _run(self, function, call: Call, params, q, k, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.

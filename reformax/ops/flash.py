@@ -18,9 +18,8 @@ from jaxtyping import Array, Float
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import (
-    INTERPRETED,
     KERNELS,
-    choose_impl,
+    choose_kernels,
     compute_by,
     kernel_obstacles,
 )
@@ -79,8 +78,8 @@ class flash(RingDecoding, AttentionOp):
         causal, dropout, shard, seed = call.causal, call.dropout, call.shard, call.seed
         ids = segment_pair(call.segment_ids)
         if shard is not None and shard.axis is not None:
-            impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, call.logits))
-            pieces = _FlashPieces(block_sizes, call.logits, dropout, impl)
+            interpret = choose_kernels(self.impl, kernel_obstacles(q, k, v, call.logits))
+            pieces = _FlashPieces(block_sizes, call.logits, dropout, interpret)
             return ring.attend(pieces, causal, q, k, v, ids, shard.axis, seed)
 
         def in_cudnn() -> Float[Array, "B T N V"]:
@@ -132,13 +131,13 @@ class _FlashPieces(NamedTuple):
     block_sizes: tuple[int | None, int | None]
     logits: Logits
     dropout: float
-    impl: str
+    interpret: bool | None
 
     def forward(self, causal, q, k, v, segment_ids, seed):
         k, v = repeat_heads(q, k, v)
-        if self.impl != "xla":
-            kernel, layout, interpret = self._kernel(causal, q, k)
-            return kernel.forward(layout, q, k, v, segment_ids, seed, interpret=interpret)
+        if self.interpret is not None:
+            kernel, layout = self._kernel(causal, q, k)
+            return kernel.forward(layout, q, k, v, segment_ids, seed, interpret=self.interpret)
         tiling = _tiling(*self[:3], causal, q, k)
         x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
@@ -146,10 +145,10 @@ class _FlashPieces(NamedTuple):
 
     def backward(self, causal, q, k, v, segment_ids, seed, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
-        if self.impl != "xla":
-            kernel, layout, interpret = self._kernel(causal, q, k)
+        if self.interpret is not None:
+            kernel, layout = self._kernel(causal, q, k)
             arrays = q, k, v, segment_ids, seed, *results, d_out
-            dq, *of_keys = kernel.backward(layout, *arrays, interpret=interpret)
+            dq, *of_keys = kernel.backward(layout, *arrays, interpret=self.interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
             x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
@@ -161,8 +160,7 @@ class _FlashPieces(NamedTuple):
     def _kernel(self, causal: bool, q, k):
         from reformax.ops.kernels.triton import block_sparse as kernel
 
-        layout = FullLayout(q.shape[1], k.shape[1], causal, self.dropout)
-        return kernel, layout, self.impl == INTERPRETED
+        return kernel, FullLayout(q.shape[1], k.shape[1], causal, self.dropout)
 
 
 def default_block_size(q: Float[Array, "B T N H"]) -> int:

@@ -6,11 +6,15 @@ Time and memory are linear in the length. With `window` it is exact sliding-wind
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from reformax.declared import SettingError, Size
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.call import Call
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.hashing import circle
@@ -127,10 +131,19 @@ class local(RingDecoding, AttentionOp):
         not_for_cudnn = f"window={window}, shared_qk={shared_qk}, causal={causal}"
         if window is not None and not shared_qk and causal:
             not_for_cudnn = cudnn_obstacle(call, q, k, v)
-        obstacles = kernel_obstacles(q, k, v, call.logits, wrap=self.wrap)
-        impl = choose_impl(self.impl, cudnn=not_for_cudnn, pallas=obstacles)
-        if impl == "cudnn":
+
+        def in_cudnn() -> Float[Array, "B T N V"]:
             return cudnn_attention(q, k, v, causal=True, window=window)
+
+        in_chunks = functools.partial(self._in_chunks, call, q, k, v)
+        implementations = {
+            "cudnn": (not_for_cudnn, in_cudnn),
+            "pallas": (kernel_obstacles(q, k, v, call.logits, wrap=self.wrap), in_chunks),
+            "xla": (None, in_chunks),
+        }
+        return compute_by(self.impl, implementations)
+
+    def _in_chunks(self, call: Call, q, k, v, interpret: bool | None = None):
         k, v = repeat_heads(q, k, v)
         sizes, (n_batch, length, n_heads) = self._chunks, q.shape[:3]
         order = self_weight = None
@@ -139,7 +152,8 @@ class local(RingDecoding, AttentionOp):
             order = circle.sequence_in_a_circle(n_batch, n_heads, n_slots, sizes)
             if self.self_score is not None:
                 self_weight = circle.self_weight(self.self_score, order, sizes)
-        options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=call.dropout)
+        window, shared_qk = self.window, self.shared_qk
+        options = dict(causal=call.causal, shared_qk=shared_qk, window=window, dropout=call.dropout)
         chunks = sizes.cut(length, circle=self.wrap, logits=call.logits, **options)
         masks = call.segment_ids, call.seed
-        return chunked_attention(q, k, v, chunks, order, *masks, impl, self_weight)
+        return chunked_attention(q, k, v, chunks, order, *masks, interpret, self_weight)

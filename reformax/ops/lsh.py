@@ -32,7 +32,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     SharedByBatch,
@@ -185,15 +185,15 @@ class lsh(AttentionOp):
                 "rotations are given and n_buckets is 'auto': give the number of buckets"
             )
 
-    def _choose(self, call: Call, q: Array, v: Array | None = None) -> str:
-        """The implementation of a call, whose values may not be known yet."""
+    def _kernels(self, call: Call, q: Array, v: Array | None = None) -> bool | None:
+        """`choose_kernels` of a call, whose values may not be known yet."""
         obstacles = kernel_obstacles(
             *(q, None, v, call.logits),
             strictly_causal=self.strictly_causal,
             wrap=self.wrap,
             self_score=self.self_score,
         )
-        return choose_impl(self.impl, pallas=obstacles)
+        return choose_kernels(self.impl, obstacles)
 
     def _plan(self, call, params, q, k) -> Order | None:
         """The order by bucket of each hash; None where one chunk has all keys."""
@@ -202,7 +202,7 @@ class lsh(AttentionOp):
         if one_chunk and not self.strictly_causal:
             return None
         # Hash: a random rotation for each hash, a bucket [B, N, R, T] for each position.
-        vectors, impl = lax.stop_gradient(q), self._choose(call, q)
+        vectors = lax.stop_gradient(q)
         length, n_hashes = call.length or q.shape[1], self._n_hashes_in(call.train)
         factors = self._hashing.factors_for(length)
         rotations = self._hashing.rotations_for(vectors, length, n_hashes, call.rng, call.shard)
@@ -214,7 +214,7 @@ class lsh(AttentionOp):
             return within_buckets(order, buckets, self.chunk_len * self.n_chunks_before)
         if self.wrap:
             order = circle.in_a_circle(order, self._chunks)
-        return order.for_impl(impl, self.count_once)
+        return order.for_kernels(self._kernels(call, q), self.count_once)
 
     def _apply(self, call, params, q, k, v, plan):
         """Softmax attention over the chunks of all hashes' orders."""
@@ -230,12 +230,12 @@ class lsh(AttentionOp):
             dropout=call.dropout,
             logits=call.logits,
         )
-        impl = self._choose(call, q, v)
+        interpret = self._kernels(call, q, v)
         self_weight = None
         if self.self_score is not None and plan is not None:
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)
         masks = call.segment_ids, call.seed
-        return chunked_attention(q, k, v, chunking, plan, *masks, impl, self_weight)
+        return chunked_attention(q, k, v, chunking, plan, *masks, interpret, self_weight)
 
     def _init_cache(self, call, params, q, k, v, plan) -> LshCache:
         """The cache after the first `call.lengths` positions of each row."""

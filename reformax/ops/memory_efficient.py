@@ -28,7 +28,7 @@ from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.numerics.first_order import first_order
@@ -92,13 +92,13 @@ class memory_efficient(RingDecoding, AttentionOp):
             dropout=call.dropout,
             chunks=_uneven(tiling, key_size, n_queries, n_keys),
         )
-        passes = (choose_impl(self.impl, pallas=found) for found in (of_forward, obstacles()))
+        passes = (choose_kernels(self.impl, found) for found in (of_forward, obstacles()))
         return attend(call, tuple(passes), tiling, key_size, q, k, v)
 
 
 def attend(
     call: Call,
-    impls: tuple[str, str],
+    passes: tuple[bool | None, bool | None],
     tiling: tiles.Tiling,
     key_chunk_size: int,
     q: Float[Array, "B T N H"],
@@ -109,21 +109,20 @@ def attend(
 
     Args:
       call: of the op.
-      impls: that of the forward pass and that of the gradient.
+      passes: `choose_kernels` of the forward pass and of the gradient.
       tiling: the chunks of queries; if causal, also those of keys around the diagonal.
       key_chunk_size: keys in the other chunks.
       q, k, v: queries, keys and values.
     """
     summary = tiles.tile_softmax
-    if impls[0] != "xla":
-        summary = functools.partial(kernel_summary, impls[0] == INTERPRETED)
+    if passes[0] is not None:
+        summary = functools.partial(kernel_summary, passes[0])
     forward_pass = functools.partial(forward, key_chunk_size, summary)
     every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
     x = tiles.inputs(call, q, k, v)
-    if impls[1] == "xla":
+    if passes[1] is None:
         return tiles.attend(forward_pass, tiling, x, every)
-    interpret = impls[1] == INTERPRETED
-    return _with_kernel_gradient(forward_pass, tiling, interpret, x, every, call.seed)
+    return _with_kernel_gradient(forward_pass, tiling, passes[1], x, every, call.seed)
 
 
 @functools.partial(CustomDerivatives, n_static=3)

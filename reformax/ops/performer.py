@@ -29,7 +29,7 @@ from reformax import devices
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Seed, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order
 from reformax.ops.masking.masks import segment_begins
@@ -153,21 +153,20 @@ class performer(AttentionOp):
 
         @functools.partial(jax.checkpoint, policy=keep)
         def attend(q, k, v) -> Float[Array, "B T N V"]:
-            if causal and (impl := self._kernel(q, k, v)):
-                return self._in_kernels(impl, plan, epsilon, q, k, v, segment_ids)
+            if causal and (interpret := self._kernels(q, k, v)) is not None:
+                return self._in_kernels(interpret, plan, epsilon, q, k, v, segment_ids)
             queries, keys = self._features(plan, q, k, epsilon=epsilon)
             return self._mean(queries.x, keys, v, segment_ids, causal).astype(v.dtype)
 
         return attend(q, k, v)
 
-    def _kernel(self, q, k, v) -> str | None:
-        """The implementation whose kernels compute the features; None: array operations do."""
+    def _kernels(self, q, k, v) -> bool | None:
+        """`choose_kernels` of the features."""
         if q.dtype != jnp.bfloat16 or self.n_features > MAX_IN_TILE:
             return None
-        impl = choose_impl(self.impl, pallas=kernel_obstacles(q, k, v))
-        return impl if impl in KERNELS else None
+        return choose_kernels(self.impl, kernel_obstacles(q, k, v))
 
-    def _in_kernels(self, impl: str, plan, epsilon, q, k, v, segment_ids) -> Array:
+    def _in_kernels(self, interpret: bool, plan, epsilon, q, k, v, segment_ids) -> Array:
         """Causal attention whose features are computed in kernels.
 
         Factors of a query cancel, so the exponents that its features are relative to have no
@@ -175,14 +174,13 @@ class performer(AttentionOp):
         """
         from reformax.ops.kernels.triton import random_features as kernel
 
-        interpret = impl == INTERPRETED
         directions = self.directions(plan, q.shape[-1])
         largest, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segment_ids)
         queries, keys = (
             kernel.features(interpret, kernel.FeatureArrays(x, directions, epsilon, relative_to))
             for x, relative_to in ((q, None), (k, largest[..., 0]))
         )
-        options = dict(segment_ids=segment_ids, chunk_len=self.chunk_len, impl=impl)
+        options = dict(segment_ids=segment_ids, chunk_len=self.chunk_len, impl=KERNELS[interpret])
         return mean(queries, keys, v, -rise, **options)
 
     def _mean(

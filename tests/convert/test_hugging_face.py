@@ -165,6 +165,7 @@ def test_a_model_trained_here_goes_there(tmp_path):
         (dict(d_attention_value=9), "d_attention_value is 9, expected d_attention_key, 64"),
         ([Op("dense", {})], "the attention is dense"),
         ([Op("local", dict(window=3))], "local's window is 3, expected None"),
+        ([Op("local", dict(soft_cap=30.0))], "local's soft_cap is 30.0, expected None"),
         ([Op("local", dict(chunk_len=4)), Op("local", {})], "the local layers have several"),
         ([Op("lsh", {})], "n_buckets is 'auto'"),
         ([Op("lsh", dict(n_buckets=4))], "lsh's count_once is True, expected False"),

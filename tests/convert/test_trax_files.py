@@ -110,6 +110,7 @@ def test_our_weights_in_traxs_own_model(name, tmp_path):
         (dict(wrap=False, count_once=True), "lsh's count_once is True, expected False"),
         (dict(self_score=None), "lsh's self_score is None, expected -100000.0"),
         (dict(n_hashes_eval=8), "lsh's n_hashes_eval is 8, expected None"),
+        (dict(scale_by_length=0.1), "lsh's scale_by_length is 0.1, expected None"),
     ],
 )
 def test_another_function_than_trax_s_is_refused(options, message):

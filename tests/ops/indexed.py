@@ -15,7 +15,7 @@ def dsa(options, params, plan, qkv, extra_projections, mask, keep):
     q, k, v = qkv
     length = q.shape[1]
     chosen = (plan[..., None] == jnp.arange(length)).any(axis=-2)[:, None] & (mask != 0)
-    weights = softmax(logits(q, k), chosen)
+    weights = softmax(logits(q, k, options.get("soft_cap")), chosen)
     out = jnp.einsum("bnts,bsnv->btnv", weights * keep[..., :length], v)
 
     chosen, real = chosen[:, 0], (mask != 0).any(axis=(1, 3))

@@ -23,8 +23,9 @@ def softmax(logits, mask):
     return weights / jnp.where(total == 0, 1, total)
 
 
-def logits(q, k):
-    return jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
+def logits(q, k, soft_cap=None):
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
+    return s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
 
 
 def linformer(options, params, plan, qkv, extra_projections, mask, keep):
@@ -36,7 +37,7 @@ def linformer(options, params, plan, qkv, extra_projections, mask, keep):
         weights = jnp.broadcast_to(weights, (x.shape[2], *weights.shape[-2:]))[:, : x.shape[1]]
         return jnp.einsum("btnh,ntk->bknh", jnp.where(keys[..., None, None], x, 0), weights)
 
-    scores = logits(q, mixed(k, params["e"]))
+    scores = logits(q, mixed(k, params["e"]), options.get("soft_cap"))
     weights = softmax(scores, jnp.ones_like(scores, bool)) * keep[..., : scores.shape[-1]]
     out = jnp.einsum("bntk,bknv->btnv", weights, mixed(v, params.get("f", params["e"])))
     return jnp.where(queries[..., None, None], out, 0)
@@ -90,7 +91,8 @@ def long_short(options, params, plan, qkv, extra_projections, mask, keep):
 
     query, key = jnp.ogrid[:length, :length]
     seen = mask.astype(bool) & (abs(query - key) < options["window"])
-    scores, values = logits(q, normed(k, "near_keys_norm")), normed(v, "near_values_norm")
+    cap, values = options.get("soft_cap"), normed(v, "near_values_norm")
+    scores = logits(q, normed(k, "near_keys_norm"), cap)
     keep = jnp.concatenate([keep[..., : 2 * length : 2], keep[..., 1::2]], axis=-1)
     if rank:
         chunk_len = options["chunk_len"] if causal else length
@@ -109,7 +111,7 @@ def long_short(options, params, plan, qkv, extra_projections, mask, keep):
         visible = own.any(axis=-1)[:, 0, :, 0][:, chunk][:, None, None]
         visible = visible & ((chunk < query // chunk_len) | (not causal))
         visible = visible & real[:, None, :, None]
-        scores = jnp.concatenate([scores, logits(q, far_keys)], axis=-1)
+        scores = jnp.concatenate([scores, logits(q, far_keys, cap)], axis=-1)
         values = jnp.concatenate([values, far_values], axis=1)
         visible = jnp.broadcast_to(visible, (*scores.shape[:3], visible.shape[-1]))
         seen = jnp.concatenate([seen, visible], axis=-1)

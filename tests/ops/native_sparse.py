@@ -19,7 +19,8 @@ def nsa(options, params, plan, qkv, extra_projections, mask, keep):
 
     def attend(keys, values, seen, keep):
         keys, values = (jnp.repeat(x, group, axis=2) for x in (keys, values))
-        return jnp.einsum("bnts,bsnv->btnv", softmax(logits(q, keys), seen) * keep, values)
+        weights = softmax(logits(q, keys, options.get("soft_cap")), seen)
+        return jnp.einsum("bnts,bsnv->btnv", weights * keep, values)
 
     def branch_projections(branch):
         separate = options.get("own_projections", True)

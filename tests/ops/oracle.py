@@ -17,10 +17,19 @@ def _length_normalize_vjp(x, d_out):
     return d_out / rms - x * np.mean(d_out * x, axis=-1, keepdims=True) / rms**3
 
 
-def attention_weights(q, k, counts, bias=0.0):
+def capped_logits(q, keys, soft_cap=None):
+    """`c tanh(s / c)` of the cap c, and its derivative by s; s and 1 without a cap."""
+    logits = np.einsum("btnh,bsnh->bnts", q, keys) / np.sqrt(q.shape[-1])
+    if soft_cap is None:
+        return logits, 1.0
+    bounded = np.tanh(logits / soft_cap)
+    return soft_cap * bounded, 1 - bounded**2
+
+
+def attention_weights(q, k, counts, bias=0.0, soft_cap=None):
     """`c_ij exp(s_ij) / sum_j c_ij exp(s_ij)`, with arguments and s as in `attention`."""
     keys = length_normalize(q) if k is None else k
-    logits = np.einsum("btnh,bsnh->bnts", q, keys) / np.sqrt(q.shape[-1]) + bias
+    logits = capped_logits(q, keys, soft_cap)[0] + bias
     top = np.where(counts > 0, logits, -np.inf).max(axis=-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0)
     weights = np.where(counts > 0, counts * np.exp(np.where(counts > 0, logits - top, 0)), 0)
@@ -28,7 +37,7 @@ def attention_weights(q, k, counts, bias=0.0):
     return weights / np.where(total > 0, total, 1)
 
 
-def attention(q, k, v, counts, dropout_mask, d_out, bias=0.0):
+def attention(q, k, v, counts, dropout_mask, d_out, bias=0.0, soft_cap=None):
     """`sum_j c_ij exp(s_ij) mask_ij v_j / sum_j c_ij exp(s_ij)`, with `s = q k^T / sqrt(H) + b`.
 
     Args:
@@ -37,12 +46,13 @@ def attention(q, k, v, counts, dropout_mask, d_out, bias=0.0):
       dropout_mask: the factor of each weight.
       d_out: the cotangent of the output.
       bias: b, whose axes of size 1 are shared.
+      soft_cap: c, with which `q k^T / sqrt(H)` is `c tanh(q k^T / sqrt(H) / c)`.
 
     Returns:
       `(out, (dq, dk, dv, db))`, with `dk` None where the keys are made of the queries.
     """
     keys = length_normalize(q) if k is None else k
-    weights = attention_weights(q, k, counts, bias)
+    weights = attention_weights(q, k, counts, bias, soft_cap)
     out = np.einsum("bnts,bsnv->btnv", weights * dropout_mask, v)
 
     dv = np.einsum("bnts,btnv->bsnv", weights * dropout_mask, d_out)
@@ -50,7 +60,7 @@ def attention(q, k, v, counts, dropout_mask, d_out, bias=0.0):
     d_logits = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True))
     shared = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)
     db = d_logits.sum(axis=shared, keepdims=True) if np.ndim(bias) else d_logits.sum()
-    d_logits = d_logits / np.sqrt(q.shape[-1])
+    d_logits = d_logits * capped_logits(q, keys, soft_cap)[1] / np.sqrt(q.shape[-1])
     dq = np.einsum("bnts,bsnh->btnh", d_logits, keys)
     dk = np.einsum("bnts,btnh->bsnh", d_logits, q)
     if k is None:

@@ -33,10 +33,22 @@ class Asked(NamedTuple):
 
 def expected(asked: Asked, x: Inputs, bias, d_out):
     """The output, and the gradients of the inputs, which hold the op's weights, and of the bias."""
+    if "scale_by_length" not in asked.options:
+        return _expected(asked, x, bias, d_out)
+    n_keys = visible(asked.shape, asked.causal, asked.segment_ids).sum(axis=-1)  # [B, N, T]
+    factor = asked.options["scale_by_length"] * np.log(np.maximum(n_keys, 2))
+    factor = np.swapaxes(factor, 1, 2)[..., None]
+    out, (gradients, d_bias) = _expected(asked, x._replace(q=x.q * factor), bias, d_out)
+    return out, (gradients._replace(q=gradients.q * factor), d_bias)
+
+
+def _expected(asked: Asked, x: Inputs, bias, d_out):
+    """`expected` without `scale_by_length`."""
     if asked.row.reference is None:
         added = 0.0 if bias is None else bias.astype(np.float64)
         keep = asked.keep[..., : asked.shape.n_keys]
-        out, gradients = oracle.attention(*x[:3], asked.counts(), keep, d_out, added)
+        cap = asked.options.get("soft_cap")
+        out, gradients = oracle.attention(*x[:3], asked.counts(), keep, d_out, added, cap)
         *d_qkv, d_bias = gradients
         return out, (Inputs(*d_qkv), d_bias)
     options = asked.options | {"causal": asked.causal}

@@ -43,7 +43,7 @@ def routing(options, params, plan, qkv, extra_projections, mask, keep):
     if options["attend_self_if_alone"]:
         alone = counts.sum(axis=-1, keepdims=True) == 0
         counts = counts + alone * itself * mask
-    scores = logits(q, k)
+    scores = logits(q, k, options.get("soft_cap"))
     row_max = jnp.max(scores, axis=-1, keepdims=True, where=counts > 0, initial=-jnp.inf)
     weights = counts * jnp.exp(jnp.where(counts > 0, scores - jax.lax.stop_gradient(row_max), 0))
     total = weights.sum(axis=-1, keepdims=True)

@@ -166,7 +166,8 @@ def check(
         if row.counts:
             # A key's gradient adds up the differences of all queries, by the weights that it has.
             added = 0.0 if bias is None else bias.astype(np.float64)
-            weights = oracle.attention_weights(scaled.q, scaled.k, asked.counts(), added)
+            cap = options.get("soft_cap")
+            weights = oracle.attention_weights(scaled.q, scaled.k, asked.counts(), added, cap)
             rounded = max(rounded, np.einsum("btn,bnts->bns", of_query, weights).max())
         elif equal:  # as if all queries saw one key
             rounded *= n_queries

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.declared import SettingError
+from reformax.declared import SettingError, Unsupported
 from reformax.ops import (
     block_patterns,
     block_sparse,
@@ -31,6 +31,7 @@ from reformax.ops import (
 )
 from reformax.ops.base import Dims
 from reformax.ops.calls.arguments import check_arguments
+from reformax.ops.calls.call import Call
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over
 
@@ -286,3 +287,35 @@ def test_an_op_without_weights_is_called_without_params(factory):
         want = inputs.call(op, x, **given)
         for params in ((), {}):
             np.testing.assert_array_equal(inputs.call(op, x._replace(params=params), **given), want)
+
+
+def test_a_method_refuses_what_the_algorithm_does_not_read():
+    """The arguments of all methods are one `Call`, so nothing else would notice."""
+    op, zeros = lsh.lsh(chunk_len=4), jnp.zeros((1, 4, 2, 8))
+    call = dict(segment_ids=None, causal=True, rng=KEY)
+    one, gate = zeros[:, :1], {"gate": zeros}
+    refused = {
+        "bias": lambda x: op.apply((), zeros, None, zeros, plan=None, dropout=0.0, bias=x, **call),
+        "extra_projections": lambda x: op.apply(
+            (), zeros, None, zeros, plan=None, dropout=0.0, extra_projections=x, **call
+        ),
+        "global_tokens": lambda x: op.plan((), zeros, None, train=True, global_tokens=x, **call),
+        "origins": lambda x: op.step((), one, None, one, None, position=jnp.zeros(1), origins=x),
+    }
+    for name, method in refused.items():
+        with pytest.raises(Unsupported, match=f"^{name} is given, but lsh does not read it: leave"):
+            method(gate if name == "extra_projections" else zeros)
+
+
+def test_a_call_is_a_tree_whose_settings_are_static():
+    """So a compiled function that takes one compiles again for another setting alone."""
+    traced = []
+
+    @jax.jit
+    def run(call):
+        traced.append(call.causal)
+        return call.lengths * 2
+
+    for causal, length in ((True, 3), (True, 4), (False, 4)):
+        assert run(Call(causal=causal, lengths=jnp.array([length])))[0] == 2 * length
+    assert traced == [True, False]

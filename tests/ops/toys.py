@@ -3,7 +3,6 @@
 The first is `examples/fading.py`, the example of the guide to a new attention.
 """
 
-import math
 import types
 
 import jax
@@ -57,8 +56,7 @@ class slots(AttentionOp):
         del plan
         mix = params["mix"][:, : q.shape[1]]
         k, v = (jnp.einsum("kt,btnh->bknh", mix.astype(x.dtype), x) for x in (k, v))
-        logits = jnp.einsum("btnh,bknh->bntk", q, k) / math.sqrt(q.shape[-1])
-        weights = jax.nn.softmax(logits.astype(jnp.promote_types(q.dtype, jnp.float32)))
+        weights = jax.nn.softmax(call.logits.of("btnh,bknh->bntk", q, k))
         if call.dropout > 0.0:
             address = (x.reshape(x.shape) for x in jnp.ogrid[tuple(map(slice, weights.shape))])
             weights = weights * dropout_mask(call.seed, call.dropout, *address)

@@ -40,7 +40,7 @@ class _Interpreted(str):
 # The `impl` with which tests run our kernels on any machine, slowly.
 INTERPRETED = _Interpreted("interpreted")
 
-# Our kernels, compiled and interpreted.
+# Our kernels: compiled, and interpreted.
 KERNELS = ("pallas", INTERPRETED)
 
 
@@ -72,14 +72,24 @@ def compute_by(
     Args:
       impl, pays: as in `choose_impl`.
       implementations: by name, the obstacle that `choose_impl` takes and the function that computes
-        the call. That of "pallas" takes whether kernels are interpreted, which is the same in both
-        passes: the function gives it to `CustomDerivatives` as a static argument.
+        the call. That of "pallas" takes whether kernels are interpreted, as `choose_kernels` says.
     """
     obstacles = {name: obstacle for name, (obstacle, _) in implementations.items()}
     chosen = choose_impl(impl, pays, **obstacles)
     if chosen in KERNELS:
         return implementations["pallas"][1](chosen == INTERPRETED)
     return implementations[chosen][1]()
+
+
+def choose_kernels(
+    impl: str, obstacles: str | KernelObstacles | None, pays: bool = True
+) -> bool | None:
+    """Whether our kernels that compute a call are interpreted; None: array operations compute it.
+
+    Arguments are as in `choose_impl`. Both passes take the answer as a static argument.
+    """
+    chosen = choose_impl(impl, pays, pallas=obstacles)
+    return chosen == INTERPRETED if chosen in KERNELS else None
 
 
 def choose_impl(impl: str, pays: bool = True, **obstacles: str | KernelObstacles | None) -> str:
@@ -151,7 +161,7 @@ def kernel_obstacles(
       logits: how products become logits; no kernel has another way than the default.
       **options: options that no kernel has, by name. None, False and 0 mean unset.
     """
-    options |= logits.options
+    options |= {name: value for name, value in logits.options.items() if name not in options}
     if k is not None and k.dtype != q.dtype:
         options["dtypes"] = f"{q.dtype} and {k.dtype}"
     wide = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import choose_kernels, kernel_obstacles
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
@@ -127,12 +127,12 @@ def attend_to(
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    impl = _choose(call, impl, q, keys, values, mask)
-    if impl != "xla":
+    interpret = _kernels(call, impl, q, keys, values, mask)
+    if interpret is not None:
         from reformax.ops.kernels.triton import one_query as kernel
 
         options = dict(alone=alone, scale=call.logits.scale, bias=bias, index=index)
-        return kernel.attend(q, keys, values, mask, impl == INTERPRETED, **options)[0]
+        return kernel.attend(q, keys, values, mask, interpret, **options)[0]
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
         keys, values = (take(x, index[..., None]) for x in (keys, values))
@@ -153,11 +153,11 @@ def _output(
     return jnp.where(row_sum == 0, 0.0 if alone is None else alone.astype(out.dtype), out)
 
 
-def _choose(call: Call, impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
-    """The implementation of a call of `attend_to`."""
+def _kernels(call: Call, impl: str, q, keys, values, mask) -> bool | None:
+    """`choose_kernels` of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
     others = call.logits._replace(scale=None)  # the kernel has a scale
-    return choose_impl(impl, pays, pallas=kernel_obstacles(q, keys, values, others))
+    return choose_kernels(impl, kernel_obstacles(q, keys, values, others), pays)
 
 
 def add_and_attend(
@@ -178,16 +178,16 @@ def add_and_attend(
       new: the keys and values of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
       mask, impl, **options: as in `attend_to`.
     """
-    impl = _choose(call, impl, q, *ring, mask)
-    if impl == "xla":
+    interpret = _kernels(call, impl, q, *ring, mask)
+    if interpret is None:
         ring = add_to_ring(ring, *new, call.position)
-        return attend_to(call, q, *ring, mask, impl, **options), ring
+        return attend_to(call, q, *ring, mask, "xla", **options), ring
     from reformax.ops.kernels.triton import one_query as kernel
 
     rows = (x[:, 0].astype(of_ring.dtype) for x, of_ring in zip(new, ring, strict=True))
     added = kernel.NewKey(*rows, call.position % ring.keys.shape[2])
     options["scale"] = call.logits.scale
-    out, ring = kernel.attend(q, *ring, mask, impl == INTERPRETED, new=added, **options)
+    out, ring = kernel.attend(q, *ring, mask, interpret, new=added, **options)
     return out, KeyValues(*ring)
 
 

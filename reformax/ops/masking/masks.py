@@ -113,6 +113,34 @@ def visibility(
     return all_of(everything, Visibility(causal=causal).sees(q, k))
 
 
+def keys_seen(
+    n_queries: int, n_keys: int, *, causal: bool, segment_ids: SegmentIds | None = None
+) -> Int[Array, "#B T"]:
+    """The number of keys that each query sees by `visibility`, without its matrix."""
+    if segment_ids is None:
+        seen = jnp.arange(1, n_queries + 1)[None] if causal else jnp.full((1, n_queries), n_keys)
+        return jnp.minimum(seen, n_keys)
+    ids = [jnp.asarray(x).astype(jnp.int32) for x in segment_pair(segment_ids)]
+    # Keys and queries in one row, each query behind the keys that are not in its future.
+    if causal:
+        longest = max(n_queries, n_keys)
+        ids = [jnp.pad(x, ((0, 0), (0, longest - x.shape[1]))) for x in ids]
+        ids, is_key = jnp.stack(ids[::-1], axis=2), jnp.array([1, 0], jnp.int32)[None, None]
+    else:
+        ids = jnp.concatenate(ids[::-1], axis=1)
+        is_key = (jnp.arange(ids.shape[1])[None] < n_keys).astype(jnp.int32)
+    is_key = jnp.where(is_token(ids), is_key, 0).reshape(len(ids), -1)
+    shape, ids = ids.shape, ids.reshape(len(ids), -1)
+    order = jnp.argsort(ids, axis=1, stable=True)
+    is_key = jnp.take_along_axis(is_key, order, axis=1)
+    so_far = jnp.cumsum(is_key, axis=1)
+    begins = segment_begins(jnp.take_along_axis(ids, order, axis=1))
+    before = jax.lax.cummax(jnp.where(begins, so_far - is_key, 0), axis=1)
+    row = jnp.arange(len(ids))[:, None]
+    seen = jnp.zeros_like(ids).at[row, order].set(so_far - before).reshape(shape)
+    return seen[:, :n_queries, 1] if causal else seen[:, n_keys:]
+
+
 def except_self(
     mask: Bool[Array, "#B #N T T"], attend_self_if_alone: bool = True
 ) -> Bool[Array, "#B #N T T"]:

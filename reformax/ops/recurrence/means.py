@@ -19,11 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.calls.dispatch import (
-    INTERPRETED,
     KERNELS,
     KernelObstacles,
     check_impl,
-    choose_impl,
+    compute_by,
     kernel_obstacles,
 )
 from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
@@ -56,11 +55,15 @@ def mean(
     """
     check_impl(impl, *KERNELS)
     x = RecurrenceInputs(q, k, v, log_decay, None)
-    impl = choose_impl(impl, pallas=_obstacles(x))
-    if impl in KERNELS:
-        return _mean(impl == INTERPRETED, x, segment_ids)
-    options = dict(segment_ids=segment_ids, chunk_len=chunk_len, impl="xla")
-    return quotient(recurrence(q, k, with_ones(v), log_decay, **options)).astype(v.dtype)
+
+    def in_arrays() -> Float[Array, "B T N V"]:
+        options = dict(segment_ids=segment_ids, chunk_len=chunk_len, impl="xla")
+        return quotient(recurrence(q, k, with_ones(v), log_decay, **options)).astype(v.dtype)
+
+    def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
+        return _mean(interpret, x, segment_ids)
+
+    return compute_by(impl, {"pallas": (_obstacles(x), in_kernels), "xla": (None, in_arrays)})
 
 
 def _obstacles(x: RecurrenceInputs) -> KernelObstacles:

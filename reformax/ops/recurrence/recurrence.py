@@ -27,10 +27,9 @@ from jaxtyping import Array, Float, Int
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.calls.dispatch import (
-    INTERPRETED,
     KERNELS,
     check_impl,
-    choose_impl,
+    choose_kernels,
     kernel_obstacles,
 )
 from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
@@ -80,8 +79,8 @@ def recurrence(
     x = varying_as(x, x)
     obstacles = kernel_obstacles(q, k, v)
     obstacles = obstacles._replace(chip=obstacles.chip or _chip_obstacle(x))
-    impl = choose_impl(impl, pallas=obstacles)
-    return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), impl, x, segment_ids)
+    interpret = choose_kernels(impl, obstacles)
+    return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), interpret, x, segment_ids)
 
 
 def _chip_obstacle(x: RecurrenceInputs) -> str | None:
@@ -158,32 +157,32 @@ _of_segment.define(
 
 
 @functools.partial(CustomDerivatives, n_static=2)
-def _recurrence(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
+def _recurrence(size: int, interpret: bool | None, inputs: RecurrenceInputs, segment_ids):
     order, x, ids = contiguous_segments(inputs, segment_ids)
-    if impl in KERNELS:
+    if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        out = kernel.forward(x, ids, interpret=impl == INTERPRETED)
+        out = kernel.forward(x, ids, interpret=interpret)
     else:
         out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
     return restore_order(out, order)
 
 
-def _forward(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
-    out = _recurrence.function(size, impl, first_order(inputs), segment_ids)
+def _forward(size: int, interpret: bool | None, inputs: RecurrenceInputs, segment_ids):
+    out = _recurrence.function(size, interpret, first_order(inputs), segment_ids)
     return out, (inputs, segment_ids)
 
 
-def _backward(size: int, impl: str, results, d_out):
+def _backward(size: int, interpret: bool | None, results, d_out):
     results, d_out = first_order((results, d_out))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
     inputs, segment_ids = lax.optimization_barrier(results)
     order, x, ids = contiguous_segments(inputs, segment_ids)
     d_out = reorder(d_out, order)
-    if impl in KERNELS:
+    if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        gradients = kernel.backward(x, ids, d_out, interpret=impl == INTERPRETED)
+        gradients = kernel.backward(x, ids, d_out, interpret=interpret)
     else:
         gradients = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
         gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
@@ -192,10 +191,10 @@ def _backward(size: int, impl: str, results, d_out):
     ), None
 
 
-def _tangent(size: int, impl: str, primals, tangents):
-    if impl in KERNELS:
+def _tangent(size: int, interpret: bool | None, primals, tangents):
+    if interpret is not None:
         raise NotImplementedError(KERNEL_REFUSAL)
-    return tangent_of(functools.partial(_recurrence.function, size, impl), primals, tangents)
+    return tangent_of(functools.partial(_recurrence.function, size, interpret), primals, tangents)
 
 
 _recurrence.define(_forward, _backward, _tangent)

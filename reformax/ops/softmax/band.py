@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import choose_kernels, kernel_obstacles
 from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.masking.visibility import Side, Visibility, is_token
@@ -63,16 +63,12 @@ def attend(
     others = dict(
         dilation=tuple(band.dilation for band in each) if len(each) > 1 and call.dropout else None
     )
-    impl = choose_impl(impl, pallas=kernel_obstacles(q, k, v, call.logits, **others))
-    if impl == "xla":
+    interpret = choose_kernels(impl, kernel_obstacles(q, k, v, call.logits, **others))
 
-        def of_heads(band: Visibility, q, k, v, heads):
+    def of_heads(band: Visibility, q, k, v, heads):
+        if interpret is None:
             return _of_heads(call, band, q, k, v, global_positions, heads)
-
-    else:
-
-        def of_heads(band: Visibility, q, k, v, heads):
-            return _in_kernels(call, band, impl, q, k, v, global_positions)
+        return _in_kernels(call, band, interpret, q, k, v, global_positions)
 
     if len(each) == 1:
         return of_heads(bands[0], q, k, v, np.arange(q.shape[2]))
@@ -89,7 +85,7 @@ def _heads_of(x: Array, heads: Sequence[int]) -> Array:
     return jnp.concatenate([lax.slice_in_dim(x, i, i + 1, axis=2) for i in heads], axis=2)
 
 
-def _in_kernels(call: Call, band: Visibility, impl: str, q, k, v, global_positions) -> Array:
+def _in_kernels(call: Call, band: Visibility, interpret: bool, q, k, v, global_positions) -> Array:
     """`attend` in kernels, in chunks that hold the window."""
     length = max(TILE, 1 << (band.window - 1).bit_length())
     sizes = ChunkSizes(length, 1, 0 if band.causal else 1)
@@ -104,13 +100,13 @@ def _in_kernels(call: Call, band: Visibility, impl: str, q, k, v, global_positio
         order = Order(jnp.broadcast_to(positions, (len(q), q.shape[2], 1, n_slots)))
         of_order = _by_segment_and_step(band.dilation, q, segment_ids)
     if global_positions is None or global_positions.shape[1] == 0:
-        return chunked_attention(q, k, v, chunks, order, of_order, call.seed, impl)
+        return chunked_attention(q, k, v, chunks, order, of_order, call.seed, interpret)
     from reformax.ops.kernels.triton import band as kernel
 
     global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
     if of_order is not None:
         of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
-    near, interpret = kernel.BandOrder(order, of_order), impl == INTERPRETED
+    near = kernel.BandOrder(order, of_order)
     return kernel.attend(
         band, chunks, interpret, q, k, v, global_positions, near, segment_ids, call.seed
     )

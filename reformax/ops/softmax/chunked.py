@@ -32,7 +32,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
-from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import Side, is_token
@@ -56,7 +55,7 @@ def chunked_attention(
     order: Order | None,
     segment_ids: SegmentIds | None,
     seed: Int[Array, 6] | None,
-    impl: str = "xla",
+    interpret: bool | None = None,
     self_weight: Float[Array, "B N Tp"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the union of the chunks that each query sees.
@@ -72,7 +71,7 @@ def chunked_attention(
       segment_ids: ids; a position sees its own segment, and 0 is padding. A pair if
         `chunks.n_keys`.
       seed: `seed_words` of dropout; None without it.
-      impl: "xla" or the kernel, from `dispatch.choose_impl`.
+      interpret: from `dispatch.choose_kernels`; None: in array operations.
       self_weight: for shared queries and keys, the weight of a position's own value where the
         position sees nothing else; None is 1. "xla" only.
 
@@ -80,13 +79,13 @@ def chunked_attention(
       The attended values, in the dtype of `v`; zeros for a row without visible keys.
     """
     padded = _padded(segment_ids, _n_slots(chunks, order))
-    if impl == "xla":
+    if interpret is None:
         order = None if order is None else order.with_slots(chunks.two_orders)
         others = order, padded, seed, self_weight
         return attend_to_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segment_ids)
     from reformax.ops.kernels.triton import chunked as kernel
 
-    return kernel.attend(chunks, impl == INTERPRETED, q, k, v, order, padded, seed)
+    return kernel.attend(chunks, interpret, q, k, v, order, padded, seed)
 
 
 def _padded(segment_ids: SegmentIds | None, n_slots: tuple[int, int]) -> SegmentIds | None:

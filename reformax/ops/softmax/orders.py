@@ -156,12 +156,14 @@ class Order(NamedTuple):
             query_slots=inverse_permutation(self.query_positions), key_slots=key_slots
         )
 
-    def for_impl(self, impl: str, count_once: bool, two_orders: bool = False) -> Order:
-        """The order, `with_slots` where the implementation needs them.
+    def for_kernels(
+        self, interpret: bool | None, count_once: bool, two_orders: bool = False
+    ) -> Order:
+        """The order, `with_slots` where the implementation of `choose_kernels` needs them.
 
         A kernel needs them only to find the keys that are visible in an earlier hash.
         """
-        needed = impl == "xla" or (self.query_positions.shape[2] > 1 and count_once)
+        needed = interpret is None or (self.query_positions.shape[2] > 1 and count_once)
         return self.with_slots(two_orders) if needed else self
 
 

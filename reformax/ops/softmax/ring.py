@@ -37,13 +37,13 @@ Pair = tuple[Any, Any]  # of a device's early and late half
 class PartialAttention(Protocol):
     """Attention of some queries to some keys. Implementations are hashable.
 
-    `impl` is "xla" or a kernel's name.
+    `interpret` is of `dispatch.choose_kernels`.
 
     A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, and
     the maximum and the sum of `Softmax`.
     """
 
-    impl: str
+    interpret: bool | None
 
     def forward(self, causal: bool, q, k, v, segment_ids: tuple, seed: Any) -> tuple:
         """The result. `segment_ids` are of queries and of keys, `seed` is of their dropout."""
@@ -278,7 +278,7 @@ def _backward(pieces, causal, axis, residuals, d_out):
 
 
 def _tangent(pieces, causal, axis, residuals, tangents):
-    if pieces.impl != "xla":
+    if pieces.interpret is not None:
         raise NotImplementedError(KERNEL_REFUSAL)
     ring = functools.partial(_ring.function, pieces, causal, axis)
     return tangent_of(ring, residuals[:3], tangents)
