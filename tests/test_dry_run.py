@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reformax.cli import config, configs, errors, stand_in, train, translations
-from reformax.training import folder
+from reformax.training import dry_run, folder
 
 TINY = ["n_layers=2", "steps=4", "batch_size=2", "length=32", "warmup_steps=1", "d_model=32"]
 
@@ -34,6 +34,7 @@ def call(monkeypatch, capsys, tmp_path):
     ],
 )
 def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, monkeypatch):
+    monkeypatch.setattr(dry_run, "_capacities", lambda *args: [])
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     name = "transformer_enwik8_small.gin" if file == "enwik8.gin" else file
     sizes = ["n_layers=1", "length=64", "batch_size=1"] if file == "enwik8.gin" else sizes

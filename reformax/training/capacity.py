@@ -2,11 +2,13 @@
 
 A step's bytes are known once it is compiled. They grow nearly as a polynomial of the size, so a few
 sizes suffice: each next one is where the polynomial through those known reaches the memory. The
-search ends between a size that fits and one that does not, at most `CLOSE` apart.
+search ends at a size that fits, if its bytes are as the polynomial has them and it is near the end,
+or if a size at most `CLOSE` times as large does not fit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ import numpy as np
 
 CLOSE = 1.08
 _MOST_PROGRAMS = 8
+_EXACT = 0.01  # relative error of the bytes that were expected
 _STEP = 64  # times as large or as small as any size known, at most
 _DIGITS = 64  # sizes are rounded to about a part in so many
 
@@ -23,14 +26,14 @@ class Capacity(NamedTuple):
 
     Attributes:
       fits: the largest size known to fit; 0 if none is.
-      above: the smallest known not to fit; None if none is.
-      refused: why no size above `fits` can be compiled, if that is so.
+      refused: why a larger size cannot be compiled, where the memory is not what ends the sizes.
+      is_close: whether the end is known to be near; otherwise the search was given up.
       n_programs: how many were compiled.
     """
 
     fits: int
-    above: int | None
     refused: str
+    is_close: bool
     n_programs: int
 
 
@@ -53,35 +56,79 @@ def search(
       most: the largest size to try.
     """
     known, refused, above, n = dict([begin]), "", most // unit * unit + unit, 0
-    while n < _MOST_PROGRAMS:
+    is_close = False
+    while True:
         fits = max((x for x, b in known.items() if b <= limit), default=0)
         too_large = min([above, *(x for x, b in known.items() if b > limit)])
-        if too_large <= max(fits * CLOSE, fits + unit):
-            break
-        size = _next(known, fixed, limit, unit, fits, too_large)
+        is_close = is_close or too_large <= max(fits * CLOSE, fits + unit)
+        if is_close or n == _MOST_PROGRAMS:
+            return Capacity(fits, refused if too_large == above else "", is_close, n)
+        curve = _Curve.through(known, fixed, limit)
+        if curve.end >= too_large > max(known) and not refused:
+            size = too_large - unit  # the largest of all
+        else:
+            size = _next(curve, known, unit, fits, too_large)
         n += 1
         try:
-            known[size] = bytes_at(size)
+            found = bytes_at(size)
         except ValueError as error:  # larger ones are refused as well
             above, refused = size, str(error)
-    fits = max((x for x, b in known.items() if b <= limit), default=0)
-    too_large = min((x for x, b in known.items() if b > limit), default=None)
-    if too_large is not None and too_large <= above:
-        refused = ""
-    return Capacity(fits, too_large, refused, n)
+            continue
+        foreseen = len(known) > 1 and abs(curve.at(size) - found) < _EXACT * found
+        known[size] = found
+        if foreseen and found <= limit:
+            is_close = max(size * CLOSE**0.75, size + unit) > _line(known, limit)
 
 
-def _next(known, fixed: int, limit: int, unit: int, fits: int, too_large: int) -> int:
+class _Curve(NamedTuple):
+    """A polynomial through the known bytes of up to three sizes."""
+
+    bytes_above: np.polynomial.Polynomial  # the limit
+    scale: float  # of its argument
+    limit: int
+    end: float  # the size at which it reaches the limit
+
+    @classmethod
+    def through(cls, known: dict[int, int], fixed: int, limit: int) -> _Curve:
+        """Takes those nearest to the limit; of a single size, `fixed` are the bytes of size 0.
+
+        Bytes that grow ever more slowly are continued by a line.
+        """
+        points = sorted(known.items(), key=lambda point: abs(point[1] - limit))[:3]
+        points += [(0, min(fixed, points[0][1] - 1))] * (len(points) == 1)
+        scale = max(size for size, _ in points)
+        while True:
+            sizes, n_bytes = (np.array(x, float) for x in zip(*points, strict=True))
+            fit = np.polynomial.Polynomial.fit
+            curve = fit(sizes / scale, n_bytes - limit, len(points) - 1, domain=[])
+            if len(points) == 2 or curve.convert().coef[2] >= 0:
+                break
+            points.pop()
+        roots = [r.real for r in curve.roots() if abs(r.imag) < 1e-9 and r.real > 0]
+        nearest = sizes[0] / scale
+        end = min(roots, key=lambda r: abs(math.log(r / nearest)), default=math.inf)
+        return cls(curve, scale, limit, end * scale)
+
+    def at(self, size: int) -> float:
+        """The bytes of a size."""
+        return self.bytes_above(size / self.scale) + self.limit
+
+
+def _line(known: dict[int, int], limit: int) -> float:
+    """The size at which the line through the largest that fits and the next reaches the limit."""
+    last = max(size for size, n_bytes in known.items() if n_bytes <= limit)
+    other = min(known.keys() - {last}, key=lambda size: abs(size - last))
+    slope = (known[last] - known[other]) / (last - other)
+    return last + (limit - known[last]) / slope if slope > 0 else math.inf
+
+
+def _next(curve: _Curve, known: dict[int, int], unit: int, fits: int, too_large: int) -> int:
     """A size between these two: a little below or above where the memory is expected to end."""
-    sizes = sorted(known, key=lambda x: abs(known[x] - limit))[:3]
-    wanted = _reaching(sizes, [known[x] for x in sizes], fixed, limit)
-    wanted = min(max(wanted, min(known) / _STEP), max(known) * _STEP)
-    if fits < wanted / CLOSE**0.75:
-        wanted = wanted / CLOSE**0.25
+    wanted = min(max(curve.end, min(known) / _STEP), max(known) * _STEP)
+    if fits < wanted / CLOSE**0.5:
+        wanted = wanted / CLOSE**0.25 if wanted > unit * _DIGITS else wanted
     else:
         wanted = max(wanted, fits) * CLOSE**0.5
-    if wanted >= too_large and too_large > max(known):
-        return too_large - unit  # the largest of all, or the last one that is not refused
     if not fits < wanted < too_large:
         wanted = (max(fits, unit / 2) * too_large) ** 0.5
     rounding = unit
@@ -91,17 +138,3 @@ def _next(known, fixed: int, limit: int, unit: int, fits: int, too_large: int) -
     if not fits < size < too_large:
         size = int(wanted / unit) * unit
     return min(max(size, fits + unit), (too_large - 1) // unit * unit)
-
-
-def _reaching(sizes: list[int], n_bytes: list[int], fixed: int, limit: int) -> float:
-    """The size at which the polynomial through known sizes reaches the limit."""
-    if len(sizes) == 1:
-        growing = max(n_bytes[0] - fixed, 1)
-        return sizes[0] * max(limit - fixed, 1) / growing
-    degree = len(sizes) - 1
-    scale = max(sizes)
-    x = np.array(sizes) / scale
-    curve = np.polynomial.Polynomial.fit(x, np.array(n_bytes, float) - limit, degree, domain=[])
-    roots = [r.real for r in curve.roots() if abs(r.imag) < 1e-9 and r.real > 0]
-    nearest = x[0]
-    return scale * min(roots, key=lambda r: abs(np.log(r / nearest)), default=nearest)

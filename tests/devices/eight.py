@@ -363,6 +363,7 @@ def test_an_evaluation_is_that_of_one_device(sizes):
 
 def test_a_dry_run_says_what_a_device_needs(monkeypatch):
     monkeypatch.setattr(devices, "LEAST_SPLIT", 16)
+    monkeypatch.setattr(dry_run, "_capacities", lambda *args: [])
     model = partial(tiny.TinyLM, d_model=512)
     settings = worker.arguments(batch_size=8) | {"model": model}
     stated = [dry_run.report(**settings, mesh={axis: -1}) for axis in ("data", "fsdp")]
@@ -374,6 +375,18 @@ def test_a_dry_run_says_what_a_device_needs(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 2**20)
     (_, line) = dry_run.report(**settings, mesh={"data": -1})
     assert line.endswith(", more than there is")
+
+
+def test_what_fits_devices_is_what_they_divide():
+    """A batch in rows of eight shards of two micro-batches, a length in two shards."""
+    settings = worker.arguments(batch_size=16, accumulate=2)
+    sizes = dict(device_memory=2**-8)
+    lines = dry_run.report(**settings, mesh={"data": 8}, **sizes)
+    rows = re.search(r"largest batch that fits: ([\d,]+) x 16 tokens", "\n".join(lines))[1]
+    assert int(rows.replace(",", "")) % 16 == 0
+    lines = dry_run.report(**worker.arguments(), mesh={"data": 4, "context": 2}, **sizes)
+    length = re.search(r"longest sequence that fits: 8 x ([\d,]+) tokens", "\n".join(lines))[1]
+    assert int(length.replace(",", "")) % 2 == 0
 
 
 def test_rows_that_devices_cannot_share_are_told(tmp_path):

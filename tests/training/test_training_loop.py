@@ -568,7 +568,13 @@ def test_a_run_goes_on_within_stages(tmp_path):
     np.testing.assert_array_equal(params(tmp_path / "whole", 6), params(tmp_path / "cut", 6))
 
 
-def test_a_dry_run_has_a_line_for_each_program():
+@pytest.fixture
+def no_search(monkeypatch):
+    """A dry run that compiles nothing but the run's own sizes."""
+    monkeypatch.setattr(dry_run, "_capacities", lambda *args: [])
+
+
+def test_a_dry_run_has_a_line_for_each_program(no_search):
     """Stages that differ in their data alone share theirs, and one without a step has none."""
     given = [stages.Stage(until=n, task=known(str(n))) for n in (1, 2)]
     given += [stages.Stage(until=4, length=8), stages.Stage(until=0.17, length=4)]
@@ -590,7 +596,7 @@ def test_a_schedule_of_another_length_than_the_checkpoints_is_noted(tmp_path, ca
     assert checkpoint.Checkpoints(tmp_path).extra(8)["schedule_steps"] == 8
 
 
-def test_a_dry_run_notes_a_warm_up_that_the_run_does_not_finish():
+def test_a_dry_run_notes_a_warm_up_that_the_run_does_not_finish(no_search):
     options = worker.arguments(named=lambda line: line.replace("cosine.warmup_steps", "mine"))
     for warmup_steps, notes in ((24, 1), (23, 0)):
         options["optimizer"] = optimizer.adamw(optimizer.cosine(warmup_steps=warmup_steps))
@@ -599,7 +605,7 @@ def test_a_dry_run_notes_a_warm_up_that_the_run_does_not_finish():
         assert all(line.startswith("note: mine=24 is not below steps=24") for line in found)
 
 
-def test_a_dry_run_refuses_what_a_run_would(tmp_path):
+def test_a_dry_run_refuses_what_a_run_would(tmp_path, no_search):
     wider = stages.Stage(until=4, model=partial(tiny.TinyLM, d_model=9))
     uneven = stages.Stage(until=4, batch_size=3)
     nothing = tmp_path / "checkpoints/5"
