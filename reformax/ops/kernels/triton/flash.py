@@ -16,6 +16,7 @@ Letters as in `reformax.ops.base`; I queries and J keys of a tile, L positions o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ from reformax.ops.kernels.triton.common import (
     matmul,
     power_of_two,
     recompute_weights,
-    softmax_step,
+    statistics_step,
     view_rows,
 )
 from reformax.ops.masking.visibility import is_token
@@ -130,29 +131,40 @@ class Program:
         """A block's entries of an array of `row`."""
         return self.numbers(ref, queries)
 
-    def row_of(self, queries: Block) -> QueryRows:
-        """What the backward pass reads of a block of queries, with `row_max` times `LOG2_E`."""
+    def gradient(self, queries: Block) -> tuple[Float[Array, "L V"], Float[Array, " L"]]:
+        """`d_out` and `dot` of a block of queries."""
         row = self.row
-        d_out = self.rows(row.d_out, queries)
-        dot, inverse_sum = self.statistics(row.dot, queries), None
-        row_max = self.statistics(row.row_max, queries) * LOG2_E
-        if row.inverse_sum is not None:
-            inverse_sum = self.statistics(row.inverse_sum, queries)
+        return self.rows(row.d_out, queries), self.statistics(row.dot, queries)
+
+    def softmax(self, queries: Block) -> tuple[Float[Array, " L"], Float[Array, " L"] | None]:
+        """`row_max`, times `LOG2_E`, and `inverse_sum` of a block of queries."""
+        row_max, inverse_sum = self.row.row_max, self.row.inverse_sum
+        row_max = self.statistics(row_max, queries) * LOG2_E
+        return row_max, None if inverse_sum is None else self.statistics(inverse_sum, queries)
+
+    def row_of(self, queries: Block) -> QueryRows:
+        """All that the backward pass reads of a block of queries."""
+        d_out, dot = self.gradient(queries)
+        row_max, inverse_sum = self.softmax(queries)
         return QueryRows(d_out, dot, row_max, None, inverse_sum)
 
 
 def forward(program: Program, queries: Block, q: Float[Array, "I H"], state: Softmax) -> Softmax:
     """Adds the keys that a tile of queries sees to the softmax of its rows.
 
-    The state's maximum is that of unscaled logits, as in `common.softmax_step`.
+    The state is the accumulator, the running maximum of the unscaled logits, and the normalizer.
     """
     x, query = program.x, column(queries)
+    scale = LOG2_E / math.sqrt(x.q.shape[3])
 
     def visit(keys: Block, state: Softmax) -> Softmax:
+        acc, row_max, row_sum = state
         k, v = program.rows(x.k, keys), program.tokens(x.v, keys)
         key = line(keys)
-        logits = _logits(q, k, program.visible(query, key))
-        return softmax_step(state, logits, v, x.q.shape[3], program.dropped(query, key))
+        logits, dropped = _logits(program, q, k, query, key), program.dropped(query, key)
+        row_max, row_sum, p, decay = statistics_step(row_max, row_sum, logits, scale)
+        p = p * dropped
+        return Softmax(acc * decay[:, None] + matmul(p.astype(v.dtype), v), row_max, row_sum)
 
     return program.over_keys(queries, visit, state)
 
@@ -170,7 +182,7 @@ def d_queries(
     def visit(keys: Block, dq: Array) -> Array:
         k, v = program.tokens(x.k, keys), program.tokens(x.v, keys)
         key = line(keys)
-        logits = _logits(q, k, program.visible(query, key))
+        logits = _logits(program, q, k, query, key)
         p = recompute_weights(logits, column(row.row_max), column(row.inverse_sum), x.q.shape[3])
         dp = matmul(row.d_out, v, transpose_b=True) * program.dropped(query, key)
         ds = p * (dp - column(row.dot))
@@ -187,23 +199,28 @@ def d_keys(
 
     def visit(queries: Block, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = sums
-        q, row = program.tokens(x.q, queries), program.row_of(queries)
+        q, (d_out, dot) = program.tokens(x.q, queries), program.gradient(queries)
         query = line(queries)
-        logits = _logits(k, q, program.visible(query, key))
-        p = recompute_weights(logits, line(row.row_max), line(row.inverse_sum), x.q.shape[3])
+        logits = _logits(program, k, q, query, key)
+        # Loads behind the product take fewer registers.
+        row_max, inverse_sum = program.softmax(queries)
+        p = recompute_weights(logits, line(row_max), line(inverse_sum), x.q.shape[3])
         dropped = program.dropped(query, key)
-        dv = dv + matmul((p * dropped).astype(row.d_out.dtype), row.d_out)
-        dp = matmul(v, row.d_out, transpose_b=True) * dropped
-        ds = p * (dp - line(row.dot))
+        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
+        dp = matmul(v, d_out, transpose_b=True) * dropped
+        ds = p * (dp - line(dot))
         return dk + matmul(ds.astype(q.dtype), q), dv
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     return program.over_queries(keys, visit, sums)
 
 
-def _logits(rows: Float[Array, "I H"], columns: Float[Array, "J H"], visible) -> Array:
-    """The logits of a tile, which `softmax_step` and `recompute_weights` scale by 1 / sqrt(H)."""
-    return hide(matmul(rows, columns, transpose_b=True), visible)
+def _logits(
+    program: Program, rows: Float[Array, "I H"], columns: Float[Array, "J H"], query, key
+) -> Float[Array, "I J"]:
+    """The unscaled logits of a tile. The exponents of the weights scale them by 1 / sqrt(H)."""
+    mask = program.visible(query, key)
+    return hide(matmul(rows, columns, transpose_b=True), mask)
 
 
 def attention(forward: Callable, backward: Callable, with_sums: bool = False) -> CustomDerivatives:
