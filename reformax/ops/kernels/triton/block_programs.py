@@ -5,8 +5,9 @@ Letters as in `kernels.block_sparse`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,13 +16,13 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
 from reformax.ops.kernels.triton.common import (
+    QueryRows,
     chosen_bits,
     load,
-    power_of_two,
     tile_dropout_mask,
-    view_rows,
 )
-from reformax.ops.masking.visibility import Side, Visibility, all_of, is_token
+from reformax.ops.kernels.triton.flash import Program
+from reformax.ops.masking.visibility import Side, Visibility, all_of
 
 
 class BlockTiles(NamedTuple):
@@ -74,15 +75,14 @@ class TileSlots(NamedTuple):
 
     slot: Array
     segment: Array | None
-    whole: bool  # whether all slots exist
     position: Array
+    exists: Array | None  # None: all slots exist
+    unmasked: bool  # whether no slot of the other side is hidden, but that of the same position
 
 
-class BlockProgram(NamedTuple):
-    """One program of a kernel: its static settings, and how it reads, masks and writes.
-
-    `batch` is known only within a kernel.
-    """
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockProgram(Program):
+    """One program of a kernel: its static settings, and how it reads, masks and writes."""
 
     tiles: BlockTiles
     n_queries: int
@@ -92,17 +92,23 @@ class BlockProgram(NamedTuple):
     per_head: bool  # whether each head has its own mask
     any_whole: bool  # whether any tile needs no mask
     any_masked: bool  # whether any tile needs a mask
-    exclude_self: bool = False  # whether a key is hidden from the query of its position
-    n_folded: int = 0  # heads that are folded into the axis of examples
+    exclude_self: bool  # whether a key is hidden from the query of its position
+    n_folded: int  # heads that are folded into the axis of examples
+    # The rest is known only within a kernel.
+    x: Any = None
+    work: Any = None
+    row: Any = None
     batch: Any = None
+    part: Any = None
 
-    def located(self) -> BlockProgram:
-        """The running program, with its batch."""
+    def located(self, x: BlockInputs, work: BlockWork, row: QueryRows | None = None) -> Self:
+        """The running program, with its batch and its part of the work."""
         # Call it outside of loops: in them the interpreter does not know program ids.
-        return self._replace(batch=pl.program_id(2))
+        located = dataclasses.replace(self, x=x, work=work, row=row, batch=pl.program_id(2))
+        return dataclasses.replace(located, part=located._part())
 
-    def part(self, work: BlockWork) -> BlockPart:
-        """The work of this program."""
+    def _part(self) -> BlockPart:
+        work = self.work
         part = BlockPart(*(work.parts[jnp.int32(i), pl.program_id(0)] for i in range(6)))
         if work.spans is not None:  # all tiles need a mask then
             first, end = (work.spans[jnp.int32(i), self.batch, part.tile] for i in (0, 1))
@@ -110,113 +116,96 @@ class BlockProgram(NamedTuple):
             part = part._replace(first=first, end_whole=first, end=jnp.minimum(part.end, end))
         return part if self.per_head else part._replace(head=pl.program_id(1))
 
-    def queries(self, x: BlockInputs, tile, whole: bool = False) -> TileSlots:
-        """A tile of queries; `whole` promises that all of them exist."""
-        whole = whole or self.n_queries % self.tiles.query == 0
-        refs = x.query_segment_ids, x.query_order
-        return self._slots(refs, tile, self.tiles.query, self.n_queries, whole)
+    # The tiles.
 
-    def keys(self, x: BlockInputs, tile, whole: bool = False) -> TileSlots:
-        """A tile of keys; `whole` as in `queries`."""
-        whole = whole or self.n_keys % self.tiles.key == 0
-        return self._slots(
-            (x.key_segment_ids, x.key_order), tile, self.tiles.key, self.n_keys, whole
-        )
+    def queries(self, tile, unmasked: bool = False) -> TileSlots:
+        """A tile of queries; `unmasked` promises that no mask is needed."""
+        refs = self.x.query_segment_ids, self.x.query_order
+        return self._slots(refs, tile, self.tiles.query, self.n_queries, unmasked)
 
-    def _slots(self, refs: tuple, tile, size: int, length: int, whole: bool) -> TileSlots:
+    def keys(self, tile, unmasked: bool = False) -> TileSlots:
+        """A tile of keys; `unmasked` as in `queries`."""
+        refs = self.x.key_segment_ids, self.x.key_order
+        return self._slots(refs, tile, self.tiles.key, self.n_keys, unmasked)
+
+    def _slots(self, refs: tuple, tile, size: int, length: int, unmasked: bool) -> TileSlots:
         slot = tile * size + jnp.arange(size, dtype=jnp.int32)
-        exists = None if whole else slot < length
+        exists = None if unmasked or length % size == 0 else slot < length
         segment, position = (
             None if ref is None else load(ref.at[self.batch, slot], exists, 0) for ref in refs
         )
-        return TileSlots(slot, segment, whole, slot if position is None else position)
+        return TileSlots(slot, segment, slot if position is None else position, exists, unmasked)
 
-    def rows(self, ref, block: TileSlots, head, included=None) -> Array:
-        """A tile's rows of `[B, T, N, H]`, H padded; zeros where none exists or is `included`."""
-        view, mask = self._view_rows(ref, block, head, power_of_two(ref.shape[3]))
-        if included is not None:
-            mask = included[:, None] if mask is None else mask & included[:, None]
-            mask = jnp.broadcast_to(mask, (included.shape[0], power_of_two(ref.shape[3])))
-        return load(view, mask, 0.0)
+    def over_keys(self, queries: TileSlots, body: Callable, carry: Any) -> Any:
+        return self._over(self.keys, body, carry)
 
-    def tokens(self, ref, block: TileSlots, head) -> Array:
-        """A tile's rows with zeros at padding too, for products whose weights may be 0 there.
+    def over_queries(self, keys: TileSlots, body: Callable, carry: Any) -> Any:
+        return self._over(self.queries, body, carry)
 
-        Padding may be NaN, and 0 times NaN is NaN.
-        """
-        included = None if block.segment is None else is_token(block.segment)
-        return self.rows(ref, block, head, included)
+    def _over(self, side: Callable, body: Callable, carry: Any) -> Any:
+        """The tiles of the program's part: those that need no mask, and then the others."""
 
-    def put_rows(self, ref, buffer, block: TileSlots, part: BlockPart, value: Array) -> None:
-        """Writes a tile's rows of `[B, T, N, H]`; those of a part go to `[P, B, N, L, H]`."""
-        view, mask = self._view_rows(ref, block, part.head, value.shape[1])
-        if buffer is not None:
-            is_row = jnp.broadcast_to(part.buffer_index < 0, value.shape)
-            mask = is_row if mask is None else mask & is_row
-            row = jnp.arange(value.shape[0], dtype=jnp.int32)[:, None]
-            column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
-            buffer_view = buffer.at[*self._buffer_index(part), row, column]
-            exists = ~is_row & (column < buffer.shape[4])
-            pltriton.store(buffer_view, value.astype(buffer.dtype), mask=exists)
-        pltriton.store(view, value.astype(ref.dtype), mask=mask)
-
-    def _view_rows(self, ref, block: TileSlots, head, width: int):
-        exists = None if block.whole else block.slot < ref.shape[1]
-        return view_rows(ref, self.batch, block.slot, head, width, exists)
-
-    def statistics(self, ref, block: TileSlots, head) -> Array | None:
-        """A tile's entries of `[B, N, T]`, zeros where none exists; None where `ref` is None."""
-        if ref is None:
-            return None
-        exists = None if block.whole else block.slot < ref.shape[2]
-        return load(ref.at[self.batch, head, block.slot], exists, 0.0)
-
-    def put_statistics(self, ref, buffer, block: TileSlots, part: BlockPart, value: Array) -> None:
-        """Writes a tile's entries of `[B, N, T]`; those of a part go to `[P, B, N, L]`."""
-        mask = None if block.whole else block.slot < ref.shape[2]
-        if buffer is not None:
-            is_row = jnp.broadcast_to(part.buffer_index < 0, value.shape)
-            mask = is_row if mask is None else mask & is_row
-            row = jnp.arange(value.shape[0], dtype=jnp.int32)
-            pltriton.store(buffer.at[*self._buffer_index(part), row], value, mask=~is_row)
-        pltriton.store(ref.at[self.batch, part.head, block.slot], value, mask=mask)
-
-    def _buffer_index(self, part: BlockPart):
-        return jnp.maximum(part.buffer_index, 0), self.batch, 0 if self.per_head else part.head
-
-    def over(self, work: BlockWork, part: BlockPart, body: Callable, carry: Any) -> Any:
-        """`carry = body(tile, whole, carry)` over the tiles of the program's part."""
-
-        def entries(first, end, whole, carry):
+        def entries(first, end, unmasked, carry):
             def step(i, carry):
-                return body(work.entries[i], whole, carry)
+                return body(side(self.work.entries[i], unmasked), carry)
 
             return lax.fori_loop(first, end, step, carry)
 
+        part = self.part
         if self.any_whole:
             carry = entries(part.first, part.end_whole, True, carry)
         if self.any_masked:
             carry = entries(part.end_whole, part.end, False, carry)
         return carry
 
-    def visible(self, x: BlockInputs, q: TileSlots, k: TileSlots, whole: bool) -> Array | None:
-        """Which keys `[1, K]` each query `[Q, 1]` sees, or both transposed; None: all keys."""
+    # Reading and writing.
+
+    def address(self, block: TileSlots):
+        return block.slot, self.part.head, block.exists
+
+    def put_part(self, ref, buffer, block: TileSlots, value: Array) -> None:
+        """Writes a tile's rows of `[B, T, N, H]`; those of a part go to `[P, B, N, L, H]`."""
+        view, mask = self.view(ref, block, value.shape[1])
+        if buffer is not None:
+            is_row = jnp.broadcast_to(self.part.buffer_index < 0, value.shape)
+            mask = is_row if mask is None else mask & is_row
+            row = jnp.arange(value.shape[0], dtype=jnp.int32)[:, None]
+            column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+            buffer_view = buffer.at[*self._buffer_index(), row, column]
+            exists = ~is_row & (column < buffer.shape[4])
+            pltriton.store(buffer_view, value.astype(buffer.dtype), mask=exists)
+        pltriton.store(view, value.astype(ref.dtype), mask=mask)
+
+    def put_statistics(self, ref, buffer, block: TileSlots, value: Array) -> None:
+        """Writes a tile's entries of `[B, N, T]`; those of a part go to `[P, B, N, L]`."""
+        slot, head, mask = self.address(block)
+        if buffer is not None:
+            is_row = jnp.broadcast_to(self.part.buffer_index < 0, value.shape)
+            mask = is_row if mask is None else mask & is_row
+            row = jnp.arange(value.shape[0], dtype=jnp.int32)
+            pltriton.store(buffer.at[*self._buffer_index(), row], value, mask=~is_row)
+        pltriton.store(ref.at[self.batch, head, slot], value, mask=mask)
+
+    def _buffer_index(self):
+        head = 0 if self.per_head else self.part.head
+        return jnp.maximum(self.part.buffer_index, 0), self.batch, head
+
+    # The mask.
+
+    def visible(self, q: TileSlots, k: TileSlots) -> Array | None:
         chosen = None
-        if x.chosen is not None:
-            exists = None
-            if not (q.whole and k.whole):
-                exists = (q.slot < self.n_queries) & (k.slot < self.n_keys)
-            chosen = chosen_bits(x.chosen, self.batch, q.slot, k.slot, exists)
-        exists = None if k.whole else k.slot < self.n_keys
-        query, key = Side(q.position, q.segment), Side(k.position, k.segment, exists)
-        seen = Visibility(self.causal and not whole).sees(query, key)
-        # A whole tile hides a position from itself too.
+        if self.x.chosen is not None:
+            exists = all_of(q.exists, k.exists)
+            chosen = chosen_bits(self.x.chosen, self.batch, q.slot, k.slot, exists)
+        query, key = Side(q.position, q.segment), Side(k.position, k.segment, k.exists)
+        unmasked = q.unmasked or k.unmasked
+        seen = Visibility(self.causal and not unmasked).sees(query, key)
+        # A tile that needs no other mask hides a position from itself too.
         others = Visibility(exclude_self=self.exclude_self)
         return all_of(chosen, seen, others.sees(Side(q.position), Side(k.position)))
 
-    def dropped(self, x: BlockInputs, head, q: TileSlots, k: TileSlots) -> Array | float:
-        """The dropout mask of a tile's weights."""
-        batch = self.batch
+    def dropped(self, q: TileSlots, k: TileSlots) -> Array | float:
+        batch, head = self.batch, self.part.head
         if self.n_folded:
             batch, head = (f(batch, jnp.int32(self.n_folded)) for f in (lax.div, lax.rem))
-        return tile_dropout_mask(x.seed, self.dropout, batch, head, q.position, k.position)
+        return tile_dropout_mask(self.x.seed, self.dropout, batch, head, q.position, k.position)

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from reformax.derivatives import CustomDerivatives
 from reformax.ops.hashing import sorted_groups
 from reformax.ops.hashing.sorted_groups import SortedSequence
+from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.block_programs import (
     BlockInputs,
     BlockProgram,
@@ -40,21 +40,13 @@ from reformax.ops.kernels.triton.block_programs import (
     BlockWork,
 )
 from reformax.ops.kernels.triton.common import (
-    LOG2_E,
     QueryRows,
-    column,
     empty_softmax,
-    hide,
     in_logits,
     launch,
-    line,
-    matmul,
     power_of_two,
     query_rows,
-    recompute_weights,
-    softmax_step,
 )
-from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax import block_lists
 from reformax.ops.softmax.block_lists import FullLayout, Layout, SortedLayout, TileLists
 from reformax.ops.softmax.online import Softmax, nonzero
@@ -64,88 +56,43 @@ MIN_PART, TARGET_PARTS = 16, 2048
 
 
 def _forward_kernel(
-    x: BlockInputs, work: BlockWork, out: Softmax, buffer: Softmax | None, *, program
+    x: BlockInputs, work: BlockWork, out: Softmax, buffer: Softmax | None, *, program: BlockProgram
 ):
-    program = program.located()
-    part = program.part(work)
-    queries = program.queries(x, part.tile)
-    q = program.rows(x.q, queries, part.head)
-
-    def attend(tile, whole, state):
-        keys = program.keys(x, tile, whole)
-        k = program.rows(x.k, keys, part.head)
-        v = program.tokens(x.v, keys, part.head)
-        query, key = column(queries), line(keys)
-        logits = hide(matmul(q, k, transpose_b=True), program.visible(x, query, key, whole))
-        dropped = program.dropped(x, part.head, query, key)
-        return softmax_step(state, logits, v, x.q.shape[3], dropped)
-
+    program = program.located(x, work)
+    queries = program.queries(program.part.tile)
     state = empty_softmax(program.tiles.query, x.v.shape[3])
-    acc, row_max, row_sum = program.over(work, part, attend, state)
+    acc, row_max, row_sum = flash.forward(program, queries, program.rows(x.q, queries), state)
     divisor = nonzero(row_sum)
     if buffer is None:
         buffer = Softmax(None, None, None)
     else:
-        divisor = jnp.where(part.buffer_index < 0, divisor, 1.0)
-    program.put_rows(out.acc, buffer.acc, queries, part, acc * (1.0 / divisor)[:, None])
+        divisor = jnp.where(program.part.buffer_index < 0, divisor, 1.0)
+    program.put_part(out.acc, buffer.acc, queries, acc * (1.0 / divisor)[:, None])
     row_max = in_logits(row_max, x.q.shape[3])
-    program.put_statistics(out.row_max, buffer.row_max, queries, part, row_max)
-    program.put_statistics(out.row_sum, buffer.row_sum, queries, part, row_sum)
+    program.put_statistics(out.row_max, buffer.row_max, queries, row_max)
+    program.put_statistics(out.row_sum, buffer.row_sum, queries, row_sum)
 
 
-def _queries_kernel(x: BlockInputs, row: QueryRows, work: BlockWork, dq, buffer, *, program):
-    program = program.located()
-    part = program.part(work)
-    queries = program.queries(x, part.tile)
-    q, d_out = (program.rows(ref, queries, part.head) for ref in (x.q, row.d_out))
-    statistics = row.row_max, row.dot, row.inverse_sum
-    row_max, dot, inverse_sum = (program.statistics(ref, queries, part.head) for ref in statistics)
-    query, size = column(queries), x.q.shape[3]
-
-    def differentiate(tile, whole, sums):
-        keys = program.keys(x, tile, whole)
-        k = program.tokens(x.k, keys, part.head)
-        v = program.tokens(x.v, keys, part.head)
-        key = line(keys)
-        logits = hide(matmul(q, k, transpose_b=True), program.visible(x, query, key, whole))
-        p = recompute_weights(logits, row_max[:, None] * LOG2_E, column(inverse_sum), size)
-        dp = matmul(d_out, v, transpose_b=True) * program.dropped(x, part.head, query, key)
-        ds = p * (dp - dot[:, None])
-        return sums + matmul(ds.astype(k.dtype), k)
-
-    sums = program.over(work, part, differentiate, jnp.zeros(q.shape, jnp.float32))
-    program.put_rows(dq, buffer, queries, part, sums * (1.0 / math.sqrt(size)))
+def _queries_kernel(
+    x: BlockInputs, row: QueryRows, work: BlockWork, dq, buffer, *, program: BlockProgram
+):
+    program = program.located(x, work, row)
+    queries = program.queries(program.part.tile)
+    q, row = program.rows(x.q, queries), program.row_of(queries)
+    sums = flash.d_queries(program, queries, q, row, jnp.zeros(q.shape, jnp.float32))
+    program.put_part(dq, buffer, queries, sums * (1.0 / math.sqrt(x.q.shape[3])))
 
 
-def _keys_kernel(x: BlockInputs, row: QueryRows, work: BlockWork, gradients, buffer, *, program):
-    program = program.located()
-    part = program.part(work)
-    keys = program.keys(x, part.tile)
-    k, v = program.rows(x.k, keys, part.head), program.tokens(x.v, keys, part.head)
-    key, size = column(keys), x.q.shape[3]
-
-    def differentiate(tile, whole, sums):
-        dk, dv = sums
-        queries = program.queries(x, tile, whole)
-        q = program.tokens(x.q, queries, part.head)
-        d_out = program.rows(row.d_out, queries, part.head)
-        statistics = row.row_max, row.dot, row.inverse_sum
-        row_max, dot, inverse_sum = (
-            program.statistics(ref, queries, part.head) for ref in statistics
-        )
-        query = line(queries)
-        logits = hide(matmul(k, q, transpose_b=True), program.visible(x, query, key, whole))
-        p = recompute_weights(logits, row_max[None, :] * LOG2_E, line(inverse_sum), size)
-        dropped = program.dropped(x, part.head, query, key)
-        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + matmul(ds.astype(q.dtype), q), dv
-
-    sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dk, dv = program.over(work, part, differentiate, sums)
+def _keys_kernel(
+    x: BlockInputs, row: QueryRows, work: BlockWork, gradients, buffer, *, program: BlockProgram
+):
+    program = program.located(x, work, row)
+    keys = program.keys(program.part.tile)
+    k, v = program.rows(x.k, keys), program.tokens(x.v, keys)
+    dk, dv = flash.d_keys(program, keys, k, v)
     dk_buffer, dv_buffer = (None, None) if buffer is None else buffer
-    program.put_rows(gradients[0], dk_buffer, keys, part, dk * (1.0 / math.sqrt(size)))
-    program.put_rows(gradients[1], dv_buffer, keys, part, dv)
+    program.put_part(gradients[0], dk_buffer, keys, dk * (1.0 / math.sqrt(x.q.shape[3])))
+    program.put_part(gradients[1], dv_buffer, keys, dv)
 
 
 class _Cut(NamedTuple):
@@ -281,39 +228,6 @@ def _inputs(layout: Layout | FullLayout, q, k, v, segment_ids, seed) -> BlockInp
     return BlockInputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
 
 
-@functools.partial(CustomDerivatives, n_static=2)
-def attend(
-    layout: Layout | FullLayout,
-    interpret: bool,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S N H"],
-    v: Float[Array, "B S N V"],
-    segment_ids: tuple[Int[Array, "B _"] | None, ...],
-    seed: Int[Array, 6] | None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """The attention of a layout by these kernels, and each row's sum of weights.
-
-    The sum is 0 where a row sees no key, and has no gradient. Arguments are those of `forward`.
-    """
-    return _attend_forward(layout, interpret, q, k, v, segment_ids, seed)[0]
-
-
-def _attend_forward(layout, interpret, q, k, v, *others):
-    inputs = *first_order((q, k, v)), *others
-    results = forward(layout, *inputs, interpret=interpret)
-    return (results[0], results[2]), (inputs, results)
-
-
-def _attend_backward(layout, interpret, residuals, cotangents):
-    inputs, results = residuals
-    results, d_out = first_order((results, cotangents[0]))
-    gradients = backward(layout, *inputs, *results, d_out, interpret=interpret)
-    return *gradients, None, None
-
-
-attend.define(_attend_forward, _attend_backward)
-
-
 def forward(
     layout: Layout | FullLayout,
     q: Float[Array, "B T N H"],
@@ -392,6 +306,10 @@ def backward(
     dq = differentiate(_queries_kernel, layout.rows(*by_query[:2]), by_query, q)
     dk, dv = differentiate(_keys_kernel, layout.columns(*by_key[:2]), by_key, (k, v))
     return dq, dk, dv
+
+
+# With each row's sum of weights, 0 where it sees no key.
+attend = flash.attention(forward, backward, with_sums=True)
 
 
 # For dtypes of two bytes and heads of 64.

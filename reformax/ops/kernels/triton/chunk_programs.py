@@ -8,18 +8,19 @@ Letters as in `kernels.chunked`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from reformax.ops.kernels.triton.common import load, power_of_two, tile_dropout_mask, view_rows
+from reformax.ops.kernels.triton.common import QueryRows, load, tile_dropout_mask
+from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
-from reformax.ops.masking.visibility import Side, TileBounds, Visibility, is_token
+from reformax.ops.masking.visibility import Side, TileBounds, Visibility, all_of, is_token
 
 
 class ChunkTiles(NamedTuple):
@@ -61,29 +62,32 @@ class ChunkBlock(NamedTuple):
 
     slot: Array
     position: Array
+    exists: Array | None  # whether there is such a position; None: all exist, and so do the slots
     segment: Array | None
     chunk: Array
     packs: tuple[Array, ...]  # the chunks by the earlier hashes
 
 
-class ChunkProgram(NamedTuple):
-    """One program of a kernel: its static settings, and how it reads, masks and writes.
-
-    `batch` and `head` are known only within a kernel.
-    """
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkProgram(Program):
+    """One program of a kernel: its static settings, and how it reads, masks and writes."""
 
     chunks: Any  # ops.softmax.orders.Chunking
     tiles: ChunkTiles
     hash_index: int
     n_hashes: int  # 0 without an order
     n_slots: int
+    # The rest is known only within a kernel.
+    x: Any = None
+    row: Any = None
     batch: Any = None
     head: Any = None
 
-    def located(self) -> ChunkProgram:
+    def located(self, x: ChunkInputs, row: QueryRows | None = None) -> Self:
         """The running program, with its batch and head."""
         # Call it outside of loops: in them the interpreter does not know program ids.
-        return self._replace(batch=pl.program_id(2), head=pl.program_id(1))
+        where = dict(batch=pl.program_id(2), head=pl.program_id(1))
+        return dataclasses.replace(self, x=x, row=row, **where)
 
     @property
     def start(self):
@@ -122,10 +126,7 @@ class ChunkProgram(NamedTuple):
             slot,
         )
         index = index if pack is None else (jnp.int32(pack), *index)
-        return self._load(ref.at[index], exists, other)
-
-    def _load(self, view, exists, other) -> Array:
-        return load(view, None if self.unmasked else exists, other)
+        return load(ref.at[index], None if self.unmasked else exists, other)
 
     def side(self, of_keys: bool) -> tuple[int, int]:
         """The length of a chunk of queries or of keys, and the number of slots."""
@@ -133,10 +134,17 @@ class ChunkProgram(NamedTuple):
             return self.chunks.chunk_len, self.n_slots // self.chunks.ratio
         return self.chunks.query_chunk_len, self.n_slots
 
-    def block(
-        self, x: ChunkInputs, start, size: int, stop=None, of_keys: bool = False
-    ) -> ChunkBlock:
+    def queries(self) -> ChunkBlock:
+        """The program's block, as queries."""
+        return self._block(self.start, self.tiles.rows)
+
+    def keys(self) -> ChunkBlock:
+        """The program's block, as keys."""
+        return self._block(self.start, self.tiles.rows, of_keys=True)
+
+    def _block(self, start, size: int, stop=None, of_keys: bool = False) -> ChunkBlock:
         """`size` slots from `start`; those from `stop` on are padding."""
+        x = self.x.at_keys() if of_keys else self.x
         chunk_len, n_slots = self.side(of_keys)
         slot = start + jnp.arange(size, dtype=jnp.int32)
         exists = slot < (n_slots if stop is None else stop)
@@ -148,43 +156,16 @@ class ChunkProgram(NamedTuple):
         per_pack = PackedChunks.of(self.chunks).per_pack
         n_packs = 0 if x.packs is None else pl.cdiv(self.hash_index, per_pack)
         packs = tuple(self.load_slots(x.packs, slot, exists, 0, pack) for pack in range(n_packs))
-        return ChunkBlock(slot, position, segment, slot // chunk_len, packs)
+        length = self.chunks.key_length if of_keys else self.chunks.length
+        exists = None if self.unmasked else position < length
+        return ChunkBlock(slot, position, exists, segment, slot // chunk_len, packs)
 
-    def rows(self, ref, block: ChunkBlock, included=None) -> Array:
-        """A block's rows of `[B, T, N, H]`, H padded; zeros where none exists or is `included`."""
-        width = power_of_two(ref.shape[3])
-        view, exists = self._view_rows(ref, block, width)
-        if included is not None:
-            return load(view, exists & included[:, None], 0.0)
-        if width != ref.shape[3]:
-            return load(view, exists, 0.0)
-        return self._load(view, exists, 0.0)
+    def address(self, block: ChunkBlock):
+        return block.position, self.head, block.exists
 
-    def tokens(self, ref, block: ChunkBlock) -> Array:
-        """A block's rows with zeros at padding, for products whose weights may be 0 there.
-
-        Padding may be NaN, and 0 times NaN is NaN.
-        """
-        return self.rows(ref, block, None if block.segment is None else is_token(block.segment))
-
-    def put_rows(self, ref, block: ChunkBlock, value: Array) -> None:
-        """Writes a block's rows of `[B, T, N, H]`."""
-        view, exists = self._view_rows(ref, block, value.shape[1])
-        pltriton.store(view, value.astype(ref.dtype), mask=exists)
-
-    def _view_rows(self, ref, block: ChunkBlock, width: int):
-        exists = block.position < ref.shape[1]
-        return view_rows(ref, self.batch, block.position, self.head, width, exists)
-
-    def statistics(self, ref, block: ChunkBlock, other: float) -> Array:
-        """A block's entries of `[B, N, T]`."""
-        view = ref.at[self.batch, self.head, block.position]
-        return self._load(view, block.position < ref.shape[2], other)
-
-    def put_statistics(self, ref, block: ChunkBlock, value: Array) -> None:
-        """Writes a block's entries of `[B, N, T]`."""
-        view = ref.at[self.batch, self.head, block.position]
-        pltriton.store(view, value.astype(ref.dtype), mask=block.position < ref.shape[2])
+    def statistics(self, ref, queries: ChunkBlock) -> Array:
+        """A block's entries of `[B, N, R, Tp]`, which are in the order."""
+        return self.load_slots(ref, queries.slot, queries.exists, 0.0)
 
     # The mask.
 
@@ -196,21 +177,19 @@ class ChunkProgram(NamedTuple):
         last = ((self.start + self.tiles.rows - 1) // block_chunk + 1 + after) * chunk_len
         return jnp.maximum(first, 0), jnp.minimum(last, n_slots)
 
-    def keys(self):
-        """The first and the end of the slots of the keys that the program's queries see."""
+    def over_keys(self, queries: ChunkBlock, body: Callable, carry: Any) -> Any:
         c = self.chunks
         first, last = self._window(c.n_chunks_before, c.n_chunks_after, of_keys=True)
         bounds = self._bounds(of_keys=False)
         last = last if bounds.end is None else jnp.minimum(last, bounds.end)
-        return self._within_reach(first, last)
+        return self._over(self._within_reach(first, last), body, carry, of_keys=True)
 
-    def queries(self):
-        """The first and the end of the slots of the queries that see the program's keys."""
+    def over_queries(self, keys: ChunkBlock, body: Callable, carry: Any) -> Any:
         c = self.chunks
         first, last = self._window(c.n_chunks_after, c.n_chunks_before, of_keys=False)
         bounds = self._bounds(of_keys=True)
         first = first if bounds.first is None else bounds.first
-        return self._within_reach(first, last)
+        return self._over(self._within_reach(first, last), body, carry, of_keys=False)
 
     def _bounds(self, of_keys: bool) -> TileBounds:
         """What causality leaves to the program's block. In an order, positions are anywhere."""
@@ -227,32 +206,30 @@ class ChunkProgram(NamedTuple):
         bounds = rule.bounds(self.start, self.start + self.tiles.rows)
         return jnp.maximum(first, bounds.first // size * size), jnp.minimum(last, bounds.end)
 
-    def over(self, x: ChunkInputs, window, body, carry, of_keys: bool = False):
+    def _over(self, window, body: Callable, carry: Any, of_keys: bool) -> Any:
         """`carry = body(block, carry)` over the blocks of a window."""
         first, last = window
         size = self.tiles.loop_rows
 
         def step(i, carry):
-            return body(self.block(x, first + i * size, size, last, of_keys), carry)
+            return body(self._block(first + i * size, size, last, of_keys), carry)
 
         n = lax.div(last - first + np.int32(size - 1), np.int32(size))
         return lax.fori_loop(np.int32(0), n, step, carry)
 
-    def visible(self, q: ChunkBlock, k: ChunkBlock) -> Array:
-        """Which keys `[1, K]` each query `[Q, 1]` sees by this hash, or both transposed."""
-        c, exists = self.chunks, None
-        if not c.causal or c.n_keys is not None:
-            exists = k.position < c.key_length
-        key = Side(k.position, k.segment, exists)
-        mask = c.rule.sees(Side(q.position, q.segment), key)
+    def visible(self, q: ChunkBlock, k: ChunkBlock) -> Array | None:
+        c = self.chunks
+        # Causality hides positions behind the end, too.
+        exists = None if c.causal and c.n_keys is None else k.exists
+        masks = [c.rule.sees(Side(q.position, q.segment), Side(k.position, k.segment, exists))]
         if not self.aligned:
-            mask = mask & self._near(q.chunk, k.chunk)
+            masks.append(self._near(q.chunk, k.chunk))
         # A key counts only for the first hash by which the query sees it (the paper's N_ij).
         n_hashes, packed = self.hash_index, PackedChunks.of(self.chunks)
         for query_pack, key_pack in zip(q.packs, k.packs, strict=True):
-            mask = mask & ~packed.near(query_pack, key_pack, min(n_hashes, packed.per_pack))
+            masks.append(~packed.near(query_pack, key_pack, min(n_hashes, packed.per_pack)))
             n_hashes -= packed.per_pack
-        return mask
+        return all_of(*masks)
 
     def _near(self, query_chunk, key_chunk) -> Array:
         """Whether a query's chunk attends to a key's chunk."""
@@ -261,14 +238,13 @@ class ChunkProgram(NamedTuple):
         distance = (query_chunk - key_chunk + after).astype(jnp.uint32)
         return distance <= jnp.uint32(before + after)
 
-    def dropped(self, x: ChunkInputs, query: ChunkBlock, key: ChunkBlock) -> Array | float:
-        """The dropout mask of the weights of queries on keys."""
-        rate = self.chunks.dropout
-        return tile_dropout_mask(x.seed, rate, self.batch, self.head, query.position, key.position)
+    def dropped(self, q: ChunkBlock, k: ChunkBlock) -> Array | float:
+        seed, rate = self.x.seed, self.chunks.dropout
+        return tile_dropout_mask(seed, rate, self.batch, self.head, q.position, k.position)
 
-    def alone_weight(self, x: ChunkInputs, block: ChunkBlock, row_sum: Array) -> Array:
+    def alone_weight(self, block: ChunkBlock, row_sum: Array) -> Array:
         """The weight of a position's value for itself: its dropout mask if it sees no other."""
         alone = (row_sum == 0.0) & (block.position < self.chunks.length)
         if block.segment is not None:
             alone = alone & is_token(block.segment)
-        return jnp.where(alone, self.dropped(x, block, block), 0.0)
+        return jnp.where(alone, self.dropped(block, block), 0.0)

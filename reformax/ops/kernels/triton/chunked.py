@@ -31,26 +31,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from reformax.derivatives import CustomDerivatives
+from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.chunk_programs import ChunkInputs, ChunkProgram, ChunkTiles
 from reformax.ops.kernels.triton.common import (
-    LOG2_E,
     LOWEST,
     QueryRows,
-    column,
     empty_softmax,
-    hide,
     in_logits,
     launch,
-    line,
-    matmul,
     query_rows,
-    recompute_weights,
-    softmax_step,
 )
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 from reformax.ops.masking.masks import SegmentIds, segment_pair
-from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.online import Softmax, nonzero
 
@@ -66,35 +58,26 @@ class ChunkGradients(NamedTuple):
 def _forward_kernel(
     x: ChunkInputs, before: Softmax | None, after: Softmax, *, program: ChunkProgram
 ):
-    program = program.located()
-    query_block = program.block(x, program.start, program.tiles.rows)
-    queries = column(query_block)
+    program = program.located(x)
+    queries = program.queries()
     # The loads with the longest latency come first.
     if before is None:
         state = empty_softmax(program.tiles.rows, x.v.shape[3])
     else:
-        acc = program.rows(before.acc, query_block)
-        row_max = program.statistics(before.row_max, query_block, LOWEST)
-        state = Softmax(acc, row_max, program.statistics(before.row_sum, query_block, 0.0))
-    q = program.rows(x.q, query_block)
-
-    def attend(block, state):
-        keys = line(block)
-        k, v = program.rows(x.k, block), program.tokens(x.v, block)
-        logits = hide(matmul(q, k, transpose_b=True), program.visible(queries, keys))
-        return softmax_step(state, logits, v, x.q.shape[3], program.dropped(x, queries, keys))
-
-    acc, row_max, row_sum = program.over(x.at_keys(), program.keys(), attend, state, of_keys=True)
+        acc = program.rows(before.acc, queries)
+        row_max = program.numbers(before.row_max, queries, LOWEST)
+        state = Softmax(acc, row_max, program.numbers(before.row_sum, queries, 0.0))
+    acc, row_max, row_sum = flash.forward(program, queries, program.rows(x.q, queries), state)
     if program.is_last:
         row_max = in_logits(row_max, x.q.shape[3])
         acc = acc * (1.0 / nonzero(row_sum))[:, None]
         if program.chunks.sees_itself:
-            lone = program.alone_weight(x, query_block, row_sum)
-            alone_rows = program.rows(x.v, query_block, lone > 0.0)
+            lone = program.alone_weight(queries, row_sum)
+            alone_rows = program.rows(x.v, queries, lone > 0.0)
             acc = acc + lone[:, None] * alone_rows.astype(jnp.float32)
-    program.put_rows(after.acc, query_block, acc)
-    program.put_statistics(after.row_max, query_block, row_max)
-    program.put_statistics(after.row_sum, query_block, row_sum)
+    program.put_rows(after.acc, queries, acc)
+    program.put_numbers(after.row_max, queries, row_max)
+    program.put_numbers(after.row_sum, queries, row_sum)
 
 
 def _backward_kernel(
@@ -105,69 +88,34 @@ def _backward_kernel(
     *,
     program: ChunkProgram,
 ):
-    program = program.located()
-    query_block = program.block(x, program.start, program.tiles.rows)
-    key_block = query_block
-    if x.key_order is not None:
-        key_block = program.block(x.at_keys(), program.start, program.tiles.rows, of_keys=True)
-    size = x.q.shape[3]
-    scale = 1.0 / math.sqrt(size)
+    program = program.located(x, row)
+    queries = program.queries()
+    keys = queries if x.key_order is None else program.keys()
+    scale = 1.0 / math.sqrt(x.q.shape[3])
 
-    def queries(block):
-        exists = block.position < program.chunks.length
-        row_max = program.load_slots(row.row_max, block.slot, exists, 0.0) * LOG2_E
-        inverse_sum = program.load_slots(row.inverse_sum, block.slot, exists, 0.0)
-        dot = program.load_slots(row.dot, block.slot, exists, 0.0)
-        return program.rows(row.d_out, block), dot, row_max, inverse_sum
-
-    k, v = program.rows(x.k, key_block), program.tokens(x.v, key_block)
-
-    def as_keys(block, sums):
-        dk, dv = sums
-        q = program.tokens(x.q, block)
-        d_out, dot, row_max, inverse_sum = queries(block)
-        query, key = line(block), column(key_block)
-        logits = hide(matmul(k, q, transpose_b=True), program.visible(query, key))
-        p = recompute_weights(logits, row_max[None, :], line(inverse_sum), size)
-        dropped = program.dropped(x, query, key)
-        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + matmul(ds.astype(q.dtype), q), dv
-
-    sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dk, dv = program.over(x, program.queries(), as_keys, sums)
+    k, v = program.rows(x.k, keys), program.tokens(x.v, keys)
+    dk, dv = flash.d_keys(program, keys, k, v)
     if program.chunks.sees_itself and program.is_last:
-        lone = program.alone_weight(x, key_block, program.statistics(row.row_sum, key_block, 1.0))
-        dv = dv + lone[:, None] * program.rows(row.d_out, key_block, lone > 0.0).astype(jnp.float32)
+        lone = program.alone_weight(keys, program.numbers(row.row_sum, keys, 1.0))
+        dv = dv + lone[:, None] * program.rows(row.d_out, keys, lone > 0.0).astype(jnp.float32)
     if before is not None:
-        dv = dv + program.rows(before.v, key_block)
-    program.put_rows(after.v, key_block, dv)
+        dv = dv + program.rows(before.v, keys)
+    program.put_rows(after.v, keys, dv)
     if not program.chunks.shared_qk:
         dk = dk * scale
         if before is not None:
-            dk = dk + program.rows(before.k, key_block)
-        program.put_rows(after.k, key_block, dk)
+            dk = dk + program.rows(before.k, keys)
+        program.put_rows(after.k, keys, dk)
 
-    q = program.tokens(x.q, query_block)
-    d_out, dot, row_max, inverse_sum = queries(query_block)
+    q, held = program.tokens(x.q, queries), program.row_of(queries)
     if program.chunks.shared_qk:
-        dq = _through_normalization(q, dk, size)
+        dq = _through_normalization(q, dk, x.q.shape[3])
     else:
         dq = jnp.zeros(q.shape, jnp.float32)
-
-    def as_queries(block, dq):
-        k, v = program.tokens(x.k, block), program.tokens(x.v, block)
-        query, key = column(query_block), line(block)
-        logits = hide(matmul(q, k, transpose_b=True), program.visible(query, key))
-        p = recompute_weights(logits, row_max[:, None], column(inverse_sum), size)
-        dropped = program.dropped(x, query, key)
-        ds = p * (matmul(d_out, v, transpose_b=True) * dropped - dot[:, None])
-        return dq + matmul(ds.astype(k.dtype), k)
-
-    dq = program.over(x.at_keys(), program.keys(), as_queries, dq, of_keys=True) * scale
+    dq = flash.d_queries(program, queries, q, held, dq) * scale
     if before is not None:
-        dq = dq + program.rows(before.q, query_block)
-    program.put_rows(after.q, query_block, dq)
+        dq = dq + program.rows(before.q, queries)
+    program.put_rows(after.q, queries, dq)
 
 
 def _through_normalization(q: Array, dk: Array, size: int) -> Array:
@@ -250,40 +198,6 @@ def _packs(
     return jnp.stack([_in_order(pack, order) for pack in packs])
 
 
-@functools.partial(CustomDerivatives, n_static=2)
-def attend(
-    chunks: Any,
-    interpret: bool,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"] | None,
-    v: Float[Array, "B T N V"],
-    order: Any,
-    segment_ids: SegmentIds | None,
-    seed: Int[Array, 6] | None,
-) -> Float[Array, "B T N V"]:
-    """`ops.softmax.chunked.chunked_attention` by these kernels, with its gradient.
-
-    Arguments are those of `forward`.
-    """
-    return _attend_forward(chunks, interpret, q, k, v, order, segment_ids, seed)[0]
-
-
-def _attend_forward(chunks, interpret, q, k, v, *others):
-    inputs = *first_order((q, k, v)), *others
-    results = forward(chunks, *inputs, interpret=interpret)
-    return results[0], (inputs, results)
-
-
-def _attend_backward(chunks, interpret, residuals, d_out):
-    inputs, results = residuals
-    results, d_out = first_order((results, d_out))
-    dq, dk, dv = backward(chunks, *inputs, *results, d_out, interpret=interpret)
-    return dq, dk, dv, None, None, None
-
-
-attend.define(_attend_forward, _attend_backward)
-
-
 def forward(
     chunks: Any,
     q: Float[Array, "B T N H"],
@@ -353,6 +267,10 @@ def backward(
             _backward_kernel, program, inputs_and_rows, gradients, shape, interpret
         )
     return tuple(gradients)
+
+
+# `ops.softmax.chunked.chunked_attention` by these kernels.
+attend = flash.attention(forward, backward)
 
 
 def _like(x: Array, program: ChunkProgram) -> jax.ShapeDtypeStruct:

@@ -175,30 +175,6 @@ def statistics_step(
     return new_max, row_sum * decay + jnp.sum(weights, axis=1), weights, decay
 
 
-def softmax_step(
-    state: Softmax,
-    logits: Float[Array, "I J"],
-    v: Float[Array, "J K"],
-    size: int,
-    dropout_mask: Float[Array, "I J"] | float,
-) -> Softmax:
-    """Adds a tile of keys to the softmax of its rows (Dao et al. 2022, algorithm 2).
-
-    Args:
-      state: the softmax of the queries' rows over earlier tiles.
-      logits: unscaled products of queries and keys, from `hide`.
-      v: the keys' values.
-      size: H; the scale is `1 / sqrt(H)`.
-      dropout_mask: the factors of the weights.
-    """
-    row_max, row_sum, weights, decay = statistics_step(
-        state.row_max, state.row_sum, logits, LOG2_E / math.sqrt(size)
-    )
-    weights = weights * dropout_mask
-    acc = state.acc * decay[:, None] + matmul(weights.astype(v.dtype), v)
-    return Softmax(acc, row_max, row_sum)
-
-
 def in_logits(row_max: Float[Array, " I"], size: int) -> Float[Array, " I"]:
     """The largest logit of each row, by the largest unscaled product, for heads of `size`."""
     return row_max * (1.0 / math.sqrt(size))
@@ -255,7 +231,7 @@ def recompute_weights(
     """The weights of a tile in a backward pass.
 
     Args:
-      logits: as in `softmax_step`, or transposed.
+      logits: unscaled products of queries and keys, from `hide`, or transposed.
       row_max: the rows' largest logits times `LOG2_E`, as a side of the tile.
       inverse_sum: as in `QueryRows`, as a side of the tile. With None the weights are not divided
         by their sum.

@@ -15,9 +15,11 @@ Letters as in `reformax.ops.moba`; I is the number of queries of a tile.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,27 +28,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.derivatives import CustomDerivatives
+from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
-    LOG2_E,
     QueryRows,
-    column,
     empty_softmax,
-    hide,
     in_logits,
     launch,
-    line,
     load,
-    matmul,
-    power_of_two,
     query_rows,
-    recompute_weights,
-    softmax_step,
     tile_dropout_mask,
     view_rows,
 )
+from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import CAUSAL, Side
-from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.online import Softmax
 
 
@@ -74,6 +68,11 @@ class MobaSizes(NamedTuple):
     key: int
     dropout: float
 
+    @property
+    def n_tiles(self) -> int:
+        """Tiles of a block's keys."""
+        return -(-self.block // self.key)
+
 
 class _MobaInputs(NamedTuple):
     q: Array  # [B, T, N, H]
@@ -86,188 +85,139 @@ class _MobaInputs(NamedTuple):
     bounds: Array
 
 
-class _MobaProgram(NamedTuple):
-    """One program: its sequence and head, its reads and its mask."""
+class MobaBlock(NamedTuple):
+    """The queries or the keys of a tile."""
+
+    position: Array  # -1 of a query that does not exist
+    exists: Array
+    segment: Array | None
+    of_keys: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MobaProgram(Program):
+    """One program: its static settings, its sequence, head and block, its reads and its mask."""
 
     sizes: MobaSizes
+    x: _MobaInputs
+    row: QueryRows | None
     batch: Any
     head: Any
+    block: Any
+    zero_padding = True
 
-    def queries(self, x: _MobaInputs, tile) -> tuple[Array, Array, Array | None]:
-        """The pairs of a tile, the positions of its queries, -1 for none, and their segments."""
-        row = jnp.arange(x.pair.shape[3], dtype=jnp.int32)
-        pair = load(x.pair.at[self.batch, self.head, tile, row], None)
+    @classmethod
+    def of_queries(cls, sizes: MobaSizes, x: _MobaInputs, row: QueryRows | None = None) -> Self:
+        """The running program of a tile of the queries that chose a block."""
+        batch, head = pl.program_id(2), pl.program_id(1)
+        return cls(sizes, x, row, batch, head, x.block[batch, head, pl.program_id(0)])
+
+    @classmethod
+    def of_keys(cls, sizes: MobaSizes, x: _MobaInputs, row: QueryRows) -> Self:
+        """The running program of a tile of a block's keys."""
+        block = lax.div(pl.program_id(0), jnp.int32(sizes.n_tiles))
+        return cls(sizes, x, row, pl.program_id(2), pl.program_id(1), block)
+
+    # The tiles.
+
+    def queries(self, tile) -> tuple[Array, MobaBlock]:
+        """The pairs of a tile, and its queries."""
+        number = jnp.arange(self.x.pair.shape[3], dtype=jnp.int32)
+        pair = load(self.x.pair.at[self.batch, self.head, tile, number], None)
         position = jnp.where(pair < 0, -1, lax.div(pair, jnp.int32(self.sizes.n_seen)))
-        return pair, position, self._ids(x, position, pair >= 0)
+        return pair, self._block(position, pair >= 0, of_keys=False)
 
-    def keys(self, x: _MobaInputs, block, tile) -> tuple[Array, Array, Array | None]:
-        """A tile of a block's keys: positions, whether each is in the block, and segments."""
+    def keys(self, tile) -> MobaBlock:
+        """A tile of the block's keys."""
         within = tile * self.sizes.key + jnp.arange(self.sizes.key, dtype=jnp.int32)
-        position = block * self.sizes.block + within
-        exists = (within < self.sizes.block) & (position < x.k.shape[1])
-        return position, exists, self._ids(x, position, exists)
+        position = self.block * self.sizes.block + within
+        exists = (within < self.sizes.block) & (position < self.x.k.shape[1])
+        return self._block(position, exists, of_keys=True)
 
-    def _ids(self, x: _MobaInputs, position, exists):
-        if x.ids is None:
-            return None
-        return load(x.ids.at[self.batch, jnp.where(exists, position, 0)], exists, 0)
+    def _block(self, position, exists, of_keys: bool) -> MobaBlock:
+        ids = self.x.ids
+        if ids is not None:
+            ids = load(ids.at[self.batch, jnp.where(exists, position, 0)], exists, 0)
+        return MobaBlock(position, exists, ids, of_keys)
 
-    def rows(self, ref, position, exists) -> Array:
-        """Rows of `[B, T, N, H]`, H padded; zeros where none exists."""
-        return self._rows(ref, self.head, position, exists)
+    def over_keys(self, queries: MobaBlock, body: Callable, carry: Any) -> Any:
+        """The block's tiles up to the last query."""
+        last = jnp.max(queries.position)
+        end = CAUSAL.bounds(last, last + 1).end
+        end = jnp.minimum(end - self.block * self.sizes.block, self.sizes.block)
+        end = jnp.maximum(end, 0) + jnp.int32(self.sizes.key - 1)
+        n_tiles = lax.div(end, jnp.int32(self.sizes.key))
+        return lax.fori_loop(
+            jnp.int32(0), n_tiles, lambda tile, carry: body(self.keys(tile), carry), carry
+        )
 
-    def rows_of_keys(self, ref, x: _MobaInputs, position, exists) -> Array:
-        """Rows of `[B, T, G, H]` of the head's group, likewise."""
-        group = jnp.int32(x.q.shape[2] // x.k.shape[2])
-        return self._rows(ref, lax.div(self.head, group), position, exists)
+    def over_queries(self, keys: MobaBlock, body: Callable, carry: Any) -> Any:
+        """The tiles of the queries that chose the block."""
+        bounds = (self.block + jnp.int32(i) for i in (0, 1))
+        first, end = (self.x.bounds[self.batch, self.head, i] for i in bounds)
+        return lax.fori_loop(
+            first, end, lambda tile, carry: body(self.queries(tile)[1], carry), carry
+        )
 
-    def _rows(self, ref, head, position, exists) -> Array:
-        width = power_of_two(ref.shape[3])
-        safe = jnp.where(exists, position, 0)
-        return load(*view_rows(ref, self.batch, safe, head, width, exists), 0.0)
+    # Reading and writing.
 
-    def statistics(self, ref, position, exists) -> Array | None:
-        """Entries of `[B, N, T]`, zeros where none exists; None without `ref`."""
-        if ref is None:
-            return None
-        return load(ref.at[self.batch, self.head, jnp.where(exists, position, 0)], exists, 0.0)
+    def address(self, block: MobaBlock):
+        head = self.head
+        if block.of_keys:  # a key head has several query heads
+            head = lax.div(head, jnp.int32(self.x.q.shape[2] // self.x.k.shape[2]))
+        return jnp.where(block.exists, block.position, self.x.q.shape[1]), head, block.exists
 
-    def put(self, ref, slot, exists, value) -> None:
+    def put(self, ref, pair, value) -> None:
         """Writes rows of `[B, N, P, H]`."""
         column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
-        mask = exists[:, None] & (column < ref.shape[3])
+        mask = (pair >= 0)[:, None] & (column < ref.shape[3])
         # Masked rows have a slot out of bounds: the interpreter also writes where it masks.
-        slot = jnp.where(exists, slot, ref.shape[2])
+        slot = jnp.where(pair >= 0, pair, ref.shape[2])
         view = ref.at[self.batch, self.head, slot[:, None], column]
         pltriton.store(view, value.astype(ref.dtype), mask=mask)
 
-    def put_numbers(self, ref, slot, exists, value) -> None:
+    def put_sums(self, ref, pair, value) -> None:
         """Writes entries of `[B, N, P]`."""
-        view = ref.at[self.batch, self.head, jnp.where(exists, slot, ref.shape[2])]
-        pltriton.store(view, value, mask=exists)
+        view = ref.at[self.batch, self.head, jnp.where(pair >= 0, pair, ref.shape[2])]
+        pltriton.store(view, value, mask=pair >= 0)
 
-    def dropped(self, x: _MobaInputs, query, key) -> Array | float:
-        return tile_dropout_mask(x.seed, self.sizes.dropout, self.batch, self.head, query, key)
+    # The mask.
 
-    def n_keys(self, block, last_query) -> Any:
-        """The tiles of a block's keys up to the last query's position."""
-        end = CAUSAL.bounds(last_query, last_query + 1).end
-        end = jnp.minimum(end - block * self.sizes.block, self.sizes.block)
-        end = jnp.maximum(end, 0) + jnp.int32(self.sizes.key - 1)
-        return lax.div(end, jnp.int32(self.sizes.key))
+    def visible(self, q: MobaBlock, k: MobaBlock) -> Array:
+        return CAUSAL.sees(Side(q.position, q.segment), Side(k.position, k.segment, k.exists))
+
+    def dropped(self, q: MobaBlock, k: MobaBlock) -> Array | float:
+        seed, rate = self.x.seed, self.sizes.dropout
+        return tile_dropout_mask(seed, rate, self.batch, self.head, q.position, k.position)
 
 
 def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
-    tile = pl.program_id(0)
-    program = _MobaProgram(sizes, pl.program_id(2), pl.program_id(1))
-    block = x.block[program.batch, program.head, tile]
-    pair, position, ids = program.queries(x, tile)
-    exists = pair >= 0
-    q = program.rows(x.q, position, exists)
-
-    def attend(key_tile, state):
-        key, key_exists, key_ids = program.keys(x, block, key_tile)
-        k, v = (program.rows_of_keys(ref, x, key, key_exists) for ref in (x.k, x.v))
-        mask = CAUSAL.sees(column(Side(position, ids)), line(Side(key, key_ids, key_exists)))
-        logits = hide(matmul(q, k, transpose_b=True), mask)
-        dropped = program.dropped(x, position[:, None], key[None])
-        return softmax_step(state, logits, v, x.q.shape[3], dropped)
-
-    state = empty_softmax(position.shape[0], x.v.shape[3])
-    state = lax.fori_loop(jnp.int32(0), program.n_keys(block, jnp.max(position)), attend, state)
-    program.put(out.acc, pair, exists, state.acc)
-    program.put_numbers(out.row_max, pair, exists, in_logits(state.row_max, x.q.shape[3]))
-    program.put_numbers(out.row_sum, pair, exists, state.row_sum)
-
-
-def _weights(program, x, q, k, query, key, ids, statistics, transposed):
-    """A tile's weights and their dropout mask; `transposed` puts keys first."""
-    key, key_exists, key_ids = key
-    first, second = (line, column) if transposed else (column, line)
-    mask = CAUSAL.sees(first(Side(query, ids)), second(Side(key, key_ids, key_exists)))
-    products = matmul(k, q, transpose_b=True) if transposed else matmul(q, k, transpose_b=True)
-    row_max, inverse_sum = statistics
-    row_max = first(row_max) * LOG2_E
-    inverse_sum = None if inverse_sum is None else first(inverse_sum)
-    p = recompute_weights(hide(products, mask), row_max, inverse_sum, x.q.shape[3])
-    return p, program.dropped(x, first(query), second(key))
+    program = MobaProgram.of_queries(sizes, x)
+    pair, queries = program.queries(pl.program_id(0))
+    state = empty_softmax(pair.shape[0], x.v.shape[3])
+    # Array operations merge a query's blocks, so the softmax is not divided by its sum.
+    state = flash.forward(program, queries, program.rows(x.q, queries), state)
+    program.put(out.acc, pair, state.acc)
+    program.put_sums(out.row_max, pair, in_logits(state.row_max, x.q.shape[3]))
+    program.put_sums(out.row_sum, pair, state.row_sum)
 
 
 def _queries_kernel(x: _MobaInputs, row: QueryRows, dq, *, sizes):
-    tile = pl.program_id(0)
-    program = _MobaProgram(sizes, pl.program_id(2), pl.program_id(1))
-    block = x.block[program.batch, program.head, tile]
-    pair, position, ids = program.queries(x, tile)
-    exists = pair >= 0
-    q, d_out = (program.rows(ref, position, exists) for ref in (x.q, row.d_out))
-    row_max, dot, inverse_sum = (
-        program.statistics(ref, position, exists) for ref in (row.row_max, row.dot, row.inverse_sum)
-    )
-
-    def differentiate(key_tile, sums):
-        key = program.keys(x, block, key_tile)
-        k, v = (program.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
-        p, dropped = _weights(program, x, q, k, position, key, ids, (row_max, inverse_sum), False)
-        ds = p * (matmul(d_out, v, transpose_b=True) * dropped - dot[:, None])
-        return sums + matmul(ds.astype(k.dtype), k)
-
-    sums = jnp.zeros(q.shape, jnp.float32)
-    n_keys = program.n_keys(block, jnp.max(position))
-    sums = lax.fori_loop(jnp.int32(0), n_keys, differentiate, sums)
-    program.put(dq, pair, exists, sums * (1.0 / math.sqrt(x.q.shape[3])))
+    program = MobaProgram.of_queries(sizes, x, row)
+    pair, queries = program.queries(pl.program_id(0))
+    q, held = program.rows(x.q, queries), program.row_of(queries)
+    sums = flash.d_queries(program, queries, q, held, jnp.zeros(q.shape, jnp.float32))
+    program.put(dq, pair, sums * (1.0 / math.sqrt(x.q.shape[3])))
 
 
 def _keys_kernel(x: _MobaInputs, row: QueryRows, gradients, *, sizes):
-    program = _MobaProgram(sizes, pl.program_id(2), pl.program_id(1))
-    n_tiles = jnp.int32(-(-sizes.block // sizes.key))
-    block = lax.div(pl.program_id(0), n_tiles)
-    key = program.keys(x, block, lax.rem(pl.program_id(0), n_tiles))
-    k, v = (program.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
-
-    def differentiate(tile, sums):
-        dk, dv = sums
-        pair, position, ids = program.queries(x, tile)
-        exists = pair >= 0
-        q, d_out = (program.rows(ref, position, exists) for ref in (x.q, row.d_out))
-        row_max, dot, inverse_sum = (
-            program.statistics(ref, position, exists)
-            for ref in (row.row_max, row.dot, row.inverse_sum)
-        )
-        p, dropped = _weights(program, x, q, k, position, key, ids, (row_max, inverse_sum), True)
-        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
-        ds = p * (matmul(v, d_out, transpose_b=True) * dropped - dot[None, :])
-        return dk + matmul(ds.astype(q.dtype), q), dv
-
-    first, end = (x.bounds[program.batch, program.head, block + jnp.int32(i)] for i in (0, 1))
-    sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dk, dv = lax.fori_loop(first, end, differentiate, sums)
+    program = MobaProgram.of_keys(sizes, x, row)
+    keys = program.keys(lax.rem(pl.program_id(0), jnp.int32(sizes.n_tiles)))
+    dk, dv = flash.d_keys(program, keys, program.rows(x.k, keys), program.rows(x.v, keys))
     for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
-        view, mask = view_rows(ref, program.batch, key[0], program.head, value.shape[1], key[1])
+        rows = keys.position, program.head, value.shape[1], keys.exists
+        view, mask = view_rows(ref, program.batch, *rows)
         pltriton.store(view, value.astype(ref.dtype), mask=mask)
-
-
-@functools.partial(CustomDerivatives, n_static=2)
-def attend(
-    sizes: MobaSizes,
-    interpret: bool,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T G H"],
-    v: Float[Array, "B T G V"],
-    ids: Int[Array, "B T"] | None,
-    lists: MobaLists,
-    seed: Int[Array, 6] | None,
-) -> Float[Array, "B T N V"]:
-    """The attention of a call's lists by these kernels.
-
-    Args:
-      sizes: the static settings.
-      interpret: whether to run the kernels on any device, slowly.
-      q, k, v: queries, keys, values, zeros at padding.
-      ids: the tokens' segments; None: one segment.
-      lists: the queries that see each block.
-      seed: `seed_words` of dropout; None without dropout.
-    """
-    return _attend_forward(sizes, interpret, q, k, v, ids, lists, seed)[0]
 
 
 def _launch(kernel, sizes, interpret, inputs, shapes, n_programs):
@@ -288,8 +238,26 @@ def _inputs(sizes, q, k, v, ids, lists, seed) -> _MobaInputs:
     return _MobaInputs(q, k, v, ids, seed, *lists[:3])
 
 
-def _attend_forward(sizes, interpret, q, k, v, ids, lists, seed):
-    q, k, v = first_order((q, k, v))
+def forward(
+    sizes: MobaSizes,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T G H"],
+    v: Float[Array, "B T G V"],
+    ids: Int[Array, "B T"] | None,
+    lists: MobaLists,
+    seed: Int[Array, 6] | None,
+    interpret: bool,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
+    """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
+
+    Args:
+      sizes: the static settings.
+      q, k, v: queries, keys, values, zeros at padding.
+      ids: the tokens' segments; None: one segment.
+      lists: the queries that see each block.
+      seed: `seed_words` of dropout; None without dropout.
+      interpret: whether to run the kernels on any device, slowly.
+    """
     n_batch, length, n_heads, _ = q.shape
     x = _inputs(sizes, q, k, v, ids, lists, seed)
     pairs = n_batch, n_heads, length * sizes.n_seen
@@ -302,21 +270,21 @@ def _attend_forward(sizes, interpret, q, k, v, ids, lists, seed):
     parts = Softmax(*(y.reshape(*exists.shape, *y.shape[3:]) for y in parts))
     whole = parts.merged(axis=3, where=exists)
     out = jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
-    return out, ((q, k, v, ids, lists, seed), (out, *whole[1:]))
+    return out, *whole[1:]
 
 
-def _attend_backward(sizes, interpret, residuals, d_out):
-    inputs, results = residuals
-    (out, row_max, row_sum), d_out = first_order((results, d_out))
-    q, k, v, ids, lists, _ = inputs
-    x = _inputs(sizes, *inputs)
+def backward(
+    sizes, q, k, v, ids, lists, seed, out, row_max, row_sum, d_out, interpret
+) -> tuple[Array, Array, Array]:
+    """The gradients of q, k and v, by the inputs and the results of `forward`."""
+    x = _inputs(sizes, q, k, v, ids, lists, seed)
     row = query_rows(d_out, out, row_max, row_sum, ids)
     exists = lists.exists
     shape = (*exists.shape[:2], q.shape[1] * sizes.n_seen, q.shape[3])
     shape = jax.ShapeDtypeStruct(shape, jnp.float32)
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), shape, lists.block.shape[2])
     dq = jnp.where(exists[..., None], dq.reshape(*exists.shape, -1), 0).sum(axis=3)
-    n_programs = (lists.bounds.shape[2] - 1) * -(-sizes.block // sizes.key)
+    n_programs = (lists.bounds.shape[2] - 1) * sizes.n_tiles
     one_head_each = q.shape[2] == k.shape[2]
     like = tuple(
         jax.ShapeDtypeStruct((*q.shape[:3], y.shape[3]), y.dtype if one_head_each else jnp.float32)
@@ -328,7 +296,7 @@ def _attend_backward(sizes, interpret, residuals, d_out):
             d.reshape(*y.shape[:3], -1, y.shape[3]).sum(axis=3).astype(y.dtype)
             for d, y in zip(sums, (k, v), strict=True)
         )
-    return jnp.swapaxes(dq, 1, 2).astype(q.dtype), *sums, None, None, None
+    return jnp.swapaxes(dq, 1, 2).astype(q.dtype), *sums
 
 
-attend.define(_attend_forward, _attend_backward)
+attend = flash.attention(forward, backward)

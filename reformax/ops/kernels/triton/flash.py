@@ -1,0 +1,249 @@
+"""The bodies of flash attention: one forward and two backward, over the blocks of any program.
+
+    forward     O = softmax(Q K^T / sqrt(H)) V    Dao 2023, "FlashAttention-2", algorithm 1
+    d_queries   dQ = dS K                         algorithm 2, by rows
+    d_keys      dK = dS^T Q and dV = P^T dO       algorithm 2, by columns
+
+The backward pass recomputes logits, by rows and by columns: each row of a gradient has one writer,
+so sums have one order and need no atomics.
+
+A `Program` holds a tile of one side on the chip, and visits blocks of the other side. It says which
+blocks these are, where their rows are in memory, and which keys are visible. What follows the loop
+is the kernel's: it divides the softmax by its sum, or stores it for another kernel to continue.
+
+Letters as in `reformax.ops.base`; I queries and J keys of a tile, L positions of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.derivatives import CustomDerivatives
+from reformax.ops.kernels.triton.common import (
+    LOG2_E,
+    QueryRows,
+    column,
+    hide,
+    line,
+    load,
+    matmul,
+    power_of_two,
+    recompute_weights,
+    statistics_step,
+    view_rows,
+)
+from reformax.ops.masking.visibility import is_token
+from reformax.ops.numerics.first_order import first_order
+from reformax.ops.softmax.online import Softmax
+
+# A program's own NamedTuple of `[L]`: positions, and whatever decides who sees whom.
+Block = Any
+Carry = TypeVar("Carry")
+
+
+class Program:
+    """A running program: what it visits and sees, and how it reads and writes.
+
+    Attributes:
+      x: references to the arrays of the call, among them `q`, `k` and `v`.
+      row: references to what the backward pass reads of each query; None in the forward pass.
+      batch: the sequence.
+      zero_padding: whether padding is zeros in memory. Otherwise it may be NaN.
+    """
+
+    x: Any
+    row: QueryRows | None
+    batch: Any
+    zero_padding = False
+
+    def over_keys(self, queries: Block, body: Callable[[Block, Carry], Carry], carry: Carry):
+        """`carry = body(keys, carry)` over the blocks of keys that the program's queries see."""
+        raise NotImplementedError
+
+    def over_queries(self, keys: Block, body: Callable[[Block, Carry], Carry], carry: Carry):
+        """`carry = body(queries, carry)` over the blocks of queries that see the program's keys."""
+        raise NotImplementedError
+
+    def visible(self, queries: Block, keys: Block) -> Bool[Array, "I J"] | None:
+        """Which keys each query sees, or both transposed; None: all keys."""
+        raise NotImplementedError
+
+    def dropped(self, queries: Block, keys: Block) -> Float[Array, "I J"] | float:
+        """The dropout mask of the weights, likewise."""
+        raise NotImplementedError
+
+    def address(
+        self, block: Block
+    ) -> tuple[Int[Array, " L"], Int[Array, "*L"], Bool[Array, " L"] | None]:
+        """The positions of a block's rows, their heads, and which rows exist; None: all.
+
+        A row that does not exist has a position out of bounds: the interpreter also writes where it
+        masks.
+        """
+        raise NotImplementedError
+
+    def rows(self, ref: Any, block: Block, included: Array | None = None) -> Float[Array, "L H"]:
+        """A block's rows of `[B, T, N, H]`, H padded; zeros where none exists or is `included`."""
+        width = power_of_two(ref.shape[3])
+        view, mask = self.view(ref, block, width)
+        if included is not None:
+            shape = included.shape[0], width
+            included = included[:, None] if mask is None else mask & included[:, None]
+            mask = jnp.broadcast_to(included, shape)
+        return load(view, mask, 0.0)
+
+    def tokens(self, ref: Any, block: Block) -> Float[Array, "L H"]:
+        """The same with zeros at padding too, for products whose weights may be 0 there.
+
+        Padding may be NaN, and 0 times NaN is NaN.
+        """
+        masked = not self.zero_padding and block.segment is not None
+        return self.rows(ref, block, is_token(block.segment) if masked else None)
+
+    def put_rows(self, ref: Any, block: Block, value: Float[Array, "L H"]) -> None:
+        """Writes a block's rows of `[B, T, N, H]`."""
+        view, mask = self.view(ref, block, value.shape[1])
+        pltriton.store(view, value.astype(ref.dtype), mask=mask)
+
+    def view(self, ref: Any, block: Block, width: int) -> tuple[Any, Bool[Array, "L J"] | None]:
+        """A view of a block's rows, and its mask."""
+        position, head, exists = self.address(block)
+        head = head[:, None] if jnp.ndim(head) else head
+        return view_rows(ref, self.batch, position, head, width, exists)
+
+    def numbers(self, ref: Any, block: Block, other: float = 0.0) -> Float[Array, " L"]:
+        """A block's entries of `[B, N, T]`; `other` where none exists."""
+        position, head, exists = self.address(block)
+        return load(ref.at[self.batch, head, position], exists, other)
+
+    def put_numbers(self, ref: Any, block: Block, value: Float[Array, " L"]) -> None:
+        """Writes a block's entries of `[B, N, T]`."""
+        position, head, exists = self.address(block)
+        pltriton.store(ref.at[self.batch, head, position], value.astype(ref.dtype), mask=exists)
+
+    def statistics(self, ref: Any, queries: Block) -> Float[Array, " L"]:
+        """A block's entries of an array of `row`."""
+        return self.numbers(ref, queries)
+
+    def gradient(self, queries: Block) -> tuple[Float[Array, "L V"], Float[Array, " L"]]:
+        """`d_out` and `dot` of a block of queries."""
+        row = self.row
+        return self.rows(row.d_out, queries), self.statistics(row.dot, queries)
+
+    def softmax(self, queries: Block) -> tuple[Float[Array, " L"], Float[Array, " L"] | None]:
+        """`row_max`, times `LOG2_E`, and `inverse_sum` of a block of queries."""
+        row_max, inverse_sum = self.row.row_max, self.row.inverse_sum
+        row_max = self.statistics(row_max, queries) * LOG2_E
+        return row_max, None if inverse_sum is None else self.statistics(inverse_sum, queries)
+
+    def row_of(self, queries: Block) -> QueryRows:
+        """All that the backward pass reads of a block of queries."""
+        d_out, dot = self.gradient(queries)
+        row_max, inverse_sum = self.softmax(queries)
+        return QueryRows(d_out, dot, row_max, None, inverse_sum)
+
+
+def forward(program: Program, queries: Block, q: Float[Array, "I H"], state: Softmax) -> Softmax:
+    """Adds the keys that a tile of queries sees to the softmax of its rows.
+
+    The state is the accumulator, the running maximum of the unscaled logits, and the normalizer.
+    """
+    x, query = program.x, column(queries)
+    scale = LOG2_E / math.sqrt(x.q.shape[3])
+
+    def visit(keys: Block, state: Softmax) -> Softmax:
+        acc, row_max, row_sum = state
+        k, v = program.rows(x.k, keys), program.tokens(x.v, keys)
+        key = line(keys)
+        logits, dropped = _logits(program, q, k, query, key), program.dropped(query, key)
+        row_max, row_sum, p, decay = statistics_step(row_max, row_sum, logits, scale)
+        p = p * dropped
+        return Softmax(acc * decay[:, None] + matmul(p.astype(v.dtype), v), row_max, row_sum)
+
+    return program.over_keys(queries, visit, state)
+
+
+def d_queries(
+    program: Program,
+    queries: Block,
+    q: Float[Array, "I H"],
+    row: QueryRows,
+    dq: Float[Array, "I H"],
+) -> Float[Array, "I H"]:
+    """Adds to the gradient of a tile of queries, times sqrt(H); `row` is `Program.row_of` them."""
+    x, query = program.x, column(queries)
+
+    def visit(keys: Block, dq: Array) -> Array:
+        k, v = program.tokens(x.k, keys), program.tokens(x.v, keys)
+        key = line(keys)
+        logits = _logits(program, q, k, query, key)
+        p = recompute_weights(logits, column(row.row_max), column(row.inverse_sum), x.q.shape[3])
+        dp = matmul(row.d_out, v, transpose_b=True) * program.dropped(query, key)
+        ds = p * (dp - column(row.dot))
+        return dq + matmul(ds.astype(k.dtype), k)
+
+    return program.over_keys(queries, visit, dq)
+
+
+def d_keys(
+    program: Program, keys: Block, k: Float[Array, "J H"], v: Float[Array, "J V"]
+) -> tuple[Float[Array, "J H"], Float[Array, "J V"]]:
+    """The gradients of a tile of keys, times sqrt(H), and of its values."""
+    x, key = program.x, column(keys)
+
+    def visit(queries: Block, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        dk, dv = sums
+        q, (d_out, dot) = program.tokens(x.q, queries), program.gradient(queries)
+        query = line(queries)
+        logits = _logits(program, k, q, query, key)
+        # Loads behind the product take fewer registers.
+        row_max, inverse_sum = program.softmax(queries)
+        p = recompute_weights(logits, line(row_max), line(inverse_sum), x.q.shape[3])
+        dropped = program.dropped(query, key)
+        dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
+        dp = matmul(v, d_out, transpose_b=True) * dropped
+        ds = p * (dp - line(dot))
+        return dk + matmul(ds.astype(q.dtype), q), dv
+
+    sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    return program.over_queries(keys, visit, sums)
+
+
+def _logits(
+    program: Program, rows: Float[Array, "I H"], columns: Float[Array, "J H"], query, key
+) -> Float[Array, "I J"]:
+    """The unscaled logits of a tile. The exponents of the weights scale them by 1 / sqrt(H)."""
+    mask = program.visible(query, key)
+    return hide(matmul(rows, columns, transpose_b=True), mask)
+
+
+def attention(forward: Callable, backward: Callable, with_sums: bool = False) -> CustomDerivatives:
+    """`attend(static, interpret, q, k, v, *others) -> out`, with the gradients of q, k and v.
+
+    Args:
+      forward: `(static, *inputs, interpret=) -> (out, row_max, row_sum)`.
+      backward: `(static, *inputs, out, row_max, row_sum, d_out, interpret=) -> (dq, dk, dv)`.
+      with_sums: whether `attend` returns `(out, row_sum)`. The sum has no gradient.
+    """
+
+    def run(static, interpret, q, k, v, *others):
+        inputs = *first_order((q, k, v)), *others
+        results = forward(static, *inputs, interpret=interpret)
+        return (results[0], results[2]) if with_sums else results[0], (inputs, results)
+
+    def differentiate(static, interpret, residuals, cotangents):
+        inputs, results = residuals
+        d_out = cotangents[0] if with_sums else cotangents
+        results, d_out = first_order((results, d_out))
+        gradients = backward(static, *inputs, *results, d_out, interpret=interpret)
+        return *gradients, *[None] * (len(inputs) - 3)
+
+    attend = CustomDerivatives(lambda *args: run(*args)[0], n_static=2)
+    attend.define(run, differentiate)
+    return attend

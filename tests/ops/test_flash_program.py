@@ -1,0 +1,142 @@
+"""The bodies of flash attention over a program that is no op's."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+from reformax.ops.kernels.triton import flash
+from reformax.ops.kernels.triton.common import (
+    QueryRows,
+    empty_softmax,
+    in_logits,
+    launch,
+    query_rows,
+)
+from reformax.ops.softmax.online import Softmax, nonzero
+from tests.helpers import assert_trees_close
+
+TILE, LENGTH = 16, 40
+
+
+class Inputs(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+
+
+class Tile(NamedTuple):
+    position: Any
+    exists: Any
+    segment: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryOther(flash.Program):
+    """A query sees the keys at an even distance; tiles are visited from the last to the first."""
+
+    x: Inputs
+    row: QueryRows | None
+    batch: Any
+    head: Any
+
+    @classmethod
+    def located(cls, x, row=None):
+        return cls(x, row, pl.program_id(2), pl.program_id(1))
+
+    def tile(self, i):
+        position = i * TILE + jnp.arange(TILE, dtype=jnp.int32)
+        return Tile(position, position < LENGTH)
+
+    def over_keys(self, queries, body, carry):
+        n = -(-LENGTH // TILE)
+        return lax.fori_loop(0, n, lambda i, carry: body(self.tile(n - 1 - i), carry), carry)
+
+    over_queries = over_keys
+
+    def address(self, block):
+        return block.position, self.head, block.exists
+
+    def visible(self, queries, keys):
+        return ((queries.position - keys.position) % 2 == 0) & keys.exists
+
+    def dropped(self, queries, keys):
+        return jnp.where(keys.position == 3, 0.0, 1.25)
+
+
+def forward_kernel(x, out):
+    program = EveryOther.located(x)
+    queries = program.tile(pl.program_id(0))
+    state = empty_softmax(TILE, x.v.shape[3])
+    acc, row_max, row_sum = flash.forward(program, queries, program.rows(x.q, queries), state)
+    program.put_rows(out.acc, queries, acc / nonzero(row_sum)[:, None])
+    program.put_numbers(out.row_max, queries, in_logits(row_max, x.q.shape[3]))
+    program.put_numbers(out.row_sum, queries, row_sum)
+
+
+def backward_kernel(x, row, out):
+    program = EveryOther.located(x, row)
+    tile = program.tile(pl.program_id(0))
+    q, k, v = (program.rows(ref, tile) for ref in x)
+    dq = flash.d_queries(program, tile, q, program.row_of(tile), jnp.zeros(q.shape, jnp.float32))
+    dk, dv = flash.d_keys(program, tile, k, v)
+    scale = 1 / math.sqrt(x.q.shape[3])
+    for ref, value in zip(out, (dq * scale, dk * scale, dv), strict=True):
+        program.put_rows(ref, tile, value)
+
+
+def run(kernel, inputs, shapes):
+    n_batch, length, n_heads, _ = inputs[0].q.shape
+    grid = -(-length // TILE), n_heads, n_batch
+    options = dict(num_warps=4, num_stages=1, interpret=True, name="every_other")
+    return launch(kernel, inputs, (shapes,), grid=grid, **options)[0]
+
+
+def forward(_, q, k, v, interpret):
+    assert interpret
+    statistic = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    shapes = Softmax(jax.ShapeDtypeStruct(v.shape, v.dtype), statistic, statistic)
+    return tuple(run(forward_kernel, (Inputs(q, k, v),), shapes))
+
+
+def backward(_, q, k, v, out, row_max, row_sum, d_out, interpret):
+    row = query_rows(d_out, out, row_max, row_sum, None)
+    shapes = Inputs(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)))
+    return tuple(run(backward_kernel, (Inputs(q, k, v), row), shapes))
+
+
+def in_arrays(q, k, v):
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[3])
+    position = jnp.arange(LENGTH)
+    sees = (position[:, None] - position) % 2 == 0
+    weights = jax.nn.softmax(jnp.where(sees, logits, -jnp.inf), axis=-1)
+    weights = weights * jnp.where(position == 3, 0.0, 1.25)
+    return jnp.einsum("bnts,bsnv->btnv", weights, v)
+
+
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_a_program_says_what_is_visited_and_seen(with_sums):
+    rng = np.random.default_rng(0)
+    shapes = [(2, LENGTH, 2, size) for size in (8, 8, 5, 5)]
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
+    attend = functools.partial(flash.attention(forward, backward, with_sums), None, True)
+
+    def output(q, k, v):
+        return attend(q, k, v)[0] if with_sums else attend(q, k, v)
+
+    def passes(f):
+        out, vjp = jax.vjp(f, q, k, v)
+        return out, vjp(d_out)
+
+    assert_trees_close(passes(output), passes(in_arrays))
+    if with_sums:
+        row_sum = attend(q, k, v)[1]
+        assert row_sum.shape == (2, 2, LENGTH)
+        assert np.all(np.asarray(row_sum) >= 1)
