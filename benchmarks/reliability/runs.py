@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -315,7 +316,10 @@ def _tensors(folder: Path) -> list[Any]:
     if (harm := manifest.damage(folder)) is not None:
         raise ValueError(harm)
     digest = hashlib.sha256()
-    for name, array in sorted(ocp.PyTreeCheckpointer().restore(folder / "arrays").items()):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that orbax takes the shardings as they were
+        tensors = ocp.PyTreeCheckpointer().restore(folder / "arrays")
+    for name, array in sorted(tensors.items()):
         array = np.asarray(array)
         digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     described = json.loads((folder / "checkpoint.json").read_text())

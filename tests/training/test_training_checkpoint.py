@@ -5,6 +5,8 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.training import arrays, checkpoint, description, manifest
+from reformax.training import array_reader, arrays, checkpoint, description, manifest
 from reformax.training.averaging import last_configs, restore_mean
 from reformax.training.step import TrainState
 from tests.helpers import assert_trees_equal
@@ -342,3 +344,57 @@ def test_nothing_is_in_progress_once_a_save_has_failed(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
+
+
+def read_bytes():
+    """The bytes that this process and those that it waited for have read."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
+
+
+def test_of_a_tensor_little_more_is_read_than_a_region(tmp_path):
+    """Of one that a single process wrote, so that others share the work when they go on."""
+    tensor = np.random.default_rng(0).normal(size=(4096, 1024)).astype(np.float32)  # 16 MB
+    save_arrays(tmp_path / "arrays", {"a": tensor})
+    amounts = []
+    for rows in (1, 512):
+        region, before = (slice(1024, 1024 + rows), slice(0, 1024)), read_bytes()
+        wanted = {"a": array_reader.Wanted(tensor.shape, tensor.dtype, [region])}
+        np.testing.assert_array_equal(arrays.restore(tmp_path, wanted)["a"][0], tensor[region])
+        amounts.append(read_bytes() - before)
+    assert 0 < amounts[1] - amounts[0] < tensor.nbytes / 4
+
+
+ON_A_MESH = """
+import sys, jax, numpy as np, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import orbax.checkpoint as ocp
+from reformax.training.checkpoint import Checkpoints
+
+def over(n, *spec):
+    return NamedSharding(Mesh(np.array(jax.devices()[:n]), ("x",)), P(*spec))
+
+state = {
+    "a": jax.device_put(jnp.arange(4096.0).reshape(64, 64), over(4, "x")),
+    "b": jax.device_put(jnp.arange(5, dtype=jnp.bfloat16), over(4)),
+    "none": jnp.zeros((0, 3)),
+}
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(1, state)
+checkpoints.wait()
+for n, spec in [(4, ("x",)), (4, (None, "x")), (2, ("x",)), (1, ())]:
+    shardings = {"a": over(n, *spec), "b": over(n), "none": over(n)}
+    found, _ = checkpoints.restore(1, state, shardings)
+    for name, array in found.items():
+        assert isinstance(array, jax.Array) and array.sharding == shardings[name], name
+        assert array.dtype == state[name].dtype
+        np.testing.assert_array_equal(array, state[name])
+by_orbax = ocp.PyTreeCheckpointer().restore(sys.argv[1] + "/checkpoints/1/arrays")
+np.testing.assert_array_equal(by_orbax["a"], state["a"])
+"""
+
+
+def test_a_state_comes_back_on_the_mesh_that_is_wanted(tmp_path):
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
+    command = [sys.executable, "-c", ON_A_MESH, str(tmp_path)]
+    subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=True)

@@ -155,7 +155,7 @@ DAMAGE = {
     "true": (set_manifest('{"a": {"size": true, "crc32": 0}}'), "manifest.json does not hold"),
     "another file": (
         set_manifest('{"../../../config": {"size": 1, "crc32": 0}}'),
-        "../../../config is missing",
+        "manifest.json lists '../../../config', which is no file of a checkpoint",
     ),
     "a file too few": (forget("_METADATA"), r"_METADATA is not in manifest.json"),
     "no description": (forget("checkpoint.json"), "checkpoint.json is not in manifest.json"),
@@ -276,9 +276,9 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_told(run, monkeypatch)
     like = jax.eval_shape(lambda: {"w": np.zeros(3)})
     real = manifest.damage
 
-    def pruned(folder, most):
+    def pruned(folder, *more):
         shutil.rmtree(folder, ignore_errors=True)
-        return real(folder, most)
+        return real(folder, *more)
 
     monkeypatch.setattr(manifest, "damage", pruned)
     with pytest.raises(ValueError, match=r"no checkpoint of step 15 in .* there is 10, 20 .a run"):
