@@ -217,60 +217,23 @@ class AttentionOp:
         return None
 
     @final
-    def plan(
-        self,
-        params,
-        q,
-        k,
-        *,
-        segment_ids,
-        causal,
-        rng,
-        train,
-        length=None,
-        shard: Shard | None = None,
-        global_tokens=None,
-    ) -> Any:
+    def plan(self, params, q, k, *, segment_ids, causal, **call) -> Any:
         """The keys that each query may see: a pytree of integers without a gradient.
 
         Args:
           params: the algorithm's own weights.
           q, k: queries and keys.
           segment_ids, causal: of the call.
-          rng: the source of hashes.
-          train: False selects the settings for evaluation.
-          length: the length that settings depend on; None: that of q.
-          shard: which part of the heads or the batch the arrays are; None: all.
-          global_tokens: `[B, T]`, where the algorithm reads them.
+          **call: further fields of `Call`: `rng`, the source of hashes; `train`, False selects the
+            settings for evaluation; `length`, `shard`, and `global_tokens` where the algorithm
+            reads them.
         """
-        call = self._call(
-            segment_ids=segment_ids,
-            causal=causal,
-            rng=rng,
-            train=train,
-            length=length,
-            shard=shard,
-            global_tokens=global_tokens,
-        )
+        call = self._call(segment_ids=segment_ids, causal=causal, **call)
         return self._run(self._plan, call, params, self._scaled(call, q, k), k)
 
     @final
     def apply(
-        self,
-        params,
-        q,
-        k,
-        v,
-        *,
-        plan,
-        segment_ids,
-        causal,
-        dropout,
-        rng=None,
-        shard: Shard | None = None,
-        bias=None,
-        extra_projections=None,
-        lengths=None,
+        self, params, q, k, v, *, plan, segment_ids, causal, **call
     ) -> Float[Array, "B T N V"]:
         """Attention by a plan.
 
@@ -279,23 +242,10 @@ class AttentionOp:
           q, k, v: queries, keys and values.
           plan: from `plan`.
           segment_ids, causal: of the call.
-          dropout: the rate at which attention weights are dropped.
-          rng: the source of dropout.
-          shard: which part of the heads, the batch or the sequence the arrays are; None: all.
-          bias: added to the logits, where the algorithm adds it.
-          extra_projections: by name, where the algorithm reads some.
-          lengths: the number of tokens of each row, which then has one segment and finite padding.
+          **call: further fields of `Call`: `dropout` and its `rng`, `shard`, `lengths` with finite
+            padding; `bias` and `extra_projections` where the algorithm reads them.
         """
-        call = self._call(
-            segment_ids=segment_ids,
-            causal=causal,
-            dropout=dropout,
-            rng=rng,
-            shard=shard,
-            bias=bias,
-            extra_projections=extra_projections,
-            lengths=lengths,
-        )
+        call = self._call(segment_ids=segment_ids, causal=causal, **call)
         return self.attend(call, params, self._scaled(call, q, k), k, v, plan)
 
     @final
@@ -304,9 +254,7 @@ class AttentionOp:
         return self._run(self._attend, call, params, q, k, v, plan)
 
     @final
-    def init_cache(
-        self, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None
-    ) -> Any:
+    def init_cache(self, params, q, k, v, *, plan, lengths, capacity: int, **call) -> Any:
         """The cache of decoding after the first positions of each row.
 
         Args:
@@ -314,31 +262,14 @@ class AttentionOp:
           plan: that of a causal call with `length=capacity`.
           lengths: the number of these positions, `[B]`.
           capacity: the number of positions for which the cache has room.
-          rng: the plan's.
-          extra_projections: by name, where the algorithm reads some.
+          **call: the plan's `rng`, and `extra_projections` where the algorithm reads some.
         """
-        call = self._call(
-            causal=True,
-            lengths=lengths,
-            length=capacity,
-            rng=rng,
-            extra_projections=extra_projections,
-        )
+        call = self._call(causal=True, lengths=lengths, length=capacity, **call)
         return self._run(self._init_cache, call, params, self._scaled(call, q, k), k, v, plan)
 
     @final
     def step(
-        self,
-        params,
-        q,
-        k,
-        v,
-        cache,
-        *,
-        position,
-        bias: Callable[..., Any] | None = None,
-        origins=None,
-        extra_projections=None,
+        self, params, q, k, v, cache, *, position, **call
     ) -> tuple[Float[Array, "B 1 N V"], Any]:
         """Attention of one more position of each row, and the cache with it.
 
@@ -348,17 +279,10 @@ class AttentionOp:
           params, q, k, v: as in `apply`, of one position.
           cache: from `init_cache` or the step before.
           position: its number, `[B]`.
-          bias: `(positions of keys [B, S]) -> [B, N, S]`, where the algorithm adds it.
-          origins: in beam search (`decoding.cache.RingDecoding`).
-          extra_projections: by name, where the algorithm reads some.
+          **call: where the algorithm reads them `bias`, `(positions of keys [B, S]) -> [B, N, S]`,
+            `extra_projections`, and `origins` in beam search (`decoding.cache.RingDecoding`).
         """
-        call = self._call(
-            causal=True,
-            position=position,
-            bias=bias,
-            origins=origins,
-            extra_projections=extra_projections,
-        )
+        call = self._call(causal=True, position=position, **call)
         return self._run(self._step, call, params, self._scaled(call, q, k), k, v, cache)
 
     @final
