@@ -114,8 +114,8 @@ def _linear(backward, tangent, primals, residuals, tangents, out) -> Any:
 def _as_one_call(forward: Callable, primals: tuple) -> tuple:
     """`forward(*primals)` as one call, which JAX's partial evaluation in reverse mode leaves whole.
 
-    It would move constants out of loops, where they take memory. Residuals that are arguments stay
-    these, so nothing is stored twice.
+    It would move constants out of loops, where they take memory. Residuals that are arguments or
+    outputs stay these, so nothing is stored twice.
     """
     leaves, tree = jax.tree.flatten(primals)
     found = {}
@@ -123,15 +123,16 @@ def _as_one_call(forward: Callable, primals: tuple) -> tuple:
     def run(*leaves):
         out, residuals = forward(*tree.unflatten(leaves))
         residuals, found["tree"] = jax.tree.flatten(residuals)
-        index = {id(x): i for i, x in enumerate(leaves)}
-        found["arguments"] = [index.get(id(x)) for x in residuals]
+        known = [*leaves, *jax.tree.leaves(out)]
+        index = {id(x): i for i, x in reversed(list(enumerate(known)))}
+        found["known"] = [index.get(id(x)) for x in residuals]
         return out, [x for x in residuals if id(x) not in index]
 
     call = jax.custom_jvp(run)
     call.defjvp(lambda primals, tangents: jax.jvp(run, primals, tangents))
     out, computed = call(*leaves)
-    computed = iter(computed)
-    residuals = [next(computed) if i is None else leaves[i] for i in found["arguments"]]
+    known, computed = [*leaves, *jax.tree.leaves(out)], iter(computed)
+    residuals = [next(computed) if i is None else known[i] for i in found["known"]]
     return out, found["tree"].unflatten(residuals)
 
 

@@ -95,8 +95,7 @@ def named(function: Callable[..., Array], *arguments: Any) -> Array:
     arrays = [checkpoint_name(x, ATTENTION) if _is_integer(x) else x for x in arrays]
 
     def forward(*arrays):
-        out, vjp = jax.vjp(function, *arrays)
-        stored, restore = _stored(out, vjp, arrays)
+        stored, restore = _stored(function, arrays)
         out, *stored = (checkpoint_name(x, ATTENTION) for x in stored)
         return out, restore([out, *stored])
 
@@ -108,8 +107,7 @@ def named(function: Callable[..., Array], *arguments: Any) -> Array:
 def stored(function: Callable[..., Array], *arguments: Any) -> list[Array]:
     """`function(*arguments)`, and behind it what its derivative stores besides the arguments."""
     function, arrays = _of_arrays(function, arguments)
-    out, vjp = jax.vjp(function, *arrays)
-    return _stored(out, vjp, arrays)[0]
+    return _stored(function, arrays)[0]
 
 
 def recalled(kept: list[Array]) -> Run:
@@ -123,7 +121,7 @@ def recalled(kept: list[Array]) -> Run:
         function, arrays = _of_arrays(function, arguments)
 
         def backward(arrays, d_out):
-            _, restore = _stored(*jax.vjp(function, *arrays), arrays)
+            _, restore = _stored(function, arrays)
             return restore(kept)(d_out)
 
         call = jax.custom_vjp(lambda *arrays: kept[0])
@@ -154,19 +152,31 @@ def _is_integer(x: Array) -> bool:
 
 
 def _stored(
-    out: Array, vjp: Any, arguments: Any
+    function: Callable[..., Array], arrays: list[Array]
 ) -> tuple[list[Array], Callable[[list[Array]], Callable]]:
-    """`out` and what `vjp` stores besides the arguments; `vjp` with others in their place."""
+    """The result and what the derivative stores besides `arrays`, each array once.
+
+    Also returned is the derivative by `jax.vjp` as a function of these.
+    """
+
+    def forward(*arrays):
+        out, vjp = jax.vjp(function, *arrays)
+        return out, *jax.tree.leaves(vjp)
+
+    # In a program what is one array is one variable; tracers of it may be several.
+    program = jax.make_jaxpr(forward)(*arrays).jaxpr
+    given, index = {id(x) for x in program.invars}, {}
+    for x in program.outvars:
+        if id(x) not in given:
+            index.setdefault(id(x), len(index))
+    places = [index.get(id(x)) for x in program.outvars]
+
+    out, vjp = jax.vjp(function, *arrays)
     leaves, tree = jax.tree.flatten(vjp)
-    given = {id(x) for x in arguments}
-    found, index = [out], {id(out): 0}
-    for x in leaves:
-        if id(x) not in given and id(x) not in index:
-            index[id(x)] = len(found)
-            found.append(x)
+    found = dict(zip(reversed(places), reversed([out, *leaves]), strict=True))
 
     def restore(values: list[Array]) -> Callable:
-        filled = [values[index[id(x)]] if id(x) in index else x for x in leaves]
+        filled = [x if i is None else values[i] for i, x in zip(places[1:], leaves, strict=True)]
         return tree.unflatten(filled)
 
-    return found, restore
+    return [found[i] for i in range(len(index))], restore

@@ -292,6 +292,7 @@ OWN_OPTIONS = {
 @both_models
 def test_every_option_is_tested(model_fn):
     options = [*CHANGES_SHAPES, *CHANGES_PROGRAM, {"mode": "below", "init_std": "below"}]
+    options += [{"offload_activations": "in tests/layers/test_remat.py"}]
     options += [*OWN_SHAPES[model_fn], *OWN_OPTIONS[model_fn]]
     assert set(inspect.signature(model_fn).parameters) == {name for o in options for name in o}
 
