@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    empty_softmax,
     in_logits,
     launch,
     query_rows,
@@ -74,8 +73,7 @@ class EveryOther(flash.Program):
 def forward_kernel(x, out):
     program = EveryOther.located(x)
     queries = program.tile(pl.program_id(0))
-    state = empty_softmax(TILE, x.v.shape[3])
-    acc, row_max, row_sum = flash.forward(program, queries, program.rows(x.q, queries), state)
+    acc, row_max, row_sum = flash.forward(program, queries)
     program.put_rows(out.acc, queries, acc / nonzero(row_sum)[:, None])
     program.put_numbers(out.row_max, queries, in_logits(row_max, x.q.shape[3]))
     program.put_numbers(out.row_sum, queries, row_sum)
@@ -84,9 +82,8 @@ def forward_kernel(x, out):
 def backward_kernel(x, row, out):
     program = EveryOther.located(x, row)
     tile = program.tile(pl.program_id(0))
-    q, k, v = (program.rows(ref, tile) for ref in x)
-    dq = flash.d_queries(program, tile, q, program.row_of(tile), jnp.zeros(q.shape, jnp.float32))
-    dk, dv = flash.d_keys(program, tile, k, v)
+    dq = flash.d_queries(program, tile, program.rows(x.q, tile))
+    dk, dv = flash.d_keys(program, tile)
     scale = 1 / math.sqrt(x.q.shape[3])
     for ref, value in zip(out, (dq * scale, dk * scale, dv), strict=True):
         program.put_rows(ref, tile, value)

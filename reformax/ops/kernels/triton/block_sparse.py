@@ -41,7 +41,6 @@ from reformax.ops.kernels.triton.block_programs import (
 )
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    empty_softmax,
     in_logits,
     launch,
     power_of_two,
@@ -60,8 +59,7 @@ def _forward_kernel(
 ):
     program = program.located(x, work)
     queries = program.queries(program.part.tile)
-    state = empty_softmax(program.tiles.query, x.v.shape[3])
-    acc, row_max, row_sum = flash.forward(program, queries, program.rows(x.q, queries), state)
+    acc, row_max, row_sum = flash.forward(program, queries)
     divisor = nonzero(row_sum)
     if buffer is None:
         buffer = Softmax(None, None, None)
@@ -78,8 +76,7 @@ def _queries_kernel(
 ):
     program = program.located(x, work, row)
     queries = program.queries(program.part.tile)
-    q, row = program.rows(x.q, queries), program.row_of(queries)
-    sums = flash.d_queries(program, queries, q, row, jnp.zeros(q.shape, jnp.float32))
+    sums = flash.d_queries(program, queries, program.rows(x.q, queries))
     program.put_part(dq, buffer, queries, sums * (1.0 / math.sqrt(x.q.shape[3])))
 
 
@@ -88,8 +85,7 @@ def _keys_kernel(
 ):
     program = program.located(x, work, row)
     keys = program.keys(program.part.tile)
-    k, v = program.rows(x.k, keys), program.tokens(x.v, keys)
-    dk, dv = flash.d_keys(program, keys, k, v)
+    dk, dv = flash.d_keys(program, keys)
     dk_buffer, dv_buffer = (None, None) if buffer is None else buffer
     program.put_part(gradients[0], dk_buffer, keys, dk * (1.0 / math.sqrt(x.q.shape[3])))
     program.put_part(gradients[1], dv_buffer, keys, dv)

@@ -36,7 +36,6 @@ from reformax.ops.kernels.triton.chunk_programs import ChunkInputs, ChunkProgram
 from reformax.ops.kernels.triton.common import (
     LOWEST,
     QueryRows,
-    empty_softmax,
     in_logits,
     launch,
     query_rows,
@@ -61,13 +60,12 @@ def _forward_kernel(
     program = program.located(x)
     queries = program.queries()
     # The loads with the longest latency come first.
-    if before is None:
-        state = empty_softmax(program.tiles.rows, x.v.shape[3])
-    else:
+    state = None
+    if before is not None:
         acc = program.rows(before.acc, queries)
         row_max = program.numbers(before.row_max, queries, LOWEST)
         state = Softmax(acc, row_max, program.numbers(before.row_sum, queries, 0.0))
-    acc, row_max, row_sum = flash.forward(program, queries, program.rows(x.q, queries), state)
+    acc, row_max, row_sum = flash.forward(program, queries, state)
     if program.is_last:
         row_max = in_logits(row_max, x.q.shape[3])
         acc = acc * (1.0 / nonzero(row_sum))[:, None]
@@ -93,8 +91,7 @@ def _backward_kernel(
     keys = queries if x.key_order is None else program.keys()
     scale = 1.0 / math.sqrt(x.q.shape[3])
 
-    k, v = program.rows(x.k, keys), program.tokens(x.v, keys)
-    dk, dv = flash.d_keys(program, keys, k, v)
+    dk, dv = flash.d_keys(program, keys)
     if program.chunks.sees_itself and program.is_last:
         lone = program.alone_weight(keys, program.numbers(row.row_sum, keys, 1.0))
         dv = dv + lone[:, None] * program.rows(row.d_out, keys, lone > 0.0).astype(jnp.float32)
@@ -107,12 +104,10 @@ def _backward_kernel(
             dk = dk + program.rows(before.k, keys)
         program.put_rows(after.k, keys, dk)
 
-    q, held = program.tokens(x.q, queries), program.row_of(queries)
+    q, dq = program.tokens(x.q, queries), None
     if program.chunks.shared_qk:
         dq = _through_normalization(q, dk, x.q.shape[3])
-    else:
-        dq = jnp.zeros(q.shape, jnp.float32)
-    dq = flash.d_queries(program, queries, q, held, dq) * scale
+    dq = flash.d_queries(program, queries, q, dq) * scale
     if before is not None:
         dq = dq + program.rows(before.q, queries)
     program.put_rows(after.q, queries, dq)

@@ -29,6 +29,7 @@ from reformax.ops.kernels.triton.common import (
     LOG2_E,
     QueryRows,
     column,
+    empty_softmax,
     hide,
     line,
     load,
@@ -142,20 +143,20 @@ class Program:
         row_max = self.statistics(row_max, queries) * LOG2_E
         return row_max, None if inverse_sum is None else self.statistics(inverse_sum, queries)
 
-    def row_of(self, queries: Block) -> QueryRows:
-        """All that the backward pass reads of a block of queries."""
-        d_out, dot = self.gradient(queries)
-        row_max, inverse_sum = self.softmax(queries)
-        return QueryRows(d_out, dot, row_max, None, inverse_sum)
 
+def forward(program: Program, queries: Block, state: Softmax | None = None) -> Softmax:
+    """The accumulator, the running maximum of unscaled logits, and the normalizer of some queries.
 
-def forward(program: Program, queries: Block, q: Float[Array, "I H"], state: Softmax) -> Softmax:
-    """Adds the keys that a tile of queries sees to the softmax of its rows.
-
-    The state is the accumulator, the running maximum of the unscaled logits, and the normalizer.
+    Args:
+      program: the program.
+      queries: its tile.
+      state: the softmax of earlier keys; None: there are none.
     """
     x, query = program.x, column(queries)
     scale = LOG2_E / math.sqrt(x.q.shape[3])
+    q = program.rows(x.q, queries)
+    if state is None:
+        state = empty_softmax(q.shape[0], x.v.shape[3])
 
     def visit(keys: Block, state: Softmax) -> Softmax:
         acc, row_max, row_sum = state
@@ -170,32 +171,30 @@ def forward(program: Program, queries: Block, q: Float[Array, "I H"], state: Sof
 
 
 def d_queries(
-    program: Program,
-    queries: Block,
-    q: Float[Array, "I H"],
-    row: QueryRows,
-    dq: Float[Array, "I H"],
+    program: Program, queries: Block, q: Float[Array, "I H"], dq: Float[Array, "I H"] | None = None
 ) -> Float[Array, "I H"]:
-    """Adds to the gradient of a tile of queries, times sqrt(H); `row` is `Program.row_of` them."""
+    """The gradient of a tile of queries, times sqrt(H), added to `dq`."""
     x, query = program.x, column(queries)
+    d_out, dot = program.gradient(queries)
+    row_max, inverse_sum = program.softmax(queries)
 
     def visit(keys: Block, dq: Array) -> Array:
         k, v = program.tokens(x.k, keys), program.tokens(x.v, keys)
         key = line(keys)
         logits = _logits(program, q, k, query, key)
-        p = recompute_weights(logits, column(row.row_max), column(row.inverse_sum), x.q.shape[3])
-        dp = matmul(row.d_out, v, transpose_b=True) * program.dropped(query, key)
-        ds = p * (dp - column(row.dot))
+        p = recompute_weights(logits, column(row_max), column(inverse_sum), x.q.shape[3])
+        dp = matmul(d_out, v, transpose_b=True) * program.dropped(query, key)
+        ds = p * (dp - column(dot))
         return dq + matmul(ds.astype(k.dtype), k)
 
+    dq = jnp.zeros(q.shape, jnp.float32) if dq is None else dq
     return program.over_keys(queries, visit, dq)
 
 
-def d_keys(
-    program: Program, keys: Block, k: Float[Array, "J H"], v: Float[Array, "J V"]
-) -> tuple[Float[Array, "J H"], Float[Array, "J V"]]:
+def d_keys(program: Program, keys: Block) -> tuple[Float[Array, "J H"], Float[Array, "J V"]]:
     """The gradients of a tile of keys, times sqrt(H), and of its values."""
     x, key = program.x, column(keys)
+    k, v = program.rows(x.k, keys), program.tokens(x.v, keys)
 
     def visit(queries: Block, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = sums

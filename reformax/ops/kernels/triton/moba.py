@@ -31,7 +31,6 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    empty_softmax,
     in_logits,
     launch,
     load,
@@ -194,9 +193,8 @@ class MobaProgram(Program):
 def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
     program = MobaProgram.of_queries(sizes, x)
     pair, queries = program.queries(pl.program_id(0))
-    state = empty_softmax(pair.shape[0], x.v.shape[3])
     # Array operations merge a query's blocks, so the softmax is not divided by its sum.
-    state = flash.forward(program, queries, program.rows(x.q, queries), state)
+    state = flash.forward(program, queries)
     program.put(out.acc, pair, state.acc)
     program.put_sums(out.row_max, pair, in_logits(state.row_max, x.q.shape[3]))
     program.put_sums(out.row_sum, pair, state.row_sum)
@@ -205,15 +203,14 @@ def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
 def _queries_kernel(x: _MobaInputs, row: QueryRows, dq, *, sizes):
     program = MobaProgram.of_queries(sizes, x, row)
     pair, queries = program.queries(pl.program_id(0))
-    q, held = program.rows(x.q, queries), program.row_of(queries)
-    sums = flash.d_queries(program, queries, q, held, jnp.zeros(q.shape, jnp.float32))
+    sums = flash.d_queries(program, queries, program.rows(x.q, queries))
     program.put(dq, pair, sums * (1.0 / math.sqrt(x.q.shape[3])))
 
 
 def _keys_kernel(x: _MobaInputs, row: QueryRows, gradients, *, sizes):
     program = MobaProgram.of_keys(sizes, x, row)
     keys = program.keys(lax.rem(pl.program_id(0), jnp.int32(sizes.n_tiles)))
-    dk, dv = flash.d_keys(program, keys, program.rows(x.k, keys), program.rows(x.v, keys))
+    dk, dv = flash.d_keys(program, keys)
     for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
         rows = keys.position, program.head, value.shape[1], keys.exists
         view, mask = view_rows(ref, program.batch, *rows)

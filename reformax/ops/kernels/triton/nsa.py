@@ -31,7 +31,6 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    empty_softmax,
     in_logits,
     launch,
     load,
@@ -303,8 +302,7 @@ class NsaProgram(Program):
 def _forward_kernel(x: _NsaInputs, out: Softmax, *, sizes):
     program = NsaProgram.located(sizes, x)
     rows = program.queries(sizes.n_queries, program.index)
-    state = empty_softmax(rows.position.shape[0], x.v.shape[3])
-    state = flash.forward(program, rows, program.rows(x.q, rows), state)
+    state = flash.forward(program, rows)
     program.put_rows(out.acc, rows, state.acc / nonzero(state.row_sum)[:, None])
     program.put_numbers(out.row_max, rows, in_logits(state.row_max, x.q.shape[3]))
     program.put_numbers(out.row_sum, rows, state.row_sum)
@@ -313,16 +311,14 @@ def _forward_kernel(x: _NsaInputs, out: Softmax, *, sizes):
 def _queries_kernel(x: _NsaInputs, row: QueryRows, dq, *, sizes):
     program = NsaProgram.located(sizes, x, row)
     rows = program.queries(sizes.n_queries, program.index)
-    q, held = program.rows(x.q, rows), program.row_of(rows)
-    sums = flash.d_queries(program, rows, q, held, jnp.zeros(q.shape, jnp.float32))
+    sums = flash.d_queries(program, rows, program.rows(x.q, rows))
     program.put_rows(dq, rows, sums * (1.0 / math.sqrt(x.q.shape[3])))
 
 
 def _keys_kernel(x: _NsaInputs, row: QueryRows, gradients, *, sizes):
     """The sums of one part of the queries that see a tile of keys: `[B, W, G, n_keys, H]`."""
     program, columns = NsaProgram.located(sizes, x, row).part_of_keys()
-    k, v = program.rows(x.k, columns), program.rows(x.v, columns)
-    dk, dv = flash.d_keys(program, columns, k, v)
+    dk, dv = flash.d_keys(program, columns)
     key = jnp.arange(sizes.n_keys, dtype=jnp.int32)[:, None]
     for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
         number = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
