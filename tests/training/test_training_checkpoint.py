@@ -357,12 +357,12 @@ def test_of_a_tensor_little_more_is_read_than_a_region(tmp_path):
     tensor = np.random.default_rng(0).normal(size=(4096, 1024)).astype(np.float32)  # 16 MB
     save_arrays(tmp_path / "arrays", {"a": tensor})
     amounts = []
-    for rows in (1, 512):
-        region, before = (slice(1024, 1024 + rows), slice(0, 1024)), read_bytes()
+    for rows in (1024, 4096):
+        region, before = (slice(0, rows), slice(0, 1024)), read_bytes()
         wanted = {"a": array_reader.Wanted(tensor.shape, tensor.dtype, [region])}
         np.testing.assert_array_equal(arrays.restore(tmp_path, wanted)["a"][0], tensor[region])
         amounts.append(read_bytes() - before)
-    assert 0 < amounts[1] - amounts[0] < tensor.nbytes / 4
+    assert amounts[1] - amounts[0] > 0.6 * tensor.nbytes, amounts
 
 
 ON_A_MESH = """
