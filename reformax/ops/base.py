@@ -342,7 +342,10 @@ class AttentionOp:
             ids = segment_pair(call.segment_ids)[0]
             read = {name: tokens_only(x, ids) for name, x in call.extra_projections.items()}
             call = call.but(extra_projections=read)
-        apply = functools.partial(self._apply, call, params, plan=plan)
+
+        def apply(q, k, v) -> Float[Array, "B T N V"]:
+            return self._apply(call, params, q, k, v, plan)
+
         return attend_to_tokens(apply, q, k, v, call.segment_ids)
 
     # What an algorithm defines.

@@ -169,12 +169,12 @@ def test_the_two_dropouts_draw_apart():
     """Hashes, attention weights and output derive their own rngs from the one given."""
     seen = {}
 
-    def plan(self, params, q, k, *, rng, **_):
-        seen["plan"] = seed_words(rng, len(q))
+    def plan(self, call, params, q, k):
+        seen["plan"] = seed_words(call.rng, len(q))
         return ()
 
-    def apply(self, params, q, k, v, *, seed, **_):
-        seen["weights"] = seed
+    def apply(self, call, params, q, k, v, plan):
+        seen["weights"] = call.seed
         return v
 
     op = changed(dense.dense(), _plan=plan, _apply=apply, plans="draws")

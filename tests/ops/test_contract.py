@@ -148,8 +148,8 @@ def test_global_tokens_travel_with_segments(model_fn):
 def test_lengths_are_passed_where_padding_is_behind(tokens, want):
     passed = []
 
-    def apply(self, params, q, k, v, *, lengths=None, **_):
-        passed.append(lengths)
+    def apply(self, call, params, q, k, v, plan):
+        passed.append(call.lengths)
         return v
 
     for takes, expected in ((True, want), (False, None)):
