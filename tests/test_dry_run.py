@@ -38,10 +38,20 @@ def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     name = "transformer_enwik8_small.gin" if file == "enwik8.gin" else file
     sizes = ["n_layers=1", "length=64", "batch_size=1"] if file == "enwik8.gin" else sizes
-    code, out, err = call(f"--config_file={name}", "--dry_run", *(f"--config={x}" for x in sizes))
+    flags = ["--dry_run", "--device_memory=3.5", *(f"--config={x}" for x in sizes)]
+    code, out, err = call(f"--config_file={name}", *flags)
     assert code == 0 and "MiB of a device" in out, err
+    assert "1 cpu device, 3.5 GiB of memory each" in out
     assert "programs for cpu have the figures below, those for a GPU have others" in out
     assert "note: the data is not read (" in out
+
+
+def test_the_memory_of_a_device_is_of_a_dry_run_alone(call):
+    code, _, err = call("--config_file=quickstart.gin", "--device_memory=59")
+    assert code == 2
+    assert err == "error: --device_memory=59.0: give --dry_run too, or leave the flag out\n"
+    code, _, err = call("--config_file=quickstart.gin", "--dry_run", "--device_memory=0")
+    assert code == 2 and "device_memory is 0.0: expected a number above 0" in err
 
 
 def test_a_stand_in_has_the_shapes_of_the_task(tmp_path):

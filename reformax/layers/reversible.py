@@ -223,7 +223,12 @@ class ReversibleStack(BlockStack):
 
         def lost(*operands):
             shapes = jax.eval_shape(function, *operands)
-            return jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
+
+            def filled(x):
+                of_floats = jnp.issubdtype(x.dtype, jnp.inexact)
+                return jnp.full(x.shape, jnp.nan if of_floats else 0, x.dtype)
+
+            return jax.tree.map(filled, shapes)
 
         first = jax.tree.leaves(args)[0]
         first = first[(0,) * first.ndim]
