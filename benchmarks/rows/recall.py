@@ -192,7 +192,7 @@ def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
         n_layers=len(ops),
         attention_type=[op if op is MIXER else _without_positions(op) for op in ops],
         pos_type="rotary_local",
-        next_value=any(op.exclude_self for op in ops),
+        next_value=any(op.never_sees_itself for op in ops),
         tie_embeddings=True,
         init_std=INIT_STD,
         dropout=0.0,

@@ -339,7 +339,7 @@ class Attention(MultiHead):
         slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
         see `layers.relative`. The algorithm needs `bias`.
       next_value: whether a key's value has that of the next position in it too, as above. It needs
-        `causal` and an algorithm with `exclude_self`.
+        `causal` and an algorithm with `never_sees_itself`.
 
     Raises:
       SettingError: `next_value` with an algorithm by which a position sees itself, `position_bias`
@@ -355,7 +355,7 @@ class Attention(MultiHead):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.next_value and not (self.causal and self.op.exclude_self):
+        if self.next_value and not (self.causal and self.op.never_sees_itself):
             raise SettingError(
                 f"next_value is True with causal={self.causal} and op={self.op}: a position may "
                 "not see itself, as in causal shared_qk.shared_qk(attend_self_if_alone=False) or "

@@ -88,7 +88,7 @@ class Model(Layer, TaskModel):
         the pixels of an image; (): positions are of a line.
       pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
       next_value: shifted values: whether a key's value has that of the next position in it too, in
-        the causal layers whose algorithm has `exclude_self`, such as
+        the causal layers whose algorithm has `never_sees_itself`, such as
         `shared_qk.shared_qk(attend_self_if_alone=False)`; see `layers.Attention`.
       ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu", "gelu",
         its approximation "gelu_tanh", "silu".
@@ -220,7 +220,7 @@ class Model(Layer, TaskModel):
                     use_rotary=self._rotates(op),
                     rotary_grid=self.pos_axial_shape if self._rotates(op) else (),
                     position_bias=by_distance if op.bias else None,
-                    next_value=self.next_value and causal and op.exclude_self,
+                    next_value=self.next_value and causal and op.never_sees_itself,
                 ),
                 self._feed_forward(),
                 cross and CrossAttention(cross, **options),
@@ -247,7 +247,7 @@ class Model(Layer, TaskModel):
                 f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
                 f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
             )
-        if self.next_value and causal and not any(op.exclude_self for op in cycle):
+        if self.next_value and causal and not any(op.never_sees_itself for op in cycle):
             raise SettingError(
                 f"next_value is True and no op of {argument} hides a position from itself: set "
                 "next_value=False, or give one that does, such as "

@@ -96,7 +96,7 @@ class AttentionOp:
         ask.
       plans: "no" (it sees the same keys whatever it reads), "reads" the queries and keys, or
         "draws" at random and needs an rng. Devices skip the first; layers give the last an rng.
-      exclude_self: a position never sees itself. Layers with `next_value` ask.
+      never_sees_itself: a position never sees itself. Layers with `next_value` ask.
       local: how far a position sees does not grow with the length. Models with
         `pos_type="rotary_local"` rotate its keys, and reversible stacks keep its positions.
       global_tokens: its plan reads `Tokens.global_tokens`: which tokens are global. Layers ask.
@@ -116,7 +116,7 @@ class AttentionOp:
     bias: ClassVar[bool] = False
     dropout: ClassVar[bool] = True
     packed: ClassVar[bool] = True
-    exclude_self: ClassVar[bool] = False
+    never_sees_itself: ClassVar[bool] = False
     local: ClassVar[bool] = False
     global_tokens: ClassVar[bool] = False
     shards: ClassVar[tuple[str, ...]] = ()
@@ -289,7 +289,7 @@ class AttentionOp:
     def replace_value(self, cache, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]) -> Any:
         """The cache with another value of a position that it holds.
 
-        For an algorithm with `exclude_self`, by which layers with `next_value` decode.
+        For an algorithm with `never_sees_itself`, by which layers with `next_value` decode.
         """
         call = cache, v, position
         return devices.varying_as(call, self._replace_value(*devices.varying_as(call, call)))

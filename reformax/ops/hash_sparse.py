@@ -90,7 +90,7 @@ class hash_sparse(AttentionOp):
     _replace_value = staticmethod(replace_in_memory)
 
     @property
-    def exclude_self(self) -> bool:
+    def never_sees_itself(self) -> bool:
         return self.shared_qk and not self.attend_self_if_alone
 
     def _check(self) -> None:

@@ -13,9 +13,11 @@ The file follows the computation:
 3. `_apply`: softmax attention in the chunks of these orders.
 4. `_init_cache`, `_step`: decoding.
 
-Where a query is told which keys it sees: the candidates are the keys of the chunks in its reach,
-which `softmax.chunked` gathers. Of these, `softmax.chunked.visible_keys` hides some in array
-operations, and `ChunkProgram.visible` in GPU kernels. In decoding `_visible_to_newest` does both.
+Where a query is told which keys it sees: first the candidates, those in reach, then which of them:
+
+* in arrays `_keys_in_reach` and `visible_keys` of `softmax/chunked.py`;
+* in kernels `over_keys` and `visible` of `ChunkProgram` in `kernels/triton/chunk_programs.py`;
+* in decoding `_visible_to_newest`, here.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class lsh(AttentionOp):
         (appendix A); False counts it each time, as Trax does.
       strictly_causal: True shows a query, in each hash's order, only the keys of its own bucket
         that are among the `chunk_len * n_chunks_before` slots before the query's. For causal
-        attention. The plan then has three integers for each position and hash, not two.
+        attention. The plan then also has the first slot that each position sees.
       wrap: True joins the hashes' chunks to a circle, as Trax and Hugging Face do: before a hash's
         first chunk comes the last chunk of the hash before, and before the first hash the last one.
         Needs `count_once=False`.
@@ -132,7 +134,7 @@ class lsh(AttentionOp):
     _replace_value = staticmethod(replace_in_memory)
 
     @property
-    def exclude_self(self) -> bool:
+    def never_sees_itself(self) -> bool:
         return not self.attend_self_if_alone
 
     @property
@@ -199,7 +201,7 @@ class lsh(AttentionOp):
         """The order by bucket of each hash; None where one chunk has all keys."""
         del params, k
         one_chunk = q.shape[1] <= self.chunk_len
-        if one_chunk and not self.strictly_causal:
+        if one_chunk and not self.strictly_causal:  # which hides keys of other buckets even there
             return None
         # Hash: a random rotation for each hash, a bucket [B, N, R, T] for each position.
         vectors = lax.stop_gradient(q)
@@ -306,7 +308,7 @@ class lsh(AttentionOp):
             n_slots = (n_chunks_before + 1 + n_chunks_after) * chunk_len
             first = (query_slot // chunk_len - n_chunks_before) * chunk_len
             slot = first + arange_last(n_slots)
-            exists = (slot >= 0) & (slot <= newest)
+            exists = (slot >= 0) & (slot <= newest)  # newest + 1 slots are filled
         if self.wrap:
             candidates, exists = _across_hashes(order, slot, newest, chunk_len * self.pad_chunks)
         else:

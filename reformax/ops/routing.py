@@ -100,7 +100,7 @@ class routing(AttentionOp):
     _replace_value = staticmethod(replace_in_memory)
 
     @property
-    def exclude_self(self) -> bool:
+    def never_sees_itself(self) -> bool:
         return self.shared_qk and not self.attend_self_if_alone
 
     def _width(self, length: int) -> int:

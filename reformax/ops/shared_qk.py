@@ -51,7 +51,7 @@ class shared_qk(RingDecoding, AttentionOp):
     _impls = ("cudnn", *KERNELS)
 
     @property
-    def exclude_self(self) -> bool:
+    def never_sees_itself(self) -> bool:
         return not self.attend_self_if_alone
 
     def _apply(self, call, params, q, k, v, plan):

@@ -156,15 +156,15 @@ def _with_border(x: Array, chunks: Chunking, value: int = 0) -> Array:
     return jnp.pad(x, border + [(0, 0)] * (x.ndim - 3), constant_values=value)
 
 
-def _windows(x: Array, chunks: Chunking) -> Array:
+def _keys_in_reach(x: Array, chunks: Chunking) -> Array:
     """The keys that each chunk sees: `[N, B, C + border, L, ...] -> [N, B, C, M, ...]`."""
     reach = chunks.n_chunks_before + chunks.n_chunks_after
     n = x.shape[2] - reach
     return jnp.concatenate([x[:, :, i : i + n] for i in range(reach + 1)], axis=3)
 
 
-def _sum_windows(x: Array, chunks: Chunking) -> Array:
-    """The transpose of `_windows`, `[N, B, C, V, M] -> [N, B, C + border, L, V]`.
+def _sum_keys_in_reach(x: Array, chunks: Chunking) -> Array:
+    """The transpose of `_keys_in_reach`, `[N, B, C, V, M] -> [N, B, C + border, L, V]`.
 
     It sums over the windows that hold a key. Windows have features first, because a CPU computes
     such products twice as fast. The barrier keeps the transposition out of the products.
@@ -235,11 +235,11 @@ class _ChunkedOrder(NamedTuple):
 
     def pair(self, x: Int[Array, "N B T"], outside: int = 0) -> tuple[Array, Array]:
         """A number of each position for queries, `[..., L, 1]`, and keys, `[..., 1, M]`."""
-        return self.at_queries(x)[..., :, None], self.in_windows(x, outside)
+        return self.at_queries(x)[..., :, None], self.keys_in_reach(x, outside)
 
-    def in_windows(self, x: Int[Array, "N B T"], outside: int = 0) -> Array:
+    def keys_in_reach(self, x: Int[Array, "N B T"], outside: int = 0) -> Array:
         """A number of each position for keys, `[..., 1, M]`."""
-        return _windows(self.at_keys(x, outside), self.chunks)[..., None, :]
+        return _keys_in_reach(self.at_keys(x, outside), self.chunks)[..., None, :]
 
     def positions(self, length: int) -> tuple[Array, Array]:
         """The positions of queries, `[..., L, 1]`, and of keys, `[..., 1, M]`.
@@ -253,7 +253,7 @@ class _ChunkedOrder(NamedTuple):
         if self.key_positions is not None:
             keys = _split(self.key_positions, self.chunks.chunk_len)
         keys = self.with_border(keys, length)
-        return queries[..., :, None], _windows(keys, self.chunks)[..., None, :]
+        return queries[..., :, None], _keys_in_reach(keys, self.chunks)[..., None, :]
 
 
 def _scan_orders(body: Callable, carry: Any, chunks: Chunking, order: Order | None) -> Any:
@@ -281,9 +281,9 @@ def visible_keys(
     n_heads: int,
     length: int,
 ) -> Bool[Array, "#N #B C #L M"]:
-    """The mask of one order: which keys of its window each query sees.
+    """The mask of one order: which keys in its reach each query sees.
 
-    Of the keys in its window a query does not see: later ones (if `causal`), its own (if
+    Of the keys in its reach a query does not see: later ones (if `causal`), its own (if
     `shared_qk`), those farther than `window`, padding and other segments, those that are not
     between `first_slot` and its own slot, and those of an earlier hash (if `count_once`).
 
@@ -304,26 +304,27 @@ def visible_keys(
             jnp.broadcast_to(x, (n_heads, *x.shape)) for x in segment_pair(segment_ids)
         )
         q_side = q_side._replace(segment_id=of_hash.at_queries(of_query)[..., None])
-        k_side = k_side._replace(segment_id=of_hash.in_windows(of_key))
+        k_side = k_side._replace(segment_id=of_hash.keys_in_reach(of_key))
     mask = chunks.rule.sees(q_side, k_side)
     if order is not None and order.first_slot is not None:
         first_slot = order.first_slot
         first = jax.lax.dynamic_index_in_dim(first_slot, of_hash.hash_index, axis=2, keepdims=False)
         mask = mask & _between_slots(of_hash, of_hash.query_slots, first)
     if chunks.count_once and order is not None:
-        # N_ij by elimination: a key counts in the first hash in which it is visible.
+        # N_ij by elimination: a key counts in the first hash in which it is visible. Reach is all
+        # that differs among hashes.
         for earlier in range(order.query_slots.shape[2] - 1):
             query_slots = order.query_slots[:, :, earlier]
             if order.first_slot is None:
                 of_keys = None if order.key_slots is None else order.key_slots[:, :, earlier]
-                seen = _in_reach(of_hash, query_slots, of_keys)
+                seen = _chunk_in_reach(of_hash, query_slots, of_keys)
             else:
                 seen = _between_slots(of_hash, query_slots, order.first_slot[:, :, earlier])
             mask = mask & ~(seen & (earlier < of_hash.hash_index))
     return mask
 
 
-def _in_reach(
+def _chunk_in_reach(
     of_hash: _ChunkedOrder,
     query_slots: Int[Array, "N B T"],
     key_slots: Int[Array, "N B T"] | None,
@@ -332,7 +333,7 @@ def _in_reach(
     chunks = of_hash.chunks
     query_chunk = of_hash.at_queries(query_slots // chunks.query_chunk_len)[..., None]
     key_slots = query_slots if key_slots is None else key_slots
-    key_chunk = of_hash.in_windows(key_slots // chunks.chunk_len)
+    key_chunk = of_hash.keys_in_reach(key_slots // chunks.chunk_len)
     distance = key_chunk - query_chunk
     return (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
 
@@ -348,7 +349,7 @@ def _between_slots(
 def _keys(of_hash: _ChunkedOrder, rows: Array) -> Array:
     """The keys of each window, from rows of keys, or of queries where they are shared."""
     rows = length_normalize(rows) if of_hash.chunks.shared_qk else rows
-    return _windows(of_hash.with_border(rows), of_hash.chunks)
+    return _keys_in_reach(of_hash.with_border(rows), of_hash.chunks)
 
 
 def _dropout_mask(
@@ -445,7 +446,7 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
     def attend_in_order(carry, of_hash):
         queries = of_hash.at_queries(q)
         keys = _keys(of_hash, of_hash.at_keys_alone(of_keys))
-        values = _windows(of_hash.at_keys(v), chunks)
+        values = _keys_in_reach(of_hash.at_keys(v), chunks)
         mask = visible_keys(of_hash, order, segment_ids, n_heads, length)
         logits = jnp.where(mask, chunks.logits.of(LOGITS, queries, keys), lowest(dtype))
         order_max = logits.max(axis=-1)
@@ -481,7 +482,7 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         queries = of_hash.at_queries(q)
         rows = of_hash.at_keys_alone(q if k is None else k)
         keys, keys_vjp = jax.vjp(functools.partial(_keys, of_hash), rows)
-        values = _windows(of_hash.at_keys(v), chunks)
+        values = _keys_in_reach(of_hash.at_keys(v), chunks)
         d_attended = of_hash.at_queries(d_out)
         mask = visible_keys(of_hash, order, segment_ids, n_heads, length)
         max_of_row, inverse_of_row, dot = (
@@ -514,7 +515,7 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         else:
             dq = dq + of_hash.by_query(d_queries)
             dk = dk + of_hash.by_key(of_hash.with_border(d_rows)).astype(dtype)
-        dv = dv + of_hash.by_key(_sum_windows(d_values, chunks))
+        dv = dv + of_hash.by_key(_sum_keys_in_reach(d_values, chunks))
         return dq, dk, dv
 
     zeros = tuple(None if x is None else jnp.zeros(x.shape, dtype) for x in (q, k, v))

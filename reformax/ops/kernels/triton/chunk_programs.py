@@ -169,7 +169,7 @@ class ChunkProgram(Program):
 
     # The mask.
 
-    def _window(self, before: int, after: int, of_keys: bool):
+    def _slots_in_reach(self, before: int, after: int, of_keys: bool):
         """The first and the end of the slots within so many chunks of the program's block."""
         block_chunk, _ = self.side(not of_keys)
         chunk_len, n_slots = self.side(of_keys)
@@ -179,17 +179,17 @@ class ChunkProgram(Program):
 
     def over_keys(self, queries: ChunkBlock, body: Callable, carry: Any) -> Any:
         c = self.chunks
-        first, last = self._window(c.n_chunks_before, c.n_chunks_after, of_keys=True)
+        first, last = self._slots_in_reach(c.n_chunks_before, c.n_chunks_after, of_keys=True)
         bounds = self._bounds(of_keys=False)
         last = last if bounds.end is None else jnp.minimum(last, bounds.end)
-        return self._over(self._within_reach(first, last), body, carry, of_keys=True)
+        return self._over(self._within_window(first, last), body, carry, of_keys=True)
 
     def over_queries(self, keys: ChunkBlock, body: Callable, carry: Any) -> Any:
         c = self.chunks
-        first, last = self._window(c.n_chunks_after, c.n_chunks_before, of_keys=False)
+        first, last = self._slots_in_reach(c.n_chunks_after, c.n_chunks_before, of_keys=False)
         bounds = self._bounds(of_keys=True)
         first = first if bounds.first is None else bounds.first
-        return self._over(self._within_reach(first, last), body, carry, of_keys=False)
+        return self._over(self._within_window(first, last), body, carry, of_keys=False)
 
     def _bounds(self, of_keys: bool) -> TileBounds:
         """What causality leaves to the program's block. In an order, positions are anywhere."""
@@ -198,7 +198,7 @@ class ChunkProgram(Program):
         rule = dataclasses.replace(self.chunks.rule, window=None)
         return rule.bounds(self.start, self.start + self.tiles.rows, of_keys)
 
-    def _within_reach(self, first, last):
+    def _within_window(self, first, last):
         """The part of `first` to `last` that is within a window of the program's block."""
         if self.n_hashes or self.chunks.window is None:
             return first, last
@@ -223,7 +223,7 @@ class ChunkProgram(Program):
         exists = None if c.causal and c.n_keys is None else k.exists
         masks = [c.rule.sees(Side(q.position, q.segment), Side(k.position, k.segment, exists))]
         if not self.aligned:
-            masks.append(self._near(q.chunk, k.chunk))
+            masks.append(self._chunk_in_reach(q.chunk, k.chunk))
         # A key counts only for the first hash by which the query sees it (the paper's N_ij).
         n_hashes, packed = self.hash_index, PackedChunks.of(self.chunks)
         for query_pack, key_pack in zip(q.packs, k.packs, strict=True):
@@ -231,7 +231,7 @@ class ChunkProgram(Program):
             n_hashes -= packed.per_pack
         return all_of(*masks)
 
-    def _near(self, query_chunk, key_chunk) -> Array:
+    def _chunk_in_reach(self, query_chunk, key_chunk) -> Array:
         """Whether a query's chunk attends to a key's chunk."""
         before, after = self.chunks.n_chunks_before, self.chunks.n_chunks_after
         # One comparison instead of two: negative distances are large unsigned numbers.
