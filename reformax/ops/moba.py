@@ -130,11 +130,12 @@ class moba(AttentionOp):
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import moba as kernel
+            from reformax.ops.kernels.triton.common import power_of_two
 
-            n_rows = min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length))
+            n_rows = min(QUERIES[q.dtype.itemsize], power_of_two(length))
             found = _tiles(plan, size, n_rows)
             lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.slot >= 0)
-            n_keys = min(KEYS, kernel.power_of_two(size))
+            n_keys = min(KEYS, power_of_two(size))
             sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, call.dropout)
             ids = call.segment_ids
             ids = None if ids is None else jnp.asarray(ids, jnp.int32)

@@ -38,7 +38,6 @@ from reformax.ops.kernels.triton.common import (
     tile_dropout_mask,
     view_rows,
 )
-from reformax.ops.kernels.triton.common import power_of_two as power_of_two  # the op asks it
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.softmax.online import Softmax
