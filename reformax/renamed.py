@@ -46,10 +46,11 @@ def translated(text: str) -> tuple[str, list[str]]:
 
 
 def _value(text: str, value: str) -> str:
-    """A setting's value, or that of the macro `%NAME` which it is."""
-    value = value.partition("#")[0].strip()
-    if value.startswith("%"):
+    """A setting's value, or that of the macro `%NAME` which it is, whose value may be one too."""
+    value, seen = value.partition("#")[0].strip(), set()
+    while value.startswith("%") and value not in seen:
+        seen.add(value)
         name = re.escape(value[1:])
-        macro = re.search(rf"^{name}[ \t]*=[ \t]*(\w+)", text, re.MULTILINE)
-        return macro[1] if macro else value
+        macro = re.search(rf"^{name}[ \t]*=[ \t]*(%?\w+)", text, re.MULTILINE)
+        value = macro[1] if macro else value
     return value

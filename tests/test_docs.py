@@ -191,7 +191,7 @@ def test_the_table_of_settings_has_all_with_their_defaults():
     found = {}
     for row in text.partition("\n\n")[0].splitlines()[2:]:
         names, defaults = (re.findall("`(.+?)`", cell) for cell in row.split(" | ")[:2])
-        values = re.findall(r"\(\)|[^, ]+", defaults[0]) if defaults else [None] * len(names)
+        values = re.findall(r"\([^)]*\)|[^, ]+", defaults[0]) if defaults else [None] * len(names)
         found |= dict(zip(names, values, strict=True))
     want = {field.name: _default(field) for field in dataclasses.fields(TrainSettings)}
     assert found == want

@@ -296,7 +296,9 @@ class AttentionOp:
 
     def _call(self, **arguments: Any) -> Call:
         """A call with the op's logits."""
-        return Call(logits=Logits(self.scale, self.soft_cap), **arguments)
+        # Numbers of NumPy would promote what they are multiplied with.
+        numbers = (None if x is None else float(x) for x in (self.scale, self.soft_cap))
+        return Call(logits=Logits(*numbers), **arguments)
 
     def _scaled(self, call: Call, q, k) -> Float[Array, "B T N H"]:
         """The queries times `scale_by_length ln n`, for n keys that they see."""

@@ -46,7 +46,8 @@ class dense(RingDecoding, AttentionOp):
         del params, plan
 
         def in_cudnn() -> Float[Array, "B T N V"]:
-            return cudnn_attention(q, k, v, causal=call.causal, lengths=call.lengths)
+            scale, lengths = call.logits.scale, call.lengths
+            return cudnn_attention(q, k, v, causal=call.causal, scale=scale, lengths=lengths)
 
         @jax.checkpoint
         def attend(bias, q, k, v) -> Float[Array, "B T N V"]:

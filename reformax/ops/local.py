@@ -133,7 +133,8 @@ class local(RingDecoding, AttentionOp):
             not_for_cudnn = cudnn_obstacle(call, q, k, v)
 
         def in_cudnn() -> Float[Array, "B T N V"]:
-            return cudnn_attention(q, k, v, causal=True, window=window)
+            scale = call.logits.scale
+            return cudnn_attention(q, k, v, causal=True, scale=scale, window=window)
 
         in_chunks = functools.partial(self._in_chunks, call, q, k, v)
         implementations = {

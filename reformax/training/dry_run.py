@@ -108,6 +108,11 @@ def _capacities(
     """
     settings, models, mesh, key = setup
     model, sizes, started = models.train[-1], {}, time.monotonic()
+    only = ""  # why the task has no other length, or no longer ones
+    try:
+        stage.task.train_batch(settings.seed, 0, 1, 2 * stage.length)
+    except ValueError as error:
+        only = str(error).partition("\n")[0]
 
     def bytes_at(**size: int) -> int:
         other = stage._replace(**size)
@@ -122,10 +127,10 @@ def _capacities(
 
     rows = settings.accumulate * devices.n_row_shards(mesh)
     longest = min(LARGEST // stage.batch_size, getattr(model, "max_length", None) or LARGEST)
-    for name, unit, most in (
-        ("length", devices.n_sequence_shards(mesh), longest),
-        ("batch_size", rows, LARGEST // stage.length),
-    ):
+    searched = [("batch_size", rows, LARGEST // stage.length)]
+    if not only:
+        searched.insert(0, ("length", devices.n_sequence_shards(mesh), longest))
+    for name, unit, most in searched:
         sizes[name] = capacity.search(
             lambda size, name=name: bytes_at(**{name: size}),
             (getattr(stage, name), found.total),
@@ -135,7 +140,9 @@ def _capacities(
             most,
         )
     n, seconds = sum(x.n_programs for x in sizes.values()), time.monotonic() - started
-    length = _words(sizes["length"], f"{stage.batch_size:,} x {{:,}} tokens")
+    length = f"not sought, the task has no longer ones: {only}"
+    if not only:
+        length = _words(sizes["length"], f"{stage.batch_size:,} x {{:,}} tokens")
     batch_size = _words(sizes["batch_size"], f"{{:,}} x {stage.length:,} tokens")
     return [
         f"longest sequence that fits: {length}",
@@ -237,4 +244,8 @@ def report(
         what = f"to step {stage.until:,}, {stage.batch_size:,} x {stage.length:,} tokens"
         over = ", more than there is" if found.total > limit else ""
         lines.append(f"{what}: MiB of a device: {sizes}{over}")
-    return lines + _capacities(setup, stages[-1], batch, found, limit)
+    try:
+        return lines + _capacities(setup, stages[-1], batch, found, limit)
+    except Exception as error:  # of a size that no run would take
+        what = str(error).partition("\n")[0]
+        return [*lines, f"note: the sizes that fit are not known: {type(error).__name__}: {what}"]

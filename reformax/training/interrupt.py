@@ -30,6 +30,7 @@ class Interrupt:
         self._say = say
         self._said = threading.Lock()  # taken, for good, by the thread that says it
         self._writer: int | None = None
+        self._arrived: list[float] = []  # when; handlers wait for the main thread to leave C
 
     def __enter__(self) -> Interrupt:
         # Only the main thread may set handlers; in any other the caller keeps its own.
@@ -71,6 +72,7 @@ class Interrupt:
             while data := pipe.read(16):
                 for number in data:
                     if number in numbers:
+                        self._arrived.append(time.monotonic())
                         self._acknowledge(number)
 
     def _acknowledge(self, number: int) -> None:
@@ -85,9 +87,15 @@ class Interrupt:
         if self.signal is None:
             self.signal, self._since = signal.Signals(number), time.monotonic()
             self._acknowledge(number)
-        elif time.monotonic() - self._since > SAME_REQUEST:
+        elif self._between() > SAME_REQUEST:
             self._restore()
             signal.raise_signal(number)
+
+    def _between(self) -> float:
+        """Seconds from the first signal to the last."""
+        if len(self._arrived) > 1:
+            return self._arrived[-1] - self._arrived[0]
+        return time.monotonic() - self._since
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

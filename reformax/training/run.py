@@ -227,6 +227,11 @@ def report_saves(
     if state.unreported is not None:
         step, state.unreported = state.unreported, None
         run.callbacks.call("on_checkpoint", step, run.folder / "checkpoints" / str(step))
+    report_notes(run)
+
+
+def report_notes(run: Run) -> None:
+    """Prints what the checkpoints have to say."""
     while run.checkpoints.notes:
         run.messages.note(f"note: {run.checkpoints.notes.pop(0)}")
 

@@ -42,7 +42,7 @@ from reformax.training.messages import Messages
 from reformax.training.prefetch import prefetch
 from reformax.training.processes import Processes
 from reformax.training.record import Bar, NoRecord, Record
-from reformax.training.run import Run, RunState, report_saves
+from reformax.training.run import Run, RunState, report_notes, report_saves
 from reformax.training.samples import Samples
 from reformax.training.scores import Scores
 from reformax.training.settings import TrainSettings
@@ -186,6 +186,7 @@ def _closing(run: Run, state: RunState) -> Iterator[None]:
         run.callbacks.check()
     finally:
         run.checkpoints.close()
+        report_notes(run)
         run.record.close()
         run.bar.close()
 

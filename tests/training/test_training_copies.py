@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import fsspec
 import jax
@@ -131,6 +132,53 @@ def test_a_copy_may_be_on_another_disk_and_an_unknown_store_is_refused(tmp_path,
     assert Checkpoints("there", copies="copies").newest_whole() == 2
     with pytest.raises(SettingError, match="checkpoint_copies=ftp://x must be a folder or begin"):
         Checkpoints("there", copies="ftp://x")
+
+
+def test_a_fetch_that_is_cut_short_is_made_again(store, tmp_path, monkeypatch):
+    saved(tmp_path / "here", [1, 2])
+    fetch = Copies.fetch
+
+    def cut_short(copies, step, folder):
+        if step == 2:
+            raise ConnectionError("the store is gone")
+        fetch(copies, step, folder)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the store is gone"):
+        patch.setattr(Copies, "fetch", cut_short)
+        Checkpoints(tmp_path / "there", copies=ADDRESS).newest_whole()
+    assert Checkpoints(tmp_path / "there").steps() == []
+    assert Checkpoints(tmp_path / "there", copies=ADDRESS).newest_whole() == 2
+
+
+def test_a_damaged_copy_is_left_out(store, tmp_path):
+    saved(tmp_path / "here", [1, 2])
+    (key,) = [key for key in store if key.endswith("/2/" + manifest.FILE)]
+    Store().pipe_file(key, b"{")
+    there = Checkpoints(tmp_path / "there", copies=ADDRESS)
+    assert there.newest_whole() == 1
+    assert "the copy 2 in s3://bucket/run is left out: manifest.json is cut short" in there.notes[0]
+
+
+def test_copies_leave_what_is_not_theirs(tmp_path):
+    (tmp_path / "copies/2024").mkdir(parents=True)
+    (tmp_path / "copies/2024/thesis.txt").touch()
+    saved(tmp_path / "here", [1, 2, 3], str(tmp_path / "copies"))
+    assert (tmp_path / "copies/2024/thesis.txt").exists()
+    own = tmp_path / "here/checkpoints"
+    with pytest.raises(SettingError, match="is the folder of the run's own checkpoints"):
+        Checkpoints(tmp_path / "here", copies=str(own))
+
+
+def test_a_slow_store_delays_no_save(tmp_path, monkeypatch):
+    sending = threading.Event()
+    monkeypatch.setattr(Copies, "send", lambda *args: sending.wait(60))
+    checkpoints = Checkpoints(tmp_path / "here", copies=str(tmp_path / "copies"))
+    for step in (1, 2):
+        checkpoints.save(step, STATE)
+        checkpoints.wait()
+    assert checkpoints.steps() == [1, 2]
+    sending.set()
+    checkpoints.close()
 
 
 def test_a_run_whose_disk_is_lost_ends_with_the_same_numbers(store, tmp_path):

@@ -237,6 +237,23 @@ def test_a_signal_is_noted_where_saying_so_fails():
     assert stop.signal is signal.SIGTERM
 
 
+def test_a_second_signal_that_waits_for_the_main_thread_is_the_same_request():
+    script = """
+import hashlib, os, signal, threading, time
+from reformax.training.interrupt import Interrupt
+with Interrupt() as interrupt:
+    os.kill(os.getpid(), signal.SIGHUP)
+    threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGHUP]).start()
+    begun, n = time.monotonic(), 10**6
+    while time.monotonic() - begun < 1.5:  # in C, without the lock of the interpreter
+        hashlib.pbkdf2_hmac("sha256", b"", b"", n)
+        n *= 4
+print("here", bool(interrupt))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "here True\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_sent_twice_at_once_save(tmp_path, number):
     task = tiny.counting()

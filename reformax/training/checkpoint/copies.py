@@ -14,7 +14,7 @@ from typing import Any
 
 from reformax import durable
 from reformax.declared import SettingError, user_path
-from reformax.training import manifest
+from reformax.training import description, manifest
 from reformax.training.processes import Processes
 
 _STORES = ("s3://", "gs://", "az://", "hf://")
@@ -36,9 +36,18 @@ class Copies:
                 f"checkpoint_copies={address} must be a folder or begin with {', '.join(_STORES)}"
             )
         self.address, self._processes = address, processes
-        local = "://" not in address
-        path = user_path("checkpoint_copies", address).absolute() if local else address
-        self._folder = epath.Path(path)
+        self._local = None
+        if "://" not in address:
+            self._local = user_path("checkpoint_copies", address).absolute()
+        self._folder = epath.Path(self._local or address)
+
+    def refuse(self, folder: Path) -> None:
+        """Raises `SettingError` if the copies would lie among the checkpoints of this folder."""
+        if self._local is not None and self._local.resolve() == folder.resolve():
+            raise SettingError(
+                f"checkpoint_copies={self.address} is the folder of the run's own checkpoints: "
+                "give another one"
+            )
 
     def steps(self) -> list[int]:
         """The steps of those that are whole, ascending."""
@@ -65,7 +74,8 @@ class Copies:
         def end() -> None:
             (there / manifest.FILE).write_bytes((folder / manifest.FILE).read_bytes())
             for path in list(self._folder.iterdir()):
-                if path.name.isdecimal() and int(path.name) not in kept:
+                is_copy = any((path / name).exists() for name in (manifest.FILE, description.FILE))
+                if path.name.isdecimal() and is_copy and int(path.name) not in kept:
                     self._delete(path)
 
         together.by_all(send)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reformax import durable
+from reformax.training import manifest
 from reformax.training.checkpoint.copies import Copies, in_words
 from reformax.training.checkpoint.writing import Writer
 
@@ -59,12 +60,25 @@ class Checkpoints(Writer):
             durable.remove(folder)
             folder.mkdir()
 
+        def name(step: int) -> None:
+            durable.rename(self.folder / f"tmp.{step}", self.folder / str(step))
+
+        fetched, damaged = [], None
         try:
             for step in together.same(copies.steps):
                 temporary = self.folder / f"tmp.{step}"
                 together.by_first(partial(make, temporary))
-                copies.fetch(step, temporary)
-                together.by_first(partial(durable.rename, temporary, self.folder / str(step)))
+                try:
+                    copies.fetch(step, temporary)
+                    fetched.append(step)
+                except manifest.Damaged as error:
+                    damaged = error
+                    self.notes.append(f"the copy {step} in {copies.address} is left out: {error}")
+            if damaged is not None and not fetched:
+                raise damaged
+            # A run that is killed here goes on from the newest, or fetches all again.
+            for step in reversed(fetched):
+                together.by_first(partial(name, step))
         except Exception as error:  # of any store's library
             raise OSError(
                 f"checkpoint_copies={copies.address} cannot be read ({in_words(error)}): give a "

@@ -61,9 +61,13 @@ class Writer(Reader):
         self.keep = keep
         self.notes: list[str] = []
         self._processes = processes or Processes("alone")
-        self._copies = Copies(copies, self._processes) if copies else None
+        self._copies = None
+        if copies:
+            self._copies = Copies(copies, self._processes.branch("copies"))
+            self._copies.refuse(self.folder)
         self._failed: Path | None = None  # the temporary folder of a save that failed
         self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._copier = ThreadPoolExecutor(1, "copies")  # a slow store delays no save
         self._pending: Future | None = None
 
     def save(
@@ -122,8 +126,9 @@ class Writer(Reader):
             pending.result()
 
     def close(self) -> None:
-        """Ends the writer's thread; nothing can be saved any more."""
+        """Ends the writer's threads, once copies are made; nothing can be saved any more."""
         self._writer.shutdown()
+        self._copier.shutdown()
         if self._failed is not None:
             shutil.rmtree(self._failed, ignore_errors=True)
 
@@ -189,13 +194,16 @@ class Writer(Reader):
                 f"checkpoint {step} is saved; an older one is not deleted yet: {line}"
             )
         if self._copies is not None:
-            try:
-                self._copies.send(self._folder(step), step, together.same(self.steps))
-            except Exception as error:  # of any store's library
-                self.notes.append(
-                    f"checkpoint {step} is saved and not copied to {self._copies.address} "
-                    f"({in_words(error)}); the next one is copied too"
-                )
+            self._copier.submit(self._copy, self._copies, step, together.same(self.steps))
+
+    def _copy(self, copies: Copies, step: int, kept: list[int]) -> None:
+        try:
+            copies.send(self._folder(step), step, kept)
+        except Exception as error:  # of any store's library
+            self.notes.append(
+                f"checkpoint {step} is saved and not copied to {copies.address} "
+                f"({in_words(error)}); the next one is copied too"
+            )
 
     def _write_arrays(self, folder: Path, saving: arrays_lib.Saving | None) -> None:
         if saving is not None:
