@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from reformax.declared import SettingError
-from reformax.ops import dense, flash, gated_delta, linear, local, lsh, nystromformer, performer
+from reformax.ops import (
+    dense,
+    flash,
+    gated_delta,
+    linear,
+    local,
+    longformer,
+    lsh,
+    nystromformer,
+    performer,
+)
 from reformax.ops.masking.masks import keys_seen, visibility
 from tests.ops import inputs
 from tests.ops import test_against_oracle as against_oracle
@@ -117,3 +127,24 @@ def test_the_number_of_keys_seen(n_queries, n_keys, causal, segments):
     np.testing.assert_array_equal(
         keys_seen(n_queries, n_keys, causal=causal, segment_ids=ids), want
     )
+
+
+def test_a_global_tokens_own_query_is_scaled_too():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 12, 1, 8)), jnp.float32) for _ in range(3))
+    tokens = jnp.zeros((1, 12), jnp.int32).at[:, 0].set(1)
+    call, found = dict(segment_ids=None, causal=False), []
+    for own, extra in ((False, None), (True, dict(global_q=q, global_k=k, global_v=v))):
+        op = longformer.longformer(
+            window=4, n_global=1, own_projections=own, scale_by_length=LOGITS["scale_by_length"]
+        )
+        plan = op.plan((), q, k, rng=None, train=False, global_tokens=tokens, **call)
+        found.append(op.apply((), q, k, v, plan=plan, extra_projections=extra, **call))
+    np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+
+
+def test_a_number_of_numpy_promotes_nothing():
+    q = jnp.ones((1, 5, 1, 8), jnp.float32)
+    with jax.enable_x64(True):
+        out = flash.flash(soft_cap=np.float64(3), impl="xla")(q, q, q)
+    assert out.dtype == jnp.float32

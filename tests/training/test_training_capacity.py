@@ -89,3 +89,28 @@ def test_positions_end_the_length_and_a_model_too_large_fits_nowhere():
     lines = dry_run.report(**worker.arguments(model=dict(d_model=512)), device_memory=2**-9)
     assert "longest sequence that fits: none fits" in lines
     assert "largest batch that fits: none fits" in lines
+
+
+def test_a_task_of_one_length_is_asked_for_no_other():
+    arguments = worker.arguments()
+    task, length = arguments["task"], arguments["length"]
+
+    def train_batch(seed, step, batch_size, n):
+        if n != length:
+            raise ValueError(f"length={n}: expected {length}")
+        return task.train_batch(seed, step, batch_size, n)
+
+    lines = dry_run.report(**arguments | {"task": task.replace(train_batch=train_batch)})
+    refused = f"the task has no longer ones: length={2 * length}: expected {length}"
+    assert f"longest sequence that fits: not sought, {refused}" in lines
+    assert any(line.startswith("largest batch that fits: ") for line in lines)
+
+
+def test_a_search_that_fails_leaves_the_lines_before_it(monkeypatch):
+    def search(*args):
+        raise MemoryError("of the host")
+
+    monkeypatch.setattr(capacity, "search", search)
+    *others, last = dry_run.report(**worker.arguments())
+    assert last == "note: the sizes that fit are not known: MemoryError: of the host"
+    assert any("MiB of a device" in line for line in others)

@@ -161,6 +161,9 @@ def test_a_config_with_names_of_before_is_read(run, tmp_path):
         ("seq2seq.Reformer.keep_activations=True", "seq2seq.Reformer.remat_policy='all'"),
         ("b = False\nReformerLM.keep_activations = %b", "b = False\nReformerLM.remat_policy = "
          "'nothing'"),
+        ("c = True\nb = %c\nReformerLM.keep_activations = %b", "c = True\nb = %c\n"
+         "ReformerLM.remat_policy = 'all'"),
+        ("b = %b\nReformerLM.keep_activations = %b",) * 2,
         ("lm.ReformerLM.remat = True", "lm.ReformerLM.remat = True"),
         ("lm.TransformerLM.remat = @f()", "lm.TransformerLM.remat = @f()"),
     ],
