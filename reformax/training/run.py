@@ -147,7 +147,11 @@ def evaluate(run: Run, state: RunState, label: str, last: bool) -> None:
     run.log.drain()
     run.pace.restart()
     scores, params = run.scores[label], state.arrays.eval_params
-    score = scores.of(params, state.step, last, lambda: run.decisions.now().stopping)
+
+    def stop() -> bool:
+        return run.decisions.now().stopping
+
+    score = scores.of(params, state.step, last, stop)
     run.log.pause()
     if score is None:
         return
@@ -157,7 +161,7 @@ def evaluate(run: Run, state: RunState, label: str, last: bool) -> None:
         run.bar.say(f"step {state.step}: {scores.words(score)}")
     state.scores[label] = score
     if label == run.own:
-        run.samples.write(params, state.step, last, run.record, run.bar)
+        run.samples.write(params, state.step, last, run.record, run.bar, stop)
         run.log.pause()
         run.callbacks.call("on_evaluation", state.step, dict(score), params)
 

@@ -50,7 +50,15 @@ class Samples:
                 f"sample_every is {self._settings.sample_every} and {error}: leave it out"
             ) from None
 
-    def write(self, params: Any, step: int, last: bool, record: Record, bar: Bar) -> None:
+    def write(
+        self,
+        params: Any,
+        step: int,
+        last: bool,
+        record: Record,
+        bar: Bar,
+        stop: Callable[[], bool],
+    ) -> None:
         """Writes the sample that is due after an evaluation, if any.
 
         Args:
@@ -58,12 +66,18 @@ class Samples:
           step: steps done.
           last: whether no evaluation follows.
           record, bar: the run's, which get it.
+          stop: asked after each block of tokens; true abandons the sample, which no save waits for.
         """
         every = self._settings.sample_every
         if every is None or jax.process_count() > 1 or not (last or step % every == 0):
             return
         with self._aside:
-            rows = np.concatenate(list(self._blocks(params)), axis=1).tolist()
+            blocks = []
+            for block in self._blocks(params):
+                blocks.append(block)
+                if stop():
+                    return
+            rows = np.concatenate(blocks, axis=1).tolist()
             prompts = [tokens_of(self._settings.task, x) for x in self._settings.sample_prompts]
             both = zip(prompts, rows, strict=True)
             texts = [text_of(self._settings.task, [*prompt, *new]) for prompt, new in both]

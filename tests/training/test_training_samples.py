@@ -113,6 +113,24 @@ def test_a_sample_that_fails_is_told_and_the_run_goes_on(arguments, tmp_path, mo
     assert err.count("note: the sample of text failed, and the work goes on") == 1
 
 
+def test_a_signal_abandons_a_sample_and_the_run_is_saved(arguments, tmp_path, monkeypatch):
+    blocks = samples.Samples._blocks
+
+    def interrupted(self, params):
+        signal.raise_signal(signal.SIGTERM)
+        yield from blocks(self, params)
+
+    loop.train(tmp_path / "whole", **arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(samples.Samples, "check", lambda *args: None)
+        patch.setattr(samples.Samples, "_blocks", interrupted)
+        result = loop.train(tmp_path / "run", **arguments)
+    assert (result["step"], result["interrupted_by"]) == (4, signal.SIGTERM)
+    assert not sampled(tmp_path / "run")
+    assert loop.train(tmp_path / "run", **arguments)["step"] == 6
+    assert [x["step"] for x in sampled(tmp_path / "run")] == [6]
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
