@@ -94,6 +94,7 @@ def test_a_run_that_is_stopped_between_evaluations_finds_the_others(tmp_path, mo
     assert worker.record(tmp_path / "again") == before
 
 
+@pytest.mark.slow
 def test_one_that_fails_loses_no_step_and_no_score(tmp_path, monkeypatch):
     evaluate, failing = loop.evaluate, []
 
@@ -118,6 +119,7 @@ def test_one_that_fails_loses_no_step_and_no_score(tmp_path, monkeypatch):
     assert again["evaluations"] == whole["evaluations"] and len(again["evaluations"]) == 2
 
 
+@pytest.mark.slow
 def test_a_metric_that_no_target_has_weight_in_is_null(tmp_path, monkeypatch, capsys):
     of_nothing = lambda found: (found.nats, 0 * found.weights)  # noqa: E731
     monkeypatch.setitem(metrics.METRICS, "of_nothing", of_nothing)

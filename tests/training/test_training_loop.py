@@ -522,6 +522,7 @@ def test_the_seed_the_batch_and_the_length_matter(tmp_path):
     assert len(set(bits)) == len(variants)
 
 
+@pytest.mark.slow
 def test_stages_are_runs_that_go_on_from_one_another(tmp_path):
     """Other batches and another model, and one optimizer; evaluations are the run's own."""
     first = dict(batch_size=16, length=8, eval_length=16, eval_batch_size=8, model={"dropout": 0.5})
@@ -600,6 +601,7 @@ def test_a_dry_run_has_a_line_for_each_program(no_search):
     assert sizes == ["to step 2, 8 x 16", "to step 4, 8 x 8", "to step 24, 8 x 16"]
 
 
+@pytest.mark.slow
 def test_a_schedule_of_another_length_than_the_checkpoints_is_noted(tmp_path, capsys):
     def run(steps, length=None):
         schedule = optimizer.cosine(steps=length, warmup_steps=1)
@@ -675,6 +677,7 @@ def test_bad_stages_are_told_before_the_first_step(tmp_path, given, message):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_loss_chunks_change_rounding_alone(tmp_path):
     _, whole = run(tmp_path / "whole", steps=8)
     chunks = []
@@ -704,6 +707,7 @@ def test_out_of_time_it_evaluates_saves_and_can_go_on(tmp_path):
     assert run(tmp_path, steps=3, max_minutes=100)[0]["step"] == 3
 
 
+@pytest.mark.slow
 def test_the_config_is_written_and_changes_are_told(tmp_path, capsys):
     settings = {"steps": 2, "progress": True}
     run(tmp_path, **settings, config_text=lambda: "a = 1\nb = 2\n")

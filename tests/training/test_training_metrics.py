@@ -39,6 +39,7 @@ def test_a_metric_is_in_every_line_of_training_and_evaluation(tmp_path, with_top
     assert b"train/top_2" in events and b"valid/top_2" in events
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_new_metric_and_its_other_columns_stay(tmp_path, monkeypatch):
     for name, steps in (("whole", [24]), ("resumed", [10, 24])):
         for until in steps:

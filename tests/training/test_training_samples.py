@@ -102,6 +102,7 @@ def shown(folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_sample_that_fails_is_told_and_the_run_goes_on(arguments, tmp_path, monkeypatch, capsys):
     def fails(*args):
         raise MemoryError("no room")
