@@ -146,17 +146,13 @@ def restore_tensors(
     if shardings is None:
         return {name: arrays[0] for name, arrays in read.items()}
 
-    def placed(name: str) -> jax.Array:
-        shape, of_region = (
-            wanted[name].shape,
-            dict(zip(map(str, at[name]), read[name], strict=True)),
-        )
+    def placed(name: str, shape: tuple[int, ...]) -> jax.Array:
+        of_region = dict(zip(map(str, wanted[name].regions), read[name], strict=True))
         return jax.make_array_from_callback(
             shape, shardings[name], lambda index: of_region[str(_region(index, shape))]
         )
 
-    at = {name: x.regions for name, x in wanted.items()}
-    return {name: placed(name) for name in wanted}
+    return {name: placed(name, x.shape) for name, x in wanted.items()}
 
 
 def regions(shape: tuple[int, ...], sharding: Sharding | None) -> list[Index]:

@@ -17,12 +17,10 @@ from reformax.training import (
     evaluation,
     fingerprints,
     opening,
-    optimizer,
     starting_weights,
 )
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
-from reformax.training.loss import vocabulary_of
 from reformax.training.settings import TrainSettings
 from reformax.training.stages import ResolvedStage, naming
 
@@ -188,8 +186,8 @@ def _check_evaluation(
     settings: TrainSettings, models: opening.Models, like: Any, **mesh: Any
 ) -> None:
     """Raises for an evaluation that the settings do not allow; `like` has the state's shapes."""
-    for one in (settings.own_evaluation, *settings.other_evaluations):
-        if vocabulary_of(one.task) is None:  # learning it would take minutes
+    for one in settings.all_evaluations:
+        if one.task.kept_vocabulary is None:  # learning it would take minutes
             with naming(one):
                 one.task.n_targets(one.split)  # raises for an unknown split
                 scored = models.eval, like.params, one.task, one.split
@@ -221,8 +219,8 @@ def report(
     if settings.init_from is not None and not begun:
         starting_weights.found(settings.init_from)
     lines = fingerprints.summary(settings.all_stages)
-    if line := optimizer.peakless(settings.optimizer, settings.steps):
-        lines.append(f"note: {settings.named(line) if settings.named else line}")
+    if settings.peakless is not None:
+        lines.append(f"note: {settings.peakless}")
     declared.check("device_memory", device_memory, Positive | None)
     limit = memory.available() if device_memory is None else int(device_memory * 2**30)
     lines.append(f"{mesh_lib.words(mesh)}, {memory.words(limit)} of memory each")

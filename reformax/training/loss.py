@@ -265,11 +265,6 @@ def _chunk_by_kernel(logits, targets, weights, label_smoothing, dtype, impl) -> 
     return _Chunk(sums, losses, d_logits)
 
 
-def vocabulary_of(task: Task) -> Any:
-    """The vocabulary that a task's run keeps; None for bytes and other ids."""
-    return task.kept_vocabulary
-
-
 def metric_name(task: Task) -> str:
     """The name of the mean `-log2 p` of a target.
 

@@ -196,6 +196,12 @@ class TrainSettings:
         """The optimizer of a run of `steps`."""
         return optimizer_lib.build(self.optimizer, self.steps)
 
+    @property
+    def peakless(self) -> str | None:
+        """A line where the learning rate does not reach its peak, with the names that are typed."""
+        line = optimizer_lib.peakless(self.optimizer, self.steps)
+        return line if line is None or self.named is None else self.named(line)
+
     @functools.cached_property
     def all_stages(self) -> list[ResolvedStage]:
         """The stages that have steps, resolved; the last one has the run's own values."""

@@ -263,8 +263,8 @@ def _say_schedule(
     """Says that the learning rate does not reach its peak, or has another length than before."""
     if restored.step >= settings.steps:
         return
-    if (line := optimizer.peakless(settings.optimizer, settings.steps)) is not None:
-        note(f"note: {settings.named(line) if settings.named else line}")
+    if (line := settings.peakless) is not None:
+        note(f"note: {line}")
     before = restored.info.get("schedule_steps")
     now = optimizer.schedule_steps(settings.built_optimizer)
     if None not in (before, now) and before != now:

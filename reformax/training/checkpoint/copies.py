@@ -9,6 +9,7 @@ time is not noticed.
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from reformax.declared import SettingError, user_path
 from reformax.training import description, manifest
 from reformax.training.processes import Processes
 
+_BLOCK = 2**22
 _STORES = ("s3://", "gs://", "az://", "hf://")
 
 
@@ -69,13 +71,13 @@ class Copies:
             for name in self._mine(manifest.names(folder)):
                 (there / name).parent.mkdir(parents=True, exist_ok=True)
                 with open(folder / name, "rb") as source, (there / name).open("wb") as target:
-                    _copy(source, target)
+                    shutil.copyfileobj(source, target, _BLOCK)
 
         def end() -> None:
             (there / manifest.FILE).write_bytes((folder / manifest.FILE).read_bytes())
             for path in list(self._folder.iterdir()):
-                is_copy = any((path / name).exists() for name in (manifest.FILE, description.FILE))
-                if path.name.isdecimal() and is_copy and int(path.name) not in kept:
+                gone = path.name.isdecimal() and int(path.name) not in kept
+                if gone and any((path / x).exists() for x in (manifest.FILE, description.FILE)):
                     self._delete(path)
 
         together.by_all(send)
@@ -95,7 +97,7 @@ class Copies:
             for name in self._mine(set(found)):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with (there / name).open("rb") as source, durable.new_file(folder / name) as target:
-                    _copy(source, target)
+                    shutil.copyfileobj(source, target, _BLOCK)
                     target.flush()
                     os.fsync(target.fileno())
             manifest.flushed(folder, lambda name: False)
@@ -116,11 +118,6 @@ class Copies:
             (folder / manifest.FILE).unlink()
         if folder.exists():
             folder.rmtree()
-
-
-def _copy(source: Any, target: Any) -> None:
-    while block := source.read(2**22):
-        target.write(block)
 
 
 def in_words(error: Exception) -> str:
