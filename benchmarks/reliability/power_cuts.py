@@ -114,7 +114,7 @@ def go_on(
         run = mounted / "run"
         outputs = str(image) + ".out2", str(image) + ".err2"
         ending = runner.train(run, outputs=outputs)
-        begun = re.search(r"going on from step (\d+)", ending.out)
+        begun = re.search(r"(?:going on from|at) step (\d+) (?:to|of) ", ending.out)
         harm = [*filter(None, [command.complaint(ending, run)])]
         harm += runs.differences(runner.state(run), want)
     return int(begun[1]) if begun else 0, harm
