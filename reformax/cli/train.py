@@ -58,8 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         report_of = functools.partial(dry_run.report, **options)
         settings, lines = stand_in.reported(report_of)
         note_unused(*settings, *of_end)
-        if joining.first():
-            print("\n".join(lines))
+        for line in lines:
+            if joining.first():
+                print(line, flush=True)
         return 0
 
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
