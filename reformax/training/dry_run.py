@@ -128,7 +128,9 @@ def _capacities(
 
     def search(name: str, unit: int, most: int, guess: Any = None) -> capacity.Capacity:
         begin = getattr(stage, name), found.total
-        return capacity.search(partial(bytes_at, name), begin, found.state, limit, unit, most, guess)
+        return capacity.search(
+            partial(bytes_at, name), begin, found.state, limit, unit, most, guess
+        )
 
     length, guess = None, None
     if only:
