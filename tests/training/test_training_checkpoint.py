@@ -365,6 +365,18 @@ def test_of_a_tensor_little_more_is_read_than_a_region(tmp_path):
     assert amounts[1] - amounts[0] > 0.6 * tensor.nbytes, amounts
 
 
+def test_the_index_of_many_tensors_is_read_once(tmp_path):
+    shape, dtype = (64, 16), np.dtype(np.float32)
+    tensors = {f"{i}": np.random.default_rng(i).normal(size=shape).astype(dtype) for i in range(99)}
+    save_arrays(tmp_path / "arrays", tensors)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    wanted = {n: array_reader.Wanted(shape, dtype, [array_reader.whole(shape)]) for n in tensors}
+    out, before = {name: [np.empty(shape, dtype)] for name in tensors}, read_bytes()
+    array_reader.read(tmp_path, wanted, out)
+    assert read_bytes() - before < 1.1 * size, (read_bytes() - before, size)
+    assert all((out[name][0] == tensors[name]).all() for name in tensors)
+
+
 ON_A_MESH = """
 import sys, jax, numpy as np, jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
