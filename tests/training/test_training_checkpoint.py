@@ -346,6 +346,41 @@ def test_nothing_is_in_progress_once_a_save_has_failed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class OtherMachine:
+    """The second of two processes, which the first one tells what it sees."""
+
+    index, count, first = 1, 2, False
+
+    def __init__(self, told):
+        self._told = iter(told)
+
+    def branch(self, name):
+        return self
+
+    def same(self, decide):
+        return next(self._told)
+
+    def by_all(self, do):
+        return [None, do()]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_what_another_machine_sees_is_waited_for(tmp_path, listed):
+    saved(tmp_path, steps=(3,)).close()
+    file, aside = tmp_path / "checkpoints/3/checkpoint.json", tmp_path / "checkpoint.json"
+    file.rename(aside)
+    shown = threading.Timer(1, lambda: aside.rename(file))
+    shown.start()
+    checkpoints = checkpoint.Checkpoints(tmp_path, processes=OtherMachine([[3], listed]))
+    if listed:
+        assert checkpoints.newest_whole() == 3
+    else:  # process 0 does not see them either
+        with pytest.raises(ValueError, match="is whole .*is missing"):
+            checkpoints.newest_whole()
+    shown.join()
+    checkpoints.close()
+
+
 def read_bytes():
     """The bytes that this process and those that it waited for have read."""
     lines = Path("/proc/self/io").read_text().splitlines()
