@@ -654,11 +654,6 @@ def refuse_passed(function, *names: str) -> None:
         raise ConfigError(f"{owner}.{name} is passed by the command: leave it out")
 
 
-def bindings_if_any(function) -> dict:
-    """`bindings` of a function that the config need not name."""
-    return bindings(function) if _bound(function) else {}
-
-
 def described(function, argument: str):
     """The value that the config gives an argument, as data: nothing is called.
 

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import compilation_cache, config, configs, ending, flags, joining, report, typed
+from reformax.cli import compilation_cache, config, configs, flags, joining, report, typed
 from reformax.declared import PathName, Positive, SettingError
 
 
@@ -37,8 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     compilation_cache.use()
     config.refuse_passed(loop.train, "config_text", "named")
-    at_end = config.bindings_if_any(ending.ending)
-    of_end = [f"ending.ending.{name}" for name in at_end]  # no saved config has them
     settings_of = {
         file: config.settings_of(file, configs.FOLDERS) for file in args.config_file or ()
     }
@@ -57,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = dict(begun=begun, device_memory=args.device_memory, named=typed.typed)
         report_of = functools.partial(dry_run.report, **options)
         settings, lines = stand_in.reported(report_of)
-        note_unused(*settings, *of_end)
+        note_unused(*settings)
         for line in lines:
             if joining.first():
                 print(line, flush=True)
@@ -67,15 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given |= {"progress": False} if args.quiet else {}
 
     def config_text() -> str:
-        note_unused(*given, *of_end)  # all that the config names is built by now
+        note_unused(*given)  # all that the config names is built by now
         return config.operative()
 
     with folder.output_folder(output_dir):  # before the config's objects are built, in minutes
         train = config.configured(loop.train)
         result = train(output_dir, config_text=config_text, named=typed.typed, **given)
-    if joining.first():
-        ending.show(result, **ending.ending(**at_end), alone=not joining.joined())
-    return report.training(result, joining.first())
+    return report.training(result, joining.first(), with_curve=not args.quiet)
 
 
 def parser():

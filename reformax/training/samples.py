@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from reformax.declared import SettingError
 from reformax.generation import decoding
 from reformax.task import Task, TaskModel
 from reformax.training import side_channels
@@ -21,7 +20,7 @@ from reformax.training.record import Bar, Record
 from reformax.training.settings import TrainSettings
 
 SPLIT = "sample"  # of its lines in the record
-TEMPERATURE = 0.8  # that of the sample at the end of quickstart.gin
+TEMPERATURE = 0.8
 
 
 class Samples:
@@ -38,7 +37,7 @@ class Samples:
         Raises:
           SettingError: the model cannot write, or not from these prompts.
         """
-        if self._settings.sample_every is None:
+        if not self._settings.prompts:
             return
         if jax.process_count() > 1:
             note("note: no samples of text: one process writes text, and this run has several")
@@ -46,9 +45,7 @@ class Samples:
         try:
             self._blocks(params)
         except (AttributeError, NotImplementedError, ValueError) as error:
-            raise SettingError(
-                f"sample_every is {self._settings.sample_every} and {error}: leave it out"
-            ) from None
+            raise self._settings.refuse_samples(str(error)) from None
 
     def write(
         self,
@@ -69,7 +66,8 @@ class Samples:
           stop: asked after each block of tokens; true abandons the sample, which no save waits for.
         """
         every = self._settings.sample_every
-        if every is None or jax.process_count() > 1 or not (last or step % every == 0):
+        is_due = last or (every is not None and step % every == 0)
+        if not self._settings.prompts or jax.process_count() > 1 or not is_due:
             return
         with self._aside:
             blocks = []
@@ -78,7 +76,7 @@ class Samples:
                 if stop():
                     return
             rows = np.concatenate(blocks, axis=1).tolist()
-            prompts = [tokens_of(self._settings.task, x) for x in self._settings.sample_prompts]
+            prompts = [tokens_of(self._settings.task, x) for x in self._settings.prompts]
             both = zip(prompts, rows, strict=True)
             texts = [text_of(self._settings.task, [*prompt, *new]) for prompt, new in both]
             record.write(step, SPLIT, {"texts": texts}, {}, tag=SPLIT)
@@ -89,7 +87,7 @@ class Samples:
     def _blocks(self, params: Any) -> Iterator[np.ndarray]:
         """New tokens of each prompt; the call raises what the model or the prompts do not allow."""
         settings = self._settings
-        prompts = [tokens_of(settings.task, prompt) for prompt in settings.sample_prompts]
+        prompts = [tokens_of(settings.task, prompt) for prompt in settings.prompts]
         longest = max(map(len, prompts), default=0) + settings.sample_tokens
         length = settings.own_evaluation.length  # by which automatic numbers of buckets go
         return decoding.stream(

@@ -86,6 +86,20 @@ def test_samples_follow_their_evaluations_and_go_wherever_lines_go(
     assert [line["step"] for line in sampled(tmp_path / "stopped")] == [4, 6]
 
 
+def test_prompts_alone_ask_for_a_sample_at_the_end(arguments, tmp_path):
+    loop.train(tmp_path, **arguments | {"sample_every": None, "eval_every": 2})
+    (line,) = sampled(tmp_path)
+    assert line["step"] == 6 and line["texts"][0].startswith("the ")
+    loop.train(tmp_path / "none", **arguments | {"sample_every": None, "sample_prompts": ()})
+    assert not sampled(tmp_path / "none")
+
+
+def test_samples_without_prompts_have_an_empty_one(arguments, tmp_path):
+    loop.train(tmp_path, **arguments | {"steps": 4, "sample_prompts": ()})
+    (line,) = sampled(tmp_path)
+    assert len(line["texts"]) == 1
+
+
 def shown(folder):
     """(step, texts) of TensorBoard's samples."""
     found = []
@@ -150,6 +164,10 @@ def test_a_signal_abandons_a_sample_and_the_run_is_saved(arguments, tmp_path, mo
         (
             {"task": tiny.counting().replace(masked=True), "model": TransformerEncoder},
             "sample_every is 4 and task counting is no text: leave it out",
+        ),
+        (
+            {"sample_every": None, "task": tiny.counting(), "model": tiny.TinyLM},
+            r"sample_prompts is \('the ', 'é'\) and invalid literal for int.*: leave it out",
         ),
         (
             {"model": partial(MODEL, attention_type=local.local(wrap=True, chunk_len=4))},
