@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from reformax.declared import SettingError
 from reformax.generation import decoding
 from reformax.task import Task, TaskModel
 from reformax.training import side_channels
@@ -30,22 +31,30 @@ class Samples:
         """Takes a model built for evaluation."""
         self._model, self._settings, self._mesh = model, settings, mesh
         self._aside = side_channels.Aside("the sample of text")
+        self._writes = bool(settings.prompts)
 
     def check(self, params: Any, note: Callable[[str], None]) -> None:
         """Says before the first step that there will be none.
 
         Raises:
-          SettingError: the model cannot write, or not from these prompts.
+          SettingError: `sample_every` is set, and the model cannot write, or not from these
+            prompts.
         """
-        if not self._settings.prompts:
-            return
-        if jax.process_count() > 1:
-            note("note: no samples of text: one process writes text, and this run has several")
+        every, task = self._settings.sample_every, self._settings.task
+        if not self._writes:
             return
         try:
+            if task.kind != "text":
+                raise ValueError(f"task {task.name} is no text")
             self._blocks(params)
         except (AttributeError, NotImplementedError, ValueError) as error:
-            raise self._settings.refuse_samples(str(error)) from None
+            if every is not None:
+                raise SettingError(f"sample_every is {every} and {error}: leave it out") from None
+            note(f"note: no samples of text: {error}")
+            self._writes = False
+        if self._writes and jax.process_count() > 1:
+            note("note: no samples of text: one process writes text, and this run has several")
+            self._writes = False
 
     def write(
         self,
@@ -67,7 +76,7 @@ class Samples:
         """
         every = self._settings.sample_every
         is_due = last or (every is not None and step % every == 0)
-        if not self._settings.prompts or jax.process_count() > 1 or not is_due:
+        if not self._writes or not is_due:
             return
         with self._aside:
             blocks = []

@@ -158,7 +158,7 @@ class TrainSettings:
             raise SettingError(
                 "fresh_heads is True and init_from is None: set it to a run's folder"
             )
-        if self.prompts:
+        if self.sample_every is not None:
             self._check_samples()
         ends = [0, *(end_of(stage, self.steps) for stage in self.stages), self.steps]
         are_fractions = [stage.until < 1 for stage in self.stages]  # which may hold no step
@@ -181,16 +181,13 @@ class TrainSettings:
         """The beginnings of the texts of a sample; none if the run writes no samples."""
         return self.sample_prompts or ("",) * (self.sample_every is not None)
 
-    def refuse_samples(self, why: str) -> SettingError:
-        """The error of a run that cannot write samples."""
-        name = "sample_prompts" if self.sample_every is None else "sample_every"
-        return SettingError(f"{name} is {getattr(self, name)} and {why}: leave it out")
-
     def _check_samples(self) -> None:
         every, of = self.sample_every, self.eval_every
         if self.task.kind != "text":
-            raise self.refuse_samples(f"task {self.task.name} is no text")
-        if every is not None and (of is None or every % of):
+            raise SettingError(
+                f"sample_every is {every} and task {self.task.name} is no text: leave it out"
+            )
+        if of is None or every % of:
             raise SettingError(
                 f"sample_every={every} must be a multiple of eval_every={of}, for a sample follows "
                 "an evaluation: change one of them"
