@@ -69,6 +69,8 @@ def test_the_memory_of_a_device_is_of_a_dry_run_alone(call):
     assert err == "error: --device_memory=59.0: give --dry_run too, or leave the flag out\n"
     code, _, err = call("--config_file=quickstart.gin", "--dry_run", "--device_memory=0")
     assert code == 2 and "device_memory is 0.0: expected a number above 0" in err
+    code, _, err = call("--config_file=quickstart.gin", "--dry_run", "--profile")
+    assert code == 2 and "--profile: a dry run makes no step" in err
 
 
 def test_a_stand_in_has_the_shapes_of_the_task(tmp_path):

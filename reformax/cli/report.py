@@ -78,7 +78,8 @@ def training(result: dict[str, Any], prints: bool = True, *, with_curve: bool) -
         part = "" if whole else f" ({found['n_targets']:,} targets of the split)"
         words = words_of(score["metric"], found)
         print(f"{name} {words}: {'none' if value is None else f'{value:.4f}'}{part}")
-    kept = " vocabulary.model" if (Path(folder) / "vocabulary.model").exists() else ""
+    others = {"vocabulary.model": "vocabulary.model", "profile": "profile/"}
+    kept = "".join(f" {shown}" for name, shown in others.items() if (Path(folder) / name).exists())
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
     flags = [f"--output_dir={folder}", "--split=test", *_trust(Path(folder) / "config.gin")]
     print(f"next: {shlex.join([*program('evaluate'), *flags])}")

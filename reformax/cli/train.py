@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     joining.join(args, config.text())
     # After parsing, so that a wrong flag is reported first.
     from reformax.cli import stand_in
-    from reformax.training import checkpoint, dry_run, folder, loop
+    from reformax.training import checkpoint, dry_run, folder, loop, profile
 
     compilation_cache.use()
     config.refuse_passed(loop.train, "config_text", "named")
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SettingError(
             f"--device_memory={args.device_memory}: give --dry_run too, or leave the flag out"
         )
+    if args.profile and args.dry_run:
+        raise SettingError("--profile: a dry run makes no step, leave one of the two out")
     if args.dry_run:
         begun = bool(checkpoint.Checkpoints(output_dir).steps())
         options = dict(begun=begun, device_memory=args.device_memory, named=typed.typed)
@@ -63,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
     given |= {"progress": False} if args.quiet else {}
+    if args.profile and joining.first():
+        others = config.bindings(loop.train, {"callbacks"}).get("callbacks", ())
+        given["callbacks"] = [*others, profile.profile(Path(output_dir) / "profile")]
 
     def config_text() -> str:
         note_unused(*given)  # all that the config names is built by now
@@ -108,6 +113,11 @@ def parser():
         metavar="GIB",
         help="with --dry_run: the memory of a device that a run may take (default: what the "
         "backend says)",
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="write a trace of three steps into a folder profile/ of the run",
     )
     flags.add_changed_data(parser)
     joining.add_flags(parser)

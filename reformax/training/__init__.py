@@ -10,7 +10,7 @@ Where to look:
 * Scores: `evaluation.evaluate` scores a split; `scores` those of a run; `by_position`, `samples`.
 * Checkpoints: `checkpoint`; `arrays` and `array_reader` below it; `manifest`, `description`.
 * What one sees: `step_log` to `record`, and from there `record_lines`, `events`, `curves`.
-* Before a run: `dry_run`, `capacity`, `forecast`.
+* Before a run: `dry_run`, `capacity`, `forecast`; while it goes on: `profile`, `utilization`.
 * Several devices and processes: `mesh`, `placing`, `processes`, `watcher`.
 
 No module imports a model, a task or gin: `loop.train` gets them as arguments.
