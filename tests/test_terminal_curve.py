@@ -39,6 +39,16 @@ def test_a_quiet_run_prints_its_result_alone(monkeypatch, capsys, tmp_path):
     assert code == 0 and out.startswith("valid bits per dim")
 
 
+def test_a_curve_that_fails_ends_no_run(monkeypatch, capsys, tmp_path):
+    def fails(*args):
+        raise OSError("gone")
+
+    monkeypatch.setattr(terminal_curve, "of_run", fails)
+    code, out, err = finish(monkeypatch, capsys, tmp_path / "run", "loop.train.sample_prompts=[]")
+    assert code == 0 and "note: the curve failed, and the work goes on (OSError: gone)" in err
+    assert "\nvalid bits per dim" in out
+
+
 def test_a_curve_goes_from_its_first_value_to_its_last():
     text = terminal_curve.drawn([10, 20, 30], [8.0, 4.0, float("nan")], "bits")
     first, *rows, axis, ends = text.splitlines()

@@ -59,10 +59,12 @@ def training(result: dict[str, Any], prints: bool = True, *, with_curve: bool) -
         return 128 + result["interrupted_by"]
     if result["step"] < result["steps"]:
         print(f"out of time at step {result['step']} of {result['steps']}")
+    from reformax.training import side_channels
     from reformax.training.curves import words_of
 
     if with_curve:
-        print(terminal_curve.of_run(folder, result["metric"]))
+        with side_channels.Aside("the curve"):
+            print(terminal_curve.of_run(folder, result["metric"]))
 
     metric = result["metric"]
     part = "" if result["whole"] else f" ({result['n_targets']:,} targets of the split)"
