@@ -46,19 +46,38 @@ def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, monkeypatch):
     assert "note: the data is not read (" in out
 
 
+def test_a_line_is_printed_once_it_is_known(call, monkeypatch, capsys):
+    needs, printed = dry_run.needs, []
+
+    def compiled(*args):
+        printed.append(capsys.readouterr().out)
+        return needs(*args)
+
+    monkeypatch.setattr(dry_run, "needs", compiled)
+    flags = ["--dry_run", "--device_memory=0.5", *(f"--config={x}" for x in TINY)]
+    code, out, err = call("--config_file=quickstart.gin", *flags)
+    assert code == 0, err
+    assert "of memory each" in printed[0] and "MiB of a device" not in printed[0]
+    assert "MiB of a device" in printed[1]
+    assert any("longest sequence that fits" in text for text in printed)
+    assert "largest batch that fits" in out and "longest" not in out
+
+
 def test_the_memory_of_a_device_is_of_a_dry_run_alone(call):
     code, _, err = call("--config_file=quickstart.gin", "--device_memory=59")
     assert code == 2
     assert err == "error: --device_memory=59.0: give --dry_run too, or leave the flag out\n"
     code, _, err = call("--config_file=quickstart.gin", "--dry_run", "--device_memory=0")
     assert code == 2 and "device_memory is 0.0: expected a number above 0" in err
+    code, _, err = call("--config_file=quickstart.gin", "--dry_run", "--profile")
+    assert code == 2 and "--profile: a dry run makes no step" in err
 
 
 def test_a_stand_in_has_the_shapes_of_the_task(tmp_path):
     """The batches of the quickstart's task and of what stands in for it compile the same step."""
     config.parse([str(configs.FOLDER / "quickstart.gin")], TINY, folders=configs.FOLDERS)
-    settings, lines = stand_in.reported(lambda **settings: [])
-    assert lines == []
+    settings, lines = stand_in.reported(lambda **settings: iter([]))
+    assert list(lines) == []
     real = settings["task"].train_batch(0, 0, 2, 32)
     other = stand_in.task_of(settings["model"](mode="train")).train_batch(0, 0, 2, 32)
     for one, two in zip(real, other, strict=True):

@@ -166,6 +166,7 @@ def test_data_for_no_config(answer):
         ("loop.train.optimizer", "@optimizer.adam()"),
         ("loop.train.model", "@seq2seq.Reformer"),
         ("loop.train.stages", "@stages.Stage()"),
+        ("loop.train.evaluations", "@evaluations.Evaluation()"),
     ],
 )
 def test_a_module_of_this_package_needs_no_import_line(name, value):

@@ -654,11 +654,6 @@ def refuse_passed(function, *names: str) -> None:
         raise ConfigError(f"{owner}.{name} is passed by the command: leave it out")
 
 
-def bindings_if_any(function) -> dict:
-    """`bindings` of a function that the config need not name."""
-    return bindings(function) if _bound(function) else {}
-
-
 def described(function, argument: str):
     """The value that the config gives an argument, as data: nothing is called.
 
@@ -699,12 +694,11 @@ def operative() -> str:
     """The values in use, defaults included, as text that `parse` reads.
 
     Trax configures some of its own functions by gin. The text leaves them out: no config file
-    imports their modules. So it does the commands' own, which are no part of a run.
+    imports their modules.
     """
     text = gin.operative_config_str()
     imported = set(gin_text.imports(gin.config_str()))
-    ours = {line for line in imported if line.startswith("from reformax.cli import ")}
-    return gin_text.without(text, set(gin_text.imports(text)) - (imported - ours))
+    return gin_text.without(text, set(gin_text.imports(text)) - imported)
 
 
 def text() -> str:

@@ -14,7 +14,8 @@ from reformax.cli import gin_text
 
 # What configs name: modules of these packages, and these of training.
 _PACKAGES = ("reformax.data", "reformax.models", "reformax.ops")
-_OF_TRAINING = ("loop", "optimizer", "stages", "wandb_log")
+_OF_TRAINING = ("evaluations", "loop", "optimizer", "stages", "wandb_log")
+_PARTS = ("evaluations", "stages")  # of which a run has several, in a list or by name
 
 
 def missing(override: str, bound: Iterable[str]) -> list[str]:
@@ -56,7 +57,7 @@ def reference(name: str) -> str | None:
     """
     module, _, attribute = name.rpartition(".")
     module, attribute = module or name, attribute or name
-    if module not in (packages := _packages()) or module == "stages":  # which are in a list
+    if module not in (packages := _packages()) or module in _PARTS:
         return None
     found = getattr(importlib.import_module(f"{packages[module]}.{module}"), attribute, None)
     if not callable(found):

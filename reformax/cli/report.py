@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reformax.cli import terminal_curve
+
 
 def note_unused(
     overrides: Sequence[str],
@@ -39,12 +41,13 @@ def note_unused(
             print(f"note: {config_file} sets {found}, which this run does not use", file=file)
 
 
-def training(result: dict[str, Any], prints: bool = True) -> int:
+def training(result: dict[str, Any], prints: bool = True, *, with_curve: bool) -> int:
     """Prints how a run of `loop.train` ended and what to do next; returns the exit code.
 
     Args:
       result: what it returned.
       prints: whether to print; of several processes one does.
+      with_curve: whether to draw the training loss.
     """
     folder, interrupted_by = result["output_dir"], result["interrupted_by"]
     if not prints:
@@ -56,7 +59,12 @@ def training(result: dict[str, Any], prints: bool = True) -> int:
         return 128 + result["interrupted_by"]
     if result["step"] < result["steps"]:
         print(f"out of time at step {result['step']} of {result['steps']}")
+    from reformax.training import side_channels
     from reformax.training.curves import words_of
+
+    if with_curve:
+        with side_channels.Aside("the curve"):
+            print(terminal_curve.of_run(folder, result["metric"]))
 
     metric = result["metric"]
     part = "" if result["whole"] else f" ({result['n_targets']:,} targets of the split)"
@@ -72,7 +80,8 @@ def training(result: dict[str, Any], prints: bool = True) -> int:
         part = "" if whole else f" ({found['n_targets']:,} targets of the split)"
         words = words_of(score["metric"], found)
         print(f"{name} {words}: {'none' if value is None else f'{value:.4f}'}{part}")
-    kept = " vocabulary.model" if (Path(folder) / "vocabulary.model").exists() else ""
+    others = {"vocabulary.model": "vocabulary.model", "profile": "profile/"}
+    kept = "".join(f" {shown}" for name, shown in others.items() if (Path(folder) / name).exists())
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
     flags = [f"--output_dir={folder}", "--split=test", *_trust(Path(folder) / "config.gin")]
     print(f"next: {shlex.join([*program('evaluate'), *flags])}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,10 @@ class _Vocabulary:
         self.size = size
 
 
-def reported(report: Callable[..., list[str]]) -> tuple[dict[str, Any], list[str]]:
-    """The settings of `loop.train`, and `report(**settings)`.
+def reported(report: Callable[..., Iterator[str]]) -> tuple[dict[str, Any], Iterator[str]]:
+    """The settings of `loop.train`, and the lines of `report(**settings)`.
 
-    A task whose data cannot be read, or that needs an extra, is replaced; a line says so.
+    A task whose data cannot be read, or that needs an extra, is replaced; the first line says so.
 
     Raises:
       Exception: that of the task, where a stage has data of its own; and those of `report`.
@@ -55,7 +56,8 @@ def reported(report: Callable[..., list[str]]) -> tuple[dict[str, Any], list[str
             lines = report(**settings)
         except (OSError, ImportError, TypeError):
             raise error from None
-    return settings, [*lines, f"note: the data is not read ({why}): batches of zeros replace it"]
+    note = f"note: the data is not read ({why}): batches of zeros replace it"
+    return settings, chain([note], lines)
 
 
 def task_of(model: TaskModel) -> Task:

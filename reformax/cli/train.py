@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import compilation_cache, config, configs, ending, flags, joining, report, typed
+from reformax.cli import compilation_cache, config, configs, flags, joining, report, typed
 from reformax.declared import PathName, Positive, SettingError
 
 
@@ -33,12 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     joining.join(args, config.text())
     # After parsing, so that a wrong flag is reported first.
     from reformax.cli import stand_in
-    from reformax.training import checkpoint, dry_run, folder, loop
+    from reformax.training import checkpoint, dry_run, folder, loop, profile
 
     compilation_cache.use()
     config.refuse_passed(loop.train, "config_text", "named")
-    at_end = config.bindings_if_any(ending.ending)
-    of_end = [f"ending.ending.{name}" for name in at_end]  # no saved config has them
     settings_of = {
         file: config.settings_of(file, configs.FOLDERS) for file in args.config_file or ()
     }
@@ -52,29 +50,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SettingError(
             f"--device_memory={args.device_memory}: give --dry_run too, or leave the flag out"
         )
+    if args.profile and args.dry_run:
+        raise SettingError("--profile: a dry run makes no step, leave one of the two out")
     if args.dry_run:
         begun = bool(checkpoint.Checkpoints(output_dir).steps())
         options = dict(begun=begun, device_memory=args.device_memory, named=typed.typed)
         report_of = functools.partial(dry_run.report, **options)
         settings, lines = stand_in.reported(report_of)
-        note_unused(*settings, *of_end)
-        if joining.first():
-            print("\n".join(lines))
+        note_unused(*settings)
+        for line in lines:
+            if joining.first():
+                print(line, flush=True)
         return 0
 
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
     given |= {"progress": False} if args.quiet else {}
+    if args.profile and joining.first():
+        others = config.bindings(loop.train, {"callbacks"}).get("callbacks", ())
+        given["callbacks"] = [*others, profile.profile(Path(output_dir) / "profile")]
 
     def config_text() -> str:
-        note_unused(*given, *of_end)  # all that the config names is built by now
+        note_unused(*given)  # all that the config names is built by now
         return config.operative()
 
     with folder.output_folder(output_dir):  # before the config's objects are built, in minutes
         train = config.configured(loop.train)
         result = train(output_dir, config_text=config_text, named=typed.typed, **given)
-    if joining.first():
-        ending.show(result, **ending.ending(**at_end), alone=not joining.joined())
-    return report.training(result, joining.first())
+    return report.training(result, joining.first(), with_curve=not args.quiet)
 
 
 def parser():
@@ -111,6 +113,11 @@ def parser():
         metavar="GIB",
         help="with --dry_run: the memory of a device that a run may take (default: what the "
         "backend says)",
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="write a trace of three steps into a folder profile/ of the run",
     )
     flags.add_changed_data(parser)
     joining.add_flags(parser)

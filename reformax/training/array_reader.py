@@ -35,7 +35,13 @@ ROOM = 2**28  # bytes for decoding, besides the tensors: indices, decompression
 # Of tensorstore, whatever the number of cores: a thread's stack counts as memory in whole.
 THREADS = 16
 _FEW = {"limit": IN_FLIGHT}
-CONTEXT = {"data_copy_concurrency": _FEW, "file_io_concurrency": _FEW}
+# The index of the database, which every tensor and every chunk is looked up in.
+_INDEX = "cache_pool#index"
+CONTEXT = {
+    "data_copy_concurrency": _FEW,
+    "file_io_concurrency": _FEW,
+    _INDEX: {"total_bytes_limit": 2**25},
+}
 
 
 # Letters of a path that no library takes for more. etils globs a whole path, and so finds no file
@@ -182,7 +188,8 @@ def plain(folder: Path) -> Iterator[Path]:
 def _stored(folder: Path, tensors: Mapping[str, Wanted]) -> Iterator[Part]:
     import tensorstore as ts
 
-    database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
+    base = {"driver": "file", "path": f"{folder}/"}
+    database = {"driver": "ocdbt", "base": base, "cache_pool": _INDEX}
     end = "/.zarray"
     context = ts.Context(CONTEXT)
     for key in ts.KvStore.open(database, context=context).result().list().result():

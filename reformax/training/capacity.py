@@ -26,12 +26,14 @@ class Capacity(NamedTuple):
 
     Attributes:
       fits: the largest size known to fit; 0 if none is.
+      n_bytes: its bytes.
       refused: why a larger size cannot be compiled, where the memory is not what ends the sizes.
       is_close: whether the end is known to be near; otherwise the search was given up.
       n_programs: how many were compiled.
     """
 
     fits: int
+    n_bytes: int
     refused: str
     is_close: bool
     n_programs: int
@@ -44,6 +46,7 @@ def search(
     limit: int,
     unit: int,
     most: int,
+    guess: tuple[int, int] | None = None,
 ) -> Capacity:
     """The largest size whose bytes are at most `limit`.
 
@@ -54,7 +57,10 @@ def search(
       limit: the bytes that there are.
       unit: of which sizes are multiples.
       most: the largest size to try.
+      guess: another size and about its bytes, near the limit. If they are right, one program is
+        enough.
     """
+    guessed = {} if guess is None else dict([guess])
     known, refused, above, n = dict([begin]), "", most // unit * unit + unit, 0
     is_close = False
     while True:
@@ -62,19 +68,21 @@ def search(
         too_large = min([above, *(x for x, b in known.items() if b > limit)])
         is_close = is_close or too_large <= max(fits * CLOSE, fits + unit)
         if is_close or n == _MOST_PROGRAMS:
-            return Capacity(fits, refused if too_large == above else "", is_close, n)
-        curve = _Curve.through(known, fixed, limit)
-        if curve.end >= too_large > max(known) and not refused:
+            refused = refused if too_large == above else ""
+            return Capacity(fits, known.get(fits, 0), refused, is_close, n)
+        points, guessed = guessed | known, {}
+        curve = _Curve.through(points, fixed, limit)
+        if curve.end >= too_large > max(points) and not refused:
             size = too_large - unit  # the largest of all
         else:
-            size = _next(curve, known, unit, fits, too_large)
+            size = _next(curve, points, unit, fits, too_large)
         n += 1
         try:
             found = bytes_at(size)
         except ValueError as error:  # larger ones are refused as well
             above, refused = size, str(error)
             continue
-        foreseen = len(known) > 1 and abs(curve.at(size) - found) < _EXACT * found
+        foreseen = len(points) > 1 and abs(curve.at(size) - found) < _EXACT * found
         known[size] = found
         if foreseen and found <= limit:
             is_close = max(size * CLOSE**0.75, size + unit) > _line(known, limit)

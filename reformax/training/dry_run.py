@@ -6,6 +6,9 @@ It also finds the longest sequence and the largest batch that the memory of a de
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +97,7 @@ def _resized(batch: Any, before: ResolvedStage, after: ResolvedStage) -> Any:
 
 def _capacities(
     setup: opening.Setup, stage: ResolvedStage, batch: Any, found: Needs, limit: int
-) -> list[str]:
+) -> Iterator[str]:
     """Lines on the longest sequence and the largest batch that fit; see `capacity`.
 
     Args:
@@ -105,15 +108,15 @@ def _capacities(
       limit: the bytes of a device.
     """
     settings, models, mesh, key = setup
-    model, sizes, started = models.train[-1], {}, time.monotonic()
+    model, started = models.train[-1], time.monotonic()
     only = ""  # why the task has no other length, or no longer ones
     try:
         stage.task.train_batch(settings.seed, 0, 1, 2 * stage.length)
     except ValueError as error:
         only = str(error).partition("\n")[0]
 
-    def bytes_at(**size: int) -> int:
-        other = stage._replace(**size)
+    def bytes_at(name: str, size: int) -> int:
+        other = stage._replace(**{name: size})
         shape, ema = (other.batch_size, other.length), settings.ema_decay > 0
         init = step_lib.init_fn(model, settings.built_optimizer, shape, ema)
         # Weights of some algorithms are by the length.
@@ -123,30 +126,27 @@ def _capacities(
         except jax.errors.JaxRuntimeError:  # the compiler's, of arrays that are too large
             return 2**62
 
-    rows = settings.accumulate * devices.n_row_shards(mesh)
-    longest = min(LARGEST // stage.batch_size, getattr(model, "max_length", None) or LARGEST)
-    searched = [("batch_size", rows, LARGEST // stage.length)]
-    if not only:
-        searched.insert(0, ("length", devices.n_sequence_shards(mesh), longest))
-    for name, unit, most in searched:
-        sizes[name] = capacity.search(
-            lambda size, name=name: bytes_at(**{name: size}),
-            (getattr(stage, name), found.total),
-            found.state,
-            limit,
-            unit,
-            most,
+    def search(name: str, unit: int, most: int, guess: Any = None) -> capacity.Capacity:
+        begin = getattr(stage, name), found.total
+        return capacity.search(
+            partial(bytes_at, name), begin, found.state, limit, unit, most, guess
         )
-    n, seconds = sum(x.n_programs for x in sizes.values()), time.monotonic() - started
-    length = f"not sought, the task has no longer ones: {only}"
-    if not only:
-        length = _words(sizes["length"], f"{stage.batch_size:,} x {{:,}} tokens")
-    batch_size = _words(sizes["batch_size"], f"{{:,}} x {stage.length:,} tokens")
-    return [
-        f"longest sequence that fits: {length}",
-        f"largest batch that fits: {batch_size}",
-        f"{n} more sizes compiled in {seconds:.0f} s",
-    ]
+
+    length, guess = None, None
+    if only:
+        yield f"longest sequence that fits: not sought, the task has no longer ones: {only}"
+    else:
+        longest = min(LARGEST // stage.batch_size, getattr(model, "max_length", None) or LARGEST)
+        length = search("length", devices.n_sequence_shards(mesh), longest)
+        words = _words(length, f"{stage.batch_size:,} x {{:,}} tokens")
+        yield f"longest sequence that fits: {words}"
+        if length.fits:  # as many tokens need about as many bytes, where attention is not dense
+            guess = length.fits * stage.batch_size // stage.length, length.n_bytes
+    rows = settings.accumulate * devices.n_row_shards(mesh)
+    batch_size = search("batch_size", rows, LARGEST // stage.length, guess)
+    yield f"largest batch that fits: {_words(batch_size, f'{{:,}} x {stage.length:,} tokens')}"
+    n = batch_size.n_programs + (length.n_programs if length else 0)
+    yield f"{n} more sizes compiled in {time.monotonic() - started:.0f} s"
 
 
 def _words(found: capacity.Capacity, size: str) -> str:
@@ -196,10 +196,12 @@ def _check_evaluation(
 
 def report(
     *, begun: bool = False, device_memory: Positive | None = None, **settings: Any
-) -> list[str]:
+) -> Iterator[str]:
     """Lines on the devices, and on the memory that the step of each stage needs on one.
 
-    Further lines have the longest sequence and the largest batch of the last stage that fit.
+    Further lines have the longest sequence and the largest batch of the last stage that fit. The
+    settings are checked, and all data read, before this returns; each line then comes once it is
+    known.
 
     Args:
       begun: whether the run has a checkpoint, and so no need of `init_from`.
@@ -226,12 +228,27 @@ def report(
     lines.append(f"{mesh_lib.words(mesh)}, {memory.words(limit)} of memory each")
     if mesh.devices.flat[0].platform == "cpu":
         lines[-1] += "; programs for cpu have the figures below, those for a GPU have others"
-    setup, stages = opening.Setup(settings, models, mesh, key), settings.all_stages
-    for stage, model, after in zip(stages, models.train, [*stages[1:], None], strict=True):
-        if after is not None and stage.program == after.program:
+    setup = opening.Setup(settings, models, mesh, key)
+    batches = [_batch(setup, stage) for stage in settings.all_stages]
+    return chain(lines, _memory(setup, like, batches, limit))
+
+
+def _memory(
+    setup: opening.Setup, like: step_lib.TrainState, batches: list[Any], limit: int
+) -> Iterator[str]:
+    """Lines on the memory of each stage, and on the sizes of the last one that fit.
+
+    Args:
+      setup: the run's.
+      like: the shapes of its state.
+      batches: the shapes of a batch of each stage.
+      limit: the bytes of a device.
+    """
+    stages = setup.settings.all_stages
+    for number, (stage, model) in enumerate(zip(stages, setup.models.train, strict=True)):
+        if stage.program in (after.program for after in stages[number + 1 : number + 2]):
             continue  # the line of the stage after it is its own
-        batch = _batch(setup, stage)
-        found = needs(setup, stage, model, like, batch)
+        found = needs(setup, stage, model, like, batches[number])
         parts = {
             "parameters": found.params,
             "state": found.state,
@@ -241,9 +258,9 @@ def report(
         sizes = ", ".join(f"{name} {n / MIB:,.1f}" for name, n in parts.items())
         what = f"to step {stage.until:,}, {stage.batch_size:,} x {stage.length:,} tokens"
         over = ", more than there is" if found.total > limit else ""
-        lines.append(f"{what}: MiB of a device: {sizes}{over}")
+        yield f"{what}: MiB of a device: {sizes}{over}"
     try:
-        return lines + _capacities(setup, stages[-1], batch, found, limit)
+        yield from _capacities(setup, stages[-1], batches[-1], found, limit)
     except Exception as error:  # of a size that no run would take
         what = str(error).partition("\n")[0]
-        return [*lines, f"note: the sizes that fit are not known: {type(error).__name__}: {what}"]
+        yield f"note: the sizes that fit are not known: {type(error).__name__}: {what}"

@@ -2,7 +2,7 @@
 
 The products of matrices in a step's program are known before it is compiled. Their largest result
 is in memory at some time, whatever the compiler fuses, and their arithmetic is the least that the
-device has to do. The compiled program states its memory. Ten steps give the time.
+device has to do. The compiled program states its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from reformax import memory
 DAY = 86_400.0  # seconds
 # No machine that trains multiplies matrices more slowly, in operations per second.
 _SLOWEST = 1e10
-_STEPS = 10
 
 
 class Products(NamedTuple):
@@ -146,41 +145,6 @@ def _speed() -> float:
         multiply(matrix, matrix).block_until_ready()
         seconds.append(time.perf_counter() - begin)
     return 2 * n**3 / min(seconds)
-
-
-class Pace:
-    """Tells, once, how long the rest takes: from ten steps after those that compile."""
-
-    def __init__(self, steps: int, warm_up: int):
-        """Takes the last step of the run, and the steps to leave out."""
-        self._steps, self._skip = steps, warm_up
-        self._began: float | None = None
-        self._done, self._told = 0, False
-
-    def restart(self) -> None:
-        """Other work came between steps."""
-        self._began = None
-
-    def after(self, step: int) -> str | None:
-        """Takes note that a step is done; returns the line where it is time for it."""
-        now = time.monotonic()
-        if self._skip:
-            self._skip -= 1
-        elif self._told or step >= self._steps:
-            pass
-        elif self._began is None:
-            self._began, self._done = now, 0
-        else:
-            self._done += 1
-            if self._done == _STEPS:
-                self._told = True
-                a_step = (now - self._began) / _STEPS
-                left = (self._steps - step) * a_step
-                return (
-                    f"a step takes {a_step:.3g} s: {duration(left)} left to step {self._steps:,}, "
-                    "without evaluations"
-                )
-        return None
 
 
 def duration(seconds: float) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from reformax.training import forecast
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Callbacks
 from reformax.training.checkpoint import Checkpoints, NotSaved
@@ -50,7 +49,7 @@ class Run:
       config: the text of config.gin.
       n_params: numbers in the parameters.
       lock: held while the run is open; None in processes other than the first.
-      record, log, bar, pace: what shows the run.
+      record, log, bar: what shows the run.
       messages: prints lines.
       callbacks: those of the settings; one that raised stops the run.
       decisions: whether to go on.
@@ -73,7 +72,6 @@ class Run:
     record: Record
     log: StepLog
     bar: Bar
-    pace: forecast.Pace
     messages: Messages
     callbacks: Callbacks
     decisions: Decisions
@@ -124,8 +122,6 @@ def train_step(run: Run, state: RunState) -> None:
     state.arrays, metrics = run.train_steps[number](state.arrays, next(run.batches), run.key)
     state.step, state.scores = state.step + 1, {}
     run.log.add(state.step, metrics)
-    if (line := run.pace.after(state.step)) and run.settings.progress:
-        run.bar.say(line)
 
 
 def is_scored(run: Run, state: RunState, label: str, last: bool) -> bool:
@@ -145,7 +141,6 @@ def evaluate(run: Run, state: RunState, label: str, last: bool) -> None:
       FloatingPointError: the score is not finite.
     """
     run.log.drain()
-    run.pace.restart()
     scores, params = run.scores[label], state.arrays.eval_params
 
     def stop() -> bool:
@@ -184,7 +179,6 @@ def save(run: Run, state: RunState, temporary: bool = False) -> None:
     if state.saved == state.to_save:
         return
     run.log.drain()
-    run.pace.restart()
     if not step_lib.all_finite(state.arrays):
         raise FloatingPointError(f"parameters are not finite after step {state.step}")
     data, extra = run.kept["data"], dict(run.kept)

@@ -21,7 +21,7 @@ from reformax.training.record import Bar, Record
 from reformax.training.settings import TrainSettings
 
 SPLIT = "sample"  # of its lines in the record
-TEMPERATURE = 0.8  # that of the sample at the end of quickstart.gin
+TEMPERATURE = 0.8
 
 
 class Samples:
@@ -31,24 +31,30 @@ class Samples:
         """Takes a model built for evaluation."""
         self._model, self._settings, self._mesh = model, settings, mesh
         self._aside = side_channels.Aside("the sample of text")
+        self._writes = bool(settings.prompts)
 
     def check(self, params: Any, note: Callable[[str], None]) -> None:
         """Says before the first step that there will be none.
 
         Raises:
-          SettingError: the model cannot write, or not from these prompts.
+          SettingError: `sample_every` is set, and the model cannot write, or not from these
+            prompts.
         """
-        if self._settings.sample_every is None:
-            return
-        if jax.process_count() > 1:
-            note("note: no samples of text: one process writes text, and this run has several")
+        every, task = self._settings.sample_every, self._settings.task
+        if not self._writes:
             return
         try:
+            if task.kind != "text":
+                raise ValueError(f"task {task.name} is no text")
             self._blocks(params)
         except (AttributeError, NotImplementedError, ValueError) as error:
-            raise SettingError(
-                f"sample_every is {self._settings.sample_every} and {error}: leave it out"
-            ) from None
+            if every is not None:
+                raise SettingError(f"sample_every is {every} and {error}: leave it out") from None
+            note(f"note: no samples of text: {error}")
+            self._writes = False
+        if self._writes and jax.process_count() > 1:
+            note("note: no samples of text: one process writes text, and this run has several")
+            self._writes = False
 
     def write(
         self,
@@ -69,7 +75,8 @@ class Samples:
           stop: asked after each block of tokens; true abandons the sample, which no save waits for.
         """
         every = self._settings.sample_every
-        if every is None or jax.process_count() > 1 or not (last or step % every == 0):
+        is_due = last or (every is not None and step % every == 0)
+        if not self._writes or not is_due:
             return
         with self._aside:
             blocks = []
@@ -78,7 +85,7 @@ class Samples:
                 if stop():
                     return
             rows = np.concatenate(blocks, axis=1).tolist()
-            prompts = [tokens_of(self._settings.task, x) for x in self._settings.sample_prompts]
+            prompts = [tokens_of(self._settings.task, x) for x in self._settings.prompts]
             both = zip(prompts, rows, strict=True)
             texts = [text_of(self._settings.task, [*prompt, *new]) for prompt, new in both]
             record.write(step, SPLIT, {"texts": texts}, {}, tag=SPLIT)
@@ -89,7 +96,7 @@ class Samples:
     def _blocks(self, params: Any) -> Iterator[np.ndarray]:
         """New tokens of each prompt; the call raises what the model or the prompts do not allow."""
         settings = self._settings
-        prompts = [tokens_of(settings.task, prompt) for prompt in settings.sample_prompts]
+        prompts = [tokens_of(settings.task, prompt) for prompt in settings.prompts]
         longest = max(map(len, prompts), default=0) + settings.sample_tokens
         length = settings.own_evaluation.length  # by which automatic numbers of buckets go
         return decoding.stream(

@@ -73,8 +73,9 @@ class TrainSettings:
         split, and always the same ones. None: the whole split.
       eval_whole: whether the last evaluation scores the whole split as well.
       sample_every: steps between samples of text that a language model writes, a multiple of
-        `eval_every`, for a sample follows an evaluation; the last one has one too. None: none.
-      sample_prompts: the beginnings of the texts of a sample.
+        `eval_every`, for a sample follows an evaluation; the last one has one too. None: that alone
+        has one, if there are `sample_prompts`.
+      sample_prompts: the beginnings of the texts of a sample; (): with `sample_every` an empty one.
       sample_tokens: new tokens of each text.
       evaluations: more evaluations by their names, of other splits, tasks or lengths; see
         `reformax.training.evaluations`. The best checkpoint is by the run's own alone.
@@ -128,7 +129,7 @@ class TrainSettings:
     eval_tokens: Size | None = 2**18
     eval_whole: bool = True
     sample_every: Size | None = None
-    sample_prompts: Sequence[str] = ("",)
+    sample_prompts: Sequence[str] = ()
     sample_tokens: Size = 100
     evaluations: Mapping[Name, Evaluation] = field(default_factory=dict)
     checkpoint_every: Size | None = None
@@ -174,6 +175,11 @@ class TrainSettings:
                     "leave it out, or make it of the same vocabulary object as task"
                 )
         _ = self.other_evaluations  # raises for one that does not fit
+
+    @property
+    def prompts(self) -> Sequence[str]:
+        """The beginnings of the texts of a sample; none if the run writes no samples."""
+        return self.sample_prompts or ("",) * (self.sample_every is not None)
 
     def _check_samples(self) -> None:
         every, of = self.sample_every, self.eval_every

@@ -25,7 +25,6 @@ from reformax.declared import SettingError
 from reformax.training import (
     alike,
     fingerprints,
-    forecast,
     opening,
     optimizer,
     placing,
@@ -47,7 +46,7 @@ from reformax.training.samples import Samples
 from reformax.training.scores import Scores
 from reformax.training.settings import TrainSettings
 from reformax.training.stages import ResolvedStage, naming
-from reformax.training.step_log import IN_FLIGHT, StepLog
+from reformax.training.step_log import StepLog
 
 
 class _Parts(NamedTuple):
@@ -297,7 +296,7 @@ def _kept(
 
 
 def _shown(parts: _Parts, restored: opening.RestoredRun, record: Record) -> dict[str, Any]:
-    """What shows the run: `record`, `bar`, `log`, `pace` and `clock` of `Run`."""
+    """What shows the run: `record`, `bar`, `log` and `clock` of `Run`."""
     settings, step, info = parts.setup.settings, restored.step, restored.info
     begun = restored.seconds - parts.decisions.started
     unit = "bits_per_byte" if settings.task.of_bytes else settings.own_evaluation.metric
@@ -316,8 +315,7 @@ def _shown(parts: _Parts, restored: opening.RestoredRun, record: Record) -> dict
         partial(parts.callbacks.call, "on_step"),
         _utilization(parts.setup, restored),
     )
-    pace = forecast.Pace(settings.steps, IN_FLIGHT + 1)
-    return {"record": record, "bar": bar, "log": log, "pace": pace, "clock": clock}
+    return {"record": record, "bar": bar, "log": log, "clock": clock}
 
 
 def _utilization(

@@ -131,7 +131,10 @@ def step_fn(
 
 
 def mean_loss(model, loss_chunk_len, label_smoothing, params, batch, rng, weight):
-    """The loss divided by `weight`, and the sums of metrics."""
+    """The loss divided by `weight`, and the sums of metrics.
+
+    A compiled step calls it: `jax.debug.print("{x}", x=features[0, 0])` here prints at each step.
+    """
     inputs, targets, weights = batch
     features = model.features(params, inputs, rng=rng)
     sums = loss_lib.cross_entropy(

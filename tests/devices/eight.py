@@ -366,7 +366,7 @@ def test_a_dry_run_says_what_a_device_needs(monkeypatch):
     monkeypatch.setattr(dry_run, "_capacities", lambda *args: [])
     model = partial(tiny.TinyLM, d_model=512)
     settings = worker.arguments(batch_size=8) | {"model": model}
-    stated = [dry_run.report(**settings, mesh={axis: -1}) for axis in ("data", "fsdp")]
+    stated = [list(dry_run.report(**settings, mesh={axis: -1})) for axis in ("data", "fsdp")]
     assert stated[0][0].startswith("8 cpu devices (data 8), ")
     assert stated[1][0].startswith("8 cpu devices (fsdp 8), ")
     whole, eighth = (float(re.search(r"state ([\d.]+)", lines[1])[1]) for lines in stated)

@@ -39,6 +39,15 @@ def test_the_search_ends_near_the_largest_size(name, begin, unit):
     assert CURVES[name](max(1.1 * found.fits, found.fits + unit)) > LIMIT
 
 
+@pytest.mark.parametrize("error, most", [(0.0, 1), (0.02, 3), (0.5, 4)])
+def test_a_guess_that_is_right_needs_one_program(error, most):
+    bytes_at, guess = CURVES["line"], 890_000
+    given = (512, int(bytes_at(512))), 10**8, LIMIT, 1, 2**31 - 1
+    found = capacity.search(bytes_at, *given, guess=(guess, (1 - error) * bytes_at(guess)))
+    assert found.n_programs <= most and 900_000 / 1.1 < found.fits <= 900_000
+    assert found.n_bytes == bytes_at(found.fits)
+
+
 def test_a_size_that_is_refused_ends_the_search():
     def bytes_at(size):
         if size > 5000:
@@ -66,8 +75,8 @@ def check(monkeypatch, model, mib, **sizes):
     monkeypatch.setattr(dry_run, "_capacities", lambda *args: [])
     for name, size in (("length", length), ("batch_size", batch_size)):
         for n, over in ((size, False), (int(1.15 * size) + 1, True)):
-            lines = dry_run.report(**arguments | {name: n}, device_memory=mib / 1024)
-            assert lines[-1].endswith("more than there is") == over, (name, n, lines)
+            *_, last = dry_run.report(**arguments | {name: n}, device_memory=mib / 1024)
+            assert last.endswith("more than there is") == over, (name, n, last)
 
 
 def test_the_size_that_is_printed_fits_and_more_does_not(monkeypatch):
@@ -84,9 +93,9 @@ def test_the_size_that_is_printed_fits_a_real_model(model_fn, op, monkeypatch):
 
 
 def test_positions_end_the_length_and_a_model_too_large_fits_nowhere():
-    lines = dry_run.report(**worker.arguments(model=dict(max_length=100)))
+    lines = list(dry_run.report(**worker.arguments(model=dict(max_length=100))))
     assert "longest sequence that fits: 8 x 100 tokens" in lines
-    lines = dry_run.report(**worker.arguments(model=dict(d_model=512)), device_memory=2**-9)
+    lines = list(dry_run.report(**worker.arguments(model=dict(d_model=512)), device_memory=2**-9))
     assert "longest sequence that fits: none fits" in lines
     assert "largest batch that fits: none fits" in lines
 
@@ -100,7 +109,7 @@ def test_a_task_of_one_length_is_asked_for_no_other():
             raise ValueError(f"length={n}: expected {length}")
         return task.train_batch(seed, step, batch_size, n)
 
-    lines = dry_run.report(**arguments | {"task": task.replace(train_batch=train_batch)})
+    lines = list(dry_run.report(**arguments | {"task": task.replace(train_batch=train_batch)}))
     refused = f"the task has no longer ones: length={2 * length}: expected {length}"
     assert f"longest sequence that fits: not sought, {refused}" in lines
     assert any(line.startswith("largest batch that fits: ") for line in lines)

@@ -346,6 +346,41 @@ def test_nothing_is_in_progress_once_a_save_has_failed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class OtherMachine:
+    """The second of two processes, which the first one tells what it sees."""
+
+    index, count, first = 1, 2, False
+
+    def __init__(self, told):
+        self._told = iter(told)
+
+    def branch(self, name):
+        return self
+
+    def same(self, decide):
+        return next(self._told)
+
+    def by_all(self, do):
+        return [None, do()]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_what_another_machine_sees_is_waited_for(tmp_path, listed):
+    saved(tmp_path, steps=(3,)).close()
+    file, aside = tmp_path / "checkpoints/3/checkpoint.json", tmp_path / "checkpoint.json"
+    file.rename(aside)
+    shown = threading.Timer(1, lambda: aside.rename(file))
+    shown.start()
+    checkpoints = checkpoint.Checkpoints(tmp_path, processes=OtherMachine([[3], listed]))
+    if listed:
+        assert checkpoints.newest_whole() == 3
+    else:  # process 0 does not see them either
+        with pytest.raises(ValueError, match="is whole .*is missing"):
+            checkpoints.newest_whole()
+    shown.join()
+    checkpoints.close()
+
+
 def read_bytes():
     """The bytes that this process and those that it waited for have read."""
     lines = Path("/proc/self/io").read_text().splitlines()
@@ -363,6 +398,18 @@ def test_of_a_tensor_little_more_is_read_than_a_region(tmp_path):
         np.testing.assert_array_equal(arrays.restore(tmp_path, wanted)["a"][0], tensor[region])
         amounts.append(read_bytes() - before)
     assert amounts[1] - amounts[0] > 0.6 * tensor.nbytes, amounts
+
+
+def test_the_index_of_many_tensors_is_read_once(tmp_path):
+    shape, dtype = (64, 16), np.dtype(np.float32)
+    tensors = {f"{i}": np.random.default_rng(i).normal(size=shape).astype(dtype) for i in range(99)}
+    save_arrays(tmp_path / "arrays", tensors)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    wanted = {n: array_reader.Wanted(shape, dtype, [array_reader.whole(shape)]) for n in tensors}
+    out, before = {name: [np.empty(shape, dtype)] for name in tensors}, read_bytes()
+    array_reader.read(tmp_path, wanted, out)
+    assert read_bytes() - before < 1.1 * size, (read_bytes() - before, size)
+    assert all((out[name][0] == tensors[name]).all() for name in tensors)
 
 
 ON_A_MESH = """

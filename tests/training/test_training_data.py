@@ -156,7 +156,7 @@ def test_with_the_flag_a_run_goes_on_and_its_record_says_so(folder, monkeypatch,
     # Stopped by an error before its next checkpoint and run again, it has one such line.
     steps = "--config=steps=5"
     with monkeypatch.context() as patch:
-        patch.setattr("reformax.cli.report.training", lambda *_: 0)
+        patch.setattr("reformax.cli.report.training", lambda *_, **__: 0)
         patch.setattr("reformax.training.loop.save", lambda run, state, temporary: None)
         call(train.main, patch, capsys, *flags(folder), steps, allowed)
     code, out, err = call(train.main, monkeypatch, capsys, *flags(folder), steps, allowed)

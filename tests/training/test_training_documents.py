@@ -54,8 +54,8 @@ def test_a_dry_run_has_segments(monkeypatch):
     monkeypatch.setattr(dry_run, "_capacities", lambda *args: [])
     task, _ = task_of([30, 40, 50])
     settings = dict(steps=1, batch_size=2, length=32, optimizer=optimizer.adam())
-    lines = dry_run.report(model=model_of, task=task, **settings)
-    assert "to step 1, 2 x 32 tokens: MiB of a device" in lines[1]
+    _, line = dry_run.report(model=model_of, task=task, **settings)
+    assert "to step 1, 2 x 32 tokens: MiB of a device" in line
 
 
 RUN = """

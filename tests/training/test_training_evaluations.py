@@ -212,12 +212,11 @@ def test_a_config_names_them_and_its_saved_one_is_read(tmp_path, monkeypatch, ca
 
     Path(tmp_path / "run.gin").write_text("""
 from __gin__ import dynamic_registration
-from reformax.cli import ending
 from reformax.data import stdlib
 from reformax.training import loop
 from reformax.training import evaluations
 include 'quickstart.gin'
-ending.ending.prompt = None
+loop.train.sample_prompts = []
 d_model = 16
 n_layers = 2
 length = 64

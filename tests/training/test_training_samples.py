@@ -86,6 +86,27 @@ def test_samples_follow_their_evaluations_and_go_wherever_lines_go(
     assert [line["step"] for line in sampled(tmp_path / "stopped")] == [4, 6]
 
 
+def test_prompts_alone_ask_for_a_sample_at_the_end(arguments, tmp_path):
+    loop.train(tmp_path, **arguments | {"sample_every": None, "eval_every": 2})
+    (line,) = sampled(tmp_path)
+    assert line["step"] == 6 and line["texts"][0].startswith("the ")
+    loop.train(tmp_path / "none", **arguments | {"sample_every": None, "sample_prompts": ()})
+    assert not sampled(tmp_path / "none")
+
+
+def test_a_model_that_cannot_write_ends_without_a_sample(arguments, tmp_path, capsys):
+    model = partial(MODEL, attention_type=local.local(wrap=True, chunk_len=4))
+    loop.train(tmp_path, **arguments | {"sample_every": None, "model": model})
+    assert not sampled(tmp_path)
+    assert capsys.readouterr().err.count("note: no samples of text: ") == 1
+
+
+def test_samples_without_prompts_have_an_empty_one(arguments, tmp_path):
+    loop.train(tmp_path, **arguments | {"steps": 4, "sample_prompts": ()})
+    (line,) = sampled(tmp_path)
+    assert len(line["texts"]) == 1
+
+
 def shown(folder):
     """(step, texts) of TensorBoard's samples."""
     found = []

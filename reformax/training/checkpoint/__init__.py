@@ -19,7 +19,7 @@ not be read is deleted or renamed.
 
 from __future__ import annotations
 
-from reformax.training.checkpoint.opening import Checkpoints
+from reformax.training.checkpoint.checkpoints import Checkpoints
 from reformax.training.checkpoint.writing import NotSaved
 
 __all__ = ["Checkpoints", "NotSaved"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,10 @@ from reformax import durable
 from reformax.training import manifest
 from reformax.training.checkpoint.copies import Copies, in_words
 from reformax.training.checkpoint.writing import Writer
+
+# Seconds after which a network file system shows a machine what another one has written: NFS keeps
+# what it knows of a folder for 60 s at most, unless it is mounted otherwise.
+_SHOWN_AFTER = 70.0
 
 
 class Checkpoints(Writer):
@@ -39,7 +44,8 @@ class Checkpoints(Writer):
         if self._copies is not None and not together.same(self.steps):
             self._fetch(self._copies)
         for step in reversed(together.same(self.steps)):
-            harms = together.by_all(lambda step=step: self._harm(step, part))
+            listed = together.count > 1 and together.same(partial(self._is_listed, step))
+            harms = together.by_all(partial(self._harm_once_shown, step, part, listed))
             if (harm := next(filter(None, harms), None)) is None:
                 self._damaged, self._checked = damaged, step
                 return step
@@ -51,6 +57,17 @@ class Checkpoints(Writer):
                 "have it, or give another --output_dir"
             )
         return None
+
+    def _is_listed(self, step: int) -> bool:
+        """Whether this process sees the files of a checkpoint by their names and sizes."""
+        return manifest.difference_of_sizes(self._folder(step)) is None
+
+    def _harm_once_shown(self, step: int, part: tuple[int, int], listed: bool) -> str | None:
+        """`_harm`, after a wait for the files that process 0 sees if they are `listed` there."""
+        end = time.monotonic() + _SHOWN_AFTER
+        while listed and not self._is_listed(step) and time.monotonic() < end:
+            time.sleep(0.2)
+        return self._harm(step, part)
 
     def _fetch(self, copies: Copies) -> None:
         together = self._processes
