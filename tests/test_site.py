@@ -143,5 +143,9 @@ def test_pages_of_the_api_show_signatures_and_docstrings_and_no_source(site):
     for path, text in modules.items():
         assert "doc-signature" in text and "Source code in" not in text, path
     plain = html.unescape(re.sub(r"<.*?>", "", pages[site / "reference/ops/index.html"]))
-    assert re.search(r"lsh\(\s*\*,\s*chunk_len: Size = 64", plain)
+    listed = (ROOT / "docs/reference/ops.md").read_text()
+    names = set(re.findall(r"^::: reformax\.ops\.(\w+)$", listed, re.M))
+    for name in names - {"base", "block_patterns"}:
+        assert re.search(rf"\b{name}\(\s*\*,\s*soft_cap: ", plain), name
+    assert re.search(r"\blsh\(\s*\*,[^)]*\bchunk_len: Size = 64", plain)
     assert "LSH attention with its hyperparameters fixed." in plain

@@ -1,66 +1,110 @@
-"""Hashed and dense attention scored at 65,536 tokens: the table of docs/does_hashing_help.md."""
+"""Hashed and dense attention at 65,536 tokens: two tables of docs/does_hashing_help.md."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import pages
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from style import Palette, figure
 
-# By text: the model, whether it hashes, bits per byte by seed, tokens/s of the last stage.
-MODELS = {
-    "English books": (
-        ("dense at 4,096", False, (1.494,), 975),
-        ("dense at 16,384", False, (1.461, 1.456, 1.467), 741),
-        ("dense at 65,536", False, (1.458, 1.453, 1.457, 1.459), 385),
-        ("LSH at 16,384", True, (1.468, 1.454, 1.454), 770),
-        ("LSH at 65,536", True, (1.455, 1.461, 1.453, 1.466), 765),
-    ),
-    "Python sources": (
-        ("dense at 4,096", False, (0.915,), 959),
-        ("dense at 16,384", False, (0.778,), 735),
-        ("dense at 65,536", False, (0.770,), 384),
-        ("LSH at 16,384", True, (0.766, 0.769, 0.766), 779),
-        ("LSH at 65,536", True, (0.766,), 762),
-    ),
-}
-RANGES = {"English books": (1.445, 1.475), "Python sources": (0.755, 0.785)}
+PAGE = "does_hashing_help.md"
+
+
+class Line(NamedTuple):
+    """A model of a panel: its name, whether it hashes, bits by seed, and what it costs."""
+
+    name: str
+    hashes: bool
+    bits: tuple[float, ...]
+    cost: str
+
+
+class Panel(NamedTuple):
+    """A text: what is scored, the name of the cost, the bits at both ends, and its models."""
+
+    title: str
+    cost: str
+    low: float
+    high: float
+    lines: tuple[Line, ...]
+
+
+def panels() -> tuple[Panel, Panel]:
+    """Books with the best of four learning rates, and Python sources."""
+    books = pages.table(PAGE, "at 4e-3")
+    python = pages.table(PAGE, "Python sources: global layers in the last 22%")
+    return (
+        Panel(
+            "English books, test, three seeds and their mean",
+            "training",
+            1.39,
+            1.44,
+            (
+                _line(books, "dense", "dense", "seeds 0, 1, 2", "training"),
+                _line(books, "8 hashes, equal tokens", "LSH, equal tokens", *_BOOKS),
+                _line(books, "8 hashes, equal minutes", "LSH, equal minutes", *_BOOKS),
+            ),
+        ),
+        Panel(
+            "Python sources, valid, equal tokens",
+            "tokens/s",
+            0.76,
+            0.79,
+            (
+                _line(python, "dense at 16,384", "dense at 16,384", *_PYTHON),
+                _line(python, "dense at 65,536", "dense at 65,536", *_PYTHON),
+                _line(python, "8 hashes at 65,536", "LSH at 65,536", *_PYTHON),
+            ),
+        ),
+    )
+
+
+_BOOKS = "seeds 0, 1, 2", "training"
+_PYTHON = "of 65,536, by seed", "tokens/s then"
+
+
+def _line(rows: dict[str, pages.Row], row: str, name: str, bits: str, cost: str) -> Line:
+    found = rows[row]
+    seeds = tuple(float(x) for x in found[bits].split(", "))
+    return Line(name, "hashes" in row, seeds, found[cost])
 
 
 def draw(colors: Palette) -> Figure:
     """A panel for each text."""
-    made, axes = figure(11.0, 2.75)
+    made, axes = figure(11.0, 2.3)
     title = "Bits per byte of windows of 65,536 tokens, lower is better"
-    axes.text(0.35, 2.5, title, size=13, weight="bold", color=colors.text, va="center")
-    for left, text in zip((0.35, 6.1), MODELS, strict=True):
-        _panel(axes, left, text, colors)
+    axes.text(0.35, 2.05, title, size=13, weight="bold", color=colors.text, va="center")
+    for left, panel in zip((0.35, 6.0), panels(), strict=True):
+        _panel(axes, left, panel, colors)
     return made
 
 
-def _panel(axes: Axes, left: float, text: str, colors: Palette) -> None:
-    low, high = RANGES[text]
-    start, width, top, row = left + 1.35, 2.1, 1.77, 0.3
+def _panel(axes: Axes, left: float, panel: Panel, colors: Palette) -> None:
+    start, width, top, row = left + 1.5, 2.1, 1.3, 0.3
+    right = start + width + 1.15
 
     def at(bits: float) -> float:
-        return start + width * (bits - low) / (high - low)
+        return start + width * (bits - panel.low) / (panel.high - panel.low)
 
     style = dict(size=9, color=colors.faint, va="center")
-    axes.text(left, top + 0.34, text, size=11, weight="bold", color=colors.text, va="center")
-    axes.text(start + width + 1.25, top + 0.34, "tokens/s", ha="right", **style)
-    for tick in (low + 0.005, low + 0.015, low + 0.025):
-        axes.plot((at(tick),) * 2, (top - 0.5 * row, top - 4.5 * row), color=colors.line, lw=0.5)
-        axes.text(at(tick), top - 5 * row, f"{tick:.2f}", ha="center", **style)
-    for i, (name, hashes, bits, speed) in enumerate(MODELS[text]):
-        y, color = top - i * row, colors.hues[0 if hashes else 1]
-        axes.text(left, y, name, size=10, color=color, weight="bold", va="center")
-        inside = [b for b in bits if low <= b <= high]
-        for n, b in enumerate(inside):
-            over = y + 0.06 * inside[:n].count(b)  # equal scores of two seeds
-            axes.plot(at(b), over, "o", ms=8, color=color, alpha=0.75, mec="none")
-        if not inside:
-            label = f"{bits[0]:.3f}  →"
-            axes.text(start + width, y, label, size=9, color=color, ha="right", va="center")
-        speed_text = f"{speed:,},000"
-        axes.text(
-            *(start + width + 1.25, y, speed_text),
-            **dict(size=10, color=colors.text, ha="right", va="center"),
+    axes.text(left, top + 0.36, panel.title, size=11, weight="bold", color=colors.text, va="center")
+    axes.text(right, top + 0.36, panel.cost, ha="right", **style)
+    bottom = top - (len(panel.lines) - 0.5) * row
+    for i in range(1, round((panel.high - panel.low) / 0.01)):
+        tick = panel.low + 0.01 * i
+        axes.plot((at(tick),) * 2, (top + 0.5 * row, bottom), color=colors.line, lw=0.5)
+        axes.text(at(tick), bottom - 0.5 * row, f"{tick:.2f}", ha="center", **style)
+    for i, line in enumerate(panel.lines):
+        y, color = top - i * row, colors.hues[0 if line.hashes else 1]
+        axes.text(left, y, line.name, size=10, color=color, weight="bold", va="center")
+        axes.plot(
+            [at(bits) for bits in line.bits],
+            [y] * len(line.bits),
+            **dict(marker="o", ls="", ms=8, color=color, alpha=0.75, mec="none"),
         )
+        if len(line.bits) > 1:
+            mean = at(sum(line.bits) / len(line.bits))
+            axes.plot((mean,) * 2, (y - 0.12, y + 0.12), color=colors.text, lw=1.6)
+        axes.text(right, y, line.cost, size=10, color=colors.text, ha="right", va="center")

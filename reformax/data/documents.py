@@ -173,7 +173,7 @@ def find(
     Args:
       path: a file; a folder, whose files are joined; or a folder that `datasets` saved.
       pattern: the names of files to take. What is read whole matches, or this is '*', which leaves
-        pages beside tables out.
+        pages next to tables out.
       field: the field of a table's rows that is text. Each text ends in `BORDER`. None: tables of
         any fields.
       raw: take files as they are: no table, nothing unpacked, nothing refused, and documents are
@@ -190,7 +190,7 @@ def find(
         said: Sequence[str] = ()
         if by == "by_name" and (others := splits.beside(path)):
             names_of = splits.shown(path.parent, others)
-            said = [f"not read: {names_of}, beside it: give the folder to use these splits"]
+            said = [f"not read: {names_of}, next to it: give the folder to use these splits"]
         said = [*said, *([] if raw else _with_marks([path], field))]
         return Found({"train": [path]}, {"train": path.name}, said, "file", not raw)
     if not raw and any((path / name).is_file() for name in (_DATASETS, _DATASET)):
@@ -361,13 +361,13 @@ def choose(
     if by == "by_name":
         divided = splits.divided(folder, paths, option)
     left_out = {"in no split": list(divided.outside), **listed.left_out}
-    left_out[f"beside tables; {_ALL} takes them"] = pages
+    left_out[f"next to tables; {_ALL} takes them"] = pages
     said = splits.left_out_lines(folder, left_out)
     return Chosen(divided.paths, [*divided.notes, *said])
 
 
 def is_page(path: Path) -> bool:
-    """Whether a file tells of data, as it lies beside tables, and is none."""
+    """Whether a file tells of data, as it lies next to tables, and is none."""
     name = path.name.lower()
     return name.endswith(_PAGES) or name.partition(".")[0] in _PAGE_NAMES
 

@@ -63,7 +63,7 @@ def labelled_task(
         if longest is not None and length < longest:
             raise SettingError(f"length={length} must be at least {longest}, the longest of {name}")
         if stride != length:
-            raise SettingError(f"stride={stride} must be length={length}: examples stand apart")
+            raise SettingError(f"stride={stride} must be length={length}: examples do not overlap")
 
     size = sizes if callable(sizes) else functools.partial(of_split, name, sizes)
 

@@ -86,7 +86,7 @@ def reverse(max_symbols: Size = 15, vocab_size: Symbols = 32, n_eval: Size = 512
         check_sizes(batch_size=batch_size)
         check_length(length)
         if stride != length:
-            raise SettingError(f"stride={stride} must be length={length}: pairs stand apart")
+            raise SettingError(f"stride={stride} must be length={length}: pairs do not overlap")
         rows = fixed(split, length)
         starts = range(0, n_eval, batch_size)
         parts = (slice(start, start + batch_size) for start in starts)

@@ -154,7 +154,7 @@ class _Pairs:
     ) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size, length=length)
         if stride != length:
-            raise SettingError(f"stride={stride} must be length={length}: sentences stand apart")
+            raise SettingError(f"stride={stride} must be length={length}: sentences do not overlap")
         lengths = self._lengths(split)
         longest = lengths.max(axis=1)
         row_lengths = [length]

@@ -221,12 +221,12 @@ def _held_out_alone(folder: Path, paths: Sequence[Path], fix: str) -> list[str]:
     are_tables = tables and 2 * all_tables > sum(map(_size, paths))
     if are_tables or (inside and len(inside) == len(paths)):
         raise SettingError(
-            f"{folder} has {shown(folder, tables if are_tables else inside)} and no train beside "
+            f"{folder} has {shown(folder, tables if are_tables else inside)} and no train next to "
             f"it: put the data to train on there, {fix}"
         )
     if not held_out:
         return []
-    return [f"{shown(folder, held_out)}: trained on, for there is no train beside it"]
+    return [f"{shown(folder, held_out)}: trained on, for there is no train next to it"]
 
 
 def _is_data(path: Path) -> bool:

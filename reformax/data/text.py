@@ -68,7 +68,7 @@ def text(
     Documents are the rows of tables, and the files of a folder. A row ends in byte 0, and in a
     vocabulary's EOS. Files are joined in the order of their relative paths, with a newline after a
     file that ends without one. Hidden files and folders are left out, and so are folders of runs:
-    those with a `.lock`, or with a config.gin and checkpoints; and, beside tables, pages that tell
+    those with a `.lock`, or with a config.gin and checkpoints; and, next to tables, pages that tell
     of them, such as README.md. A run's first lines say what is read and what is not.
 
     Args:
@@ -76,8 +76,8 @@ def text(
         prepared at the first start. Text, plain or .gz, .xz, .zip or .zst; .jsonl, .json with an
         array or lines of objects, .csv and .tsv whose first row names the field, plain or packed;
         .parquet; .arrow; or a folder that `datasets` saved, whose own splits are kept.
-      pattern: the names of files to take, such as '*.txt' or '*.md'; '**' takes pages beside tables
-        too.
+      pattern: the names of files to take, such as '*.txt' or '*.md'; '**' takes pages next to
+        tables too.
       field: the field of a table's rows that is their text.
       raw: train on the bytes of files as they are, whatever they hold.
       max_held_out: the most bytes of valid and of test.

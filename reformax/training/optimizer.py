@@ -68,8 +68,8 @@ class RateSchedule:
     def __call__(self, count):
         if self.steps is None and not self.endless:
             raise SettingError(
-                f"{self.name} is as long as its run, which only optimizers of "
-                f"reformax.training.optimizer are told: set {self.name}.steps, or call "
+                f"{self.name} is as long as its run, whose length only optimizers of "
+                f"reformax.training.optimizer get: set {self.name}.steps, or call "
                 "optimizer.build(adamw(...), num_train_steps)"
             )
         return self.rate(count, self.steps)

@@ -366,7 +366,7 @@ def test_own_splits_are_kept(tmp_path):
         assert answers == sorted(row["answer"] + END for row in part)
     said = "\n".join(task.summary())
     assert "train 20 conversations with 20 answers (train.jsonl); valid 7" in said
-    assert "left out: README.md (beside tables" in said and "notes.txt (in no split)" in said
+    assert "left out: README.md (next to tables" in said and "notes.txt (in no split)" in said
     cut = chats(folder, splits="cut", pattern="*.jsonl")
     assert [len(conversations(cut, split)) for split in ("train", "valid", "test")] == [24, 3, 3]
 

@@ -88,7 +88,7 @@ def test_files_that_are_no_images_are_left_out_and_said(folder, tmp_path):
     ]
     (tmp_path / "x").mkdir()
     (tmp_path / "x/test.png").write_bytes((tmp_path / "00.png").read_bytes())
-    with pytest.raises(ValueError, match=r"has test.png and no train beside it.*images.images.spl"):
+    with pytest.raises(ValueError, match=r"has test.png and no train next to it.*images.images"):
         images(tmp_path / "x", side=2)
 
 

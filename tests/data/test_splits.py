@@ -68,15 +68,15 @@ ONE_TEXT = {
         ["src/a.py", "src/b.py", "src/c.py", "tests/data/train.txt", "tests/data/test.txt"],
         "tests/data/test.txt, tests/data/train.txt are read as all else",
     ),
-    "a book": (["emma.txt", "test.txt"], "test.txt: trained on, for there is no train beside it"),
+    "a book": (["emma.txt", "test.txt"], "test.txt: trained on, for there is no train next to it"),
     "training alone": (["train-0.txt", "train-1.txt"], None),
     "words within words": (["contest.txt", "trainspotting.txt", "device.txt"], None),
     "titles": (["how_to_train_your_dragon.txt", "the_test.txt"], "the_test.txt: trained on"),
 }
 REFUSED = {
-    "a test alone": (["test.txt"], "has test.txt and no train beside it: put the data to train"),
+    "a test alone": (["test.txt"], "has test.txt and no train next to it: put the data to train"),
     "no train": (["dev.jsonl", "test.jsonl"], "has dev.jsonl, test.jsonl and no train"),
-    "a table of tests": (["corpus.jsonl", "test.jsonl"], "has test.jsonl and no train beside it"),
+    "a table of tests": (["corpus.jsonl", "test.jsonl"], "has test.jsonl and no train next to it"),
     "folders without train": (["test/a.txt", "val/a.txt"], "has test/a.txt, val/a.txt and no tr"),
     "books": (
         ["train.txt", "test.txt", "a.txt", "b.txt", "c.txt"],
@@ -182,8 +182,8 @@ def test_what_is_left_out_is_said(tmp_path, content):
     assert rest == [
         "left out: gone (a link to nothing)",
         "left out: run/ (a run)",
-        "left out: README.md, info.json (beside tables; text.text.pattern='**' takes them)",
         "left out: ._a.jsonl, .git/ (hidden)",
+        "left out: README.md, info.json (next to tables; text.text.pattern='**' takes them)",
         "numbers.csv: read as text, with the marks between values; where a column or key other "
         "than 'text' has the text, name it by text.text.field",
     ]
@@ -198,7 +198,7 @@ def test_splits_beside_a_file_are_told(tmp_path):
     for name in ("train.jsonl", "val.jsonl", "other-test.jsonl", "test.txt"):
         write(tmp_path, name)
     said = text(tmp_path / "train.jsonl").summary()[1:]
-    assert said == ["not read: val.jsonl, beside it: give the folder to use these splits"]
+    assert said == ["not read: val.jsonl, next to it: give the folder to use these splits"]
     assert len(text(tmp_path / "val.jsonl").summary()) == 1
 
 

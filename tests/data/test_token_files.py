@@ -618,5 +618,5 @@ def test_lines_of_prepare_name_its_flags_and_those_of_training_settings(tmp_path
     write_jsonl(folder / "a.jsonl")
     (folder / "README.md").write_text("of it")
     prepare.main([f"--data_dir={folder}", f"--to={tmp_path / 'made'}", "--quiet"])
-    assert "beside tables; --pattern='**' takes them" in capsys.readouterr().out
+    assert "next to tables; --pattern='**' takes them" in capsys.readouterr().out
     assert "text.text.pattern='**' takes them" in str(text.text(tmp_path / "made").summary())

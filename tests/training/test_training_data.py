@@ -116,7 +116,7 @@ def test_a_run_and_a_dry_run_begin_with_what_is_read(folder, monkeypatch, capsys
     begin = f"{folder}/own: train 5,"
     lines = [
         r"90 documents, train.jsonl\); valid 5\d\d bytes \(9 documents, val.jsonl\); test ",
-        r"\nleft out: README.md \(beside tables",
+        r"\nleft out: README.md \(next to tables",
     ]
     own = [*flags(folder, "own"), f"--output_dir={folder}/new"]
     for more in (["--dry_run"], []):
