@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from reformax import devices
 from reformax.declared import (
     Called,
+    NonNegative,
     Positive,
     Rate,
     SettingError,
@@ -26,16 +27,21 @@ from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.float8 import product
 from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
-from reformax.layers.positions import rotary
+from reformax.layers.positions import RotaryAngles, rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
 from reformax.ops.calls.arguments import check_arguments
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.masking.masks import int32_ids, row_lengths, tokens_of
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.numerics.precision import accum_dtype
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
 
+
+Gate = Literal["headwise", "elementwise"]
+OUTPUT_GATE = "output_gate"  # the name of its projection
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
 
@@ -45,13 +51,20 @@ class QKV(NamedTuple):
 
     `k` is None where queries and keys are one. In cross-attention `k` and `v` have the length of
     the memory. `extra_projections` are the further projections that the algorithm reads, if it
-    reads any.
+    reads any. `gate` is that of the output, `[B, T, N, 1]` or `[B, T, N, V]`, before its sigmoid;
+    only the layer reads it.
     """
 
     q: Array
     k: Array | None
     v: Array
     extra_projections: dict[str, Array] | None = None
+    gate: Array | None = None
+
+    @property
+    def of_op(self) -> QKV:
+        """What the algorithm reads."""
+        return self._replace(gate=None)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -67,7 +80,9 @@ class MultiHead(Layer):
     `w_v [G, D, V]`, `w_o [N, V, D]`; with `bias` also `b_q, b_k [_, H]` and `b_v [_, V]`, with
     `output_bias` also `b_o [D]`; for each further projection that the algorithm reads,
     `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`; and the algorithm's as
-    `op`.
+    `op`. With `qk_norm` also `q_norm [H]` and, if there are keys, `k_norm [H]`; with `gate`
+    `w_output_gate [N, D, 1 or V]`, with `bias` `b_output_gate`; with `learn_logit_scale`
+    `logit_scale [N]`.
 
     Args:
       op: the algorithm, such as `lsh.lsh(n_hashes=4)`.
@@ -86,6 +101,18 @@ class MultiHead(Layer):
       output_dropout: the rate on the output.
       init_std: the standard deviation of fresh projections; None: Glorot and Bengio's bounds.
       float8: whether the projections multiply FP8 numbers in training (`layers.float8`).
+      qk_norm: whether queries and keys are normalised before they are rotated, each head by RMSNorm
+        with one learnt scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to
+        22 Billion Parameters", sec. 2; as in Qwen3). Shared keys are normalised anyway: their
+        queries are.
+      norm_epsilon: added to the mean square in `qk_norm`.
+      gate: whether the algorithm's output is multiplied by the sigmoid of one more projection of
+        the layer's input before the output projection (Qiu et al. 2025, "Gated Attention for Large
+        Language Models", arXiv 2505.06708, eq. 5): "headwise", a number a head; "elementwise", one
+        a feature; None: no gate.
+      learn_logit_scale: whether each head's queries are multiplied by a learnt number, at first 1.
+        With an algorithm's `scale_by_length` logits are `s_n ln n q k`, the Scalable-Softmax with
+        learnt s of Nakanishi 2025, sec. 3.
       mode: "train" or "eval". Evaluation has no dropout, and the algorithm plans with its settings
         for evaluation.
     """
@@ -103,6 +130,10 @@ class MultiHead(Layer):
     output_dropout: Rate = 0.0
     init_std: Positive | None = None
     float8: bool = False
+    qk_norm: bool = False
+    norm_epsilon: NonNegative = 1e-6
+    gate: Gate | None = None
+    learn_logit_scale: bool = False
     mode: Literal["train", "eval"] = "train"
 
     n_sequences = 1  # `CrossAttention` reads two
@@ -148,10 +179,12 @@ class MultiHead(Layer):
         }
         if self.op.shared_qk:
             del both["k"]
+        gate = {"headwise": ExtraProjection(n, 1), "elementwise": ExtraProjection(n, v)}
         return (
             both
             | {"v": ExtraProjection(n_kv, v)}
             | self.op.extra_projections(Dims(n, h, v, 0, n_kv))
+            | ({OUTPUT_GATE: gate[self.gate]} if self.gate else {})
         )
 
     def init_params(self, rng, shape, *shapes):
@@ -175,6 +208,10 @@ class MultiHead(Layer):
                 params[f"b_{name}"] = jnp.zeros((to.n_heads, to.size))
         if self.output_bias:
             params["b_o"] = jnp.zeros(d_model)
+        if self.qk_norm:
+            params |= {f"{x}_norm": jnp.ones(h) for x in ("q", "k") if f"w_{x}" in params}
+        if self.learn_logit_scale:
+            params["logit_scale"] = jnp.ones(n)
         params["op"] = self.op.init(rng_op, Dims(n, h, v, length, self.n_kv_heads))
         return params
 
@@ -206,12 +243,26 @@ class MultiHead(Layer):
             for (name, w), y in zip(weights.items(), outs, strict=True)
         }
 
+    def _normed(self, params, heads: dict[str, Array]) -> dict[str, Array]:
+        """The projections, queries and keys normalised and scaled as the options say."""
+        for name in ("q", "k") if self.qk_norm else ():
+            if name in heads:
+                wide = heads[name].astype(accum_dtype(heads[name].dtype))
+                scale = params[f"{name}_norm"].astype(wide.dtype)[None, None, None]
+                normed = length_normalize(wide, self.norm_epsilon) * scale
+                heads = heads | {name: normed.astype(heads[name].dtype)}
+        if self.learn_logit_scale and "q" in heads:
+            scale = params["logit_scale"].astype(heads["q"].dtype)
+            heads = heads | {"q": heads["q"] * scale[None, None, :, None]}
+        return heads
+
     def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
         """Where each query will look: integers, through which no gradient flows.
 
         Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
         """
-        q, k, v, extra_projections = qkv
+        qkv = qkv.of_op
+        q, k, v, extra_projections, _ = qkv
         tokens = tokens_of(segment_ids)
         global_tokens = tokens.global_tokens if self.op.global_tokens else None
         check_arguments(
@@ -247,17 +298,21 @@ class MultiHead(Layer):
         self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
     ) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection; `run` calls the algorithm."""
-        return self.combine(params, self.heads(params, qkv, plan, segment_ids, rng, run), rng)
+        heads = self.heads(params, qkv, plan, segment_ids, rng, run)
+        return self.combine(params, heads, qkv.gate, rng)
 
     def heads(
         self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
     ) -> Float[Array, "B T N V"]:
         """Each head's attention by a plan."""
         read = {name: params[name] for name in ("op", "position_bias") if name in params}
-        return run(self._apply_op, read, qkv, plan, segment_ids, _fold_in(rng, WEIGHTS))
+        return run(self._apply_op, read, qkv.of_op, plan, segment_ids, _fold_in(rng, WEIGHTS))
 
-    def combine(self, params, out: Float[Array, "B T N V"], rng=None) -> Float[Array, "B T D"]:
-        """The output projection of all heads, and dropout."""
+    def combine(
+        self, params, out: Float[Array, "B T N V"], gate: Array | None = None, rng=None
+    ) -> Float[Array, "B T D"]:
+        """The output projection of all heads, times their gate if there is one, and dropout."""
+        out = gated(out, gate)
         out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
         # A matrix already is from `for_decoding`.
         w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else transposed_on_gpu(w_o)
@@ -270,7 +325,7 @@ class MultiHead(Layer):
         tokens = tokens_of(segment_ids)
 
         def attend(qkv, plan, segment_ids, params, rng, bias, shard=None):
-            *arrays, extra_projections = qkv
+            *arrays, extra_projections, _ = qkv
             lengths = row_lengths(segment_ids) if tokens.counted else None
             return self.op.apply(
                 params,
@@ -309,7 +364,9 @@ class MultiHead(Layer):
         if self.output_bias:
             merged["b_o"] = params["b_o"]
         merged |= {name: params[name] for name in ("next_value", "position_bias") if name in params}
-        return {name: w.astype(dtype) for name, w in merged.items()} | {"op": params["op"]}
+        merged = {name: w.astype(dtype) for name, w in merged.items()}
+        kept = "q_norm", "k_norm", "logit_scale", "op"
+        return merged | {name: params[name] for name in kept if name in params}
 
 
 class NextValueCache(NamedTuple):
@@ -333,6 +390,7 @@ class Attention(MultiHead):
     Args:
       causal: whether a position sees only itself and what came before it.
       use_rotary: whether queries and keys are rotated by their position.
+      rotary: with `use_rotary`, the angles of positions of a line.
       rotary_grid: with `use_rotary`, the axes' sizes of the grid, row-major, that the positions are
         of, as (32, 32) of an image by its pixels; (): they are of a line.
       position_bias: what is added to the logits by distance: "alibi", minus the distance times a
@@ -349,6 +407,7 @@ class Attention(MultiHead):
 
     causal: bool = False
     use_rotary: bool = False
+    rotary: RotaryAngles = RotaryAngles()
     rotary_grid: Sequence[Size] = ()
     position_bias: PositionBias | None = None
     next_value: bool = False
@@ -372,6 +431,16 @@ class Attention(MultiHead):
             raise SettingError(
                 f"use_rotary is True and d_qk is {self.d_qk}: expected 2 at least, for a pair of "
                 "features"
+            )
+        if self.use_rotary and not self.rotary.n_pairs(self.d_qk):
+            raise SettingError(
+                f"rotary_fraction is {self.rotary.fraction} and heads have {self.d_qk} features: "
+                f"expected at least {2 / self.d_qk:.3g}, for a pair of them"
+            )
+        if self.rotary != RotaryAngles() and (n_axes or not self.use_rotary):
+            raise SettingError(
+                f"rotary is {self.rotary}, use_rotary {self.use_rotary} and rotary_grid "
+                f"{tuple(self.rotary_grid)}: angles are set for the positions of a line"
             )
         if n_axes > self.d_qk // 2:
             raise SettingError(
@@ -401,11 +470,12 @@ class Attention(MultiHead):
         Plans are made of rotated vectors, for hashing looks for large logits.
         """
         qkv = self._with_next_value(params, self._project(params, x, positions))
-        return context.arrange(self.op, qkv, self.position_bias is not None)
+        arranged = context.arrange(self.op, qkv.of_op, self.position_bias is not None)
+        return arranged._replace(gate=qkv.gate)
 
     def _project(self, params, x: Float[Array, "B T D"], positions=None) -> QKV:
         """`project` without the next value."""
-        return self._rotate(self._heads(params, x, self.projections()), positions)
+        return self._rotate(params, self._heads(params, x, self.projections()), positions)
 
     def _bias(self, params, length):
         position = jnp.arange(length)[None]
@@ -433,16 +503,19 @@ class Attention(MultiHead):
             name: part.reshape(*part.shape[:2], to.n_heads, to.size)
             for (name, to), part in zip(projections.items(), parts, strict=True)
         }
-        return self._rotate(heads, position)
+        return self._rotate(params, heads, position)
 
-    def _rotate(self, heads: dict[str, Array], position=None) -> QKV:
-        """The projections, those that tell positions apart rotated by theirs."""
+    def _rotate(self, params, heads: dict[str, Array], position=None) -> QKV:
+        """The projections, normalised, those that tell positions apart rotated by theirs."""
+        heads = self._normed(params, heads)
         if self.use_rotary:
             rotated = (name for name, to in self.projections().items() if to.rotated)
-            grid = self.rotary_grid
-            heads = heads | {name: rotary(heads[name], position, grid) for name in rotated}
-        extra_projections = {name: heads[name] for name in heads.keys() - {"q", "k", "v"}}
-        return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None)
+            how = self.rotary_grid, self.rotary
+            heads = heads | {name: rotary(heads[name], position, *how) for name in rotated}
+        others = heads.keys() - {"q", "k", "v", OUTPUT_GATE}
+        extra_projections = {name: heads[name] for name in others}
+        gate = heads.get(OUTPUT_GATE)
+        return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None, gate)
 
     def apply(
         self,
@@ -503,13 +576,13 @@ class Attention(MultiHead):
         plan = self.plan(params, qkv, tokens, rng, length=capacity)
 
         def fill(qkv, plan, lengths, params, rng):
-            *arrays, extra_projections = qkv
+            *arrays, extra_projections, _ = qkv
             options = dict(plan=plan, lengths=lengths, capacity=capacity, rng=rng)
             options["extra_projections"] = extra_projections
             return self.op.init_cache(params, *arrays, **options)
 
         weights = params["op"], _fold_in(rng, PLAN)
-        cache = devices.by_rows(fill, (qkv, plan, lengths), weights)
+        cache = devices.by_rows(fill, (qkv.of_op, plan, lengths), weights)
         if self.next_value:
             last = jnp.take_along_axis(alone.v, (lengths - 1)[:, None, None, None], axis=1)
             cache = NextValueCache(cache, _of_channels(params, last.dtype)[0] * last)
@@ -545,19 +618,19 @@ class Attention(MultiHead):
             qkv = qkv._replace(v=current * qkv.v)
 
         def step(qkv, cache, position, origins, params):
-            *arrays, extra_projections = qkv
+            *arrays, extra_projections, _ = qkv
             options = dict(origins=origins, extra_projections=extra_projections)
             if self.position_bias is not None:
                 now = position[:, None]
                 options["bias"] = lambda held: self._bias_at(params, now, held)[:, :, 0]
             return self.op.step(params["op"], *arrays, cache, position=position, **options)
 
-        rows = qkv, cache, position, origins if self._shares_beams else None
+        rows = qkv.of_op, cache, position, origins if self._shares_beams else None
         read = {name: params[name] for name in ("op", "position_bias") if name in params}
         out, cache = devices.by_rows(step, rows, (read,))
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)
-        return output(params, out, added), cache
+        return output(params, gated(out, qkv.gate), added), cache
 
     @property
     def _shares_beams(self) -> bool:
@@ -570,6 +643,14 @@ class Attention(MultiHead):
     def reorder_cache(self, cache: Any, rows: Int[Array, " R"]) -> Any:
         """The cache of beams that continue `rows`; unchanged where caches are shared."""
         return cache if self._shares_beams else take_rows(cache, rows)
+
+
+def gated(heads: Float[Array, "B T N V"], gate: Array | None) -> Float[Array, "B T N V"]:
+    """The heads' outputs times the sigmoid of their gate, if there is one."""
+    if gate is None:
+        return heads
+    wide = accum_dtype(heads.dtype)
+    return (heads.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(heads.dtype)
 
 
 def output(
