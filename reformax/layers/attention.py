@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import (
+    Bounds,
     Called,
     NonNegative,
     Positive,
@@ -35,12 +36,14 @@ from reformax.ops.decoding.cache import take_rows
 from reformax.ops.masking.masks import int32_ids, row_lengths, tokens_of
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.recurrence import short_convolution
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
 
 
 Gate = Literal["headwise", "elementwise"]
+ConvSize = Annotated[int, Bounds(2, 64)]
 OUTPUT_GATE = "output_gate"  # the name of its projection
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
@@ -365,8 +368,15 @@ class MultiHead(Layer):
             merged["b_o"] = params["b_o"]
         merged |= {name: params[name] for name in ("next_value", "position_bias") if name in params}
         merged = {name: w.astype(dtype) for name, w in merged.items()}
-        kept = "q_norm", "k_norm", "logit_scale", "op"
+        kept = "q_norm", "k_norm", "logit_scale", "key_conv", "op"
         return merged | {name: params[name] for name in kept if name in params}
+
+
+class KeyConvCache(NamedTuple):
+    """The cache of a layer with `key_conv`."""
+
+    of_layer: Any  # that of the layer without it
+    last: Float[Array, "B W-1 G H"]  # the last keys before the convolution
 
 
 class NextValueCache(NamedTuple):
@@ -396,6 +406,11 @@ class Attention(MultiHead):
       position_bias: what is added to the logits by distance: "alibi", minus the distance times a
         slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
         see `layers.relative`. The algorithm needs `bias`.
+      key_conv: W, if keys are `k_t + silu(sum_j w_j k_{t-j})` over the last W positions of their
+        segment, with weights `key_conv [G, H, W]` that begin at 0: algorithms that choose keys
+        then choose by what a key follows too (Xiao et al. 2025, arXiv 2511.11571, for MoBA). It
+        precedes `qk_norm` and rotation; keys that queries are made to, are convolved as queries.
+        None: there is none.
       next_value: whether a key's value has that of the next position in it too, as above. It needs
         `causal` and an algorithm with `never_sees_itself`.
 
@@ -410,6 +425,7 @@ class Attention(MultiHead):
     rotary: RotaryAngles = RotaryAngles()
     rotary_grid: Sequence[Size] = ()
     position_bias: PositionBias | None = None
+    key_conv: ConvSize | None = None
     next_value: bool = False
 
     def __post_init__(self):
@@ -460,22 +476,39 @@ class Attention(MultiHead):
         if self.next_value:
             shape = 2, self.n_heads, self.d_v
             params["next_value"] = jnp.full(shape, math.sqrt(0.5), float)
+        if self.key_conv:
+            keys = self.projections()[self._keys]
+            params["key_conv"] = jnp.zeros((keys.n_heads, keys.size, self.key_conv))
         return params
 
+    @property
+    def _keys(self) -> str:
+        """The projection that keys are made of."""
+        return "q" if self.op.shared_qk else "k"
+
     def project(
-        self, params, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> QKV:
         """Queries, keys and values of all heads, rotated by their positions if `use_rotary`.
 
-        Plans are made of rotated vectors, for hashing looks for large logits.
+        Plans are made of rotated vectors, for hashing looks for large logits. Of segments only
+        `key_conv` reads.
         """
-        qkv = self._with_next_value(params, self._project(params, x, positions))
+        heads = self._convolved(params, self._all_heads(params, x), segment_ids)
+        qkv = self._with_next_value(params, self._rotate(params, heads, positions))
         arranged = context.arrange(self.op, qkv.of_op, self.position_bias is not None)
         return arranged._replace(gate=qkv.gate)
 
-    def _project(self, params, x: Float[Array, "B T D"], positions=None) -> QKV:
-        """`project` without the next value."""
-        return self._rotate(params, self._heads(params, x, self.projections()), positions)
+    def _convolved(self, params, heads: dict[str, Array], segment_ids=None) -> dict[str, Array]:
+        """The projections with `key_conv`."""
+        if not self.key_conv:
+            return heads
+        keys = short_convolution.of_keys(heads[self._keys], params["key_conv"], segment_ids)
+        return heads | {self._keys: keys}
 
     def _bias(self, params, length):
         position = jnp.arange(length)[None]
@@ -494,16 +527,17 @@ class Attention(MultiHead):
         after = jnp.pad(qkv.v[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
         return qkv._replace(v=current * qkv.v + following * after)
 
-    def _project_merged(self, params, x: Float[Array, "B T D"] | Unnormed, position=None) -> QKV:
-        """`_project` with the weights from `for_decoding`."""
+    def _all_heads(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
+        """All projections, of the weights or those from `for_decoding`."""
         projections = self.projections()
+        if "w_in" not in params:
+            return self._heads(params, x, projections)
         sizes = [to.n_heads * to.size for to in projections.values()]
         parts = affine(x, params["w_in"], params.get("b_in"), sizes=sizes)
-        heads = {
+        return {
             name: part.reshape(*part.shape[:2], to.n_heads, to.size)
             for (name, to), part in zip(projections.items(), parts, strict=True)
         }
-        return self._rotate(params, heads, position)
 
     def _rotate(self, params, heads: dict[str, Array], position=None) -> QKV:
         """The projections, normalised, those that tell positions apart rotated by theirs."""
@@ -525,7 +559,8 @@ class Attention(MultiHead):
         rng=None,
         run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
-        qkv = self.project(params, x, tokens_of(mask).positions)
+        tokens = tokens_of(mask)
+        qkv = self.project(params, x, tokens.positions, tokens.segment_ids)
         plan = self.plan(params, qkv, mask, rng)
         return self.attend(params, qkv, plan, mask, rng, run)
 
@@ -568,8 +603,8 @@ class Attention(MultiHead):
                 f"causal={self.causal} and mode={self.mode!r}: decoding needs causal=True and "
                 "mode='eval'"
             )
-        project = self._project_merged if "w_in" in params else self._project
-        alone = project(params, x)
+        heads = self._all_heads(params, x)
+        alone = self._rotate(params, self._convolved(params, heads))
         qkv = self._with_next_value(params, alone)
         # Padding on the right is in the future of every token: only a plan has to know of it.
         tokens = jnp.arange(x.shape[1])[None] < lengths[:, None]
@@ -586,6 +621,9 @@ class Attention(MultiHead):
         if self.next_value:
             last = jnp.take_along_axis(alone.v, (lengths - 1)[:, None, None, None], axis=1)
             cache = NextValueCache(cache, _of_channels(params, last.dtype)[0] * last)
+        if self.key_conv:
+            last = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
+            cache = KeyConvCache(cache, last)
         return self.attend(params, qkv, plan, rng=rng), cache
 
     def step(
@@ -609,7 +647,12 @@ class Attention(MultiHead):
             it: their caches are reordered.
           added: a stream that the output is added to.
         """
-        qkv = self._project_merged(params, x, position[:, None])
+        heads = self._all_heads(params, x)
+        if self.key_conv:
+            cache, last = cache
+            key, last = short_convolution.of_next_key(heads[self._keys], last, params["key_conv"])
+            heads = heads | {self._keys: key}
+        qkv = self._rotate(params, heads, position[:, None])
         if self.next_value:
             # So far the newest key's value was without the next one.
             current, following = _of_channels(params, qkv.v.dtype)
@@ -630,15 +673,18 @@ class Attention(MultiHead):
         out, cache = devices.by_rows(step, rows, (read,))
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)
+        if self.key_conv:
+            cache = KeyConvCache(cache, last)
         return output(params, gated(out, qkv.gate), added), cache
 
     @property
     def _shares_beams(self) -> bool:
         """Whether a beam's past may be in other beams' caches.
 
-        With `next_value`, the last value of that past has this beam's next one in it.
+        With `next_value`, the last value of that past has this beam's next one in it. With
+        `key_conv`, a beam keeps the last keys of its own past.
         """
-        return self.op.decoding == "beams" and not self.next_value
+        return self.op.decoding == "beams" and not self.next_value and not self.key_conv
 
     def reorder_cache(self, cache: Any, rows: Int[Array, " R"]) -> Any:
         """The cache of beams that continue `rows`; unchanged where caches are shared."""

@@ -473,7 +473,8 @@ class _AttentionSublayer(NamedTuple):
     def _heads(self, params, h, memory) -> QKV:
         if memory:
             return self.layer.project(params[self.name], h, *memory)
-        return self.layer.project(params[self.name], h, tokens_of(self.segment_ids).positions)
+        tokens = tokens_of(self.segment_ids)
+        return self.layer.project(params[self.name], h, tokens.positions, tokens.segment_ids)
 
     def attend(self, params, qkv: QKV, plan) -> Array:
         return self.combine(params, self.heads(remat.direct, params, qkv, plan), qkv.gate)

@@ -225,7 +225,8 @@ class Model(Layer, TaskModel):
                     **options | ({"n_kv_heads": None} if op.shared_qk else {}),
                     causal=causal,
                     qk_norm=design.qk_norm and op.dropout,
-                    learn_logit_scale=design.learn_length_scale and design.scales(op),
+                    learn_logit_scale=design.learn_length_scale and design.weighs_far(op),
+                    key_conv=design.key_conv if design.weighs_far(op) else None,
                     use_rotary=self._rotates(op),
                     rotary=design.rotary if self._rotates(op) else RotaryAngles(),
                     rotary_grid=self.pos_axial_shape if self._rotates(op) else (),
@@ -238,7 +239,7 @@ class Model(Layer, TaskModel):
                     cross,
                     **options,
                     qk_norm=design.qk_norm and cross.dropout,
-                    learn_logit_scale=design.learn_length_scale and design.scales(cross),
+                    learn_logit_scale=design.learn_length_scale and design.weighs_far(cross),
                 ),
             )
             for op in cycle

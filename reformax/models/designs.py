@@ -20,7 +20,7 @@ import jax
 from jaxtyping import Array
 
 from reformax.declared import NonNegative, Positive, SettingError, Size, check_fields, shown
-from reformax.layers.attention import Gate
+from reformax.layers.attention import ConvSize, Gate
 from reformax.layers.layer_norm import NormName
 from reformax.layers.matrices import relu_squared
 from reformax.layers.positions import (
@@ -63,6 +63,9 @@ class Design:
         makes attention weights; see `layers.Attention`.
       attention_gate: whether the sigmoid of a projection multiplies attention's output, "headwise"
         or "elementwise" (Qiu et al. 2025); see `layers.Attention`.
+      key_conv: the positions that a short convolution of keys reads, such as 3 or 5, by which MoBA,
+        LSH and DSA then choose (Xiao et al. 2025); in the layers of self-attention that make
+        weights of more than a window; see `layers.Attention`. None: there is none.
       scale_by_length: a factor s of logits, which become `s ln n q k` for a query that sees n keys,
         in the layers that see more than a window (Nakanishi 2025, "Scalable-Softmax"); with
         `1 / ln L` the factor is 1 at length L. None: none.
@@ -84,6 +87,7 @@ class Design:
     ff_gated: bool = False
     qk_norm: bool = False
     attention_gate: Gate | None = None
+    key_conv: ConvSize | None = None
     scale_by_length: LengthScale | None = None
     learn_length_scale: bool = False
     soft_cap: SoftCap | None = None
@@ -135,9 +139,10 @@ class Design:
         """The design with other choices; None leaves one as it is."""
         return dataclasses.replace(self, **{n: x for n, x in changes.items() if x is not None})
 
-    def scales(self, op: AttentionOp) -> bool:
-        """Whether `scale_by_length` is for an algorithm: it weighs more keys than a window's."""
-        return self.scale_by_length is not None and op.dropout and not op.local
+    @staticmethod
+    def weighs_far(op: AttentionOp) -> bool:
+        """Whether an algorithm makes attention weights of more keys than a window's."""
+        return op.dropout and not op.local
 
     def of_cycle(self, argument: str, cycle: Sequence[AttentionOp]) -> list[AttentionOp]:
         """The algorithms of a cycle with the design's options of logits.
@@ -148,7 +153,7 @@ class Design:
         wanted = [
             {
                 "soft_cap": self.soft_cap if op.dropout else None,
-                "scale_by_length": self.scale_by_length if self.scales(op) else None,
+                "scale_by_length": self.scale_by_length if self.weighs_far(op) else None,
             }
             for op in cycle
         ]
@@ -159,6 +164,11 @@ class Design:
                     "out, or give one that makes attention weights of more than a window, such as "
                     "flash.flash()"
                 )
+        if self.key_conv and not any(map(self.weighs_far, cycle)):
+            raise SettingError(
+                f"key_conv is {self.key_conv} and no op of {argument} makes attention weights of "
+                "more than a window: leave it out"
+            )
         if self.qk_norm and not any(op.dropout for op in cycle):
             raise SettingError(
                 f"qk_norm is True and no op of {argument} makes attention weights: leave it out"

@@ -14,7 +14,7 @@ import pytest
 from reformax.cli import config
 from reformax.declared import SettingError
 from reformax.models import ReformerLM, Transformer, TransformerLM, TransformerMaskedLM, designs
-from reformax.ops import dense, gated_delta, local, lsh, shared_qk
+from reformax.ops import dense, dsa, gated_delta, local, lsh, moba, shared_qk
 from tests.helpers import assert_trees_close
 from tests.layers import plain
 
@@ -40,6 +40,8 @@ CHOICES = {
     "qk_norm": dict(qk_norm=True, norm_epsilon=1e-3),
     "headwise": dict(attention_gate="headwise"),
     "elementwise": dict(attention_gate="elementwise", attention_bias=True),
+    "key_conv": dict(key_conv=3),
+    "key_conv, normed": dict(key_conv=3, qk_norm=True),
     "scaled": dict(scale_by_length=0.4),
     "scaled, learnt": dict(scale_by_length=0.4, learn_length_scale=True),
     "soft cap": dict(soft_cap=0.3),
@@ -118,6 +120,10 @@ def attention(x, p, design):
         if f"w_{name}" in p:
             heads[name] = np.einsum("btd,ndh->btnh", x, p[f"w_{name}"]) + p.get(f"b_{name}", 0)
     q, k = heads["q"], heads["k"]
+    if design.key_conv:
+        delayed = [np.pad(k, ((0, 0), (j, 0), (0, 0), (0, 0)))[:, : k.shape[1]] for j in range(3)]
+        total = sum(x * p["key_conv"][..., j] for j, x in enumerate(delayed))
+        k = k + total * sigmoid(total)
     if design.qk_norm:
         q, k = (
             y / np.sqrt((y**2).mean(-1, keepdims=True) + design.norm_epsilon) * p[f"{which}_norm"]
@@ -198,6 +204,8 @@ CYCLES = {
     ),
     "transformer": (TransformerLM, dict(attention_type=shared_qk.shared_qk())),
     "groups": (TransformerLM, dict(n_kv_heads=2)),
+    "moba": (TransformerLM, dict(attention_type=moba.moba(block_size=3, top_k=2))),
+    "dsa": (ReformerLM, dict(attention_type=dsa.dsa(top_k=4, d_index=4, n_index_heads=2))),
 }
 STACKED = [
     ("qwen3", "two streams"),
@@ -211,6 +219,9 @@ STACKED = [
     ("partial yarn", "slots"),
     ("rms", "groups"),
     ("capped logits", "groups"),
+    ("key_conv", "slots"),
+    ("key_conv, normed", "moba"),
+    ("key_conv, normed", "dsa"),
 ]
 
 
@@ -236,7 +247,7 @@ def test_steps_of_decoding_are_rows_of_the_whole(name, stack):
 @pytest.mark.parametrize("remat_policy", ["nothing", "attention"])
 def test_a_reversible_stack_has_the_gradient_of_autodiff(remat_policy, exact):
     """With a gate and a gated feed-forward layer in chunks; exact ones rebuild every bit."""
-    design = designs.qwen3(attention_gate="elementwise", scale_by_length=0.3)
+    design = designs.qwen3(attention_gate="elementwise", scale_by_length=0.3, key_conv=3)
     constructor, options = CYCLES["slots"]
     options = SMALL | options | dict(design=design, ff_chunk_size=5, exact=exact)
     tokens = some_tokens()
@@ -249,7 +260,7 @@ def test_a_reversible_stack_has_the_gradient_of_autodiff(remat_policy, exact):
 
     (got, model, params), (want, *_) = gradient(remat_policy), gradient("all")
     assert_trees_close(got, want, 1e-4)
-    names = ("w_output_gate", "q_norm")
+    names = ("w_output_gate", "q_norm", "key_conv")
     assert all(np.any(got["stack"]["block_1"]["attention"][name]) for name in names)
     if exact:
         stack = model._layers
@@ -258,7 +269,23 @@ def test_a_reversible_stack_has_the_gradient_of_autodiff(remat_policy, exact):
         assert_trees_close(after, before, 0)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "scaled, learnt", "elementwise"])
+@pytest.mark.parametrize("op", [moba.moba(block_size=3, top_k=2), dsa.dsa(top_k=3)])
+def test_an_algorithm_chooses_by_convolved_keys(op):
+    model = TransformerLM(**SMALL, attention_type=op, design=DESIGNS["key_conv"])
+    (block,) = model._layers.blocks
+    layer, rng = block.attention, np.random.default_rng(0)
+    x = rng.normal(size=(1, 36, 8)).astype(np.float32)
+    params = plain.init(layer, x.shape)
+
+    def chosen(weights):
+        params["key_conv"] = weights
+        return layer.plan(params, layer.project(params, x))
+
+    weights = jnp.asarray(rng.normal(size=params["key_conv"].shape), jnp.float32)
+    assert np.any(np.asarray(chosen(weights)) != np.asarray(chosen(0 * weights)))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "scaled, learnt", "elementwise", "key_conv"])
 def test_packed_rows_compute_what_single_ones_do(name):
     model = TransformerLM(**SMALL, n_kv_heads=2, design=DESIGNS[name])
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
@@ -358,6 +385,7 @@ WINDOWS = local.local(chunk_len=4)
         (dict(rotary_fraction=0.1), {}, "rotary_fraction is 0.1 and heads have 8 features"),
         (dict(rotary_base=5.0), dict(pos_axial_shape=(3, 5)), "for the positions of a line"),
         (dict(scale_by_length=0.1), dict(attention_type=WINDOWS), "no op of attention_type reads"),
+        (dict(key_conv=3), dict(attention_type=WINDOWS), "key_conv is 3 and no op of attention_ty"),
         (dict(soft_cap=5.0), dict(attention_type=gated_delta.gated_delta()), "no op of attention"),
         (dict(qk_norm=True), dict(attention_type=gated_delta.gated_delta()), "qk_norm is True and"),
         (
