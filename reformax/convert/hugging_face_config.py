@@ -37,6 +37,7 @@ from reformax.ops.hashing.circle import SELF_SCORE
 
 ACTIVATIONS = {
     "relu": "relu",
+    "relu2": "relu_squared",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from reformax.cli import config
 from reformax.declared import shown
-from reformax.models import base, encoder, lm
+from reformax.models import designs, encoder, lm
 from reformax.ops import AttentionOp, dense, flash, local, lsh, shared_qk
 from reformax.training import loop
 
@@ -26,6 +27,10 @@ OPS = {
 }
 # Options of all ops that no other package's layers have.
 NO_OPTIONS = {"soft_cap": None, "scale_by_length": None}
+
+
+# Choices of a design that models also have as arguments of their own.
+SHORTHANDS = ("attention_bias", "ff_activation", "norm_epsilon", "init_std")
 
 
 class Op(NamedTuple):
@@ -60,6 +65,11 @@ class Spec(NamedTuple):
             raise ValueError(f"{model} has no argument {', '.join(sorted(unknown))}")
         arguments = defaults | arguments
         arguments["ff_activation"] = _activation_name(arguments["ff_activation"])
+        design = _design(arguments.pop("design"), model).but(
+            **{name: arguments[name] for name in SHORTHANDS}
+        )
+        arguments |= {name: getattr(design, name) for name in SHORTHANDS}
+        arguments["ff_activation"] = _activation_name(design.ff_activation)
         return cls(model, tuple(attention), arguments)
 
     @classmethod
@@ -152,17 +162,32 @@ def _with_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, **{name: size for name in names if arguments[name] is None}}
 
 
+def _design(given: Any, model: str) -> designs.Design:
+    """A design that is given by itself or as a config's reference.
+
+    Raises:
+      ValueError: it makes other choices than `SHORTHANDS` names, which no format has.
+    """
+    design = given.function(**given.arguments) if isinstance(given, config.Reference) else given
+    plain = {name: getattr(design, name) for name in SHORTHANDS}
+    for name, value in dataclasses.asdict(designs.Design().but(**plain)).items():
+        found = getattr(design, name)
+        if name not in SHORTHANDS and found != value:
+            raise ValueError(f"{model}'s design has {name}={found!r}: expected {value!r}")
+    return design
+
+
 def _activation_name(given: Any) -> Any:
     """The name of an activation that is given as a function, or as a config's reference to one."""
     plain = isinstance(given, config.Reference) and not given.arguments
     function = given.function if plain else given
-    if isinstance(function, str):
+    if isinstance(function, str | None):
         return function
-    for name, known in base.ACTIVATIONS.items():
+    for name, known in designs.ACTIVATIONS.items():
         if function is known:
             return name
     what = getattr(function, "__name__", None) or shown(function)
-    raise ValueError(f"ff_activation is {what}: expected one of {_names(base.ACTIVATIONS)}")
+    raise ValueError(f"ff_activation is {what}: expected one of {_names(designs.ACTIVATIONS)}")
 
 
 def _changed(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:

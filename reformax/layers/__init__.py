@@ -9,7 +9,7 @@ from reformax.layers.attention import Attention
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.dropout import Dropout
 from reformax.layers.feed_forward import FeedForward
-from reformax.layers.layer_norm import LayerNorm
+from reformax.layers.layer_norm import LayerNorm, RMSNorm
 from reformax.layers.positions import AxialPositionalEncoding, SinusoidalPositionalEncoding, rotary
 from reformax.layers.residual import ResidualStack
 from reformax.layers.reversible import ReversibleStack
@@ -27,6 +27,7 @@ __all__ = [
     "Layer",
     "LayerNorm",
     "ResidualStack",
+    "RMSNorm",
     "ReversibleStack",
     "SelfAttention",
     "SinusoidalPositionalEncoding",

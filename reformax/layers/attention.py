@@ -13,7 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import (
+    Bounds,
     Called,
+    NonNegative,
     Positive,
     Rate,
     SettingError,
@@ -26,16 +28,23 @@ from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.float8 import product
 from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
-from reformax.layers.positions import rotary
+from reformax.layers.positions import RotaryAngles, rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
 from reformax.ops.calls.arguments import check_arguments
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.masking.masks import int32_ids, row_lengths, tokens_of
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.recurrence import short_convolution
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
 
+
+Gate = Literal["headwise", "elementwise"]
+ConvSize = Annotated[int, Bounds(2, 64)]
+OUTPUT_GATE = "output_gate"  # the name of its projection
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
 
@@ -45,13 +54,20 @@ class QKV(NamedTuple):
 
     `k` is None where queries and keys are one. In cross-attention `k` and `v` have the length of
     the memory. `extra_projections` are the further projections that the algorithm reads, if it
-    reads any.
+    reads any. `gate` is that of the output, `[B, T, N, 1]` or `[B, T, N, V]`, before its sigmoid;
+    only the layer reads it.
     """
 
     q: Array
     k: Array | None
     v: Array
     extra_projections: dict[str, Array] | None = None
+    gate: Array | None = None
+
+    @property
+    def of_op(self) -> QKV:
+        """What the algorithm reads."""
+        return self._replace(gate=None)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -67,7 +83,9 @@ class MultiHead(Layer):
     `w_v [G, D, V]`, `w_o [N, V, D]`; with `bias` also `b_q, b_k [_, H]` and `b_v [_, V]`, with
     `output_bias` also `b_o [D]`; for each further projection that the algorithm reads,
     `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`; and the algorithm's as
-    `op`.
+    `op`. With `qk_norm` also `q_norm [H]` and, if there are keys, `k_norm [H]`; with `gate`
+    `w_output_gate [N, D, 1 or V]`, with `bias` `b_output_gate`; with `learn_logit_scale`
+    `logit_scale [N]`.
 
     Args:
       op: the algorithm, such as `lsh.lsh(n_hashes=4)`.
@@ -86,6 +104,18 @@ class MultiHead(Layer):
       output_dropout: the rate on the output.
       init_std: the standard deviation of fresh projections; None: Glorot and Bengio's bounds.
       float8: whether the projections multiply FP8 numbers in training (`layers.float8`).
+      qk_norm: whether queries and keys are normalised before they are rotated, each head by RMSNorm
+        with one learnt scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to
+        22 Billion Parameters", sec. 2; as in Qwen3). Shared keys are normalised anyway: their
+        queries are.
+      norm_epsilon: added to the mean square in `qk_norm`.
+      gate: whether the algorithm's output is multiplied by the sigmoid of one more projection of
+        the layer's input before the output projection (Qiu et al. 2025, "Gated Attention for Large
+        Language Models", arXiv 2505.06708, eq. 5): "headwise", a number a head; "elementwise", one
+        a feature; None: no gate.
+      learn_logit_scale: whether each head's queries are multiplied by a learnt number, at first 1.
+        With an algorithm's `scale_by_length` logits are `s_n ln n q k`, the Scalable-Softmax with
+        learnt s of Nakanishi 2025, sec. 3.
       mode: "train" or "eval". Evaluation has no dropout, and the algorithm plans with its settings
         for evaluation.
     """
@@ -103,6 +133,10 @@ class MultiHead(Layer):
     output_dropout: Rate = 0.0
     init_std: Positive | None = None
     float8: bool = False
+    qk_norm: bool = False
+    norm_epsilon: NonNegative = 1e-6
+    gate: Gate | None = None
+    learn_logit_scale: bool = False
     mode: Literal["train", "eval"] = "train"
 
     n_sequences = 1  # `CrossAttention` reads two
@@ -148,10 +182,12 @@ class MultiHead(Layer):
         }
         if self.op.shared_qk:
             del both["k"]
+        gate = {"headwise": ExtraProjection(n, 1), "elementwise": ExtraProjection(n, v)}
         return (
             both
             | {"v": ExtraProjection(n_kv, v)}
             | self.op.extra_projections(Dims(n, h, v, 0, n_kv))
+            | ({OUTPUT_GATE: gate[self.gate]} if self.gate else {})
         )
 
     def init_params(self, rng, shape, *shapes):
@@ -175,6 +211,10 @@ class MultiHead(Layer):
                 params[f"b_{name}"] = jnp.zeros((to.n_heads, to.size))
         if self.output_bias:
             params["b_o"] = jnp.zeros(d_model)
+        if self.qk_norm:
+            params |= {f"{x}_norm": jnp.ones(h) for x in ("q", "k") if f"w_{x}" in params}
+        if self.learn_logit_scale:
+            params["logit_scale"] = jnp.ones(n)
         params["op"] = self.op.init(rng_op, Dims(n, h, v, length, self.n_kv_heads))
         return params
 
@@ -206,12 +246,26 @@ class MultiHead(Layer):
             for (name, w), y in zip(weights.items(), outs, strict=True)
         }
 
+    def _normed(self, params, heads: dict[str, Array]) -> dict[str, Array]:
+        """The projections, queries and keys normalised and scaled as the options say."""
+        for name in ("q", "k") if self.qk_norm else ():
+            if name in heads:
+                wide = heads[name].astype(accum_dtype(heads[name].dtype))
+                scale = params[f"{name}_norm"].astype(wide.dtype)[None, None, None]
+                normed = length_normalize(wide, self.norm_epsilon) * scale
+                heads = heads | {name: normed.astype(heads[name].dtype)}
+        if self.learn_logit_scale and "q" in heads:
+            scale = params["logit_scale"].astype(heads["q"].dtype)
+            heads = heads | {"q": heads["q"] * scale[None, None, :, None]}
+        return heads
+
     def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
         """Where each query will look: integers, through which no gradient flows.
 
         Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
         """
-        q, k, v, extra_projections = qkv
+        qkv = qkv.of_op
+        q, k, v, extra_projections, _ = qkv
         tokens = tokens_of(segment_ids)
         global_tokens = tokens.global_tokens if self.op.global_tokens else None
         check_arguments(
@@ -247,17 +301,21 @@ class MultiHead(Layer):
         self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
     ) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection; `run` calls the algorithm."""
-        return self.combine(params, self.heads(params, qkv, plan, segment_ids, rng, run), rng)
+        heads = self.heads(params, qkv, plan, segment_ids, rng, run)
+        return self.combine(params, heads, qkv.gate, rng)
 
     def heads(
         self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
     ) -> Float[Array, "B T N V"]:
         """Each head's attention by a plan."""
         read = {name: params[name] for name in ("op", "position_bias") if name in params}
-        return run(self._apply_op, read, qkv, plan, segment_ids, _fold_in(rng, WEIGHTS))
+        return run(self._apply_op, read, qkv.of_op, plan, segment_ids, _fold_in(rng, WEIGHTS))
 
-    def combine(self, params, out: Float[Array, "B T N V"], rng=None) -> Float[Array, "B T D"]:
-        """The output projection of all heads, and dropout."""
+    def combine(
+        self, params, out: Float[Array, "B T N V"], gate: Array | None = None, rng=None
+    ) -> Float[Array, "B T D"]:
+        """The output projection of all heads, times their gate if there is one, and dropout."""
+        out = gated(out, gate)
         out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
         # A matrix already is from `for_decoding`.
         w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else transposed_on_gpu(w_o)
@@ -270,7 +328,7 @@ class MultiHead(Layer):
         tokens = tokens_of(segment_ids)
 
         def attend(qkv, plan, segment_ids, params, rng, bias, shard=None):
-            *arrays, extra_projections = qkv
+            *arrays, extra_projections, _ = qkv
             lengths = row_lengths(segment_ids) if tokens.counted else None
             return self.op.apply(
                 params,
@@ -309,7 +367,16 @@ class MultiHead(Layer):
         if self.output_bias:
             merged["b_o"] = params["b_o"]
         merged |= {name: params[name] for name in ("next_value", "position_bias") if name in params}
-        return {name: w.astype(dtype) for name, w in merged.items()} | {"op": params["op"]}
+        merged = {name: w.astype(dtype) for name, w in merged.items()}
+        kept = "q_norm", "k_norm", "logit_scale", "key_conv", "op"
+        return merged | {name: params[name] for name in kept if name in params}
+
+
+class KeyConvCache(NamedTuple):
+    """The cache of a layer with `key_conv`."""
+
+    of_layer: Any  # that of the layer without it
+    last: Float[Array, "B W-1 G H"]  # the last keys before the convolution
 
 
 class NextValueCache(NamedTuple):
@@ -333,11 +400,17 @@ class Attention(MultiHead):
     Args:
       causal: whether a position sees only itself and what came before it.
       use_rotary: whether queries and keys are rotated by their position.
+      rotary: with `use_rotary`, the angles of positions of a line.
       rotary_grid: with `use_rotary`, the axes' sizes of the grid, row-major, that the positions are
         of, as (32, 32) of an image by its pixels; (): they are of a line.
       position_bias: what is added to the logits by distance: "alibi", minus the distance times a
         slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
         see `layers.relative`. The algorithm needs `bias`.
+      key_conv: W, if keys are `k_t + silu(sum_j w_j k_{t-j})` over the last W positions of their
+        segment, with weights `key_conv [G, H, W]` that begin at 0: algorithms that choose keys
+        then choose by what a key follows too (Xiao et al. 2025, arXiv 2511.11571, for MoBA). It
+        precedes `qk_norm` and rotation; keys that queries are made to, are convolved as queries.
+        None: there is none.
       next_value: whether a key's value has that of the next position in it too, as above. It needs
         `causal` and an algorithm with `never_sees_itself`.
 
@@ -349,8 +422,10 @@ class Attention(MultiHead):
 
     causal: bool = False
     use_rotary: bool = False
+    rotary: RotaryAngles = RotaryAngles()
     rotary_grid: Sequence[Size] = ()
     position_bias: PositionBias | None = None
+    key_conv: ConvSize | None = None
     next_value: bool = False
 
     def __post_init__(self):
@@ -373,6 +448,16 @@ class Attention(MultiHead):
                 f"use_rotary is True and d_qk is {self.d_qk}: expected 2 at least, for a pair of "
                 "features"
             )
+        if self.use_rotary and not self.rotary.n_pairs(self.d_qk):
+            raise SettingError(
+                f"rotary_fraction is {self.rotary.fraction} and heads have {self.d_qk} features: "
+                f"expected at least {2 / self.d_qk:.3g}, for a pair of them"
+            )
+        if self.rotary != RotaryAngles() and (n_axes or not self.use_rotary):
+            raise SettingError(
+                f"rotary is {self.rotary}, use_rotary {self.use_rotary} and rotary_grid "
+                f"{tuple(self.rotary_grid)}: angles are set for the positions of a line"
+            )
         if n_axes > self.d_qk // 2:
             raise SettingError(
                 f"rotary_grid has {n_axes} axes and d_qk is {self.d_qk}: expected {2 * n_axes} at "
@@ -391,21 +476,39 @@ class Attention(MultiHead):
         if self.next_value:
             shape = 2, self.n_heads, self.d_v
             params["next_value"] = jnp.full(shape, math.sqrt(0.5), float)
+        if self.key_conv:
+            keys = self.projections()[self._keys]
+            params["key_conv"] = jnp.zeros((keys.n_heads, keys.size, self.key_conv))
         return params
 
+    @property
+    def _keys(self) -> str:
+        """The projection that keys are made of."""
+        return "q" if self.op.shared_qk else "k"
+
     def project(
-        self, params, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> QKV:
         """Queries, keys and values of all heads, rotated by their positions if `use_rotary`.
 
-        Plans are made of rotated vectors, for hashing looks for large logits.
+        Plans are made of rotated vectors, for hashing looks for large logits. Of segments only
+        `key_conv` reads.
         """
-        qkv = self._with_next_value(params, self._project(params, x, positions))
-        return context.arrange(self.op, qkv, self.position_bias is not None)
+        heads = self._convolved(params, self._all_heads(params, x), segment_ids)
+        qkv = self._with_next_value(params, self._rotate(params, heads, positions))
+        arranged = context.arrange(self.op, qkv.of_op, self.position_bias is not None)
+        return arranged._replace(gate=qkv.gate)
 
-    def _project(self, params, x: Float[Array, "B T D"], positions=None) -> QKV:
-        """`project` without the next value."""
-        return self._rotate(self._heads(params, x, self.projections()), positions)
+    def _convolved(self, params, heads: dict[str, Array], segment_ids=None) -> dict[str, Array]:
+        """The projections with `key_conv`."""
+        if not self.key_conv:
+            return heads
+        keys = short_convolution.of_keys(heads[self._keys], params["key_conv"], segment_ids)
+        return heads | {self._keys: keys}
 
     def _bias(self, params, length):
         position = jnp.arange(length)[None]
@@ -424,25 +527,29 @@ class Attention(MultiHead):
         after = jnp.pad(qkv.v[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
         return qkv._replace(v=current * qkv.v + following * after)
 
-    def _project_merged(self, params, x: Float[Array, "B T D"] | Unnormed, position=None) -> QKV:
-        """`_project` with the weights from `for_decoding`."""
+    def _all_heads(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
+        """All projections, of the weights or those from `for_decoding`."""
         projections = self.projections()
+        if "w_in" not in params:
+            return self._heads(params, x, projections)
         sizes = [to.n_heads * to.size for to in projections.values()]
         parts = affine(x, params["w_in"], params.get("b_in"), sizes=sizes)
-        heads = {
+        return {
             name: part.reshape(*part.shape[:2], to.n_heads, to.size)
             for (name, to), part in zip(projections.items(), parts, strict=True)
         }
-        return self._rotate(heads, position)
 
-    def _rotate(self, heads: dict[str, Array], position=None) -> QKV:
-        """The projections, those that tell positions apart rotated by theirs."""
+    def _rotate(self, params, heads: dict[str, Array], position=None) -> QKV:
+        """The projections, normalised, those that tell positions apart rotated by theirs."""
+        heads = self._normed(params, heads)
         if self.use_rotary:
             rotated = (name for name, to in self.projections().items() if to.rotated)
-            grid = self.rotary_grid
-            heads = heads | {name: rotary(heads[name], position, grid) for name in rotated}
-        extra_projections = {name: heads[name] for name in heads.keys() - {"q", "k", "v"}}
-        return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None)
+            how = self.rotary_grid, self.rotary
+            heads = heads | {name: rotary(heads[name], position, *how) for name in rotated}
+        others = heads.keys() - {"q", "k", "v", OUTPUT_GATE}
+        extra_projections = {name: heads[name] for name in others}
+        gate = heads.get(OUTPUT_GATE)
+        return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None, gate)
 
     def apply(
         self,
@@ -452,7 +559,8 @@ class Attention(MultiHead):
         rng=None,
         run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
-        qkv = self.project(params, x, tokens_of(mask).positions)
+        tokens = tokens_of(mask)
+        qkv = self.project(params, x, tokens.positions, tokens.segment_ids)
         plan = self.plan(params, qkv, mask, rng)
         return self.attend(params, qkv, plan, mask, rng, run)
 
@@ -495,24 +603,27 @@ class Attention(MultiHead):
                 f"causal={self.causal} and mode={self.mode!r}: decoding needs causal=True and "
                 "mode='eval'"
             )
-        project = self._project_merged if "w_in" in params else self._project
-        alone = project(params, x)
+        heads = self._all_heads(params, x)
+        alone = self._rotate(params, self._convolved(params, heads))
         qkv = self._with_next_value(params, alone)
         # Padding on the right is in the future of every token: only a plan has to know of it.
         tokens = jnp.arange(x.shape[1])[None] < lengths[:, None]
         plan = self.plan(params, qkv, tokens, rng, length=capacity)
 
         def fill(qkv, plan, lengths, params, rng):
-            *arrays, extra_projections = qkv
+            *arrays, extra_projections, _ = qkv
             options = dict(plan=plan, lengths=lengths, capacity=capacity, rng=rng)
             options["extra_projections"] = extra_projections
             return self.op.init_cache(params, *arrays, **options)
 
         weights = params["op"], _fold_in(rng, PLAN)
-        cache = devices.by_rows(fill, (qkv, plan, lengths), weights)
+        cache = devices.by_rows(fill, (qkv.of_op, plan, lengths), weights)
         if self.next_value:
             last = jnp.take_along_axis(alone.v, (lengths - 1)[:, None, None, None], axis=1)
             cache = NextValueCache(cache, _of_channels(params, last.dtype)[0] * last)
+        if self.key_conv:
+            last = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
+            cache = KeyConvCache(cache, last)
         return self.attend(params, qkv, plan, rng=rng), cache
 
     def step(
@@ -536,7 +647,12 @@ class Attention(MultiHead):
             it: their caches are reordered.
           added: a stream that the output is added to.
         """
-        qkv = self._project_merged(params, x, position[:, None])
+        heads = self._all_heads(params, x)
+        if self.key_conv:
+            cache, last = cache
+            key, last = short_convolution.of_next_key(heads[self._keys], last, params["key_conv"])
+            heads = heads | {self._keys: key}
+        qkv = self._rotate(params, heads, position[:, None])
         if self.next_value:
             # So far the newest key's value was without the next one.
             current, following = _of_channels(params, qkv.v.dtype)
@@ -545,31 +661,42 @@ class Attention(MultiHead):
             qkv = qkv._replace(v=current * qkv.v)
 
         def step(qkv, cache, position, origins, params):
-            *arrays, extra_projections = qkv
+            *arrays, extra_projections, _ = qkv
             options = dict(origins=origins, extra_projections=extra_projections)
             if self.position_bias is not None:
                 now = position[:, None]
                 options["bias"] = lambda held: self._bias_at(params, now, held)[:, :, 0]
             return self.op.step(params["op"], *arrays, cache, position=position, **options)
 
-        rows = qkv, cache, position, origins if self._shares_beams else None
+        rows = qkv.of_op, cache, position, origins if self._shares_beams else None
         read = {name: params[name] for name in ("op", "position_bias") if name in params}
         out, cache = devices.by_rows(step, rows, (read,))
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)
-        return output(params, out, added), cache
+        if self.key_conv:
+            cache = KeyConvCache(cache, last)
+        return output(params, gated(out, qkv.gate), added), cache
 
     @property
     def _shares_beams(self) -> bool:
         """Whether a beam's past may be in other beams' caches.
 
-        With `next_value`, the last value of that past has this beam's next one in it.
+        With `next_value`, the last value of that past has this beam's next one in it. With
+        `key_conv`, a beam keeps the last keys of its own past.
         """
-        return self.op.decoding == "beams" and not self.next_value
+        return self.op.decoding == "beams" and not self.next_value and not self.key_conv
 
     def reorder_cache(self, cache: Any, rows: Int[Array, " R"]) -> Any:
         """The cache of beams that continue `rows`; unchanged where caches are shared."""
         return cache if self._shares_beams else take_rows(cache, rows)
+
+
+def gated(heads: Float[Array, "B T N V"], gate: Array | None) -> Float[Array, "B T N V"]:
+    """The heads' outputs times the sigmoid of their gate, if there is one."""
+    if gate is None:
+        return heads
+    wide = accum_dtype(heads.dtype)
+    return (heads.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(heads.dtype)
 
 
 def output(

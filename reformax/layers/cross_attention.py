@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Unsupported
 from reformax.layers import context, remat
-from reformax.layers.attention import QKV, MultiHead, output
+from reformax.layers.attention import OUTPUT_GATE, QKV, MultiHead, gated, output
 from reformax.layers.matrices import Unnormed, affine
 from reformax.ops.base import Dims
 from reformax.ops.masking.masks import paired_segment_ids
@@ -52,8 +52,15 @@ class CrossAttention(MultiHead):
     def project(self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]) -> QKV:
         """Queries of `x`, keys and values of the memory."""
         memory = memory.astype(x.dtype)
-        heads = self._heads(params, x, "q") | self._heads(params, memory, "kv")
-        return context.arrange(self.op, QKV(**heads))
+        heads = self._heads(params, x, self._of_queries) | self._heads(params, memory, "kv")
+        heads = self._normed(params, heads)
+        gate = heads.pop(OUTPUT_GATE, None)
+        return context.arrange(self.op, QKV(**heads))._replace(gate=gate)
+
+    @property
+    def _of_queries(self) -> list[str]:
+        """The projections of the sequence that reads; the others are of the memory."""
+        return ["q", OUTPUT_GATE] if self.gate else ["q"]
 
     def apply(
         self,
@@ -75,10 +82,10 @@ class CrossAttention(MultiHead):
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `precompute_kv` and `step`: one product a projection, for all heads.
 
-        `w_in [D, N * H]` makes queries, `w_k [D, G * H]` and `w_v [D, G * V]` read the memory; the
-        others are those of `Attention.for_decoding`.
+        `w_in [D, N * H]` makes queries, and behind them the output's gate; `w_k [D, G * H]` and
+        `w_v [D, G * V]` read the memory; the others are those of `Attention.for_decoding`.
         """
-        return self._merge(params, {"in": "q", "k": "k", "v": "v"}, dtype)
+        return self._merge(params, {"in": self._of_queries, "k": "k", "v": "v"}, dtype)
 
     def precompute_kv(
         self, params, memory: Float[Array, "B S D"], dtype: str, rng=None
@@ -89,15 +96,16 @@ class CrossAttention(MultiHead):
         third.
         """
         memory = memory.astype(dtype)
-        heads = [
-            affine(memory, params[f"w_{letter}"], params.get(f"b_{letter}"))[0].reshape(
+        heads = {
+            letter: affine(memory, params[f"w_{letter}"], params.get(f"b_{letter}"))[0].reshape(
                 *memory.shape[:2], size.n_heads, size.size
             )
             for letter, size in self.projections().items()
-            if letter != "q"
-        ]
+            if letter in "kv"
+        }
+        heads = self._normed(params, heads)
         # The barrier keeps the compiler from moving the transposition into the loop over steps.
-        heads = tuple(jnp.transpose(x, (0, 2, 3, 1)) for x in heads)
+        heads = tuple(jnp.transpose(x, (0, 2, 3, 1)) for x in heads.values())
         return *jax.lax.optimization_barrier(heads), rng
 
     def step(
@@ -117,14 +125,21 @@ class CrossAttention(MultiHead):
           memory_segment_ids: 0 is padding; every row reads the rest.
           added: a stream that the output is added to.
         """
-        *heads, rng = memory_kv
-        batch = heads[0].shape[0]
-        (rows,) = affine(x, params["w_in"], params.get("b_in"))
-        q = rows.reshape(batch, -1, self.n_heads, self.d_qk)
+        *memory_heads, rng = memory_kv
+        batch = memory_heads[0].shape[0]
+        made = [(name, self.projections()[name]) for name in self._of_queries]
+        sizes = [to.n_heads * to.size for _, to in made]
+        parts = affine(x, params["w_in"], params.get("b_in"), sizes=sizes)
+        heads = {
+            name: part.reshape(batch, -1, to.n_heads, to.size)
+            for (name, to), part in zip(made, parts, strict=True)
+        }
+        heads = self._normed(params, heads)
+        q, gate = heads["q"], heads.get(OUTPUT_GATE)
         segment_ids = None
         if memory_segment_ids is not None:
             segment_ids = jnp.ones(q.shape[:2], bool), memory_segment_ids.astype(bool)
-        qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in heads))
+        qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in memory_heads))
         plan = self.plan(params, qkv, segment_ids, rng)
-        out = self._apply_op(params, qkv, plan, segment_ids)
-        return output(params, out.reshape(*rows.shape[:2], self.n_heads, -1), added)
+        out = gated(self._apply_op(params, qkv, plan, segment_ids), gate)
+        return output(params, out.reshape(*parts[0].shape[:2], self.n_heads, -1), added)

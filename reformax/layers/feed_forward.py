@@ -15,7 +15,14 @@ from reformax.declared import Count, Positive, Rate, SettingError, Size, check_f
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
-from reformax.layers.matrices import IN_KERNELS, Unnormed, affine, check_input, transposed_on_gpu
+from reformax.layers.matrices import (
+    IN_KERNELS,
+    Unnormed,
+    affine,
+    check_input,
+    products,
+    transposed_on_gpu,
+)
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import seed_words
@@ -52,7 +59,13 @@ LEAST_SIZE, MOST = 2**20, 2**31
 class FeedForward(Layer):
     """`activation(x w1 + b1) w2 + b2` at each position, `[B, T, D] -> [B, T, D]`.
 
-    Computes in the dtype of its input. Weights: `w1 [D, F]`, `b1 [F]`, `w2 [F, D]`, `b2 [D]`.
+    With `gated` the hidden layer is `activation(x w1 + b1) * (x w3 + b3)` (Shazeer 2020, "GLU
+    Variants Improve Transformer", eq. 6; SwiGLU with silu). A third matrix is then in it, so that
+    two thirds of the width have the same size. With `relu_squared` for the activation it is that of
+    So et al. 2021, "Primer".
+
+    Computes in the dtype of its input. Weights: `w1 [D, F]`, `b1 [F]`, `w2 [F, D]`, `b2 [D]`; with
+    `gated` also `w3 [D, F]`, `b3 [F]`; without `bias` no `b`.
 
     Args:
       d_ff: F, the width of the hidden layer.
@@ -62,11 +75,13 @@ class FeedForward(Layer):
       chunk_size: if > 0, this many positions at a time, so that no `[T, F]` array exists in either
         pass. The result is the same, and any length fits.
       mode: "train" or "eval"; dropout is off at evaluation.
-      impl: of the hidden layer. "xla" runs everywhere; "pallas" is a kernel for `jax.nn.gelu` and
-        `jax.nn.relu` on NVIDIA GPUs of Ampere or later. "auto" takes the kernel on one such GPU for
-        bfloat16 and float16.
+      impl: of a hidden layer that is not gated. "xla" runs everywhere; "pallas" is a kernel for
+        `jax.nn.gelu`, `jax.nn.relu` and `relu_squared` on NVIDIA GPUs of Ampere or later. "auto"
+        takes the kernel on one such GPU for bfloat16 and float16.
       init_std: the standard deviation of fresh weights; None: Glorot and Bengio's bounds.
-      float8: whether both products multiply FP8 numbers in training (`layers.float8`).
+      float8: whether the products multiply FP8 numbers in training (`layers.float8`).
+      gated: whether a third product multiplies the hidden layer, as above.
+      bias: whether the products have biases.
     """
 
     d_ff: Size
@@ -78,6 +93,8 @@ class FeedForward(Layer):
     impl: str = "auto"
     init_std: Positive | None = None
     float8: bool = False
+    gated: bool = False
+    bias: bool = True
 
     def __post_init__(self):
         super().__init__()
@@ -85,8 +102,13 @@ class FeedForward(Layer):
         check_impl(self.impl, *KERNELS)
         if self.impl in KERNELS and self.activation not in IN_KERNELS:
             raise SettingError(
-                f"impl is {self.impl!r} and activation {self.activation}: expected jax.nn.gelu or "
-                "jax.nn.relu, or impl='auto'"
+                f"impl is {self.impl!r} and activation {self.activation}: expected jax.nn.gelu, "
+                "jax.nn.relu or relu_squared, or impl='auto'"
+            )
+        if self.impl in KERNELS and self.gated:
+            raise SettingError(
+                f"impl is {self.impl!r} and gated is True, which no kernel computes: set "
+                "impl='auto'"
             )
         normal = jax.nn.initializers.normal
         self._initializer = glorot if self.init_std is None else normal(self.init_std)
@@ -99,25 +121,35 @@ class FeedForward(Layer):
     def init_params(self, rng, shape):
         d_model = shape[-1]
         rng1, rng2 = jax.random.split(rng)
-        return {
-            "w1": self._initializer(rng1, (d_model, self.d_ff)),
-            "b1": jnp.zeros(self.d_ff),
-            "w2": self._initializer(rng2, (self.d_ff, d_model)),
-            "b2": jnp.zeros(d_model),
-        }
+        rngs = {"1": rng1, "2": rng2}
+        sizes = {"1": (d_model, self.d_ff), "2": (self.d_ff, d_model)}
+        if self.gated:
+            rngs["3"], sizes["3"] = jax.random.fold_in(rng, 3), sizes["1"]
+        params = {f"w{i}": self._initializer(rngs[i], shape) for i, shape in sizes.items()}
+        if self.bias:
+            params |= {f"b{i}": jnp.zeros(shape[1]) for i, shape in sizes.items()}
+        return params
 
     def cast(self, params, dtype: str):
-        """The weights, those of the two products in `dtype`, as `apply_chunk` needs them.
+        """The weights, those of the products in `dtype`, as `apply_chunk` needs them.
 
         FP8 products round the weights themselves.
         """
         if self._float8:
             return params
-        return params | {name: params[name].astype(dtype) for name in ("w1", "w2")}
+        return {name: w.astype(dtype) if name.startswith("w") else w for name, w in params.items()}
 
     def for_decoding(self, params, dtype: str):
-        """The weights for `step`, in `dtype`, matrices `transposed_on_gpu`."""
+        """The weights for `step`, in `dtype`, matrices `transposed_on_gpu`.
+
+        With `gated`, `w1` and `b1` have those of the third product behind them.
+        """
         cast = jax.tree.map(lambda w: w.astype(dtype), params)
+        if self.gated:
+            cast |= {
+                f"{x}1": jnp.concatenate([cast[f"{x}1"], cast.pop(f"{x}3")], axis=-1)
+                for x in ("w", *("b" * self.bias))
+            }
         return cast | {name: transposed_on_gpu(cast[name]) for name in ("w1", "w2")}
 
     def step(
@@ -127,14 +159,23 @@ class FeedForward(Layer):
         added: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
         """`apply` with the weights from `for_decoding`, added to a stream if there is one."""
-        (hidden,) = affine(
-            x, params["w1"], params["b1"], activation=self.activation, impl=self.impl
-        )
-        return affine(hidden, params["w2"], params["b2"], added=added, impl=self.impl)[0]
+        first = x, params["w1"], params.get("b1")
+        if self.gated:
+            pre, other = affine(*first, sizes=(self.d_ff, self.d_ff), impl=self.impl)
+            hidden = self._gated(pre, other)
+        else:
+            (hidden,) = affine(*first, activation=self.activation, impl=self.impl)
+        return affine(hidden, params["w2"], params.get("b2"), added=added, impl=self.impl)[0]
+
+    def _gated(self, pre: Float[Array, "*d F"], other: Float[Array, "*d F"], *biases: Array):
+        """The hidden layer of two products, computed in float32 and rounded to their dtype."""
+        wide = [x.astype(accum_dtype(x.dtype)) for x in (pre, other)]
+        wide = [x + b for x, b in zip(wide, biases, strict=True)] if biases else wide
+        return (self.activation(wide[0]) * wide[1]).astype(pre.dtype)
 
     def _check(self, params, x) -> None:
         """Raises `ValueError` unless weights and an input fit each other."""
-        d_model = params["b2"].shape[0]
+        d_model = params["w2"].shape[1]
         check_input(x, d_model)
         if params["w1"].shape != (d_model, self.d_ff):
             raise ValueError(
@@ -151,10 +192,24 @@ class FeedForward(Layer):
         params = self.cast(params, x.dtype)
         # Products in the dtype of `x`; float32 between them is never stored.
         multiply = product if self._float8 else jnp.matmul
-        out = self._activated(params, multiply(x, params["w1"]), start, hidden_rng)
-        # In the dtype of the product, a bias is added in its kernel on a GPU.
-        out = out + params["b2"][None, None].astype(x.dtype)
+        if self.gated:
+            out = self._through_gate(params, x, start, hidden_rng)
+        else:
+            out = self._activated(params, multiply(x, params["w1"]), start, hidden_rng)
+        if self.bias:
+            # In the dtype of the product, a bias is added in its kernel on a GPU.
+            out = out + params["b2"][None, None].astype(x.dtype)
         return dropout(out, rate_in(self.mode, self.dropout), output_rng, start=start)
+
+    def _through_gate(self, params, x: Float[Array, "B C D"], start, rng) -> Float[Array, "B C D"]:
+        """All three products of a gated layer, without the last one's bias."""
+        matrices = params["w1"], params["w3"]
+        both = [product(x, w) for w in matrices] if self._float8 else products(x, matrices)
+        biases = [params[f"b{i}"][None, None] for i in (1, 3)] if self.bias else []
+        # The gradient reads both products and not what is float32 between them.
+        hidden = jax.checkpoint(self._gated, prevent_cse=False)(*both, *biases)
+        hidden = dropout(hidden, rate_in(self.mode, self.hidden_dropout), rng, start=start)
+        return (product if self._float8 else _narrow)(hidden, params["w2"])
 
     def _activated(self, params, pre: Float[Array, "B C F"], start, rng) -> Float[Array, "B C D"]:
         """Bias, activation, dropout and the second product, from the output of the first."""
@@ -164,7 +219,8 @@ class FeedForward(Layer):
         of_float64 = f"inputs of {pre.dtype}" if pre.dtype == jnp.float64 else None
         chosen = choose_impl(self.impl, pays, pallas=of_float64) if pre.size else "xla"
         if chosen == "xla":
-            hidden = self.activation(pre.astype(accum_dtype(pre.dtype)) + params["b1"][None, None])
+            wide = pre.astype(accum_dtype(pre.dtype))
+            hidden = self.activation(wide + params["b1"][None, None] if self.bias else wide)
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
             return (product if self._float8 else _narrow)(hidden, params["w2"])
         from reformax.layers.kernels import feed_forward as kernel
@@ -183,7 +239,8 @@ class FeedForward(Layer):
 
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
         rng = check_rng(rng, rate) if rate else None
-        return devices.by_positions(project, (pre,), (params["b1"], params["w2"], start, rng))
+        bias = params["b1"] if self.bias else jnp.zeros(pre.shape[-1])
+        return devices.by_positions(project, (pre,), (bias, params["w2"], start, rng))
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         self._check(params, x)

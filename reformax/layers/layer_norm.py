@@ -1,8 +1,8 @@
-"""Layer normalisation (Ba et al. 2016) with float32 statistics."""
+"""Layer normalisation (Ba et al. 2016) and RMSNorm, with float32 statistics."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ class LayerNorm(Layer):
         if x.shape[-1:] != params["scale"].shape:
             raise ValueError(f"x has shape {x.shape}: expected [..., {params['scale'].size}]")
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
-        weights = params["scale"], params["bias"]
+        weights = params["scale"], params.get("bias")
         size = x.shape[-1]
         pays = LEAST_ROWS * size <= x.size < MOST or x.size == size
         chosen = choose_impl(self._impl, pays, pallas=None) if x.size else "xla"
@@ -101,6 +101,21 @@ class LayerNorm(Layer):
         return outputs, passed if pass_on and chosen != "xla" else x
 
 
+class RMSNorm(LayerNorm):
+    """`x / sqrt(mean(x^2) + epsilon) * scale` over the last axis, `[..., D]`.
+
+    Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4. Arguments and methods are
+    those of `LayerNorm`; it subtracts no mean and adds no bias. Weights: `scale [D]`.
+    """
+
+    def init_params(self, rng, shape):
+        return {"scale": jnp.ones(shape[-1:])}
+
+
+NORMS = {"layer": LayerNorm, "rms": RMSNorm}
+NormName = Literal["layer", "rms"]
+
+
 def _rows(x: Float[Array, "*d D"] | None) -> Float[Array, "R D"] | None:
     return None if x is None else x.reshape(-1, x.shape[-1])
 
@@ -109,6 +124,9 @@ def _in_array_operations(epsilon: float, dtypes: tuple, x, y, scale, bias) -> tu
     # One row a position: XLA's CPU backend sums over two leading axes ten times slower.
     x = x.astype(jnp.float32)
     x = x if y is None else x + y.astype(jnp.float32)
-    centred = x - x.mean(axis=-1, keepdims=True)
-    out = length_normalize(centred, epsilon) * scale[None] + bias[None]
+    if bias is None:
+        out = length_normalize(x, epsilon) * scale[None]
+    else:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        out = length_normalize(centred, epsilon) * scale[None] + bias[None]
     return tuple(out.astype(dtype) for dtype in dtypes)

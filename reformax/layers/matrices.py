@@ -19,10 +19,19 @@ from reformax.ops.numerics.precision import accum_dtype
 if TYPE_CHECKING:
     from reformax.layers.layer_norm import LayerNorm
 
-# The activations of kernels, and the most numbers of a row that "auto" takes one for: a program has
-# the row and two of the matrix on the chip.
-IN_KERNELS = (jax.nn.gelu, jax.nn.relu)
+# The most numbers of a row that "auto" takes a kernel for: a program has the row and two of the
+# matrix on the chip.
 MOST = 4096
+
+
+def relu_squared(x: Float[Array, "*d"]) -> Float[Array, "*d"]:
+    """`max(x, 0)^2` (So et al. 2021, "Primer: Searching for Efficient Transformers", sec. 4)."""
+    positive = jax.nn.relu(x)
+    return positive * positive
+
+
+# The activations of kernels.
+IN_KERNELS = (jax.nn.gelu, jax.nn.relu, relu_squared)
 
 
 def products(

@@ -436,7 +436,8 @@ class _AttentionSublayer(NamedTuple):
         if self.stack.remat_policy != "attention":
             return alone(self.attend, params, qkv, plan), KeptOfAttention(plan)
         stored = alone(functools.partial(self.heads, remat.stored), params, qkv, plan)
-        return alone(self.combine, params, stored[0]), KeptOfAttention(plan, stored)
+        out = alone(self.combine, params, stored[0], qkv.gate)
+        return out, KeptOfAttention(plan, stored)
 
     def again(self, params, x, kept: KeptOfAttention) -> tuple[Array, Callable]:
         """The output by what is kept, and the function that `jax.vjp` gives.
@@ -447,11 +448,14 @@ class _AttentionSublayer(NamedTuple):
         alone = self.stack._alone
         run = functools.partial(self.project_and_attend, kept)
         (out, _), vjp = jax.vjp(run, params, x, *self.memory)
-        if self.stack.exact and kept.stored is not None:
-            out = alone(self.combine, params, kept.stored[0])
-        elif self.stack.exact:
-            qkv = alone(self.project, params, x, *self.memory)
-            out = alone(self.attend, params, qkv, kept.plan)
+        if self.stack.exact:
+            # What is stored needs no projections but the gate's.
+            needed = kept.stored is None or self.layer.gate
+            qkv = alone(self.project, params, x, *self.memory) if needed else None
+            if kept.stored is None:
+                out = alone(self.attend, params, qkv, kept.plan)
+            else:
+                out = alone(self.combine, params, kept.stored[0], qkv and qkv.gate)
         return out, vjp
 
     def project_and_attend(self, kept: KeptOfAttention, params, x, *memory) -> tuple[Array, Array]:
@@ -459,9 +463,8 @@ class _AttentionSublayer(NamedTuple):
         qkv = self._heads(params, h, memory)
         if kept.stored is None:
             return self.attend(params, qkv, kept.plan), x
-        return self.combine(
-            params, self.heads(remat.recalled(kept.stored), params, qkv, kept.plan)
-        ), x
+        heads = self.heads(remat.recalled(kept.stored), params, qkv, kept.plan)
+        return self.combine(params, heads, qkv.gate), x
 
     def project(self, params, x, *memory) -> QKV:
         h, _ = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
@@ -470,16 +473,18 @@ class _AttentionSublayer(NamedTuple):
     def _heads(self, params, h, memory) -> QKV:
         if memory:
             return self.layer.project(params[self.name], h, *memory)
-        return self.layer.project(params[self.name], h, tokens_of(self.segment_ids).positions)
+        tokens = tokens_of(self.segment_ids)
+        return self.layer.project(params[self.name], h, tokens.positions, tokens.segment_ids)
 
     def attend(self, params, qkv: QKV, plan) -> Array:
-        return self.combine(params, self.heads(remat.direct, params, qkv, plan))
+        return self.combine(params, self.heads(remat.direct, params, qkv, plan), qkv.gate)
 
     def heads(self, run: remat.Run, params, qkv: QKV, plan) -> Any:
         return self.layer.heads(params[self.name], qkv, plan, self.segment_ids, self.rng, run)
 
-    def combine(self, params, heads: Array) -> Array:
-        return self.stack._residual(self.layer.combine(params[self.name], heads, self.rng))
+    def combine(self, params, heads: Array, gate: Array | None) -> Array:
+        out = self.layer.combine(params[self.name], heads, gate, self.rng)
+        return self.stack._residual(out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

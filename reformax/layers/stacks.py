@@ -23,7 +23,7 @@ from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention, MultiHead
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
-from reformax.layers.layer_norm import LayerNorm
+from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import computed
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -66,7 +66,8 @@ class BlockStack(Layer):
       n_layers: a multiple of its length.
       dtype: what the sublayers compute in.
       masked: whether segments are an input, as in `Attention`.
-      norm_epsilon: added to the variance in the layers' norms.
+      norm: of the layers, "layer" (`LayerNorm`) or "rms" (`RMSNorm`).
+      norm_epsilon: added to the mean square in the layers' norms.
       scan_layers: whether the layers compile as a loop over the cycle. Then the depth does not
         change compile time. Written out, layers run faster on a GPU, because nothing is copied to
         and from arrays of all layers.
@@ -77,6 +78,7 @@ class BlockStack(Layer):
     _: dataclasses.KW_ONLY
     dtype: Dtype = "float32"
     masked: bool = False
+    norm: NormName = "layer"
     norm_epsilon: NonNegative = 1e-6
     scan_layers: bool = True
 
@@ -99,7 +101,7 @@ class BlockStack(Layer):
         self._cross = crossing.pop()
         self._n_repeats = self.n_layers // len(self.blocks)
         # Streams are float32; a sublayer's norm puts out the dtype that the sublayer computes in.
-        self._norm = LayerNorm(self.norm_epsilon, dtype=self.dtype)
+        self._norm = NORMS[self.norm](self.norm_epsilon, dtype=self.dtype)
         n_others = 3 if self._cross else int(self.masked)
         super().__init__(n_in=self.n_streams + n_others, n_out=self.n_streams)
 

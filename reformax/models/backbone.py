@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import Depth, SettingError, Size, VocabSize
-from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.models.base import AttentionType, Model, check_embedding
@@ -51,8 +50,8 @@ class Backbone(Model):
             )
         blocks = self._blocks("attention_type", causal=self.causal)
         self._layers = self._stack(blocks, self.n_layers)
-        self._norm = LayerNorm(self.norm_epsilon, self.features_dtype)
-        self._embedding_norm = LayerNorm(self.norm_epsilon)
+        self._norm = self._norm_layer(self.features_dtype)
+        self._embedding_norm = self._norm_layer()
 
     @property
     def d_features(self) -> int:
@@ -77,7 +76,7 @@ class Backbone(Model):
 
     def embeddings(self, rng, n: int) -> Float[Array, "n _"]:
         """So many vectors, as those of tokens begin."""
-        scale = EMBEDDING_SCALE if self.init_std is None else self.init_std
+        scale = EMBEDDING_SCALE if self.design.init_std is None else self.design.init_std
         return scale * jax.random.normal(rng, (n, self.d_model))
 
     def encode(

@@ -7,11 +7,9 @@ those of `trax.models`.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -33,18 +31,21 @@ from reformax.layers import (
     CrossAttention,
     FeedForward,
     Layer,
+    LayerNorm,
     ResidualStack,
     ReversibleStack,
     SinusoidalPositionalEncoding,
     TransformerBlock,
 )
 from reformax.layers.dropout import rate_in
-from reformax.layers.positions import EMBEDDING_SCALE
+from reformax.layers.layer_norm import NORMS
+from reformax.layers.positions import EMBEDDING_SCALE, RotaryAngles
 from reformax.layers.relative import PositionBias
 from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
 from reformax.layers.stacks import Dtype as Width
+from reformax.models.designs import Activation, Design
 from reformax.ops.base import AttentionOp
 from reformax.task import TaskModel
 
@@ -52,16 +53,9 @@ AttentionType = Annotated[
     AttentionOp | Sequence[AttentionOp],
     Called("an AttentionOp, such as lsh.lsh(), or a cycle of them"),
 ]
-Activation = Callable[[Array], Array] | str
 ROTARY = ("rotary", "rotary_local")
 Dtype = Literal["float32", "bfloat16", "float16", "float8"]
 PosType = Literal["rotary", "rotary_local", "axial", "sinusoidal", "alibi", "t5", "none"]
-ACTIVATIONS = {
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": jax.nn.gelu,
-    "silu": jax.nn.silu,
-}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -79,7 +73,6 @@ class Model(Layer, TaskModel):
       dropout: the rate on embeddings, sublayers' outputs and a language model's features.
       ff_dropout: the rate on the hidden layers of the feed-forward layers; None: `dropout`.
       attention_dropout: the rate on attention weights.
-      attention_bias: whether the projections of attention have biases, the output's too.
       pos_type: "rotary" (in self-attention), "rotary_local" (in the layers that see no further than
         a window or neighbouring chunks), "axial", "sinusoidal", "alibi" or "t5" (biases by
         distance, in the self-attention that can add one; see `layers.relative`), or "none".
@@ -90,13 +83,11 @@ class Model(Layer, TaskModel):
       next_value: shifted values: whether a key's value has that of the next position in it too, in
         the causal layers whose algorithm has `never_sees_itself`, such as
         `shared_qk.shared_qk(attend_self_if_alone=False)`; see `layers.Attention`.
-      ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu", "gelu",
-        its approximation "gelu_tanh", "silu".
       ff_chunk_size: if > 0, feed-forward layers take this many positions at a time.
-      norm_epsilon: added to the variance in layer norms.
-      init_std: the standard deviation of all fresh matrices and embeddings, such as the 0.02 of
-        GPT-2 and BERT; None: matrices after Glorot and Bengio 2010, embeddings of a scale of their
-        own. Pre-norm layers' last matrices are scaled down by the depth in either case.
+      design: how the layers are made: norms, feed-forward layers, what is done to queries, keys and
+        logits; see `models.designs`.
+      attention_bias, ff_activation, norm_epsilon, init_std: other values of these choices of the
+        design; None: the design's.
       scan_layers: whether the layers compile as a loop over the cycle. False unrolls the loop:
         slower to compile, faster on a GPU.
       dtype: of the arithmetic in sublayers and logits; weights and streams are float32. "float8" is
@@ -114,14 +105,15 @@ class Model(Layer, TaskModel):
     dropout: Rate = 0.1
     ff_dropout: Rate | None = None
     attention_dropout: Rate = 0.0
-    attention_bias: bool = False
+    attention_bias: bool | None = None
     pos_type: PosType = "rotary"
     pos_axial_shape: Sequence[Size] = ()
     pos_d_axial_embs: Sequence[Size] = ()
     next_value: bool = False
-    ff_activation: Activation = jax.nn.gelu
+    ff_activation: Activation | None = None
     ff_chunk_size: Count = 0
-    norm_epsilon: NonNegative = 1e-6
+    norm_epsilon: NonNegative | None = None
+    design: Design = Design()
     init_std: Positive | None = None
     scan_layers: bool = True
     dtype: Dtype = "float32"
@@ -133,6 +125,8 @@ class Model(Layer, TaskModel):
     def __post_init__(self):
         super().__init__(n_in=self.n_inputs)
         check_fields(self)
+        names = "attention_bias", "ff_activation", "norm_epsilon", "init_std"
+        self.design = self.design.but(**{name: getattr(self, name) for name in names})
         self._dropout_rate = rate_in(self.mode, self.dropout)
         self._positions = self._added_positions()
 
@@ -167,7 +161,7 @@ class Model(Layer, TaskModel):
                 f"{d_embs}: 'axial' needs both, rotary positions may have a shape, others have none"
             )
         if self.pos_type == "axial":
-            std = EMBEDDING_SCALE if self.init_std is None else self.init_std
+            std = EMBEDDING_SCALE if self.design.init_std is None else self.design.init_std
             return AxialPositionalEncoding(self.pos_axial_shape, self.pos_d_axial_embs, std)
         return SinusoidalPositionalEncoding() if self.pos_type == "sinusoidal" else None
 
@@ -195,7 +189,17 @@ class Model(Layer, TaskModel):
         raise NotImplementedError
 
     def _stack_options(self) -> dict[str, Any]:
-        return dict(dtype=self.width, norm_epsilon=self.norm_epsilon, scan_layers=self.scan_layers)
+        design = self.design
+        return dict(
+            dtype=self.width,
+            norm=design.norm,
+            norm_epsilon=design.norm_epsilon,
+            scan_layers=self.scan_layers,
+        )
+
+    def _norm_layer(self, dtype: Width | None = None) -> LayerNorm:
+        """A norm of the design; None: in the dtype of its input."""
+        return NORMS[self.design.norm](self.design.norm_epsilon, dtype)
 
     def _blocks(
         self, argument: str, *, causal: bool = True, cross: AttentionOp | None = None
@@ -207,23 +211,36 @@ class Model(Layer, TaskModel):
           causal: whether a position sees only itself and what came before it.
           cross: the algorithm of the attention to a memory; None: the blocks have none.
         """
-        cycle = cycle_of(getattr(self, argument))
+        cycle, design = cycle_of(getattr(self, argument)), self.design
         self._check_cycle(argument, cycle, causal)
+        cycle = design.of_cycle(argument, cycle)
         options = self._attention_options()
         by_distance = self._position_bias
+        if cross:
+            (cross,) = design.of_cycle("cross_attention_type", [cross])
         return [
             TransformerBlock(
                 Attention(
                     op,
                     **options | ({"n_kv_heads": None} if op.shared_qk else {}),
                     causal=causal,
+                    qk_norm=design.qk_norm and op.dropout,
+                    learn_logit_scale=design.learn_length_scale and design.weighs_far(op),
+                    key_conv=design.key_conv if design.weighs_far(op) else None,
                     use_rotary=self._rotates(op),
+                    rotary=design.rotary if self._rotates(op) else RotaryAngles(),
                     rotary_grid=self.pos_axial_shape if self._rotates(op) else (),
                     position_bias=by_distance if op.bias else None,
                     next_value=self.next_value and causal and op.never_sees_itself,
                 ),
                 self._feed_forward(),
-                cross and CrossAttention(cross, **options),
+                cross
+                and CrossAttention(
+                    cross,
+                    **options,
+                    qk_norm=design.qk_norm and cross.dropout,
+                    learn_logit_scale=design.learn_length_scale and design.weighs_far(cross),
+                ),
             )
             for op in cycle
         ]
@@ -247,6 +264,11 @@ class Model(Layer, TaskModel):
                 f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
                 f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
             )
+        if self.design.rotary != RotaryAngles() and not any(map(self._rotates, cycle)):
+            raise SettingError(
+                f"the design has {self.design.rotary} and pos_type is {self.pos_type!r}, by which "
+                f"no op of {argument} has rotary positions: set pos_type='rotary'"
+            )
         if self.next_value and causal and not any(op.never_sees_itself for op in cycle):
             raise SettingError(
                 f"next_value is True and no op of {argument} hides a position from itself: set "
@@ -269,11 +291,13 @@ class Model(Layer, TaskModel):
             d_qk=self._head_size(self.d_attention_key),
             d_v=self._head_size(self.d_attention_value),
             n_kv_heads=self.n_kv_heads,
-            bias=self.attention_bias,
-            output_bias=self.attention_bias,
+            bias=self.design.attention_bias,
+            output_bias=self.design.attention_bias,
             attention_dropout=self.attention_dropout,
             output_dropout=self.dropout,
-            init_std=self.init_std,
+            init_std=self.design.init_std,
+            norm_epsilon=self.design.norm_epsilon,
+            gate=self.design.attention_gate,
             float8=self.dtype == "float8",
             mode=self.mode,
         )
@@ -292,11 +316,13 @@ class Model(Layer, TaskModel):
             self.d_ff,
             self.dropout,
             self.dropout if self.ff_dropout is None else self.ff_dropout,
-            _activation(self.ff_activation),
+            self.design.activation,
             self.ff_chunk_size,
             self.mode,
-            init_std=self.init_std,
+            init_std=self.design.init_std,
             float8=self.dtype == "float8",
+            gated=self.design.ff_gated,
+            bias=self.design.ff_bias,
         )
 
 
@@ -366,22 +392,6 @@ def _kept(model: Residual | Reversible) -> dict[str, Any]:
 def cycle_of(ops: AttentionOp | Sequence[AttentionOp]) -> Sequence[AttentionOp]:
     """The algorithms of a cycle of layers; a single one is a cycle of one."""
     return [ops] if isinstance(ops, AttentionOp) else ops
-
-
-def _activation(given: Activation) -> Callable[[Array], Array]:
-    """The function of a name; `SettingError` for one that maps no array to one of its shape."""
-    function = ACTIVATIONS.get(given) if isinstance(given, str) else given
-    x = jax.ShapeDtypeStruct((2, 4), "float32")
-    try:
-        fits = jax.eval_shape(function, x).shape == x.shape
-    except Exception:  # whatever another function makes of an array
-        fits = False
-    if not fits:
-        raise SettingError(
-            f"ff_activation is {shown(given)}: expected one of {', '.join(ACTIVATIONS)}, or a "
-            "function of an array"
-        )
-    return function
 
 
 def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:

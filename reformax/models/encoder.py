@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax import devices
 from reformax.declared import Bounds, Count, SettingError, Size
-from reformax.layers import LayerNorm
 from reformax.models.backbone import Backbone
 from reformax.models.base import (
     ROTARY,
@@ -29,7 +28,7 @@ from reformax.models.base import (
     check_tokens,
     cycle_of,
 )
-from reformax.models.logits import affine, affine_params, logits_product
+from reformax.models.logits import affine, affine_params, capped, logits_product
 from reformax.models.packing import segmented
 from reformax.ops import dense, local, lsh
 from reformax.ops.masking.masks import Tokens
@@ -146,9 +145,12 @@ class Classifier(Encoder):
         if has_cls:
             params["cls"] = self.embeddings(jax.random.fold_in(rng, 5), 1)[0]
         if self.d_classifier is not None:
-            params["hidden"] = affine_params(rng_h, d_in, self.d_classifier, self.init_std)
+            params["hidden"] = affine_params(rng_h, d_in, self.d_classifier, self.design.init_std)
             d_in = self.d_classifier
-        return params | {"logits": affine_params(rng_l, d_in, self.n_classes, self.init_std)}
+        sizes, design = (d_in, self.n_classes), self.design
+        return params | {
+            "logits": affine_params(rng_l, *sizes, design.init_std, design.logits_bias)
+        }
 
     def features(self, params, inputs, rng=None) -> Float[Array, "B 1 D"]:
         """The input of `logits`: one vector for each row, or for each pair of rows.
@@ -192,7 +194,8 @@ class Classifier(Encoder):
         """Unnormalised log-probabilities of the classes, in `dtype`."""
         if self.d_classifier is not None:
             features = jax.nn.relu(affine(params["hidden"], features, self.width))
-        return affine(params["logits"], features, self.width, dtype)
+        logits = affine(params["logits"], features, self.width, dtype)
+        return capped(logits, self.design.logits_soft_cap)
 
     def apply(self, params, *inputs: Int[Array, "B T"], rng=None) -> Float[Array, "B 1 C"]:
         read = inputs if self.pairs else inputs[0]
@@ -212,14 +215,15 @@ class MaskedLanguageModel(Encoder):
 
     def __post_init__(self):
         super().__post_init__()
-        self._head_norm = LayerNorm(self.norm_epsilon)
+        self._head_norm = self._norm_layer()
 
     def init_params(self, rng, shape):
         *rngs, rng_h = jax.random.split(rng, 4)
+        sizes, design = (self.d_features, self.d_model), self.design
         return self.init_backbone(rngs, shape) | {
-            "hidden": affine_params(rng_h, self.d_features, self.d_model, self.init_std),
+            "hidden": affine_params(rng_h, *sizes, design.init_std),
             "head_norm": self._head_norm.init_params(None, (self.d_model,)),
-            "logits": {"b": jnp.zeros(self.vocab_size)},
+            "logits": {"b": jnp.zeros(self.vocab_size)} if design.logits_bias else {},
         }
 
     def features(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T D"]:
@@ -232,7 +236,9 @@ class MaskedLanguageModel(Encoder):
         """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
         x = jax.nn.gelu(affine(params["hidden"], features, self.width), approximate=False)
         x = self._head_norm.apply(params["head_norm"], x)
-        return logits_product(x, params["embedding"], self.width, params["logits"]["b"], dtype)
+        bias = params["logits"].get("b")
+        logits = logits_product(x, params["embedding"], self.width, bias, dtype)
+        return capped(logits, self.design.logits_soft_cap)
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))

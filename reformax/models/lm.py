@@ -25,7 +25,7 @@ from reformax.models.base import (
     check_embedding,
     check_tokens,
 )
-from reformax.models.logits import affine, affine_params, logits_product
+from reformax.models.logits import affine, affine_params, capped, logits_product
 from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
 
@@ -68,7 +68,7 @@ class LanguageModel(Backbone):
                 f"tie_embeddings is True and features have size {self.d_features}, not d_model, "
                 f"{self.d_model}: take TransformerLM, or n_slots=1"
             )
-        if self.tie_embeddings and self.init_std is None:
+        if self.tie_embeddings and self.design.init_std is None:
             raise SettingError(
                 "tie_embeddings is True and init_std None, whose embeddings would make the first "
                 "logits large: set init_std=0.02"
@@ -79,7 +79,8 @@ class LanguageModel(Backbone):
         params = self.init_backbone(rngs, shape)
         if not self.tie_embeddings:
             sizes = self.d_features, self.vocab_size
-            params["logits"] = affine_params(rng_l, *sizes, self.init_std)
+            design = self.design
+            params["logits"] = affine_params(rng_l, *sizes, design.init_std, design.logits_bias)
         return params
 
     def features(self, params, inputs, rng=None) -> Float[Array, "B T D"]:
@@ -119,8 +120,10 @@ class LanguageModel(Backbone):
         """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
         if self.tie_embeddings:
             table = params.get("softmax", params["embedding"])  # the former for decoding
-            return logits_product(features, table, self.width, to=dtype)
-        return affine(params["logits"], features, self.width, dtype)
+            logits = logits_product(features, table, self.width, to=dtype)
+        else:
+            logits = affine(params["logits"], features, self.width, dtype)
+        return capped(logits, self.design.logits_soft_cap)
 
     def apply(
         self,

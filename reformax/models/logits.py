@@ -56,14 +56,21 @@ def _backward(dtype, to, inputs, gradient):
 _logits.defvjp(lambda inputs, *dtypes: (_logits(inputs, *dtypes), inputs), _backward)
 
 
-def affine_params(rng, d_in: int, d_out: int, init_std: float | None = None) -> dict[str, Array]:
+def affine_params(
+    rng, d_in: int, d_out: int, init_std: float | None = None, bias: bool = True
+) -> dict[str, Array]:
     """Weights of `affine`: `w [d_in, d_out]`, after Glorot or of `init_std`, and `b`, zeros."""
     drawn = glorot if init_std is None else jax.nn.initializers.normal(init_std)
-    return {"w": drawn(rng, (d_in, d_out)), "b": jnp.zeros(d_out)}
+    return {"w": drawn(rng, (d_in, d_out))} | ({"b": jnp.zeros(d_out)} if bias else {})
 
 
 def affine(
     params, x: Float[Array, "*d D"], dtype: str, to: str = "float32"
 ) -> Float[Array, "*d V"]:
-    """`x w + b`, in `to`, by `logits_product`."""
-    return logits_product(x, params["w"].T, dtype, params["b"], to)
+    """`x w + b`, or `x w`, in `to`, by `logits_product`."""
+    return logits_product(x, params["w"].T, dtype, params.get("b"), to)
+
+
+def capped(logits: Float[Array, "*d V"], soft_cap: float | None) -> Float[Array, "*d V"]:
+    """`c tanh(x / c)` of logits x (Gemma Team 2024, "Gemma 2", sec. 2); None: as they are."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)

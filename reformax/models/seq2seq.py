@@ -20,10 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import Called, Depth, Rate, SettingError, VocabSize
-from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.models.base import (
-    Activation,
     AttentionType,
     Model,
     PosType,
@@ -33,7 +31,8 @@ from reformax.models.base import (
     check_embedding,
     check_tokens,
 )
-from reformax.models.logits import logits_product
+from reformax.models.designs import Design
+from reformax.models.logits import capped, logits_product
 from reformax.models.packing import (
     segment_positions,
     segmented,
@@ -95,7 +94,7 @@ class EncoderDecoder(Model):
     encoder_attention_type: AttentionType = dense.dense()
     decoder_attention_type: AttentionType = dense.dense()
     cross_attention_type: CrossAttentionType = dense.dense()
-    ff_activation: Activation = "relu"
+    design: Design = Design(ff_activation="relu")
     ff_dropout: Rate | None = 0.0
     pos_type: PosType = "sinusoidal"
 
@@ -112,7 +111,7 @@ class EncoderDecoder(Model):
             "encoder": self._stack(encoder, self.n_encoder_layers),
             "decoder": self._stack(decoder, self.n_decoder_layers),
         }
-        self._norm = LayerNorm(self.norm_epsilon) if self.final_norm else None
+        self._norm = self._norm_layer() if self.final_norm else None
 
     @property
     def vocab_size(self) -> int:
@@ -141,8 +140,8 @@ class EncoderDecoder(Model):
 
     def _embedding(self, rng, vocab_size: int) -> Float[Array, "V D"]:
         normal = jax.random.normal(rng, (vocab_size, self.d_model))
-        if self.init_std is not None:
-            return self.init_std * normal
+        if self.design.init_std is not None:
+            return self.design.init_std * normal
         return normal / math.sqrt(self.d_model)
 
     # The forward pass: the encoder's stack, the decoder's stack, the logits.
@@ -208,7 +207,8 @@ class EncoderDecoder(Model):
         self, params, features: Float[Array, "*d D"], dtype: str = "float32"
     ) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
-        return logits_product(features, params["embedding"], self.width, to=dtype)
+        logits = logits_product(features, params["embedding"], self.width, to=dtype)
+        return capped(logits, self.design.logits_soft_cap)
 
     def apply(
         self,
@@ -334,7 +334,8 @@ class EncoderDecoder(Model):
     def _next(self, params, streams: Sequence[Float[Array, "R 1 D"]]) -> Float[Array, "R V"]:
         """`logits` with the weights from `for_decoding`."""
         features = self._merge(params["decoder"], streams)[:, 0].astype(self.width)
-        return jnp.dot(features, params["softmax"], preferred_element_type=jnp.float32)
+        logits = jnp.dot(features, params["softmax"], preferred_element_type=jnp.float32)
+        return capped(logits, self.design.logits_soft_cap)
 
     def beams(self, decoding: TranslationState, n_beams: int, capacity: int) -> TranslationState:
         """Each row repeated `n_beams` times, for `select` to choose from.

@@ -59,12 +59,16 @@ def cross_entropy(
     chunk_len: int | None = None,
     label_smoothing: float = 0.0,
     impl: str = "auto",
+    z_loss: float = 0.0,
 ) -> Sums:
     """The weighted sum of `-log p(target)`, `chunk_len` positions of each row at a time.
 
     With label smoothing e the loss is the cross-entropy to a distribution that has 1 - e at the
     target and e spread evenly over all ids, the target among them: `(1 - e) * -log p(target) + e *
     mean(-log p)`. From Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7.
+
+    `z_loss` times the squared logarithm of the softmax's sum is added to the loss of each target,
+    which keeps logits from drifting (Chowdhery et al. 2022, "PaLM", section 5, with 1e-4).
 
     Args:
       logits_fn: `(params, features) -> logits`, of any numbers of rows and positions; for the
@@ -80,6 +84,7 @@ def cross_entropy(
       impl: of the loss of logits and its gradient. "xla" runs everywhere; "pallas" is a kernel for
         NVIDIA GPUs of Ampere or later. Its gradient has no derivative of its own. "auto" takes the
         kernel on such a GPU for features in bfloat16 and `LEAST_VOCABULARY` ids or more.
+      z_loss: the factor of the squared logarithm, as above.
 
     Returns:
       float32 sums over the batch.
@@ -105,7 +110,7 @@ def cross_entropy(
     rounded = chosen != "xla" and features.dtype == jnp.bfloat16
     most = max_logits() // (batch * vocab_size)
     chunk_len = max(1, min(chunk_len or length, most * 4 if rounded else most))
-    options = label_smoothing, chosen, rounded, max(1, most)
+    options = Loss(label_smoothing, z_loss), chosen, rounded, max(1, most)
 
     leaves, tree = jax.tree.flatten(params)
     read = _read(logits_fn, params, one)
@@ -153,11 +158,11 @@ def _chunks(most: int, *arrays: Array) -> list[Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _sums(logits_fn, options, used, features, targets, weights) -> Sums:
-    label_smoothing, _, _, most = options
+    loss, _, _, most = options
 
     def add_part(sums, part):
         features, *others = part
-        result = _chunk(logits_fn(features, *used), *others, label_smoothing)
+        result = _chunk(logits_fn(features, *used), *others, loss)
         return jax.tree.map(jnp.add, sums, result.sums), None
 
     def add_chunk(sums, chunk):  # logits are float32, unlike the kernel's bfloat16
@@ -168,7 +173,7 @@ def _sums(logits_fn, options, used, features, targets, weights) -> Sums:
 
 @_sums.defjvp
 def _sums_jvp(logits_fn, options, primals, tangents) -> tuple[Sums, Sums]:
-    label_smoothing, impl, rounded, _ = options
+    loss, impl, rounded, _ = options
     dtype = {"dtype": "bfloat16"} if rounded else {}
     used, features, targets, weights = primals
     # Masks and tables of integers have no gradient.
@@ -185,9 +190,9 @@ def _sums_jvp(logits_fn, options, primals, tangents) -> tuple[Sums, Sums]:
         features, *others = chunk
         logits, vjp = jax.vjp(logits_of, features, *params)
         if impl == "xla":
-            result = _chunk(logits, *others, label_smoothing)
+            result = _chunk(logits, *others, loss)
         else:
-            result = _chunk_by_kernel(logits, *others, label_smoothing, features.dtype, impl)
+            result = _chunk_by_kernel(logits, *others, loss, features.dtype, impl)
         d_features, *d_params = vjp(result.d_logits.astype(logits.dtype))
         return jax.tree.map(jnp.add, carry, (result.sums, d_params)), (d_features, result.losses)
 
@@ -209,6 +214,17 @@ def _zero_sums() -> Sums:
     return Sums(jnp.zeros((), jnp.float32), metrics.no_sums())
 
 
+class Loss(NamedTuple):
+    """What is added to the cross-entropy; see `cross_entropy`."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def with_z(self, losses: Float[Array, "B C"], log_total: Float[Array, "B C"]):
+        """The losses of targets with `z_loss`."""
+        return losses + self.z_loss * log_total**2 if self.z_loss else losses
+
+
 class _Chunk(NamedTuple):
     """The results of a chunk's logits."""
 
@@ -217,7 +233,8 @@ class _Chunk(NamedTuple):
     d_logits: Float[Array, "B C V"]  # the gradient of the loss, of the weighted one
 
 
-def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
+def _chunk(logits, targets, weights, loss: Loss) -> _Chunk:
+    label_smoothing, z_loss = loss
     logits = logits.astype(jnp.float32)
     vocab_size = logits.shape[-1]
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -229,12 +246,14 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
     if label_smoothing:
         spread = log_total - jnp.mean(logits, axis=-1)
         losses = (1 - label_smoothing) * nats + label_smoothing * spread
+    losses = loss.with_z(losses, log_total)
     sums = _weighted(logits, best, nats, targets, weights, losses=losses)
     # Softmax minus the distribution of the targets. No constant is broadcast to the logits' shape:
     # XLA would make an array of it before the loop, and read 1 GiB in each turn.
     is_target = jnp.arange(vocab_size)[None, None] == targets[..., None]
     weight = weights[..., None]
-    d_logits = jnp.exp(logits - log_total[..., None]) * weight
+    grown = weight * (1 + 2 * z_loss * log_total[..., None]) if z_loss else weight
+    d_logits = jnp.exp(logits - log_total[..., None]) * grown
     d_logits -= is_target.astype(jnp.float32) * ((1 - label_smoothing) * weight)
     if label_smoothing:
         d_logits -= label_smoothing / vocab_size * weight
@@ -246,7 +265,7 @@ def _weighted(*predictions, losses) -> Sums:
     return Sums(jnp.sum(losses * found.weights), metrics.sums(found))
 
 
-def _chunk_by_kernel(logits, targets, weights, label_smoothing, dtype, impl) -> _Chunk:
+def _chunk_by_kernel(logits, targets, weights, loss: Loss, dtype, impl) -> _Chunk:
     """`_chunk` by a kernel, the gradient in `dtype`."""
     from reformax.training.kernels import cross_entropy as kernel
 
@@ -254,13 +273,14 @@ def _chunk_by_kernel(logits, targets, weights, label_smoothing, dtype, impl) -> 
     logits, targets, weights = first_order((logits, targets, weights))
     rows = logits.reshape(-1, vocab_size), targets.ravel(), weights.ravel()
     interpret = impl == INTERPRETED
-    found = kernel.differentiate(*rows, label_smoothing, dtype, interpret)
+    found = kernel.differentiate(*rows, *loss, dtype, interpret)
     d_logits = found.d_logits.reshape(logits.shape)
     log_total, target, best, total = (x.reshape(shape) for x in found[:4])
     nats = losses = log_total - target
-    if label_smoothing:
+    if loss.label_smoothing:
         spread = log_total - total / vocab_size
-        losses = (1 - label_smoothing) * nats + label_smoothing * spread
+        losses = (1 - loss.label_smoothing) * nats + loss.label_smoothing * spread
+    losses = loss.with_z(losses, log_total)
     sums = _weighted(logits, best, nats, targets, weights, losses=losses)
     return _Chunk(sums, losses, d_logits)
 

@@ -271,6 +271,7 @@ def step_of(settings: TrainSettings, model: Any, mesh: Mesh, state: Any):
         accumulate=settings.accumulate,
         loss_chunk_len=settings.loss_chunk_len,
         label_smoothing=settings.label_smoothing,
+        z_loss=settings.z_loss,
         ema_decay=settings.ema_decay,
         placement=devices.placement(state, mesh),
     )

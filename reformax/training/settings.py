@@ -13,6 +13,7 @@ import optax
 from reformax.declared import (
     Called,
     Name,
+    NonNegative,
     PathName,
     Positive,
     Rate,
@@ -64,6 +65,8 @@ class TrainSettings:
         `loss.max_logits` allows.
       label_smoothing: the share of a target's probability that the loss spreads over the
         vocabulary; printed and recorded losses are without it.
+      z_loss: a factor, such as PaLM's 1e-4, of the squared logarithm of the softmax's sum, which
+        the loss of each target gets; printed and recorded losses are without it.
       eval_every: steps between evaluations, each followed by a checkpoint. None: only at the end.
       eval_split: the split that evaluations score.
       eval_batch_size: windows scored together; None: `batch_size`.
@@ -121,6 +124,7 @@ class TrainSettings:
     ema_decay: Rate = 0.0
     loss_chunk_len: Size | None = None
     label_smoothing: Rate = 0.0
+    z_loss: NonNegative = 0.0
     eval_every: Size | None = None
     eval_split: Name = "valid"
     eval_batch_size: Size | None = None

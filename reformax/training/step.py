@@ -65,6 +65,7 @@ def step_fn(
     accumulate: int = 1,
     loss_chunk_len: int | None = None,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     ema_decay: float = 0.0,
     placement: Any = None,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
@@ -80,6 +81,7 @@ def step_fn(
         `loss.max_logits` allows.
       label_smoothing: the share of a target's probability that the loss spreads over the
         vocabulary; 'nats' below is without it.
+      z_loss: the factor of the squared logarithm of the softmax's sum in the loss; likewise.
       ema_decay: decay of the moving average of the parameters; 0 for none. The average of the first
         t steps decays by at most (1 + t) / (10 + t), so that it soon forgets the initial values.
       placement: of the state after a step, as `devices.placement` gives it; None: every device
@@ -93,7 +95,8 @@ def step_fn(
       optimizer has a schedule by that name. All randomness comes from `key` folded with the step's
       number, and then with the micro-batch's.
     """
-    gradient = jax.grad(partial(mean_loss, model, loss_chunk_len, label_smoothing), has_aux=True)
+    loss = partial(mean_loss, model, loss_chunk_len, label_smoothing, z_loss)
+    gradient = jax.grad(loss, has_aux=True)
     schedule = getattr(optimizer, "learning_rate", None)
 
     def step(state: TrainState, batch, key):
@@ -130,7 +133,7 @@ def step_fn(
     return jax.jit(devices.on(mesh, step), donate_argnums=0, out_shardings=placements)
 
 
-def mean_loss(model, loss_chunk_len, label_smoothing, params, batch, rng, weight):
+def mean_loss(model, loss_chunk_len, label_smoothing, z_loss, params, batch, rng, weight):
     """The loss divided by `weight`, and the sums of metrics.
 
     A compiled step calls it: `jax.debug.print("{x}", x=features[0, 0])` here prints at each step.
@@ -138,7 +141,10 @@ def mean_loss(model, loss_chunk_len, label_smoothing, params, batch, rng, weight
     inputs, targets, weights = batch
     features = model.features(params, inputs, rng=rng)
     sums = loss_lib.cross_entropy(
-        model.logits, params, features, targets, weights, loss_chunk_len, label_smoothing
+        *(model.logits, params, features, targets, weights),
+        chunk_len=loss_chunk_len,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
     )
     return sums.loss / weight, sums.metrics
 

@@ -18,12 +18,19 @@ from reformax import devices, memory
 from reformax.declared import SettingError
 from reformax.generation import generate, translate
 from reformax.layers import LayerNorm
-from reformax.models import Reformer, ReformerLM, Transformer, TransformerLM, TransformerMaskedLM
+from reformax.models import (
+    Reformer,
+    ReformerLM,
+    Transformer,
+    TransformerLM,
+    TransformerMaskedLM,
+    designs,
+)
 from reformax.ops import block_sparse, dense, dsa, flash, local, lsh, memory_efficient, shared_qk
 from reformax.ops.block_patterns import local_global
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.task import Documents, SentencePairs
-from reformax.training import dry_run, loop, loss
+from reformax.training import dry_run, loop, loss, optimizer
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.evaluation import evaluate
@@ -77,6 +84,19 @@ LANGUAGE = {
         ReformerLM,
         dict(attention_type=lsh.lsh(**HASHES), n_layers=2, n_slots=4, ff_chunk_size=12),
     ),
+    "designed": (
+        ReformerLM,
+        dict(
+            attention_type=both(lsh.lsh, **HASHES),
+            n_slots=4,
+            design=designs.qwen3(
+                attention_gate="elementwise",
+                key_conv=3,
+                scale_by_length=0.3,
+                learn_length_scale=True,
+            ),
+        ),
+    ),
     "strict": (
         TransformerLM,
         dict(
@@ -105,6 +125,13 @@ DOCUMENTS = {
             n_slots=4,
             next_value=True,
             **AXIAL,
+        ),
+    ),
+    "documents, designed": (
+        TransformerLM,
+        dict(
+            attention_type=flash.flash(),
+            design=designs.llama(attention_gate="headwise", key_conv=3),
         ),
     ),
     "documents, ring": (TransformerLM, dict(attention_type=flash.flash(), n_heads=1)),
@@ -188,7 +215,7 @@ CASES += [(name, BOTH) for name in ("reformer", "dense", "op loss", "translating
 CASES += [
     (name, CONTEXT)
     for name in (
-        *("reformer", "reformer exact", "reformer slots", "strict", "dense"),
+        *("reformer", "reformer exact", "reformer slots", "designed", "strict", "dense"),
         *("documents", "documents, ring", "translating transformer", "translating reformer"),
     )
 ]
@@ -274,6 +301,29 @@ def test_weights_are_gathered_layer_by_layer(monkeypatch, n_slots, scan):
     # Split along d_ff, the arrays of all four layers have an eighth of it.
     assert f"f32[4,{d_model},{d_ff // 8}]" in text
     assert f"f32[4,{d_model},{d_ff}]" not in text and f"f32[4,{d_ff},{d_model}]" not in text
+
+
+@pytest.mark.slow
+def test_muons_steps_are_those_of_one_device_with_a_part_of_the_state_on_each(monkeypatch):
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 16)
+    model, muon = TransformerLM(**LM, n_layers=2, dropout=0.0), optimizer.muon(0.01, 0.02)
+    params = jax.device_get(plain.init(model, (BATCH, LENGTH)))
+
+    def stepped(mesh):
+        state = step_lib.first_state(params, muon, ema=False)
+        placement = devices.placement(state, mesh)
+        state = jax.device_put(state, placement)
+        batch = jax.device_put(batch_of("dense"), devices.over_tokens(mesh))
+        run = step_lib.step_fn(model, muon, mesh, placement=placement)
+        for _ in range(2):
+            state, _ = run(state, batch, KEY)
+        return state
+
+    one, eight = stepped(mesh_lib.make(devices=jax.devices()[:1])), stepped(FSDP)
+    assert_trees_close(*map(jax.device_get, (eight.params, one.params)), 1e-4)
+    hidden = [x for x in jax.tree.leaves(eight.opt_state) if x.shape == (2, 16, 64)]
+    parts = {x.addressable_shards[0].data.size for x in hidden}
+    assert len(hidden) == 1 and parts == {2 * 16 * 64 // 4}
 
 
 def compiled_step(model, mesh):

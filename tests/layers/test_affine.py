@@ -7,7 +7,7 @@ import pytest
 
 from reformax import layers
 from reformax.layers import matrices
-from reformax.layers.matrices import Unnormed, affine, transposed_on_gpu
+from reformax.layers.matrices import Unnormed, affine, relu_squared, transposed_on_gpu
 from reformax.ops.calls.dispatch import INTERPRETED
 
 KERNEL = "pallas" if jax.default_backend() == "gpu" else INTERPRETED
@@ -22,15 +22,20 @@ def equation(x, w, b, norm, activation, added):
     """In NumPy, float64."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     if norm is not None:
-        scale, bias = (np.asarray(norm[name], np.float64) for name in ("scale", "bias"))
-        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
-        x = x * scale + bias
+        x = x - x.mean(-1, keepdims=True) if "bias" in norm else x
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+        x = x * np.asarray(norm["scale"], np.float64) + np.asarray(norm.get("bias", 0), np.float64)
     y = x @ w + (0 if b is None else np.asarray(b, np.float64))
     if activation is jax.nn.relu:
         y = np.maximum(y, 0)
+    elif activation is relu_squared:
+        y = np.maximum(y, 0) ** 2
     elif activation is jax.nn.gelu:
         y = y / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
     return y if added is None else y + np.asarray(added, np.float64)
+
+
+ACTIVATIONS = {"gelu": jax.nn.gelu, "relu": jax.nn.relu, "relu_squared": relu_squared}
 
 
 # Sizes at and off powers of two; more outputs and fewer than a program has rows of the matrix.
@@ -42,6 +47,8 @@ def equation(x, w, b, norm, activation, added):
         (32, (300,), {"b", "gelu"}),
         (48, (7,), {"norm", "b", "relu"}),
         (33, (96, 5, 64), {"norm"}),
+        (48, (7,), {"rms", "b", "relu_squared"}),
+        (33, (96, 5, 64), {"rms"}),
         (4096, (3,), {"norm", "added"}),
         (20, (40,), {"b", "added"}),
     ],
@@ -50,9 +57,12 @@ def test_it_is_the_equation(d_in, sizes, options, rows, impl):
     x, w = drawn(*rows, d_in), drawn(d_in, sum(sizes)) / d_in**0.5
     b = drawn(sum(sizes)) if "b" in options else None
     added = drawn(*rows, sum(sizes)) if "added" in options else None
-    activation = next((getattr(jax.nn, name) for name in ("gelu", "relu") if name in options), None)
-    norm = {"scale": drawn(d_in), "bias": drawn(d_in)} if "norm" in options else None
+    activation = next((f for name, f in ACTIVATIONS.items() if name in options), None)
+    norm = {"scale": drawn(d_in), "bias": drawn(d_in)} if {"norm", "rms"} & options else None
     read = x if norm is None else Unnormed(layers.LayerNorm(), norm, x)
+    if "rms" in options:
+        del norm["bias"]
+        read = Unnormed(layers.RMSNorm(), norm, x)
     call = jax.jit(
         lambda w: affine(
             read,

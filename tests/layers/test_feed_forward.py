@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax import layers
+from reformax.layers.matrices import relu_squared
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
@@ -48,7 +49,33 @@ def test_chunks_change_neither_output_nor_gradients(length, chunk_size):
     assert_trees_close(run(chunk_size), run(0))
 
 
-@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.relu], ids=["gelu", "relu"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("chunk_size", [0, 4])
+def test_a_gated_layer_is_its_formula(chunk_size, bias):
+    x, options = numbers(9), dict(gated=True, bias=bias, activation=jax.nn.silu)
+    layer = layers.FeedForward(10, chunk_size=chunk_size, **options)
+    params = plain.init(layer, x.shape)
+    assert params.keys() == {"w1", "w2", "w3"} | ({"b1", "b2", "b3"} if bias else set())
+    p = {name: np.asarray(w, np.float64) for name, w in params.items()}
+    first, other = (x @ p[f"w{i}"] + p.get(f"b{i}", 0) for i in (1, 3))
+    want = (first / (1 + np.exp(-first)) * other) @ p["w2"] + p.get("b2", 0)
+    np.testing.assert_allclose(layer.apply(params, x), want, atol=1e-5)
+    step = layer.step(layer.for_decoding(params, "float32"), x)
+    np.testing.assert_allclose(step, want, atol=1e-5)
+
+
+def test_the_gradient_of_a_gated_layer_keeps_no_float32_of_its_width():
+    x, layer = numbers(64).astype(jnp.bfloat16), layers.FeedForward(48, gated=True, bias=False)
+    params = plain.init(layer, x.shape)
+    _, vjp = jax.vjp(layer.apply, params, x)
+    kept = [y for y in jax.tree.leaves(vjp) if y.shape[-1:] == (48,) and y.size >= 2 * 64 * 48]
+    assert len(kept) <= 3 and all(y.dtype == jnp.bfloat16 for y in kept)
+
+
+ACTIVATIONS = [jax.nn.gelu, jax.nn.relu, relu_squared]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["gelu", "relu", "relu_squared"])
 @pytest.mark.parametrize(
     "dtype, d_ff, rate, chunk_size",
     [
@@ -62,15 +89,17 @@ def test_the_kernel_is_the_same_function(dtype, d_ff, rate, chunk_size, activati
     x = numbers(21).astype(dtype)
     weights = numbers(21)[:, ::-1]
 
-    def output_and_gradients(impl):
+    def output_and_gradients(impl, bias):
         options = dict(activation=activation, chunk_size=chunk_size, impl=impl)
-        layer = layers.FeedForward(d_ff, 0.0, rate, **options)
+        layer = layers.FeedForward(d_ff, 0.0, rate, **options, bias=bias)
         params = plain.init(layer, x.shape)
-        params |= {"b1": jnp.linspace(-1, 1, d_ff)}
+        params |= {"b1": jnp.linspace(-1, 1, d_ff)} if bias else {}
         return with_gradients(functools.partial(layer.apply, rng=RNG))(weights, params, x)
 
     tolerance = 1e-5 if dtype == "float32" else 2e-2
-    assert_trees_close(output_and_gradients(KERNEL), output_and_gradients("xla"), tolerance)
+    for bias in (True, False):
+        got, want = (output_and_gradients(impl, bias) for impl in (KERNEL, "xla"))
+        assert_trees_close(got, want, tolerance)
 
 
 @pytest.mark.parametrize("d_ff, rate", [(512, 0.1), (1000, 0.0), (513, 0.1)])
@@ -192,8 +221,12 @@ def test_computes_in_the_dtype_of_its_input(chunk_size):
         ),
         (
             dict(impl="pallas", activation=len),
-            "impl is 'pallas' and activation <built-in function len>: expected jax.nn.gelu or "
-            "jax.nn.relu, or impl='auto'",
+            "impl is 'pallas' and activation <built-in function len>: expected jax.nn.gelu, "
+            "jax.nn.relu or relu_squared, or impl='auto'",
+        ),
+        (
+            dict(impl="pallas", gated=True),
+            "impl is 'pallas' and gated is True, which no kernel computes: set impl='auto'",
         ),
         (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
     ],

@@ -90,6 +90,21 @@ def test_layer_norm(epsilon):
     np.testing.assert_allclose(norm.apply(params, x), want, atol=1e-4)
 
 
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+def test_rms_norm(epsilon):
+    x = 3 * stream() + 100
+    norm = layers.RMSNorm(epsilon=epsilon)
+    params = plain.init(norm, x.shape)
+    x64 = x.astype(np.float64)
+    want = x64 / np.sqrt((x64**2).mean(axis=-1, keepdims=True) + epsilon) * params["scale"]
+    assert params.keys() == {"scale"}
+    np.testing.assert_allclose(norm.apply(params, x), want, rtol=1e-5)
+
+
+each_norm = pytest.mark.parametrize("norm", [layers.LayerNorm, layers.RMSNorm])
+
+
+@each_norm
 @pytest.mark.parametrize(
     "n_rows, size, added, dtypes",
     [
@@ -99,13 +114,15 @@ def test_layer_norm(epsilon):
         (3000, 16, None, ["bfloat16"]),
     ],
 )
-def test_the_kernel_of_a_norm_is_the_same_function(n_rows, size, added, dtypes):
+def test_the_kernel_of_a_norm_is_the_same_function(n_rows, size, added, dtypes, norm):
     """Also where a program has several rows, and the last of them fewer."""
     rng = np.random.default_rng(0)
     x, y, *weights = (rng.normal(size=(n_rows, size)).astype(np.float32) for _ in range(4))
     y = None if added is None else y.astype(added)
     params = {"scale": weights[0][0], "bias": weights[1][0]}
-    plain_norm, kernel = (layers.LayerNorm(1e-3, impl=impl) for impl in ("xla", KERNEL))
+    if norm is layers.RMSNorm:
+        del params["bias"]
+    plain_norm, kernel = (norm(1e-3, impl=impl) for impl in ("xla", KERNEL))
 
     def output_and_gradients(norm):
         def loss(params, x, y):
@@ -123,15 +140,18 @@ def test_the_kernel_of_a_norm_is_the_same_function(n_rows, size, added, dtypes):
     assert_trees_close(got, want, 1e-5 if exact else 2e-2)
 
 
+@each_norm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("added", [None, "float32", "bfloat16"])
-def test_a_residual_and_its_gradient_are_added_in_the_norms_kernel(dtype, added):
+def test_a_residual_and_its_gradient_are_added_in_the_norms_kernel(dtype, added, norm):
     x, y, *weights = np.random.default_rng(0).normal(size=(5, 2, 37, 24)).astype(np.float32)
     y = None if added is None else jnp.asarray(y, added)
     params = {"scale": weights[0][0, 0], "bias": weights[1][0, 0]}
+    if norm is layers.RMSNorm:
+        del params["bias"]
 
     def loss(params, x, y, impl):
-        normed, x = layers.LayerNorm(1e-3, dtype, impl).with_residual(params, x, y)
+        normed, x = norm(1e-3, dtype, impl).with_residual(params, x, y)
         assert (normed.dtype, x.dtype) == (dtype, jnp.float32)
         return jnp.sum(weights[0] * normed) + jnp.sum(weights[1] * jnp.sin(x)), (normed, x)
 
@@ -155,10 +175,11 @@ def test_auto_takes_the_kernel_for_many_rows_and_for_one(n_rows, kernels, monkey
     assert program.count("pallas_call[") == kernels
 
 
+@each_norm
 @pytest.mark.parametrize("size, added", [(512, "bfloat16"), (1000, None)])
-def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added, monkeypatch):
+def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added, norm, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
-    norm = layers.LayerNorm(impl="pallas")
+    norm = norm(impl="pallas")
     x = jax.ShapeDtypeStruct((4, 100, size), jnp.float32)
     y = None if added is None else jax.ShapeDtypeStruct(x.shape, added)
     params = plain.init(norm, x.shape)

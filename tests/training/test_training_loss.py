@@ -60,9 +60,35 @@ def test_sums_and_gradients_equal_the_plain_ones(length, chunk_len):
     assert_trees_close(grads, expected_grads)
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_z_loss_adds_the_squared_logarithm_of_the_sum():
+    """To the loss and its gradients, and to no metric."""
+    features, matrix, targets, weights = args = problem(13)
+
+    def with_z(features, matrix, targets, weights):
+        log_total = jax.nn.logsumexp(features @ matrix, axis=-1)
+        return plain(features, matrix, targets, weights)[0] + 0.3 * (weights * log_total**2).sum()
+
+    def in_chunks(features, matrix, targets, weights):
+        return loss.cross_entropy(product, matrix, features, targets, weights, 5, z_loss=0.3)
+
+    @jax.jit
+    def both(*args):
+        values = in_chunks(*args).loss, with_z(*args)
+        of = (0, 1, 3)
+        grads = jax.grad(lambda *x: in_chunks(*x).loss, of)(*args), jax.grad(with_z, of)(*args)
+        return values, grads, in_chunks(*args).metrics["nats"][0]
+
+    (got, want), grads, nats = both(*args)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(nats, plain(*args)[0], rtol=1e-5)
+    assert_trees_close(*grads)
+
+
+@pytest.mark.parametrize("label_smoothing, z_loss", [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kernel_computes_what_array_operations_compute(dtype, label_smoothing, monkeypatch):
+def test_the_kernel_computes_what_array_operations_compute(
+    dtype, label_smoothing, z_loss, monkeypatch
+):
     """Blocks of the vocabulary, the last one partly behind its end; weights of 0; far logits."""
     monkeypatch.setattr(cross_entropy, "BLOCK", 16)
     features, matrix, targets, weights = problem(13, vocab=37)
@@ -74,7 +100,7 @@ def test_the_kernel_computes_what_array_operations_compute(dtype, label_smoothin
     def both(impl):
         def loss_of(matrix, features):
             args = matrix, features, targets, weights, 5, label_smoothing, impl
-            sums = loss.cross_entropy(logits_fn, *args)
+            sums = loss.cross_entropy(logits_fn, *args, z_loss)
             return sums.loss, sums
 
         gradient = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
@@ -329,7 +355,8 @@ def test_the_kernels_rows_equal_those_of_float64(case):
     targets[:2] = 0, size - 1
     weights = (rng.random(n) * (rng.random(n) < 0.8)).astype(np.float32)
     run = functools.partial(cross_entropy.differentiate, interpret=not ON_GPU)
-    found = jax.jit(run, static_argnums=(3, 4))(logits, targets, weights, smoothing, to)
+    run = jax.jit(run, static_argnums=(3, 4, 5))
+    found = run(logits, targets, weights, smoothing, 0.0, to)
     x = np.asarray(logits, np.float64)
     total = np.log(np.exp(x - x.max(1, keepdims=True)).sum(1)) + x.max(1)
     d = np.exp(x - total[:, None]) - smoothing / size

@@ -9,7 +9,9 @@ import numpy as np
 import optax
 import pytest
 
+from reformax.declared import SettingError
 from reformax.training import optimizer
+from tests.helpers import assert_trees_close
 from tests.ops.rows import ROWS
 
 # Large enough for Adafactor to factor, with the names of a model's parameters.
@@ -87,12 +89,15 @@ def test_trapezoid_rises_stays_and_falls():
     assert {float(flat(count)) for count in (0, 8, 9, 10, 99)} == {1.0}
 
 
-@pytest.mark.parametrize("factory", [optimizer.adam, optimizer.adamw, optimizer.adafactor])
+@pytest.mark.parametrize(
+    "factory", [optimizer.adam, optimizer.adamw, optimizer.muon, optimizer.adafactor]
+)
 def test_a_schedule_is_a_learning_rate(factory):
     dropped = optax.piecewise_constant_schedule(0.1, {2: 0.0})
     assert largest_difference(after(factory(dropped), 2), after(factory(0.1), 2)) < 1e-6
     assert largest_difference(after(factory(dropped), 4), after(factory(0.1), 4)) > 1e-3
-    assert factory(dropped).learning_rate is dropped
+    rate = factory(dropped).learning_rate
+    assert rate is dropped or (rate(1), rate(3)) == (dropped(1), dropped(3))
     assert [factory(0.1, clip=1.0).learning_rate(step) for step in (0, 99)] == [0.1, 0.1]
 
 
@@ -109,6 +114,19 @@ OPTIONS = [
     (optimizer.adamw, dict(weight_decay=0.5), {}),
     (optimizer.adamw, dict(clip=1e-8), {}),
     (optimizer.adamw, dict(no_decay="w1"), {}),
+    (optimizer.muon, dict(learning_rate=0.1), {}),
+    (optimizer.muon, dict(adam_learning_rate=0.1), {}),
+    (optimizer.muon, dict(momentum=0.5), {}),
+    (optimizer.muon, dict(n_iterations=2), {}),
+    (optimizer.muon, dict(rms=None), {}),
+    (optimizer.muon, dict(weight_decay=0.5), {}),
+    (optimizer.muon, dict(b1=0.5), {}),
+    (optimizer.muon, dict(b2=0.5), {}),
+    (optimizer.muon, dict(eps=1.0), {}),
+    (optimizer.muon, dict(momentum_dtype="bfloat16"), {}),
+    (optimizer.muon, dict(clip=1e-8), {}),
+    (optimizer.muon, dict(matrices="w_q"), {}),
+    (optimizer.muon, dict(no_decay="logits"), {}),
     (optimizer.adafactor, dict(learning_rate=0.1), {}),
     (optimizer.adafactor, dict(decay_rate=0.3), {}),
     (optimizer.adafactor, dict(momentum=0.9), {}),
@@ -125,6 +143,119 @@ OPTIONS = [
 def test_every_option_changes_the_updates(factory, option, base):
     plain = plainly(factory, tuple(base.items()))
     assert largest_difference(plain, after(factory(**base, **option))) > 1e-6
+
+
+# A stack of two layers, as a model has it: heads of attention, a hidden layer, and what is AdamW's.
+def drawn(*shape):
+    return np.random.default_rng(sum(shape)).normal(size=shape)
+
+
+STACK = {
+    "embedding": drawn(7, 6),
+    "stack": {
+        "block_0": {
+            "attention": {
+                "w_q": drawn(2, 3, 6, 4),
+                "w_o": drawn(2, 3, 4, 6),
+                "b_q": drawn(2, 3, 4),
+            },
+            "feed_forward": {"w1": drawn(2, 6, 9), "b1": drawn(2, 9)},
+            "attention_norm": {"scale": drawn(2, 6)},
+        }
+    },
+    "logits": {"w": drawn(6, 7), "b": drawn(7)},
+}
+STACK = jax.tree.map(jnp.float32, STACK)
+STACK_GRADIENTS = [jax.tree.map(lambda p, i=i: drawn(i, *p.shape)[0], STACK) for i in (1, 2, 3)]
+
+
+def updated(tx, gradients):
+    """STACK after updates by the gradients."""
+    params, state = STACK, tx.init(STACK)
+    for grads in gradients:
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def orthogonal(x, n_iterations):
+    """Jordan et al. 2024: the quintic iteration, by its published coefficients."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    transposed = x.shape[0] > x.shape[1]
+    x = x.T if transposed else x
+    x = x / np.linalg.norm(x)
+    for _ in range(n_iterations):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if transposed else x
+
+
+def muon_of_one(matrix, gradients, rate, decay, rms, n_iterations=5, momentum=0.95):
+    """Muon in float64, of one matrix [inputs, outputs]."""
+    mean = np.zeros_like(matrix)
+    for t, g in enumerate(gradients, 1):
+        mean = momentum * mean + (1 - momentum) * g
+        ahead = momentum * mean / (1 - momentum ** (t + 1)) + (1 - momentum) * g / (1 - momentum**t)
+        step = orthogonal(ahead, n_iterations)
+        n_in, n_out = matrix.shape
+        size = math.sqrt(max(1, n_out / n_in)) if rms is None else rms * math.sqrt(max(n_in, n_out))
+        matrix = matrix - rate * (size * step + decay * matrix)
+    return matrix
+
+
+AS_MATRIX = {  # [inputs, outputs] of one layer
+    "w_q": lambda w: np.moveaxis(w, 0, 1).reshape(6, 12),
+    "w_o": lambda w: w.reshape(12, 6),
+    "w1": lambda w: w,
+}
+
+
+@pytest.mark.parametrize("rms, n_iterations", [(0.2, 5), (None, 3)])
+def test_muon_is_its_iteration_for_the_matrices_and_adamw_for_the_rest(rms, n_iterations):
+    tx = optimizer.muon(0.05, 0.03, rms=rms, n_iterations=n_iterations, clip=None)
+    got, state = updated(tx, STACK_GRADIENTS)
+    want, _ = updated(optimizer.adamw(0.03, clip=None), STACK_GRADIENTS)
+    block, of_adam = (x["stack"].pop("block_0") for x in (got, want))
+    np.testing.assert_allclose(*(jnp.concatenate([x.ravel() for x in jax.tree.leaves(y)])
+                                 for y in (got, want)), rtol=1e-6)  # fmt: skip
+    first = STACK["stack"]["block_0"]
+    for layer, name in (("attention", "w_q"), ("attention", "w_o"), ("feed_forward", "w1")):
+        for i in range(2):
+            matrix, found = (AS_MATRIX[name](np.float64(x[layer][name][i])) for x in (first, block))
+            gradients = [
+                AS_MATRIX[name](np.float64(g["stack"]["block_0"][layer][name][i]))
+                for g in STACK_GRADIENTS
+            ]
+            expected = muon_of_one(matrix, gradients, 0.05, 0.1, rms, n_iterations)
+            np.testing.assert_allclose(found, expected, atol=2e-5)
+    for layer, name in (("attention", "b_q"), ("feed_forward", "b1"), ("attention_norm", "scale")):
+        np.testing.assert_allclose(block[layer][name], of_adam[layer][name], rtol=1e-6)
+    sizes = sorted(x.size for x in jax.tree.leaves(state) if x.ndim > 1)
+    others = [7 * 6, 2 * 12, 2 * 9, 2 * 6, 6 * 7]  # mean and square; a bias of one axis aside
+    assert sizes == sorted([144, 144, 108, *others, *others])
+
+
+def test_muons_two_schedules_are_as_long_as_the_run():
+    cosines = (optimizer.cosine(x, warmup_steps=0) for x in (0.05, 0.03))
+    tx = optimizer.build(optimizer.muon(*cosines), 3)
+    fixed = optimizer.muon(*(optimizer.cosine(x, 3, 0) for x in (0.05, 0.03)))
+    assert tx.learning_rate.steps == 3
+    assert_trees_close(updated(tx, STACK_GRADIENTS)[0], updated(fixed, STACK_GRADIENTS)[0], 0)
+    number = optimizer.build(optimizer.muon(0.05, optimizer.cosine(0.03, warmup_steps=0)), 3)
+    mixed = optimizer.muon(0.05, optimizer.cosine(0.03, 3, 0))
+    assert_trees_close(updated(number, STACK_GRADIENTS)[0], updated(mixed, STACK_GRADIENTS)[0], 0)
+
+
+def test_muons_momentum_may_be_bfloat16():
+    state = optimizer.muon(momentum_dtype="bfloat16").init(STACK)
+    shapes = {x.shape for x in jax.tree.leaves(state) if x.dtype == jnp.bfloat16}
+    assert shapes == {(2, 3, 6, 4), (2, 3, 4, 6), (2, 6, 9)}
+
+
+def test_muon_refuses_a_model_without_matrices():
+    with pytest.raises(SettingError, match="muon.matrices is 'kernel', which no parameter") as e:
+        optimizer.muon(matrices="kernel").init(STACK)
+    assert "\n" not in str(e.value)
 
 
 def test_clipping_scales_the_whole_gradient_to_its_norm():

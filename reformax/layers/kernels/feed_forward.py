@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.layers import float8
 from reformax.layers.dropout import APART, multiplier
+from reformax.layers.matrices import relu_squared
 from reformax.ops.kernels.triton.common import launch, load
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.dropout import dropout_bits
@@ -150,8 +151,18 @@ def _relu(x: Array, tanh: Callable) -> tuple[Array, Array]:
     return jnp.maximum(x, 0.0), jnp.where(x > 0.0, 1.0, 0.0)
 
 
+def _relu_squared(x: Array, tanh: Callable) -> tuple[Array, Array]:
+    del tanh
+    positive = jnp.maximum(x, 0.0)
+    return positive * positive, 2.0 * positive
+
+
 # Activations that a kernel computes, each with its slope.
-ACTIVATIONS: dict[Any, Callable] = {jax.nn.gelu: _gelu, jax.nn.relu: _relu}
+ACTIVATIONS: dict[Any, Callable] = {
+    jax.nn.gelu: _gelu,
+    jax.nn.relu: _relu,
+    relu_squared: _relu_squared,
+}
 
 
 def _forward_kernel(

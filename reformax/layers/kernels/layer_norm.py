@@ -1,4 +1,4 @@
-"""Layer normalisation of a sum as Pallas kernels for NVIDIA GPUs (Triton): one pass over the rows.
+"""Layer norm or RMSNorm of a sum as Pallas kernels for NVIDIA GPUs (Triton): a pass over the rows.
 
 Memory bounds both passes, and as array operations XLA reads the rows two or three times. A program
 of these kernels holds a row in registers while it sums it up and writes it out. The backward pass
@@ -38,7 +38,7 @@ class LayerNormInputs(NamedTuple):
     x: Float[Array, "R D"]
     y: Float[Array, "R D"] | None  # what is added to `x`
     scale: Float[Array, " D"]
-    bias: Float[Array, " D"]
+    bias: Float[Array, " D"] | None  # None: the norm is RMSNorm, which subtracts no mean either
 
 
 class LayerNormOptions(NamedTuple):
@@ -63,6 +63,7 @@ class NormRows(NamedTuple):
 
     size: int  # D
     epsilon: float
+    centred: bool = True  # whether the norm subtracts the mean
 
     @property
     def _column(self) -> Array:
@@ -90,15 +91,17 @@ class NormRows(NamedTuple):
         return x if inputs.y is None else x + self.load(inputs.y, row)
 
     def normalised(self, x: Array) -> tuple[Array, Array]:
-        """A row less its mean, with unit variance, and the factor that made it so."""
-        x = x - self.mean(x)
-        x = x if self._mask is None else jnp.where(self._mask, x, 0.0)
+        """A row less its mean, if that is subtracted, of unit mean square; and the factor."""
+        if self.centred:
+            x = x - self.mean(x)
+            x = x if self._mask is None else jnp.where(self._mask, x, 0.0)
         factor = lax.rsqrt(self.mean(x * x) + self.epsilon)
         return x * factor, factor
 
     def norm(self, x: Array, scale, bias) -> Array:
         """The norm of a row, by references to its weights."""
-        return self.normalised(x)[0] * self.load(scale) + self.load(bias)
+        out = self.normalised(x)[0] * self.load(scale)
+        return out if bias is None else out + self.load(bias)
 
 
 def _forward_kernel(inputs: LayerNormInputs, outputs: tuple, total, *, rows: NormRows):
@@ -121,18 +124,19 @@ def _backward_kernel(
     scale = rows.load(inputs.scale)
 
     def differentiate(row, sums):
-        d_scale, d_bias = sums
+        d_scale, *d_bias = sums
         x, factor = rows.normalised(rows.added(inputs, row))
         d_out = sum(rows.load(ref, row) for ref in d_outputs)
         d = d_out * scale
-        d = (d - rows.mean(d) - x * rows.mean(d * x)) * factor
+        along = x * rows.mean(d * x)
+        d = (d - rows.mean(d) - along if rows.centred else d - along) * factor
         d = d if d_sum is None else d + rows.load(d_sum, row)
         for ref in d_inputs:
             rows.store(ref, d, row)
-        return d_scale + d_out * x, d_bias + d_out
+        return d_scale + d_out * x, *(d + d_out for d in d_bias)
 
     last = jnp.minimum(first + per_program, n_rows)
-    found = lax.fori_loop(first, last, differentiate, (jnp.zeros_like(scale),) * 2)
+    found = lax.fori_loop(first, last, differentiate, (jnp.zeros_like(scale),) * len(sums))
     for ref, value in zip(sums, found, strict=True):
         rows.store(ref, value, program)
 
@@ -149,7 +153,7 @@ def _launch(
 ):
     size = inputs.x.shape[1]
     return launch(
-        functools.partial(kernel, rows=NormRows(size, epsilon)),
+        functools.partial(kernel, rows=NormRows(size, epsilon, inputs.bias is not None)),
         (inputs, *others),
         shapes,
         grid=(grid,),
@@ -225,15 +229,16 @@ def backward(
     n_rows, size = inputs.x.shape
     n_programs = min(n_rows, N_PROGRAMS)
     part = jax.ShapeDtypeStruct((n_programs, size), jnp.float32)
-    shapes = (tuple(jax.ShapeDtypeStruct(inputs.x.shape, x) for x in dtypes), (part, part))
+    weights = [w for w in (inputs.scale, inputs.bias) if w is not None]
+    like_x = tuple(jax.ShapeDtypeStruct(inputs.x.shape, x) for x in dtypes)
+    shapes = like_x, (part,) * len(weights)
     others = d_outputs, d_sum
     # `d_x`, the first output, overwrites `d_sum`, the last input.
     aliases = {} if d_sum is None else {len(jax.tree.leaves((inputs, others))) - 1: 0}
     (d_x, *d_y), sums = _launch(
         _backward_kernel, inputs, others, shapes, n_programs, epsilon, interpret, aliases
     )
-    d_scale, d_bias = (
-        jnp.sum(x, axis=0).astype(like.dtype)
-        for x, like in zip(sums, (inputs.scale, inputs.bias), strict=True)
+    d_scale, *d_bias = (
+        jnp.sum(x, axis=0).astype(like.dtype) for x, like in zip(sums, weights, strict=True)
     )
-    return LayerNormInputs(d_x, d_y[0] if d_y else None, d_scale, d_bias)
+    return LayerNormInputs(d_x, d_y[0] if d_y else None, d_scale, d_bias[0] if d_bias else None)

@@ -34,7 +34,7 @@ class OneRowInputs(NamedTuple):
     added: Float[Array, "R E"] | None
     w: Float[Array, "E D"]
     b: Float[Array, " E"] | None
-    norm: dict[str, Float[Array, " D"]] | None  # scale and bias
+    norm: dict[str, Float[Array, " D"]] | None  # scale, and of a layer norm bias
 
 
 class OneRowOptions(NamedTuple):
@@ -61,10 +61,11 @@ def _kernel(inputs: OneRowInputs, outputs: list, *, options: OneRowOptions):
     exists = at < n_out
     mask = exists[:, None] & (column < size)[None]
     w = load(inputs.w.at[at[:, None], column[None]], mask, 0.0).astype(jnp.float32)
-    rows = NormRows(size, options.epsilon)
+    bias = None if inputs.norm is None else inputs.norm.get("bias")
+    rows = NormRows(size, options.epsilon, bias is not None)
     x = rows.load(inputs.x, row)
     if inputs.norm is not None:
-        x = rows.norm(x, inputs.norm["scale"], inputs.norm["bias"])
+        x = rows.norm(x, inputs.norm["scale"], bias)
     x = x.astype(inputs.w.dtype).astype(jnp.float32)
     out = jnp.sum(w * x[None], axis=1)
     if inputs.b is not None:

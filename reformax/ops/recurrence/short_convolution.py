@@ -87,6 +87,20 @@ def _delayed(x: Array, by: int) -> Array:
     return jnp.pad(x[:, : x.shape[1] - by], ((0, 0), (by, 0)) + ((0, 0),) * (x.ndim - 2))
 
 
+def of_keys(
+    x: Float[Array, "B T N H"],
+    weights: Float[Array, "N H W"],
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """`x_t + silu(sum_j w_j x_{t-j})` within segments: keys that also tell of those before them.
+
+    A block of such keys has a mean by which queries find it more often (Xiao et al. 2025,
+    "Optimizing Mixture of Block Attention", arXiv 2511.11571).
+    """
+    order, x, ids = contiguous_segments(x, segment_ids)
+    return restore_order(x + _convolved(x, weights, ids), order)
+
+
 def _weights(params: Mapping[str, Array]) -> Projected | None:
     return Projected(*(params[f"conv_{x}"] for x in "qkv")) if "conv_q" in params else None
 
@@ -104,14 +118,18 @@ def last_inputs(
     weights = _weights(params)
     if weights is None:
         return None
-    position = lengths[:, None] - jnp.arange(weights.q.shape[-1] - 1, 0, -1)[None]
+    size = weights.q.shape[-1]
+    return jax.tree.map(lambda x: last_of(x, size, lengths), inputs)
+
+
+def last_of(
+    x: Float[Array, "B T N H"], size: int, lengths: Int[Array, " B"]
+) -> Float[Array, "B _ N H"]:
+    """The last `size - 1` of each row's first `lengths` positions; zeros before the first."""
+    position = lengths[:, None] - jnp.arange(size - 1, 0, -1)[None]
     position = position[..., None, None]
-
-    def last(x):
-        held = jnp.take_along_axis(x, jnp.maximum(position, 0), axis=1)
-        return jnp.where(position >= 0, held, 0)
-
-    return jax.tree.map(last, inputs)
+    held = jnp.take_along_axis(x, jnp.maximum(position, 0), axis=1)
+    return jnp.where(position >= 0, held, 0)
 
 
 def convolve_next(
@@ -122,11 +140,21 @@ def convolve_next(
     if weights is None:
         return new, None
 
-    def one(new, last, weights):
-        held = jnp.concatenate([last, new.astype(last.dtype)], axis=1)
-        taps = jnp.flip(weights, axis=-1).astype(accum_dtype(held.dtype))
-        total = jnp.einsum("bwnh,nhw->bnh", held.astype(taps.dtype), taps)[:, None]
-        return jax.nn.silu(total).astype(new.dtype), held[:, 1:]
-
-    outs, lasts = zip(*(one(*xs) for xs in zip(new, last, weights, strict=True)), strict=True)
+    each = zip(new, last, weights, strict=True)
+    outs, lasts = zip(*(_one_more(*xs) for xs in each), strict=True)
     return Projected(*outs), Projected(*lasts)
+
+
+def _one_more(new, last, weights) -> tuple[Array, Array]:
+    held = jnp.concatenate([last, new.astype(last.dtype)], axis=1)
+    taps = jnp.flip(weights, axis=-1).astype(accum_dtype(held.dtype))
+    total = jnp.einsum("bwnh,nhw->bnh", held.astype(taps.dtype), taps)[:, None]
+    return jax.nn.silu(total).astype(new.dtype), held[:, 1:]
+
+
+def of_next_key(
+    new: Float[Array, "B 1 N H"], last: Float[Array, "B _ N H"], weights: Float[Array, "N H W"]
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B _ N H"]]:
+    """`of_keys` at one more position, and the new `last_of`."""
+    out, last = _one_more(new, last, weights)
+    return new + out, last

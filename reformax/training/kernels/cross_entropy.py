@@ -44,7 +44,7 @@ class Results(NamedTuple):
     d_logits: Float[Array, "R V"]
 
 
-def _kernel(logits, targets, weights, *results, block: int, label_smoothing: float):
+def _kernel(logits, targets, weights, *results, block: int, label_smoothing: float, z_loss: float):
     row, size = pl.program_id(0), logits.shape[1]
     results = Results(*results)
     # The gradient may overwrite the logits: each is read before it is overwritten.
@@ -78,9 +78,11 @@ def _kernel(logits, targets, weights, *results, block: int, label_smoothing: flo
     pltriton.store(results.best.at[row], jnp.min(jnp.where(tops == top, columns, size)))
     pltriton.store(results.total.at[row], jnp.sum(totals))
 
+    grown = weight * (1 + 2 * z_loss * log_total) if z_loss else weight
+
     def write(i, nothing):
         column, mask, x = read(i, 0.0)
-        d = jnp.exp(x - log_total) * weight
+        d = jnp.exp(x - log_total) * grown
         d -= jnp.where(column == target, (1 - label_smoothing) * weight, 0.0)
         d -= label_smoothing / size * weight
         view = results.d_logits.at[row, column]
@@ -95,6 +97,7 @@ def differentiate(
     targets: Int[Array, " R"],
     weights: Float[Array, " R"],
     label_smoothing: float,
+    z_loss: float,
     dtype: str,
     interpret: bool = False,
 ) -> Results:
@@ -104,7 +107,7 @@ def differentiate(
       logits: float32.
       targets: below V.
       weights: of the rows, float32.
-      label_smoothing: as in `training.loss.cross_entropy`.
+      label_smoothing, z_loss: as in `training.loss.cross_entropy`.
       dtype: of the gradient.
       interpret: whether to run anywhere, slowly.
     """
@@ -114,7 +117,7 @@ def differentiate(
     block = min(BLOCK, power_of_two(size))
     in_place = {0: len(shapes) - 1} if logits.dtype == jnp.dtype(dtype) else None
     return launch(
-        functools.partial(_kernel, block=block, label_smoothing=label_smoothing),
+        functools.partial(_kernel, block=block, label_smoothing=label_smoothing, z_loss=z_loss),
         (logits, targets, weights),
         shapes,
         grid=(n_rows,),

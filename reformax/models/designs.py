@@ -1,0 +1,228 @@
+"""Designs of a model's layers: one dataclass of choices, and designs of known models by name.
+
+A model takes one as `design`, in two lines of gin:
+
+    from reformax.models import designs
+    lm.TransformerLM.design = @designs.qwen3()
+
+A line more changes a choice: `designs.qwen3.rotary_base = 500_000`. Sizes, positions other than
+rotary angles, and tied embeddings are the model's own arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from reformax.declared import NonNegative, Positive, SettingError, Size, check_fields, shown
+from reformax.layers.attention import ConvSize, Gate
+from reformax.layers.layer_norm import NormName
+from reformax.layers.matrices import relu_squared
+from reformax.layers.positions import (
+    RotaryAngles,
+    RotaryBase,
+    RotaryFactor,
+    RotaryFraction,
+    RotaryScaling,
+)
+from reformax.ops.base import AttentionOp, LengthScale, SoftCap
+
+Activation = Callable[[Array], Array] | str
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "relu_squared": relu_squared,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Design:
+    """The choices that a model's layers are made by; the defaults are the Reformer's.
+
+    Args:
+      norm: "layer" (Ba et al. 2016), or "rms" (Zhang & Sennrich 2019), without mean and bias.
+      norm_epsilon: added to the mean square in norms.
+      init_std: the standard deviation of all fresh matrices and embeddings, such as the 0.02 of
+        GPT-2 and BERT; None: matrices after Glorot and Bengio 2010, embeddings of a scale of their
+        own. Pre-norm layers' last matrices are scaled down by the depth in either case.
+      attention_bias: whether the projections of attention have biases, the output's too.
+      ff_bias: whether the feed-forward layers have biases.
+      logits_bias: whether logits have biases, where embeddings are not tied.
+      ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu",
+        "relu_squared", "gelu", its approximation "gelu_tanh", "silu".
+      ff_gated: whether the hidden layer is multiplied by one more product: with "silu" SwiGLU
+        (Shazeer 2020). Two thirds of the width have the same number of weights.
+      qk_norm: whether each head's queries and keys are normalised, in the layers whose algorithm
+        makes attention weights; see `layers.Attention`.
+      attention_gate: whether the sigmoid of a projection multiplies attention's output, "headwise"
+        or "elementwise" (Qiu et al. 2025); see `layers.Attention`.
+      key_conv: the positions that a short convolution of keys reads, such as 3 or 5, by which MoBA,
+        LSH and DSA then choose (Xiao et al. 2025); in the layers of self-attention that make
+        weights of more than a window; see `layers.Attention`. None: there is none.
+      scale_by_length: a factor s of logits, which become `s ln n q k` for a query that sees n keys,
+        in the layers that see more than a window (Nakanishi 2025, "Scalable-Softmax"); with
+        `1 / ln L` the factor is 1 at length L. None: none.
+      learn_length_scale: whether each head learns a factor of `scale_by_length`, at first 1.
+      soft_cap: a bound c of attention's logits x, which become `c tanh(x / c)` (Gemma Team 2024,
+        "Gemma 2", sec. 2). None: none.
+      logits_soft_cap: the same for the model's logits.
+      rotary_base, rotary_fraction, rotary_scaling, rotary_factor, rotary_trained_length: the angles
+        of rotary positions; see `layers.positions.RotaryAngles`.
+    """
+
+    norm: NormName = "layer"
+    norm_epsilon: NonNegative = 1e-6
+    init_std: Positive | None = None
+    attention_bias: bool = False
+    ff_bias: bool = True
+    logits_bias: bool = True
+    ff_activation: Activation = jax.nn.gelu
+    ff_gated: bool = False
+    qk_norm: bool = False
+    attention_gate: Gate | None = None
+    key_conv: ConvSize | None = None
+    scale_by_length: LengthScale | None = None
+    learn_length_scale: bool = False
+    soft_cap: SoftCap | None = None
+    logits_soft_cap: SoftCap | None = None
+    rotary_base: RotaryBase = 10_000.0
+    rotary_fraction: RotaryFraction = 1.0
+    rotary_scaling: RotaryScaling | None = None
+    rotary_factor: RotaryFactor = 1.0
+    rotary_trained_length: Size | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        _ = self.activation, self.rotary  # each raises for what does not fit
+        if self.learn_length_scale and self.scale_by_length is None:
+            raise SettingError(
+                "learn_length_scale is True and scale_by_length None: set it, such as to 0.12, "
+                "which is 1 / ln 4096"
+            )
+
+    @property
+    def rotary(self) -> RotaryAngles:
+        """The angles of rotary positions."""
+        return RotaryAngles(
+            base=self.rotary_base,
+            fraction=self.rotary_fraction,
+            scaling=self.rotary_scaling,
+            factor=self.rotary_factor,
+            trained_length=self.rotary_trained_length,
+        )
+
+    @property
+    def activation(self) -> Callable[[Array], Array]:
+        """The function of `ff_activation`; `SettingError` if it maps no array to its shape."""
+        given = self.ff_activation
+        function = ACTIVATIONS.get(given) if isinstance(given, str) else given
+        x = jax.ShapeDtypeStruct((2, 4), "float32")
+        try:
+            fits = jax.eval_shape(function, x).shape == x.shape
+        except Exception:  # whatever another function makes of an array
+            fits = False
+        if not fits:
+            raise SettingError(
+                f"ff_activation is {shown(given)}: expected one of {', '.join(ACTIVATIONS)}, or a "
+                "function of an array"
+            )
+        return function
+
+    def but(self, **changes: Any) -> Design:
+        """The design with other choices; None leaves one as it is."""
+        return dataclasses.replace(self, **{n: x for n, x in changes.items() if x is not None})
+
+    @staticmethod
+    def weighs_far(op: AttentionOp) -> bool:
+        """Whether an algorithm makes attention weights of more keys than a window's."""
+        return op.dropout and not op.local
+
+    def of_cycle(self, argument: str, cycle: Sequence[AttentionOp]) -> list[AttentionOp]:
+        """The algorithms of a cycle with the design's options of logits.
+
+        Raises:
+          SettingError: none of the algorithms would read an option, or one has another value.
+        """
+        wanted = [
+            {
+                "soft_cap": self.soft_cap if op.dropout else None,
+                "scale_by_length": self.scale_by_length if self.weighs_far(op) else None,
+            }
+            for op in cycle
+        ]
+        for name in ("soft_cap", "scale_by_length"):
+            if getattr(self, name) is not None and all(x[name] is None for x in wanted):
+                raise SettingError(
+                    f"{name} is {getattr(self, name)} and no op of {argument} reads it: leave it "
+                    "out, or give one that makes attention weights of more than a window, such as "
+                    "flash.flash()"
+                )
+        if self.key_conv and not any(map(self.weighs_far, cycle)):
+            raise SettingError(
+                f"key_conv is {self.key_conv} and no op of {argument} makes attention weights of "
+                "more than a window: leave it out"
+            )
+        if self.qk_norm and not any(op.dropout for op in cycle):
+            raise SettingError(
+                f"qk_norm is True and no op of {argument} makes attention weights: leave it out"
+            )
+        return [self._with(op, options) for op, options in zip(cycle, wanted, strict=True)]
+
+    @staticmethod
+    def _with(op: AttentionOp, options: dict[str, Any]) -> AttentionOp:
+        changes = {name: value for name, value in options.items() if value is not None}
+        for name, value in changes.items():
+            if getattr(op, name) not in (None, value):
+                raise SettingError(
+                    f"the design's {name} is {value} and that of {op} {getattr(op, name)}: set one"
+                )
+        return dataclasses.replace(op, **changes) if changes else op
+
+
+# Presets: a subclass has other defaults, each of which gin sets by the preset's name.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class gpt2(Design):
+    """GPT-2 (Radford et al. 2019): biases everywhere, the tanh's GELU, fresh weights of 0.02.
+
+    Its positions are learnt, `pos_type='axial'` with one axis, and its embeddings tied.
+    """
+
+    norm_epsilon: NonNegative = 1e-5
+    init_std: Positive | None = 0.02
+    attention_bias: bool = True
+    ff_activation: Activation = "gelu_tanh"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class llama(Design):
+    """Llama (Touvron et al. 2023, sec. 2.2): RMSNorm, SwiGLU, rotary positions, no biases.
+
+    The base is Llama 3's (Grattafiori et al. 2024, table 3); that of the first two is 10,000.
+    """
+
+    norm: NormName = "rms"
+    norm_epsilon: NonNegative = 1e-5
+    init_std: Positive | None = 0.02
+    ff_bias: bool = False
+    logits_bias: bool = False
+    ff_activation: Activation = "silu"
+    ff_gated: bool = True
+    rotary_base: RotaryBase = 500_000.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class qwen3(llama):
+    """Qwen3 (Qwen Team 2025, sec. 2): Llama's with normalised queries and keys."""
+
+    norm_epsilon: NonNegative = 1e-6
+    qk_norm: bool = True
+    rotary_base: RotaryBase = 1_000_000.0
