@@ -77,7 +77,7 @@ class AttentionOp:
 
     Options of every algorithm that makes attention weights:
       soft_cap: a bound c of the logits x, which become `c tanh(x / c)`, before a bias is added
-        (Gemma Team 2024, "Gemma 2", sec. 2). None: no bound. Kernels have none.
+        (Gemma Team 2024, "Gemma 2", sec. 2). None: no bound. cuDNN has none.
       scale_by_length: a factor s: logits are multiplied by `s ln n`, where n is the number of keys
         that causality, segments and padding leave a query, at least 2 (Nakanishi 2025,
         "Scalable-Softmax Is Superior for Attention"). Each `impl` has it, because the queries are

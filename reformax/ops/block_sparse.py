@@ -128,7 +128,8 @@ class block_sparse(AttentionOp):
             min(size, -(-length // MIN_TILE) * MIN_TILE)
             for size, length in ((block_q, n_queries), (block_k, n_keys))
         )
-        return Layout(mask, block_q, block_k, n_queries, n_keys, call.causal, call.dropout)
+        sizes = block_q, block_k, n_queries, n_keys
+        return Layout(mask, *sizes, call.causal, call.dropout, call.logits)
 
     def _apply(self, call, params, q, k, v, plan):
         del params

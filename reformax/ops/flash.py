@@ -90,7 +90,7 @@ class flash(RingDecoding, AttentionOp):
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import block_sparse as kernel
 
-            layout = FullLayout(q.shape[1], k.shape[1], causal, dropout)
+            layout = FullLayout(q.shape[1], k.shape[1], causal, dropout, call.logits)
             arrays = q, *repeat_heads(q, k, v)
             return kernel.attend(layout, interpret, *arrays, ids, seed)[0]
 
@@ -160,7 +160,7 @@ class _FlashPieces(NamedTuple):
     def _kernel(self, causal: bool, q, k):
         from reformax.ops.kernels.triton import block_sparse as kernel
 
-        return kernel, FullLayout(q.shape[1], k.shape[1], causal, self.dropout)
+        return kernel, FullLayout(q.shape[1], k.shape[1], causal, self.dropout, self.logits)
 
 
 def default_block_size(q: Float[Array, "B T N H"]) -> int:

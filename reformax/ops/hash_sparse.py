@@ -129,9 +129,8 @@ class hash_sparse(AttentionOp):
         def in_kernels(interpret: bool) -> Float[Array, "X T 1 V"]:
             from reformax.ops.kernels.triton import block_sparse as kernel
 
-            layout = SortedLayout(
-                length, length, causal, dropout, exclude_self=exclude_self, n_folded=n_heads
-            )
+            options = dict(exclude_self=exclude_self, n_folded=n_heads)
+            layout = SortedLayout(length, length, causal, dropout, call.logits, **options)
             groups = *(y.group for y in flat), *(y.position for y in flat)
             return kernel.attend(layout, interpret, *x, groups, seed)[0]
 

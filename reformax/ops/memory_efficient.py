@@ -145,7 +145,7 @@ def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
     from reformax.ops.kernels.triton import block_sparse as kernel
 
     (x, seed), d_out = first_order((residuals, d_out))
-    layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout)
+    layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout, tiling.logits)
     arrays = *x[:3], (x.query_segment_ids, x.key_segment_ids), seed
     results = kernel.forward(layout, *arrays, interpret=interpret)
     gradients = kernel.backward(layout, *arrays, *results, d_out, interpret=interpret)
@@ -186,8 +186,8 @@ def kernel_summary(
 
     q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, *(rows(y, group, keys) for y in x[1:3])))
     n_queries, n_keys = q.shape[1], k.shape[1]
-    block = np.ones((1, 1, 1), bool)
-    layout = Layout(block, n_queries, n_keys, n_queries, n_keys, tiling.causal, 0.0)
+    sizes = (n_queries, n_keys) * 2
+    layout = Layout(np.ones((1, 1, 1), bool), *sizes, tiling.causal, 0.0, tiling.logits)
     out, row_max, row_sum = kernel.forward(layout, q, k, v, (None, None), None, interpret=interpret)
     return Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum)
 

@@ -222,7 +222,7 @@ class routing(AttentionOp):
         keys = queries if self.shared_qk else kernel.in_order(plan.keys)
         sizes = queries.position.shape[1], keys.position.shape[1]
         options = dict(exclude_self=self.shared_qk, n_folded=n_heads)
-        layout = SortedLayout(*sizes, call.causal, call.dropout, **options)
+        layout = SortedLayout(*sizes, call.causal, call.dropout, call.logits, **options)
         folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
         out, row_sum = kernel.attend(layout, interpret, *folded, queries, keys, call.seed)
         return out.reshape(*q.shape[:3], -1), row_sum.reshape(q.shape[:3])

@@ -65,7 +65,8 @@ class shared_qk(RingDecoding, AttentionOp):
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import block_sparse as kernel
 
-            layout = FullLayout(q.shape[1], q.shape[1], causal, dropout, exclude_self=True)
+            sizes = q.shape[1], q.shape[1]
+            layout = FullLayout(*sizes, causal, dropout, call.logits, exclude_self=True)
             arrays = q, length_normalize(q), v, segment_pair(ids), seed
             out, row_sum = kernel.attend(layout, interpret, *arrays)
             if not self.attend_self_if_alone:

@@ -23,6 +23,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import Side, Visibility, all_of
+from reformax.ops.numerics.logits import Logits
 
 
 class BlockTiles(NamedTuple):
@@ -89,6 +90,7 @@ class BlockProgram(Program):
     n_keys: int
     causal: bool
     dropout: float
+    logits: Logits
     per_head: bool  # whether each head has its own mask
     any_whole: bool  # whether any tile needs no mask
     any_masked: bool  # whether any tile needs a mask

@@ -125,6 +125,7 @@ def _cut(
         n_keys=layout.n_keys,
         causal=layout.causal,
         dropout=layout.dropout,
+        logits=layout.logits,
         per_head=per_head,
         any_whole=bool(np.any(columns[3] > columns[2])),
         any_masked=bool(np.any(columns[4] > columns[3])),

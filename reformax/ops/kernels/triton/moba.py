@@ -40,6 +40,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import CAUSAL, Side
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import Softmax
 
 
@@ -60,12 +61,13 @@ class MobaLists(NamedTuple):
 
 
 class MobaSizes(NamedTuple):
-    """The kernels' static settings: L, K, keys of a tile, and the rate of dropout."""
+    """The kernels' static settings: L, K, keys of a tile, the rate of dropout, and logits."""
 
     block: int
     n_seen: int
     key: int
     dropout: float
+    logits: Logits
 
     @property
     def n_tiles(self) -> int:
@@ -116,6 +118,10 @@ class MobaProgram(Program):
         """The running program of a tile of a block's keys."""
         block = lax.div(pl.program_id(0), jnp.int32(sizes.n_tiles))
         return cls(sizes, x, row, pl.program_id(2), pl.program_id(1), block)
+
+    @property
+    def logits(self) -> Logits:
+        return self.sizes.logits
 
     # The tiles.
 

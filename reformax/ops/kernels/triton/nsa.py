@@ -40,6 +40,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import CAUSAL, Side
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.chosen_blocks import parts, tiles
 from reformax.ops.softmax.online import Softmax, nonzero
 
@@ -60,6 +61,7 @@ class NsaSizes(NamedTuple):
       stride, span: d and P of summaries; 1 and 1 for positions.
       dropout: the rate of dropout.
       rows: rows of a tile.
+      logits: how products of queries and keys become logits.
     """
 
     group: int
@@ -69,6 +71,7 @@ class NsaSizes(NamedTuple):
     span: int
     dropout: float
     rows: int
+    logits: Logits
 
     @property
     def n_queries(self) -> int:
@@ -167,6 +170,10 @@ class NsaProgram(Program):
     def located(cls, sizes: NsaSizes, x: _NsaInputs, row: QueryRows | None = None) -> Self:
         """The running program."""
         return cls(sizes, x, row, *(pl.program_id(i) for i in (2, 1, 0)))
+
+    @property
+    def logits(self) -> Logits:
+        return self.sizes.logits
 
     # The tiles.
 
