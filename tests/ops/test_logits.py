@@ -10,15 +10,20 @@ import pytest
 from reformax.declared import SettingError
 from reformax.ops import (
     dense,
+    dsa,
     flash,
     gated_delta,
     linear,
+    linformer,
     local,
+    long_short,
     longformer,
     lsh,
     memory_efficient,
+    nsa,
     nystromformer,
     performer,
+    routing,
     shared_qk,
 )
 from reformax.ops.calls.dispatch import INTERPRETED
@@ -175,6 +180,57 @@ def test_cudnn_has_no_cap_and_auto_goes_on_to_our_kernels(factory, monkeypatch):
     by_default = program(**options)
     assert "cudnn" not in by_default
     assert ("pallas_call" in by_default) == (factory is not dense.dense)
+
+
+FACTORS = 0.4, 0.9
+
+
+@pytest.mark.parametrize("impl", ["xla", INTERPRETED])
+@pytest.mark.parametrize("factory", [flash.flash, lsh.lsh])
+def test_a_learnt_factor_is_one_of_each_head(factory, impl):
+    """Each head computes what it does with its factor fixed; so do the factors' gradients."""
+    learnt = factory(scale_by_length=FACTORS[0], learn_scale_by_length=True, impl=impl)
+    x = inputs.draw(learnt, d_qk=8)
+    np.testing.assert_array_equal(x.params["length_factor"], np.float32(FACTORS[:1] * 2))
+    ids = jnp.repeat(jnp.array([[1, 2, 0]]), jnp.array([6, 5, 2]), axis=1).repeat(2, axis=0)
+    options = dict(causal=True, segment_ids=ids, rng=KEY)
+
+    def run(factors):
+        params = {"length_factor": factors}
+        return inputs.call(learnt, x._replace(params=params), **options)
+
+    def with_fixed(factor):
+        op = factory(scale_by_length=factor, impl=impl)
+        return inputs.call(op, x._replace(params=()), **options)
+
+    factors = jnp.array(FACTORS)
+    wanted = jnp.stack([with_fixed(f)[:, :, i] for i, f in enumerate(FACTORS)], axis=2)
+    np.testing.assert_allclose(run(factors), wanted, atol=1e-6)
+    # A gradient in the direction of ln(n) q is that of the queries.
+    (of_factors,) = jax.vjp(run, factors)[1](wanted)
+    step = 1e-2
+    for i, f in enumerate(FACTORS):
+        change = (with_fixed(f + step) - with_fixed(f - step))[:, :, i] / (2 * step)
+        np.testing.assert_allclose(of_factors[i], np.sum(change * wanted[:, :, i]), rtol=2e-2)
+
+
+def test_a_step_reads_a_learnt_factor():
+    op = flash.flash(scale_by_length=FACTORS[0], learn_scale_by_length=True)
+    x = inputs.draw(op, length=7)._replace(params={"length_factor": jnp.array(FACTORS)})
+    whole = inputs.call(op, x, causal=True)
+    prompt, new = x.at(slice(None), slice(0, 6)), x.at(slice(None), slice(6, 7))
+    plan = inputs.plan(op, prompt, causal=True, length=8)
+    cache = inputs.init_cache(op, prompt, plan=plan, lengths=np.full(2, 6), capacity=8)
+    out, _ = inputs.step(op, new, cache, position=np.full(2, 6))
+    np.testing.assert_allclose(out[:, 0], whole[:, 6], atol=1e-6)
+
+
+def test_a_learnt_factor_is_refused_where_it_is_not_kept():
+    with pytest.raises(SettingError, match="^learn_scale_by_length is True and scale_by_length is"):
+        flash.flash(learn_scale_by_length=True)
+    for factory in (nsa.nsa, routing.routing, linformer.linformer, dsa.dsa, long_short.long_short):
+        with pytest.raises(SettingError, match="^learn_scale_by_length is True: .* other weights"):
+            factory(scale_by_length=0.1, learn_scale_by_length=True)
 
 
 @pytest.mark.parametrize("n_queries, n_keys", [(7, 7), (5, 9), (9, 5)])
