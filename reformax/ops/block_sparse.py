@@ -213,10 +213,8 @@ def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T
         return attend_to_tokens(in_tiles, q, k, v, call.segment_ids)
 
     def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
-        from reformax.ops.kernels.triton import block_sparse as kernel
-
         ids = segment_pair(call.segment_ids)
-        return kernel.attend(layout, interpret, q, k, v, ids, call.seed)[0]
+        return block_lists.attend(layout, interpret, q, k, v, ids, call.seed)[0]
 
     obstacles = kernel_obstacles(q, k, v, call.logits, block_size=odd)
     return compute_by(impl, {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)})
