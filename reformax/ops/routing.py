@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Size, Width
@@ -33,6 +33,7 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
+from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
@@ -117,7 +118,8 @@ class routing(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Clusters:
         """The members of each cluster."""
-        token_mask, centroids = _token_mask(call.segment_ids, q), params["centroids"].value
+        ids, centroids = ids_or_ones(call.segment_ids, q), params["centroids"].value
+        token_mask = is_token(ids)
         width, n_members = self._width(q.shape[1]), self._n_members(token_mask.sum(axis=1))
         n_members = jnp.broadcast_to(n_members, q.shape[:1])
 
@@ -166,9 +168,8 @@ class routing(AttentionOp):
     def _apply(self, call, params, q, k, v, plan):
         centroids, dtype = params["centroids"], accum_dtype(q.dtype, v.dtype)
         vectors = (q,) if self.shared_qk else (q, k)
-        moved = self._moved(
-            lax.stop_gradient(centroids.value), vectors, _token_mask(call.segment_ids, q)
-        )
+        token_mask = is_token(ids_or_ones(call.segment_ids, q))
+        moved = self._moved(lax.stop_gradient(centroids.value), vectors, token_mask)
         new_centroids = updated(centroids, moved)
 
         keys = length_normalize(q) if self.shared_qk else k
@@ -284,10 +285,6 @@ def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
     x = lax.stop_gradient(x).astype(accum_dtype(x.dtype))
     x = x / nonzero(jnp.max(jnp.abs(x), axis=-1, keepdims=True))  # squares do not overflow
     return x / nonzero(jnp.linalg.norm(x, axis=-1, keepdims=True))
-
-
-def _token_mask(segment_ids: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
-    return jnp.ones(x.shape[:2], bool) if segment_ids is None else is_token(segment_ids)
 
 
 # Decoding. T is the capacity.

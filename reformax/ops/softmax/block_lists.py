@@ -83,6 +83,9 @@ class Layout:
     dropout: float
     logits: Logits = PLAIN
 
+    exclude_self = False
+    n_folded = 0
+
     @property
     def rule(self) -> Visibility:
         """Which keys of its blocks a query sees."""
@@ -147,6 +150,8 @@ class FullLayout:
     block_k: int = 128
     n_masks: int = 1
     exclude_self: bool = False
+
+    n_folded = 0
 
     @property
     def rule(self) -> Visibility:

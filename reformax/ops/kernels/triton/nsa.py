@@ -374,10 +374,6 @@ def _warps(sizes: NsaSizes, size: int, of_queries: bool) -> int:
     return 8 if power_of_two(size) * n_rows > MAX_OF_FOUR_WARPS else 4
 
 
-def _inputs(sizes, q, k, v, ids, key_ids, chosen, seed) -> _NsaInputs:
-    return _NsaInputs(q, k, v, ids, key_ids, seed, chosen)
-
-
 def _lists(sizes: NsaSizes, chosen: Int[Array, "B G T K"]) -> NsaLists:
     found = tiles(chosen, -(-chosen.shape[2] // sizes.block), sizes.n_listed)
     return NsaLists(found.pair, *parts(found.bounds, found.block.shape[2], PART_TILES))
@@ -406,7 +402,7 @@ def forward(
       interpret: whether to run the kernels on any device, slowly.
     """
     n_batch, length, n_heads, _ = q.shape
-    x = _inputs(sizes, q, k, v, ids, key_ids, chosen, seed)
+    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen)
     statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     shapes = Softmax(
         jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), statistic, statistic
@@ -420,7 +416,7 @@ def backward(
     sizes, q, k, v, ids, key_ids, chosen, seed, out, row_max, row_sum, d_out, interpret
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v, by the inputs and the results of `forward`."""
-    x = _inputs(sizes, q, k, v, ids, key_ids, chosen, seed)
+    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen)
     row = query_rows(d_out, out, row_max, row_sum, ids)
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     n_programs = -(-q.shape[1] // sizes.n_queries)
