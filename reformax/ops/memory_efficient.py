@@ -33,7 +33,7 @@ from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.row_blocks import block_at, over_groups, rows
-from reformax.ops.softmax import block_lists, tiles
+from reformax.ops.softmax import block_kernels, tiles
 from reformax.ops.softmax.block_lists import MIN_TILE, FullLayout, Layout
 from reformax.ops.softmax.online import Softmax
 
@@ -145,7 +145,7 @@ def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
     (x, seed), d_out = first_order((residuals, d_out))
     layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout, tiling.logits)
     arrays = *x[:3], (x.query_segment_ids, x.key_segment_ids), seed
-    kernel = block_lists.kernels()
+    kernel = block_kernels.kernels()
     results = kernel.forward(layout, *arrays, interpret=interpret)
     gradients = kernel.backward(layout, *arrays, *results, d_out, interpret=interpret)
     return tiles.TiledInputs(*gradients, None, None, None, None), None, None
@@ -185,7 +185,7 @@ def kernel_summary(
     n_queries, n_keys = q.shape[1], k.shape[1]
     sizes = (n_queries, n_keys) * 2
     layout = Layout(np.ones((1, 1, 1), bool), *sizes, tiling.causal, 0.0, tiling.logits)
-    forward = functools.partial(block_lists.kernels().forward, interpret=interpret)
+    forward = functools.partial(block_kernels.kernels().forward, interpret=interpret)
     out, row_max, row_sum = forward(layout, q, k, v, (None, None), None)
     return Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum)
 

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.logits import PLAIN, Logits
@@ -212,32 +211,6 @@ class SortedLayout(FullLayout):
 def _all_in_order(n_rows: int, n_columns: int) -> TileLists:
     none = np.zeros(n_rows, int)
     return TileLists(none, none + n_columns, none, np.arange(n_columns, dtype=np.int32))
-
-
-def kernels() -> ModuleType:
-    """The kernels of a layout's attention: `forward`, `backward`, and `attend` with both."""
-    from reformax.ops.kernels.triton import block_sparse
-
-    return block_sparse
-
-
-def attend(
-    layout: Layout | FullLayout,
-    interpret: bool,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S N H"],
-    v: Float[Array, "B S N V"],
-    segment_ids: tuple[Int[Array, "B _"] | None, ...],
-    seed: Int[Array, 6] | None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """Attention by `kernels`, and each row's sum of weights, which has no gradient.
-
-    Args:
-      layout: which queries see which keys.
-      interpret: from `dispatch.choose_kernels`.
-      q, k, v, segment_ids, seed: as in `forward` of the kernels.
-    """
-    return kernels().attend(layout, interpret, q, k, v, segment_ids, seed)
 
 
 def cut_lists(rows: TileLists, most: int) -> ListParts:
