@@ -216,6 +216,14 @@ def test_the_package_of_ops_has_every_op():
     assert named == {name for name in reformax.ops.__all__ if name.islower()}
 
 
+def test_the_package_of_ops_imports_an_op_that_is_asked_for():
+    code = "import sys, reformax.ops as ops; assert 'reformax.ops.lsh' not in sys.modules; "
+    code += "ops.lsh.lsh(); from reformax.ops import *; smyrf.smyrf(); ops.Dims(1, 1, 1, 1)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    with pytest.raises(AttributeError, match="^module 'reformax.ops' has no attribute 'fsyrm'$"):
+        _ = reformax.ops.fsyrm
+
+
 def test_ops_are_free_of_trax_and_tensorflow():
     banned = {"trax", "tensorflow", "tensorflow_datasets", "gin", "optax", "orbax"}
     for path in python_files("reformax/ops"):

@@ -4,63 +4,23 @@
     attend = lsh.lsh(n_hashes=4)
     out = attend(qk, None, v, causal=True, rng=jax.random.key(0))
 
-Importing this package needs JAX alone.
+Importing this package needs JAX alone. A module is imported when it is first asked for.
 """
 
-from reformax.ops import (
-    asymmetric_lsh,
-    block_sparse,
-    dense,
-    dsa,
-    flash,
-    gated_delta,
-    gated_linear,
-    hash_sparse,
-    linear,
-    linformer,
-    local,
-    long_short,
-    longformer,
-    lsh,
-    memory_efficient,
-    moba,
-    nsa,
-    nystromformer,
-    performer,
-    retention,
-    routing,
-    shared_qk,
-    sinks,
-    smyrf,
-)
+import importlib
+import pkgutil
+from types import ModuleType
+
 from reformax.ops.base import AttentionOp
 from reformax.ops.calls.dims import Dims
 
-__all__ = [
-    "asymmetric_lsh",
-    "AttentionOp",
-    "Dims",
-    "block_sparse",
-    "dense",
-    "dsa",
-    "flash",
-    "gated_delta",
-    "gated_linear",
-    "hash_sparse",
-    "linear",
-    "linformer",
-    "local",
-    "long_short",
-    "longformer",
-    "lsh",
-    "memory_efficient",
-    "moba",
-    "nsa",
-    "nystromformer",
-    "performer",
-    "retention",
-    "routing",
-    "shared_qk",
-    "sinks",
-    "smyrf",
-]
+_OTHERS = ("base", "block_patterns")
+_MODULES = [m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg and m.name not in _OTHERS]
+
+__all__ = ["AttentionOp", "Dims", *_MODULES]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

@@ -37,7 +37,7 @@ from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import CallArrays, placement_of
-from reformax.ops.sharding.shard import Shard
+from reformax.ops.sharding.shard import Shard, of_heads
 from reformax.ops.softmax.dropout import seed_words
 
 SoftCap = Annotated[float, Bounds(1e-2, 1e6, name="a number from 0.01 to 1e6")]
@@ -77,12 +77,14 @@ class AttentionOp:
 
     Options of every algorithm that makes attention weights:
       soft_cap: a bound c of the logits x, which become `c tanh(x / c)`, before a bias is added
-        (Gemma Team 2024, "Gemma 2", sec. 2). None: no bound. Kernels have none.
+        (Gemma Team 2024, "Gemma 2", sec. 2). None: no bound. cuDNN has none.
       scale_by_length: a factor s: logits are multiplied by `s ln n`, where n is the number of keys
         that causality, segments and padding leave a query, at least 2 (Nakanishi 2025,
         "Scalable-Softmax Is Superior for Attention"). Each `impl` has it, because the queries are
         multiplied, for hashes and choices too. With `1 / ln L` the factor is 1 at length L. None:
         no such factor.
+      learn_scale_by_length: whether s is a weight of each head, `length_factor [N]`, that begins as
+        `scale_by_length`. For algorithms without other weights of their own.
 
     Attributes:
       shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
@@ -109,6 +111,7 @@ class AttentionOp:
 
     soft_cap: SoftCap | None = None
     scale_by_length: LengthScale | None = None
+    learn_scale_by_length: bool = False
 
     shared_qk: ClassVar[bool] = False
     causality: ClassVar[Literal["either", "only", "never"]] = "either"
@@ -157,6 +160,14 @@ class AttentionOp:
                 raise SettingError(
                     f"{name} is {value}: {self.name} makes no attention weights, leave it out"
                 )
+        if self.learn_scale_by_length and self.scale_by_length is None:
+            raise SettingError(
+                "learn_scale_by_length is True and scale_by_length is None: set what it begins as"
+            )
+        if self.learn_scale_by_length and type(self).init is not AttentionOp.init:
+            raise SettingError(
+                f"learn_scale_by_length is True: {self.name} has other weights, leave it out"
+            )
 
     def _check(self) -> None:
         """Raises `ValueError` for options that exclude each other."""
@@ -191,8 +202,10 @@ class AttentionOp:
 
         A stack maps it over the rngs of its layers by `jax.vmap`.
         """
-        del rng, dims
-        return ()
+        del rng
+        if not self.learn_scale_by_length:
+            return ()
+        return {"length_factor": jnp.full(dims.n_heads, self.scale_by_length, jnp.float32)}
 
     def dims(self, q: Float[Array, "B T N H"], v: Float[Array, "B S N V"]) -> Dims:
         """The sizes of a call of these arrays, which `init` and `extra_projections` take."""
@@ -229,7 +242,8 @@ class AttentionOp:
             reads them.
         """
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        return self._run(self._plan, call, params, self._scaled(call, q, k), k)
+        q = self._scaled(call, params, q, k)
+        return self._run(self._plan, call, params, q, k)
 
     @final
     def apply(
@@ -246,7 +260,7 @@ class AttentionOp:
             padding; `bias` and `extra_projections` where the algorithm reads them.
         """
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        return self.attend(call, params, self._scaled(call, q, k), k, v, plan)
+        return self.attend(call, params, self._scaled(call, params, q, k), k, v, plan)
 
     @final
     def attend(self, call: Call, params, q, k, v, plan=()) -> Float[Array, "B T N V"]:
@@ -265,7 +279,8 @@ class AttentionOp:
           **call: the plan's `rng`, and `extra_projections` where the algorithm reads some.
         """
         call = self._call(causal=True, lengths=lengths, length=capacity, **call)
-        return self._run(self._init_cache, call, params, self._scaled(call, q, k), k, v, plan)
+        q = self._scaled(call, params, q, k)
+        return self._run(self._init_cache, call, params, q, k, v, plan)
 
     @final
     def step(
@@ -283,7 +298,8 @@ class AttentionOp:
             `extra_projections`, and `origins` in beam search (`decoding.cache.RingDecoding`).
         """
         call = self._call(causal=True, position=position, **call)
-        return self._run(self._step, call, params, self._scaled(call, q, k), k, v, cache)
+        q = self._scaled(call, params, q, k)
+        return self._run(self._step, call, params, q, k, v, cache)
 
     @final
     def replace_value(self, cache, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]) -> Any:
@@ -300,7 +316,7 @@ class AttentionOp:
         numbers = (None if x is None else float(x) for x in (self.scale, self.soft_cap))
         return Call(logits=Logits(*numbers), **arguments)
 
-    def _scaled(self, call: Call, q, k) -> Float[Array, "B T N H"]:
+    def _scaled(self, call: Call, params, q, k) -> Float[Array, "B T N H"]:
         """The queries times `scale_by_length ln n`, for n keys that they see."""
         if self.scale_by_length is None:
             return q
@@ -316,8 +332,11 @@ class AttentionOp:
             lengths = q.shape[1], (q if k is None else k).shape[1]
             n_keys = keys_seen(*lengths, causal=call.causal, segment_ids=call.segment_ids)
         dtype = accum_dtype(q.dtype)
-        factor = self.scale_by_length * jnp.log(jnp.maximum(n_keys, 2).astype(dtype))
-        return (q * factor[..., None, None]).astype(q.dtype)
+        factor = self.scale_by_length
+        if self.learn_scale_by_length:
+            factor = of_heads(params["length_factor"], call.shard, q.shape[2]).astype(dtype)
+        factor = factor * jnp.log(jnp.maximum(n_keys, 2).astype(dtype))[..., None]
+        return (q * factor[..., None]).astype(q.dtype)
 
     def _run(self, function, call: Call, params, q, k, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.

@@ -30,7 +30,7 @@ from reformax.ops.masking.masks import ids_or_ones, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.sharding.shard import all_heads
-from reformax.ops.softmax import band, block_lists, tiles
+from reformax.ops.softmax import band, block_kernels, block_lists, tiles
 from reformax.ops.softmax.block_lists import MIN_TILE, Layout, TileLists
 
 BUTTERFLY = butterfly()
@@ -128,7 +128,8 @@ class block_sparse(AttentionOp):
             min(size, -(-length // MIN_TILE) * MIN_TILE)
             for size, length in ((block_q, n_queries), (block_k, n_keys))
         )
-        return Layout(mask, block_q, block_k, n_queries, n_keys, call.causal, call.dropout)
+        sizes = block_q, block_k, n_queries, n_keys
+        return Layout(mask, *sizes, call.causal, call.dropout, call.logits)
 
     def _apply(self, call, params, q, k, v, plan):
         del params
@@ -212,10 +213,8 @@ def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T
         return attend_to_tokens(in_tiles, q, k, v, call.segment_ids)
 
     def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
-        from reformax.ops.kernels.triton import block_sparse as kernel
-
         ids = segment_pair(call.segment_ids)
-        return kernel.attend(layout, interpret, q, k, v, ids, call.seed)[0]
+        return block_kernels.attend(layout, interpret, q, k, v, ids, call.seed)[0]
 
     obstacles = kernel_obstacles(q, k, v, call.logits, block_size=odd)
     return compute_by(impl, {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)})

@@ -163,7 +163,7 @@ class dsa(AttentionOp):
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import dsa as kernel
 
-            layout = FullLayout(length, length, call.causal, call.dropout)
+            layout = FullLayout(length, length, call.causal, call.dropout, call.logits)
             masks = None if call.segment_ids is None else ids
             indexer = kernel.IndexerArrays(*index, index_keys)
             return kernel.attend(

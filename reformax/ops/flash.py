@@ -28,7 +28,7 @@ from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.softmax import ring, tiles
+from reformax.ops.softmax import block_kernels, ring, tiles
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 
@@ -88,11 +88,9 @@ class flash(RingDecoding, AttentionOp):
             )
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
-            from reformax.ops.kernels.triton import block_sparse as kernel
-
-            layout = FullLayout(q.shape[1], k.shape[1], causal, dropout)
+            layout = FullLayout(q.shape[1], k.shape[1], causal, dropout, call.logits)
             arrays = q, *repeat_heads(q, k, v)
-            return kernel.attend(layout, interpret, *arrays, ids, seed)[0]
+            return block_kernels.attend(layout, interpret, *arrays, ids, seed)[0]
 
         def in_arrays() -> Float[Array, "B T N V"]:
             arrays = q, *repeat_heads(q, k, v)
@@ -136,7 +134,7 @@ class _FlashPieces(NamedTuple):
     def forward(self, causal, q, k, v, segment_ids, seed):
         k, v = repeat_heads(q, k, v)
         if self.interpret is not None:
-            kernel, layout = self._kernel(causal, q, k)
+            layout, kernel = self._layout(causal, q, k), block_kernels.kernels()
             return kernel.forward(layout, q, k, v, segment_ids, seed, interpret=self.interpret)
         tiling = _tiling(*self[:3], causal, q, k)
         x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
@@ -146,9 +144,9 @@ class _FlashPieces(NamedTuple):
     def backward(self, causal, q, k, v, segment_ids, seed, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
         if self.interpret is not None:
-            kernel, layout = self._kernel(causal, q, k)
-            arrays = q, k, v, segment_ids, seed, *results, d_out
-            dq, *of_keys = kernel.backward(layout, *arrays, interpret=self.interpret)
+            layout, arrays = self._layout(causal, q, k), (q, k, v, segment_ids, seed, *results)
+            backward = block_kernels.kernels().backward
+            dq, *of_keys = backward(layout, *arrays, d_out, interpret=self.interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
             x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
@@ -157,10 +155,8 @@ class _FlashPieces(NamedTuple):
             dq, *of_keys = found[:3]
         return dq, *of_groups(tuple(of_keys))
 
-    def _kernel(self, causal: bool, q, k):
-        from reformax.ops.kernels.triton import block_sparse as kernel
-
-        return kernel, FullLayout(q.shape[1], k.shape[1], causal, self.dropout)
+    def _layout(self, causal: bool, q, k) -> FullLayout:
+        return FullLayout(q.shape[1], k.shape[1], causal, self.dropout, self.logits)
 
 
 def default_block_size(q: Float[Array, "B T N H"]) -> int:

@@ -34,7 +34,7 @@ from reformax.ops.hashing.angular import MAX_FACTOR, draw_rotations, hash_by
 from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.normalization import length_normalize
-from reformax.ops.softmax import tiles
+from reformax.ops.softmax import block_kernels, tiles
 from reformax.ops.softmax.block_lists import SortedLayout
 from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.orders import inverse_permutation
@@ -127,13 +127,10 @@ class hash_sparse(AttentionOp):
             return _in_arrays(call, *x, *flat, exclude_self, n_heads)
 
         def in_kernels(interpret: bool) -> Float[Array, "X T 1 V"]:
-            from reformax.ops.kernels.triton import block_sparse as kernel
-
-            layout = SortedLayout(
-                length, length, causal, dropout, exclude_self=exclude_self, n_folded=n_heads
-            )
+            options = dict(exclude_self=exclude_self, n_folded=n_heads)
+            layout = SortedLayout(length, length, causal, dropout, call.logits, **options)
             groups = *(y.group for y in flat), *(y.position for y in flat)
-            return kernel.attend(layout, interpret, *x, groups, seed)[0]
+            return block_kernels.attend(layout, interpret, *x, groups, seed)[0]
 
         obstacles = kernel_obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}

@@ -106,13 +106,12 @@ class longformer(AttentionOp):
         return first_global(call.global_tokens, call.segment_ids, self.n_global)
 
     def _apply(self, call, params, q, k, v, plan) -> Array:
-        del params
         out = band.attend(call, self._bands(q.shape[2], call.causal), q, k, v, plan, self.impl)
         if plan is None:
             return out
         if call.extra_projections:
             q, k, v = (call.extra_projections[f"global_{name}"] for name in "qkv")
-            q = self._scaled(call, q, k)
+            q = self._scaled(call, params, q, k)
         rows = band.rows_of_global_tokens(call, rows_at(q, plan), k, v, plan).astype(out.dtype)
         return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
 

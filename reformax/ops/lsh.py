@@ -22,7 +22,6 @@ Where a query is told which keys it sees: first the candidates, those in reach, 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
@@ -50,7 +49,7 @@ from reformax.ops.decoding.sorted_order import (
 )
 from reformax.ops.hashing import circle
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
-from reformax.ops.hashing.sorting import sort_by_bucket, within_buckets
+from reformax.ops.hashing.sorting import sort_by_bucket, take_last, within_buckets
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, Order, PadChunks
@@ -58,8 +57,6 @@ from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, Order, PadChunks
 # Every hash sorts the whole sequence.
 HashCount = Annotated[int, Bounds(1, 1024)]
 Buckets = Annotated[int | Sequence[int] | str, Called("'auto', or even numbers")]
-
-_take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
 
 @op
@@ -312,7 +309,7 @@ class lsh(AttentionOp):
         if self.wrap:
             candidates, exists = _across_hashes(order, slot, newest, chunk_len * self.pad_chunks)
         else:
-            candidates = _take(order, jnp.clip(slot, 0, order.shape[-1] - 1), axis=-1)
+            candidates = take_last(order, jnp.clip(slot, 0, order.shape[-1] - 1))
         mask = exists & (candidates != newest)
         candidates = jnp.where(mask, candidates, -1)
         if self.count_once and candidates.shape[2] > 1:
@@ -350,5 +347,5 @@ def _across_hashes(
     index, slot = jnp.divmod(slot % (n_hashes * length), length)
     index = index * capacity + jnp.minimum(slot, capacity - 1)
     shape = (*order.shape[:2], -1)
-    seen = _take(order.reshape(shape), index.reshape(shape), axis=-1).reshape(index.shape)
+    seen = take_last(order.reshape(shape), index.reshape(shape)).reshape(index.shape)
     return seen, slot <= newest

@@ -33,7 +33,7 @@ from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.row_blocks import block_at, over_groups, rows
-from reformax.ops.softmax import tiles
+from reformax.ops.softmax import block_kernels, tiles
 from reformax.ops.softmax.block_lists import MIN_TILE, FullLayout, Layout
 from reformax.ops.softmax.online import Softmax
 
@@ -142,11 +142,10 @@ def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
 
     Those of the summaries are of logits that another program has rounded.
     """
-    from reformax.ops.kernels.triton import block_sparse as kernel
-
     (x, seed), d_out = first_order((residuals, d_out))
-    layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout)
+    layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout, tiling.logits)
     arrays = *x[:3], (x.query_segment_ids, x.key_segment_ids), seed
+    kernel = block_kernels.kernels()
     results = kernel.forward(layout, *arrays, interpret=interpret)
     gradients = kernel.backward(layout, *arrays, *results, d_out, interpret=interpret)
     return tiles.TiledInputs(*gradients, None, None, None, None), None, None
@@ -182,13 +181,12 @@ def kernel_summary(
 
     If causal, the tile is square and on the diagonal.
     """
-    from reformax.ops.kernels.triton import block_sparse as kernel
-
     q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, *(rows(y, group, keys) for y in x[1:3])))
     n_queries, n_keys = q.shape[1], k.shape[1]
-    block = np.ones((1, 1, 1), bool)
-    layout = Layout(block, n_queries, n_keys, n_queries, n_keys, tiling.causal, 0.0)
-    out, row_max, row_sum = kernel.forward(layout, q, k, v, (None, None), None, interpret=interpret)
+    sizes = (n_queries, n_keys) * 2
+    layout = Layout(np.ones((1, 1, 1), bool), *sizes, tiling.causal, 0.0, tiling.logits)
+    forward = functools.partial(block_kernels.kernels().forward, interpret=interpret)
+    out, row_max, row_sum = forward(layout, q, k, v, (None, None), None)
     return Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum)
 
 

@@ -136,7 +136,7 @@ class moba(AttentionOp):
             found = _tiles(plan, size, n_rows)
             lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.slot >= 0)
             n_keys = min(KEYS, power_of_two(size))
-            sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, call.dropout)
+            sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, call.dropout, call.logits)
             ids = call.segment_ids
             ids = None if ids is None else jnp.asarray(ids, jnp.int32)
             return kernel.attend(sizes, interpret, q, k, v, ids, lists, call.seed)

@@ -266,7 +266,7 @@ class nsa(AttentionOp):
             masks = () if segment_ids is None else (ids, summaries.ids, first_block)
             n_best = min(fitted.n_selected, -(-length // fitted.block_size))
             sizes = fitted.block_size, fitted.compress_stride, fitted.compress_len
-            sizes = selection.SelectionSizes(n_best, *sizes, q.shape[2] // k.shape[2])
+            sizes = selection.SelectionSizes(n_best, *sizes, q.shape[2] // k.shape[2], call.logits)
             return selection.select(sizes, interpret, q, summaries.keys, *masks)
 
         def in_arrays() -> Int[Array, "B G T K"]:
@@ -393,14 +393,14 @@ class nsa(AttentionOp):
 
         group, size = q.shape[2] // k.shape[2], min(self.block_size, q.shape[1])
         stride, span = self.compress_stride, self.compress_len
-        dropout, rows = call.dropout, kernel.n_rows(q)
+        others = call.dropout, kernel.n_rows(q), call.logits
         ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
-        sizes = kernel.NsaSizes(group, 0, 0, stride, span, dropout, rows)
+        sizes = kernel.NsaSizes(group, 0, 0, stride, span, *others)
         summary_ids = None if ids is None else summaries.ids
         compressed = kernel.attend(
             sizes, interpret, q, summaries.keys, summaries.values, ids, summary_ids, None, call.seed
         )
-        sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, dropout, rows)
+        sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, *others)
         selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, call.seed)
         return compressed, selected
 

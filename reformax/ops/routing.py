@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Size, Width
@@ -33,6 +33,7 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
+from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
@@ -117,7 +118,8 @@ class routing(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Clusters:
         """The members of each cluster."""
-        token_mask, centroids = _token_mask(call.segment_ids, q), params["centroids"].value
+        ids, centroids = ids_or_ones(call.segment_ids, q), params["centroids"].value
+        token_mask = is_token(ids)
         width, n_members = self._width(q.shape[1]), self._n_members(token_mask.sum(axis=1))
         n_members = jnp.broadcast_to(n_members, q.shape[:1])
 
@@ -166,9 +168,8 @@ class routing(AttentionOp):
     def _apply(self, call, params, q, k, v, plan):
         centroids, dtype = params["centroids"], accum_dtype(q.dtype, v.dtype)
         vectors = (q,) if self.shared_qk else (q, k)
-        moved = self._moved(
-            lax.stop_gradient(centroids.value), vectors, _token_mask(call.segment_ids, q)
-        )
+        token_mask = is_token(ids_or_ones(call.segment_ids, q))
+        moved = self._moved(lax.stop_gradient(centroids.value), vectors, token_mask)
         new_centroids = updated(centroids, moved)
 
         keys = length_normalize(q) if self.shared_qk else k
@@ -222,7 +223,7 @@ class routing(AttentionOp):
         keys = queries if self.shared_qk else kernel.in_order(plan.keys)
         sizes = queries.position.shape[1], keys.position.shape[1]
         options = dict(exclude_self=self.shared_qk, n_folded=n_heads)
-        layout = SortedLayout(*sizes, call.causal, call.dropout, **options)
+        layout = SortedLayout(*sizes, call.causal, call.dropout, call.logits, **options)
         folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
         out, row_sum = kernel.attend(layout, interpret, *folded, queries, keys, call.seed)
         return out.reshape(*q.shape[:3], -1), row_sum.reshape(q.shape[:3])
@@ -284,10 +285,6 @@ def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
     x = lax.stop_gradient(x).astype(accum_dtype(x.dtype))
     x = x / nonzero(jnp.max(jnp.abs(x), axis=-1, keepdims=True))  # squares do not overflow
     return x / nonzero(jnp.linalg.norm(x, axis=-1, keepdims=True))
-
-
-def _token_mask(segment_ids: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
-    return jnp.ones(x.shape[:2], bool) if segment_ids is None else is_token(segment_ids)
 
 
 # Decoding. T is the capacity.

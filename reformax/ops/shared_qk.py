@@ -17,6 +17,7 @@ from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import except_self, segment_pair, visibility
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax import block_kernels
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.softmax.dropout import dropped_self_values
@@ -63,11 +64,10 @@ class shared_qk(RingDecoding, AttentionOp):
             return _to_those_before(q, v, self.attend_self_if_alone)
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
-            from reformax.ops.kernels.triton import block_sparse as kernel
-
-            layout = FullLayout(q.shape[1], q.shape[1], causal, dropout, exclude_self=True)
+            sizes = q.shape[1], q.shape[1]
+            layout = FullLayout(*sizes, causal, dropout, call.logits, exclude_self=True)
             arrays = q, length_normalize(q), v, segment_pair(ids), seed
-            out, row_sum = kernel.attend(layout, interpret, *arrays)
+            out, row_sum = block_kernels.attend(layout, interpret, *arrays)
             if not self.attend_self_if_alone:
                 return out
             alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]

@@ -27,7 +27,7 @@ from reformax.ops.base import op
 from reformax.ops.calls.call import Call
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.hashing import asymmetric
-from reformax.ops.hashing.sorting import sort_by_bucket
+from reformax.ops.hashing.sorting import sort_by_bucket, take_last
 from reformax.ops.lsh import HashCount
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.softmax.orders import ChunkSizes
@@ -145,9 +145,7 @@ class AsymmetricHash(NamedTuple):
             )
         )
         # Equal hashes are sorted by position, so the newest query comes last.
-        newest = jnp.take_along_axis(
-            of_query, position[:, None, None, None], axis=-1, mode="promise_in_bounds"
-        )
+        newest = take_last(of_query, position[:, None, None, None])
         up_to = (of_query <= newest) & exists[:, :, None]
         query_slot = up_to.sum(axis=-1, keepdims=True) - 1
         order = sort_by_bucket(of_key, asymmetric.N_CODES + 1, None, 0).query_positions

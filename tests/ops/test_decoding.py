@@ -15,6 +15,7 @@ from reformax.ops.calls import dispatch
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.decoding import cache
+from reformax.ops.numerics.logits import PLAIN, Logits
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over, the_others
 
@@ -282,6 +283,7 @@ def check_beams(op, heads):
     [
         (4, 70, (8, 8), "float32", ()),
         (2, 20, (20, 12), "float32", ("alone", "bias")),
+        (2, 20, (8, 8), "float32", ("bias", "logits")),
         (4, 130, (16, 16), "bfloat16", ("alone", "index")),
     ],
 )
@@ -301,10 +303,11 @@ def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
         bias=numbers(1, n_heads, n_places),
         index=jnp.asarray(rng.integers(0, n_keys, mask.shape), jnp.int32),
     )
-    options = {name: options[name] for name in given}
+    call = Call(logits=Logits(scale=0.5, soft_cap=0.7) if "logits" in given else PLAIN)
+    options = {name: options[name] for name in given if name in options}
 
     def run(impl, keys, values):
-        return jax.jit(lambda: cache.attend_to(Call(), q, keys, values, mask, impl, **options))()
+        return jax.jit(lambda: cache.attend_to(call, q, keys, values, mask, impl, **options))()
 
     want = run("xla", keys, values)
     if "index" not in given:
@@ -332,7 +335,7 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
     mask, options = jnp.asarray(rng.random((2, n_heads, n_places)) < 0.7), {}
     if n_places != n_slots:
         options["index"] = jnp.asarray(rng.integers(0, n_slots, mask.shape), jnp.int32)
-    call = Call(position=position)
+    call = Call(position=position, logits=Logits(soft_cap=0.7) if indexed else PLAIN)
     (out, after), (want, held) = (
         jax.jit(lambda r, i=i: cache.add_and_attend(call, q, r, new, mask, i, **options))(ring)
         for i in (INTERPRETED, "xla")

@@ -19,6 +19,7 @@ from reformax.ops.kernels.triton.common import (
     launch,
     query_rows,
 )
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import Softmax, nonzero
 from tests.helpers import assert_trees_close
 
@@ -45,10 +46,11 @@ class EveryOther(flash.Program):
     row: QueryRows | None
     batch: Any
     head: Any
+    logits: Logits
 
     @classmethod
-    def located(cls, x, row=None):
-        return cls(x, row, pl.program_id(2), pl.program_id(1))
+    def located(cls, logits, x, row=None):
+        return cls(x, row, pl.program_id(2), pl.program_id(1), logits)
 
     def tile(self, i):
         position = i * TILE + jnp.arange(TILE, dtype=jnp.int32)
@@ -70,8 +72,8 @@ class EveryOther(flash.Program):
         return jnp.where(keys.position == 3, 0.0, 1.25)
 
 
-def forward_kernel(x, out):
-    program = EveryOther.located(x)
+def forward_kernel(x, out, *, logits):
+    program = EveryOther.located(logits, x)
     queries = program.tile(pl.program_id(0))
     acc, row_max, row_sum = flash.forward(program, queries)
     program.put_rows(out.acc, queries, acc / nonzero(row_sum)[:, None])
@@ -79,8 +81,8 @@ def forward_kernel(x, out):
     program.put_numbers(out.row_sum, queries, row_sum)
 
 
-def backward_kernel(x, row, out):
-    program = EveryOther.located(x, row)
+def backward_kernel(x, row, out, *, logits):
+    program = EveryOther.located(logits, x, row)
     tile = program.tile(pl.program_id(0))
     dq = flash.d_queries(program, tile, program.rows(x.q, tile))
     dk, dv = flash.d_keys(program, tile)
@@ -89,28 +91,30 @@ def backward_kernel(x, row, out):
         program.put_rows(ref, tile, value)
 
 
-def run(kernel, inputs, shapes):
+def run(kernel, logits, inputs, shapes):
     n_batch, length, n_heads, _ = inputs[0].q.shape
     grid = -(-length // TILE), n_heads, n_batch
     options = dict(num_warps=4, num_stages=1, interpret=True, name="every_other")
+    kernel = functools.partial(kernel, logits=logits)
     return launch(kernel, inputs, (shapes,), grid=grid, **options)[0]
 
 
-def forward(_, q, k, v, interpret):
+def forward(logits, q, k, v, interpret):
     assert interpret
     statistic = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     shapes = Softmax(jax.ShapeDtypeStruct(v.shape, v.dtype), statistic, statistic)
-    return tuple(run(forward_kernel, (Inputs(q, k, v),), shapes))
+    return tuple(run(forward_kernel, logits, (Inputs(q, k, v),), shapes))
 
 
-def backward(_, q, k, v, out, row_max, row_sum, d_out, interpret):
+def backward(logits, q, k, v, out, row_max, row_sum, d_out, interpret):
     row = query_rows(d_out, out, row_max, row_sum, None)
     shapes = Inputs(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)))
-    return tuple(run(backward_kernel, (Inputs(q, k, v), row), shapes))
+    return tuple(run(backward_kernel, logits, (Inputs(q, k, v), row), shapes))
 
 
-def in_arrays(q, k, v):
+def in_arrays(cap, q, k, v):
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[3])
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     position = jnp.arange(LENGTH)
     sees = (position[:, None] - position) % 2 == 0
     weights = jax.nn.softmax(jnp.where(sees, logits, -jnp.inf), axis=-1)
@@ -118,12 +122,14 @@ def in_arrays(q, k, v):
     return jnp.einsum("bnts,bsnv->btnv", weights, v)
 
 
+@pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize("with_sums", [False, True])
-def test_a_program_says_what_is_visited_and_seen(with_sums):
+def test_a_program_says_what_is_visited_and_seen(with_sums, cap):
     rng = np.random.default_rng(0)
     shapes = [(2, LENGTH, 2, size) for size in (8, 8, 5, 5)]
     q, k, v, d_out = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
-    attend = functools.partial(flash.attention(forward, backward, with_sums), None, True)
+    logits = Logits(soft_cap=cap)
+    attend = functools.partial(flash.attention(forward, backward, with_sums), logits, True)
 
     def output(q, k, v):
         return attend(q, k, v)[0] if with_sums else attend(q, k, v)
@@ -132,7 +138,7 @@ def test_a_program_says_what_is_visited_and_seen(with_sums):
         out, vjp = jax.vjp(f, q, k, v)
         return out, vjp(d_out)
 
-    assert_trees_close(passes(output), passes(in_arrays))
+    assert_trees_close(passes(output), passes(functools.partial(in_arrays, cap)))
     if with_sums:
         row_sum = attend(q, k, v)[1]
         assert row_sum.shape == (2, 2, LENGTH)

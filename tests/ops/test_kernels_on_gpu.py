@@ -23,6 +23,7 @@ from reformax.ops import (
     hash_sparse,
     linear,
     longformer,
+    lsh,
     moba,
     nsa,
     performer,
@@ -55,6 +56,7 @@ class Case(NamedTuple):
 
 
 of = functools.partial
+CAPPED = dict(soft_cap=2.0)
 native = of(nsa.nsa, compression="mean", own_projections=False)
 CASES = {
     "nsa, short": Case(of(native, block_size=16, n_selected=4, window=30), 6, 2, 16, 90),
@@ -94,6 +96,15 @@ CASES = {
         of(shared_qk.shared_qk, attend_self_if_alone=False), 4, 4, t=777, packed=True, dropout=0.2
     ),
     "shared_qk, wide": Case(shared_qk.shared_qk, 2, 2, 128, 1000, causal=False, packed=True),
+    "flash, capped": Case(of(flash.flash, **CAPPED), t=777, packed=True, dropout=0.2),
+    "flash, wide, capped": Case(of(flash.flash, **CAPPED), 2, 2, 128, 1000, causal=False),
+    "lsh, capped": Case(of(lsh.lsh, n_hashes=2, chunk_len=128, n_buckets=8, **CAPPED), t=1000),
+    "moba, capped": Case(of(moba.moba, block_size=64, **CAPPED), 4, t=1000, packed=True),
+    "nsa, capped": Case(of(native, **CAPPED), 8, 2, t=777, packed=True),
+    "dsa, capped": Case(of(dsa.dsa, top_k=40, **CAPPED), t=777),
+    "longformer, capped": Case(
+        of(longformer.longformer, window=65, n_global=5, **CAPPED), t=1000, marked=9
+    ),
     "hash_sparse": Case(of(hash_sparse.hash_sparse, n_buckets=8), t=1000),
     "hash_sparse, shared": Case(
         of(hash_sparse.hash_sparse, n_buckets=8, shared_qk=True), t=700, packed=True

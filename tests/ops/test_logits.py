@@ -1,5 +1,7 @@
 """Options of logits that every op with attention weights has: a soft cap, and the length's log."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,19 +10,30 @@ import pytest
 from reformax.declared import SettingError
 from reformax.ops import (
     dense,
+    dsa,
     flash,
     gated_delta,
     linear,
+    linformer,
     local,
+    long_short,
     longformer,
     lsh,
+    memory_efficient,
+    nsa,
     nystromformer,
     performer,
+    routing,
+    shared_qk,
 )
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import keys_seen, visibility
+from reformax.ops.numerics.logits import Logits
+from tests.helpers import assert_trees_close
 from tests.ops import inputs
 from tests.ops import test_against_oracle as against_oracle
 from tests.ops import test_decoding as decoding
+from tests.ops import test_poison as poison
 from tests.ops.rows import ROWS, Shape, one_of_each_kind, over
 
 KEY = jax.random.key(3)
@@ -28,11 +41,11 @@ LOGITS = {"soft_cap": 0.7, "scale_by_length": 0.4}
 
 
 def first_of_each_factory():
-    """A row of each op that makes attention weights, in array operations, with both options."""
+    """Of each op that makes attention weights a row in arrays and one in kernels, with both."""
     rows = {}
     for row in ROWS:
-        if row.op().dropout and not row.in_kernel:
-            rows.setdefault(row.factory, row)
+        if row.op().dropout:
+            rows.setdefault((row.factory, row.in_kernel), row)
     options = {name: (value,) for name, value in LOGITS.items()}
     return [row._replace(options=row.options | options) for row in rows.values()]
 
@@ -68,6 +81,60 @@ def test_padding_changes_no_real_position(row):
     against_oracle.test_padding_changes_no_real_position(row)
 
 
+@over(WITH_LOGITS, quick=one_of_each_kind)
+def test_padding_may_hold_anything(row):
+    poison.test_at_padding_and_in_another_example(row)
+
+
+KERNELS = {
+    "flash": flash.flash,
+    "memory_efficient": functools.partial(
+        memory_efficient.memory_efficient, query_chunk_size=16, key_chunk_size=32
+    ),
+    "lsh": functools.partial(lsh.lsh, chunk_len=16, n_hashes=2, n_buckets=4),
+    "longformer": functools.partial(
+        longformer.longformer, window=6, n_global=1, own_projections=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compute_what_array_operations_do(name):
+    make, packed = KERNELS[name], name != "memory_efficient"
+    length = 45 if packed else 64
+    ids = jnp.repeat(jnp.array([[1, 2, 0], [3, 1, 1]]), jnp.array([20, 17, 8]), axis=1)
+    options = dict(segment_ids=ids, dropout=0.2) if packed else {}
+    if name == "longformer":
+        options["global_tokens"] = jnp.zeros((2, length), int).at[:, 3].set(1)
+
+    def passes(impl):
+        op = make(**LOGITS, impl=impl)
+        x = inputs.draw(op, length=length, d_qk=8)
+        arrays = tuple(y for y in x[:3] if y is not None)
+
+        def attend(*arrays):
+            q, k, v = arrays if len(arrays) == 3 else (arrays[0], None, arrays[1])
+            return op(q, k, v, causal=True, rng=KEY, **options)
+
+        out, vjp = jax.vjp(attend, *arrays)
+        return out, vjp(jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape)))
+
+    assert_trees_close(passes(INTERPRETED), passes("xla"), 1e-5)
+
+
+def test_pieces_of_a_ring_in_kernels():
+    rng, ids = np.random.default_rng(0), jnp.repeat(jnp.array([[1, 2]]), 20, axis=1)
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=(1, 40, 2, 8)), jnp.float32) for _ in range(4))
+    call = True, q, k, v, (ids, ids), None
+    found = []
+    for interpret in (True, None):
+        logits = Logits(soft_cap=LOGITS["soft_cap"])
+        pieces = flash._FlashPieces((None, None), logits, 0.0, interpret)
+        results = pieces.forward(*call)
+        found.append((results, pieces.backward(*call, results, d_out)))
+    assert_trees_close(*found, 1e-5)
+
+
 @pytest.mark.parametrize("name", LOGITS)
 @over(WITH_LOGITS, quick=one_of_each_kind)
 def test_no_op_ignores_an_option(row, name):
@@ -98,20 +165,72 @@ def test_a_cap_out_of_range(value):
         dense.dense(soft_cap=value)
 
 
-@pytest.mark.parametrize("impl", ["pallas", "cudnn"])
-@pytest.mark.parametrize("factory", [flash.flash, local.local, lsh.lsh])
-def test_an_implementation_without_a_cap_refuses_it(factory, impl, monkeypatch):
+@pytest.mark.parametrize("factory", [dense.dense, flash.flash, local.local, shared_qk.shared_qk])
+def test_cudnn_has_no_cap_and_auto_goes_on_to_our_kernels(factory, monkeypatch):
     monkeypatch.setattr("reformax.ops.calls.dispatch.gpu_obstacle", lambda: None)
-    if impl == "cudnn" and factory is lsh.lsh:
-        return
     options = dict(window=16) if factory is local.local else {}
-    op = factory(soft_cap=30.0, impl=impl, **options)
-    x = inputs.draw(op, length=16, d_qk=16, d_v=16, dtype=jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match=f"^impl='{impl}' with soft_cap=30.0: use impl="):
-        jax.eval_shape(lambda: inputs.call(op, x, causal=True, rng=KEY))
-    # "auto" takes array operations.
-    program = jax.make_jaxpr(lambda x: inputs.call(factory(soft_cap=30.0), x, causal=True, rng=KEY))
-    assert "pallas_call" not in str(program(x)) and "cudnn" not in str(program(x))
+    x = inputs.draw(factory(), length=16, d_qk=16, d_v=16, dtype=jnp.bfloat16)
+
+    def program(**options):
+        op = factory(soft_cap=30.0, **options)
+        return str(jax.make_jaxpr(lambda x: inputs.call(op, x, causal=True, rng=KEY))(x))
+
+    with pytest.raises(NotImplementedError, match="^impl='cudnn' with soft_cap=30.0: use impl="):
+        program(impl="cudnn", **options)
+    by_default = program(**options)
+    assert "cudnn" not in by_default
+    assert ("pallas_call" in by_default) == (factory is not dense.dense)
+
+
+FACTORS = 0.4, 0.9
+
+
+@pytest.mark.parametrize("impl", ["xla", INTERPRETED])
+@pytest.mark.parametrize("factory", [flash.flash, lsh.lsh])
+def test_a_learnt_factor_is_one_of_each_head(factory, impl):
+    """Each head computes what it does with its factor fixed; so do the factors' gradients."""
+    learnt = factory(scale_by_length=FACTORS[0], learn_scale_by_length=True, impl=impl)
+    x = inputs.draw(learnt, d_qk=8)
+    np.testing.assert_array_equal(x.params["length_factor"], np.float32(FACTORS[:1] * 2))
+    ids = jnp.repeat(jnp.array([[1, 2, 0]]), jnp.array([6, 5, 2]), axis=1).repeat(2, axis=0)
+    options = dict(causal=True, segment_ids=ids, rng=KEY)
+
+    def run(factors):
+        params = {"length_factor": factors}
+        return inputs.call(learnt, x._replace(params=params), **options)
+
+    def with_fixed(factor):
+        op = factory(scale_by_length=factor, impl=impl)
+        return inputs.call(op, x._replace(params=()), **options)
+
+    factors = jnp.array(FACTORS)
+    wanted = jnp.stack([with_fixed(f)[:, :, i] for i, f in enumerate(FACTORS)], axis=2)
+    np.testing.assert_allclose(run(factors), wanted, atol=1e-6)
+    # A gradient in the direction of ln(n) q is that of the queries.
+    (of_factors,) = jax.vjp(run, factors)[1](wanted)
+    step = 1e-2
+    for i, f in enumerate(FACTORS):
+        change = (with_fixed(f + step) - with_fixed(f - step))[:, :, i] / (2 * step)
+        np.testing.assert_allclose(of_factors[i], np.sum(change * wanted[:, :, i]), rtol=2e-2)
+
+
+def test_a_step_reads_a_learnt_factor():
+    op = flash.flash(scale_by_length=FACTORS[0], learn_scale_by_length=True)
+    x = inputs.draw(op, length=7)._replace(params={"length_factor": jnp.array(FACTORS)})
+    whole = inputs.call(op, x, causal=True)
+    prompt, new = x.at(slice(None), slice(0, 6)), x.at(slice(None), slice(6, 7))
+    plan = inputs.plan(op, prompt, causal=True, length=8)
+    cache = inputs.init_cache(op, prompt, plan=plan, lengths=np.full(2, 6), capacity=8)
+    out, _ = inputs.step(op, new, cache, position=np.full(2, 6))
+    np.testing.assert_allclose(out[:, 0], whole[:, 6], atol=1e-6)
+
+
+def test_a_learnt_factor_is_refused_where_it_is_not_kept():
+    with pytest.raises(SettingError, match="^learn_scale_by_length is True and scale_by_length is"):
+        flash.flash(learn_scale_by_length=True)
+    for factory in (nsa.nsa, routing.routing, linformer.linformer, dsa.dsa, long_short.long_short):
+        with pytest.raises(SettingError, match="^learn_scale_by_length is True: .* other weights"):
+            factory(scale_by_length=0.1, learn_scale_by_length=True)
 
 
 @pytest.mark.parametrize("n_queries, n_keys", [(7, 7), (5, 9), (9, 5)])

@@ -61,22 +61,23 @@ def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl):
 
 # Heads, and sizes with padded tiles, summaries over three blocks, or several chunks of queries.
 SELECTIONS = [
-    ((6, 2), (8, 4, 12, 4), jnp.float32, 2**30),
-    ((3, 3), (16, 4, 4, 9), jnp.bfloat16, 2**15),
+    ((6, 2), (8, 4, 12, 4), jnp.float32, 2**30, {}),
+    ((6, 2), (8, 4, 12, 4), jnp.float32, 2**30, {"soft_cap": 0.3}),
+    ((3, 3), (16, 4, 4, 9), jnp.bfloat16, 2**15, {}),
 ]
 
 
-@pytest.mark.parametrize("heads, sizes, dtype, at_a_time", SELECTIONS)
-def test_kernels_select_what_array_operations_do(heads, sizes, dtype, at_a_time, monkeypatch):
+@pytest.mark.parametrize("heads, sizes, dtype, at_a_time, options", SELECTIONS)
+def test_kernels_select_what_array_operations_do(
+    heads, sizes, dtype, at_a_time, options, monkeypatch
+):
     monkeypatch.setattr(selection, "MAX_SCORE_BYTES", at_a_time)
     names = "compress_len", "compress_stride", "block_size", "n_selected"
-    sizes = dict(zip(names, sizes, strict=True))
+    options = MEANS | options | dict(zip(names, sizes, strict=True))
     q, k = (2 * x.astype(dtype) for x in numbers(269, *heads))
     masks = dict(segment_ids=None, causal=True, rng=None, train=True)
     got, want = (
-        jax.jit(
-            lambda q, k, impl=impl: nsa.nsa(**MEANS | sizes, impl=impl).plan((), q, k, **masks)
-        )(q, k)
+        jax.jit(lambda q, k, impl=impl: nsa.nsa(**options, impl=impl).plan((), q, k, **masks))(q, k)
         for impl in (INTERPRETED, "xla")
     )
     same = np.sort(got, axis=-1) == np.sort(want, axis=-1)

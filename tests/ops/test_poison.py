@@ -30,7 +30,7 @@ def draw(row, batch=2):
 
 def compiled(row, causal):
     """`(inputs, d_out, segment_ids, plan) -> (out, gradients)` of a row; `plan` None makes one."""
-    known = row.name, causal
+    known = row.name, *row.first, causal
     if known not in _compiled:
         _compiled[known] = _program(row, causal)
     return _compiled[known]

@@ -125,7 +125,7 @@ ALLOWED = {
     ("smyrf.py", "of_query <= newest"),
     ("routing.py", "queries >= of_query"),
     # A search in an order by group, then position.
-    ("hashing/sorted_groups.py", "_take(x.position, slot) <= position"),
+    ("hashing/sorted_groups.py", "take_last(x.position, slot) <= position"),
     # Which of the global tokens is the newest position: its row of a cache is written.
     ("decoding/band.py", "of_global == position[:, None]"),
     # The chunks that an op chose; positions held from the first of them on exist.

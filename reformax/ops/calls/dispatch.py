@@ -158,10 +158,10 @@ def kernel_obstacles(
       q: queries.
       k: keys; None where keys are made of queries.
       v: values; None if they are not known yet.
-      logits: how products become logits; no kernel has another way than the default.
+      logits: how products become logits; no kernel has another scale than the default.
       **options: options that no kernel has, by name. None, False and 0 mean unset.
     """
-    options |= {name: value for name, value in logits.options.items() if name not in options}
+    options.setdefault("scale", logits.scale)
     if k is not None and k.dtype != q.dtype:
         options["dtypes"] = f"{q.dtype} and {k.dtype}"
     wide = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)

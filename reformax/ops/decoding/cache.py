@@ -127,11 +127,11 @@ def attend_to(
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    interpret = _kernels(call, impl, q, keys, values, mask)
+    interpret = _kernels(impl, q, keys, values, mask)
     if interpret is not None:
         from reformax.ops.kernels.triton import one_query as kernel
 
-        options = dict(alone=alone, scale=call.logits.scale, bias=bias, index=index)
+        options = dict(alone=alone, logits=call.logits, bias=bias, index=index)
         return kernel.attend(q, keys, values, mask, interpret, **options)[0]
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
@@ -153,11 +153,10 @@ def _output(
     return jnp.where(row_sum == 0, 0.0 if alone is None else alone.astype(out.dtype), out)
 
 
-def _kernels(call: Call, impl: str, q, keys, values, mask) -> bool | None:
+def _kernels(impl: str, q, keys, values, mask) -> bool | None:
     """`choose_kernels` of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
-    others = call.logits._replace(scale=None)  # the kernel has a scale
-    return choose_kernels(impl, kernel_obstacles(q, keys, values, others), pays)
+    return choose_kernels(impl, kernel_obstacles(q, keys, values), pays)
 
 
 def add_and_attend(
@@ -178,7 +177,7 @@ def add_and_attend(
       new: the keys and values of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
       mask, impl, **options: as in `attend_to`.
     """
-    interpret = _kernels(call, impl, q, *ring, mask)
+    interpret = _kernels(impl, q, *ring, mask)
     if interpret is None:
         ring = add_to_ring(ring, *new, call.position)
         return attend_to(call, q, *ring, mask, "xla", **options), ring
@@ -186,8 +185,8 @@ def add_and_attend(
 
     rows = (x[:, 0].astype(of_ring.dtype) for x, of_ring in zip(new, ring, strict=True))
     added = kernel.NewKey(*rows, call.position % ring.keys.shape[2])
-    options["scale"] = call.logits.scale
-    out, ring = kernel.attend(q, *ring, mask, interpret, new=added, **options)
+    options |= dict(logits=call.logits, new=added)
+    out, ring = kernel.attend(q, *ring, mask, interpret, **options)
     return out, KeyValues(*ring)
 
 

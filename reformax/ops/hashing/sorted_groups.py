@@ -10,7 +10,6 @@ Letters besides those of `reformax.ops.base`: X examples with their heads, B N o
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -18,12 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from reformax.declared import Unsupported
-from reformax.ops.hashing.sorting import sort_by_bucket
+from reformax.ops.hashing.sorting import sort_by_bucket, take_last
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.masking.visibility import CAUSAL, Side, is_token
 from reformax.ops.softmax import tiles
-
-_take = functools.partial(jnp.take_along_axis, axis=-1, mode="promise_in_bounds")
 
 
 class SortedSequence(NamedTuple):
@@ -57,7 +54,7 @@ def sort(
         group = group + (segment_numbers(segment_ids) * n_buckets)[:, None]
         group = jnp.where(is_token(segment_ids)[:, None], group, 0)
     position = sort_by_bucket(group[:, :, None], n_groups + 1, None, 0).query_positions[:, :, 0]
-    return SortedSequence(position, _take(group, position))
+    return SortedSequence(position, take_last(group, position))
 
 
 def rank(
@@ -68,8 +65,8 @@ def rank(
     found = jnp.zeros_like(group)
     for step in (2**i for i in reversed(range(length.bit_length()))):
         slot = jnp.minimum(found + step, length) - 1
-        of_slot = _take(x.group, slot)
-        before = (of_slot == group) & (_take(x.position, slot) <= position)
+        of_slot = take_last(x.group, slot)
+        before = (of_slot == group) & (take_last(x.position, slot) <= position)
         before = (before | (of_slot < group)) & (found + step <= length)
         found = jnp.where(before, found + step, found)
     return found
@@ -92,9 +89,9 @@ def sees_no_key(
         return ~before if causal else ~(before | jnp.pad(same, (*none, (0, 1))))
     first = rank(keys, queries.group, -1)
     slot = jnp.minimum(first, keys.group.shape[-1] - 1)
-    seen = (first == slot) & (_take(keys.group, slot) == queries.group)
+    seen = (first == slot) & (take_last(keys.group, slot) == queries.group)
     if causal:
-        seen = seen & CAUSAL.sees(Side(queries.position), Side(_take(keys.position, slot)))
+        seen = seen & CAUSAL.sees(Side(queries.position), Side(take_last(keys.position, slot)))
     return ~seen
 
 

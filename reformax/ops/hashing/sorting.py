@@ -14,7 +14,8 @@ from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.softmax.orders import Order
 
-_take = functools.partial(jnp.take_along_axis, axis=-1, mode="promise_in_bounds")
+# The entries of `x` along its last axis at some indices, none of which is out of bounds.
+take_last = functools.partial(jnp.take_along_axis, axis=-1, mode="promise_in_bounds")
 
 
 def sort_by_bucket(
@@ -36,7 +37,7 @@ def sort_by_bucket(
         if segment_ids is not None:
             # A stable sort by segment keeps the order of a segment's buckets.
             number = jnp.broadcast_to(segment_numbers(segment_ids)[:, None, None], order.shape)
-            order = _take(order, _sort_as_one_row(_take(number, order), length))
+            order = take_last(order, _sort_as_one_row(take_last(number, order), length))
         return Order(order)
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), buckets.shape)
     if segment_ids is not None:
@@ -81,9 +82,9 @@ def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> 
     order = order.with_slots()
     n_pad = order.query_positions.shape[-1] - buckets.shape[-1]
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=-1)
-    buckets = _take(buckets, order.query_positions)
+    buckets = take_last(buckets, order.query_positions)
     begins = jnp.pad(buckets[..., 1:] != buckets[..., :-1], ((0, 0),) * 3 + ((1, 0),))
     slot = jnp.arange(buckets.shape[-1], dtype=jnp.int32)[None, None, None]
     start = lax.cummax(jnp.where(begins, slot, 0), axis=buckets.ndim - 1)
     first = jnp.maximum(start, slot - min(reach, slot.shape[-1]))
-    return order._replace(first_slot=_take(first, order.query_slots))
+    return order._replace(first_slot=take_last(first, order.query_slots))

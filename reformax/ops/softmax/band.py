@@ -90,8 +90,14 @@ def _in_kernels(call: Call, band: Visibility, interpret: bool, q, k, v, global_p
     length = max(TILE, 1 << (band.window - 1).bit_length())
     sizes = ChunkSizes(length, 1, 0 if band.causal else 1)
     reach = band.window * band.dilation
-    options = dict(causal=band.causal, shared_qk=False, window=reach, dropout=call.dropout)
-    chunks = sizes.cut(q.shape[1], **options)
+    chunks = sizes.cut(
+        q.shape[1],
+        causal=band.causal,
+        shared_qk=False,
+        window=reach,
+        dropout=call.dropout,
+        logits=call.logits,
+    )
     segment_ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
     order, of_order = None, segment_ids
     if band.dilation > 1:

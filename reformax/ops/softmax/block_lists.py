@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from reformax.ops.masking.visibility import Visibility
+from reformax.ops.numerics.logits import PLAIN, Logits
 from reformax.ops.softmax.online import Softmax
 
 # The least side of a kernel's tile.
@@ -69,6 +70,7 @@ class Layout:
       n_keys: the number of keys, S.
       causal: whether keys after the query are hidden.
       dropout: the rate at which attention weights are dropped.
+      logits: how products of queries and keys become logits.
     """
 
     mask: Bool[np.ndarray, "G n_blocks_q n_blocks_k"]
@@ -78,6 +80,10 @@ class Layout:
     n_keys: int
     causal: bool
     dropout: float
+    logits: Logits = PLAIN
+
+    exclude_self = False
+    n_folded = 0
 
     @property
     def rule(self) -> Visibility:
@@ -138,10 +144,13 @@ class FullLayout:
     n_keys: int
     causal: bool
     dropout: float
+    logits: Logits = PLAIN
     block_q: int = 128
     block_k: int = 128
     n_masks: int = 1
     exclude_self: bool = False
+
+    n_folded = 0
 
     @property
     def rule(self) -> Visibility:

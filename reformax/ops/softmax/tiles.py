@@ -356,7 +356,7 @@ def backward(
                 d_bias = add_bias_tile(d_bias, ds, group, queries, keys)
             if tiling.logits.soft_cap is not None:
                 capped = tiling.logits.of("bnqh,bnkh->bnqk", q, k)
-                ds = jnp.where(ds == 0, 0, tiling.logits.before_cap(ds, capped))
+                ds = tiling.logits.before_cap(ds, capped)
             ds = ds.astype(q.dtype)
             dk = dk + jnp.einsum("bnqk,bnqh->bnkh", ds, q, **f32)
             dq = jnp.einsum("bnqk,bnkh->bnqh", ds, k, **f32)

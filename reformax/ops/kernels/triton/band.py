@@ -11,7 +11,6 @@ Letters as in `ops.softmax.band`, and positions of global keys as in `ops.maskin
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from reformax.ops.kernels.triton import chunked
 from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.numerics.logits import PLAIN
 from reformax.ops.numerics.precision import product
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
@@ -81,7 +79,7 @@ class _GlobalKeys(NamedTuple):
 
 
 def _global_keys(
-    band: Visibility, dropout: float, q, k, v, global_positions, segment_ids, seed
+    band: Visibility, chunks: Any, q, k, v, global_positions, segment_ids, seed
 ) -> _GlobalKeys:
     query, key = jnp.arange(q.shape[1])[None, :, None], global_positions[:, None]
     q_side, k_side = Side(query), Side(key, exists=key < q.shape[1])
@@ -90,13 +88,13 @@ def _global_keys(
         k_side = k_side._replace(segment_id=ids_at(segment_ids, global_positions)[:, None])
     mask = outside_band(band, q_side, k_side)
     keys, values = (rows_at(x, global_positions) for x in (k, v))
-    logits = PLAIN.of("btnh,bgnh->bntg", q, keys)
+    logits = chunks.logits.of("btnh,bgnh->bntg", q, keys)
     logits = jnp.where(mask[:, None], logits, -jnp.inf)
     dropped = 1.0
-    if dropout > 0.0:
+    if chunks.dropout > 0.0:
         batch, head = jnp.arange(len(q)).reshape(-1, 1, 1, 1), jnp.arange(q.shape[2])
         address = batch, head.reshape(1, -1, 1, 1), query[:, None], key[:, None]
-        dropped = dropout_mask(seed, dropout, *address)
+        dropped = dropout_mask(seed, chunks.dropout, *address)
     return _GlobalKeys(keys, values, logits, dropped)
 
 
@@ -107,7 +105,7 @@ def _attend_forward(
     in_band, row_max, row_sum = chunked.forward(
         chunks, q, k, v, *band_order, seed, interpret=interpret
     )
-    far = _global_keys(band, chunks.dropout, q, k, v, global_positions, segment_ids, seed)
+    far = _global_keys(band, chunks, q, k, v, global_positions, segment_ids, seed)
     far_max = jnp.max(far.logits, axis=-1, initial=lowest(jnp.float32))
     weights = jnp.exp(far.logits - far_max[..., None])
     acc = product("bntg,bgnv->bntv", weights * far.dropped, far.values, v.dtype)
@@ -126,11 +124,12 @@ def _attend_backward(band, chunks, interpret, residuals, d_out):
     dq, dk, dv = chunked.backward(
         chunks, *in_band, out, row_max, row_sum, d_out, interpret=interpret
     )
-    far = _global_keys(band, chunks.dropout, q, k, v, global_positions, segment_ids, seed)
+    far = _global_keys(band, chunks, q, k, v, global_positions, segment_ids, seed)
     weights = jnp.exp(far.logits - row_max[..., None]) / nonzero(row_sum)[..., None]
     dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     ds = product("btnv,bgnv->bntg", d_out, far.values, v.dtype) * far.dropped
-    ds = weights * (ds - jnp.swapaxes(dot, 1, 2)[..., None]) / math.sqrt(q.shape[3])
+    ds = weights * (ds - jnp.swapaxes(dot, 1, 2)[..., None])
+    ds = chunks.logits.scaled(chunks.logits.before_cap(ds, far.logits), q.shape[3])
     dq = dq + product("bntg,bgnh->btnh", ds, far.keys, q.dtype).astype(q.dtype)
     far_gradients = (
         product("bntg,btnh->bgnh", ds, q, q.dtype),

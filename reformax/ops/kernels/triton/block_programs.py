@@ -23,6 +23,8 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import Side, Visibility, all_of
+from reformax.ops.numerics.logits import Logits
+from reformax.ops.softmax.block_lists import FullLayout, Layout
 
 
 class BlockTiles(NamedTuple):
@@ -84,16 +86,10 @@ class TileSlots(NamedTuple):
 class BlockProgram(Program):
     """One program of a kernel: its static settings, and how it reads, masks and writes."""
 
+    layout: Layout | FullLayout
     tiles: BlockTiles
-    n_queries: int
-    n_keys: int
-    causal: bool
-    dropout: float
-    per_head: bool  # whether each head has its own mask
     any_whole: bool  # whether any tile needs no mask
     any_masked: bool  # whether any tile needs a mask
-    exclude_self: bool  # whether a key is hidden from the query of its position
-    n_folded: int  # heads that are folded into the axis of examples
     # The rest is known only within a kernel.
     x: Any = None
     work: Any = None
@@ -106,6 +102,15 @@ class BlockProgram(Program):
         # Call it outside of loops: in them the interpreter does not know program ids.
         located = dataclasses.replace(self, x=x, work=work, row=row, batch=pl.program_id(2))
         return dataclasses.replace(located, part=located._part())
+
+    @property
+    def logits(self) -> Logits:
+        return self.layout.logits
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each head has its own mask."""
+        return self.layout.n_masks > 1
 
     def _part(self) -> BlockPart:
         work = self.work
@@ -121,12 +126,12 @@ class BlockProgram(Program):
     def queries(self, tile, unmasked: bool = False) -> TileSlots:
         """A tile of queries; `unmasked` promises that no mask is needed."""
         refs = self.x.query_segment_ids, self.x.query_order
-        return self._slots(refs, tile, self.tiles.query, self.n_queries, unmasked)
+        return self._slots(refs, tile, self.tiles.query, self.layout.n_queries, unmasked)
 
     def keys(self, tile, unmasked: bool = False) -> TileSlots:
         """A tile of keys; `unmasked` as in `queries`."""
         refs = self.x.key_segment_ids, self.x.key_order
-        return self._slots(refs, tile, self.tiles.key, self.n_keys, unmasked)
+        return self._slots(refs, tile, self.tiles.key, self.layout.n_keys, unmasked)
 
     def _slots(self, refs: tuple, tile, size: int, length: int, unmasked: bool) -> TileSlots:
         slot = tile * size + jnp.arange(size, dtype=jnp.int32)
@@ -199,13 +204,14 @@ class BlockProgram(Program):
             chosen = chosen_bits(self.x.chosen, self.batch, q.slot, k.slot, exists)
         query, key = Side(q.position, q.segment), Side(k.position, k.segment, k.exists)
         unmasked = q.unmasked or k.unmasked
-        seen = Visibility(self.causal and not unmasked).sees(query, key)
+        seen = Visibility(self.layout.causal and not unmasked).sees(query, key)
         # A tile that needs no other mask hides a position from itself too.
-        others = Visibility(exclude_self=self.exclude_self)
+        others = Visibility(exclude_self=self.layout.exclude_self)
         return all_of(chosen, seen, others.sees(Side(q.position), Side(k.position)))
 
     def dropped(self, q: TileSlots, k: TileSlots) -> Array | float:
-        batch, head = self.batch, self.part.head
-        if self.n_folded:
-            batch, head = (f(batch, jnp.int32(self.n_folded)) for f in (lax.div, lax.rem))
-        return tile_dropout_mask(self.x.seed, self.dropout, batch, head, q.position, k.position)
+        batch, head, n_folded = self.batch, self.part.head, self.layout.n_folded
+        if n_folded:
+            batch, head = (f(batch, jnp.int32(n_folded)) for f in (lax.div, lax.rem))
+        address = batch, head, q.position, k.position
+        return tile_dropout_mask(self.x.seed, self.layout.dropout, *address)

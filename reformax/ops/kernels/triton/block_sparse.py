@@ -119,18 +119,8 @@ def _cut(
         [head, tile, parts.first, end_whole, parts.first + parts.count, buffer_index]
     )
     columns = columns[:, np.argsort(-parts.count, kind="stable")].astype(np.int32)
-    program = BlockProgram(
-        tiles=tiles,
-        n_queries=layout.n_queries,
-        n_keys=layout.n_keys,
-        causal=layout.causal,
-        dropout=layout.dropout,
-        per_head=per_head,
-        any_whole=bool(np.any(columns[3] > columns[2])),
-        any_masked=bool(np.any(columns[4] > columns[3])),
-        exclude_self=isinstance(layout, FullLayout) and layout.exclude_self,
-        n_folded=layout.n_folded if isinstance(layout, SortedLayout) else 0,
-    )
+    any_whole, any_masked = (bool(np.any(columns[i + 1] > columns[i])) for i in (2, 3))
+    program = BlockProgram(layout, tiles, any_whole, any_masked)
     # A kernel takes no empty array: an empty list has one entry, which no program reads.
     entries = rows.entries if len(rows.entries) else np.zeros(1, np.int32)
     spans = None
@@ -220,10 +210,6 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
     return x.at[:, position].set(rows, mode="drop")
 
 
-def _inputs(layout: Layout | FullLayout, q, k, v, segment_ids, seed) -> BlockInputs:
-    return BlockInputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
-
-
 def forward(
     layout: Layout | FullLayout,
     q: Float[Array, "B T N H"],
@@ -246,7 +232,7 @@ def forward(
       tiles: the kernel's tiles, of sizes that divide the blocks; None: chosen by the sizes.
       interpret: whether to run the kernel on any device, slowly.
     """
-    x = _inputs(layout, q, k, v, segment_ids, seed)
+    x = BlockInputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
     tiles = tiles or _tiles(layout, x, FORWARD)
     cut = _cut(layout, layout.rows(*tiles[:2]), x, tiles, by_query=True)
     statistic = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
@@ -286,7 +272,7 @@ def backward(
       tiles: the tiles of the kernels of queries and of keys; None: chosen by the sizes.
       interpret: whether to run the kernels on any device, slowly.
     """
-    x = _inputs(layout, q, k, v, segment_ids, seed)
+    x = BlockInputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
     row = query_rows(d_out, out, row_max, row_sum, segment_ids[0])
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 

@@ -21,6 +21,7 @@ from reformax.ops.kernels.triton.common import QueryRows, load, tile_dropout_mas
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 from reformax.ops.masking.visibility import Side, TileBounds, Visibility, all_of, is_token
+from reformax.ops.numerics.logits import Logits
 
 
 class ChunkTiles(NamedTuple):
@@ -88,6 +89,10 @@ class ChunkProgram(Program):
         # Call it outside of loops: in them the interpreter does not know program ids.
         where = dict(batch=pl.program_id(2), head=pl.program_id(1))
         return dataclasses.replace(self, x=x, row=row, **where)
+
+    @property
+    def logits(self) -> Logits:
+        return self.chunks.logits
 
     @property
     def start(self):

@@ -101,9 +101,9 @@ def _chosen(program: IndexerProgram, bits, query: Side, key: Side) -> Array:
     return chosen_bits(bits, program.batch, *positions, program.visible(query, key))
 
 
-def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, causal: bool):
+def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, layout: FullLayout):
     tile, batch = pl.program_id(0), pl.program_id(1)
-    program = IndexerProgram(x, batch, causal)
+    program = IndexerProgram(x, batch, layout.causal)
     query, scale = program.queries(tile), _scale(x)
 
     def step(i, state):
@@ -122,11 +122,11 @@ def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, causal: bool):
 
 
 def _difference_kernel(
-    x: IndexerInputs, bits, sums: _SoftmaxSums, attention: _AttentionInputs, out, *, causal
+    x: IndexerInputs, bits, sums: _SoftmaxSums, attention: _AttentionInputs, out, *, layout
 ):
     """A tile of the gradient of the scaled scores."""
     tile, key_tile, batch = (pl.program_id(i) for i in range(3))
-    program = IndexerProgram(x, batch, causal)
+    program = IndexerProgram(x, batch, layout.causal)
     n_heads, size = attention.q.shape[2:]
     width = power_of_two(size)
 
@@ -140,7 +140,7 @@ def _difference_kernel(
 
         def add(head, total):
             q, k = rows(attention.q, query, head), rows(attention.k, key, head)
-            logits = matmul(q, k, transpose_b=True)
+            logits = layout.logits.capped(matmul(q, k, transpose_b=True), math.sqrt(size))
             index = batch, head, query.position
             row_max, head_sum = (load(ref.at[index], query.exists, 0.0) for ref in attention[2:])
             weights = recompute_weights(hide(logits, mask), (row_max * LOG2_E)[:, None], None, size)
@@ -162,10 +162,10 @@ def _tile_of(difference, batch, tile, key_tile) -> Array:
     return load(difference.at[batch, *tile_index(tile, key_tile)], None)
 
 
-def _queries_kernel(x: IndexerInputs, difference, gradients, *, causal: bool):
+def _queries_kernel(x: IndexerInputs, difference, gradients, *, layout: FullLayout):
     """The gradients of a tile of queries of an index head, and of their weights."""
     tile, head, batch = (pl.program_id(i) for i in range(3))
-    program = IndexerProgram(x, batch, causal)
+    program = IndexerProgram(x, batch, layout.causal)
     query = program.queries(tile)
     (q,), weight = program.of_queries(query, head), program.weights(query, head)
 
@@ -185,10 +185,10 @@ def _queries_kernel(x: IndexerInputs, difference, gradients, *, causal: bool):
     pltriton.store(gradients[1].at[batch, row, head], dw * scale)
 
 
-def _keys_kernel(x: IndexerInputs, difference, out, *, causal: bool):
+def _keys_kernel(x: IndexerInputs, difference, out, *, layout: FullLayout):
     """The gradient of a tile of keys, summed over a chunk's queries."""
     key_tile, batch = pl.program_id(0), pl.program_id(1)
-    program = IndexerProgram(x, batch, causal)
+    program = IndexerProgram(x, batch, layout.causal)
     (k,) = program.of_keys(program.keys(key_tile))
     first = program.first_query_tile(key_tile)
 
@@ -271,7 +271,7 @@ def _attend_backward(layout, interpret, residuals, d_out):
     args = q, k, v, segment_ids, seed, *results, d_out
     gradients = block_sparse.backward(layout, *args, interpret=interpret)
     attention = _AttentionInputs(q, k, *results[1:])
-    of_index = _gradient(layout.causal, interpret, index, attention, segment_ids[-1], ids)
+    of_index = _gradient(layout, interpret, index, attention, segment_ids[-1], ids)
     of_index = jax.tree.map(lambda x: x * factor, of_index)
     return *gradients, of_index, None, None, None, None
 
@@ -280,7 +280,7 @@ attend.define(_attend_forward, _attend_backward)
 
 
 def _gradient(
-    causal, interpret, index: IndexerArrays, attention: _AttentionInputs, bits, ids
+    layout, interpret, index: IndexerArrays, attention: _AttentionInputs, bits, ids
 ) -> IndexerArrays:
     """The gradient of the sum of eq. 4 over queries."""
     n_batch, length, n_index, size = index.queries.shape
@@ -290,7 +290,7 @@ def _gradient(
     starts, n_tiles = chunk_starts(n_batch, length)
     n_rows, n_key_tiles = n_tiles * ROWS, padded_length(length) // COLUMNS
     n_stages = min(n_stages_for(queries), n_stages_for(attention.q))
-    run = functools.partial(_launch, interpret, causal, n_stages)
+    run = functools.partial(_launch, interpret, layout, n_stages)
 
     def float32_shape(*shape):
         return jax.ShapeDtypeStruct((n_batch, *shape), jnp.float32)
@@ -320,9 +320,9 @@ def _gradient(
     return IndexerArrays(d_queries, d_weights, d_keys)
 
 
-def _launch(interpret, causal, n_stages, kernel, inputs, shapes, grid):
+def _launch(interpret, layout, n_stages, kernel, inputs, shapes, grid):
     return launch(
-        functools.partial(kernel, causal=causal),
+        functools.partial(kernel, layout=layout),
         inputs,
         shapes,
         grid=grid,

@@ -41,6 +41,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.first_order import first_order
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import Softmax
 
 # A program's own NamedTuple of `[L]`: positions, and whatever decides who sees whom.
@@ -55,13 +56,20 @@ class Program:
       x: references to the arrays of the call, among them `q`, `k` and `v`.
       row: references to what the backward pass reads of each query; None in the forward pass.
       batch: the sequence.
+      logits: how products become logits; their scale is 1 / sqrt(H).
       zero_padding: whether padding is zeros in memory. Otherwise it may be NaN.
     """
 
     x: Any
     row: QueryRows | None
     batch: Any
+    logits: Logits
     zero_padding = False
+
+    @property
+    def unit(self) -> float:
+        """What the kernels' logits, unscaled products, are larger by than logits."""
+        return math.sqrt(self.x.q.shape[3])
 
     def over_keys(self, queries: Block, body: Callable[[Block, Carry], Carry], carry: Carry):
         """`carry = body(keys, carry)` over the blocks of keys that the program's queries see."""
@@ -184,7 +192,7 @@ def d_queries(
         logits = _logits(program, q, k, query, key)
         p = recompute_weights(logits, column(row_max), column(inverse_sum), x.q.shape[3])
         dp = matmul(d_out, v, transpose_b=True) * program.dropped(query, key)
-        ds = p * (dp - column(dot))
+        ds = program.logits.before_cap(p * (dp - column(dot)), logits, program.unit)
         return dq + matmul(ds.astype(k.dtype), k)
 
     dq = jnp.zeros(q.shape, jnp.float32) if dq is None else dq
@@ -207,7 +215,7 @@ def d_keys(program: Program, keys: Block) -> tuple[Float[Array, "J H"], Float[Ar
         dropped = program.dropped(query, key)
         dv = dv + matmul((p * dropped).astype(d_out.dtype), d_out)
         dp = matmul(v, d_out, transpose_b=True) * dropped
-        ds = p * (dp - line(dot))
+        ds = program.logits.before_cap(p * (dp - line(dot)), logits, program.unit)
         return dk + matmul(ds.astype(q.dtype), q), dv
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
@@ -219,7 +227,8 @@ def _logits(
 ) -> Float[Array, "I J"]:
     """The unscaled logits of a tile. The exponents of the weights scale them by 1 / sqrt(H)."""
     mask = program.visible(query, key)
-    return hide(matmul(rows, columns, transpose_b=True), mask)
+    logits = program.logits.capped(matmul(rows, columns, transpose_b=True), program.unit)
+    return hide(logits, mask)
 
 
 def attention(forward: Callable, backward: Callable, with_sums: bool = False) -> CustomDerivatives:

@@ -40,6 +40,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import CAUSAL, Side
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import Softmax
 
 
@@ -60,12 +61,13 @@ class MobaLists(NamedTuple):
 
 
 class MobaSizes(NamedTuple):
-    """The kernels' static settings: L, K, keys of a tile, and the rate of dropout."""
+    """The kernels' static settings: L, K, keys of a tile, the rate of dropout, and logits."""
 
     block: int
     n_seen: int
     key: int
     dropout: float
+    logits: Logits
 
     @property
     def n_tiles(self) -> int:
@@ -116,6 +118,10 @@ class MobaProgram(Program):
         """The running program of a tile of a block's keys."""
         block = lax.div(pl.program_id(0), jnp.int32(sizes.n_tiles))
         return cls(sizes, x, row, pl.program_id(2), pl.program_id(1), block)
+
+    @property
+    def logits(self) -> Logits:
+        return self.sizes.logits
 
     # The tiles.
 
@@ -231,10 +237,6 @@ def _launch(kernel, sizes, interpret, inputs, shapes, n_programs):
     )
 
 
-def _inputs(sizes, q, k, v, ids, lists, seed) -> _MobaInputs:
-    return _MobaInputs(q, k, v, ids, seed, *lists[:3])
-
-
 def forward(
     sizes: MobaSizes,
     q: Float[Array, "B T N H"],
@@ -256,7 +258,7 @@ def forward(
       interpret: whether to run the kernels on any device, slowly.
     """
     n_batch, length, n_heads, _ = q.shape
-    x = _inputs(sizes, q, k, v, ids, lists, seed)
+    x = _MobaInputs(q, k, v, ids, seed, *lists[:3])
     pairs = n_batch, n_heads, length * sizes.n_seen
     statistic = jax.ShapeDtypeStruct(pairs, jnp.float32)
     shapes = Softmax(jax.ShapeDtypeStruct((*pairs, v.shape[3]), jnp.float32), statistic, statistic)
@@ -274,7 +276,7 @@ def backward(
     sizes, q, k, v, ids, lists, seed, out, row_max, row_sum, d_out, interpret
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v, by the inputs and the results of `forward`."""
-    x = _inputs(sizes, q, k, v, ids, lists, seed)
+    x = _MobaInputs(q, k, v, ids, seed, *lists[:3])
     row = query_rows(d_out, out, row_max, row_sum, ids)
     exists = lists.exists
     shape = (*exists.shape[:2], q.shape[1] * sizes.n_seen, q.shape[3])

@@ -40,6 +40,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import CAUSAL, Side
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.chosen_blocks import parts, tiles
 from reformax.ops.softmax.online import Softmax, nonzero
 
@@ -60,6 +61,7 @@ class NsaSizes(NamedTuple):
       stride, span: d and P of summaries; 1 and 1 for positions.
       dropout: the rate of dropout.
       rows: rows of a tile.
+      logits: how products of queries and keys become logits.
     """
 
     group: int
@@ -69,6 +71,7 @@ class NsaSizes(NamedTuple):
     span: int
     dropout: float
     rows: int
+    logits: Logits
 
     @property
     def n_queries(self) -> int:
@@ -167,6 +170,10 @@ class NsaProgram(Program):
     def located(cls, sizes: NsaSizes, x: _NsaInputs, row: QueryRows | None = None) -> Self:
         """The running program."""
         return cls(sizes, x, row, *(pl.program_id(i) for i in (2, 1, 0)))
+
+    @property
+    def logits(self) -> Logits:
+        return self.sizes.logits
 
     # The tiles.
 
@@ -367,10 +374,6 @@ def _warps(sizes: NsaSizes, size: int, of_queries: bool) -> int:
     return 8 if power_of_two(size) * n_rows > MAX_OF_FOUR_WARPS else 4
 
 
-def _inputs(sizes, q, k, v, ids, key_ids, chosen, seed) -> _NsaInputs:
-    return _NsaInputs(q, k, v, ids, key_ids, seed, chosen)
-
-
 def _lists(sizes: NsaSizes, chosen: Int[Array, "B G T K"]) -> NsaLists:
     found = tiles(chosen, -(-chosen.shape[2] // sizes.block), sizes.n_listed)
     return NsaLists(found.pair, *parts(found.bounds, found.block.shape[2], PART_TILES))
@@ -399,7 +402,7 @@ def forward(
       interpret: whether to run the kernels on any device, slowly.
     """
     n_batch, length, n_heads, _ = q.shape
-    x = _inputs(sizes, q, k, v, ids, key_ids, chosen, seed)
+    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen)
     statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     shapes = Softmax(
         jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), statistic, statistic
@@ -413,7 +416,7 @@ def backward(
     sizes, q, k, v, ids, key_ids, chosen, seed, out, row_max, row_sum, d_out, interpret
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v, by the inputs and the results of `forward`."""
-    x = _inputs(sizes, q, k, v, ids, key_ids, chosen, seed)
+    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen)
     row = query_rows(d_out, out, row_max, row_sum, ids)
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     n_programs = -(-q.shape[1] // sizes.n_queries)

@@ -13,7 +13,6 @@ Letters as in `reformax.ops.decoding.cache`; I is the number of keys of a tile.
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.kernels.triton.common import LOWEST, launch, load, power_of_two
+from reformax.ops.numerics.logits import PLAIN, Logits
 from reformax.ops.softmax.online import nonzero
 
 # Tiles of 64 keys wait for memory more often: a call with 256 keys took 17 us instead of 8.
@@ -51,7 +51,7 @@ class OneQueryInputs(NamedTuple):
     new: NewKey | None
 
 
-def _kernel(inputs: OneQueryInputs, out, after, *, scale: float):
+def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits):
     row, head = pl.program_id(0), pl.program_id(1)
     n_entries, n_heads = inputs.seen.shape[2], inputs.q.shape[1]
     group_size = n_heads // inputs.keys.shape[1]
@@ -87,12 +87,12 @@ def _kernel(inputs: OneQueryInputs, out, after, *, scale: float):
         seen = of_entry(inputs.seen, entry, exists, 0) > 0
         slot = entry if inputs.index is None else of_entry(inputs.index, entry, seen, 0)
         keys = rows(inputs.keys, new and new.key, slot, seen, size)
-        logits = jnp.sum(keys * q[None], axis=1) * scale
+        found = logits.capped(jnp.sum(keys * q[None], axis=1) * logits.scale)
         if inputs.bias is not None:
-            logits = logits + of_entry(inputs.bias, entry, seen, 0.0).astype(jnp.float32)
-        logits = jnp.where(seen, logits, -jnp.inf)
-        new_max = jnp.maximum(row_max, jnp.max(logits))
-        weights, decay = jnp.exp(logits - new_max), jnp.exp(row_max - new_max)
+            found = found + of_entry(inputs.bias, entry, seen, 0.0).astype(jnp.float32)
+        found = jnp.where(seen, found, -jnp.inf)
+        new_max = jnp.maximum(row_max, jnp.max(found))
+        weights, decay = jnp.exp(found - new_max), jnp.exp(row_max - new_max)
         values = rows(inputs.values, new and new.value, slot, seen, d_v)
         added = jnp.sum(weights[:, None] * values, axis=0)
         return acc * decay + added, new_max, row_sum * decay + jnp.sum(weights)
@@ -123,7 +123,7 @@ def attend(
     *,
     index: Int[Array, "B N K"] | None = None,
     alone: Float[Array, "B 1 N V"] | None = None,
-    scale: float | None = None,
+    logits: Logits = PLAIN,
     bias: Float[Array, "#B N K"] | None = None,
     new: NewKey | None = None,
 ) -> tuple[Float[Array, "B 1 N V"], tuple[Array, Array] | None]:
@@ -144,7 +144,7 @@ def attend(
     if new is not None:
         after = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
     out, after = launch(
-        functools.partial(_kernel, scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale),
+        functools.partial(_kernel, logits=logits.for_size(q.shape[-1])),
         (inputs,),
         (shape, after),
         grid=(batch, n_heads),

@@ -43,6 +43,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
 from reformax.ops.masking.visibility import CAUSAL, Side
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.precision import in_three
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.online import nonzero
@@ -63,6 +64,7 @@ class SelectionSizes(NamedTuple):
       block: L, positions of a block.
       stride, span: d and P, positions between the starts of summaries, and of a summary.
       group: M, query heads of a key head.
+      logits: how products of queries and keys become logits.
     """
 
     n_best: int
@@ -70,6 +72,7 @@ class SelectionSizes(NamedTuple):
     stride: int
     span: int
     group: int
+    logits: Logits
 
     @property
     def members(self) -> int:
@@ -152,7 +155,7 @@ class _SelectionProgram(NamedTuple):
         return lax.div(self.n_seen(self.first), jnp.int32(width))
 
     def logits(self, rows: GroupRows, summary, exists, transposed: bool) -> Array:
-        """Products of the rows and the summaries, minus infinity where a row does not see one.
+        """Unscaled logits of rows and summaries, minus infinity where a row does not see one.
 
         Args:
           rows: the rows.
@@ -161,6 +164,7 @@ class _SelectionProgram(NamedTuple):
           transposed: whether summaries are the first axis.
         """
         found = self._products(rows.q, summary, exists, transposed)
+        found = self.sizes.logits.capped(found, math.sqrt(self.x.q[0].shape[3]))
         if exists is None:
             return found
         last, ids = summary * self.sizes.stride + (self.sizes.span - 1), None
