@@ -135,8 +135,12 @@ def _names() -> dict[str, type[AttentionOp]]:
     return found | {"lsh": ops.asymmetric_lsh.asymmetric_lsh}
 
 
-def op_of(implementation: str | AttentionOp) -> AttentionOp:
+def op_of(implementation: str | AttentionOp, name: str = "implementation") -> AttentionOp:
     """An algorithm that needs queries, keys and values alone: an op, or by its name.
+
+    Args:
+      implementation: the op, or its name.
+      name: what an error calls it.
 
     Raises:
       SettingError: no op and no name.
@@ -148,10 +152,10 @@ def op_of(implementation: str | AttentionOp) -> AttentionOp:
     if not isinstance(op, AttentionOp):
         hint = "an AttentionOp, such as flash.flash()"
         if not inspect.isclass(op):
-            hint += f", or one of {', '.join(map(repr, ('xla', 'cudnn', *_usable())))}"
-        raise SettingError(f"implementation is {shown(op)}: expected {hint}")
+            hint += f", or one of {', '.join(map(repr, _usable()))}"
+        raise SettingError(f"{name} is {shown(op)}: expected {hint}")
     if obstacle := _obstacle(op):
-        raise Unsupported(f"implementation is {shown(implementation)}: {obstacle}")
+        raise Unsupported(f"{name} is {shown(implementation)}: {obstacle}")
     return op
 
 

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "ops": {"ops", "buffers", "derivatives"},
     "layers": {"ops", "layers"},
     "nn.py": {"ops"},
-    "flax": {"ops", "nn", "flax"},
+    "flax": {"ops", "nn", "flax", "buffers"},
     "models": {"ops", "layers", "models", "task"},
     "data": {"data", "durable", "memory", "progress", "task"},
     "training": {
