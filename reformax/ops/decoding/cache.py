@@ -142,6 +142,8 @@ def attend_to(
     logits = call.logits.of("bgmh,bgkh->bgmk", heads, keys.astype(dtype), bias)
     mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, keys)
     whole = softmax_over(logits, mask, "bgmk,bgkv->bgmv", values)
+    if call.sinks is not None:
+        whole = whole.with_sinks(call.sinks.reshape(keys.shape[1], -1))
     return _output(whole, alone, q).astype(values.dtype)
 
 
@@ -157,7 +159,9 @@ def _kernels(call: Call, impl: str, q, keys, values, mask) -> bool | None:
     """`choose_kernels` of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
     others = call.logits._replace(scale=None)  # the kernel has a scale
-    return choose_kernels(impl, kernel_obstacles(q, keys, values, others), pays)
+    sinks = call.sinks is not None
+    obstacles = kernel_obstacles(q, keys, values, others, learned_sinks=sinks)
+    return choose_kernels(impl, obstacles, pays)
 
 
 def add_and_attend(
@@ -231,6 +235,8 @@ def attend_among(
     logits = call.logits.of("bjgimh,bjgsh->bjgims", heads, keys, bias)
     of_rows = softmax_over(logits, mask, "bjgims,bjgsv->bjgimv", values)
     whole = Softmax(*(jnp.swapaxes(x, 1, 2) for x in of_rows.merged(axis=1)))  # [b, i, g, m]
+    if call.sinks is not None:
+        whole = whole.with_sinks(call.sinks.reshape(keys.shape[2], -1))
     return _output(whole, alone, q).astype(values.dtype)
 
 
