@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import marked
 
 import reformax.ops
 from reformax.cli import config as cli_config
 from reformax.cli import configs
+from reformax.flax.heads import shapes_of_weights
 from reformax.ops.base import AttentionOp, Dims
 from reformax.training import loop
 
@@ -82,10 +82,12 @@ def context(op: AttentionOp) -> str:
 
 
 def in_flax(op: AttentionOp) -> str:
-    """Whether `reformax.flax` takes it: it has no weights and no further projections."""
-    dims = Dims(2, 8, 8, 16)
-    weights = jax.eval_shape(lambda rng: op.init(rng, dims), jax.random.key(0))
-    return NO if jax.tree.leaves(weights) or op.extra_projections(dims) else YES
+    """Whether `reformax.flax` takes it: it has no buffers, which steps of training update."""
+    try:
+        shapes_of_weights(op, Dims(2, 8, 8, 16))
+    except NotImplementedError:
+        return NO
+    return YES
 
 
 def kernels(make) -> str:

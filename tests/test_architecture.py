@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "task.py": set(),
     "ops": {"ops", "buffers", "derivatives"},
     "layers": {"ops", "layers"},
-    "flax": {"ops", "flax"},
+    "nn.py": {"ops"},
+    "flax": {"ops", "nn", "flax", "buffers"},
     "models": {"ops", "layers", "models", "task"},
     "data": {"data", "durable", "memory", "progress", "task"},
     "training": {

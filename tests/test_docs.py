@@ -294,8 +294,9 @@ def _write_run(folder: Path) -> None:
 @pytest.mark.parametrize("text", _snippets())
 def test_a_snippet_runs(text, strided, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if "flax" in text:
-        pytest.importorskip("flax")
+    for library in ("flax", "equinox", "levanter", "maxtext"):
+        if re.search(rf"^(import|from) (reformax\.)?{library}\b", text, re.MULTILINE):
+            pytest.importorskip(library)
     if "load_run(" in text:
         _write_run(tmp_path / "runs/quickstart")
     exec(compile(pages.smaller(text), "snippet", "exec"), {"__name__": "snippet"})

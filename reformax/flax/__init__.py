@@ -13,42 +13,44 @@ flax comes with `pip install 'reformax[flax]'`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
-from reformax.declared import Called, SettingError, Size, checked
-from reformax.ops.base import AttentionOp, Dims
+from reformax.declared import Called, SettingError, checked
+from reformax.nn import op_of
+from reformax.ops.base import AttentionOp
 
 __all__ = ["attention_fn"]
 
-Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
+Op = Annotated[AttentionOp, Called("an AttentionOp, such as flash.flash(), or the name of one")]
 
 
 @checked
-def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, "B T N V"]]:
+def attention_fn(
+    op: Op | str, *, causal: bool = False, rng: PRNGKeyArray | None = None
+) -> Callable[..., Float[Array, "B T N V"]]:
     """An algorithm as the `attention_fn` of flax's own modules.
 
     Dropout draws another mask for each row and head, also where `broadcast_dropout` is set.
 
     Args:
-      op: the algorithm. It must not share queries and keys, which flax's modules project
-        separately.
+      op: the algorithm, or its name, as the `implementation` of
+        `reformax.nn.dot_product_attention`. It must not share queries and keys, which flax's
+        modules project separately, and have no weights.
       causal: whether a position sees only itself and what came before it.
+      rng: the source of hashes where the module gives none, as it does with dropout in training;
+        None: `jax.random.key(0)`.
 
     Raises:
       SettingError: an argument of another type.
-      NotImplementedError: the op shares queries and keys; at the call, an argument that it cannot
-        honour.
+      NotImplementedError: the op shares queries and keys, or has weights; at the call, an argument
+        that it cannot honour.
     """
-    if op.shared_qk:
-        raise NotImplementedError(
-            f"op is {op}: flax's modules project keys, which it does not read; use "
-            "Attention of reformax.flax.linen or reformax.flax.nnx"
-        )
+    op = op_of(op, "op")
 
     def attend(
         query,
@@ -85,13 +87,16 @@ def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, 
             )
         if dtype is not None:
             query, key, value = (x.astype(dtype) for x in (query, key, value))
+        source = dropout_rng
+        if source is None and op.plans == "draws":
+            source = jax.random.key(0) if rng is None else rng
         out = op(
             *(query, key, value),
             causal=is_causal,
             mask=seen(mask),
             bias=bias,
             dropout=0.0 if deterministic else dropout_rate,
-            rng=dropout_rng,
+            rng=source,
         )
         return nan_unless_mask(out, mask)
 
@@ -135,43 +140,3 @@ def nan_unless_mask(out: Float[Array, "*d"], mask: ArrayLike | None) -> Float[Ar
     if not isinstance(mask, jax.core.Tracer) or mask.dtype == bool:
         return out
     return jnp.where(jnp.all((mask == 0) | (mask == 1)), out, jnp.nan)
-
-
-@checked
-def heads_of(op: Op, num_heads: Size, features: Size) -> tuple[int, int]:
-    """The number of heads and their size.
-
-    Raises:
-      SettingError: an argument of another type or out of range.
-      ValueError: features that the heads do not divide.
-      NotImplementedError: the algorithm has weights, or reads further projections.
-    """
-    if op.extra_projections(Dims(1, 1, 1, 1)):
-        raise NotImplementedError(
-            f"op is {op}: it reads further projections, which reformax.layers.Attention makes"
-        )
-    if features % num_heads:
-        raise ValueError(f"qkv_features is {features}: expected a multiple of {num_heads} heads")
-    size = features // num_heads
-    weights: Any = jax.eval_shape(
-        lambda rng: op.init(rng, Dims(num_heads, size, size, 1)), jax.random.key(0)
-    )
-    if jax.tree.leaves(weights):
-        raise NotImplementedError(
-            f"op is {op}: it has weights, which reformax.layers.Attention keeps"
-        )
-    return num_heads, size
-
-
-def source_of(
-    op: AttentionOp, inputs_q: Float[Array, "B T D"], inputs_kv: Float[Array, "B S E"] | None
-) -> Float[Array, "B S E"]:
-    """What keys and values are made of; `NotImplementedError` if the op cannot attend to it."""
-    if inputs_kv is None:
-        return inputs_q
-    if not op.cross:
-        raise NotImplementedError(
-            f"inputs_kv is given, but {op.name} attends within one sequence: use an op whose "
-            "cross is True"
-        )
-    return inputs_kv

@@ -5,11 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Int
 
-from reformax.flax import heads_of, nan_unless_mask, seen, source_of
-from reformax.ops.base import AttentionOp
+from reformax.flax import nan_unless_mask, seen
+from reformax.flax.heads import (
+    DecodingCache,
+    Heads,
+    check_decodes,
+    decode,
+    heads_of,
+    projections_of,
+    refuse_in_decoding,
+    refuse_outside_decoding,
+    shapes_of_weights,
+    sizes_of,
+    source_of,
+)
+from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.masking.masks import SegmentIds
 
 
@@ -17,15 +31,26 @@ class Attention(nn.Module):
     """Multi-head attention around any algorithm: projections, heads, dropout on the weights.
 
     Weights have the names of flax's own module: `query`, `key`, `value`, `out`. There is no `key`
-    where the algorithm makes its keys of the queries. Hashes and dropout are drawn from the rng
-    named "attention". Without one, an algorithm that draws no hashes drops by the rng "dropout".
+    where the algorithm makes its keys of the queries. Further projections that an algorithm reads,
+    such as gates, have their own names, and its own weights are `op`. Hashes and dropout are drawn
+    from the rng named "attention". Without one, an algorithm that draws no hashes drops by the rng
+    "dropout".
+
+    With `max_decode_length` the module decodes, and the collection "cache" must be mutable: without
+    a cache a call reads a prompt, and each later call reads one more token of each row.
 
     Attributes:
       op: the algorithm, such as `lsh.lsh()`.
       num_heads: number of heads.
-      qkv_features: the size of all heads together; None: that of the input.
+      qkv_features: the size of all heads of queries together; None: that of the input.
       out_features: the size of the output; None: that of the input.
+      num_kv_heads: heads of keys and values, each for `num_heads / num_kv_heads` heads of queries
+        (Ainslie et al. 2023); None: `num_heads`.
       causal: whether a position sees only itself and what came before it.
+      use_rotary: whether queries and keys are rotated by their position (Su et al. 2021).
+      rotary_base: the longest wavelength of these rotations is `2 pi rotary_base`.
+      max_decode_length: how many positions the cache has room for; None: the module does not
+        decode.
       dropout_rate: the rate at which attention weights are dropped.
       use_bias: whether the projections have biases.
       dtype: of the arithmetic; None: that of the input and weights.
@@ -36,7 +61,11 @@ class Attention(nn.Module):
     num_heads: int
     qkv_features: int | None = None
     out_features: int | None = None
+    num_kv_heads: int | None = None
     causal: bool = False
+    use_rotary: bool = False
+    rotary_base: float = 10_000.0
+    max_decode_length: int | None = None
     dropout_rate: float = 0.0
     use_bias: bool = True
     dtype: Any = None
@@ -50,6 +79,8 @@ class Attention(nn.Module):
         *,
         mask: ArrayLike | None = None,
         segment_ids: SegmentIds | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
         deterministic: bool = False,
     ) -> Float[Array, "B T F"]:
         """Attention to `inputs_kv`, or to `inputs_q` itself.
@@ -59,36 +90,76 @@ class Attention(nn.Module):
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
           mask: True or 1 where a key may be seen, False or 0 elsewhere.
           segment_ids: ids of the tokens, as in `reformax.ops`.
+          positions: by which `use_rotary` rotates; None: 0 to T - 1.
+          lengths: in decoding, the number of tokens of each row of the prompt; None: all.
           deterministic: whether nothing is dropped, and the algorithm uses its settings for
-            evaluation.
+            evaluation. Decoding is deterministic.
 
         Raises:
           ValueError: a shape does not fit.
           SettingError: a mask of other numbers than 0 and 1.
-          NotImplementedError: the algorithm cannot honour the mask, or attend across.
+          NotImplementedError: the algorithm cannot honour the mask, attend across, or decode.
         """
-        heads = heads_of(self.op, self.num_heads, self.qkv_features or inputs_q.shape[-1])
+        n_features = self.qkv_features or inputs_q.shape[-1]
+        sizes = sizes_of(self.op, self.num_heads, n_features, self.num_kv_heads, inputs_q.shape[1])
+        decodes = self.max_decode_length is not None and not self.is_initializing()
+        across = source_of(self.op, inputs_q, inputs_kv, self.use_rotary, decodes)
         options = dict(use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
-
-        def project(name, x):
-            return nn.DenseGeneral(heads, name=name, **options)(x)
-
-        across = source_of(self.op, inputs_q, inputs_kv)
+        projections = projections_of(self.op, sizes)
+        projected = {
+            name: nn.DenseGeneral((to.n_heads, to.size), name=name, **options)(
+                across if name in ("key", "value") else inputs_q
+            )
+            for name, to in projections.items()
+        }
+        params = self._op_params(sizes)
+        features = self.out_features or inputs_q.shape[-1]
+        out = nn.DenseGeneral(features, axis=(-2, -1), name="out", **options)
+        if self.max_decode_length is not None:
+            check_decodes(self.op, self.causal, self.max_decode_length)
+        if decodes:
+            refuse_in_decoding(dict(mask=mask, segment_ids=segment_ids, positions=positions))
+            return out(self._decode(params, projected, projections, lengths))
+        refuse_outside_decoding(lengths)
+        if self.use_rotary and positions is None:
+            positions = jnp.arange(inputs_q.shape[1])[None]
+        rotated = positions if self.use_rotary else None
+        q, k, v, extra_projections = heads_of(projected, projections, rotated, self.rotary_base)
         rate = 0.0 if deterministic else self.dropout_rate
-        hashes = self.op.plans == "draws"
-        stream = "attention" if hashes or self.has_rng("attention") else "dropout"
         attended = self.op(
-            project("query", inputs_q),
-            None if self.op.shared_qk else project("key", across),
-            project("value", across),
+            *(q, k, v),
             causal=self.causal,
             segment_ids=segment_ids,
             mask=seen(mask),
             dropout=rate,
-            rng=self.make_rng(stream) if hashes or rate > 0.0 else None,
+            rng=self._draw(rate),
             train=not deterministic,
+            params=params,
+            extra_projections=extra_projections,
         )
-        features = self.out_features or inputs_q.shape[-1]
-        return nn.DenseGeneral(features, axis=(-2, -1), name="out", **options)(
-            nan_unless_mask(attended, mask)
-        )
+        return out(nan_unless_mask(attended, mask))
+
+    def _op_params(self, sizes: Dims) -> Any:
+        """The algorithm's own weights."""
+        if not jax.tree.leaves(shapes_of_weights(self.op, sizes)):
+            return ()
+        if self.has_variable("params", "op"):  # which may be of a longer sequence
+            return self.get_variable("params", "op")
+        return self.param("op", self.op.init, sizes)
+
+    def _draw(self, rate: float) -> Array | None:
+        """The source of hashes and dropout."""
+        hashes = self.op.plans == "draws"
+        stream = "attention" if hashes or self.has_rng("attention") else "dropout"
+        return self.make_rng(stream) if hashes or rate > 0.0 else None
+
+    def _decode(self, params, projected, projections, lengths) -> Float[Array, "B T N V"]:
+        cache: DecodingCache | None = self.get_variable("cache", "state")
+        n_tokens = projected["query"].shape[1]
+        positions = jnp.arange(n_tokens)[None] if cache is None else cache.position[:, None]
+        rotated = positions if self.use_rotary else None
+        heads: Heads = heads_of(projected, projections, rotated, self.rotary_base)
+        options = lengths, self.max_decode_length, lambda: self._draw(0.0)
+        out, cache = decode(self.op, params, heads, cache, *options)
+        self.put_variable("cache", "state", cache)
+        return out

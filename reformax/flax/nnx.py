@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Int
 
-from reformax.flax import heads_of, nan_unless_mask, seen, source_of
-from reformax.ops.base import AttentionOp
+from reformax.declared import SettingError
+from reformax.flax import nan_unless_mask, seen
+from reformax.flax.heads import (
+    check_decodes,
+    decode,
+    heads_of,
+    projections_of,
+    refuse_in_decoding,
+    refuse_outside_decoding,
+    shapes_of_weights,
+    sizes_of,
+    source_of,
+)
+from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.masking.masks import SegmentIds
 
 
@@ -17,17 +30,25 @@ class Attention(nnx.Module):
     """Multi-head attention around any algorithm: projections, heads, dropout on the weights.
 
     Weights have the names of flax's own module: `query`, `key`, `value`, `out`. `key` is None where
-    the algorithm makes its keys of the queries. `eval()` and `train()` of a model, and `nnx.view`,
-    set `deterministic`: nothing is dropped, and the algorithm uses its settings for evaluation.
+    the algorithm makes its keys of the queries. Further projections that an algorithm reads, such
+    as gates, are in `extra_projections`, and its own weights in `op_params`. `eval()` and `train()`
+    of a model, and `nnx.view`, set `deterministic`: nothing is dropped, and the algorithm uses its
+    settings for evaluation.
 
     Args:
       op: the algorithm, such as `lsh.lsh()`.
       num_heads: number of heads.
       in_features: the size of the input.
-      qkv_features: the size of all heads together; None: that of the input.
+      qkv_features: the size of all heads of queries together; None: that of the input.
       out_features: the size of the output; None: that of the input.
       in_kv_features: the size of the input of keys and values; None: that of the input.
+      num_kv_heads: heads of keys and values, each for `num_heads / num_kv_heads` heads of queries
+        (Ainslie et al. 2023); None: `num_heads`.
       causal: whether a position sees only itself and what came before it.
+      use_rotary: whether queries and keys are rotated by their position (Su et al. 2021).
+      rotary_base: the longest wavelength of these rotations is `2 pi rotary_base`.
+      max_length: the longest sequence, for an algorithm whose own weights depend on it, such as
+        `linformer`; None for others.
       dropout_rate: the rate at which attention weights are dropped.
       deterministic: as `eval()` sets it.
       use_bias: whether the projections have biases.
@@ -46,7 +67,11 @@ class Attention(nnx.Module):
         out_features: int | None = None,
         in_kv_features: int | None = None,
         *,
+        num_kv_heads: int | None = None,
         causal: bool = False,
+        use_rotary: bool = False,
+        rotary_base: float = 10_000.0,
+        max_length: int | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         use_bias: bool = True,
@@ -54,19 +79,31 @@ class Attention(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        heads = heads_of(op, num_heads, qkv_features or in_features)
+        sizes = sizes_of(op, num_heads, qkv_features or in_features, num_kv_heads, max_length or 1)
         options = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         across = in_kv_features or in_features
-        self.op = op
-        self.causal, self.dropout_rate, self.deterministic = causal, dropout_rate, deterministic
-        self.query = nnx.LinearGeneral(in_features, heads, **options)
-        self.key = None if op.shared_qk else nnx.LinearGeneral(across, heads, **options)
-        self.value = nnx.LinearGeneral(across, heads, **options)
-        features = out_features or in_features
-        self.out = nnx.LinearGeneral(heads, features, axis=(-2, -1), **options)
+        self.op, self.causal = op, causal
+        self.use_rotary, self.rotary_base = use_rotary, rotary_base
+        self.dropout_rate, self.deterministic = dropout_rate, deterministic
+        self._sizes = sizes
+        layers = {
+            name: nnx.LinearGeneral(
+                across if name in ("key", "value") else in_features,
+                (to.n_heads, to.size),
+                **options,
+            )
+            for name, to in projections_of(op, sizes).items()
+        }
+        self.query, self.value = layers.pop("query"), layers.pop("value")
+        self.key = layers.pop("key", None)
+        self.extra_projections = nnx.Dict(layers)
+        heads = sizes.n_heads, sizes.d_v
+        self.out = nnx.LinearGeneral(heads, out_features or in_features, axis=(-2, -1), **options)
+        self.op_params = _own_weights(op, sizes, max_length, rngs)
         hashes = op.plans == "draws"
         stream = "attention" if hashes or "attention" in rngs else "dropout"
         self.rngs = getattr(rngs, stream).fork() if hashes or dropout_rate > 0.0 else None
+        self.cache, self.max_decode_length = None, None
 
     def __call__(
         self,
@@ -75,6 +112,8 @@ class Attention(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         segment_ids: SegmentIds | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T F"]:
         """Attention to `inputs_kv`, or to `inputs_q` itself.
@@ -84,29 +123,59 @@ class Attention(nnx.Module):
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
           mask: True or 1 where a key may be seen, False or 0 elsewhere.
           segment_ids: ids of the tokens, as in `reformax.ops`.
-          deterministic: overrides the module's; None: the module's.
+          positions: by which `use_rotary` rotates; None: 0 to T - 1.
+          lengths: in decoding, the number of tokens of each row of the prompt; None: all.
+          deterministic: overrides the module's; None: the module's. Decoding is deterministic.
 
         Raises:
           ValueError: a shape does not fit.
           SettingError: a mask of other numbers than 0 and 1.
-          NotImplementedError: the algorithm cannot honour the mask, or attend across.
+          NotImplementedError: the algorithm cannot honour the mask, attend across, or decode.
         """
-        across = source_of(self.op, inputs_q, inputs_kv)
+        decodes = self.cache is not None
+        across = source_of(self.op, inputs_q, inputs_kv, self.use_rotary, decodes)
+        layers = dict(query=self.query, key=self.key, value=self.value, **self.extra_projections)
+        projected = {
+            name: layers[name](across if name in ("key", "value") else inputs_q)
+            for name in projections_of(self.op, self._sizes)
+        }
+        params = jax.tree.map(lambda x: x[...], self.op_params, is_leaf=_is_param)
+        if decodes:
+            refuse_in_decoding(dict(mask=mask, segment_ids=segment_ids, positions=positions))
+            return self.out(self._decode(params, projected, lengths))
+        refuse_outside_decoding(lengths)
+        if self.use_rotary and positions is None:
+            positions = jnp.arange(inputs_q.shape[1])[None]
+        q, k, v, extra_projections = self._heads(projected, positions)
         deterministic = self.deterministic if deterministic is None else deterministic
         rate = 0.0 if deterministic else self.dropout_rate
-        draws = rate > 0.0 or self.op.plans == "draws"
         attended = self.op(
-            self.query(inputs_q),
-            None if self.key is None else self.key(across),
-            self.value(across),
+            *(q, k, v),
             causal=self.causal,
             segment_ids=segment_ids,
             mask=seen(mask),
             dropout=rate,
-            rng=self.rngs() if draws else None,
+            rng=self._draw(rate),
             train=not deterministic,
+            params=params,
+            extra_projections=extra_projections,
         )
         return self.out(nan_unless_mask(attended, mask))
+
+    def init_cache(self, max_decode_length: int | None) -> None:
+        """From now on calls decode: the first one reads a prompt, each other one more token.
+
+        Args:
+          max_decode_length: how many positions the cache has room for; None: calls do not decode.
+
+        Raises:
+          SettingError: the module is not causal.
+          NotImplementedError: the algorithm has no step.
+        """
+        if max_decode_length is not None:
+            check_decodes(self.op, self.causal, max_decode_length)
+        self.max_decode_length = max_decode_length
+        self.cache = None if max_decode_length is None else nnx.Cache(None)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """What `nnx.view(model, deterministic=...)` calls.
@@ -116,3 +185,42 @@ class Attention(nnx.Module):
         """
         if deterministic is not None:
             self.deterministic = deterministic
+
+    def _heads(self, projected, positions):
+        rotated = positions if self.use_rotary else None
+        projections = projections_of(self.op, self._sizes)
+        return heads_of(projected, projections, rotated, self.rotary_base)
+
+    def _draw(self, rate: float) -> Array | None:
+        """The source of hashes and dropout."""
+        return self.rngs() if rate > 0.0 or self.op.plans == "draws" else None
+
+    def _decode(self, params, projected, lengths) -> Float[Array, "B T N V"]:
+        cache, n_tokens = self.cache.get_value(), projected["query"].shape[1]
+        positions = jnp.arange(n_tokens)[None] if cache is None else cache.position[:, None]
+        heads = self._heads(projected, positions)
+        options = lengths, self.max_decode_length, lambda: self._draw(0.0)
+        out, cache = decode(self.op, params, heads, cache, *options)
+        self.cache.set_value(cache)
+        return out
+
+
+def _own_weights(op: AttentionOp, sizes: Dims, max_length: int | None, rngs: nnx.Rngs) -> Any:
+    """The algorithm's own weights, `()` if it has none.
+
+    Raises:
+      SettingError: weights that depend on the length, which is not given.
+    """
+    shapes = shapes_of_weights(op, sizes)
+    if not jax.tree.leaves(shapes):
+        return ()
+    longer = shapes_of_weights(op, sizes._replace(length=4 * sizes.length + 64))
+    if max_length is None and jax.tree.leaves(longer) != jax.tree.leaves(shapes):
+        raise SettingError(
+            f"max_length is None: {op.name} has weights of each position, give the longest length"
+        )
+    return nnx.data(jax.tree.map(nnx.Param, op.init(rngs.params(), sizes)))
+
+
+def _is_param(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)

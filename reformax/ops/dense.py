@@ -14,14 +14,17 @@ from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import visibility
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.softmax.learned_sinks import LearnedSinks
 from reformax.ops.softmax.reference import reference_attention
 
 
 @op
-class dense(RingDecoding, AttentionOp):
+class dense(LearnedSinks, RingDecoding, AttentionOp):
     """Attention of each query to every visible key.
 
     Args:
+      learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
+        (`softmax.learned_sinks`). Kernels have none.
       impl: `"xla"` runs everywhere. Its gradient computes the logits again, so that no T x S array
         is kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
         without bias, dropout and segments, except for padding behind rows, with the `lengths` of a
@@ -32,6 +35,7 @@ class dense(RingDecoding, AttentionOp):
       NotImplementedError: at the call, when `impl="cudnn"` is asked for what it cannot do.
     """
 
+    learned_sinks: bool = False
     impl: str = "auto"
 
     cross = True
@@ -43,7 +47,8 @@ class dense(RingDecoding, AttentionOp):
     _impls = ("cudnn",)
 
     def _apply(self, call, params, q, k, v, plan):
-        del params, plan
+        del plan
+        call = self._with_sinks(call, params, q.shape[2])
 
         def in_cudnn() -> Float[Array, "B T N V"]:
             scale, lengths = call.logits.scale, call.lengths
@@ -64,3 +69,6 @@ class dense(RingDecoding, AttentionOp):
             "xla": (None, in_arrays),
         }
         return compute_by(self.impl, implementations)
+
+    def _step(self, call, params, q, k, v, cache):
+        return super()._step(self._with_sinks(call, params, q.shape[2]), params, q, k, v, cache)

@@ -31,19 +31,22 @@ from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import block_kernels, ring, tiles
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.softmax.learned_sinks import LearnedSinks
 
 # A mask's lowest logit, scaled, is still a number of float32.
 Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
 
 
 @op
-class flash(RingDecoding, AttentionOp):
+class flash(LearnedSinks, RingDecoding, AttentionOp):
     """Attention of each query to every visible key, in memory linear in the length.
 
     Args:
       query_block_size: queries in a tile of `impl="xla"`; None is a size that suits the backend.
       key_block_size: keys in a tile, likewise.
       scale: the factor of the products of queries and keys; None is `1 / sqrt(H)`.
+      learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
+        (`softmax.learned_sinks`). Kernels have none, nor has a sequence in shards.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
         and bfloat16 without bias, dropout and segments, except for padding behind rows, with the
         `lengths` of a layer (`Tokens.right_padded`). `"pallas"` is the kernel of block-sparse
@@ -59,6 +62,7 @@ class flash(RingDecoding, AttentionOp):
     query_block_size: Size | None = None
     key_block_size: Size | None = None
     scale: Scale | None = None
+    learned_sinks: bool = False
     impl: str = "auto"
 
     cross = True
@@ -70,10 +74,11 @@ class flash(RingDecoding, AttentionOp):
 
     @property
     def shards(self) -> tuple[str, ...]:
-        return ("heads",) if self.impl == "cudnn" else ("heads", "sequence")
+        return ("heads",) if self.impl == "cudnn" or self.learned_sinks else ("heads", "sequence")
 
     def _apply(self, call, params, q, k, v, plan):
-        del params, plan
+        del plan
+        call = self._with_sinks(call, params, q.shape[2])
         block_sizes = self.query_block_size, self.key_block_size
         causal, dropout, shard, seed = call.causal, call.dropout, call.shard, call.seed
         ids = segment_pair(call.segment_ids)
@@ -104,12 +109,16 @@ class flash(RingDecoding, AttentionOp):
             return attend_to_tokens(attend, *arrays, call.segment_ids)
 
         bias_shape = None if call.bias is None else call.bias.shape
+        lacking = dict(bias=bias_shape, learned_sinks=self.learned_sinks)
         implementations = {
             "cudnn": (cudnn_obstacle(call, q, k, v), in_cudnn),
-            "pallas": (kernel_obstacles(q, k, v, call.logits, bias=bias_shape), in_kernels),
+            "pallas": (kernel_obstacles(q, k, v, call.logits, **lacking), in_kernels),
             "xla": (None, in_arrays),
         }
         return compute_by(self.impl, implementations)
+
+    def _step(self, call, params, q, k, v, cache):
+        return super()._step(self._with_sinks(call, params, q.shape[2]), params, q, k, v, cache)
 
 
 def _tiling(block_sizes, logits: Logits, dropout: float, causal: bool, q, k) -> tiles.Tiling:

@@ -15,9 +15,30 @@ from jax.sharding import PartitionSpec as Spec
 from reformax.declared import SettingError
 from reformax.flax import attention_fn, linen
 from reformax.flax import nnx as our_nnx
-from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
-from reformax.ops.calls.dims import ExtraProjection
-from tests.helpers import assert_trees_close, changed
+from reformax.layers import Attention
+from reformax.ops import (
+    asymmetric_lsh,
+    block_sparse,
+    dense,
+    dsa,
+    flash,
+    gated_delta,
+    gated_linear,
+    hash_sparse,
+    linear,
+    linformer,
+    local,
+    long_short,
+    longformer,
+    lsh,
+    memory_efficient,
+    moba,
+    nsa,
+    retention,
+    routing,
+    shared_qk,
+)
+from tests.helpers import assert_trees_close
 
 X = np.random.default_rng(0).normal(size=(2, 12, 8)).astype(np.float32)
 CAUSAL = nn.make_causal_mask(jnp.ones((2, 12)))  # float32, as flax makes it
@@ -54,14 +75,34 @@ def test_flax_s_own_modules_refuse_what_an_op_does_not_do():
         apply(attention_fn(flash.flash()), precision="highest")
     with pytest.raises(NotImplementedError, match="mask has shape .*: local hides pairs"):
         apply(attention_fn(local.local()), mask=CAUSAL)
-    with pytest.raises(NotImplementedError, match=r"op is lsh\(n_hashes=2\): flax's modules proj"):
+    with pytest.raises(NotImplementedError, match=r"op is lsh\(n_hashes=2\): it makes its keys"):
         attention_fn(lsh.lsh(n_hashes=2))
-    with pytest.raises(SettingError, match=r"op is .*: expected an AttentionOp, such as lsh.lsh"):
+    with pytest.raises(SettingError, match=r"op is .*: expected an AttentionOp, such as flash.fl"):
         attention_fn(flash.flash)
     with pytest.raises(ValueError, match="query has dtype|q has dtype int32: expected floats"):
         flash.flash()(*(jnp.ones((1, 4, 2, 4), jnp.int32),) * 3)
     dropped = [apply(attention_fn(flash.flash()), dropout_rate=rate) for rate in (0.0, 0.5)]
     assert np.abs(dropped[0] - dropped[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("op", ["lsh", "smyrf", "local", "linear", hash_sparse.hash_sparse()])
+def test_flax_s_own_modules_with_other_algorithms(op):
+    """One that draws hashes draws the same ones at each call, or by the rng that is given."""
+
+    def apply(x=X, **options):
+        module = nn.MultiHeadDotProductAttention(
+            num_heads=2, attention_fn=attention_fn(op, causal=True, **options)
+        )
+        return module.apply(WEIGHTS, x, deterministic=True)
+
+    np.testing.assert_array_equal(apply(), apply())
+    in_nnx = nnx.MultiHeadAttention(
+        2, 8, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn(op)
+    )
+    assert in_nnx(X, is_causal=True).shape == X.shape
+    if op == "lsh":
+        longer = np.random.default_rng(1).normal(size=(1, 300, 8)).astype(np.float32)
+        assert np.abs(apply(longer) - apply(longer, rng=jax.random.key(5))).max() > 1e-3
 
 
 def test_flax_s_own_nnx_module_with_an_op():
@@ -165,15 +206,10 @@ def test_a_view_for_evaluation_drops_nothing():
 
 
 def test_what_a_module_refuses():
-    with_weights = changed(dense.dense(), init=lambda self, rng, dims: jnp.ones(3))
-    with_extras = changed(
-        dense.dense(), extra_projections=lambda self, dims: {"gate": ExtraProjection(1, 1)}
-    )
     for op, call, message in (
         (lsh.lsh(), dict(mask=CAUSAL), "mask has shape .*: lsh hides pairs"),
         (local.local(), dict(inputs_kv=X), "inputs_kv is given, but local attends within one"),
-        (with_weights, {}, "it has weights, which"),
-        (with_extras, {}, "it reads further projections, which"),
+        (routing.routing(), {}, "op is .*: its buffers are updated by reformax's own step"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             linen.Attention(op, 2).init(jax.random.key(0), X, **call)
@@ -181,14 +217,176 @@ def test_what_a_module_refuses():
             our_nnx.Attention(op, 2, 8, rngs=nnx.Rngs(0))(X, **call)
     with pytest.raises(ValueError, match="qkv_features is 8: expected a multiple of 3 heads"):
         linen.Attention(flash.flash(), 3).init(jax.random.key(0), X)
-    for op, num_heads, message in (
-        (lsh.lsh, 2, "op is .*: expected an AttentionOp, such as lsh.lsh"),
-        (flash.flash(), 0, "num_heads is 0: expected at least 1"),
+    for op, options, message in (
+        (lsh.lsh, {}, "op is .*: expected an AttentionOp, such as lsh.lsh"),
+        (flash.flash(), dict(num_heads=0), "num_heads is 0: expected at least 1"),
+        (flash.flash(), dict(num_kv_heads=3), "num_kv_heads is 3: expected a divisor of num_head"),
+        (lsh.lsh(), dict(num_kv_heads=1), "num_kv_heads is 1, but lsh.. makes its keys of the q"),
     ):
+        options = dict(num_heads=2) | options
         with pytest.raises(SettingError, match=message):
-            linen.Attention(op, num_heads).init(jax.random.key(0), X)
+            linen.Attention(op, **options).init(jax.random.key(0), X)
         with pytest.raises(SettingError, match=message):
-            our_nnx.Attention(op, num_heads, 8, rngs=nnx.Rngs(0))
+            our_nnx.Attention(op, in_features=8, **options, rngs=nnx.Rngs(0))
+    turned = linen.Attention(flash.flash(), 2, use_rotary=True)
+    with pytest.raises(NotImplementedError, match="inputs_kv is given and use_rotary is True"):
+        turned.init(jax.random.key(0), X, X)
+    with pytest.raises(SettingError, match="rotary_base is 0: expected a number above 1"):
+        turned.clone(rotary_base=0).init(jax.random.key(0), X)
+    with pytest.raises(SettingError, match="max_length is None: linformer has weights of each pos"):
+        our_nnx.Attention(linformer.linformer(), 2, 8, rngs=nnx.Rngs(0))
+
+
+def pair(op, num_heads=2, x=X, *, max_length=None, **options):
+    """The module of linen with its weights, and that of nnx with the same weights."""
+    in_linen = linen.Attention(op, num_heads, causal=op.causality != "never", **options)
+    rngs = dict(params=jax.random.key(1), attention=jax.random.key(2))
+    weights = in_linen.init(rngs, x)
+    options["max_length"] = max_length
+    options.pop("max_decode_length", None)
+    in_nnx = our_nnx.Attention(
+        op, num_heads, x.shape[-1], causal=in_linen.causal, rngs=nnx.Rngs(0), **options
+    )
+    for name, arrays in weights["params"].items():
+        if name == "op":
+            is_param = dict(is_leaf=lambda x: isinstance(x, nnx.Variable))
+            jax.tree.map(lambda p, w: p.set_value(w), in_nnx.op_params, arrays, **is_param)
+            continue
+        layer = getattr(in_nnx, name, None) or in_nnx.extra_projections[name]
+        layer.kernel[...], layer.bias[...] = arrays["kernel"], arrays["bias"]
+    return in_linen, weights, in_nnx
+
+
+def as_layer(op, params, num_heads, **options):
+    """The same by the layer of `reformax.layers`."""
+    names = dict(query="q", key="k", value="v", out="o")
+    weights = {"op": params.get("op", ())}
+    for name, arrays in params.items():
+        if name != "op":
+            kernel, to = arrays["kernel"], names.get(name, name)
+            weights[f"w_{to}"] = kernel if name == "out" else jnp.moveaxis(kernel, 1, 0)
+            weights[f"b_{to}"] = arrays["bias"]
+    size, causal = params["query"]["kernel"].shape[-1], op.causality != "never"
+    layer = Attention(
+        op,
+        num_heads,
+        size,
+        size,
+        causal=causal,
+        bias=True,
+        output_bias=True,
+        mode="eval",
+        **options,
+    )
+    return layer.apply(weights, X, rng=jax.random.key(0))
+
+
+WITH_WEIGHTS = (
+    gated_delta.gated_delta(conv_size=3),
+    gated_linear.gated_linear(),
+    retention.retention(),
+    retention.retention(gated=False),
+    longformer.longformer(n_global=2, window=4),
+    linformer.linformer(),
+    nsa.nsa(block_size=4, compress_len=4, compress_stride=2, n_selected=3, window=4),
+    dsa.dsa(top_k=4),
+    long_short.long_short(window=4),
+)
+
+
+@pytest.mark.parametrize("op", WITH_WEIGHTS, ids=repr)
+def test_weights_and_gates_of_an_op(op):
+    """A module has them and trains them; it computes what the layer of Trax does."""
+    in_linen, weights, in_nnx = pair(op, max_length=X.shape[1])
+    want = as_layer(op, weights["params"], 2)
+    call = dict(deterministic=True)
+    np.testing.assert_allclose(in_linen.apply(weights, X, **call), want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(in_nnx(X, **call), want, rtol=1e-4, atol=1e-5)
+    gradients = jax.grad(lambda w: jnp.sum(in_linen.apply(w, X, **call) ** 2))(weights)
+    moved = {name: np.any(x) for name, x in jax.tree.leaves_with_path(gradients["params"])}
+    assert all(map(np.any, jax.tree.leaves(gradients["params"].get("op", 1.0))) or [True])
+    of_nnx = nnx.grad(lambda m: jnp.sum(m(X, **call) ** 2))(in_nnx)
+    assert len(jax.tree.leaves(of_nnx)) == len(moved)
+    shorter = in_linen.apply(weights, X[:, :9], **call)
+    assert shorter.shape == (2, 9, 8)
+
+
+@pytest.mark.parametrize("op", [flash.flash(), local.local(chunk_len=4), moba.moba(block_size=4)])
+def test_grouped_keys_and_rotary_positions(op):
+    """As the layer's, and as many weights as heads of keys."""
+    options = dict(num_kv_heads=2, use_rotary=True)
+    in_linen, weights, in_nnx = pair(op, 4, **options)
+    assert weights["params"]["key"]["kernel"].shape == (8, 2, 2)
+    want = as_layer(op, weights["params"], 4, n_kv_heads=2, use_rotary=True)
+    np.testing.assert_allclose(in_linen.apply(weights, X), want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(in_nnx(X), want, rtol=1e-4, atol=1e-5)
+    for changed in (dict(use_rotary=False), dict(rotary_base=100.0)):
+        other = in_linen.clone(**changed).apply(weights, X)
+        assert np.abs(other - want).max() > 1e-3
+    positions = jnp.arange(12)[None] + jnp.array([[0], [7]])  # products depend on distances
+    moved = in_linen.apply(weights, X, positions=positions)
+    np.testing.assert_allclose(moved, want, rtol=1e-3, atol=1e-4)
+    twice = in_linen.apply(weights, X, positions=2 * positions)
+    assert np.abs(twice - want).max() > 1e-3
+
+
+DECODED = (
+    flash.flash(),
+    lsh.lsh(chunk_len=4),
+    asymmetric_lsh.asymmetric_lsh(chunk_len=4),
+    gated_delta.gated_delta(conv_size=3),
+    linear.linear(),
+)
+
+
+@pytest.mark.parametrize("op", DECODED, ids=repr)
+def test_decoding_computes_the_last_row_of_attention_so_far(op):
+    options = {} if op.shared_qk else dict(num_kv_heads=1)
+    in_linen, weights, in_nnx = pair(op, use_rotary=True, max_decode_length=12, **options)
+    assert "cache" not in weights
+    rngs, lengths = {"attention": jax.random.key(3)}, jnp.array([5, 3])
+    prompt = jnp.where(jnp.arange(7)[None, :, None] < lengths[:, None, None], X[:, :7], 9.0)
+    mutable = dict(rngs=rngs, mutable=["cache"])
+    out, state = in_linen.apply(weights, prompt, lengths=lengths, **mutable)
+    in_nnx.init_cache(12)
+    step = nnx.jit(lambda module, x: module(x))
+    outs = [in_nnx(prompt, lengths=lengths)]
+    assert out.shape == outs[0].shape == (2, 7, 8)
+    whole = in_linen.clone(max_decode_length=None)
+    for n in range(3):
+        token = jnp.take_along_axis(X, (lengths + n)[:, None, None], axis=1)
+        out, state = in_linen.apply(weights | state, token, **mutable)
+        outs.append(step(in_nnx, token))
+        assert np.array_equal(state["cache"]["state"].position, lengths + n + 1)
+        if op.plans == "draws":
+            continue
+        for row, length in enumerate(np.asarray(lengths) + n + 1):
+            want = whole.apply(weights, X[row : row + 1, :length], deterministic=True)[0, -1]
+            np.testing.assert_allclose(out[row, 0], want, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(outs[-1][row, 0], want, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(out).all()
+    in_nnx.init_cache(None)
+    assert in_nnx(X).shape == X.shape
+
+
+def test_what_decoding_refuses():
+    in_linen, weights, in_nnx = pair(flash.flash(), max_decode_length=8)
+    mutable = dict(mutable=["cache"])
+    with pytest.raises(ValueError, match="inputs_q has 12 tokens: expected at most max_decode_len"):
+        in_linen.apply(weights, X, **mutable)
+    with pytest.raises(NotImplementedError, match="mask is given, but the module decodes"):
+        in_linen.apply(weights, X[:, :4], mask=KEYS, **mutable)
+    _, state = in_linen.apply(weights, X[:, :4], **mutable)
+    with pytest.raises(ValueError, match="inputs_q has 2 tokens: expected one"):
+        in_linen.apply(weights | state, X[:, :2], **mutable)
+    with pytest.raises(NotImplementedError, match="lengths is given, but the module does not dec"):
+        in_nnx(X, lengths=jnp.array([3, 4]))
+    with pytest.raises(SettingError, match="causal is False and max_decode_length 8"):
+        our_nnx.Attention(flash.flash(), 2, 8, rngs=nnx.Rngs(0)).init_cache(8)
+    with pytest.raises(SettingError, match="max_decode_length is 0: expected at least 1"):
+        in_nnx.init_cache(0)
+    with pytest.raises(NotImplementedError, match="op is .*: it has no step to decode with"):
+        our_nnx.Attention(local.local(wrap=True), 2, 8, causal=True, rngs=nnx.Rngs(0)).init_cache(8)
 
 
 def modules():

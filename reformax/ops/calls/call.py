@@ -39,6 +39,8 @@ class Call:
       global_tokens: above 0 at global tokens.
       position: in a step of decoding, that of each row.
       origins: in beam search, as in `decoding.cache.RingDecoding`.
+      sinks: a logit of each head in the denominator of its softmax (`softmax.learned_sinks`). An op
+        sets it of its weights.
     """
 
     causal: bool = dataclasses.field(default=False, **_STATIC)
@@ -56,6 +58,7 @@ class Call:
     global_tokens: Int[Array, "B T"] | None = None
     position: Int[Array, " B"] | None = None
     origins: Int[Array, "G K C"] | None = None
+    sinks: Float[Array, " N"] | None = None
 
     def but(self, **changes: Any) -> Call:
         """The call with some fields changed."""

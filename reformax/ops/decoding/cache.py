@@ -127,7 +127,7 @@ def attend_to(
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    interpret = _kernels(impl, q, keys, values, mask)
+    interpret = _kernels(call, impl, q, keys, values, mask)
     if interpret is not None:
         from reformax.ops.kernels.triton import one_query as kernel
 
@@ -142,6 +142,8 @@ def attend_to(
     logits = call.logits.of("bgmh,bgkh->bgmk", heads, keys.astype(dtype), bias)
     mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, keys)
     whole = softmax_over(logits, mask, "bgmk,bgkv->bgmv", values)
+    if call.sinks is not None:
+        whole = whole.with_sinks(call.sinks.reshape(keys.shape[1], -1))
     return _output(whole, alone, q).astype(values.dtype)
 
 
@@ -153,10 +155,11 @@ def _output(
     return jnp.where(row_sum == 0, 0.0 if alone is None else alone.astype(out.dtype), out)
 
 
-def _kernels(impl: str, q, keys, values, mask) -> bool | None:
+def _kernels(call: Call, impl: str, q, keys, values, mask) -> bool | None:
     """`choose_kernels` of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
-    return choose_kernels(impl, kernel_obstacles(q, keys, values), pays)
+    obstacles = kernel_obstacles(q, keys, values, learned_sinks=call.sinks is not None)
+    return choose_kernels(impl, obstacles, pays)
 
 
 def add_and_attend(
@@ -177,7 +180,7 @@ def add_and_attend(
       new: the keys and values of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
       mask, impl, **options: as in `attend_to`.
     """
-    interpret = _kernels(impl, q, *ring, mask)
+    interpret = _kernels(call, impl, q, *ring, mask)
     if interpret is None:
         ring = add_to_ring(ring, *new, call.position)
         return attend_to(call, q, *ring, mask, "xla", **options), ring
@@ -230,6 +233,8 @@ def attend_among(
     logits = call.logits.of("bjgimh,bjgsh->bjgims", heads, keys, bias)
     of_rows = softmax_over(logits, mask, "bjgims,bjgsv->bjgimv", values)
     whole = Softmax(*(jnp.swapaxes(x, 1, 2) for x in of_rows.merged(axis=1)))  # [b, i, g, m]
+    if call.sinks is not None:
+        whole = whole.with_sinks(call.sinks.reshape(keys.shape[2], -1))
     return _output(whole, alone, q).astype(values.dtype)
 
 

@@ -48,6 +48,16 @@ def checked_mask(
     return mask
 
 
+def is_one_sequence(
+    op: Any, causal: bool, n_queries: int, n_keys: int, segment_ids: SegmentIds | None = None
+) -> bool:
+    """Whether a hidden position is neither a key nor a query of `op`, an `AttentionOp`."""
+    if not op.cross:
+        return True
+    is_pair = isinstance(segment_ids, tuple)
+    return causal and op.plans == "draws" and n_queries == n_keys and not is_pair
+
+
 def _hides_pairs(mask: Bool[Array, ...]) -> bool:
     """Whether the mask differs between queries or heads."""
     return mask.ndim == 4 and mask.shape[1:3] != (1, 1)
@@ -88,9 +98,7 @@ def with_mask(
     seen = jnp.broadcast_to(mask.reshape(mask.shape[0], -1), (n_batch, n_keys))
     of_query, of_key = segment_pair(segment_ids)
     of_key = jnp.where(seen, 1 if of_key is None else of_key, 0)
-    sorts = op.plans == "draws"
-    one_sequence = causal and sorts and n_queries == n_keys and not isinstance(segment_ids, tuple)
-    if one_sequence or not op.cross:
+    if is_one_sequence(op, causal, n_queries, n_keys, segment_ids):
         return of_key, bias
     ones = jnp.ones((n_batch, n_queries), of_key.dtype)
     return (ones if of_query is None else of_query, of_key), bias

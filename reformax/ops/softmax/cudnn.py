@@ -34,6 +34,8 @@ def cudnn_obstacle(call: Call, q: Array, k: Array, v: Array) -> str | None:
         return "a bias"
     if call.logits.soft_cap is not None:
         return f"soft_cap={call.logits.soft_cap}"
+    if call.sinks is not None:
+        return "learned_sinks=True"
     if call.dropout > 0.0:
         return f"dropout {call.dropout}"
     if not all(x.dtype == q.dtype and x.dtype in (jnp.float16, jnp.bfloat16) for x in (q, k, v)):

@@ -58,6 +58,11 @@ class Softmax(NamedTuple):
         """The attended values; zeros for a row that has seen no key."""
         return self.acc / nonzero(self.row_sum)[..., None]
 
+    def with_sinks(self, logits: Float[Array, "*#rows"]) -> Softmax:
+        """The softmax with one more key of each row, of these logits and the value 0."""
+        row_max = jnp.broadcast_to(logits, self.row_max.shape).astype(self.row_max.dtype)
+        return self.merge(Softmax(jnp.zeros_like(self.acc), row_max, jnp.ones_like(row_max)))
+
     def merge(self, other: Softmax) -> Softmax:
         """The softmax of the same rows over the keys of both."""
         row_max = jnp.maximum(self.row_max, other.row_max)

@@ -21,12 +21,14 @@ def reference_attention(
 ) -> Float[Array, "B T N V"]:
     """`softmax(q k^T / sqrt(H) + bias) v` over the keys that are visible in a mask.
 
-    Logits and weights are float32 or wider. A row without visible keys is zeros. Bias and dropout
-    are the call's.
+    Logits and weights are float32 or wider. A row without visible keys is zeros. Bias, sinks
+    and dropout are the call's.
     """
     logits = call.logits.of("btnh,bsnh->bnts", q, k, call.bias)
     dropped = None
     if call.dropout > 0.0:
         dropped = full_dropout_mask(call.seed, call.dropout, logits.shape)
     whole = softmax_over(logits, mask, "bnts,bsnv->bntv", v, dropped)
+    if call.sinks is not None:
+        whole = whole.with_sinks(call.sinks[None, :, None])
     return jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)

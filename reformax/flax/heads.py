@@ -1,0 +1,208 @@
+"""What the modules of linen and of nnx share: sizes, rotations, and the steps of decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from reformax.buffers import Buffer
+from reformax.declared import Bounds, Called, SettingError, Size, Unsupported, check, checked
+from reformax.ops.base import AttentionOp, Dims
+from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.numerics.rotary import rotated
+
+Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
+RotaryBase = Annotated[float, Bounds(1 + 1e-6, 1e12, name="a number above 1, up to 1e12")]
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of all heads, and what else the algorithm reads."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S G H"] | None  # None: made of the queries
+    v: Float[Array, "B S G V"]
+    extra_projections: dict[str, Float[Array, "B T _ _"]] | None
+
+
+class DecodingCache(NamedTuple):
+    """The cache of a module."""
+
+    op: Any  # the algorithm's
+    position: Int[Array, " B"]  # of the next token of each row
+
+
+@checked
+def sizes_of(
+    op: Op, num_heads: Size, features: Size, num_kv_heads: Size | None = None, length: Size = 1
+) -> Dims:
+    """The sizes of a module.
+
+    Raises:
+      SettingError: an argument of another type or out of range.
+      ValueError: features that the heads do not divide, heads that those of keys do not divide.
+      NotImplementedError: heads of keys, for an algorithm that makes its keys of the queries.
+    """
+    if features % num_heads:
+        raise ValueError(f"qkv_features is {features}: expected a multiple of {num_heads} heads")
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        raise SettingError(
+            f"num_kv_heads is {num_kv_heads}: expected a divisor of num_heads, {num_heads}"
+        )
+    if num_kv_heads is not None and op.shared_qk:
+        raise Unsupported(
+            f"num_kv_heads is {num_kv_heads}, but {op} makes its keys of the queries: leave it out"
+        )
+    size = features // num_heads
+    return Dims(num_heads, size, size, length, num_kv_heads)
+
+
+def projections_of(op: AttentionOp, sizes: Dims) -> dict[str, ExtraProjection]:
+    """What is projected, by the name of its weights."""
+    n, g = sizes.n_heads, sizes.key_heads
+    found = {
+        "query": ExtraProjection(n, sizes.d_qk, rotated=True),
+        "key": ExtraProjection(g, sizes.d_qk, rotated=True),
+        "value": ExtraProjection(g, sizes.d_v),
+    }
+    if op.shared_qk:
+        del found["key"]
+    return found | op.extra_projections(sizes)
+
+
+def shapes_of_weights(op: AttentionOp, sizes: Dims) -> Any:
+    """The shapes of the algorithm's own weights.
+
+    Raises:
+      NotImplementedError: weights that a step of training updates without a gradient.
+    """
+    shapes = jax.eval_shape(lambda: op.init(jax.random.key(0), sizes))
+    leaves = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, Buffer))
+    if any(isinstance(x, Buffer) for x in leaves):
+        raise NotImplementedError(
+            f"op is {op}: its buffers are updated by reformax's own step of training, not by an "
+            "optimizer; use reformax.layers.Attention"
+        )
+    return shapes
+
+
+def heads_of(
+    projected: dict[str, Array],
+    projections: dict[str, ExtraProjection],
+    positions: Int[Array, "#B T"] | None,
+    rotary_base: float,
+) -> Heads:
+    """The projections by what the algorithm calls them, rotated by positions if there are any."""
+    if positions is not None:
+        check("rotary_base", rotary_base, RotaryBase)
+        projected = {
+            name: rotated(x, positions, rotary_base) if projections[name].rotated else x
+            for name, x in projected.items()
+        }
+    names = "query", "key", "value"
+    extra_projections = {name: x for name, x in projected.items() if name not in names}
+    q, k, v = (projected.get(name) for name in names)
+    return Heads(q, k, v, extra_projections or None)
+
+
+def source_of(
+    op: AttentionOp,
+    inputs_q: Float[Array, "B T D"],
+    inputs_kv: Float[Array, "B S E"] | None,
+    use_rotary: bool,
+    decodes: bool,
+) -> Float[Array, "B S E"]:
+    """What keys and values are made of.
+
+    Raises:
+      NotImplementedError: the algorithm cannot attend to it, or positions are rotated.
+    """
+    if inputs_kv is None:
+        return inputs_q
+    if not op.cross:
+        raise NotImplementedError(
+            f"inputs_kv is given, but {op.name} attends within one sequence: use an op whose "
+            "cross is True"
+        )
+    if use_rotary or decodes:
+        name = "use_rotary is True" if use_rotary else "the module decodes"
+        raise NotImplementedError(f"inputs_kv is given and {name}: give inputs_q alone")
+    return inputs_kv
+
+
+def decode(
+    op: AttentionOp,
+    params: Any,
+    heads: Heads,
+    cache: DecodingCache | None,
+    lengths: Int[Array, " B"] | None,
+    capacity: int,
+    rng: Callable[[], Array | None],
+) -> tuple[Float[Array, "B T N V"], DecodingCache]:
+    """Attention of a prompt, where there is no cache, or of one more token of each row.
+
+    Args:
+      op: the algorithm.
+      params: its weights.
+      heads: of the prompt or the token.
+      cache: after the last call; None: there is none.
+      lengths: the number of tokens of each row of the prompt; None: all.
+      capacity: how many positions the cache has room for.
+      rng: makes the source of hashes.
+
+    Raises:
+      ValueError: a prompt without room for it, or several tokens in a step.
+    """
+    q, k, v, extra_projections = heads
+    n_tokens = q.shape[1]
+    if cache is not None:
+        if n_tokens != 1 or lengths is not None:
+            raise ValueError(
+                f"inputs_q has {n_tokens} tokens{'' if lengths is None else ' with lengths'}: "
+                "expected one, [batch, 1, features], after the prompt"
+            )
+        options = dict(position=cache.position, extra_projections=extra_projections)
+        out, of_op = op.step(params, q, k, v, cache.op, **options)
+        return out, DecodingCache(of_op, cache.position + 1)
+    if n_tokens > capacity:
+        raise ValueError(
+            f"inputs_q has {n_tokens} tokens: expected at most max_decode_length, {capacity}"
+        )
+    lengths = jnp.full(len(q), n_tokens) if lengths is None else jnp.asarray(lengths)
+    # Padding is in the future of every token: only a plan has to know of it.
+    is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
+    call, key = dict(extra_projections=extra_projections), rng()
+    masks = dict(causal=True, rng=key)
+    plan = op.plan(params, q, k, segment_ids=is_token, length=capacity, train=False, **masks)
+    out = op.apply(params, q, k, v, plan=plan, segment_ids=None, **masks, **call)
+    call |= dict(plan=plan, lengths=lengths, capacity=capacity, rng=key)
+    return out, DecodingCache(op.init_cache(params, q, k, v, **call), lengths)
+
+
+def check_decodes(op: AttentionOp, causal: bool, max_decode_length: int) -> None:
+    """Raises an error for a module that cannot decode."""
+    check("max_decode_length", max_decode_length, Size)
+    if op.decoding == "no":
+        raise Unsupported(
+            f"op is {op}: it has no step to decode with; use one that has, such as dense.dense()"
+        )
+    if not causal:
+        raise SettingError(
+            f"causal is False and max_decode_length {max_decode_length}: decoding needs causal=True"
+        )
+
+
+def refuse_in_decoding(given: dict[str, Any]) -> None:
+    """Raises `Unsupported` for an argument that decoding does not read."""
+    for name, value in given.items():
+        if value is not None:
+            raise Unsupported(f"{name} is given, but the module decodes: give lengths of prompts")
+
+
+def refuse_outside_decoding(lengths: Any) -> None:
+    """Raises `Unsupported` for lengths of prompts where nothing is decoded."""
+    if lengths is not None:
+        raise Unsupported("lengths is given, but the module does not decode: give a mask of keys")
