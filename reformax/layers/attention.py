@@ -66,8 +66,8 @@ class MultiHead(Layer):
     Weights: `w_q [N, D, H]`, `w_k [G, D, H]` (none where the algorithm shares queries and keys),
     `w_v [G, D, V]`, `w_o [N, V, D]`; with `bias` also `b_q, b_k [_, H]` and `b_v [_, V]`, with
     `output_bias` also `b_o [D]`; for each further projection that the algorithm reads,
-    `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`; and the algorithm's as
-    `op`.
+    `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`, or `w_<name> [1, D, R]`
+    and `up_<name> [heads, R, size]` if it has the rank R; and the algorithm's as `op`.
 
     Args:
       op: the algorithm, such as `lsh.lsh(n_hashes=4)`.
@@ -148,11 +148,13 @@ class MultiHead(Layer):
         }
         if self.op.shared_qk:
             del both["k"]
-        return (
-            both
-            | {"v": ExtraProjection(n_kv, v)}
-            | self.op.extra_projections(Dims(n, h, v, 0, n_kv))
-        )
+        extra = {name: to.of_input for name, to in self._extra_projections().items()}
+        return both | {"v": ExtraProjection(n_kv, v)} | extra
+
+    def _extra_projections(self) -> dict[str, ExtraProjection]:
+        """Those that the algorithm reads."""
+        n, n_kv = self.n_heads, self.n_kv_heads or self.n_heads
+        return self.op.extra_projections(Dims(n, self.d_qk, self.d_v, 0, n_kv))
 
     def init_params(self, rng, shape, *shapes):
         *_, length, d_model = shape
@@ -160,12 +162,12 @@ class MultiHead(Layer):
         rngs = {"q": rng_q, "k": rng_k, "v": rng_v}
         n, h, v = self.n_heads, self.d_qk, self.d_v
 
-        def drawn(rng, n, d_head):
+        def drawn(rng, n, d_head, d_in=d_model):
             if self.init_std is not None:
-                return self.init_std * jax.random.normal(rng, (n, d_model, d_head))
+                return self.init_std * jax.random.normal(rng, (n, d_in, d_head))
             # With respect to all heads together, as in Trax.
-            limit = math.sqrt(6 / (d_model + d_head * n))
-            return jax.random.uniform(rng, (n, d_model, d_head), jnp.float32, -limit, limit)
+            limit = math.sqrt(6 / (d_in + d_head * n))
+            return jax.random.uniform(rng, (n, d_in, d_head), jnp.float32, -limit, limit)
 
         params = {"w_o": jnp.swapaxes(drawn(rng_o, n, v), 1, 2)}
         for i, (name, to) in enumerate(self.projections().items()):
@@ -173,6 +175,10 @@ class MultiHead(Layer):
             params[f"w_{name}"] = drawn(rng_of, to.n_heads, to.size)
             if self.bias:
                 params[f"b_{name}"] = jnp.zeros((to.n_heads, to.size))
+        for name, to in self._extra_projections().items():
+            if to.rank is not None:
+                up_rng = jax.random.fold_in(jax.random.fold_in(rng, to.rank), len(params))
+                params[f"up_{name}"] = drawn(up_rng, to.n_heads, to.size, to.rank)
         if self.output_bias:
             params["b_o"] = jnp.zeros(d_model)
         params["op"] = self.op.init(rng_op, Dims(n, h, v, length, self.n_kv_heads))
@@ -308,7 +314,8 @@ class MultiHead(Layer):
                 merged[f"b_{name}"] = jnp.concatenate(biases)
         if self.output_bias:
             merged["b_o"] = params["b_o"]
-        merged |= {name: params[name] for name in ("next_value", "position_bias") if name in params}
+        others = "next_value", "position_bias", *(f"up_{x}" for x in self._extra_projections())
+        merged |= {name: params[name] for name in others if name in params}
         return {name: w.astype(dtype) for name, w in merged.items()} | {"op": params["op"]}
 
 
@@ -405,7 +412,7 @@ class Attention(MultiHead):
 
     def _project(self, params, x: Float[Array, "B T D"], positions=None) -> QKV:
         """`project` without the next value."""
-        return self._rotate(self._heads(params, x, self.projections()), positions)
+        return self._qkv(params, self._heads(params, x, self.projections()), positions)
 
     def _bias(self, params, length):
         position = jnp.arange(length)[None]
@@ -433,10 +440,14 @@ class Attention(MultiHead):
             name: part.reshape(*part.shape[:2], to.n_heads, to.size)
             for (name, to), part in zip(projections.items(), parts, strict=True)
         }
-        return self._rotate(heads, position)
+        return self._qkv(params, heads, position)
 
-    def _rotate(self, heads: dict[str, Array], position=None) -> QKV:
+    def _qkv(self, params, heads: dict[str, Array], position=None) -> QKV:
         """The projections, those that tell positions apart rotated by theirs."""
+        for name in heads.keys() - {"q", "k", "v"}:
+            if (up := params.get(f"up_{name}")) is not None:
+                low = heads[name][:, :, 0]
+                heads |= {name: jnp.einsum("btr,nrh->btnh", low, up.astype(low.dtype))}
         if self.use_rotary:
             rotated = (name for name, to in self.projections().items() if to.rotated)
             grid = self.rotary_grid

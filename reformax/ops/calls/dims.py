@@ -26,3 +26,9 @@ class ExtraProjection(NamedTuple):
     n_heads: int
     size: int
     rotated: bool = False  # whether rotary embeddings apply to it as to queries and keys
+    rank: int | None = None  # that of its matrix, made of two thin ones; None: one whole matrix
+
+    @property
+    def of_input(self) -> ExtraProjection:
+        """What the layer's input is multiplied to first: of the rank's size where there is one."""
+        return self if self.rank is None else ExtraProjection(1, self.rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import jax
@@ -11,6 +13,7 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Bounds
 from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean, quotient, with_ones
@@ -110,15 +113,46 @@ def output_params(normalized: bool, dims: Dims) -> dict[str, Array]:
 
 
 def layer_output(
-    params, out: Float[Array, "B T N V"], extra_projections
+    params,
+    out: Float[Array, "B T N V"],
+    extra_projections,
+    activation: Callable[[Array], Array] = jax.nn.silu,
 ) -> Float[Array, "B T N V"]:
-    """The output, normalised if there is a scale, and gated if there is a gate."""
+    """The output, normalised if there is a scale, and times its gate's activation if it has one."""
     if "scale" in params:
         out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
         out = out * params["scale"].astype(out.dtype)[None, None]
     if OUTPUT_GATE in (extra_projections or {}):
-        out = out * jax.nn.silu(extra_projections[OUTPUT_GATE].astype(out.dtype))
+        out = out * activation(extra_projections[OUTPUT_GATE].astype(out.dtype))
     return out
+
+
+# Decays `exp(-rate softplus(bias + x))`, as in Mamba 2 (Dao and Gu 2024).
+
+
+def decay_params(rng, memory: float | None, n_heads: int, *size: int) -> dict[str, Array]:
+    """`rate [N]` as its logarithm, from 1 to 16, and `bias [N, *size]` for steps of 0.001 to 0.1.
+
+    With `memory` the step is `1 / (memory * rate)`: a head decays by `1 / memory` a position.
+    """
+    rate_rng, step_rng = jax.random.split(rng)
+    rate = jax.random.uniform(rate_rng, (n_heads,), minval=1.0, maxval=16.0)
+    least, most = math.log(1e-3), math.log(0.1)
+    shape = (n_heads, *size)
+    step = jnp.exp(jax.random.uniform(step_rng, shape, minval=least, maxval=most))
+    if memory is not None:
+        step = jnp.broadcast_to(1 / (memory * rate[(..., *[None] * len(size))]), shape)
+    bias = step + jnp.log(-jnp.expm1(-step))  # softplus(bias) = step, where x is 0
+    return {"rate": jnp.log(rate), "bias": bias}
+
+
+# Queries and keys.
+
+
+def unit_length(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Vectors of length 1, float32 or wider."""
+    size = x.shape[-1]
+    return length_normalize(x.astype(accum_dtype(x.dtype)), 1e-6 / size) * size**-0.5
 
 
 def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
