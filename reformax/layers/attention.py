@@ -467,6 +467,42 @@ class Attention(MultiHead):
         plan = self.plan(params, qkv, mask, rng)
         return self.attend(params, qkv, plan, mask, rng, run)
 
+    # A part of a sequence, from the state of the parts before it.
+
+    def first_state(self, batch: int, dtype: Any) -> Any:
+        """The state before the first position of `batch` rows, in layers that compute in `dtype`.
+
+        Raises:
+          Unsupported: the layer is not causal, or its algorithm carries no state.
+        """
+        if not self.causal:
+            raise Unsupported("causal is False: only causal layers carry a state, set causal=True")
+        dims = Dims(self.n_heads, self.d_qk, self.d_v, 0, self.n_kv_heads)
+        return self.op.first_state(batch, dims, jnp.dtype(dtype))
+
+    def apply_from(
+        self, params, x: Float[Array, "B T D"], state: Any, mask=None, rng=None
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """`apply` to a part of a sequence, and the state after it; see `AttentionOp.apply_from`."""
+        tokens = tokens_of(mask)
+        qkv = self._project(params, x, tokens.positions)
+        out, state = self._heads_from(params, qkv, state, int32_ids(tokens.segment_ids))
+        return self.combine(params, out, rng), state
+
+    def _heads_from(self, params, qkv: QKV, state, segment_ids):
+        if (n := devices.n_sequence_shards()) > 1:
+            raise SettingError(
+                f"mesh has context={n} and a state is carried from one part of a sequence to the "
+                "next: use context=1"
+            )
+
+        def attend(qkv, state, segment_ids, params):
+            *arrays, extra_projections = qkv
+            options = dict(segment_ids=segment_ids, extra_projections=extra_projections)
+            return self.op.apply_from(params, *arrays, state, **options)
+
+        return devices.by_rows(attend, (qkv, state, segment_ids), (params["op"],))
+
     # Decoding: `prefill` reads a prompt, `step` one more position of each row.
 
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:

@@ -25,7 +25,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import Bounds, SettingError, Unsupported, check_fields
-from reformax.ops.calls.arguments import check_arguments, check_read, checked_params
+from reformax.ops.calls.arguments import (
+    check_arguments,
+    check_read,
+    checked_params,
+    checked_state,
+)
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
@@ -133,6 +138,13 @@ class AttentionOp:
     @property
     def plans(self) -> Literal["no", "reads", "draws"]:
         return "no" if type(self)._plan is AttentionOp._plan else "reads"
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether it has `apply_from`: attention to a part of a sequence from a state of constant
+        size.
+        """
+        return type(self)._apply_from is not AttentionOp._apply_from
 
     @property
     def decoding(self) -> Literal["no", "rows", "beams"]:
@@ -253,6 +265,37 @@ class AttentionOp:
         """`apply` of a `Call`, for the `_apply` of an algorithm that attends by another."""
         return self._run(self._attend, call, params, q, k, v, plan)
 
+    def first_state(self, batch: int, dims: Dims, dtype: Any = jnp.float32) -> Any:
+        """The state before the first position of `batch` rows, where the algorithm carries one.
+
+        `dtype` is that of the queries, keys and values.
+        """
+        raise Unsupported(
+            f"op is {self.name}: it carries no state; use a recurrence, such as kda.kda()"
+        )
+
+    @final
+    def apply_from(
+        self, params, q, k, v, state, *, segment_ids=None, **call
+    ) -> tuple[Float[Array, "B T N V"], Any]:
+        """Causal attention to a part of a sequence, and the state after it. Both have gradients.
+
+        Args:
+          params, q, k, v: as in `apply`.
+          state: from `first_state`, the part before, `init_cache` or `step`. It goes on in the
+            segment of a row's first token. A new segment begins without one.
+          segment_ids: of the call; segments are contiguous.
+          **call: `shard`, and `extra_projections` where the algorithm reads some.
+
+        Returns:
+          The attended values, and the state of the last token's segment, which `step` takes too.
+
+        Raises:
+          Unsupported: the algorithm carries no state, or a kernel is asked for.
+        """
+        call = self._call(causal=True, segment_ids=segment_ids, **call)
+        return self._run(self._attend_from, call, params, q, k, v, state)
+
     @final
     def init_cache(self, params, q, k, v, *, plan, lengths, capacity: int, **call) -> Any:
         """The cache of decoding after the first positions of each row.
@@ -350,6 +393,17 @@ class AttentionOp:
 
         return attend_to_tokens(apply, q, k, v, call.segment_ids)
 
+    def _attend_from(self, call: Call, params, q, k, v, state):
+        """`_apply_from` of arrays that are zeros at padding."""
+        ids = call.segment_ids
+        if ids is None:
+            return self._apply_from(call, params, q, k, v, state)
+        gates = {name: tokens_only(x, ids) for name, x in (call.extra_projections or {}).items()}
+        call = call.but(extra_projections=gates or None)
+        q, k, v = (tokens_only(x, ids) for x in (q, k, v))
+        out, state = self._apply_from(call, params, q, k, v, state)
+        return tokens_only(out, ids), state
+
     # What an algorithm defines.
 
     def _plan(self, call: Call, params, q, k) -> Any:
@@ -358,6 +412,11 @@ class AttentionOp:
 
     def _apply(self, call: Call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         raise NotImplementedError(f"{self.name} has no _apply")
+
+    def _apply_from(self, call: Call, params, q, k, v, state) -> tuple[Array, Any]:
+        raise Unsupported(
+            f"op is {self.name}: it carries no state; use a recurrence, such as kda.kda()"
+        )
 
     def _init_cache(self, call: Call, params, q, k, v, plan) -> Any:
         raise NotImplementedError(f"{self.name} cannot decode")
@@ -386,7 +445,9 @@ class AttentionOp:
         params: Any = (),
         extra_projections: dict[str, Float[Array, "B T _ _"]] | None = None,
         global_tokens: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T N V"]:
+        initial_state: Any = None,
+        return_state: bool = False,
+    ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Any]:
         """Plans and applies in one call.
 
         Outside of `jax.jit` it compiles once for an op, its settings and the shapes.
@@ -410,9 +471,13 @@ class AttentionOp:
           params: the algorithm's own weights, from its `init`.
           extra_projections: the further projections that the algorithm reads, by name.
           global_tokens: above 0 for global tokens, for an algorithm with `global_tokens`.
+          initial_state: the state before the first position, from a call with `return_state`, for
+            an algorithm with `carries_state`; see `apply_from`. None: there was no earlier one.
+          return_state: whether to return the state after the last position too.
 
         Returns:
-          The attended values in the dtype of `v`. A row that sees nothing is zeros.
+          The attended values in the dtype of `v`. A row that sees nothing is zeros. With
+          `return_state` a pair of these and the state.
 
         Raises:
           ValueError: an argument's shape does not fit, or an rng is needed and missing.
@@ -433,6 +498,11 @@ class AttentionOp:
         )
         check_arguments(self, *(q, k, v), **call, train=train, **checked)
         params = checked_params(self, params, q, v)
+        if initial_state is not None or return_state:
+            state = checked_state(self, initial_state, causal, mask, segment_ids, q, v)
+            arrays = params, q, k, v, state, int32_ids(segment_ids), extra_projections
+            found = _compiled_from(self)(*arrays)
+            return found if return_state else found[0]
         if mask is not None:
             mask = checked_mask(self, mask, q, q if k is None else k)
         segment_ids = int32_ids(segment_ids)
@@ -450,6 +520,17 @@ def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
     """
     settings = ("causal", "dropout", "train")
     return jax.jit(functools.partial(_attend, op), static_argnames=settings)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_from(op: AttentionOp) -> Callable[..., tuple[Float[Array, "B T N V"], Any]]:
+    """`op.apply_from`, compiled once for each choice of shapes."""
+
+    def attend(params, q, k, v, state, segment_ids, extra_projections):
+        masks = dict(segment_ids=segment_ids, extra_projections=extra_projections)
+        return op.apply_from(params, q, k, v, state, **masks)
+
+    return jax.jit(attend)
 
 
 def _attend(op: AttentionOp, x: CallArrays, **settings: Any) -> Float[Array, "B T N V"]:

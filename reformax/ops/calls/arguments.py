@@ -245,6 +245,35 @@ def checked_params(op, params, q, v) -> Any:
     return params if wanted else tree
 
 
+def checked_state(op, state, causal, mask, segment_ids, q, v) -> Any:
+    """The state that a call goes on from; without one, that before the first position.
+
+    Raises:
+      ValueError: the state is of other sizes, or a segment is not contiguous.
+      Unsupported: the op carries no state, or the call is not a part of a causal one.
+    """
+    first = op.first_state(q.shape[0], op.dims(q, v), q.dtype)
+    if not causal or mask is not None:
+        given = "mask is given" if causal else "causal=False"
+        raise Unsupported(f"{given}, but a state is of causal calls: use causal=True and no mask")
+    if segment_ids is not None and not isinstance(segment_ids, jax.core.Tracer):
+        for row in np.asarray(segment_ids):
+            tokens = row[row != 0]
+            if 1 + np.sum(tokens[1:] != tokens[:-1]) > len(np.unique(tokens)) > 0:
+                raise ValueError(
+                    f"segment_ids has a row {shown(row.tolist())}: with a state, a segment's "
+                    "positions must be contiguous"
+                )
+    if state is None:
+        return first
+    if jax.tree.structure(state) != jax.tree.structure(first) or _shapes(state) != _shapes(first):
+        raise ValueError(
+            f"initial_state has shapes {_shapes(state)}: expected {_shapes(first)}, as of a call "
+            "with return_state=True"
+        )
+    return state
+
+
 def _shapes(params) -> dict[str, tuple[int, ...]]:
     """The shapes of weights by their names."""
     leaves = jax.tree_util.tree_leaves_with_path(params)

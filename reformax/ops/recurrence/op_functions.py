@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,24 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Bounds
 from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.masking.contiguous import restore_order, tokens_first
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean, quotient, with_ones
-from reformax.ops.recurrence.recurrence import advance, recurrence, state_after
+from reformax.ops.recurrence.recurrence import (
+    advance,
+    recurrence,
+    recurrence_from,
+    state_after,
+)
 from reformax.ops.recurrence.short_convolution import (
     Projected,
     convolve,
+    convolve_from,
     convolve_next,
     last_inputs,
+    zero_inputs,
 )
 from reformax.ops.sharding.shard import all_heads, of_heads
 
@@ -76,6 +84,29 @@ class Recurrence:
         if self._means:
             return mean(*x[:4], **options)
         return self._output(params, recurrence(*x, **options), gates).astype(v.dtype)
+
+    # The state before and after a part of a sequence; decoding goes on from it too.
+
+    def first_state(self, batch: int, dims: Dims, dtype: Any = jnp.float32) -> RecurrenceCache:
+        params = jax.eval_shape(lambda: self.init(jax.random.key(0), dims))
+        sizes = dims.n_heads, dims.d_qk, dims.d_v + self._means
+        state = jnp.zeros((batch, *sizes), accum_dtype(jnp.dtype(dtype)))
+        return RecurrenceCache(state, zero_inputs(dict(params), batch, dtype))
+
+    def _apply_from(self, call, params, q, k, v, state: RecurrenceCache):
+        params, shape = self._of_these_heads(params, q.shape[2], call.shard), q.shape[:2]
+        arrays = Projected(q, k, v), call.extra_projections
+        order, (arrays, gates), ids, lengths = tokens_first(arrays, call.segment_ids, shape)
+        convolved, last = convolve_from(params, arrays, state.last, ids, lengths)
+        x = self._inputs(params, *convolved, gates)
+        x = x._replace(v=with_ones(x.v)) if self._means else x
+        if ids is not None:  # padding writes nothing, and nothing is forgotten at it
+            real = (jnp.arange(shape[1])[None] < lengths[:, None])[..., None, None]
+            x = jax.tree.map(lambda a: jnp.where(real, a, 0), x)
+        options = dict(segment_ids=ids, chunk_len=self.chunk_len, impl=self.impl)
+        out, after = recurrence_from(x, state.state, **options)
+        out = quotient(out) if self._means else self._output(params, out, gates)
+        return restore_order(out.astype(v.dtype), order), RecurrenceCache(after, last)
 
     def _init_cache(self, call, params, q, k, v, plan) -> RecurrenceCache:
         del plan

@@ -184,7 +184,7 @@ def _backward(size: int, interpret: bool | None, results, d_out):
 
         gradients = kernel.backward(x, ids, d_out, interpret=interpret)
     else:
-        gradients = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
+        gradients, _ = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
         gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
     return jax.tree.map(
         lambda g, x: restore_order(g, order).astype(x.dtype), gradients, inputs
@@ -200,6 +200,66 @@ def _tangent(size: int, interpret: bool | None, primals, tangents):
 _recurrence.define(_forward, _backward, _tangent)
 
 
+# From a state to the state after the row.
+
+
+def recurrence_from(
+    inputs: RecurrenceInputs,
+    initial: Float[Array, "B N H V"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    chunk_len: int = 64,
+    impl: str = "auto",
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N H V"]]:
+    """`recurrence` whose first segment begins with the state `initial`, and the last one's state.
+
+    Both have gradients. Arguments are as in `recurrence`, but that the positions of a segment are
+    contiguous, and padding has zeros for inputs and the id of the segment before it.
+
+    Raises:
+      NotImplementedError: a kernel is asked for.
+    """
+    check_impl(impl, *KERNELS)
+    choose_kernels(impl, "a state that comes in and goes out")
+    inputs, initial = varying_as((inputs, initial), (inputs, initial))
+    size = chunks.chunk_size(chunk_len, inputs.q.shape[1])
+    return _recurrence_from(size, inputs, initial, segment_ids)
+
+
+@functools.partial(CustomDerivatives, n_static=1)
+def _recurrence_from(size: int, inputs: RecurrenceInputs, initial, segment_ids):
+    x = chunks.chunked(inputs, segment_ids, size, initial)
+    states, values = chunks.states_and_values(x)
+    out = chunks.joined(chunks.outputs(x), inputs.q.shape[1])
+    return out, chunks.final_state(x, states, values)
+
+
+def _forward_from(size: int, inputs: RecurrenceInputs, initial, segment_ids):
+    given = first_order((inputs, initial))
+    return _recurrence_from.function(size, *given, segment_ids), (inputs, initial, segment_ids)
+
+
+def _backward_from(size: int, results, d_results):
+    results, (d_out, d_final) = first_order((results, d_results))
+    # Without the barrier the compiler would keep intermediate arrays of the forward pass.
+    inputs, initial, segment_ids = lax.optimization_barrier(results)
+    x = chunks.chunked(inputs, segment_ids, size, initial)
+    gradients, d_initial = chunks.gradients(x, chunks.cut(d_out, size), d_final)
+    gradients = jax.tree.map(
+        lambda g, x: chunks.joined(g, d_out.shape[1]).astype(x.dtype), gradients, inputs
+    )
+    return gradients, d_initial.astype(initial.dtype), None
+
+
+_recurrence_from.define(
+    _forward_from,
+    _backward_from,
+    lambda size, primals, tangents: tangent_of(
+        functools.partial(_recurrence_from.function, size), primals, tangents
+    ),
+)
+
+
 # Decoding.
 
 
@@ -208,9 +268,7 @@ def state_after(inputs: RecurrenceInputs, lengths: Int[Array, " B"], *, chunk_le
     real = (jnp.arange(inputs.q.shape[1])[None] < lengths[:, None])[..., None, None]
     inputs = jax.tree.map(lambda x: jnp.where(real, x, 0), inputs)
     x = chunks.chunked(inputs, None, chunks.chunk_size(chunk_len, inputs.q.shape[1]))
-    states, values = chunks.states_and_values(x)
-    written = x.product("lh,lv->hv", x.to_new(x.k), values)
-    return (chunks.forget(x.kept(), states) + written)[-1]
+    return chunks.final_state(x, *chunks.states_and_values(x))
 
 
 def advance(
