@@ -515,7 +515,14 @@ class Attention(MultiHead):
         return self._merge(params, {"in": list(self.projections())}, dtype)
 
     def prefill(
-        self, params, x: Float[Array, "B T D"], lengths: Int[Array, " B"], capacity: int, rng=None
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        lengths: Int[Array, " B"],
+        capacity: int,
+        rng=None,
+        position: Int[Array, " B"] | None = None,
+        cache: Any = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """`apply` to the first `lengths` positions of each row, and the cache that `step` reads.
 
@@ -527,10 +534,13 @@ class Attention(MultiHead):
           lengths: the number of positions of each row before its padding, at least 1.
           capacity: how many positions the cache must hold in the end.
           rng: the source of hashes; the same as in `apply`.
+          position: of the first of them in each row; None: 0.
+          cache: that of the positions before them, where the algorithm carries a state; None: there
+            are none.
 
         Raises:
           ValueError: the layer is not causal, or not built for evaluation.
-          NotImplementedError: the algorithm has no step.
+          NotImplementedError: the algorithm has no step, or cannot go on from the cache.
         """
         if self.op.decoding == "no":
             raise Unsupported(
@@ -543,6 +553,12 @@ class Attention(MultiHead):
                 "mode='eval'"
             )
         project = self._project_merged if "w_in" in params else self._project
+        if cache is not None:
+            tokens = jnp.arange(x.shape[1])[None]
+            qkv = project(params, x, position[:, None] + tokens)
+            ids = (tokens < lengths[:, None]).astype(jnp.int32)
+            out, cache = self._heads_from(params, qkv, cache, ids)
+            return self.combine(params, out), cache
         alone = project(params, x)
         qkv = self._with_next_value(params, alone)
         # Padding on the right is in the future of every token: only a plan has to know of it.

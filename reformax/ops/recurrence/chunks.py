@@ -253,8 +253,9 @@ def gradients(
 ) -> tuple[RecurrenceInputs, Float[Array, "B N H V"]]:
     """The gradients of the inputs, in chunks, and of the first chunk's state.
 
-    `d_final` is the gradient of `final_state`; None is zeros. The gradient of a cumulative decay needs no other product, because the recurrence is a function
-    of `q_t e^(c_t)` and `k_t e^(-c_t)`.
+    `d_final` is the gradient of `final_state`; None is zeros. The gradient of a cumulative decay
+    needs no other product, because the recurrence is a function of `q_t e^(c_t)` and `k_t
+    e^(-c_t)`.
     """
     solved = None if x.beta is None else _solved(x)
     states, values = states_and_values(x)
