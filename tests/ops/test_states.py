@@ -1,5 +1,6 @@
 """States of recurrences that come in and go out: parts compute what the whole sequence does."""
 
+import dataclasses
 import functools
 
 import jax
@@ -117,6 +118,31 @@ def test_the_gradient_of_a_state_is_a_difference():
         np.testing.assert_allclose(np.sum(gradient * change), (ends[0] - ends[1]) / 2e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_compute_the_same(name):
+    """Interpreted, with packed rows, from a state that is not zeros."""
+    op, kernel = (dataclasses.replace(OPS[name], impl=impl) for impl in ("xla", INTERPRETED))
+    x = inputs.draw(op, length=70, batch=2)
+    ids = np.repeat([[1, 2, 0], [3, 3, 4]], [30, 35, 5], axis=1)
+    rng = np.random.default_rng(4)
+    first = op.first_state(2, op.dims(x.q, x.v))
+    state = jax.tree.map(lambda s: np.abs(rng.normal(size=s.shape)).astype(np.float32), first)
+
+    def loss(op, state, arrays):
+        y = inputs.Inputs(*arrays, x.params)
+        found = inputs.call(
+            op, y, causal=True, segment_ids=ids, initial_state=state, return_state=True
+        )
+        return sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves(found)), found
+
+    got, want = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, o), (0, 1), has_aux=True))(state, x[:4])
+        for o in (kernel, op)
+    )
+    assert_trees_close(got, want, 3e-5)
+
+
 def test_refusals():
     op, x = kda.kda(), inputs.draw(kda.kda(), length=5)
     _, state = inputs.call(op, x, causal=True, return_state=True)
@@ -132,9 +158,6 @@ def test_refusals():
     ):
         with pytest.raises((ValueError, Unsupported), match=message):
             inputs.call(op, x, **(dict(causal=True) | options))
-    kernel = kda.kda(impl=INTERPRETED)
-    with pytest.raises(NotImplementedError, match="with a state that comes in and goes out: use"):
-        inputs.call(kernel, x, causal=True, return_state=True)
     q = inputs.draw(dense.dense(), length=5)
     with pytest.raises(Unsupported, match="^op is dense: it carries no state; use a recurrence"):
         inputs.call(dense.dense(), q, causal=True, return_state=True)

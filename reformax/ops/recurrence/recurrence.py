@@ -28,6 +28,7 @@ from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.calls.dispatch import (
     KERNELS,
+    KernelObstacles,
     check_impl,
     choose_kernels,
     kernel_obstacles,
@@ -77,10 +78,13 @@ def recurrence(
     check_impl(impl, *KERNELS)
     x = RecurrenceInputs(q, k, v, log_decay, beta)
     x = varying_as(x, x)
-    obstacles = kernel_obstacles(q, k, v)
-    obstacles = obstacles._replace(chip=obstacles.chip or _chip_obstacle(x))
-    interpret = choose_kernels(impl, obstacles)
+    interpret = choose_kernels(impl, _obstacles(x))
     return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), interpret, x, segment_ids)
+
+
+def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
+    obstacles = kernel_obstacles(*x[:3])
+    return obstacles._replace(chip=obstacles.chip or _chip_obstacle(x))
 
 
 def _chip_obstacle(x: RecurrenceInputs) -> str | None:
@@ -217,47 +221,62 @@ def recurrence_from(
     contiguous, and padding has zeros for inputs and the id of the segment before it.
 
     Raises:
-      NotImplementedError: a kernel is asked for.
+      NotImplementedError: the kernel cannot compute the call.
     """
     check_impl(impl, *KERNELS)
-    choose_kernels(impl, "a state that comes in and goes out")
     inputs, initial = varying_as((inputs, initial), (inputs, initial))
+    interpret = choose_kernels(impl, _obstacles(inputs))
     size = chunks.chunk_size(chunk_len, inputs.q.shape[1])
-    return _recurrence_from(size, inputs, initial, segment_ids)
+    return _recurrence_from(size, interpret, inputs, initial, segment_ids)
 
 
-@functools.partial(CustomDerivatives, n_static=1)
-def _recurrence_from(size: int, inputs: RecurrenceInputs, initial, segment_ids):
+@functools.partial(CustomDerivatives, n_static=2)
+def _recurrence_from(
+    size: int, interpret: bool | None, inputs: RecurrenceInputs, initial, segment_ids
+):
+    if interpret is not None:
+        from reformax.ops.kernels.triton import recurrence as kernel
+
+        return kernel.forward_from(inputs, initial, segment_ids, interpret=interpret)
     x = chunks.chunked(inputs, segment_ids, size, initial)
     states, values = chunks.states_and_values(x)
     out = chunks.joined(chunks.outputs(x), inputs.q.shape[1])
     return out, chunks.final_state(x, states, values)
 
 
-def _forward_from(size: int, inputs: RecurrenceInputs, initial, segment_ids):
+def _forward_from(
+    size: int, interpret: bool | None, inputs: RecurrenceInputs, initial, segment_ids
+):
     given = first_order((inputs, initial))
-    return _recurrence_from.function(size, *given, segment_ids), (inputs, initial, segment_ids)
+    results = _recurrence_from.function(size, interpret, *given, segment_ids)
+    return results, (inputs, initial, segment_ids)
 
 
-def _backward_from(size: int, results, d_results):
+def _backward_from(size: int, interpret: bool | None, results, d_results):
     results, (d_out, d_final) = first_order((results, d_results))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
     inputs, initial, segment_ids = lax.optimization_barrier(results)
-    x = chunks.chunked(inputs, segment_ids, size, initial)
-    gradients, d_initial = chunks.gradients(x, chunks.cut(d_out, size), d_final)
-    gradients = jax.tree.map(
-        lambda g, x: chunks.joined(g, d_out.shape[1]).astype(x.dtype), gradients, inputs
-    )
+    if interpret is not None:
+        from reformax.ops.kernels.triton import recurrence as kernel
+
+        given = inputs, initial, segment_ids, d_out, d_final
+        gradients, d_initial = kernel.backward_from(*given, interpret=interpret)
+    else:
+        x = chunks.chunked(inputs, segment_ids, size, initial)
+        gradients, d_initial = chunks.gradients(x, chunks.cut(d_out, size), d_final)
+        gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
+    gradients = jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs)
     return gradients, d_initial.astype(initial.dtype), None
 
 
-_recurrence_from.define(
-    _forward_from,
-    _backward_from,
-    lambda size, primals, tangents: tangent_of(
-        functools.partial(_recurrence_from.function, size), primals, tangents
-    ),
-)
+def _tangent_from(size: int, interpret: bool | None, primals, tangents):
+    if interpret is not None:
+        raise NotImplementedError(KERNEL_REFUSAL)
+    function = functools.partial(_recurrence_from.function, size, interpret)
+    return tangent_of(function, primals, tangents)
+
+
+_recurrence_from.define(_forward_from, _backward_from, _tangent_from)
 
 
 # Decoding.
