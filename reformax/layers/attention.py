@@ -29,7 +29,7 @@ from reformax.layers.matrices import Unnormed, affine, check_input, products, tr
 from reformax.layers.positions import rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
-from reformax.ops.calls.arguments import check_arguments
+from reformax.ops.calls.arguments import check_arguments, check_value_heads
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.masking.masks import int32_ids, row_lengths, tokens_of
 
@@ -76,6 +76,8 @@ class MultiHead(Layer):
       d_v: V, the size of a head's values.
       n_kv_heads: G, the number of heads of keys and values, each for N / G heads of queries
         (Ainslie et al. 2023, GQA; 1 is MQA); None: N.
+      n_qk_heads: Q, the number of heads of queries and keys, each for N / Q heads of values, as in
+        Mamba 2 and Qwen3-Next; None: N.
       masked: whether each sequence comes with a mask, `[B, T]`: True or a segment id above 0 marks
         a token, False or 0 padding. Tokens see their segment only. The masks follow the
         sequences. A mask may be `Tokens`, with global tokens for the algorithms that read them,
@@ -96,6 +98,7 @@ class MultiHead(Layer):
     d_v: Size = 64
     _: dataclasses.KW_ONLY
     n_kv_heads: Size | None = None
+    n_qk_heads: Size | None = None
     masked: bool = False
     bias: bool = False
     output_bias: bool = False
@@ -112,6 +115,7 @@ class MultiHead(Layer):
         super().__init__(n_in=self.n_sequences * (2 if self.masked else 1))
         check_fields(self)
         self._check_kv_heads()
+        self._check_qk_heads()
         self._weights_rate = rate_in(self.mode, self.attention_dropout)
         self._output_rate = rate_in(self.mode, self.output_dropout)
         if self._weights_rate > 0.0 and not self.op.dropout:
@@ -134,6 +138,25 @@ class MultiHead(Layer):
                 "leave it out"
             )
 
+    def _check_qk_heads(self) -> None:
+        if self.n_qk_heads is None:
+            return
+        if self.n_heads % self.n_qk_heads:
+            raise SettingError(
+                f"n_qk_heads is {self.n_qk_heads}: expected a divisor of n_heads, {self.n_heads}"
+            )
+        if self.n_kv_heads is not None:
+            raise SettingError(
+                f"n_qk_heads is {self.n_qk_heads} and n_kv_heads {self.n_kv_heads}: leave one out"
+            )
+        if self.n_qk_heads < self.n_heads:
+            check_value_heads(self.op, "n_heads is", self.n_heads, self.n_qk_heads)
+
+    @property
+    def _dims(self) -> Dims:
+        sizes = self.n_heads, self.d_qk, self.d_v, 0, self.n_kv_heads, self.n_qk_heads
+        return Dims(*sizes)
+
     @property
     def drops(self) -> bool:
         return self._weights_rate > 0.0 or self._output_rate > 0.0
@@ -141,10 +164,10 @@ class MultiHead(Layer):
     def projections(self) -> dict[str, ExtraProjection]:
         """What is projected from the input, by the name that its weights have after `w_`."""
         n, h, v = self.n_heads, self.d_qk, self.d_v
-        n_kv = self.n_kv_heads or n
+        n_kv, n_qk = self.n_kv_heads or n, self.n_qk_heads
         both = {
-            "q": ExtraProjection(n, h, rotated=True),
-            "k": ExtraProjection(n_kv, h, rotated=True),
+            "q": ExtraProjection(n_qk or n, h, rotated=True),
+            "k": ExtraProjection(n_qk or n_kv, h, rotated=True),
         }
         if self.op.shared_qk:
             del both["k"]
@@ -153,14 +176,13 @@ class MultiHead(Layer):
 
     def _extra_projections(self) -> dict[str, ExtraProjection]:
         """Those that the algorithm reads."""
-        n, n_kv = self.n_heads, self.n_kv_heads or self.n_heads
-        return self.op.extra_projections(Dims(n, self.d_qk, self.d_v, 0, n_kv))
+        return self.op.extra_projections(self._dims)
 
     def init_params(self, rng, shape, *shapes):
         *_, length, d_model = shape
         rng_q, rng_k, rng_v, rng_o, rng_op = jax.random.split(rng, 5)
         rngs = {"q": rng_q, "k": rng_k, "v": rng_v}
-        n, h, v = self.n_heads, self.d_qk, self.d_v
+        n, v = self.n_heads, self.d_v
 
         def drawn(rng, n, d_head, d_in=d_model):
             if self.init_std is not None:
@@ -181,7 +203,7 @@ class MultiHead(Layer):
                 params[f"up_{name}"] = drawn(up_rng, to.n_heads, to.size, to.rank)
         if self.output_bias:
             params["b_o"] = jnp.zeros(d_model)
-        params["op"] = self.op.init(rng_op, Dims(n, h, v, length, self.n_kv_heads))
+        params["op"] = self.op.init(rng_op, self._dims._replace(length=length))
         return params
 
     def _heads(
@@ -477,8 +499,7 @@ class Attention(MultiHead):
         """
         if not self.causal:
             raise Unsupported("causal is False: only causal layers carry a state, set causal=True")
-        dims = Dims(self.n_heads, self.d_qk, self.d_v, 0, self.n_kv_heads)
-        return self.op.first_state(batch, dims, jnp.dtype(dtype))
+        return self.op.first_state(batch, self._dims, jnp.dtype(dtype))
 
     def apply_from(
         self, params, x: Float[Array, "B T D"], state: Any, mask=None, rng=None

@@ -34,7 +34,7 @@ from reformax.ops.calls.arguments import (
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
-from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.heads import repeat_heads, repeat_to_values
 from reformax.ops.masking.given_masks import checked_mask, with_mask
 from reformax.ops.masking.masks import SegmentIds, int32_ids, keys_seen, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
@@ -73,7 +73,8 @@ class AttentionOp:
 
     An algorithm is a subclass with the decorator `op`. It defines `_apply`, and where it has them
     `_plan`, `init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step` and
-    `_replace_value`. The methods without an underscore call these, for which they
+    `_replace_value`. A recurrence also defines `first_state` and `_apply_from`. The methods without
+    an underscore call these, for which they
 
     * let arguments and results vary along the same axes of a `jax.shard_map`,
     * repeat keys and values for all heads of queries, unless `_grouped`,
@@ -130,7 +131,9 @@ class AttentionOp:
     # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
     # `lengths [B]`, None by default: each row is so many tokens of one segment and then padding,
     # where arrays are finite. `segment_ids` say the same. `_impls`: values of the option `impl`.
+    # `_repeats_qk`: it repeats queries and keys for all heads of values.
     _grouped = False
+    _repeats_qk = False
     _keeps_padding_out = False
     _takes_lengths = False
     _impls: ClassVar[tuple[str, ...]] = ()
@@ -138,6 +141,14 @@ class AttentionOp:
     @property
     def plans(self) -> Literal["no", "reads", "draws"]:
         return "no" if type(self)._plan is AttentionOp._plan else "reads"
+
+    @property
+    def more_value_heads(self) -> bool:
+        """Whether values may have more heads than queries and keys.
+
+        Where queries and keys are one, or plans choose keys by the head of queries, they may not.
+        """
+        return not self.shared_qk and self.plans == "no"
 
     @property
     def carries_state(self) -> bool:
@@ -208,7 +219,9 @@ class AttentionOp:
 
     def dims(self, q: Float[Array, "B T N H"], v: Float[Array, "B S N V"]) -> Dims:
         """The sizes of a call of these arrays, which `init` and `extra_projections` take."""
-        return Dims(q.shape[2], q.shape[3], v.shape[3], q.shape[1], n_kv_heads=v.shape[2])
+        n_qk, n_v = q.shape[2], v.shape[2]
+        dims = Dims(max(n_qk, n_v), q.shape[3], v.shape[3], q.shape[1], n_kv_heads=n_v)
+        return dims if n_v <= n_qk else dims._replace(n_qk_heads=n_qk)
 
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
         """Further projections of the layer's input that the algorithm reads, such as gates.
@@ -371,6 +384,8 @@ class AttentionOp:
         check_read(self, call)
         arrays = call, params, q, k, *others
         call, params, q, k, *others = devices.varying_as(arrays, arrays)
+        if self.more_value_heads and not self._repeats_qk and others:
+            q, k = (repeat_to_values(x, others[0]) for x in (q, k))
         if not self._grouped:
             k, *others[:1] = repeat_heads(q, k, *others[:1])
         return devices.varying_as(arrays, function(call, params, q, k, *others))
@@ -471,13 +486,11 @@ class AttentionOp:
           params: the algorithm's own weights, from its `init`.
           extra_projections: the further projections that the algorithm reads, by name.
           global_tokens: above 0 for global tokens, for an algorithm with `global_tokens`.
-          initial_state: the state before the first position, from a call with `return_state`, for
-            an algorithm with `carries_state`; see `apply_from`. None: there was no earlier one.
-          return_state: whether to return the state after the last position too.
+          initial_state: as in `apply_from`; None: no positions were before.
+          return_state: whether to return the last position's state too.
 
         Returns:
-          The attended values in the dtype of `v`. A row that sees nothing is zeros. With
-          `return_state` a pair of these and the state.
+          The attended values in the dtype of `v`; zeros for a row that sees nothing; and the state.
 
         Raises:
           ValueError: an argument's shape does not fit, or an rng is needed and missing.

@@ -11,8 +11,9 @@ import pytest
 from reformax.declared import SettingError
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import kda, linear, local
-from reformax.training import mesh, pieces, step
+from reformax.training import loop, mesh, pieces, step
 from tests.helpers import assert_trees_close
+from tests.training import worker
 
 SIZES = dict(vocab_size=11, d_model=16, d_ff=12, n_heads=2, n_layers=2, dropout=0.0)
 HEADS = dict(d_attention_key=8, d_attention_value=8)
@@ -91,6 +92,21 @@ def test_what_cannot_be_cut_is_refused(model, length, message):
     pieces.check(model, None, length)
     with pytest.raises(SettingError, match=f"^{message}"):
         pieces.check(model, 8, length)
+
+
+def test_the_line_of_a_config_reaches_the_step(tmp_path, monkeypatch):
+    lengths, gradient = [], pieces.gradient
+
+    def spy(*arguments):
+        lengths.append(arguments[3])
+        return gradient(*arguments)
+
+    monkeypatch.setattr(pieces, "gradient", spy)
+    sizes = SIZES | HEADS | dict(vocab_size=16, n_layers=1)
+    model = partial(TransformerLM, **sizes, attention_type=kda.kda(chunk_len=4))
+    settings = dict(steps=1, eval_every=None, backprop_len=8)
+    loop.train(tmp_path, **worker.arguments(**settings) | {"model": model})
+    assert set(lengths) == {8}
 
 
 def test_reading_on_is_reading_at_once():

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Bounds
 from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.heads import repeat_to_values
 from reformax.ops.masking.contiguous import restore_order, tokens_first
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
@@ -56,6 +57,7 @@ class Recurrence:
 
     dropout = False
     shards = ("heads",)
+    _repeats_qk = True
     _means = False  # whether it computes means of values (`recurrence.means`), without `_output`
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
@@ -66,6 +68,11 @@ class Recurrence:
         """The op's output, of the recurrence's in float32."""
         return layer_output(params, out, extra_projections)
 
+    def _read(self, params, x: Projected, gates) -> RecurrenceInputs:
+        """`_inputs` of queries and keys for each head of values."""
+        q, k = (repeat_to_values(y, x.v) for y in x[:2])
+        return self._inputs(params, q, k, x.v, gates)
+
     def _constants(self, n_heads: int) -> dict[str, Array]:
         """Arrays `[N, ...]` for `_inputs`, along with the weights."""
         del n_heads
@@ -74,12 +81,14 @@ class Recurrence:
     def _of_these_heads(self, params, n_heads: int, shard=None) -> dict[str, Array]:
         """The weights and constants of the heads that the arrays have."""
         whole = dict(params) | self._constants(all_heads(shard, n_heads))
+        if shard is None:
+            return whole
         return {name: of_heads(x, shard, n_heads) for name, x in whole.items()}
 
     def _apply(self, call, params, q, k, v, plan):
         del plan
-        params, gates = self._of_these_heads(params, q.shape[2], call.shard), call.extra_projections
-        x = self._inputs(params, *convolve(params, q, k, v, call.segment_ids), gates)
+        params, gates = self._of_these_heads(params, v.shape[2], call.shard), call.extra_projections
+        x = self._read(params, convolve(params, q, k, v, call.segment_ids), gates)
         options = dict(segment_ids=call.segment_ids, chunk_len=self.chunk_len, impl=self.impl)
         if self._means:
             return mean(*x[:4], **options)
@@ -94,11 +103,11 @@ class Recurrence:
         return RecurrenceCache(state, zero_inputs(dict(params), batch, dtype))
 
     def _apply_from(self, call, params, q, k, v, state: RecurrenceCache):
-        params, shape = self._of_these_heads(params, q.shape[2], call.shard), q.shape[:2]
+        params, shape = self._of_these_heads(params, v.shape[2], call.shard), q.shape[:2]
         arrays = Projected(q, k, v), call.extra_projections
         order, (arrays, gates), ids, lengths = tokens_first(arrays, call.segment_ids, shape)
         convolved, last = convolve_from(params, arrays, state.last, ids, lengths)
-        x = self._inputs(params, *convolved, gates)
+        x = self._read(params, convolved, gates)
         x = x._replace(v=with_ones(x.v)) if self._means else x
         if ids is not None:  # padding writes nothing, and nothing is forgotten at it
             real = (jnp.arange(shape[1])[None] < lengths[:, None])[..., None, None]
@@ -110,16 +119,16 @@ class Recurrence:
 
     def _init_cache(self, call, params, q, k, v, plan) -> RecurrenceCache:
         del plan
-        params, lengths = self._of_these_heads(params, q.shape[2]), jnp.asarray(call.lengths)
-        x = self._inputs(params, *convolve(params, q, k, v), call.extra_projections)
+        params, lengths = self._of_these_heads(params, v.shape[2]), jnp.asarray(call.lengths)
+        x = self._read(params, convolve(params, q, k, v), call.extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
         x = x._replace(v=with_ones(x.v)) if self._means else x
         return RecurrenceCache(state_after(x, lengths, chunk_len=self.chunk_len), last)
 
     def _step(self, call, params, q, k, v, cache):
-        params, gates = self._of_these_heads(params, q.shape[2]), call.extra_projections
+        params, gates = self._of_these_heads(params, v.shape[2]), call.extra_projections
         new, last = convolve_next(params, Projected(q, k, v), cache.last)
-        x = self._inputs(params, *new, gates)
+        x = self._read(params, new, gates)
         if self._means:
             out, state = advance(cache.state, *x._replace(v=with_ones(x.v)))
             return quotient(out).astype(v.dtype), RecurrenceCache(state, last)

@@ -41,11 +41,10 @@ def conv_params(size: int | None, rng, dims: Dims) -> dict[str, Array]:
     """
     if size is None:
         return {}
-    limit, sizes = size**-0.5, {"q": dims.d_qk, "k": dims.d_qk, "v": dims.d_v}
+    qk = dims.qk_heads, dims.d_qk
+    limit, sizes = size**-0.5, {"q": qk, "k": qk, "v": (dims.n_heads, dims.d_v)}
     return {
-        f"conv_{name}": jax.random.uniform(
-            one, (dims.n_heads, sizes[name], size), minval=-limit, maxval=limit
-        )
+        f"conv_{name}": jax.random.uniform(one, (*sizes[name], size), minval=-limit, maxval=limit)
         for name, one in zip(sizes, jax.random.split(rng, 3), strict=True)
     }
 
