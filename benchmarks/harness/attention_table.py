@@ -33,6 +33,7 @@ from reformax.ops import (
     gated_delta,
     gated_linear,
     hash_sparse,
+    kda,
     linear,
     linformer,
     local,
@@ -103,6 +104,7 @@ def attentions() -> dict[str, AttentionOp]:
         retention.retention(),
         gated_linear.gated_linear(),
         gated_delta.gated_delta(),
+        kda.kda(),
     ]
     named = {op.name: op for op in ops}
     return named | {

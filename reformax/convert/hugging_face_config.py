@@ -263,7 +263,8 @@ def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, An
     _require(arguments["pos_type"] == "axial", f"pos_type is {arguments['pos_type']!r}", "'axial'")
     shape, d_embs = list(arguments["pos_axial_shape"]), list(arguments["pos_d_axial_embs"])
     _require(len(shape) < 3, f"pos_axial_shape is {tuple(shape)}", "one or two axes")
-    other = {"attention_bias": False, "next_value": False, "n_slots": None, "n_kv_heads": None}
+    other = {"attention_bias": False, "next_value": False, "n_slots": None}
+    other |= {"n_kv_heads": None, "n_qk_heads": None}
     other |= {"tie_embeddings": False, "embedding_norm": False, "first_token": 0}
     for name, value in other.items():
         _require(arguments[name] == value, f"{name} is {arguments[name]}", str(value))

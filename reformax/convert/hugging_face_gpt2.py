@@ -102,6 +102,7 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
         tie_embeddings=True,
         next_value=False,
         n_kv_heads=None,
+        n_qk_heads=None,
         post_norm=False,
         embedding_norm=False,
         d_attention_key=d // n_heads,

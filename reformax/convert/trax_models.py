@@ -129,6 +129,7 @@ def _check(spec: Spec) -> None:
     require(a["first_token"] == 0, f"first_token is {a['first_token']}", "0")
     require(a["n_kv_heads"] is None, f"n_kv_heads is {a['n_kv_heads']}", "None")
     require(a["ff_activation"] != "relu_squared", "ff_activation is 'relu_squared'", "another")
+    require(a["n_qk_heads"] is None, f"n_qk_heads is {a['n_qk_heads']}", "None")
     require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")
     for op in spec.attention:
         for name, value in (NO_OPTIONS | _wanted(op)).items():

@@ -31,7 +31,7 @@ from reformax.layers.matrices import Unnormed, affine, check_input, products, tr
 from reformax.layers.positions import RotaryAngles, rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
-from reformax.ops.calls.arguments import check_arguments
+from reformax.ops.calls.arguments import check_arguments, check_value_heads
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.masking.masks import int32_ids, row_lengths, tokens_of
 from reformax.ops.numerics.normalization import length_normalize
@@ -82,8 +82,9 @@ class MultiHead(Layer):
     Weights: `w_q [N, D, H]`, `w_k [G, D, H]` (none where the algorithm shares queries and keys),
     `w_v [G, D, V]`, `w_o [N, V, D]`; with `bias` also `b_q, b_k [_, H]` and `b_v [_, V]`, with
     `output_bias` also `b_o [D]`; for each further projection that the algorithm reads,
-    `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`; and the algorithm's as
-    `op`. With `qk_norm` also `q_norm [H]` and, if there are keys, `k_norm [H]`; with `gate`
+    `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`, or `w_<name> [1, D, R]`
+    and `up_<name> [heads, R, size]` if it has the rank R; and the algorithm's as `op`. With
+    `qk_norm` also `q_norm [H]` and, if there are keys, `k_norm [H]`; with `gate`
     `w_output_gate [N, D, 1 or V]`, with `bias` `b_output_gate`; with `learn_logit_scale`
     `logit_scale [N]`.
 
@@ -94,6 +95,8 @@ class MultiHead(Layer):
       d_v: V, the size of a head's values.
       n_kv_heads: G, the number of heads of keys and values, each for N / G heads of queries
         (Ainslie et al. 2023, GQA; 1 is MQA); None: N.
+      n_qk_heads: Q, the number of heads of queries and keys, each for N / Q heads of values, as in
+        Mamba 2 and Qwen3-Next; None: N.
       masked: whether each sequence comes with a mask, `[B, T]`: True or a segment id above 0 marks
         a token, False or 0 padding. Tokens see their segment only. The masks follow the
         sequences. A mask may be `Tokens`, with global tokens for the algorithms that read them,
@@ -126,6 +129,7 @@ class MultiHead(Layer):
     d_v: Size = 64
     _: dataclasses.KW_ONLY
     n_kv_heads: Size | None = None
+    n_qk_heads: Size | None = None
     masked: bool = False
     bias: bool = False
     output_bias: bool = False
@@ -146,6 +150,7 @@ class MultiHead(Layer):
         super().__init__(n_in=self.n_sequences * (2 if self.masked else 1))
         check_fields(self)
         self._check_kv_heads()
+        self._check_qk_heads()
         self._weights_rate = rate_in(self.mode, self.attention_dropout)
         self._output_rate = rate_in(self.mode, self.output_dropout)
         if self._weights_rate > 0.0 and not self.op.dropout:
@@ -168,6 +173,25 @@ class MultiHead(Layer):
                 "leave it out"
             )
 
+    def _check_qk_heads(self) -> None:
+        if self.n_qk_heads is None:
+            return
+        if self.n_heads % self.n_qk_heads:
+            raise SettingError(
+                f"n_qk_heads is {self.n_qk_heads}: expected a divisor of n_heads, {self.n_heads}"
+            )
+        if self.n_kv_heads is not None:
+            raise SettingError(
+                f"n_qk_heads is {self.n_qk_heads} and n_kv_heads {self.n_kv_heads}: leave one out"
+            )
+        if self.n_qk_heads < self.n_heads:
+            check_value_heads(self.op, "n_heads is", self.n_heads, self.n_qk_heads)
+
+    @property
+    def _dims(self) -> Dims:
+        sizes = self.n_heads, self.d_qk, self.d_v, 0, self.n_kv_heads, self.n_qk_heads
+        return Dims(*sizes)
+
     @property
     def drops(self) -> bool:
         return self._weights_rate > 0.0 or self._output_rate > 0.0
@@ -175,10 +199,10 @@ class MultiHead(Layer):
     def projections(self) -> dict[str, ExtraProjection]:
         """What is projected from the input, by the name that its weights have after `w_`."""
         n, h, v = self.n_heads, self.d_qk, self.d_v
-        n_kv = self.n_kv_heads or n
+        n_kv, n_qk = self.n_kv_heads or n, self.n_qk_heads
         both = {
-            "q": ExtraProjection(n, h, rotated=True),
-            "k": ExtraProjection(n_kv, h, rotated=True),
+            "q": ExtraProjection(n_qk or n, h, rotated=True),
+            "k": ExtraProjection(n_qk or n_kv, h, rotated=True),
         }
         if self.op.shared_qk:
             del both["k"]
@@ -186,9 +210,13 @@ class MultiHead(Layer):
         return (
             both
             | {"v": ExtraProjection(n_kv, v)}
-            | self.op.extra_projections(Dims(n, h, v, 0, n_kv))
+            | {name: to.of_input for name, to in self._extra_projections().items()}
             | ({OUTPUT_GATE: gate[self.gate]} if self.gate else {})
         )
+
+    def _extra_projections(self) -> dict[str, ExtraProjection]:
+        """Those that the algorithm reads."""
+        return self.op.extra_projections(self._dims)
 
     def init_params(self, rng, shape, *shapes):
         *_, length, d_model = shape
@@ -196,12 +224,12 @@ class MultiHead(Layer):
         rngs = {"q": rng_q, "k": rng_k, "v": rng_v}
         n, h, v = self.n_heads, self.d_qk, self.d_v
 
-        def drawn(rng, n, d_head):
+        def drawn(rng, n, d_head, d_in=d_model):
             if self.init_std is not None:
-                return self.init_std * jax.random.normal(rng, (n, d_model, d_head))
+                return self.init_std * jax.random.normal(rng, (n, d_in, d_head))
             # With respect to all heads together, as in Trax.
-            limit = math.sqrt(6 / (d_model + d_head * n))
-            return jax.random.uniform(rng, (n, d_model, d_head), jnp.float32, -limit, limit)
+            limit = math.sqrt(6 / (d_in + d_head * n))
+            return jax.random.uniform(rng, (n, d_in, d_head), jnp.float32, -limit, limit)
 
         params = {"w_o": jnp.swapaxes(drawn(rng_o, n, v), 1, 2)}
         for i, (name, to) in enumerate(self.projections().items()):
@@ -209,13 +237,17 @@ class MultiHead(Layer):
             params[f"w_{name}"] = drawn(rng_of, to.n_heads, to.size)
             if self.bias:
                 params[f"b_{name}"] = jnp.zeros((to.n_heads, to.size))
+        for name, to in self._extra_projections().items():
+            if to.rank is not None:
+                up_rng = jax.random.fold_in(jax.random.fold_in(rng, to.rank), len(params))
+                params[f"up_{name}"] = drawn(up_rng, to.n_heads, to.size, to.rank)
         if self.output_bias:
             params["b_o"] = jnp.zeros(d_model)
         if self.qk_norm:
             params |= {f"{x}_norm": jnp.ones(h) for x in ("q", "k") if f"w_{x}" in params}
         if self.learn_logit_scale:
             params["logit_scale"] = jnp.ones(n)
-        params["op"] = self.op.init(rng_op, Dims(n, h, v, length, self.n_kv_heads))
+        params["op"] = self.op.init(rng_op, self._dims._replace(length=length))
         return params
 
     def _heads(
@@ -366,7 +398,8 @@ class MultiHead(Layer):
                 merged[f"b_{name}"] = jnp.concatenate(biases)
         if self.output_bias:
             merged["b_o"] = params["b_o"]
-        merged |= {name: params[name] for name in ("next_value", "position_bias") if name in params}
+        others = "next_value", "position_bias", *(f"up_{x}" for x in self._extra_projections())
+        merged |= {name: params[name] for name in others if name in params}
         merged = {name: w.astype(dtype) for name, w in merged.items()}
         kept = "q_norm", "k_norm", "logit_scale", "key_conv", "op"
         return merged | {name: params[name] for name in kept if name in params}
@@ -541,6 +574,10 @@ class Attention(MultiHead):
 
     def _rotate(self, params, heads: dict[str, Array], position=None) -> QKV:
         """The projections, normalised, those that tell positions apart rotated by theirs."""
+        for name in heads.keys() - {"q", "k", "v", OUTPUT_GATE}:
+            if (up := params.get(f"up_{name}")) is not None:
+                low = heads[name][:, :, 0]
+                heads |= {name: jnp.einsum("btr,nrh->btnh", low, up.astype(low.dtype))}
         heads = self._normed(params, heads)
         if self.use_rotary:
             rotated = (name for name, to in self.projections().items() if to.rotated)
@@ -564,6 +601,43 @@ class Attention(MultiHead):
         plan = self.plan(params, qkv, mask, rng)
         return self.attend(params, qkv, plan, mask, rng, run)
 
+    # A part of a sequence, from the state of the parts before it.
+
+    def first_state(self, batch: int, dtype: Any) -> Any:
+        """The state before the first position of `batch` rows, in layers that compute in `dtype`.
+
+        Raises:
+          Unsupported: the layer is not causal, has `key_conv`, or its algorithm carries no state.
+        """
+        if not self.causal:
+            raise Unsupported("causal is False: only causal layers carry a state, set causal=True")
+        if self.key_conv:
+            raise Unsupported(f"key_conv is {self.key_conv}: it carries no state, leave it out")
+        return self.op.first_state(batch, self._dims, jnp.dtype(dtype))
+
+    def apply_from(
+        self, params, x: Float[Array, "B T D"], state: Any, mask=None, rng=None
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """`apply` to a part of a sequence, and the state after it; see `AttentionOp.apply_from`."""
+        tokens = tokens_of(mask)
+        qkv = self._rotate(params, self._all_heads(params, x), tokens.positions)
+        out, state = self._heads_from(params, qkv.of_op, state, int32_ids(tokens.segment_ids))
+        return self.combine(params, out, qkv.gate, rng), state
+
+    def _heads_from(self, params, qkv: QKV, state, segment_ids):
+        if (n := devices.n_sequence_shards()) > 1:
+            raise SettingError(
+                f"mesh has context={n} and a state is carried from one part of a sequence to the "
+                "next: use context=1"
+            )
+
+        def attend(qkv, state, segment_ids, params):
+            *arrays, extra_projections, _ = qkv
+            options = dict(segment_ids=segment_ids, extra_projections=extra_projections)
+            return self.op.apply_from(params, *arrays, state, **options)
+
+        return devices.by_rows(attend, (qkv, state, segment_ids), (params["op"],))
+
     # Decoding: `prefill` reads a prompt, `step` one more position of each row.
 
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
@@ -576,7 +650,14 @@ class Attention(MultiHead):
         return self._merge(params, {"in": list(self.projections())}, dtype)
 
     def prefill(
-        self, params, x: Float[Array, "B T D"], lengths: Int[Array, " B"], capacity: int, rng=None
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        lengths: Int[Array, " B"],
+        capacity: int,
+        rng=None,
+        position: Int[Array, " B"] | None = None,
+        cache: Any = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """`apply` to the first `lengths` positions of each row, and the cache that `step` reads.
 
@@ -588,10 +669,13 @@ class Attention(MultiHead):
           lengths: the number of positions of each row before its padding, at least 1.
           capacity: how many positions the cache must hold in the end.
           rng: the source of hashes; the same as in `apply`.
+          position: of the first of them in each row; None: 0.
+          cache: that of the positions before them, where the algorithm carries a state; None: there
+            are none.
 
         Raises:
           ValueError: the layer is not causal, or not built for evaluation.
-          NotImplementedError: the algorithm has no step.
+          NotImplementedError: the algorithm has no step, or cannot go on from the cache.
         """
         if self.op.decoding == "no":
             raise Unsupported(
@@ -604,6 +688,12 @@ class Attention(MultiHead):
                 "mode='eval'"
             )
         heads = self._all_heads(params, x)
+        if cache is not None:
+            tokens = jnp.arange(x.shape[1])[None]
+            qkv = self._rotate(params, heads, position[:, None] + tokens)
+            ids = (tokens < lengths[:, None]).astype(jnp.int32)
+            out, cache = self._heads_from(params, qkv.of_op, cache, ids)
+            return self.combine(params, out, qkv.gate), cache
         alone = self._rotate(params, self._convolved(params, heads))
         qkv = self._with_next_value(params, alone)
         # Padding on the right is in the future of every token: only a plan has to know of it.

@@ -79,6 +79,11 @@ def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
             "context=1, or an op whose shards include heads"
         )
     n_heads, n_kv_heads = qkv.q.shape[2], qkv.v.shape[2]
+    if n_kv_heads > n_heads:
+        raise SettingError(
+            f"mesh has context={n} and n_qk_heads is {n_heads}: devices exchange heads of queries "
+            "for positions, use context=1"
+        )
     if "key heads" in op.shards and splits_head_groups(n, n_heads, n_kv_heads):
         raise SettingError(
             f"mesh has context={n} and op is {op}, whose heads of queries choose together for each "

@@ -37,6 +37,11 @@ class CrossAttention(MultiHead):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.n_qk_heads is not None:
+            raise Unsupported(
+                f"n_qk_heads is {self.n_qk_heads}: cross-attention has as many heads of values, "
+                "leave it out"
+            )
         if self.op.extra_projections(Dims(1, 1, 1, 1)):
             raise Unsupported(
                 f"op is {self.op}: it reads further projections, which a memory has none of; use "

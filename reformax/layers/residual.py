@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from reformax.layers import remat
 from reformax.layers._trax import Layer
-from reformax.layers.attention import MultiHead
+from reformax.layers.attention import Attention, MultiHead
 from reformax.layers.matrices import Unnormed
 from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack
@@ -44,17 +46,39 @@ class ResidualStack(BlockStack):
         remat.check_policy(self.remat_policy, self.offload_activations)
 
     def apply(self, params, x, segment_ids=None, memory=None, memory_segment_ids=None, rng=None):
+        return self._run(params, x, segment_ids, memory, memory_segment_ids, rng)[0]
+
+    def first_states(self, batch):
+        states = tuple(block.attention.first_state(batch, self.dtype) for block in self.blocks)
+        return jax.tree.map(lambda x: jnp.tile(x[None], (self._n_repeats, *[1] * x.ndim)), states)
+
+    def apply_from(self, params, x, states, segment_ids=None, rng=None):
+        return self._run(params, x, segment_ids, rng=rng, states=states)
+
+    def _run(
+        self,
+        params,
+        x,
+        segment_ids=None,
+        memory=None,
+        memory_segment_ids=None,
+        rng=None,
+        states: Any = None,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The stream after the stack, and where there are states before a part, those after it."""
         self._check_memory(memory)
         if self.offload_activations:
             remat.check_offload()
         # Between layers that are written out, what the next one reads the stream by stays with it.
         open_ends = self.remat_policy == "all" and not self.scan_layers
 
-        def repeat(streams, this):
+        def repeat(streams, this, *states):
+            after = []
             for i, block in enumerate(self.blocks):
                 rngs = self._rngs(rng, this, i)
 
-                def layer(p, streams, memory, block=block, rngs=rngs):
+                def layer(p, streams, memory, *state, block=block, rngs=rngs):
+                    found = []
                     if self.offload_activations:
                         streams = checkpoint_name(streams, remat.STREAM)
                     further = {
@@ -66,18 +90,26 @@ class ResidualStack(BlockStack):
                         name: attend(attention, *further[name], rng=rngs[name])
                         for name, attention in block.attentions.items()
                     }
+                    if state:
+                        sublayers["attention"] = _from(
+                            block.attention, *state, segment_ids, rngs["attention"], found
+                        )
                     sublayers["feed_forward"] = _of(block.feed_forward, rng=rngs["feed_forward"])
                     streams = self._layer(p, streams, sublayers)
-                    return streams if open_ends else self._closed(streams)
+                    return (streams if open_ends else self._closed(streams)), tuple(found)
 
                 layer = remat.checkpointed(layer, self.remat_policy, self.offload_activations)
-                streams = layer(this.params[f"block_{i}"], streams, memory)
-            return streams, None
+                given = [x[i] for x in states]
+                streams, found = layer(this.params[f"block_{i}"], streams, memory, *given)
+                after += found
+            return streams, tuple(after)
 
         streams = (self._residual(x),)
         if open_ends:
             streams += ((x if self.post_norm else jnp.zeros_like(x)).astype(self.dtype),)
-        return self._closed(self._scan(repeat, streams, params)[0])[0]
+        given = () if states is None else (states,)
+        streams, after = self._scan(repeat, streams, params, *given)
+        return self._closed(streams)[0], after
 
     # A sublayer, from its input to the streams after it.
 
@@ -131,6 +163,17 @@ class ResidualStack(BlockStack):
 def _of(layer: Layer, *further, rng) -> Callable:
     """A layer as a function of its weights and first input alone."""
     return lambda params, x: layer.apply(params, x, *further, rng=rng)
+
+
+def _from(layer: Attention, state, segment_ids, rng, found: list) -> Callable:
+    """A layer that goes on from a state; the one after it is put into `found`."""
+
+    def run(params, x):
+        out, after = layer.apply_from(params, x, state, segment_ids, rng)
+        found.append(after)
+        return out
+
+    return run
 
 
 def _named(layer: MultiHead, *further, rng) -> Callable:

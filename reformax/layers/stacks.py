@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.declared import Depth, NonNegative, SettingError, check_fields
+from reformax.declared import Depth, NonNegative, SettingError, Unsupported, check_fields
 from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention, MultiHead
 from reformax.layers.cross_attention import CrossAttention
@@ -172,6 +172,25 @@ class BlockStack(Layer):
         """`x` as it is added to a stream."""
         return x.astype(jnp.float32)
 
+    # Parts of a sequence, from the states of the parts before.
+
+    def first_states(self, batch: int) -> Any:
+        """The states of all layers before the first position of `batch` rows.
+
+        Raises:
+          Unsupported: a layer carries no state.
+        """
+        raise Unsupported(
+            f"{type(self).__name__} carries no states from one part of a sequence to the next: "
+            "use a Transformer, such as lm.TransformerLM"
+        )
+
+    def apply_from(
+        self, params, x: Float[Array, "B T D"], states: Any, segment_ids=None, rng=None
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """`apply` to a part of a sequence, and the states after it."""
+        raise NotImplementedError
+
     # Decoding: `prefill` reads a prompt, or the memory; `step` one more position of each row. In a
     # step the products with a sublayer's matrices compute its norm and add to the stream.
 
@@ -225,8 +244,12 @@ class BlockStack(Layer):
         rng=None,
         memory: Float[Array, "B S D"] | None = None,
         memory_segment_ids: Int[Array, "B S"] | None = None,
+        position: Int[Array, " B"] | None = None,
+        caches: Any = None,
     ) -> tuple[tuple[Array, ...], Any, Any]:
         """Reads prompts, or with a memory each target's first token.
+
+        With `caches`, from `prefill` or `step`, the first position of each row is `position`.
 
         See `Attention.prefill` and `CrossAttention.precompute_kv`. With a memory the streams have
         one position, `params` are those of `for_decoding`, and the layers are written out as in
@@ -237,7 +260,7 @@ class BlockStack(Layer):
           without one.
         """
 
-        def repeat(streams, this):
+        def repeat(streams, this, *before):
             caches, memory_kv = [], []
             for i, block in enumerate(self.blocks):
                 rngs = self._rngs(rng, this, i)
@@ -246,6 +269,7 @@ class BlockStack(Layer):
                     lengths=lengths,
                     capacity=capacity,
                     rng=rngs["attention"],
+                    **({"position": position, "cache": before[0][i]} if before else {}),
                 )
                 sublayers = {"attention": _apart(attend)}
                 if self._cross:
@@ -266,7 +290,8 @@ class BlockStack(Layer):
 
         streams = self._opened(streams)
         if not self._cross:
-            streams, (caches, _) = self._scan(repeat, streams, params)
+            before = [] if caches is None else [jax.tree.map(lambda *x: jnp.stack(x), *caches)]
+            streams, (caches, _) = self._scan(repeat, streams, params, *before)
             return streams[: self.n_streams], self._unstack(caches), None
         kept = []
         for index, repeat_params in enumerate(params):

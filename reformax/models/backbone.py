@@ -86,7 +86,8 @@ class Backbone(Model):
         segment_ids: Ids | Tokens | None = None,
         rng=None,
         cls: Float[Array, " _"] | None = None,
-    ) -> Float[Array, "B T D"]:
+        states: Any = None,
+    ) -> Float[Array, "B T D"] | tuple[Float[Array, "B T D"], Any]:
         """The features of inputs that are not shifted: a causal position t has read those up to t.
 
         Args:
@@ -96,6 +97,8 @@ class Backbone(Model):
             `Tokens` have global tokens or positions too.
           rng: the source of hashes and of dropout.
           cls: a vector put before the first token; features and segments have it too.
+          states: of all layers, that inputs which are a part of a sequence go on from. The result
+            is then a pair of features and the states after them.
         """
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
@@ -105,11 +108,16 @@ class Backbone(Model):
             x = jnp.concatenate([before, x], axis=1)
         x = self._embed(params, x, tokens_of(segment_ids).positions)
         x = dropout(x, self._dropout_rate, rng_e)
-        streams = self._layers.apply(
-            params["stack"], *[x] * self._layers.n_out, segment_ids, rng=rng_s
-        )
+        if states is None:
+            streams = self._layers.apply(
+                params["stack"], *[x] * self._layers.n_out, segment_ids, rng=rng_s
+            )
+        else:
+            x, states = self._layers.apply_from(params["stack"], x, states, segment_ids, rng_s)
+            streams = x
         streams = streams if self._layers.n_out > 1 else (streams,)
-        return dropout(self._joined(params, streams), self._dropout_rate, rng_f)
+        features = dropout(self._joined(params, streams), self._dropout_rate, rng_f)
+        return features if states is None else (features, states)
 
     def _joined(self, params, streams: Sequence[Float[Array, "B T _"]]) -> Float[Array, "B T D"]:
         """The features of the streams after the stack."""

@@ -70,6 +70,8 @@ class Model(Layer, TaskModel):
       d_attention_value: the size of a head's values; None: d_model / n_heads.
       n_kv_heads: heads of keys and values, each for a group of heads of queries (GQA; 1 is MQA), in
         the layers that project keys; None: n_heads.
+      n_qk_heads: heads of queries and keys, each for a group of heads of values, as in Mamba 2, in
+        the self-attention of ops with `more_value_heads`; None: n_heads.
       dropout: the rate on embeddings, sublayers' outputs and a language model's features.
       ff_dropout: the rate on the hidden layers of the feed-forward layers; None: `dropout`.
       attention_dropout: the rate on attention weights.
@@ -102,6 +104,7 @@ class Model(Layer, TaskModel):
     d_attention_key: Size | None = None
     d_attention_value: Size | None = None
     n_kv_heads: Size | None = None
+    n_qk_heads: Size | None = None
     dropout: Rate = 0.1
     ff_dropout: Rate | None = None
     attention_dropout: Rate = 0.0
@@ -222,7 +225,7 @@ class Model(Layer, TaskModel):
             TransformerBlock(
                 Attention(
                     op,
-                    **options | ({"n_kv_heads": None} if op.shared_qk else {}),
+                    **options | _all_heads(op),
                     causal=causal,
                     qk_norm=design.qk_norm and op.dropout,
                     learn_logit_scale=design.learn_length_scale and design.weighs_far(op),
@@ -237,7 +240,7 @@ class Model(Layer, TaskModel):
                 cross
                 and CrossAttention(
                     cross,
-                    **options,
+                    **options | {"n_qk_heads": None},
                     qk_norm=design.qk_norm and cross.dropout,
                     learn_logit_scale=design.learn_length_scale and design.weighs_far(cross),
                 ),
@@ -253,6 +256,11 @@ class Model(Layer, TaskModel):
             raise SettingError(
                 f"n_kv_heads is {self.n_kv_heads} and every op of {argument} makes its keys of the "
                 "queries: leave it out, or give one that projects keys, such as dense.dense()"
+            )
+        if self.n_qk_heads is not None and not any(op.more_value_heads for op in cycle):
+            raise SettingError(
+                f"n_qk_heads is {self.n_qk_heads} and no op of {argument} takes values of more "
+                "heads: leave it out, or give a recurrence, such as kda.kda()"
             )
         if self._position_bias and not any(op.bias for op in cycle):
             raise SettingError(
@@ -291,6 +299,7 @@ class Model(Layer, TaskModel):
             d_qk=self._head_size(self.d_attention_key),
             d_v=self._head_size(self.d_attention_value),
             n_kv_heads=self.n_kv_heads,
+            n_qk_heads=self.n_qk_heads,
             bias=self.design.attention_bias,
             output_bias=self.design.attention_bias,
             attention_dropout=self.attention_dropout,
@@ -387,6 +396,12 @@ def _kept(model: Residual | Reversible) -> dict[str, Any]:
     """The options of a stack that say what its gradient keeps; evaluation offloads nothing."""
     offload = model.offload_activations and model.mode == "train"
     return dict(remat_policy=model.remat_policy, offload_activations=offload)
+
+
+def _all_heads(op: AttentionOp) -> dict[str, None]:
+    """The numbers of heads that a layer of `op` does not have."""
+    here = {"n_kv_heads": not op.shared_qk, "n_qk_heads": op.more_value_heads}
+    return {name: None for name, has in here.items() if not has}
 
 
 def cycle_of(ops: AttentionOp | Sequence[AttentionOp]) -> Sequence[AttentionOp]:

@@ -28,6 +28,7 @@ from reformax.models.base import (
 from reformax.models.logits import affine, affine_params, capped, logits_product
 from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
+from reformax.ops.masking.masks import Tokens
 
 
 class LMState(NamedTuple):
@@ -35,6 +36,14 @@ class LMState(NamedTuple):
 
     position: Int[Array, " B"]  # the next position of each row
     caches: Any  # of every layer
+
+
+class LMParts(NamedTuple):
+    """Parts of rows, or one part: what the embedding and the layers read."""
+
+    tokens: Int[Array, "B T"]  # shifted to the right
+    segment_ids: Int[Array, "B T"] | None
+    positions: Int[Array, "B T"]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -110,6 +119,52 @@ class LanguageModel(Backbone):
         shifted = shift_right(tokens, segment_ids, self.first_token)
         return self.encode(params, shifted, with_positions(segment_ids), rng)
 
+    # Parts of rows, whose states are carried from one to the next: `training.pieces`.
+
+    def parts(self, inputs, n: int) -> LMParts:
+        """The inputs of `features` in n parts of one length, with a leading axis of parts."""
+        tokens, ids = inputs if isinstance(inputs, tuple) else (inputs, None)
+        check_tokens("tokens", tokens, ids)
+        if ids is None:
+            shifted, of = self._shifted(tokens)[:, :-1], None
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        else:
+            shifted = shift_right(tokens, ids, self.first_token)
+            positions = with_positions(ids.astype(jnp.int32)).positions
+            of = ids.astype(jnp.int32)
+        parts = LMParts(shifted, of, positions)
+        return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), n, -1), 1, 0), parts)
+
+    def first_states(self, batch: int) -> Any:
+        """The states before the first token of `batch` rows, with the last segment of each.
+
+        Raises:
+          Unsupported: a layer carries no state.
+        """
+        return self._layers.first_states(batch), jnp.zeros((batch,), jnp.int32)
+
+    def features_from(self, params, part: LMParts, states: Any, rng=None):
+        """The features of a part, and the states after it.
+
+        A state goes on where a part begins in the segment that the one before it ended in.
+        """
+        states, last = states
+        ids = part.segment_ids
+        if ids is not None:
+            index = jnp.arange(ids.shape[1])[None]
+            first = jnp.min(jnp.where(ids > 0, index, ids.shape[1] - 1), axis=1, keepdims=True)
+            first = jnp.take_along_axis(ids, first, axis=1)[:, 0]
+            goes_on = (first == last) | (first == 0)
+
+            def kept(x):  # [repeats, B, ...]
+                return jnp.where(goes_on.reshape(1, -1, *[1] * (x.ndim - 2)), x, 0)
+
+            states = jax.tree.map(kept, states)
+            last = jnp.maximum(last, jnp.max(ids, axis=1))  # ids grow along a row
+        tokens = Tokens(ids, positions=part.positions)
+        features, states = self.encode(params, part.tokens, tokens, rng, states=states)
+        return features, (states, last)
+
     def _shifted(self, tokens: Int[Array, "B T"]) -> Int[Array, "B U"]:
         """The T tokens behind `first_token`."""
         return jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=self.first_token)
@@ -147,7 +202,13 @@ class LanguageModel(Backbone):
         }
 
     def prefill(
-        self, params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, rng=None
+        self,
+        params,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        capacity: int,
+        rng=None,
+        state: LMState | None = None,
     ) -> tuple[Float[Array, "B V"], LMState]:
         """Reads prompts in one forward pass.
 
@@ -157,6 +218,8 @@ class LanguageModel(Backbone):
           lengths: the number of tokens in each row before its padding; 0 is an empty prompt.
           capacity: the largest length of prompt and continuation together.
           rng: the source of hashes, which are those of `apply` with the same rng.
+          state: of the text before, from `prefill` or `step`, whose attention carries states: the
+            prompts go on from it, and `capacity` is not asked for. None: the prompts begin a text.
 
         Returns:
           The logits of each row's next token, and the state that `step` goes on from.
@@ -175,6 +238,8 @@ class LanguageModel(Backbone):
             )
         check_capacity(capacity, self.max_length)
         rng = None if rng is None else jax.random.split(rng, 3)[1]
+        if state is not None:
+            return self._read_on(params, tokens, lengths, capacity, rng, state)
         # Position t reads token t - 1: n tokens make n + 1 positions.
         x = self._embed(params, devices.looked_up(params["embedding"], self._shifted(tokens)))
         streams, caches, _ = self._layers.prefill(
@@ -183,6 +248,19 @@ class LanguageModel(Backbone):
         last = lengths[:, None, None]
         streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
         return self._next(params, streams), LMState(lengths + 1, caches)
+
+    def _read_on(self, params, tokens, lengths, capacity, rng, state: LMState):
+        """`prefill` of tokens that follow a text; each row has one at least."""
+        self._layers.first_states(1)  # raises if a layer carries no state
+        position, caches = state
+        of_tokens = position[:, None] + jnp.arange(tokens.shape[1])[None]
+        x = self._embed(params, devices.looked_up(params["embedding"], tokens), of_tokens)
+        streams, caches, _ = self._layers.prefill(
+            params["stack"], [x], lengths, capacity, rng, position=position, caches=caches
+        )
+        last = lengths[:, None, None] - 1
+        streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
+        return self._next(params, streams), LMState(position + lengths, caches)
 
     def step(
         self, params, tokens: Int[Array, " B"], decoding: LMState

@@ -25,11 +25,16 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import Bounds, SettingError, Unsupported, check_fields
-from reformax.ops.calls.arguments import check_arguments, check_read, checked_params
+from reformax.ops.calls.arguments import (
+    check_arguments,
+    check_read,
+    checked_params,
+    checked_state,
+)
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
-from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.heads import repeat_heads, repeat_to_values
 from reformax.ops.masking.given_masks import checked_mask, with_mask
 from reformax.ops.masking.masks import SegmentIds, int32_ids, keys_seen, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
@@ -68,7 +73,8 @@ class AttentionOp:
 
     An algorithm is a subclass with the decorator `op`. It defines `_apply`, and where it has them
     `_plan`, `init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step` and
-    `_replace_value`. The methods without an underscore call these, for which they
+    `_replace_value`. A recurrence also defines `first_state` and `_apply_from`. The methods without
+    an underscore call these, for which they
 
     * let arguments and results vary along the same axes of a `jax.shard_map`,
     * repeat keys and values for all heads of queries, unless `_grouped`,
@@ -128,7 +134,9 @@ class AttentionOp:
     # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
     # `lengths [B]`, None by default: each row is so many tokens of one segment and then padding,
     # where arrays are finite. `segment_ids` say the same. `_impls`: values of the option `impl`.
+    # `_repeats_qk`: it repeats queries and keys for all heads of values.
     _grouped = False
+    _repeats_qk = False
     _keeps_padding_out = False
     _takes_lengths = False
     _impls: ClassVar[tuple[str, ...]] = ()
@@ -136,6 +144,21 @@ class AttentionOp:
     @property
     def plans(self) -> Literal["no", "reads", "draws"]:
         return "no" if type(self)._plan is AttentionOp._plan else "reads"
+
+    @property
+    def more_value_heads(self) -> bool:
+        """Whether values may have more heads than queries and keys.
+
+        Where queries and keys are one, or plans choose keys by the head of queries, they may not.
+        """
+        return not self.shared_qk and self.plans == "no"
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether it has `apply_from`: attention to a part of a sequence from a state of constant
+        size.
+        """
+        return type(self)._apply_from is not AttentionOp._apply_from
 
     @property
     def decoding(self) -> Literal["no", "rows", "beams"]:
@@ -209,7 +232,9 @@ class AttentionOp:
 
     def dims(self, q: Float[Array, "B T N H"], v: Float[Array, "B S N V"]) -> Dims:
         """The sizes of a call of these arrays, which `init` and `extra_projections` take."""
-        return Dims(q.shape[2], q.shape[3], v.shape[3], q.shape[1], n_kv_heads=v.shape[2])
+        n_qk, n_v = q.shape[2], v.shape[2]
+        dims = Dims(max(n_qk, n_v), q.shape[3], v.shape[3], q.shape[1], n_kv_heads=n_v)
+        return dims if n_v <= n_qk else dims._replace(n_qk_heads=n_qk)
 
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
         """Further projections of the layer's input that the algorithm reads, such as gates.
@@ -266,6 +291,37 @@ class AttentionOp:
     def attend(self, call: Call, params, q, k, v, plan=()) -> Float[Array, "B T N V"]:
         """`apply` of a `Call`, for the `_apply` of an algorithm that attends by another."""
         return self._run(self._attend, call, params, q, k, v, plan)
+
+    def first_state(self, batch: int, dims: Dims, dtype: Any = jnp.float32) -> Any:
+        """The state before the first position of `batch` rows, where the algorithm carries one.
+
+        `dtype` is that of the queries, keys and values.
+        """
+        raise Unsupported(
+            f"op is {self.name}: it carries no state; use a recurrence, such as kda.kda()"
+        )
+
+    @final
+    def apply_from(
+        self, params, q, k, v, state, *, segment_ids=None, **call
+    ) -> tuple[Float[Array, "B T N V"], Any]:
+        """Causal attention to a part of a sequence, and the state after it. Both have gradients.
+
+        Args:
+          params, q, k, v: as in `apply`.
+          state: from `first_state`, the part before, `init_cache` or `step`. It goes on in the
+            segment of a row's first token. A new segment begins without one.
+          segment_ids: of the call; segments are contiguous.
+          **call: `shard`, and `extra_projections` where the algorithm reads some.
+
+        Returns:
+          The attended values, and the state of the last token's segment, which `step` takes too.
+
+        Raises:
+          Unsupported: the algorithm carries no state, or a kernel is asked for.
+        """
+        call = self._call(causal=True, segment_ids=segment_ids, **call)
+        return self._run(self._attend_from, call, params, q, k, v, state)
 
     @final
     def init_cache(self, params, q, k, v, *, plan, lengths, capacity: int, **call) -> Any:
@@ -347,6 +403,8 @@ class AttentionOp:
         check_read(self, call)
         arrays = call, params, q, k, *others
         call, params, q, k, *others = devices.varying_as(arrays, arrays)
+        if self.more_value_heads and not self._repeats_qk and others:
+            q, k = (repeat_to_values(x, others[0]) for x in (q, k))
         if not self._grouped:
             k, *others[:1] = repeat_heads(q, k, *others[:1])
         return devices.varying_as(arrays, function(call, params, q, k, *others))
@@ -369,6 +427,17 @@ class AttentionOp:
 
         return attend_to_tokens(apply, q, k, v, call.segment_ids)
 
+    def _attend_from(self, call: Call, params, q, k, v, state):
+        """`_apply_from` of arrays that are zeros at padding."""
+        ids = call.segment_ids
+        if ids is None:
+            return self._apply_from(call, params, q, k, v, state)
+        gates = {name: tokens_only(x, ids) for name, x in (call.extra_projections or {}).items()}
+        call = call.but(extra_projections=gates or None)
+        q, k, v = (tokens_only(x, ids) for x in (q, k, v))
+        out, state = self._apply_from(call, params, q, k, v, state)
+        return tokens_only(out, ids), state
+
     # What an algorithm defines.
 
     def _plan(self, call: Call, params, q, k) -> Any:
@@ -377,6 +446,11 @@ class AttentionOp:
 
     def _apply(self, call: Call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         raise NotImplementedError(f"{self.name} has no _apply")
+
+    def _apply_from(self, call: Call, params, q, k, v, state) -> tuple[Array, Any]:
+        raise Unsupported(
+            f"op is {self.name}: it carries no state; use a recurrence, such as kda.kda()"
+        )
 
     def _init_cache(self, call: Call, params, q, k, v, plan) -> Any:
         raise NotImplementedError(f"{self.name} cannot decode")
@@ -405,7 +479,9 @@ class AttentionOp:
         params: Any = (),
         extra_projections: dict[str, Float[Array, "B T _ _"]] | None = None,
         global_tokens: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T N V"]:
+        initial_state: Any = None,
+        return_state: bool = False,
+    ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Any]:
         """Plans and applies in one call.
 
         Outside of `jax.jit` it compiles once for an op, its settings and the shapes.
@@ -429,9 +505,11 @@ class AttentionOp:
           params: the algorithm's own weights, from its `init`.
           extra_projections: the further projections that the algorithm reads, by name.
           global_tokens: above 0 for global tokens, for an algorithm with `global_tokens`.
+          initial_state: as in `apply_from`; None: no positions were before.
+          return_state: whether to return the last position's state too.
 
         Returns:
-          The attended values in the dtype of `v`. A row that sees nothing is zeros.
+          The attended values in the dtype of `v`; zeros for a row that sees nothing; and the state.
 
         Raises:
           ValueError: an argument's shape does not fit, or an rng is needed and missing.
@@ -452,6 +530,11 @@ class AttentionOp:
         )
         check_arguments(self, *(q, k, v), **call, train=train, **checked)
         params = checked_params(self, params, q, v)
+        if initial_state is not None or return_state:
+            state = checked_state(self, initial_state, causal, mask, segment_ids, q, v)
+            arrays = params, q, k, v, state, int32_ids(segment_ids), extra_projections
+            found = _compiled_from(self)(*arrays)
+            return found if return_state else found[0]
         if mask is not None:
             mask = checked_mask(self, mask, q, q if k is None else k)
         segment_ids = int32_ids(segment_ids)
@@ -469,6 +552,17 @@ def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
     """
     settings = ("causal", "dropout", "train")
     return jax.jit(functools.partial(_attend, op), static_argnames=settings)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_from(op: AttentionOp) -> Callable[..., tuple[Float[Array, "B T N V"], Any]]:
+    """`op.apply_from`, compiled once for each choice of shapes."""
+
+    def attend(params, q, k, v, state, segment_ids, extra_projections):
+        masks = dict(segment_ids=segment_ids, extra_projections=extra_projections)
+        return op.apply_from(params, q, k, v, state, **masks)
+
+    return jax.jit(attend)
 
 
 def _attend(op: AttentionOp, x: CallArrays, **settings: Any) -> Float[Array, "B T N V"]:

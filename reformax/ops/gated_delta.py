@@ -12,8 +12,6 @@ first, as in the paper (sec. 3.4).
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -22,15 +20,16 @@ from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS
-from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
     Recurrence,
     Span,
+    decay_params,
     output_params,
     output_projections,
     scaled,
+    unit_length,
 )
 from reformax.ops.recurrence.short_convolution import conv_params
 
@@ -73,20 +72,9 @@ class gated_delta(Recurrence, AttentionOp):
         return {"beta": one, "keep": one} | output_projections(self.gated, dims)
 
     def init(self, rng, dims) -> dict[str, Array]:
-        """Heads begin with rates from 1 to 16 and steps of 0.001 to 0.1, as in Mamba 2.
-
-        With `memory` the step is `1 / (memory * rate)`: a head decays by `1 / memory` a position.
-        """
-        rate_rng, step_rng = jax.random.split(rng)
-        shape = (dims.n_heads,)
-        rate = jax.random.uniform(rate_rng, shape, minval=1.0, maxval=16.0)
-        least, most = math.log(1e-3), math.log(0.1)
-        step = jnp.exp(jax.random.uniform(step_rng, shape, minval=least, maxval=most))
-        if self.memory is not None:
-            step = 1 / (self.memory * rate)
-        bias = step + jnp.log(-jnp.expm1(-step))  # softplus(bias) = step, where `keep` is 0
-        weights = {"rate": jnp.log(rate), "bias": bias} | output_params(self.normalized, dims)
-        return weights | conv_params(self.conv_size, jax.random.fold_in(rng, 2), dims)
+        decays = decay_params(rng, self.memory, dims.n_heads)
+        conv = conv_params(self.conv_size, jax.random.fold_in(rng, 2), dims)
+        return decays | output_params(self.normalized, dims) | conv
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
         dtype = accum_dtype(q.dtype)
@@ -95,6 +83,5 @@ class gated_delta(Recurrence, AttentionOp):
             extra_projections["keep"].astype(dtype) - bias
         )
         beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
-        size = q.shape[-1]
-        q, k = (length_normalize(x.astype(dtype), 1e-6 / size) * size**-0.5 for x in (q, k))
+        q, k = map(unit_length, (q, k))
         return RecurrenceInputs(scaled(q.astype(v.dtype)), k.astype(v.dtype), v, log_decay, beta)

@@ -24,7 +24,7 @@ from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import quotient, with_ones
 from reformax.ops.recurrence.op_functions import Recurrence
 from reformax.ops.recurrence.recurrence import bidirectional
-from reformax.ops.recurrence.short_convolution import conv_params
+from reformax.ops.recurrence.short_convolution import Projected, conv_params
 
 
 @op
@@ -65,7 +65,7 @@ class linear(Recurrence, AttentionOp):
     def _apply(self, call, params, q, k, v, plan):
         if call.causal:
             return super()._apply(call, params, q, k, v, plan)
-        x = self._inputs(params, q, k, v)
+        x = self._read(params, Projected(q, k, v), None)
         sums = bidirectional(
             x.q, x.k, with_ones(x.v), segment_ids=call.segment_ids, chunk_len=self.chunk_len
         )

@@ -18,7 +18,14 @@ from jax.sharding import Mesh
 
 from reformax import devices, memory
 from reformax.declared import SettingError
-from reformax.training import evaluation, fingerprints, forecast, samples, starting_weights
+from reformax.training import (
+    evaluation,
+    fingerprints,
+    forecast,
+    pieces,
+    samples,
+    starting_weights,
+)
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Loggers
@@ -84,6 +91,9 @@ def models_of(settings: TrainSettings) -> Models:
     for model, stage in zip(train[:-1], settings.all_stages, strict=False):
         with naming(stage, ", or give the stage another task"):
             evaluation.check_model(model, stage.task)
+    for model, stage in zip(train, settings.all_stages, strict=True):
+        with naming(stage):
+            pieces.check(model, settings.backprop_len, stage.length)
     models = Models(train, settings.built("eval"))
     for other in settings.other_evaluations:
         with naming(other):
@@ -270,6 +280,7 @@ def step_of(settings: TrainSettings, model: Any, mesh: Mesh, state: Any):
         mesh,
         accumulate=settings.accumulate,
         loss_chunk_len=settings.loss_chunk_len,
+        backprop_len=settings.backprop_len,
         label_smoothing=settings.label_smoothing,
         z_loss=settings.z_loss,
         ema_decay=settings.ema_decay,

@@ -63,6 +63,9 @@ class TrainSettings:
       ema_decay: evaluate a moving average of the parameters with this decay; 0 for none.
       loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
         `loss.max_logits` allows.
+      backprop_len: positions that gradients go back over: rows are computed in parts of so many,
+        which go on from the states of the parts before (truncated backpropagation). It divides
+        `length`, and a model has recurrences alone. None: over whole rows.
       label_smoothing: the share of a target's probability that the loss spreads over the
         vocabulary; printed and recorded losses are without it.
       z_loss: a factor, such as PaLM's 1e-4, of the squared logarithm of the softmax's sum, which
@@ -123,6 +126,7 @@ class TrainSettings:
     accumulate: Size = 1
     ema_decay: Rate = 0.0
     loss_chunk_len: Size | None = None
+    backprop_len: Size | None = None
     label_smoothing: Rate = 0.0
     z_loss: NonNegative = 0.0
     eval_every: Size | None = None

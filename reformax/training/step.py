@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from reformax import devices
 from reformax.buffers import advanced, merged, trained
 from reformax.training import loss as loss_lib
+from reformax.training import pieces
 from reformax.training.metrics import no_sums
 
 
@@ -67,6 +68,7 @@ def step_fn(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ema_decay: float = 0.0,
+    backprop_len: int | None = None,
     placement: Any = None,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Compiles a step for `model`.
@@ -84,6 +86,9 @@ def step_fn(
       z_loss: the factor of the squared logarithm of the softmax's sum in the loss; likewise.
       ema_decay: decay of the moving average of the parameters; 0 for none. The average of the first
         t steps decays by at most (1 + t) / (10 + t), so that it soon forgets the initial values.
+      backprop_len: the positions of a part of each row. Parts are computed one after the other,
+        from the states of the parts before, through which no gradient goes back; see
+        `training.pieces`. None: rows are whole.
       placement: of the state after a step, as `devices.placement` gives it; None: every device
         has it whole.
 
@@ -95,8 +100,10 @@ def step_fn(
       optimizer has a schedule by that name. All randomness comes from `key` folded with the step's
       number, and then with the micro-batch's.
     """
-    loss = partial(mean_loss, model, loss_chunk_len, label_smoothing, z_loss)
-    gradient = jax.grad(loss, has_aux=True)
+    options = model, loss_chunk_len, label_smoothing, z_loss
+    gradient = jax.grad(partial(mean_loss, *options), has_aux=True)
+    if backprop_len is not None:
+        gradient = partial(pieces.gradient, *options, backprop_len)
     schedule = getattr(optimizer, "learning_rate", None)
 
     def step(state: TrainState, batch, key):

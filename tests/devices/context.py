@@ -24,6 +24,7 @@ from reformax.ops import (
     dense,
     flash,
     gated_delta,
+    kda,
     linformer,
     local,
     longformer,
@@ -89,6 +90,7 @@ OPS = {
         True,
         40,
     ),
+    "kda, 6 heads": (kda.kda(chunk_len=8, conv_size=3), True, 40),
     "linformer, weights": (linformer.linformer(n_projected=5, share="none"), False, 40),
     "nystromformer, convolved": (
         nystromformer.nystromformer(n_landmarks=5, conv_size=3),
@@ -104,6 +106,7 @@ OPTIONS = {
     "biases, 6 heads": dict(n_heads=6, position_bias="t5"),
     "fewer keys, 12 heads": dict(n_heads=12, n_kv_heads=4),
     "gated_delta, 6 heads": dict(n_heads=6),
+    "kda, 6 heads": dict(n_heads=6),
     "ring": dict(n_heads=4, n_kv_heads=2),
     "ring, odd shards": dict(n_heads=1),
     "ring both ways": dict(n_heads=2, n_kv_heads=1),

@@ -50,7 +50,10 @@ def test_equals_an_independent_computation(row, everything):
 
     def head(name):
         y = np.einsum("btd,ndh->btnh", x, np.asarray(params[f"w_{name}"], np.float64))
-        return y + np.asarray(params[f"b_{name}"]) if everything else y
+        y = y + np.asarray(params[f"b_{name}"]) if everything else y
+        if f"up_{name}" in params:  # of a low rank
+            y = np.einsum("btr,nrh->btnh", y[:, :, 0], np.asarray(params[f"up_{name}"]))
+        return y
 
     heads = {name[2:]: head(name[2:]) for name in params if name[:2] == "w_" and name != "w_o"}
     if everything:

@@ -40,12 +40,21 @@ def gated_linear(options, params, plan, qkv, extra_projections, mask, keep):
 
 
 def gated_delta(options, params, plan, qkv, extra_projections, mask, keep):
+    step = jnp.log1p(jnp.exp(params["bias"][:, None] - extra_projections["keep"]))
+    return _delta_rule(options, params, qkv, extra_projections["beta"], mask, step)
+
+
+def kda(options, params, plan, qkv, extra_projections, mask, keep):
+    step = jnp.log1p(jnp.exp(extra_projections["forget"] + params["bias"]))
+    return _delta_rule(options, params, qkv, extra_projections["beta"], mask, step)
+
+
+def _delta_rule(options, params, qkv, beta, mask, step):
     """Each value is less what the state holds for its key: a system of equations for them all."""
     q, k, v = convolved(options, params, qkv, mask)
     q, k = (x / jnp.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
-    step = jnp.log1p(jnp.exp(params["bias"][:, None] - extra_projections["keep"]))
     decay = jnp.broadcast_to(-jnp.exp(params["rate"])[:, None] * step, k.shape)
-    beta = jnp.swapaxes(jax.nn.sigmoid(extra_projections["beta"]), 1, 2)
+    beta = jnp.swapaxes(jax.nn.sigmoid(beta), 1, 2)
     before = mask * np.tril(np.ones(mask.shape[2:]), -1)
     system = jnp.eye(k.shape[1]) + beta * _weights(before, k, k, decay)
     v = jnp.linalg.solve(system, beta * jnp.swapaxes(v, 1, 2))

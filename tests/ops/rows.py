@@ -16,6 +16,7 @@ from reformax.ops import (
     gated_delta,
     gated_linear,
     hash_sparse,
+    kda,
     linear,
     linformer,
     local,
@@ -674,6 +675,7 @@ ROWS = [
             ("gated_linear", gated_linear.gated_linear, {}, 1),
             # It solves a system in each chunk.
             ("gated_delta", gated_delta.gated_delta, {}, 3),
+            ("kda", kda.kda, {}, 3),
         )
     ),
 ]

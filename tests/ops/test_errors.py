@@ -17,6 +17,7 @@ from reformax.ops import (
     gated_delta,
     gated_linear,
     hash_sparse,
+    kda,
     linear,
     linformer,
     local,
@@ -56,6 +57,8 @@ SIZES = [
     (gated_linear.gated_linear, dict(memory=1e38), "memory is 1e+38: expected a number"),
     (gated_delta.gated_delta, dict(memory=1e-39), "memory is 1e-39: expected a number from 1e-6"),
     (gated_delta.gated_delta, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
+    (kda.kda, dict(low_rank=4), "low_rank is 4: expected True or False"),
+    (kda.kda, dict(memory=0.0), "memory is 0.0: expected a number from 1e-6"),
     (linear.linear, dict(conv_size=0), "conv_size is 0: expected at least 1"),
     (lsh.lsh, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (lsh.lsh, dict(n_hashes=0), "n_hashes is 0: expected at least 1"),
@@ -198,6 +201,7 @@ def test_options(factory, options, message):
         (flash.flash, {"scale": (1e-6, 1e6)}),
         (gated_linear.gated_linear, {"temperature": (1e-6, 1e12), "memory": (1e-6, 1e12)}),
         (gated_delta.gated_delta, {"memory": (1e-6, 1e12)}),
+        (kda.kda, {"memory": (1e-6, 1e12)}),
     ],
 )
 def test_numbers_at_their_bounds_are_those_of_float32(factory, options):

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import dense, gated_delta, gated_linear, linear, performer, retention
+from reformax.ops import dense, gated_delta, gated_linear, kda, linear, performer, retention
 from reformax.ops.base import Dims
 from reformax.ops.calls.dispatch import INTERPRETED
 from tests.layers import test_attention as layer_tests
 from tests.ops import inputs
 from tests.ops.rows import Row
 
-GATED = (retention.retention, gated_linear.gated_linear, gated_delta.gated_delta)
+GATED = (retention.retention, gated_linear.gated_linear, gated_delta.gated_delta, kda.kda)
 gated = pytest.mark.parametrize("factory", GATED, ids=lambda x: x.__name__)
 KERNELS = (linear.linear, *GATED, performer.performer)
 MUCH = 1e3
@@ -57,7 +57,7 @@ def test_the_delta_rule_replaces_the_value_of_a_key():
     np.testing.assert_allclose(out, x.v / 2, atol=1e-5)  # over the square root of 4
 
 
-@pytest.mark.parametrize("factory", [gated_linear.gated_linear, gated_delta.gated_delta])
+@pytest.mark.parametrize("factory", [gated_linear.gated_linear, gated_delta.gated_delta, kda.kda])
 @pytest.mark.parametrize("memory", [0.5, 12.0, 3000.0])
 def test_the_memory_that_a_training_begins_with(factory, memory):
     """Without a gate a value is there by `exp(-1 / memory)` in the next position."""
@@ -88,7 +88,10 @@ def test_the_memory_that_a_training_begins_with(factory, memory):
 @gated
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_gated_output(factory, packed):
-    """The recurrence's output over its root mean square, scaled, by silu of its gate, or either."""
+    """The recurrence's output over its root mean square, scaled, by silu of its gate, or either.
+
+    Kimi Delta Attention has the sigmoid instead.
+    """
     plain, op = (factory(**options, chunk_len=4) for options in (PLAIN, {"gated": True}))
     normalized = factory(gated=False, chunk_len=4)
     gated = factory(normalized=False, gated=True, chunk_len=4)
@@ -104,11 +107,11 @@ def test_the_gated_output(factory, packed):
     own = {name: w for name, w in x.params.items() if name != "scale"}
     out = inputs.call(plain, apart._replace(params=own), **masks)
     norm = x.params["scale"] / np.sqrt(np.mean(out**2, axis=-1, keepdims=True) + 1e-5)
-    silu = gate / (1 + np.exp(-gate))
+    factor = (1 if factory is kda.kda else gate) / (1 + np.exp(-gate))
     for got, want in (
-        (inputs.call(op, x, **masks), norm * silu),
+        (inputs.call(op, x, **masks), norm * factor),
         (inputs.call(normalized, apart, **masks), norm),
-        (inputs.call(gated, x._replace(params=own), **masks), silu),
+        (inputs.call(gated, x._replace(params=own), **masks), factor),
     ):
         np.testing.assert_allclose(got, out * want, atol=1e-5)
 

@@ -64,7 +64,8 @@ def check_arguments(
         raise Unsupported(f"causal=False: {op} is causal only, set causal=True")
     _check_segments(op, segment_ids, q, keys, "q" if k is None else "k")
     if bias is not None:
-        _check_bias(op, bias, (q.shape[0], q.shape[2], q.shape[1], keys.shape[1]))
+        n_heads = max(q.shape[2], v.shape[2])
+        _check_bias(op, bias, (q.shape[0], n_heads, q.shape[1], keys.shape[1]))
     _check_extra_projections(op, extra_projections, q, v)
     if global_tokens is not None:
         _check_global_tokens(op, global_tokens, q)
@@ -112,7 +113,10 @@ def _check_shapes(op, q, k, v) -> None:
     if not op.shared_qk and k is None:
         raise ValueError(f"k is None, but {op.name} does not make its keys of the queries: pass k")
     keys, source = (q, "q") if k is None else (k, "k")
-    if v.shape[:3] != keys.shape[:3]:
+    more = v.ndim == 4 and v.shape[2] > keys.shape[2] == q.shape[2] > 0 == v.shape[2] % q.shape[2]
+    if more and v.shape[:2] == keys.shape[:2]:
+        check_value_heads(op, "v has", v.shape[2], q.shape[2])
+    elif v.shape[:3] != keys.shape[:3]:
         raise ValueError(
             f"v has shape {v.shape}: expected [batch, length, heads] as in {source}, "
             f"{keys.shape[:3]}"
@@ -127,6 +131,17 @@ def _check_shapes(op, q, k, v) -> None:
             f"q and k have lengths {q.shape[1]} and {keys.shape[1]}, but {op.name} attends within "
             "one sequence: use an op whose cross is True"
         )
+
+
+def check_value_heads(op, given: str, n_values: int, n_qk: int) -> None:
+    """Raises `Unsupported` for values of more heads than queries and keys, where an op has none."""
+    if op.more_value_heads:
+        return
+    why = "makes its keys of the queries" if op.shared_qk else "chooses keys by the head of queries"
+    raise Unsupported(
+        f"{given} {n_values} heads and q has {n_qk}, but {op.name} {why}: repeat the queries, or "
+        "use an op whose more_value_heads is True"
+    )
 
 
 def _check_segments(op, segment_ids, q, keys, source: str) -> None:
@@ -243,6 +258,35 @@ def checked_params(op, params, q, v) -> Any:
                 "op.init(rng, op.dims(q, v))"
             )
     return params if wanted else tree
+
+
+def checked_state(op, state, causal, mask, segment_ids, q, v) -> Any:
+    """The state that a call goes on from; without one, that before the first position.
+
+    Raises:
+      ValueError: the state is of other sizes, or a segment is not contiguous.
+      Unsupported: the op carries no state, or the call is not a part of a causal one.
+    """
+    first = op.first_state(q.shape[0], op.dims(q, v), q.dtype)
+    if not causal or mask is not None:
+        given = "mask is given" if causal else "causal=False"
+        raise Unsupported(f"{given}, but a state is of causal calls: use causal=True and no mask")
+    if segment_ids is not None and not isinstance(segment_ids, jax.core.Tracer):
+        for row in np.asarray(segment_ids):
+            tokens = row[row != 0]
+            if 1 + np.sum(tokens[1:] != tokens[:-1]) > len(np.unique(tokens)) > 0:
+                raise ValueError(
+                    f"segment_ids has a row {shown(row.tolist())}: with a state, a segment's "
+                    "positions must be contiguous"
+                )
+    if state is None:
+        return first
+    if jax.tree.structure(state) != jax.tree.structure(first) or _shapes(state) != _shapes(first):
+        raise ValueError(
+            f"initial_state has shapes {_shapes(state)}: expected {_shapes(first)}, as of a call "
+            "with return_state=True"
+        )
+    return state
 
 
 def _shapes(params) -> dict[str, tuple[int, ...]]:

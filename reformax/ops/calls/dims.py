@@ -13,11 +13,17 @@ class Dims(NamedTuple):
     d_v: int
     length: int
     n_kv_heads: int | None = None  # G; None: N
+    n_qk_heads: int | None = None  # of queries and keys, each for N / n_qk_heads of values; None: N
 
     @property
     def key_heads(self) -> int:
         """G, the number of heads of keys and values."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def qk_heads(self) -> int:
+        """The number of heads of queries, and of keys where values have more heads."""
+        return self.n_heads if self.n_qk_heads is None else self.n_qk_heads
 
 
 class ExtraProjection(NamedTuple):
@@ -26,3 +32,9 @@ class ExtraProjection(NamedTuple):
     n_heads: int
     size: int
     rotated: bool = False  # whether rotary embeddings apply to it as to queries and keys
+    rank: int | None = None  # that of its matrix, made of two thin ones; None: one whole matrix
+
+    @property
+    def of_input(self) -> ExtraProjection:
+        """What the layer's input is multiplied to first: of the rank's size where there is one."""
+        return self if self.rank is None else ExtraProjection(1, self.rank)

@@ -2,6 +2,9 @@
 
 Key head g serves the query heads from g * N / G to (g + 1) * N / G, where G is the number of key
 heads. One key head is multi-query attention (Shazeer 2019).
+
+Values may also have more heads than queries and keys, which then serve N / Q of them each (multi-
+value attention; Dao and Gu 2024, "Mamba 2", sec. 7.2).
 """
 
 from __future__ import annotations
@@ -17,11 +20,17 @@ def repeat_heads(
     n_heads = q.shape[2]
 
     def repeated(x):
-        if x is None or x.shape[2] == n_heads:
+        if x is None or x.shape[2] >= n_heads:
             return x
         return jnp.repeat(x, n_heads // x.shape[2], axis=2)
 
     return tuple(map(repeated, others))
+
+
+def repeat_to_values(x: Float[Array, "B T Q H"], v: Float[Array, "B T N V"]) -> Array:
+    """Repeats each head of queries or keys for its heads of values."""
+    n, n_values = x.shape[2], v.shape[2]
+    return x if n_values <= n else jnp.repeat(x, n_values // n, axis=2)
 
 
 def splits_head_groups(n_shards: int, n_heads: int, n_kv_heads: int) -> bool:

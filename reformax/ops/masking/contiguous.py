@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+from reformax.ops.masking.masks import segment_begins
+from reformax.ops.masking.visibility import is_token
+
 T = TypeVar("T")
 
 
@@ -24,6 +27,23 @@ def contiguous_segments(
     order = jnp.argsort(segment_ids, axis=1, stable=True)
     inputs, segment_ids = jax.tree.map(lambda x: reorder(x, order), (inputs, segment_ids))
     return order, inputs, segment_ids
+
+
+def tokens_first(
+    inputs: T, segment_ids: Int[Array, "B T"] | None, shape: tuple[int, int]
+) -> tuple[Int[Array, "B T"] | None, T, Int[Array, "B T"] | None, Int[Array, " B"]]:
+    """The order that puts tokens in front of padding, arrays in it, segments and lengths.
+
+    Segments are contiguous. They are numbered from 1 on, and padding has the number of the segment
+    before it. `shape` is [B, T]. Without segments the inputs are unchanged.
+    """
+    if segment_ids is None:
+        return None, inputs, None, jnp.full(shape[0], shape[1], jnp.int32)
+    order = jnp.argsort(~is_token(segment_ids), axis=1, stable=True)
+    inputs, ids = jax.tree.map(lambda x: reorder(x, order), (inputs, segment_ids))
+    token = is_token(ids)
+    numbers = jnp.cumsum(segment_begins(ids) & token, axis=1, dtype=jnp.int32)
+    return order, inputs, numbers, jnp.sum(token, axis=1, dtype=jnp.int32)
 
 
 def reorder(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:

@@ -50,6 +50,7 @@ class RecurrenceChunks(NamedTuple):
     so_far: Bool[Array, "*c L L"]  # whether row j is of row i's segment, and not behind row i
     old: Bool[Array, "*c L 1"]  # whether a row is of the segment of the state before the chunk
     new: Bool[Array, "*c L 1"]  # whether a row is of the segment of the state after it
+    initial: Float[Array, "B N H V"] | None = None  # the first chunk's state; None: zeros
 
     def product(self, spec: str, x: Array, y: Array) -> Array:
         """`einsum` over the last two axes, in the inputs' dtype, summed in float32."""
@@ -87,8 +88,16 @@ class RecurrenceChunks(NamedTuple):
         return jnp.where(whole, jnp.swapaxes(jnp.exp(self.decay[..., -1:, :]), -1, -2), 0)
 
 
-def chunked(inputs: RecurrenceInputs, ids: Int[Array, "B T"] | None, size: int) -> RecurrenceChunks:
-    """Cuts the inputs into chunks of `size`; `ids` are of contiguous segments."""
+def chunked(
+    inputs: RecurrenceInputs,
+    ids: Int[Array, "B T"] | None,
+    size: int,
+    initial: Float[Array, "B N H V"] | None = None,
+) -> RecurrenceChunks:
+    """Cuts the inputs into chunks of `size`; `ids` are of contiguous segments.
+
+    The first segment begins with the state `initial`, or zeros.
+    """
     dtype = accum_dtype(*(x.dtype for x in inputs[:3]))
     q, k, v = (cut(x, size) for x in inputs[:3])
     log_decay, beta = (None if x is None else cut(x.astype(dtype), size) for x in inputs[3:])
@@ -100,7 +109,7 @@ def chunked(inputs: RecurrenceInputs, ids: Int[Array, "B T"] | None, size: int) 
         ids = cut(ids, size)
         so_far = so_far & same_segment(ids, jnp.swapaxes(ids, -1, -2))
         new = same_segment(ids, ids[..., -1:, :])
-        # The state before the first chunk is zeros, of the first segment.
+        # The state before the first chunk is of the first segment.
         last = jnp.concatenate([ids[:1, ..., :1, :], ids[:-1, ..., -1:, :]])
         old = same_segment(ids, last)
     decay = None
@@ -109,7 +118,7 @@ def chunked(inputs: RecurrenceInputs, ids: Int[Array, "B T"] | None, size: int) 
         log_decay = jnp.maximum(log_decay, math.log(jnp.finfo(dtype).smallest_subnormal) - 1)
         sums = so_far.astype(dtype)
         decay = jnp.einsum("...ij,...jh->...ih", sums, log_decay, precision=lax.Precision.HIGHEST)
-    return RecurrenceChunks(q, k, v, decay, beta, so_far, old, new)
+    return RecurrenceChunks(q, k, v, decay, beta, so_far, old, new, initial)
 
 
 def chunk_size(chunk_len: int, length: int) -> int:
@@ -146,7 +155,7 @@ def states_and_values(
 ) -> tuple[Float[Array, "C B N H V"], Float[Array, "C B N L V"]]:
     """The states before each chunk, and the written values."""
     if x.beta is None:
-        return prefix(x.kept(), x.product("lh,lv->hv", x.to_new(x.k), x.v)), x.v
+        return prefix(x.kept(), x.product("lh,lv->hv", x.to_new(x.k), x.v), x.initial), x.v
     solved = _solved(x)
 
     def write(state, chunk):
@@ -158,14 +167,26 @@ def states_and_values(
     values = x.product("ij,jv->iv", solved.inverse, x.beta * _to_accum_dtype(x.v))
     old = jnp.broadcast_to(x.old, (*values.shape[:2], *x.old.shape[-3:]))
     chunks = x.kept(), x.to_new(x.k), solved.reads, values, old
-    state = jnp.zeros((*x.k.shape[1:3], x.k.shape[-1], x.v.shape[-1]), values.dtype)
+    if x.initial is None:
+        state = jnp.zeros((*x.k.shape[1:3], x.k.shape[-1], x.v.shape[-1]), values.dtype)
+    else:
+        state = x.initial.astype(values.dtype)
     return lax.scan(write, varying_as(values, state), chunks)[1]
 
 
+def final_state(
+    x: RecurrenceChunks, states: Float[Array, "C B N H V"], values: Float[Array, "C B N L V"]
+) -> Float[Array, "B N H V"]:
+    """The state after the last chunk, of the last row's segment."""
+    return (forget(x.kept(), states) + x.product("lh,lv->hv", x.to_new(x.k), values))[-1]
+
+
 def prefix(
-    kept: Float[Array, "C B N _ 1"], added: Float[Array, "C B N H V"]
+    kept: Float[Array, "C B N _ 1"],
+    added: Float[Array, "C B N H V"],
+    initial: Float[Array, "B N H V"] | None = None,
 ) -> Float[Array, "C B N H V"]:
-    """The states before each step of `S_{c+1} = kept_c S_c + added_c`, from zeros.
+    """The states before each step of `S_{c+1} = kept_c S_c + added_c`, from `initial` or zeros.
 
     It takes about sqrt(C) steps within blocks, in parallel, then as many from block to block.
     """
@@ -189,7 +210,10 @@ def prefix(
     def next_block(state, end):
         return forget(end[1], state) + end[0], state
 
-    _, begins = lax.scan(next_block, jnp.zeros_like(added[0, 0]), ends)
+    first = jnp.zeros_like(added[0, 0])
+    if initial is not None:
+        first = varying_as(first, initial.astype(first.dtype))
+    _, begins = lax.scan(next_block, first, ends)
     states = states + forget(rests, begins[None])
     return jnp.swapaxes(states, 0, 1).reshape(-1, *states.shape[2:])[:n]
 
@@ -222,16 +246,21 @@ def _solved(x: RecurrenceChunks) -> _Solved:
 # Gradients.
 
 
-def gradients(x: RecurrenceChunks, d_out: Float[Array, "C B N L V"]) -> RecurrenceInputs:
-    """The gradients of the inputs, in chunks.
+def gradients(
+    x: RecurrenceChunks,
+    d_out: Float[Array, "C B N L V"],
+    d_final: Float[Array, "B N H V"] | None = None,
+) -> tuple[RecurrenceInputs, Float[Array, "B N H V"]]:
+    """The gradients of the inputs, in chunks, and of the first chunk's state.
 
-    The gradient of a cumulative decay needs no other product, because the recurrence is a function
-    of `q_t e^(c_t)` and `k_t e^(-c_t)`.
+    `d_final` is the gradient of `final_state`; None is zeros. The gradient of a cumulative decay
+    needs no other product, because the recurrence is a function of `q_t e^(c_t)` and `k_t
+    e^(-c_t)`.
     """
     solved = None if x.beta is None else _solved(x)
     states, values = states_and_values(x)
     d_values = x.product("ij,iv->jv", x.pairs(), d_out)
-    d_states, d_values = _d_states(x, solved, d_out, d_values)
+    d_states, d_values, d_initial = _d_states(x, solved, d_out, d_values, d_final)
 
     d_pairs = jnp.where(x.so_far, x.product("iv,jv->ij", d_out, values), 0)
     dtype = jnp.result_type(x.q, x.k)
@@ -247,7 +276,7 @@ def gradients(x: RecurrenceChunks, d_out: Float[Array, "C B N L V"]) -> Recurren
         dk = dk + dk_read + dk_written
         dc = None if dc is None else dc + k * (dk_read - dk_written)
     if dc is None:
-        return RecurrenceInputs(dq, dk, dv, None, d_beta)
+        return RecurrenceInputs(dq, dk, dv, None, d_beta), d_initial
     d_kept = forget(x.kept(), states * d_states).sum(axis=-1)[..., None, :]
     at_end = (k * dk_new).sum(axis=-2, keepdims=True) + d_kept
     row = lax.broadcasted_iota(jnp.int32, dc.shape, dc.ndim - 2)
@@ -255,16 +284,17 @@ def gradients(x: RecurrenceChunks, d_out: Float[Array, "C B N L V"]) -> Recurren
     dc = dc if x.decay.shape[-1] > 1 else dc.sum(axis=-1, keepdims=True)
     so_far = x.so_far.astype(dc.dtype)
     d_log_decay = jnp.einsum("...ij,...ih->...jh", so_far, dc, precision=lax.Precision.HIGHEST)
-    return RecurrenceInputs(dq, dk, dv, d_log_decay, d_beta)
+    return RecurrenceInputs(dq, dk, dv, d_log_decay, d_beta), d_initial
 
 
-def _d_states(x: RecurrenceChunks, solved: _Solved | None, d_out, d_values):
-    """The gradients of the states after each chunk, and of the written values."""
+def _d_states(x: RecurrenceChunks, solved: _Solved | None, d_out, d_values, d_final):
+    """The gradients of the states after each chunk, of the written values, and of `initial`."""
     read = x.product("ih,iv->hv", x.from_old(x.q), d_out)
     keys = x.to_new(x.k)
     if solved is None:
-        d_states = prefix(x.kept()[::-1], read[::-1])[::-1]
-        return d_states, d_values + x.product("lh,hv->lv", keys, d_states)
+        d_states = prefix(x.kept()[::-1], read[::-1], d_final)[::-1]
+        d_initial = forget(x.kept()[0], d_states[0]) + read[0]
+        return d_states, d_values + x.product("lh,hv->lv", keys, d_states), d_initial
 
     def step(d_state, chunk):
         kept, keys, reads, read, d_values = chunk
@@ -273,7 +303,9 @@ def _d_states(x: RecurrenceChunks, solved: _Solved | None, d_out, d_values):
         return before, (d_state, d_values)
 
     chunks = x.kept(), keys, solved.reads, read, d_values
-    return lax.scan(step, jnp.zeros_like(read[0]), chunks, reverse=True)[1]
+    last = jnp.zeros_like(read[0]) if d_final is None else varying_as(read, d_final)
+    d_initial, (d_states, d_values) = lax.scan(step, last, chunks, reverse=True)
+    return d_states, d_values, d_initial
 
 
 def _solved_vjp(x: RecurrenceChunks, solved: _Solved, states, values, d_values):

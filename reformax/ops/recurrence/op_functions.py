@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +13,25 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Bounds
 from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.heads import repeat_to_values
+from reformax.ops.masking.contiguous import restore_order, tokens_first
+from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean, quotient, with_ones
-from reformax.ops.recurrence.recurrence import advance, recurrence, state_after
+from reformax.ops.recurrence.recurrence import (
+    advance,
+    recurrence,
+    recurrence_from,
+    state_after,
+)
 from reformax.ops.recurrence.short_convolution import (
     Projected,
     convolve,
+    convolve_from,
     convolve_next,
     last_inputs,
+    zero_inputs,
 )
 from reformax.ops.sharding.shard import all_heads, of_heads
 
@@ -45,6 +57,7 @@ class Recurrence:
 
     dropout = False
     shards = ("heads",)
+    _repeats_qk = True
     _means = False  # whether it computes means of values (`recurrence.means`), without `_output`
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
@@ -55,6 +68,11 @@ class Recurrence:
         """The op's output, of the recurrence's in float32."""
         return layer_output(params, out, extra_projections)
 
+    def _read(self, params, x: Projected, gates) -> RecurrenceInputs:
+        """`_inputs` of queries and keys for each head of values."""
+        q, k = (repeat_to_values(y, x.v) for y in x[:2])
+        return self._inputs(params, q, k, x.v, gates)
+
     def _constants(self, n_heads: int) -> dict[str, Array]:
         """Arrays `[N, ...]` for `_inputs`, along with the weights."""
         del n_heads
@@ -63,29 +81,54 @@ class Recurrence:
     def _of_these_heads(self, params, n_heads: int, shard=None) -> dict[str, Array]:
         """The weights and constants of the heads that the arrays have."""
         whole = dict(params) | self._constants(all_heads(shard, n_heads))
+        if shard is None:
+            return whole
         return {name: of_heads(x, shard, n_heads) for name, x in whole.items()}
 
     def _apply(self, call, params, q, k, v, plan):
         del plan
-        params, gates = self._of_these_heads(params, q.shape[2], call.shard), call.extra_projections
-        x = self._inputs(params, *convolve(params, q, k, v, call.segment_ids), gates)
+        params, gates = self._of_these_heads(params, v.shape[2], call.shard), call.extra_projections
+        x = self._read(params, convolve(params, q, k, v, call.segment_ids), gates)
         options = dict(segment_ids=call.segment_ids, chunk_len=self.chunk_len, impl=self.impl)
         if self._means:
             return mean(*x[:4], **options)
         return self._output(params, recurrence(*x, **options), gates).astype(v.dtype)
 
+    # The state before and after a part of a sequence; decoding goes on from it too.
+
+    def first_state(self, batch: int, dims: Dims, dtype: Any = jnp.float32) -> RecurrenceCache:
+        params = jax.eval_shape(lambda: self.init(jax.random.key(0), dims))
+        sizes = dims.n_heads, dims.d_qk, dims.d_v + self._means
+        state = jnp.zeros((batch, *sizes), accum_dtype(jnp.dtype(dtype)))
+        return RecurrenceCache(state, zero_inputs(dict(params), batch, dtype))
+
+    def _apply_from(self, call, params, q, k, v, state: RecurrenceCache):
+        params, shape = self._of_these_heads(params, v.shape[2], call.shard), q.shape[:2]
+        arrays = Projected(q, k, v), call.extra_projections
+        order, (arrays, gates), ids, lengths = tokens_first(arrays, call.segment_ids, shape)
+        convolved, last = convolve_from(params, arrays, state.last, ids, lengths)
+        x = self._read(params, convolved, gates)
+        x = x._replace(v=with_ones(x.v)) if self._means else x
+        if ids is not None:  # padding writes nothing, and nothing is forgotten at it
+            real = (jnp.arange(shape[1])[None] < lengths[:, None])[..., None, None]
+            x = jax.tree.map(lambda a: jnp.where(real, a, 0), x)
+        options = dict(segment_ids=ids, chunk_len=self.chunk_len, impl=self.impl)
+        out, after = recurrence_from(x, state.state, **options)
+        out = quotient(out) if self._means else self._output(params, out, gates)
+        return restore_order(out.astype(v.dtype), order), RecurrenceCache(after, last)
+
     def _init_cache(self, call, params, q, k, v, plan) -> RecurrenceCache:
         del plan
-        params, lengths = self._of_these_heads(params, q.shape[2]), jnp.asarray(call.lengths)
-        x = self._inputs(params, *convolve(params, q, k, v), call.extra_projections)
+        params, lengths = self._of_these_heads(params, v.shape[2]), jnp.asarray(call.lengths)
+        x = self._read(params, convolve(params, q, k, v), call.extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
         x = x._replace(v=with_ones(x.v)) if self._means else x
         return RecurrenceCache(state_after(x, lengths, chunk_len=self.chunk_len), last)
 
     def _step(self, call, params, q, k, v, cache):
-        params, gates = self._of_these_heads(params, q.shape[2]), call.extra_projections
+        params, gates = self._of_these_heads(params, v.shape[2]), call.extra_projections
         new, last = convolve_next(params, Projected(q, k, v), cache.last)
-        x = self._inputs(params, *new, gates)
+        x = self._read(params, new, gates)
         if self._means:
             out, state = advance(cache.state, *x._replace(v=with_ones(x.v)))
             return quotient(out).astype(v.dtype), RecurrenceCache(state, last)
@@ -110,15 +153,46 @@ def output_params(normalized: bool, dims: Dims) -> dict[str, Array]:
 
 
 def layer_output(
-    params, out: Float[Array, "B T N V"], extra_projections
+    params,
+    out: Float[Array, "B T N V"],
+    extra_projections,
+    activation: Callable[[Array], Array] = jax.nn.silu,
 ) -> Float[Array, "B T N V"]:
-    """The output, normalised if there is a scale, and gated if there is a gate."""
+    """The output, normalised if there is a scale, and times its gate's activation if it has one."""
     if "scale" in params:
         out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
         out = out * params["scale"].astype(out.dtype)[None, None]
     if OUTPUT_GATE in (extra_projections or {}):
-        out = out * jax.nn.silu(extra_projections[OUTPUT_GATE].astype(out.dtype))
+        out = out * activation(extra_projections[OUTPUT_GATE].astype(out.dtype))
     return out
+
+
+# Decays `exp(-rate softplus(bias + x))`, as in Mamba 2 (Dao and Gu 2024).
+
+
+def decay_params(rng, memory: float | None, n_heads: int, *size: int) -> dict[str, Array]:
+    """`rate [N]` as its logarithm, from 1 to 16, and `bias [N, *size]` for steps of 0.001 to 0.1.
+
+    With `memory` the step is `1 / (memory * rate)`: a head decays by `1 / memory` a position.
+    """
+    rate_rng, step_rng = jax.random.split(rng)
+    rate = jax.random.uniform(rate_rng, (n_heads,), minval=1.0, maxval=16.0)
+    least, most = math.log(1e-3), math.log(0.1)
+    shape = (n_heads, *size)
+    step = jnp.exp(jax.random.uniform(step_rng, shape, minval=least, maxval=most))
+    if memory is not None:
+        step = jnp.broadcast_to(1 / (memory * rate[(..., *[None] * len(size))]), shape)
+    bias = step + jnp.log(-jnp.expm1(-step))  # softplus(bias) = step, where x is 0
+    return {"rate": jnp.log(rate), "bias": bias}
+
+
+# Queries and keys.
+
+
+def unit_length(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Vectors of length 1, float32 or wider."""
+    size = x.shape[-1]
+    return length_normalize(x.astype(accum_dtype(x.dtype)), 1e-6 / size) * size**-0.5
 
 
 def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:

@@ -28,6 +28,7 @@ from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.calls.dispatch import (
     KERNELS,
+    KernelObstacles,
     check_impl,
     choose_kernels,
     kernel_obstacles,
@@ -77,10 +78,13 @@ def recurrence(
     check_impl(impl, *KERNELS)
     x = RecurrenceInputs(q, k, v, log_decay, beta)
     x = varying_as(x, x)
-    obstacles = kernel_obstacles(q, k, v)
-    obstacles = obstacles._replace(chip=obstacles.chip or _chip_obstacle(x))
-    interpret = choose_kernels(impl, obstacles)
+    interpret = choose_kernels(impl, _obstacles(x))
     return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), interpret, x, segment_ids)
+
+
+def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
+    obstacles = kernel_obstacles(*x[:3])
+    return obstacles._replace(chip=obstacles.chip or _chip_obstacle(x))
 
 
 def _chip_obstacle(x: RecurrenceInputs) -> str | None:
@@ -184,7 +188,7 @@ def _backward(size: int, interpret: bool | None, results, d_out):
 
         gradients = kernel.backward(x, ids, d_out, interpret=interpret)
     else:
-        gradients = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
+        gradients, _ = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
         gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
     return jax.tree.map(
         lambda g, x: restore_order(g, order).astype(x.dtype), gradients, inputs
@@ -200,6 +204,81 @@ def _tangent(size: int, interpret: bool | None, primals, tangents):
 _recurrence.define(_forward, _backward, _tangent)
 
 
+# From a state to the state after the row.
+
+
+def recurrence_from(
+    inputs: RecurrenceInputs,
+    initial: Float[Array, "B N H V"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    chunk_len: int = 64,
+    impl: str = "auto",
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N H V"]]:
+    """`recurrence` whose first segment begins with the state `initial`, and the last one's state.
+
+    Both have gradients. Arguments are as in `recurrence`, but that the positions of a segment are
+    contiguous, and padding has zeros for inputs and the id of the segment before it.
+
+    Raises:
+      NotImplementedError: the kernel cannot compute the call.
+    """
+    check_impl(impl, *KERNELS)
+    inputs, initial = varying_as((inputs, initial), (inputs, initial))
+    interpret = choose_kernels(impl, _obstacles(inputs))
+    size = chunks.chunk_size(chunk_len, inputs.q.shape[1])
+    return _recurrence_from(size, interpret, inputs, initial, segment_ids)
+
+
+@functools.partial(CustomDerivatives, n_static=2)
+def _recurrence_from(
+    size: int, interpret: bool | None, inputs: RecurrenceInputs, initial, segment_ids
+):
+    if interpret is not None:
+        from reformax.ops.kernels.triton import recurrence as kernel
+
+        return kernel.forward_from(inputs, initial, segment_ids, interpret=interpret)
+    x = chunks.chunked(inputs, segment_ids, size, initial)
+    states, values = chunks.states_and_values(x)
+    out = chunks.joined(chunks.outputs(x), inputs.q.shape[1])
+    return out, chunks.final_state(x, states, values)
+
+
+def _forward_from(
+    size: int, interpret: bool | None, inputs: RecurrenceInputs, initial, segment_ids
+):
+    given = first_order((inputs, initial))
+    results = _recurrence_from.function(size, interpret, *given, segment_ids)
+    return results, (inputs, initial, segment_ids)
+
+
+def _backward_from(size: int, interpret: bool | None, results, d_results):
+    results, (d_out, d_final) = first_order((results, d_results))
+    # Without the barrier the compiler would keep intermediate arrays of the forward pass.
+    inputs, initial, segment_ids = lax.optimization_barrier(results)
+    if interpret is not None:
+        from reformax.ops.kernels.triton import recurrence as kernel
+
+        given = inputs, initial, segment_ids, d_out, d_final
+        gradients, d_initial = kernel.backward_from(*given, interpret=interpret)
+    else:
+        x = chunks.chunked(inputs, segment_ids, size, initial)
+        gradients, d_initial = chunks.gradients(x, chunks.cut(d_out, size), d_final)
+        gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
+    gradients = jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs)
+    return gradients, d_initial.astype(initial.dtype), None
+
+
+def _tangent_from(size: int, interpret: bool | None, primals, tangents):
+    if interpret is not None:
+        raise NotImplementedError(KERNEL_REFUSAL)
+    function = functools.partial(_recurrence_from.function, size, interpret)
+    return tangent_of(function, primals, tangents)
+
+
+_recurrence_from.define(_forward_from, _backward_from, _tangent_from)
+
+
 # Decoding.
 
 
@@ -208,9 +287,7 @@ def state_after(inputs: RecurrenceInputs, lengths: Int[Array, " B"], *, chunk_le
     real = (jnp.arange(inputs.q.shape[1])[None] < lengths[:, None])[..., None, None]
     inputs = jax.tree.map(lambda x: jnp.where(real, x, 0), inputs)
     x = chunks.chunked(inputs, None, chunks.chunk_size(chunk_len, inputs.q.shape[1]))
-    states, values = chunks.states_and_values(x)
-    written = x.product("lh,lv->hv", x.to_new(x.k), values)
-    return (chunks.forget(x.kept(), states) + written)[-1]
+    return chunks.final_state(x, *chunks.states_and_values(x))
 
 
 def advance(

@@ -41,11 +41,10 @@ def conv_params(size: int | None, rng, dims: Dims) -> dict[str, Array]:
     """
     if size is None:
         return {}
-    limit, sizes = size**-0.5, {"q": dims.d_qk, "k": dims.d_qk, "v": dims.d_v}
+    qk = dims.qk_heads, dims.d_qk
+    limit, sizes = size**-0.5, {"q": qk, "k": qk, "v": (dims.n_heads, dims.d_v)}
     return {
-        f"conv_{name}": jax.random.uniform(
-            one, (dims.n_heads, sizes[name], size), minval=-limit, maxval=limit
-        )
+        f"conv_{name}": jax.random.uniform(one, (*sizes[name], size), minval=-limit, maxval=limit)
         for name, one in zip(sizes, jax.random.split(rng, 3), strict=True)
     }
 
@@ -103,6 +102,54 @@ def of_keys(
 
 def _weights(params: Mapping[str, Array]) -> Projected | None:
     return Projected(*(params[f"conv_{x}"] for x in "qkv")) if "conv_q" in params else None
+
+
+# From the last inputs of an earlier part, or to those of a later one.
+
+
+def zero_inputs(params: Mapping[str, Array], batch: int, dtype: Any) -> Projected | None:
+    """`last_inputs` of positions before the first: zeros."""
+    weights = _weights(params)
+    if weights is None:
+        return None
+    return Projected(*(jnp.zeros((batch, w.shape[2] - 1, *w.shape[:2]), dtype) for w in weights))
+
+
+def convolve_from(
+    params: Mapping[str, Array],
+    inputs: Projected,
+    last: Projected | None,
+    segment_ids: Int[Array, "B T"] | None,
+    lengths: Int[Array, " B"],
+) -> tuple[Projected, Projected | None]:
+    """Convolves inputs that follow `last`, and returns the last inputs of the last segment.
+
+    Args:
+      params: with the weights of `conv_params`, or none.
+      inputs: queries, keys and values.
+      last: the W - 1 inputs before them, of the first segment; None without weights.
+      segment_ids: of contiguous segments; padding has the id of the segment before it.
+      lengths: the number of positions of each row before its padding.
+    """
+    weights = _weights(params)
+    if weights is None:
+        return inputs, None
+    n_before = weights.q.shape[-1] - 1
+    ids = of_end = None
+    end = lengths[:, None] + jnp.arange(n_before)[None]
+    if segment_ids is not None:
+        ids = jnp.pad(segment_ids, ((0, 0), (n_before, 0)), mode="edge")
+        of_last = same_segment(jnp.take_along_axis(ids, end, axis=1), segment_ids[:, -1:])
+        of_end = of_last[..., None, None]
+
+    def one(x, last, weights):
+        x = jnp.concatenate([last.astype(x.dtype), x], axis=1)
+        after = jnp.take_along_axis(x, end[..., None, None], axis=1)
+        after = after if of_end is None else jnp.where(of_end, after, 0)
+        return _convolved(x, weights, ids)[:, n_before:], after
+
+    outs, after = zip(*(one(*xs) for xs in zip(inputs, last, weights, strict=True)), strict=True)
+    return Projected(*outs), Projected(*after)
 
 
 # Decoding.

@@ -129,6 +129,11 @@ def placement_of(op: Any, x: CallArrays) -> Placement | None:
     split = f"q has its heads split over {found.heads!r}"
     fix = "split its rows, with jax.sharding.reshard"
     n, n_kv_heads = found.n_head_shards, x.v.shape[2]
+    if n_kv_heads > x.q.shape[2]:
+        raise Unsupported(
+            f"v has {n_kv_heads} heads and q has {x.q.shape[2]}, on a mesh with explicit axes: "
+            "repeat the queries and keys"
+        )
     if n > 1 and not op.shards:
         raise Unsupported(f"{split} and op is {op}, which computes them together: {fix}")
     if "key heads" in op.shards and splits_head_groups(n, x.q.shape[2], n_kv_heads):

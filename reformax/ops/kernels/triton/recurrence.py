@@ -129,10 +129,13 @@ class _Launches(NamedTuple):
             *self._each(solve_kernel, (), (self._like(x.k), self._like(x.v), inverse))
         )
 
-    def states(self, solved) -> tuple[RecurrenceStates, Array, RecurrenceStates | None]:
+    def states(
+        self, solved, initial: RecurrenceStates | None = None
+    ) -> tuple[RecurrenceStates, Array, RecurrenceStates | None]:
         """The state before each chunk, the written values, and the transition of each group.
 
-        The transition is the delta rule's, or None.
+        The transition is the delta rule's, or None. With the state before the first chunk, of one
+        group, the third is the state after the last chunk.
         """
 
         def run(begins, states, ends):
@@ -145,13 +148,18 @@ class _Launches(NamedTuple):
                 ends = ends._replace(outer=self._shape(*ends.outer.shape[:4], width, dtype=F32))
             return self._scan(states_kernel, inputs, (states, values, ends), n)
 
-        (states, values, _), ends = self._grouped(run, None, reverse=False)
+        (states, values, final), ends = self._grouped(run, None, reverse=False, first=initial)
+        if initial is not None:
+            return states, self.x.v if solved is None else values, final
         return (states, self.x.v, None) if solved is None else (states, values, ends)
 
     def d_states(
-        self, solved, d_out, d_total, d_values_within, ends
-    ) -> tuple[RecurrenceStates, Array | None]:
+        self, solved, d_out, d_total, d_values_within, ends, d_final=None
+    ) -> tuple[RecurrenceStates, Array | None, RecurrenceStates | None]:
         """The gradients of the state after each chunk, and of the values of the delta rule.
+
+        With `d_final`, that of the state after the last chunk, of one group, the third result is
+        that of the state before the first one.
 
         Args:
           solved, d_out, d_total: as in the kernel.
@@ -164,7 +172,7 @@ class _Launches(NamedTuple):
             inputs = self.x, solved, begins, d_out, d_total, d_values_within
             return self._scan(d_states_kernel, inputs, (states, d_values, ends))
 
-        return self._grouped(run, ends, reverse=True)[0][:2]
+        return self._grouped(run, ends, reverse=True, first=d_final)[0]
 
     @property
     def _blocks(self) -> StateBlocks:
@@ -176,7 +184,7 @@ class _Launches(NamedTuple):
         grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
         return _run(kernel, self.plan, grid, inputs, out_shape, STAGES, blocks=blocks)
 
-    def _grouped(self, run, transitions, reverse: bool):
+    def _grouped(self, run, transitions, reverse: bool, first: RecurrenceStates | None = None):
         plan, (batch, _, n_heads, d_k) = self.plan, self.x.k.shape
         state = d_k, self.x.v.shape[3]
 
@@ -186,6 +194,8 @@ class _Launches(NamedTuple):
             return RecurrenceStates(outer, keys)
 
         states = shapes(plan.n_groups * plan.n_chunks)
+        if first is not None:
+            return run(first, states, shapes(1, F32)), None
         if plan.n_groups == 1:
             return run(None, states, None), None
         ends = run(None, None, shapes(plan.n_groups, F32))[2]
@@ -227,17 +237,19 @@ class _Launches(NamedTuple):
         shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
         return tuple(self._each(output_kernel, (states, self.x.v), shapes))
 
-    def gradients(self, d_out, d_total=None) -> RecurrenceInputs:
-        """The gradients of the inputs."""
+    def gradients(self, d_out, d_total=None, initial=None, d_final=None):
+        """The gradients of the inputs, and of the state before them where there is one."""
         x = self.x
         d_out = d_out.astype(self.plan.dtype)
         solved = self.solved(keep=True)
-        states, values, ends = self.states(solved)
+        states, values, ends = self.states(solved, initial)
         d_values_within = inverse = None
         if solved is not None:
             (d_values_within,) = self._each(d_values_kernel, (d_out,), (self._like(x.v),))
             inverse = solved.inverse
-        d_states, d_values = self.d_states(solved, d_out, d_total, d_values_within, ends)
+        d_states, d_values, d_initial = self.d_states(
+            solved, d_out, d_total, d_values_within, ends, d_final
+        )
         numbers = self._shape(*x.k.shape[:3], dtype=F32)
         decay = None
         if x.decay is not None:
@@ -248,9 +260,8 @@ class _Launches(NamedTuple):
         stages = 1 if self.plan.dtype == F32 else 2  # the limit of a chip's memory
         (out,) = self._each(gradients_kernel, inputs, (shapes,), stages=stages)
         decay = out.decay if decay is not numbers else out.decay[..., None]
-        return RecurrenceInputs(
-            out.q, out.k, out.v, decay, None if out.beta is None else out.beta[..., None]
-        )
+        beta = None if out.beta is None else out.beta[..., None]
+        return RecurrenceInputs(out.q, out.k, out.v, decay, beta), d_initial
 
 
 def _wider(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V8"]:
@@ -296,8 +307,46 @@ def backward(
     groups: int | None = None,
 ) -> RecurrenceInputs:
     """The gradients of `x`; arguments as in `forward`, and the gradient of the outputs."""
-    found = _launches(x, ids, interpret, groups).gradients(_wider(d_out))
+    found, _ = _launches(x, ids, interpret, groups).gradients(_wider(d_out))
     return found._replace(v=found.v[..., : x.v.shape[3]])
+
+
+def forward_from(
+    x: RecurrenceInputs,
+    initial: Float[Array, "B N H V"],
+    ids: Int[Array, "B T"] | None,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N H V"]]:
+    """`forward` from a state of the first segment, and the state of the last one, in float32.
+
+    The chunks are one group, so that states come in and go out once.
+    """
+    launches = _launches(x, ids, interpret, groups=1)
+    states, values, final = launches.states(launches.solved(), _state(initial))
+    size = x.v.shape[3]
+    return launches.output(states, values)[..., :size], final.outer[:, :, 0, :, :size]
+
+
+def backward_from(
+    x: RecurrenceInputs,
+    initial: Float[Array, "B N H V"],
+    ids: Int[Array, "B T"] | None,
+    d_out: Float[Array, "B T N V"],
+    d_final: Float[Array, "B N H V"],
+    *,
+    interpret: bool = False,
+) -> tuple[RecurrenceInputs, Float[Array, "B N H V"]]:
+    """The gradients of `x` and of `initial`, by those of the results of `forward_from`."""
+    launches, size = _launches(x, ids, interpret, groups=1), x.v.shape[3]
+    states = dict(initial=_state(initial), d_final=_state(d_final))
+    found, d_initial = launches.gradients(_wider(d_out), **states)
+    return found._replace(v=found.v[..., :size]), d_initial.outer[:, :, 0, :, :size]
+
+
+def _state(x: Float[Array, "B N H V"]) -> RecurrenceStates:
+    """A state as that of one group."""
+    return RecurrenceStates(_wider(x.astype(F32))[:, :, None])
 
 
 def means(
@@ -328,5 +377,5 @@ def means_backward(
 ) -> RecurrenceInputs:
     """The gradients of `x`, by the gradients of the sums of values and of weights."""
     launches = _launches(x, ids, interpret, groups, mean=True)
-    found = launches.gradients(_wider(d_sums), d_total)
+    found, _ = launches.gradients(_wider(d_sums), d_total)
     return found._replace(v=found.v[..., : x.v.shape[3]])

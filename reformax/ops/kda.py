@@ -1,0 +1,94 @@
+"""Kimi Delta Attention: the gated delta rule with a decay for each feature of the keys.
+
+Zhang et al. 2025 (Kimi Team, "Kimi Linear", arXiv 2510.26692, eq. 1 and sec. 4):
+
+    S_t = (1 - b_t k_t k_t^T) diag(a_t) S_{t-1} + b_t k_t v_t^T,    out_t = S_t^T q_t
+
+with queries and keys of length 1, `b_t = sigmoid(beta_t)` and `a_t = exp(-rate softplus(forget_t +
+bias))`, a number for each feature. `gated_delta` has one for each head. The output of each head is
+normalised, and multiplied by the sigmoid of its gate. `forget` and the gate are projected through
+the size of a head. With `conv_size=4` queries, keys and values are convolved first, as there.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from reformax.declared import Size, Width
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dispatch import KERNELS
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.recurrence.chunks import RecurrenceInputs
+from reformax.ops.recurrence.op_functions import (
+    OUTPUT_GATE,
+    Recurrence,
+    Span,
+    decay_params,
+    layer_output,
+    output_params,
+    scaled,
+    unit_length,
+)
+from reformax.ops.recurrence.short_convolution import conv_params
+
+
+@op
+class kda(Recurrence, AttentionOp):
+    """Kimi Delta Attention.
+
+    Extra projections: `beta [N, 1]`, `forget [N, H]`; with `gated` also `output_gate [N, V]`.
+    Weights: `rate [N]`, as its logarithm, `bias [N, H]`; with `normalized` also `scale [N, V]`.
+
+    Args:
+      normalized: whether each head's output is brought to unit root mean square, and scaled.
+      gated: whether the output is multiplied by the sigmoid of a projection of the layer's input.
+      low_rank: whether layers project `forget` and the output's gate through the size of a head, as
+        in the paper; or else by one whole matrix each.
+      memory: the positions in which a feature decays to 1 / e when training begins and `forget` is
+        0. None draws each feature's as Mamba 2 does, as in `gated_delta`.
+      conv_size, chunk_len, impl: as in `linear.linear`.
+
+    Raises:
+      ValueError: chunk_len below 1, an unknown `impl`.
+      NotImplementedError: at the call, with dropout, because no attention weights are made; when a
+        kernel is asked for what it cannot do, such as float32 heads above 64.
+    """
+
+    normalized: bool = True
+    gated: bool = True
+    low_rank: bool = True
+    memory: Span | None = None
+    conv_size: Width | None = None
+    chunk_len: Size = 64
+    impl: str = "auto"
+
+    causality = "only"
+    _impls = KERNELS
+
+    def extra_projections(self, dims) -> dict[str, ExtraProjection]:
+        n, rank = dims.n_heads, (lambda size: size if self.low_rank else None)
+        gate = {OUTPUT_GATE: ExtraProjection(n, dims.d_v, rank=rank(dims.d_v))}
+        forget = ExtraProjection(n, dims.d_qk, rank=rank(dims.d_qk))
+        rates = {"beta": ExtraProjection(n, 1), "forget": forget}
+        return rates | gate if self.gated else rates
+
+    def init(self, rng, dims) -> dict[str, Array]:
+        decays = decay_params(rng, self.memory, dims.n_heads, dims.d_qk)
+        conv = conv_params(self.conv_size, jax.random.fold_in(rng, 2), dims)
+        return decays | output_params(self.normalized, dims) | conv
+
+    def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
+        dtype = accum_dtype(q.dtype)
+        rate = jnp.exp(params["rate"].astype(dtype))[None, None, :, None]
+        forget = (
+            extra_projections["forget"].astype(dtype) + params["bias"].astype(dtype)[None, None]
+        )
+        beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
+        q, k = (unit_length(x).astype(v.dtype) for x in (q, k))
+        return RecurrenceInputs(scaled(q), k, v, -rate * jax.nn.softplus(forget), beta)
+
+    def _output(self, params, out, extra_projections):
+        return layer_output(params, out, extra_projections, jax.nn.sigmoid)

@@ -1,0 +1,163 @@
+"""States of recurrences that come in and go out: parts compute what the whole sequence does."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.declared import Unsupported
+from reformax.ops import dense, gated_delta, gated_linear, kda, linear, retention
+from reformax.ops.calls.dispatch import INTERPRETED
+from tests.helpers import assert_trees_close, with_x64
+from tests.ops import inputs
+
+GATES = dict(gated=True, conv_size=3, chunk_len=4)
+OPS = {
+    "linear": linear.linear(conv_size=3, chunk_len=4),
+    "retention": retention.retention(**GATES),
+    "gated_linear": gated_linear.gated_linear(**GATES),
+    "gated_delta": gated_delta.gated_delta(**GATES),
+    "kda": kda.kda(**GATES),
+    "linear, no convolution": linear.linear(chunk_len=4),
+}
+every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+# Padding between, behind and in front; a segment that ends with a part, and one within a part.
+PACKED = np.array([[1] * 9 + [2] * 3 + [3] * 8 + [0] * 3, [0] * 2 + [1] * 14 + [0] * 4 + [2] * 3])
+
+
+def in_parts(op, x, ids, lengths):
+    """The outputs of parts of these lengths, and the last state."""
+    outs, state, start = [], None, 0
+    for n in lengths:
+        part = slice(start, start + n)
+        masks = {} if ids is None else dict(segment_ids=ids[:, part])
+        if state is not None and ids is not None:  # whose segment has ended is begun anew
+            before = np.array([row[:start][row[:start] != 0][-1:] for row in ids]).reshape(-1, 1)
+            now = np.array([row[part][row[part] != 0][:1] for row in ids]).reshape(-1, 1)
+            same = (before == now)[:, 0]
+            state = jax.tree.map(
+                lambda s, m=same: np.where(m.reshape(-1, *[1] * (s.ndim - 1)), s, 0), state
+            )
+        out, state = inputs.call(
+            op,
+            x.at(slice(None), part),
+            causal=True,
+            initial_state=state,
+            return_state=True,
+            **masks,
+        )
+        outs.append(out)
+        start += n
+    return np.concatenate(outs, axis=1), state
+
+
+@every_op
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_parts_are_the_whole(op, packed):
+    ids = PACKED if packed else None
+    x = inputs.draw(op, length=23)
+    want, last = inputs.call(op, x, causal=True, segment_ids=ids, return_state=True)
+    np.testing.assert_allclose(want, inputs.call(op, x, causal=True, segment_ids=ids), atol=2e-6)
+    for lengths in ((9, 14), (5, 4, 8, 6)) if not packed else ((9, 14),):
+        got, state = in_parts(op, x, ids, lengths)
+        np.testing.assert_allclose(got, want, atol=5e-6)
+        assert_trees_close(state, last, 5e-6)
+
+
+@every_op
+def test_the_last_state_is_that_of_decoding(op):
+    x = inputs.draw(op, length=11)
+    _, state = inputs.call(op, x.at(slice(None), slice(0, 10)), causal=True, return_state=True)
+    cache = inputs.init_cache(op, x, plan=(), lengths=jnp.array([10, 10]), capacity=11)
+    assert_trees_close(state, cache, 2e-6)
+    got, _ = inputs.step(op, x.at(slice(None), slice(10, 11)), state, position=jnp.array([10, 10]))
+    np.testing.assert_allclose(got[:, 0], inputs.call(op, x, causal=True)[:, 10], atol=5e-6)
+
+
+@every_op
+def test_gradients_go_through_the_state(op):
+    x = inputs.draw(op, length=13)
+    d_out = np.random.default_rng(3).normal(size=x.v.shape).astype(np.float32)
+
+    def loss(arrays, params, cut):
+        y = inputs.Inputs(*arrays, params)
+        outs, state, start = [], None, 0
+        for end in cut:
+            part = y.at(slice(None), slice(start, end))
+            out, state = inputs.call(op, part, causal=True, initial_state=state, return_state=True)
+            outs.append(out)
+            start = end
+        total = sum(jnp.sum(jnp.sin(s)) for s in jax.tree.leaves(state))
+        return jnp.sum(jnp.concatenate(outs, axis=1) * d_out) + total
+
+    got, want = (
+        jax.jit(jax.grad(functools.partial(loss, cut=cut), (0, 1)))(x[:4], x.params)
+        for cut in ((6, 13), (13,))
+    )
+    assert_trees_close(got, want, 2e-5)
+
+
+def test_the_gradient_of_a_state_is_a_difference():
+    op = kda.kda(normalized=False, gated=False, chunk_len=4)
+    with with_x64():
+        x = inputs.draw(op, length=9, dtype=np.float64)
+        rng = np.random.default_rng(0)
+        begin, change = rng.normal(size=(2, *op.first_state(2, op.dims(x.q, x.v)).state.shape))
+
+        @jax.jit
+        def loss(state):
+            given = op.first_state(2, op.dims(x.q, x.v), np.float64)._replace(state=state)
+            out, after = inputs.call(op, x, causal=True, initial_state=given, return_state=True)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(after.state))
+
+        gradient = jax.grad(loss)(begin)
+        ends = [loss(begin + h * change) for h in (1e-6, -1e-6)]
+        np.testing.assert_allclose(np.sum(gradient * change), (ends[0] - ends[1]) / 2e-6, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_compute_the_same(name):
+    """Interpreted, with packed rows, from a state that is not zeros."""
+    op, kernel = (dataclasses.replace(OPS[name], impl=impl) for impl in ("xla", INTERPRETED))
+    x = inputs.draw(op, length=70, batch=2)
+    ids = np.repeat([[1, 2, 0], [3, 3, 4]], [30, 35, 5], axis=1)
+    rng = np.random.default_rng(4)
+    first = op.first_state(2, op.dims(x.q, x.v))
+    state = jax.tree.map(lambda s: np.abs(rng.normal(size=s.shape)).astype(np.float32), first)
+
+    def loss(op, state, arrays):
+        y = inputs.Inputs(*arrays, x.params)
+        found = inputs.call(
+            op, y, causal=True, segment_ids=ids, initial_state=state, return_state=True
+        )
+        return sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves(found)), found
+
+    got, want = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, o), (0, 1), has_aux=True))(state, x[:4])
+        for o in (kernel, op)
+    )
+    assert_trees_close(got, want, 3e-5)
+
+
+def test_refusals():
+    op, x = kda.kda(), inputs.draw(kda.kda(), length=5)
+    _, state = inputs.call(op, x, causal=True, return_state=True)
+    for options, message in (
+        (dict(causal=False, return_state=True), "^causal=False: kda.* is causal only"),
+        (dict(mask=np.ones((2, 5), bool), return_state=True), "^mask is given, but a state is of"),
+        (dict(initial_state=state._replace(state=state.state[:1])), "^initial_state has shapes"),
+        (dict(initial_state=state.state), "^initial_state has shapes"),
+        (
+            dict(segment_ids=np.array([[1, 2, 1, 1, 1]] * 2), return_state=True),
+            r"^segment_ids has a row \[1, 2, 1, 1, 1\]: with a state, a segment's",
+        ),
+    ):
+        with pytest.raises((ValueError, Unsupported), match=message):
+            inputs.call(op, x, **(dict(causal=True) | options))
+    q = inputs.draw(dense.dense(), length=5)
+    with pytest.raises(Unsupported, match="^op is dense: it carries no state; use a recurrence"):
+        inputs.call(dense.dense(), q, causal=True, return_state=True)

@@ -1,0 +1,122 @@
+"""Values of more heads than queries and keys: each of these serves several heads of values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax import layers
+from reformax.declared import SettingError, Unsupported
+from reformax.models import TransformerLM
+from reformax.ops import dense, gated_delta, kda, lsh, retention, shared_qk
+from reformax.ops.base import Dims
+from tests.helpers import assert_trees_close
+from tests.layers import plain
+from tests.ops import inputs
+from tests.ops.rows import ROWS, one_of_each_kind, over
+
+N_QK, N = 2, 6
+RNG = jax.random.key(0)
+
+
+def draw(op, length=13):
+    """Queries and keys of 2 heads, values and gates of 6."""
+    x = inputs.draw(op, length=length, n_heads=N)
+    q, k = x.q[:, :, ::3], x.k[:, :, ::3]
+    dims = op.dims(q, x.v)
+    assert (dims.n_heads, dims.qk_heads) == (N, N_QK)
+    return x._replace(q=q, k=k, params=op.init(jax.random.key(0), dims))
+
+
+@over((row for row in ROWS if row.op().more_value_heads), one_of_each_kind)
+def test_it_is_repeated_queries_and_keys(row):
+    """With their gradients, which add up over the heads of values."""
+    op = row.op()
+    x = draw(op)
+    options = dict(causal=row.causal())
+    ids = None if not op.packed else np.repeat([[1, 2, 0]] * 2, [6, 5, 2], axis=1)
+
+    def run(x, repeated):
+        if repeated:
+            x = x._replace(q=jnp.repeat(x.q, 3, axis=2), k=jnp.repeat(x.k, 3, axis=2))
+        params = x.params
+        if repeated and "conv_q" in params:
+            each = {n: jnp.repeat(params[n], 3, axis=0) for n in ("conv_q", "conv_k")}
+            x = x._replace(params=params | each)
+        return inputs.call(op, x, segment_ids=ids, **options)
+
+    def loss(x, repeated):
+        out = run(x, repeated)
+        return jnp.sum(jnp.sin(out)), out
+
+    found = [
+        jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)(x, repeated)
+        for repeated in (False, True)
+    ]
+    assert_trees_close(*found, 2e-5)
+    assert found[0][0][1].shape[2] == N
+
+
+@pytest.mark.parametrize(
+    "op",
+    [kda.kda(conv_size=3, chunk_len=4), retention.retention(conv_size=3)],
+    ids=lambda x: x.name,
+)
+def test_a_layer_projects_fewer_heads(op):
+    layer = layers.Attention(
+        op, n_heads=N, n_qk_heads=N_QK, d_qk=4, d_v=3, causal=True, mode="eval"
+    )
+    x = np.random.default_rng(0).normal(size=(2, 11, 8)).astype(np.float32)
+    params = plain.init(layer, x.shape)
+    assert (params["w_q"].shape[0], params["w_k"].shape[0], params["w_v"].shape[0]) == (2, 2, 6)
+    assert params["op"]["conv_q"].shape[0] == N_QK and params["op"]["conv_v"].shape[0] == N
+    with pytest.raises(Unsupported, match="^n_qk_heads is 2: cross-attention has as many heads"):
+        layers.CrossAttention(dense.dense(), n_heads=N, n_qk_heads=N_QK)
+    whole = layers.Attention(op, n_heads=N, d_qk=4, d_v=3, causal=True, mode="eval")
+    conv = {n: jnp.repeat(params["op"][n], 3, axis=0) for n in ("conv_q", "conv_k")}
+    repeated = {n: jnp.repeat(params[n], 3, axis=0) for n in ("w_q", "w_k")}
+    want = jax.jit(whole.apply)(params | repeated | {"op": params["op"] | conv}, x)
+    np.testing.assert_allclose(jax.jit(layer.apply)(params, x), want, atol=1e-5)
+    plain.assert_decodes(layer, params, x, np.array([4, 6]), want, None)
+    state = layer.first_state(2, "float32")
+    first, state = layer.apply_from(params, x[:, :5], state)
+    second, _ = layer.apply_from(params, x[:, 5:], state, None)
+    np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), want, atol=1e-5)
+
+
+def test_a_model_has_them():
+    sizes = dict(vocab_size=7, d_model=16, d_ff=12, n_layers=1, n_heads=4)
+    model = TransformerLM(**sizes, n_qk_heads=2, attention_type=gated_delta.gated_delta())
+    params = jax.eval_shape(lambda: model.init_params(RNG, (1, 8)))
+    assert params["stack"]["block_0"]["attention"]["w_k"].shape[1] == 2
+    assert params["stack"]["block_0"]["attention"]["w_beta"].shape[1] == 4
+    with pytest.raises(SettingError, match="n_qk_heads is 2 and no op of attention_type takes"):
+        TransformerLM(**sizes, n_qk_heads=2, attention_type=lsh.lsh())
+
+
+def test_what_has_none_is_refused():
+    layer = dict(n_heads=6, d_qk=4, d_v=4)
+    for op, options, message in (
+        (shared_qk.shared_qk(), dict(n_qk_heads=2), "shared_qk makes its keys of the queries: rep"),
+        (lsh.lsh(), dict(n_qk_heads=2), "lsh makes its keys of the queries"),
+        (kda.kda(), dict(n_qk_heads=4), "n_qk_heads is 4: expected a divisor of n_heads, 6"),
+        (kda.kda(), dict(n_qk_heads=2, n_kv_heads=2), "n_qk_heads is 2 and n_kv_heads 2: leave"),
+    ):
+        with pytest.raises((SettingError, Unsupported), match=message):
+            layers.Attention(op, **layer, **options)
+    chosen = next(row.op() for row in ROWS if row.name == "moba")
+    x = inputs.draw(chosen, n_heads=6)
+    with pytest.raises(Unsupported, match="v has 6 heads and q has 2, but moba chooses keys by"):
+        chosen(x.q[:, :, ::3], x.k[:, :, ::3], x.v, causal=True)
+    assert Dims(4, 8, 8, 1).qk_heads == 4
+
+
+@pytest.mark.parametrize("factory", [kda.kda, gated_delta.gated_delta], ids=lambda x: x.__name__)
+def test_heads_of_256(factory):
+    """In array operations, which a float64 loop agrees with elsewhere for any size."""
+    op = factory(chunk_len=16, normalized=False, gated=False)
+    x = inputs.draw(op, batch=1, length=20, n_heads=1, d_qk=256, d_v=256)
+    want, state = inputs.call(op, x, causal=True, return_state=True)
+    assert want.shape == (1, 20, 1, 256) and state.state.shape == (1, 1, 256, 256)
+    small = factory(chunk_len=4, normalized=False, gated=False)
+    np.testing.assert_allclose(inputs.call(small, x, causal=True), want, atol=1e-5)
