@@ -68,7 +68,7 @@ class Program:
 
     @property
     def unit(self) -> float:
-        """What the kernels' logits, unscaled products, are larger by than logits."""
+        """The factor between a kernel's logits, which are unscaled products, and those outside."""
         return math.sqrt(self.x.q.shape[3])
 
     def over_keys(self, queries: Block, body: Callable[[Block, Carry], Carry], carry: Carry):
