@@ -17,6 +17,7 @@ from reformax.cli import errors
 from reformax.convert import __main__ as command
 from reformax.convert import hugging_face
 from reformax.convert.spec import Op, Spec
+from reformax.models import designs
 from tests.convert import hugging_face_models
 
 CONFIG = dict(
@@ -173,6 +174,16 @@ def test_a_tokenizer_that_was_half_copied(content, tmp_path):
     (folder / "tokenizer.json").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match="tokenizer.json is no object of JSON: copy it again"):
         hugging_face.read(folder)
+
+
+def test_a_design_that_no_format_has_is_refused():
+    """The choices that models also have as arguments are read of a design."""
+    options = dict(vocab_size=V, d_model=D, n_heads=2)
+    spec = Spec.make("TransformerLM", [Op("dense", {})], **options, design=designs.gpt2())
+    assert spec.arguments["attention_bias"] and spec.arguments["ff_activation"] == "gelu_tanh"
+    assert (spec.arguments["norm_epsilon"], spec.arguments["init_std"]) == (1e-5, 0.02)
+    with pytest.raises(ValueError, match="TransformerLM's design has norm='rms': expected 'layer'"):
+        Spec.make("TransformerLM", [Op("dense", {})], **options, design=designs.llama())
 
 
 def test_a_tensor_with_and_without_the_prefix(tmp_path):

@@ -32,6 +32,21 @@ def run(folder, **settings):
     return result, worker.record(folder)
 
 
+def test_z_loss_is_in_the_gradient_and_not_in_the_record(tmp_path):
+    settings = dict(steps=2, log_every=1, eval_every=2)
+    (_, plain), (_, with_z) = (
+        run(tmp_path / name, **settings, z_loss=z) for name, z in (("plain", 0.0), ("z", 0.5))
+    )
+    bits = [
+        [x["bits_per_dim"] for x in record if x["split"] == "train"] for record in (plain, with_z)
+    ]
+    norms = [
+        [x["grad_norm"] for x in record if x["split"] == "train"] for record in (plain, with_z)
+    ]
+    assert bits[0][0] == bits[1][0] and bits[0][1] != bits[1][1]
+    assert norms[0][0] != norms[1][0]
+
+
 def test_examples_in_turn_go_on_behind_other_batches():
     """No example comes again before all have come; batches of one size count the steps."""
 
@@ -761,6 +776,7 @@ BAD = [
     ({"keep": 0}, "keep is 0: expected"),
     ({"max_minutes": 0}, "max_minutes is 0: expected"),
     ({"ema_decay": 1.0}, "ema_decay is 1.0: expected"),
+    ({"z_loss": -1.0}, "z_loss is -1.0: expected"),
     ({"loss_chunk_len": 0}, "loss_chunk_len is 0: expected"),
     ({"backprop_len": 0}, "backprop_len is 0: expected"),
     ({"backprop_len": 5}, "backprop_len is 5: expected a divisor of length, 16"),
