@@ -103,7 +103,7 @@ class Attention(nnx.Module):
         hashes = op.plans == "draws"
         stream = "attention" if hashes or "attention" in rngs else "dropout"
         self.rngs = getattr(rngs, stream).fork() if hashes or dropout_rate > 0.0 else None
-        self.cache, self.max_decode_length = None, None
+        self.cache, self.max_decode_length = nnx.data(None), None
 
     def __call__(
         self,
@@ -175,7 +175,7 @@ class Attention(nnx.Module):
         if max_decode_length is not None:
             check_decodes(self.op, self.causal, max_decode_length)
         self.max_decode_length = max_decode_length
-        self.cache = None if max_decode_length is None else nnx.Cache(None)
+        self.cache = nnx.data(None if max_decode_length is None else nnx.Cache(None))
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """What `nnx.view(model, deterministic=...)` calls.

@@ -303,10 +303,10 @@ def test_weights_and_gates_of_an_op(op):
     np.testing.assert_allclose(in_linen.apply(weights, X, **call), want, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(in_nnx(X, **call), want, rtol=1e-4, atol=1e-5)
     gradients = jax.grad(lambda w: jnp.sum(in_linen.apply(w, X, **call) ** 2))(weights)
-    moved = {name: np.any(x) for name, x in jax.tree.leaves_with_path(gradients["params"])}
-    assert all(map(np.any, jax.tree.leaves(gradients["params"].get("op", 1.0))) or [True])
+    of_op = jax.tree.leaves(gradients["params"].get("op", ()))
+    assert not of_op or any(map(np.any, of_op))
     of_nnx = nnx.grad(lambda m: jnp.sum(m(X, **call) ** 2))(in_nnx)
-    assert len(jax.tree.leaves(of_nnx)) == len(moved)
+    assert len(jax.tree.leaves(of_nnx)) == len(jax.tree.leaves(gradients))
     shorter = in_linen.apply(weights, X[:, :9], **call)
     assert shorter.shape == (2, 9, 8)
 
@@ -314,10 +314,9 @@ def test_weights_and_gates_of_an_op(op):
 @pytest.mark.parametrize("op", [flash.flash(), local.local(chunk_len=4), moba.moba(block_size=4)])
 def test_grouped_keys_and_rotary_positions(op):
     """As the layer's, and as many weights as heads of keys."""
-    options = dict(num_kv_heads=2, use_rotary=True)
-    in_linen, weights, in_nnx = pair(op, 4, **options)
-    assert weights["params"]["key"]["kernel"].shape == (8, 2, 2)
-    want = as_layer(op, weights["params"], 4, n_kv_heads=2, use_rotary=True)
+    in_linen, weights, in_nnx = pair(op, num_kv_heads=1, use_rotary=True)
+    assert weights["params"]["key"]["kernel"].shape == (8, 1, 4)
+    want = as_layer(op, weights["params"], 2, n_kv_heads=1, use_rotary=True)
     np.testing.assert_allclose(in_linen.apply(weights, X), want, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(in_nnx(X), want, rtol=1e-4, atol=1e-5)
     for changed in (dict(use_rotary=False), dict(rotary_base=100.0)):
@@ -333,7 +332,8 @@ def test_grouped_keys_and_rotary_positions(op):
 DECODED = (
     flash.flash(),
     lsh.lsh(chunk_len=4),
-    asymmetric_lsh.asymmetric_lsh(chunk_len=4),
+    lsh.lsh(chunk_len=16),
+    asymmetric_lsh.asymmetric_lsh(chunk_len=16),
     gated_delta.gated_delta(conv_size=3),
     linear.linear(),
 )
@@ -358,10 +358,12 @@ def test_decoding_computes_the_last_row_of_attention_so_far(op):
         out, state = in_linen.apply(weights | state, token, **mutable)
         outs.append(step(in_nnx, token))
         assert np.array_equal(state["cache"]["state"].position, lengths + n + 1)
-        if op.plans == "draws":
+        if op == lsh.lsh(chunk_len=4):  # hashes are drawn anew for the whole
             continue
         for row, length in enumerate(np.asarray(lengths) + n + 1):
-            want = whole.apply(weights, X[row : row + 1, :length], deterministic=True)[0, -1]
+            want = whole.apply(weights, X[row : row + 1, :length], rngs=rngs, deterministic=True)[
+                0, -1
+            ]
             np.testing.assert_allclose(out[row, 0], want, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(outs[-1][row, 0], want, rtol=1e-4, atol=1e-5)
     assert np.isfinite(out).all()
