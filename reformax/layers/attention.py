@@ -618,7 +618,10 @@ class Attention(MultiHead):
     def apply_from(
         self, params, x: Float[Array, "B T D"], state: Any, mask=None, rng=None
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """`apply` to a part of a sequence, and the state after it; see `AttentionOp.apply_from`."""
+        """`apply` to a part of a sequence, and the state after it; see `AttentionOp.apply_from`.
+
+        A mask of `Tokens` has the positions for rotations, which begin at 0 otherwise.
+        """
         tokens = tokens_of(mask)
         qkv = self._rotate(params, self._all_heads(params, x), tokens.positions)
         out, state = self._heads_from(params, qkv.of_op, state, int32_ids(tokens.segment_ids))

@@ -251,12 +251,19 @@ class LanguageModel(Backbone):
 
     def _read_on(self, params, tokens, lengths, capacity, rng, state: LMState):
         """`prefill` of tokens that follow a text; each row has one at least."""
-        self._layers.first_states(1)  # raises if a layer carries no state
+        for block in self._layers.blocks:
+            block.attention.first_state(1, self.width)  # raises if it carries no state
         position, caches = state
         of_tokens = position[:, None] + jnp.arange(tokens.shape[1])[None]
         x = self._embed(params, devices.looked_up(params["embedding"], tokens), of_tokens)
         streams, caches, _ = self._layers.prefill(
-            params["stack"], [x], lengths, capacity, rng, position=position, caches=caches
+            params["stack"],
+            [x] * self._layers.n_out,
+            lengths,
+            capacity,
+            rng,
+            position=position,
+            caches=caches,
         )
         last = lengths[:, None, None] - 1
         streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]

@@ -26,7 +26,17 @@ from reformax.models import (
     TransformerMaskedLM,
     designs,
 )
-from reformax.ops import block_sparse, dense, dsa, flash, local, lsh, memory_efficient, shared_qk
+from reformax.ops import (
+    block_sparse,
+    dense,
+    dsa,
+    flash,
+    kda,
+    local,
+    lsh,
+    memory_efficient,
+    shared_qk,
+)
 from reformax.ops.block_patterns import local_global
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.task import Documents, SentencePairs
@@ -493,3 +503,19 @@ def test_a_command_tells_in_one_line_what_devices_cannot_share(
     gin.clear_config()
     assert code == 2 and message in err and err.count("\n") == 1, err
     assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_step_of_parts_is_that_of_one_device():
+    """Of truncated backpropagation: each device carries the states of its rows."""
+    op = kda.kda(conv_size=3, chunk_len=4)
+    model = TransformerLM(**LM, n_layers=1, attention_type=op, dropout=0.0)
+    tokens = np.random.default_rng(0).integers(1, VOCAB, (BATCH, LENGTH)).astype(np.int32)
+    ids = np.sort(np.random.default_rng(1).integers(1, 4, (BATCH, LENGTH)), axis=1)
+    batch = (tokens, ids.astype(np.int32)), tokens, np.ones(tokens.shape, np.float32)
+    found = []
+    for mesh in (mesh_lib.make(devices=jax.devices()[:1]), FSDP):
+        run = step_lib.step_fn(model, optax.sgd(1.0), mesh, backprop_len=8)
+        init = step_lib.init_fn(model, optax.sgd(1.0), tokens.shape, False)
+        state, metrics = run(jax.jit(init)(KEY), batch, jax.random.key(1))
+        found.append(jax.tree.map(np.asarray, (state.params, metrics)))
+    assert_trees_close(*found, 1e-4)

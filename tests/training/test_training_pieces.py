@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.declared import SettingError
+from reformax.declared import SettingError, Unsupported
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import kda, linear, local
 from reformax.training import loop, mesh, pieces, step
@@ -109,9 +109,10 @@ def test_the_line_of_a_config_reaches_the_step(tmp_path, monkeypatch):
     assert set(lengths) == {8}
 
 
-def test_reading_on_is_reading_at_once():
+@pytest.mark.parametrize("kind", [TransformerLM, ReformerLM], ids=lambda x: x.__name__)
+def test_reading_on_is_reading_at_once(kind):
     """Generation goes on from the state of a text, with tokens of other numbers in each row."""
-    model = model_of(mode="eval", pos_type="rotary")
+    model = model_of(kind, mode="eval", pos_type="rotary")
     params = jax.jit(partial(model.init_params, shape=TOKENS.shape))(jax.random.key(0))
     prefill = jax.jit(model.prefill, static_argnames="capacity")
     first, more = np.array([9, 7, 8]), np.array([5, 9, 1])
@@ -123,4 +124,7 @@ def test_reading_on_is_reading_at_once():
     _, state = prefill(params, TOKENS[:, :9], first, capacity=30)
     got, state = prefill(params, then, more, capacity=30, state=state)
     want, at_once = prefill(params, whole, first + more, capacity=30)
-    assert_trees_close((got, state), (want, at_once), 1e-5)
+    assert_trees_close((got, state), (want, at_once), 2e-5)
+    windows = model_of(attention_type=local.local(), mode="eval")
+    with pytest.raises(Unsupported, match="^op is local: it carries no state; use a recurrence"):
+        windows.prefill(params, then, more, capacity=30, state=state)
