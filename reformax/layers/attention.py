@@ -85,8 +85,7 @@ class MultiHead(Layer):
     `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`, or `w_<name> [1, D, R]`
     and `up_<name> [heads, R, size]` if it has the rank R; and the algorithm's as `op`. With
     `qk_norm` also `q_norm [H]` and, if there are keys, `k_norm [H]`; with `gate`
-    `w_output_gate [N, D, 1 or V]`, with `bias` `b_output_gate`; with `learn_logit_scale`
-    `logit_scale [N]`.
+    `w_output_gate [N, D, 1 or V]`, with `bias` `b_output_gate`.
 
     Args:
       op: the algorithm, such as `lsh.lsh(n_hashes=4)`.
@@ -116,9 +115,6 @@ class MultiHead(Layer):
         the layer's input before the output projection (Qiu et al. 2025, "Gated Attention for Large
         Language Models", arXiv 2505.06708, eq. 5): "headwise", a number a head; "elementwise", one
         a feature; None: no gate.
-      learn_logit_scale: whether each head's queries are multiplied by a learnt number, at first 1.
-        With an algorithm's `scale_by_length` logits are `s_n ln n q k`, the Scalable-Softmax with
-        learnt s of Nakanishi 2025, sec. 3.
       mode: "train" or "eval". Evaluation has no dropout, and the algorithm plans with its settings
         for evaluation.
     """
@@ -140,7 +136,6 @@ class MultiHead(Layer):
     qk_norm: bool = False
     norm_epsilon: NonNegative = 1e-6
     gate: Gate | None = None
-    learn_logit_scale: bool = False
     mode: Literal["train", "eval"] = "train"
 
     n_sequences = 1  # `CrossAttention` reads two
@@ -245,8 +240,6 @@ class MultiHead(Layer):
             params["b_o"] = jnp.zeros(d_model)
         if self.qk_norm:
             params |= {f"{x}_norm": jnp.ones(h) for x in ("q", "k") if f"w_{x}" in params}
-        if self.learn_logit_scale:
-            params["logit_scale"] = jnp.ones(n)
         params["op"] = self.op.init(rng_op, self._dims._replace(length=length))
         return params
 
@@ -279,16 +272,13 @@ class MultiHead(Layer):
         }
 
     def _normed(self, params, heads: dict[str, Array]) -> dict[str, Array]:
-        """The projections, queries and keys normalised and scaled as the options say."""
+        """The projections, queries and keys normalised by `qk_norm`."""
         for name in ("q", "k") if self.qk_norm else ():
             if name in heads:
                 wide = heads[name].astype(accum_dtype(heads[name].dtype))
                 scale = params[f"{name}_norm"].astype(wide.dtype)[None, None, None]
                 normed = length_normalize(wide, self.norm_epsilon) * scale
                 heads = heads | {name: normed.astype(heads[name].dtype)}
-        if self.learn_logit_scale and "q" in heads:
-            scale = params["logit_scale"].astype(heads["q"].dtype)
-            heads = heads | {"q": heads["q"] * scale[None, None, :, None]}
         return heads
 
     def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
@@ -401,7 +391,7 @@ class MultiHead(Layer):
         others = "next_value", "position_bias", *(f"up_{x}" for x in self._extra_projections())
         merged |= {name: params[name] for name in others if name in params}
         merged = {name: w.astype(dtype) for name, w in merged.items()}
-        kept = "q_norm", "k_norm", "logit_scale", "key_conv", "op"
+        kept = "q_norm", "k_norm", "key_conv", "op"
         return merged | {name: params[name] for name in kept if name in params}
 
 

@@ -228,7 +228,6 @@ class Model(Layer, TaskModel):
                     **options | _all_heads(op),
                     causal=causal,
                     qk_norm=design.qk_norm and op.dropout,
-                    learn_logit_scale=design.learn_length_scale and design.weighs_far(op),
                     key_conv=design.key_conv if design.weighs_far(op) else None,
                     use_rotary=self._rotates(op),
                     rotary=design.rotary if self._rotates(op) else RotaryAngles(),
@@ -242,7 +241,6 @@ class Model(Layer, TaskModel):
                     cross,
                     **options | {"n_qk_heads": None},
                     qk_norm=design.qk_norm and cross.dropout,
-                    learn_logit_scale=design.learn_length_scale and design.weighs_far(cross),
                 ),
             )
             for op in cycle

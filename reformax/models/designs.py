@@ -69,7 +69,7 @@ class Design:
       scale_by_length: a factor s of logits, which become `s ln n q k` for a query that sees n keys,
         in the layers that see more than a window (Nakanishi 2025, "Scalable-Softmax"); with
         `1 / ln L` the factor is 1 at length L. None: none.
-      learn_length_scale: whether each head learns a factor of `scale_by_length`, at first 1.
+      learn_scale_by_length: whether s is a weight of each head, which begins as `scale_by_length`.
       soft_cap: a bound c of attention's logits x, which become `c tanh(x / c)` (Gemma Team 2024,
         "Gemma 2", sec. 2). None: none.
       logits_soft_cap: the same for the model's logits.
@@ -89,7 +89,7 @@ class Design:
     attention_gate: Gate | None = None
     key_conv: ConvSize | None = None
     scale_by_length: LengthScale | None = None
-    learn_length_scale: bool = False
+    learn_scale_by_length: bool = False
     soft_cap: SoftCap | None = None
     logits_soft_cap: SoftCap | None = None
     rotary_base: RotaryBase = 10_000.0
@@ -101,9 +101,9 @@ class Design:
     def __post_init__(self):
         check_fields(self)
         _ = self.activation, self.rotary  # each raises for what does not fit
-        if self.learn_length_scale and self.scale_by_length is None:
+        if self.learn_scale_by_length and self.scale_by_length is None:
             raise SettingError(
-                "learn_length_scale is True and scale_by_length None: set it, such as to 0.12, "
+                "learn_scale_by_length is True and scale_by_length None: set it, such as to 0.12, "
                 "which is 1 / ln 4096"
             )
 
@@ -154,6 +154,7 @@ class Design:
             {
                 "soft_cap": self.soft_cap if op.dropout else None,
                 "scale_by_length": self.scale_by_length if self.weighs_far(op) else None,
+                "learn_scale_by_length": self.learn_scale_by_length and self.weighs_far(op) or None,
             }
             for op in cycle
         ]
@@ -179,7 +180,7 @@ class Design:
     def _with(op: AttentionOp, options: dict[str, Any]) -> AttentionOp:
         changes = {name: value for name, value in options.items() if value is not None}
         for name, value in changes.items():
-            if getattr(op, name) not in (None, value):
+            if getattr(op, name) not in (None, False, value):
                 raise SettingError(
                     f"the design's {name} is {value} and that of {op} {getattr(op, name)}: set one"
                 )

@@ -103,7 +103,7 @@ LANGUAGE = {
                 attention_gate="elementwise",
                 key_conv=3,
                 scale_by_length=0.3,
-                learn_length_scale=True,
+                learn_scale_by_length=True,
             ),
         ),
     ),

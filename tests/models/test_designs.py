@@ -43,7 +43,7 @@ CHOICES = {
     "key_conv": dict(key_conv=3),
     "key_conv, normed": dict(key_conv=3, qk_norm=True),
     "scaled": dict(scale_by_length=0.4),
-    "scaled, learnt": dict(scale_by_length=0.4, learn_length_scale=True),
+    "scaled, learnt": dict(scale_by_length=0.4, learn_scale_by_length=True),
     "soft cap": dict(soft_cap=0.3),
     "capped logits": dict(logits_soft_cap=0.5),
     "base": dict(rotary_base=50.0),
@@ -135,9 +135,9 @@ def attention(x, p, design):
     logits = np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[-1])
     if design.scale_by_length is not None:
         n_keys = np.maximum(np.arange(x.shape[1]) + 1, 2)
-        logits = logits * (design.scale_by_length * np.log(n_keys))[:, None]
-    if design.learn_length_scale:
-        logits = logits * p["logit_scale"][:, None, None]
+        learnt = design.learn_scale_by_length
+        factor = p["op"]["length_factor"] if learnt else np.array([design.scale_by_length])
+        logits = logits * (factor[:, None] * np.log(n_keys))[:, :, None]
     if design.soft_cap is not None:
         logits = design.soft_cap * np.tanh(logits / design.soft_cap)
     logits = np.where(np.tri(x.shape[1], dtype=bool), logits, -np.inf)
@@ -377,7 +377,7 @@ WINDOWS = local.local(chunk_len=4)
     [
         (dict(norm="batch"), {}, "norm is 'batch'"),
         (dict(ff_activation="tan"), {}, "ff_activation is 'tan': expected one of relu"),
-        (dict(learn_length_scale=True), {}, "scale_by_length None: set it"),
+        (dict(learn_scale_by_length=True), {}, "scale_by_length None: set it"),
         (dict(rotary_factor=2.0), {}, "rotary_scaling is None and rotary_factor 2.0"),
         (dict(rotary_scaling="ntk"), {}, "rotary_scaling is 'ntk' and rotary_factor 1.0"),
         (dict(rotary_scaling="yarn", rotary_factor=2.0), {}, "trained_length None: expected a len"),
