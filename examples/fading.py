@@ -31,7 +31,7 @@ class fading(AttentionOp):
     causality = "only"
     dropout = False
 
-    def init(self, rng, dims: Dims) -> dict[str, Array]:
+    def _init(self, rng, dims: Dims) -> dict[str, Array]:
         return {"rate": jax.random.normal(rng, (dims.n_heads,))}
 
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:

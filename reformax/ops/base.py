@@ -72,7 +72,7 @@ class AttentionOp:
     which are small, and no activations.
 
     An algorithm is a subclass with the decorator `op`. It defines `_apply`, and where it has them
-    `_plan`, `init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step` and
+    `_plan`, `_init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step` and
     `_replace_value`. A recurrence also defines `first_state` and `_apply_from`. The methods without
     an underscore call these, for which they
 
@@ -90,7 +90,7 @@ class AttentionOp:
         multiplied, for hashes and choices too. With `1 / ln L` the factor is 1 at length L. None:
         no such factor.
       learn_scale_by_length: whether s is a weight of each head, `length_factor [N]`, that begins as
-        `scale_by_length`. For algorithms without other weights of their own.
+        `scale_by_length`.
 
     Attributes:
       shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
@@ -187,10 +187,6 @@ class AttentionOp:
             raise SettingError(
                 "learn_scale_by_length is True and scale_by_length is None: set what it begins as"
             )
-        if self.learn_scale_by_length and type(self).init is not AttentionOp.init:
-            raise SettingError(
-                f"learn_scale_by_length is True: {self.name} has other weights, leave it out"
-            )
 
     def _check(self) -> None:
         """Raises `ValueError` for options that exclude each other."""
@@ -225,10 +221,18 @@ class AttentionOp:
 
         A stack maps it over the rngs of its layers by `jax.vmap`.
         """
-        del rng
+        own = self._init(rng, dims)
         if not self.learn_scale_by_length:
-            return ()
-        return {"length_factor": jnp.full(dims.n_heads, self.scale_by_length, jnp.float32)}
+            return own
+        return {
+            "length_factor": jnp.full(dims.n_heads, self.scale_by_length, jnp.float32),
+            **dict(own),
+        }
+
+    def _init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
+        """`init` without the options of every algorithm."""
+        del rng, dims
+        return ()
 
     def dims(self, q: Float[Array, "B T N H"], v: Float[Array, "B S N V"]) -> Dims:
         """The sizes of a call of these arrays, which `init` and `extra_projections` take."""

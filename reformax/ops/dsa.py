@@ -112,7 +112,7 @@ class dsa(AttentionOp):
         above = {name: n for name, (n, most) in above.items() if n > most}
         return kernel_obstacles(q, k, v, logits, **above)
 
-    def init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+    def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
         n_heads, size, n_index, d_index = dims.n_heads, dims.d_qk, self.n_index_heads, self.d_index
         rng, rng_weight = jax.random.split(rng)
         key = jax.random.normal(rng, (n_heads, size, d_index)) / math.sqrt(d_index)

@@ -71,7 +71,7 @@ class gated_delta(Recurrence, AttentionOp):
         one = ExtraProjection(dims.n_heads, 1)
         return {"beta": one, "keep": one} | output_projections(self.gated, dims)
 
-    def init(self, rng, dims) -> dict[str, Array]:
+    def _init(self, rng, dims) -> dict[str, Array]:
         decays = decay_params(rng, self.memory, dims.n_heads)
         conv = conv_params(self.conv_size, jax.random.fold_in(rng, 2), dims)
         return decays | output_params(self.normalized, dims) | conv

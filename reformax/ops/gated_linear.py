@@ -64,7 +64,7 @@ class gated_linear(Recurrence, AttentionOp):
     causality = "only"
     _impls = KERNELS
 
-    def init(self, rng, dims) -> dict[str, Array]:
+    def _init(self, rng, dims) -> dict[str, Array]:
         lost = math.log(2) if self.memory is None else self.temperature / self.memory
         bias = -(lost + math.log(-math.expm1(-lost)))  # log_sigmoid(bias) = -lost
         weights = {"bias": jnp.full((dims.n_heads, dims.d_qk), bias, float)}

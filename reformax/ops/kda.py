@@ -75,7 +75,7 @@ class kda(Recurrence, AttentionOp):
         rates = {"beta": ExtraProjection(n, 1), "forget": forget}
         return rates | gate if self.gated else rates
 
-    def init(self, rng, dims) -> dict[str, Array]:
+    def _init(self, rng, dims) -> dict[str, Array]:
         decays = decay_params(rng, self.memory, dims.n_heads, dims.d_qk)
         conv = conv_params(self.conv_size, jax.random.fold_in(rng, 2), dims)
         return decays | output_params(self.normalized, dims) | conv

@@ -59,7 +59,7 @@ class linear(Recurrence, AttentionOp):
     def causality(self) -> str:
         return "either" if self.conv_size is None else "only"
 
-    def init(self, rng, dims) -> Any:
+    def _init(self, rng, dims) -> Any:
         return () if self.conv_size is None else conv_params(self.conv_size, rng, dims)
 
     def _apply(self, call, params, q, k, v, plan):

@@ -60,7 +60,7 @@ class linformer(AttentionOp):
     def _check(self) -> None:
         flash.flash(impl=self.impl)
 
-    def init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+    def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
         """E and F with entries of variance 1 / k, as in the proof of theorem 2."""
         shape = (self.max_length or dims.length, self.n_projected)
         shape = (dims.n_heads, *shape) if self.share == "none" else shape

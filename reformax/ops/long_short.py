@@ -97,7 +97,7 @@ class long_short(AttentionOp):
     def local(self) -> bool:
         return self.rank == 0
 
-    def init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+    def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
         n, h, v = dims.n_heads, dims.d_qk, dims.d_v
         params = {}
         if self.rank:
@@ -113,7 +113,7 @@ class long_short(AttentionOp):
         del plan
         segment_ids, causal = call.segment_ids, call.causal
         params = {
-            name: of_heads(x, call.shard, q.shape[2], axis=0 if name == "projection" else 1)
+            name: of_heads(x, call.shard, q.shape[2], axis=1 if name.endswith("_norm") else 0)
             for name, x in params.items()
         }
 

@@ -172,7 +172,7 @@ class nsa(AttentionOp):
             for name, what in (("k", keys), ("v", values))
         }
 
-    def init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
+    def _init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
         if self.compression == "mean":
             return ()
         span = self.compress_len
@@ -202,7 +202,7 @@ class nsa(AttentionOp):
     def _summaries(self, params, k, v, ids: Int[Array, "#B T"]) -> Summaries:
         """The summaries of a row."""
         keys, values = (
-            _summary(params[name] if params else None, self._in_summaries(x))
+            _summary(dict(params).get(name), self._in_summaries(x))
             for name, x in (("k", k), ("v", v))
         )
         ids = self._in_summaries(jnp.broadcast_to(ids, k.shape[:2]))
@@ -252,11 +252,9 @@ class nsa(AttentionOp):
         fitted = self._within(length)
         ids = ids_or_ones(segment_ids, q)
         q, k = tokens_only(q, ids), tokens_only(k, ids)
-        weights = params["k"] if params else None
+        weights = dict(params).get("k")
         # The scores do not depend on values.
-        summaries = fitted._summaries(
-            {"k": weights, "v": weights} if params else params, k, k[..., :1, :], ids
-        )
+        summaries = fitted._summaries({"k": weights, "v": weights}, k, k[..., :1, :], ids)
         first_position = jnp.zeros_like(ids) if segment_ids is None else _first_of_segment(ids)
 
         def in_kernels(interpret: bool) -> Int[Array, "B G T K"]:
@@ -480,7 +478,7 @@ class nsa(AttentionOp):
         row = jnp.arange(position.shape[0])
         new = (
             _summary(
-                params[name] if params else None,
+                dict(params).get(name),
                 jnp.moveaxis(jnp.take_along_axis(x, slot, axis=2), 1, 2)[:, None],
             )[:, 0]
             for name, x in zip("kv", newest, strict=True)

@@ -74,7 +74,7 @@ class nystromformer(AttentionOp):
                 f"conv_size is {self.conv_size}: expected an odd number, for it has a middle"
             )
 
-    def init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
+    def _init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
         """Uniform weights with a variance of 1 / (3 size), as PyTorch draws a convolution's."""
         if self.conv_size is None:
             return ()

@@ -103,7 +103,7 @@ class performer(AttentionOp):
                 f"redraw is {self.redraw} and seed None, which draws at every call: set one"
             )
 
-    def init(self, rng, dims) -> Any:
+    def _init(self, rng, dims) -> Any:
         del rng, dims
         return () if self.redraw is None else {"steps": Buffer(jnp.zeros(()))}
 

@@ -57,7 +57,7 @@ class retention(Recurrence, AttentionOp):
     causality = "only"
     _impls = KERNELS
 
-    def init(self, rng, dims) -> Any:
+    def _init(self, rng, dims) -> Any:
         return output_params(self.normalized, dims) | conv_params(self.conv_size, rng, dims) or ()
 
     def extra_projections(self, dims) -> dict[str, ExtraProjection]:

@@ -112,7 +112,7 @@ class routing(AttentionOp):
         """How many members a cluster takes among `n_tokens`."""
         return -(-n_tokens // self.n_clusters) if self.cluster_size is None else self.cluster_size
 
-    def init(self, rng, dims: Dims) -> dict[str, Buffer]:
+    def _init(self, rng, dims: Dims) -> dict[str, Buffer]:
         shape = dims.n_heads, self.n_clusters, dims.d_qk
         return {"centroids": Buffer(_unit(jax.random.normal(rng, shape)))}
 

@@ -98,7 +98,7 @@ def test_sizes_are_those_asked_for():
 
 def test_the_algorithms_own_weights_are_kept():
     class Scaled(dense.dense):
-        def init(self, rng, dims):
+        def _init(self, rng, dims):
             return {"scale": jnp.full(dims.n_heads, 2.0)}
 
         def _apply(self, call, params, q, k, v, plan):

@@ -1,5 +1,6 @@
 """Options of logits that every op with attention weights has: a soft cap, and the length's log."""
 
+import dataclasses
 import functools
 
 import jax
@@ -183,6 +184,34 @@ def test_cudnn_has_no_cap_and_auto_goes_on_to_our_kernels(factory, monkeypatch):
 
 
 FACTORS = 0.4, 0.9
+OTHER_WEIGHTS = [
+    functools.partial(
+        nsa.nsa, compress_len=4, compress_stride=2, block_size=4, window=4, n_selected=3
+    ),
+    functools.partial(dsa.dsa, top_k=4, d_index=4, n_index_heads=2),
+    functools.partial(linformer.linformer, n_projected=4),
+    functools.partial(long_short.long_short, chunk_len=4, rank=2),
+    functools.partial(routing.routing, n_clusters=2),
+    functools.partial(dense.dense, learned_sinks=True),
+]
+
+
+@pytest.mark.parametrize("factory", OTHER_WEIGHTS)
+def test_a_learnt_factor_stands_beside_other_weights(factory):
+    """It begins as the fixed one, and it has a gradient."""
+    fixed = factory(scale_by_length=FACTORS[0])
+    x = inputs.draw(fixed, length=32, d_qk=8)
+    options = dict(causal=fixed.causality != "never", rng=KEY)
+    learnt = dataclasses.replace(fixed, learn_scale_by_length=True)
+    factor = {"length_factor": jnp.full(2, FACTORS[0])}
+    assert learnt.init(KEY, learnt.dims(x.q, x.v)).keys() == {*dict(x.params), *factor}
+
+    def run(factor):
+        return inputs.call(learnt, x._replace(params=dict(x.params) | factor), **options)
+
+    out, back = jax.vjp(run, factor)
+    np.testing.assert_allclose(out, inputs.call(fixed, x, **options), atol=1e-6)
+    assert jnp.all(back(out)[0]["length_factor"] != 0)
 
 
 @pytest.mark.parametrize("impl", ["xla", INTERPRETED])
@@ -228,9 +257,6 @@ def test_a_step_reads_a_learnt_factor():
 def test_a_learnt_factor_is_refused_where_it_is_not_kept():
     with pytest.raises(SettingError, match="^learn_scale_by_length is True and scale_by_length is"):
         flash.flash(learn_scale_by_length=True)
-    for factory in (nsa.nsa, routing.routing, linformer.linformer, dsa.dsa, long_short.long_short):
-        with pytest.raises(SettingError, match="^learn_scale_by_length is True: .* other weights"):
-            factory(scale_by_length=0.1, learn_scale_by_length=True)
 
 
 @pytest.mark.parametrize("n_queries, n_keys", [(7, 7), (5, 9), (9, 5)])

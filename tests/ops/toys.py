@@ -49,7 +49,7 @@ class slots(AttentionOp):
     causality = "never"
     packed = False
 
-    def init(self, rng, dims):
+    def _init(self, rng, dims):
         return {"mix": jax.random.normal(rng, (self.n_slots, MAX_LENGTH)) / 3}
 
     def _apply(self, call, params, q, k, v, plan):
@@ -86,7 +86,7 @@ class counting(dense.dense):
 
     impl: str = "xla"
 
-    def init(self, rng, dims):
+    def _init(self, rng, dims):
         return {"count": Buffer(jnp.zeros(()))}
 
     def _apply(self, call, params, q, k, v, plan):

@@ -21,7 +21,7 @@ class LearnedSinks:
 
     learned_sinks: bool = False
 
-    def init(self, rng, dims) -> Any:
+    def _init(self, rng, dims) -> Any:
         """The logits of the sinks, 0 at first: as one more key that is orthogonal to queries."""
         del rng
         return {"sinks": jnp.zeros(dims.n_heads)} if self.learned_sinks else ()
