@@ -265,6 +265,11 @@ QUICK = {
         "test_decoding": ["local"],
         "test_float64": ["lsh"],
     },
+    "ops/test_states.py": {
+        "test_gradients_go_through_the_state": ["gated_delta"],
+        "test_parts_are_the_whole": ["rows-linear", "packed-kda"],
+        "test_the_last_state_is_that_of_decoding": ["kda"],
+    },
     "training/test_training_carried.py": {"test_the_change_arrives": ["slots"]},
     "training/test_training_durability.py": {
         "test_any_failing_call_of_a_save_leaves_a_whole_checkpoint": ["rename-5", "fsync-5"],
@@ -316,6 +321,10 @@ QUICK = {
     },
     "training/test_training_side_channels.py": {
         "test_broken_streams_cost_no_line": ["None-None"],
+    },
+    "training/test_training_pieces.py": {
+        "test_the_loss_of_parts_is_that_of_whole_rows": ["packed-rotary", "rows-none"],
+        "test_a_step_of_parts": ["3"],
     },
     "training/test_watcher.py": {
         "test_a_process_that_is_killed_ends_the_others": ["2"],

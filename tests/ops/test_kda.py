@@ -9,6 +9,8 @@ import pytest
 
 from reformax import layers
 from reformax.ops import kda
+from reformax.ops.recurrence.chunks import RecurrenceInputs
+from reformax.ops.recurrence.recurrence import recurrence_from
 from tests.helpers import assert_trees_close, with_x64
 from tests.ops import inputs
 
@@ -176,3 +178,39 @@ def test_the_layer_is_transformers():
     assert_trees_close(d_params["op"]["bias"], of_decay, 1e-3)
     up = theirs.forget_gate.f_b_proj.weight.grad.numpy().reshape(n_heads, size, size)
     assert_trees_close(d_params["up_forget"], up.swapaxes(1, 2), 1e-3)
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"])
+def test_the_recurrence_is_transformers(name):
+    """From a state to a state, with all gradients."""
+    import torch
+    from transformers.models.kimi_linear import modeling_kimi_linear as theirs
+
+    rng, (batch, length, n_heads, size, d_v) = np.random.default_rng(0), (2, 70, 2, 8, 6)
+    q, k = (rng.normal(size=(batch, length, n_heads, size)) for _ in range(2))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v, d_out = (rng.normal(size=(batch, length, n_heads, d_v)) for _ in range(2))
+    log_decay = -3 * rng.random(q.shape) ** 2
+    beta = rng.random((batch, length, n_heads, 1))
+    state, d_state = rng.normal(size=(2, batch, n_heads, size, d_v))
+    given = [np.float32(x) for x in (q, k, v, log_decay, beta, state)]
+    tensors = [torch.tensor(x, requires_grad=True) for x in given]
+    *arrays, rates, first = tensors
+    options = dict(initial_state=first, output_final_state=True)
+    out, after = getattr(theirs, name)(*arrays, rates[..., 0], **options)
+    total = (out * torch.tensor(np.float32(d_out))).sum()
+    (total + (after * torch.tensor(np.float32(d_state))).sum()).backward()
+
+    @jax.jit
+    def run(*given):
+        def attend(q, k, v, log_decay, beta, state):
+            x = RecurrenceInputs(q * size**-0.5, k, v, log_decay, beta)
+            return recurrence_from(x, state, chunk_len=32)
+
+        found, vjp = jax.vjp(attend, *given)
+        return found, vjp((jnp.float32(d_out), jnp.float32(d_state)))
+
+    found, gradients = run(*given)
+    assert_trees_close(found, tuple(x.detach().numpy() for x in (out, after)), 1e-5)
+    assert_trees_close(gradients, tuple(x.grad.numpy() for x in tensors), 1e-4)

@@ -94,6 +94,19 @@ def test_what_cannot_be_cut_is_refused(model, length, message):
         pieces.check(model, 8, length)
 
 
+def test_bfloat16_under_strict_promotion():
+    """A step of packed parts is traced, which shows all types. Optax's own is left out."""
+    model = model_of(dtype="bfloat16")
+    run = step.step_fn(
+        model, optax.sgd(1.0), mesh.make(devices=jax.devices()[:1]), backprop_len=8, accumulate=3
+    )
+    batch = (TOKENS, IDS), TOKENS, WEIGHTS
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        init = step.init_fn(model, optax.sgd(1.0), TOKENS.shape, False)
+        state = jax.eval_shape(init, jax.random.PRNGKey(0))
+        run.lower(state, batch, jax.random.PRNGKey(1))
+
+
 def test_the_line_of_a_config_reaches_the_step(tmp_path, monkeypatch):
     lengths, gradient = [], pieces.gradient
 
