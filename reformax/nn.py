@@ -277,7 +277,9 @@ def _in_window(
         return _with_window(op, left, causal), causal, mask
     if not op.bias:
         fix = "a number or (left, 0)" if hasattr(op, "window") else "implementation='flash'"
-        raise Unsupported(f"local_window_size is {shown(size)}: {op.name} cannot, use {fix}")
+        raise Unsupported(
+            f"local_window_size is {shown(size)}: {op.name} has no such window, use {fix}"
+        )
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None]
     seen = ((distance <= left) & (distance >= -right))[None, None]
     if mask is not None:

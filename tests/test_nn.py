@@ -229,7 +229,7 @@ REFUSED = {
     "window": (dict(implementation="lsh", local_window_size=4), "local_window_size is 4: asymmetr"),
     "uneven window": (
         dict(implementation="local", local_window_size=(4, 2)),
-        r"local_window_size is \(4, 2\): local cannot",
+        r"local_window_size is \(4, 2\): local has no such window",
     ),
     "a window below 0": (
         dict(implementation="flash", local_window_size=-1),
