@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.buffers import Buffer
-from reformax.declared import Bounds, Called, SettingError, Size, Unsupported, check, checked
+from reformax.declared import Called, SettingError, Size, Unsupported, check, checked
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.dims import ExtraProjection
-from reformax.ops.numerics.rotary import rotated
+from reformax.ops.numerics.rotary import RotaryAngles, RotaryBase, rotary
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
-RotaryBase = Annotated[float, Bounds(1 + 1e-6, 1e12, name="a number above 1, up to 1e12")]
 
 
 class Heads(NamedTuple):
@@ -98,8 +97,9 @@ def heads_of(
     """The projections by what the algorithm calls them, rotated by positions if there are any."""
     if positions is not None:
         check("rotary_base", rotary_base, RotaryBase)
+        angles = RotaryAngles(base=rotary_base)
         projected = {
-            name: rotated(x, positions, rotary_base) if projections[name].rotated else x
+            name: rotary(x, positions, angles=angles) if projections[name].rotated else x
             for name, x in projected.items()
         }
     names = "query", "key", "value"

@@ -24,6 +24,7 @@ from reformax.flax.heads import (
     source_of,
 )
 from reformax.ops.base import AttentionOp, Dims
+from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.masking.masks import SegmentIds
 
 
@@ -107,9 +108,7 @@ class Attention(nn.Module):
         options = dict(use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
         projections = projections_of(self.op, sizes)
         projected = {
-            name: nn.DenseGeneral((to.n_heads, to.size), name=name, **options)(
-                across if name in ("key", "value") else inputs_q
-            )
+            name: _projected(across if name in ("key", "value") else inputs_q, name, to, options)
             for name, to in projections.items()
         }
         params = self._op_params(sizes)
@@ -163,3 +162,16 @@ class Attention(nn.Module):
         out, cache = decode(self.op, params, heads, cache, *options)
         self.put_variable("cache", "state", cache)
         return out
+
+
+def _projected(
+    x: Float[Array, "B T D"], name: str, to: ExtraProjection, options: dict[str, Any]
+) -> Float[Array, "B T N H"]:
+    """A projection of `x`, of a low rank by two matrices."""
+    first = to.of_input
+    y = nn.DenseGeneral((first.n_heads, first.size), name=name, **options)(x)
+    if to.rank is None:
+        return y
+    without_bias = options | {"use_bias": False}
+    up = nn.DenseGeneral((to.n_heads, to.size), axis=(-2, -1), name=f"{name}_up", **without_bias)
+    return up(y)

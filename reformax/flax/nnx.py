@@ -23,6 +23,7 @@ from reformax.flax.heads import (
     source_of,
 )
 from reformax.ops.base import AttentionOp, Dims
+from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.masking.masks import SegmentIds
 
 
@@ -87,11 +88,7 @@ class Attention(nnx.Module):
         self.dropout_rate, self.deterministic = dropout_rate, deterministic
         self._sizes = sizes
         layers = {
-            name: nnx.LinearGeneral(
-                across if name in ("key", "value") else in_features,
-                (to.n_heads, to.size),
-                **options,
-            )
+            name: _projection(across if name in ("key", "value") else in_features, to, options)
             for name, to in projections_of(op, sizes).items()
         }
         self.query, self.value = layers.pop("query"), layers.pop("value")
@@ -203,6 +200,16 @@ class Attention(nnx.Module):
         out, cache = decode(self.op, params, heads, cache, *options)
         self.cache.set_value(cache)
         return out
+
+
+def _projection(n_features: int, to: ExtraProjection, options: dict[str, Any]) -> nnx.Module:
+    """The layer of a projection, of a low rank by two matrices."""
+    first = to.of_input.n_heads, to.of_input.size
+    layer = nnx.LinearGeneral(n_features, first, **options)
+    if to.rank is None:
+        return layer
+    heads, without_bias = (to.n_heads, to.size), options | {"use_bias": False}
+    return nnx.Sequential(layer, nnx.LinearGeneral(first, heads, axis=(-2, -1), **without_bias))
 
 
 def _own_weights(op: AttentionOp, sizes: Dims, max_length: int | None, rngs: nnx.Rngs) -> Any:

@@ -10,11 +10,12 @@ from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.dropout import Dropout
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import LayerNorm, RMSNorm
-from reformax.layers.positions import AxialPositionalEncoding, SinusoidalPositionalEncoding, rotary
+from reformax.layers.positions import AxialPositionalEncoding, SinusoidalPositionalEncoding
 from reformax.layers.residual import ResidualStack
 from reformax.layers.reversible import ReversibleStack
 from reformax.layers.stacks import TransformerBlock
 from reformax.layers.trax_attention import LSHSelfAttention, SelfAttention
+from reformax.ops.numerics.rotary import rotary
 
 __all__ = [
     "Attention",

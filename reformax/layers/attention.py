@@ -28,7 +28,6 @@ from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.float8 import product
 from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
-from reformax.layers.positions import RotaryAngles, rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
 from reformax.ops.calls.arguments import check_arguments, check_value_heads
@@ -36,6 +35,7 @@ from reformax.ops.decoding.cache import take_rows
 from reformax.ops.masking.masks import int32_ids, row_lengths, tokens_of
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.numerics.rotary import RotaryAngles, rotary
 from reformax.ops.recurrence import short_convolution
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
@@ -44,7 +44,7 @@ PLAN, WEIGHTS, OUTPUT = range(3)
 
 Gate = Literal["headwise", "elementwise"]
 ConvSize = Annotated[int, Bounds(2, 64)]
-OUTPUT_GATE = "output_gate"  # the name of its projection
+ATTENTION_GATE = "attention_gate"  # the name of its projection; recurrences have an "output_gate"
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
 
@@ -85,7 +85,7 @@ class MultiHead(Layer):
     `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`, or `w_<name> [1, D, R]`
     and `up_<name> [heads, R, size]` if it has the rank R; and the algorithm's as `op`. With
     `qk_norm` also `q_norm [H]` and, if there are keys, `k_norm [H]`; with `gate`
-    `w_output_gate [N, D, 1 or V]`, with `bias` `b_output_gate`.
+    `w_attention_gate [N, D, 1 or V]`, with `bias` `b_attention_gate`.
 
     Args:
       op: the algorithm, such as `lsh.lsh(n_hashes=4)`.
@@ -206,7 +206,7 @@ class MultiHead(Layer):
             both
             | {"v": ExtraProjection(n_kv, v)}
             | {name: to.of_input for name, to in self._extra_projections().items()}
-            | ({OUTPUT_GATE: gate[self.gate]} if self.gate else {})
+            | ({ATTENTION_GATE: gate[self.gate]} if self.gate else {})
         )
 
     def _extra_projections(self) -> dict[str, ExtraProjection]:
@@ -564,7 +564,7 @@ class Attention(MultiHead):
 
     def _rotate(self, params, heads: dict[str, Array], position=None) -> QKV:
         """The projections, normalised, those that tell positions apart rotated by theirs."""
-        for name in heads.keys() - {"q", "k", "v", OUTPUT_GATE}:
+        for name in heads.keys() - {"q", "k", "v", ATTENTION_GATE}:
             if (up := params.get(f"up_{name}")) is not None:
                 low = heads[name][:, :, 0]
                 heads |= {name: jnp.einsum("btr,nrh->btnh", low, up.astype(low.dtype))}
@@ -573,9 +573,9 @@ class Attention(MultiHead):
             rotated = (name for name, to in self.projections().items() if to.rotated)
             how = self.rotary_grid, self.rotary
             heads = heads | {name: rotary(heads[name], position, *how) for name in rotated}
-        others = heads.keys() - {"q", "k", "v", OUTPUT_GATE}
+        others = heads.keys() - {"q", "k", "v", ATTENTION_GATE}
         extra_projections = {name: heads[name] for name in others}
-        gate = heads.get(OUTPUT_GATE)
+        gate = heads.get(ATTENTION_GATE)
         return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None, gate)
 
     def apply(

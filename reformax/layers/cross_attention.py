@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Unsupported
 from reformax.layers import context, remat
-from reformax.layers.attention import OUTPUT_GATE, QKV, MultiHead, gated, output
+from reformax.layers.attention import ATTENTION_GATE, QKV, MultiHead, gated, output
 from reformax.layers.matrices import Unnormed, affine
 from reformax.ops.base import Dims
 from reformax.ops.masking.masks import paired_segment_ids
@@ -59,13 +59,13 @@ class CrossAttention(MultiHead):
         memory = memory.astype(x.dtype)
         heads = self._heads(params, x, self._of_queries) | self._heads(params, memory, "kv")
         heads = self._normed(params, heads)
-        gate = heads.pop(OUTPUT_GATE, None)
+        gate = heads.pop(ATTENTION_GATE, None)
         return context.arrange(self.op, QKV(**heads))._replace(gate=gate)
 
     @property
     def _of_queries(self) -> list[str]:
         """The projections of the sequence that reads; the others are of the memory."""
-        return ["q", OUTPUT_GATE] if self.gate else ["q"]
+        return ["q", ATTENTION_GATE] if self.gate else ["q"]
 
     def apply(
         self,
@@ -140,7 +140,7 @@ class CrossAttention(MultiHead):
             for (name, to), part in zip(made, parts, strict=True)
         }
         heads = self._normed(params, heads)
-        q, gate = heads["q"], heads.get(OUTPUT_GATE)
+        q, gate = heads["q"], heads.get(ATTENTION_GATE)
         segment_ids = None
         if memory_segment_ids is not None:
             segment_ids = jnp.ones(q.shape[:2], bool), memory_segment_ids.astype(bool)

@@ -1,32 +1,22 @@
-"""Positions of tokens: axial embeddings, sinusoids, and rotary angles, of a line or of a grid.
+"""Positions of tokens that are added to the stream: axial embeddings, and sinusoids.
 
 No model is tied to the length it was trained at: axial embeddings hold any length up to the
-product of their shape, the other two any length at all.
+product of their shape, sinusoids any length at all; so do rotary positions, `ops.numerics.rotary`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.declared import (
-    Bounds,
-    Positive,
-    SettingError,
-    Size,
-    check_all,
-    check_fields,
-    hints_of,
-)
+from reformax.declared import Positive, SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
 from reformax.layers.matrices import check_input
-from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.numerics.rotary import angles_at
 
 # The standard deviation of fresh embeddings: more than one layer adds to the stream, so that the
 # first layers learn from the tokens and not from each other's noise.
@@ -126,149 +116,9 @@ class SinusoidalPositionalEncoding(Layer):
     ) -> Float[Array, "B C D"]:
         """The layer at any positions."""
         d_model = x.shape[-1]
-        angle = _angles(position, -(-d_model // 2))
+        angle = angles_at(position, -(-d_model // 2))
         table = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)[..., :d_model]
         return x + table.astype(x.dtype)
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         return self.apply_at(params, x, jnp.arange(x.shape[1])[None])
-
-
-def _angles(
-    position: Int[Array, "*d T"], n_frequencies: int, base: float = 10_000.0
-) -> Float[Array, "*d T F"]:
-    """Angles t * base^(-f / F) of each position and frequency."""
-    frequency = base ** (-jnp.arange(n_frequencies) / n_frequencies)
-    return jnp.multiply.outer(position.astype(frequency.dtype), frequency)
-
-
-# Coordinates of a grid are small numbers, so that their wavelengths are short (Heo et al. 2024).
-GRID_BASE = 100.0
-
-
-def _grid_angles(
-    position: Int[Array, "*d T"], grid: Sequence[int], n_frequencies: int
-) -> Float[Array, "*d T F"]:
-    """Angles of the coordinates of each position: an equal number of frequencies an axis.
-
-    Frequencies that are left over have the angle 0.
-    """
-    each = n_frequencies // len(grid)
-    angles = []
-    for size in grid[:0:-1]:
-        position, coordinate = jnp.divmod(position, size)
-        angles.append(_angles(coordinate, each, GRID_BASE))
-    angles.append(_angles(position, each, GRID_BASE))
-    angle = jnp.concatenate(angles[::-1], axis=-1)
-    rest = n_frequencies - angle.shape[-1]
-    return jnp.pad(angle, [(0, 0)] * (angle.ndim - 1) + [(0, rest)])
-
-
-RotaryBase = Annotated[float, Bounds(1 + 1e-6, 1e12, name="a number above 1, up to 1e12")]
-RotaryFraction = Annotated[float, Bounds(0, 1, above=0, name="a number above 0, up to 1")]
-RotaryFactor = Annotated[float, Bounds(1, 1e6, name="a number from 1 to 1e6")]
-RotaryScaling = Literal["ntk", "yarn"]
-# Pairs that turn more often than `FAST` within the trained length keep their frequency, and those
-# that turn less often than `SLOW` have all of it divided (Peng et al. 2023, sec. 3.2).
-FAST, SLOW = 32, 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RotaryAngles:
-    """The angles of rotary positions: pair i of H / 2 turns by `base^(-2 i / H)` a position.
-
-    Args:
-      base: the longest wavelength is `2 pi base`.
-      fraction: the share of a head's features that are rotated, the first ones (Black et al. 2022,
-        "GPT-NeoX-20B", sec. 2.1.1, which rotates a quarter).
-      scaling: how positions beyond the trained length fit, by the reports of Peng et al. 2023,
-        "YaRN: Efficient Context Window Extension of Large Language Models". "ntk" (sec. 3.1):
-        the base is multiplied by `factor^(H / (H - 2))`. "yarn" (sec. 3.2 to 3.4): slow pairs have
-        their frequency divided by the factor, fast ones keep it, those between are interpolated
-        by their index as in the published code; and queries and keys are multiplied by
-        `0.1 ln factor + 1`. None: neither.
-      factor: with `scaling`, the ratio of the longest length to the trained one.
-      trained_length: with "yarn", the length that the model was trained at before.
-    """
-
-    base: RotaryBase = 10_000.0
-    fraction: RotaryFraction = 1.0
-    scaling: RotaryScaling | None = None
-    factor: RotaryFactor = 1.0
-    trained_length: Size | None = None
-
-    def __post_init__(self):
-        check_fields(self)
-        if (self.scaling is None) != (self.factor == 1.0):
-            raise SettingError(
-                f"rotary_scaling is {self.scaling!r} and rotary_factor {self.factor}: expected "
-                "'ntk' or 'yarn' with a factor above 1, or neither"
-            )
-        if (self.scaling == "yarn") != (self.trained_length is not None):
-            raise SettingError(
-                f"rotary_scaling is {self.scaling!r} and rotary_trained_length "
-                f"{self.trained_length}: expected a length with 'yarn', and only with it"
-            )
-
-    def n_pairs(self, size: int) -> int:
-        """The number of rotated pairs of a head of so many features."""
-        return int(self.fraction * size) // 2
-
-    @property
-    def magnitude(self) -> float:
-        """What rotated features are multiplied by."""
-        return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
-
-    def of(self, position: Int[Array, "*d T"], n_pairs: int) -> Float[Array, "*d T F"]:
-        """The angles of positions, of so many rotated pairs."""
-        if self.scaling == "ntk":
-            stretched = self.factor ** (n_pairs / max(n_pairs - 1, 1))
-            return _angles(position, n_pairs, self.base * stretched)
-        angles = _angles(position, n_pairs, self.base)
-        if self.scaling == "yarn":
-            kept = self._kept(n_pairs)
-            angles = angles * (kept + (1 - kept) / self.factor)
-        return angles
-
-    def _kept(self, n_pairs: int) -> Float[Array, " F"]:
-        """The share of each pair's frequency that "yarn" keeps."""
-
-        def index(turns: int) -> float:
-            """The pair that turns so often within the trained length."""
-            return n_pairs * math.log(self.trained_length / (turns * math.tau), self.base)
-
-        low, high = max(math.floor(index(FAST)), 0), min(math.ceil(index(SLOW)), 2 * n_pairs - 1)
-        return 1 - jnp.clip((jnp.arange(n_pairs) - low) / max(high - low, 1e-3), 0, 1)
-
-
-def rotary(
-    x: Float[Array, "B T N H"],
-    position: Int[Array, "B T"] | None = None,
-    grid: Sequence[int] = (),
-    angles: RotaryAngles = RotaryAngles(),
-) -> Float[Array, "B T N H"]:
-    """Rotates pairs of features by angles that grow with the position (Su et al. 2021, eq. 34).
-
-    The product of two rotated vectors then depends on positions only by their distance. Feature i
-    is paired with feature i + H // 2; an odd last feature is unchanged, and so are those behind the
-    rotated fraction. In a grid some pairs rotate
-    by each coordinate, so that the product depends on the distance along each axis alone (Heo et
-    al. 2024, "Rotary Position Embedding for Vision Transformer", sec. 3.2, axial frequency).
-
-    Args:
-      x: queries or keys.
-      position: of each; None: 0 to T - 1.
-      grid: the axes' sizes, row-major; of the first one there is no end. (): a line.
-      angles: of a line.
-    """
-    half = angles.n_pairs(x.shape[-1])
-    position = jnp.arange(x.shape[1])[None] if position is None else position
-    angle = _grid_angles(position, grid, half) if grid else angles.of(position, half)
-    angle = angle[..., None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if angles.magnitude != 1.0:
-        cos, sin = cos * angles.magnitude, sin * angles.magnitude
-    y = x.astype(accum_dtype(x.dtype))
-    a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
-    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
-    return rotated.astype(x.dtype)

@@ -39,7 +39,7 @@ from reformax.layers import (
 )
 from reformax.layers.dropout import rate_in
 from reformax.layers.layer_norm import NORMS
-from reformax.layers.positions import EMBEDDING_SCALE, RotaryAngles
+from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.layers.relative import PositionBias
 from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible import SlotCount
@@ -47,6 +47,7 @@ from reformax.layers.stacks import BlockStack
 from reformax.layers.stacks import Dtype as Width
 from reformax.models.designs import Activation, Design
 from reformax.ops.base import AttentionOp
+from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.task import TaskModel
 
 AttentionType = Annotated[

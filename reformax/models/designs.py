@@ -23,14 +23,14 @@ from reformax.declared import NonNegative, Positive, SettingError, Size, check_f
 from reformax.layers.attention import ConvSize, Gate
 from reformax.layers.layer_norm import NormName
 from reformax.layers.matrices import relu_squared
-from reformax.layers.positions import (
+from reformax.ops.base import AttentionOp, LengthScale, SoftCap
+from reformax.ops.numerics.rotary import (
     RotaryAngles,
     RotaryBase,
     RotaryFactor,
     RotaryFraction,
     RotaryScaling,
 )
-from reformax.ops.base import AttentionOp, LengthScale, SoftCap
 
 Activation = Callable[[Array], Array] | str
 ACTIVATIONS = {
@@ -74,7 +74,7 @@ class Design:
         "Gemma 2", sec. 2). None: none.
       logits_soft_cap: the same for the model's logits.
       rotary_base, rotary_fraction, rotary_scaling, rotary_factor, rotary_trained_length: the angles
-        of rotary positions; see `layers.positions.RotaryAngles`.
+        of rotary positions; see `ops.numerics.rotary.RotaryAngles`.
     """
 
     norm: NormName = "layer"

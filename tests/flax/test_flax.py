@@ -25,6 +25,7 @@ from reformax.ops import (
     gated_delta,
     gated_linear,
     hash_sparse,
+    kda,
     linear,
     linformer,
     local,
@@ -252,8 +253,13 @@ def pair(op, num_heads=2, x=X, *, max_length=None, **options):
             is_param = dict(is_leaf=lambda x: isinstance(x, nnx.Variable))
             jax.tree.map(lambda p, w: p.set_value(w), in_nnx.op_params, arrays, **is_param)
             continue
-        layer = getattr(in_nnx, name, None) or in_nnx.extra_projections[name]
-        layer.kernel[...], layer.bias[...] = arrays["kernel"], arrays["bias"]
+        of_input = name.removesuffix("_up")
+        layer = getattr(in_nnx, of_input, None) or in_nnx.extra_projections[of_input]
+        if isinstance(layer, nnx.Sequential):  # of a low rank
+            layer = layer.layers[of_input != name]
+        layer.kernel[...] = arrays["kernel"]
+        if "bias" in arrays:
+            layer.bias[...] = arrays["bias"]
     return in_linen, weights, in_nnx
 
 
@@ -264,6 +270,9 @@ def as_layer(op, params, num_heads, **options):
     for name, arrays in params.items():
         if name != "op":
             kernel, to = arrays["kernel"], names.get(name, name)
+            if name.endswith("_up"):
+                weights[f"up_{name.removesuffix('_up')}"] = jnp.moveaxis(kernel[0], 1, 0)
+                continue
             weights[f"w_{to}"] = kernel if name == "out" else jnp.moveaxis(kernel, 1, 0)
             weights[f"b_{to}"] = arrays["bias"]
     size, causal = params["query"]["kernel"].shape[-1], op.causality != "never"
@@ -284,6 +293,7 @@ def as_layer(op, params, num_heads, **options):
 WITH_WEIGHTS = (
     gated_delta.gated_delta(conv_size=3),
     gated_linear.gated_linear(),
+    kda.kda(),
     retention.retention(),
     retention.retention(gated=False),
     longformer.longformer(n_global=2, window=4),

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from reformax import layers
-from reformax.layers.positions import rotary
+from reformax.layers import rotary
 from reformax.ops import dense
 from tests.helpers import with_x64
 from tests.layers import plain

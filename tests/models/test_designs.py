@@ -116,7 +116,7 @@ def rotated(x, design):
 
 def attention(x, p, design):
     heads = {}
-    for name in ("q", "k", "v", "output_gate"):
+    for name in ("q", "k", "v", "attention_gate"):
         if f"w_{name}" in p:
             heads[name] = np.einsum("btd,ndh->btnh", x, p[f"w_{name}"]) + p.get(f"b_{name}", 0)
     q, k = heads["q"], heads["k"]
@@ -145,7 +145,7 @@ def attention(x, p, design):
     weights = weights / weights.sum(-1, keepdims=True)
     out = np.einsum("bnts,bsnv->btnv", weights, v)
     if design.attention_gate:
-        out = out * sigmoid(heads["output_gate"])
+        out = out * sigmoid(heads["attention_gate"])
     return np.einsum("btnv,nvd->btd", out, p["w_o"]) + p.get("b_o", 0)
 
 
@@ -260,7 +260,7 @@ def test_a_reversible_stack_has_the_gradient_of_autodiff(remat_policy, exact):
 
     (got, model, params), (want, *_) = gradient(remat_policy), gradient("all")
     assert_trees_close(got, want, 1e-4)
-    names = ("w_output_gate", "q_norm", "key_conv")
+    names = ("w_attention_gate", "q_norm", "key_conv")
     assert all(np.any(got["stack"]["block_1"]["attention"][name]) for name in names)
     if exact:
         stack = model._layers
@@ -321,7 +321,7 @@ def test_an_encoder_decoder_has_the_design_in_all_its_attentions():
     source, target = some_tokens(7) + 1, some_tokens(6) % 15 + 1
     params = plain.init(model, source.shape, target.shape)
     block = params["decoder"]["stack"]["block_0"]
-    assert {"q_norm", "k_norm", "w_output_gate"} <= block["cross_attention"].keys()
+    assert {"q_norm", "k_norm", "w_attention_gate"} <= block["cross_attention"].keys()
     assert block["feed_forward"].keys() == {"w1", "w2", "w3"}
     want = jax.jit(model.apply)(params, source, target, rng=RNG)
     assert np.abs(want).max() < 2.0

@@ -1,25 +1,154 @@
-"""Rotary positions of a line, for modules that have no layers of Trax."""
+"""Rotary positions, of a line or of a grid (Su et al. 2021)."""
 
 from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax.declared import Bounds, SettingError, Size, check_fields
 from reformax.ops.numerics.precision import accum_dtype
 
 
-def rotated(
-    x: Float[Array, "B T N H"], position: Int[Array, "#B T"], base: float = 10_000.0
-) -> Float[Array, "B T N H"]:
-    """Pairs of features, i and i + H // 2, rotated by angles that grow with the position.
+def angles_at(
+    position: Int[Array, "*d T"], n_frequencies: int, base: float = 10_000.0
+) -> Float[Array, "*d T F"]:
+    """Angles t * base^(-f / F) of each position and frequency."""
+    frequency = base ** (-jnp.arange(n_frequencies) / n_frequencies)
+    return jnp.multiply.outer(position.astype(frequency.dtype), frequency)
 
-    Su et al. 2021, eq. 34; `reformax.layers.rotary` rotates alike.
+
+# Coordinates of a grid are small numbers, so that their wavelengths are short (Heo et al. 2024).
+GRID_BASE = 100.0
+
+
+def _grid_angles(
+    position: Int[Array, "*d T"], grid: Sequence[int], n_frequencies: int
+) -> Float[Array, "*d T F"]:
+    """Angles of the coordinates of each position: an equal number of frequencies an axis.
+
+    Frequencies that are left over have the angle 0.
     """
-    half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half) / half)
-    angle = jnp.multiply.outer(position.astype(frequency.dtype), frequency)[..., None, :]
+    each = n_frequencies // len(grid)
+    angles = []
+    for size in grid[:0:-1]:
+        position, coordinate = jnp.divmod(position, size)
+        angles.append(angles_at(coordinate, each, GRID_BASE))
+    angles.append(angles_at(position, each, GRID_BASE))
+    angle = jnp.concatenate(angles[::-1], axis=-1)
+    rest = n_frequencies - angle.shape[-1]
+    return jnp.pad(angle, [(0, 0)] * (angle.ndim - 1) + [(0, rest)])
+
+
+RotaryBase = Annotated[float, Bounds(1 + 1e-6, 1e12, name="a number above 1, up to 1e12")]
+RotaryFraction = Annotated[float, Bounds(0, 1, above=0, name="a number above 0, up to 1")]
+RotaryFactor = Annotated[float, Bounds(1, 1e6, name="a number from 1 to 1e6")]
+RotaryScaling = Literal["ntk", "yarn"]
+# Pairs that turn more often than `FAST` within the trained length keep their frequency, and those
+# that turn less often than `SLOW` have all of it divided (Peng et al. 2023, sec. 3.2).
+FAST, SLOW = 32, 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryAngles:
+    """The angles of rotary positions: pair i of H / 2 turns by `base^(-2 i / H)` a position.
+
+    Args:
+      base: the longest wavelength is `2 pi base`.
+      fraction: the share of a head's features that are rotated, the first ones (Black et al. 2022,
+        "GPT-NeoX-20B", sec. 2.1.1, which rotates a quarter).
+      scaling: how positions beyond the trained length fit, by the reports of Peng et al. 2023,
+        "YaRN: Efficient Context Window Extension of Large Language Models". "ntk" (sec. 3.1):
+        the base is multiplied by `factor^(H / (H - 2))`. "yarn" (sec. 3.2 to 3.4): slow pairs have
+        their frequency divided by the factor, fast ones keep it, those between are interpolated
+        by their index as in the published code; and queries and keys are multiplied by
+        `0.1 ln factor + 1`. None: neither.
+      factor: with `scaling`, the ratio of the longest length to the trained one.
+      trained_length: with "yarn", the length that the model was trained at before.
+    """
+
+    base: RotaryBase = 10_000.0
+    fraction: RotaryFraction = 1.0
+    scaling: RotaryScaling | None = None
+    factor: RotaryFactor = 1.0
+    trained_length: Size | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        if (self.scaling is None) != (self.factor == 1.0):
+            raise SettingError(
+                f"rotary_scaling is {self.scaling!r} and rotary_factor {self.factor}: expected "
+                "'ntk' or 'yarn' with a factor above 1, or neither"
+            )
+        if (self.scaling == "yarn") != (self.trained_length is not None):
+            raise SettingError(
+                f"rotary_scaling is {self.scaling!r} and rotary_trained_length "
+                f"{self.trained_length}: expected a length with 'yarn', and only with it"
+            )
+
+    def n_pairs(self, size: int) -> int:
+        """The number of rotated pairs of a head of so many features."""
+        return int(self.fraction * size) // 2
+
+    @property
+    def magnitude(self) -> float:
+        """What rotated features are multiplied by."""
+        return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
+
+    def of(self, position: Int[Array, "*d T"], n_pairs: int) -> Float[Array, "*d T F"]:
+        """The angles of positions, of so many rotated pairs."""
+        if self.scaling == "ntk":
+            stretched = self.factor ** (n_pairs / max(n_pairs - 1, 1))
+            return angles_at(position, n_pairs, self.base * stretched)
+        angles = angles_at(position, n_pairs, self.base)
+        if self.scaling == "yarn":
+            kept = self._kept(n_pairs)
+            angles = angles * (kept + (1 - kept) / self.factor)
+        return angles
+
+    def _kept(self, n_pairs: int) -> Float[Array, " F"]:
+        """The share of each pair's frequency that "yarn" keeps."""
+
+        def index(turns: int) -> float:
+            """The pair that turns so often within the trained length."""
+            return n_pairs * math.log(self.trained_length / (turns * math.tau), self.base)
+
+        low, high = max(math.floor(index(FAST)), 0), min(math.ceil(index(SLOW)), 2 * n_pairs - 1)
+        return 1 - jnp.clip((jnp.arange(n_pairs) - low) / max(high - low, 1e-3), 0, 1)
+
+
+def rotary(
+    x: Float[Array, "B T N H"],
+    position: Int[Array, "B T"] | None = None,
+    grid: Sequence[int] = (),
+    angles: RotaryAngles = RotaryAngles(),
+) -> Float[Array, "B T N H"]:
+    """Rotates pairs of features by angles that grow with the position (Su et al. 2021, eq. 34).
+
+    The product of two rotated vectors then depends on positions only by their distance. Feature i
+    is paired with feature i + H // 2; an odd last feature is unchanged, and so are those behind the
+    rotated fraction. In a grid some pairs rotate
+    by each coordinate, so that the product depends on the distance along each axis alone (Heo et
+    al. 2024, "Rotary Position Embedding for Vision Transformer", sec. 3.2, axial frequency).
+
+    Args:
+      x: queries or keys.
+      position: of each; None: 0 to T - 1.
+      grid: the axes' sizes, row-major; of the first one there is no end. (): a line.
+      angles: of a line.
+    """
+    half = angles.n_pairs(x.shape[-1])
+    position = jnp.arange(x.shape[1])[None] if position is None else position
+    angle = _grid_angles(position, grid, half) if grid else angles.of(position, half)
+    angle = angle[..., None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if angles.magnitude != 1.0:
+        cos, sin = cos * angles.magnitude, sin * angles.magnitude
     y = x.astype(accum_dtype(x.dtype))
     a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+    return rotated.astype(x.dtype)
