@@ -256,7 +256,7 @@ def pair(op, num_heads=2, x=X, *, max_length=None, **options):
         of_input = name.removesuffix("_up")
         layer = getattr(in_nnx, of_input, None) or in_nnx.extra_projections[of_input]
         if isinstance(layer, nnx.Sequential):  # of a low rank
-            layer = layer.layers[of_input != name]
+            layer = layer.layers[int(of_input != name)]
         layer.kernel[...] = arrays["kernel"]
         if "bias" in arrays:
             layer.bias[...] = arrays["bias"]
