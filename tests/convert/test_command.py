@@ -295,7 +295,9 @@ def test_an_activation_that_is_a_function_has_its_name(function, name, tmp_path)
     (tmp_path / "a.gin").write_text(text)
     config.parse([str(tmp_path / "a.gin")])
     if name is None:
-        with pytest.raises(ValueError, match="ff_activation is tanh: expected one of relu, gelu,"):
+        with pytest.raises(
+            ValueError, match="ff_activation is tanh: expected one of relu, relu_squared,"
+        ):
             Spec.of_config()
         return
     spec = Spec.of_config()

@@ -241,7 +241,7 @@ def test_damaged_files(tmp_path):
     [
         (dict(is_decoder=False), "is_decoder is false"),
         (dict(attn_layers=["local", "full"]), "attn_layers is"),
-        (dict(hidden_act="mish"), "hidden_act is 'mish': expected 'relu', 'gelu'"),
+        (dict(hidden_act="mish"), "hidden_act is 'mish': expected 'relu', 'relu2'"),
         (dict(num_buckets=None), "num_buckets is null"),
         (dict(lsh_num_chunks_after=1), "lsh_num_chunks_after is 1"),
         (dict(hidden_size="many"), "hidden_size is 'many': expected a whole number of at least 1"),

@@ -343,7 +343,7 @@ def test_a_key_brings_the_next_value(op):
 
     @jax.jit
     def by_hand(params, x):
-        q, _, v, _ = without.project(params, x)
+        q, _, v, *_ = without.project(params, x)
         current, following = params["next_value"]
         mixed = current * v + following * jnp.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
         qkv = layers.attention.QKV(q, None, mixed)

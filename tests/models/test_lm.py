@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 from reformax.cli import config
 from reformax.layers import ReversibleStack, _trax, tl
-from reformax.models import ReformerLM, TransformerLM, base
+from reformax.models import ReformerLM, TransformerLM, designs
 from reformax.ops import dense, local, lsh, shared_qk
 from tests.helpers import assert_trees_close
 from tests.layers import plain
@@ -225,14 +225,17 @@ def test_activations_by_name():
     erf = np.vectorize(math.erf)
     want = {
         "relu": np.maximum(x, 0),
+        "relu_squared": np.maximum(x, 0) ** 2,
         "gelu": x / 2 * (1 + erf(x / math.sqrt(2))),
         "gelu_tanh": x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
         "silu": x / (1 + np.exp(-x)),
     }
-    assert set(base.ACTIVATIONS) == set(want)
+    assert set(designs.ACTIVATIONS) == set(want)
     for name, y in want.items():
-        np.testing.assert_allclose(base.ACTIVATIONS[name](x), y, atol=1e-6)
-    with pytest.raises(ValueError, match="ff_activation is 'gleu': expected one of relu, gelu"):
+        np.testing.assert_allclose(designs.ACTIVATIONS[name](x), y, atol=1e-6)
+    with pytest.raises(
+        ValueError, match="ff_activation is 'gleu': expected one of relu, relu_squared"
+    ):
         ReformerLM(**SMALL, ff_activation="gleu")
 
 
@@ -293,6 +296,7 @@ OWN_OPTIONS = {
 def test_every_option_is_tested(model_fn):
     options = [*CHANGES_SHAPES, *CHANGES_PROGRAM, {"mode": "below", "init_std": "below"}]
     options += [{"offload_activations": "in tests/layers/test_remat.py"}]
+    options += [{"design": "in test_designs.py", "n_qk_heads": "in tests/ops/test_value_heads.py"}]
     options += [*OWN_SHAPES[model_fn], *OWN_OPTIONS[model_fn]]
     assert set(inspect.signature(model_fn).parameters) == {name for o in options for name in o}
 

@@ -28,12 +28,15 @@ def model_of(kind=TransformerLM, attention_type=CYCLE, **options):
     return kind(**SIZES | HEADS | options, attention_type=attention_type)
 
 
+Z_LOSS = 0.01
+
+
 def both(model, inputs, backprop_len):
     """The gradients and metrics of parts and of whole rows."""
     params = jax.jit(partial(model.init_params, shape=TOKENS.shape))(jax.random.key(0))
     batch, weight = (inputs, TOKENS, WEIGHTS), jnp.float32(WEIGHTS.sum())
-    whole = jax.jit(jax.grad(partial(step.mean_loss, model, None, 0.0), has_aux=True))
-    parts = jax.jit(partial(pieces.gradient, model, None, 0.0, backprop_len))
+    whole = jax.jit(jax.grad(partial(step.mean_loss, model, None, 0.0, Z_LOSS), has_aux=True))
+    parts = jax.jit(partial(pieces.gradient, model, None, 0.0, Z_LOSS, backprop_len))
     return parts(params, batch, None, weight), whole(params, batch, None, weight)
 
 
@@ -47,7 +50,7 @@ def test_the_loss_of_parts_is_that_of_whole_rows(packed, pos_type):
     params = jax.jit(partial(model.init_params, shape=TOKENS.shape))(jax.random.key(0))
     cut = [x.reshape(9, 8) for x in (TOKENS, IDS, WEIGHTS)]
     inputs = (cut[0], cut[1]) if packed else cut[0]
-    _, anew = step.mean_loss(model, None, 0.0, params, (inputs, cut[0], cut[2]), None, 1.0)
+    _, anew = step.mean_loss(model, None, 0.0, Z_LOSS, params, (inputs, cut[0], cut[2]), None, 1.0)
     assert abs(float(anew["nats"].mean - want["nats"].mean)) > 1e-3
 
 
@@ -111,7 +114,7 @@ def test_the_line_of_a_config_reaches_the_step(tmp_path, monkeypatch):
     lengths, gradient = [], pieces.gradient
 
     def spy(*arguments):
-        lengths.append(arguments[3])
+        lengths.append(arguments[4])
         return gradient(*arguments)
 
     monkeypatch.setattr(pieces, "gradient", spy)

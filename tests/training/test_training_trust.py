@@ -101,8 +101,8 @@ REFUSED = {
     "loop.train.task = @hugging_face.write()",
     "a class of data": f"{HEAD}from reformax.data import vocabulary\n"
     "loop.train.task = @vocabulary.SentencePieces()",
-    "a layer by a model's import": f"{HEAD}from reformax.models import backbone\n"
-    "loop.train.task = @backbone.LayerNorm()",
+    "a layer by a model's import": f"{HEAD}from reformax.models import base\n"
+    "loop.train.task = @base.FeedForward()",
     "an unpickler": f"{HEAD}import pickle\nloop.train.model = @pickle.load",
     "a binding": f"{HEAD}import numpy\nnumpy.load.allow_pickle = True",
     "a name of two modules": f"{HEAD}import optax as q\nimport jax.nn as q",
