@@ -1,4 +1,4 @@
-"""Cross-entropy that never holds the logits of a whole batch.
+"""Cross-entropy that never holds the logits of a whole batch; `step.mean_loss` calls it.
 
 Logits of 65,536 positions take more memory than a reversible model, and so do those of a vocabulary
 of 32,000 pieces. They are therefore computed for a chunk of positions at a time. The forward pass

@@ -1,4 +1,4 @@
-"""Opens a run: its state, its compiled steps, its record.
+"""What `start.opened` opens: the run's state, its compiled steps, its record.
 
 A run begins with new weights, with those of another run, or where its own latest checkpoint left
 it. Its memory and time are reported before it uses them.

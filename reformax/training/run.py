@@ -168,11 +168,11 @@ def save(run: Run, state: RunState, temporary: bool = False) -> None:
 
     Args:
       run, state: the run.
-      temporary: whether no step requests it; see `Checkpoints.save`.
+      temporary: whether only the time or a signal asks for it, so that the next save replaces it.
 
     Raises:
       FloatingPointError: parameters are not finite; nothing is written.
-      Lost: when the last one was due, the folder was deleted or another training's.
+      Lost: the save before found the folder deleted, or another training's in its place.
     """
     report_saves(run, state)
     run.decisions.saved_at = time.monotonic()

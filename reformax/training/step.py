@@ -143,7 +143,8 @@ def step_fn(
 def mean_loss(model, loss_chunk_len, label_smoothing, z_loss, params, batch, rng, weight):
     """The loss divided by `weight`, and the sums of metrics.
 
-    A compiled step calls it: `jax.debug.print("{x}", x=features[0, 0])` here prints at each step.
+    A compiled step calls it, once a micro-batch: `jax.debug.print("{x}", x=features[0, 0])` here
+    prints then. With `backprop_len` it is `pieces.gradient` in its place.
     """
     inputs, targets, weights = batch
     features = model.features(params, inputs, rng=rng)
