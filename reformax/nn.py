@@ -245,6 +245,8 @@ def _with_lengths(mask, lengths, name: str, n_rows: int, size: int) -> Array | N
 
 def _scaled(op: AttentionOp, q: Float[Array, "B T N H"], scale) -> Float[Array, "B T N H"]:
     """Queries whose logits are those of another scale."""
+    if not isinstance(scale, jax.Array | np.generic):
+        check("scale", scale, float)
     factor = scale * math.sqrt(q.shape[-1])
     if not isinstance(factor, jax.core.Tracer) and math.isclose(factor, 1.0, rel_tol=1e-6):
         return q
@@ -269,8 +271,9 @@ def _in_window(
         )
     causal = is_causal or (right == 0 and op.causality != "never")
     symmetric, one_sequence = causal or left == right, q.shape[1] == k.shape[1]
-    of_pairs = bias is not None or (mask is not None and mask.ndim == 4 and mask.shape[2] > 1)
-    if symmetric and one_sequence and not of_pairs and op == _plain_flash(op):
+    # To `local` a hidden key is padding, which has no output.
+    alone = one_sequence and mask is None and bias is None
+    if symmetric and alone and op == _plain_flash(op):
         kept = dict(soft_cap=op.soft_cap, scale_by_length=op.scale_by_length, impl=op.impl)
         op = ops.local.local(chunk_len=min(max(2 ** (left - 1).bit_length(), 16), 128), **kept)
     if "window" in {field.name for field in dataclasses.fields(op)} and symmetric:

@@ -137,7 +137,8 @@ def _capacities(
         yield f"longest sequence that fits: not sought, the task has no longer ones: {only}"
     else:
         longest = min(LARGEST // stage.batch_size, getattr(model, "max_length", None) or LARGEST)
-        length = search("length", devices.n_sequence_shards(mesh), longest)
+        unit = math.lcm(devices.n_sequence_shards(mesh), settings.backprop_len or 1)
+        length = search("length", unit, longest)
         words = _words(length, f"{stage.batch_size:,} x {{:,}} tokens")
         yield f"longest sequence that fits: {words}"
         if length.fits:  # as many tokens need about as many bytes, where attention is not dense

@@ -95,40 +95,46 @@ class RateSchedule:
 
 
 class Optimizer(optax.GradientTransformationExtraArgs):
-    """A transformation of gradients with the schedule of its learning rate.
+    """A transformation of gradients with the schedules of its learning rates.
 
     Attributes:
-      learning_rate: the schedule.
-      of_rate: a schedule -> the transformation.
+      learning_rate: the first schedule, which lines of a run show.
+      schedules: all of them.
+      of_rates: schedules -> the transformation.
     """
 
     learning_rate: optax.Schedule
-    of_rate: Callable[[optax.Schedule], optax.GradientTransformation]
+    schedules: tuple[optax.Schedule, ...] = ()
+    of_rates: Callable[..., optax.GradientTransformation]
 
 
 def build(
     optimizer: optax.GradientTransformation, num_train_steps: int
 ) -> optax.GradientTransformation:
     """The optimizer of a run of `num_train_steps`; one that needs no length is itself."""
-    if not _has_schedule(optimizer):
+    if not _schedules(optimizer):
         return optimizer
-    return _scheduled(optimizer.learning_rate.build(num_train_steps), optimizer.of_rate)
+    built = [
+        x.build(num_train_steps) if isinstance(x, RateSchedule) else x for x in optimizer.schedules
+    ]
+    return _scheduled(built, optimizer.of_rates)
 
 
 def peakless(optimizer: optax.GradientTransformation, num_train_steps: int) -> str | None:
-    """`Schedule.peakless` of an optimizer's schedule; None for one without."""
-    return optimizer.learning_rate.peakless(num_train_steps) if _has_schedule(optimizer) else None
+    """`RateSchedule.peakless` of the first of an optimizer's schedules that has one, or None."""
+    lines = (x.peakless(num_train_steps) for x in _schedules(optimizer))
+    return next(filter(None, lines), None)
 
 
 def schedule_steps(optimizer: optax.GradientTransformation) -> int | None:
     """The length of a built optimizer's schedule; None for one without, or without an end."""
-    if not _has_schedule(optimizer) or optimizer.learning_rate.endless:
-        return None
-    return optimizer.learning_rate.steps
+    return next((x.steps for x in _schedules(optimizer) if not x.endless), None)
 
 
-def _has_schedule(optimizer: optax.GradientTransformation) -> bool:
-    return isinstance(optimizer, Optimizer) and isinstance(optimizer.learning_rate, RateSchedule)
+def _schedules(optimizer: optax.GradientTransformation) -> list[RateSchedule]:
+    """Those of the optimizer's schedules that may be as long as its run."""
+    given = optimizer.schedules if isinstance(optimizer, Optimizer) else ()
+    return [x for x in given if isinstance(x, RateSchedule)]
 
 
 def _rising(step, warmup_steps: int):
@@ -352,12 +358,9 @@ def muon(
     """
     decays = dict(weight_decay=weight_decay, mask=_decay_mask(no_decay))
 
-    def of_rate(schedule) -> optax.GradientTransformation:
-        adam_rate = schedule if adam_learning_rate is None else adam_learning_rate
-        if isinstance(adam_rate, RateSchedule) and schedule.steps:
-            adam_rate = adam_rate.build(schedule.steps)
+    def of_rates(rate, adam_rate=None) -> optax.GradientTransformation:
         by_muon = optax.contrib.muon(
-            schedule,
+            rate,
             ns_steps=n_iterations,
             beta=momentum,
             weight_decay=weight_decay,
@@ -365,22 +368,12 @@ def muon(
             muon_weight_dimension_numbers=_axes_of_matrices,
             consistent_rms=rms,
         )
-        by_adam = optax.adamw(adam_rate, b1, b2, eps, **decays)
+        by_adam = optax.adamw(rate if adam_rate is None else adam_rate, b1, b2, eps, **decays)
         transforms = {"muon": by_muon, "adam": by_adam}
         return optax.partition(transforms, functools.partial(_groups, matrices))
 
-    for given in (learning_rate, adam_learning_rate):
-        if callable(given) and not isinstance(given, RateSchedule):
-            _check_schedule(given)
-    if not isinstance(learning_rate, RateSchedule):
-        learning_rate = _of_any_run(learning_rate)
-    return _optimizer(learning_rate, clip, of_rate)
-
-
-def _of_any_run(learning_rate: float | optax.Schedule) -> RateSchedule:
-    """A number, or a schedule of another library, as a schedule that depends on no run's length."""
-    rate = learning_rate if callable(learning_rate) else lambda count: learning_rate
-    return RateSchedule("learning_rate", lambda count, steps: rate(count), 0, endless=True)
+    others = () if adam_learning_rate is None else (adam_learning_rate,)
+    return _optimizer(learning_rate, clip, of_rates, *others)
 
 
 def _groups(matrices: str, params):
@@ -413,26 +406,25 @@ def _axes_of_matrices(params):
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def _optimizer(learning_rate, clip, of_rate) -> Optimizer:
-    """`of_rate(learning_rate)` on clipped gradients, with its schedule."""
+def _optimizer(learning_rate, clip, of_rates, *others) -> Optimizer:
+    """`of_rates(learning_rate, *others)` on clipped gradients, with its schedules."""
 
-    def clipped(rate) -> optax.GradientTransformation:
-        inner = of_rate(rate)
+    def clipped(*rates) -> optax.GradientTransformation:
+        inner = of_rates(*rates)
         return inner if clip is None else optax.chain(optax.clip_by_global_norm(clip), inner)
 
-    if not callable(learning_rate):
-        optimizer = Optimizer(*clipped(learning_rate))
-        optimizer.learning_rate = optax.constant_schedule(learning_rate)
-        return optimizer
-    if not isinstance(learning_rate, RateSchedule):
-        _check_schedule(learning_rate)
-    return _scheduled(learning_rate, clipped)
+    for rate in (learning_rate, *others):
+        if callable(rate) and not isinstance(rate, RateSchedule):
+            _check_schedule(rate)
+    return _scheduled((learning_rate, *others), clipped)
 
 
-def _scheduled(schedule: optax.Schedule, of_rate: Callable) -> Optimizer:
-    """The optimizer with this schedule, which it keeps."""
-    optimizer = Optimizer(*of_rate(schedule))
-    optimizer.learning_rate, optimizer.of_rate = schedule, of_rate
+def _scheduled(rates: Sequence[float | optax.Schedule], of_rates: Callable) -> Optimizer:
+    """The optimizer with these numbers and schedules, which it keeps."""
+    optimizer = Optimizer(*of_rates(*rates))
+    first = rates[0]
+    optimizer.learning_rate = first if callable(first) else optax.constant_schedule(first)
+    optimizer.schedules, optimizer.of_rates = tuple(rates), of_rates
     return optimizer
 
 
