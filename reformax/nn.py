@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
 
 from reformax import ops
-from reformax.declared import SettingError, Unsupported, shown
+from reformax.declared import SettingError, Unsupported, check, shown
 from reformax.ops.base import AttentionOp
 from reformax.ops.calls.dims import Dims
 from reformax.ops.masking.given_masks import is_one_sequence

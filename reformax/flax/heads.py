@@ -7,7 +7,8 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from reformax.buffers import Buffer
 from reformax.declared import Called, SettingError, Size, Unsupported, check, checked
@@ -154,7 +155,8 @@ def decode(
       rng: makes the source of hashes.
 
     Raises:
-      ValueError: a prompt without room for it, or several tokens in a step.
+      ValueError: a prompt without room for it, several tokens in a step, or wrong lengths. Where
+        only a compiled program knows a number that is wrong, the row is NaN.
     """
     q, k, v, extra_projections = heads
     n_tokens = q.shape[1]
@@ -166,20 +168,54 @@ def decode(
             )
         options = dict(position=cache.position, extra_projections=extra_projections)
         out, of_op = op.step(params, q, k, v, cache.op, **options)
+        has_room = cache.position < capacity
+        if _is_known(has_room) and not np.all(has_room):
+            raise ValueError(
+                f"inputs_q is token {int(np.max(cache.position)) + 1} of a row: expected at most "
+                f"max_decode_length, {capacity}"
+            )
+        out = jnp.where(has_room[:, None, None, None], out, jnp.nan)
         return out, DecodingCache(of_op, cache.position + 1)
     if n_tokens > capacity:
         raise ValueError(
             f"inputs_q has {n_tokens} tokens: expected at most max_decode_length, {capacity}"
         )
-    lengths = jnp.full(len(q), n_tokens) if lengths is None else jnp.asarray(lengths)
+    lengths = _checked_lengths(lengths, len(q), n_tokens)
     # Padding is in the future of every token: only a plan has to know of it.
     is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
     call, key = dict(extra_projections=extra_projections), rng()
     masks = dict(causal=True, rng=key)
     plan = op.plan(params, q, k, segment_ids=is_token, length=capacity, train=False, **masks)
     out = op.apply(params, q, k, v, plan=plan, segment_ids=None, **masks, **call)
+    out = jnp.where(_fits(lengths, n_tokens)[:, None, None, None], out, jnp.nan)
     call |= dict(plan=plan, lengths=lengths, capacity=capacity, rng=key)
     return out, DecodingCache(op.init_cache(params, q, k, v, **call), lengths)
+
+
+def _is_known(x: Array) -> bool:
+    return not isinstance(x, jax.core.Tracer)
+
+
+def _fits(lengths: Int[Array, " B"], n_tokens: int) -> Bool[Array, " B"]:
+    return (lengths >= 1) & (lengths <= n_tokens)
+
+
+def _checked_lengths(lengths: Any, n_rows: int, n_tokens: int) -> Int[Array, " B"]:
+    """The lengths of a prompt's rows, whose numbers are checked where they are known."""
+    if lengths is None:
+        return jnp.full(n_rows, n_tokens)
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (n_rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"lengths has shape {lengths.shape} and dtype {lengths.dtype}: expected integers, "
+            f"[batch], ({n_rows},)"
+        )
+    if _is_known(lengths) and not np.all(_fits(lengths, n_tokens)):
+        raise ValueError(
+            f"lengths has {int(lengths.min())} to {int(lengths.max())}: expected 1 to {n_tokens}, "
+            "the tokens of inputs_q"
+        )
+    return lengths
 
 
 def check_decodes(op: AttentionOp, causal: bool, max_decode_length: int) -> None:
@@ -202,7 +238,9 @@ def refuse_in_decoding(given: dict[str, Any]) -> None:
             raise Unsupported(f"{name} is given, but the module decodes: give lengths of prompts")
 
 
-def refuse_outside_decoding(lengths: Any) -> None:
-    """Raises `Unsupported` for lengths of prompts where nothing is decoded."""
+def refuse_unread(lengths: Any, positions: Any, use_rotary: bool) -> None:
+    """Raises `Unsupported` for an argument that only decoding or rotations would read."""
+    if positions is not None and not use_rotary:
+        raise Unsupported("positions is given and use_rotary is False: set use_rotary=True")
     if lengths is not None:
         raise Unsupported("lengths is given, but the module does not decode: give a mask of keys")

@@ -18,7 +18,7 @@ from reformax.flax.heads import (
     heads_of,
     projections_of,
     refuse_in_decoding,
-    refuse_outside_decoding,
+    refuse_unread,
     shapes_of_weights,
     sizes_of,
     source_of,
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         if decodes:
             refuse_in_decoding(dict(mask=mask, segment_ids=segment_ids, positions=positions))
             return out(self._decode(params, projected, projections, lengths))
-        refuse_outside_decoding(lengths)
+        refuse_unread(lengths, positions, self.use_rotary)
         if self.use_rotary and positions is None:
             positions = jnp.arange(inputs_q.shape[1])[None]
         rotated = positions if self.use_rotary else None

@@ -17,7 +17,7 @@ from reformax.flax.heads import (
     heads_of,
     projections_of,
     refuse_in_decoding,
-    refuse_outside_decoding,
+    refuse_unread,
     shapes_of_weights,
     sizes_of,
     source_of,
@@ -140,7 +140,7 @@ class Attention(nnx.Module):
         if decodes:
             refuse_in_decoding(dict(mask=mask, segment_ids=segment_ids, positions=positions))
             return self.out(self._decode(params, projected, lengths))
-        refuse_outside_decoding(lengths)
+        refuse_unread(lengths, positions, self.use_rotary)
         if self.use_rotary and positions is None:
             positions = jnp.arange(inputs_q.shape[1])[None]
         q, k, v, extra_projections = self._heads(projected, positions)

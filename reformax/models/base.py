@@ -124,6 +124,7 @@ class Model(Layer, TaskModel):
     mode: Literal["train", "eval"] = "train"
 
     n_inputs = 1  # arrays of tokens that the model reads
+    _attention_types = ("attention_type",)  # the arguments that are algorithms
     final_norm = True  # whether a norm follows a stack
 
     def __post_init__(self):
@@ -217,11 +218,13 @@ class Model(Layer, TaskModel):
         """
         cycle, design = cycle_of(getattr(self, argument)), self.design
         self._check_cycle(argument, cycle, causal)
-        cycle = design.of_cycle(argument, cycle)
+        ops = [op for name in self._attention_types for op in cycle_of(getattr(self, name))]
+        design.check_read(self._attention_types, ops)
+        cycle = [design.of_op(op) for op in cycle]
         options = self._attention_options()
         by_distance = self._position_bias
         if cross:
-            (cross,) = design.of_cycle("cross_attention_type", [cross])
+            cross = design.of_op(cross)
         return [
             TransformerBlock(
                 Attention(

@@ -144,40 +144,40 @@ class Design:
         """Whether an algorithm makes attention weights of more keys than a window's."""
         return op.dropout and not op.local
 
-    def of_cycle(self, argument: str, cycle: Sequence[AttentionOp]) -> list[AttentionOp]:
-        """The algorithms of a cycle with the design's options of logits.
+    def check_read(self, arguments: Sequence[str], ops: Sequence[AttentionOp]) -> None:
+        """Raises `SettingError` for a choice that none of a model's algorithms would read.
 
-        Raises:
-          SettingError: none of the algorithms would read an option, or one has another value.
+        Args:
+          arguments: the model's, that the algorithms are from; the first is of self-attention.
+          ops: all of the algorithms.
         """
-        wanted = [
-            {
-                "soft_cap": self.soft_cap if op.dropout else None,
-                "scale_by_length": self.scale_by_length if self.weighs_far(op) else None,
-                "learn_scale_by_length": self.learn_scale_by_length and self.weighs_far(op) or None,
-            }
-            for op in cycle
-        ]
-        for name in ("soft_cap", "scale_by_length"):
-            if getattr(self, name) is not None and all(x[name] is None for x in wanted):
+        places = " or ".join(arguments)
+        for name in ("soft_cap", "qk_norm"):
+            if getattr(self, name) and not any(op.dropout for op in ops):
                 raise SettingError(
-                    f"{name} is {getattr(self, name)} and no op of {argument} reads it: leave it "
-                    "out, or give one that makes attention weights of more than a window, such as "
+                    f"{name} is {getattr(self, name)} and no op of {places} makes attention "
+                    "weights: leave it out, or give one that does, such as flash.flash()"
+                )
+        for name in ("scale_by_length", "key_conv"):
+            if getattr(self, name) and not any(map(self.weighs_far, ops)):
+                raise SettingError(
+                    f"{name} is {getattr(self, name)} and no op of {places} makes attention "
+                    "weights of more than a window: leave it out, or give one that does, such as "
                     "flash.flash()"
                 )
-        if self.key_conv and not any(map(self.weighs_far, cycle)):
-            raise SettingError(
-                f"key_conv is {self.key_conv} and no op of {argument} makes attention weights of "
-                "more than a window: leave it out"
-            )
-        if self.qk_norm and not any(op.dropout for op in cycle):
-            raise SettingError(
-                f"qk_norm is True and no op of {argument} makes attention weights: leave it out"
-            )
-        return [self._with(op, options) for op, options in zip(cycle, wanted, strict=True)]
 
-    @staticmethod
-    def _with(op: AttentionOp, options: dict[str, Any]) -> AttentionOp:
+    def of_op(self, op: AttentionOp) -> AttentionOp:
+        """An algorithm with the design's options of logits.
+
+        Raises:
+          SettingError: it has another value of one.
+        """
+        far = self.weighs_far(op)
+        options = {
+            "soft_cap": self.soft_cap if op.dropout else None,
+            "scale_by_length": self.scale_by_length if far else None,
+            "learn_scale_by_length": (far and self.learn_scale_by_length) or None,
+        }
         changes = {name: value for name, value in options.items() if value is not None}
         for name, value in changes.items():
             if getattr(op, name) not in (None, False, value):

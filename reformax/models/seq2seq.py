@@ -99,6 +99,7 @@ class EncoderDecoder(Model):
     pos_type: PosType = "sinusoidal"
 
     n_inputs = 2
+    _attention_types = tuple(f"{x}_attention_type" for x in ("encoder", "decoder", "cross"))
     task_kind = "translation"
     needs_past = True  # the decoder is causal
 

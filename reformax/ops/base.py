@@ -89,8 +89,8 @@ class AttentionOp:
         "Scalable-Softmax Is Superior for Attention"). Each `impl` has it, because the queries are
         multiplied, for hashes and choices too. With `1 / ln L` the factor is 1 at length L. None:
         no such factor.
-      learn_scale_by_length: whether s is a weight of each head, `length_factor [N]`, that begins as
-        `scale_by_length`.
+      learn_scale_by_length: whether s is a weight of each head of queries, `length_factor`, that
+        begins as `scale_by_length`.
 
     Attributes:
       shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
@@ -225,7 +225,7 @@ class AttentionOp:
         if not self.learn_scale_by_length:
             return own
         return {
-            "length_factor": jnp.full(dims.n_heads, self.scale_by_length, jnp.float32),
+            "length_factor": jnp.full(dims.qk_heads, self.scale_by_length, jnp.float32),
             **dict(own),
         }
 

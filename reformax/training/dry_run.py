@@ -5,6 +5,7 @@ It also finds the longest sequence and the largest batch that the memory of a de
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from functools import partial

@@ -384,7 +384,11 @@ WINDOWS = local.local(chunk_len=4)
         (dict(rotary_base=5.0), dict(pos_type="sinusoidal"), "set pos_type='rotary'"),
         (dict(rotary_fraction=0.1), {}, "rotary_fraction is 0.1 and heads have 8 features"),
         (dict(rotary_base=5.0), dict(pos_axial_shape=(3, 5)), "for the positions of a line"),
-        (dict(scale_by_length=0.1), dict(attention_type=WINDOWS), "no op of attention_type reads"),
+        (
+            dict(scale_by_length=0.1),
+            dict(attention_type=WINDOWS),
+            "scale_by_length is 0.1 and no op of attention_type makes",
+        ),
         (dict(key_conv=3), dict(attention_type=WINDOWS), "key_conv is 3 and no op of attention_ty"),
         (dict(soft_cap=5.0), dict(attention_type=gated_delta.gated_delta()), "no op of attention"),
         (dict(qk_norm=True), dict(attention_type=gated_delta.gated_delta()), "qk_norm is True and"),
