@@ -67,6 +67,7 @@ CALLS = {
         local_window_size=4, query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS
     ),
     "window and mask": dict(local_window_size=(6, 0), mask=MASK),
+    "window and a hidden key": dict(local_window_size=3, mask=np.arange(T)[None, None, None] != 5),
     "window and mask of keys": dict(local_window_size=6, mask=TOKENS[:, None, None]),
     "mask": dict(mask=MASK),
     "mask and lengths": dict(mask=MASK, query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS),

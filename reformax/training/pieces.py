@@ -26,16 +26,16 @@ def check(model: Any, backprop_len: int | None, length: int) -> None:
         raise SettingError(
             f"backprop_len is {backprop_len}: expected a divisor of length, {length}"
         )
-    if model.max_length is not None and length > model.max_length:
-        raise SettingError(
-            f"length is {length}: the model has {model.max_length} positions, in pos_axial_shape"
-        )
     try:
         if not hasattr(model, "first_states"):
             raise Unsupported(f"{type(model).__name__} carries no states: train a lm.TransformerLM")
         jax.eval_shape(lambda: model.first_states(1))
     except Unsupported as error:
         raise SettingError(f"backprop_len is {backprop_len}, but {error}") from None
+    if model.max_length is not None and length > model.max_length:
+        raise SettingError(
+            f"length is {length}: the model has {model.max_length} positions, in pos_axial_shape"
+        )
 
 
 def gradient(

@@ -393,6 +393,22 @@ def test_what_decoding_refuses():
         in_linen.apply(weights | state, X[:, :2], **mutable)
     with pytest.raises(NotImplementedError, match="lengths is given, but the module does not dec"):
         in_nnx(X, lengths=jnp.array([3, 4]))
+    with pytest.raises(NotImplementedError, match="positions is given and use_rotary is False"):
+        in_nnx(X, positions=jnp.arange(12)[None])
+    with pytest.raises(NotImplementedError, match="positions is given and use_rotary is False"):
+        linen.Attention(flash.flash(), 2).init(jax.random.key(0), X, positions=jnp.arange(12)[None])
+    for lengths, message in (
+        (3, "lengths has shape .. and dtype int32: expected integers, .batch., .2,."),
+        (jnp.array([1.0, 2.0]), "lengths has shape .2,. and dtype float32"),
+        (jnp.array([0, 5]), "lengths has 0 to 5: expected 1 to 4, the tokens of inputs_q"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            in_linen.apply(weights, X[:, :4], lengths=lengths, **mutable)
+    _, full = in_linen.apply(weights, X[:, :8], **mutable)
+    with pytest.raises(ValueError, match="inputs_q is token 9 of a row: expected at most max_deco"):
+        in_linen.apply(weights | full, X[:, :1], **mutable)
+    out, _ = jax.jit(lambda state: in_linen.apply(weights | state, X[:, :1], **mutable))(full)
+    assert np.isnan(out).all()
     with pytest.raises(SettingError, match="causal is False and max_decode_length 8"):
         our_nnx.Attention(flash.flash(), 2, 8, rngs=nnx.Rngs(0)).init_cache(8)
     with pytest.raises(SettingError, match="max_decode_length is 0: expected at least 1"):

@@ -403,3 +403,12 @@ def test_a_choice_that_nothing_reads_is_refused_in_one_line(choice, options, mes
     with pytest.raises(SettingError, match=message) as error:
         TransformerLM(**SMALL | options, design=designs.Design(**choice))
     assert "\n" not in str(error.value)
+
+
+def test_a_choice_that_one_side_reads_is_not_refused():
+    sides = dict(encoder_attention_type=local.local(chunk_len=4, n_chunks_after=1))
+    sizes = {name: SMALL[name] for name in ("d_model", "d_ff", "n_heads")}
+    model = Transformer(17, **sizes, **sides, design=designs.Design(scale_by_length=0.2))
+    assert model.decoder_attention_type == dense.dense()
+    sides |= dict(decoder_attention_type=WINDOWS, cross_attention_type=dense.dense())
+    Transformer(17, **sizes, **sides, design=designs.Design(scale_by_length=0.2))

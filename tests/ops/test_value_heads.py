@@ -1,5 +1,7 @@
 """Values of more heads than queries and keys: each of these serves several heads of values."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +94,17 @@ def test_a_model_has_them():
     assert params["stack"]["block_0"]["attention"]["w_beta"].shape[1] == 4
     with pytest.raises(SettingError, match="n_qk_heads is 2 and no op of attention_type takes"):
         TransformerLM(**sizes, n_qk_heads=2, attention_type=lsh.lsh())
+
+
+def test_each_head_of_queries_has_a_learnt_factor():
+    op = dense.dense(scale_by_length=0.4)
+    learnt = dataclasses.replace(op, learn_scale_by_length=True)
+    both = (layers.Attention(x, 4, 4, 4, n_qk_heads=2, causal=True) for x in (op, learnt))
+    x = jax.random.normal(RNG, (1, 6, 8))
+    (fixed, params), (changed, learnt_params) = ((y, y.init_params(RNG, x.shape)) for y in both)
+    assert learnt_params["op"]["length_factor"].shape == (2,)
+    out = changed.apply(params | {"op": learnt_params["op"]}, x)
+    np.testing.assert_allclose(out, fixed.apply(params, x), atol=1e-6)
 
 
 def test_what_has_none_is_refused():

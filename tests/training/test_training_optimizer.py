@@ -246,6 +246,16 @@ def test_muons_two_schedules_are_as_long_as_the_run():
     assert_trees_close(updated(number, STACK_GRADIENTS)[0], updated(mixed, STACK_GRADIENTS)[0], 0)
 
 
+def test_each_of_muons_schedules_has_its_own_length():
+    rates = dict(learning_rate=optimizer.cosine(steps=100, warmup_steps=0))
+    rates["adam_learning_rate"] = optimizer.cosine(warmup_steps=500)
+    built = optimizer.build(optimizer.muon(**rates), 1000)
+    assert [x.steps for x in built.schedules] == [100, 1000]
+    rates["learning_rate"] = 0.02
+    assert optimizer.schedule_steps(optimizer.build(optimizer.muon(**rates), 1000)) == 1000
+    assert "warmup_steps=500 is not below" in optimizer.peakless(optimizer.muon(**rates), 400)
+
+
 def test_muons_momentum_may_be_bfloat16():
     state = optimizer.muon(momentum_dtype="bfloat16").init(STACK)
     shapes = {x.shape for x in jax.tree.leaves(state) if x.dtype == jnp.bfloat16}

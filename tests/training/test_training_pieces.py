@@ -82,6 +82,9 @@ def test_a_step_of_parts(accumulate):
     assert max(jax.tree.leaves(change)) > 1e-4
 
 
+SHORT = dict(pos_type="axial", pos_axial_shape=(16,), pos_d_axial_embs=(SIZES["d_model"],))
+
+
 @pytest.mark.parametrize(
     "model, length, message",
     [
@@ -89,6 +92,7 @@ def test_a_step_of_parts(accumulate):
         (model_of(attention_type=local.local()), 24, "backprop_len is 8, but op is local: it carr"),
         (model_of(ReformerLM), 24, "backprop_len is 8, but ReversibleStack carries no states"),
         (object(), 24, "backprop_len is 8, but object carries no states"),
+        (model_of(**SHORT), 24, "length is 24: the model has 16 positions, in pos_axial_shape"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(model, length, message):
