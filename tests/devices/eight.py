@@ -245,8 +245,10 @@ def test_a_step_is_that_of_one_device(monkeypatch, name, sizes):
     assert np.isclose(nats, want_nats, rtol=1e-5)
     largest = max(np.abs(x).max() for x in jax.tree.leaves(want))
     trees = (jax.tree.map(lambda x: x / largest, tree) for tree in (gradient, want))
-    # A number that is rounded to the grid may fall on the other side.
-    assert_trees_close(*trees, tolerance=1e-3 if name in ON_GRID else 1e-5)
+    # A number that is rounded to the grid may fall on the other side. Norms of heads and gates
+    # round the designed model once more.
+    tolerance = 1e-3 if name in ON_GRID else 3e-5 if name == "designed" else 1e-5
+    assert_trees_close(*trees, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("sizes", [ALL, CONTEXT])
