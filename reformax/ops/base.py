@@ -13,9 +13,10 @@ padding, which sees nothing and is not seen. Queries and keys of one sequence ha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform, final
 
 import jax
@@ -545,9 +546,10 @@ class AttentionOp:
         check_arguments(self, *(q, k, v), **call, **flags, **checked)
         params = checked_params(self, params, q, v)
         if initial_state is not None or return_state:
-            arrays = q, k, v, int32_ids(segment_ids), extra_projections, params
-            state = checked_state(self, initial_state, causal, mask, segment_ids, arrays)
-            found = _compiled_from(self)(state, *arrays)
+            state = checked_state(self, initial_state, causal, mask, segment_ids, q, v)
+            arrays = state, q, k, v, int32_ids(segment_ids), extra_projections, params
+            with _explained(arrays, "return_state=True" if return_state else "initial_state"):
+                found = _compiled_from(self)(*arrays)
             return found if return_state else found[0]
         if mask is not None:
             mask = checked_mask(self, mask, q, q if k is None else k, v)
@@ -588,6 +590,26 @@ def _compiled_from(op: AttentionOp) -> Callable[..., tuple[Float[Array, "B T N V
         return jax.tree.map(or_nan, found)
 
     return jax.jit(attend)
+
+
+@contextlib.contextmanager
+def _explained(arrays: Any, given: str) -> Iterator[None]:
+    """Raises `Unsupported` where JAX cannot type a call with a state on a mesh of explicit axes.
+
+    Which calls these are only JAX knows: most whose arrays are split alike pass.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError):
+        raise
+    except Exception as error:  # JAX's own type of error is private
+        if any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(arrays)):
+            raise Unsupported(
+                f"{given} on a mesh with explicit axes, over which JAX cannot split a state so: "
+                "split all arrays by rows alone, with jax.sharding.reshard, or make the axes "
+                "jax.sharding.AxisType.Auto"
+            ) from error
+        raise
 
 
 def _attend(op: AttentionOp, x: CallArrays, **settings: Any) -> Float[Array, "B T N V"]:

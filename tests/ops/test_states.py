@@ -205,17 +205,25 @@ def test_traced_ids_of_broken_segments_make_nan():
         assert np.isnan(a[2]).all() and not np.isnan(a[right]).any()
 
 
-def test_a_mesh_with_explicit_axes_is_refused():
-    mesh = jax.make_mesh((1,), ("batch",), axis_types=(AxisType.Explicit,))
-    op = linear.linear()
+def test_a_mesh_with_explicit_axes():
+    """Rows may be split; where JAX cannot type the call, the error says so in one line."""
+    mesh = jax.make_mesh((1,), ("axis",), axis_types=(AxisType.Explicit,))
+    op = kda.kda()
     x = inputs.draw(op, length=5)
+
+    def lie(tree, *axes):
+        return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def run(x, **options):
+        return inputs.call(op, x, causal=True, initial_state=state, **options)
+
     _, state = inputs.call(op, x, causal=True, return_state=True)
-    there = jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch")))
-    for options, given in (
-        (dict(return_state=True), "return_state=True"),
-        (dict(initial_state=state), "initial_state is given"),
-    ):
-        call = functools.partial(inputs.call, op, causal=True, **options)
-        for run in (call, jax.jit(call)):
-            with pytest.raises(Unsupported, match=f"^{given}, but arrays are on a mesh with exp"):
-                run(there)
+    want, state = run(x), lie(state, "axis")
+    params = lie(x.params)
+    np.testing.assert_allclose(run(lie(x, "axis")._replace(params=params)), want, atol=2e-6)
+    heads = inputs.Inputs(*lie(x[:4], None, None, "axis"), params)
+    for options, given in (({}, "initial_state"), (dict(return_state=True), "return_state=True")):
+        call = functools.partial(run, **options)
+        for one in (call, jax.jit(call)):
+            with pytest.raises(Unsupported, match=f"^{given} on a mesh with explicit axes, over"):
+                one(heads)

@@ -263,27 +263,17 @@ def checked_params(op, params, q, v) -> Any:
     return params if wanted else tree
 
 
-def checked_state(op, state, causal, mask, segment_ids, arrays) -> Any:
+def checked_state(op, state, causal, mask, segment_ids, q, v) -> Any:
     """The state that a call goes on from; without one, that before the first position.
-
-    `arrays` are those of the call, `(q, k, v, *others)`.
 
     Raises:
       ValueError: the state is of other sizes, or a segment is not contiguous.
-      Unsupported: the op carries no state, the call is not a part of a causal one, or its arrays
-        are on a mesh with explicit axes.
+      Unsupported: the op carries no state, or the call is not a part of a causal one.
     """
-    q, _, v, *_ = arrays
     first = op.first_state(q.shape[0], op.dims(q, v), q.dtype)
     if not causal or mask is not None:
         given = "mask is given" if causal else "causal=False"
         raise Unsupported(f"{given}, but a state is of causal calls: use causal=True and no mask")
-    if any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves((arrays, state))):
-        given = "return_state=True" if state is None else "initial_state is given"
-        raise Unsupported(
-            f"{given}, but arrays are on a mesh with explicit axes: make it with "
-            "axis_types=jax.sharding.AxisType.Auto for each axis, or attend without a state"
-        )
     state = first if state is None else state
     check_part(op, "initial_state", state, segment_ids, q, v)
     return state
