@@ -13,9 +13,10 @@ padding, which sees nothing and is not seen. Queries and keys of one sequence ha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform, final
 
 import jax
@@ -26,7 +27,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax import devices
 from reformax.declared import Bounds, SettingError, Unsupported, check_fields
 from reformax.ops.calls.arguments import (
+    are_contiguous,
     check_arguments,
+    check_part,
     check_read,
     checked_params,
     checked_state,
@@ -307,7 +310,7 @@ class AttentionOp:
 
     @final
     def apply_from(
-        self, params, q, k, v, state, *, segment_ids=None, **call
+        self, params, q, k, v, state, *, segment_ids=None, shard=None, extra_projections=None
     ) -> tuple[Float[Array, "B T N V"], Any]:
         """Causal attention to a part of a sequence, and the state after it. Both have gradients.
 
@@ -315,16 +318,20 @@ class AttentionOp:
           params, q, k, v: as in `apply`.
           state: from `first_state`, the part before, `init_cache` or `step`. It goes on in the
             segment of a row's first token. A new segment begins without one.
-          segment_ids: of the call; segments are contiguous.
-          **call: `shard`, and `extra_projections` where the algorithm reads some.
+          segment_ids: of the call. Segments are contiguous, which is checked where ids are known.
+          shard: as in `apply`.
+          extra_projections: where the algorithm reads some.
 
         Returns:
           The attended values, and the state of the last token's segment, which `step` takes too.
 
         Raises:
+          ValueError: the state is of other sizes, or a segment is not contiguous.
           Unsupported: the algorithm carries no state, or a kernel is asked for.
         """
-        call = self._call(causal=True, segment_ids=segment_ids, **call)
+        check_part(self, "state", state, segment_ids, q, v)
+        given = dict(segment_ids=segment_ids, shard=shard, extra_projections=extra_projections)
+        call = self._call(causal=True, **given)
         return self._run(self._attend_from, call, params, q, k, v, state)
 
     @final
@@ -509,7 +516,10 @@ class AttentionOp:
           params: the algorithm's own weights, from its `init`.
           extra_projections: the further projections that the algorithm reads, by name.
           global_tokens: above 0 for global tokens, for an algorithm with `global_tokens`.
-          initial_state: as in `apply_from`; None: no positions were before.
+          initial_state: of the positions before, which it goes on from in the segment of a row's
+            first token; None: no positions were before. Cut packed rows inside a segment, or make
+            the state of rows that begin anew zeros. With a state, rows whose segments are not
+            contiguous are refused, and NaN where ids are traced by `jax.jit`.
           return_state: whether to return the last position's state too.
 
         Returns:
@@ -532,15 +542,17 @@ class AttentionOp:
             extra_projections=extra_projections,
             global_tokens=global_tokens,
         )
-        check_arguments(self, *(q, k, v), **call, train=train, **checked)
+        flags = dict(train=train, return_state=return_state)
+        check_arguments(self, *(q, k, v), **call, **flags, **checked)
         params = checked_params(self, params, q, v)
         if initial_state is not None or return_state:
             state = checked_state(self, initial_state, causal, mask, segment_ids, q, v)
-            arrays = params, q, k, v, state, int32_ids(segment_ids), extra_projections
-            found = _compiled_from(self)(*arrays)
+            arrays = state, q, k, v, int32_ids(segment_ids), extra_projections, params
+            with _explained(arrays, "return_state=True" if return_state else "initial_state"):
+                found = _compiled_from(self)(*arrays)
             return found if return_state else found[0]
         if mask is not None:
-            mask = checked_mask(self, mask, q, q if k is None else k)
+            mask = checked_mask(self, mask, q, q if k is None else k, v)
         segment_ids = int32_ids(segment_ids)
         x = CallArrays(
             params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng
@@ -560,13 +572,44 @@ def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
 
 @functools.lru_cache(maxsize=256)
 def _compiled_from(op: AttentionOp) -> Callable[..., tuple[Float[Array, "B T N V"], Any]]:
-    """`op.apply_from`, compiled once for each choice of shapes."""
+    """`op.apply_from`, compiled once for each choice of shapes.
 
-    def attend(params, q, k, v, state, segment_ids, extra_projections):
+    Rows whose segments are not contiguous are NaN: ids that are traced cannot be refused.
+    """
+
+    def attend(state, q, k, v, segment_ids, extra_projections, params):
         masks = dict(segment_ids=segment_ids, extra_projections=extra_projections)
-        return op.apply_from(params, q, k, v, state, **masks)
+        found = op.apply_from(params, q, k, v, state, **masks)
+        if segment_ids is None:
+            return found
+        right = are_contiguous(segment_ids)
+
+        def or_nan(x):
+            return jnp.where(jnp.expand_dims(right, range(1, x.ndim)), x, jnp.nan)
+
+        return jax.tree.map(or_nan, found)
 
     return jax.jit(attend)
+
+
+@contextlib.contextmanager
+def _explained(arrays: Any, given: str) -> Iterator[None]:
+    """Raises `Unsupported` where JAX cannot type a call with a state on a mesh of explicit axes.
+
+    Which calls these are only JAX knows: most whose arrays are split alike pass.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError):
+        raise
+    except Exception as error:  # JAX's own type of error is private
+        if any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(arrays)):
+            raise Unsupported(
+                f"{given} on a mesh with explicit axes, over which JAX cannot split a state so: "
+                "split all arrays by rows alone, with jax.sharding.reshard, or make the axes "
+                "jax.sharding.AxisType.Auto"
+            ) from error
+        raise
 
 
 def _attend(op: AttentionOp, x: CallArrays, **settings: Any) -> Float[Array, "B T N V"]:

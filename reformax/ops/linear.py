@@ -40,7 +40,8 @@ class linear(Recurrence, AttentionOp):
         changes no number but by rounding.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later, with
         chunks of 64. `"auto"` takes them where they can compute the call. Attention that is not
-        causal has no recurrence: its sums are products of matrices, whatever `impl` is.
+        causal has no recurrence: its sums are products of matrices, whatever `impl` is. A call with
+        a state has one more column of values, so values of 128 take array operations there.
 
     Raises:
       ValueError: chunk_len below 1, an unknown `impl`.

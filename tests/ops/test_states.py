@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from reformax.declared import Unsupported
 from reformax.ops import dense, gated_delta, gated_linear, kda, linear, retention
@@ -155,9 +156,74 @@ def test_refusals():
             dict(segment_ids=np.array([[1, 2, 1, 1, 1]] * 2), return_state=True),
             r"^segment_ids has a row \[1, 2, 1, 1, 1\]: with a state, a segment's",
         ),
+        (dict(return_state=1), "^return_state is 1: expected True or False"),
     ):
         with pytest.raises((ValueError, Unsupported), match=message):
             inputs.call(op, x, **(dict(causal=True) | options))
     q = inputs.draw(dense.dense(), length=5)
     with pytest.raises(Unsupported, match="^op is dense: it carries no state; use a recurrence"):
         inputs.call(dense.dense(), q, causal=True, return_state=True)
+
+
+def test_apply_from_checks_its_arguments():
+    op = kda.kda(conv_size=3)
+    x = inputs.draw(op, length=5)
+    _, state = inputs.call(op, x, causal=True, return_state=True)
+
+    def run(state, **options):
+        gates = dict(extra_projections=x.extra_projections)
+        return op.apply_from(x.params, x.q, x.k, x.v, state, **(gates | options))
+
+    for name, value in dict(lengths=np.array([3, 3]), dropout=0.5, causal=False).items():
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            run(state, **{name: value})
+    for other in (None, state.state, jax.tree.map(lambda s: s[:1], state)):
+        for compiled in (run, jax.jit(run)):
+            with pytest.raises(ValueError, match="^state has shapes .*expected .*first_state"):
+                compiled(other)
+    with pytest.raises(ValueError, match=r"^segment_ids has a row \[1, 2, 1, 1, 1\]"):
+        run(state, segment_ids=np.array([[1] * 5, [1, 2, 1, 1, 1]]))
+
+
+def test_traced_ids_of_broken_segments_make_nan():
+    op = linear.linear(conv_size=4)
+    x = inputs.draw(op, length=8, batch=4)
+    # Segments in any order, padding within one, a broken one, padding alone.
+    ids = np.array(
+        [[3, 3, 1, 1, 1, 2, 2, 2], [1, 0, 1, 2, 0, 2, 0, 3], [1, 2, 1, 2, 1, 1, 2, 2], [0] * 8]
+    )
+
+    @jax.jit
+    def run(ids):
+        return inputs.call(op, x, causal=True, segment_ids=ids, return_state=True)
+
+    out, state = run(ids)
+    right = np.array([0, 1, 3])
+    want = inputs.call(op, x, causal=True, segment_ids=ids)
+    np.testing.assert_allclose(out[right], want[right], atol=2e-6)
+    for a in jax.tree.leaves((out, state)):
+        assert np.isnan(a[2]).all() and not np.isnan(a[right]).any()
+
+
+def test_a_mesh_with_explicit_axes():
+    """Rows may be split; where JAX cannot type the call, the error says so in one line."""
+    mesh = jax.make_mesh((1,), ("axis",), axis_types=(AxisType.Explicit,))
+    op = kda.kda()
+    x = inputs.draw(op, length=5)
+
+    def lie(tree, *axes):
+        return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def run(x, **options):
+        return inputs.call(op, x, causal=True, initial_state=state, **options)
+
+    _, state = inputs.call(op, x, causal=True, return_state=True)
+    want, state = run(x), lie(state, "axis")
+    params = lie(x.params)
+    np.testing.assert_allclose(run(lie(x, "axis")._replace(params=params)), want, atol=2e-6)
+    heads = inputs.Inputs(*lie(x[:4], None, None, "axis"), params)
+    for options, given in (({}, "initial_state"), (dict(return_state=True), "return_state=True")):
+        call = functools.partial(run, **options)
+        for one in (call, jax.jit(call)):
+            with pytest.raises(Unsupported, match=f"^{given} on a mesh with explicit axes, over"):
+                one(heads)

@@ -124,6 +124,18 @@ def test_what_has_none_is_refused():
     assert Dims(4, 8, 8, 1).qk_heads == 4
 
 
+def test_masks_and_biases_of_pairs_have_the_heads_of_values():
+    op = dense.dense()
+    x = inputs.draw(op, length=5, n_heads=4)
+    x = x._replace(q=x.q[:, :, ::2], k=x.k[:, :, ::2])
+    mask = np.random.default_rng(0).random((2, 4, 5, 5)) < 0.7
+    want = inputs.call(op, x, bias=np.where(mask, 0.0, -np.inf).astype(np.float32))
+    np.testing.assert_allclose(inputs.call(op, x, mask=mask), want, atol=1e-6)
+    for given in (dict(mask=mask[:, :2]), dict(bias=np.zeros((2, 2, 5, 5), np.float32))):
+        with pytest.raises(ValueError, match=r"has shape \(2, 2, 5, 5\): .*\(2, 4, 5, 5\), each"):
+            inputs.call(op, x, **given)
+
+
 @pytest.mark.parametrize("factory", [kda.kda, gated_delta.gated_delta], ids=lambda x: x.__name__)
 def test_heads_of_256(factory):
     """In array operations, which a float64 loop agrees with elsewhere for any size."""

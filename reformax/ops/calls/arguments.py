@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from reformax.declared import Rate, Unsupported, check, shown
 from reformax.ops.calls.dims import Dims
-from reformax.ops.masking.masks import segment_pair
+from reformax.ops.masking.given_masks import shape_of_pairs
+from reformax.ops.masking.masks import int32_ids, segment_begins, segment_pair
 from reformax.ops.masking.visibility import is_token, same_segment
 
 
@@ -32,6 +34,7 @@ def check_arguments(
     extra_projections=None,
     global_tokens=None,
     train=True,
+    return_state=False,
 ) -> None:
     """Checks the arguments of a call before any tracing.
 
@@ -50,7 +53,8 @@ def check_arguments(
             f"rng has shape {rng.shape} and dtype {rng.dtype}: expected one key, such as "
             "jax.random.key(0)"
         )
-    for name, value in (("causal", causal), ("train", train)):
+    flags = dict(causal=causal, train=train, return_state=return_state)
+    for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
             raise ValueError(f"{name} is {shown(value)}: expected True or False")
     check("dropout", dropout, Rate)
@@ -64,8 +68,7 @@ def check_arguments(
         raise Unsupported(f"causal=False: {op} is causal only, set causal=True")
     _check_segments(op, segment_ids, q, keys, "q" if k is None else "k")
     if bias is not None:
-        n_heads = max(q.shape[2], v.shape[2])
-        _check_bias(op, bias, (q.shape[0], n_heads, q.shape[1], keys.shape[1]))
+        _check_bias(op, bias, shape_of_pairs(q, keys, v))
     _check_extra_projections(op, extra_projections, q, v)
     if global_tokens is not None:
         _check_global_tokens(op, global_tokens, q)
@@ -271,22 +274,43 @@ def checked_state(op, state, causal, mask, segment_ids, q, v) -> Any:
     if not causal or mask is not None:
         given = "mask is given" if causal else "causal=False"
         raise Unsupported(f"{given}, but a state is of causal calls: use causal=True and no mask")
-    if segment_ids is not None and not isinstance(segment_ids, jax.core.Tracer):
-        for row in np.asarray(segment_ids):
-            tokens = row[row != 0]
-            if 1 + np.sum(tokens[1:] != tokens[:-1]) > len(np.unique(tokens)) > 0:
-                raise ValueError(
-                    f"segment_ids has a row {shown(row.tolist())}: with a state, a segment's "
-                    "positions must be contiguous"
-                )
-    if state is None:
-        return first
+    state = first if state is None else state
+    check_part(op, "initial_state", state, segment_ids, q, v)
+    return state
+
+
+def check_part(op, name: str, state, segment_ids, q, v) -> None:
+    """Raises `ValueError` for a state of other sizes, and for known ids of a broken segment.
+
+    `name` is that of the state's argument.
+    """
+    first = jax.eval_shape(lambda: op.first_state(q.shape[0], op.dims(q, v)))
     if jax.tree.structure(state) != jax.tree.structure(first) or _shapes(state) != _shapes(first):
         raise ValueError(
-            f"initial_state has shapes {_shapes(state)}: expected {_shapes(first)}, as of a call "
-            "with return_state=True"
+            f"{name} has shapes {_shapes(state)}: expected {_shapes(first)}, as of a call with "
+            "return_state=True, or of op.first_state"
         )
-    return state
+    if segment_ids is None or isinstance(segment_ids, jax.core.Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        broken = ~np.asarray(are_contiguous(int32_ids(segment_ids)))
+    if broken.any():
+        row = np.asarray(segment_ids)[broken.argmax()].tolist()
+        raise ValueError(
+            f"segment_ids has a row {shown(row)}: with a state, a segment's positions must be "
+            "contiguous"
+        )
+
+
+def are_contiguous(ids: Int[Array, "B T"]) -> Bool[Array, " B"]:
+    """Whether no other segment lies within a segment of the row. Padding may."""
+
+    def n_begins(ids):
+        return jnp.sum(segment_begins(ids) & is_token(ids), axis=1)
+
+    tokens_first = jnp.argsort(~is_token(ids), axis=1, stable=True)
+    tokens = jnp.take_along_axis(ids, tokens_first, axis=1)
+    return n_begins(tokens) == n_begins(jnp.sort(ids, axis=1))
 
 
 def _shapes(params) -> dict[str, tuple[int, ...]]:

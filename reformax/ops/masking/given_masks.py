@@ -14,11 +14,19 @@ from jaxtyping import Array, Bool, Float
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 
 
+def shape_of_pairs(
+    q: Float[Array, "B T N H"], keys: Float[Array, "B S G H"], v: Float[Array, "B S G V"]
+) -> tuple[int, int, int, int]:
+    """The whole shape of a mask or bias of pairs, [batch, heads, queries, keys]."""
+    return q.shape[0], max(q.shape[2], v.shape[2]), q.shape[1], keys.shape[1]
+
+
 def checked_mask(
     op: Any,
     mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"],
     q: Float[Array, "B T N H"],
     keys: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
 ) -> Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"]:
     """The mask of a call of `op`, an `AttentionOp`, as an array, after checks.
 
@@ -27,18 +35,18 @@ def checked_mask(
       NotImplementedError: the mask hides pairs, and the op adds no bias.
     """
     mask = jnp.asarray(mask)
-    (n_batch, n_queries, n_heads), n_keys = q.shape[:3], keys.shape[1]
-    full = n_batch, n_heads, n_queries, n_keys
+    full = shape_of_pairs(q, keys, v)
+    of_keys = full[0], full[3]
     if mask.dtype != bool:
         raise ValueError(
             f"mask has dtype {mask.dtype}: expected booleans, True where a key is visible; pass "
             "numbers to add to logits as bias"
         )
     pairs = mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, full, strict=True))
-    if not pairs and mask.shape != (n_batch, n_keys):
+    if not pairs and mask.shape != of_keys:
         raise ValueError(
-            f"mask has shape {mask.shape}: expected [batch, keys], {(n_batch, n_keys)}, or [batch, "
-            f"heads, queries, keys], {full}, each or 1"
+            f"mask has shape {mask.shape}: expected [batch, keys], {of_keys}, or [batch, heads, "
+            f"queries, keys], {full}, each or 1"
         )
     if _hides_pairs(mask) and not op.bias:
         raise NotImplementedError(
