@@ -140,7 +140,7 @@ def packed_batch(sizes, lengths: list[int], batch: int, length: int) -> dict[str
     for side, name in enumerate(("source", "target")):
         segment_ids = np.zeros((batch, length), np.int32)
         for b in range(batch):
-            inside = pairs[rows.pairs[rows.starts[b] : rows.starts[b + 1]], side]
+            inside = pairs[rows.items[rows.starts[b] : rows.starts[b + 1]], side]
             ids = np.repeat(1 + np.arange(len(inside)), inside)
             segment_ids[b, : len(ids)] = ids
         tokens = rng.integers(3, sizes["vocab_size"], segment_ids.shape, np.int32)
