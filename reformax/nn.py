@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from reformax import ops
 from reformax.declared import SettingError, Unsupported, check, shown
@@ -223,15 +223,20 @@ def _four_axes(x: ArrayLike) -> Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _is_token(lengths: ArrayLike, name: str, n_rows: int, size: int) -> Array:
-    """Which positions are before the end of their row, `[B, size]`."""
+def checked_lengths(lengths: ArrayLike, name: str, n_rows: int) -> Int[Array, " B"]:
+    """The lengths of rows, of the argument `name`; `ValueError` for other shapes and dtypes."""
     lengths = jnp.asarray(lengths)
     if lengths.shape != (n_rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"{name} has shape {lengths.shape} and dtype {lengths.dtype}: expected integers, "
             f"[batch], ({n_rows},)"
         )
-    return jnp.arange(size)[None] < lengths[:, None]
+    return lengths
+
+
+def _is_token(lengths: ArrayLike, name: str, n_rows: int, size: int) -> Bool[Array, "B size"]:
+    """Which positions are before the end of their row."""
+    return jnp.arange(size)[None] < checked_lengths(lengths, name, n_rows)[:, None]
 
 
 def _with_lengths(mask, lengths, name: str, n_rows: int, size: int) -> Array | None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.buffers import Buffer
 from reformax.declared import Called, SettingError, Size, Unsupported, check, checked
+from reformax.nn import checked_lengths
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.numerics.rotary import RotaryAngles, RotaryBase, rotary
@@ -204,12 +205,7 @@ def _checked_lengths(lengths: Any, n_rows: int, n_tokens: int) -> Int[Array, " B
     """The lengths of a prompt's rows, whose numbers are checked where they are known."""
     if lengths is None:
         return jnp.full(n_rows, n_tokens)
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != (n_rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(
-            f"lengths has shape {lengths.shape} and dtype {lengths.dtype}: expected integers, "
-            f"[batch], ({n_rows},)"
-        )
+    lengths = checked_lengths(lengths, "lengths", n_rows)
     if _is_known(lengths) and not np.all(_fits(lengths, n_tokens)):
         raise ValueError(
             f"lengths has {int(lengths.min())} to {int(lengths.max())}: expected 1 to {n_tokens}, "

@@ -271,6 +271,19 @@ class MultiHead(Layer):
             for (name, w), y in zip(weights.items(), outs, strict=True)
         }
 
+    def _merged_heads(
+        self, params, x: Float[Array, "B T D"] | Unnormed, names: Iterable[str]
+    ) -> dict[str, Float[Array, "B T _ _"]]:
+        """The projections of `x` by `w_in`, which has their weights side by side."""
+        projections = self.projections()
+        made = [(name, projections[name]) for name in names]
+        sizes = [to.n_heads * to.size for _, to in made]
+        parts = affine(x, params["w_in"], params.get("b_in"), sizes=sizes)
+        return {
+            name: part.reshape(*part.shape[:2], to.n_heads, to.size)
+            for (name, to), part in zip(made, parts, strict=True)
+        }
+
     def _normed(self, params, heads: dict[str, Array]) -> dict[str, Array]:
         """The projections, queries and keys normalised by `qk_norm`."""
         for name in ("q", "k") if self.qk_norm else ():
@@ -552,15 +565,8 @@ class Attention(MultiHead):
 
     def _all_heads(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
         """All projections, of the weights or those from `for_decoding`."""
-        projections = self.projections()
-        if "w_in" not in params:
-            return self._heads(params, x, projections)
-        sizes = [to.n_heads * to.size for to in projections.values()]
-        parts = affine(x, params["w_in"], params.get("b_in"), sizes=sizes)
-        return {
-            name: part.reshape(*part.shape[:2], to.n_heads, to.size)
-            for (name, to), part in zip(projections.items(), parts, strict=True)
-        }
+        names = self.projections()
+        return (self._merged_heads if "w_in" in params else self._heads)(params, x, names)
 
     def _rotate(self, params, heads: dict[str, Array], position=None) -> QKV:
         """The projections, normalised, those that tell positions apart rotated by theirs."""

@@ -132,14 +132,9 @@ class CrossAttention(MultiHead):
         """
         *memory_heads, rng = memory_kv
         batch = memory_heads[0].shape[0]
-        made = [(name, self.projections()[name]) for name in self._of_queries]
-        sizes = [to.n_heads * to.size for _, to in made]
-        parts = affine(x, params["w_in"], params.get("b_in"), sizes=sizes)
-        heads = {
-            name: part.reshape(batch, -1, to.n_heads, to.size)
-            for (name, to), part in zip(made, parts, strict=True)
-        }
-        heads = self._normed(params, heads)
+        heads = self._normed(params, self._merged_heads(params, x, self._of_queries))
+        rows = heads["q"].shape[:2]
+        heads = {name: y.reshape(batch, -1, *y.shape[2:]) for name, y in heads.items()}
         q, gate = heads["q"], heads.get(ATTENTION_GATE)
         segment_ids = None
         if memory_segment_ids is not None:
@@ -147,4 +142,4 @@ class CrossAttention(MultiHead):
         qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in memory_heads))
         plan = self.plan(params, qkv, segment_ids, rng)
         out = gated(self._apply_op(params, qkv, plan, segment_ids), gate)
-        return output(params, out.reshape(*parts[0].shape[:2], self.n_heads, -1), added)
+        return output(params, out.reshape(*rows, self.n_heads, -1), added)

@@ -113,8 +113,9 @@ class Backbone(Model):
                 params["stack"], *[x] * self._layers.n_out, segment_ids, rng=rng_s
             )
         else:
-            x, states = self._layers.apply_from(params["stack"], x, states, segment_ids, rng_s)
-            streams = x
+            streams, states = self._layers.apply_from(
+                params["stack"], x, states, segment_ids, rng_s
+            )
         streams = streams if self._layers.n_out > 1 else (streams,)
         features = dropout(self._joined(params, streams), self._dropout_rate, rng_f)
         return features if states is None else (features, states)

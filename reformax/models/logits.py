@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from reformax.ops.numerics.logits import Logits
+
 glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
 
 
@@ -73,4 +75,4 @@ def affine(
 
 def capped(logits: Float[Array, "*d V"], soft_cap: float | None) -> Float[Array, "*d V"]:
     """`c tanh(x / c)` of logits x (Gemma Team 2024, "Gemma 2", sec. 2); None: as they are."""
-    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+    return Logits(soft_cap=soft_cap).capped(logits)

@@ -27,7 +27,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax import devices
 from reformax.declared import Bounds, SettingError, Unsupported, check_fields
 from reformax.ops.calls.arguments import (
-    are_contiguous,
     check_arguments,
     check_part,
     check_read,
@@ -38,6 +37,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
+from reformax.ops.masking.contiguous import are_contiguous
 from reformax.ops.masking.given_masks import checked_mask, with_mask
 from reformax.ops.masking.masks import SegmentIds, int32_ids, keys_seen, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
@@ -428,10 +428,7 @@ class AttentionOp:
             call = call.but(lengths=None)
         if self._keeps_padding_out:
             return self._apply(call, params, q, k, v, plan)
-        if call.extra_projections and call.segment_ids is not None:
-            ids = segment_pair(call.segment_ids)[0]
-            read = {name: tokens_only(x, ids) for name, x in call.extra_projections.items()}
-            call = call.but(extra_projections=read)
+        call = _extras_of_tokens(call)
 
         def apply(q, k, v) -> Float[Array, "B T N V"]:
             return self._apply(call, params, q, k, v, plan)
@@ -443,8 +440,7 @@ class AttentionOp:
         ids = call.segment_ids
         if ids is None:
             return self._apply_from(call, params, q, k, v, state)
-        gates = {name: tokens_only(x, ids) for name, x in (call.extra_projections or {}).items()}
-        call = call.but(extra_projections=gates or None)
+        call = _extras_of_tokens(call)
         q, k, v = (tokens_only(x, ids) for x in (q, k, v))
         out, state = self._apply_from(call, params, q, k, v, state)
         return tokens_only(out, ids), state
@@ -459,9 +455,7 @@ class AttentionOp:
         raise NotImplementedError(f"{self.name} has no _apply")
 
     def _apply_from(self, call: Call, params, q, k, v, state) -> tuple[Array, Any]:
-        raise Unsupported(
-            f"op is {self.name}: it carries no state; use a recurrence, such as kda.kda()"
-        )
+        raise NotImplementedError(f"{self.name} has no _apply_from")
 
     def _init_cache(self, call: Call, params, q, k, v, plan) -> Any:
         raise NotImplementedError(f"{self.name} cannot decode")
@@ -568,6 +562,15 @@ def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
     """
     settings = ("causal", "dropout", "train")
     return jax.jit(functools.partial(_attend, op), static_argnames=settings)
+
+
+def _extras_of_tokens(call: Call) -> Call:
+    """The call with extra projections that are zeros at padding."""
+    if not call.extra_projections or call.segment_ids is None:
+        return call
+    ids = segment_pair(call.segment_ids)[0]
+    read = {name: tokens_only(x, ids) for name, x in call.extra_projections.items()}
+    return call.but(extra_projections=read)
 
 
 @functools.lru_cache(maxsize=256)

@@ -69,6 +69,3 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
             "xla": (None, in_arrays),
         }
         return compute_by(self.impl, implementations)
-
-    def _step(self, call, params, q, k, v, cache):
-        return super()._step(self._with_sinks(call, params, q.shape[2]), params, q, k, v, cache)

@@ -117,9 +117,6 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
         }
         return compute_by(self.impl, implementations)
 
-    def _step(self, call, params, q, k, v, cache):
-        return super()._step(self._with_sinks(call, params, q.shape[2]), params, q, k, v, cache)
-
 
 def _tiling(block_sizes, logits: Logits, dropout: float, causal: bool, q, k) -> tiles.Tiling:
     query_size, key_size = (size or default_block_size(q) for size in block_sizes)

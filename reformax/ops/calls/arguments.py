@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
 
 from reformax.declared import Rate, Unsupported, check, shown
 from reformax.ops.calls.dims import Dims
+from reformax.ops.masking.contiguous import are_contiguous
 from reformax.ops.masking.given_masks import shape_of_pairs
-from reformax.ops.masking.masks import int32_ids, segment_begins, segment_pair
+from reformax.ops.masking.masks import int32_ids, segment_pair
 from reformax.ops.masking.visibility import is_token, same_segment
 
 
@@ -300,17 +300,6 @@ def check_part(op, name: str, state, segment_ids, q, v) -> None:
             f"segment_ids has a row {shown(row)}: with a state, a segment's positions must be "
             "contiguous"
         )
-
-
-def are_contiguous(ids: Int[Array, "B T"]) -> Bool[Array, " B"]:
-    """Whether no other segment lies within a segment of the row. Padding may."""
-
-    def n_begins(ids):
-        return jnp.sum(segment_begins(ids) & is_token(ids), axis=1)
-
-    tokens_first = jnp.argsort(~is_token(ids), axis=1, stable=True)
-    tokens = jnp.take_along_axis(ids, tokens_first, axis=1)
-    return n_begins(tokens) == n_begins(jnp.sort(ids, axis=1))
 
 
 def _shapes(params) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from reformax.ops.masking.masks import segment_begins
 from reformax.ops.masking.visibility import is_token
@@ -44,6 +44,14 @@ def tokens_first(
     token = is_token(ids)
     numbers = jnp.cumsum(segment_begins(ids) & token, axis=1, dtype=jnp.int32)
     return order, inputs, numbers, jnp.sum(token, axis=1, dtype=jnp.int32)
+
+
+def are_contiguous(ids: Int[Array, "B T"]) -> Bool[Array, " B"]:
+    """Whether no other segment lies within a segment of the row. Padding may."""
+    *_, numbers, _ = tokens_first((), ids, ids.shape)
+    ordered = jnp.sort(ids, axis=1)
+    n_segments = jnp.sum(segment_begins(ordered) & is_token(ordered), axis=1)
+    return jnp.max(numbers, axis=1, initial=0) == n_segments
 
 
 def reorder(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:

@@ -131,9 +131,9 @@ def rotary(
 
     The product of two rotated vectors then depends on positions only by their distance. Feature i
     is paired with feature i + H // 2; an odd last feature is unchanged, and so are those behind the
-    rotated fraction. In a grid some pairs rotate
-    by each coordinate, so that the product depends on the distance along each axis alone (Heo et
-    al. 2024, "Rotary Position Embedding for Vision Transformer", sec. 3.2, axial frequency).
+    rotated fraction. In a grid some pairs rotate by each coordinate, so that the product depends on
+    the distance along each axis alone (Heo et al. 2024, "Rotary Position Embedding for Vision
+    Transformer", sec. 3.2, axial frequency).
 
     Args:
       x: queries or keys.

@@ -17,7 +17,7 @@ from reformax.ops.sharding.shard import of_heads
 
 
 class LearnedSinks:
-    """The option `learned_sinks` of an op: a second base class. Weights: `sinks [N]`."""
+    """The option `learned_sinks` of an op: its first base class. Weights: `sinks [N]`."""
 
     learned_sinks: bool = False
 
@@ -25,6 +25,9 @@ class LearnedSinks:
         """The logits of the sinks, 0 at first: as one more key that is orthogonal to queries."""
         del rng
         return {"sinks": jnp.zeros(dims.n_heads)} if self.learned_sinks else ()
+
+    def _step(self, call, params, q, k, v, cache):
+        return super()._step(self._with_sinks(call, params, q.shape[2]), params, q, k, v, cache)
 
     def _with_sinks(self, call: Call, params, n_heads: int) -> Call:
         """The call with the sinks of the heads that its arrays have."""
