@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from reformax.declared import SettingError, Unsupported
-from reformax.training import loss as loss_lib
 from reformax.training.metrics import no_sums
 
 
@@ -39,7 +38,7 @@ def check(model: Any, backprop_len: int | None, length: int) -> None:
 
 
 def gradient(
-    model, loss_chunk_len, label_smoothing, z_loss, backprop_len: int, params, batch, rng, weight
+    model, cross_entropy, backprop_len: int, params, batch, rng, weight
 ) -> tuple[Any, Any]:
     """The gradient of the loss over `weight` and the sums of metrics, summed over all parts.
 
@@ -51,12 +50,7 @@ def gradient(
     def of_part(params, part, states, rng):
         inputs, targets, weights = part
         features, states = model.features_from(params, inputs, states, rng)
-        sums = loss_lib.cross_entropy(
-            *(model.logits, params, features, targets, weights),
-            chunk_len=loss_chunk_len,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-        )
+        sums = cross_entropy(model.logits, params, features, targets, weights)
         return sums.loss / weight, (sums.metrics, states)
 
     def add_part(carry, numbered):

@@ -100,10 +100,11 @@ def step_fn(
       optimizer has a schedule by that name. All randomness comes from `key` folded with the step's
       number, and then with the micro-batch's.
     """
-    options = model, loss_chunk_len, label_smoothing, z_loss
-    gradient = jax.grad(partial(mean_loss, *options), has_aux=True)
+    options = dict(chunk_len=loss_chunk_len, label_smoothing=label_smoothing, z_loss=z_loss)
+    cross_entropy = partial(loss_lib.cross_entropy, **options)
+    gradient = jax.grad(partial(mean_loss, model, cross_entropy), has_aux=True)
     if backprop_len is not None:
-        gradient = partial(pieces.gradient, *options, backprop_len)
+        gradient = partial(pieces.gradient, model, cross_entropy, backprop_len)
     schedule = getattr(optimizer, "learning_rate", None)
 
     def step(state: TrainState, batch, key):
@@ -140,20 +141,16 @@ def step_fn(
     return jax.jit(devices.on(mesh, step), donate_argnums=0, out_shardings=placements)
 
 
-def mean_loss(model, loss_chunk_len, label_smoothing, z_loss, params, batch, rng, weight):
+def mean_loss(model, cross_entropy, params, batch, rng, weight):
     """The loss divided by `weight`, and the sums of metrics.
 
-    A compiled step calls it, once a micro-batch: `jax.debug.print("{x}", x=features[0, 0])` here
-    prints then. With `backprop_len` it is `pieces.gradient` in its place.
+    `cross_entropy` is that of `loss`, with its options. A compiled step calls this function once a
+    micro-batch: `jax.debug.print("{x}", x=features[0, 0])` here prints then. With `backprop_len`
+    it calls `pieces.gradient` in its place.
     """
     inputs, targets, weights = batch
     features = model.features(params, inputs, rng=rng)
-    sums = loss_lib.cross_entropy(
-        *(model.logits, params, features, targets, weights),
-        chunk_len=loss_chunk_len,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+    sums = cross_entropy(model.logits, params, features, targets, weights)
     return sums.loss / weight, sums.metrics
 
 

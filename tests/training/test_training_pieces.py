@@ -11,7 +11,7 @@ import pytest
 from reformax.declared import SettingError, Unsupported
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import kda, linear, local
-from reformax.training import loop, mesh, pieces, step
+from reformax.training import loop, loss, mesh, pieces, step
 from tests.helpers import assert_trees_close
 from tests.training import worker
 
@@ -28,15 +28,15 @@ def model_of(kind=TransformerLM, attention_type=CYCLE, **options):
     return kind(**SIZES | HEADS | options, attention_type=attention_type)
 
 
-Z_LOSS = 0.01
+CROSS_ENTROPY = partial(loss.cross_entropy, z_loss=0.01)
 
 
 def both(model, inputs, backprop_len):
     """The gradients and metrics of parts and of whole rows."""
     params = jax.jit(partial(model.init_params, shape=TOKENS.shape))(jax.random.key(0))
     batch, weight = (inputs, TOKENS, WEIGHTS), jnp.float32(WEIGHTS.sum())
-    whole = jax.jit(jax.grad(partial(step.mean_loss, model, None, 0.0, Z_LOSS), has_aux=True))
-    parts = jax.jit(partial(pieces.gradient, model, None, 0.0, Z_LOSS, backprop_len))
+    whole = jax.jit(jax.grad(partial(step.mean_loss, model, CROSS_ENTROPY), has_aux=True))
+    parts = jax.jit(partial(pieces.gradient, model, CROSS_ENTROPY, backprop_len))
     return parts(params, batch, None, weight), whole(params, batch, None, weight)
 
 
@@ -50,7 +50,7 @@ def test_the_loss_of_parts_is_that_of_whole_rows(packed, pos_type):
     params = jax.jit(partial(model.init_params, shape=TOKENS.shape))(jax.random.key(0))
     cut = [x.reshape(9, 8) for x in (TOKENS, IDS, WEIGHTS)]
     inputs = (cut[0], cut[1]) if packed else cut[0]
-    _, anew = step.mean_loss(model, None, 0.0, Z_LOSS, params, (inputs, cut[0], cut[2]), None, 1.0)
+    _, anew = step.mean_loss(model, CROSS_ENTROPY, params, (inputs, cut[0], cut[2]), None, 1.0)
     assert abs(float(anew["nats"].mean - want["nats"].mean)) > 1e-3
 
 
@@ -118,7 +118,7 @@ def test_the_line_of_a_config_reaches_the_step(tmp_path, monkeypatch):
     lengths, gradient = [], pieces.gradient
 
     def spy(*arguments):
-        lengths.append(arguments[4])
+        lengths.append(arguments[2])
         return gradient(*arguments)
 
     monkeypatch.setattr(pieces, "gradient", spy)
