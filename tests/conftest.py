@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.quick_cases import QUICK
+from tests.quick_cases import COLLECTED, QUICK, case_of
 
 # What is imported stays: collections of garbage among it were a fifth of the time to import it.
 gc.disable()
@@ -68,15 +68,9 @@ def pytest_addoption(parser):
     )
 
 
-def _test(item) -> tuple[str, str]:
-    """The file, in this folder, and the name of the test that the item is a case of."""
-    return item.path.relative_to(Path(__file__).parent).as_posix(), item.originalname
-
-
 def pytest_itemcollected(item):
     """A case that the line of its test leaves out is slow, and one of a matrix."""
-    file, test = _test(item)
-    case = item.name.removeprefix(test)[1:-1]
+    file, test, case = case_of(item)
     if case not in QUICK.get(file, {}).get(test, [case]):
         item.add_marker("slow")
         item.add_marker("matrix")
@@ -87,10 +81,11 @@ def pytest_collection_modifyitems(config, items):
 
     Slow cases of a test that has quick ones are of a matrix. The longest come first.
     """
-    quick = {_test(item) for item in items if not item.get_closest_marker("slow")}
+    quick = {case_of(item)[:2] for item in items if not item.get_closest_marker("slow")}
     for item in items:
-        if item.get_closest_marker("slow") and _test(item) in quick:
+        if item.get_closest_marker("slow") and case_of(item)[:2] in quick:
             item.add_marker("matrix")
+    config.stash[COLLECTED] = [case_of(item) for item in items]
     part, n_parts = map(int, config.getoption("--part").split("/"))
     taken, left_out = [], []
     for item in items:

@@ -8,6 +8,20 @@ decoding; for every model its forward pass, its gradient and its step; for every
 Quick cases of a property are then one of each kind, or the cheaper of two implementations.
 """
 
+from pathlib import Path
+
+import pytest
+
+# All cases of a session, before any is left out.
+COLLECTED = pytest.StashKey[list[tuple[str, str, str]]]()
+
+
+def case_of(item: pytest.Function) -> tuple[str, str, str]:
+    """The file, in this folder, the test, and the id of its case that the item is."""
+    file = item.path.relative_to(Path(__file__).parent).as_posix()
+    return file, item.originalname, item.name.removeprefix(item.originalname)[1:-1]
+
+
 # By file and test, the ids of the quick cases; none where another test shows the same more cheaply.
 QUICK = {
     "convert/test_hugging_face.py": {
@@ -41,7 +55,7 @@ QUICK = {
                 ("32-sizes0-options0", "rows0"),
                 ("48-sizes1-options1", "rows1"),
                 ("33-sizes2-options2", "rows0"),
-                ("20-sizes4-options4", "rows1"),
+                ("20-sizes6-options6", "rows1"),
             )
             for impl in ("xla", "interpreted")
         ],
