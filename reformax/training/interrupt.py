@@ -12,6 +12,7 @@ from contextlib import suppress
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A launcher signals the process and its group: what comes this soon after is the same request.
 SAME_REQUEST = 1.0  # seconds
+CAUGHT_UP = 0  # no signal's number
 
 
 class Interrupt:
@@ -31,6 +32,7 @@ class Interrupt:
         self._said = threading.Lock()  # taken, for good, by the thread that says it
         self._writer: int | None = None
         self._arrived: list[float] = []  # when; handlers wait for the main thread to leave C
+        self._asked = self._answered = 0  # whether all that arrived is noted, see `_between`
 
     def __enter__(self) -> Interrupt:
         # Only the main thread may set handlers; in any other the caller keeps its own.
@@ -71,7 +73,9 @@ class Interrupt:
         with open(reader, "rb", buffering=0) as pipe:
             while data := pipe.read(16):
                 for number in data:
-                    if number in numbers:
+                    if number == CAUGHT_UP:
+                        self._answered += 1
+                    elif number in numbers:
                         self._arrived.append(time.monotonic())
                         self._acknowledge(number)
 
@@ -92,9 +96,20 @@ class Interrupt:
             signal.raise_signal(number)
 
     def _between(self) -> float:
-        """Seconds from the first signal to the last."""
+        """Seconds from the first signal to the last.
+
+        The thread may have yet to read the last one: what is written behind it says that it has.
+        """
+        if self._writer is not None:
+            self._asked += 1
+            with suppress(OSError):  # full: the thread waits for a reader of its line
+                os.write(self._writer, bytes([CAUGHT_UP]))
+            for _ in range(100):
+                if self._answered >= self._asked:
+                    break
+                time.sleep(1e-3)
         if len(self._arrived) > 1:
-            return self._arrived[-1] - self._arrived[0]
+            return self._arrived[-1] - min(self._since, self._arrived[0])
         return time.monotonic() - self._since
 
     def _restore(self) -> None:
