@@ -8,7 +8,6 @@ import signal
 import tempfile
 import zlib
 from importlib import metadata
-from pathlib import Path
 
 import hypothesis
 import pytest
