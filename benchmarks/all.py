@@ -85,12 +85,8 @@ PARTS = {
         (*TRAINED, "benchmarks/global_layers.py"),
     ),
     "listops": _arena("--task=listops --steps=3000 --at_once=2", "listops"),
-    "listops_cls": _arena("--task=listops --steps=3000 --at_once=2 --pooling=cls", "listops_cls"),
     "listops_curriculum": _arena(
         "--task=listops --steps=3000 --curriculum --pooling=cls --at_once=3", "listops_curriculum"
-    ),
-    "listops_pretrained": _arena(
-        "--task=listops --steps=3000 --at_once=2 --pretrained", "listops_pretrained"
     ),
     "pathfinder": _arena("--task=pathfinder --steps=14000", "pathfinder"),
     "attention_table": Part(

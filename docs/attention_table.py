@@ -27,10 +27,9 @@ PASSES = {
 Rows = dict[tuple[str, str, str, str], dict[str, str]]  # by attention, length, dropout, masked
 PLAIN, DROPOUT, MASKED = ("0.0", "False"), ("0.1", "False"), ("0.0", "True")
 SHOWN = {  # the page's columns: length, dropout and mask, what of it
-    "N=1,024": ("1024", PLAIN, "combined_ms"),
-    "65,536": ("65536", PLAIN, "combined_ms"),
-    "65,536, dropout": ("65536", DROPOUT, "combined_ms"),
-    "65,536, mask": ("65536", MASKED, "combined_ms"),
+    "plain": ("65536", PLAIN, "combined_ms"),
+    "dropout": ("65536", DROPOUT, "combined_ms"),
+    "mask": ("65536", MASKED, "combined_ms"),
 }
 NONE = "–"
 

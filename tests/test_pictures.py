@@ -2,13 +2,18 @@
 
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
 
+import jax
 import matplotlib
 import numpy as np
 import pytest
+
+from reformax.training import by_position
+from tests.training import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs/pictures"
@@ -173,3 +178,51 @@ def test_lines_beside_peers_are_those_of_the_file(pictures, name):
     names = {line for panel in drawn.PANELS.values() for line in panel}
     assert names <= peers.read(name).keys()
     assert peers.read(name).keys() - names <= {"flash", "flash, 1 head of keys"}
+
+
+@pytest.fixture
+def scored(tmp_path):
+    """Folders of three small models, of which one was scored in shorter windows."""
+    task = tiny.counting(n_valid=300)
+    for name, seed, length in (("one", 1, 256), ("two", 2, 256), ("short", 2, 128)):
+        model = tiny.TinyLM(mode="eval")
+        params = model.init_params(jax.random.PRNGKey(seed), (1, 1))
+        bands = by_position.by_position(model, params, task, batch_size=1, length=length)
+        found = by_position.as_json(bands, "bits_per_dim")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "evaluation_valid.json").write_text(json.dumps(found))
+    return tmp_path
+
+
+def test_bits_by_position_are_those_of_the_evaluations(pictures, scored):
+    script = importlib.import_module("by_position")
+    runs = [scored / "one", scored / "two"]
+    script.main([*map(str, runs), f"--out={scored / 'drawn'}"])
+    for mode in ("light", "dark"):
+        assert "<svg" in (scored / f"drawn-{mode}.svg").read_text()
+    colors = importlib.import_module("style").MODES["light"]
+    bits, less = script.draw(colors, script.read_all(runs, "valid")).axes
+    found = [json.loads((run / "evaluation_valid.json").read_text()) for run in runs]
+    values = [[band["bits_per_dim"] for band in each["by_position"]] for each in found]
+    assert [list(line.get_ydata()) for line in bits.lines] == values
+    assert [list(line.get_xdata()) for line in bits.lines] == [[64, 128, 256]] * 2
+    np.testing.assert_array_equal(less.lines[0].get_ydata(), 0)
+    np.testing.assert_allclose(less.lines[1].get_ydata(), np.subtract(*values[::-1]))
+    for axes in (bits, less):
+        assert {text.get_text() for text in axes.texts} == {"one", "two"}
+        low, high = axes.get_ylim()
+        assert all(low < y < high for line in axes.lines for y in line.get_ydata())
+
+
+def test_bits_that_do_not_compare_are_refused(pictures, scored, capsys):
+    script = importlib.import_module("by_position")
+    for names, message in (
+        (["one"], "expected 2 to 6 folders of different names"),
+        (["one", "one"], "expected 2 to 6 folders of different names"),
+        (["one", "short"], "one has bits_per_dim of windows of 256 and short bits_per_dim of win"),
+        (["one", "none"], "evaluate --output_dir=.*none --split=valid --by_position writes them"),
+    ):
+        with pytest.raises(SystemExit):
+            script.main([*(str(scored / name) for name in names), f"--out={scored / 'drawn'}"])
+        assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+    assert not (scored / "drawn-light.svg").exists()
