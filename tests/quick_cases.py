@@ -41,7 +41,10 @@ QUICK = {
         "test_decoding_computes_the_last_row_of_attention_so_far": ["lsh(chunk_len=16)"],
         "test_flax_s_own_linen_module_with_an_op": ["flash()"],
         "test_flax_s_own_modules_with_other_algorithms": ["lsh"],
-        "test_weights_and_gates_of_an_op": ["retention()"],
+        "test_weights_and_gates_of_an_op": ["gated_linear(gate_rank=3)"],
+    },
+    "generation/test_states.py": {
+        "test_a_text_in_two_calls_is_that_of_one": ["gated_delta-TransformerLM"],
     },
     # Of any number of beams the search is compared with one that is written out.
     "generation/test_translate.py": {
