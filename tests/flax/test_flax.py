@@ -292,7 +292,7 @@ def as_layer(op, params, num_heads, **options):
 
 WITH_WEIGHTS = (
     gated_delta.gated_delta(conv_size=3),
-    gated_linear.gated_linear(),
+    gated_linear.gated_linear(gate_rank=3),
     kda.kda(),
     retention.retention(),
     retention.retention(gated=False),
