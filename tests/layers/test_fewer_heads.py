@@ -28,6 +28,10 @@ def quick(row):
     return row.name in (*KINDS, "moba") or row.op().shared_qk
 
 
+def decodes(row):
+    return row.decodes and row.plans_ahead and not row.op().shared_qk
+
+
 @pytest.mark.parametrize("option", FEWER)
 @over(ROWS, quick)
 def test_every_op_has_them_or_says_why_not(row, option):
@@ -62,3 +66,12 @@ def test_every_op_has_them_or_says_why_not(row, option):
 def loss(layer, params):
     out = layer.apply(params, X, rng=RNG)
     return jnp.sum(jnp.sin(out)), out
+
+
+@pytest.mark.parametrize("option", FEWER)
+@over((row for row in ROWS if decodes(row)), lambda row: row.name in ("longformer", "moba"))
+def test_decoding(row, option):
+    layer = layer_of(row, row.op(), **{option: FEW})
+    params = plain.init(layer, X.shape)
+    whole = jax.jit(layer.apply)(params, X, rng=RNG)
+    plain.assert_decodes(layer, params, X, np.array([6, 3]), whole, RNG)
