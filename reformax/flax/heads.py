@@ -38,35 +38,43 @@ class DecodingCache(NamedTuple):
 
 @checked
 def sizes_of(
-    op: Op, num_heads: Size, features: Size, num_kv_heads: Size | None = None, length: Size = 1
+    op: Op,
+    num_heads: Size,
+    features: Size,
+    num_kv_heads: Size | None = None,
+    num_qk_heads: Size | None = None,
+    length: Size = 1,
 ) -> Dims:
     """The sizes of a module.
 
     Raises:
       SettingError: an argument of another type or out of range.
-      ValueError: features that the heads do not divide, heads that those of keys do not divide.
-      NotImplementedError: heads of keys, for an algorithm that makes its keys of the queries.
+      ValueError: features that the heads do not divide, heads that fewer ones do not divide.
+      NotImplementedError: fewer heads, for an algorithm that makes its keys of the queries.
     """
     if features % num_heads:
         raise ValueError(f"qkv_features is {features}: expected a multiple of {num_heads} heads")
-    if num_kv_heads is not None and num_heads % num_kv_heads:
+    for name, fewer in dict(num_kv_heads=num_kv_heads, num_qk_heads=num_qk_heads).items():
+        if fewer is not None and num_heads % fewer:
+            raise SettingError(f"{name} is {fewer}: expected a divisor of num_heads, {num_heads}")
+        if fewer is not None and op.shared_qk:
+            raise Unsupported(
+                f"{name} is {fewer}, but {op} makes its keys of the queries: leave it out"
+            )
+    if num_kv_heads is not None and num_qk_heads is not None:
         raise SettingError(
-            f"num_kv_heads is {num_kv_heads}: expected a divisor of num_heads, {num_heads}"
-        )
-    if num_kv_heads is not None and op.shared_qk:
-        raise Unsupported(
-            f"num_kv_heads is {num_kv_heads}, but {op} makes its keys of the queries: leave it out"
+            f"num_qk_heads is {num_qk_heads} and num_kv_heads {num_kv_heads}: leave one out"
         )
     size = features // num_heads
-    return Dims(num_heads, size, size, length, num_kv_heads)
+    return Dims(num_heads, size, size, length, num_kv_heads, num_qk_heads)
 
 
 def projections_of(op: AttentionOp, sizes: Dims) -> dict[str, ExtraProjection]:
     """What is projected, by the name of its weights."""
-    n, g = sizes.n_heads, sizes.key_heads
+    n, g = sizes.qk_heads, sizes.key_heads
     found = {
         "query": ExtraProjection(n, sizes.d_qk, rotated=True),
-        "key": ExtraProjection(g, sizes.d_qk, rotated=True),
+        "key": ExtraProjection(min(n, g), sizes.d_qk, rotated=True),
         "value": ExtraProjection(g, sizes.d_v),
     }
     if op.shared_qk:
@@ -144,14 +152,16 @@ def decode(
     capacity: int,
     rng: Callable[[], Array | None],
 ) -> tuple[Float[Array, "B T N V"], DecodingCache]:
-    """Attention of a prompt, where there is no cache, or of one more token of each row.
+    """Attention of a prompt, where there is no cache, or of more tokens of each row.
+
+    These are one, or several if the algorithm carries a state.
 
     Args:
       op: the algorithm.
       params: its weights.
-      heads: of the prompt or the token.
+      heads: of the prompt or the tokens.
       cache: after the last call; None: there is none.
-      lengths: the number of tokens of each row of the prompt; None: all.
+      lengths: the number of tokens of each row that are read; None: all.
       capacity: how many positions the cache has room for.
       rng: makes the source of hashes.
 
@@ -161,6 +171,8 @@ def decode(
     """
     q, k, v, extra_projections = heads
     n_tokens = q.shape[1]
+    if cache is not None and op.carries_state and (n_tokens > 1 or lengths is not None):
+        return _read_on(op, params, heads, cache, lengths, capacity)
     if cache is not None:
         if n_tokens != 1 or lengths is not None:
             raise ValueError(
@@ -169,14 +181,8 @@ def decode(
             )
         options = dict(position=cache.position, extra_projections=extra_projections)
         out, of_op = op.step(params, q, k, v, cache.op, **options)
-        has_room = cache.position < capacity
-        if _is_known(has_room) and not np.all(has_room):
-            raise ValueError(
-                f"inputs_q is token {int(np.max(cache.position)) + 1} of a row: expected at most "
-                f"max_decode_length, {capacity}"
-            )
-        out = jnp.where(has_room[:, None, None, None], out, jnp.nan)
-        return out, DecodingCache(of_op, cache.position + 1)
+        position = cache.position + 1
+        return _within(out, position, capacity), DecodingCache(of_op, position)
     if n_tokens > capacity:
         raise ValueError(
             f"inputs_q has {n_tokens} tokens: expected at most max_decode_length, {capacity}"
@@ -186,11 +192,40 @@ def decode(
     is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
     call, key = dict(extra_projections=extra_projections), rng()
     masks = dict(causal=True, rng=key)
-    plan = op.plan(params, q, k, segment_ids=is_token, length=capacity, train=False, **masks)
+    planned = op.of_value_heads(q, k, v)
+    plan = op.plan(params, *planned, segment_ids=is_token, length=capacity, train=False, **masks)
     out = op.apply(params, q, k, v, plan=plan, segment_ids=None, **masks, **call)
     out = jnp.where(_fits(lengths, n_tokens)[:, None, None, None], out, jnp.nan)
     call |= dict(plan=plan, lengths=lengths, capacity=capacity, rng=key)
     return out, DecodingCache(op.init_cache(params, q, k, v, **call), lengths)
+
+
+def _read_on(
+    op: AttentionOp, params: Any, heads: Heads, cache: DecodingCache, lengths: Any, capacity: int
+) -> tuple[Float[Array, "B T N V"], DecodingCache]:
+    """Attention of several tokens that follow those of the cache."""
+    *arrays, extra_projections = heads
+    n_tokens = heads.q.shape[1]
+    lengths = _checked_lengths(lengths, len(heads.q), n_tokens)
+    is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
+    call = dict(segment_ids=is_token, extra_projections=extra_projections)
+    out, of_op = op.apply_from(params, *arrays, cache.op, **call)
+    out = jnp.where(_fits(lengths, n_tokens)[:, None, None, None], out, jnp.nan)
+    position = cache.position + lengths
+    return _within(out, position, capacity), DecodingCache(of_op, position)
+
+
+def _within(
+    out: Float[Array, "B T N V"], n_read: Int[Array, " B"], capacity: int
+) -> Float[Array, "B T N V"]:
+    """`out` of rows with so many tokens; NaN of those above the capacity, where it is traced."""
+    has_room = n_read <= capacity
+    if _is_known(has_room) and not np.all(has_room):
+        raise ValueError(
+            f"inputs_q is token {int(np.max(n_read))} of a row: expected at most "
+            f"max_decode_length, {capacity}"
+        )
+    return jnp.where(has_room[:, None, None, None], out, jnp.nan)
 
 
 def _is_known(x: Array) -> bool:

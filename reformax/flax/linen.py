@@ -38,15 +38,18 @@ class Attention(nn.Module):
     "dropout".
 
     With `max_decode_length` the module decodes, and the collection "cache" must be mutable: without
-    a cache a call reads a prompt, and each later call reads one more token of each row.
+    a cache a call reads a prompt, and each later call reads one more token of each row, or several
+    if the algorithm carries a state.
 
     Attributes:
       op: the algorithm, such as `lsh.lsh()`.
       num_heads: number of heads.
-      qkv_features: the size of all heads of queries together; None: that of the input.
+      qkv_features: the size of `num_heads` heads of queries; None: that of the input.
       out_features: the size of the output; None: that of the input.
       num_kv_heads: heads of keys and values, each for `num_heads / num_kv_heads` heads of queries
         (Ainslie et al. 2023); None: `num_heads`.
+      num_qk_heads: heads of queries and keys, each for `num_heads / num_qk_heads` heads of values,
+        as in Mamba 2 and Qwen3-Next; None: `num_heads`.
       causal: whether a position sees only itself and what came before it.
       use_rotary: whether queries and keys are rotated by their position (Su et al. 2021).
       rotary_base: the longest wavelength of these rotations is `2 pi rotary_base`.
@@ -63,6 +66,7 @@ class Attention(nn.Module):
     qkv_features: int | None = None
     out_features: int | None = None
     num_kv_heads: int | None = None
+    num_qk_heads: int | None = None
     causal: bool = False
     use_rotary: bool = False
     rotary_base: float = 10_000.0
@@ -92,7 +96,7 @@ class Attention(nn.Module):
           mask: True or 1 where a key may be seen, False or 0 elsewhere.
           segment_ids: ids of the tokens, as in `reformax.ops`.
           positions: by which `use_rotary` rotates; None: 0 to T - 1.
-          lengths: in decoding, the number of tokens of each row of the prompt; None: all.
+          lengths: in decoding, the number of tokens of each row that are read; None: all.
           deterministic: whether nothing is dropped, and the algorithm uses its settings for
             evaluation. Decoding is deterministic.
 
@@ -102,7 +106,8 @@ class Attention(nn.Module):
           NotImplementedError: the algorithm cannot honour the mask, attend across, or decode.
         """
         n_features = self.qkv_features or inputs_q.shape[-1]
-        sizes = sizes_of(self.op, self.num_heads, n_features, self.num_kv_heads, inputs_q.shape[1])
+        fewer = self.num_kv_heads, self.num_qk_heads
+        sizes = sizes_of(self.op, self.num_heads, n_features, *fewer, inputs_q.shape[1])
         decodes = self.max_decode_length is not None and not self.is_initializing()
         across = source_of(self.op, inputs_q, inputs_kv, self.use_rotary, decodes)
         options = dict(use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
@@ -155,7 +160,8 @@ class Attention(nn.Module):
     def _decode(self, params, projected, projections, lengths) -> Float[Array, "B T N V"]:
         cache: DecodingCache | None = self.get_variable("cache", "state")
         n_tokens = projected["query"].shape[1]
-        positions = jnp.arange(n_tokens)[None] if cache is None else cache.position[:, None]
+        positions = jnp.arange(n_tokens)[None]
+        positions = positions if cache is None else cache.position[:, None] + positions
         rotated = positions if self.use_rotary else None
         heads: Heads = heads_of(projected, projections, rotated, self.rotary_base)
         options = lengths, self.max_decode_length, lambda: self._draw(0.0)

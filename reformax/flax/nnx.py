@@ -40,11 +40,13 @@ class Attention(nnx.Module):
       op: the algorithm, such as `lsh.lsh()`.
       num_heads: number of heads.
       in_features: the size of the input.
-      qkv_features: the size of all heads of queries together; None: that of the input.
+      qkv_features: the size of `num_heads` heads of queries; None: that of the input.
       out_features: the size of the output; None: that of the input.
       in_kv_features: the size of the input of keys and values; None: that of the input.
       num_kv_heads: heads of keys and values, each for `num_heads / num_kv_heads` heads of queries
         (Ainslie et al. 2023); None: `num_heads`.
+      num_qk_heads: heads of queries and keys, each for `num_heads / num_qk_heads` heads of values,
+        as in Mamba 2 and Qwen3-Next; None: `num_heads`.
       causal: whether a position sees only itself and what came before it.
       use_rotary: whether queries and keys are rotated by their position (Su et al. 2021).
       rotary_base: the longest wavelength of these rotations is `2 pi rotary_base`.
@@ -69,6 +71,7 @@ class Attention(nnx.Module):
         in_kv_features: int | None = None,
         *,
         num_kv_heads: int | None = None,
+        num_qk_heads: int | None = None,
         causal: bool = False,
         use_rotary: bool = False,
         rotary_base: float = 10_000.0,
@@ -80,7 +83,10 @@ class Attention(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        sizes = sizes_of(op, num_heads, qkv_features or in_features, num_kv_heads, max_length or 1)
+        sizes = sizes_of(
+            *(op, num_heads, qkv_features or in_features),
+            *(num_kv_heads, num_qk_heads, max_length or 1),
+        )
         options = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         across = in_kv_features or in_features
         self.op, self.causal = op, causal
@@ -121,7 +127,7 @@ class Attention(nnx.Module):
           mask: True or 1 where a key may be seen, False or 0 elsewhere.
           segment_ids: ids of the tokens, as in `reformax.ops`.
           positions: by which `use_rotary` rotates; None: 0 to T - 1.
-          lengths: in decoding, the number of tokens of each row of the prompt; None: all.
+          lengths: in decoding, the number of tokens of each row that are read; None: all.
           deterministic: overrides the module's; None: the module's. Decoding is deterministic.
 
         Raises:
@@ -162,6 +168,8 @@ class Attention(nnx.Module):
     def init_cache(self, max_decode_length: int | None) -> None:
         """From now on calls decode: the first one reads a prompt, each other one more token.
 
+        An algorithm that carries a state also reads several more at once.
+
         Args:
           max_decode_length: how many positions the cache has room for; None: calls do not decode.
 
@@ -194,7 +202,8 @@ class Attention(nnx.Module):
 
     def _decode(self, params, projected, lengths) -> Float[Array, "B T N V"]:
         cache, n_tokens = self.cache.get_value(), projected["query"].shape[1]
-        positions = jnp.arange(n_tokens)[None] if cache is None else cache.position[:, None]
+        positions = jnp.arange(n_tokens)[None]
+        positions = positions if cache is None else cache.position[:, None] + positions
         heads = self._heads(projected, positions)
         options = lengths, self.max_decode_length, lambda: self._draw(0.0)
         out, cache = decode(self.op, params, heads, cache, *options)

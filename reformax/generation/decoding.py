@@ -9,7 +9,7 @@ to leave some out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -27,9 +27,10 @@ from reformax.declared import (
     Size,
     check_all,
     hints_of,
-    shown,
 )
+from reformax.generation.prompts import capacity_of, padded, rows_of
 from reformax.generation.sampling import Sampler
+from reformax.generation.texts import TextState, of_rows, resumed, where_rows
 
 # The most new tokens that one call computes: the host waits once for all of them.
 BLOCK = 64
@@ -60,8 +61,9 @@ def generate(
     max_new_tokens: int,
     *,
     end: int | None = None,
+    return_state: bool = False,
     **options,
-) -> list[np.ndarray]:
+) -> list[np.ndarray] | tuple[list[np.ndarray], TextState]:
     """Continues prompts.
 
     Args:
@@ -70,20 +72,32 @@ def generate(
       prompts: the tokens of each.
       max_new_tokens: tokens to add to each.
       end: a token that ends a row.
+      return_state: whether to return the texts' state too.
       **options: the other arguments of `stream`.
 
     Returns:
-      The new tokens of each row, up to and with its first `end`.
+      The new tokens of each row, up to and with its first `end`; and the state.
 
     Raises:
       ValueError: as `stream`.
       NotImplementedError: as `stream`.
     """
-    blocks = stream(model, params, prompts, max_new_tokens, end=end, **options)
-    rows = np.concatenate(list(blocks), axis=1)
-    if end is None:
-        return list(rows)
-    return [row[: np.argmax(row == end) + 1] if end in row else row for row in rows]
+    options |= dict(end=end, return_state=return_state)
+    blocks, state = _all_of(stream(model, params, prompts, max_new_tokens, **options))
+    rows = list(np.concatenate(blocks, axis=1))
+    if end is not None:
+        rows = [row[: np.argmax(row == end) + 1] if end in row else row for row in rows]
+    return (rows, state) if return_state else rows
+
+
+def _all_of(generator: Generator) -> tuple[list[Any], Any]:
+    """What a generator yields, and what it returns."""
+    items = []
+    while True:
+        try:
+            items.append(next(generator))
+        except StopIteration as stop:
+            return items, stop.value
 
 
 def stream(
@@ -101,7 +115,9 @@ def stream(
     max_length: Size | None = None,
     every: Block = BLOCK,
     mesh: Mesh | None = None,
-) -> Iterator[np.ndarray]:
+    state: TextState | None = None,
+    return_state: bool = False,
+) -> Generator[np.ndarray, None, TextState | None]:
     """Continues prompts and hands out the tokens as they come.
 
     The next tokens are computed while the last are handed out.
@@ -121,6 +137,11 @@ def stream(
         `n_buckets="auto"` goes by it. None: as many as needed, rounded up.
       every: tokens to hand out together, 1 to `BLOCK`.
       mesh: devices that share the rows; None: one device.
+      state: of the texts that the prompts go on from, a row for each prompt or one for all, from
+        `read` or an earlier call. All attentions of the model must carry a state. With the seed of
+        the earlier call this one draws what that would have drawn next. None: prompts begin texts.
+      return_state: whether the generator returns the state of the texts, to `yield from`. A row
+        that has ended stays at its `end`.
 
     Yields:
       New tokens `[B, n]`; the first array has one token of each row.
@@ -128,44 +149,111 @@ def stream(
     Raises:
       ValueError: an argument out of range, or more tokens than `max_length` or the model's
         positions hold.
-      NotImplementedError: an attention of the model cannot decode.
+      NotImplementedError: an attention of the model cannot decode, or carries no state.
     """
-    mesh = devices.whole_sequences(mesh)
-    shares = 1 if mesh is None else devices.n_row_shards(mesh)
-    if mesh is not None and len(prompts) < shares and mesh.shape["fsdp"] == 1:
-        mesh, shares = None, 1  # some devices would have no row
-    tokens, lengths = _padded(prompts, model.vocab_size, shares)
+    mesh, shares = _mesh_of(mesh, len(prompts))
+    rows = rows_of(prompts, model.vocab_size)
     settings = dict(max_new_tokens=max_new_tokens, max_length=max_length, end=end, every=every)
     check_all(hints_of(stream), settings | dict(seed=seed, hash_seed=hash_seed))
     max_new_tokens = int(max_new_tokens)  # `rounded` takes no whole numbers of NumPy
     if end is not None and end >= model.vocab_size:
         raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
     sampler = Sampler(temperature, top_k, top_p).check()
-    capacity = _capacity(int(lengths.max()), max_new_tokens, max_length, model.max_length)
-    n_prompt = min(rounded(int(lengths.max())), capacity - 1)
-    tokens = np.pad(tokens, ((0, 0), (0, n_prompt - tokens.shape[1])))
+    if return_state:
+        model.check_carries_state()
+    texts = resumed(model, params, rows, state)
+    capacity = capacity_of(texts.n_longest, max_new_tokens, max_length, model.max_length)
+    # A state has room for any length, so that one program reads further lengths too.
+    most = capacity if texts.model is None else model.max_length or np.inf
+    tokens, lengths = padded(texts.rows, shares, most - 1)
     draws = _Draws(
         sampler.arrays(),
         jax.random.PRNGKey(seed),
         jnp.int32(-1 if end is None else end),
     )
     hash_rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
-    (tokens, lengths), params = devices.placed(mesh, (tokens, lengths), params)
-    arrays = params, tokens, lengths, np.int32(len(prompts)), draws, hash_rng
+    given = tokens, lengths, of_rows(texts.model, len(tokens))
+    (tokens, lengths, before), params = devices.placed(mesh, given, params)
+    if before is not None:
+        capacity = tokens.shape[1] + 1
+    arrays = params, tokens, lengths, np.int32(len(prompts)), draws, hash_rng, before, texts.drawn
     start = functools.partial(_start, model, capacity, mesh, *arrays)
-    state = _start.eval_shape(*start.args)
     memory.check(
         f"caches of {len(prompts):,} rows of {capacity:,} tokens",
-        memory.size_of(state) // shares,
+        memory.size_of(_start.eval_shape(*start.args)) // shares,
         "max_length, max_new_tokens or num_samples",
     )
-    blocks = _blocks(model, mesh, params, start, draws, max_new_tokens, every)
-    return (block[: len(prompts)] for block in blocks)
+    n_rows = len(prompts), max_new_tokens, every
+    return _blocks(model, mesh, params, start, draws, *n_rows, return_state)
+
+
+def read(
+    model,
+    params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    state: TextState | None = None,
+    mesh: Mesh | None = None,
+) -> TextState:
+    """Reads prompts, to go on from them in several calls of `generate`, `stream` or `read`.
+
+    Args:
+      model: as in `stream`. All its attentions must carry a state.
+      params: its weights.
+      prompts: the tokens of each, of any lengths. One that begins a text has at least one token.
+      state: of the texts that they go on from, as in `stream`.
+      mesh: devices that share the rows; None: one device.
+
+    Returns:
+      The state of each row's text. Its size does not depend on the text's length.
+
+    Raises:
+      ValueError: a prompt begins a text and is empty, or has more tokens than the model's positions
+        hold.
+      NotImplementedError: an attention of the model carries no state.
+    """
+    mesh, shares = _mesh_of(mesh, len(prompts))
+    rows = rows_of(prompts, model.vocab_size)
+    model.check_carries_state()
+    texts = resumed(model, params, rows, state)
+    for i, row in enumerate(texts.rows):
+        if not len(row):
+            raise ValueError(f"prompts[{i}] is empty: expected a token, as no state is given")
+    most = model.max_length or np.inf
+    if texts.n_longest > most:
+        raise SettingError(
+            f"prompts has a text of {texts.n_longest} tokens: the model's positions hold {most}"
+        )
+    last = np.array([row[-1] for row in texts.rows], np.int32)
+    tokens, lengths = padded([row[:-1] for row in texts.rows], shares, most - 1)
+    if not tokens.size:  # nothing is left to read, and attention takes at least one position
+        tokens = np.zeros((len(tokens), 1), np.int32)
+    given = tokens, lengths, of_rows(texts.model, len(tokens))
+    (tokens, lengths, before), params = devices.placed(mesh, given, params)
+    found = _read(model, mesh, params, tokens, lengths, before)
+    return TextState(of_rows(found, len(last)), last, texts.drawn)
+
+
+def _mesh_of(mesh: Mesh | None, n_rows: int) -> tuple[Mesh | None, int]:
+    """The mesh that shares so many rows, and in how many parts."""
+    mesh = devices.whole_sequences(mesh)
+    shares = 1 if mesh is None else devices.n_row_shards(mesh)
+    if mesh is not None and n_rows < shares and mesh.shape["fsdp"] == 1:
+        return None, 1  # some devices would have no row
+    return mesh, shares
 
 
 def _blocks(
-    model, mesh, params, start, draws: _Draws, n_new: int, every: int
-) -> Iterator[np.ndarray]:
+    model,
+    mesh,
+    params,
+    start,
+    draws: _Draws,
+    n_prompts: int,
+    n_new: int,
+    every: int,
+    return_state: bool,
+) -> Generator[np.ndarray, None, TextState | None]:
     state = start()
     # The next call donates the state, so copies of it are handed out.
     ready, done = jnp.copy(state.token)[:, None], jnp.copy(state.done)
@@ -173,12 +261,16 @@ def _blocks(
     params = for_decoding(model, mesh, params)
     while left:
         n = min(every, left)
-        state, block = _go_on(model, mesh, params, state, draws, jnp.int32(n))
-        yield np.asarray(ready)
+        state, block = _go_on(model, mesh, return_state, params, state, draws, jnp.int32(n))
+        yield np.asarray(ready)[:n_prompts]
         if np.all(done):
-            return
+            break
         ready, done, left = block[:, :n], jnp.copy(state.done), left - n
-    yield np.asarray(ready)
+    else:
+        yield np.asarray(ready)[:n_prompts]
+    if not return_state:
+        return None
+    return of_rows(TextState(state.decoding, state.token, state.count), n_prompts)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -188,21 +280,38 @@ def for_decoding(model, mesh, params) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _start(model, capacity, mesh, params, tokens, lengths, n_real, draws: _Draws, hash_rng):
+def _start(
+    model, capacity, mesh, params, tokens, lengths, n_real, draws: _Draws, hash_rng, before, drawn
+):
     """Reads the prompts and draws the first token of each row; rows from `n_real` on have ended."""
-    prefill = devices.on(mesh, functools.partial(model.prefill, capacity=capacity))
-    logits, decoding = prefill(params, tokens, lengths, rng=hash_rng)
-    count, n_rows = jnp.int32(0), tokens.shape[0]
-    token = draws.sampler.draw(logits, _keys(draws.key, count, n_rows))
+    logits, decoding = _prefill(model, capacity, mesh, params, tokens, lengths, hash_rng, before)
+    n_rows = tokens.shape[0]
+    token = draws.sampler.draw(logits, _keys(draws.key, drawn, n_rows))
     done = (token == draws.end) | (jnp.arange(n_rows) >= n_real)
-    return _State(decoding, token, done, count + 1)
+    return _State(decoding, token, done, drawn + 1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _read(model, mesh, params, tokens, lengths, before):
+    """The model's state after the rows."""
+    capacity = tokens.shape[1] + 1
+    return _prefill(model, capacity, mesh, params, tokens, lengths, None, before)[1]
+
+
+def _prefill(model, capacity, mesh, params, tokens, lengths, rng, before):
+    prefill = devices.on(mesh, functools.partial(model.prefill, capacity=capacity))
+    given = {} if before is None else {"state": before}
+    return prefill(params, tokens, lengths, rng=rng, **given)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def _go_on(
-    model, mesh, params, state: _State, draws: _Draws, n_new: Int[Array, ""]
+    model, mesh, keep_ended: bool, params, state: _State, draws: _Draws, n_new: Int[Array, ""]
 ) -> tuple[_State, Int[Array, "B n"]]:
-    """Draws `n_new` tokens of each row into the first columns; stops when all rows have ended."""
+    """Draws `n_new` tokens of each row into the first columns; stops when all rows have ended.
+
+    With `keep_ended` the state of a row that has ended stays as it is.
+    """
     n_rows, step = state.token.shape[0], devices.on(mesh, model.step)
 
     def more(carry):
@@ -212,6 +321,8 @@ def _go_on(
     def draw(carry):
         i, state, out = carry
         logits, decoding = step(params, state.token, state.decoding)
+        if keep_ended:
+            decoding = where_rows(state.done, state.decoding, decoding)
         token = draws.sampler.draw(logits, _keys(draws.key, state.count, n_rows))
         token = jnp.where(state.done, draws.end, token)
         state = _State(decoding, token, state.done | (token == draws.end), state.count + 1)
@@ -226,66 +337,3 @@ def _keys(key, count: Int[Array, ""], n_rows: int) -> Array:
     """The key of each row's draw number `count`."""
     key = jax.random.fold_in(key, count)
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(n_rows))
-
-
-def _padded(
-    prompts: Sequence[Sequence[int]], vocab_size: int, shares: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts as an array padded on the right, and their lengths.
-
-    Empty prompts at the end make their number a multiple of `shares`.
-    """
-    rows = [as_tokens(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
-    if not rows:
-        raise ValueError("prompts is empty: expected at least one prompt, which may be empty")
-    for i, row in enumerate(rows):
-        if row.size and not (row.min() >= 0 and row.max() < vocab_size):
-            raise SettingError(
-                f"prompts[{i}] has tokens from {row.min()} to {row.max()}: expected 0 to "
-                f"{vocab_size - 1}, as the model's vocab_size is {vocab_size}"
-            )
-    lengths = np.array([len(row) for row in rows] + [0] * (-len(rows) % shares), np.int32)
-    tokens = np.zeros((len(lengths), lengths.max()), np.int32)
-    for row, prompt in zip(tokens, rows, strict=False):
-        row[: len(prompt)] = prompt
-    return tokens, lengths
-
-
-def as_tokens(name: str, tokens: Sequence[int]) -> Int[np.ndarray, " n"]:
-    """Tokens as an array; raises `ValueError` for what is no sequence of whole numbers."""
-    try:
-        row = np.asarray(tokens)
-    except ValueError:  # sequences of several lengths
-        raise SettingError(f"{name} is {shown(tokens)}: expected token numbers alone") from None
-    if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
-        raise ValueError(
-            f"{name} has shape {row.shape} and dtype {row.dtype}: expected a sequence of token "
-            "numbers"
-        )
-    return row
-
-
-def rounded(length: int) -> int:
-    """The next of a few lengths: multiples of 64, or of an eighth of the power of two below."""
-    size = max(64, 2 ** (length.bit_length() - 4))
-    return -(-length // size) * size
-
-
-def _capacity(n_prompt: int, n_new: int, requested: int | None, most: int | None) -> int:
-    needed = n_prompt + n_new
-    for name, limit in (
-        ("max_length", requested),
-        ("the length that the model's positions hold", most),
-    ):
-        if limit is not None and needed > limit:
-            raise SettingError(
-                f"max_new_tokens is {n_new}: with a prompt of {n_prompt} tokens that is {needed}, "
-                f"above {name}, {limit}: request fewer or shorten the prompt"
-            )
-    if requested is not None:
-        if most is not None and requested > most:
-            raise SettingError(
-                f"max_length is {requested}: the model's positions hold {most}, lower it to that"
-            )
-        return requested
-    return rounded(needed) if most is None else min(rounded(needed), most)

@@ -29,7 +29,7 @@ from reformax.declared import (
     hints_of,
     shown,
 )
-from reformax.generation import beam, decoding
+from reformax.generation import beam, decoding, prompts
 from reformax.progress import Progress
 
 # Batches dispatched before the first one's result is waited for.
@@ -183,7 +183,7 @@ def _on_host(found: beam.Hypotheses) -> Iterator[Hypothesis]:
 
 def _source(model, name: str, source: Sequence[int]) -> Int[np.ndarray, " S"]:
     """A source as an array; raises `ValueError` for one that the model cannot read."""
-    source = decoding.as_tokens(name, source)
+    source = prompts.as_tokens(name, source)
     if not source.size or source.min() < 0 or source.max() >= model.source_vocab_size:
         raise SettingError(
             f"{name} is {shown(source.tolist())}: expected one or more tokens below the model's "

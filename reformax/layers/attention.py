@@ -318,8 +318,7 @@ class MultiHead(Layer):
             segment_ids, global_tokens = tokens
             return self.op.plan(
                 params,
-                qkv.q,
-                qkv.k,
+                *self.op.of_value_heads(*qkv[:3]),
                 segment_ids=segment_ids,
                 causal=self.causal,
                 rng=rng,

@@ -261,8 +261,8 @@ class Model(Layer, TaskModel):
             )
         if self.n_qk_heads is not None and not any(op.more_value_heads for op in cycle):
             raise SettingError(
-                f"n_qk_heads is {self.n_qk_heads} and no op of {argument} takes values of more "
-                "heads: leave it out, or give a recurrence, such as kda.kda()"
+                f"n_qk_heads is {self.n_qk_heads} and every op of {argument} makes its keys of the "
+                "queries: leave it out, or give one that projects keys, such as kda.kda()"
             )
         if self._position_bias and not any(op.bias for op in cycle):
             raise SettingError(

@@ -249,10 +249,14 @@ class LanguageModel(Backbone):
         streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
         return self._next(params, streams), LMState(lengths + 1, caches)
 
+    def check_carries_state(self) -> None:
+        """Raises `Unsupported` unless `prefill` can go on from a state."""
+        for block in self._layers.blocks:
+            block.attention.first_state(1, self.width)
+
     def _read_on(self, params, tokens, lengths, capacity, rng, state: LMState):
         """`prefill` of tokens that follow a text; each row has one at least."""
-        for block in self._layers.blocks:
-            block.attention.first_state(1, self.width)  # raises if it carries no state
+        self.check_carries_state()
         position, caches = state
         of_tokens = position[:, None] + jnp.arange(tokens.shape[1])[None]
         x = self._embed(params, devices.looked_up(params["embedding"], tokens), of_tokens)

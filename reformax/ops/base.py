@@ -152,9 +152,9 @@ class AttentionOp:
     def more_value_heads(self) -> bool:
         """Whether values may have more heads than queries and keys.
 
-        Where queries and keys are one, or plans choose keys by the head of queries, they may not.
+        Where keys are made of the queries, each has its own values.
         """
-        return not self.shared_qk and self.plans == "no"
+        return not self.shared_qk
 
     @property
     def carries_state(self) -> bool:
@@ -262,12 +262,21 @@ class AttentionOp:
         return None
 
     @final
+    def of_value_heads(
+        self, q: Float[Array, "B T Q H"], k: Float[Array, "B S Q H"] | None, v
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S N H"] | None]:
+        """Queries and keys for each head of values, where there are more of these."""
+        if not self.more_value_heads:
+            return q, k
+        return repeat_to_values(q, v), repeat_to_values(k, v)
+
+    @final
     def plan(self, params, q, k, *, segment_ids, causal, **call) -> Any:
         """The keys that each query may see: a pytree of integers without a gradient.
 
         Args:
           params: the algorithm's own weights.
-          q, k: queries and keys.
+          q, k: queries and keys; those of `of_value_heads` where values have more heads.
           segment_ids, causal: of the call.
           **call: further fields of `Call`: `rng`, the source of hashes; `train`, False selects the
             settings for evaluation; `length`, `shard`, and `global_tokens` where the algorithm
@@ -401,7 +410,10 @@ class AttentionOp:
         dtype = accum_dtype(q.dtype)
         factor = self.scale_by_length
         if self.learn_scale_by_length:
-            factor = of_heads(params["length_factor"], call.shard, q.shape[2]).astype(dtype)
+            factor, n = params["length_factor"], q.shape[2]
+            if len(factor) < n and call.shard is None:  # queries of `of_value_heads`
+                factor = jnp.repeat(factor, n // len(factor))
+            factor = of_heads(factor, call.shard, n).astype(dtype)
         factor = factor * jnp.log(jnp.maximum(n_keys, 2).astype(dtype))[..., None]
         return (q * factor[..., None]).astype(q.dtype)
 
@@ -414,8 +426,8 @@ class AttentionOp:
         check_read(self, call)
         arrays = call, params, q, k, *others
         call, params, q, k, *others = devices.varying_as(arrays, arrays)
-        if self.more_value_heads and not self._repeats_qk and others:
-            q, k = (repeat_to_values(x, others[0]) for x in (q, k))
+        if others and not self._repeats_qk:
+            q, k = self.of_value_heads(q, k, others[0])
         if not self._grouped:
             k, *others[:1] = repeat_heads(q, k, *others[:1])
         return devices.varying_as(arrays, function(call, params, q, k, *others))
@@ -633,7 +645,8 @@ def _plan_and_apply(
     params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng = x
     segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
     masks = dict(segment_ids=segment_ids, causal=causal, rng=rng, shard=shard)
-    plan = op.plan(params, q, k, **masks, train=train, global_tokens=global_tokens)
+    planned = op.of_value_heads(q, k, v)
+    plan = op.plan(params, *planned, **masks, train=train, global_tokens=global_tokens)
     others = dict(bias=bias, extra_projections=extra_projections)
     return op.apply(params, q, k, v, plan=plan, dropout=dropout, **masks, **others)
 

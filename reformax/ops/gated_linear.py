@@ -2,8 +2,8 @@
 
 Yang et al. 2023 ("Gated Linear Attention Transformers", eq. 3-4 and sec. 4.4):
 `S_t = diag(a_t) S_{t-1} + k_t v_t^T`, `out_t = S_t^T q_t`, with `a_t = sigmoid(gate_t + b)^(1/16)`.
-The output of each head is normalised and gated. The paper factorises `gate` in two thin matrices;
-this file has one projection.
+The output of each head is normalised and gated. The paper projects `gate` through 16 numbers (sec.
+4.4), which is `gate_rank=16`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class gated_linear(Recurrence, AttentionOp):
       gated: whether the output is multiplied by silu of a projection of the layer's input. The
         gate begins near 0 with random signs, so a shallow model learns slowly
         what to copy (docs/zoo_measured.md).
+      gate_rank: the rank of the matrix that layers make `gate` by, a product of two thin ones; 16
+        in the paper. None: one whole matrix.
       temperature: the root that is taken of the gates; a larger one slows the decay.
       memory: the positions in which a feature decays to 1 / e when training begins and `gate` is 0.
         None is the paper's bias of 0: `temperature / log(2)`, 23 positions.
@@ -55,6 +57,7 @@ class gated_linear(Recurrence, AttentionOp):
 
     normalized: bool = True
     gated: bool = True
+    gate_rank: Size | None = None
     temperature: Span = 16.0
     memory: Span | None = None
     conv_size: Width | None = None
@@ -72,7 +75,7 @@ class gated_linear(Recurrence, AttentionOp):
         return weights | output_params(self.normalized, dims) | conv
 
     def extra_projections(self, dims) -> dict[str, ExtraProjection]:
-        gate = {"gate": ExtraProjection(dims.n_heads, dims.d_qk)}
+        gate = {"gate": ExtraProjection(dims.n_heads, dims.d_qk, rank=self.gate_rank)}
         return gate | output_projections(self.gated, dims)
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:

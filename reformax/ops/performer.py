@@ -27,20 +27,21 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.buffers import Buffer, updated
-from reformax.declared import Bounds, Seed, SettingError, Size, Width
+from reformax.declared import Bounds, Seed, SettingError, Size, Unsupported, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
 from reformax.ops.decoding.cache import SharedByBatch
-from reformax.ops.masking.contiguous import contiguous_segments, restore_order
+from reformax.ops.masking.contiguous import contiguous_segments, restore_order, tokens_first
 from reformax.ops.masking.masks import segment_begins
 from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import KEPT, mean, quotient, with_ones
 from reformax.ops.recurrence.random_features import (
     PositiveFeatures,
     orthogonal_directions,
     positive_features,
 )
-from reformax.ops.recurrence.recurrence import advance, bidirectional
+from reformax.ops.recurrence.recurrence import advance, bidirectional, recurrence_from
 
 # Below it derivatives of quotients overflow float32.
 Epsilon = Annotated[float, Bounds(1e-12, 1)]
@@ -50,11 +51,17 @@ MAX_IN_TILE = 512
 
 
 class PerformerCache(NamedTuple):
-    """The sums over all keys so far, `sums e^scale`, and the plan."""
+    """The sums over all keys so far, `sums e^scale`, and the plan. Sums of zeros are of no key."""
 
     sums: Float[Array, "B N M V1"]
     scale: Float[Array, "B N 1"]
     plan: SharedByBatch
+
+    @property
+    def largest(self) -> Float[Array, "B N 1"]:
+        """The scale, minus infinity where no key was seen: a key's own feature is above 0."""
+        seen = jnp.any(self.sums[..., -1] > 0, axis=-1, keepdims=True)
+        return jnp.where(seen, self.scale, -jnp.inf)
 
 
 @op
@@ -205,6 +212,40 @@ class performer(AttentionOp):
         values = with_ones(v.astype(accum_dtype(v.dtype)))
         return quotient(bidirectional(queries, keys, values, **options))
 
+    # The state before and after a part of a sequence; decoding goes on from it too.
+
+    @property
+    def carries_state(self) -> bool:
+        return self.plans == "no"
+
+    def first_state(self, batch, dims, dtype=jnp.float32) -> PerformerCache:
+        if not self.carries_state:
+            raise Unsupported(
+                f"op is {self}: it carries no state from features that may be drawn anew; set "
+                "seed=0 and redraw=None"
+            )
+        dtype, sizes = accum_dtype(jnp.dtype(dtype)), (batch, dims.n_heads)
+        sums = jnp.zeros((*sizes, self.n_features, dims.d_v + 1), dtype)
+        return PerformerCache(sums, jnp.zeros((*sizes, 1), dtype), SharedByBatch(()))
+
+    def _apply_from(self, call, params, q, k, v, state: PerformerCache):
+        del params
+        dtype, shape = v.dtype, q.shape[:2]
+        order, (q, k, v), ids, lengths = tokens_first((q, k, v), call.segment_ids, shape)
+        real = (jnp.arange(shape[1])[None] < lengths[:, None])[..., None, None]
+        queries, keys = self._features((), q, k)
+        scale = jnp.where(real, keys.scale, -jnp.inf)  # padding writes and raises nothing
+        largest, rise = running_max_from(lax.stop_gradient(scale), state.largest, ids)
+        growth = jnp.where(real, keys.scale - largest, 0)
+        x = queries.x, jnp.where(real, keys.x * jnp.exp(growth), 0)
+        x = tuple(y.astype(jnp.bfloat16 if dtype == jnp.bfloat16 else y.dtype) for y in x)
+        values = jnp.where(real, with_ones(v.astype(x[0].dtype)), 0)
+        inputs = RecurrenceInputs(*x, values, -rise, None)
+        options = dict(segment_ids=ids, chunk_len=self.chunk_len, impl=self.impl)
+        sums, after = recurrence_from(inputs, state.sums, **options)
+        out = restore_order(quotient(sums).astype(dtype), order)
+        return out, PerformerCache(after, largest[:, -1], state.plan)
+
     # Decoding.
 
     def _init_cache(self, call, params, q, k, v, plan) -> PerformerCache:
@@ -223,9 +264,10 @@ class performer(AttentionOp):
     def _step(self, call, params, q, k, v, cache: PerformerCache) -> tuple[Any, PerformerCache]:
         del call, params
         queries, keys = self._features(cache.plan.value, q, k)
-        largest = jnp.maximum(cache.scale, keys.scale[:, 0])
+        before = cache.largest
+        largest = jnp.maximum(before, keys.scale[:, 0])
         new = keys.x * jnp.exp(keys.scale - largest[:, None])
-        decay = (cache.scale - largest)[:, None]
+        decay = (before - largest)[:, None]
         sums, state = advance(
             cache.sums, queries.x, new, with_ones(v.astype(accum_dtype(v.dtype))), decay
         )
@@ -256,3 +298,23 @@ def running_max(
     results = (jnp.flip(y, axis=1) if reverse else y for y in (largest, largest - before))
     largest, rise = (restore_order(y, order) for y in results)
     return largest, rise
+
+
+def running_max_from(
+    x: Float[Array, "B T N 1"],
+    initial: Float[Array, "B N 1"],
+    segment_ids: Int[Array, "B T"] | None,
+) -> tuple[Float[Array, "B T N 1"], Float[Array, "B T N 1"]]:
+    """`running_max` whose first segment goes on from `initial`.
+
+    The growth from minus infinity, that of no key, is 0.
+    """
+    ids = None if segment_ids is None else jnp.pad(segment_ids, ((0, 0), (1, 0)), mode="edge")
+    x = jnp.concatenate([lax.stop_gradient(initial)[:, None].astype(x.dtype), x], axis=1)
+    largest, _ = running_max(x, ids)
+    before, largest = largest[:, :-1], largest[:, 1:]
+    if segment_ids is not None:
+        begins = (ids[:, 1:] != ids[:, :-1])[..., None, None]
+        before = jnp.where(begins, -jnp.inf, before)
+    grows = jnp.isfinite(before)
+    return largest, jnp.where(grows, largest - jnp.where(grows, before, 0), 0)

@@ -16,7 +16,7 @@ import pytest
 import train
 from reformax import devices, memory
 from reformax.declared import SettingError
-from reformax.generation import generate, translate
+from reformax.generation import generate, read, translate
 from reformax.layers import LayerNorm
 from reformax.models import (
     Reformer,
@@ -392,6 +392,22 @@ def test_generated_text_is_that_of_one_device(monkeypatch):
         )
         for other in others:
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_texts_go_on_from_a_state_as_on_one_device(monkeypatch):
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
+    model = TransformerLM(**LM, attention_type=kda.kda(conv_size=3), n_layers=2, mode="eval")
+    params = plain.init(model, (1, LENGTH))
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10], [11, 12], [13], [14], [15, 16, 17], [18]]
+    found = []
+    for mesh in (None, on_axes(BOTH)):
+        state = read(model, params, prompts, mesh=mesh)
+        options = dict(state=state, return_state=True, mesh=mesh, temperature=0)
+        found.append(generate(model, params, [[]] * len(prompts), 9, **options))
+    (one, state), (other, after) = found
+    np.testing.assert_array_equal(one, other)
+    assert_trees_close(*map(jax.device_get, (after, state)), 1e-5)
 
 
 @pytest.mark.slow

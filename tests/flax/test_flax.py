@@ -35,6 +35,7 @@ from reformax.ops import (
     memory_efficient,
     moba,
     nsa,
+    performer,
     retention,
     routing,
     shared_qk,
@@ -223,6 +224,13 @@ def test_what_a_module_refuses():
         (flash.flash(), dict(num_heads=0), "num_heads is 0: expected at least 1"),
         (flash.flash(), dict(num_kv_heads=3), "num_kv_heads is 3: expected a divisor of num_head"),
         (lsh.lsh(), dict(num_kv_heads=1), "num_kv_heads is 1, but lsh.. makes its keys of the q"),
+        (lsh.lsh(), dict(num_qk_heads=1), "num_qk_heads is 1, but lsh.. makes its keys of the q"),
+        (flash.flash(), dict(num_qk_heads=3), "num_qk_heads is 3: expected a divisor of num_head"),
+        (
+            flash.flash(),
+            dict(num_qk_heads=1, num_kv_heads=1),
+            "num_qk_heads is 1 and num_kv_heads 1: leave one out",
+        ),
     ):
         options = dict(num_heads=2) | options
         with pytest.raises(SettingError, match=message):
@@ -292,7 +300,7 @@ def as_layer(op, params, num_heads, **options):
 
 WITH_WEIGHTS = (
     gated_delta.gated_delta(conv_size=3),
-    gated_linear.gated_linear(),
+    gated_linear.gated_linear(gate_rank=3),
     kda.kda(),
     retention.retention(),
     retention.retention(gated=False),
@@ -337,6 +345,51 @@ def test_grouped_keys_and_rotary_positions(op):
     np.testing.assert_allclose(moved, want, rtol=1e-3, atol=1e-4)
     twice = in_linen.apply(weights, X, positions=2 * positions)
     assert np.abs(twice - want).max() > 1e-3
+
+
+@pytest.mark.parametrize("op", [gated_delta.gated_delta(conv_size=3), moba.moba(block_size=4)])
+def test_values_of_more_heads(op):
+    """As the layer's; and in decoding."""
+    options = dict(num_qk_heads=1, use_rotary=True)
+    in_linen, weights, in_nnx = pair(op, **options, max_decode_length=12)
+    shapes = {name: weights["params"][name]["kernel"].shape for name in ("query", "key", "value")}
+    assert shapes == dict(query=(8, 1, 4), key=(8, 1, 4), value=(8, 2, 4))
+    want = as_layer(op, weights["params"], 2, n_qk_heads=1, use_rotary=True)
+    whole = in_linen.clone(max_decode_length=None).apply(weights, X)
+    np.testing.assert_allclose(whole, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(in_nnx(X), want, rtol=1e-4, atol=1e-5)
+    out, state = in_linen.apply(weights, X[:, :9], mutable=["cache"])
+    np.testing.assert_allclose(out, want[:, :9], rtol=1e-4, atol=1e-5)
+    out, _ = in_linen.apply(weights | state, X[:, 9:10], mutable=["cache"])
+    np.testing.assert_allclose(out, want[:, 9:10], rtol=1e-4, atol=1e-5)
+
+
+STATES = (
+    *(linear.linear(conv_size=3), retention.retention(), gated_linear.gated_linear()),
+    *(gated_delta.gated_delta(conv_size=3), kda.kda(), performer.performer(n_features=8)),
+)
+
+
+@pytest.mark.parametrize("op", STATES, ids=repr)
+def test_a_recurrence_reads_several_more_tokens(op):
+    """From the cache of earlier ones, other numbers in each row, and one more behind them."""
+    in_linen, weights, in_nnx = pair(op, use_rotary=True, max_decode_length=12)
+    in_nnx.init_cache(12)
+    whole = in_linen.clone(max_decode_length=None).apply(weights, X, deterministic=True)
+    state, ends = {}, np.zeros(2, int)
+    for lengths in (np.array([4, 2]), np.array([1, 5]), np.array([3, 3]), np.array([1, 1])):
+        index = ends[:, None] + np.arange(lengths.max())
+        given = np.take_along_axis(X, np.minimum(index, 11)[..., None], axis=1)
+        call = dict(lengths=jnp.asarray(lengths))
+        out, state = in_linen.apply(weights | state, given, **call, mutable=["cache"])
+        outs = out, in_nnx(given, **call)
+        for row, n in enumerate(lengths):
+            want = whole[row, ends[row] : ends[row] + n]
+            for out in outs:
+                np.testing.assert_allclose(out[row, :n], want, rtol=1e-4, atol=1e-5)
+        ends = ends + lengths
+    with pytest.raises(ValueError, match="inputs_q is token 14 of a row: expected at most max_dec"):
+        in_nnx(X[:, :3])
 
 
 DECODED = (

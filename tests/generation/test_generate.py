@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from reformax import generation
-from reformax.generation import decoding
+from reformax.generation import decoding, prompts
 from reformax.models import ReformerLM
 from reformax.ops import local, lsh
 from tests.layers import plain
@@ -97,13 +97,13 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
         generation.generate(model, params, PROMPTS, 2, **options, top_k=top_k)
     before = decoding._start._cache_size(), decoding._go_on._cache_size()
     assert min(before) > 0
-    for prompts, n, more in [
+    for given, n, more in [
         (PROMPTS, 1, {}),
         (PROMPTS, 57, dict(temperature=0)),
         ([[1] * 20, [2], [3] * 7], 44, dict(seed=9, end=3, top_k=4)),
         ([[1] * 33, [], []], 5, dict(hash_seed=3, top_p=0.5, temperature=1)),
     ]:
-        generation.generate(model, params, prompts, n, **options, **more)
+        generation.generate(model, params, given, n, **options, **more)
     generation.generate(model, params, PROMPTS, 9)  # 16 tokens have room for 64
     assert (decoding._start._cache_size(), decoding._go_on._cache_size()) == before
 
@@ -138,10 +138,10 @@ def test_hashes_are_those_of_their_seed(params):
 
 
 def test_lengths_are_rounded_to_a_few():
-    sizes = sorted({decoding.rounded(n) for n in range(1, 20_000)})
-    assert all(decoding.rounded(n) >= n and decoding.rounded(n) <= max(64, 1.25 * n) for n in sizes)
+    sizes = sorted({prompts.rounded(n) for n in range(1, 20_000)})
+    assert all(prompts.rounded(n) >= n and prompts.rounded(n) <= max(64, 1.25 * n) for n in sizes)
     assert len(sizes) < 64
-    assert decoding.rounded(0) == 0 and decoding.rounded(64) == 64 and decoding.rounded(65) == 128
+    assert prompts.rounded(0) == 0 and prompts.rounded(64) == 64 and prompts.rounded(65) == 128
 
 
 def test_errors(model, params):

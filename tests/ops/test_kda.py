@@ -146,9 +146,9 @@ def transformers_layer(d_model, n_heads, size):
     return layer, config, jax.tree.map(jnp.asarray, params)
 
 
-needs_transformers = pytest.mark.skipif(
-    not HAS_TRANSFORMERS, reason="needs torch and transformers: pip install -e '.[peers]'"
-)
+def needs_transformers(test):
+    reason = "needs torch and transformers: pip install -e '.[peers]'"
+    return pytest.mark.peers(pytest.mark.skipif(not HAS_TRANSFORMERS, reason=reason)(test))
 
 
 @needs_transformers

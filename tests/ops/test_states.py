@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from reformax.declared import Unsupported
-from reformax.ops import dense, gated_delta, gated_linear, kda, linear, retention
+from reformax.ops import dense, gated_delta, gated_linear, kda, linear, performer, retention
 from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close, with_x64
 from tests.ops import inputs
@@ -23,6 +23,7 @@ OPS = {
     "gated_delta": gated_delta.gated_delta(**GATES),
     "kda": kda.kda(**GATES),
     "linear, no convolution": linear.linear(chunk_len=4),
+    "performer": performer.performer(n_features=16, epsilon=1e-2, chunk_len=4),
 }
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 # Padding between, behind and in front; a segment that ends with a part, and one within a part.

@@ -140,10 +140,9 @@ def check_value_heads(op, given: str, n_values: int, n_qk: int) -> None:
     """Raises `Unsupported` for values of more heads than queries and keys, where an op has none."""
     if op.more_value_heads:
         return
-    why = "makes its keys of the queries" if op.shared_qk else "chooses keys by the head of queries"
     raise Unsupported(
-        f"{given} {n_values} heads and q has {n_qk}, but {op.name} {why}: repeat the queries, or "
-        "use an op whose more_value_heads is True"
+        f"{given} {n_values} heads and q has {n_qk}, but {op.name} makes its keys of the queries: "
+        "repeat the queries, or use an op whose more_value_heads is True"
     )
 
 

@@ -1,0 +1,143 @@
+"""Texts that go on from a state: what one call over the whole text reads and draws."""
+
+import pickle
+
+import jax
+import numpy as np
+import pytest
+
+from reformax import generation
+from reformax.declared import SettingError, Unsupported
+from reformax.models import ReformerLM, TransformerLM
+from reformax.ops import (
+    gated_delta,
+    gated_linear,
+    kda,
+    linear,
+    local,
+    performer,
+    retention,
+)
+from tests.helpers import assert_trees_close
+from tests.layers import plain
+
+CONV = dict(conv_size=3, chunk_len=4)
+OPS = {
+    "linear": linear.linear(**CONV),
+    "retention": retention.retention(**CONV),
+    "gated_linear": gated_linear.gated_linear(**CONV),
+    "gated_delta": gated_delta.gated_delta(**CONV),
+    "kda": kda.kda(**CONV),
+    "performer": performer.performer(n_features=16, chunk_len=4),
+}
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [8], [6, 5]]
+
+
+def build(op, kind=TransformerLM, **options):
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=2, n_heads=2, mode="eval")
+    heads = dict(d_attention_key=4, d_attention_value=4)
+    model = kind(**sizes | heads | dict(pos_type="rotary") | options, attention_type=op)
+    params = plain.init(model, (1, 8))
+    params["logits"]["w"] = params["logits"]["w"] * 8
+    return model, params
+
+
+@pytest.fixture(scope="module")
+def both():
+    return build((OPS["kda"], OPS["linear"]))
+
+
+@pytest.mark.parametrize("kind", [TransformerLM, ReformerLM], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("name", OPS)
+def test_a_text_in_two_calls_is_that_of_one(name, kind):
+    """Prompts in parts, tokens in parts, draws that go on."""
+    model, params = build(OPS[name], kind)
+    want, last = generation.generate(model, params, PROMPTS, 12, seed=3, return_state=True)
+    first = [row[: len(row) // 2 + 1] for row in PROMPTS]
+    state = generation.read(model, params, first)
+    assert state.token.tolist() == [row[-1] for row in first]
+    rest = [row[len(row) // 2 + 1 :] for row in PROMPTS]  # of the second row nothing
+    one, state = generation.generate(model, params, rest, 5, seed=3, state=state, return_state=True)
+    two, state = generation.generate(
+        model, params, [[]] * 3, 7, seed=3, state=state, return_state=True
+    )
+    np.testing.assert_array_equal(np.concatenate([one, two], axis=1), want)
+    assert_trees_close(state, last, 1e-4)
+    assert len({tuple(row) for row in want}) == 3
+    anew = generation.generate(model, params, [[]] * 3, 7, seed=3)
+    assert np.any(np.array(anew) != np.array(two))
+
+
+def test_a_state_of_one_row_is_shared(both):
+    """And is a tree of arrays that can be kept in a file."""
+    model, params = both
+    long = np.random.default_rng(0).integers(0, 16, 40).tolist()
+    state = pickle.loads(pickle.dumps(jax.device_get(generation.read(model, params, [long]))))
+    got = generation.generate(model, params, PROMPTS, 6, temperature=0, state=state)
+    whole = [long + row for row in PROMPTS]
+    np.testing.assert_array_equal(got, generation.generate(model, params, whole, 6, temperature=0))
+    same = generation.read(model, params, [[]], state=state)
+    assert_trees_close(same, state, 0)
+    grown = generation.read(model, params, PROMPTS, state=state)
+    at_once = generation.read(model, params, whole)
+    assert_trees_close(grown, at_once, 1e-4)
+    assert grown.model.position.tolist() == [len(row) for row in whole]
+
+
+def test_a_row_that_has_ended_stays_at_its_end(both):
+    model, params = both
+    rows = generation.generate(model, params, PROMPTS, 20, seed=5)
+    end = int(rows[0][3])
+    options = dict(seed=5, end=end, return_state=True)
+    ended, state = generation.generate(model, params, PROMPTS, 20, **options)
+    assert len(ended[0]) < max(map(len, ended))
+    texts = [prompt + row.tolist() for prompt, row in zip(PROMPTS, ended, strict=True)]
+    want = generation.read(model, params, texts)
+    assert state.token.tolist() == want.token.tolist()
+    assert_trees_close(state.model, want.model, 1e-4)
+
+
+def test_further_lengths_compile_nothing(both):
+    model, params = both
+    start, go_on = generation.decoding._start, generation.decoding._go_on
+    state = generation.read(model, params, [[1, 2]])
+    generation.generate(model, params, [[3]], 2, state=state)
+    before = start._cache_size(), go_on._cache_size()
+    for prompt, n in (([], 1), ([1] * 40, 30), ([2], 500)):
+        generation.generate(model, params, [prompt], n, state=state)
+    assert (start._cache_size(), go_on._cache_size()) == before
+
+
+def test_errors(both):
+    model, params = both
+    state = generation.read(model, params, PROMPTS)
+    windows, its = build(local.local(chunk_len=4))
+    axial = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(4, 4))
+    short, of_short = build(OPS["kda"], **axial)
+    held = generation.read(short, of_short, [[1] * 15])
+
+    def generate(model=model, params=params, prompts=PROMPTS, n=2, **options):
+        return generation.generate(model, params, prompts, n, **options)
+
+    for error, message, call in (
+        (ValueError, "^state has 3 rows and prompts 2: expected as many, or one row$",
+         lambda: generate(prompts=PROMPTS[:2], state=state)),
+        (ValueError, "^state is of type LMState: expected one from generation.read or of a call",
+         lambda: generate(state=state.model)),
+        (ValueError, "^state is of another model: read its text again, by generation.read$",
+         lambda: generate(short, of_short, state=state)),
+        (Unsupported, "^op is local: it carries no state; use a recurrence",
+         lambda: generate(windows, its, return_state=True)),
+        (Unsupported, "^op is local: it carries no state", lambda: generate(windows, its, state=1)),
+        (Unsupported, "^op is local", lambda: generation.read(windows, its, PROMPTS)),
+        (ValueError, "^prompts.1. is empty: expected a token, as no state is given$",
+         lambda: generation.read(model, params, [[1], []])),
+        (SettingError, "^prompts has a text of 21 tokens: the model's positions hold 20$",
+         lambda: generation.read(short, of_short, [[1] * 6], state=held)),
+        (SettingError, "^max_new_tokens is 4: with a prompt of 17 tokens that is 21, above the len",
+         lambda: generate(short, of_short, [[1] * 2], 4, state=held)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
+    (row,) = generate(short, of_short, [[1] * 2], 3, state=held)  # all positions are filled
+    assert len(row) == 3
