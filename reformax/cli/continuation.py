@@ -17,7 +17,7 @@ def write(
     prompts: Sequence[Sequence[int]],
     alphabet: Alphabet,
     quiet: bool = False,
-    end: int | None = None,
+    ends: Sequence[int] = (),
 ) -> int:
     """Writes a single row as it comes, and several one after the other when they are done.
 
@@ -26,7 +26,7 @@ def write(
       prompts: the B prompts, tokens each.
       alphabet: see `prompts`.
       quiet: whether to leave the speed out.
-      end: a token that ends a row, and is not written; None: none.
+      ends: tokens that end a row, and are not written.
 
     Returns:
       The exit code: 0, or 130 after Ctrl-C, which keeps what was computed.
@@ -44,9 +44,10 @@ def write(
             for i, new in enumerate(block.tolist()):
                 if ended[i]:
                     continue
-                ended[i] = end in new
+                found = [j for j, token in enumerate(new) if token in ends]
+                ended[i] = bool(found)
                 if ended[i]:
-                    new = new[: new.index(end)]
+                    new = new[: found[0]]
                 rows[i].extend(new)
                 if alone:
                     writer.write(new)

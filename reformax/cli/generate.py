@@ -120,7 +120,7 @@ def parser():
 
 def _continue(args, saved: saved_run.Saved) -> int:
     """Continues the prompts with a language model."""
-    from reformax.cli import continuation
+    from reformax.cli import continuation, generation_settings
     from reformax.data import pieces
     from reformax.generation import decoding
     from reformax.training import loop
@@ -133,7 +133,8 @@ def _continue(args, saved: saved_run.Saved) -> int:
     chat = prompts.chat(loop.train, vocabulary) if args.chat else None
     read = ("task", "text.text.offset") if isinstance(alphabet, prompts.ByteAlphabet) else ()
     report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
-    options = flags.with_defaults(args, CONTINUE)
+    settings = generation_settings.of_checkpoint(saved.info)
+    options = flags.with_defaults(args, CONTINUE | generation_settings.sampling(settings))
     n_samples, n_new = options.pop("num_samples"), options.pop("max_new_tokens")
     encode = chat.encode if chat else alphabet.encode
     tokens = [row for text in prompts.read(args) for row in [encode(text)] * n_samples]
@@ -141,10 +142,10 @@ def _continue(args, saved: saved_run.Saved) -> int:
         options["max_length"] = saved.run["length"]
     every = 1 if len(tokens) == 1 else decoding.BLOCK
     options |= {"hash_seed": args.hash_seed, "every": every, "mesh": saved.mesh}
-    end = chat.end if chat else None
-    blocks = decoding.stream(saved.model, saved.params, tokens, n_new, end=end, **options)
+    ends = [chat.end] if chat else generation_settings.ends(settings)
+    blocks = decoding.stream(saved.model, saved.params, tokens, n_new, end=ends, **options)
     shown = [[] for _ in tokens] if chat else tokens
-    return continuation.write(blocks, shown, alphabet, args.quiet, end)
+    return continuation.write(blocks, shown, alphabet, args.quiet, ends)
 
 
 def _draw(args, saved: saved_run.Saved) -> int:

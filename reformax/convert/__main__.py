@@ -176,6 +176,7 @@ def _read(path: Path, args: argparse.Namespace) -> SourceModel:
 
     read = hugging_face.read(path)
     details = {"format": "hugging_face", "config": read.config}
+    details |= {} if read.generation is None else {"generation": read.generation}
     return SourceModel("hugging_face", read.spec, read.params, details, read.notes, read.vocabulary)
 
 
@@ -216,7 +217,8 @@ def _write(kind: str, path: Path, source: SourceModel, length: int | None) -> li
         from reformax.convert import hugging_face
 
         like = source.details.get("config") if source.kind == "run" else None
-        hugging_face.write(path, source.spec, source.params, like, source.vocabulary)
+        generation = source.details.get("generation")
+        hugging_face.write(path, source.spec, source.params, like, source.vocabulary, generation)
         return []
     if kind == "trax":
         from reformax.convert import trax_models

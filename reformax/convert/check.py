@@ -147,12 +147,15 @@ def against_transformers(spec: Spec, params: Any, folder: str | Path) -> Compari
     import torch
     import transformers
 
-    from reformax.convert.hugging_face import class_of
+    from reformax.convert.hugging_face import CONFIG, DECODER, class_of, read_config
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     folder = str(folder if Path(folder).is_dir() else Path(folder).parent)
-    model = getattr(transformers, class_of(spec)).from_pretrained(folder).float().eval()
+    name = class_of(spec, read_config(Path(folder) / CONFIG))
+    # Attention in plain operations has every family's bound of logits.
+    eager = {"attn_implementation": "eager"} if name == DECODER else {}
+    model = getattr(transformers, name).from_pretrained(folder, **eager).float().eval()
     rotations, seed = None, 0
     if spec.model == "ReformerLM":
         for layer in model.reformer.encoder.layers:

@@ -12,32 +12,42 @@ apart, and only the former counts. The logits of reformax add it; files that are
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from reformax.convert import hugging_face_bert, hugging_face_config, hugging_face_gpt2, tables
+from reformax.convert import (
+    hugging_face_bert,
+    hugging_face_config,
+    hugging_face_decoder,
+    hugging_face_gpt2,
+    hugging_face_tensors,
+    tables,
+)
+from reformax.convert.hugging_face_families import FAMILIES, Family
+from reformax.convert.hugging_face_files import (
+    CONFIG,
+    GENERATION,
+    TOKENIZER,
+    read_config,
+    read_generation,
+    read_vocabulary,
+    save_tensors,
+    stored_tensors,
+)
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor, layer_norm
-from reformax.data import files
 from reformax.declared import shown
 
-CONFIG, SAFETENSORS, TORCH = "config.json", "model.safetensors", "pytorch_model.bin"
-TOKENIZER = "tokenizer.json"
 _DECODER_BIAS = "lm_head.decoder.bias"
 # Modules around a model's own, anywhere in a tensor's name, or in front of it.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 _OUTER = {"module", "model"}
-# Keys of the tensors in a trainer's file, which also has the trainer's state.
-_NESTED = ("state_dict", "model_state_dict", "model", "module")
-_MAX_JSON, _MAX_VOCABULARY = 2**24, 2**28
-# Those that NumPy has, too; `tables.check` takes those of floating point.
-_DTYPES = ("F64", "F32", "F16", "BF16", *(f"{k}{n}" for k in "IU" for n in (8, 16, 32, 64)), "BOOL")
 
 
 class HuggingFaceCheckpoint(NamedTuple):
@@ -48,6 +58,7 @@ class HuggingFaceCheckpoint(NamedTuple):
     config: dict[str, Any]  # config.json, unchanged
     notes: list[str]  # the differences, one line each
     vocabulary: bytes | None = None  # tokenizer.json, if there is one
+    generation: dict[str, Any] | None = None  # generation_config.json, likewise
 
 
 class Format(NamedTuple):
@@ -59,7 +70,8 @@ class Format(NamedTuple):
       spec_of: config.json -> the model, and notes.
       config_of: (the model, the config.json it was read from, or {}) -> config.json.
       table: the tensors of a model.
-      without_copies: (tensors, where they are from) -> those of `table`.
+      without_copies: (tensors, where they are from, the model) -> those of `table`.
+      prepared: (the model, weights) -> the weights that the table writes.
     """
 
     name: str
@@ -67,18 +79,36 @@ class Format(NamedTuple):
     spec_of: Callable[[Mapping[str, Any]], tuple[Spec, list[str]]]
     config_of: Callable[[Spec, Mapping[str, Any]], dict[str, Any]]
     table: Callable[[Spec], list[Tensor]]
-    without_copies: Callable[[Mapping[str, np.ndarray], str], dict[str, np.ndarray]]
+    without_copies: Callable[[Mapping[str, Any], str, Spec], dict[str, Any]]
+    prepared: Callable[[Spec, Any], Any] = lambda spec, params: params
 
 
-def _format_of(spec: Spec) -> Format:
-    """The format of a model; `ValueError` if there is none."""
-    for known in FORMATS.values():
-        if known.model == spec.model:
-            return known
-    models = " or ".join(known.model for known in FORMATS.values())
-    raise ValueError(
-        f"Hugging Face has no such model: the model is {spec.model}, expected {models}"
-    )
+def _written(spec: Spec, like: Mapping[str, Any]) -> tuple[Format, dict[str, Any]]:
+    """The format that a model goes out in, and its config.json.
+
+    A decoder may be of several families: the one that it was read from is first. GPT-2 alone has
+    learnt positions.
+
+    Raises:
+      ValueError: there is none; the error names what the closest one has not.
+    """
+    known = {kind: x for kind, x in FORMATS.items() if x.model == spec.model}
+    if not known:
+        models = " or ".join(dict.fromkeys(x.model for x in FORMATS.values()))
+        raise ValueError(
+            f"Hugging Face has no such model: the model is {spec.model}, expected {models}"
+        )
+    if spec.model == "TransformerLM":
+        learnt = bool(spec.arguments["pos_axial_shape"])
+        known = {kind: x for kind, x in known.items() if (kind == "gpt2") == learnt}
+    first = like.get("model_type")
+    errors = []
+    for kind in sorted(known, key=lambda kind: kind != first):
+        try:
+            return known[kind], known[kind].config_of(spec, like)
+        except ValueError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: len(getattr(error, "obstacles", "?" * 1000)))
 
 
 def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
@@ -109,17 +139,23 @@ def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, An
     Raises:
       ValueError: Hugging Face has no such model; the error names the argument.
     """
-    return _format_of(spec).config_of(spec, like or {})
+    return _written(spec, like or {})[1]
 
 
-def class_of(spec: Spec) -> str:
+def class_of(spec: Spec, like: Mapping[str, Any] | None = None) -> str:
     """The name of the model in `transformers`."""
-    return _format_of(spec).name
+    return _format_of(spec, like).name
 
 
-def table(spec: Spec) -> list[Tensor]:
+def table(spec: Spec, like: Mapping[str, Any] | None = None) -> list[Tensor]:
     """The tensors of Hugging Face's model, and which weight each one is."""
-    return _format_of(spec).table(spec)
+    return _format_of(spec, like).table(spec)
+
+
+def _format_of(spec: Spec, like: Mapping[str, Any] | None) -> Format:
+    """The only format of a model, or the one that it goes out in."""
+    known = [x for x in FORMATS.values() if x.model == spec.model]
+    return known[0] if len(known) == 1 else _written(spec, like or {})[0]
 
 
 def _reformer(spec: Spec) -> list[Tensor]:
@@ -201,21 +237,17 @@ def read(path: str | Path) -> HuggingFaceCheckpoint:
     config = read_config(folder / CONFIG)
     known = _read_format(config)
     spec, notes = known.spec_of(config)
-    tensors: dict[str, np.ndarray] = {}
-    for file in _files(folder) if path.is_dir() else [path]:
-        part = _tensors(file)
-        if twice := tensors.keys() & part.keys():
-            raise ValueError(f"{file} holds {shown(min(twice))}, which another file of it has too")
-        tensors |= part
-    tensors = tables.renamed(tensors, _unwrapped, str(path))
-    tensors = known.without_copies(tensors, str(path))
-    if tensors.get("lm_head.bias", np.zeros(1)).any():
+    tensors = tables.renamed(stored_tensors(path), _unwrapped, str(path))
+    tensors = known.without_copies(tensors, str(path), spec)
+    if np.any(tensors.get("lm_head.bias", 0)):
         notes.append(
             "lm_head.bias is not zero: transformers 5.0 to 5.23 leave it out of their logits, and "
             "5.24 adds lm_head.decoder.bias alone; this model adds it, as transformers 4 did"
         )
     params = tables.read(known.table(spec), tensors, str(path))
-    return HuggingFaceCheckpoint(spec, params, config, notes, _vocabulary(folder / TOKENIZER))
+    settings = read_generation(folder / GENERATION)
+    vocabulary = read_vocabulary(folder / TOKENIZER)
+    return HuggingFaceCheckpoint(spec, params, config, notes, vocabulary, settings)
 
 
 def _unwrapped(name: str) -> str:
@@ -226,152 +258,9 @@ def _unwrapped(name: str) -> str:
     return ".".join(parts)
 
 
-def _vocabulary(path: Path) -> bytes | None:
-    """The file, if there is one: a JSON object of at most 256 MiB."""
-    if not path.exists():
-        return None
-    if (size := files.check_ordinary(path)) > _MAX_VOCABULARY:
-        raise ValueError(f"{path} has {size:,} bytes: expected at most {_MAX_VOCABULARY:,}")
-    content, found = path.read_bytes(), None
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(content)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is no object of JSON: copy it again, or delete it")
-    return content
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Reads a config.json of at most 16 MiB; raises `ValueError` if it holds no JSON object."""
-    try:
-        size = files.check_ordinary(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist: put it next to the tensors") from None
-    if size > _MAX_JSON:
-        raise ValueError(f"{path} has {size:,} bytes: expected at most {_MAX_JSON:,}")
-    try:
-        config = json.loads(
-            path.read_bytes(), parse_constant=_no_number, object_pairs_hook=_without_repetition
-        )
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deep: copy it again") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): copy it again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no object: copy it again")
-    return config
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{shown(name)} is given twice")
-        found[name] = value
-    return found
-
-
-def _files(folder: Path) -> list[Path]:
-    for name in (SAFETENSORS, TORCH):
-        if (folder / name).exists():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.exists():
-            return [folder / part for part in _parts(index, Path(name).suffix)]
-    raise FileNotFoundError(f"{folder} has no {SAFETENSORS} and no {TORCH}")
-
-
-def _parts(index: Path, suffix: str) -> list[str]:
-    """The names of the files that an index lists, which lie in its folder."""
-    weight_map = read_config(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has weight_map {shown(weight_map)}: expected tensors' files")
-    for tensor, part in weight_map.items():
-        plain = isinstance(part, str) and Path(part).name == part and "\0" not in part
-        if not plain or Path(part).suffix != suffix:
-            raise ValueError(
-                f"{index} has {shown(tensor)} in {shown(part)}: expected a {suffix} file of that "
-                "folder"
-            )
-    return sorted(set(weight_map.values()))
-
-
-def _tensors(path: Path) -> dict[str, np.ndarray]:
-    try:
-        files.check_ordinary(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist") from None
-    if path.suffix == ".safetensors":
-        return _from_safetensors(path)
-    try:
-        import torch
-    except ImportError:
-        raise ImportError(
-            f"{path} is a file of PyTorch, which is not installed: pip install torch, or convert "
-            "it to safetensors where it is"
-        ) from None
-    _check_not_packed(path)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a hostile or damaged file may raise anything
-        reason = str(error).strip().splitlines()
-        reason = reason[0][:200] if reason else type(error).__name__
-        raise ValueError(f"{path} is refused: it holds more than tensors ({reason})") from None
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} holds a {type(state).__name__}: expected tensors by name")
-    state = next((state[key] for key in _NESTED if isinstance(state.get(key), dict)), state)
-    for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ValueError(
-                f"{path} has {shown(name)}, a {type(tensor).__name__}: expected tensors"
-            )
-        # A view may repeat what is stored, up to any size.
-        dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        stored = tensor.untyped_storage().nbytes() if dense else -1
-        odd = tensor.is_complex() or tensor.is_quantized
-        if tensor.numel() * tensor.element_size() > stored or odd:
-            raise ValueError(f"{path} has {shown(name)} of {tensor.dtype}, which is no plain array")
-    # NumPy lacks bfloat16; `tables.check` says of what is not of floating point.
-    return {
-        name: (x.float() if x.is_floating_point() else x).detach().numpy()
-        for name, x in state.items()
-    }
-
-
-def _check_not_packed(path: Path) -> None:
-    """Raises `ValueError` if a file of PyTorch unpacks to more than it has; PyTorch packs none."""
-    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
-        total, size = sum(part.file_size for part in archive.infolist()), path.stat().st_size
-        if total > size:
-            raise ValueError(f"{path} unpacks to {total:,} bytes from {size:,}: expected no more")
-
-
-def _from_safetensors(path: Path) -> dict[str, np.ndarray]:
-    from safetensors import SafetensorError, safe_open
-    from safetensors.numpy import load_file
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-        for name, dtype in dtypes.items():
-            if dtype not in _DTYPES:
-                raise ValueError(
-                    f"{shown(name)} has dtype {dtype}: expected one of {', '.join(_DTYPES)}"
-                )
-        return load_file(path)
-    except (SafetensorError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"{path} is damaged or of another kind ({reason}): copy it again"
-        ) from None
-
-
-def _without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
+def _without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[str, Any]:
     """The tensors without constants of older versions; the bias that counts under one name."""
-    del where
+    del where, spec
     tensors = {
         name: array
         for name, array in tensors.items()
@@ -387,8 +276,11 @@ def write(
     params: Any,
     like: Mapping[str, Any] | None = None,
     vocabulary: bytes | None = None,
+    generation: Mapping[str, Any] | None = None,
 ) -> Sequence[Path]:
     """Writes config.json and model.safetensors, for `from_pretrained` of the model's class.
+
+    More than 4 GiB of tensors are in several files, with an index.
 
     Args:
       folder: created if it does not exist.
@@ -396,25 +288,56 @@ def write(
       params: the weights.
       like: the config.json that the model was read from, if any; see `config_of`.
       vocabulary: a run's; written if it is a tokenizer.json.
+      generation: a generation_config.json; None: there is none.
 
     Raises:
       ValueError: Hugging Face has no such model.
     """
-    from safetensors.numpy import save_file
-
-    config = config_of(spec, like)
+    known, config = _written(spec, like or {})
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = tables.write(table(spec), params)
+    tensors = tables.write(known.table(spec), known.prepared(spec, params))
     if "lm_head.bias" in tensors:
         tensors[_DECODER_BIAS] = tensors["lm_head.bias"]
-    save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    dtype = _dtype_of(config, tensors)
+    if dtype != np.float32:
+        tensors = {name: array.astype(dtype) for name, array in tensors.items()}
+    if "torch_dtype" in config or "dtype" in config or known.name == DECODER:
+        config = {k: x for k, x in config.items() if k != "torch_dtype"} | {"dtype": dtype.name}
+    written = save_tensors(folder, tensors)
+    content = {CONFIG: config} | ({} if generation is None else {GENERATION: dict(generation)})
+    for name, value in content.items():
+        (folder / name).write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
     if vocabulary is not None and vocabulary.lstrip()[:1] == b"{":
         (folder / TOKENIZER).write_bytes(vocabulary)
-    return [folder / CONFIG, folder / SAFETENSORS]
+    return [folder / CONFIG, *written]
 
 
+def _dtype_of(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> np.dtype:
+    """The dtype of the source's file, if it has all of these numbers; or else float32."""
+    name = config.get("dtype", config.get("torch_dtype"))
+    if name not in ("bfloat16", "float16"):
+        return np.dtype(np.float32)
+    dtype = jnp.dtype(name)
+    with np.errstate(over="ignore"):
+        kept = all(np.array_equal(x.astype(dtype).astype(x.dtype), x) for x in tensors.values())
+    return dtype if kept else np.dtype(np.float32)
+
+
+def _decoder(family: Family) -> Format:
+    """The format of a family of decoders."""
+    return Format(
+        DECODER,
+        "TransformerLM",
+        functools.partial(hugging_face_decoder.spec_of, family),
+        functools.partial(hugging_face_decoder.config_of, family),
+        functools.partial(hugging_face_tensors.table, family),
+        hugging_face_tensors.without_copies,
+        hugging_face_tensors.shared_scales,
+    )
+
+
+DECODER = "AutoModelForCausalLM"
 FORMATS = {
     "reformer": Format(
         "ReformerModelWithLMHead",
@@ -440,4 +363,9 @@ FORMATS = {
         hugging_face_bert.table,
         hugging_face_bert.without_copies,
     ),
+} | {
+    name: _decoder(family)
+    for family in FAMILIES
+    for name in (family.model_type, family.within)
+    if name is not None
 }

@@ -155,11 +155,12 @@ def _linear(
     ]
 
 
-def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
+def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[str, Any]:
     """The tensors by the names of `table`: with type 0 in the positions, without copies.
 
     Older files name a norm's weights gamma and beta.
     """
+    del spec
 
     def new(name: str) -> str:
         return name.replace(".gamma", ".weight").replace(".beta", ".bias")
@@ -172,16 +173,17 @@ def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, n
     )
     for copy, of in copies:
         array = named.pop(copy, None)
-        if array is not None and not np.array_equal(array, named.setdefault(of, array)):
+        if array is not None and not tables.equal(array, named.setdefault(of, array)):
             raise ValueError(f"{where}: {copy} and {of} differ, and BERT's are one")
     types, positions = named.pop(_TYPES, None), named.get(_POSITIONS)
-    if types is None or positions is None or types.ndim != 2 or positions.ndim != 2:
+    if types is None or positions is None or len(types.shape) != 2 or len(positions.shape) != 2:
         raise ValueError(f"{where} is of another model: expected {_TYPES} and {_POSITIONS}")
-    if types.shape[1] != positions.shape[1] or not len(types):
+    if types.shape[1] != positions.shape[1] or not types.shape[0]:
         raise ValueError(
             f"{where} is of another model: {_TYPES} has shape {types.shape} and {_POSITIONS} "
             f"{positions.shape}"
         )
     tables.check_floats({_TYPES: types, _POSITIONS: positions}, where)
-    named[_POSITIONS] = positions.astype(np.float32) + types[0].astype(np.float32)
+    types, positions = (np.asarray(x).astype(np.float32) for x in (types, positions))
+    named[_POSITIONS] = positions + types[0]
     return named

@@ -260,6 +260,7 @@ def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, An
     """
     arguments, like = spec.arguments, like or {}
     _require(spec.model == "ReformerLM", f"the model is {spec.model}", "ReformerLM")
+    spec.require_plain(_require)
     _require(arguments["pos_type"] == "axial", f"pos_type is {arguments['pos_type']!r}", "'axial'")
     shape, d_embs = list(arguments["pos_axial_shape"]), list(arguments["pos_d_axial_embs"])
     _require(len(shape) < 3, f"pos_axial_shape is {tuple(shape)}", "one or two axes")

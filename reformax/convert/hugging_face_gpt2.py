@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import numpy as np
-
 from reformax.convert.hugging_face_config import (
     ACTIVATIONS,
     ConfigField,
@@ -22,7 +20,7 @@ from reformax.convert.hugging_face_config import (
     size_of_head,
 )
 from reformax.convert.spec import NO_OPTIONS, Op, Spec
-from reformax.convert.tables import Tensor, layer_norm, renamed
+from reformax.convert.tables import Tensor, equal, layer_norm, renamed
 from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize
 
 FIELDS = {
@@ -92,6 +90,7 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
       ValueError: GPT-2 is another function; the error names the argument.
     """
     a, require = spec.arguments, requirement("Hugging Face's GPT-2")
+    spec.require_plain(require)
     require(a["pos_type"] == "axial", f"pos_type is {a['pos_type']!r}", "'axial'")
     shape = tuple(a["pos_axial_shape"])
     require(len(shape) == 1, f"pos_axial_shape is {shape}", "one axis")
@@ -182,17 +181,18 @@ def _attention(name: str, path: tuple[str, ...], d: int, n: int, repeat: int) ->
         ("bias", "b", shape[1:], heads, flat),
     ):
         for i, letter in enumerate("qkv"):
-            weight, part = (*path, f"{x}_{letter}"), (i, 3)
+            weight, part = (*path, f"{x}_{letter}"), (len(sizes) - 1, i * d, (i + 1) * d)
             rows.append(Tensor(f"{name}.c_attn.{kind}", weight, sizes, repeat, read, write, part))
     rows.append(Tensor(f"{name}.c_proj.weight", (*path, "w_o"), (d, d), repeat, heads, flat))
     return [*rows, Tensor(f"{name}.c_proj.bias", (*path, "b_o"), (d,), repeat)]
 
 
-def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
+def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[str, Any]:
     """The tensors by the names of `table`: without causal masks and the copy of the embedding.
 
     Files of `GPT2Model`, as the published ones, lack the prefix of names.
     """
+    del spec
 
     def full(name: str) -> str:
         return name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name
@@ -204,6 +204,6 @@ def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, n
     }
     named = renamed(kept, full, where)
     copy, table = named.pop("lm_head.weight", None), named.get(f"{PREFIX}wte.weight")
-    if copy is not None and table is not None and not np.array_equal(copy, table):
+    if copy is not None and table is not None and not equal(copy, table):
         raise ValueError(f"{where}: lm_head.weight and wte.weight differ, and GPT-2's are one")
     return named

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from reformax.cli import config
 from reformax.declared import shown
 from reformax.models import designs, encoder, lm
-from reformax.ops import AttentionOp, dense, flash, local, lsh, shared_qk
+from reformax.ops import AttentionOp, dense, flash, gated_delta, local, lsh, shared_qk
 from reformax.training import loop
 
 MODELS = {
@@ -21,6 +20,7 @@ MODELS = {
 OPS = {
     "dense": dense.dense,
     "flash": flash.flash,
+    "gated_delta": gated_delta.gated_delta,
     "local": local.local,
     "lsh": lsh.lsh,
     "shared_qk": shared_qk.shared_qk,
@@ -46,11 +46,15 @@ class Op(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """A model, the cycle of its attentions, and its other arguments, defaults included."""
+    """A model, the cycle of its attentions, and its other arguments, defaults included.
+
+    The design has names of activations. Its `SHORTHANDS` are among the arguments too.
+    """
 
     model: str
     attention: tuple[Op, ...]
     arguments: Mapping[str, Any]
+    design: designs.Design = designs.Design()
 
     @classmethod
     def make(cls, model: str, attention, **arguments) -> Spec:
@@ -65,12 +69,11 @@ class Spec(NamedTuple):
             raise ValueError(f"{model} has no argument {', '.join(sorted(unknown))}")
         arguments = defaults | arguments
         arguments["ff_activation"] = _activation_name(arguments["ff_activation"])
-        design = _design(arguments.pop("design"), model).but(
+        design = _design(arguments.pop("design")).but(
             **{name: arguments[name] for name in SHORTHANDS}
         )
         arguments |= {name: getattr(design, name) for name in SHORTHANDS}
-        arguments["ff_activation"] = _activation_name(design.ff_activation)
-        return cls(model, tuple(attention), arguments)
+        return cls(model, tuple(attention), arguments, design)
 
     @classmethod
     def of_config(cls) -> Spec:
@@ -127,7 +130,15 @@ class Spec(NamedTuple):
         for op in self.attention:
             extra = op_options if op.name == "lsh" else {}
             ops.append(OPS[op.name](**{**op.options, **extra}))
-        return MODELS[self.model](**self.arguments, attention_type=tuple(ops), mode=mode)
+        given = {**self.arguments, "design": self.design}
+        return MODELS[self.model](**given, attention_type=tuple(ops), mode=mode)
+
+    def require_plain(self, require: Callable[[bool, str, str], None]) -> None:
+        """Calls `require` for each choice of the design that only the decoders of today have."""
+        for name, value in vars(designs.Design()).items():
+            found = getattr(self.design, name)
+            if name not in SHORTHANDS:
+                require(found == value, f"{name} is {found!r}", repr(value))
 
     def gin(self) -> str:
         """The spec as lines of a gin file, imports included."""
@@ -135,6 +146,13 @@ class Spec(NamedTuple):
         scoped = any(options != found[0] for found in alike.values() for options in found)
         used = dict.fromkeys(op.name for op in self.attention)
         lines = [f"from reformax.ops import {name}" for name in sorted(used)]
+        own = {
+            name: value
+            for name, value in vars(self.design).items()
+            if name not in SHORTHANDS and value != getattr(designs.Design(), name)
+        }
+        if own:
+            lines = ["from reformax.models import designs", *lines]
         lines = [f"from reformax.models import {self.module}", *lines, ""]
         cycle, settings = [], {}
         for i, op in enumerate(self.attention):
@@ -146,6 +164,9 @@ class Spec(NamedTuple):
         lines.append(f"{prefix}.attention_type = ({', '.join(cycle)},)")
         for name, value in self.arguments.items():
             settings[f"{prefix}.{name}"] = value
+        if own:
+            lines.append(f"{prefix}.design = @designs.Design()")
+            settings |= {f"designs.Design.{name}": value for name, value in own.items()}
         lines += [f"{name} = {value!r}" for name, value in settings.items()]
         return "\n".join(lines) + "\n"
 
@@ -162,19 +183,15 @@ def _with_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, **{name: size for name in names if arguments[name] is None}}
 
 
-def _design(given: Any, model: str) -> designs.Design:
-    """A design that is given by itself or as a config's reference.
-
-    Raises:
-      ValueError: it makes other choices than `SHORTHANDS` names, which no format has.
-    """
-    design = given.function(**given.arguments) if isinstance(given, config.Reference) else given
-    plain = {name: getattr(design, name) for name in SHORTHANDS}
-    for name, value in dataclasses.asdict(designs.Design().but(**plain)).items():
-        found = getattr(design, name)
-        if name not in SHORTHANDS and found != value:
-            raise ValueError(f"{model}'s design has {name}={found!r}: expected {value!r}")
-    return design
+def _design(given: Any) -> designs.Design:
+    """A design, given by itself or as a config's reference, with its activation's name."""
+    if isinstance(given, config.Reference):
+        values = dict(given.arguments)
+        if "ff_activation" in values:
+            values["ff_activation"] = _activation_name(values["ff_activation"])
+        given = given.function(**values)
+    values = vars(given) | {"ff_activation": _activation_name(given.ff_activation)}
+    return designs.Design(**values)
 
 
 def _activation_name(given: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,8 +28,9 @@ class Tensor(NamedTuple):
       repeat: the index of its slice in the stacked weight; None if the weight is not stacked.
       read: turns the tensor into the weight.
       write: turns the weight into the tensor.
-      part: `(i, n)` says that the weight is the i-th of n equal parts of the tensor's last axis;
-        the rows of a tensor's parts follow each other. `read` and `write` are of the part.
+      part: `(axis, start, stop)` says that the weight is a part of the tensor, whose other parts
+        are other rows. `read` and `write` are of the part. None: it is the whole.
+      view: with `part`, the shape that the tensor is brought to first; (): its own.
     """
 
     name: str
@@ -39,7 +39,16 @@ class Tensor(NamedTuple):
     repeat: int | None = None
     read: Callable[[np.ndarray], np.ndarray] = same
     write: Callable[[np.ndarray], np.ndarray] = same
-    part: tuple[int, int] = (0, 1)
+    part: tuple[int, int, int] | None = None
+    view: tuple[int, ...] = ()
+
+    def of(self, whole: np.ndarray) -> np.ndarray:
+        """The row's part of a tensor."""
+        if self.part is None:
+            return whole
+        axis, start, stop = self.part
+        whole = whole.reshape(self.view or self.shape)
+        return whole[(slice(None),) * axis + (slice(start, stop),)]
 
 
 def layer_norm(
@@ -84,40 +93,62 @@ def read(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str)
         point; the error names it and both shapes.
     """
     check(table, tensors, where)
-    slices: dict[tuple[str, ...], list[np.ndarray]] = {}
+    n_repeats: dict[tuple[str, ...], int] = {}
     for tensor in table:
-        array = np.asarray(tensors[tensor.name]).astype(np.float32)
-        part, n_parts = tensor.part
-        array = np.split(array, n_parts, axis=-1)[part]
-        slices.setdefault(tensor.path, []).append(tensor.read(array))
-    stacked = {tensor.path for tensor in table if tensor.repeat is not None}
+        n_repeats[tensor.path] = n_repeats.get(tensor.path, 0) + 1
+    places = {path: i for i, path in enumerate(n_repeats)}
+    files = {name: i for i, name in enumerate(tensors)}
+
+    def order(tensor: Tensor) -> tuple[int, int]:
+        whole_file = getattr(tensors[tensor.name], "whole_file", False)
+        return (files[tensor.name] if whole_file else 0), places[tensor.path]
+
+    # A file that is read whole is read once; of others a weight is made after the other.
     params: dict[str, Any] = {}
-    for path, arrays in slices.items():
-        branch = params
-        for key in path[:-1]:
-            branch = branch.setdefault(key, {})
-        branch[path[-1]] = np.stack(arrays) if path in stacked else arrays[0]
+    begun: dict[tuple[str, ...], np.ndarray] = {}
+    for tensor in sorted(table, key=order):
+        array = tensor.read(tensor.of(np.asarray(tensors[tensor.name])))
+        if tensor.path not in begun:
+            stack = () if tensor.repeat is None else (n_repeats[tensor.path],)
+            begun[tensor.path] = np.empty((*stack, *array.shape), np.float32)
+        begun[tensor.path][() if tensor.repeat is None else tensor.repeat] = array
+        n_repeats[tensor.path] -= 1
+        if n_repeats[tensor.path] == 0:
+            _put(params, tensor.path, jnp.asarray(begun.pop(tensor.path)))
     for block in params["stack"].values():
-        block["attention"]["op"] = ()  # an op without weights of its own
-    return jax.tree.map(jnp.asarray, params)
+        for name in ("attention_norm", "feed_forward_norm"):
+            block.setdefault(name, {})  # a place without a norm
+        block["attention"].setdefault("op", ())  # an op without weights of its own
+    return params
+
+
+def _put(params: dict[str, Any], path: tuple[str, ...], weight: Any) -> None:
+    """Puts a weight where its path says."""
+    for key in path[:-1]:
+        params = params.setdefault(key, {})
+    params[path[-1]] = weight
 
 
 def write(table: Sequence[Tensor], params: Any) -> dict[str, np.ndarray]:
     """The tensors of the other format, by name, in the order of the table."""
-    parts: dict[str, list[np.ndarray]] = {}
+    found: dict[str, np.ndarray] = {}
     for tensor in table:
         weight = params
         for key in tensor.path:
             weight = weight[key]
         weight = np.asarray(weight if tensor.repeat is None else weight[tensor.repeat])
-        shape = (*tensor.shape[:-1], tensor.shape[-1] // tensor.part[1])
-        array = np.ascontiguousarray(tensor.write(weight)).reshape(shape)
-        parts.setdefault(tensor.name, []).append(array)
-    # `np.concatenate` would copy a tensor that is whole.
-    return {
-        name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
-        for name, arrays in parts.items()
-    }
+        if tensor.part is None:
+            found[tensor.name] = np.ascontiguousarray(tensor.write(weight)).reshape(tensor.shape)
+            continue
+        whole = found.setdefault(tensor.name, np.empty(tensor.shape, weight.dtype))
+        part = tensor.of(whole)
+        part[...] = np.reshape(tensor.write(weight), part.shape)
+    return found
+
+
+def equal(x: Any, other: Any) -> bool:
+    """Whether two tensors are the same numbers."""
+    return tuple(x.shape) == tuple(other.shape) and np.array_equal(np.asarray(x), np.asarray(other))
 
 
 def renamed(
@@ -141,7 +172,7 @@ def check(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str
 def check_floats(tensors: Mapping[str, np.ndarray], where: str) -> None:
     """Raises `ValueError` for the first tensor that is not of floating point."""
     for name, array in tensors.items():
-        kind = np.asarray(array).dtype
+        kind = array.dtype
         if kind.kind not in "fV" and kind.name != "bfloat16":
             raise ValueError(f"{where}: {name} has dtype {kind}: expected floating point")
 

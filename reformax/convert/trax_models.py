@@ -121,6 +121,7 @@ def _check(spec: Spec) -> None:
 
     language_model = spec.model in ("ReformerLM", "TransformerLM")
     require(language_model, f"the model is {spec.model}", "ReformerLM or TransformerLM")
+    spec.require_plain(require)
     pos_type = a["pos_type"]
     known = pos_type in ("axial", "sinusoidal", "none")
     require(known, f"pos_type is {pos_type!r}", "'axial', 'sinusoidal' or 'none'")
@@ -139,6 +140,8 @@ def _check(spec: Spec) -> None:
     fits = length % _chunks(spec) == 0 and length <= (spec.max_length() or length)
     require(fits, f"positions are {spec.max_length()}", f"a multiple of chunks of {_chunks(spec)}")
     if spec.model == "ReformerLM":
+        plain = all(op.name != "gated_delta" for op in spec.attention)
+        require(plain, "an attention is gated_delta", "another")
         require(a["n_slots"] is None, f"n_slots is {a['n_slots']}", "None")
         require(not a["attention_bias"], "attention_bias is True", "False")
         return
@@ -162,7 +165,7 @@ def _wanted(op: Op) -> dict[str, Any]:
         same = {} if n_eval == op.option("n_hashes") else {"n_hashes_eval": None}
         return {"count_once": False, "wrap": True, "self_score": SELF_SCORE} | same
     if op.name == "flash":
-        return {"scale": None}
+        return {"scale": None, "learned_sinks": False}
     if op.name != "local":
         return {"attend_self_if_alone": True} if op.name == "shared_qk" else {}
     around = op.option("n_chunks_before") > 1 or op.option("n_chunks_after") > 0

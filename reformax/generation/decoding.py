@@ -35,6 +35,7 @@ from reformax.generation.texts import TextState, of_rows, resumed, where_rows
 # The most new tokens that one call computes: the host waits once for all of them.
 BLOCK = 64
 Block = Annotated[int, Bounds(1, BLOCK)]
+End = Count | Sequence[Count] | None
 
 
 class _Draws(NamedTuple):
@@ -42,7 +43,11 @@ class _Draws(NamedTuple):
 
     sampler: Sampler  # its fields are arrays
     key: Array
-    end: Int[Array, ""]  # -1: none
+    ends: Int[Array, " E"]  # -1: none
+
+    def ended_by(self, token: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Whether a token ends its row."""
+        return jnp.any(token[:, None] == self.ends[None], axis=1)
 
 
 class _State(NamedTuple):
@@ -54,14 +59,23 @@ class _State(NamedTuple):
     count: Int[Array, ""]  # tokens drawn in each row
 
 
+def ends_of(end: End) -> list[int]:
+    """The tokens that end a row."""
+    return list(end) if isinstance(end, Sequence) else [] if end is None else [end]
+
+
 def generate(
     model,
     params,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
+<<<<<<< HEAD
     end: int | None = None,
     return_state: bool = False,
+=======
+    end: End = None,
+>>>>>>> h_imp
     **options,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], TextState]:
     """Continues prompts.
@@ -71,8 +85,12 @@ def generate(
       params: its weights.
       prompts: the tokens of each.
       max_new_tokens: tokens to add to each.
+<<<<<<< HEAD
       end: a token that ends a row.
       return_state: whether to return the texts' state too.
+=======
+      end: a token that ends a row, or several.
+>>>>>>> h_imp
       **options: the other arguments of `stream`.
 
     Returns:
@@ -82,6 +100,7 @@ def generate(
       ValueError: as `stream`.
       NotImplementedError: as `stream`.
     """
+<<<<<<< HEAD
     options |= dict(end=end, return_state=return_state)
     blocks, state = _all_of(stream(model, params, prompts, max_new_tokens, **options))
     rows = list(np.concatenate(blocks, axis=1))
@@ -98,6 +117,12 @@ def _all_of(generator: Generator) -> tuple[list[Any], Any]:
             items.append(next(generator))
         except StopIteration as stop:
             return items, stop.value
+=======
+    blocks = stream(model, params, prompts, max_new_tokens, end=end, **options)
+    rows = np.concatenate(list(blocks), axis=1)
+    ends = np.isin(rows, ends_of(end))
+    return [row[: np.argmax(x) + 1] if x.any() else row for row, x in zip(rows, ends, strict=True)]
+>>>>>>> h_imp
 
 
 def stream(
@@ -111,7 +136,7 @@ def stream(
     top_p: float = 1.0,
     seed: AnySeed = 0,
     hash_seed: AnySeed = 0,
-    end: Count | None = None,
+    end: End = None,
     max_length: Size | None = None,
     every: Block = BLOCK,
     mesh: Mesh | None = None,
@@ -132,7 +157,8 @@ def stream(
       top_p: the probability of the tokens to draw from.
       seed: of the draws. A row's text depends on the seed, its index among the rows and its prompt.
       hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
-      end: a token that ends a row. The row then repeats it until all rows have ended.
+      end: a token that ends a row, or several. The row then repeats the first of them until all
+        rows have ended.
       max_length: tokens that the cache holds, prompt and new tokens together. LSH's
         `n_buckets="auto"` goes by it. None: as many as needed, rounded up.
       every: tokens to hand out together, 1 to `BLOCK`.
@@ -156,7 +182,8 @@ def stream(
     settings = dict(max_new_tokens=max_new_tokens, max_length=max_length, end=end, every=every)
     check_all(hints_of(stream), settings | dict(seed=seed, hash_seed=hash_seed))
     max_new_tokens = int(max_new_tokens)  # `rounded` takes no whole numbers of NumPy
-    if end is not None and end >= model.vocab_size:
+    ends = ends_of(end)
+    if max(ends, default=0) >= model.vocab_size:
         raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
     sampler = Sampler(temperature, top_k, top_p).check()
     if return_state:
@@ -169,7 +196,7 @@ def stream(
     draws = _Draws(
         sampler.arrays(),
         jax.random.PRNGKey(seed),
-        jnp.int32(-1 if end is None else end),
+        jnp.array(ends or [-1], jnp.int32),
     )
     hash_rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
     given = tokens, lengths, of_rows(texts.model, len(tokens))
@@ -284,11 +311,20 @@ def _start(
     model, capacity, mesh, params, tokens, lengths, n_real, draws: _Draws, hash_rng, before, drawn
 ):
     """Reads the prompts and draws the first token of each row; rows from `n_real` on have ended."""
+<<<<<<< HEAD
     logits, decoding = _prefill(model, capacity, mesh, params, tokens, lengths, hash_rng, before)
     n_rows = tokens.shape[0]
     token = draws.sampler.draw(logits, _keys(draws.key, drawn, n_rows))
     done = (token == draws.end) | (jnp.arange(n_rows) >= n_real)
     return _State(decoding, token, done, drawn + 1)
+=======
+    prefill = devices.on(mesh, functools.partial(model.prefill, capacity=capacity))
+    logits, decoding = prefill(params, tokens, lengths, rng=hash_rng)
+    count, n_rows = jnp.int32(0), tokens.shape[0]
+    token = draws.sampler.draw(logits, _keys(draws.key, count, n_rows))
+    done = draws.ended_by(token) | (jnp.arange(n_rows) >= n_real)
+    return _State(decoding, token, done, count + 1)
+>>>>>>> h_imp
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -324,11 +360,11 @@ def _go_on(
         if keep_ended:
             decoding = where_rows(state.done, state.decoding, decoding)
         token = draws.sampler.draw(logits, _keys(draws.key, state.count, n_rows))
-        token = jnp.where(state.done, draws.end, token)
-        state = _State(decoding, token, state.done | (token == draws.end), state.count + 1)
+        token = jnp.where(state.done, draws.ends[0], token)
+        state = _State(decoding, token, state.done | draws.ended_by(token), state.count + 1)
         return i + 1, state, out.at[:, i].set(token)
 
-    out = jnp.full((n_rows, BLOCK), draws.end, jnp.int32)
+    out = jnp.full((n_rows, BLOCK), draws.ends[0], jnp.int32)
     _, state, out = jax.lax.while_loop(more, draw, (jnp.int32(0), state, out))
     return state, out
 

@@ -27,6 +27,7 @@ from reformax.layers import context, remat
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.float8 import product
+from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
@@ -44,6 +45,8 @@ PLAN, WEIGHTS, OUTPUT = range(3)
 
 Gate = Literal["headwise", "elementwise"]
 ConvSize = Annotated[int, Bounds(2, 64)]
+QKNorm = bool | Literal["joint"]
+Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
 ATTENTION_GATE = "attention_gate"  # the name of its projection; recurrences have an "output_gate"
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
@@ -85,7 +88,8 @@ class MultiHead(Layer):
     `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`, or `w_<name> [1, D, R]`
     and `up_<name> [heads, R, size]` if it has the rank R; and the algorithm's as `op`. With
     `qk_norm` also `q_norm [H]` and, if there are keys, `k_norm [H]`; with `gate`
-    `w_attention_gate [N, D, 1 or V]`, with `bias` `b_attention_gate`.
+    `w_attention_gate [N, D, 1 or V]`, with `bias` `b_attention_gate`; with `output_norm` its
+    weights.
 
     Args:
       op: the algorithm, such as `lsh.lsh(n_hashes=4)`.
@@ -108,9 +112,13 @@ class MultiHead(Layer):
       float8: whether the projections multiply FP8 numbers in training (`layers.float8`).
       qk_norm: whether queries and keys are normalised before they are rotated, each head by RMSNorm
         with one learnt scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to
-        22 Billion Parameters", sec. 2; as in Qwen3). Shared keys are normalised anyway: their
-        queries are.
-      norm_epsilon: added to the mean square in `qk_norm`.
+        22 Billion Parameters", sec. 2; as in Qwen3); "joint": all heads together, with a scale for
+        each feature (as in OLMo 2). Shared keys are normalised anyway: their queries are.
+      norm: of outputs; with "rms_plus_one" that of `qk_norm` is such a norm too.
+      norm_epsilon: added to the mean square in norms.
+      output_norm: whether a norm of the output follows its projection, as in Gemma 2.
+      scale: the factor of the products of queries and keys; None: the algorithm's, which is mostly
+        `1 / sqrt(H)`.
       gate: whether the algorithm's output is multiplied by the sigmoid of one more projection of
         the layer's input before the output projection (Qiu et al. 2025, "Gated Attention for Large
         Language Models", arXiv 2505.06708, eq. 5): "headwise", a number a head; "elementwise", one
@@ -133,8 +141,11 @@ class MultiHead(Layer):
     output_dropout: Rate = 0.0
     init_std: Positive | None = None
     float8: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNorm = False
+    norm: NormName = "rms"
     norm_epsilon: NonNegative = 1e-6
+    output_norm: bool = False
+    scale: Scale | None = None
     gate: Gate | None = None
     mode: Literal["train", "eval"] = "train"
 
@@ -154,6 +165,7 @@ class MultiHead(Layer):
                 "weights to drop: set it to 0"
             )
         self._float8 = self.float8 and self.mode == "train"
+        self._norm = NORMS[self.norm](self.norm_epsilon)
 
     def _check_kv_heads(self) -> None:
         if self.n_kv_heads is None:
@@ -217,7 +229,7 @@ class MultiHead(Layer):
         *_, length, d_model = shape
         rng_q, rng_k, rng_v, rng_o, rng_op = jax.random.split(rng, 5)
         rngs = {"q": rng_q, "k": rng_k, "v": rng_v}
-        n, h, v = self.n_heads, self.d_qk, self.d_v
+        n, v = self.n_heads, self.d_v
 
         def drawn(rng, n, d_head, d_in=d_model):
             if self.init_std is not None:
@@ -239,7 +251,14 @@ class MultiHead(Layer):
         if self.output_bias:
             params["b_o"] = jnp.zeros(d_model)
         if self.qk_norm:
-            params |= {f"{x}_norm": jnp.ones(h) for x in ("q", "k") if f"w_{x}" in params}
+            first = jnp.zeros if self.norm == "rms_plus_one" else jnp.ones
+            for x in ("q", "k"):
+                if f"w_{x}" in params:
+                    n_heads, _, size = params[f"w_{x}"].shape
+                    joint = self.qk_norm == "joint"
+                    params[f"{x}_norm"] = first((n_heads, size) if joint else size)
+        if self.output_norm:
+            params["output_norm"] = self._norm.init_params(None, (d_model,))
         params["op"] = self.op.init(rng_op, self._dims._replace(length=length))
         return params
 
@@ -285,14 +304,25 @@ class MultiHead(Layer):
         }
 
     def _normed(self, params, heads: dict[str, Array]) -> dict[str, Array]:
-        """The projections, queries and keys normalised by `qk_norm`."""
+        """The projections, queries and keys normalised by `qk_norm`, queries times their factor."""
         for name in ("q", "k") if self.qk_norm else ():
             if name in heads:
                 wide = heads[name].astype(accum_dtype(heads[name].dtype))
-                scale = params[f"{name}_norm"].astype(wide.dtype)[None, None, None]
-                normed = length_normalize(wide, self.norm_epsilon) * scale
+                scale = params[f"{name}_norm"].astype(wide.dtype)
+                scale = (scale + 1 if self.norm == "rms_plus_one" else scale)[None, None]
+                rows = wide.reshape(*wide.shape[:2], -1) if self.qk_norm == "joint" else wide
+                normed = length_normalize(rows, self.norm_epsilon).reshape(wide.shape)
+                normed = normed * (scale if self.qk_norm == "joint" else scale[:, :, None])
                 heads = heads | {name: normed.astype(heads[name].dtype)}
+        if self.scale is not None and "q" in heads:
+            q = heads["q"].astype(accum_dtype(heads["q"].dtype)) * self._query_factor
+            heads = heads | {"q": q.astype(heads["q"].dtype)}
         return heads
+
+    @property
+    def _query_factor(self) -> float:
+        """What queries are multiplied by, for products with `scale` by the algorithm's factor."""
+        return self.scale * math.sqrt(self.d_qk)
 
     def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
         """Where each query will look: integers, through which no gradient flows.
@@ -356,7 +386,19 @@ class MultiHead(Layer):
         out = product(out, w_o) if self._float8 else out @ w_o.astype(out.dtype)
         if self.output_bias:
             out = out + params["b_o"][None, None].astype(out.dtype)
+        if self.output_norm:
+            out = self._norm.apply(params["output_norm"], out)
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))
+
+    def _output(
+        self, params, heads: Float[Array, "B T N V"], added: Float[Array, "B T D"] | None
+    ) -> Float[Array, "B T D"]:
+        """The output of a step, with the weights from `for_decoding`, added to a stream."""
+        x, weights = heads.reshape(*heads.shape[:2], -1), (params["w_o"], params.get("b_o"))
+        if not self.output_norm:
+            return affine(x, *weights, added=added)[0]
+        out = self._norm.apply(params["output_norm"], affine(x, *weights)[0])
+        return out if added is None else added + out.astype(added.dtype)
 
     def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
         tokens = tokens_of(segment_ids)
@@ -403,7 +445,7 @@ class MultiHead(Layer):
         others = "next_value", "position_bias", *(f"up_{x}" for x in self._extra_projections())
         merged |= {name: params[name] for name in others if name in params}
         merged = {name: w.astype(dtype) for name, w in merged.items()}
-        kept = "q_norm", "k_norm", "key_conv", "op"
+        kept = "q_norm", "k_norm", "output_norm", "key_conv", "op"
         return merged | {name: params[name] for name in kept if name in params}
 
 
@@ -763,7 +805,7 @@ class Attention(MultiHead):
             cache = NextValueCache(cache, qkv.v)
         if self.key_conv:
             cache = KeyConvCache(cache, last)
-        return output(params, gated(out, qkv.gate), added), cache
+        return self._output(params, gated(out, qkv.gate), added), cache
 
     @property
     def _shares_beams(self) -> bool:
@@ -785,14 +827,6 @@ def gated(heads: Float[Array, "B T N V"], gate: Array | None) -> Float[Array, "B
         return heads
     wide = accum_dtype(heads.dtype)
     return (heads.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(heads.dtype)
-
-
-def output(
-    params, heads: Float[Array, "B T N V"], added: Float[Array, "B T D"] | None
-) -> Float[Array, "B T D"]:
-    """The output projection of a step, with the weights from `for_decoding`."""
-    x = heads.reshape(*heads.shape[:2], -1)
-    return affine(x, params["w_o"], params.get("b_o"), added=added)[0]
 
 
 def _of_channels(params, dtype) -> Float[Array, "2 1 1 N V"]:

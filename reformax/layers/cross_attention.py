@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Unsupported
 from reformax.layers import context, remat
-from reformax.layers.attention import ATTENTION_GATE, QKV, MultiHead, gated, output
+from reformax.layers.attention import ATTENTION_GATE, QKV, MultiHead, gated
 from reformax.layers.matrices import Unnormed, affine
 from reformax.ops.base import Dims
 from reformax.ops.masking.masks import paired_segment_ids
@@ -142,4 +142,4 @@ class CrossAttention(MultiHead):
         qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in memory_heads))
         plan = self.plan(params, qkv, segment_ids, rng)
         out = gated(self._apply_op(params, qkv, plan, segment_ids), gate)
-        return output(params, out.reshape(*rows, self.n_heads, -1), added)
+        return self._output(params, out.reshape(*rows, self.n_heads, -1), added)

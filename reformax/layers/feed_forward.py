@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.declared import Count, Positive, Rate, SettingError, Size, check_fields
+from reformax.declared import Count, NonNegative, Positive, Rate, SettingError, Size, check_fields
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
+from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import (
     IN_KERNELS,
     Unnormed,
@@ -82,6 +83,9 @@ class FeedForward(Layer):
       float8: whether the products multiply FP8 numbers in training (`layers.float8`).
       gated: whether a third product multiplies the hidden layer, as above.
       bias: whether the products have biases.
+      output_norm: the norm of the output, which precedes its dropout, as of Gemma 2; None: none.
+        Its weights are `output_norm`.
+      norm_epsilon: added to the mean square in it.
     """
 
     d_ff: Size
@@ -95,6 +99,8 @@ class FeedForward(Layer):
     float8: bool = False
     gated: bool = False
     bias: bool = True
+    output_norm: NormName | None = None
+    norm_epsilon: NonNegative = 1e-6
 
     def __post_init__(self):
         super().__init__()
@@ -113,6 +119,8 @@ class FeedForward(Layer):
         normal = jax.nn.initializers.normal
         self._initializer = glorot if self.init_std is None else normal(self.init_std)
         self._float8 = self.float8 and self.mode == "train"
+        norm = self.output_norm
+        self._norm = None if norm is None else NORMS[norm](self.norm_epsilon)
 
     @property
     def drops(self) -> bool:
@@ -128,6 +136,8 @@ class FeedForward(Layer):
         params = {f"w{i}": self._initializer(rngs[i], shape) for i, shape in sizes.items()}
         if self.bias:
             params |= {f"b{i}": jnp.zeros(shape[1]) for i, shape in sizes.items()}
+        if self._norm is not None:
+            params["output_norm"] = self._norm.init_params(None, (d_model,))
         return params
 
     def cast(self, params, dtype: str):
@@ -144,7 +154,8 @@ class FeedForward(Layer):
 
         With `gated`, `w1` and `b1` have those of the third product behind them.
         """
-        cast = jax.tree.map(lambda w: w.astype(dtype), params)
+        kept = {"output_norm": params["output_norm"]} if self._norm else {}
+        cast = {name: w.astype(dtype) for name, w in params.items() if name not in kept} | kept
         if self.gated:
             cast |= {
                 f"{x}1": jnp.concatenate([cast[f"{x}1"], cast.pop(f"{x}3")], axis=-1)
@@ -165,7 +176,11 @@ class FeedForward(Layer):
             hidden = self._gated(pre, other)
         else:
             (hidden,) = affine(*first, activation=self.activation, impl=self.impl)
-        return affine(hidden, params["w2"], params.get("b2"), added=added, impl=self.impl)[0]
+        last = hidden, params["w2"], params.get("b2")
+        if self._norm is None:
+            return affine(*last, added=added, impl=self.impl)[0]
+        out = self._norm.apply(params["output_norm"], affine(*last, impl=self.impl)[0])
+        return out if added is None else added + out.astype(added.dtype)
 
     def _gated(self, pre: Float[Array, "*d F"], other: Float[Array, "*d F"], *biases: Array):
         """The hidden layer of two products, computed in float32 and rounded to their dtype."""
@@ -199,6 +214,8 @@ class FeedForward(Layer):
         if self.bias:
             # In the dtype of the product, a bias is added in its kernel on a GPU.
             out = out + params["b2"][None, None].astype(x.dtype)
+        if self._norm is not None:
+            out = self._norm.apply(params["output_norm"], out)
         return dropout(out, rate_in(self.mode, self.dropout), output_rng, start=start)
 
     def _through_gate(self, params, x: Float[Array, "B C D"], start, rng) -> Float[Array, "B C D"]:

@@ -51,6 +51,11 @@ class LayerNorm(Layer):
     def init_params(self, rng, shape):
         return {"scale": jnp.ones(shape[-1:]), "bias": jnp.zeros(shape[-1:])}
 
+    @staticmethod
+    def factors(params: dict[str, Array]) -> dict[str, Array]:
+        """The weights as the equation has them."""
+        return params
+
     def apply(self, params, x: Float[Array, "*d D"], rng=None) -> Float[Array, "*d D"]:
         return self.of_sum(params, x, None, self._dtype or x.dtype)[0]
 
@@ -75,7 +80,7 @@ class LayerNorm(Layer):
         if x.shape[-1:] != params["scale"].shape:
             raise ValueError(f"x has shape {x.shape}: expected [..., {params['scale'].size}]")
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
-        weights = params["scale"], params.get("bias")
+        weights = self.factors(params)["scale"], params.get("bias")
         size = x.shape[-1]
         pays = LEAST_ROWS * size <= x.size < MOST or x.size == size
         chosen = choose_impl(self._impl, pays, pallas=None) if x.size else "xla"
@@ -112,8 +117,35 @@ class RMSNorm(LayerNorm):
         return {"scale": jnp.ones(shape[-1:])}
 
 
-NORMS = {"layer": LayerNorm, "rms": RMSNorm}
-NormName = Literal["layer", "rms"]
+class RMSPlusOne(RMSNorm):
+    """`RMSNorm` whose weights are the scale minus 1, so that weight decay draws the scale to 1.
+
+    Gemma Team 2024, "Gemma: Open Models Based on Gemini Research and Technology", and its code.
+    """
+
+    def init_params(self, rng, shape):
+        return {"scale": jnp.zeros(shape[-1:])}
+
+    @staticmethod
+    def factors(params):
+        return {"scale": 1 + params["scale"]}
+
+
+class NoNorm(LayerNorm):
+    """The input as it is, in the dtype of a norm: for the place where a design has no norm."""
+
+    def init_params(self, rng, shape):
+        return {}
+
+    def _norms(self, params, x, y, dtypes, pass_on=False):
+        x = x if y is None else x + y.astype(x.dtype)
+        return tuple(x.astype(dtype) for dtype in dtypes), x
+
+
+NORMS = {"layer": LayerNorm, "rms": RMSNorm, "rms_plus_one": RMSPlusOne}
+NormName = Literal["layer", "rms", "rms_plus_one"]
+# Norms of a sublayer's input, of its output, or of both.
+NormPlace = Literal["input", "output", "both"]
 
 
 def _rows(x: Float[Array, "*d D"] | None) -> Float[Array, "R D"] | None:

@@ -123,7 +123,9 @@ def affine(
         return jnp.split(y, list(accumulate(sizes))[:-1], axis=-1)
     from reformax.layers.kernels import one_row as kernel
 
-    epsilon, norm = (x.norm.epsilon, x.params) if isinstance(x, Unnormed) else (None, None)
+    epsilon = norm = None
+    if isinstance(x, Unnormed):
+        epsilon, norm = x.norm.epsilon, x.norm.factors(x.params)
     options = kernel.OneRowOptions(epsilon, activation, sizes, chosen == INTERPRETED)
 
     def of_rows(first, x, added, w, b, norm):

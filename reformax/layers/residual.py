@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from reformax.declared import SettingError
 from reformax.layers import remat
 from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention, MultiHead
-from reformax.layers.matrices import Unnormed
 from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack
 
@@ -43,6 +43,10 @@ class ResidualStack(BlockStack):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.post_norm and self.norm_place != "input":
+            raise SettingError(
+                f"post_norm is True and norm_place {self.norm_place!r}: leave one of them out"
+            )
         remat.check_policy(self.remat_policy, self.offload_activations)
 
     def apply(self, params, x, segment_ids=None, memory=None, memory_segment_ids=None, rng=None):
@@ -155,7 +159,7 @@ class ResidualStack(BlockStack):
         if self.post_norm:
             out, other = sublayer(params[name], *read, added=None)
             return self._add(params, name, (x,), out), other
-        read = Unnormed(self._norm, params[f"{name}_norm"], x)
+        read = self._unnormed(params[f"{name}_norm"], x)
         x, other = sublayer(params[name], read, added=x)
         return (x,), other
 

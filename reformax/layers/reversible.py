@@ -46,7 +46,6 @@ from reformax.layers.coupling import (
     TwoStreams,
     share_a_slot,
 )
-from reformax.layers.matrices import Unnormed
 from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack, TransformerBlock
 from reformax.ops.masking.masks import paired_segment_ids, tokens_of
@@ -196,7 +195,7 @@ class ReversibleStack(BlockStack):
 
     def _decode(self, params, name, streams, sublayer):
         parts = self._coupling.ahead(streams)
-        read = Unnormed(self._norm, params[f"{name}_norm"], self._coupling.read(parts))
+        read = self._unnormed(params[f"{name}_norm"], self._coupling.read(parts))
         if self._on_grid:  # what is added is rounded before
             out, other = sublayer(params[name], read, added=None)
             return self._coupling.after(parts.plus(self._residual(out))), other

@@ -23,8 +23,8 @@ from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention, MultiHead
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
-from reformax.layers.layer_norm import NORMS, NormName
-from reformax.layers.matrices import computed
+from reformax.layers.layer_norm import NORMS, NoNorm, NormName, NormPlace
+from reformax.layers.matrices import Unnormed, computed
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # The sublayers of a block, and the number that makes the rng of each.
@@ -66,8 +66,11 @@ class BlockStack(Layer):
       n_layers: a multiple of its length.
       dtype: what the sublayers compute in.
       masked: whether segments are an input, as in `Attention`.
-      norm: of the layers, "layer" (`LayerNorm`) or "rms" (`RMSNorm`).
+      norm: of the layers, "layer" (`LayerNorm`), "rms" (`RMSNorm`) or "rms_plus_one"
+        (`RMSPlusOne`).
       norm_epsilon: added to the mean square in the layers' norms.
+      norm_place: with "output" sublayers read the stream as it is. The norms of outputs are the
+        sublayers' own, `output_norm`.
       scan_layers: whether the layers compile as a loop over the cycle. Then the depth does not
         change compile time. Written out, layers run faster on a GPU, because nothing is copied to
         and from arrays of all layers.
@@ -80,6 +83,7 @@ class BlockStack(Layer):
     masked: bool = False
     norm: NormName = "layer"
     norm_epsilon: NonNegative = 1e-6
+    norm_place: NormPlace = "input"
     scan_layers: bool = True
 
     n_streams = 1
@@ -101,7 +105,8 @@ class BlockStack(Layer):
         self._cross = crossing.pop()
         self._n_repeats = self.n_layers // len(self.blocks)
         # Streams are float32; a sublayer's norm puts out the dtype that the sublayer computes in.
-        self._norm = NORMS[self.norm](self.norm_epsilon, dtype=self.dtype)
+        norm = NoNorm if self.norm_place == "output" else NORMS[self.norm]
+        self._norm = norm(self.norm_epsilon, dtype=self.dtype)
         n_others = 3 if self._cross else int(self.masked)
         super().__init__(n_in=self.n_streams + n_others, n_out=self.n_streams)
 
@@ -190,6 +195,12 @@ class BlockStack(Layer):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """`apply` to a part of a sequence, and the states after it."""
         raise NotImplementedError
+
+    def _unnormed(self, params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"] | Unnormed:
+        """A sublayer's input in decoding."""
+        if self.norm_place == "output":
+            return x.astype(self.dtype)
+        return Unnormed(self._norm, params, x)
 
     # Decoding: `prefill` reads a prompt, or the memory; `step` one more position of each row. In a
     # step the products with a sublayer's matrices compute its norm and add to the stream.

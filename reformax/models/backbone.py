@@ -131,5 +131,7 @@ class Backbone(Model):
         self, params, x: Float[Array, "B T _"], position: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T _"]:
         """The stack's input of tokens' embeddings at these positions; None: at 0 to T - 1."""
+        if self.design.embedding_scale is not None:
+            x = x * self.design.embedding_scale
         x = self._add_positions(params, x, position)
         return self._embedding_norm.apply(params["embedding_norm"], x) if self.embedding_norm else x

@@ -199,6 +199,7 @@ class Model(Layer, TaskModel):
             dtype=self.width,
             norm=design.norm,
             norm_epsilon=design.norm_epsilon,
+            norm_place=design.norm_place,
             scan_layers=self.scan_layers,
         )
 
@@ -229,13 +230,12 @@ class Model(Layer, TaskModel):
             TransformerBlock(
                 Attention(
                     op,
-                    **options | _all_heads(op),
+                    **options | _all_heads(op) | self._of_op(op),
                     causal=causal,
-                    qk_norm=design.qk_norm and op.dropout,
                     key_conv=design.key_conv if design.weighs_far(op) else None,
-                    use_rotary=self._rotates(op),
-                    rotary=design.rotary if self._rotates(op) else RotaryAngles(),
-                    rotary_grid=self.pos_axial_shape if self._rotates(op) else (),
+                    use_rotary=rotates,
+                    rotary=design.rotary_of(op) if rotates else RotaryAngles(),
+                    rotary_grid=self.pos_axial_shape if rotates else (),
                     position_bias=by_distance if op.bias else None,
                     next_value=self.next_value and causal and op.never_sees_itself,
                 ),
@@ -243,12 +243,31 @@ class Model(Layer, TaskModel):
                 cross
                 and CrossAttention(
                     cross,
-                    **options | {"n_qk_heads": None},
-                    qk_norm=design.qk_norm and cross.dropout,
+                    **options | {"n_qk_heads": None} | self._of_op(cross),
                 ),
             )
-            for op in cycle
+            for op, rotates in zip(cycle, self._rotating(cycle), strict=True)
         ]
+
+    def _of_op(self, op: AttentionOp) -> dict[str, Any]:
+        """The options of a layer by what its algorithm does."""
+        design = self.design
+        options = dict(
+            qk_norm=design.qk_norm if op.dropout else False,
+            scale=design.attention_scale if op.dropout else None,
+            gate=None if op.gated else design.attention_gate,
+        )
+        if not op.carries_state:
+            return options
+        sizes = dict(
+            n_heads=design.recurrent_heads,
+            n_qk_heads=design.recurrent_qk_heads,
+            d_qk=design.recurrent_d_key,
+            d_v=design.recurrent_d_value,
+        )
+        given = {name: size for name, size in sizes.items() if size is not None}
+        # Heads of keys and values are those of attention.
+        return options | given | ({"n_kv_heads": None} if given else {})
 
     def _check_cycle(self, argument: str, cycle: Sequence[AttentionOp], causal: bool) -> None:
         """Raises `SettingError` for no algorithm, or a setting that none of them would read."""
@@ -269,12 +288,17 @@ class Model(Layer, TaskModel):
                 f"pos_type is {self.pos_type!r} and no op of {argument} adds a bias: give one "
                 "whose bias is True, such as flash.flash()"
             )
-        if self.pos_type in ROTARY and self.pos_axial_shape and not any(map(self._rotates, cycle)):
+        if self.design.rotary_layers and len(self.design.rotary_layers) != len(cycle):
+            raise SettingError(
+                f"rotary_layers has {len(self.design.rotary_layers)} values and {argument} "
+                f"{len(cycle)} ops: expected one for each"
+            )
+        if self.pos_type in ROTARY and self.pos_axial_shape and not any(self._rotating(cycle)):
             raise SettingError(
                 f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
                 f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
             )
-        if self.design.rotary != RotaryAngles() and not any(map(self._rotates, cycle)):
+        if self.design.rotary != RotaryAngles() and not any(self._rotating(cycle)):
             raise SettingError(
                 f"the design has {self.design.rotary} and pos_type is {self.pos_type!r}, by which "
                 f"no op of {argument} has rotary positions: set pos_type='rotary'"
@@ -291,9 +315,14 @@ class Model(Layer, TaskModel):
         """What self-attention adds to its logits by distance, where it can."""
         return self.pos_type if self.pos_type in ("alibi", "t5") else None
 
-    def _rotates(self, op: AttentionOp) -> bool:
-        """Whether the queries and keys of self-attention by `op` have rotary positions."""
-        return self.pos_type == "rotary" or (self.pos_type == "rotary_local" and op.local)
+    def _rotating(self, cycle: Sequence[AttentionOp]) -> list[bool]:
+        """Whether queries and keys of self-attention have rotary positions, for each algorithm."""
+
+        def rotates(op: AttentionOp) -> bool:
+            return self.pos_type == "rotary" or (self.pos_type == "rotary_local" and op.local)
+
+        chosen = self.design.rotary_layers or [True] * len(cycle)
+        return [here and rotates(op) for op, here in zip(cycle, chosen, strict=True)]
 
     def _attention_options(self) -> dict[str, Any]:
         return dict(
@@ -303,12 +332,13 @@ class Model(Layer, TaskModel):
             n_kv_heads=self.n_kv_heads,
             n_qk_heads=self.n_qk_heads,
             bias=self.design.attention_bias,
-            output_bias=self.design.attention_bias,
+            output_bias=self.design.output_bias,
             attention_dropout=self.attention_dropout,
             output_dropout=self.dropout,
             init_std=self.design.init_std,
+            norm=self.design.norm,
             norm_epsilon=self.design.norm_epsilon,
-            gate=self.design.attention_gate,
+            output_norm=self.design.norm_place != "input",
             float8=self.dtype == "float8",
             mode=self.mode,
         )
@@ -334,6 +364,8 @@ class Model(Layer, TaskModel):
             float8=self.dtype == "float8",
             gated=self.design.ff_gated,
             bias=self.design.ff_bias,
+            output_norm=None if self.design.norm_place == "input" else self.design.norm,
+            norm_epsilon=self.design.norm_epsilon,
         )
 
 

@@ -20,8 +20,8 @@ import jax
 from jaxtyping import Array
 
 from reformax.declared import NonNegative, Positive, SettingError, Size, check_fields, shown
-from reformax.layers.attention import ConvSize, Gate
-from reformax.layers.layer_norm import NormName
+from reformax.layers.attention import ConvSize, Gate, QKNorm, Scale
+from reformax.layers.layer_norm import NormName, NormPlace
 from reformax.layers.matrices import relu_squared
 from reformax.ops.base import AttentionOp, LengthScale, SoftCap
 from reformax.ops.numerics.rotary import (
@@ -30,6 +30,7 @@ from reformax.ops.numerics.rotary import (
     RotaryFactor,
     RotaryFraction,
     RotaryScaling,
+    Turns,
 )
 
 Activation = Callable[[Array], Array] | str
@@ -47,12 +48,19 @@ class Design:
     """The choices that a model's layers are made by; the defaults are the Reformer's.
 
     Args:
-      norm: "layer" (Ba et al. 2016), or "rms" (Zhang & Sennrich 2019), without mean and bias.
+      norm: "layer" (Ba et al. 2016), "rms" (Zhang & Sennrich 2019), without mean and bias, or
+        "rms_plus_one", whose weights are the scale minus 1 (Gemma Team 2024).
       norm_epsilon: added to the mean square in norms.
+      norm_place: norms of each sublayer's "input"; its "output", before it is added to the stream
+        (as in OLMo 2, OLMo Team 2024, sec. 3.3.1); or "both" (as in Gemma 2). See `post_norm` of
+        models for a norm of the sum.
+      embedding_scale: what embeddings are multiplied by, such as `sqrt(d_model)`; None: nothing,
+        and `sqrt(d_model)` in encoder-decoders.
       init_std: the standard deviation of all fresh matrices and embeddings, such as the 0.02 of
         GPT-2 and BERT; None: matrices after Glorot and Bengio 2010, embeddings of a scale of their
         own. Pre-norm layers' last matrices are scaled down by the depth in either case.
       attention_bias: whether the projections of attention have biases, the output's too.
+      attention_output_bias: whether the output's has one; None: as `attention_bias`.
       ff_bias: whether the feed-forward layers have biases.
       logits_bias: whether logits have biases, where embeddings are not tied.
       ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu",
@@ -60,9 +68,12 @@ class Design:
       ff_gated: whether the hidden layer is multiplied by one more product: with "silu" SwiGLU
         (Shazeer 2020). Two thirds of the width have the same number of weights.
       qk_norm: whether each head's queries and keys are normalised, in the layers whose algorithm
-        makes attention weights; see `layers.Attention`.
+        makes attention weights, or all heads' together with "joint"; see `layers.Attention`.
+      attention_scale: the factor of products of queries and keys in these layers; None: the
+        algorithm's, `1 / sqrt(H)`.
       attention_gate: whether the sigmoid of a projection multiplies attention's output, "headwise"
-        or "elementwise" (Qiu et al. 2025); see `layers.Attention`.
+        or "elementwise" (Qiu et al. 2025), where the algorithm has no gate of its own; see
+        `layers.Attention`.
       key_conv: the positions that a short convolution of keys reads, such as 3 or 5, by which MoBA,
         LSH and DSA then choose (Xiao et al. 2025); in the layers of self-attention that make
         weights of more than a window; see `layers.Attention`. None: there is none.
@@ -73,19 +84,30 @@ class Design:
       soft_cap: a bound c of attention's logits x, which become `c tanh(x / c)` (Gemma Team 2024,
         "Gemma 2", sec. 2). None: none.
       logits_soft_cap: the same for the model's logits.
-      rotary_base, rotary_fraction, rotary_scaling, rotary_factor, rotary_trained_length: the angles
-        of rotary positions; see `ops.numerics.rotary.RotaryAngles`.
+      rotary_base, rotary_fraction, rotary_scaling, rotary_factor, rotary_trained_length,
+        rotary_slow_turns, rotary_fast_turns: the angles of rotary positions; see
+        `ops.numerics.rotary.RotaryAngles`.
+      rotary_local_base: another base in the layers that see no further than a window or
+        neighbouring chunks, where frequencies are not scaled (as in Gemma 3); None: the same.
+      rotary_layers: which layers of the cycle have the rotary positions of `pos_type`; (): all.
+      recurrent_heads, recurrent_qk_heads, recurrent_d_key, recurrent_d_value: other values of
+        `n_heads`, `n_qk_heads`, `d_attention_key` and `d_attention_value` in the layers whose
+        algorithm is a recurrence; None: the model's.
     """
 
     norm: NormName = "layer"
     norm_epsilon: NonNegative = 1e-6
+    norm_place: NormPlace = "input"
+    embedding_scale: Scale | None = None
     init_std: Positive | None = None
     attention_bias: bool = False
+    attention_output_bias: bool | None = None
     ff_bias: bool = True
     logits_bias: bool = True
     ff_activation: Activation = jax.nn.gelu
     ff_gated: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNorm = False
+    attention_scale: Scale | None = None
     attention_gate: Gate | None = None
     key_conv: ConvSize | None = None
     scale_by_length: LengthScale | None = None
@@ -97,9 +119,18 @@ class Design:
     rotary_scaling: RotaryScaling | None = None
     rotary_factor: RotaryFactor = 1.0
     rotary_trained_length: Size | None = None
+    rotary_slow_turns: Turns | None = None
+    rotary_fast_turns: Turns | None = None
+    rotary_local_base: RotaryBase | None = None
+    rotary_layers: Sequence[bool] = ()
+    recurrent_heads: Size | None = None
+    recurrent_qk_heads: Size | None = None
+    recurrent_d_key: Size | None = None
+    recurrent_d_value: Size | None = None
 
     def __post_init__(self):
         check_fields(self)
+        object.__setattr__(self, "rotary_layers", tuple(self.rotary_layers))
         _ = self.activation, self.rotary  # each raises for what does not fit
         if self.learn_scale_by_length and self.scale_by_length is None:
             raise SettingError(
@@ -116,7 +147,21 @@ class Design:
             scaling=self.rotary_scaling,
             factor=self.rotary_factor,
             trained_length=self.rotary_trained_length,
+            slow_turns=self.rotary_slow_turns,
+            fast_turns=self.rotary_fast_turns,
         )
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        own = self.attention_output_bias
+        return self.attention_bias if own is None else own
+
+    def rotary_of(self, op: AttentionOp) -> RotaryAngles:
+        """The angles in a layer of an algorithm."""
+        if self.rotary_local_base is None or not op.local:
+            return self.rotary
+        return RotaryAngles(base=self.rotary_local_base, fraction=self.rotary_fraction)
 
     @property
     def activation(self) -> Callable[[Array], Array]:
@@ -152,7 +197,24 @@ class Design:
           ops: all of the algorithms.
         """
         places = " or ".join(arguments)
-        for name in ("soft_cap", "qk_norm"):
+        if self.attention_gate and all(op.gated for op in ops):
+            raise SettingError(
+                f"attention_gate is {self.attention_gate!r} and every op of {places} gates its own "
+                "output: leave it out"
+            )
+        recurrent = {name: x for name, x in vars(self).items() if name.startswith("recurrent_")}
+        for name, value in recurrent.items():
+            if value is not None and not any(op.carries_state for op in ops):
+                raise SettingError(
+                    f"{name} is {value} and no op of {places} is a recurrence: leave it out, or "
+                    "give one, such as gated_delta.gated_delta()"
+                )
+        if self.rotary_local_base is not None and not any(op.local for op in ops):
+            raise SettingError(
+                f"rotary_local_base is {self.rotary_local_base} and no op of {places} is local: "
+                "leave it out, or give one, such as local.local(window=64)"
+            )
+        for name in ("soft_cap", "qk_norm", "attention_scale"):
             if getattr(self, name) and not any(op.dropout for op in ops):
                 raise SettingError(
                     f"{name} is {getattr(self, name)} and no op of {places} makes attention "
@@ -178,6 +240,11 @@ class Design:
             "scale_by_length": self.scale_by_length if far else None,
             "learn_scale_by_length": (far and self.learn_scale_by_length) or None,
         }
+        if self.attention_scale is not None and op.scale is not None:
+            raise SettingError(
+                f"the design's attention_scale is {self.attention_scale} and the scale of {op} "
+                f"{op.scale}: set one"
+            )
         changes = {name: value for name, value in options.items() if value is not None}
         for name, value in changes.items():
             if getattr(op, name) not in (None, False, value):

@@ -226,7 +226,8 @@ class EncoderDecoder(Model):
     def _embed(
         self, params, table, tokens: Int[Array, "B T"], position: Int[Array, "B T"], rng=None
     ) -> Float[Array, "B T D"]:
-        x = devices.looked_up(table, tokens) * math.sqrt(self.d_model)
+        scale = self.design.embedding_scale or math.sqrt(self.d_model)
+        x = devices.looked_up(table, tokens) * scale
         return dropout(self._add_positions(params, x, position), self._dropout_rate, rng)
 
     def _run(self, side: str, params, x: Float[Array, "B T D"], *inputs, rng):

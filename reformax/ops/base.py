@@ -114,6 +114,7 @@ class AttentionOp:
       shards: what devices may have a part of: () nothing, "heads" or "key heads", which are heads
         in whole groups that share keys, and "sequence", of which a `Shard` names the axis.
         `layers.context` asks, and calls of arrays on an explicit mesh.
+      gated: it gates its own output. Models with `attention_gate` add no second gate.
       decoding: "no", "rows", or "beams" where `step` reads a beam's past in other beams' caches.
         `layers.Attention` asks.
     """
@@ -131,6 +132,7 @@ class AttentionOp:
     never_sees_itself: ClassVar[bool] = False
     local: ClassVar[bool] = False
     global_tokens: ClassVar[bool] = False
+    gated = False  # an option of some recurrences
     shards: ClassVar[tuple[str, ...]] = ()
     scale = None  # the factor of logits, where it is an option
 

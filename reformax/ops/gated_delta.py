@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from reformax.declared import Size, Width
+from reformax.declared import NonNegative, Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
+    NORM_EPSILON,
     Recurrence,
     Span,
     decay_params,
@@ -43,6 +44,7 @@ class gated_delta(Recurrence, AttentionOp):
 
     Args:
       normalized: whether each head's output is brought to unit root mean square, and scaled.
+      norm_epsilon: added to the mean square in it.
       gated: whether the output is multiplied by silu of a projection of the layer's input, as in
         the paper. The gate begins near 0 with random signs, so a model learns slowly what to copy.
         A small language model was better without it (docs/zoo_measured.md).
@@ -58,6 +60,7 @@ class gated_delta(Recurrence, AttentionOp):
     """
 
     normalized: bool = True
+    norm_epsilon: NonNegative = NORM_EPSILON
     gated: bool = False
     memory: Span | None = None
     conv_size: Width | None = None

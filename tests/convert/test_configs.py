@@ -46,10 +46,10 @@ def table() -> dict[str, tuple[str, str]]:
 # What stands in the way of some that are refused.
 REASONS = {
     "quickstart": ("pos_type is 'rotary_local'", "pos_type is 'rotary_local'"),
-    "transformer_enwik8": ("pos_type is 'rotary'", "pos_type is 'rotary'"),
+    "transformer_enwik8": ("norm is 'layer', expected 'rms'", "pos_type is 'rotary'"),
     "reformer_enwik8": ("n_buckets is 'auto'", "lsh's count_once is True"),
     "gpt2": (None, "tie_embeddings is True"),
-    "gated_delta": ("attention is gated_delta", "attention is gated_delta"),
+    "gated_delta": ("pos_type is 'rotary_local'", "pos_type is 'rotary_local'"),
     "images": ("pos_axial_shape is (64, 64, 3)", "lsh's count_once is True"),
     "classify": ("model is TransformerEncoder", "model is TransformerEncoder"),
     "bert": ("BERT is read and not written", "the model is TransformerMaskedLM"),

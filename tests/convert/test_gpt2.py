@@ -182,8 +182,10 @@ def test_a_design_that_no_format_has_is_refused():
     spec = Spec.make("TransformerLM", [Op("dense", {})], **options, design=designs.gpt2())
     assert spec.arguments["attention_bias"] and spec.arguments["ff_activation"] == "gelu_tanh"
     assert (spec.arguments["norm_epsilon"], spec.arguments["init_std"]) == (1e-5, 0.02)
-    with pytest.raises(ValueError, match="TransformerLM's design has norm='rms': expected 'layer'"):
-        Spec.make("TransformerLM", [Op("dense", {})], **options, design=designs.llama())
+    spec, _ = hugging_face.spec_of(CONFIG)
+    other = Spec.make("TransformerLM", spec.attention, **spec.arguments, design=designs.llama())
+    with pytest.raises(ValueError, match="GPT-2 has no such model: norm is 'rms', expected 'lay"):
+        hugging_face.config_of(other)
 
 
 def test_a_tensor_with_and_without_the_prefix(tmp_path):

@@ -17,9 +17,16 @@ import numpy as np
 import pytest
 
 from reformax.cli import config
-from reformax.convert import hugging_face, hugging_face_config, trax_files
+from reformax.convert import (
+    hugging_face,
+    hugging_face_config,
+    hugging_face_tensors,
+    trax_files,
+)
+from reformax.convert.hugging_face_families import FAMILIES
 from reformax.convert.spec import Spec
 from reformax.data import files
+from tests.convert import decoders, test_decoders
 from tests.convert.hugging_face_models import CONFIGS, saved, weights
 from tests.convert.test_command import GIN
 
@@ -336,8 +343,8 @@ FOLDERS = {
     "bytes behind the end": (safetensors({"a": tensor()}, b"abcdabcd"), "is damaged"),
     "negative shape": (safetensors({"a": tensor(shape=[-1])}, b"abcd"), "is damaged"),
     "shape that overflows": (safetensors({"a": tensor(shape=[2**62, 4])}, b"abcd"), "is damaged"),
-    "shape of nothing": (safetensors({"a": tensor(shape=[2**62, 0], end=0)}), "is damaged"),
-    "shape of 100 axes": (safetensors({"a": tensor(shape=[1] * 100)}, b"abcd"), "is damaged"),
+    "shape of nothing": (safetensors({"a": tensor(shape=[2**62, 0], end=0)}), "no such tensor"),
+    "shape of 100 axes": (safetensors({"a": tensor(shape=[1] * 100)}, b"abcd"), "no such tensor"),
     "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), "is damaged"),
     "a header of 128 MiB": (safetensors(b"{}", length=2**27), "is damaged"),
     "a header cut short": (safetensors(b'{"a": {"dtype"'), "is damaged"),
@@ -369,6 +376,141 @@ def test_a_malformed_folder_is_told(row, tmp_path):
     change, message = FOLDERS[row]
     change(saved(tmp_path, "factored"))
     bounded(lambda: hugging_face.read(tmp_path), message)
+
+
+# Decoders of today: what a config.json may say that they do not have, and other tensors.
+
+
+def decoder_config(name, **changes):
+    """The config.json of a row of `decoders`; None takes a field away."""
+    found = json.loads(str(np.load(decoders.PATH)[f"{name}/config"])) | changes
+    return {key: x for key, x in found.items() if x is not None}
+
+
+def rope(**table):
+    return dict(rope_parameters=dict(rope_theta=1e4) | table)
+
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0)
+DECODER_FIELDS = [
+    ("llama", dict(model_type="qwen3_moe"), "model_type is 'qwen3_moe': expected one of"),
+    ("llama", rope(rope_type="longrope"), "rope_type is 'longrope': expected one of 'default', 'l"),
+    ("llama", rope(type="dynamic"), "rope_type is 'dynamic': expected one of"),
+    ("llama", dict(rope_parameters=[1]), "rope_parameters is [1]: expected a table"),
+    ("llama", rope(rope_type="linear"), "factor of rope_parameters is None: expected a number"),
+    ("llama", rope(**LLAMA3, low_freq_factor=9.0), "rotary_slow_turns is 9.0 and rotary_fast_turn"),
+    ("llama", rope(rope_theta="ten"), "rope_theta of rope_parameters is 'ten'"),
+    ("llama", rope(rope_type="yarn", factor=4.0, attention_factor=2.0), "attention_factor of rope"),
+    ("llama", rope(rope_type="yarn", factor=4.0, truncate=False), "truncate of rope_parameters is"),
+    ("llama", rope(partial_rotary_factor=2.0), "partial_rotary_factor of rope_parameters is 2.0"),
+    ("llama", rope(full_attention={"rope_theta": 1e4}), "expected one table for all layers"),
+    ("llama", dict(num_key_value_heads=3), "num_key_value_heads is 3: expected a divisor of 4"),
+    ("llama", dict(head_dim=None, hidden_size=50), "hidden_size is 50: expected a multiple of"),
+    ("llama", dict(quantization_config={"bits": 4}), "quantization_config is {'bits': 4}: expecte"),
+    ("llama", dict(hidden_act="mish"), "hidden_act is 'mish': expected 'relu'"),
+    ("llama", dict(bos_token_id=97), "bos_token_id is 97: expected an id below vocab_size, 97"),
+    ("llama", dict(attention_bias="yes"), "attention_bias is 'yes': expected True or False"),
+    ("mistral", dict(sliding_window=0), "sliding_window is 0"),
+    ("mistral", dict(layer_types=["full_attention"] * 3), "layer_types is ['full_attention',"),
+    (
+        "qwen3",
+        dict(layer_types=["full_attention"]),
+        "layer_types has 1 values: expected num_hidden",
+    ),
+    ("qwen3", dict(layer_types=["chunked_attention"] * 3), "layer_types is ['chunked_attention',"),
+    (
+        "qwen3",
+        dict(layer_types=["sliding_attention"] * 3),
+        "sliding_window is None, or off by use_",
+    ),
+    ("qwen3.5", dict(attention_bias=True), "attention_bias is True: expected False"),
+    ("qwen3.5", dict(attn_output_gate=False), "attn_output_gate is False: expected True"),
+    ("qwen3.5", dict(linear_num_key_heads=3), "linear_num_key_heads is 3: expected a divisor of"),
+    (
+        "qwen3.5",
+        dict(model_type="qwen3_5", text_config=[]),
+        "text_config is []: expected an object",
+    ),
+    ("gemma 3", dict(use_bidirectional_attention=True), "use_bidirectional_attention is True: exp"),
+    ("smollm 3", dict(no_rope_layers=[1]), "no_rope_layers has 1 values: expected num_hidden_laye"),
+    ("phi 3", rope(rope_type="yarn", factor=2.0), "rope_type is 'yarn': expected one of 'default'"),
+]
+
+
+@pytest.mark.parametrize("name, change, message", DECODER_FIELDS, ids=lambda x: str(x)[:50])
+def test_a_field_of_a_decoder_is_named_with_its_value(name, change, message):
+    bounded(lambda: hugging_face.spec_of(decoder_config(name, **change)), message)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_odd_values_of_a_decoder_are_told_or_make_a_model(family):
+    begin = time.process_time()
+    sizes = dict(num_hidden_layers=2, vocab_size=50, bos_token_id=1, eos_token_id=2)
+    for field in family.all_fields:
+        for value in ODD:
+            config = {"model_type": family.model_type, **sizes, field: value}
+            try:
+                spec, _ = hugging_face.spec_of(config)
+            except (ValueError, NotImplementedError) as error:
+                assert "\n" not in str(error) and len(str(error)) < 500
+            else:
+                spec.gin()
+                assert hugging_face_tensors.table(family, spec)
+    assert time.process_time() - begin < 60
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+DECODER_TENSORS = {
+    "one that is missing": ({Q: None}, f"{Q} has no such tensor there and shape (48, 48) in the"),
+    "one that is too many": (
+        {"model.layers.0.mlp.experts.0.w1": np.zeros((2, 2))},
+        "model.layers.0.mlp.experts.0.w1 has shape (2, 2) there and no such tensor in the config",
+    ),
+    "another shape": ({Q: np.zeros((48, 24))}, f"{Q} has shape (48, 24) there and shape (48, 48)"),
+    "integers": ({Q: np.zeros((48, 48), np.int8)}, f"{Q} has dtype int8: expected floating point"),
+    "no head": ({"lm_head.weight": None}, "lm_head.weight has no such tensor there and shape"),
+    "two names of one": (
+        {"model.language_model.layers.0.self_attn.q_proj.weight": np.zeros((48, 48))},
+        "two names of one tensor: leave one",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", DECODER_TENSORS)
+def test_other_tensors_of_a_decoder_are_told(row, tmp_path):
+    changes, message = DECODER_TENSORS[row]
+    config = decoder_config("llama")
+    tensors = test_decoders.tensors_of(config) | changes
+    tensors = {name: x for name, x in tensors.items() if x is not None}
+    test_decoders.saved(tmp_path, config, tensors)
+    bounded(lambda: hugging_face.read(tmp_path), message)
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to(tmp_path):
+    config = decoder_config("qwen2.5")
+    tensors = test_decoders.tensors_of(config)
+    copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
+    test_decoders.saved(tmp_path, config, tensors | copy)
+    hugging_face.read(tmp_path)
+    test_decoders.saved(tmp_path, config, tensors | {"lm_head.weight": copy["lm_head.weight"] + 1})
+    bounded(lambda: hugging_face.read(tmp_path), "differ, and tie_word_embeddings is True")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ("[]", "generation_config.json holds no object"),
+        ('{"temperature": "hot"}', "temperature is 'hot': expected a number of at least 0"),
+        ('{"top_k": -1}', "top_k is -1: expected at least 0"),
+        ('{"top_p": 1.5}', "top_p is 1.5: expected a number above 0 and at most 1"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id is '</s>': expected at least 0, or a list"),
+        ('{"do_sample": 1}', "do_sample is 1: expected True or False"),
+    ],
+)
+def test_settings_of_generation_are_told(settings, message, tmp_path):
+    folder = test_decoders.saved(tmp_path, decoder_config("llama"))
+    (folder / "generation_config.json").write_text(settings)
+    bounded(lambda: hugging_face.read(folder), message)
 
 
 def test_an_index_of_two_files_is_read(tmp_path):

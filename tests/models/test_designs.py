@@ -14,7 +14,7 @@ import pytest
 from reformax.cli import config
 from reformax.declared import SettingError
 from reformax.models import ReformerLM, Transformer, TransformerLM, TransformerMaskedLM, designs
-from reformax.ops import dense, dsa, gated_delta, local, lsh, moba, shared_qk
+from reformax.ops import dense, dsa, flash, gated_delta, local, lsh, moba, shared_qk
 from tests.helpers import assert_trees_close
 from tests.layers import plain
 
@@ -51,6 +51,15 @@ CHOICES = {
     "ntk": dict(rotary_scaling="ntk", rotary_factor=4.0),
     "yarn": YARN,
     "partial yarn": YARN | dict(rotary_fraction=0.75),
+    "linear": dict(rotary_scaling="linear", rotary_factor=4.0),
+    "llama3": YARN | dict(rotary_scaling="llama3"),
+    "turns": YARN | dict(rotary_slow_turns=0.5, rotary_fast_turns=3.0),
+    "rms plus one": dict(norm="rms_plus_one", qk_norm=True),
+    "norms of outputs": dict(norm="rms", norm_place="output", qk_norm="joint"),
+    "norms of both": dict(norm_place="both", embedding_scale=3.0),
+    "scale": dict(attention_scale=0.9),
+    "bias of inputs": dict(attention_bias=True, attention_output_bias=False),
+    "bias of outputs": dict(attention_output_bias=True),
 }
 DESIGNS = {name: designs.Design(**choice) for name, choice in CHOICES.items()} | {
     "gpt2": designs.gpt2(),
@@ -68,8 +77,9 @@ def some_tokens(length=LENGTH):
 
 
 def normed(x, params, design):
-    if design.norm == "rms":
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + design.norm_epsilon) * params["scale"]
+    if design.norm != "layer":
+        scale = params["scale"] + (design.norm == "rms_plus_one")
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + design.norm_epsilon) * scale
     x = x - x.mean(-1, keepdims=True)
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + design.norm_epsilon)
     return x * params["scale"] + params["bias"]
@@ -90,17 +100,27 @@ def activated(x, name):
 def frequencies(design, n_rotated):
     """Of each pair: Su et al. 2021, and the published code of Peng et al. 2023."""
     base, s = design.rotary_base, design.rotary_factor
+    slow, fast = design.rotary_slow_turns or 1, design.rotary_fast_turns or 32
     if design.rotary_scaling == "ntk":
         base = base * s ** (n_rotated / (n_rotated - 2))
     theta = base ** (-np.arange(0, n_rotated, 2) / n_rotated)
+    length = design.rotary_trained_length
+    if design.rotary_scaling == "linear":
+        return theta / s, 1.0
+    if design.rotary_scaling == "llama3":  # the published code of Llama 3.1, pair by pair
+        wavelengths = [2 * math.pi / x for x in theta]
+        smooth = [(length / w - 1) / (4 - 1) for w in wavelengths]
+        between = [(1 - x) * f / s + x * f for x, f in zip(smooth, theta, strict=True)]
+        kept = [w < length / 4 for w in wavelengths]
+        divided = [w > length for w in wavelengths]
+        return np.where(kept, theta, np.where(divided, theta / s, between)), 1.0
     if design.rotary_scaling != "yarn":
         return theta, 1.0
-    length = design.rotary_trained_length
 
     def dimension(turns):
         return n_rotated * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), n_rotated - 1)
+    low, high = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), n_rotated - 1)
     ramp = np.clip((np.arange(n_rotated // 2) - low) / max(high - low, 0.001), 0, 1)
     return theta / s * ramp + theta * (1 - ramp), 0.1 * math.log(s) + 1
 
@@ -125,14 +145,19 @@ def attention(x, p, design):
         total = sum(x * p["key_conv"][..., j] for j, x in enumerate(delayed))
         k = k + total * sigmoid(total)
     if design.qk_norm:
+        axes = (-2, -1) if design.qk_norm == "joint" else -1
+        plus = design.norm == "rms_plus_one"
         q, k = (
-            y / np.sqrt((y**2).mean(-1, keepdims=True) + design.norm_epsilon) * p[f"{which}_norm"]
+            y
+            / np.sqrt((y**2).mean(axes, keepdims=True) + design.norm_epsilon)
+            * (p[f"{which}_norm"] + plus)
             for which, y in (("q", q), ("k", k))
         )
     q, k = rotated(q, design), rotated(k, design)
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(y, group, axis=2) for y in (k, heads["v"]))
-    logits = np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[-1])
+    factor = design.attention_scale or 1 / math.sqrt(q.shape[-1])
+    logits = np.einsum("btnh,bsnh->bnts", q, k) * factor
     if design.scale_by_length is not None:
         n_keys = np.maximum(np.arange(x.shape[1]) + 1, 2)
         learnt = design.learn_scale_by_length
@@ -159,10 +184,14 @@ def feed_forward(x, p, design):
 def reference(params, tokens, design):
     params = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
     x = params["embedding"][np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]]
+    x = x * (design.embedding_scale or 1)
     for i in range(2):
         p = jax.tree.map(lambda w, i=i: w[i], params["stack"]["block_0"])
-        x = x + attention(normed(x, p["attention_norm"], design), p["attention"], design)
-        x = x + feed_forward(normed(x, p["feed_forward_norm"], design), p["feed_forward"], design)
+        for name, sublayer in (("attention", attention), ("feed_forward", feed_forward)):
+            place, h = design.norm_place, x
+            h = h if place == "output" else normed(h, p[f"{name}_norm"], design)
+            h = sublayer(h, p[name], design)
+            x = x + (h if place == "input" else normed(h, p[name]["output_norm"], design))
     x = normed(x, params["norm"], design)
     logits = x @ params["logits"]["w"] + params["logits"].get("b", 0)
     cap = design.logits_soft_cap
@@ -176,6 +205,39 @@ def test_a_transformer_is_that_of_the_papers(name):
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
     want = reference(params, tokens, design)
     np.testing.assert_allclose(jax.jit(model.apply)(params, tokens, RNG), want, atol=2e-4)
+
+
+def test_layers_differ_in_angles_and_a_recurrence_in_heads():
+    """Local layers have their own base, the third none, and a recurrence more and smaller heads."""
+    design = designs.Design(
+        rotary_base=50.0,
+        rotary_scaling="linear",
+        rotary_factor=2.0,
+        rotary_local_base=7.0,
+        rotary_layers=(True, True, False),
+        attention_gate="headwise",
+        recurrent_heads=6,
+        recurrent_qk_heads=3,
+        recurrent_d_key=5,
+        recurrent_d_value=7,
+    )
+    cycle = dense.dense(), local.local(chunk_len=4), gated_delta.gated_delta(gated=True)
+    model = TransformerLM(
+        **SMALL | dict(n_layers=3), n_kv_heads=2, attention_type=cycle, design=design, mode="eval"
+    )
+    far, near, last = (block.attention for block in model._layers.blocks)
+    assert (far.rotary.base, far.rotary.factor, near.rotary.base) == (50.0, 2.0, 7.0)
+    assert near.rotary.scaling is None and (near.use_rotary, last.use_rotary) == (True, False)
+    assert (far.gate, last.gate) == ("headwise", None)
+    params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
+    weights = jax.tree.map(lambda w: w.shape[1:], params["stack"]["block_2"]["attention"])
+    assert (weights["w_q"], weights["w_v"], weights["w_o"]) == ((3, 8, 5), (6, 8, 7), (6, 7, 8))
+    want = jax.jit(model.apply)(params, tokens, RNG)
+    logits, state = model.prefill(params, tokens[:, :5], np.array([5, 5]), LENGTH, RNG)
+    decoding = model.for_decoding(params)
+    for i in range(5, 8):
+        np.testing.assert_allclose(logits, want[:, i], atol=2e-4)
+        logits, state = model.step(decoding, tokens[:, i], state)
 
 
 @each_design
@@ -222,6 +284,14 @@ STACKED = [
     ("key_conv", "slots"),
     ("key_conv, normed", "moba"),
     ("key_conv, normed", "dsa"),
+    ("rms plus one", "groups"),
+    ("norms of outputs", "groups"),
+    ("norms of outputs", "slots"),
+    ("norms of both", "two streams"),
+    ("norms of both", "groups"),
+    ("scale", "transformer"),
+    ("bias of outputs", "groups"),
+    ("llama3", "two streams"),
 ]
 
 
@@ -381,6 +451,34 @@ WINDOWS = local.local(chunk_len=4)
         (dict(rotary_factor=2.0), {}, "rotary_scaling is None and rotary_factor 2.0"),
         (dict(rotary_scaling="ntk"), {}, "rotary_scaling is 'ntk' and rotary_factor 1.0"),
         (dict(rotary_scaling="yarn", rotary_factor=2.0), {}, "trained_length None: expected a len"),
+        (dict(rotary_slow_turns=2.0), {}, "rotary_slow_turns 2.0 and rotary_fast_turns None: they"),
+        (
+            YARN | dict(rotary_slow_turns=40.0),
+            {},
+            "rotary_slow_turns is 40.0 and rotary_fast",
+        ),
+        (dict(rotary_layers=(True, False)), {}, "rotary_layers has 2 values and attention_type 1"),
+        (
+            dict(rotary_local_base=5.0),
+            {},
+            "rotary_local_base is 5.0 and no op of attention_type",
+        ),
+        (
+            dict(recurrent_heads=5),
+            {},
+            "recurrent_heads is 5 and no op of attention_type is",
+        ),
+        (dict(norm_place="both"), dict(post_norm=True), "post_norm is True and norm_place 'both'"),
+        (
+            dict(attention_gate="headwise"),
+            dict(attention_type=gated_delta.gated_delta(gated=True)),
+            "attention_gate is 'headwise' and every op of attention_type gates its own output",
+        ),
+        (
+            dict(attention_scale=0.5),
+            dict(attention_type=flash.flash(scale=2.0)),
+            "design's attention_scale is 0.5 and the scale of flash",
+        ),
         (dict(rotary_base=5.0), dict(pos_type="sinusoidal"), "set pos_type='rotary'"),
         (dict(rotary_fraction=0.1), {}, "rotary_fraction is 0.1 and heads have 8 features"),
         (dict(rotary_base=5.0), dict(pos_axial_shape=(3, 5)), "for the positions of a line"),

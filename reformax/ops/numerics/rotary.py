@@ -47,10 +47,11 @@ def _grid_angles(
 RotaryBase = Annotated[float, Bounds(1 + 1e-6, 1e12, name="a number above 1, up to 1e12")]
 RotaryFraction = Annotated[float, Bounds(0, 1, above=0, name="a number above 0, up to 1")]
 RotaryFactor = Annotated[float, Bounds(1, 1e6, name="a number from 1 to 1e6")]
-RotaryScaling = Literal["ntk", "yarn"]
-# Pairs that turn more often than `FAST` within the trained length keep their frequency, and those
-# that turn less often than `SLOW` have all of it divided (Peng et al. 2023, sec. 3.2).
-FAST, SLOW = 32, 1
+RotaryScaling = Literal["linear", "ntk", "yarn", "llama3"]
+Turns = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
+# Pairs that turn more often than the second number within the trained length keep their frequency,
+# and those that turn less often than the first have all of it divided (Peng et al. 2023, sec. 3.2).
+TURNS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,9 +67,15 @@ class RotaryAngles:
         the base is multiplied by `factor^(H / (H - 2))`. "yarn" (sec. 3.2 to 3.4): slow pairs have
         their frequency divided by the factor, fast ones keep it, those between are interpolated
         by their index as in the published code; and queries and keys are multiplied by
-        `0.1 ln factor + 1`. None: neither.
+        `0.1 ln factor + 1`. "llama3" (Grattafiori et al. 2024, in the published code of Llama 3.1):
+        as "yarn", interpolated by the number of turns, and without the multiplication. "linear"
+        (Chen et al. 2023, "Extending Context Window of Large Language Models via Position
+        Interpolation"): all frequencies are divided by the factor. None: none of these.
       factor: with `scaling`, the ratio of the longest length to the trained one.
-      trained_length: with "yarn", the length that the model was trained at before.
+      trained_length: with "yarn" and "llama3", the length that the model was trained at before.
+      slow_turns: with these, pairs that turn less often within that length are slow; None: 1.
+      fast_turns: with these, pairs that turn more often are fast; None: 32 with "yarn", 4 with
+        "llama3".
     """
 
     base: RotaryBase = 10_000.0
@@ -76,19 +83,40 @@ class RotaryAngles:
     scaling: RotaryScaling | None = None
     factor: RotaryFactor = 1.0
     trained_length: Size | None = None
+    slow_turns: Turns | None = None
+    fast_turns: Turns | None = None
 
     def __post_init__(self):
         check_fields(self)
         if (self.scaling is None) != (self.factor == 1.0):
             raise SettingError(
                 f"rotary_scaling is {self.scaling!r} and rotary_factor {self.factor}: expected "
-                "'ntk' or 'yarn' with a factor above 1, or neither"
+                "'linear', 'ntk', 'yarn' or 'llama3' with a factor above 1, or neither"
             )
-        if (self.scaling == "yarn") != (self.trained_length is not None):
+        by_turns = self.scaling in TURNS
+        if by_turns != (self.trained_length is not None):
             raise SettingError(
                 f"rotary_scaling is {self.scaling!r} and rotary_trained_length "
-                f"{self.trained_length}: expected a length with 'yarn', and only with it"
+                f"{self.trained_length}: expected a length with 'yarn' and 'llama3', and only with "
+                "them"
             )
+        given = self.slow_turns, self.fast_turns
+        if not by_turns and given != (None, None):
+            raise SettingError(
+                f"rotary_scaling is {self.scaling!r}, rotary_slow_turns {given[0]} and "
+                f"rotary_fast_turns {given[1]}: they go with 'yarn' and 'llama3' alone"
+            )
+        if by_turns and self._turns[0] >= self._turns[1]:
+            raise SettingError(
+                f"rotary_slow_turns is {self._turns[0]} and rotary_fast_turns {self._turns[1]}: "
+                "expected fewer slow ones"
+            )
+
+    @property
+    def _turns(self) -> tuple[float, float]:
+        """The turns of slow and of fast pairs."""
+        slow, fast = TURNS[self.scaling]
+        return self.slow_turns or slow, self.fast_turns or fast
 
     def n_pairs(self, size: int) -> int:
         """The number of rotated pairs of a head of so many features."""
@@ -105,19 +133,23 @@ class RotaryAngles:
             stretched = self.factor ** (n_pairs / max(n_pairs - 1, 1))
             return angles_at(position, n_pairs, self.base * stretched)
         angles = angles_at(position, n_pairs, self.base)
-        if self.scaling == "yarn":
-            kept = self._kept(n_pairs)
-            angles = angles * (kept + (1 - kept) / self.factor)
-        return angles
+        if self.scaling is None:
+            return angles
+        kept = 0.0 if self.scaling == "linear" else self._kept(n_pairs)
+        return angles * (kept + (1 - kept) / self.factor)
 
     def _kept(self, n_pairs: int) -> Float[Array, " F"]:
-        """The share of each pair's frequency that "yarn" keeps."""
+        """The share of each pair's frequency that "yarn" or "llama3" keeps."""
+        slow, fast = self._turns
+        if self.scaling == "llama3":
+            turns = self.trained_length / math.tau * angles_at(jnp.ones(()), n_pairs, self.base)
+            return jnp.clip((turns - slow) / (fast - slow), 0, 1)
 
-        def index(turns: int) -> float:
+        def index(turns: float) -> float:
             """The pair that turns so often within the trained length."""
             return n_pairs * math.log(self.trained_length / (turns * math.tau), self.base)
 
-        low, high = max(math.floor(index(FAST)), 0), min(math.ceil(index(SLOW)), 2 * n_pairs - 1)
+        low, high = max(math.floor(index(fast)), 0), min(math.ceil(index(slow)), 2 * n_pairs - 1)
         return 1 - jnp.clip((jnp.arange(n_pairs) - low) / max(high - low, 1e-3), 0, 1)
 
 

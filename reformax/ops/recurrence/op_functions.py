@@ -36,6 +36,7 @@ from reformax.ops.recurrence.short_convolution import (
 from reformax.ops.sharding.shard import all_heads, of_heads
 
 OUTPUT_GATE = "output_gate"
+NORM_EPSILON = 1e-5
 # Bounds within which float32 holds quotients of spans, and the bias that is made of them.
 Span = Annotated[float, Bounds(1e-6, 1e12, name="a number from 1e-6 to 1e12")]
 
@@ -58,6 +59,7 @@ class Recurrence:
     dropout = False
     shards = ("heads",)
     _repeats_qk = True
+    norm_epsilon = NORM_EPSILON  # an option of `gated_delta`
     _means = False  # whether it computes means of values (`recurrence.means`), without `_output`
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
@@ -66,7 +68,7 @@ class Recurrence:
 
     def _output(self, params, out: Float[Array, "B T N V"], extra_projections) -> Array:
         """The op's output, of the recurrence's in float32."""
-        return layer_output(params, out, extra_projections)
+        return layer_output(params, out, extra_projections, epsilon=self.norm_epsilon)
 
     def _read(self, params, x: Projected, gates) -> RecurrenceInputs:
         """`_inputs` of queries and keys for each head of values."""
@@ -157,10 +159,11 @@ def layer_output(
     out: Float[Array, "B T N V"],
     extra_projections,
     activation: Callable[[Array], Array] = jax.nn.silu,
+    epsilon: float = NORM_EPSILON,
 ) -> Float[Array, "B T N V"]:
     """The output, normalised if there is a scale, and times its gate's activation if it has one."""
     if "scale" in params:
-        out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
+        out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + epsilon)
         out = out * params["scale"].astype(out.dtype)[None, None]
     if OUTPUT_GATE in (extra_projections or {}):
         out = out * activation(extra_projections[OUTPUT_GATE].astype(out.dtype))
