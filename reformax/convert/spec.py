@@ -10,7 +10,21 @@ from typing import Any, NamedTuple
 from reformax.cli import config
 from reformax.declared import shown
 from reformax.models import designs, encoder, lm
-from reformax.ops import AttentionOp, dense, flash, gated_delta, local, lsh, shared_qk
+from reformax.ops import (
+    AttentionOp,
+    asymmetric_lsh,
+    dense,
+    flash,
+    gated_delta,
+    hash_sparse,
+    local,
+    lsh,
+    memory_efficient,
+    moba,
+    shared_qk,
+    sinks,
+    smyrf,
+)
 from reformax.training import loop
 
 MODELS = {
@@ -24,6 +38,12 @@ OPS = {
     "local": local.local,
     "lsh": lsh.lsh,
     "shared_qk": shared_qk.shared_qk,
+    "asymmetric_lsh": asymmetric_lsh.asymmetric_lsh,
+    "hash_sparse": hash_sparse.hash_sparse,
+    "memory_efficient": memory_efficient.memory_efficient,
+    "moba": moba.moba,
+    "sinks": sinks.sinks,
+    "smyrf": smyrf.smyrf,
 }
 # Options of all ops that no other package's layers have.
 NO_OPTIONS = {"soft_cap": None, "scale_by_length": None}

@@ -70,12 +70,8 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
-<<<<<<< HEAD
-    end: int | None = None,
-    return_state: bool = False,
-=======
     end: End = None,
->>>>>>> h_imp
+    return_state: bool = False,
     **options,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], TextState]:
     """Continues prompts.
@@ -85,12 +81,8 @@ def generate(
       params: its weights.
       prompts: the tokens of each.
       max_new_tokens: tokens to add to each.
-<<<<<<< HEAD
-      end: a token that ends a row.
-      return_state: whether to return the texts' state too.
-=======
       end: a token that ends a row, or several.
->>>>>>> h_imp
+      return_state: whether to return the texts' state too.
       **options: the other arguments of `stream`.
 
     Returns:
@@ -100,12 +92,11 @@ def generate(
       ValueError: as `stream`.
       NotImplementedError: as `stream`.
     """
-<<<<<<< HEAD
     options |= dict(end=end, return_state=return_state)
     blocks, state = _all_of(stream(model, params, prompts, max_new_tokens, **options))
     rows = list(np.concatenate(blocks, axis=1))
-    if end is not None:
-        rows = [row[: np.argmax(row == end) + 1] if end in row else row for row in rows]
+    ends = [np.isin(row, ends_of(end)) for row in rows]
+    rows = [row[: np.argmax(x) + 1] if x.any() else row for row, x in zip(rows, ends, strict=True)]
     return (rows, state) if return_state else rows
 
 
@@ -117,12 +108,6 @@ def _all_of(generator: Generator) -> tuple[list[Any], Any]:
             items.append(next(generator))
         except StopIteration as stop:
             return items, stop.value
-=======
-    blocks = stream(model, params, prompts, max_new_tokens, end=end, **options)
-    rows = np.concatenate(list(blocks), axis=1)
-    ends = np.isin(rows, ends_of(end))
-    return [row[: np.argmax(x) + 1] if x.any() else row for row, x in zip(rows, ends, strict=True)]
->>>>>>> h_imp
 
 
 def stream(
@@ -311,20 +296,11 @@ def _start(
     model, capacity, mesh, params, tokens, lengths, n_real, draws: _Draws, hash_rng, before, drawn
 ):
     """Reads the prompts and draws the first token of each row; rows from `n_real` on have ended."""
-<<<<<<< HEAD
     logits, decoding = _prefill(model, capacity, mesh, params, tokens, lengths, hash_rng, before)
     n_rows = tokens.shape[0]
     token = draws.sampler.draw(logits, _keys(draws.key, drawn, n_rows))
-    done = (token == draws.end) | (jnp.arange(n_rows) >= n_real)
-    return _State(decoding, token, done, drawn + 1)
-=======
-    prefill = devices.on(mesh, functools.partial(model.prefill, capacity=capacity))
-    logits, decoding = prefill(params, tokens, lengths, rng=hash_rng)
-    count, n_rows = jnp.int32(0), tokens.shape[0]
-    token = draws.sampler.draw(logits, _keys(draws.key, count, n_rows))
     done = draws.ended_by(token) | (jnp.arange(n_rows) >= n_real)
-    return _State(decoding, token, done, count + 1)
->>>>>>> h_imp
+    return _State(decoding, token, done, drawn + 1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
