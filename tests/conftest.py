@@ -96,14 +96,22 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays, so that no garbage collection need look through it again.
-
-    Tracing makes many small objects that live for long; collections at the default of every 700
-    were a twentieth of a session's time.
-    """
-    gc.freeze()
+    """What is imported by now stays, so that no garbage collection need look through it again."""
     gc.set_threshold(10_000, 10, 10)
+    gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What a module leaves behind stays, as what is imported does.
+
+    JAX keeps what it has traced and compiled. Looking through that again and again became half of
+    the time of a process's later tests.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -124,3 +132,9 @@ def drawing():
 def figures(drawing, monkeypatch):
     """Runs draw their figures."""
     monkeypatch.setattr("reformax.training.curves.draw", drawing)
+
+
+@pytest.fixture
+def no_search(monkeypatch):
+    """A dry run looks for no largest length and batch: each size that it tries is a compilation."""
+    monkeypatch.setattr("reformax.training.dry_run._capacities", lambda *args: [])

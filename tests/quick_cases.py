@@ -87,8 +87,11 @@ QUICK = {
         "test_steps_are_apply": ["t5"],
     },
     "layers/test_residual.py": {
-        "test_a_residual_and_its_gradient_are_added_in_the_norms_kernel": ["bfloat16-bfloat16"],
-        "test_the_kernel_of_a_norm_is_the_same_function": ["37-24-bfloat16-dtypes1"],
+        "test_a_residual_and_its_gradient_are_added_in_the_norms_kernel": [
+            "None-float32-RMSNorm",
+            "bfloat16-bfloat16-RMSNorm",
+        ],
+        "test_the_kernel_of_a_norm_is_the_same_function": ["37-24-bfloat16-dtypes1-RMSNorm"],
     },
     # `layers/test_every_op.py` differentiates a rounded forward pass too, that of slots.
     "layers/test_reversible.py": {
@@ -117,6 +120,9 @@ QUICK = {
             "reformer, slots",
             "reformer, one head of local keys",
         ],
+    },
+    "models/test_designs.py": {
+        "test_a_reversible_stack_has_the_gradient_of_autodiff": ["nothing-True", "attention-False"],
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
@@ -212,6 +218,9 @@ QUICK = {
         "test_kernels_compute_the_same": [],  # `test_recurrence_kernel.py` has gradients too
         "test_the_memory_that_a_training_begins_with": ["12.0-gated_linear", "0.5-gated_delta"],
     },
+    "ops/test_logits.py": {
+        "test_a_learnt_factor_is_one_of_each_head": ["flash-xla", "lsh-xla"],
+    },
     "ops/test_low_rank.py": {
         "test_landmarks_are_means_of_equal_segments": ["12-4", "3-7"],
         "test_long_short_computes_blocks_in_groups_as_at_once": ["True"],
@@ -228,7 +237,7 @@ QUICK = {
     "ops/test_nsa.py": {
         "test_a_group_selects_the_blocks_of_the_largest_weights": ["True-xla"],
         "test_each_branch_alone_can_be_dense": [],  # the equations have each branch too
-        "test_kernels_select_what_array_operations_do": ["heads1-sizes1-bfloat16-32768"],
+        "test_kernels_select_what_array_operations_do": ["heads2-sizes2-bfloat16-32768-options2"],
     },
     "ops/test_poison.py": {
         "test_at_padding_and_in_another_example": [
@@ -263,6 +272,7 @@ QUICK = {
     "ops/test_strict.py": {
         "test_both_passes": ["linear", "linformer", "lsh"],
     },
+    "ops/test_value_heads.py": {"test_a_layer_projects_fewer_heads": ["retention"]},
     "ops/test_without_the_matrix.py": {
         "test_a_few_heads_at_a_time": ["flash"],
         "test_a_kernels_summaries_are_merged": ["False"],
@@ -295,8 +305,8 @@ QUICK = {
         "test_smoothing_is_the_cross_entropy_to_the_smoothed_targets": ["13-0.5", "5-0.1"],
         "test_sums_and_gradients_equal_the_plain_ones": ["13-5"],
         "test_the_kernel_computes_what_array_operations_compute": [
-            "float32-0.3",
-            "bfloat16-0.0",
+            "float32-0.3-0.0",
+            "bfloat16-0.0-0.2",
         ],
     },
     "training/test_training_loop.py": {
@@ -310,17 +320,22 @@ QUICK = {
     "training/test_training_optimizer.py": {
         "test_a_schedule_is_a_learning_rate": ["adamw"],
         "test_every_option_changes_the_updates": [
-            "adam-option0-base0",
-            "adam-option3-base3",
-            "adamw-option5-base5",
-            "adamw-option8-base8",
-            "adamw-option9-base9",
-            "adamw-option10-base10",
-            "adafactor-option13-base13",
-            "adafactor-option14-base14",
-            "adafactor-option15-base15",
-            "adafactor-option16-base16",
-            "adafactor-option17-base17",
+            "adam-learning_rate",
+            "adam-eps",
+            "adamw-learning_rate",
+            "adamw-eps",
+            "adamw-weight_decay",
+            "adamw-no_decay",
+            "muon-adam_learning_rate",
+            "muon-n_iterations",
+            "muon-rms",
+            "muon-matrices",
+            "muon-no_decay",
+            "adafactor-decay_rate",
+            "adafactor-clipping_threshold",
+            "adafactor-min_dim_size_to_factor",
+            "adafactor-weight_decay",
+            "adafactor-no_decay-weight_decay",
         ],
     },
     "training/test_training_paths.py": {
@@ -337,7 +352,7 @@ QUICK = {
         "test_broken_streams_cost_no_line": ["None-None"],
     },
     "training/test_training_pieces.py": {
-        "test_the_loss_of_parts_is_that_of_whole_rows": ["packed-rotary", "rows-none"],
+        "test_the_loss_of_parts_is_that_of_whole_rows": ["packed-rotary"],
         "test_a_step_of_parts": ["3"],
     },
     "training/test_watcher.py": {

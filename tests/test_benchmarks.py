@@ -1311,7 +1311,7 @@ def test_the_table_goes_on_after_a_crash(tmp_path, monkeypatch):
             raise MemoryError("9 MiB")
         if case.attention == "flash" and case.dropout and case.masked:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying")
-        return 0, 0, 1.5
+        return attention_table.Programs(None, None, None, None, 1.5)
 
     def measure(op, case, *arguments):
         measured.append(case)
@@ -1350,6 +1350,23 @@ def test_the_table_goes_on_after_a_crash(tmp_path, monkeypatch):
     assert "## Memory of both passes, MiB, with dropout, with a mask" in text
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 17
     assert (tmp_path / "table.png").stat().st_size
+
+
+@pytest.mark.parametrize("name", ["flash", "linformer"])
+def test_the_table_times_each_pass_of_its_own(name):
+    shape = attention_table.SHAPES["tiny"]._replace(lengths=(64,))
+    ((case,), *_) = attention_table.cases(shape, [name])
+    op = attention_table.attentions()[name]
+    made, given = attention_table.programs(op, case), attention_table.inputs_of(op, case)
+    out, gradients = made.combined(**given)
+    kept_out, kept = made.keeping(**given)
+    found = kept_out, made.backward(kept)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-2), found, (out, gradients))
+    figures = attention_table.measure(op, case, 1, made)
+    assert min(figures.forward_ms, figures.backward_ms, figures.host_ms) > 0
+    shown = figures._replace(forward_ms=0.02, backward_ms=0.5, host_ms=0.02)
+    cells = [attention_table.cell(shown, f"{x}_ms") for x in ("forward", "backward")]
+    assert cells == ["< 0.02", "0.50"]
 
 
 @pytest.mark.slow

@@ -33,8 +33,7 @@ def call(monkeypatch, capsys, tmp_path):
         ("transformer_multi30k.gin", ["n_layers=1", "length=32", "batch_size=1"]),
     ],
 )
-def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, monkeypatch):
-    monkeypatch.setattr(dry_run, "_capacities", lambda *args: [])
+def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, no_search, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     name = "transformer_enwik8_small.gin" if file == "enwik8.gin" else file
     sizes = ["n_layers=1", "length=64", "batch_size=1"] if file == "enwik8.gin" else sizes

@@ -11,7 +11,7 @@ import csv
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ from reformax.ops import (
 DROPOUT = 0.1
 N_PADDING = 20  # a masked row ends with fewer tokens of padding than this
 MOST = 2.0  # seconds of the calls of a pass
+HIDDEN = 1.5  # times the host's time for a program: up to this the device's is not seen
 SLOW = 2.0  # seconds of a forward and backward pass after which longer rows are left out
 OUT_OF_MEMORY, LEFT_OUT = "out of memory", "left out, slow"
 DIED = 2  # beginnings without a figure after which a case is given up
@@ -131,10 +132,11 @@ class Figures(NamedTuple):
     """What is known of a case: milliseconds a call and MiB, or why there are none."""
 
     forward_ms: float | None = None
-    backward_ms: float | None = None  # both less the forward pass
+    backward_ms: float | None = None  # from what a forward pass has kept
     combined_ms: float | None = None
     memory_mib: float | None = None  # of both: arguments, results and what lies between
     error: str = ""
+    host_ms: float = 0.0  # what the host takes to start a program: no figure is below it
 
 
 # The columns of figures, by their titles.
@@ -226,24 +228,47 @@ def forward(op: AttentionOp, dropout: float, causal: bool, inputs, segment_ids, 
     return op(q, k, v, causal=causal, dropout=dropout, **given)
 
 
-def both(
+def forward_and_kept(
     op: AttentionOp, dropout: float, causal: bool, inputs, segment_ids, rng, d_out
 ) -> tuple[Any, Any]:
-    """The output, and the gradients of the inputs."""
+    """The output, and what `gradients` needs: what the pass has kept, and the output's gradient."""
     attend = functools.partial(forward, op, dropout, causal)
     out, vjp = jax.vjp(lambda inputs: attend(inputs, segment_ids, rng), inputs)
-    return out, vjp(d_out.astype(out.dtype))
+    return out, (vjp, d_out.astype(out.dtype))
 
 
-def programs(op: AttentionOp, case: Case) -> tuple[Any, Any, float]:
-    """The compiled forward pass and both passes, of the arrays by name, and MiB of the latter.
+def gradients(kept: Any) -> Any:
+    """The gradients of the inputs."""
+    vjp, d_out = kept
+    return vjp(d_out)
+
+
+def both(op: AttentionOp, dropout: float, causal: bool, *arrays, **named) -> tuple[Any, Any]:
+    """The output, and the gradients of the inputs."""
+    out, kept = forward_and_kept(op, dropout, causal, *arrays, **named)
+    return out, gradients(kept)
+
+
+class Programs(NamedTuple):
+    """The compiled programs of a case; each but `backward` takes its arrays by name."""
+
+    forward: Callable[..., Any]
+    keeping: Callable[..., Any]
+    backward: Callable[[Any], Any]
+    combined: Callable[..., Any]
+    memory_mib: float
+
+
+def programs(op: AttentionOp, case: Case) -> Programs:
+    """The programs of a case.
 
     Raises:
       MemoryError: the passes need more memory than the device has.
       NotImplementedError: the attention has no such call.
     """
-    of_forward, of_both = (
-        jax.jit(functools.partial(run, op, case.dropout, False)) for run in (forward, both)
+    of_forward, of_keeping, of_both = (
+        jax.jit(functools.partial(run, op, case.dropout, False))
+        for run in (forward, forward_and_kept, both)
     )
     like = jax.eval_shape(functools.partial(inputs_of, op, case))
     combined = of_both.lower(**like).compile()
@@ -252,17 +277,29 @@ def programs(op: AttentionOp, case: Case) -> tuple[Any, Any, float]:
     n_bytes = sum(getattr(asked, f"{part}_in_bytes") for part in parts)
     if n_bytes > memory.available():
         raise MemoryError(f"{n_bytes / MIB:,.0f} MiB")
+    lowered = of_keeping.lower(**like)
+    keeping, (_, kept) = lowered.compile(), lowered.out_info
+    kept = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), kept)
+    backward = jax.jit(gradients).lower(kept).compile()
     like.pop("d_out")
-    return of_forward.lower(**like).compile(), combined, n_bytes / MIB
+    alone = of_forward.lower(**like).compile()
+    return Programs(alone, keeping, backward, combined, n_bytes / MIB)
 
 
-def measure(op: AttentionOp, case: Case, repeats: int, alone, combined, mib: float) -> Figures:
+def measure(op: AttentionOp, case: Case, repeats: int, of: Programs) -> Figures:
     """The figures of a case: means of queued calls."""
     given = inputs_of(op, case)
     of_forward = {name: x for name, x in given.items() if name != "d_out"}
-    calls = functools.partial(alone, **of_forward), functools.partial(combined, **given)
-    one, two = (time_calls(x, jax.block_until_ready, repeats, MOST).queued_ms for x in calls)
-    return Figures(one, two - one, two, mib)
+    nothing = jax.jit(lambda x: x[0])
+
+    def ms(call: Callable[..., Any], *args: Any, **named: Any) -> float:
+        calls = functools.partial(call, *args, **named)
+        return time_calls(calls, jax.block_until_ready, repeats, MOST).queued_ms
+
+    alone, combined = ms(of.forward, **of_forward), ms(of.combined, **given)
+    backward = ms(of.backward, of.keeping(**given)[1])
+    host = ms(nothing, jnp.zeros(1))
+    return Figures(alone, backward, combined, of.memory_mib, host_ms=host)
 
 
 def failed(error: Exception) -> Figures:
@@ -300,7 +337,7 @@ def fill(file: File, shape: Shape, names: Sequence[str], repeats: int) -> Iterat
             compiled = ready.pop(case)
             if not isinstance(compiled, Exception):
                 file.write(case, None)
-                compiled = attempt(measure, *waiting[case], repeats, *compiled)
+                compiled = attempt(measure, *waiting[case], repeats, compiled)
             known = failed(compiled) if isinstance(compiled, Exception) else compiled
             file.write(case, known)
             if is_slow(known):
@@ -317,11 +354,17 @@ def words(dropout: float, masked: bool) -> str:
 
 
 def cell(figures: Figures | None, name: str) -> str:
-    """A figure of a case for a table, or in short why there is none."""
+    """A figure of a case for a table, or in short why there is none.
+
+    A time that is no longer than the host's is said to be below it.
+    """
     if figures is None:
         return "-"
     number = getattr(figures, name)
-    return figures.error.partition(":")[0] if number is None else f"{number:,.2f}"
+    if number is None:
+        return figures.error.partition(":")[0]
+    hidden = name.endswith("_ms") and number <= HIDDEN * figures.host_ms
+    return f"< {number:,.2f}" if hidden else f"{number:,.2f}"
 
 
 def write(folder: Path, known: Mapping[Case, Figures], machine: str) -> None:

@@ -187,7 +187,9 @@ def test_other_fields_and_files_are_told(tmp_path, fails_in_one_line):
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "folders"])
-def test_the_config_takes_the_number_of_classes_from_the_data(kind, tmp_path, monkeypatch, capsys):
+def test_the_config_takes_the_number_of_classes_from_the_data(
+    kind, tmp_path, no_search, monkeypatch, capsys
+):
     for split, n in (("train", 40), ("test", 9)):
         rows = [example(split, i, CLASSES) for i in range(n)]
         if kind != "folders":

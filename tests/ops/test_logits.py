@@ -274,6 +274,7 @@ def test_the_number_of_keys_seen(n_queries, n_keys, causal, segments):
     )
 
 
+@pytest.mark.slow
 def test_a_global_tokens_own_query_is_scaled_too():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 12, 1, 8)), jnp.float32) for _ in range(3))

@@ -106,7 +106,7 @@ def test_runs_in_the_folder_of_their_text_are_no_text(folder, monkeypatch, capsy
     assert code == 0, err
 
 
-def test_a_run_and_a_dry_run_begin_with_what_is_read(folder, monkeypatch, capsys):
+def test_a_run_and_a_dry_run_begin_with_what_is_read(folder, no_search, monkeypatch, capsys):
     for split, n in (("train", 90), ("val", 9), ("test", 9)):
         rows = [{"text": f"{split} {i} " + 9 * "words "} for i in range(n)]
         text = "".join(json.dumps(row) + "\n" for row in rows)

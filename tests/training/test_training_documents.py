@@ -50,8 +50,7 @@ def test_an_evaluation_scores_documents_alone():
     assert band.n_targets == 40 and band.bits == pytest.approx(found["bits_per_dim"], rel=1e-5)
 
 
-def test_a_dry_run_has_segments(monkeypatch):
-    monkeypatch.setattr(dry_run, "_capacities", lambda *args: [])
+def test_a_dry_run_has_segments(no_search):
     task, _ = task_of([30, 40, 50])
     settings = dict(steps=1, batch_size=2, length=32, optimizer=optimizer.adam())
     _, line = dry_run.report(model=model_of, task=task, **settings)

@@ -609,12 +609,6 @@ def test_a_run_goes_on_within_stages(tmp_path):
     np.testing.assert_array_equal(params(tmp_path / "whole", 6), params(tmp_path / "cut", 6))
 
 
-@pytest.fixture
-def no_search(monkeypatch):
-    """A dry run that compiles nothing but the run's own sizes."""
-    monkeypatch.setattr(dry_run, "_capacities", lambda *args: [])
-
-
 def test_a_dry_run_has_a_line_for_each_program(no_search):
     """Stages that differ in their data alone share theirs, and one without a step has none."""
     given = [stages.Stage(until=n, task=known(str(n))) for n in (1, 2)]

@@ -139,7 +139,10 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("factory, option, base", OPTIONS)
+@pytest.mark.parametrize(
+    "factory, option, base",
+    [pytest.param(*x, id="-".join([x[0].__name__, *x[1], *x[2]])) for x in OPTIONS],
+)
 def test_every_option_changes_the_updates(factory, option, base):
     plain = plainly(factory, tuple(base.items()))
     assert largest_difference(plain, after(factory(**base, **option))) > 1e-6

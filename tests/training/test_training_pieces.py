@@ -54,6 +54,7 @@ def test_the_loss_of_parts_is_that_of_whole_rows(packed, pos_type):
     assert abs(float(anew["nats"].mean - want["nats"].mean)) > 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_end_at_the_part():
     model = model_of(remat_policy="nothing")
     (one, _), (want, _) = both(model, TOKENS, 24)
