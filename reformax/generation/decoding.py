@@ -133,7 +133,8 @@ def stream(
     The next tokens are computed while the last are handed out.
 
     Args:
-      model: a language model built for evaluation, with `prefill` and `step`.
+      model: a language model built for evaluation, with `prefill` and `step`, and for states with
+        `check_carries_state`.
       params: its weights.
       prompts: the tokens of each, of any lengths; an empty one begins a text.
       max_new_tokens: tokens to add to each.

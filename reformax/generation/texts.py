@@ -6,6 +6,7 @@ any tree of arrays, and shared by many continuations of one text.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ T = TypeVar("T")
 class TextState(NamedTuple):
     """The state of texts, a row each."""
 
-    model: Any  # after all tokens but the last
+    model: Any  # the model's, after all tokens but the last, with `position`
     token: Int[Array, " B"]  # the last one, which the model has not read
     drawn: Int[Array, ""]  # tokens drawn of each row, by which the seed's draws go on
 
@@ -63,16 +64,18 @@ def _check(model, params, state: Any, n_rows: int) -> None:
     n = len(state.token)
     if n not in (1, n_rows):
         raise ValueError(f"state has {n} rows and prompts {n_rows}: expected as many, or one row")
-
-    def wanted(params):
-        return model.prefill(params, jnp.zeros((n, 1), int), jnp.ones(n, int), capacity=2)[1]
-
-    shapes = jax.eval_shape(wanted, params)
+    shapes = _first_state.eval_shape(model, n, params)
     if jax.tree.structure(state.model) != jax.tree.structure(shapes) or any(
         (x.shape, x.dtype) != (y.shape, y.dtype)
         for x, y in zip(*map(jax.tree.leaves, (state.model, shapes)), strict=True)
     ):
         raise ValueError("state is of another model: read its text again, by generation.read")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _first_state(model, n: int, params) -> Any:
+    """A state of n rows, for its shapes: they are traced once."""
+    return model.prefill(params, jnp.zeros((n, 1), int), jnp.ones(n, int), capacity=2)[1]
 
 
 def of_rows(tree: T, n: int) -> T:
