@@ -189,6 +189,10 @@ def _angles(family: Family, get, table: Mapping[str, Any], theta: float) -> dict
     fraction = number(
         "partial_rotary_factor", Fraction, family.fraction if fraction is None else fraction
     )
+    if fraction != 1.0 and not family.partial:
+        raise ValueError(
+            f"partial_rotary_factor is {fraction}: expected 1.0 of {family.model_type}"
+        )
     if fraction != 1.0:
         found["fraction"] = float(fraction)
     if kind == "default":
@@ -395,8 +399,13 @@ def config_of(family: Family, spec: Spec, like: Mapping[str, Any]) -> dict[str, 
     try:
         found, _ = spec_of(family, config)
     except ValueError as error:  # the family has no such value
-        raise ValueError(f"{family.architecture} has no such model: {error}") from None
-    if obstacles := differences(spec, found):
+        raise ValueError(
+            f"Hugging Face has no such model: {error}, of {family.architecture}"
+        ) from None
+    obstacles, a = differences(spec, found), spec.arguments
+    if family.whole_heads and a["d_model"] % a["n_heads"]:
+        obstacles.append(f"d_model is {a['d_model']}, expected a multiple of {a['n_heads']} heads")
+    if obstacles:
         raise NoSuchModel(family, obstacles)
     return config
 
@@ -444,6 +453,8 @@ def _rope_fields(family: Family, decoder: Decoder) -> dict[str, Any]:
     """The fields of rotary positions, as versions 4 and 5 of transformers read them."""
     design = decoder.design
     table = _rope_table(design.rotary)
+    if design.rotary.fraction != family.fraction:
+        table["partial_rotary_factor"] = design.rotary.fraction
     theta = design.rotary.base
     if family.local_theta is not None:
         local = design.rotary_local_base or theta
@@ -458,8 +469,6 @@ def _rope_table(angles: RotaryAngles) -> dict[str, Any]:
     """What `_angles` reads."""
     angles = _canonical(angles)
     table: dict[str, Any] = {"rope_type": angles.scaling or "default"}
-    if angles.fraction != 1.0:
-        table["partial_rotary_factor"] = angles.fraction
     if angles.scaling is not None:
         table["factor"] = angles.factor
     if angles.scaling in TURNS:

@@ -88,10 +88,12 @@ class Family(NamedTuple):
         those that `hugging_face_decoder.config_of` writes for all families.
       theta: the base of rotary positions where config.json has none.
       fraction: the share of features that rotate, likewise.
+      partial: whether it may be below 1.
       local_theta: of layers with a window, where they have angles of their own; None: they do not.
       activation: the name of the field that has the nonlinearity.
       fused: whether queries, keys and values are one tensor, and the two inputs of a gated layer.
       scalings: values of rope_type besides "default".
+      whole_heads: whether the class wants `hidden_size` to be a multiple of the number of heads.
       within: the name in config.json of a model of several media, whose text is of this family.
     """
 
@@ -103,10 +105,12 @@ class Family(NamedTuple):
     written: Callable[[Any], dict[str, Any]] = lambda decoder: {}
     theta: float = 10_000.0
     fraction: float = 1.0
+    partial: bool = False
     local_theta: float | None = None
     activation: str = "hidden_act"
     fused: bool = False
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
+    whole_heads: bool = False
     within: str | None = None
 
     @property
@@ -290,6 +294,7 @@ FAMILIES = (
         BIASES | MLP_BIAS,
         design=lambda get: dict(ff_bias=get["mlp_bias"]),
         written=_llama,
+        whole_heads=True,
     ),
     Family(
         "mistral",
@@ -351,6 +356,7 @@ FAMILIES = (
         design=_qwen3_5_design,
         written=_qwen3_5_fields,
         fraction=0.25,
+        partial=True,
         within="qwen3_5",
     ),
     Family(
@@ -361,6 +367,7 @@ FAMILIES = (
         design=_gemma_design,
         written=_gemma_fields,
         activation="hidden_activation",
+        whole_heads=True,
     ),
     Family(
         "gemma3_text",
@@ -380,6 +387,7 @@ FAMILIES = (
         theta=1_000_000.0,
         local_theta=10_000.0,
         activation="hidden_activation",
+        whole_heads=True,
         within="gemma3",
     ),
     Family(
@@ -449,6 +457,7 @@ FAMILIES = (
             "resid_pdrop": decoder.spec.arguments["dropout"],
             "sliding_window": decoder.window,
         },
+        partial=True,
         fused=True,
         scalings=(),
     ),
