@@ -53,9 +53,6 @@ QUICK = {
         ],
         "test_a_folder_becomes_a_run_and_goes_back": ["qwen3.5", "gemma 3, narrow"],
     },
-    "convert/test_hostile_files.py": {
-        "test_odd_values_of_a_decoder_are_told_or_make_a_model": ["llama", "qwen3_5_text"],
-    },
     "convert/test_hugging_face.py": {
         "test_logits_are_those_of_transformers": ["circle-24", "rounds-8"],
         "test_without_segments_and_with_other_rotations": ["circle"],

@@ -19,10 +19,11 @@ from reformax.convert.hugging_face_families import (
     Family,
     Layer,
 )
-from reformax.convert.spec import Op, Spec
+from reformax.convert.spec import OPS, Op, Spec
 from reformax.declared import Size, check, shown
 from reformax.models.base import ROTARY
 from reformax.models.designs import Design
+from reformax.ops import AttentionOp
 from reformax.ops.numerics.rotary import TURNS, RotaryAngles, RotaryBase, RotaryFactor, Turns
 from reformax.ops.numerics.rotary import RotaryFraction as Fraction
 
@@ -279,16 +280,14 @@ def function_of(spec: Spec) -> dict[str, Any]:
     for layer, block, _, op in spec.layers():
         angles = None
         if rotating[block]:
-            angles = _canonical(design.rotary_of(spec_op(op)))
+            angles = _canonical(design.rotary_of(algorithm_of(op)))
         here = _layer_function(spec, op) | {"rotary positions": angles}
         found |= {f"{name} of layer {layer}": value for name, value in here.items()}
     return found
 
 
-def spec_op(op: Op):
+def algorithm_of(op: Op) -> AttentionOp:
     """The algorithm of a layer."""
-    from reformax.convert.spec import OPS
-
     return OPS[op.name](**op.options)
 
 
@@ -297,7 +296,7 @@ def rotating_of(spec: Spec) -> list[bool]:
     kind = spec.arguments["pos_type"]
     chosen = spec.design.rotary_layers or [True] * len(spec.attention)
     rotates = [
-        kind == "rotary" or (kind == ROTARY[1] and spec_op(op).local) for op in spec.attention
+        kind == "rotary" or (kind == ROTARY[1] and algorithm_of(op).local) for op in spec.attention
     ]
     return [x and y for x, y in zip(chosen, rotates, strict=True)]
 
@@ -314,7 +313,7 @@ def _canonical(angles: RotaryAngles) -> RotaryAngles:
 def _layer_function(spec: Spec, op: Op) -> dict[str, Any]:
     """What the attention of a layer computes."""
     a, design = spec.arguments, spec.design
-    algorithm = spec_op(op)
+    algorithm = algorithm_of(op)
     kind, window = op.name, None
     if op.name in ("dense", "flash"):
         kind = "attention"
@@ -390,10 +389,9 @@ def config_of(family: Family, spec: Spec, like: Mapping[str, Any]) -> dict[str, 
     """
     known = {family.model_type, family.within}
     like = text_of(family, like) if like.get("model_type") in known else {}
-    like |= {"model_type": family.model_type} if like else {}
-    for config in [like] if like else []:
-        if not differences(spec, spec_of(family, config)[0]):
-            return config | {"architectures": [family.architecture]}
+    own = {"model_type": family.model_type, "architectures": [family.architecture]}
+    if like and not differences(spec, spec_of(family, like)[0]):
+        return {name: x for name, x in like.items() if name != "auto_map"} | own  # names code
     config = _written(family, decoder_of(spec)) | {k: like[k] for k in _KEPT if k in like}
     config |= {"bos_token_id": spec.arguments["first_token"]}
     try:

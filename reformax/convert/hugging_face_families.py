@@ -133,7 +133,8 @@ def listed(get: Get, usual: Callable[[int], str]) -> list[Layer]:
     for layer in layers:
         if layer.kind == WINDOW and get["sliding_window"] is None:
             raise ValueError(
-                "layer_types has 'sliding_attention' and sliding_window is None: set it"
+                "layer_types has 'sliding_attention' and sliding_window is None, or off by "
+                "use_sliding_window: set it"
             )
     return layers
 

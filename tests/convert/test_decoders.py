@@ -236,10 +236,36 @@ def test_a_model_that_no_family_has_is_told_by_what_differs(attention, changes, 
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "name, kind, text, other",
+    [
+        ("gemma 3, narrow", "gemma3", "language_model.model.", "vision_tower.a.weight"),
+        ("gemma 3, narrow", "gemma3", "model.language_model.", "model.multi_modal_projector.b"),
+        ("qwen3.5, tied", "qwen3_5", "model.language_model.", "model.visual.blocks.0.w"),
+        ("qwen3.5, tied", "qwen3_5", "model.language_model.", "mtp.layers.0.w"),
+    ],
+)
+def test_the_text_of_a_model_of_several_media_is_read(name, kind, text, other, tmp_path):
+    """It goes out as the model of text alone."""
+    config = config_of(name)
+    alone = hugging_face.read(saved(tmp_path / "alone", config))
+    tensors = tensors_of(config)
+    tensors = {key.replace("model.", text, 1): x for key, x in tensors.items()}
+    tensors[other] = np.zeros((3, 4), np.float32)
+    wrapped = {"model_type": kind, "text_config": config, "vision_config": {"depth": 2}}
+    wrapped["auto_map"] = {"AutoModelForCausalLM": "code.Model"}
+    read = hugging_face.read(saved(tmp_path / "whole", wrapped, tensors))
+    assert read.spec == alone.spec
+    assert_trees_equal(read.params, alone.params)
+    hugging_face.write(tmp_path / "back", read.spec, read.params, read.config)
+    back = json.loads((tmp_path / "back/config.json").read_text())
+    assert back["model_type"] == f"{kind}_text" and "auto_map" not in back
+
+
 def test_bfloat16_in_shards_comes_back_bit_for_bit(tmp_path):
     """Each tensor is read when its turn comes; `torch_dtype` is the name of older versions."""
     config = config_of("llama 3.1") | {"torch_dtype": "bfloat16"}
-    del config["dtype"]
+    config.pop("dtype", None)
     tensors = {k: x.astype(jnp.bfloat16) for k, x in tensors_of(config).items()}
     folder = saved(tmp_path / "there", config, {"unused": np.zeros(1, np.float32)})
     (folder / "model.safetensors").unlink()
