@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from reformax.cli import errors, generate
 from reformax.convert import __main__ as command
-from reformax.convert import hugging_face, hugging_face_files
+from reformax.convert import check, hugging_face, hugging_face_files
 from reformax.convert.spec import Op, Spec
 from reformax.models import designs
 from tests.convert import decoders
@@ -107,6 +107,9 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
     read, tokens = hugging_face.read(tmp_path / "there"), decoders.some_tokens()
     want = decoders.logits_of(theirs, tokens)
     np.testing.assert_allclose(logits_of(read, tokens), want, atol=3e-5)
+    longer = np.tile(tokens, (1, 4))[:, :75]  # more than a chunk of a recurrence
+    far = decoders.logits_of(theirs, longer)
+    np.testing.assert_allclose(logits_of(read, longer), far, atol=1e-4)
     prompt = tokens[:, :PROMPT]
     np.testing.assert_array_equal(greedy_of(read, prompt), decoders.greedy_of(theirs, prompt))
     for like, folder in ((read.config, "kept"), (None, "fresh")):
@@ -312,6 +315,7 @@ def test_a_folder_becomes_a_run_and_goes_back(name, tmp_path, monkeypatch, capsy
     assert code == 0, err
     code, out, err = convert("run", "back")
     assert code == 0 and "check: logits differ by at most 0," in out, err
+    assert ("from transformers" in out) == check.has_transformers(), out
     before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("there", "back"))
     assert all(after[key].tobytes() == x.tobytes() for key, x in before.items())
     for file in ("config.json", "generation_config.json"):
