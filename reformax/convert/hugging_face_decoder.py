@@ -150,11 +150,12 @@ def _rotary(family: Family, get: Mapping[str, Any], layers: list[Layer]) -> dict
     """The choices of the angles."""
     if not any(layer.rotates for layer in layers):
         return {}
-    given = get["rope_scaling"] or get["rope_parameters"] or {}
-    whole, local = given, None
+    given, scaling = (get[name] or {} for name in ("rope_parameters", "rope_scaling"))
+    whole, local = scaling or given, None
     nested = [given.get(kind) for kind in (FULL, WINDOW)]
     if any(isinstance(table, Mapping) for table in nested):
         whole, local = (table or {} for table in nested)
+        whole = {**whole, **scaling}
         if family.local_theta is None:
             raise ValueError(
                 f"rope_parameters is {shown(given)}: expected one table for all layers"
@@ -451,16 +452,19 @@ def _rope_fields(family: Family, decoder: Decoder) -> dict[str, Any]:
     """The fields of rotary positions, as versions 4 and 5 of transformers read them."""
     design = decoder.design
     table = _rope_table(design.rotary)
-    if design.rotary.fraction != family.fraction:
-        table["partial_rotary_factor"] = design.rotary.fraction
     theta = design.rotary.base
+    whole = table | {"rope_theta": theta}
+    found: dict[str, Any] = {"rope_parameters": whole, "rope_theta": theta}
+    if (fraction := design.rotary.fraction) != family.fraction:
+        found |= {"partial_rotary_factor": fraction}
+        whole["partial_rotary_factor"] = fraction
+    if design.rotary.scaling is not None:
+        found["rope_scaling"] = table
     if family.local_theta is not None:
         local = design.rotary_local_base or theta
         near = {"rope_type": "default", "rope_theta": local}
-        return {"rope_parameters": {FULL: table | {"rope_theta": theta}, WINDOW: near}}
-    whole = {"rope_parameters": table | {"rope_theta": theta}, "rope_theta": theta}
-    scaling = {k: x for k, x in table.items() if k != "partial_rotary_factor"}
-    return whole | ({} if design.rotary.scaling is None else {"rope_scaling": scaling})
+        found |= {"rope_parameters": {FULL: whole, WINDOW: near}, "rope_local_base_freq": local}
+    return found
 
 
 def _rope_table(angles: RotaryAngles) -> dict[str, Any]:

@@ -12,7 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from reformax.convert.hugging_face_config import ACTIVATIONS, ConfigField
-from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize, Width
+from reformax.declared import (
+    Bounds,
+    Count,
+    Depth,
+    NonNegative,
+    Positive,
+    Rate,
+    Size,
+    VocabSize,
+    Width,
+)
 from reformax.ops.base import SoftCap
 from reformax.ops.numerics.rotary import RotaryBase, RotaryFraction
 
@@ -330,7 +340,8 @@ FAMILIES = (
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
         dict(
-            # Biases of attention would be those of recurrences in reformax.
+            # Biases and dropout of attention would be those of recurrences in reformax.
+            attention_dropout=ConfigField(0.0, Annotated[float, Bounds(0, 0, name="0")]),
             attention_bias=ConfigField(False, Annotated[Any, Only(False)]),
             attn_output_gate=ConfigField(True, Annotated[Any, Only(True)]),
             bos_token_id=ConfigField(None, _TOKEN),
