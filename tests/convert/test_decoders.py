@@ -332,9 +332,9 @@ def test_settings_of_generation_are_those_of_the_command(last, tmp_path, monkeyp
         code = errors.exit_code(main)
         return code, *capsys.readouterr()
 
-    made = FIXTURE["qwen2/greedy"][0].tolist()
+    made = FIXTURE["qwen3.5/greedy"][0].tolist()
     assert made.index(made[last]) == last
-    folder = saved(tmp_path / "there", config_of("qwen2"))
+    folder = saved(tmp_path / "there", config_of("qwen3.5"))
     settings = {"do_sample": False, "top_k": 5, "eos_token_id": [96, made[last]]}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     code, _, err = call(command.main, f"--from={folder}", f"--to={tmp_path / 'run'}")
