@@ -24,6 +24,35 @@ def case_of(item: pytest.Function) -> tuple[str, str, str]:
 
 # By file and test, the ids of the quick cases; none where another test shows the same more cheaply.
 QUICK = {
+    # Of the families, those of other parts than Llama's.
+    "convert/test_decoders.py": {
+        "test_logits_and_greedy_tokens_are_those_of_the_fixture": [
+            "llama 3.1",
+            "qwen2, windows",
+            "qwen3.5",
+            "gemma 3, narrow",
+            "olmo 3, yarn",
+            "smollm 3, windows",
+            "phi 3, partial",
+        ],
+        "test_a_round_trip_gives_the_identical_arrays_and_function": [
+            "llama, biases, tied",
+            "mistral, narrow",
+            "qwen2.5",
+            "qwen3, tied",
+            "qwen3.5, tied",
+            "gemma 2, narrow",
+            "olmo 2, groups",
+            "smollm 3, windows",
+            "phi 3, narrow",
+        ],
+        "test_a_model_of_ours_goes_out_as_the_first_family_that_holds_it": [
+            "windows rotate",
+            "biases of inputs",
+            "delta of few heads",
+        ],
+        "test_a_folder_becomes_a_run_and_goes_back": ["qwen3.5", "gemma 3, narrow"],
+    },
     "convert/test_hugging_face.py": {
         "test_logits_are_those_of_transformers": ["circle-24", "rounds-8"],
         "test_without_segments_and_with_other_rotations": ["circle"],

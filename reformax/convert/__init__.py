@@ -1,4 +1,4 @@
-"""Reads and writes the checkpoints of Trax and of Hugging Face's Reformer and GPT-2.
+"""Reads and writes the checkpoints of Trax and of Hugging Face.
 
     python -m reformax.convert --from=model.safetensors --to=runs/enwik8
 

@@ -287,13 +287,13 @@ def _check(source: SourceModel, paths: dict[str, Path], kind: str, target: str) 
     """
     from reformax.convert import check, hugging_face, run_folder, trax_files, trax_models
 
-    reread = {
-        "run": lambda: run_folder.read(paths[kind]).params,
-        "trax": lambda: trax_models.read_params(paths[kind], source.spec),
-        "hugging_face": lambda: hugging_face.read(paths[kind]).params,
-    }[kind]()
+    if kind == "trax":
+        spec, reread = None, trax_models.read_params(paths[kind], source.spec)
+    else:
+        read = {"run": run_folder.read, "hugging_face": hugging_face.read}[kind](paths[kind])
+        spec, reread = read.spec, read.params
     other = f"{target} as read again"
-    found = [check.against_params(source.spec, source.params, reread, other)]
+    found = [check.against_params(source.spec, source.params, reread, other, spec)]
     if "hugging_face" in paths:
         if check.has_transformers():
             path = paths["hugging_face"]

@@ -70,11 +70,22 @@ def random_inputs(spec: Spec, length: int) -> np.ndarray:
     return tokens
 
 
-def against_params(spec: Spec, params: Any, other: Any, what: str) -> Comparison:
-    """Compares two sets of weights of one model, such as those written and those read again."""
+def against_params(
+    spec: Spec, params: Any, other: Any, what: str, other_spec: Spec | None = None
+) -> Comparison:
+    """Compares a model with what was written of it and read again.
+
+    Args:
+      spec: the model.
+      params: its weights.
+      other: those that were read.
+      what: the name of what was read.
+      other_spec: the model that was read; None: the same, which is not kept with the weights.
+    """
     inputs = random_inputs(spec, length_for(spec))
     logits = logits_of(spec)
-    ours, theirs = (logits(p, inputs) for p in (params, other))
+    reread = logits if other_spec is None else logits_of(other_spec)
+    ours, theirs = logits(params, inputs), reread(other, inputs)
     return _comparison(ours, theirs, f"{what}, {inputs.shape[1]} tokens")
 
 

@@ -18,9 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from reformax import devices
 from reformax.convert import (
     hugging_face_bert,
     hugging_face_config,
@@ -72,6 +75,7 @@ class Format(NamedTuple):
       table: the tensors of a model.
       without_copies: (tensors, where they are from, the model) -> those of `table`.
       prepared: (the model, weights) -> the weights that the table writes.
+      completed: tensors of the table -> those of a file.
     """
 
     name: str
@@ -81,6 +85,7 @@ class Format(NamedTuple):
     table: Callable[[Spec], list[Tensor]]
     without_copies: Callable[[Mapping[str, Any], str, Spec], dict[str, Any]]
     prepared: Callable[[Spec, Any], Any] = lambda spec, params: params
+    completed: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda tensors: tensors
 
 
 def _written(spec: Spec, like: Mapping[str, Any]) -> tuple[Format, dict[str, Any]]:
@@ -223,8 +228,13 @@ def _block(
     return rows
 
 
-def read(path: str | Path) -> HuggingFaceCheckpoint:
+def read(path: str | Path, mesh: Mesh | None = None) -> HuggingFaceCheckpoint:
     """Reads a folder of `save_pretrained`, or a file of tensors in a folder with its config.json.
+
+    Args:
+      path: the folder or the file.
+      mesh: the devices of a run: each gets its part of a weight as soon as that is read, so that
+        the host never has the whole model. None: one device.
 
     Raises:
       ValueError: the model is none of `FORMATS`, a file is damaged, or tensors do not fit
@@ -244,7 +254,10 @@ def read(path: str | Path) -> HuggingFaceCheckpoint:
             "lm_head.bias is not zero: transformers 5.0 to 5.23 leave it out of their logits, and "
             "5.24 adds lm_head.decoder.bias alone; this model adds it, as transformers 4 did"
         )
-    params = tables.read(known.table(spec), tensors, str(path))
+    put = jnp.asarray
+    if mesh is not None:
+        put = lambda array: jax.device_put(array, devices.placement(array, mesh))  # noqa: E731
+    params = tables.read(known.table(spec), tensors, str(path), put)
     settings = read_generation(folder / GENERATION)
     vocabulary = read_vocabulary(folder / TOKENIZER)
     return HuggingFaceCheckpoint(spec, params, config, notes, vocabulary, settings)
@@ -296,9 +309,7 @@ def write(
     known, config = _written(spec, like or {})
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = tables.write(known.table(spec), known.prepared(spec, params))
-    if "lm_head.bias" in tensors:
-        tensors[_DECODER_BIAS] = tensors["lm_head.bias"]
+    tensors = known.completed(tables.write(known.table(spec), known.prepared(spec, params)))
     dtype = _dtype_of(config, tensors)
     if dtype != np.float32:
         tensors = {name: array.astype(dtype) for name, array in tensors.items()}
@@ -346,6 +357,7 @@ FORMATS = {
         hugging_face_config.config_of,
         _reformer,
         _without_copies,
+        completed=lambda tensors: tensors | {_DECODER_BIAS: tensors["lm_head.bias"]},
     ),
     "gpt2": Format(
         "GPT2LMHeadModel",
@@ -362,6 +374,7 @@ FORMATS = {
         hugging_face_bert.config_of,
         hugging_face_bert.table,
         hugging_face_bert.without_copies,
+        completed=hugging_face_bert.completed,
     ),
 } | {
     name: _decoder(family)

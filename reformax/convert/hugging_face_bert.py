@@ -1,4 +1,4 @@
-"""Hugging Face's `BertForMaskedLM` (Devlin et al. 2018), its config.json and tensors, to be read.
+"""Hugging Face's `BertForMaskedLM` (Devlin et al. 2018), its config.json and tensors.
 
 It is `encoder.TransformerMaskedLM` with `post_norm`, `embedding_norm`, learned positions, one axis
 of axial ones, and biases in attention. Every token is of type 0: the vector of that type is
@@ -17,11 +17,13 @@ from reformax.convert import tables
 from reformax.convert.hugging_face_config import (
     ACTIVATIONS,
     ConfigField,
+    activation_of,
     checked,
     learnt_positions,
+    requirement,
     size_of_head,
 )
-from reformax.convert.spec import Op, Spec
+from reformax.convert.spec import NO_OPTIONS, Op, Spec
 from reformax.convert.tables import Tensor, layer_norm, renamed
 from reformax.declared import Depth, NonNegative, Positive, Rate, Size, VocabSize
 
@@ -44,6 +46,7 @@ FIELDS = {
 EMBEDDINGS = "bert.embeddings"
 _TYPES = f"{EMBEDDINGS}.token_type_embeddings.weight"
 _POSITIONS = f"{EMBEDDINGS}.position_embeddings.weight"
+_N_TYPES = 2
 _NOT_READ = ("bert.pooler.", "cls.seq_relationship.", f"{EMBEDDINGS}.position_ids")
 
 
@@ -79,9 +82,56 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
 
 
 def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises `ValueError`: the format is read alone."""
-    del like
-    raise ValueError(f"Hugging Face's BERT is read and not written: the model is {spec.model}")
+    """The config.json of a model; values of `like` that say the same are kept.
+
+    Raises:
+      ValueError: BERT is another function; the error names the argument.
+    """
+    a, require = spec.arguments, requirement("Hugging Face's BERT")
+    spec.require_plain(require)
+    require(a["pos_type"] == "axial", f"pos_type is {a['pos_type']!r}", "'axial'")
+    shape = tuple(a["pos_axial_shape"])
+    require(len(shape) == 1, f"pos_axial_shape is {shape}", "one axis")
+    require(a["ff_activation"] == "gelu", f"ff_activation is {a['ff_activation']!r}", "'gelu'")
+    for op in spec.attention:
+        require(op.name in ("dense", "flash"), f"the attention is {op.name}", "dense or flash")
+        flash = {"scale": None, "learned_sinks": False} if op.name == "flash" else {}
+        for name, value in (NO_OPTIONS | flash).items():
+            found = op.option(name)
+            require(found == value, f"{op.name}'s {name} is {found}", str(value))
+    config = {
+        **like,
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "attention_probs_dropout_prob": a["attention_dropout"],
+        "hidden_act": activation_of(spec, like.get("hidden_act")),
+        "hidden_dropout_prob": a["dropout"],
+        "hidden_size": a["d_model"],
+        "intermediate_size": a["d_ff"],
+        "layer_norm_eps": a["norm_epsilon"],
+        "max_position_embeddings": shape[0],
+        "num_attention_heads": a["n_heads"],
+        "num_hidden_layers": a["n_layers"],
+        "tie_word_embeddings": True,
+        "type_vocab_size": _N_TYPES,
+        "vocab_size": a["vocab_size"],
+    }
+    if a["init_std"] is not None:
+        config["initializer_range"] = a["init_std"]
+    there, _ = spec_of(config)
+    for name in (
+        *("d_attention_key", "d_attention_value", "n_kv_heads", "n_qk_heads", "next_value"),
+        *("attention_bias", "post_norm", "embedding_norm"),
+    ):
+        require(
+            a[name] == there.arguments[name], f"{name} is {a[name]}", str(there.arguments[name])
+        )
+    return config
+
+
+def completed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors with the types of segments, which the positions hold already: zeros."""
+    return tensors | {_TYPES: np.zeros((_N_TYPES, tensors[_POSITIONS].shape[1]), np.float32)}
 
 
 def table(spec: Spec) -> list[Tensor]:

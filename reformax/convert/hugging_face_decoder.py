@@ -19,10 +19,11 @@ from reformax.convert.hugging_face_families import (
     Family,
     Layer,
 )
-from reformax.convert.spec import Op, Spec
+from reformax.convert.spec import OPS, Op, Spec
 from reformax.declared import Size, check, shown
 from reformax.models.base import ROTARY
 from reformax.models.designs import Design
+from reformax.ops import AttentionOp
 from reformax.ops.numerics.rotary import TURNS, RotaryAngles, RotaryBase, RotaryFactor, Turns
 from reformax.ops.numerics.rotary import RotaryFraction as Fraction
 
@@ -149,11 +150,12 @@ def _rotary(family: Family, get: Mapping[str, Any], layers: list[Layer]) -> dict
     """The choices of the angles."""
     if not any(layer.rotates for layer in layers):
         return {}
-    given = get["rope_scaling"] or get["rope_parameters"] or {}
-    whole, local = given, None
+    given, scaling = (get[name] or {} for name in ("rope_parameters", "rope_scaling"))
+    whole, local = scaling or given, None
     nested = [given.get(kind) for kind in (FULL, WINDOW)]
     if any(isinstance(table, Mapping) for table in nested):
         whole, local = (table or {} for table in nested)
+        whole = {**whole, **scaling}
         if family.local_theta is None:
             raise ValueError(
                 f"rope_parameters is {shown(given)}: expected one table for all layers"
@@ -189,6 +191,10 @@ def _angles(family: Family, get, table: Mapping[str, Any], theta: float) -> dict
     fraction = number(
         "partial_rotary_factor", Fraction, family.fraction if fraction is None else fraction
     )
+    if fraction != 1.0 and not family.partial:
+        raise ValueError(
+            f"partial_rotary_factor is {fraction}: expected 1.0 of {family.model_type}"
+        )
     if fraction != 1.0:
         found["fraction"] = float(fraction)
     if kind == "default":
@@ -275,16 +281,14 @@ def function_of(spec: Spec) -> dict[str, Any]:
     for layer, block, _, op in spec.layers():
         angles = None
         if rotating[block]:
-            angles = _canonical(design.rotary_of(spec_op(op)))
+            angles = _canonical(design.rotary_of(algorithm_of(op)))
         here = _layer_function(spec, op) | {"rotary positions": angles}
         found |= {f"{name} of layer {layer}": value for name, value in here.items()}
     return found
 
 
-def spec_op(op: Op):
+def algorithm_of(op: Op) -> AttentionOp:
     """The algorithm of a layer."""
-    from reformax.convert.spec import OPS
-
     return OPS[op.name](**op.options)
 
 
@@ -293,7 +297,7 @@ def rotating_of(spec: Spec) -> list[bool]:
     kind = spec.arguments["pos_type"]
     chosen = spec.design.rotary_layers or [True] * len(spec.attention)
     rotates = [
-        kind == "rotary" or (kind == ROTARY[1] and spec_op(op).local) for op in spec.attention
+        kind == "rotary" or (kind == ROTARY[1] and algorithm_of(op).local) for op in spec.attention
     ]
     return [x and y for x, y in zip(chosen, rotates, strict=True)]
 
@@ -310,7 +314,7 @@ def _canonical(angles: RotaryAngles) -> RotaryAngles:
 def _layer_function(spec: Spec, op: Op) -> dict[str, Any]:
     """What the attention of a layer computes."""
     a, design = spec.arguments, spec.design
-    algorithm = spec_op(op)
+    algorithm = algorithm_of(op)
     kind, window = op.name, None
     if op.name in ("dense", "flash"):
         kind = "attention"
@@ -386,17 +390,21 @@ def config_of(family: Family, spec: Spec, like: Mapping[str, Any]) -> dict[str, 
     """
     known = {family.model_type, family.within}
     like = text_of(family, like) if like.get("model_type") in known else {}
-    like |= {"model_type": family.model_type} if like else {}
-    for config in [like] if like else []:
-        if not differences(spec, spec_of(family, config)[0]):
-            return config | {"architectures": [family.architecture]}
+    own = {"model_type": family.model_type, "architectures": [family.architecture]}
+    if like and not differences(spec, spec_of(family, like)[0]):
+        return {name: x for name, x in like.items() if name != "auto_map"} | own  # names code
     config = _written(family, decoder_of(spec)) | {k: like[k] for k in _KEPT if k in like}
     config |= {"bos_token_id": spec.arguments["first_token"]}
     try:
         found, _ = spec_of(family, config)
     except ValueError as error:  # the family has no such value
-        raise ValueError(f"{family.architecture} has no such model: {error}") from None
-    if obstacles := differences(spec, found):
+        raise ValueError(
+            f"Hugging Face has no such model: {error}, of {family.architecture}"
+        ) from None
+    obstacles, a = differences(spec, found), spec.arguments
+    if family.whole_heads and a["d_model"] % a["n_heads"]:
+        obstacles.append(f"d_model is {a['d_model']}, expected a multiple of {a['n_heads']} heads")
+    if obstacles:
         raise NoSuchModel(family, obstacles)
     return config
 
@@ -445,21 +453,24 @@ def _rope_fields(family: Family, decoder: Decoder) -> dict[str, Any]:
     design = decoder.design
     table = _rope_table(design.rotary)
     theta = design.rotary.base
+    whole = table | {"rope_theta": theta}
+    found: dict[str, Any] = {"rope_parameters": whole, "rope_theta": theta}
+    if (fraction := design.rotary.fraction) != family.fraction:
+        found |= {"partial_rotary_factor": fraction}
+        whole["partial_rotary_factor"] = fraction
+    if design.rotary.scaling is not None:
+        found["rope_scaling"] = table
     if family.local_theta is not None:
         local = design.rotary_local_base or theta
         near = {"rope_type": "default", "rope_theta": local}
-        return {"rope_parameters": {FULL: table | {"rope_theta": theta}, WINDOW: near}}
-    whole = {"rope_parameters": table | {"rope_theta": theta}, "rope_theta": theta}
-    scaling = {k: x for k, x in table.items() if k != "partial_rotary_factor"}
-    return whole | ({} if design.rotary.scaling is None else {"rope_scaling": scaling})
+        found |= {"rope_parameters": {FULL: whole, WINDOW: near}, "rope_local_base_freq": local}
+    return found
 
 
 def _rope_table(angles: RotaryAngles) -> dict[str, Any]:
     """What `_angles` reads."""
     angles = _canonical(angles)
     table: dict[str, Any] = {"rope_type": angles.scaling or "default"}
-    if angles.fraction != 1.0:
-        table["partial_rotary_factor"] = angles.fraction
     if angles.scaling is not None:
         table["factor"] = angles.factor
     if angles.scaling in TURNS:

@@ -12,7 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from reformax.convert.hugging_face_config import ACTIVATIONS, ConfigField
-from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize, Width
+from reformax.declared import (
+    Bounds,
+    Count,
+    Depth,
+    NonNegative,
+    Positive,
+    Rate,
+    Size,
+    VocabSize,
+    Width,
+)
 from reformax.ops.base import SoftCap
 from reformax.ops.numerics.rotary import RotaryBase, RotaryFraction
 
@@ -88,10 +98,12 @@ class Family(NamedTuple):
         those that `hugging_face_decoder.config_of` writes for all families.
       theta: the base of rotary positions where config.json has none.
       fraction: the share of features that rotate, likewise.
+      partial: whether it may be below 1.
       local_theta: of layers with a window, where they have angles of their own; None: they do not.
       activation: the name of the field that has the nonlinearity.
       fused: whether queries, keys and values are one tensor, and the two inputs of a gated layer.
       scalings: values of rope_type besides "default".
+      whole_heads: whether the class wants `hidden_size` to be a multiple of the number of heads.
       within: the name in config.json of a model of several media, whose text is of this family.
     """
 
@@ -103,10 +115,12 @@ class Family(NamedTuple):
     written: Callable[[Any], dict[str, Any]] = lambda decoder: {}
     theta: float = 10_000.0
     fraction: float = 1.0
+    partial: bool = False
     local_theta: float | None = None
     activation: str = "hidden_act"
     fused: bool = False
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
+    whole_heads: bool = False
     within: str | None = None
 
     @property
@@ -129,7 +143,8 @@ def listed(get: Get, usual: Callable[[int], str]) -> list[Layer]:
     for layer in layers:
         if layer.kind == WINDOW and get["sliding_window"] is None:
             raise ValueError(
-                "layer_types has 'sliding_attention' and sliding_window is None: set it"
+                "layer_types has 'sliding_attention' and sliding_window is None, or off by "
+                "use_sliding_window: set it"
             )
     return layers
 
@@ -290,6 +305,7 @@ FAMILIES = (
         BIASES | MLP_BIAS,
         design=lambda get: dict(ff_bias=get["mlp_bias"]),
         written=_llama,
+        whole_heads=True,
     ),
     Family(
         "mistral",
@@ -324,7 +340,8 @@ FAMILIES = (
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
         dict(
-            # Biases of attention would be those of recurrences in reformax.
+            # Biases and dropout of attention would be those of recurrences in reformax.
+            attention_dropout=ConfigField(0.0, Annotated[float, Bounds(0, 0, name="0")]),
             attention_bias=ConfigField(False, Annotated[Any, Only(False)]),
             attn_output_gate=ConfigField(True, Annotated[Any, Only(True)]),
             bos_token_id=ConfigField(None, _TOKEN),
@@ -351,6 +368,7 @@ FAMILIES = (
         design=_qwen3_5_design,
         written=_qwen3_5_fields,
         fraction=0.25,
+        partial=True,
         within="qwen3_5",
     ),
     Family(
@@ -361,6 +379,7 @@ FAMILIES = (
         design=_gemma_design,
         written=_gemma_fields,
         activation="hidden_activation",
+        whole_heads=True,
     ),
     Family(
         "gemma3_text",
@@ -380,6 +399,7 @@ FAMILIES = (
         theta=1_000_000.0,
         local_theta=10_000.0,
         activation="hidden_activation",
+        whole_heads=True,
         within="gemma3",
     ),
     Family(
@@ -449,6 +469,7 @@ FAMILIES = (
             "resid_pdrop": decoder.spec.arguments["dropout"],
             "sliding_window": decoder.window,
         },
+        partial=True,
         fused=True,
         scalings=(),
     ),

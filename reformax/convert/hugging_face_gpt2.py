@@ -111,9 +111,10 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
         require(a[name] == value, f"{name} is {a[name]}", str(value))
     for op in spec.attention:
         require(op.name in ("dense", "flash"), f"the attention is {op.name}", "dense or flash")
-        for name in (*NO_OPTIONS, *(["scale"] if op.name == "flash" else [])):
-            value = op.option(name)
-            require(value is None, f"{op.name}'s {name} is {value}", "None")
+        flash = {"scale": None, "learned_sinks": False} if op.name == "flash" else {}
+        for name, value in (NO_OPTIONS | flash).items():
+            found = op.option(name)
+            require(found == value, f"{op.name}'s {name} is {found}", str(value))
     kept_rates = {like.get("embd_pdrop", 0.1), like.get("resid_pdrop", 0.1)}
     same_rates = bool(like) and max(kept_rates) == a["dropout"]
     rates = {} if same_rates else {"embd_pdrop": a["dropout"], "resid_pdrop": a["dropout"]}

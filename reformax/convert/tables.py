@@ -80,13 +80,19 @@ def axial(name: str, shape: Sequence[int], d_embs: Sequence[int], leading: int =
     return rows
 
 
-def read(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str) -> Any:
+def read(
+    table: Sequence[Tensor],
+    tensors: Mapping[str, Any],
+    where: str,
+    put: Callable[[np.ndarray], Any] = jnp.asarray,
+) -> Any:
     """The parameters of a model, float32, from tensors of the other format.
 
     Args:
       table: a row for each tensor.
       tensors: the arrays by name.
       where: the name of their source in errors.
+      put: makes a weight of its array, which is given up then.
 
     Raises:
       ValueError: a tensor is missing, is not in the table, has another shape or is not of floating
@@ -114,7 +120,7 @@ def read(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str)
         begun[tensor.path][() if tensor.repeat is None else tensor.repeat] = array
         n_repeats[tensor.path] -= 1
         if n_repeats[tensor.path] == 0:
-            _put(params, tensor.path, jnp.asarray(begun.pop(tensor.path)))
+            _put(params, tensor.path, put(begun.pop(tensor.path)))
     for block in params["stack"].values():
         for name in ("attention_norm", "feed_forward_norm"):
             block.setdefault(name, {})  # a place without a norm

@@ -118,7 +118,7 @@ class RMSNorm(LayerNorm):
 
 
 class RMSPlusOne(RMSNorm):
-    """`RMSNorm` whose weights are the scale minus 1, so that weight decay draws the scale to 1.
+    """`RMSNorm` whose weights are the scale minus 1, and begin at 0.
 
     Gemma Team 2024, "Gemma: Open Models Based on Gemini Research and Technology", and its code.
     """

@@ -119,6 +119,7 @@ CASES = {
     ),
     "phi 3": ("Phi3", {}),
     "phi 3, narrow": ("Phi3", GROUPS | dict(sliding_window=7, resid_pdrop=0.1)),
+    "phi 3, partial": ("Phi3", GROUPS | dict(partial_rotary_factor=0.5)),
     "qwen3, tied": (
         "Qwen3",
         GROUPS | dict(head_dim=16, tie_word_embeddings=True, attention_bias=True),

@@ -1,4 +1,4 @@
-"""Hugging Face's BERT, which is read: an independent forward pass's logits, a run, refusals."""
+"""Hugging Face's BERT: an independent forward pass's logits, a run, refusals."""
 
 import importlib.util
 import math
@@ -13,6 +13,8 @@ import evaluate
 from reformax.cli import errors
 from reformax.convert import __main__ as command
 from reformax.convert import hugging_face
+from reformax.convert.spec import Op, Spec
+from reformax.models import designs
 from tests.convert import hugging_face_models
 
 CONFIG = dict(
@@ -119,7 +121,13 @@ def test_a_folder_with_its_tokenizer_becomes_a_run_that_is_scored(tmp_path, monk
     code, out, err = call(evaluate.main, *flags)
     assert code == 0 and "bits_per_token" in out, err
     code, _, err = call(command.main, f"--from={run}", f"--to={tmp_path / 'back'}")
-    assert code == 1 and "Hugging Face's BERT is read and not written" in err
+    assert code == 0, err
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("hf", "back"))
+    assert before.keys() == after.keys()
+    added = (TYPES, POSITIONS)  # that of type 0 is in the positions now
+    assert all(after[k].tobytes() == x.tobytes() for k, x in before.items() if k not in added)
+    assert not after[TYPES].any()
+    np.testing.assert_array_equal(after[POSITIONS], before[POSITIONS] + before[TYPES][0])
 
 
 @pytest.mark.parametrize(
@@ -183,3 +191,29 @@ def test_logits_are_those_of_transformers(tmp_path):
     with torch.no_grad():
         want = theirs(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(read.spec.build().apply(read.params, tokens), want, atol=1e-4)
+    hugging_face.write(tmp_path / "back", read.spec, read.params, read.config)
+    back = transformers.BertForMaskedLM.from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(back(torch.tensor(tokens)).logits.numpy(), want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(pos_type="rotary"), "pos_type is 'rotary', expected 'axial'"),
+        (dict(ff_activation="gelu_tanh"), "ff_activation is 'gelu_tanh', expected 'gelu'"),
+        (dict(post_norm=False), "post_norm is False, expected True"),
+        (dict(n_kv_heads=1), "n_kv_heads is 1, expected None"),
+        (dict(d_attention_value=6), "d_attention_value is 6, expected 4"),
+        (dict(design=designs.Design(norm="rms")), "norm is 'rms', expected 'layer'"),
+        ([Op("local", {})], "the attention is local, expected dense or flash"),
+        ([Op("flash", dict(learned_sinks=True))], "flash's learned_sinks is True, expected False"),
+    ],
+)
+def test_a_model_that_hugging_face_does_not_have(change, message):
+    spec, _ = hugging_face.spec_of(CONFIG)
+    attention = change if isinstance(change, list) else spec.attention
+    arguments = {**spec.arguments, **(change if isinstance(change, dict) else {})}
+    with pytest.raises(ValueError, match="Hugging Face's BERT has no such model") as raised:
+        hugging_face.config_of(Spec.make("TransformerMaskedLM", attention, **arguments))
+    assert message in str(raised.value) and "\n" not in str(raised.value)

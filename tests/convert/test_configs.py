@@ -52,7 +52,7 @@ REASONS = {
     "gated_delta": ("pos_type is 'rotary_local'", "pos_type is 'rotary_local'"),
     "images": ("pos_axial_shape is (64, 64, 3)", "lsh's count_once is True"),
     "classify": ("model is TransformerEncoder", "model is TransformerEncoder"),
-    "bert": ("BERT is read and not written", "the model is TransformerMaskedLM"),
+    "bert": ("ff_activation is 'gelu_tanh'", "the model is TransformerMaskedLM"),
 }
 
 

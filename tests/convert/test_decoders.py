@@ -1,5 +1,6 @@
 """Decoders of today in Hugging Face's format: logits, generation and files of both sides."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -12,7 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from reformax.cli import errors, generate
 from reformax.convert import __main__ as command
-from reformax.convert import hugging_face, hugging_face_files
+from reformax.convert import check, hugging_face, hugging_face_files
+from reformax.convert.spec import Op, Spec
+from reformax.models import designs
 from tests.convert import decoders
 from tests.convert.decoders import CASES, NEW, PROMPT
 from tests.helpers import assert_trees_equal
@@ -104,6 +107,9 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
     read, tokens = hugging_face.read(tmp_path / "there"), decoders.some_tokens()
     want = decoders.logits_of(theirs, tokens)
     np.testing.assert_allclose(logits_of(read, tokens), want, atol=3e-5)
+    longer = np.tile(tokens, (1, 4))[:, :75]  # more than a chunk of a recurrence
+    far = decoders.logits_of(theirs, longer)
+    np.testing.assert_allclose(logits_of(read, longer), far, atol=1e-4)
     prompt = tokens[:, :PROMPT]
     np.testing.assert_array_equal(greedy_of(read, prompt), decoders.greedy_of(theirs, prompt))
     for like, folder in ((read.config, "kept"), (None, "fresh")):
@@ -119,10 +125,150 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
             assert torch.equal(tensor, back.state_dict()[key]), key
 
 
+# Models of reformax, and the family that each goes out as.
+
+
+SIZES = dict(
+    vocab_size=31,
+    d_model=24,
+    d_ff=20,
+    d_attention_key=8,
+    d_attention_value=8,
+    n_layers=4,
+    n_heads=4,
+)
+WINDOW = Op("local", dict(chunk_len=4, n_chunks_before=2, window=7))
+FAR = Op("flash", {})
+DELTA = Op("gated_delta", dict(gated=True, conv_size=4, norm_epsilon=1e-6))
+QWEN3_5 = designs.Design(
+    norm="rms_plus_one",
+    ff_bias=False,
+    logits_bias=False,
+    ff_activation="silu",
+    ff_gated=True,
+    qk_norm=True,
+    attention_gate="elementwise",
+    rotary_layers=(False, True),
+)
+STILL = designs.llama(rotary_base=10_000.0)  # without a choice that no layer would read
+OURS = {
+    "plain": ("llama", [FAR], {}),
+    "tied, with groups": ("llama", [Op("dense", {})], dict(tie_embeddings=True, n_kv_heads=2)),
+    "all windows": ("mistral", [WINDOW], {}),
+    "some windows": ("smollm3", [WINDOW, FAR], {}),
+    "windows rotate": ("smollm3", [WINDOW, FAR], dict(pos_type="rotary_local")),
+    "nothing rotates": ("smollm3", [FAR], dict(pos_type="none", design=STILL)),
+    "odd heads": ("mistral", [FAR], dict(n_heads=5)),
+    "biases": ("llama", [FAR], dict(attention_bias=True)),
+    "biases of inputs": (
+        "qwen2",
+        [FAR, WINDOW],
+        dict(design=designs.llama(attention_bias=True, attention_output_bias=False)),
+    ),
+    "qwen3": ("qwen3", [WINDOW, FAR], dict(design=designs.qwen3())),
+    "delta": ("qwen3_5_text", [DELTA, FAR], dict(design=QWEN3_5)),
+    "delta of few heads": (
+        "qwen3_5_text",
+        [DELTA, FAR],
+        dict(design=dataclasses.replace(QWEN3_5, recurrent_qk_heads=2, rotary_fraction=0.5)),
+    ),
+}
+
+
+def ours_of(row):
+    """The family, the model and weights that are far from fresh ones."""
+    family, attention, changes = OURS[row]
+    options = dict(design=designs.llama()) | SIZES | changes
+    spec = Spec.make("TransformerLM", attention, **options)
+    model, rng = spec.build(), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 8)))
+    drawn = jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), shapes)
+    return family, spec, drawn
+
+
+@pytest.mark.parametrize("row", OURS)
+def test_a_model_of_ours_goes_out_as_the_first_family_that_holds_it(row, tmp_path):
+    """Heads of a recurrence have scales of their own here, which go into the next matrix there."""
+    family, spec, params = ours_of(row)
+    hugging_face.write(tmp_path, spec, params)
+    read = hugging_face.read(tmp_path)
+    assert read.config["model_type"] == family
+    tokens = decoders.some_tokens() % spec.arguments["vocab_size"]
+    want = logits_of(read._replace(spec=spec, params=params), tokens)
+    np.testing.assert_allclose(logits_of(read, tokens), want, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("row", OURS)
+def test_a_model_of_ours_is_that_of_transformers(row, tmp_path):
+    if not all(importlib.util.find_spec(x) for x in ("torch", "transformers")):
+        pytest.skip("needs torch and transformers: pip install -e '.[peers]'")
+    import transformers
+
+    _, spec, params = ours_of(row)
+    hugging_face.write(tmp_path, spec, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    ).eval()
+    tokens = decoders.some_tokens() % spec.arguments["vocab_size"]
+    model = spec.build()
+    ours = model.logits(params, model.encode(params, tokens))
+    want = decoders.logits_of(theirs, tokens)
+    np.testing.assert_allclose(ours, want, atol=3e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    "attention, changes, message",
+    [
+        ([FAR], dict(design=designs.llama(norm="layer")), "norm is 'layer', expected 'rms' for"),
+        ([FAR], dict(d_attention_value=6), "d_attention_value is 6, expected 8"),
+        ([FAR], dict(pos_type="alibi"), "pos_type is 'alibi', expected 'rotary'"),
+        ([Op("local", {})], {}, "attention of layer 0 is 'local', expected 'attention'"),
+        ([Op("lsh", {})], {}, "attention of layer 0 is 'lsh', expected 'attention'"),
+        ([Op("flash", dict(learned_sinks=True))], {}, "learned_sinks of layer 0 is True, expected"),
+        ([FAR], dict(post_norm=True), "post_norm is True, expected False"),
+        ([DELTA], dict(design=designs.llama()), "the closest, Qwen3_5ForCausalLM"),
+        ([FAR], dict(design=designs.llama(rotary_scaling="ntk", rotary_factor=2.0)), "ntk"),
+    ],
+)
+def test_a_model_that_no_family_has_is_told_by_what_differs(attention, changes, message):
+    options = dict(design=designs.llama()) | SIZES | changes
+    spec = Spec.make("TransformerLM", attention, **options)
+    with pytest.raises(ValueError, match="Hugging Face has no such model: ") as raised:
+        hugging_face.config_of(spec)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name, kind, text, other",
+    [
+        ("gemma 3, narrow", "gemma3", "language_model.model.", "vision_tower.a.weight"),
+        ("gemma 3, narrow", "gemma3", "model.language_model.", "model.multi_modal_projector.b"),
+        ("qwen3.5, tied", "qwen3_5", "model.language_model.", "model.visual.blocks.0.w"),
+        ("qwen3.5, tied", "qwen3_5", "model.language_model.", "mtp.layers.0.w"),
+    ],
+)
+def test_the_text_of_a_model_of_several_media_is_read(name, kind, text, other, tmp_path):
+    """It goes out as the model of text alone."""
+    config = config_of(name)
+    alone = hugging_face.read(saved(tmp_path / "alone", config))
+    tensors = tensors_of(config)
+    tensors = {key.replace("model.", text, 1): x for key, x in tensors.items()}
+    tensors[other] = np.zeros((3, 4), np.float32)
+    wrapped = {"model_type": kind, "text_config": config, "vision_config": {"depth": 2}}
+    wrapped["auto_map"] = {"AutoModelForCausalLM": "code.Model"}
+    read = hugging_face.read(saved(tmp_path / "whole", wrapped, tensors))
+    assert read.spec == alone.spec
+    assert_trees_equal(read.params, alone.params)
+    hugging_face.write(tmp_path / "back", read.spec, read.params, read.config)
+    back = json.loads((tmp_path / "back/config.json").read_text())
+    assert back["model_type"] == f"{kind}_text" and "auto_map" not in back
+
+
 def test_bfloat16_in_shards_comes_back_bit_for_bit(tmp_path):
     """Each tensor is read when its turn comes; `torch_dtype` is the name of older versions."""
     config = config_of("llama 3.1") | {"torch_dtype": "bfloat16"}
-    del config["dtype"]
+    config.pop("dtype", None)
     tensors = {k: x.astype(jnp.bfloat16) for k, x in tensors_of(config).items()}
     folder = saved(tmp_path / "there", config, {"unused": np.zeros(1, np.float32)})
     (folder / "model.safetensors").unlink()
@@ -169,6 +315,7 @@ def test_a_folder_becomes_a_run_and_goes_back(name, tmp_path, monkeypatch, capsy
     assert code == 0, err
     code, out, err = convert("run", "back")
     assert code == 0 and "check: logits differ by at most 0," in out, err
+    assert ("from transformers" in out) == check.has_transformers(), out
     before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("there", "back"))
     assert all(after[key].tobytes() == x.tobytes() for key, x in before.items())
     for file in ("config.json", "generation_config.json"):
@@ -185,9 +332,9 @@ def test_settings_of_generation_are_those_of_the_command(last, tmp_path, monkeyp
         code = errors.exit_code(main)
         return code, *capsys.readouterr()
 
-    made = FIXTURE["qwen2/greedy"][0].tolist()
+    made = FIXTURE["qwen3.5/greedy"][0].tolist()
     assert made.index(made[last]) == last
-    folder = saved(tmp_path / "there", config_of("qwen2"))
+    folder = saved(tmp_path / "there", config_of("qwen3.5"))
     settings = {"do_sample": False, "top_k": 5, "eos_token_id": [96, made[last]]}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     code, _, err = call(command.main, f"--from={folder}", f"--to={tmp_path / 'run'}")

@@ -503,7 +503,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to(tmp_path):
         ('{"temperature": "hot"}', "temperature is 'hot': expected a number of at least 0"),
         ('{"top_k": -1}', "top_k is -1: expected at least 0"),
         ('{"top_p": 1.5}', "top_p is 1.5: expected a number above 0 and at most 1"),
-        ('{"eos_token_id": "</s>"}', "eos_token_id is '</s>': expected at least 0, or a list"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id is '</s>': expected a whole number of at"),
         ('{"do_sample": 1}', "do_sample is 1: expected True or False"),
     ],
 )

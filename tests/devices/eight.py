@@ -537,3 +537,29 @@ def test_a_step_of_parts_is_that_of_one_device():
         state, metrics = run(jax.jit(init)(KEY), batch, jax.random.key(1))
         found.append(jax.tree.map(np.asarray, (state.params, metrics)))
     assert_trees_close(*found, 1e-4)
+
+
+def test_a_folder_of_hugging_face_is_read_onto_the_devices_of_a_mesh(tmp_path):
+    """Each weight lies as a run stores it, and the model computes what one device does."""
+    from reformax.convert import hugging_face
+    from tests.convert import decoders, test_decoders
+
+    config = test_decoders.config_of("llama 3.1") | dict(intermediate_size=1024)
+    folder = test_decoders.saved(tmp_path, config)
+    one, read = hugging_face.read(folder), hugging_face.read(folder, FSDP)
+    wanted = devices.placement(one.params, FSDP)
+    jax.tree.map(lambda x, sharding: _check_equal(x.sharding, sharding), read.params, wanted)
+    w1 = read.params["stack"]["block_0"]["feed_forward"]["w1"]
+    assert {x.data.size for x in w1.addressable_shards} == {w1.size // 4}
+    model, tokens = one.spec.build(), np.repeat(decoders.some_tokens(), 4, axis=0)
+
+    def logits(params, tokens):
+        return model.logits(params, model.encode(params, tokens))
+
+    rows = jax.device_put(tokens, devices.over_batch(FSDP))
+    got = jax.jit(devices.on(FSDP, logits))(read.params, rows)
+    np.testing.assert_allclose(got, jax.jit(logits)(one.params, tokens), atol=2e-5)
+
+
+def _check_equal(found, wanted):
+    assert found == wanted
