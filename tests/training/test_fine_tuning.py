@@ -1,16 +1,23 @@
 """Fine-tuning against plain descent on what is trained, and through a run."""
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import evaluate
+import train
+from reformax.convert import __main__ as convert
+from reformax.convert import hugging_face, run_folder
+from reformax.convert.spec import Op, Spec
 from reformax.models import lm
 from reformax.ops import local
-from reformax.training import fine_tuning, loop, optimizer
+from reformax.training import loop, optimizer
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.fine_tuning import FineTuning, Lora
+from tests.training.scripts import call
 from tests.training.tiny import TinyLM, counting
 
 SIZES = dict(d_model=12, d_ff=20, n_heads=3, d_attention_key=4, d_attention_value=5, n_layers=2)
@@ -232,7 +239,38 @@ def test_a_run_goes_on_and_another_begins_with_its_weights(tmp_path):
         trained(tmp_path / "whole", 30, FineTuning(lora=Lora(rank=3, matrices="head")))
 
 
-def test_a_module_of_settings_is_one_that_a_saved_config_may_name():
-    from reformax.cli import trust
+@pytest.mark.slow
+def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch, capsys):
+    """By lora.gin behind its config, as the commands have it; nothing asks to be trusted."""
+    monkeypatch.chdir(tmp_path)
+    gpt2 = dict(attention_bias=True, tie_embeddings=True, ff_activation="gelu_tanh")
+    gpt2 |= dict(pos_type="axial", pos_axial_shape=(64,), pos_d_axial_embs=(16,), ff_dropout=0.0)
+    sizes = dict(vocab_size=256, d_model=16, d_ff=16, n_heads=2, n_layers=2, init_std=0.02)
+    sizes |= dict(d_attention_key=8, d_attention_value=8)
+    spec = Spec.make("TransformerLM", [Op("dense", {})], **sizes, **gpt2)
+    params = spec.build().init_params(jax.random.key(0), (1, 8))
+    run_folder.write("base", spec, params, {}, "a test")
+    (tmp_path / "text.txt").write_text("a text of some words, " * 300)
+    flags = ["--config_file=base/config.gin", "--config_file=lora.gin", "--init_from=base"]
+    flags += ["--data_dir=text.txt", "--output_dir=tuned", "--config=steps=3", "--quiet"]
+    flags += ["--config=warmup_steps=1", "--config=fine_tuning.Lora.rank=2"]
 
-    assert fine_tuning.__name__ in trust._PARTS
+    def called(main, *flags):
+        code, _, err = call(lambda: main(flags), monkeypatch, capsys)
+        assert code == 0, err
+        gin.clear_config()
+
+    called(train.main, *flags)
+    called(evaluate.main, "--output_dir=tuned", "--data_dir=text.txt", "--quiet")
+    called(convert.main, "--from=tuned", "--to=for_hugging_face")
+    after = hugging_face.read("for_hugging_face").params
+    for name, x in flat(after).items():
+        before = flat(params)[name]
+        if name.rpartition(".")[2] in PRODUCTS:
+            change = np.asarray(x - before)[0]
+            if change.ndim == 3:  # [N, D, H], or [N, V, D] of outputs
+                order = (0, 1, 2) if name.endswith("w_o") else (1, 0, 2)
+                change = change.transpose(order).reshape(16, 16)
+            assert np.linalg.matrix_rank(change, tol=1e-6) == 2, name
+        else:
+            np.testing.assert_array_equal(x, before)
