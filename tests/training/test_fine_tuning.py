@@ -157,11 +157,11 @@ def test_the_optimizer_has_a_state_for_what_is_trained_alone(model, params):
     assert size(state_of(both)) == 3 * n_matrices + 2 * n_norms
 
 
-def test_weight_decay_and_clipping_are_of_what_is_trained(model, params):
+def test_weight_decay_and_clipping_are_of_what_is_trained(params):
     """A clip by the norm of all gradients would be smaller."""
     chosen = FineTuning(only=(r"feed_forward\.b2",))
     transformation = chosen.of(optimizer.adamw(1.0, eps=1e3, clip=1e-3, weight_decay=0.5))
-    gradients = jax.grad(loss_of(model))(params, TOKENS[0])
+    gradients = jax.tree.map(jnp.ones_like, params)
     updates, _ = transformation.update(gradients, transformation.init(params), params)
     for name, x in flat(updates).items():
         norm = float(jnp.linalg.norm(x))
