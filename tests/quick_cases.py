@@ -57,6 +57,9 @@ QUICK = {
         "test_logits_are_those_of_transformers": ["circle-24", "rounds-8"],
         "test_without_segments_and_with_other_rotations": ["circle"],
     },
+    "convert/test_other_attention.py": {
+        "test_what_sees_all_keys_is_the_dense_model": ["0-3-asymmetric_lsh", "1,2-moba"],
+    },
     "convert/test_trax_files.py": {
         "test_weights_of_another_model": ["without_one-expected0", "transposed-expected3"],
     },

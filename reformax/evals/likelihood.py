@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax import devices
 from reformax.declared import Unsupported
-from reformax.generation.decoding import rounded
+from reformax.generation.prompts import rounded
 from reformax.progress import Progress
 
 # Tokens of a batch whose number of rows is not given.
