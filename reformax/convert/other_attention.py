@@ -30,6 +30,8 @@ from reformax.declared import SettingError, shown
 from reformax.training.step import jit_once
 
 DENSE = ("dense", "flash")
+# What reads a dense layer's weights and needs no others: a recurrence's gates are in no such layer.
+OTHERS = {name: op for name, op in OPS.items() if name not in (*DENSE, "gated_delta")}
 TOKENS = 4096  # that bits are measured on
 LENGTH = 1024  # of their rows, at most
 # Options that say how many keys a query sees, and the values to measure.
@@ -56,16 +58,16 @@ def op_of(text: str) -> Op:
     except (SyntaxError, ValueError, AssertionError):
         raise refusal from None
     name = node.func.id
-    if name not in OPS or name in DENSE:
-        names = ", ".join(name for name in OPS if name not in DENSE)
+    if name not in OTHERS:
+        names = ", ".join(OTHERS)
         raise SettingError(f"--attention={text}: expected one of {names}, with options if any")
-    parameters = inspect.signature(OPS[name]).parameters
+    parameters = inspect.signature(OTHERS[name]).parameters
     for option in options:
         if option not in parameters:
             raise SettingError(
                 f"--attention={text}: {name} has no option {option}, only {', '.join(parameters)}"
             )
-    OPS[name](**options)  # checks the values
+    OTHERS[name](**options)  # checks the values
     return Op(name, options)
 
 

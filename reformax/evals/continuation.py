@@ -11,6 +11,7 @@ import numpy as np
 from reformax.declared import SettingError
 from reformax.evals.likelihood import LanguageScorer
 from reformax.generation import decoding
+from reformax.generation.prompts import rounded
 from reformax.progress import Progress
 
 Text = Callable[[Sequence[int], Sequence[int]], str]
@@ -52,12 +53,12 @@ def continuations(
     prompts = [_fitting(request, scorer.max_length) for request in requests]
     for number, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
         # As in `likelihood.py`: others of the batch change neither program nor hashes.
-        padded = decoding.rounded(len(prompt))
+        padded = rounded(len(prompt))
         groups.setdefault((padded, *request[1:2], *request[3:]), []).append(number)
     found = [""] * len(requests)
     with Progress("continuations", len(requests), sys.stderr, shown=scorer.progress) as bar:
         for (padded, n_new, *sampling), numbers in sorted(groups.items(), reverse=True):
-            capacity = min(decoding.rounded(padded + n_new), scorer.max_length)
+            capacity = min(rounded(padded + n_new), scorer.max_length)
             n_rows = scorer.rows_of(capacity)
             for first in range(0, len(numbers), n_rows):
                 batch = numbers[first : first + n_rows]

@@ -161,7 +161,8 @@ def test_errors(model, params):
     assert message(prompts=[[[1], [2, 3]]]) == (
         "prompts[0] is [[1], [2, 3]]: expected token numbers alone"
     )
-    assert message(end=1.5) == "end is 1.5: expected a whole number of at least 0, or None"
+    number = "a whole number of at least 0"
+    assert message(end=1.5) == f"end is 1.5: expected {number}, or a list, each {number}, or None"
     assert (
         message(every=2.5) == "every is 2.5: expected a whole number of at least 1 and at most 64"
     )
