@@ -1,11 +1,12 @@
-"""The kernels of a program as it is compiled for an H200, and the bytes that they read and write.
+"""The kernels of a program as it is compiled for a GPU, and the bytes that they read and write.
 
     python -m benchmarks.program --config_file=configs/gpt2.gin
     python -m benchmarks.program --config_file=configs/gpt2.gin --devices=2 --mesh=data
     python -m benchmarks.program --attention moba --length=65536 --gradient
     python -m benchmarks.program --attention moba --length=65536 --gradient --run
 
-compiles a training step of a config, or attention to one sequence, and runs nothing. With --devices
+compiles a training step of a config, or attention to one sequence, for an H200 or another --gpu,
+and runs nothing. With --devices
 the step is divided over so many, along --mesh, and what one of them runs is counted. Each has the
 tokens of the config's step: over `data` and `fsdp` a step has more rows, over `context` longer
 ones. --gradient is of every input, and --causal hides what comes later, as some attentions do in
@@ -30,7 +31,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from benchmarks.harness import attention_table, command_line, configured, h200, kernels, traffic
+from benchmarks.harness import (
+    attention_table,
+    command_line,
+    configured,
+    described,
+    kernels,
+    traffic,
+)
 from benchmarks.harness.calls import MIB
 from benchmarks.harness.output import Table
 from benchmarks.harness.traffic import Kernel, gigabytes
@@ -151,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", type=command_line.positive, default=8)
     parser.add_argument("--head_size", type=command_line.positive, default=64)
     parser.add_argument("--gradient", action="store_true", help="of the attention, both passes")
+    parser.add_argument("--gpu", choices=described.GPUS, default="h200", help="compiled for")
     parser.add_argument("--causal", action="store_true", help="also where it need not be")
     parser.add_argument("--run", action="store_true", help="an attention, on the GPU there is")
     parser.add_argument("--largest", type=int, default=0, help="print so many kernels")
@@ -162,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.attention and (args.devices or args.mesh):
         parser.error("--devices and --mesh divide a training step: give --config_file")
     length, dtype = (128, "float32") if args.tiny else (args.length, "bfloat16")
-    sizes = 1, args.heads, args.head_size, dtype, h200.NAME
+    gpu = described.GPUS[args.gpu]
+    sizes = 1, args.heads, args.head_size, dtype, gpu.name
     if args.attention:
         case = attention_table.Case(args.attention, length, 0.0, False, *sizes)
     if args.run:
@@ -171,13 +181,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Tiny programs are compiled for the machine that there is.
     try:
         n = args.devices or 1
-        found = jax.devices()[:n] if args.tiny else h200.devices(n)
+        found = jax.devices()[:n] if args.tiny else described.devices(gpu, n)
     except NotImplementedError as error:
         parser.error(str(error))
     if len(found) < n:
         parser.error(f"--devices is {n}, and with --tiny there are {len(found)}")
-    options = {} if args.tiny else h200.OPTIONS
-    with nullcontext() if args.tiny else h200.assumed():
+    options = {} if args.tiny else described.OPTIONS
+    with nullcontext() if args.tiny else described.assumed(gpu):
         if args.attention:
             call = attention(case, args.gradient, args.causal)
             title, lowered = call.title, call.lowered(found[0])

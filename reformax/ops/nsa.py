@@ -36,7 +36,13 @@ from reformax.ops import local
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS, KernelObstacles, compute_by, kernel_obstacles
+from reformax.ops.calls.dispatch import (
+    KERNELS,
+    SMALL_ROW,
+    KernelObstacles,
+    compute_by,
+    kernel_obstacles,
+)
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -133,7 +139,7 @@ class nsa(AttentionOp):
             "blocks": -(-q.shape[1] // self.block_size),
         }
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
-        return kernel_obstacles(q, k, v, call.logits, **above)
+        return kernel_obstacles(q, k, v, call.logits, small_row=SMALL_ROW // 2, **above)
 
     def _within(self, length: int) -> nsa:
         """The op with sizes up to `length` that compute the same function."""

@@ -72,6 +72,24 @@ def test_what_keeps_a_kernel_from_a_call():
     assert obstacles(x(dtype="float8_e5m2"), None, None) == ("dtype float8_e5m2", None)
 
 
+@pytest.mark.parametrize(
+    "capability, small", [("8.0", False), ("8.6", True), ("9.0", False), ("12.0", True)]
+)
+def test_rows_of_heads_that_do_not_fit_a_small_chip(monkeypatch, capability, small):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+
+    def obstacle(size, dtype, **options):
+        x = jax.ShapeDtypeStruct((1, 8, 2, size), jnp.dtype(dtype))
+        return dispatch.kernel_obstacles(x, x, x, **options).chip
+
+    assert obstacle(128, "bfloat16") is None and obstacle(64, "float32") is None
+    told = "head size 128 in float32 on a GPU whose blocks share 99 KiB, which is above 64"
+    assert obstacle(128, "float32") == (told if small else None)
+    assert bool(obstacle(128, "bfloat16", small_row=128)) == small
+
+
 @pytest.mark.parametrize("found, want", [("9.0", 9.0), ("gfx942", 0.0), (None, 0.0)])
 def test_a_gpu_of_another_maker_has_no_such_number(found, want):
     assert dispatch.compute_capability(types.SimpleNamespace(compute_capability=found)) == want

@@ -21,6 +21,21 @@ ON_GPU = ("cudnn", "pallas")
 # A row of an attention kernel's tile must fit on the chip.
 MAX_HEAD_SIZE = 128
 
+# KiB that a block of threads may share, by compute capability: graphics cards' chips have 99.
+SHARED_KIB = {
+    8.0: 163,
+    8.6: 99,
+    8.7: 163,
+    8.9: 99,
+    9.0: 227,
+    10.0: 227,
+    10.3: 227,
+    12.0: 99,
+    12.1: 99,
+}
+# Bytes of a head's row of which every kernel's tiles fit into so much, but some kernels' alone.
+SMALL_CHIP, SMALL_ROW = 99, 256
+
 T = TypeVar("T")
 
 
@@ -141,6 +156,17 @@ def gpu_obstacle() -> str | None:
     return None
 
 
+def on_small_chip() -> bool:
+    """Whether kernels run on a GPU whose blocks of threads share less than a data centre's do.
+
+    A GPU that came later is taken for one of the latter.
+    """
+    if jax.default_backend() != "gpu":
+        return False
+    capability = compute_capability(jax.local_devices()[0])
+    return SHARED_KIB.get(capability, SMALL_CHIP + 1) <= SMALL_CHIP
+
+
 def compute_capability(device: jax.Device) -> float:
     """NVIDIA's compute capability of a device, 9.0 for Hopper; 0 for other vendors' devices."""
     try:
@@ -150,7 +176,13 @@ def compute_capability(device: jax.Device) -> float:
 
 
 def kernel_obstacles(
-    q: Array, k: Array | None, v: Array | None, logits: Logits = PLAIN, **options: Any
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    logits: Logits = PLAIN,
+    *,
+    small_row: int = SMALL_ROW,
+    **options: Any,
 ) -> KernelObstacles:
     """The obstacles of our attention kernels.
 
@@ -159,6 +191,7 @@ def kernel_obstacles(
       k: keys; None where keys are made of queries.
       v: values; None if they are not known yet.
       logits: how products become logits; no kernel has another scale than the default.
+      small_row: the bytes of a head's row up to which the kernels fit `on_small_chip`.
       **options: options that no kernel has, by name. None, False and 0 mean unset.
     """
     options.setdefault("scale", logits.scale)
@@ -167,14 +200,19 @@ def kernel_obstacles(
     wide = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)
     options["dtype"] = next(wide, None)
     option = next((f"{name}={value}" for name, value in options.items() if value), None)
-    return KernelObstacles(option, _chip_obstacle(q, v))
+    return KernelObstacles(option, _chip_obstacle(q, v, small_row))
 
 
-def _chip_obstacle(q: Array, v: Array | None) -> str | None:
+def _chip_obstacle(q: Array, v: Array | None, small_row: int) -> str | None:
     """The obstacle on a GPU's chip. The interpreter computes such calls."""
     for x in (q, q if v is None else v):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             return f"dtype {x.dtype}"
         if x.shape[-1] > MAX_HEAD_SIZE:
             return f"head size {x.shape[-1]}, which is above {MAX_HEAD_SIZE}"
+        if x.shape[-1] * x.dtype.itemsize > small_row and on_small_chip():
+            return (
+                f"head size {x.shape[-1]} in {x.dtype} on a GPU whose blocks share {SMALL_CHIP} "
+                f"KiB, which is above {small_row // x.dtype.itemsize}"
+            )
     return None

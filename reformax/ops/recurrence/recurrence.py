@@ -28,6 +28,7 @@ from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.calls.dispatch import (
     KERNELS,
+    SMALL_ROW,
     KernelObstacles,
     check_impl,
     choose_kernels,
@@ -83,7 +84,8 @@ def recurrence(
 
 
 def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
-    obstacles = kernel_obstacles(*x[:3])
+    by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
+    obstacles = kernel_obstacles(*x[:3], small_row=SMALL_ROW // 2 if by_feature else SMALL_ROW)
     return obstacles._replace(chip=obstacles.chip or _chip_obstacle(x))
 
 

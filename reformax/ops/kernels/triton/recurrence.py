@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from reformax.ops.calls import dispatch
 from reformax.ops.kernels.triton.common import launch
 from reformax.ops.kernels.triton.recurrence_chunk import (
     L,
@@ -87,7 +88,7 @@ def _run(kernel, plan: RecurrencePlan, grid, inputs, out_shape, stages: int = 2,
         out_shape,
         grid=grid,
         num_warps=WARPS[name],
-        num_stages=stages,
+        num_stages=1 if dispatch.on_small_chip() else stages,
         interpret=plan.interpret,
         name=f"recurrence_{name}",
     )
