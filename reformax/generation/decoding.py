@@ -151,7 +151,8 @@ def stream(
       mesh: devices that share the rows; None: one device.
       state: of the texts that the prompts go on from, a row for each prompt or one for all, from
         `read` or an earlier call. All attentions of the model must carry a state. With the seed of
-        the earlier call this one draws what that would have drawn next. None: prompts begin texts.
+        the earlier call this one draws what that would have drawn next, but for rounding. None:
+        prompts begin texts.
       return_state: whether the generator returns the state of the texts, to `yield from`. A row
         that has ended stays at its `end`.
 

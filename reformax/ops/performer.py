@@ -84,7 +84,7 @@ class performer(AttentionOp):
     Raises:
       ValueError: a setting out of range, an unknown `impl`, `redraw` with `seed=None`.
       NotImplementedError: at the call, with dropout, because no attention weights are made; when a
-        kernel is asked for what it cannot do.
+        kernel is asked for what it cannot do; with a state, where features may be drawn anew.
     """
 
     n_features: Width = 256

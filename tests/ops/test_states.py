@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +165,29 @@ def test_refusals():
     q = inputs.draw(dense.dense(), length=5)
     with pytest.raises(Unsupported, match="^op is dense: it carries no state; use a recurrence"):
         inputs.call(dense.dense(), q, causal=True, return_state=True)
+    for drawn in (performer.performer(seed=None), performer.performer(redraw=10)):
+        message = re.escape(f"op is {drawn}: it carries no state from features that may be drawn")
+        with pytest.raises(Unsupported, match=f"^{message}"):
+            x = inputs.draw(drawn, length=5)
+            inputs.call(drawn, x, causal=True, return_state=True, rng=jax.random.key(0))
+        assert not drawn.carries_state and performer.performer().carries_state
+
+
+def test_sums_of_zeros_are_of_no_position():
+    """A performer's state of zeros begins anew, whatever it was relative to; in a step too."""
+    op = OPS["performer"]
+    x = inputs.draw(op, length=6)
+    x = x._replace(k=9 * x.k)  # features of long keys are far below 1
+    want, last = inputs.call(op, x, causal=True, return_state=True)
+    for scale in (-80.0, 0.0, 80.0):
+        first = op.first_state(2, op.dims(x.q, x.v))
+        first = first._replace(scale=first.scale + scale)
+        got, state = inputs.call(op, x, causal=True, initial_state=first, return_state=True)
+        assert_trees_close((got, state), (want, last), 1e-5)
+        out, _ = inputs.step(
+            op, x.at(slice(None), slice(0, 1)), first, position=jnp.zeros(2, jnp.int32)
+        )
+        np.testing.assert_allclose(out[:, 0], want[:, 0], atol=1e-5)
 
 
 def test_apply_from_checks_its_arguments():
