@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from reformax.convert import tables
@@ -187,7 +188,7 @@ def _recurrence(family: Family, spec: Spec, op: Op, path: Path) -> Iterator[Tens
         (v,),
         None,
         lambda w: np.broadcast_to(w, (n, v)),
-        lambda w: w[0],  # `shared_scales` has made them equal
+        lambda w: w[0],  # `prepared` has made them equal
     )
     yield _output("linear_attn.out_proj.weight", (*path, "w_o"), n, v, d)
 
@@ -208,7 +209,28 @@ def _conv(path: Path, n: int, size: int, width: int) -> Tensor:
     return Tensor("", path, (n * size, 1, width), None, read, write)
 
 
-def shared_scales(spec: Spec, params: Any) -> Any:
+def prepared(family: Family, spec: Spec, params: Any) -> Any:
+    """The weights that the table writes: norms as the family has them, scales that heads share."""
+    ours, theirs = spec.design.norm == "rms_plus_one", family.plus_one
+    if ours != theirs:
+        params = _shifted(params, 1.0 if ours else -1.0)
+    return _shared_scales(spec, params)
+
+
+def _shifted(params: Any, by: float) -> Any:
+    """The weights, with a number added to those of norms."""
+
+    def of_norm(path, weight):
+        names = [key.key for key in path if hasattr(key, "key")]
+        norm = names[-1] in ("q_norm", "k_norm") or (
+            names[-1] == "scale" and names[-2].endswith("norm")
+        )
+        return np.asarray(weight) + np.float32(by) if norm else weight
+
+    return jax.tree_util.tree_map_with_path(of_norm, params)
+
+
+def _shared_scales(spec: Spec, params: Any) -> Any:
     """The weights with one scale for all heads of a recurrence, where there is only one there.
 
     Heads of other scales have them in the output's projection instead, which is next.

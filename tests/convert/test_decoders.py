@@ -167,6 +167,12 @@ OURS = {
         dict(design=designs.llama(attention_bias=True, attention_output_bias=False)),
     ),
     "qwen3": ("qwen3", [WINDOW, FAR], dict(design=designs.qwen3())),
+    "norms that add one": ("qwen3", [FAR], dict(design=designs.qwen3(norm="rms_plus_one"))),
+    "delta, norms that do not": (
+        "qwen3_5_text",
+        [DELTA, FAR],
+        dict(design=dataclasses.replace(QWEN3_5, norm="rms")),
+    ),
     "delta": ("qwen3_5_text", [DELTA, FAR], dict(design=QWEN3_5)),
     "delta of few heads": (
         "qwen3_5_text",
