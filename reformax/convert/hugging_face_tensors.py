@@ -17,6 +17,7 @@ from reformax.convert.hugging_face_decoder import recurrent_sizes
 from reformax.convert.hugging_face_families import Family
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor, renamed
+from reformax.layers.attention import ATTENTION_GATE
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Parts of models of other media, what predicts several tokens, and constants of older versions.
@@ -60,8 +61,8 @@ def table(family: Family, spec: Spec) -> list[Tensor]:
     return rows
 
 
-def _linear(name: str, path: Path, shape: tuple[int, int], **part: Any) -> Tensor:
-    return Tensor(name, path, shape, None, np.transpose, np.transpose, **part)
+def _linear(name: str, path: Path, shape: tuple[int, int]) -> Tensor:
+    return Tensor(name, path, shape, None, np.transpose, np.transpose)
 
 
 def _heads(name: str, path: Path, n: int, size: int, d: int) -> Tensor:
@@ -113,10 +114,7 @@ def _attention(family: Family, spec: Spec, op: Op, path: Path) -> Iterator[Tenso
         for x, k in n_heads.items()
     }
     if design.attention_gate:
-        yield from _with_gate(rows.pop("q"), path, "w", (n, h, d))
-        bias = biases.pop("q")
-        if design.attention_bias:
-            yield from _with_gate(bias, path, "b", (n, h))
+        yield from _with_gate(rows.pop("q"), path, n, h, d)
     yield from (
         _joined("self_attn.qkv_proj.weight", list(rows.values())) if family.fused else rows.values()
     )
@@ -135,21 +133,24 @@ def _of_heads(name: str, path: Path, shape: tuple[int, ...]) -> Tensor:
     return Tensor(name, path, (int(np.prod(shape)),), None, lambda b: b.reshape(shape), np.ravel)
 
 
-def _with_gate(row: Tensor, path: Path, letter: str, sizes: tuple[int, ...]) -> list[Tensor]:
-    """Queries, each head followed by its gate: `sizes` are N, H and D, if there is D."""
-    n, h, *rest = sizes
-    shape, view = (2 * n * h, *rest), (n, 2 * h, *rest)
-    both = {f"{letter}_q": 0, f"{letter}_attention_gate": h}
+def _with_gate(row: Tensor, path: Path, n: int, h: int, d: int) -> list[Tensor]:
+    """Queries, of which each head is followed by its gate."""
 
     def read(w):  # [N, H, D] -> [N, D, H]
-        return np.moveaxis(w, 1, -1)
-
-    def write(w):
-        return np.moveaxis(w, -1, 1)
+        return w.transpose(0, 2, 1)
 
     return [
-        Tensor(row.name, (*path, name), shape, None, read, write, (1, at, at + h), view)
-        for name, at in both.items()
+        Tensor(
+            row.name,
+            (*path, name),
+            (2 * n * h, d),
+            None,
+            read,
+            read,  # there and back alike
+            (1, start, start + h),
+            (n, 2 * h, d),
+        )
+        for name, start in (("w_q", 0), (f"w_{ATTENTION_GATE}", h))
     ]
 
 
