@@ -106,7 +106,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
     theirs.save_pretrained(tmp_path / "there", max_shard_size="50KB")
     read, tokens = hugging_face.read(tmp_path / "there"), decoders.some_tokens()
     want = decoders.logits_of(theirs, tokens)
-    np.testing.assert_allclose(logits_of(read, tokens), want, atol=3e-5)
+    np.testing.assert_allclose(logits_of(read, tokens), want, atol=1e-4)
     longer = np.tile(tokens, (1, 4))[:, :75]  # more than a chunk of a recurrence
     far = decoders.logits_of(theirs, longer)
     # Where keys come again, a float32 delta rule is that far from its float64 one on either side.
