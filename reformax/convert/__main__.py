@@ -1,8 +1,9 @@
 """Converts a checkpoint: `reformax convert --from=PATH --to=PATH`.
 
-    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead, GPT2LMHeadModel or
-                                         BertForMaskedLM, with config.json, and tokenizer.json if it
-                                         is there
+    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead, GPT2LMHeadModel,
+                                         BertForMaskedLM or decoder of today (Llama, Mistral, Qwen,
+                                         Gemma, OLMo, SmolLM3, Phi-3), with config.json, and
+                                         tokenizer.json and generation_config.json if they are there
     --from=TRAX_RUN                      a run of Trax, with config.gin and model.pkl.gz, of
                                          ReformerLM or TransformerLM
     --from=model.pkl.gz --config_file=FILE.gin    the weights alone; the gin file, Trax's or one as

@@ -344,7 +344,7 @@ def _decoder(family: Family) -> Format:
         functools.partial(hugging_face_decoder.config_of, family),
         functools.partial(hugging_face_tensors.table, family),
         hugging_face_tensors.without_copies,
-        hugging_face_tensors.shared_scales,
+        functools.partial(hugging_face_tensors.prepared, family),
     )
 
 

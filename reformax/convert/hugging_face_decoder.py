@@ -71,7 +71,7 @@ def spec_of(family: Family, config: Mapping[str, Any]) -> tuple[Spec, list[str]]
             )
         d_head = get["hidden_size"] // n_heads
     design = dict(
-        norm="rms",
+        norm="rms_plus_one" if family.plus_one else "rms",
         norm_epsilon=get["rms_norm_eps"],
         init_std=get["initializer_range"],
         attention_bias=get.get("attention_bias", False),
@@ -275,6 +275,8 @@ def function_of(spec: Spec) -> dict[str, Any]:
         *("scale_by_length", "learn_scale_by_length", "soft_cap", "logits_soft_cap"),
     ):
         found[name] = getattr(design, name)
+    # The two differ by what weights are called, which `hugging_face_tensors.prepared` sees to.
+    found["norm"] = "rms" if design.norm == "rms_plus_one" else design.norm
     found["logits_bias"] = design.logits_bias and not a["tie_embeddings"]
     found["attention_output_bias"] = design.output_bias
     rotating = rotating_of(spec)

@@ -101,6 +101,7 @@ class Family(NamedTuple):
       partial: whether it may be below 1.
       local_theta: of layers with a window, where they have angles of their own; None: they do not.
       activation: the name of the field that has the nonlinearity.
+      plus_one: whether a norm's weights are its scale minus 1.
       fused: whether queries, keys and values are one tensor, and the two inputs of a gated layer.
       scalings: values of rope_type besides "default".
       whole_heads: whether the class wants `hidden_size` to be a multiple of the number of heads.
@@ -118,6 +119,7 @@ class Family(NamedTuple):
     partial: bool = False
     local_theta: float | None = None
     activation: str = "hidden_act"
+    plus_one: bool = False
     fused: bool = False
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
     whole_heads: bool = False
@@ -209,7 +211,7 @@ def _qwen3_5_design(get: Get) -> dict[str, Any]:
     recurrent = any(layer.kind == RECURRENT for layer in _qwen3_5_layers(get))
     attends = any(layer.kind != RECURRENT for layer in _qwen3_5_layers(get))
     gates = dict(qk_norm=True, attention_gate="elementwise") if attends else {}
-    return dict(norm="rms_plus_one") | gates | (sizes if recurrent else {})
+    return gates | (sizes if recurrent else {})
 
 
 def _qwen3_5_fields(decoder) -> dict[str, Any]:
@@ -263,7 +265,6 @@ def _every_nth_full(get: Get, n: int) -> list[Layer]:
 def _gemma_design(get: Get) -> dict[str, Any]:
     scale = get["query_pre_attn_scalar"]
     return dict(
-        norm="rms_plus_one",
         norm_place="both",
         embedding_scale=math.sqrt(get["hidden_size"]),
         soft_cap=get["attn_logit_softcapping"],
@@ -368,6 +369,7 @@ FAMILIES = (
         design=_qwen3_5_design,
         written=_qwen3_5_fields,
         fraction=0.25,
+        plus_one=True,
         partial=True,
         within="qwen3_5",
     ),
@@ -379,6 +381,7 @@ FAMILIES = (
         design=_gemma_design,
         written=_gemma_fields,
         activation="hidden_activation",
+        plus_one=True,
         whole_heads=True,
     ),
     Family(
@@ -399,6 +402,7 @@ FAMILIES = (
         theta=1_000_000.0,
         local_theta=10_000.0,
         activation="hidden_activation",
+        plus_one=True,
         whole_heads=True,
         within="gemma3",
     ),

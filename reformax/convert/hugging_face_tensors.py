@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from reformax.convert import tables
@@ -16,6 +17,7 @@ from reformax.convert.hugging_face_decoder import recurrent_sizes
 from reformax.convert.hugging_face_families import Family
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor, renamed
+from reformax.layers.attention import ATTENTION_GATE
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Parts of models of other media, what predicts several tokens, and constants of older versions.
@@ -59,8 +61,8 @@ def table(family: Family, spec: Spec) -> list[Tensor]:
     return rows
 
 
-def _linear(name: str, path: Path, shape: tuple[int, int], **part: Any) -> Tensor:
-    return Tensor(name, path, shape, None, np.transpose, np.transpose, **part)
+def _linear(name: str, path: Path, shape: tuple[int, int]) -> Tensor:
+    return Tensor(name, path, shape, None, np.transpose, np.transpose)
 
 
 def _heads(name: str, path: Path, n: int, size: int, d: int) -> Tensor:
@@ -112,10 +114,7 @@ def _attention(family: Family, spec: Spec, op: Op, path: Path) -> Iterator[Tenso
         for x, k in n_heads.items()
     }
     if design.attention_gate:
-        yield from _with_gate(rows.pop("q"), path, "w", (n, h, d))
-        bias = biases.pop("q")
-        if design.attention_bias:
-            yield from _with_gate(bias, path, "b", (n, h))
+        yield from _with_gate(rows.pop("q"), path, n, h, d)
     yield from (
         _joined("self_attn.qkv_proj.weight", list(rows.values())) if family.fused else rows.values()
     )
@@ -134,21 +133,24 @@ def _of_heads(name: str, path: Path, shape: tuple[int, ...]) -> Tensor:
     return Tensor(name, path, (int(np.prod(shape)),), None, lambda b: b.reshape(shape), np.ravel)
 
 
-def _with_gate(row: Tensor, path: Path, letter: str, sizes: tuple[int, ...]) -> list[Tensor]:
-    """Queries, each head followed by its gate: `sizes` are N, H and D, if there is D."""
-    n, h, *rest = sizes
-    shape, view = (2 * n * h, *rest), (n, 2 * h, *rest)
-    both = {f"{letter}_q": 0, f"{letter}_attention_gate": h}
+def _with_gate(row: Tensor, path: Path, n: int, h: int, d: int) -> list[Tensor]:
+    """Queries, of which each head is followed by its gate."""
 
     def read(w):  # [N, H, D] -> [N, D, H]
-        return np.moveaxis(w, 1, -1)
-
-    def write(w):
-        return np.moveaxis(w, -1, 1)
+        return w.transpose(0, 2, 1)
 
     return [
-        Tensor(row.name, (*path, name), shape, None, read, write, (1, at, at + h), view)
-        for name, at in both.items()
+        Tensor(
+            row.name,
+            (*path, name),
+            (2 * n * h, d),
+            None,
+            read,
+            read,  # there and back alike
+            (1, start, start + h),
+            (n, 2 * h, d),
+        )
+        for name, start in (("w_q", 0), (f"w_{ATTENTION_GATE}", h))
     ]
 
 
@@ -187,7 +189,7 @@ def _recurrence(family: Family, spec: Spec, op: Op, path: Path) -> Iterator[Tens
         (v,),
         None,
         lambda w: np.broadcast_to(w, (n, v)),
-        lambda w: w[0],  # `shared_scales` has made them equal
+        lambda w: w[0],  # `prepared` has made them equal
     )
     yield _output("linear_attn.out_proj.weight", (*path, "w_o"), n, v, d)
 
@@ -208,7 +210,28 @@ def _conv(path: Path, n: int, size: int, width: int) -> Tensor:
     return Tensor("", path, (n * size, 1, width), None, read, write)
 
 
-def shared_scales(spec: Spec, params: Any) -> Any:
+def prepared(family: Family, spec: Spec, params: Any) -> Any:
+    """The weights that the table writes: norms as the family has them, scales that heads share."""
+    ours, theirs = spec.design.norm == "rms_plus_one", family.plus_one
+    if ours != theirs:
+        params = _shifted(params, 1.0 if ours else -1.0)
+    return _shared_scales(spec, params)
+
+
+def _shifted(params: Any, by: float) -> Any:
+    """The weights, with a number added to those of norms."""
+
+    def of_norm(path, weight):
+        names = [key.key for key in path if hasattr(key, "key")]
+        norm = names[-1] in ("q_norm", "k_norm") or (
+            names[-1] == "scale" and names[-2].endswith("norm")
+        )
+        return np.asarray(weight) + np.float32(by) if norm else weight
+
+    return jax.tree_util.tree_map_with_path(of_norm, params)
+
+
+def _shared_scales(spec: Spec, params: Any) -> Any:
     """The weights with one scale for all heads of a recurrence, where there is only one there.
 
     Heads of other scales have them in the output's projection instead, which is next.

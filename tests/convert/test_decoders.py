@@ -106,10 +106,11 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
     theirs.save_pretrained(tmp_path / "there", max_shard_size="50KB")
     read, tokens = hugging_face.read(tmp_path / "there"), decoders.some_tokens()
     want = decoders.logits_of(theirs, tokens)
-    np.testing.assert_allclose(logits_of(read, tokens), want, atol=3e-5)
+    np.testing.assert_allclose(logits_of(read, tokens), want, atol=1e-4)
     longer = np.tile(tokens, (1, 4))[:, :75]  # more than a chunk of a recurrence
     far = decoders.logits_of(theirs, longer)
-    np.testing.assert_allclose(logits_of(read, longer), far, atol=1e-4)
+    # Where keys come again, a float32 delta rule is that far from its float64 one on either side.
+    np.testing.assert_allclose(logits_of(read, longer), far, atol=3e-5 * np.abs(far).max())
     prompt = tokens[:, :PROMPT]
     np.testing.assert_array_equal(greedy_of(read, prompt), decoders.greedy_of(theirs, prompt))
     for like, folder in ((read.config, "kept"), (None, "fresh")):
@@ -166,6 +167,12 @@ OURS = {
         dict(design=designs.llama(attention_bias=True, attention_output_bias=False)),
     ),
     "qwen3": ("qwen3", [WINDOW, FAR], dict(design=designs.qwen3())),
+    "norms that add one": ("qwen3", [FAR], dict(design=designs.qwen3(norm="rms_plus_one"))),
+    "delta, norms that do not": (
+        "qwen3_5_text",
+        [DELTA, FAR],
+        dict(design=dataclasses.replace(QWEN3_5, norm="rms")),
+    ),
     "delta": ("qwen3_5_text", [DELTA, FAR], dict(design=QWEN3_5)),
     "delta of few heads": (
         "qwen3_5_text",

@@ -120,6 +120,12 @@ def test_a_row_ends(model, params):
     blocks = list(generation.stream(model, params, PROMPTS, 40, **options))
     assert max(map(len, ended)) > len(ended[0])
     assert np.all(np.concatenate(blocks, axis=1)[0, len(ended[0]) :] == end)
+    # The first of several ends a row.
+    ends = [end, int(rows[0][2])]
+    ended = generation.generate(model, params, PROMPTS, 40, seed=3, max_length=64, end=ends)
+    for row, whole in zip(ended, rows, strict=True):
+        n = next((i + 1 for i, token in enumerate(whole) if token in ends), 40)
+        np.testing.assert_array_equal(row, whole[:n])
     # When all have ended, no more is computed.
     same, options = [PROMPTS[0]] * 3, dict(temperature=0, max_length=64)
     first = int(generation.generate(model, params, same, 1, **options)[0][0])
@@ -161,8 +167,9 @@ def test_errors(model, params):
     assert message(prompts=[[[1], [2, 3]]]) == (
         "prompts[0] is [[1], [2, 3]]: expected token numbers alone"
     )
-    number = "a whole number of at least 0"
-    assert message(end=1.5) == f"end is 1.5: expected {number}, or a list, each {number}, or None"
+    each = "a whole number of at least 0"
+    assert message(end=1.5) == f"end is 1.5: expected {each}, or a list, each {each}, or None"
+    assert message(end=[3, 16]).startswith("end is [3, 16]: expected a token below 16")
     assert (
         message(every=2.5) == "every is 2.5: expected a whole number of at least 1 and at most 64"
     )
