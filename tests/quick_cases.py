@@ -68,6 +68,10 @@ QUICK = {
     },
     "data/test_pathfinder.py": {"test_what_is_painted_is_near_a_line": ["32", "64"]},
     "data/test_wmt.py": {"test_a_prepared_dataset_is_read": ["array_record"]},
+    "evals/test_likelihood.py": {
+        "test_a_likelihood_is_that_of_the_request_by_itself": ["3"],
+        "test_hashes_depend_on_the_request_alone": ["op0"],
+    },
     "flax/test_flax.py": {
         "test_a_module_around_an_op": ["lsh(chunk_len=4)"],
         "test_decoding_computes_the_last_row_of_attention_so_far": ["lsh(chunk_len=16)"],

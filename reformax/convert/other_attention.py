@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reformax.convert.spec import OPS, Op, Spec
+from reformax.convert.spec import OPS, REPLACEMENTS, Op, Spec
 from reformax.data import files
 from reformax.data.pieces import PieceVocabulary
 from reformax.data.stdlib import library_files
@@ -30,8 +30,7 @@ from reformax.declared import SettingError, shown
 from reformax.training.step import jit_once
 
 DENSE = ("dense", "flash")
-# What reads a dense layer's weights and needs no others: a recurrence's gates are in no such layer.
-OTHERS = {name: op for name, op in OPS.items() if name not in (*DENSE, "gated_delta")}
+_CANDIDATES = ("local", "lsh", "shared_qk", *REPLACEMENTS)
 TOKENS = 4096  # that bits are measured on
 LENGTH = 1024  # of their rows, at most
 # Options that say how many keys a query sees, and the values to measure.
@@ -58,16 +57,16 @@ def op_of(text: str) -> Op:
     except (SyntaxError, ValueError, AssertionError):
         raise refusal from None
     name = node.func.id
-    if name not in OTHERS:
-        names = ", ".join(OTHERS)
+    if name not in _CANDIDATES:
+        names = ", ".join(_CANDIDATES)
         raise SettingError(f"--attention={text}: expected one of {names}, with options if any")
-    parameters = inspect.signature(OTHERS[name]).parameters
+    parameters = inspect.signature(OPS[name]).parameters
     for option in options:
         if option not in parameters:
             raise SettingError(
                 f"--attention={text}: {name} has no option {option}, only {', '.join(parameters)}"
             )
-    OTHERS[name](**options)  # checks the values
+    OPS[name](**options)  # checks the values
     return Op(name, options)
 
 
@@ -159,6 +158,7 @@ def _sharing(block: Mapping[str, Any]) -> dict[str, Any]:
     for kind in ("w", "b"):
         if (key := attention.pop(f"{kind}_k", None)) is not None:
             attention[f"{kind}_q"] = (attention[f"{kind}_q"] + key) / 2
+    attention.pop("k_norm", None)  # shared ones have the norm of queries
     return {**block, "attention": attention}
 
 

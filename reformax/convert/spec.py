@@ -7,24 +7,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from reformax import ops
 from reformax.cli import config
 from reformax.declared import shown
 from reformax.models import designs, encoder, lm
-from reformax.ops import (
-    AttentionOp,
-    asymmetric_lsh,
-    dense,
-    flash,
-    gated_delta,
-    hash_sparse,
-    local,
-    lsh,
-    memory_efficient,
-    moba,
-    shared_qk,
-    sinks,
-    smyrf,
-)
+from reformax.ops import AttentionOp, dense, flash, gated_delta, local, lsh, shared_qk
 from reformax.training import loop
 
 MODELS = {
@@ -38,16 +25,13 @@ OPS = {
     "local": local.local,
     "lsh": lsh.lsh,
     "shared_qk": shared_qk.shared_qk,
-    "asymmetric_lsh": asymmetric_lsh.asymmetric_lsh,
-    "hash_sparse": hash_sparse.hash_sparse,
-    "memory_efficient": memory_efficient.memory_efficient,
-    "moba": moba.moba,
-    "sinks": sinks.sinks,
-    "smyrf": smyrf.smyrf,
 }
 # Options of all ops that no other package's layers have.
 NO_OPTIONS = {"soft_cap": None, "scale_by_length": None}
 
+# What may take the place of dense layers, and no other package's models have.
+REPLACEMENTS = ("asymmetric_lsh", "hash_sparse", "memory_efficient", "moba", "sinks", "smyrf")
+OPS |= {name: getattr(getattr(ops, name), name) for name in REPLACEMENTS}
 
 # Choices of a design that models also have as arguments of their own.
 SHORTHANDS = ("attention_bias", "ff_activation", "norm_epsilon", "init_std")
