@@ -81,6 +81,7 @@ FREE = {
     ),
     "split": ("", "dev", "Train", "valid,test"),
     "prompt": (),  # any bytes are one
+    "tasks": ("", ",", "needle,", "needle,,text", "nosuch", "needle,nosuch", "../text", "needle=1"),
 }
 
 
