@@ -314,7 +314,7 @@ def running_max_from(
     largest, _ = running_max(x, ids)
     before, largest = largest[:, :-1], largest[:, 1:]
     if segment_ids is not None:
-        begins = (ids[:, 1:] != ids[:, :-1])[..., None, None]
+        begins = segment_begins(ids)[:, 1:, None, None]
         before = jnp.where(begins, -jnp.inf, before)
     grows = jnp.isfinite(before)
     return largest, jnp.where(grows, largest - jnp.where(grows, before, 0), 0)
