@@ -45,6 +45,7 @@ def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, no_search, monk
     assert "note: the data is not read (" in out
 
 
+@pytest.mark.slow
 def test_a_line_is_printed_once_it_is_known(call, monkeypatch, capsys):
     needs, printed = dry_run.needs, []
 

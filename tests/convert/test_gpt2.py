@@ -296,6 +296,7 @@ def test_names_of_what_is_wrapped(prefix, inner, tmp_path):
         hugging_face.read(saved(tmp_path / "both", arrays=plain | wrapped))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_more_ids_than_the_model_has_rows(tmp_path, monkeypatch, capsys):
     from tokenizers import Tokenizer, models
 

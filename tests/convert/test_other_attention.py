@@ -57,6 +57,7 @@ def test_what_sees_all_keys_is_the_dense_model(name, layers):
     np.testing.assert_allclose(logits(new, changed), logits(spec, params), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_layers_of_a_cycle_keep_their_weights():
     spec, params = dense_model(n_layers=6, cycle=("local", "dense"))
     assert other_attention.layers_of(None, spec) == [1, 3, 5]

@@ -174,6 +174,7 @@ def test_a_run_of_trax_becomes_a_run_here(text, answer, tmp_path):
     assert f"loop.train.model = @lm.{model}" in (tmp_path / "here/config.gin").read_text()
 
 
+@pytest.mark.slow
 def test_weights_beside_their_config_or_with_one_given(answer, tmp_path):
     run = trax_run(tmp_path / "trax", LEFT)
     assert answer(command.main, "--from=trax/model.pkl.gz", "--to=a")[0] == 0
