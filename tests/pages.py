@@ -28,6 +28,7 @@ NOT_RUN = {
     r"pip install -e '\.\[test,peers\]' && pytest -m peers": "PEERS=1 .ci/run runs it",
     r"pip download --no-deps --dest wheels -r \S+": "it downloads 53 MB",
     r"python -m tests\.peers\.table": "it computes what `pytest -m peers` does",
+    r"python -m reformax\.convert .*--attention=.*": "tests/convert/test_other_attention.py does",
     r"python train\.py .*--process_id=\d": "tests/training/test_processes.py runs them together",
     r"python train\.py --config_file=table\.gin": "tests/convert/test_configs.py builds its model",
 }

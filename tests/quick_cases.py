@@ -57,6 +57,9 @@ QUICK = {
         "test_logits_are_those_of_transformers": ["circle-24", "rounds-8"],
         "test_without_segments_and_with_other_rotations": ["circle"],
     },
+    "convert/test_other_attention.py": {
+        "test_what_sees_all_keys_is_the_dense_model": ["0-3-asymmetric_lsh", "1,2-moba"],
+    },
     "convert/test_trax_files.py": {
         "test_weights_of_another_model": ["without_one-expected0", "transposed-expected3"],
     },
@@ -65,6 +68,10 @@ QUICK = {
     },
     "data/test_pathfinder.py": {"test_what_is_painted_is_near_a_line": ["32", "64"]},
     "data/test_wmt.py": {"test_a_prepared_dataset_is_read": ["array_record"]},
+    "evals/test_likelihood.py": {
+        "test_a_likelihood_is_that_of_the_request_by_itself": ["3"],
+        "test_hashes_depend_on_the_request_alone": ["op0"],
+    },
     "flax/test_flax.py": {
         "test_a_module_around_an_op": ["lsh(chunk_len=4)"],
         "test_decoding_computes_the_last_row_of_attention_so_far": ["lsh(chunk_len=16)"],

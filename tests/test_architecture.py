@@ -45,7 +45,11 @@ MAY_IMPORT = {
         "task",
     },
     "generation": {"generation", "memory", "progress"},
-    "cli": {"cli", "ops", "models", "data", "training", "generation", "durable", "renamed", "task"},
+    "evals": {"evals", "generation", "progress"},
+    "cli": {
+        *("cli", "ops", "models", "data", "training", "generation", "evals", "durable", "renamed"),
+        "task",
+    },
     "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},
     "durable.py": set(),
     "__init__.py": {"cli"},  # by `load_run` alone, when it is called
@@ -253,6 +257,7 @@ MAY_NOT_LOAD = {
     "reformax.generation": {"trax", "tensorflow", "gin", "optax"},
     "reformax.data": {"trax", "tensorflow"},
     "reformax.training": {"trax", "tensorflow"},
+    "reformax.evals": {"trax", "tensorflow", "lm_eval"},
     "reformax.convert": {"tensorflow", "torch", "transformers", "safetensors"},
 }
 

@@ -16,6 +16,11 @@ as a table, in the same file and in DIR/by_position_SPLIT.png. Of rows of
 tables and files of a folder, the table also has the position in a document that begins in its
 window.
 
+--tasks=needle,hellaswag scores tasks by their names instead. The package has three: `text` is the
+run's own split, `needle` and `needles` hide numbers in a text as long as the context, of which one
+is asked for. All other names are lm-evaluation-harness's (pip install 'reformax[evals]'), which
+downloads their data. DIR/evaluation_tasks.json has the figures.
+
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the
 command or its config is wrong.
@@ -29,8 +34,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from reformax.cli import compilation_cache, config, flags, joining, report, results, saved_run
-from reformax.declared import AnySeed, PathName, SettingError, Size
+from reformax.cli import (
+    compilation_cache,
+    config,
+    flags,
+    joining,
+    report,
+    results,
+    saved_run,
+    task_scores,
+)
+from reformax.declared import AnySeed, Count, PathName, SettingError, Size
 
 # The settings of the run that an evaluation reads besides those of its model.
 READ = (
@@ -48,11 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check_search(args)
     joining.join(args)
     with contextlib.nullcontext() if joining.first() else contextlib.redirect_stdout(None):
-        return _evaluate(args)
+        if args.tasks is None:
+            flags.refuse(args, task_scores.OF_TASKS, "only --tasks reads it")
+            return _evaluate(args)
+        return task_scores.score(args, lambda: _evaluate(args))
 
 
 def _evaluate(args) -> int:
     """Scores what the flags say, prints and writes."""
+    args.split = args.split or "valid"
     files = results.ResultFiles(args.output_dir, writes=joining.first())
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
@@ -105,9 +123,7 @@ def parser():
     """The flags."""
     parser = flags.parser(__doc__)
     flags.add_run(parser)
-    parser.add_argument(
-        "--split", default="valid", choices=["train", "valid", "test"], help="default: valid"
-    )
+    parser.add_argument("--split", choices=["train", "valid", "test"], help="default: valid")
     parser.add_argument(
         "--length", type=flags.of(Size), help="context in tokens (default: the run's)"
     )
@@ -135,11 +151,26 @@ def parser():
     parser.add_argument("--seed", type=flags.of(AnySeed), default=0, help="of the hashes")
     parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
     flags.add_changed_data(parser)
+    _add_tasks(parser)
     flags.add_search(parser)
     joining.add_flags(parser)
     flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser
+
+
+def _add_tasks(parser) -> None:
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("--tasks", metavar="NAMES", help="names with commas between them")
+    tasks.add_argument(
+        "--include_path", type=flags.of(PathName), help="a folder of the harness's tasks as YAML"
+    )
+    tasks.add_argument(
+        "--num_fewshot", type=flags.of(Count), help="examples before each question of the harness"
+    )
+    tasks.add_argument(
+        "--limit", type=flags.of(Size), help="questions of each task (default: all; of needles 50)"
+    )
 
 
 def _check_search(args) -> None:

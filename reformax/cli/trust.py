@@ -26,6 +26,7 @@ _PARTS = {
     "reformax.models": None,
     "reformax.ops": ("AttentionOp", "Pattern"),
     "reformax.training.evaluations": None,
+    "reformax.training.fine_tuning": None,
     "reformax.training.optimizer": None,
     "reformax.training.stages": None,
     "reformax.training.wandb_log": None,  # makes a logger, which training alone opens

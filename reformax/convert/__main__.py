@@ -10,6 +10,11 @@
                                          for train.py, says which model
     --from=RUN                           a folder of train.py or of this command
 
+--attention='asymmetric_lsh(n_hashes=8)' puts another attention without weights of its own in the
+place of dense layers, or of those of --layers=0,2-4, and writes a run. It is not trained, so it
+costs bits: they are measured on --data_dir, or on the source of Python's library, and printed for
+each layer and by the number of hashes.
+
 A model from elsewhere becomes a run's folder, which evaluate.py reads. A run becomes a folder for
 Hugging Face. --to=NAME.pkl.gz writes any model for Trax. The command then reads the result and
 compares its logits of random tokens with the source's. What it wrote has its name after that: a
@@ -29,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax.cli import config, configs, errors, flags
-from reformax.declared import Count, PathName, Size, user_path
+from reformax.declared import Count, Name, PathName, Size, user_path
 
 # The command fails if logits differ by more than this share of the largest.
 TOLERANCE = 1e-4
@@ -38,7 +43,7 @@ TOLERANCE = 1e-4
 class SourceModel(NamedTuple):
     """A model as it was read."""
 
-    kind: str  # "hugging_face", "trax" or "run"
+    kind: str  # "hugging_face", "trax" or "run"; "other_attention" of none of them any more
     spec: Any
     params: Any
     details: dict[str, Any]  # the origin, as a run keeps it
@@ -64,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from reformax.training.named_tensors import check_finite
 
     check_finite(source.params, f"--from={source_path}")
-    kind = "run" if source.kind != "run" else "hugging_face"
+    kind = "run" if source.kind != "run" or args.attention else "hugging_face"
     kind = "trax" if to_trax else kind
     _check_flags(args, source.kind, kind)
+    if args.attention is not None:
+        source = _with_attention(source, args)
     _check_target(kind, source)
     with _aside(target_path) as path:
         notes = [*source.notes, *_write(kind, path, source, args.length)]
@@ -125,6 +132,15 @@ def parser():
         type=flags.of(Size),
         help="to Trax: length of the input signature (default: two chunks, or all axial positions)",
     )
+    parser.add_argument(
+        "--attention", type=flags.of(Name), help="to a run: in the place of dense layers"
+    )
+    parser.add_argument(
+        "--layers", type=flags.of(Name), help="with --attention: their numbers, as 0,2-4"
+    )
+    parser.add_argument(
+        "--data_dir", type=flags.of(PathName), help="with --attention: the text to measure bits on"
+    )
     flags.add_trust(parser)
     flags.add_traceback(parser)
     return parser
@@ -138,10 +154,30 @@ def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
         ("step", source == "run", "--from=RUN"),
         ("trust_config", source == "run", "--from=RUN"),
         ("length", target == "trax", "--to=NAME.pkl.gz"),
+        ("attention", target == "run", "a run as --to"),
+        ("layers", args.attention is not None, "--attention"),
+        ("data_dir", args.attention is not None, "--attention"),
     ):
         value = getattr(args, name)
         if value not in (None, [], False) and not is_read:
             raise ValueError(f"--{name} is {value}: it goes with {where} alone, leave it out")
+
+
+def _with_attention(source: SourceModel, args: argparse.Namespace) -> SourceModel:
+    """The model with the attention of the flags; says what it costs."""
+    from reformax.convert import other_attention
+
+    op = other_attention.op_of(args.attention)
+    layers = other_attention.layers_of(args.layers, source.spec)
+    spec, params = other_attention.replaced(source.spec, source.params, op, layers)
+    data_dir = args.data_dir and Path(args.data_dir)
+    tokens = other_attention.tokens_of(source.spec, source.vocabulary, data_dir)
+    model = source.spec, source.params
+    bits = other_attention.measure(*model, op, layers, tokens, lambda line: print(line, flush=True))
+    done = {"attention": args.attention, "layers": layers, "bits": bits}
+    return source._replace(
+        kind="other_attention", spec=spec, params=params, details=source.details | {"changed": done}
+    )
 
 
 def _check_target(kind: str, source: SourceModel) -> None:
@@ -230,7 +266,9 @@ def _write(kind: str, path: Path, source: SourceModel, length: int | None) -> li
     from reformax.convert import run_folder
 
     names = {"hugging_face": "Hugging Face's", "trax": "Trax's"}
-    note = f"Converted by reformax.convert from a checkpoint of {names[source.kind]} format."
+    note = f"Converted by reformax.convert from a checkpoint of {names.get(source.kind)} format."
+    if (changed := source.details.get("changed")) is not None:
+        note = f"Converted by reformax.convert with --attention={changed['attention']}."
     vocabulary = source.vocabulary
     run_folder.write(path, source.spec, source.params, source.details, note, vocabulary)
     return run_folder.notes(path, source.spec)

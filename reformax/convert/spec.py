@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from reformax import ops
 from reformax.cli import config
 from reformax.declared import shown
 from reformax.models import designs, encoder, lm
@@ -28,6 +29,9 @@ OPS = {
 # Options of all ops that no other package's layers have.
 NO_OPTIONS = {"soft_cap": None, "scale_by_length": None}
 
+# What may take the place of dense layers, and no other package's models have.
+REPLACEMENTS = ("asymmetric_lsh", "hash_sparse", "memory_efficient", "moba", "sinks", "smyrf")
+OPS |= {name: getattr(getattr(ops, name), name) for name in REPLACEMENTS}
 
 # Choices of a design that models also have as arguments of their own.
 SHORTHANDS = ("attention_bias", "ff_activation", "norm_epsilon", "init_std")

@@ -108,6 +108,9 @@ def _joined_heads(name, path, repeat, op: Op, a: Mapping[str, Any]) -> list[Tens
     ]
 
 
+_OPS = ("dense", "flash", "local", "lsh", "shared_qk")
+
+
 def _shares_qk(op: Op) -> bool:
     return op.name in ("lsh", "shared_qk") or (op.name == "local" and op.option("shared_qk"))
 
@@ -133,6 +136,7 @@ def _check(spec: Spec) -> None:
     require(a["n_qk_heads"] is None, f"n_qk_heads is {a['n_qk_heads']}", "None")
     require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")
     for op in spec.attention:
+        require(op.name in _OPS, f"the attention is {op.name}", f"one of {', '.join(_OPS)}")
         for name, value in (NO_OPTIONS | _wanted(op)).items():
             what = f"{op.name}'s {name} is {op.option(name)!r}"
             require(op.option(name) == value, what, repr(value))

@@ -101,11 +101,13 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       learning_rate: the first schedule, which lines of a run show.
       schedules: all of them.
       of_rates: schedules -> the transformation.
+      reads: a tree of gradients -> those that it uses, with None for others.
     """
 
     learning_rate: optax.Schedule
     schedules: tuple[optax.Schedule, ...] = ()
     of_rates: Callable[..., optax.GradientTransformation]
+    reads: Callable = staticmethod(lambda gradients: gradients)
 
 
 def build(
@@ -117,7 +119,7 @@ def build(
     built = [
         x.build(num_train_steps) if isinstance(x, RateSchedule) else x for x in optimizer.schedules
     ]
-    return _scheduled(built, optimizer.of_rates)
+    return scheduled(built, optimizer.of_rates)
 
 
 def peakless(optimizer: optax.GradientTransformation, num_train_steps: int) -> str | None:
@@ -393,17 +395,22 @@ def _groups(matrices: str, params):
 
 
 def _axes_of_matrices(params):
-    """Which axes of each weight are a matrix's inputs and outputs; others are of other matrices."""
+    """`axes_of_matrix` of each weight."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: axes_of_matrix(path), params)
 
-    def axes(path, leaf):
-        *_, layer, name = (str(getattr(key, "key", key)) for key in (None, *path))
-        if not layer.endswith("attention"):
-            return optax.contrib.MuonDimensionNumbers(-2, -1)
-        if name == "w_o":  # [N, V, D]
-            return optax.contrib.MuonDimensionNumbers((-3, -2), -1)
-        return optax.contrib.MuonDimensionNumbers(-2, (-3, -1))  # [N, D, H]
 
-    return jax.tree_util.tree_map_with_path(axes, params)
+def axes_of_matrix(path) -> optax.contrib.MuonDimensionNumbers:
+    """Which axes of a weight are a matrix's inputs and outputs; others are of other matrices.
+
+    Args:
+      path: of the weight, in the model's parameters.
+    """
+    *_, layer, name = (str(getattr(key, "key", key)) for key in (None, *path))
+    if not layer.endswith("attention"):
+        return optax.contrib.MuonDimensionNumbers(-2, -1)
+    if name == "w_o":  # [N, V, D]
+        return optax.contrib.MuonDimensionNumbers((-3, -2), -1)
+    return optax.contrib.MuonDimensionNumbers(-2, (-3, -1))  # [N, D, H]
 
 
 def _optimizer(learning_rate, clip, of_rates, *others) -> Optimizer:
@@ -416,10 +423,10 @@ def _optimizer(learning_rate, clip, of_rates, *others) -> Optimizer:
     for rate in (learning_rate, *others):
         if callable(rate) and not isinstance(rate, RateSchedule):
             _check_schedule(rate)
-    return _scheduled((learning_rate, *others), clipped)
+    return scheduled((learning_rate, *others), clipped)
 
 
-def _scheduled(rates: Sequence[float | optax.Schedule], of_rates: Callable) -> Optimizer:
+def scheduled(rates: Sequence[float | optax.Schedule], of_rates: Callable) -> Optimizer:
     """The optimizer with these numbers and schedules, which it keeps."""
     optimizer = Optimizer(*of_rates(*rates))
     first = rates[0]

@@ -31,6 +31,7 @@ from reformax.training import evaluations as evaluations_lib
 from reformax.training import optimizer as optimizer_lib
 from reformax.training.callbacks import Callback, Logger
 from reformax.training.evaluations import Evaluation, ResolvedEvaluation
+from reformax.training.fine_tuning import FineTuning
 from reformax.training.loss import metric_name
 from reformax.training.mesh import Sizes
 from reformax.training.stages import Model, ResolvedStage, Stage, Task, end_of, resolved
@@ -100,6 +101,8 @@ class TrainSettings:
         with; optimizer and steps begin anew. Once this run has a checkpoint it goes on from that.
       fresh_heads: whether `init_from` gives the model's backbone alone and its heads begin anew, so
         that a masked language model's weights begin a classifier.
+      fine_tuning: which weights are trained, and of which matrices low-rank changes (LoRA), a
+        `reformax.training.fine_tuning.FineTuning`; None: all weights.
       callbacks: `reformax.training.callbacks.Callback`s: what else is done at steps, evaluations
         and checkpoints. One that raises ends the run, once it is saved.
       loggers: where the record's lines go as well, such as `wandb_log.wandb_log()`. A failure
@@ -148,6 +151,7 @@ class TrainSettings:
     max_minutes: Positive | None = None
     init_from: PathName | None = None
     fresh_heads: bool = False
+    fine_tuning: FineTuning | None = None
     callbacks: Sequence[Callback] = ()
     loggers: Sequence[Logger] = ()
     allow_changed_data: bool = False
@@ -207,8 +211,9 @@ class TrainSettings:
 
     @functools.cached_property
     def built_optimizer(self) -> optax.GradientTransformation:
-        """The optimizer of a run of `steps`."""
-        return optimizer_lib.build(self.optimizer, self.steps)
+        """The optimizer of a run of `steps`, of the weights that it trains."""
+        built = optimizer_lib.build(self.optimizer, self.steps)
+        return built if self.fine_tuning is None else self.fine_tuning.of(built)
 
     @property
     def peakless(self) -> str | None:

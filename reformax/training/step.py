@@ -106,6 +106,7 @@ def step_fn(
     if backprop_len is not None:
         gradient = partial(pieces.gradient, model, cross_entropy, backprop_len)
     schedule = getattr(optimizer, "learning_rate", None)
+    reads = getattr(optimizer, "reads", lambda gradients: gradients)
 
     def step(state: TrainState, batch, key):
         rng = jax.random.fold_in(key, state.step)
@@ -131,7 +132,7 @@ def step_fn(
                 lambda old, new: decay * old + (1 - decay) * new, trained(ema), trained(params)
             )
             ema = merged(advanced(ema, grads, mesh.size), averaged)
-        metrics = {**metrics, "grad_norm": _norm(gradients)}
+        metrics = {**metrics, "grad_norm": _norm(reads(gradients))}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         return TrainState(done, params, opt_state, ema), metrics

@@ -16,6 +16,7 @@ import pytest
 import train
 from reformax import devices, memory
 from reformax.declared import SettingError
+from reformax.evals.likelihood import LanguageScorer
 from reformax.generation import generate, translate
 from reformax.layers import LayerNorm
 from reformax.models import (
@@ -44,6 +45,7 @@ from reformax.training import dry_run, loop, loss, optimizer
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.evaluation import evaluate
+from reformax.training.fine_tuning import FineTuning, Lora
 from tests.helpers import assert_trees_close
 from tests.layers import plain
 from tests.ops.toys import counting
@@ -315,23 +317,39 @@ def test_weights_are_gathered_layer_by_layer(monkeypatch, n_slots, scan):
     assert f"f32[4,{d_model},{d_ff}]" not in text and f"f32[4,{d_ff},{d_model}]" not in text
 
 
-@pytest.mark.slow
-def test_muons_steps_are_those_of_one_device_with_a_part_of_the_state_on_each(monkeypatch):
-    monkeypatch.setattr(devices, "LEAST_SPLIT", 16)
-    model, muon = TransformerLM(**LM, n_layers=2, dropout=0.0), optimizer.muon(0.01, 0.02)
+def two_steps(chosen):
+    """The states after two steps of an optimizer, on one device and on several."""
+    model = TransformerLM(**LM, n_layers=2, dropout=0.0)
     params = jax.device_get(plain.init(model, (BATCH, LENGTH)))
 
     def stepped(mesh):
-        state = step_lib.first_state(params, muon, ema=False)
+        state = step_lib.first_state(params, chosen, ema=False)
         placement = devices.placement(state, mesh)
         state = jax.device_put(state, placement)
         batch = jax.device_put(batch_of("dense"), devices.over_tokens(mesh))
-        run = step_lib.step_fn(model, muon, mesh, placement=placement)
+        run = step_lib.step_fn(model, chosen, mesh, placement=placement)
         for _ in range(2):
             state, _ = run(state, batch, KEY)
         return state
 
-    one, eight = stepped(mesh_lib.make(devices=jax.devices()[:1])), stepped(FSDP)
+    return stepped(mesh_lib.make(devices=jax.devices()[:1])), stepped(FSDP)
+
+
+@pytest.mark.slow
+def test_low_rank_steps_are_those_of_one_device(monkeypatch):
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 16)
+    chosen = FineTuning(only=("norm",), lora=Lora(rank=4)).of(optimizer.adam(0.01))
+    one, eight = two_steps(chosen)
+    assert_trees_close(*map(jax.device_get, (eight.params, one.params)), 1e-4)
+    factors = eight.opt_state.inner_states["trained"].inner_state.factors
+    up = factors["stack.block_0.feed_forward.w1"]["up"]
+    assert up.shape == (2, 4, 64) and up.addressable_shards[0].data.size == up.size // 4
+
+
+@pytest.mark.slow
+def test_muons_steps_are_those_of_one_device_with_a_part_of_the_state_on_each(monkeypatch):
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 16)
+    one, eight = two_steps(optimizer.muon(0.01, 0.02))
     assert_trees_close(*map(jax.device_get, (eight.params, one.params)), 1e-4)
     hidden = [x for x in jax.tree.leaves(eight.opt_state) if x.shape == (2, 16, 64)]
     parts = {x.addressable_shards[0].data.size for x in hidden}
@@ -392,6 +410,23 @@ def test_generated_text_is_that_of_one_device(monkeypatch):
         )
         for other in others:
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_likelihoods_are_those_of_one_device(monkeypatch):
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
+    options = dict(attention_type=both(lsh.lsh, **HASHES), n_layers=2, mode="eval")
+    model = ReformerLM(**LM | options)
+    params = jax.device_get(model.init_params(KEY, (1, LENGTH)))
+    random = np.random.default_rng(0)
+    sizes = [(3, 2), (0, 30), (9, 40), (80, 5), (1, 1)]
+    pairs = [np.split(random.integers(0, VOCAB, n + m), [n]) for n, m in sizes]
+    one, *others = (
+        [x.log_p for x in LanguageScorer(model, params, 64, mesh=mesh).likelihoods(pairs)]
+        for mesh in (None, *map(on_axes, (BOTH, CONTEXT)))
+    )
+    for other in others:
+        np.testing.assert_allclose(other, one, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -1,0 +1,219 @@
+"""Log-likelihoods of continuations of any lengths, in few compiled programs.
+
+A text longer than the model's context is read in windows, as lm-evaluation-harness does: each token
+is predicted once, the first window begins with the prefix, and each later one ends with the tokens
+that it predicts and begins with real ones before them.
+
+Rows are padded to a few lengths, and only rows of one padded length are computed together. So a
+request's result does not depend on the others, though LSH's hashes depend on the padded length.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax import devices
+from reformax.declared import Unsupported
+from reformax.generation.decoding import rounded
+from reformax.progress import Progress
+
+# Tokens of a batch whose number of rows is not given.
+TOKENS = 2**14
+# Most answers are shorter than this: logits are then those of a row's last positions alone.
+_LAST = 64
+# Logits in memory together.
+_LOGITS = 2**26
+
+
+class Likelihood(NamedTuple):
+    """A continuation's."""
+
+    log_p: float  # natural logarithm of its probability
+    is_greedy: bool  # whether each of its tokens is the most probable one
+
+
+class Window(NamedTuple):
+    """A row: `inputs[t]` and those before it predict `targets[t]`; those from `first` on count."""
+
+    inputs: Sequence[int]
+    targets: Sequence[int]
+    first: int
+
+
+def windows(prefix: int, tokens: Sequence[int], n_context: int, most: int) -> Iterator[Window]:
+    """Rows of at most `most` tokens in which each token behind the context is predicted once.
+
+    Args:
+      prefix: what stands in front of the tokens.
+      tokens: of the context and its continuation.
+      n_context: how many of them are the context, which is cut from the left.
+      most: the longest row.
+    """
+    inputs, done = [prefix, *tokens[:-1]], n_context
+    while done < len(tokens):
+        end = min(done + most, len(tokens))
+        begin = max(0, end - most)
+        yield Window(inputs[begin:end], tokens[begin:end], done - begin)
+        done = end
+
+
+class LanguageScorer:
+    """A language model that requests are computed with.
+
+    Args:
+      model: a `reformax.models.lm.LanguageModel` built for evaluation.
+      params: its weights.
+      max_length: the longest row, in tokens.
+      batch_size: rows computed together; None: as many as make about `TOKENS` tokens.
+      seed: of the hashes.
+      mesh: devices that share the rows; None: one device.
+      progress: whether to show how many requests are done on stderr.
+
+    Raises:
+      Unsupported: the model does not continue text.
+    """
+
+    def __init__(
+        self,
+        model,
+        params,
+        max_length: int,
+        *,
+        batch_size: int | None = None,
+        seed: int = 0,
+        mesh: Mesh | None = None,
+        progress: bool = False,
+    ):
+        if model.task_kind != "text" or not hasattr(model, "encode"):
+            raise Unsupported(
+                f"model {type(model).__name__} continues no text: give a run of a language model, "
+                "such as lm.TransformerLM"
+            )
+        self.model, self.max_length, self.batch_size = model, max_length, batch_size
+        self.seed, self.progress = seed, progress
+        self.mesh = devices.whole_sequences(mesh)
+        # Once, not for every batch.
+        self.params = devices.placed(self.mesh, (), params)[1]
+
+    def rows_of(self, length: int) -> int:
+        """The rows of a batch of so long ones; a multiple of the devices'."""
+        rows = self.batch_size or max(1, TOKENS // length)
+        shares = 1 if self.mesh is None else devices.n_row_shards(self.mesh)
+        return -(-rows // shares) * shares
+
+    def padded(self, length: int) -> int:
+        """The length that a row of so many tokens is padded to."""
+        return min(rounded(length), self.max_length)
+
+    def likelihoods(
+        self,
+        requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+        prefixes: Sequence[int] | None = None,
+    ) -> list[Likelihood]:
+        """The likelihood of each continuation.
+
+        Args:
+          requests: pairs of tokens, of a context, which may be empty, and of its continuation.
+          prefixes: a token in front of each context; None: the model's `first_token`.
+        """
+        prefixes = [self.model.first_token] * len(requests) if prefixes is None else prefixes
+        rows = [
+            (number, window)
+            for number, (context, continuation) in enumerate(requests)
+            for window in windows(
+                prefixes[number], [*context, *continuation], len(context), self.max_length
+            )
+        ]
+        log_p, is_greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
+        of_lengths: dict[int, list] = {}
+        for row in rows:
+            of_lengths.setdefault(self.padded(len(row[1].targets)), []).append(row)
+        with Progress("requests", len(rows), sys.stderr, shown=self.progress) as bar:
+            for length in sorted(of_lengths, reverse=True):  # what takes most memory first
+                group, n = of_lengths[length], self.rows_of(length)
+                for first in range(0, len(group), n):
+                    batch = group[first : first + n]
+                    found = self._score([window for _, window in batch], length, n)
+                    for (number, _), row_log_p, row_greedy in zip(batch, *found, strict=True):
+                        log_p[number] += row_log_p
+                        is_greedy[number] &= row_greedy
+                    bar.advance(len(batch))
+        return [Likelihood(float(x), bool(y)) for x, y in zip(log_p, is_greedy, strict=True)]
+
+    def _score(self, batch: Sequence[Window], length: int, n_rows: int):
+        """The sums of log-probabilities of rows, and whether all their tokens are the likeliest."""
+        inputs, targets = np.zeros((2, n_rows, length), np.int32)
+        first, ends = np.zeros((2, n_rows), np.int32)
+        for row, window in enumerate(batch):
+            ends[row], first[row] = len(window.targets), window.first
+            inputs[row, : ends[row]], targets[row, : ends[row]] = window.inputs, window.targets
+        ends[len(batch) :] = 1  # a row without a token attends to nothing
+        n_last = _LAST if length > _LAST >= (ends - first)[: len(batch)].max() else length
+        rng = jax.random.fold_in(jax.random.PRNGKey(self.seed), 0)
+        rows, _ = devices.placed(self.mesh, (inputs, targets, ends), ())
+        log_p, hits, index = map(
+            np.asarray, _token_scores(self.model, n_last, self.mesh, self.params, rng, *rows)
+        )
+        counts = (index >= first[:, None]) & (index < ends[:, None])
+        sums = np.where(counts, log_p.astype(np.float64), 0).sum(axis=1)
+        greedy = np.where(counts, hits, True).all(axis=1)
+        return sums[: len(batch)], greedy[: len(batch)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _token_scores(
+    model,
+    n_last: int,
+    mesh: Mesh | None,
+    params,
+    rng: Array,
+    inputs: Int[Array, "B T"],
+    targets: Int[Array, "B T"],
+    ends: Int[Array, " B"],
+) -> tuple[Float[Array, "B n"], Bool[Array, "B n"], Int[Array, "B n"]]:
+    """The log-probabilities of the last tokens, whether they are the likeliest, and their indices.
+
+    A row has `ends` tokens, and padding behind them.
+    """
+
+    def scored(params, rng, inputs, targets, ends):
+        of_row = (jnp.arange(inputs.shape[1]) < ends[:, None]).astype(jnp.int32)
+        features = model.encode(params, inputs, of_row, rng)
+        index = jnp.arange(n_last) + (ends[:, None] - n_last if n_last < inputs.shape[1] else 0)
+        index = jnp.broadcast_to(index, (len(inputs), n_last))
+        at = jnp.maximum(index, 0)
+        features = jnp.take_along_axis(features, at[..., None], axis=1)
+        targets = jnp.take_along_axis(targets, at, axis=1)
+
+        def of_part(part):
+            features, targets = part
+            logits = model.logits(params, features)
+            picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            log_p = picked - jax.scipy.special.logsumexp(logits, axis=-1)
+            return log_p, jnp.argmax(logits, axis=-1) == targets
+
+        size = max(1, min(n_last, _LOGITS // (len(inputs) * model.vocab_size)))
+        parts = jax.tree.map(functools.partial(_cut, size), (features, targets))
+        log_p, hits = jax.tree.map(
+            lambda x: jnp.moveaxis(x, 0, 1).reshape(len(inputs), -1)[:, :n_last],
+            jax.lax.map(of_part, parts),
+        )
+        return log_p, hits, index
+
+    return devices.on(mesh, scored)(params, rng, inputs, targets, ends)
+
+
+def _cut(size: int, x: Array) -> Array:
+    """`[B, T, ...]` as `[parts, B, size, ...]`; zeros are behind the end."""
+    rest = -x.shape[1] % size
+    x = jnp.pad(x, [(0, 0), (0, rest)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)

@@ -1,0 +1,24 @@
+"""Commands where lm-evaluation-harness is not installed."""
+
+import sys
+
+import pytest
+
+import evaluate
+from reformax.cli import lm_eval
+from tests.training.scripts import call
+
+LINE = "lm-evaluation-harness is not there: pip install 'reformax[evals]'"
+
+
+@pytest.mark.parametrize(
+    "main, flags",
+    [
+        (evaluate.main, ["--output_dir=none", "--tasks=needle,hellaswag"]),
+        (lambda: lm_eval.main(["--model", "reformax"]), []),
+    ],
+)
+def test_one_line_says_how_to_install_it(main, flags, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, _, err = call(main, monkeypatch, capsys, *flags)
+    assert code == 1 and err == f"error: {LINE}\n"

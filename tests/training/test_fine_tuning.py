@@ -1,0 +1,276 @@
+"""Fine-tuning against plain descent on what is trained, and through a run."""
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import evaluate
+import train
+from reformax.convert import __main__ as convert
+from reformax.convert import hugging_face, run_folder
+from reformax.convert.spec import Op, Spec
+from reformax.models import lm
+from reformax.ops import local
+from reformax.training import loop, optimizer
+from reformax.training.checkpoint import Checkpoints
+from reformax.training.fine_tuning import FineTuning, Lora
+from tests.training.scripts import call
+from tests.training.tiny import TinyLM, counting
+
+SIZES = dict(d_model=12, d_ff=20, n_heads=3, d_attention_key=4, d_attention_value=5, n_layers=2)
+RATE = 0.05
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lm.TransformerLM(
+        16, attention_type=local.local(chunk_len=4), mode="eval", attention_bias=True, **SIZES
+    )
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    return model.init_params(jax.random.key(0), (1, 8))
+
+
+TOKENS = np.random.default_rng(0).integers(0, 16, (3, 2, 8)).astype(np.int32)
+
+
+def loss_of(model):
+    def loss(params, tokens):
+        logits = jax.nn.log_softmax(model.apply(params, tokens))
+        return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], -1))
+
+    return loss
+
+
+def descended(model, params, transformation, n=3):
+    """The weights after some steps, and the last state."""
+    state, gradient = transformation.init(params), jax.jit(jax.grad(loss_of(model)))
+    update = jax.jit(transformation.update)
+    for tokens in TOKENS[:n]:
+        updates, state = update(gradient(params, tokens), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def flat(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+# How a change of each kind of weight is made of its factors, as sums over letters.
+PRODUCTS = {
+    "w_q": "ldr,lrnh->lndh",
+    "w_k": "ldr,lrnh->lndh",
+    "w_v": "ldr,lrnh->lndh",
+    "w_o": "lnvr,lrd->lnvd",
+    "w1": "ldr,lrf->ldf",
+    "w2": "lfr,lrd->lfd",
+}
+
+
+def test_low_rank_changes_are_those_of_descent_on_their_factors(model, params):
+    """The reference differentiates `w + alpha / rank * down @ up` itself."""
+    chosen = FineTuning(lora=Lora(rank=2, alpha=6.0))
+    found, state = descended(model, params, chosen.of(optimizer.adam(RATE)))
+    first = chosen.of(optimizer.adam(RATE)).init(params).inner_states["trained"].inner_state.factors
+    named = {name: x for name, x in flat(params).items() if name.rpartition(".")[2] in PRODUCTS}
+    assert first.keys() == named.keys()
+
+    def shaped(name, x):  # the reference's factors have the weight's own axes
+        size = named[name].shape
+        if name.endswith("w_o"):
+            return {"down": x["down"].reshape(*size[:3], -1), "up": x["up"]}
+        if "attention" in name:
+            return {"down": x["down"], "up": x["up"].reshape(size[0], -1, size[1], size[3])}
+        return x
+
+    factors = {name: shaped(name, x) for name, x in first.items()}
+
+    def merged(factors):
+        def one(path, x):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            if name not in factors:
+                return x
+            product = PRODUCTS[name.rpartition(".")[2]]
+            return x + 3.0 * jnp.einsum(product, factors[name]["down"], factors[name]["up"])
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
+    adam = optax.adam(RATE, b2=0.98, eps=1e-9)
+    of_factors = adam.init(factors)
+    gradient = jax.jit(jax.grad(lambda f, tokens: loss_of(model)(merged(f), tokens)))
+    for tokens in TOKENS:
+        updates, of_factors = adam.update(gradient(factors, tokens), of_factors)
+        factors = optax.apply_updates(factors, updates)
+    expected = flat(merged(factors))
+    for name, x in flat(found).items():
+        np.testing.assert_allclose(x, expected[name], atol=2e-5, err_msg=name)
+        assert (name in named) != np.array_equal(x, flat(params)[name]), name
+
+
+def test_only_what_is_named_is_trained(model, params):
+    chosen = FineTuning(only=(r"block_0\.attention\.w_q", "^embedding$"))
+    found, _ = descended(model, params, chosen.of(optax.adam(RATE)))
+    named = ("stack.block_0.attention.w_q", "embedding")
+    some = {name: flat(params)[name] for name in named}
+
+    def merged(some):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: some.get(jax.tree_util.keystr(path, simple=True, separator="."), x),
+            params,
+        )
+
+    adam = optax.adam(RATE)
+    state = adam.init(some)
+    gradient = jax.jit(jax.grad(lambda x, tokens: loss_of(model)(merged(x), tokens)))
+    for tokens in TOKENS:
+        updates, state = adam.update(gradient(some, tokens), state)
+        some = optax.apply_updates(some, updates)
+    expected = flat(merged(some))
+    for name, x in flat(found).items():
+        np.testing.assert_allclose(x, expected[name], atol=2e-5, err_msg=name)
+        if name not in named:
+            np.testing.assert_array_equal(x, flat(params)[name])
+
+
+def test_the_optimizer_has_a_state_for_what_is_trained_alone(model, params):
+    def size(tree):
+        return sum(x.size for x in jax.tree.leaves(tree) if x.ndim)
+
+    def state_of(chosen):
+        return jax.eval_shape(chosen.of(optimizer.adamw()).init, params)
+
+    chosen = FineTuning(only=("norm",))
+    n_norms = sum(x.size for name, x in flat(params).items() if "norm" in name)
+    assert size(state_of(chosen)) == 2 * n_norms
+    both = FineTuning(only=("norm",), lora=Lora(rank=2))
+    n_matrices = 0
+    for name, x in flat(params).items():
+        if name.rpartition(".")[2] in PRODUCTS:
+            size_in = 12 if name[-1] in "qkv1" else 20 if name.endswith("w2") else 15
+            n_matrices += 2 * 2 * (size_in + x.size // 2 // size_in)
+    assert size(state_of(both)) == 3 * n_matrices + 2 * n_norms
+
+
+def test_weight_decay_and_clipping_are_of_what_is_trained(params):
+    """A clip by the norm of all gradients would be smaller."""
+    chosen = FineTuning(only=(r"feed_forward\.b2",))
+    transformation = chosen.of(optimizer.adamw(1.0, eps=1e3, clip=1e-3, weight_decay=0.5))
+    gradients = jax.tree.map(jnp.ones_like, params)
+    updates, _ = transformation.update(gradients, transformation.init(params), params)
+    for name, x in flat(updates).items():
+        norm = float(jnp.linalg.norm(x))
+        if name.endswith("feed_forward.b2"):
+            np.testing.assert_allclose(norm, 1e-3 / 1e3, rtol=1e-3)
+        else:
+            assert norm == 0
+
+
+def test_the_norm_of_gradients_is_of_what_is_trained(params):
+    chosen = FineTuning(only=("w_q",), lora=Lora(matrices="w_o"))
+    read = chosen.of(optimizer.adamw()).reads(params)
+    assert set(flat(read)) == {"stack.block_0.attention.w_q", "stack.block_0.attention.w_o"}
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: FineTuning(), "neither only nor lora"),
+        (lambda: Lora(rank=0), "rank is 0: expected"),
+        (lambda: FineTuning(only=("(",)), "only"),
+        (lambda: of(FineTuning(only=("w_z",))), "FineTuning.only has 'w_z', which no weight's"),
+        (lambda: of(FineTuning(lora=Lora(matrices="b_q"))), "Lora.matrices is 'b_q', which no ma"),
+    ],
+)
+def test_wrong_settings(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def of(chosen):
+    params = {"stack": {"block_0": {"attention": {"b_q": jnp.ones((2, 3, 4))}}}}
+    chosen.of(optimizer.adam()).init(params)
+
+
+def trained(folder, steps, chosen, **options):
+    options = dict(batch_size=8, length=8, eval_tokens=None, progress=False) | options
+    return loop.train(
+        str(folder),
+        model=TinyLM,
+        task=counting(),
+        optimizer=optimizer.adamw(0.02),
+        steps=steps,
+        fine_tuning=chosen,
+        **options,
+    )
+
+
+def params_of(folder):
+    checkpoints = Checkpoints(folder)
+    like = jax.eval_shape(lambda: TinyLM().init_params(jax.random.key(0), (1, 1)))
+    return checkpoints.restore_params(checkpoints.steps()[-1], like)[0]
+
+
+def test_a_run_goes_on_and_another_begins_with_its_weights(tmp_path):
+    """A checkpoint holds the model's own weights, in which the changes are."""
+    full = trained(tmp_path / "full", 10, None)
+    chosen = FineTuning(only=("bias",), lora=Lora(rank=2, matrices="head|kernel"))
+    begin = dict(init_from=str(tmp_path / "full"))
+    whole = trained(tmp_path / "whole", 20, chosen, **begin)
+    assert whole["bits_per_dim"] < full["bits_per_dim"]
+    trained(tmp_path / "parts", 20, chosen, max_minutes=1e-9, **begin)
+    parts = trained(tmp_path / "parts", 20, chosen, **begin)
+    assert parts["bits_per_dim"] == whole["bits_per_dim"]
+    jax.tree.map(
+        np.testing.assert_array_equal, params_of(tmp_path / "whole"), params_of(tmp_path / "parts")
+    )
+    before, after = params_of(tmp_path / "full"), params_of(tmp_path / "whole")
+    np.testing.assert_array_equal(before["embedding"], after["embedding"])
+    assert np.linalg.matrix_rank(after["head"] - before["head"], tol=1e-4) == 2
+    again = dict(init_from=str(tmp_path / "whole"), eval_every=1)
+    scored = trained(tmp_path / "again", 1, FineTuning(only=("bias",)), **again)
+    assert abs(scored["bits_per_dim"] - whole["bits_per_dim"]) < 0.05
+    with pytest.raises(ValueError, match="another model|optimizer|damaged"):
+        trained(tmp_path / "whole", 30, FineTuning(lora=Lora(rank=3, matrices="head")))
+
+
+@pytest.mark.slow
+def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch, capsys):
+    """By lora.gin behind its config, as the commands have it; nothing asks to be trusted."""
+    monkeypatch.chdir(tmp_path)
+    gpt2 = dict(attention_bias=True, tie_embeddings=True, ff_activation="gelu_tanh")
+    gpt2 |= dict(pos_type="axial", pos_axial_shape=(64,), pos_d_axial_embs=(16,), ff_dropout=0.0)
+    sizes = dict(vocab_size=256, d_model=16, d_ff=16, n_heads=2, n_layers=2, init_std=0.02)
+    sizes |= dict(d_attention_key=8, d_attention_value=8)
+    spec = Spec.make("TransformerLM", [Op("dense", {})], **sizes, **gpt2)
+    params = spec.build().init_params(jax.random.key(0), (1, 8))
+    run_folder.write("base", spec, params, {}, "a test")
+    (tmp_path / "text.txt").write_text("a text of some words, " * 300)
+    flags = ["--config_file=base/config.gin", "--config_file=lora.gin", "--init_from=base"]
+    flags += ["--data_dir=text.txt", "--output_dir=tuned", "--config=steps=3", "--quiet"]
+    flags += ["--config=warmup_steps=1", "--config=fine_tuning.Lora.rank=2"]
+
+    def called(main, *flags):
+        code, _, err = call(lambda: main(flags), monkeypatch, capsys)
+        assert code == 0, err
+        gin.clear_config()
+
+    called(train.main, *flags)
+    called(evaluate.main, "--output_dir=tuned", "--data_dir=text.txt", "--quiet")
+    called(convert.main, "--from=tuned", "--to=for_hugging_face")
+    after = hugging_face.read("for_hugging_face").params
+    for name, x in flat(after).items():
+        before = flat(params)[name]
+        if name.rpartition(".")[2] in PRODUCTS:
+            change = np.asarray(x - before)[0]
+            if change.ndim == 3:  # [N, D, H], or [N, V, D] of outputs
+                order = (0, 1, 2) if name.endswith("w_o") else (1, 0, 2)
+                change = change.transpose(order).reshape(16, 16)
+            assert np.linalg.matrix_rank(change, tol=1e-6) == 2, name
+        else:
+            np.testing.assert_array_equal(x, before)
