@@ -117,9 +117,14 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
         )
     ops = [old for *_, old in spec.layers()]
     ops = [_like(old, op) if i in layers else old for i, old in enumerate(ops)]
-    n = len(ops)
-    period = next(i for i in range(1, n + 1) if n % i == 0 and ops == ops[:i] * (n // i))
+    rotating = spec.design.rotary_layers or [True] * len(spec.attention)
+    kinds = [(op, rotating[block]) for op, (_, block, *_) in zip(ops, spec.layers(), strict=True)]
+    n = len(kinds)
+    period = next(i for i in range(1, n + 1) if n % i == 0 and kinds == kinds[:i] * (n // i))
     new = spec._replace(attention=tuple(ops[:period]))
+    if spec.design.rotary_layers:
+        design = spec.design.but(rotary_layers=tuple(rotates for _, rotates in kinds[:period]))
+        new = new._replace(design=design)
     by_layer = [
         jax.tree.map(lambda x, at=repeat: x[at], params["stack"][f"block_{block}"])
         for _, block, repeat, _ in spec.layers()

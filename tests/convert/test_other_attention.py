@@ -11,6 +11,7 @@ import evaluate
 from reformax.convert import __main__ as command
 from reformax.convert import other_attention, run_folder, trax_models
 from reformax.convert.spec import Op, Spec
+from reformax.models import designs
 from tests.training.scripts import call
 
 SIZES = dict(vocab_size=256, d_model=16, d_ff=16, n_heads=4, init_std=0.3)
@@ -67,6 +68,16 @@ def test_layers_of_a_cycle_keep_their_weights():
     assert names == ["local", "dense", "local", "moba", "local", "dense"]
     np.testing.assert_allclose(logits(new, changed), logits(spec, params), atol=2e-4)
     assert len(other_attention.replaced(spec, params, op, [1, 3, 5])[0].attention) == 2
+
+
+def test_layers_without_rotary_positions_stay_so():
+    design = designs.Design(rotary_layers=(True, False), norm="rms", ff_gated=True)
+    spec, params = dense_model(cycle=("dense", "dense"), pos_type="rotary", design=design)
+    op = other_attention.op_of(WHOLE["moba"])
+    for layers, n in (([0, 1, 2, 3], 2), ([1], 4), ([1, 3], 2)):
+        new, changed = other_attention.replaced(spec, params, op, layers)
+        assert new.design.rotary_layers == (True, False) * (n // 2)
+        np.testing.assert_allclose(logits(new, changed), logits(spec, params), atol=2e-4)
 
 
 def test_a_shared_projection_is_the_mean_of_both():
