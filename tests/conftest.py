@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import zlib
 from importlib import metadata
@@ -103,15 +104,17 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen():
-    """What a module leaves behind stays, as what is imported does.
+def no_programs_of_others():
+    """What a module has traced and compiled goes with it.
 
-    JAX keeps what it has traced and compiled. Looking through that again and again became half of
-    the time of a process's later tests.
+    JAX would keep it all: gigabytes, which each garbage collection of later tests looks through.
     """
     yield
-    gc.collect()
-    gc.freeze()
+    if jax := sys.modules.get("jax"):
+        jax.clear_caches()
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
