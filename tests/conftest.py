@@ -112,7 +112,6 @@ def no_programs_of_others():
     yield
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
-        gc.unfreeze()
         gc.collect()
         gc.freeze()
 

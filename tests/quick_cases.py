@@ -75,11 +75,11 @@ QUICK = {
     "flax/test_flax.py": {
         "test_a_module_around_an_op": ["lsh(chunk_len=4)"],
         "test_decoding_computes_the_last_row_of_attention_so_far": ["flash()"],
-        "test_a_recurrence_reads_several_more_tokens": ["linear(conv_size=3)"],
+        "test_a_recurrence_reads_several_more_tokens": [],
         "test_flax_s_own_linen_module_with_an_op": ["flash()"],
         "test_flax_s_own_modules_with_other_algorithms": ["lsh"],
         "test_weights_and_gates_of_an_op": ["gated_linear(gate_rank=3)"],
-        "test_values_of_more_heads": ["op1"],
+        "test_values_of_more_heads": [],
         "test_grouped_keys_and_rotary_positions": ["op0"],
     },
     "generation/test_states.py": {
@@ -128,6 +128,9 @@ QUICK = {
         "test_a_layer_adds_the_bias": ["True-t5", "False-alibi"],
         "test_steps_are_apply": ["t5"],
     },
+    "layers/test_remat.py": {
+        "test_losses_and_gradients_are_those_of_every_policy": ["residual-local"],
+    },
     "layers/test_residual.py": {
         "test_a_residual_and_its_gradient_are_added_in_the_norms_kernel": [
             "None-float32-RMSNorm",
@@ -148,7 +151,7 @@ QUICK = {
         "test_the_inputs_are_rebuilt": [],
     },
     "layers/test_states.py": {
-        "test_parts_of_packed_rows": ["linear-1"],
+        "test_parts_of_packed_rows": [],
     },
     "layers/test_trax_attention.py": {
         "test_any_length_and_padding": ["layer1-13"],
@@ -167,7 +170,7 @@ QUICK = {
         ],
     },
     "models/test_designs.py": {
-        "test_a_reversible_stack_has_the_gradient_of_autodiff": ["nothing-True", "attention-False"],
+        "test_a_reversible_stack_has_the_gradient_of_autodiff": ["attention-False"],
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
@@ -413,7 +416,7 @@ QUICK = {
     },
     "training/test_training_pieces.py": {
         "test_the_loss_of_parts_is_that_of_whole_rows": ["packed-rotary"],
-        "test_a_step_of_parts": ["3"],
+        "test_a_step_of_parts": [],
     },
     "training/test_watcher.py": {
         "test_a_process_that_is_killed_ends_the_others": ["2"],

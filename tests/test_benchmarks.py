@@ -310,6 +310,7 @@ def test_every_row_of_long_range_arena_is_a_model(name, pretrained):
 
 
 @pytest.mark.parametrize("task, n_pixels", [("pathfinder", 1024), ("path_x", 16_384)])
+@pytest.mark.slow
 def test_pathfinder_has_the_positions_of_its_grid(task, n_pixels):
     given = dict(task=task, steps=9, pretrained=True, curriculum=False, tiny=False)
     given |= dict(pooling="mean", runs=None)

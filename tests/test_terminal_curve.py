@@ -34,6 +34,7 @@ def test_the_quickstart_ends_with_a_sample_and_its_curve(monkeypatch, capsys, tm
     assert texts[0].startswith("def ") and f"step 3: a sample: {texts[0]}\n" in sample
 
 
+@pytest.mark.slow
 def test_a_quiet_run_prints_its_result_alone(monkeypatch, capsys, tmp_path):
     code, out, _ = finish(monkeypatch, capsys, tmp_path / "run", flags=["--quiet"])
     assert code == 0 and out.startswith("valid bits per dim")

@@ -68,6 +68,7 @@ def test_a_text_in_two_calls_is_that_of_one(name, kind):
     assert np.any(np.array(anew) != np.array(two))
 
 
+@pytest.mark.slow
 def test_a_state_of_one_row_is_shared(both):
     """And is a tree of arrays that can be kept in a file."""
     model, params = both

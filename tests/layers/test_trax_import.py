@@ -247,6 +247,7 @@ def test_a_layer_of_several_inputs_and_outputs():
     np.testing.assert_array_equal(out[1], expected[1])
 
 
+@pytest.mark.slow
 def test_weights_of_a_file_come_back_to_their_names(tmp_path):
     x = signature(jnp.ones((2, 4)))
     model, copy = (tl.Serial(Affine(), tl.Dense(4), Affine()) for _ in range(2))

@@ -86,6 +86,7 @@ def test_samples_follow_their_evaluations_and_go_wherever_lines_go(
     assert [line["step"] for line in sampled(tmp_path / "stopped")] == [4, 6]
 
 
+@pytest.mark.slow
 def test_prompts_alone_ask_for_a_sample_at_the_end(arguments, tmp_path):
     loop.train(tmp_path, **arguments | {"sample_every": None, "eval_every": 2})
     (line,) = sampled(tmp_path)
@@ -135,6 +136,7 @@ def test_a_sample_that_fails_is_told_and_the_run_goes_on(arguments, tmp_path, mo
     assert err.count("note: the sample of text failed, and the work goes on") == 1
 
 
+@pytest.mark.slow
 def test_a_signal_abandons_a_sample_and_the_run_is_saved(arguments, tmp_path, monkeypatch):
     blocks = samples.Samples._blocks
 

@@ -257,6 +257,7 @@ def test_a_process_that_is_killed_before_all_have_come_ends_the_others():
     assert first.stderr.read() == LINE.format(1, KILLED)
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes_ends_those_that_came():
     begin = time.monotonic()
     first = Process(0, 3, "0", 60, 60, 1)
