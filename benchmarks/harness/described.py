@@ -52,14 +52,14 @@ dnn_version_info {{ major: 9 minor: 12 }}
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   core_count: {self.n_cores}
-  fpus_per_core: 128
+  fpus_per_core: {64 if self.capability == "8.0" else 128}
   clock_rate_ghz: {self.ghz}
   memory_bandwidth: {self.bandwidth:.0f}
   device_memory_size: {self.memory:.0f}
   l2_cache_size: {self.l2}
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {1536 if self.shared == _SMALL else 2048}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
@@ -106,6 +106,9 @@ def devices(gpu: Gpu, n: int = 1) -> list[Any]:
 def assumed(gpu: Gpu) -> Iterator[None]:
     """What is traced within goes by such a GPU: implementations, and Pallas's lowering.
 
+    A trace of arrays that lie on no device would be taken from JAX's cache, where another GPU's or
+    this machine's is, so it is cleared before and after.
+
     Raises:
       NotImplementedError: JAX is older than 0.11, where a kernel is lowered for the GPU there is.
     """
@@ -128,4 +131,8 @@ def assumed(gpu: Gpu) -> Iterator[None]:
             (gpu_info, "get_gpu_info", lambda: known),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
-        yield
+        jax.clear_caches()
+        try:
+            yield
+        finally:
+            jax.clear_caches()

@@ -324,7 +324,7 @@ def _go_on(
 ) -> tuple[_State, Int[Array, "B n"]]:
     """Draws `n_new` tokens of each row into the first columns; stops when all rows have ended.
 
-    With `keep_ended` the state of a row that has ended stays as it is.
+    A row that has ended keeps its last token, and with `keep_ended` its state.
     """
     n_rows, step = state.token.shape[0], devices.on(mesh, model.step)
 
@@ -338,9 +338,10 @@ def _go_on(
         if keep_ended:
             decoding = where_rows(state.done, state.decoding, decoding)
         token = draws.sampler.draw(logits, _keys(draws.key, state.count, n_rows))
-        token = jnp.where(state.done, draws.ends[0], token)
+        token = jnp.where(state.done, state.token, token)
+        shown = jnp.where(state.done, draws.ends[0], token)
         state = _State(decoding, token, state.done | draws.ended_by(token), state.count + 1)
-        return i + 1, state, out.at[:, i].set(token)
+        return i + 1, state, out.at[:, i].set(shown)
 
     out = jnp.full((n_rows, BLOCK), draws.ends[0], jnp.int32)
     _, state, out = jax.lax.while_loop(more, draw, (jnp.int32(0), state, out))

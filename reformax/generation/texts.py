@@ -65,9 +65,13 @@ def _check(model, params, state: Any, n_rows: int) -> None:
     if n not in (1, n_rows):
         raise ValueError(f"state has {n} rows and prompts {n_rows}: expected as many, or one row")
     shapes = _first_state.eval_shape(model, n, params)
-    if jax.tree.structure(state.model) != jax.tree.structure(shapes) or any(
-        (x.shape, x.dtype) != (y.shape, y.dtype)
-        for x, y in zip(*map(jax.tree.leaves, (state.model, shapes)), strict=True)
+    if (
+        np.max(state.token) >= model.vocab_size
+        or jax.tree.structure(state.model) != jax.tree.structure(shapes)
+        or any(
+            (x.shape, x.dtype) != (y.shape, y.dtype)
+            for x, y in zip(*map(jax.tree.leaves, (state.model, shapes)), strict=True)
+        )
     ):
         raise ValueError("state is of another model: read its text again, by generation.read")
 

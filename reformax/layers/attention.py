@@ -117,8 +117,8 @@ class MultiHead(Layer):
       norm: of outputs; with "rms_plus_one" that of `qk_norm` is such a norm too.
       norm_epsilon: added to the mean square in norms.
       output_norm: whether a norm of the output follows its projection, as in Gemma 2.
-      scale: the factor of the products of queries and keys; None: the algorithm's, which is mostly
-        `1 / sqrt(H)`.
+      scale: the factor of the products of queries and keys, where the algorithm makes attention
+        weights of them; None: the algorithm's, which is mostly `1 / sqrt(H)`.
       gate: whether the algorithm's output is multiplied by the sigmoid of one more projection of
         the layer's input before the output projection (Qiu et al. 2025, "Gated Attention for Large
         Language Models", arXiv 2505.06708, eq. 5): "headwise", a number a head; "elementwise", one
@@ -157,6 +157,7 @@ class MultiHead(Layer):
         check_fields(self)
         self._check_kv_heads()
         self._check_qk_heads()
+        self._check_scale()
         self._weights_rate = rate_in(self.mode, self.attention_dropout)
         self._output_rate = rate_in(self.mode, self.output_dropout)
         if self._weights_rate > 0.0 and not self.op.dropout:
@@ -193,6 +194,18 @@ class MultiHead(Layer):
             )
         if self.n_qk_heads < self.n_heads:
             check_value_heads(self.op, "n_heads is", self.n_heads, self.n_qk_heads)
+
+    def _check_scale(self) -> None:
+        if self.scale is None:
+            return
+        if not self.op.dropout:
+            raise Unsupported(
+                f"scale is {self.scale}, but {self.op} makes no attention weights: leave it out"
+            )
+        if self.op.scale is not None:
+            raise SettingError(
+                f"scale is {self.scale} and the scale of {self.op} {self.op.scale}: set one"
+            )
 
     @property
     def _dims(self) -> Dims:

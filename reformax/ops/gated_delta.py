@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from reformax.declared import NonNegative, Size, Width
+from reformax.declared import NonNegative, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS
@@ -54,7 +54,7 @@ class gated_delta(Recurrence, AttentionOp):
       conv_size, chunk_len, impl: as in `linear.linear`.
 
     Raises:
-      ValueError: chunk_len below 1, an unknown `impl`.
+      ValueError: chunk_len below 1, an unknown `impl`, `norm_epsilon` without `normalized`.
       NotImplementedError: at the call, with dropout, because no attention weights are made; when a
         kernel is asked for what it cannot do.
     """
@@ -69,6 +69,12 @@ class gated_delta(Recurrence, AttentionOp):
 
     causality = "only"
     _impls = KERNELS
+
+    def _check(self) -> None:
+        if not self.normalized and self.norm_epsilon != NORM_EPSILON:
+            raise SettingError(
+                f"norm_epsilon is {self.norm_epsilon} and normalized is False: leave one out"
+            )
 
     def extra_projections(self, dims) -> dict[str, ExtraProjection]:
         one = ExtraProjection(dims.n_heads, 1)

@@ -98,6 +98,18 @@ def test_a_row_that_has_ended_stays_at_its_end(both):
     assert_trees_close(state.model, want.model, 1e-4)
 
 
+def test_a_row_keeps_the_end_that_it_drew_of_several(both):
+    """Others go on meanwhile, and its later tokens are shown as the first end."""
+    model, params = both
+    rows = generation.generate(model, params, PROMPTS, 20, seed=5)
+    drawn = int(rows[0][3])
+    other = next(x for x in range(16) if all(x not in row[:6] for row in rows))
+    options = dict(seed=5, end=(other, drawn), return_state=True)
+    ended, state = generation.generate(model, params, PROMPTS, 20, **options)
+    assert len(ended[0]) < max(map(len, ended)) and ended[0][-1] == drawn
+    assert state.token.tolist() == [row[-1] for row in ended]
+
+
 def test_further_lengths_compile_nothing(both):
     model, params = both
     start, go_on = generation.decoding._start, generation.decoding._go_on
@@ -116,6 +128,7 @@ def test_errors(both):
     axial = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(4, 4))
     short, of_short = build(OPS["kda"], **axial)
     held = generation.read(short, of_short, [[1] * 15])
+    few, of_few = build((OPS["kda"], OPS["linear"]), vocab_size=8)
 
     def generate(model=model, params=params, prompts=PROMPTS, n=2, **options):
         return generation.generate(model, params, prompts, n, **options)
@@ -127,6 +140,8 @@ def test_errors(both):
          lambda: generate(state=state.model)),
         (ValueError, "^state is of another model: read its text again, by generation.read$",
          lambda: generate(short, of_short, state=state)),
+        (ValueError, "^state is of another model: read its text again, by generation.read$",
+         lambda: generate(few, of_few, [[1]], state=generation.read(model, params, [[9]]))),
         (Unsupported, "^op is local: it carries no state; use a recurrence",
          lambda: generate(windows, its, return_state=True)),
         (Unsupported, "^op is local: it carries no state", lambda: generate(windows, its, state=1)),

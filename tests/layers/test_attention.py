@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reformax import layers
-from reformax.ops import dense, linear, lsh, shared_qk
+from reformax.ops import dense, flash, gated_delta, linear, lsh, shared_qk
 from reformax.ops.base import Dims
 from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from tests.helpers import changed
@@ -264,6 +264,14 @@ def test_computes_in_the_dtype_of_its_input(row):
         (
             dict(op=linear.linear(), attention_dropout=0.1),
             "attention_dropout is 0.1, but linear() makes no attention weights to drop: set it to",
+        ),
+        (
+            dict(op=gated_delta.gated_delta(), causal=True, scale=0.5),
+            "scale is 0.5, but gated_delta() makes no attention weights: leave it out",
+        ),
+        (
+            dict(op=flash.flash(scale=2.0), scale=0.5),
+            "scale is 0.5 and the scale of flash(scale=2.0) 2.0: set one",
         ),
         (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
         (dict(next_value=True), "next_value is True with causal=False and op=dense(): a position"),

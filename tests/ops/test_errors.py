@@ -58,6 +58,11 @@ SIZES = [
     (gated_delta.gated_delta, dict(memory=1e-39), "memory is 1e-39: expected a number from 1e-6"),
     (gated_delta.gated_delta, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (gated_linear.gated_linear, dict(gate_rank=0), "gate_rank is 0: expected at least 1, or None"),
+    (
+        gated_delta.gated_delta,
+        dict(norm_epsilon=1e-3, normalized=False),
+        "norm_epsilon is 0.001 and normalized is False: leave one out",
+    ),
     (kda.kda, dict(low_rank=4), "low_rank is 4: expected True or False"),
     (kda.kda, dict(memory=0.0), "memory is 0.0: expected a number from 1e-6"),
     (linear.linear, dict(conv_size=0), "conv_size is 0: expected at least 1"),
