@@ -1341,6 +1341,8 @@ def test_the_table_goes_on_after_a_crash(tmp_path, monkeypatch):
     measured.clear()
     again, _ = fill()
     assert again.known == file.known and [list(x) for x in measured] == [json.loads(lines[-1])[0]]
+    path.write_text(json.dumps([list(every[0]), [1.0, -0.1, 0.9, 1.5, ""]]) + "\n")
+    assert not attention_table.File(path).known  # of an older table
     begun = [line for line in lines if line.endswith("null]\n")]
     path.write_text(begun[0] * 2)
     assert fill()[0].known[every[0]].error == "the process ended 2 times"
