@@ -198,7 +198,7 @@ def parts_of(
             f"output_dir={args.output_dir} is of a model with {model.vocab_size} ids and no "
             "vocabulary, which reads no text: give a run of bytes or of pieces"
         )
-    ends = generation_settings.ends(generation_settings.of_checkpoint(saved.info))
+    ends = generation_settings.ends_of_checkpoint(saved.info, model.vocab_size)
     if vocabulary is None:
         ends.append(prompts.offset(loop.train, model.vocab_size))  # byte 0, a document's end
     elif vocabulary.end is not None:
