@@ -142,7 +142,8 @@ def _continue(args, saved: saved_run.Saved) -> int:
         options["max_length"] = saved.run["length"]
     every = 1 if len(tokens) == 1 else decoding.BLOCK
     options |= {"hash_seed": args.hash_seed, "every": every, "mesh": saved.mesh}
-    ends = [chat.end] if chat else generation_settings.ends(settings)
+    kept = generation_settings.ends_of_checkpoint(saved.info, saved.model.vocab_size)
+    ends = [chat.end] if chat else kept
     blocks = decoding.stream(saved.model, saved.params, tokens, n_new, end=ends, **options)
     shown = [[] for _ in tokens] if chat else tokens
     return continuation.write(blocks, shown, alphabet, args.quiet, ends)

@@ -42,7 +42,16 @@ def sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in names if settings.get(name) is not None}
 
 
-def ends(settings: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text."""
-    found = settings.get("eos_token_id")
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+def ends_of_checkpoint(info: Mapping[str, Any], vocab_size: int) -> list[int]:
+    """The tokens that end a text of a converted run, below `vocab_size`; []: none.
+
+    As in transformers, a model without a generation_config.json has those of its config.json.
+    """
+    name, found = "eos_token_id", of_checkpoint(info).get("eos_token_id")
+    source = info.get("source")
+    if found is None and isinstance(source, Mapping) and source.get("generation") is None:
+        config = source.get("config") or {}
+        found = config.get(name, (config.get("text_config") or {}).get(name))
+        check(f"config.json: {name}", found, FIELDS[name] | None)
+    found = [] if found is None else [found] if isinstance(found, int) else found
+    return [token for token in found if token < vocab_size]

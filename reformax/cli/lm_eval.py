@@ -28,7 +28,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from reformax.cli import compilation_cache, prompts, saved_run
+from reformax.cli import compilation_cache, generation_settings, prompts, saved_run
 from reformax.declared import (
     AnySeed,
     PathName,
@@ -120,6 +120,8 @@ class RunRequests(HarnessRequests):
             )
         check("run", str(run), PathName)
         check("seed", seed, AnySeed)
+        check("add_bos_token", add_bos_token, bool)
+        check("trust_config", trust_config, bool)
         flags = argparse.Namespace(
             output_dir=str(run), checkpoint=str(checkpoint), config=[], trust_config=trust_config
         )
@@ -146,6 +148,7 @@ def parts_of(
     batch_size: int | str | None,
     seed: int,
     progress: bool,
+    length_name: str = "max_length",
 ) -> tuple:
     """The arguments of `HarnessRequests` for a run that was read.
 
@@ -156,6 +159,7 @@ def parts_of(
       batch_size: rows together; "auto" or None: as many as make a number of tokens.
       seed: of the hashes.
       progress: whether to show it.
+      length_name: what the user calls `max_length`.
 
     Raises:
       SettingError: the model reads no text, or its positions hold fewer tokens.
@@ -169,13 +173,11 @@ def parts_of(
         batch_size = int(batch_size) if str(batch_size).isdigit() else batch_size
         check("batch_size", batch_size, Size)
     model = saved.model
-    max_length = (
-        saved.run["length"] if max_length is None else check("max_length", max_length, Size)
-    )
+    max_length = saved.run["length"] if max_length is None else check(length_name, max_length, Size)
     if model.max_length is not None and max_length > model.max_length:
         raise SettingError(
-            f"max_length is {max_length} and the model's positions hold {model.max_length}: lower "
-            "it to that"
+            f"{length_name} is {max_length} and the model's positions hold {model.max_length}: "
+            "lower it to that"
         )
     scorer = LanguageScorer(
         model,
@@ -196,17 +198,18 @@ def parts_of(
             f"output_dir={args.output_dir} is of a model with {model.vocab_size} ids and no "
             "vocabulary, which reads no text: give a run of bytes or of pieces"
         )
+    ends = generation_settings.ends_of_checkpoint(saved.info, model.vocab_size)
     if vocabulary is None:
-        end = prompts.offset(loop.train, model.vocab_size)  # byte 0, which ends a document
-    else:
-        end = vocabulary.end and vocabulary.end[0]
+        ends.append(prompts.offset(loop.train, model.vocab_size))  # byte 0, a document's end
+    elif vocabulary.end is not None:
+        ends.append(vocabulary.end[0])
 
     def decode(prompt: Sequence[int], new: Sequence[int]) -> str:
         text = alphabet.stream()
         text(list(prompt), False)  # whether a space is written depends on what is before
         return text(list(new), True)
 
-    return scorer, lambda text: alphabet.encode(text.encode()), decode, end
+    return scorer, lambda text: alphabet.encode(text.encode()), decode, ends
 
 
 if __name__ == "__main__":

@@ -13,7 +13,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from reformax.cli import compilation_cache, flags, joining, lm_eval, messages, results, saved_run
+from reformax.cli import (
+    compilation_cache,
+    flags,
+    joining,
+    lm_eval,
+    messages,
+    report,
+    results,
+    saved_run,
+)
 from reformax.declared import SettingError
 from reformax.evals import needles
 
@@ -22,6 +31,8 @@ FILE = "evaluation_tasks.json"
 # Flags that no task but `text` reads, and flags of other tasks.
 _OF_TEXT = (*flags.SEARCH, "by_position", "stride", "tokens", "split", "data_dir")
 OF_TASKS = ("include_path", "num_fewshot", "limit")
+# What a model of bytes reads of its run's task.
+_READ = ("task", "text.text.offset")
 # Draws that the harness makes for a standard error that has no formula.
 _BOOTSTRAP = 1000
 
@@ -51,7 +62,9 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
     sizes = dict(max_length=args.length, batch_size=args.batch_size, seed=args.seed)
-    parts = lm_eval.parts_of(args, saved, **sizes, progress=not args.quiet)
+    parts = lm_eval.parts_of(args, saved, **sizes, progress=not args.quiet, length_name="--length")
+    if TEXT not in names:  # which reads more, and notes the rest itself
+        report.note_unused(args.config, (*saved_run.MODEL, *_READ))
     scorer, encode, *_ = parts
     found: dict[str, Any] = {}
     for name in others:

@@ -154,6 +154,8 @@ def _rotary(family: Family, get: Mapping[str, Any], layers: list[Layer]) -> dict
     whole, local = scaling or given, None
     nested = [given.get(kind) for kind in (FULL, WINDOW)]
     if any(isinstance(table, Mapping) for table in nested):
+        for kind, table in zip((FULL, WINDOW), nested, strict=True):
+            check(f"{kind} of rope_parameters", table, Mapping[str, Any] | None)
         whole, local = (table or {} for table in nested)
         whole = {**whole, **scaling}
         if family.local_theta is None:

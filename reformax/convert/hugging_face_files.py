@@ -225,7 +225,6 @@ def _from_safetensors(path: Path) -> dict[str, StoredTensor]:
                 f"{path} is damaged or of another kind ({reason}): copy it again"
             ) from None
 
-    found = {}
     with told():
         # What has been opened stays mapped into memory for as long as its tensors are known.
         file = safe_open(path, framework="numpy").__enter__()
@@ -234,15 +233,17 @@ def _from_safetensors(path: Path) -> dict[str, StoredTensor]:
             with told():
                 return file.get_tensor(name)
 
-        for name in file.keys():  # noqa: SIM118
-            part = file.get_slice(name)
-            if part.get_dtype() not in _DTYPES:
-                raise ValueError(
-                    f"{shown(name)} has dtype {part.get_dtype()}: expected one of "
-                    f"{', '.join(_DTYPES)}"
-                )
-            dtype, shape = jnp.dtype(_DTYPES[part.get_dtype()]), tuple(part.get_shape())
-            found[name] = StoredTensor(shape, dtype, functools.partial(load, name), False)
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        stored = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+    found = {}
+    for name, (dtype, shape) in stored.items():
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"{path}: {shown(name)} has dtype {dtype}: expected one of {', '.join(_DTYPES)}, "
+                "as in the model before it was quantized"
+            )
+        load_one = functools.partial(load, name)
+        found[name] = StoredTensor(shape, jnp.dtype(_DTYPES[dtype]), load_one, False)
     return found
 
 

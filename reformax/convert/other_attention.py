@@ -22,11 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from reformax.convert.hugging_face_decoder import algorithm_of, rotating_of
 from reformax.convert.spec import OPS, REPLACEMENTS, Op, Spec
 from reformax.data import files
 from reformax.data.pieces import PieceVocabulary
 from reformax.data.stdlib import library_files
 from reformax.declared import SettingError, shown
+from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.training.step import jit_once
 
 DENSE = ("dense", "flash")
@@ -54,7 +56,8 @@ def op_of(text: str) -> Op:
         node = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
         assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args
         options = {item.arg: ast.literal_eval(item.value) for item in node.keywords}
-    except (SyntaxError, ValueError, AssertionError):
+        assert None not in options and len(options) == len(node.keywords)  # `**`, or one twice
+    except (SyntaxError, TypeError, ValueError, AssertionError):
         raise refusal from None
     name = node.func.id
     if name not in _CANDIDATES:
@@ -90,10 +93,13 @@ def layers_of(text: str | None, spec: Spec) -> list[int]:
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if not match:
             raise SettingError(f"--layers={text}: expected numbers and ranges, such as 0,2-4")
-        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    for layer in sorted(found):
-        if layer >= len(ops):
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last >= len(ops):
             raise SettingError(f"--layers={text}: the model has layers 0 to {len(ops) - 1}")
+        if first > last:
+            raise SettingError(f"--layers={text}: expected {last}-{first} instead of {part}")
+        found |= set(range(first, last + 1))
+    for layer in sorted(found):
         if layer not in dense:
             raise SettingError(
                 f"--layers={text}: layer {layer} is {ops[layer].name}, expected dense or flash"
@@ -106,7 +112,7 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
 
     Raises:
       SettingError: the algorithm has weights of its own, needs as many heads of keys as of queries,
-        or computes no such logits.
+        computes no such logits, or rotates queries and keys by other angles.
     """
     shares = OPS[op.name](**op.options).shared_qk
     n_heads, n_kv_heads = spec.arguments["n_heads"], spec.arguments["n_kv_heads"]
@@ -125,6 +131,12 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
     if spec.design.rotary_layers:
         design = spec.design.but(rotary_layers=tuple(rotates for _, rotates in kinds[:period]))
         new = new._replace(design=design)
+    for layer in layers:
+        if _angles(spec, layer) != _angles(new, layer):
+            raise SettingError(
+                f"--attention={op.name}: layers that see a window have rotary positions of their "
+                f"own in this model, by which layer {layer} was not trained: take sinks"
+            )
     by_layer = [
         jax.tree.map(lambda x, at=repeat: x[at], params["stack"][f"block_{block}"])
         for _, block, repeat, _ in spec.layers()
@@ -139,6 +151,13 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
     changed = params | {"stack": stack}
     _check_weights(new, changed, op)
     return new, changed
+
+
+def _angles(spec: Spec, layer: int) -> RotaryAngles | None:
+    """The rotary positions of a layer; None: it has none."""
+    block = layer % len(spec.attention)
+    algorithm = algorithm_of(spec.attention[block])
+    return spec.design.rotary_of(algorithm) if rotating_of(spec)[block] else None
 
 
 def _like(old: Op, op: Op) -> Op:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class ContinuationRequest(NamedTuple):
 
 
 def continuations(
-    scorer: LanguageScorer, requests: Sequence[ContinuationRequest], text: Text, end: int | None
+    scorer: LanguageScorer, requests: Sequence[ContinuationRequest], text: Text, ends: Sequence[int]
 ) -> list[str]:
     """Continues each prompt; a batch ends when each of its rows has ended.
 
@@ -44,7 +45,7 @@ def continuations(
       scorer: the model.
       requests: what to continue. Draws of a temperature above 0 depend on a row's batch.
       text: (prompt, new tokens) -> the text of the latter.
-      end: a token that ends each of them; None: there is none.
+      ends: tokens each of which ends a continuation.
 
     Raises:
       SettingError: a request for as many tokens as the model's context has.
@@ -64,7 +65,7 @@ def continuations(
                 batch = numbers[first : first + n_rows]
                 rows = [(prompts[i], requests[i].until) for i in batch]
                 options = dict(zip(("temperature", "top_k", "top_p"), sampling, strict=True))
-                options |= dict(max_length=capacity, end=end, n_rows=n_rows)
+                options |= dict(max_length=capacity, ends=ends, n_rows=n_rows)
                 texts = _continued(scorer, rows, n_new, text, **options)
                 for i, one in zip(batch, texts, strict=True):
                     found[i] = one
@@ -77,12 +78,13 @@ def _fitting(request: ContinuationRequest, most: int) -> tuple[int, ...]:
     room = most - request.max_new_tokens
     if room < 1:
         raise SettingError(
-            f"max_gen_toks is {request.max_new_tokens}: expected fewer than max_length, {most}"
+            f"max_gen_toks is {request.max_new_tokens}: expected fewer than the context's {most} "
+            "tokens, set it in the task's generation_kwargs or raise the context"
         )
     return request.prompt[-room:]
 
 
-def _continued(scorer, rows, n_new: int, text: Text, *, end, n_rows: int, **options) -> list[str]:
+def _continued(scorer, rows, n_new: int, text: Text, *, ends, n_rows: int, **options) -> list[str]:
     """The texts of a batch's rows, cut where they end."""
     filled = [prompt for prompt, _ in rows] + [()] * (n_rows - len(rows))  # one program for all
     new = [[] for _ in rows]
@@ -91,7 +93,7 @@ def _continued(scorer, rows, n_new: int, text: Text, *, end, n_rows: int, **opti
         scorer.params,
         filled,
         n_new,
-        end=end,
+        end=ends,
         seed=scorer.seed,
         hash_seed=scorer.seed,
         mesh=scorer.mesh,
@@ -101,17 +103,17 @@ def _continued(scorer, rows, n_new: int, text: Text, *, end, n_rows: int, **opti
         for tokens, more in zip(new, np.asarray(block), strict=False):
             tokens += more.tolist()
         cut = [
-            _cut(text(prompt, _before(tokens, end)), until)
+            _cut(text(prompt, _before(tokens, ends)), until)
             for tokens, (prompt, until) in zip(new, rows, strict=True)
         ]
-        are_done = (end in tokens for tokens in new)
+        are_done = (not set(ends).isdisjoint(tokens) for tokens in new)
         if all(done or is_cut for done, (_, is_cut) in zip(are_done, cut, strict=True)):
             break
     return [one for one, _ in cut]
 
 
-def _before(tokens: list[int], end: int | None) -> list[int]:
-    return tokens[: tokens.index(end)] if end in tokens else tokens
+def _before(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    return list(itertools.takewhile(lambda token: token not in ends, tokens))
 
 
 def _cut(text: str, until: Sequence[str]) -> tuple[str, bool]:

@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from reformax.declared import SettingError, shown
+from reformax.declared import Count, NonNegative, SettingError, Size, TopP, check, shown
 from reformax.evals.continuation import ContinuationRequest, continuations
 from reformax.evals.likelihood import LanguageScorer
 
 MAX_NEW_TOKENS = 256  # of a task that does not say
 # What a task's generation_kwargs may have.
 _MOST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one thing
-_GENERATION = {*_MOST, "until", "do_sample", "temperature", "top_k", "top_p"}
+_GENERATION = dict.fromkeys(_MOST, Size) | {
+    "until": str | Sequence[str] | None,
+    "do_sample": bool | None,
+    "temperature": NonNegative | None,
+    "top_k": Count | None,
+    "top_p": TopP | None,
+}
 
 
 class HarnessRequests:
@@ -26,7 +32,7 @@ class HarnessRequests:
       scorer: the model.
       encode: text -> tokens.
       decode: (prompt, new tokens) -> the text of the latter.
-      end: the token of a document's end, which ends a continuation; None: there is none.
+      ends: tokens that end a continuation, such as that of a document's end.
       prefixed: whether the model's first token stands in front of each context, as rows of training
         begin. False: in front of empty contexts alone, as the harness's own GPT-2 has it.
     """
@@ -36,12 +42,12 @@ class HarnessRequests:
         scorer: LanguageScorer,
         encode: Callable[[str], list[int]],
         decode: Callable[[Sequence[int], Sequence[int]], str],
-        end: int | None,
+        ends: Sequence[int],
         prefixed: bool = True,
     ):
         super().__init__()
         self._scorer, self._encode, self._decode = scorer, encode, decode
-        self._end, self._prefixed = end, prefixed
+        self._ends, self._prefixed = ends, prefixed
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether greedy decoding gives it."""
@@ -66,7 +72,7 @@ class HarnessRequests:
                 "stands in front of each context: leave it out"
             )
         asked = [self._continuation(*request.args) for request in requests]
-        return continuations(self._scorer, asked, self._decode, self._end)
+        return continuations(self._scorer, asked, self._decode, self._ends)
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The tokens of a context and of its continuation, which gets the context's last spaces.
@@ -86,8 +92,10 @@ class HarnessRequests:
                 f"the task's generation_kwargs have {name}={shown(settings[name])}: expected "
                 f"{', '.join(sorted(_GENERATION))} alone"
             )
-        until = settings.get("until") or ()
-        temperature = settings.get("temperature")
+        for name, value in settings.items():
+            check(f"the task's generation_kwargs have {name}, which", value, _GENERATION[name])
+        settings = {name: value for name, value in settings.items() if value is not None}
+        until, temperature = settings.get("until", ()), settings.get("temperature")
         if not settings.get("do_sample", bool(temperature)):
             temperature = 0.0
         return ContinuationRequest(

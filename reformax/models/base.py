@@ -293,6 +293,13 @@ class Model(Layer, TaskModel):
                 f"rotary_layers has {len(self.design.rotary_layers)} values and {argument} "
                 f"{len(cycle)} ops: expected one for each"
             )
+        own = {name: getattr(self.design, name) for name in ("rotary_layers", "rotary_local_base")}
+        for name, value in own.items():
+            if value and self.pos_type not in ROTARY:
+                raise SettingError(
+                    f"{name} is {value} and pos_type is {self.pos_type!r}, by which no layer has "
+                    "rotary positions: set pos_type='rotary'"
+                )
         if self.pos_type in ROTARY and self.pos_axial_shape and not any(self._rotating(cycle)):
             raise SettingError(
                 f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "

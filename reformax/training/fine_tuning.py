@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +69,8 @@ class FineTuning:
     Args:
       only: regular expressions: weights with one of them in their names are trained, such as
         `('block_1', 'norm')`. Names are as in errors: `stack.block_0.attention.w_q`.
-      lora: the matrices that low-rank changes are trained of; None: of none.
+      lora: the matrices that low-rank changes are trained of, besides those of `only`, which are
+        trained whole; None: of none.
     """
 
     only: Sequence[Pattern] = ()
@@ -93,7 +94,9 @@ class FineTuning:
         return found
 
     def _of(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        inner = optimizer if self.lora is None else by_factors(optimizer, self.lora)
+        inner = (
+            optimizer if self.lora is None else by_factors(optimizer, self.lora, self._by_factors)
+        )
         parts = {"trained": inner, "frozen": optax.set_to_zero()}
         return optax.partition(
             parts,
@@ -117,17 +120,24 @@ class FineTuning:
                     f"fine_tuning.FineTuning.only has {pattern!r}, which no weight's name has: "
                     f"{such}"
                 )
-        if self.lora is not None and not any(self.lora.changes(*x) for x in named):
+        if self.lora is not None and not any(self._by_factors(*x) for x in named):
+            others = " besides those of FineTuning.only" if self.only else ""
             raise SettingError(
-                f"fine_tuning.Lora.matrices is {self.lora.matrices!r}, which no matrix's name has: "
-                f"{such}"
+                f"fine_tuning.Lora.matrices is {self.lora.matrices!r}, which no matrix's name "
+                f"has{others}: {such}"
             )
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self._is_whole(path) or self._by_factors(path, leaf), params
+        )
 
-        def one(path, leaf) -> bool:
-            changed = self.lora is not None and self.lora.changes(path, leaf)
-            return changed or any(re.search(pattern, _name(path)) for pattern in self.only)
+    def _is_whole(self, path) -> bool:
+        """Whether a weight is one of `only`."""
+        return any(re.search(pattern, _name(path)) for pattern in self.only)
 
-        return jax.tree_util.tree_map_with_path(one, params)
+    def _by_factors(self, path, leaf) -> bool:
+        """Whether a weight is trained by a low-rank change."""
+        low_rank = self.lora is not None and self.lora.changes(path, leaf)
+        return low_rank and not self._is_whole(path)
 
     def trained(self, tree: Any) -> Any:
         """The tree with None for each weight that is not trained."""
@@ -144,12 +154,17 @@ class FactorsState(NamedTuple):
 
 
 def by_factors(
-    optimizer: optax.GradientTransformation, lora: Lora
+    optimizer: optax.GradientTransformation, lora: Lora, changes: Callable[[Any, Any], bool]
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that trains matrices by the two factors of a change of theirs.
 
-    It sees the factors in the place of the matrices that `lora` names, with the gradients that
-    these have by the chain rule, and all other weights as they are.
+    It sees the factors in the place of matrices, with the gradients that these have by the chain
+    rule, and all other weights as they are.
+
+    Args:
+      optimizer: of the factors and the other weights.
+      lora: the changes' rank, factor and seed.
+      changes: whether a weight is such a matrix, by its path in the parameters and itself.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -157,7 +172,7 @@ def by_factors(
         factors = {}
 
         def first(path, leaf):
-            if not lora.changes(path, leaf):
+            if not changes(path, leaf):
                 return leaf
             name = _name(path)
             *outer, n_in, n_out = jax.eval_shape(
@@ -208,8 +223,8 @@ def by_factors(
             both = _product(x["down"], moved[name]["up"]) + _product(before["down"], x["up"])
             return matrices[name].back(lora.scale * both, like.shape)
 
-        changes = [change(*x) for x in zip(names, updates, weights, strict=True)]
-        return tree.unflatten(changes), FactorsState(moved, after)
+        whole = [change(*x) for x in zip(names, updates, weights, strict=True)]
+        return tree.unflatten(whole), FactorsState(moved, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

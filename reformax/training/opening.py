@@ -64,6 +64,7 @@ class RestoredRun(NamedTuple):
       changed_data: those that differ from the checkpoint's.
       n_params: numbers in the parameters.
       source: of a new run's weights, in words; empty for weights of its own.
+      converted: what checkpoints say of the source of a converted model, or None.
     """
 
     state: step_lib.TrainState
@@ -73,6 +74,7 @@ class RestoredRun(NamedTuple):
     changed_data: dict[str, dict[str, str]]
     n_params: int
     source: str = ""
+    converted: Any = None
 
     @property
     def seconds(self) -> float:
@@ -175,11 +177,13 @@ def begin(
     n_params = sum(x.size for x in jax.tree.leaves(like.params))
     _check_memory(setup, like, n_params)
     if newest is None:
-        state, source = _first_state(setup, init, vocabulary)
-        return RestoredRun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
+        state, source, converted = _first_state(setup, init, vocabulary)
+        return RestoredRun(state, 0, {}, *_data(settings, {}, 0), n_params, source, converted)
     state, info = checkpoints.restore(newest, like, devices.placement(like, mesh))
     data, changed = _data(settings, info.get("data", {}), info["step"])
-    return RestoredRun(state, info["step"], info, data, changed, n_params)
+    return RestoredRun(
+        state, info["step"], info, data, changed, n_params, converted=info.get("source")
+    )
 
 
 def first_states(
@@ -224,12 +228,17 @@ def _check_memory(setup: Setup, like, n_params: int) -> None:
             evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
 
 
-def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.TrainState, str]:
-    """The state of step 0, with the weights of another run if the settings say so, and in words."""
+def _first_state(
+    setup: Setup, init, vocabulary: str | None
+) -> tuple[step_lib.TrainState, str, Any]:
+    """The state of step 0, with the weights of another run if the settings say so.
+
+    The other values are `source` and `converted` of `RestoredRun`.
+    """
     settings, models, mesh, key = setup
     if settings.init_from is None:
         placement = devices.placement(jax.eval_shape(init, key), mesh)
-        return step_lib.jit_once(init, out_shardings=placement)(key), ""
+        return step_lib.jit_once(init, out_shardings=placement)(key), "", None
     like = jax.eval_shape(init, key).params
     backbone = models.eval.backbone_names
     if settings.fresh_heads and not backbone:
@@ -238,7 +247,8 @@ def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.T
             "which say what is no head: leave it out"
         )
     names = backbone if settings.fresh_heads else None
-    params, (folder, step) = starting_weights.read(settings.init_from, like, vocabulary, names)
+    weights = starting_weights.read(settings.init_from, like, vocabulary, names)
+    params, (folder, step), converted = weights
     what = "the weights"
     if settings.fresh_heads:
         fresh = step_lib.jit_once(lambda key: _without(init(key).params, names))
@@ -249,7 +259,8 @@ def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.T
     first = partial(step_lib.first_state, optimizer=optimizer, ema=ema)
     placement = devices.placement(jax.eval_shape(first, params), mesh)
     state = jax.jit(first, out_shardings=placement)(params)
-    return state, f"with {what} of {folder} after step {step} "
+    words = f"with {what} of {folder} after step {step} "
+    return state, words, None if settings.fresh_heads else converted
 
 
 def _without(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

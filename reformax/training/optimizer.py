@@ -356,7 +356,7 @@ def muon(
       no_decay: as in `adamw`.
 
     Raises:
-      SettingError: no parameter's name has `matrices` in it, when the state is made.
+      SettingError: no trained parameter's name has `matrices` in it, when the state is made.
     """
     decays = dict(weight_decay=weight_decay, mask=_decay_mask(no_decay))
 
@@ -388,8 +388,8 @@ def _groups(matrices: str, params):
     groups = jax.tree_util.tree_map_with_path(group, params)
     if "muon" not in jax.tree.leaves(groups):
         raise SettingError(
-            f"muon.matrices is {matrices!r}, which no parameter's name has: expected that of "
-            "matrices, or another optimizer"
+            f"muon.matrices is {matrices!r}, which no trained parameter's name has: expected that "
+            "of matrices, or another optimizer, as for the factors of fine_tuning.Lora"
         )
     return groups
 

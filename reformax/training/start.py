@@ -291,6 +291,7 @@ def _kept(
         "vocabulary": vocabulary,
         "n_classes": settings.task.n_classes,
         "schedule_steps": optimizer.schedule_steps(settings.built_optimizer),
+        "source": restored.converted,  # the model is given back by it
     }
     return {name: x for name, x in kept.items() if x is not None}
 

@@ -18,7 +18,7 @@ def read(
     like: Any,
     vocabulary: str | None,
     names: Collection[str] | None = None,
-) -> tuple[Any, tuple[str, int]]:
+) -> tuple[Any, tuple[str, int], Any]:
     """Reads the parameters to score of a checkpoint: the moving average if there is one.
 
     Args:
@@ -29,7 +29,8 @@ def read(
       names: the parts of the model to read, such as 'stack'; None: all of it.
 
     Returns:
-      The parameters as NumPy arrays, and the run's folder and the checkpoint's step.
+      The parameters as NumPy arrays; the run's folder and the checkpoint's step; and what the
+      checkpoint says of a converted model's source, or None.
 
     Raises:
       SettingError: there is no checkpoint, or it was trained with another vocabulary.
@@ -51,7 +52,7 @@ def read(
             f"{vocabulary}: copy its vocabulary.model into the output_dir of this run first"
         )
     params = jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, like)
-    return params, (str(folder), step)
+    return params, (str(folder), step), info.get("source")
 
 
 def found(init_from: str | os.PathLike) -> tuple[Path, int]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reformax.cli import errors, generate
+from reformax.cli import errors, generate, generation_settings
 from reformax.convert import __main__ as command
 from reformax.convert import check, hugging_face, hugging_face_files
 from reformax.convert.spec import Op, Spec
@@ -328,6 +328,20 @@ def test_a_folder_becomes_a_run_and_goes_back(name, tmp_path, monkeypatch, capsy
     for file in ("config.json", "generation_config.json"):
         one, other = (json.loads((tmp_path / x / file).read_text()) for x in ("there", "back"))
         assert one == {key: other[key] for key in one}
+
+
+@pytest.mark.parametrize(
+    "source, ends",
+    [
+        ({"config": {"eos_token_id": 5}}, [5]),
+        ({"config": {"text_config": {"eos_token_id": [5, 200]}}}, [5]),
+        ({"config": {"eos_token_id": 5}, "generation": {"eos_token_id": [7, 8]}}, [7, 8]),
+        ({"config": {"eos_token_id": 5}, "generation": {}}, []),
+        ({"format": "trax"}, []),
+    ],
+)
+def test_tokens_that_end_a_text_of_a_converted_run(source, ends):
+    assert generation_settings.ends_of_checkpoint({"source": source}, 100) == ends
 
 
 @pytest.mark.parametrize("last", [4, 6])

@@ -329,7 +329,10 @@ FOLDERS = {
         "model.safetensors is a device",
     ),
     "float8": (safetensors({EMBEDDING: tensor("F8_E4M3", [4])}, b"abcd"), F8),
-    "another float8": (safetensors({EMBEDDING: tensor("F8_E5M2", [4])}, b"abcd"), "F8_E5M2"),
+    "another float8": (
+        safetensors({EMBEDDING: tensor("F8_E5M2", [4])}, b"abcd"),
+        "before it was quantized",
+    ),
     "float4": (safetensors({EMBEDDING: tensor("F4", [8])}, b"abcd"), "has dtype F4: expected"),
     "complex numbers": (safetensors({EMBEDDING: tensor("C64", [1], 0, 8)}, b"a" * 8), "dtype C64"),
     "a name of two lines": (safetensors({"a\nb": tensor("F8_E4M3", [4])}, b"abcd"), F8),
@@ -404,6 +407,16 @@ DECODER_FIELDS = [
     ("llama", rope(rope_type="yarn", factor=4.0, truncate=False), "truncate of rope_parameters is"),
     ("llama", rope(partial_rotary_factor=2.0), "partial_rotary_factor of rope_parameters is 2.0"),
     ("llama", rope(full_attention={"rope_theta": 1e4}), "expected one table for all layers"),
+    (
+        "gemma 3",
+        dict(rope_parameters={"full_attention": {}, "sliding_attention": "x"}),
+        "sliding_attention of rope_parameters is 'x': expected a table",
+    ),
+    (
+        "gemma 3",
+        dict(rope_parameters={"full_attention": [1], "sliding_attention": {}}),
+        "full_attention of rope_parameters is [1]: expected a table",
+    ),
     ("llama", dict(num_key_value_heads=3), "num_key_value_heads is 3: expected a divisor of 4"),
     ("llama", dict(head_dim=None, hidden_size=50), "hidden_size is 50: expected a multiple of"),
     ("llama", dict(quantization_config={"bits": 4}), "quantization_config is {'bits': 4}: expecte"),

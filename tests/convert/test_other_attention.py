@@ -170,6 +170,10 @@ def test_a_run_with_other_attention_is_scored(run, tmp_path, monkeypatch, capsys
         (["--attention=moba(top=2)"], "moba has no option top, only "),
         (["--attention=moba(top_k=0)"], "top_k is 0: expected"),
         (["--attention=moba(top_k=x)"], "expected a name and options, such as 'asymm"),
+        (["--attention=moba(top_k={[]:1})"], "expected a name and options, such as 'asymm"),
+        (["--attention=moba(top_k=1, top_k=2)"], "expected a name and options, such as 'asymm"),
+        (["--attention=moba", "--layers=0,1-0"], "--layers=0,1-0: expected 0-1 instead of 1-0"),
+        (["--attention=moba", "--layers=0-9999999999"], "the model has layers 0 to 1"),
         (["--attention=moba", "--layers=2"], "--layers=2: the model has layers 0 to 1"),
         (["--attention=moba", "--layers=first"], "--layers=first: expected numbers and ranges"),
         (["--attention=moba", "--data_dir=few"], "--data_dir=few has 3 tokens: expected at least"),
@@ -188,6 +192,17 @@ def test_an_algorithm_with_weights_of_its_own_is_refused():
     op = Op("moba", {"scale_by_length": 0.1, "learn_scale_by_length": True})
     with pytest.raises(ValueError, match="moba has weights of its own, such as stack.*length_fac"):
         other_attention.replaced(spec, params, op, [0])
+
+
+@pytest.mark.parametrize(
+    "options", [dict(pos_type="rotary_local"), dict(design=designs.Design(rotary_local_base=5.0))]
+)
+def test_a_window_that_would_rotate_otherwise_is_refused(options):
+    cycle = ("dense", "local")
+    spec, params = dense_model(n_layers=2, cycle=cycle, **(dict(pos_type="rotary") | options))
+    with pytest.raises(ValueError, match="by which layer 0 was not trained: take sinks"):
+        other_attention.replaced(spec, params, other_attention.op_of("local"), [0])
+    other_attention.replaced(spec, params, other_attention.op_of("sinks"), [0])
 
 
 def test_what_a_dense_layer_does_to_logits_is_kept_or_refused():

@@ -156,6 +156,16 @@ def test_evaluate_finds_them_too(here, monkeypatch, capsys):
     assert f"of_choices acc: {kept['tasks']['of_choices']['acc,none']:.4f}" in out
 
 
+def test_an_override_that_no_task_reads_is_noted(here, monkeypatch, capsys):
+    flags = ["--output_dir=run", "--tasks=needle", "--limit=1", "--length=96", "--quiet"]
+    others = ["--config=loop.train.eval_length=9", "--config=loop.train.length=128"]
+    code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, *others)
+    assert code == 0, err
+    assert [line for line in out.splitlines() if line.startswith("note: ")] == [
+        "note: --config='loop.train.eval_length=9' sets something that this run does not use"
+    ]
+
+
 def test_evaluate_takes_own_tasks_and_the_text_together(here, monkeypatch, capsys):
     (here / "text").mkdir(exist_ok=True)
     (here / "text" / "a.txt").write_text("a text of a few words. " * 200)
@@ -197,6 +207,8 @@ def test_a_context_may_be_without_the_first_token(here):
         ({"run": "run", "max_batch_size": 8}, "max_batch_size is 8: give batch_size as a number"),
         ({"run": "run", "batch_size": "auto:4"}, "batch_size is 'auto:4': expected"),
         ({"run": "run", "max_length": 0}, "max_length is 0: expected"),
+        ({"run": "run", "add_bos_token": "no"}, "add_bos_token is 'no': expected True or False"),
+        ({"run": "run", "trust_config": "no"}, "trust_config is 'no': expected True or False"),
         ({"run": "elsewhere"}, "output_dir=elsewhere holds no run"),
     ],
 )
@@ -205,11 +217,32 @@ def test_wrong_arguments(here, options, words):
         command.model_class()(**options)
 
 
-def test_an_unknown_setting_of_generation_is_refused(here):
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"num_beams": 4}, "num_beams=4: expected do_sample"),
+        ({"max_gen_toks": "9"}, "max_gen_toks, which is '9': expected a whole number"),
+        ({"max_gen_toks": -1}, "max_gen_toks, which is -1: expected at least 1"),
+        ({"until": [1]}, r"until, which is \[1\]: expected"),
+        ({"do_sample": "False"}, "do_sample, which is 'False': expected"),
+    ],
+)
+def test_wrong_settings_of_generation(here, settings, words):
     model = command.model_class()(run="run")
-    request = type("Request", (), {"args": ("Two", {"num_beams": 4})})
-    with pytest.raises(ValueError, match="generation_kwargs have num_beams=4: expected do_sample"):
+    request = type("Request", (), {"args": ("Two", settings)})
+    with pytest.raises(ValueError, match=f"^the task's generation_kwargs have {words}"):
         model.generate_until([request])
+
+
+def test_each_end_of_a_converted_model_ends_a_continuation(here):
+    spec, params, *_ = run_folder.read("run")
+    settings = {"until": None, "max_gen_toks": 8, "top_k": None}
+    request = type("Request", (), {"args": ("Two", settings)})
+    (whole,) = command.model_class()(run="run").generate_until([request])
+    one = next(character for character in whole[1:] if character.isascii())
+    generation = {"eos_token_id": [255, ord(one)]}
+    run_folder.write(here / "ends", spec, params, {"generation": generation}, "a test")
+    assert command.model_class()(run="ends").generate_until([request]) == [whole.partition(one)[0]]
 
 
 @pytest.mark.parametrize(
@@ -221,6 +254,7 @@ def test_an_unknown_setting_of_generation_is_refused(here):
             marks=pytest.mark.slow,  # the harness looks through its thousands
         ),
         (["--tasks="], "--tasks= has no task"),
+        (["--tasks=needle", "--length=9"], "length is 9: the needles alone have"),
         (["--tasks=of_texts", "--stride=3"], "--stride=3: only the task text reads it"),
         (["--include_path=tasks"], "--include_path=tasks: only --tasks reads it"),
         (["--tasks=of_texts", "--include_path=nowhere"], "--include_path=nowhere is no folder"),

@@ -138,28 +138,28 @@ def test_a_continuation_ends_before_the_first_of_its_stops_or_the_end(of_dense):
     scorer = LanguageScorer(model, params, 200, batch_size=2)
     whole = [written((), tokens) for tokens in plainly]
     asked = [ContinuationRequest(prompt, 8) for prompt in prompts]
-    assert continuations(scorer, asked, written, None) == whole
+    assert continuations(scorer, asked, written, ()) == whole
     stops = [(text[5:7], text[3:5], "") for text in whole]
     cut = [
         text[: min(text.index(one) for one in of[:2])]
         for text, of in zip(whole, stops, strict=True)
     ]
     asked = [ContinuationRequest(prompt, 8, of) for prompt, of in zip(prompts, stops, strict=True)]
-    assert continuations(scorer, asked, written, None) == cut
+    assert continuations(scorer, asked, written, ()) == cut
     end = plainly[2][4]
     ended = [text.partition(written((), [end]))[0] for text in whole]
     asked = [ContinuationRequest(prompt, 8) for prompt in prompts]
-    assert continuations(scorer, asked, written, end) == ended
+    assert continuations(scorer, asked, written, [V - 1, end]) == ended
 
 
 def test_a_long_prompt_loses_its_beginning(of_dense):
     model, params = of_dense
     prompt = tuple(request(0, 90, 0)[0])
     scorer = LanguageScorer(model, params, 64)
-    (text,) = continuations(scorer, [ContinuationRequest(prompt, 8)], written, None)
+    (text,) = continuations(scorer, [ContinuationRequest(prompt, 8)], written, ())
     assert text == written((), greedy(model, params, prompt[-56:], 8))
-    with pytest.raises(ValueError, match="max_gen_toks is 64: expected fewer than max_length, 64"):
-        continuations(scorer, [ContinuationRequest(prompt, 64)], written, None)
+    with pytest.raises(ValueError, match="max_gen_toks is 64: expected fewer than the context"):
+        continuations(scorer, [ContinuationRequest(prompt, 64)], written, ())
 
 
 def test_a_model_that_continues_no_text_is_refused():

@@ -457,6 +457,16 @@ WINDOWS = local.local(chunk_len=4)
             {},
             "rotary_slow_turns is 40.0 and rotary_fast",
         ),
+        (
+            dict(rotary_layers=(False,)),
+            dict(pos_type="sinusoidal"),
+            r"rotary_layers is \(False,\) and pos_type is 'sinusoidal', by which no layer has",
+        ),
+        (
+            dict(rotary_local_base=5.0),
+            dict(pos_type="none", attention_type=WINDOWS),
+            "rotary_local_base is 5.0 and pos_type is 'none', by which no layer has",
+        ),
         (dict(rotary_layers=(True, False)), {}, "rotary_layers has 2 values and attention_type 1"),
         (
             dict(rotary_local_base=5.0),

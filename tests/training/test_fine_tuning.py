@@ -177,6 +177,16 @@ def test_the_norm_of_gradients_is_of_what_is_trained(params):
     assert set(flat(read)) == {"stack.block_0.attention.w_q", "stack.block_0.attention.w_o"}
 
 
+def test_weights_that_both_name_are_trained_whole(params):
+    chosen = FineTuning(only=(r"block_0\.attention\.w_q",), lora=Lora(rank=2, matrices="w_[qk]"))
+    transformation = chosen.of(optax.sgd(1.0))
+    state = transformation.init(params)
+    factors = state.inner_states["trained"].inner_state.factors
+    assert {name.rpartition(".")[2] for name in factors} == {"w_k"}
+    updates, _ = transformation.update(jax.tree.map(jnp.ones_like, params), state, params)
+    assert (flat(updates)["stack.block_0.attention.w_q"] == -1).all()
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -185,6 +195,14 @@ def test_the_norm_of_gradients_is_of_what_is_trained(params):
         (lambda: FineTuning(only=("(",)), "only"),
         (lambda: of(FineTuning(only=("w_z",))), "FineTuning.only has 'w_z', which no weight's"),
         (lambda: of(FineTuning(lora=Lora(matrices="b_q"))), "Lora.matrices is 'b_q', which no ma"),
+        (
+            lambda: of(FineTuning(only=("w_q",), lora=Lora(matrices="w_q")), "w_q"),
+            "Lora.matrices is 'w_q', which no matrix's name has besides those of FineTuning.only",
+        ),
+        (
+            lambda: of(FineTuning(lora=Lora()), "w_q", optimizer.muon()),
+            "which no trained parameter's name has: expected that of matrices, or another optim",
+        ),
     ],
 )
 def test_wrong_settings(make, words):
@@ -192,9 +210,9 @@ def test_wrong_settings(make, words):
         make()
 
 
-def of(chosen):
-    params = {"stack": {"block_0": {"attention": {"b_q": jnp.ones((2, 3, 4))}}}}
-    chosen.of(optimizer.adam()).init(params)
+def of(chosen, name="b_q", transformation=None):
+    params = {"stack": {"block_0": {"attention": {name: jnp.ones((2, 3, 4, 5))}}}}
+    chosen.of(transformation or optimizer.adam()).init(params)
 
 
 def trained(folder, steps, chosen, **options):
@@ -249,7 +267,10 @@ def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch,
     sizes |= dict(d_attention_key=8, d_attention_value=8)
     spec = Spec.make("TransformerLM", [Op("dense", {})], **sizes, **gpt2)
     params = spec.build().init_params(jax.random.key(0), (1, 8))
-    run_folder.write("base", spec, params, {}, "a test")
+    generation = {"eos_token_id": [7, 9]}
+    like = hugging_face.config_of(spec) | {"eos_token_id": 7}
+    details = {"format": "hugging_face", "config": like, "generation": generation}
+    run_folder.write("base", spec, params, details, "a test")
     (tmp_path / "text.txt").write_text("a text of some words, " * 300)
     flags = ["--config_file=base/config.gin", "--config_file=lora.gin", "--init_from=base"]
     flags += ["--data_dir=text.txt", "--output_dir=tuned", "--config=steps=3", "--quiet"]
@@ -263,7 +284,9 @@ def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch,
     called(train.main, *flags)
     called(evaluate.main, "--output_dir=tuned", "--data_dir=text.txt", "--quiet")
     called(convert.main, "--from=tuned", "--to=for_hugging_face")
-    after = hugging_face.read("for_hugging_face").params
+    read = hugging_face.read("for_hugging_face")
+    assert read.generation == generation and read.config["eos_token_id"] == 7
+    after = read.params
     for name, x in flat(after).items():
         before = flat(params)[name]
         if name.rpartition(".")[2] in PRODUCTS:

@@ -266,7 +266,7 @@ def test_muons_momentum_may_be_bfloat16():
 
 
 def test_muon_refuses_a_model_without_matrices():
-    with pytest.raises(SettingError, match="muon.matrices is 'kernel', which no parameter") as e:
+    with pytest.raises(SettingError, match="muon.matrices is 'kernel', which no trained para") as e:
         optimizer.muon(matrices="kernel").init(STACK)
     assert "\n" not in str(e.value)
 
