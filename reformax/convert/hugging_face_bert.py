@@ -23,7 +23,7 @@ from reformax.convert.hugging_face_config import (
     requirement,
     size_of_head,
 )
-from reformax.convert.spec import NO_OPTIONS, Op, Spec
+from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor, layer_norm, renamed
 from reformax.declared import Depth, NonNegative, Positive, Rate, Size, VocabSize
 
@@ -93,12 +93,7 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
     shape = tuple(a["pos_axial_shape"])
     require(len(shape) == 1, f"pos_axial_shape is {shape}", "one axis")
     require(a["ff_activation"] == "gelu", f"ff_activation is {a['ff_activation']!r}", "'gelu'")
-    for op in spec.attention:
-        require(op.name in ("dense", "flash"), f"the attention is {op.name}", "dense or flash")
-        flash = {"scale": None, "learned_sinks": False} if op.name == "flash" else {}
-        for name, value in (NO_OPTIONS | flash).items():
-            found = op.option(name)
-            require(found == value, f"{op.name}'s {name} is {found}", str(value))
+    spec.require_dense(require)
     config = {
         **like,
         "architectures": ["BertForMaskedLM"],

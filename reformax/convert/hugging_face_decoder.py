@@ -19,7 +19,7 @@ from reformax.convert.hugging_face_families import (
     Family,
     Layer,
 )
-from reformax.convert.spec import OPS, Op, Spec
+from reformax.convert.spec import DENSE, OPS, Op, Spec
 from reformax.declared import Size, check, shown
 from reformax.models.base import ROTARY
 from reformax.models.designs import Design
@@ -320,7 +320,7 @@ def _layer_function(spec: Spec, op: Op) -> dict[str, Any]:
     a, design = spec.arguments, spec.design
     algorithm = algorithm_of(op)
     kind, window = op.name, None
-    if op.name in ("dense", "flash"):
+    if op.name in DENSE:
         kind = "attention"
     if op.name == "local" and op.option("window") and not op.option("shared_qk"):
         kind, window = "attention", op.option("window")

@@ -19,7 +19,7 @@ from reformax.convert.hugging_face_config import (
     requirement,
     size_of_head,
 )
-from reformax.convert.spec import NO_OPTIONS, Op, Spec
+from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor, equal, layer_norm, renamed
 from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize
 
@@ -109,12 +109,7 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
     )
     for name, value in wanted.items():
         require(a[name] == value, f"{name} is {a[name]}", str(value))
-    for op in spec.attention:
-        require(op.name in ("dense", "flash"), f"the attention is {op.name}", "dense or flash")
-        flash = {"scale": None, "learned_sinks": False} if op.name == "flash" else {}
-        for name, value in (NO_OPTIONS | flash).items():
-            found = op.option(name)
-            require(found == value, f"{op.name}'s {name} is {found}", str(value))
+    spec.require_dense(require)
     kept_rates = {like.get("embd_pdrop", 0.1), like.get("resid_pdrop", 0.1)}
     same_rates = bool(like) and max(kept_rates) == a["dropout"]
     rates = {} if same_rates else {"embd_pdrop": a["dropout"], "resid_pdrop": a["dropout"]}

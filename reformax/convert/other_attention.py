@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reformax.convert.hugging_face_decoder import algorithm_of, rotating_of
-from reformax.convert.spec import OPS, REPLACEMENTS, Op, Spec
+from reformax.convert.spec import DENSE, OPS, REPLACEMENTS, Op, Spec
 from reformax.data import files
 from reformax.data.pieces import PieceVocabulary
 from reformax.data.stdlib import library_files
@@ -31,7 +31,6 @@ from reformax.declared import SettingError, shown
 from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.training.step import jit_once
 
-DENSE = ("dense", "flash")
 _CANDIDATES = ("local", "lsh", "shared_qk", *REPLACEMENTS)
 TOKENS = 4096  # that bits are measured on
 LENGTH = 1024  # of their rows, at most

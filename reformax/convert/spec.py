@@ -26,6 +26,8 @@ OPS = {
     "lsh": lsh.lsh,
     "shared_qk": shared_qk.shared_qk,
 }
+# Those that see all keys, in two orders of computing.
+DENSE = ("dense", "flash")
 # Options of all ops that no other package's layers have.
 NO_OPTIONS = {"soft_cap": None, "scale_by_length": None}
 
@@ -143,6 +145,15 @@ class Spec(NamedTuple):
             found = getattr(self.design, name)
             if name not in SHORTHANDS:
                 require(found == value, f"{name} is {found!r}", repr(value))
+
+    def require_dense(self, require: Callable[[bool, str, str], None]) -> None:
+        """Calls `require` for each attention, which must be dense without options."""
+        for op in self.attention:
+            require(op.name in DENSE, f"the attention is {op.name}", "dense or flash")
+            flash = {"scale": None, "learned_sinks": False} if op.name == "flash" else {}
+            for name, value in (NO_OPTIONS | flash).items():
+                found = op.option(name)
+                require(found == value, f"{op.name}'s {name} is {found}", str(value))
 
     def gin(self) -> str:
         """The spec as lines of a gin file, imports included."""

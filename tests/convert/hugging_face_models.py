@@ -33,3 +33,13 @@ def write(folder: Path, config, tensors) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def in_parts(folder: Path, tensors, n: int) -> None:
+    """Writes the tensors of a folder anew, as `n` files and their index."""
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"part-{i % n}.safetensors" for i, name in enumerate(names)}
+    for i in range(n):
+        save_file({name: tensors[name] for name in names[i::n]}, folder / f"part-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from reformax.cli import errors, generate, generation_settings
 from reformax.convert import __main__ as command
@@ -18,6 +18,7 @@ from reformax.convert.spec import Op, Spec
 from reformax.models import designs
 from tests.convert import decoders
 from tests.convert.decoders import CASES, NEW, PROMPT
+from tests.convert.hugging_face_models import in_parts, write
 from tests.helpers import assert_trees_equal
 
 FIXTURE = np.load(decoders.PATH)
@@ -38,10 +39,7 @@ def tensors_of(config):
 
 
 def saved(folder, config, tensors=None):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors_of(config) if tensors is None else tensors, folder / "model.safetensors")
-    return folder
+    return write(folder, config, tensors_of(config) if tensors is None else tensors)
 
 
 def logits_of(read, tokens):
@@ -278,12 +276,7 @@ def test_bfloat16_in_shards_comes_back_bit_for_bit(tmp_path):
     config.pop("dtype", None)
     tensors = {k: x.astype(jnp.bfloat16) for k, x in tensors_of(config).items()}
     folder = saved(tmp_path / "there", config, {"unused": np.zeros(1, np.float32)})
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    weight_map = {name: f"part-{i % 3}.safetensors" for i, name in enumerate(names)}
-    for i in range(3):
-        save_file({name: tensors[name] for name in names[i::3]}, folder / f"part-{i}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    in_parts(folder, tensors, 3)
     read = hugging_face.read(folder)
     assert {x.dtype.name for x in jax.tree.leaves(read.params)} == {"float32"}
     hugging_face.write(tmp_path / "back", read.spec, read.params, read.config)

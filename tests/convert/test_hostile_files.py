@@ -27,7 +27,7 @@ from reformax.convert.hugging_face_families import FAMILIES
 from reformax.convert.spec import Spec
 from reformax.data import files
 from tests.convert import decoders, test_decoders
-from tests.convert.hugging_face_models import CONFIGS, saved, weights
+from tests.convert.hugging_face_models import CONFIGS, in_parts, saved, weights
 from tests.convert.test_command import GIN
 
 MIB = 2**20
@@ -527,15 +527,8 @@ def test_settings_of_generation_are_told(settings, message, tmp_path):
 
 
 def test_an_index_of_two_files_is_read(tmp_path):
-    from safetensors.numpy import save_file
-
     folder, whole = saved(tmp_path, "factored"), weights("factored")
-    (folder / "model.safetensors").unlink()
-    names = sorted(whole)
-    weight_map = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
-    for i in range(2):
-        save_file({name: whole[name] for name in names[i::2]}, folder / f"part-{i}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    in_parts(folder, whole, 2)
     read = hugging_face.read(folder)
     np.testing.assert_array_equal(read.params["embedding"], whole[EMBEDDING])
 

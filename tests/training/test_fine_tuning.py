@@ -62,6 +62,16 @@ def flat(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
+def plainly(model, trained, merged, rule):
+    """The weights after descent on `trained` alone, of which `merged` makes the model's."""
+    state = rule.init(trained)
+    gradient = jax.jit(jax.grad(lambda x, tokens: loss_of(model)(merged(x), tokens)))
+    for tokens in TOKENS:
+        updates, state = rule.update(gradient(trained, tokens), state)
+        trained = optax.apply_updates(trained, updates)
+    return flat(merged(trained))
+
+
 # How a change of each kind of weight is made of its factors, as sums over letters.
 PRODUCTS = {
     "w_q": "ldr,lrnh->lndh",
@@ -101,13 +111,7 @@ def test_low_rank_changes_are_those_of_descent_on_their_factors(model, params):
 
         return jax.tree_util.tree_map_with_path(one, params)
 
-    adam = optax.adam(RATE, b2=0.98, eps=1e-9)
-    of_factors = adam.init(factors)
-    gradient = jax.jit(jax.grad(lambda f, tokens: loss_of(model)(merged(f), tokens)))
-    for tokens in TOKENS:
-        updates, of_factors = adam.update(gradient(factors, tokens), of_factors)
-        factors = optax.apply_updates(factors, updates)
-    expected = flat(merged(factors))
+    expected = plainly(model, factors, merged, optax.adam(RATE, b2=0.98, eps=1e-9))
     for name, x in flat(found).items():
         np.testing.assert_allclose(x, expected[name], atol=2e-5, err_msg=name)
         assert (name in named) != np.array_equal(x, flat(params)[name]), name
@@ -125,13 +129,7 @@ def test_only_what_is_named_is_trained(model, params):
             params,
         )
 
-    adam = optax.adam(RATE)
-    state = adam.init(some)
-    gradient = jax.jit(jax.grad(lambda x, tokens: loss_of(model)(merged(x), tokens)))
-    for tokens in TOKENS:
-        updates, state = adam.update(gradient(some, tokens), state)
-        some = optax.apply_updates(some, updates)
-    expected = flat(merged(some))
+    expected = plainly(model, some, merged, optax.adam(RATE))
     for name, x in flat(found).items():
         np.testing.assert_allclose(x, expected[name], atol=2e-5, err_msg=name)
         if name not in named:
