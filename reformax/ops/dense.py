@@ -24,7 +24,7 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
 
     Args:
       learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
-        (`softmax.learned_sinks`). Kernels have none.
+        (`softmax.learned_sinks`). cuDNN has none.
       impl: `"xla"` runs everywhere. Its gradient computes the logits again, so that no T x S array
         is kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
         without bias, dropout and segments, except for padding behind rows, with the `lengths` of a

@@ -26,7 +26,7 @@ from reformax.ops.calls.dispatch import (
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import segment_pair
-from reformax.ops.masking.padding import attend_to_tokens
+from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import block_kernels, ring, tiles
 from reformax.ops.softmax.block_lists import FullLayout
@@ -46,7 +46,7 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
       key_block_size: keys in a tile, likewise.
       scale: the factor of the products of queries and keys; None is `1 / sqrt(H)`.
       learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
-        (`softmax.learned_sinks`). Kernels have none, nor has a sequence in shards.
+        (`softmax.learned_sinks`). cuDNN has none, nor has a sequence in shards.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
         and bfloat16 without bias, dropout and segments, except for padding behind rows, with the
         `lengths` of a layer (`Tokens.right_padded`). `"pallas"` is the kernel of block-sparse
@@ -95,7 +95,9 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             layout = FullLayout(q.shape[1], k.shape[1], causal, dropout, call.logits)
             arrays = q, *repeat_heads(q, k, v)
-            return block_kernels.attend(layout, interpret, *arrays, ids, seed)[0]
+            out = block_kernels.attend(layout, interpret, *arrays, ids, seed, call.sinks)[0]
+            # Its gradient at padding, which may be anything, is not part of that of the sinks.
+            return out if call.sinks is None or ids[0] is None else tokens_only(out, ids[0])
 
         def in_arrays() -> Float[Array, "B T N V"]:
             arrays = q, *repeat_heads(q, k, v)
@@ -109,10 +111,9 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
             return attend_to_tokens(attend, *arrays, call.segment_ids)
 
         bias_shape = None if call.bias is None else call.bias.shape
-        lacking = dict(bias=bias_shape, learned_sinks=self.learned_sinks)
         implementations = {
             "cudnn": (cudnn_obstacle(call, q, k, v), in_cudnn),
-            "pallas": (kernel_obstacles(q, k, v, call.logits, **lacking), in_kernels),
+            "pallas": (kernel_obstacles(q, k, v, call.logits, bias=bias_shape), in_kernels),
             "xla": (None, in_arrays),
         }
         return compute_by(self.impl, implementations)

@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 of = functools.partial
-CAPPED = dict(soft_cap=2.0)
+CAPPED, SINKS = dict(soft_cap=2.0), dict(learned_sinks=True)
 native = of(nsa.nsa, compression="mean", own_projections=False)
 CASES = {
     "nsa, short": Case(of(native, block_size=16, n_selected=4, window=30), 6, 2, 16, 90),
@@ -97,6 +97,11 @@ CASES = {
     ),
     "shared_qk, wide": Case(shared_qk.shared_qk, 2, 2, 128, 1000, causal=False, packed=True),
     "flash, capped": Case(of(flash.flash, **CAPPED), t=777, packed=True, dropout=0.2),
+    "flash, sinks": Case(of(flash.flash, **SINKS), 4, t=1777),
+    "flash, sinks, packed": Case(
+        of(flash.flash, soft_cap=2.0, **SINKS), 4, 1, 80, 777, packed=True, dropout=0.2
+    ),
+    "flash, sinks, both sides": Case(of(flash.flash, **SINKS), 2, 2, 128, 1000, causal=False),
     "flash, wide, capped": Case(of(flash.flash, **CAPPED), 2, 2, 128, 1000, causal=False),
     "lsh, capped": Case(of(lsh.lsh, n_hashes=2, chunk_len=128, n_buckets=8, **CAPPED), t=1000),
     "moba, capped": Case(of(moba.moba, block_size=64, **CAPPED), 4, t=1000, packed=True),

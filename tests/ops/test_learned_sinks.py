@@ -1,5 +1,7 @@
 """Learned sinks: a logit of each head in the denominator of its softmax."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from reformax.layers import Attention
 from reformax.ops import dense, flash
+from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import visibility
 
@@ -15,6 +18,7 @@ OPS = (
     dense.dense(learned_sinks=True),
     flash.flash(learned_sinks=True, query_block_size=16, key_block_size=8),
 )
+IN_KERNELS = flash.flash(learned_sinks=True, impl=INTERPRETED)
 SEGMENTS = jnp.array([[1] * 20 + [2] * 17, [1] * 30 + [0] * 7])
 
 
@@ -38,7 +42,7 @@ def with_a_key(q, k, v, sinks, causal, segment_ids=None, soft_cap=None):
     return jnp.einsum("bnts,bsnv->btnv", weights, v)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", (*OPS, IN_KERNELS), ids=lambda op: f"{op.name}, {op.impl}")
 @pytest.mark.parametrize("causal, segment_ids", [(True, None), (False, SEGMENTS)])
 def test_one_more_logit(op, causal, segment_ids):
     """Values and gradients, those of the sinks too."""
@@ -92,7 +96,30 @@ def test_forward_mode_and_a_sink_that_takes_all():
     assert not np.any(attend(jnp.full(N, 1e4)))
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_kernels_of_half_precision_and_with_dropout(dropout):
+    """Against array operations in float32: odd lengths, segments, NaN at padding."""
+    arrays = *inputs(), jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
+    padding = (SEGMENTS == 0)[..., None, None]
+    masks = dict(causal=True, segment_ids=SEGMENTS, dropout=dropout, rng=jax.random.key(1))
+
+    def run(impl, dtype, q, k, v, sinks, d_out):
+        op = flash.flash(learned_sinks=True, soft_cap=3.0, impl=impl)
+
+        def attend(q, k, v, sinks):
+            return op(q, k, v, params={"sinks": sinks}, **masks)
+
+        q, k, v, d_out = (jnp.where(padding, jnp.nan, x.astype(dtype)) for x in (q, k, v, d_out))
+        out, vjp = jax.vjp(attend, q, k, v, sinks)
+        return out, *vjp(d_out.astype(out.dtype))
+
+    for dtype, tolerance in ((jnp.float32, 2e-5), (jnp.float16, 4e-3), (jnp.bfloat16, 3e-2)):
+        got, want = run(INTERPRETED, dtype, *arrays), run("xla", jnp.float32, *arrays)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x.astype(jnp.float32), y, atol=tolerance * np.abs(y).max())
+
+
+@pytest.mark.parametrize("op", (*OPS, IN_KERNELS), ids=lambda op: f"{op.name}, {op.impl}")
 def test_decoding_has_the_sinks(op):
     q, k, v, sinks = inputs()
     params, lengths = {"sinks": sinks}, jnp.array([30, 30])
@@ -101,8 +128,11 @@ def test_decoding_has_the_sinks(op):
     cache = op.init_cache(params, *first, plan=(), lengths=lengths, capacity=T)
     for t in range(30, 33):
         token = [x[:, t : t + 1] for x in (q, k, v)]
-        out, cache = op.step(params, *token, cache, position=jnp.full(B, t))
+        step = functools.partial(op.step, params, position=jnp.full(B, t))
+        out, cache = step(*token, cache)
         np.testing.assert_allclose(out[:, 0], want[:, t], rtol=1e-4, atol=1e-5)
+    if op.impl == INTERPRETED:
+        assert "pallas_call" in str(jax.make_jaxpr(step)(*token, cache))
     # In beam search: both rows are beams of one search, each with its own past.
     origins = jnp.broadcast_to(jnp.arange(2)[None, :, None], (1, 2, T))
     token = [x[:, 33:34] for x in (q, k, v)]
@@ -110,12 +140,12 @@ def test_decoding_has_the_sinks(op):
     np.testing.assert_allclose(out[:, 0], want[:, 33], rtol=1e-4, atol=1e-5)
 
 
-def test_kernels_and_shards_of_a_sequence_refuse_them():
+def test_cudnn_and_shards_of_a_sequence_refuse_them(monkeypatch):
     q, k, v, sinks = inputs()
-    for impl in (INTERPRETED, "cudnn"):
-        op = flash.flash(learned_sinks=True, impl=impl)
-        with pytest.raises(NotImplementedError, match="impl=.* with (learned_sinks=True|the back)"):
-            op(q, k, v, causal=True, params={"sinks": sinks})
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    op = flash.flash(learned_sinks=True, impl="cudnn")
+    with pytest.raises(NotImplementedError, match="impl='cudnn' with learned_sinks=True"):
+        op(q, k, v, causal=True, params={"sinks": sinks})
     assert "sequence" in flash.flash().shards
     assert "sequence" not in flash.flash(learned_sinks=True).shards
     with pytest.raises(ValueError, match="params is ..: flash has weights of its own"):

@@ -131,7 +131,7 @@ def attend_to(
     if interpret is not None:
         from reformax.ops.kernels.triton import one_query as kernel
 
-        options = dict(alone=alone, logits=call.logits, bias=bias, index=index)
+        options = dict(alone=alone, logits=call.logits, bias=bias, index=index, sinks=call.sinks)
         return kernel.attend(q, keys, values, mask, interpret, **options)[0]
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
@@ -158,8 +158,7 @@ def _output(
 def _kernels(call: Call, impl: str, q, keys, values, mask) -> bool | None:
     """`choose_kernels` of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
-    obstacles = kernel_obstacles(q, keys, values, learned_sinks=call.sinks is not None)
-    return choose_kernels(impl, obstacles, pays)
+    return choose_kernels(impl, kernel_obstacles(q, keys, values), pays)
 
 
 def add_and_attend(
@@ -188,7 +187,7 @@ def add_and_attend(
 
     rows = (x[:, 0].astype(of_ring.dtype) for x, of_ring in zip(new, ring, strict=True))
     added = kernel.NewKey(*rows, call.position % ring.keys.shape[2])
-    options |= dict(logits=call.logits, new=added)
+    options |= dict(logits=call.logits, new=added, sinks=call.sinks)
     out, ring = kernel.attend(q, *ring, mask, interpret, **options)
     return out, KeyValues(*ring)
 

@@ -24,6 +24,7 @@ def attend(
     v: Float[Array, "B S N V"],
     segment_ids: tuple[Int[Array, "B _"] | None, ...],
     seed: Int[Array, 6] | None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """Attention by `kernels`, and each row's sum of weights, which has no gradient.
 
@@ -31,5 +32,6 @@ def attend(
       layout: which queries see which keys.
       interpret: from `dispatch.choose_kernels`.
       q, k, v, segment_ids, seed: as in `forward` of the kernels.
+      sinks: of `softmax.learned_sinks`. Gradients of padding's outputs must then be zeros.
     """
-    return kernels().attend(layout, interpret, q, k, v, segment_ids, seed)
+    return kernels().attend(layout, interpret, q, k, v, segment_ids, seed, sinks=sinks)

@@ -44,6 +44,7 @@ from reformax.ops.numerics.row_blocks import (
     rows,
 )
 from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.softmax.learned_sinks import d_sinks, with_sinks
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 # Logits of a tile, of all heads that are computed together. A CPU's fit in its cache. On a GPU
@@ -252,17 +253,6 @@ class TiledResults(NamedTuple):
             put_row_statistics(self.row_sum, state.row_sum, group, block),
         )
 
-    def with_sinks(self, sinks: Float[Array, " N"] | None) -> TiledResults:
-        """The results whose denominators have the heads' sinks; None: there are none."""
-        if sinks is None:
-            return self
-        sink = sinks.astype(self.row_sum.dtype)[None, :, None]
-        row_max = jnp.maximum(self.row_max, sink)
-        of_keys = self.row_sum * jnp.exp(self.row_max - row_max)
-        row_sum = of_keys + jnp.exp(sink - row_max)
-        share = jnp.swapaxes(of_keys / row_sum, 1, 2)[..., None]
-        return TiledResults((self.out * share).astype(self.out.dtype), row_max, row_sum)
-
 
 def no_results(x: TiledInputs) -> TiledResults:
     """Zeros, into which `with_rows` writes."""
@@ -404,11 +394,11 @@ def attend(
       tiling, x: as in `forward`.
       plan: the tiles of both passes.
     """
-    return forward_pass(tiling, x, plan.by_query).with_sinks(x.sinks).out
+    return with_sinks(forward_pass(tiling, x, plan.by_query), x.sinks)[0]
 
 
 def _attend_forward(forward_pass, tiling, x, plan):
-    results = forward_pass(tiling, x, plan.by_query).with_sinks(x.sinks)
+    results = TiledResults(*with_sinks(forward_pass(tiling, x, plan.by_query), x.sinks))
     return results.out, (x, plan, results)
 
 
@@ -419,18 +409,7 @@ def _attend_backward(forward_pass, tiling, residuals, d_out):
     gradients = backward(tiling, x, plan.by_key, results, d_out)
     # Integers have no gradient.
     integers = dict(query_segment_ids=None, key_segment_ids=None, seed=None)
-    return TiledInputs(*gradients, **integers, sinks=_d_sinks(x, results, d_out)), None
-
-
-def _d_sinks(x: TiledInputs, results: TiledResults, d_out) -> Float[Array, " N"] | None:
-    """The gradient of the sinks: the weight of a sink times its value, 0, minus the output."""
-    if x.sinks is None:
-        return None
-    sink = x.sinks.astype(x.dtype)[None, :, None]
-    weight = jnp.exp(sink - results.row_max) / nonzero(results.row_sum)
-    f32 = dict(preferred_element_type=x.dtype)
-    dot = jnp.einsum("btnv,btnv->bnt", d_out, results.out, **f32)
-    return -jnp.sum(weight * dot, axis=(0, 2)).astype(x.sinks.dtype)
+    return TiledInputs(*gradients, **integers, sinks=d_sinks(results, x.sinks, d_out)), None
 
 
 def _attend_tangent(forward_pass, tiling, residuals, tangents):

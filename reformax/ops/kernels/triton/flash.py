@@ -42,6 +42,7 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.logits import Logits
+from reformax.ops.softmax.learned_sinks import d_sinks, with_sinks
 from reformax.ops.softmax.online import Softmax
 
 # A program's own NamedTuple of `[L]`: positions, and whatever decides who sees whom.
@@ -231,8 +232,10 @@ def _logits(
     return hide(logits, mask)
 
 
-def attention(forward: Callable, backward: Callable, with_sums: bool = False) -> CustomDerivatives:
-    """`attend(static, interpret, q, k, v, *others) -> out`, with the gradients of q, k and v.
+def attention(forward: Callable, backward: Callable, with_sums: bool = False) -> Callable:
+    """`attend(static, interpret, q, k, v, *others, sinks=None) -> out`, with gradients.
+
+    Those are of q, k, v and of the `sinks [N]` of `softmax.learned_sinks`, where there are any.
 
     Args:
       forward: `(static, *inputs, interpret=) -> (out, row_max, row_sum)`.
@@ -240,18 +243,24 @@ def attention(forward: Callable, backward: Callable, with_sums: bool = False) ->
       with_sums: whether `attend` returns `(out, row_sum)`. The sum has no gradient.
     """
 
-    def run(static, interpret, q, k, v, *others):
-        inputs = *first_order((q, k, v)), *others
-        results = forward(static, *inputs, interpret=interpret)
-        return (results[0], results[2]) if with_sums else results[0], (inputs, results)
+    def run(static, interpret, sinks, q, k, v, *others):
+        sinks, *qkv = first_order((sinks, q, k, v))
+        inputs = *qkv, *others
+        results = with_sinks(forward(static, *inputs, interpret=interpret), sinks)
+        out = (results[0], results[2]) if with_sums else results[0]
+        return out, (sinks, inputs, results)
 
     def differentiate(static, interpret, residuals, cotangents):
-        inputs, results = residuals
+        sinks, inputs, results = residuals
         d_out = cotangents[0] if with_sums else cotangents
         results, d_out = first_order((results, d_out))
         gradients = backward(static, *inputs, *results, d_out, interpret=interpret)
-        return *gradients, *[None] * (len(inputs) - 3)
+        return d_sinks(results, sinks, d_out), *gradients, *[None] * (len(inputs) - 3)
 
-    attend = CustomDerivatives(lambda *args: run(*args)[0], n_static=2)
-    attend.define(run, differentiate)
+    derivatives = CustomDerivatives(lambda *args: run(*args)[0], n_static=2)
+    derivatives.define(run, differentiate)
+
+    def attend(static, interpret, *inputs, sinks=None):
+        return derivatives(static, interpret, sinks, *inputs)
+
     return attend

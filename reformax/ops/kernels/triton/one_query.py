@@ -49,6 +49,7 @@ class OneQueryInputs(NamedTuple):
     alone: Float[Array, "B N V"] | None  # the output of a query that sees no key; None: zeros
     bias: Float[Array, "#B N K"] | None
     new: NewKey | None
+    sinks: Float[Array, " N"] | None  # of `softmax.learned_sinks`
 
 
 def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits):
@@ -99,7 +100,12 @@ def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits):
 
     width = power_of_two(d_v)
     start = jnp.zeros(width, jnp.float32), jnp.float32(LOWEST), jnp.float32(0)
-    acc, _, row_sum = lax.fori_loop(0, pl.cdiv(n_entries, TILE), step, start)
+    acc, of_keys_max, row_sum = lax.fori_loop(0, pl.cdiv(n_entries, TILE), step, start)
+    if inputs.sinks is not None:
+        sink = load(inputs.sinks.at[head], None).astype(jnp.float32)
+        row_max = jnp.maximum(of_keys_max, sink)
+        of_keys = jnp.exp(of_keys_max - row_max)
+        acc, row_sum = acc * of_keys, row_sum * of_keys + jnp.exp(sink - row_max)
     if_alone = 0.0
     if inputs.alone is not None:
         if_alone = load(*vector(inputs.alone, row, head, size=d_v), 0.0).astype(jnp.float32)
@@ -126,6 +132,7 @@ def attend(
     logits: Logits = PLAIN,
     bias: Float[Array, "#B N K"] | None = None,
     new: NewKey | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "B 1 N V"], tuple[Array, Array] | None]:
     """`ops.decoding.cache.attend_to`; with `new`, also the updated keys and values."""
     inputs = OneQueryInputs(
@@ -137,6 +144,7 @@ def attend(
         None if alone is None else alone[:, 0],
         bias,
         new,
+        sinks,
     )
     batch, _, n_heads, _ = q.shape
     shape = jax.ShapeDtypeStruct((batch, n_heads, values.shape[-1]), values.dtype)
