@@ -147,10 +147,12 @@ class AttentionOp:
     # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
     # `lengths [B]`, None by default: each row is so many tokens of one segment and then padding,
     # where arrays are finite. `segment_ids` say the same. `_impls`: values of the option `impl`.
-    # `_repeats_qk`: it repeats queries and keys for all heads of values.
+    # `_hides_finite_padding`: `_keeps_padding_out` where arrays are finite, as those with `lengths`
+    # are. `_repeats_qk`: it repeats queries and keys for all heads of values.
     _grouped = False
     _repeats_qk = False
     _keeps_padding_out = False
+    _hides_finite_padding = False
     _takes_lengths = False
     _impls: ClassVar[tuple[str, ...]] = ()
 
@@ -449,9 +451,10 @@ class AttentionOp:
         """`_apply` with the seed of dropout, of arrays that are zeros at padding."""
         if call.seed is None and call.dropout > 0.0:
             call = call.but(seed=seed_words(call.rng, len(q), call.shard))
+        hides = self._hides_finite_padding and call.lengths is not None
         if not self._takes_lengths:
             call = call.but(lengths=None)
-        if self._keeps_padding_out:
+        if self._keeps_padding_out or hides:
             return self._apply(call, params, q, k, v, plan)
         call = _extras_of_tokens(call)
 
