@@ -33,7 +33,7 @@ from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
 from reformax.ops.calls.arguments import check_arguments, check_value_heads
 from reformax.ops.decoding.cache import take_rows
-from reformax.ops.masking.masks import int32_ids, row_lengths, tokens_of
+from reformax.ops.masking.masks import int32_ids, row_lengths, says_one_segment, tokens_of
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.rotary import RotaryAngles, rotary
@@ -357,6 +357,8 @@ class MultiHead(Layer):
             global_tokens=global_tokens,
         )
 
+        one_segment = says_one_segment(tokens.segment_ids)
+
         def plan(qkv, tokens, params, rng, shard=None):
             segment_ids, global_tokens = tokens
             return self.op.plan(
@@ -366,6 +368,7 @@ class MultiHead(Layer):
                 causal=self.causal,
                 rng=rng,
                 shard=shard,
+                one_segment=one_segment,
                 train=self.mode == "train",
                 length=length,
                 global_tokens=global_tokens,
@@ -424,6 +427,7 @@ class MultiHead(Layer):
                 *arrays,
                 plan=plan,
                 segment_ids=segment_ids,
+                one_segment=says_one_segment(tokens.segment_ids),
                 causal=self.causal,
                 dropout=self._weights_rate,
                 rng=rng,

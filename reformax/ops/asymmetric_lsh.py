@@ -119,8 +119,9 @@ class SortedByHash(AttentionOp):
             ratio = _ratio(q.shape[1], k.shape[1])
             return aligned_orders(codes.queries, codes.keys, segment_ids, chunk_len, ratio)
         n_pad = -q.shape[1] % chunk_len
+        masks = segment_ids, n_pad, call.one_segment
         queries, keys = (
-            sort_by_bucket(x, codes.n_codes, segment_ids, n_pad).query_positions for x in codes[:2]
+            sort_by_bucket(x, codes.n_codes, *masks).query_positions for x in codes[:2]
         )
         order = Order(queries, key_positions=keys)
         return order.for_kernels(self._kernels(call, q, k), self.count_once, two_orders=True)
@@ -274,10 +275,10 @@ class CentredAngularHash(NamedTuple):
     def codes(self, call: Call, q, k, cross: bool) -> HashCodes:
         del cross
         segment_ids, length = call.segment_ids, call.length or k.shape[1]
-        if segment_ids is not None:
+        if segment_ids is not None and not call.one_segment:
             ids = segment_pair(segment_ids)
             q, k = (tokens_only(x, of_x) for x, of_x in zip((q, k), ids, strict=True))
-        keys = centred(k, segment_pair(segment_ids)[1], call.causal)
+        keys = centred(k, segment_pair(segment_ids)[1], call.causal, call.one_segment)
         factors = self.hashing.factors_for(length)
         rotations = self.hashing.rotations_for(q, length, self.n_hashes, call.rng, call.shard)
         return HashCodes(*self._buckets(rotations, factors, q, keys), math.prod(factors))

@@ -39,7 +39,15 @@ from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
 from reformax.ops.masking.contiguous import are_contiguous
 from reformax.ops.masking.given_masks import checked_mask, with_mask
-from reformax.ops.masking.masks import SegmentIds, int32_ids, keys_seen, segment_pair
+from reformax.ops.masking.masks import (
+    SegmentIds,
+    int32_ids,
+    int32_or_bool_ids,
+    keys_seen,
+    says_one_segment,
+    segment_pair,
+    tokens_before,
+)
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.precision import accum_dtype
@@ -139,10 +147,12 @@ class AttentionOp:
     # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
     # `lengths [B]`, None by default: each row is so many tokens of one segment and then padding,
     # where arrays are finite. `segment_ids` say the same. `_impls`: values of the option `impl`.
-    # `_repeats_qk`: it repeats queries and keys for all heads of values.
+    # `_hides_finite_padding`: `_keeps_padding_out` where arrays are finite, as those with `lengths`
+    # are. `_repeats_qk`: it repeats queries and keys for all heads of values.
     _grouped = False
     _repeats_qk = False
     _keeps_padding_out = False
+    _hides_finite_padding = False
     _takes_lengths = False
     _impls: ClassVar[tuple[str, ...]] = ()
 
@@ -389,7 +399,10 @@ class AttentionOp:
         return devices.varying_as(call, self._replace_value(*devices.varying_as(call, call)))
 
     def _call(self, **arguments: Any) -> Call:
-        """A call with the op's logits."""
+        """A call with the op's logits. Boolean segment ids say that rows are one segment."""
+        ids = arguments.get("segment_ids")
+        if says_one_segment(ids):
+            arguments |= dict(segment_ids=int32_ids(ids), one_segment=True)
         # Numbers of NumPy would promote what they are multiplied with.
         numbers = (None if x is None else float(x) for x in (self.scale, self.soft_cap))
         return Call(logits=Logits(*numbers), **arguments)
@@ -438,9 +451,10 @@ class AttentionOp:
         """`_apply` with the seed of dropout, of arrays that are zeros at padding."""
         if call.seed is None and call.dropout > 0.0:
             call = call.but(seed=seed_words(call.rng, len(q), call.shard))
+        hides = self._hides_finite_padding and call.lengths is not None
         if not self._takes_lengths:
             call = call.but(lengths=None)
-        if self._keeps_padding_out:
+        if self._keeps_padding_out or hides:
             return self._apply(call, params, q, k, v, plan)
         call = _extras_of_tokens(call)
 
@@ -489,6 +503,7 @@ class AttentionOp:
         *,
         causal: bool = False,
         segment_ids: SegmentIds | None = None,
+        lengths: Int[Array, " B"] | None = None,
         mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None = None,
         bias: Float[Array, "#B #N #T #S"] | None = None,
         dropout: float = 0.0,
@@ -512,6 +527,8 @@ class AttentionOp:
           causal: whether a position sees only itself and what came before it.
           segment_ids: ids of the tokens, or a pair of them for queries and for keys. Booleans say
             that each row is one segment besides its padding.
+          lengths: the number of tokens of each row, whose padding is behind them: the cheapest way
+            to say so. Arrays must be finite at padding. Queries and keys are of one length.
           mask: True where a key may be seen. `[B, S]` is of keys, for every algorithm: it becomes
             segment ids, by which the hidden keys are padding. `[B, N, T, S]` is of pairs, for an
             algorithm with `bias`; an axis of size 1 is broadcast.
@@ -551,20 +568,21 @@ class AttentionOp:
             global_tokens=global_tokens,
         )
         flags = dict(train=train, return_state=return_state)
-        check_arguments(self, *(q, k, v), **call, **flags, **checked)
+        check_arguments(self, *(q, k, v), **call, **flags, **checked, lengths=lengths, mask=mask)
         params = checked_params(self, params, q, v)
         if initial_state is not None or return_state:
             state = checked_state(self, initial_state, causal, mask, segment_ids, q, v)
+            if lengths is not None:
+                segment_ids = tokens_before(lengths, q.shape[1])
             arrays = state, q, k, v, int32_ids(segment_ids), extra_projections, params
             with _explained(arrays, "return_state=True" if return_state else "initial_state"):
                 found = _compiled_from(self)(*arrays)
             return found if return_state else found[0]
         if mask is not None:
             mask = checked_mask(self, mask, q, q if k is None else k, v)
-        segment_ids = int32_ids(segment_ids)
-        x = CallArrays(
-            params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng
-        )
+        segment_ids = int32_or_bool_ids(segment_ids)
+        masks = segment_ids, lengths, mask
+        x = CallArrays(params, q, k, v, *masks, bias, extra_projections, global_tokens, rng)
         return _compiled(self)(x, **call, train=train)
 
 
@@ -644,12 +662,14 @@ def _plan_and_apply(
     dropout: float,
     train: bool,
 ) -> Float[Array, "B T N V"]:
-    params, q, k, v, segment_ids, mask, bias, extra_projections, global_tokens, rng = x
+    params, q, k, v, segment_ids, lengths, mask, bias, extra_projections, global_tokens, rng = x
+    if lengths is not None:
+        segment_ids = tokens_before(lengths, q.shape[1])
     segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
     masks = dict(segment_ids=segment_ids, causal=causal, rng=rng, shard=shard)
     planned = op.of_value_heads(q, k, v)
     plan = op.plan(params, *planned, **masks, train=train, global_tokens=global_tokens)
-    others = dict(bias=bias, extra_projections=extra_projections)
+    others = dict(bias=bias, extra_projections=extra_projections, lengths=lengths)
     return op.apply(params, q, k, v, plan=plan, dropout=dropout, **masks, **others)
 
 

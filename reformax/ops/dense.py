@@ -8,11 +8,12 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import compute_by
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import visibility
 from reformax.ops.masking.padding import attend_to_tokens
+from reformax.ops.softmax import block_kernels
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 from reformax.ops.softmax.reference import reference_attention
@@ -27,12 +28,13 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
         (`softmax.learned_sinks`). cuDNN has none.
       impl: `"xla"` runs everywhere. Its gradient computes the logits again, so that no T x S array
         is kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
-        without bias, dropout and segments, except for padding behind rows, with the `lengths` of a
-        layer (`Tokens.right_padded`). `"auto"` takes it where it computes the same function.
+        without bias, dropout and segments, except for padding behind rows, with `lengths`.
+        `"pallas"` is the kernel of `flash.flash`, for what cuDNN lacks besides a bias. `"auto"`
+        takes the first of cuDNN, Pallas and XLA that computes the call.
 
     Raises:
       ValueError: an unknown `impl`.
-      NotImplementedError: at the call, when `impl="cudnn"` is asked for what it cannot do.
+      NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
 
     learned_sinks: bool = False
@@ -44,7 +46,7 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
     _grouped = True
     _keeps_padding_out = True
     _takes_lengths = True
-    _impls = ("cudnn",)
+    _impls = ("cudnn", *KERNELS)
 
     def _apply(self, call, params, q, k, v, plan):
         del plan
@@ -64,8 +66,11 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
             arrays = q, *repeat_heads(q, k, v)
             return attend_to_tokens(functools.partial(attend, call.bias), *arrays, call.segment_ids)
 
+        in_kernels = functools.partial(block_kernels.attend_to_all, call, q=q, k=k, v=v)
+        bias_shape = None if call.bias is None else call.bias.shape
         implementations = {
             "cudnn": (cudnn_obstacle(call, q, k, v), in_cudnn),
+            "pallas": (kernel_obstacles(q, k, v, call.logits, bias=bias_shape), in_kernels),
             "xla": (None, in_arrays),
         }
         return compute_by(self.impl, implementations)

@@ -9,6 +9,7 @@ and in any tiling.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, NamedTuple
 
@@ -26,7 +27,7 @@ from reformax.ops.calls.dispatch import (
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import segment_pair
-from reformax.ops.masking.padding import attend_to_tokens, tokens_only
+from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import block_kernels, ring, tiles
 from reformax.ops.softmax.block_lists import FullLayout
@@ -48,8 +49,8 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
       learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
         (`softmax.learned_sinks`). cuDNN has none, nor has a sequence in shards.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
-        and bfloat16 without bias, dropout and segments, except for padding behind rows, with the
-        `lengths` of a layer (`Tokens.right_padded`). `"pallas"` is the kernel of block-sparse
+        and bfloat16 without bias, dropout and segments, except for padding behind rows, with
+        `lengths`. `"pallas"` is the kernel of block-sparse
         attention with every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
         without bias and `scale`. It skips tiles that segments hide. `"auto"` takes the first of
         cuDNN, Pallas and XLA that computes the call.
@@ -92,12 +93,7 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
                 q, k, v, causal=causal, scale=call.logits.scale, lengths=call.lengths
             )
 
-        def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
-            layout = FullLayout(q.shape[1], k.shape[1], causal, dropout, call.logits)
-            arrays = q, *repeat_heads(q, k, v)
-            out = block_kernels.attend(layout, interpret, *arrays, ids, seed, call.sinks)[0]
-            # Its gradient at padding, which may be anything, is not part of that of the sinks.
-            return out if call.sinks is None or ids[0] is None else tokens_only(out, ids[0])
+        in_kernels = functools.partial(block_kernels.attend_to_all, call, q=q, k=k, v=v)
 
         def in_arrays() -> Float[Array, "B T N V"]:
             arrays = q, *repeat_heads(q, k, v)

@@ -19,12 +19,13 @@ from jaxtyping import Array, Float
 from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import KERNELS
+from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import quotient, with_ones
 from reformax.ops.recurrence.op_functions import Recurrence
 from reformax.ops.recurrence.recurrence import bidirectional
-from reformax.ops.recurrence.short_convolution import Projected, conv_params
+from reformax.ops.recurrence.short_convolution import conv_params
 
 
 @op
@@ -66,11 +67,10 @@ class linear(Recurrence, AttentionOp):
     def _apply(self, call, params, q, k, v, plan):
         if call.causal:
             return super()._apply(call, params, q, k, v, plan)
-        x = self._read(params, Projected(q, k, v), None)
-        sums = bidirectional(
-            x.q, x.k, with_ones(x.v), segment_ids=call.segment_ids, chunk_len=self.chunk_len
-        )
-        return quotient(sums).astype(v.dtype)
+        x, _, ids = self._read_tokens(call, params, q, k, v)
+        options = dict(segment_ids=ids, chunk_len=self.chunk_len)
+        out = quotient(bidirectional(x.q, x.k, with_ones(x.v), **options)).astype(v.dtype)
+        return out if call.segment_ids is None else tokens_only(out, call.segment_ids)
 
     def _inputs(self, params, q, k, v, extra_projections=None) -> RecurrenceInputs:
         del params, extra_projections

@@ -61,6 +61,7 @@ class longformer(AttentionOp):
     own_projections: bool = True
     impl: str = "auto"
 
+    _hides_finite_padding = True
     _impls = KERNELS
 
     @property
@@ -75,6 +76,10 @@ class longformer(AttentionOp):
     def shards(self) -> tuple[str, ...]:
         alike = isinstance(self.dilation, int) and self.n_global == 0
         return ("heads",) if alike else ()
+
+    @property
+    def _keeps_padding_out(self) -> bool:
+        return self.n_global == 0
 
     def _check(self) -> None:
         if self.dilation == ():

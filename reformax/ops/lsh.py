@@ -208,7 +208,9 @@ class lsh(AttentionOp):
         buckets = hash_by(rotations, vectors, factors, self.impl)
         # Sort: by segment, bucket and position, padded to whole chunks.
         n_pad = 0 if one_chunk else -q.shape[1] % self._pad_multiple
-        order = sort_by_bucket(buckets, math.prod(factors), call.segment_ids, n_pad)
+        order = sort_by_bucket(
+            buckets, math.prod(factors), call.segment_ids, n_pad, call.one_segment
+        )
         if self.strictly_causal:
             return within_buckets(order, buckets, self.chunk_len * self.n_chunks_before)
         if self.wrap:

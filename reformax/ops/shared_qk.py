@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import RingDecoding
-from reformax.ops.masking.masks import except_self, segment_pair, visibility
-from reformax.ops.masking.visibility import is_token
+from reformax.ops.masking.masks import except_self, visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import block_kernels
-from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.reference import reference_attention
 
 
@@ -49,6 +46,7 @@ class shared_qk(RingDecoding, AttentionOp):
 
     shared_qk = True
     shards = ("heads",)
+    _takes_lengths = True
     _impls = ("cudnn", *KERNELS)
 
     @property
@@ -57,23 +55,17 @@ class shared_qk(RingDecoding, AttentionOp):
 
     def _apply(self, call, params, q, k, v, plan):
         del params, k, plan
-        ids, causal, dropout, seed = call.segment_ids, call.causal, call.dropout, call.seed
+        ids, causal = call.segment_ids, call.causal
         obstacle = cudnn_obstacle(call, q, q, v) if causal else "causal=False"
 
         def in_cudnn() -> Float[Array, "B T N V"]:
-            return _to_those_before(q, v, self.attend_self_if_alone)
+            return _to_those_before(q, v, self.attend_self_if_alone, call.lengths)
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
-            sizes = q.shape[1], q.shape[1]
-            layout = FullLayout(*sizes, causal, dropout, call.logits, exclude_self=True)
-            arrays = q, length_normalize(q), v, segment_pair(ids), seed
-            out, row_sum = block_kernels.attend(layout, interpret, *arrays)
-            if not self.attend_self_if_alone:
-                return out
-            alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
-            if ids is not None:  # padding does not see itself either
-                alone = alone & is_token(ids)[..., None, None]
-            return jnp.where(alone, dropped_self_values(v, dropout, seed), out)
+            arrays = q, length_normalize(q), v
+            return block_kernels.attend_to_others(
+                call, interpret, *arrays, self.attend_self_if_alone
+            )
 
         @jax.checkpoint
         def attend(q, v) -> Float[Array, "B T N V"]:
@@ -90,15 +82,20 @@ class shared_qk(RingDecoding, AttentionOp):
 
 
 def _to_those_before(
-    q: Float[Array, "B T N H"], v: Float[Array, "B T N H"], attend_self_if_alone: bool
+    q: Float[Array, "B T N H"],
+    v: Float[Array, "B T N H"],
+    attend_self_if_alone: bool,
+    lengths: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of each position to those before it; the first position has none.
 
-    It is causal attention with the queries moved by one position.
+    It is causal attention with the queries moved by one position. `lengths` are as in
+    `cudnn_attention`; the first position of a row without a token is padding, as its caller knows.
     """
     first = v[:, :1] if attend_self_if_alone else jnp.zeros_like(v[:, :1])
     if q.shape[1] == 1:
         return first
     keys = length_normalize(q)
-    rest = cudnn_attention(q[:, 1:], keys[:, :-1], v[:, :-1], causal=True)
+    lengths = None if lengths is None else jnp.maximum(lengths - 1, 0)
+    rest = cudnn_attention(q[:, 1:], keys[:, :-1], v[:, :-1], causal=True, lengths=lengths)
     return jnp.concatenate([first, rest], axis=1)

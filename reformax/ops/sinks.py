@@ -47,6 +47,7 @@ class sinks(AttentionOp):
 
     packed = False
     shards = ("heads",)
+    _hides_finite_padding = True
     _impls = KERNELS
 
     @property

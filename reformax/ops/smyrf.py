@@ -97,9 +97,9 @@ class AsymmetricHash(NamedTuple):
         segment_ids, sizes = call.segment_ids, (*q.shape[2:], self.n_hashes)
         directions = asymmetric.draw_directions(*sizes, call.rng, call.shard)
         if cross:
-            cosines = asymmetric.cosines(q, k, directions, segment_ids)
+            cosines = asymmetric.cosines(q, k, directions, segment_ids, call.one_segment)
             return HashCodes(*cosines, asymmetric.N_CODES)
-        squares, most = asymmetric.lengths(q, k, segment_ids)
+        squares, most = asymmetric.lengths(q, k, segment_ids, call.one_segment)
         of_each = (
             asymmetric.hashes(
                 asymmetric.on_directions(x, directions), of_x, most, directions[:, last]

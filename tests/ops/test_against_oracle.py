@@ -382,24 +382,6 @@ def test_visibility_and_except_self_are_the_tables():
     )
 
 
-def test_dropout_masks_are_fair_coins():
-    """The rate is right, and no axis of the address repeats another's coins."""
-    mask = jax.jit(
-        lambda: full_dropout_mask(seed_words(jax.random.key(0), 2), 0.25, (4, 4, 64, 64))
-    )
-    dropout_mask = np.asarray(mask())
-    assert set(np.unique(dropout_mask)) == {0, np.float32(1 / 0.75)}
-    dropped = dropout_mask == 0
-    assert abs(dropped.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / dropout_mask.size)
-    coins = dropped - dropped.mean()
-    variance = np.mean(coins**2)
-    for axis in range(4):
-        shifted = np.roll(coins, 1, axis=axis)
-        assert abs(np.mean(coins * shifted)) / variance < 5 / np.sqrt(dropout_mask.size)
-    across = np.swapaxes(coins, 2, 3) * coins * ~np.eye(64, dtype=bool)
-    assert abs(np.mean(across)) / variance < 5 * np.sqrt(2) / np.sqrt(dropout_mask.size)
-
-
 @over(row for row in ROWS if row.counts)
 def test_equal_tokens_share_large_logits(row):
     """Ties stay ties where logits are far apart: each output's weights sum to 1 in the gradient."""

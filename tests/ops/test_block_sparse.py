@@ -11,7 +11,7 @@ import pytest
 from reformax.ops import base, block_patterns, block_sparse
 from reformax.ops.calls.call import Call
 from reformax.ops.kernels.triton import block_sparse as kernel
-from reformax.ops.masking.masks import visibility
+from reformax.ops.masking.masks import except_self, visibility
 from reformax.ops.softmax import block_lists, tiles
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.reference import reference_attention
@@ -288,11 +288,56 @@ def test_segments_leave_out_the_tiles_that_none_of_them_is_in(by_query):
     everything = block_lists.FullLayout(40, 32, causal=False, dropout=0.0)
     entries = (everything.rows if by_query else everything.columns)(8, 8).entries
     ids = (queries, keys) if by_query else (keys, queries)
-    spans = kernel._spans(*(kernel._range(jnp.asarray(x)[None], 8) for x in ids), entries)
+    spans = kernel._spans(*(kernel._tile_ids(jnp.asarray(x)[None], 8) for x in ids), entries)
     tiles_of_programs, other_tiles = ([set(tile) - {0} for tile in x.reshape(-1, 8)] for x in ids)
-    for tile, (first, end) in zip(tiles_of_programs, np.stack(spans, axis=2)[0], strict=True):
+    for tile, span in zip(tiles_of_programs, np.stack(spans, axis=2)[0], strict=True):
         indices = np.flatnonzero([bool(tile & other_tiles[entry]) for entry in entries])
-        assert list(range(first, end)) == list(indices)
+        assert list(range(*span[:2])) == list(indices)
+
+
+@pytest.mark.parametrize("by_query", [True, False])
+def test_tiles_of_one_segment_need_no_mask(by_query):
+    """A run of them: others of the same segment behind it have a mask."""
+    ids = np.repeat([1, 2, 3, 2, 4, 5, 4, 0], [8, 16, 8, 8, 9, 6, 9, 8]).astype(np.int32)
+    everything = block_lists.FullLayout(72, 72, causal=False, dropout=0.0)
+    entries = (everything.rows if by_query else everything.columns)(8, 8).entries
+    of_tiles = kernel._tile_ids(jnp.asarray(ids)[None], 8)
+    assert list(of_tiles.only[0]) == [1, 2, 2, 3, 2, 4, 0, 4, 0]
+    spans = np.stack(kernel._spans(of_tiles, of_tiles, entries), axis=2)[0, :, 2:]
+    found = [sorted(entries[first:end].tolist()) for first, end in spans]
+    of_two = [1, 2] if by_query else [4]
+    of_four = [5] if by_query else [7]
+    assert found == [[0], of_two, of_two, [3], of_two, of_four, [], of_four, []]
+
+
+@pytest.mark.parametrize("exclude_self", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [16, 32])
+def test_long_segments_with_and_without_masks(causal, exclude_self, size):
+    """Whole tiles before, between and behind masked ones; parts; rows of padding."""
+    length = 150
+    lengths = [[64, 40, 46], [100, 30, 20], [150, 0, 0], [0, 0, 150]]
+    ids = np.stack([np.repeat([3, 1, 0], n) for n in lengths]).astype(np.int32)
+    ids[1] = np.repeat([2, 1, 2, 0], [48, 40, 48, 14])
+    q, k, v, d_out = np.random.default_rng(0).normal(size=(4, 4, length, 2, 8)).astype(np.float32)
+    d_out = np.where(ids[..., None, None] != 0, d_out, 0)
+    layout = block_lists.FullLayout(length, length, causal, 0.2, exclude_self=exclude_self)
+    seed, tiles = seed_words(KEY, 4), kernel.BlockTiles(size, 16, 4, 2)
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        inputs = layout, q, k, v, (ids, ids), seed
+        results = kernel.forward(*inputs, tiles=tiles, interpret=True)
+        both = dict(tiles=(tiles, tiles), interpret=True)
+        return results[0], kernel.backward(*inputs, *results, d_out, **both)
+
+    def attend(q, k, v):
+        mask = visibility(length, length, causal=causal, segment_ids=ids)
+        mask = except_self(mask, False) if exclude_self else mask
+        call = Call(dropout=0.2, seed=seed)
+        return reference_attention(q, k, v, mask, call)
+
+    assert_trees_close(run(q, k, v, d_out), with_gradients(attend)(d_out, q, k, v))
 
 
 @pytest.mark.parametrize(

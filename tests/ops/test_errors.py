@@ -188,7 +188,7 @@ SIZES = [
         dict(impl="triton"),
         "impl is 'triton': expected 'auto', 'xla', 'cudnn' or 'pallas'",
     ),
-    (dense.dense, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla' or 'cudnn'"),
+    (dense.dense, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla', 'cudnn' or 'pallas'"),
 ]
 
 

@@ -1,11 +1,15 @@
 """Dense attention with shared queries and keys by cuDNN, whose place another op takes here."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from reformax.ops import dense, shared_qk
 from tests.helpers import assert_trees_close, with_gradients
+from tests.ops.cudnn import instead_of_cudnn
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -17,6 +21,22 @@ def test_causal_attention_moved_by_one_position(own, length, monkeypatch):
     op = shared_qk.shared_qk(attend_self_if_alone=own, impl="xla")
     want = with_gradients(lambda q, v: op(q, None, v, causal=True))(d_out, q, v)
     got = with_gradients(lambda q, v: shared_qk._to_those_before(q, v, own))(d_out, q, v)
+    assert_trees_close(got, want)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_padding_behind_rows_reaches_cudnn(own, monkeypatch):
+    """Rows without padding, with some, with one token and with none."""
+    lengths = jnp.array([9, 5, 1, 0])
+    instead_of_cudnn(monkeypatch, shared_qk)
+    q, v, d_out = np.random.default_rng(0).normal(size=(3, 4, 9, 2, 8)).astype(np.float32)
+    masks = dict(segment_ids=jnp.arange(9)[None] < lengths[:, None], causal=True)
+    op = shared_qk.shared_qk(attend_self_if_alone=own)
+    attend = functools.partial(op.apply, (), plan=(), **masks)
+    got, want = (
+        with_gradients(lambda q, v, given=given: attend(q, None, v, **given))(d_out, q, v)
+        for given in (dict(lengths=lengths), {})
+    )
     assert_trees_close(got, want)
 
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import base, block_sparse, dense, flash, memory_efficient
+from reformax.ops import base, block_sparse, dense, flash, memory_efficient, shared_qk
+from reformax.ops.calls import dispatch
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import block_sparse as kernel_blocks
@@ -263,6 +264,30 @@ def test_the_kernel_is_the_same_function(dtype, size, n_keys, options):
         for impl in (INTERPRETED, "xla")
     )
     assert_trees_close(got, want, 1e-5 if dtype == np.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_kernel_of_dense_attention_is_the_same_function(causal):
+    """Packed rows, dropout, and heads that share keys."""
+    q, k, v, d_out = (numbers(2, 69, n, 8, seed=n) for n in (4, 2, 2, 4))
+    options = dict(causal=causal, segment_ids=PACKED.repeat(2, 0), dropout=0.3, rng=KEY)
+    got, want = (
+        with_gradients(functools.partial(dense.dense(impl=impl), **options))(d_out, q, k, v)
+        for impl in (INTERPRETED, "xla")
+    )
+    assert_trees_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("op", [dense.dense(), flash.flash(), shared_qk.shared_qk()])
+@pytest.mark.parametrize("dropout, packed", [(0.1, False), (0.0, True)])
+def test_no_gpu_makes_the_matrix(op, dropout, packed, monkeypatch):
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    x = jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.bfloat16)
+    ids = jnp.ones((1, 300), jnp.int32) if packed else None
+    masks = dict(plan=(), segment_ids=ids, causal=True, dropout=dropout, rng=KEY)
+    traced = jax.make_jaxpr(lambda q, k, v: op.apply((), q, k, v, **masks))
+    text = str(traced(x, None if op.shared_qk else x, x))
+    assert "pallas_call" in text and "300,300]" not in text
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN is for NVIDIA GPUs")

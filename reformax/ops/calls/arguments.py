@@ -35,6 +35,8 @@ def check_arguments(
     global_tokens=None,
     train=True,
     return_state=False,
+    lengths=None,
+    mask=None,
 ) -> None:
     """Checks the arguments of a call before any tracing.
 
@@ -43,7 +45,7 @@ def check_arguments(
       Unsupported: the op cannot compute the call.
     """
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
-    arrays = dict(q=q, k=k, v=v, bias=bias, global_tokens=global_tokens, rng=rng)
+    arrays = dict(q=q, k=k, v=v, lengths=lengths, bias=bias, global_tokens=global_tokens, rng=rng)
     for name, x in (*arrays.items(), *(("segment_ids", x) for x in ids)):
         if x is not None and not hasattr(x, "dtype"):
             hint = "a key, such as jax.random.key(0)" if name == "rng" else "an array"
@@ -67,6 +69,8 @@ def check_arguments(
     if not causal and op.causality == "only":
         raise Unsupported(f"causal=False: {op} is causal only, set causal=True")
     _check_segments(op, segment_ids, q, keys, "q" if k is None else "k")
+    if lengths is not None:
+        _check_lengths(lengths, q, keys, dict(segment_ids=segment_ids, mask=mask))
     if bias is not None:
         _check_bias(op, bias, shape_of_pairs(q, keys, v))
     _check_extra_projections(op, extra_projections, q, v)
@@ -174,6 +178,24 @@ def _check_segments(op, segment_ids, q, keys, source: str) -> None:
             _check_ids_fit(ids)
         if not op.packed:
             _check_one_segment(op, ids)
+
+
+def _check_lengths(lengths, q, keys, others) -> None:
+    for name, given in others.items():
+        if given is not None:
+            raise ValueError(
+                f"lengths and {name} are given: leave out lengths, and let {name} hide the padding"
+            )
+    if q.shape[1] != keys.shape[1]:
+        raise ValueError(
+            f"lengths is given, and q and k have lengths {q.shape[1]} and {keys.shape[1]}: pass "
+            "booleans of both as segment_ids"
+        )
+    if lengths.shape != q.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"lengths has shape {lengths.shape} and dtype {lengths.dtype}: expected integers "
+            f"[batch], {q.shape[:1]}"
+        )
 
 
 def _check_ids_fit(ids) -> None:

@@ -29,6 +29,7 @@ class Call:
         of the queries.
       logits: how products of queries and keys become logits.
       segment_ids: ids of the tokens, or a pair of them for queries and for keys.
+      one_segment: whether each row is one segment besides its padding, which `segment_ids` marks.
       lengths: the number of tokens of each row before its padding; None: not known.
       rng: the source of hashes.
       seed: that of dropout (`softmax.dropout.seed_words`); None without dropout.
@@ -48,6 +49,7 @@ class Call:
     dropout: float = dataclasses.field(default=0.0, **_STATIC)
     length: int | None = dataclasses.field(default=None, **_STATIC)
     logits: Logits = dataclasses.field(default=PLAIN, **_STATIC)
+    one_segment: bool = dataclasses.field(default=False, **_STATIC)
     segment_ids: SegmentIds | None = None
     lengths: Int[Array, " B"] | None = None
     rng: PRNGKeyArray | None = None

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.ops.hashing.centring import centred
 from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
+from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.precision import product
 from reformax.ops.sharding.shard import Shard, all_heads, of_heads
 
@@ -81,10 +82,19 @@ def _highest_bits(x: Float[Array, "*d"]) -> Int[Array, "*d"]:
 
 
 def lengths(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    segment_ids: Int[Array, "B T"] | None,
+    one_segment: bool = False,
 ) -> tuple[list[Float[Array, "B N T"]], Float[Array, "B N #T"]]:
-    """The squared lengths of queries and of keys, and M of each segment."""
+    """The squared lengths of queries and of keys, and M of each segment.
+
+    With `one_segment` ids mark padding alone.
+    """
     squares = [squared_lengths(x) for x in (q, k)]
+    if one_segment and segment_ids is not None:
+        real = is_token(segment_ids)[:, None]
+        return squares, sum(largest_of_segment(jnp.where(real, x, 0), None) for x in squares)
     return squares, sum(largest_of_segment(x, segment_ids) for x in squares)
 
 
@@ -93,13 +103,14 @@ def cosines(
     k: Float[Array, "B S N H"],
     directions: Float[Array, "N H+2 R"],
     segment_ids: SegmentIds | None,
+    one_segment: bool = False,
 ) -> tuple[Float[Array, "B N R T"], Float[Array, "B N R S"]]:
     """The products with directions of unit queries, and of unit keys minus their mean.
 
     They replace the transformations where queries and keys are two sequences. A query's hash then
     does not depend on M of its sequence, and has the scale of its keys' hashes.
     """
-    vectors = q, centred(k, segment_pair(segment_ids)[1], causal=False)
+    vectors = q, centred(k, segment_pair(segment_ids)[1], False, one_segment)
     of_queries, of_keys = (on_directions(_unit(x), directions) for x in vectors)
     return of_queries, of_keys
 

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order
 from reformax.ops.masking.masks import segment_numbers
-from reformax.ops.masking.visibility import same_segment
+from reformax.ops.masking.padding import tokens_only
+from reformax.ops.masking.visibility import is_token, same_segment
 from reformax.ops.numerics.precision import accum_dtype, product
 
 # Positions of a block. So many products for each number take no longer than reading it.
@@ -23,7 +24,10 @@ BLOCK = 128
 
 
 def centred(
-    x: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None, causal: bool
+    x: Float[Array, "B T N H"],
+    segment_ids: Int[Array, "B T"] | None,
+    causal: bool,
+    one_segment: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Vectors minus the mean of their segment.
 
@@ -32,6 +36,8 @@ def centred(
     change. The first vector of a segment stays. All others have the direction that they would have
     if the mean included them.
     """
+    if one_segment and segment_ids is not None:
+        return _centred_tokens(x, segment_ids, causal)
     if causal:
         sums, counts = _before(x, segment_ids)
         means = sums / jnp.maximum(counts, 1)[..., None, None]
@@ -39,6 +45,20 @@ def centred(
         means = x.mean(axis=1, keepdims=True, dtype=accum_dtype(x.dtype))
     else:
         means = jax.vmap(_of_segments)(x, segment_numbers(jnp.asarray(segment_ids)))
+    return (x.astype(means.dtype) - means).astype(x.dtype)
+
+
+def _centred_tokens(x, ids: Int[Array, "B T"], causal: bool) -> Float[Array, "B T N H"]:
+    """`centred` of rows of one segment, without its sorts and scatters."""
+    tokens, real = tokens_only(x, ids), is_token(ids)
+    counts = jnp.cumsum(real, axis=1, dtype=jnp.int32)
+    if causal:
+        sums, _ = _before(tokens, None)
+        counts = counts - real
+    else:
+        sums = tokens.sum(axis=1, keepdims=True, dtype=accum_dtype(x.dtype))
+        counts = counts[:, -1:]
+    means = sums / jnp.maximum(counts, 1).astype(sums.dtype)[..., None, None]
     return (x.astype(means.dtype) - means).astype(x.dtype)
 
 

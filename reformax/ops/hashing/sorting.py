@@ -23,8 +23,15 @@ def sort_by_bucket(
     n_buckets: int,
     segment_ids: Int[Array, "B T"] | None,
     n_pad: int,
+    one_segment: bool = False,
 ) -> Order:
-    """The order by (segment, bucket, position) of a sequence padded by `n_pad`, padding last."""
+    """The order by (segment, bucket, position) of a sequence padded by `n_pad`, padding last.
+
+    With `one_segment` padding is a bucket behind the others: that takes one sort.
+    """
+    if one_segment and segment_ids is not None:
+        buckets = jnp.where(is_token(segment_ids)[:, None, None], buckets, n_buckets)
+        n_buckets, segment_ids = n_buckets + (n_pad == 0), None
     length = buckets.shape[-1] + n_pad
     n_rows = math.prod(buckets.shape[:-1])
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=n_buckets)

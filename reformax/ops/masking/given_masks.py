@@ -105,7 +105,7 @@ def with_mask(
     (n_batch, n_queries), n_keys = q.shape[:2], keys.shape[1]
     seen = jnp.broadcast_to(mask.reshape(mask.shape[0], -1), (n_batch, n_keys))
     of_query, of_key = segment_pair(segment_ids)
-    of_key = jnp.where(seen, 1 if of_key is None else of_key, 0)
+    of_key = seen if of_key is None else jnp.where(seen, of_key, 0).astype(of_key.dtype)
     if is_one_sequence(op, causal, n_queries, n_keys, segment_ids):
         return of_key, bias
     ones = jnp.ones((n_batch, n_queries), of_key.dtype)

@@ -35,7 +35,8 @@ class Tokens:
     @property
     def counted(self) -> bool:
         """Whether lengths can replace segments: each row is one segment, then padding."""
-        return self.right_padded and self.segment_ids is not None and self.segment_ids.dtype == bool
+        given = self.segment_ids is not None
+        return self.right_padded and given and says_one_segment(self.segment_ids)
 
 
 def tokens_of(segment_ids: SegmentIds | Tokens | None) -> Tokens:
@@ -66,6 +67,23 @@ def paired_segment_ids(
 def int32_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:
     """Segment ids as int32, the dtype that ops read."""
     return jax.tree.map(lambda ids: ids.astype(jnp.int32), segment_ids)
+
+
+def int32_or_bool_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:
+    """`int32_ids`, but of booleans, which say that each row is one segment."""
+    return jax.tree.map(
+        lambda ids: jnp.asarray(ids) if ids.dtype == bool else ids.astype(jnp.int32), segment_ids
+    )
+
+
+def says_one_segment(segment_ids: SegmentIds | None) -> bool:
+    """Whether the dtype of segment ids says that each row is one segment besides padding."""
+    return segment_ids is None or all(ids.dtype == bool for ids in jax.tree.leaves(segment_ids))
+
+
+def tokens_before(lengths: Int[Array, " B"], length: int) -> Bool[Array, "B T"]:
+    """Which of `length` positions are among the first `lengths` of their row."""
+    return jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
 
 
 def row_lengths(ids: Int[Array, "B T"]) -> Int[Array, " B"]:

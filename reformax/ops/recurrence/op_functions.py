@@ -15,6 +15,7 @@ from reformax.declared import Bounds
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.heads import repeat_to_values
 from reformax.ops.masking.contiguous import restore_order, tokens_first
+from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
@@ -59,6 +60,8 @@ class Recurrence:
     dropout = False
     shards = ("heads",)
     _repeats_qk = True
+    _keeps_padding_out = True
+    _takes_lengths = True
     norm_epsilon = NORM_EPSILON  # an option of `gated_delta`
     _means = False  # whether it computes means of values (`recurrence.means`), without `_output`
 
@@ -89,12 +92,35 @@ class Recurrence:
 
     def _apply(self, call, params, q, k, v, plan):
         del plan
-        params, gates = self._of_these_heads(params, v.shape[2], call.shard), call.extra_projections
-        x = self._read(params, convolve(params, q, k, v, call.segment_ids), gates)
-        options = dict(segment_ids=call.segment_ids, chunk_len=self.chunk_len, impl=self.impl)
+        params, dtype = self._of_these_heads(params, v.shape[2], call.shard), v.dtype
+        x, gates, ids = self._read_tokens(call, params, q, k, v)
+        options = dict(segment_ids=ids, chunk_len=self.chunk_len, impl=self.impl)
         if self._means:
-            return mean(*x[:4], **options)
-        return self._output(params, recurrence(*x, **options), gates).astype(v.dtype)
+            out = mean(*x[:4], **options)
+        else:
+            out = self._output(params, recurrence(*x, **options), gates).astype(dtype)
+        return out if call.segment_ids is None else tokens_only(out, call.segment_ids)
+
+    def _read_tokens(self, call, params, q, k, v):
+        """`_read` of tokens alone, the gates, and the segment ids that the recurrence needs.
+
+        Nobody needs those of one segment: a key of zeros writes nothing, nothing is forgotten at
+        padding, and no token reads what a causal call has behind it.
+        """
+        ids, gates = call.segment_ids, call.extra_projections
+        if ids is None or call.lengths is not None:
+            x = self._read(params, convolve(params, q, k, v), gates)
+            if ids is not None and not call.causal:
+                x = x._replace(k=tokens_only(x.k, ids))
+            return x, gates, None
+        q, k, v = (tokens_only(x, ids) for x in (q, k, v))
+        gates = jax.tree.map(lambda x: tokens_only(x, ids), gates)
+        x = self._read(params, convolve(params, q, k, v, ids), gates)
+        if not call.one_segment:
+            return x, gates, ids
+        written = x.k, x.log_decay, x.beta
+        k, log_decay, beta = jax.tree.map(lambda x: tokens_only(x, ids), written)
+        return x._replace(k=k, log_decay=log_decay, beta=beta), gates, None
 
     # The state before and after a part of a sequence; decoding goes on from it too.
 

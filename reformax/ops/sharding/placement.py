@@ -31,6 +31,7 @@ class CallArrays(NamedTuple):
     k: Float[Array, "B S G H"] | None
     v: Float[Array, "B S G V"]
     segment_ids: SegmentIds | None
+    lengths: Int[Array, " B"] | None
     mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None
     bias: Float[Array, "#B #N #T #S"] | None
     extra_projections: dict[str, Float[Array, "B T _ _"]] | None
@@ -75,6 +76,7 @@ class Placement(NamedTuple):
             k=each(self.queries, x.k),
             v=self.queries,
             segment_ids=each(Spec(self.rows), x.segment_ids),
+            lengths=each(Spec(self.rows), x.lengths),
             mask=jax.tree.map(lambda y: of_pairs(y) if y.ndim == 4 else Spec(self.rows), x.mask),
             bias=jax.tree.map(of_pairs, x.bias),
             extra_projections=each(self.queries, x.extra_projections),

@@ -13,6 +13,7 @@ window.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -25,6 +26,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import choose_kernels, kernel_obstacles
 from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.masks import segment_numbers
+from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds
@@ -50,7 +52,7 @@ def attend(
     Args:
       call: of the op; a position sees its own segment.
       bands: the band of each head, or one for all heads.
-      q, k, v: queries, keys and values.
+      q, k, v: queries, keys and values, with global keys finite at padding.
       global_positions: the positions of the global keys, which all queries see; `NOWHERE` for none.
       impl: the op's.
 
@@ -67,7 +69,8 @@ def attend(
 
     def of_heads(band: Visibility, q, k, v, heads):
         if interpret is None:
-            return _of_heads(call, band, q, k, v, global_positions, heads)
+            some = functools.partial(_of_heads, call, band, global_positions, heads)
+            return attend_to_tokens(some, q, k, v, call.segment_ids)
         return _in_kernels(call, band, interpret, q, k, v, global_positions)
 
     if len(each) == 1:
@@ -137,7 +140,7 @@ def _by_segment_and_step(step: int, x: Array, segment_ids) -> Int[Array, "B T"]:
     return jnp.where(is_token(segment_ids), segment_numbers(segment_ids) * step + number, 0)
 
 
-def _of_heads(call: Call, band: Visibility, q, k, v, global_positions, heads) -> Array:
+def _of_heads(call: Call, band: Visibility, global_positions, heads, q, k, v) -> Array:
     """`attend` of heads with one band; head by head where all logits would be too many."""
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them

@@ -2,6 +2,12 @@
 
 The address is the batch, the head, the query's position and the key's. Any tiling, any order and
 both passes therefore see the same mask, and none of it is stored.
+
+Batch, head and query are mixed well, to a word of their row. A row's words differ by a multiple of
+the key's position, and each takes five instructions: two multiplications and a shift between them,
+those of Wellons' "lowbias32" (github.com/skeeto/hash-prospector), whose outer shifts a comparison
+with a threshold does not need. `tests/ops/test_dropout.py` tests rates, pairs, rows and columns,
+and ranks of the bits.
 """
 
 from __future__ import annotations
@@ -80,12 +86,13 @@ def dropout_bits(
     query: Int[Array, "*d"],
     key: Int[Array, "*d"],
 ) -> Int[Array, "*d"]:
-    """The 32 random bits of each address."""
+    """32 random bits of each address, the higher the better."""
     first, second, first_batch, first_head = (seed[i] for i in range(4))
     batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
     batch, head = batch + first_batch, head + first_head
     row = _mix(query ^ _mix(head ^ _mix(batch ^ first)))
-    return _mix(row ^ _mix(key ^ second))
+    bits = (row ^ (key * np.uint32(0x9E3779B1) + second)) * np.uint32(0x7FEB352D)
+    return (bits ^ (bits >> 15)) * np.uint32(0x846CA68B)
 
 
 def full_dropout_mask(

@@ -55,7 +55,9 @@ class BlockWork(NamedTuple):
 
     parts: Array  # [6, programs], the fields of `BlockPart`
     entries: Array  # [nnz], indices of the other side's tiles
-    spans: Array | None  # [2, B, tiles]: the first entry that segments leave visible, and the end
+    # [2 or 4, B, tiles]: the first entry that segments leave visible, and the end; then the same of
+    # entries that are of the tile's one segment alone
+    spans: Array | None
 
 
 class BlockPart(NamedTuple):
@@ -64,9 +66,10 @@ class BlockPart(NamedTuple):
     head: Any
     tile: Any
     first: Any  # the first entry
-    end_whole: Any  # the end of the tiles that need no mask, which come first
+    end_whole: Any  # the end of the tiles that need no mask
     end: Any
     buffer_index: Any  # index in the buffer of parts; -1 for a whole row, which needs no buffer
+    first_whole: Any = None  # the first tile that needs no mask; None: `first`
 
 
 class TileSlots(NamedTuple):
@@ -115,10 +118,17 @@ class BlockProgram(Program):
     def _part(self) -> BlockPart:
         work = self.work
         part = BlockPart(*(work.parts[jnp.int32(i), pl.program_id(0)] for i in range(6)))
-        if work.spans is not None:  # all tiles need a mask then
-            first, end = (work.spans[jnp.int32(i), self.batch, part.tile] for i in (0, 1))
-            first = jnp.maximum(part.first, first)
-            part = part._replace(first=first, end_whole=first, end=jnp.minimum(part.end, end))
+        if work.spans is not None:
+            n = work.spans.shape[0]
+            spans = [work.spans[jnp.int32(i), self.batch, part.tile] for i in range(n)]
+            first, end = jnp.maximum(part.first, spans[0]), jnp.minimum(part.end, spans[1])
+            first_whole, end_whole = None, first
+            if n == 4:
+                first_whole = jnp.maximum(first, spans[2])
+                end_whole = jnp.minimum(jnp.minimum(part.end_whole, spans[3]), end)
+                end_whole = jnp.maximum(first_whole, end_whole)
+            whole = dict(first_whole=first_whole, end_whole=end_whole)
+            part = part._replace(first=first, end=end, **whole)
         return part if self.per_head else part._replace(head=pl.program_id(1))
 
     # The tiles.
@@ -136,8 +146,11 @@ class BlockProgram(Program):
     def _slots(self, refs: tuple, tile, size: int, length: int, unmasked: bool) -> TileSlots:
         slot = tile * size + jnp.arange(size, dtype=jnp.int32)
         exists = None if unmasked or length % size == 0 else slot < length
+        of_segment, of_order = refs
+        of_segment = None if unmasked else of_segment
         segment, position = (
-            None if ref is None else load(ref.at[self.batch, slot], exists, 0) for ref in refs
+            None if ref is None else load(ref.at[self.batch, slot], exists, 0)
+            for ref in (of_segment, of_order)
         )
         return TileSlots(slot, segment, slot if position is None else position, exists, unmasked)
 
@@ -149,18 +162,25 @@ class BlockProgram(Program):
 
     def _over(self, side: Callable, body: Callable, carry: Any) -> Any:
         """The tiles of the program's part: those that need no mask, and then the others."""
-
-        def entries(first, end, unmasked, carry):
-            def step(i, carry):
-                return body(side(self.work.entries[i], unmasked), carry)
-
-            return lax.fori_loop(first, end, step, carry)
-
         part = self.part
+        first_whole = part.first if part.first_whole is None else part.first_whole
+
+        def whole(i, carry):
+            return body(side(self.work.entries[i], True), carry)
+
+        def masked(i, carry):
+            if part.first_whole is not None:  # some come before the whole tiles
+                before = i - (part.end_whole - first_whole)
+                i = jnp.where(before < first_whole, before, i)
+            return body(side(self.work.entries[i], False), carry)
+
+        first = part.end_whole
+        if part.first_whole is not None:
+            first = part.first + (part.end_whole - first_whole)
         if self.any_whole:
-            carry = entries(part.first, part.end_whole, True, carry)
+            carry = lax.fori_loop(first_whole, part.end_whole, whole, carry)
         if self.any_masked:
-            carry = entries(part.end_whole, part.end, False, carry)
+            carry = lax.fori_loop(first, part.end, masked, carry)
         return carry
 
     # Reading and writing.
@@ -202,8 +222,9 @@ class BlockProgram(Program):
         if self.x.chosen is not None:
             exists = all_of(q.exists, k.exists)
             chosen = chosen_bits(self.x.chosen, self.batch, q.slot, k.slot, exists)
-        query, key = Side(q.position, q.segment), Side(k.position, k.segment, k.exists)
         unmasked = q.unmasked or k.unmasked
+        segments = (None, None) if unmasked else (q.segment, k.segment)
+        query, key = Side(q.position, segments[0]), Side(k.position, segments[1], k.exists)
         seen = Visibility(self.layout.causal and not unmasked).sees(query, key)
         # A tile that needs no other mask hides a position from itself too.
         others = Visibility(exclude_self=self.layout.exclude_self)

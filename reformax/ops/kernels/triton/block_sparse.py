@@ -8,9 +8,9 @@ and need no atomics.
 
   * Tiles in which every query sees every key come first in a list, and need no mask. A mask is for
     tiles that cross the diagonal or the end of the sequence, and for all tiles of a call with
-    segments, or in which no position sees itself.
+    segments and a block mask. A position that does not see itself has a mask of its own.
   * Without a block mask, segments shorten the lists: a packed sequence costs as much as its
-    segments alone.
+    segments alone. Of those that are left, tiles of one segment and no padding need no mask.
   * A row with much more work than the average, such as that of a global block, is cut into parts.
     A part writes its sums to a buffer, and array operations merge them.
   * Long parts start first.
@@ -106,7 +106,8 @@ def _cut(
 ) -> _Cut:
     """Divides the tiles of all rows or columns among programs, long parts first."""
     packed, per_head = x.query_segment_ids is not None, layout.n_masks > 1
-    all_masked = packed or x.chosen is not None
+    by_span = packed and isinstance(layout, FullLayout) and not isinstance(layout, SortedLayout)
+    all_masked = (packed and not by_span) or x.chosen is not None
     n_heads = 1 if per_head else x.q.shape[2]
     per_part = int(rows.count.sum()) * x.q.shape[0] * n_heads // TARGET_PARTS
     parts = block_lists.cut_lists(rows, max(MIN_PART, per_part))
@@ -120,6 +121,7 @@ def _cut(
     )
     columns = columns[:, np.argsort(-parts.count, kind="stable")].astype(np.int32)
     any_whole, any_masked = (bool(np.any(columns[i + 1] > columns[i])) for i in (2, 3))
+    any_masked = any_masked or packed
     program = BlockProgram(layout, tiles, any_whole, any_masked)
     # A kernel takes no empty array: an empty list has one entry, which no program reads.
     entries = rows.entries if len(rows.entries) else np.zeros(1, np.int32)
@@ -131,41 +133,60 @@ def _cut(
         )
         visits = sorted_groups.visits(tiles[:2], layout.causal, *orders)
         spans = jnp.stack((visits.by_query if by_query else visits.by_key)[:2])
-    elif packed and isinstance(layout, FullLayout):
-        ranges = _range(x.query_segment_ids, tiles.query), _range(x.key_segment_ids, tiles.key)
-        spans = _spans(*(ranges if by_query else ranges[::-1]), rows.entries)
+    elif by_span:
+        ids = _tile_ids(x.query_segment_ids, tiles.query), _tile_ids(x.key_segment_ids, tiles.key)
+        spans = _spans(*(ids if by_query else ids[::-1]), rows.entries)
+        spans = spans if any_whole else spans[:2]
     work = BlockWork(jnp.asarray(columns), jnp.asarray(entries), spans)
     row_head, row_tile = np.divmod(np.flatnonzero(is_cut), n_tiles)
     return _Cut(work, program, row_tile, row_head, parts.per_row[is_cut])
 
 
-def _range(
-    segment_ids: Int[Array, "B T"], size: int
-) -> tuple[Int[Array, "B tiles"], Int[Array, "B tiles"]]:
-    """The lowest and the highest id in each tile; a tile of only padding overlaps no other."""
+class _TileIds(NamedTuple):
+    """The segment ids of each tile."""
+
+    lowest: Int[Array, "B tiles"]  # of its tokens; a tile of only padding overlaps no other
+    highest: Int[Array, "B tiles"]
+    only: Int[Array, "B tiles"]  # the id of all its positions; 0: they differ, or are padding
+
+
+def _tile_ids(segment_ids: Int[Array, "B T"], size: int) -> _TileIds:
     tiles = jnp.pad(segment_ids, ((0, 0), (0, -segment_ids.shape[1] % size)))
     tiles = tiles.reshape(len(segment_ids), -1, size)
     limits = jnp.iinfo(segment_ids.dtype)
     most, least = (jnp.array(x, segment_ids.dtype) for x in (limits.max, limits.min))
     lowest = jnp.min(jnp.where(tiles == 0, most, tiles), axis=2)
-    return lowest, jnp.max(jnp.where(tiles == 0, least, tiles), axis=2)
+    highest = jnp.max(jnp.where(tiles == 0, least, tiles), axis=2)
+    alike = (lowest == highest) & jnp.all(tiles != 0, axis=2)
+    return _TileIds(lowest, highest, jnp.where(alike, lowest, 0))
 
 
-def _spans(ranges, others, entries: Int[np.ndarray, " E"]) -> Int[Array, "2 B tiles"]:
-    """For each tile, the first and the end of the entries whose range of ids overlaps its range.
+def _spans(
+    ids: _TileIds, others: _TileIds, entries: Int[np.ndarray, " E"]
+) -> Int[Array, "4 B tiles"]:
+    """Ranges of the entries, for each tile: the first and the end of two of them.
+
+    The first is of the entries whose range of ids overlaps the tile's range. The other is the first
+    run of entries that have the tile's one id at all positions, of which none needs a mask.
 
     Args:
-      ranges: `_range` of the tiles of the programs' side.
-      others: `_range` of the tiles of the other side.
+      ids: of the tiles of the programs' side.
+      others: of the tiles of the other side.
       entries: tiles of the other side.
     """
-    lowest, highest = (x[:, entries] for x in others)
-    overlaps = (lowest[:, None] <= ranges[1][..., None]) & (
-        ranges[0][..., None] <= highest[:, None]
-    )
-    index = jnp.arange(len(entries), dtype=jnp.int32)
-    first = jnp.min(jnp.where(overlaps, index, len(entries)), axis=2)
-    return jnp.stack([first, jnp.max(jnp.where(overlaps, index + 1, 0), axis=2)])
+    lowest, highest, only = (x[:, entries][:, None] for x in others)
+    own = _TileIds(*(x[..., None] for x in ids))
+    overlaps = (lowest <= own.highest) & (own.lowest <= highest)
+    index, n = jnp.arange(len(entries), dtype=jnp.int32), len(entries)
+
+    def first(where: Array) -> Int[Array, "B tiles"]:
+        return jnp.min(jnp.where(where, index, n), axis=2)
+
+    end = jnp.max(jnp.where(overlaps, index + 1, 0), axis=2)
+    alike = (only == own.only) & (own.only != 0)
+    first_alike = first(alike)
+    end_alike = first(~alike & (index >= first_alike[..., None]))
+    return jnp.stack([first(overlaps), end, first_alike, end_alike])
 
 
 def _launch_parts(kernel: Callable, cut: _Cut, inputs: tuple, shapes: Any, interpret: bool) -> Any:
@@ -298,11 +319,15 @@ attend = flash.attention(forward, backward, with_sums=True)
 FORWARD = BlockTiles(64, 64, 4, 2)
 QUERIES = BlockTiles(128, 64, 4, 3)
 KEYS = BlockTiles(128, 64, 4, 2)
+# Larger tiles with dropout spill 512 bytes a thread.
+KEYS_OF_DROPOUT = BlockTiles(64, 64, 4, 2)
 
 
 def _tiles(layout: Layout | FullLayout, x: BlockInputs, tiles: BlockTiles) -> BlockTiles:
     """`tiles`, or smaller ones where blocks are smaller or rows take more of the chip's memory."""
     n_bytes = max(x.q.shape[3], x.v.shape[3]) * x.q.dtype.itemsize
+    if tiles == KEYS and x.seed is not None:
+        tiles = KEYS_OF_DROPOUT
     if n_bytes > 128:
         tiles = BlockTiles(64, 64, 4, 2 if n_bytes <= 256 else 1)
 

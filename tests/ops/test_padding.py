@@ -1,0 +1,118 @@
+"""Each way to say that a row is one segment: its ids, booleans, a mask of keys, and lengths."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.buffers import trained
+from reformax.ops import flash, linear
+from tests.helpers import assert_trees_close
+from tests.ops import inputs
+from tests.ops.rows import ROWS, one_of_each_kind, over
+
+KEY = jax.random.key(0)
+LENGTH = 25
+BEHIND = np.arange(LENGTH) < np.array([[LENGTH], [17], [1], [0]])
+# Padding in front, within and behind.
+ANYWHERE = np.random.default_rng(0).random((4, LENGTH)) < np.array([[1], [0.7], [0.1], [0]])
+
+
+def differentiated(row, x, d_out, causal, **masks):
+    """The output and the gradients of a call."""
+
+    def attend(x):
+        options = dict(causal=causal, rng=KEY, dropout=row.dropout(0.2))
+        return inputs.call(row.op(), x, **options, **masks)
+
+    @jax.jit
+    def run(x, d_out):
+        out, vjp = jax.vjp(attend, x)
+        (gradients,) = vjp(d_out)
+        return out, gradients[:4], trained(gradients.params)
+
+    return run(x, d_out)
+
+
+def at_padding(x, tokens, value):
+    """Numbers `[B, T, ...]` with `value` at padding."""
+    return jax.tree.map(lambda y: np.where(tokens[..., None, None], y, np.float32(value)), x)
+
+
+@over(ROWS, quick=one_of_each_kind)
+@pytest.mark.parametrize("tokens", [BEHIND, ANYWHERE], ids=["behind", "anywhere"])
+def test_booleans_are_ids(row, tokens):
+    """Padding is not read, whatever it holds."""
+    x = inputs.draw(row.op(), batch=4, length=LENGTH)
+    d_out = np.random.default_rng(1).normal(size=(4, LENGTH, 2, 4)).astype(np.float32)
+    causal = row.causal()
+    want = differentiated(row, x, at_padding(d_out, tokens, 0), causal, segment_ids=1 * tokens)
+    poisoned = x.map(lambda y: at_padding(y, tokens, np.nan))
+    there = at_padding(d_out, tokens, np.nan)
+    got = differentiated(row, poisoned, there, causal, segment_ids=tokens)
+    assert_trees_close(got, want, 1e-5)
+    assert not np.any(at_padding(got[0], ~tokens, 0))
+
+
+@over(ROWS, quick=one_of_each_kind)
+@pytest.mark.parametrize("causal", [True, False])
+def test_lengths_are_booleans(row, causal):
+    x = inputs.draw(row.op(), batch=4, length=LENGTH)
+    d_out = np.random.default_rng(1).normal(size=(4, LENGTH, 2, 4)).astype(np.float32)
+    causal = row.causal(causal)
+    want = differentiated(row, x, at_padding(d_out, BEHIND, 0), causal, segment_ids=BEHIND)
+    got = differentiated(row, x, d_out, causal, lengths=BEHIND.sum(axis=1))
+    assert_trees_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("op", [flash.flash(), linear.linear()])
+def test_a_mask_of_keys_is_booleans(op):
+    x = inputs.draw(op, batch=4, length=LENGTH)
+    got, want = (
+        inputs.call(op, x, causal=True, **{name: ANYWHERE}) for name in ("mask", "segment_ids")
+    )
+    np.testing.assert_allclose(np.asarray(got)[ANYWHERE], np.asarray(want)[ANYWHERE], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(lengths=jnp.ones(3, int)), r"lengths has shape \(3,\) and dtype int32: expected"),
+        (dict(lengths=jnp.ones(4)), r"lengths has shape \(4,\) and dtype float32: expected int"),
+        (dict(lengths=[3, 2, 1, 1]), r"lengths is \[3, 2, 1, 1\]: expected an array"),
+        (
+            dict(lengths=jnp.ones(4, int), segment_ids=BEHIND),
+            "lengths and segment_ids are given: leave out lengths",
+        ),
+        (dict(lengths=jnp.ones(4, int), mask=BEHIND), "lengths and mask are given: leave out"),
+    ],
+)
+def test_lengths_that_do_not_fit(given, message):
+    x = inputs.draw(flash.flash(), batch=4, length=LENGTH)
+    with pytest.raises(ValueError, match=message):
+        inputs.call(flash.flash(), x, **given)
+
+
+def test_lengths_of_two_sequences():
+    x = inputs.draw(flash.flash(), batch=4, length=LENGTH)
+    with pytest.raises(ValueError, match="lengths is given, and q and k have lengths 25 and 9"):
+        flash.flash()(x.q, x.k[:, :9], x.v[:, :9], lengths=jnp.ones(4, int))
+
+
+@pytest.mark.parametrize("given", ["segment_ids", "lengths"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_costs_linear_attention_no_sort_and_no_mask(given, causal):
+    """What is not given at all takes the same temporary memory, and nothing is sorted."""
+    x = inputs.draw(linear.linear(), batch=2, length=512, d_qk=32, d_v=32)
+
+    def compiled(**masks):
+        def loss(q, k, v):
+            return linear.linear(impl="xla")(q, k, v, causal=causal, **masks).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*x[:3]).compile()
+
+    tokens = np.arange(512) < np.array([[512], [300]])
+    padded = compiled(**{given: tokens if given == "segment_ids" else tokens.sum(axis=1)})
+    used, plain = (f.memory_analysis().temp_size_in_bytes for f in (padded, compiled()))
+    assert "sort(" not in padded.as_text()
+    assert used < 1.1 * plain + 2**20
