@@ -154,6 +154,7 @@ ROOMS = {
     "hashing": {"numerics", "masking", "calls", "sharding", "softmax", "kernels"},
     "recurrence": {"numerics", "masking", "calls", "sharding", "softmax", "kernels"},
     "decoding": {"numerics", "masking", "calls", "softmax", "kernels"},
+    "indexing": {"numerics", "masking", "calls", "hashing", "decoding"},
     "kernels": {"numerics", "masking", "calls", "softmax", "hashing", "recurrence"},
 }
 

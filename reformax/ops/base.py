@@ -37,6 +37,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
+from reformax.ops.calls.options import OpOption
 from reformax.ops.masking.contiguous import are_contiguous
 from reformax.ops.masking.given_masks import checked_mask, with_mask
 from reformax.ops.masking.masks import (
@@ -691,6 +692,9 @@ def _identity(value: Any) -> Any:
         return type(value), repr(value)  # True is not 1, 2 is not 2.0, 0.0 is not -0.0
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return np.ndarray, value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, OpOption):
+        settings = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return type(value), *map(_identity, settings)
     return value if isinstance(value, AttentionOp) else _Same(value)
 
 
@@ -708,7 +712,7 @@ class _Same:
 
 
 def _equal(value: Any, default: Any) -> bool:
-    plain = isinstance(value, bool | int | float | str | tuple)
+    plain = isinstance(value, bool | int | float | str | tuple | OpOption)
     return value is default or (plain and value == default)
 
 

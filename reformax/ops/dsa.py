@@ -12,8 +12,9 @@ softmax over the chosen positions from the mean of all heads' weights (eq. 4). O
 a gradient from that loss, and it gets none from the model's loss.
 
 The indexer reads the layer's queries and keys of all heads instead of the layer's input, because a
-plan is made of queries and keys. Time is T^2 for the scores, with one small product instead of N;
-in array operations the attention takes T^2 too. Memory is T * top_k.
+plan is made of queries and keys. Time is T^2 for the scores, with one small product instead of N,
+and less with an indexer that scores `candidates` alone. The attention takes `T top_k` in array
+operations, or T^2 where that is less. Memory is `T top_k`.
 
 Letters besides those of `reformax.ops.base`: J index heads of size D, K positions that a query
 sees, Q queries of a chunk.
@@ -31,7 +32,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.declared import NonNegative, Size, Width
+from reformax.declared import NonNegative, SettingError, Size, Unsupported, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
@@ -49,10 +50,12 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
+from reformax.ops.indexing.candidates import rows_at
+from reformax.ops.indexing.indexer import Indexed, Indexer, IndexerCache
+from reformax.ops.indexing.scores import IndexQueries, scores, scores_of_gathered
 from reformax.ops.masking.masks import ids_or_ones
-from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
+from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.auxiliary_loss import with_loss
-from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.logits import PLAIN, Logits
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
@@ -63,8 +66,11 @@ from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, non
 
 # The indexer clips its inputs to this magnitude. A score is a product of three inputs.
 MAX_INPUT = 1e9
-# The kernels index words of 32 pairs with 31 bits.
+# The attention's kernels index words of 32 pairs with 31 bits.
 MAX_PAIRS = 2**36
+# Array operations gather the chosen keys where they are at most one of so many. A gathered key
+# takes as long as so many products.
+GATHERED = 16
 
 
 @op
@@ -85,9 +91,11 @@ class dsa(AttentionOp):
       index_loss: the factor of the indexer's loss, a mean over positions that is added to the
         model's loss. With 0 the indexer does not learn. The means of the parts of a batch, or of
         several devices, add up; Adam is invariant to the factor.
+      indexer: how keys are scored and which ones are, see `reformax.ops.indexing.indexer.Indexer`.
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
         Ampere or later, heads and index heads of 128 or less and at most 2^36 pairs of tokens,
         which take a bit of memory each. `"auto"` takes them where they compute the same function.
+        Array operations find candidates, for kernels too.
 
     Raises:
       ValueError: a size below 1, a factor below 0, an unknown `impl`.
@@ -98,18 +106,30 @@ class dsa(AttentionOp):
     n_index_heads: Width = 4
     d_index: Width = 64
     index_loss: NonNegative = 1.0
+    indexer: Indexer = Indexer()
     impl: str = "auto"
 
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 
+    @property
+    def plans(self):
+        return "draws" if self.indexer.draws else "reads"
+
+    def _check(self) -> None:
+        """Raises `SettingError` where the local keys leave none to choose."""
+        if self.indexer.n_local >= self.top_k:
+            n_local, top_k = self.indexer.n_local, self.top_k
+            raise SettingError(f"n_local is {n_local} and top_k {top_k}: expected it below top_k")
+
     def _obstacles(
         self, q: Array, k: Array, v: Array | None, logits: Logits = PLAIN
     ) -> KernelObstacles:
-        """The obstacles of the kernels."""
-        n_pairs = q.shape[0] * q.shape[1] ** 2
+        """The obstacles of the kernels: of those that choose where `v` is None, or attend."""
+        n_pairs = 0 if v is None else q.shape[0] * q.shape[1] ** 2
         above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
+        above["score"] = None if self.indexer.score == "relu" else self.indexer.score
         return kernel_obstacles(q, k, v, logits, **above)
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
@@ -125,28 +145,41 @@ class dsa(AttentionOp):
             "weight": 0.1 * weight / math.sqrt(n_heads * size),
         }
 
+    def _index_queries(self, params, q: Float[Array, "B T N H"], position=None) -> IndexQueries:
+        position = positions(q.shape[1]) if position is None else position
+        queries, weights = _index_queries(params, q)
+        return IndexQueries(self.indexer.rotated(queries, position), weights)
+
+    def _index_keys(self, params, k: Float[Array, "B T N H"], position=None) -> Array:
+        position = positions(k.shape[1]) if position is None else position
+        return self.indexer.rotated(_index_keys(params, k)[:, :, None], position)[:, :, 0]
+
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
         ids, n = ids_or_ones(call.segment_ids, q), q.shape[1]
-        index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
+        n_local = self.indexer.n_local_keys(call.causal, n)
+        if n_local >= self.top_k:
+            raise Unsupported(
+                f"n_local is {self.indexer.n_local}, {n_local} keys of both sides where a call is "
+                f"not causal, and top_k {self.top_k}: expected fewer local keys"
+            )
+        queries, keys = self._index_queries(params, q), self._index_keys(params, k)
+        queries, keys = lax.stop_gradient((queries, keys))
 
         def in_kernels(interpret: bool) -> Int[Array, "B T K"]:
             from reformax.ops.kernels.triton import indexer as kernel
 
             masks = None if call.segment_ids is None else ids
             return kernel.choose_positions(
-                min(self.top_k, n), call.causal, interpret, *index, keys, masks
+                min(self.top_k, n), call.causal, interpret, *queries, keys, masks
             )
 
-        def best(queries, weights, query_ids, position):
-            allowed = _visible(call.causal, ids, query_ids, position)
-            scores = _scores(IndexQueries(queries, weights), keys)
-            return best_of(scores, allowed, min(self.top_k, n))
-
         def in_arrays() -> Int[Array, "B T K"]:
-            chosen = by_chunks(best, (self.n_index_heads + 1) * n, *index, ids, positions(n))
-            return join_chunks(chosen, n)
+            settings = self.top_k, call.causal, call.length or n, call.rng
+            return self.indexer.choose(Indexed(queries, keys), ids, *settings)
 
+        if not self.indexer.is_plain:
+            return in_arrays()
         obstacles = self._obstacles(q, k, None)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
@@ -156,7 +189,7 @@ class dsa(AttentionOp):
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         length = q.shape[1]
         ids = ids_or_ones(call.segment_ids, q)
-        index, index_keys = _index_queries(params, q), _index_keys(params, k)
+        index, index_keys = self._index_queries(params, q), self._index_keys(params, k)
         n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
         factor = self.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
 
@@ -182,56 +215,71 @@ class dsa(AttentionOp):
         """The attention and the indexer's loss in array operations."""
         n_batch, length, n_heads, _ = q.shape
         batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
+        gathers = plan.shape[2] * GATHERED <= length
+
+        def of_all_keys(chosen, query_ids, position, q, *index):
+            """Logits, index scores, the mask, keys' positions, and a function of weights."""
+            mask = _is_chosen(chosen, length) & _visible(call.causal, ids, query_ids, position)
+            logits = call.logits.of("bqnh,bsnh->bnqs", q, k)
+            key = jnp.arange(length, dtype=jnp.int32)[None, None]
+            found = scores(self.indexer.score, IndexQueries(*index), index_keys)
+            summed = lambda weights: product("bnqs,bsnv->bqnv", weights, v, v.dtype)  # noqa: E731
+            return logits, found, mask, key, summed
+
+        def of_chosen_keys(chosen, query_ids, position, q, *index):
+            """The same of the keys that each query chose."""
+            at = jnp.maximum(chosen, 0)
+            keys, values, vectors, key_ids = (rows_at(x, at) for x in (k, v, index_keys, ids))
+            mask = Visibility(call.causal).sees(
+                Side(position[..., None], query_ids[..., None]),
+                Side(at, key_ids, exists=chosen >= 0),
+            )
+            logits = call.logits.of("bqnh,bqknh->bnqk", q, keys)
+            found = scores_of_gathered(self.indexer.score, IndexQueries(*index), vectors)
+            summed = lambda weights: product("bnqk,bqknv->bqnv", weights, values, v.dtype)  # noqa: E731
+            return logits, found, mask, at, summed
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, chosen, query_ids, position, *index):
-            mask = _is_chosen(chosen, length) & _visible(call.causal, ids, query_ids, position)
-            logits = call.logits.of("bqnh,bsnh->bnqs", q, k)
+            of_keys = of_chosen_keys if gathers else of_all_keys
+            logits, found, mask, key, summed = of_keys(chosen, query_ids, position, q, *index)
             weights = masked_softmax(logits, mask[:, None])
             dropped_weights = weights
             if call.seed is not None:
                 query = position[:, None, :, None]
-                key = jnp.arange(length, dtype=jnp.int32)[None, None, None]
-                kept = dropout_mask(call.seed, call.dropout, batch, head, query, key)
+                kept = dropout_mask(call.seed, call.dropout, batch, head, query, key[:, None])
                 dropped_weights = weights * kept.astype(weights.dtype)
-            out = product("bnqs,bsnv->bqnv", dropped_weights, v, v.dtype)
             mean_weights = lax.stop_gradient(weights).mean(axis=1)
-            scores = _scores(IndexQueries(*index), index_keys)
-            scores = scores / math.sqrt(self.n_index_heads * self.d_index)
-            return out, _divergence(scores, mean_weights, mask)
+            found = found / math.sqrt(self.n_index_heads * self.d_index)
+            return summed(dropped_weights), _divergence(found, mean_weights, mask)
 
         arrays = q, plan, ids, positions(length), *index
-        n_seen = (n_heads + self.n_index_heads + 1) * length
-        out, losses = by_chunks(attend, n_seen, *arrays)
+        n_keys, n_each = length, n_heads + self.n_index_heads + 1
+        if gathers:
+            n_keys = plan.shape[2]
+            n_each += n_heads * (q.shape[3] + v.shape[3]) + self.d_index
+        out, losses = by_chunks(attend, n_each * n_keys, *arrays)
         return with_loss(join_chunks(out, length).astype(v.dtype), factor * losses.sum())
 
     def _init_cache(self, call, params, q, k, v, plan) -> DsaCache:
         del plan
-        index = jnp.pad(_index_keys(params, k), ((0, 0), (0, call.length - q.shape[1]), (0, 0)))
-        return DsaCache(fill_ring(k, v, call.lengths, call.length), index)
+        index = Indexed(self._index_queries(params, q), self._index_keys(params, k))
+        memory = fill_ring(k, v, call.lengths, call.length)
+        settings = self.top_k, jnp.asarray(call.lengths), call.length, call.rng
+        return DsaCache(memory, self.indexer.start(index, *settings))
 
     def _step(self, call, params, q, k, v, cache: DsaCache):
-        position = call.position
-        memory = add_to_ring(cache.memory, k, v, position)
-        row = jnp.arange(q.shape[0])
-        index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
-        scores = _scores(_index_queries(params, q), index)
-        so_far = Side(jnp.arange(index.shape[1])[None, None])
-        allowed = CAUSAL.sees(Side(position[:, None, None]), so_far)
-        chosen = best_of(scores, allowed, min(self.top_k, index.shape[1]))  # [B, 1, K]
-        at = jnp.maximum(chosen, 0)[..., None]
-        keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
+        at = call.position[:, None]
+        memory = add_to_ring(cache.memory, k, v, call.position)
+        new = Indexed(self._index_queries(params, q, at), self._index_keys(params, k, at))
+        chosen, index = self.indexer.step(cache.index, new, call.position, self.top_k)
+        chosen = chosen[:, None]  # [B, 1, K]
+        slot = jnp.maximum(chosen, 0)[..., None]
+        keys, values = (jnp.take_along_axis(x, slot, axis=2) for x in memory)
         return attend_to(call, q, keys, values, chosen >= 0, self.impl), DsaCache(memory, index)
 
 
 # The indexer
-
-
-class IndexQueries(NamedTuple):
-    """The indexer's queries and weights."""
-
-    queries: Float[Array, "B T J D"]
-    weights: Float[Array, "B T J"]
 
 
 def _index_queries(params, q: Float[Array, "B T N H"]) -> IndexQueries:
@@ -249,12 +297,6 @@ def _clipped(x: Array) -> Array:
     """Clips vectors, in float32 or wider, so that scores do not overflow. They have no gradient."""
     x = lax.stop_gradient(x).astype(accum_dtype(x.dtype))
     return jnp.clip(x, -MAX_INPUT, MAX_INPUT)
-
-
-def _scores(index: IndexQueries, keys: Float[Array, "B S D"]) -> Float[Array, "B Q S"]:
-    """Eq. 1."""
-    products = jax.nn.relu(jnp.einsum("bqjd,bsd->bqjs", index.queries, keys))
-    return jnp.einsum("bqjs,bqj->bqs", products, index.weights)
 
 
 def _visible(causal: bool, ids: Int[Array, "#B S"], query_ids, position) -> Bool[Array, "B Q S"]:
@@ -289,7 +331,7 @@ def _divergence(
 
 
 class DsaCache(NamedTuple):
-    """All positions, and their index keys."""
+    """All positions, and the indexer's cache."""
 
     memory: KeyValues
-    index: Float[Array, "B C D"]
+    index: IndexerCache

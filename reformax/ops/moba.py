@@ -35,9 +35,10 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
+from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
-from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side, Visibility, is_token
+from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
 from reformax.ops.numerics.query_chunks import in_blocks
@@ -88,7 +89,7 @@ class moba(AttentionOp):
         n_batch, length, n_heads, _ = q.shape
         ids = ids_or_ones(segment_ids, q)
         size = min(self.block_size, length)
-        block_ids, means = _means(tokens_only(k, ids), ids, size)
+        block_ids, means = pooled_blocks(tokens_only(k, ids), ids, size)
         (means,) = repeat_heads(q, means)
         n_best = min(self.top_k, means.shape[1]) - 1
         if n_best == 0:
@@ -188,19 +189,6 @@ def _products(q: Float[Array, "B Q N H"], means: Float[Array, "B C N H"]) -> Arr
         exact = dict(precision=lax.Precision.HIGHEST, preferred_element_type=means.dtype)
         return jnp.einsum(axes, q.astype(means.dtype), means, **exact)
     return sum(product(axes, q, part, q.dtype) for part in in_three(means, q.dtype))
-
-
-def _means(
-    k: Float[Array, "B T N H"], ids: Int[Array, "B T"], size: int
-) -> tuple[Int[Array, "B C"], Float[Array, "B C N H"]]:
-    """The segment of each block's last token, and the mean of the block's keys of that segment."""
-    keys, ids = in_blocks(k.astype(accum_dtype(k.dtype)), size), in_blocks(ids, size)
-    last = jnp.max(jnp.where(is_token(ids), jnp.arange(ids.shape[2])[None, None], 0), axis=2)
-    block_ids = jnp.take_along_axis(ids, last[..., None], axis=2)
-    included = Visibility().sees(Side(None, block_ids), Side(None, ids))
-    count = jnp.maximum(included.sum(axis=2), 1).astype(keys.dtype)
-    key_sum = jnp.where(included[..., None, None], keys, 0).sum(axis=2)
-    return block_ids[..., 0], key_sum / count[..., None, None]
 
 
 def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> ChosenTiles:

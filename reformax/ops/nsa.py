@@ -50,7 +50,8 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     positions_by_slot,
 )
-from reformax.ops.masking.masks import ids_or_ones, segment_begins
+from reformax.ops.masking.contiguous import first_of_segment
+from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, same_segment
 from reformax.ops.numerics.best import best_of
@@ -261,7 +262,7 @@ class nsa(AttentionOp):
         weights = dict(params).get("k")
         # The scores do not depend on values.
         summaries = fitted._summaries({"k": weights, "v": weights}, k, k[..., :1, :], ids)
-        first_position = jnp.zeros_like(ids) if segment_ids is None else _first_of_segment(ids)
+        first_position = jnp.zeros_like(ids) if segment_ids is None else first_of_segment(ids)
 
         def in_kernels(interpret: bool) -> Int[Array, "B G T K"]:
             from reformax.ops.kernels.triton import selection
@@ -522,16 +523,6 @@ def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
             "bcgf,fh->bcgh", jax.nn.gelu(hidden, approximate=False), params["out"], dtype
         )
     return out.astype(dtype)
-
-
-def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The first position of each position's segment."""
-    order = jnp.argsort(ids, axis=1, stable=True).astype(jnp.int32)
-    sorted_ids = jnp.take_along_axis(ids, order, axis=1)
-    slot = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    new = segment_begins(sorted_ids)
-    first = jnp.take_along_axis(order, lax.cummax(jnp.where(new, slot, 0), axis=1), axis=1)
-    return jnp.zeros_like(order).at[jnp.arange(len(ids))[:, None], order].set(first)
 
 
 def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:

@@ -36,6 +36,8 @@ from reformax.ops import (
 )
 from reformax.ops.base import AttentionOp
 from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.indexing.candidates import Hashed, Pooled
+from reformax.ops.indexing.indexer import Indexer
 from tests.ops import indexed, low_rank, native_sparse, recurrences, routed
 
 # No sequence of the shared tests is longer.
@@ -429,6 +431,15 @@ _INDEXED = {
     "index_loss": (1.0, 0.5),
     "impl": ("xla",),
 }
+_LOCAL = Indexer(score="product", rotary=True, n_local=3, group=3)
+_POOLED = Indexer(candidates=Pooled(block_sizes=(8, 4), n_blocks=2))
+_HASHED = Indexer(score="product", candidates=Hashed(n_hashes=3, n_buckets=4, n_nearest=4))
+_HASHED_RELU = Indexer(n_local=2, candidates=Hashed(n_hashes=2, n_nearest=3, centre=False))
+_INDEXERS = {
+    "dsa_local": {"top_k": (6, 200), "indexer": (_LOCAL, Indexer(rotary=True))},
+    "dsa_pooled": {"top_k": (5, 200), "indexer": (_POOLED,)},
+    "dsa_hashed": {"top_k": (5, 200), "indexer": (_HASHED, _HASHED_RELU)},
+}
 _ROUTED = {
     "n_clusters": (3, 1, 2, 40),
     "cluster_size": (None, 4, 1, 200),
@@ -634,6 +645,10 @@ ROWS = [
         slow=True,
     ),
     Row("dsa_pallas", dsa.dsa, _INDEXED | _KERNEL, reference=indexed.dsa, own_loss=True),
+    *(
+        Row(name, dsa.dsa, _INDEXED | options, reference=indexed.dsa, own_loss=True)
+        for name, options in _INDEXERS.items()
+    ),
     *(
         Row(
             f"routing{'_shared' * shared}",

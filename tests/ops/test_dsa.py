@@ -9,6 +9,8 @@ from reformax.models import lm
 from reformax.ops import dense, dsa, local
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.indexing.candidates import Pooled
+from reformax.ops.indexing.indexer import Indexer
 from reformax.ops.kernels.triton import indexer
 from tests.helpers import assert_trees_close, lower_for_gpu
 from tests.ops import indexed
@@ -129,6 +131,21 @@ def test_kernels_differentiate_as_array_operations_do(dtype, tolerance, monkeypa
 
     got, want = (jax.jit(run, static_argnums=0)(x) for x in (INTERPRETED, "xla"))
     assert_trees_close(got, want, tolerance)
+
+
+@pytest.mark.slow
+def test_kernels_attend_to_the_best_candidates():
+    """Which array operations find for both."""
+    q, k, v = numbers(50)
+    choice = Indexer(n_local=4, group=3, candidates=Pooled(block_sizes=(8,), n_blocks=2))
+
+    def run(impl):
+        op = dsa.dsa(top_k=12, **OPTIONS, indexer=choice, impl=impl)
+        total = lambda *x: jnp.sin(op(*x[1:], causal=True, params=x[0])).sum()  # noqa: E731
+        return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(weights(op, q), q, k, v)
+
+    got, want = (jax.jit(run, static_argnums=0)(x) for x in (INTERPRETED, "xla"))
+    assert_trees_close(got, want, 1e-5)
 
 
 def sizes_of(jaxpr):

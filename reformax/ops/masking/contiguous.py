@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from reformax.ops.masking.masks import segment_begins
@@ -52,6 +53,22 @@ def are_contiguous(ids: Int[Array, "B T"]) -> Bool[Array, " B"]:
     ordered = jnp.sort(ids, axis=1)
     n_segments = jnp.sum(segment_begins(ordered) & is_token(ordered), axis=1)
     return jnp.max(numbers, axis=1, initial=0) == n_segments
+
+
+def first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The first position of each position's segment."""
+    order = jnp.argsort(ids, axis=1, stable=True).astype(jnp.int32)
+    sorted_ids = jnp.take_along_axis(ids, order, axis=1)
+    slot = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    new = segment_begins(sorted_ids)
+    first = jnp.take_along_axis(order, lax.cummax(jnp.where(new, slot, 0), axis=1), axis=1)
+    return jnp.zeros_like(order).at[jnp.arange(len(ids))[:, None], order].set(first)
+
+
+def ends_of_segment(ids: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """The first and the last position of each position's segment."""
+    last = ids.shape[1] - 1 - first_of_segment(ids[:, ::-1])[:, ::-1]
+    return first_of_segment(ids), last
 
 
 def reorder(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:

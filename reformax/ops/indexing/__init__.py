@@ -1,0 +1,1 @@
+"""An indexer: which keys a query sees, by scores of small vectors."""

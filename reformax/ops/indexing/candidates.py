@@ -1,0 +1,389 @@
+"""Candidates: the keys whose scores an indexer computes, where it does not compute all.
+
+The indexer scores the candidates exactly, so that candidates that cover all keys leave its choice
+as it is. Later tokens change no query's candidates in a causal call.
+
+Letters besides those of `reformax.ops.base`: J index heads of size D, Q queries of a chunk, M
+candidates of a query, C blocks, L positions of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from reformax.declared import SettingError, Size
+from reformax.ops.calls.options import OpOption, op_option
+from reformax.ops.decoding.cache import SharedByBatch
+from reformax.ops.hashing.angular import auto_buckets, bucket_factors, draw_rotations, hash_by
+from reformax.ops.hashing.centring import centred
+from reformax.ops.hashing.sorting import sort_by_bucket
+from reformax.ops.indexing.pooling import pooled_blocks
+from reformax.ops.indexing.scores import IndexQueries, Score, scores, scores_of_gathered
+from reformax.ops.masking.contiguous import ends_of_segment
+from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side, Visibility, is_token
+from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.query_chunks import in_blocks
+
+
+class IndexedKeys(NamedTuple):
+    """The keys of a call as its indexer reads them."""
+
+    keys: Float[Array, "B S D"]
+    ids: Int[Array, "B S"]
+    score: Score
+    causal: bool
+    length: int  # that settings depend on
+    rng: PRNGKeyArray | None
+
+
+class QueryChunk(NamedTuple):
+    """Some queries: their vectors, positions and segments."""
+
+    index: IndexQueries
+    position: Int[Array, "#B Q"]
+    ids: Int[Array, "B Q"]
+
+
+@op_option
+class Candidates(OpOption):
+    """A way to find candidates: `prepare` reads all keys once, `of` finds those of some queries.
+
+    Attributes:
+      draws: whether it draws at random, and needs an rng.
+    """
+
+    draws: ClassVar[bool] = False
+
+    def prepare(self, x: IndexedKeys) -> Any:
+        """What `of` reads of the keys."""
+        raise NotImplementedError
+
+    def n_numbers(self, x: IndexedKeys, n_searched: int) -> int:
+        """Numbers in memory for each query, of so many searched vectors, until it is scored."""
+        raise NotImplementedError
+
+    def of(self, prepared: Any, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B Q M"]:
+        """The positions of the candidates, in any order, maybe several times; -1 is none."""
+        raise NotImplementedError
+
+    # Decoding. The keys are the cache's, of C positions, and all queries are causal.
+
+    def start(self, x: IndexedKeys) -> Any:
+        """The state after the tokens of each row, which are the positions of segment 1."""
+        raise NotImplementedError
+
+    def advance(
+        self, state: Any, x: IndexedKeys, key: Float[Array, "B 1 D"], position: Int[Array, " B"]
+    ) -> Any:
+        """The state with the key of one more position."""
+        raise NotImplementedError
+
+    def of_newest(self, state: Any, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B 1 M"]:
+        """`of` for one query a row."""
+        raise NotImplementedError
+
+
+# Blocks
+
+
+class Level(NamedTuple):
+    """The blocks of one size: the mean of a block's keys, and the segment that it is over."""
+
+    means: Float[Array, "B C D"]
+    ids: Int[Array, "B C"]
+
+
+@op_option
+class Pooled(Candidates):
+    """The keys of the blocks whose mean keys have the highest scores, from coarse blocks to fine.
+
+    HISA (arXiv 2603.28458) has one size. With several, a query scores all blocks of the first, and
+    of each next size those within the blocks that it kept. It always keeps its own block, of each
+    size, and the first and the last block that reach into its segment: their means are over a part
+    of them. Segments are contiguous; of others, a block's mean is over the segment of its last
+    token, and other segments do not find it.
+
+    Args:
+      block_sizes: positions of a block, each a multiple of the next; the paper has 128.
+      n_blocks: blocks that a query keeps of each size, besides those that it always keeps.
+
+    Time is `T^2 / block_sizes[0]` mean scores, and `T n_blocks` times the ratios of the sizes and
+    the last size.
+    """
+
+    block_sizes: Sequence[Size] = (128,)
+    n_blocks: Size = 64
+
+    def __post_init__(self):
+        super().__post_init__()
+        sizes = tuple(self.block_sizes)
+        object.__setattr__(self, "block_sizes", sizes)
+        if not sizes or any(a % b for a, b in zip(sizes, sizes[1:], strict=False)):
+            raise SettingError(
+                f"block_sizes is {sizes}: expected at least one size, each a multiple of the next"
+            )
+
+    def prepare(self, x: IndexedKeys) -> PooledKeys:
+        levels = []
+        for size in self.block_sizes:
+            ids, means = pooled_blocks(x.keys[:, :, None], x.ids, size)
+            levels.append(Level(means[:, :, 0], ids))
+        return PooledKeys(tuple(levels), None if x.causal else ends_of_segment(x.ids))
+
+    def n_numbers(self, x: IndexedKeys, n_searched: int) -> int:
+        size_above, n_most = x.keys.shape[1], 0
+        n_kept, size = 1, x.keys.shape[1]
+        for size in self.block_sizes:
+            n_blocks = n_kept * -(-size_above // size)
+            keys = 0 if size_above == x.keys.shape[1] else x.keys.shape[2]
+            n_most = max(n_most, n_blocks * (n_searched + 1 + keys))
+            n_kept, size_above = min(self.n_blocks, n_blocks) + 3, size
+        return max(n_most, n_kept * size * (n_searched + 2 + x.keys.shape[2]))
+
+    def of(self, prepared: PooledKeys, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B Q M"]:
+        n_batch, n_queries = queries.ids.shape
+        always = self._kept_always(prepared, queries)
+        kept, above = None, 1
+        for size, level in zip(self.block_sizes, prepared.levels, strict=True):
+            n_blocks = level.means.shape[1]
+            if kept is None:
+                block = jnp.arange(n_blocks, dtype=jnp.int32)[None, None]
+                ids = level.ids[:, None]
+                mean_scores = scores(x.score, queries.index, level.means)
+            else:
+                child = jnp.arange(above // size, dtype=jnp.int32)[None, None, None]
+                block = jnp.where(kept < 0, -above, kept)[..., None] * (above // size) + child
+                block = block.reshape(n_batch, n_queries, -1)
+                at = jnp.clip(block, 0, n_blocks - 1)
+                means, ids = (rows_at(y, at) for y in level)
+                mean_scores = scores_of_gathered(x.score, queries.index, means)
+            exists = (block >= 0) & (block < n_blocks)
+            of_query = Side(queries.position[..., None] // size, queries.ids[..., None])
+            rule = EARLIER_BLOCKS if x.causal else Visibility()
+            ends = without_repeats(always // size)
+            allowed = rule.sees(of_query, Side(block, ids, exists=exists))
+            allowed &= (block[..., None] != ends[..., None, :]).all(axis=-1)
+            best = best_of(mean_scores, allowed, min(self.n_blocks, mean_scores.shape[-1]))
+            block = jnp.broadcast_to(block, mean_scores.shape)
+            chosen = jnp.take_along_axis(block, jnp.maximum(best, 0), axis=-1)
+            kept = jnp.concatenate([ends, jnp.where(best < 0, -1, chosen)], axis=-1)
+            above = size
+        within = jnp.arange(above, dtype=jnp.int32)[None, None, None]
+        position = jnp.where(kept[..., None] < 0, -1, kept[..., None] * above + within)
+        return position.reshape(n_batch, n_queries, -1)
+
+    def start(self, x: IndexedKeys) -> Float[Array, "B C D"]:
+        """The sum of the keys of each of the smallest blocks."""
+        keys = jnp.where(is_token(x.ids)[..., None], x.keys, 0)
+        return in_blocks(keys, self.block_sizes[-1]).sum(axis=2)
+
+    def advance(self, state, x: IndexedKeys, key, position) -> Float[Array, "B C D"]:
+        del x
+        row = jnp.arange(state.shape[0])
+        return state.at[row, position // self.block_sizes[-1]].add(key[:, 0])
+
+    def of_newest(self, state, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B 1 M"]:
+        levels = []
+        for size in self.block_sizes:
+            sums = in_blocks(state, size // self.block_sizes[-1]).sum(axis=2)
+            levels.append(Level(sums / size, jnp.ones(sums.shape[:2], jnp.int32)))
+        return self.of(PooledKeys(tuple(levels), None), x, queries)
+
+    def _kept_always(self, prepared: PooledKeys, queries: QueryChunk) -> Int[Array, "B Q A"]:
+        """Positions whose blocks a query always keeps: its own, and the ends of its segment.
+
+        A causal query needs no ends: the mean of a block before its own one is over the segment of
+        the block's last token, which is the query's.
+        """
+        own = jnp.broadcast_to(queries.position, queries.ids.shape)[..., None]
+        if prepared.ends is None:
+            return own
+        ends = (x[:, queries.position[0]][..., None] for x in prepared.ends)
+        return jnp.concatenate([own, *ends], axis=-1)
+
+
+class PooledKeys(NamedTuple):
+    """The blocks of each size, and each position's first and last one of its segment."""
+
+    levels: tuple[Level, ...]
+    ends: tuple[Int[Array, "B S"], Int[Array, "B S"]] | None
+
+
+# Hash buckets
+
+
+@op_option
+class Hashed(Candidates):
+    """The keys of a query's hash buckets.
+
+    Angular hashes (Andoni et al. 2015) of the searched vectors and of the keys: with the score
+    "product" of one vector of a query, with "relu" of each index head, because a sum of ReLUs is no
+    inner product. Keys are sorted by bucket and position. The candidates are those of the query's
+    bucket that are the nearest before the query, in a call that is not causal also after it.
+
+    Args:
+      n_hashes: hashes of each vector. More of them miss fewer keys.
+      n_buckets: even, or even factors of the number; None: about two buckets to `n_nearest` keys.
+      n_nearest: keys of a bucket.
+      centre: whether the mean of the earlier keys is subtracted from a key before it is hashed. The
+        order of a query's products stays. Use it where all keys point to one side.
+
+    Time is `T n_hashes` times the size of the hash, and `n_nearest` scores.
+    """
+
+    n_hashes: Size = 4
+    n_buckets: Size | Sequence[Size] | None = None
+    n_nearest: Size = 64
+    centre: bool = True
+
+    draws: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.n_buckets is not None:
+            object.__setattr__(self, "n_buckets", bucket_factors(self.n_buckets))
+
+    def rotations(self, x: IndexedKeys) -> Float[Array, "1 D R F"]:
+        """The rotations of all hashes, which queries and keys share."""
+        return draw_rotations(x.keys[:, :, None], self._factors(x), self.n_hashes, x.rng)
+
+    def _factors(self, x: IndexedKeys) -> tuple[int, ...]:
+        return self.n_buckets or auto_buckets(x.length, self.n_nearest)
+
+    def codes(
+        self, rotations: Float[Array, "1 D R F"], x: IndexedKeys, vectors: Float[Array, "B T J D"]
+    ) -> Int[Array, "B J R T"]:
+        """The buckets of vectors."""
+        rotations = jnp.broadcast_to(rotations, (vectors.shape[2], *rotations.shape[1:]))
+        return hash_by(rotations, vectors, self._factors(x), "xla")
+
+    def prepare(self, x: IndexedKeys) -> HashedKeys:
+        rotations = self.rotations(x)
+        keys = x.keys[:, :, None]
+        if self.centre:
+            keys = centred(keys, x.ids, x.causal)
+        codes = self.codes(rotations, x, keys)
+        order = sort_by_bucket(codes, math.prod(self._factors(x)), x.ids, 0).query_positions
+        return HashedKeys(rotations, codes[:, 0], order[:, 0])
+
+    def n_numbers(self, x: IndexedKeys, n_searched: int) -> int:
+        n_each = n_searched * self.n_hashes
+        n_codes = n_each * sum(self._factors(x)) // 2
+        n_nearest = min(self.n_nearest, x.keys.shape[1])
+        return n_codes + n_each * n_nearest * (x.keys.shape[2] + n_searched + 4)
+
+    def of(self, prepared: HashedKeys, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B Q M"]:
+        n_keys = x.keys.shape[1]
+        n = min(self.n_nearest, n_keys)
+        codes = self.codes(prepared.rotations, x, queries.index.searched(x.score))  # [B, J, R, Q]
+        n_before = _sorted_before(prepared, x, codes, queries)
+        first = n_before - (n if x.causal else n // 2)
+        slot = first[..., None] + jnp.arange(n, dtype=jnp.int32)[None, None, None, None]
+        exists, slot = (slot >= 0) & (slot < n_keys), jnp.clip(slot, 0, n_keys - 1)
+
+        def of_hash(x: Int[Array, "B R S"], at: Int[Array, "B J R Q M"]) -> Array:
+            take = jax.vmap(jax.vmap(lambda x, at: x[at], in_axes=(0, 1), out_axes=1))
+            return take(x, at)
+
+        position = of_hash(prepared.order, slot)
+        exists &= of_hash(prepared.codes, position) == codes[..., None]
+        position = jnp.where(exists, position, -1)
+        return jnp.moveaxis(position, 3, 1).reshape(*queries.ids.shape, -1)
+
+    def start(self, x: IndexedKeys) -> HashedState:
+        rotations = self.rotations(x)
+        keys = jnp.where(is_token(x.ids)[..., None], x.keys, 0)
+        hashed = keys[:, :, None]
+        if self.centre:
+            hashed = centred(hashed, None, causal=True)
+        codes = self.codes(rotations, x, hashed)[:, 0]
+        return HashedState(codes, keys.sum(axis=1), SharedByBatch(rotations))
+
+    def advance(self, state: HashedState, x: IndexedKeys, key, position) -> HashedState:
+        codes, total, (rotations,) = state
+        n_before = jnp.maximum(position, 1)[:, None, None].astype(key.dtype)
+        hashed = key - total[:, None] / n_before if self.centre else key
+        code = self.codes(rotations, x, hashed[:, :, None])[:, 0, :, 0]
+        codes = codes.at[jnp.arange(len(position)), :, position].set(code)
+        return HashedState(codes, total + key[:, 0], state.rotations)
+
+    def of_newest(self, state: HashedState, x: IndexedKeys, queries: QueryChunk):
+        codes = self.codes(state.rotations.value, x, queries.index.searched(x.score))
+        position = jnp.arange(x.keys.shape[1], dtype=jnp.int32)[None, None, None]
+        so_far = CAUSAL.sees(Side(queries.position[:, None, None]), Side(position))
+        same = (state.codes[:, None] == codes) & so_far  # [B, J, R, C]
+        nearest = jnp.broadcast_to(position.astype(jnp.float32), same.shape)
+        found = best_of(nearest, same, min(self.n_nearest, same.shape[-1]))
+        return found.reshape(len(found), 1, -1)
+
+
+class HashedState(NamedTuple):
+    """The keys' buckets by position, the sum of the keys, and the rotations."""
+
+    codes: Int[Array, "B R C"]
+    total: Float[Array, "B D"]
+    rotations: SharedByBatch  # [1, D, R, F]
+
+
+class HashedKeys(NamedTuple):
+    """The rotations; the keys' buckets by position; the positions in the order of buckets."""
+
+    rotations: Float[Array, "1 D R F"]
+    codes: Int[Array, "B R S"]
+    order: Int[Array, "B R S"]
+
+
+def _sorted_before(
+    prepared: HashedKeys, x: IndexedKeys, codes: Int[Array, "B J R Q"], queries: QueryChunk
+) -> Int[Array, "B J R Q"]:
+    """How many keys come before a query's next key in the order (segment, bucket, position).
+
+    By bisection: a chunk of queries reads the order log S times.
+    """
+    order, n_keys = prepared.order, x.keys.shape[1]
+    sorted_codes = jnp.take_along_axis(prepared.codes, order, axis=-1)
+    last = jnp.iinfo(jnp.int32).max
+    ids, query_ids = (jnp.where(is_token(y), y, last) for y in (x.ids, queries.ids))
+    sorted_ids = jnp.take_along_axis(jnp.broadcast_to(ids[:, None], order.shape), order, axis=-1)
+
+    def count(sorted_ids, sorted_codes, order, query_ids, codes):  # [S], [S], [S], [Q], [Q]
+        def halve(_, bounds):
+            low, high = bounds
+            middle = (low + high) // 2
+            at = jnp.minimum(middle, n_keys - 1)
+            one, other = sorted_ids[at], query_ids
+            two, second = sorted_codes[at], codes
+            third = order[at] <= queries.position[0]
+            before = (one < other) | ((one == other) & ((two < second) | ((two == second) & third)))
+            before &= middle < n_keys
+            return jnp.where(before, middle + 1, low), jnp.where(before, high, middle)
+
+        bounds = jnp.zeros_like(codes), jnp.full_like(codes, n_keys)
+        return lax.fori_loop(0, n_keys.bit_length(), halve, bounds)[0]
+
+    by_hash = jax.vmap(count, in_axes=(0, 0, 0, None, 0))
+    by_head = jax.vmap(by_hash, in_axes=(None, None, None, None, 0))
+    return jax.vmap(by_head)(sorted_ids, sorted_codes, order, query_ids, codes)
+
+
+# Of both
+
+
+def rows_at(x: Array, index: Int[Array, "B Q M"]) -> Array:
+    """`x[b, index[b]]` of `[B, S, ...]`: `[B, Q, M, ...]`."""
+    return jax.vmap(lambda x, at: x[at])(x, index)
+
+
+def without_repeats(position: Int[Array, "*d M"]) -> Int[Array, "*d M"]:
+    """The positions in order, with -1 for each that was there before."""
+    position = jnp.sort(position, axis=-1)
+    none = jnp.full_like(position[..., :1], -1)
+    before = jnp.concatenate([none, position[..., :-1]], axis=-1)
+    return jnp.where(position == before, -1, position)

@@ -1,0 +1,258 @@
+"""The indexer: which keys each query chooses, as one option of an op.
+
+Letters besides those of `reformax.ops.base`: J index heads of size D, K keys that a query sees, L
+of them by their distance, Q queries of a chunk, M candidates of a query.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from reformax.declared import Count, SettingError, Size
+from reformax.ops.calls.options import OpOption, op_option
+from reformax.ops.indexing.candidates import (
+    Candidates,
+    IndexedKeys,
+    QueryChunk,
+    rows_at,
+    without_repeats,
+)
+from reformax.ops.indexing.rule import ChoiceRule
+from reformax.ops.indexing.scores import IndexQueries, Score, scores, scores_of_gathered
+from reformax.ops.indexing.streaming import best_keys
+from reformax.ops.masking.visibility import Side
+from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
+from reformax.ops.numerics.rotary import rotary
+
+
+class Indexed(NamedTuple):
+    """The vectors of an indexer: its queries, and its keys `[B, S, D]`."""
+
+    queries: IndexQueries
+    keys: Float[Array, "B S D"]
+
+
+@op_option
+class Indexer(OpOption):
+    """How keys are scored, which ones are, and which a query sees without a score.
+
+    A choice is deterministic: of equal scores the first position is chosen, and with "relu" many
+    scores are exactly 0. No array holds the scores of all pairs.
+
+    Args:
+      score: "relu", the weighted sum of the ReLUs of the index heads' products, or "product", that
+        of the products, as MiniMax's MSA and cuDNN's indexer have it.
+      rotary: whether index queries and keys have rotary positions of their own. The layer's have
+        them already where its queries and keys do.
+      n_local: a query always sees the keys less than `n_local` positions from it. They count for
+        `top_k`.
+      group: consecutive queries that share the choice of the first, their leader (PIVOT-Reuse,
+        arXiv 2607.24593). Each sees, besides, its local keys, at least `group` of them, so that
+        none is lost between it and the leader.
+      candidates: `candidates.Pooled()` or `candidates.Hashed()`; None: all keys are scored.
+    """
+
+    score: Score = "relu"
+    rotary: bool = False
+    n_local: Count = 0
+    group: Size = 1
+    candidates: Candidates | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if 1 < self.group > self.n_local:
+            raise SettingError(
+                f"group is {self.group} and n_local {self.n_local}: expected n_local of at least "
+                "group, because a leader chooses no later keys"
+            )
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws at random."""
+        return self.candidates is not None and self.candidates.draws
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all keys are scored by weighted ReLUs, for each query, as the kernels do."""
+        return self == Indexer(rotary=self.rotary)
+
+    def rotated(self, x: Float[Array, "B T J D"], position: Int[Array, "B T"]) -> Array:
+        """Index queries or keys at their positions."""
+        return rotary(x, position) if self.rotary else x
+
+    def n_local_keys(self, causal: bool, length: int) -> int:
+        """L for a length."""
+        return min(self.n_local, length) if causal else max(2 * min(self.n_local, length) - 1, 0)
+
+    def choose(
+        self,
+        x: Indexed,
+        ids: Int[Array, "B T"],
+        top_k: int,
+        causal: bool,
+        length: int,
+        rng: PRNGKeyArray | None,
+    ) -> Int[Array, "B T K"]:
+        """The positions that each query sees, the chosen ones first; -1 is none.
+
+        Args:
+          x: the vectors, of one sequence.
+          ids: the segments.
+          top_k: the most that a query sees.
+          causal: whether later positions are hidden.
+          length: that settings depend on.
+          rng: the source of hashes.
+        """
+        n_tokens = x.keys.shape[1]
+        n_local = self.n_local_keys(causal, n_tokens)
+        rule = ChoiceRule(causal, min(self.n_local, n_tokens), self.group)
+        n_best = min(top_k - n_local, n_tokens)
+        position = positions(n_tokens)
+        leaders = (x.queries.queries, x.queries.weights, position, ids)
+        queries, weights, leader, leader_ids = (y[:, :: self.group] for y in leaders)
+        chunk = QueryChunk(IndexQueries(queries, weights), leader, leader_ids)
+        keys = IndexedKeys(x.keys, ids, self.score, causal, length, rng)
+        chosen = self._best(rule, n_best, keys, chunk)
+        chosen = jnp.repeat(chosen, self.group, axis=1)[:, :n_tokens]
+        if n_local == 0:
+            return chosen
+        local = rule.local_keys(position, n_tokens)
+        if self.group > 1:  # the leader chose keys that are local to some of its followers
+            distance = position[..., None] - chosen
+            chosen = jnp.where(jnp.abs(distance) < rule.n_local, -1, chosen)
+        local = jnp.broadcast_to(local, (*chosen.shape[:2], local.shape[2]))
+        return jnp.concatenate([chosen, local], axis=-1)
+
+    # Decoding. C is the capacity.
+
+    def start(
+        self, x: Indexed, top_k: int, lengths: Int[Array, " B"], capacity: int, rng
+    ) -> IndexerCache:
+        """The cache after the first `lengths` positions of each row."""
+        n_free = capacity - x.keys.shape[1]
+        exists = jnp.arange(x.keys.shape[1])[None] < lengths[:, None]
+        keys = jnp.where(exists[..., None], x.keys, 0)
+        keys = jnp.pad(keys, ((0, 0), (0, n_free), (0, 0)))
+        ids = jnp.pad(exists.astype(jnp.int32), ((0, 0), (0, n_free)))
+        indexed = IndexedKeys(keys, ids, self.score, True, capacity, rng)
+        found = () if self.candidates is None else self.candidates.start(indexed)
+        cache = IndexerCache(keys, found, ())
+        if self.group == 1:
+            return cache
+        leader = jnp.maximum(lengths - 1, 0) // self.group * self.group
+        queries = jax.tree.map(lambda y: jax.vmap(lambda y, i: y[i][None])(y, leader), x.queries)
+        return cache._replace(chosen=self._choose_newest(cache, queries, leader, top_k))
+
+    def step(
+        self,
+        cache: IndexerCache,
+        x: Indexed,
+        position: Int[Array, " B"],
+        top_k: int,
+    ) -> tuple[Int[Array, "B K"], IndexerCache]:
+        """The positions that one more query of each row sees; -1 is none. And the cache with it.
+
+        Args:
+          cache: from `start` or the step before.
+          x: the vectors of the new position.
+          position: its number.
+          top_k: as in `choose`.
+        """
+        keys = cache.keys.at[jnp.arange(len(position)), position].set(x.keys[:, 0])
+        found = cache.found
+        if self.candidates is not None:
+            found = self.candidates.advance(found, self._held(keys), x.keys, position)
+        cache = IndexerCache(keys, found, cache.chosen)
+        if self.group == 1:
+            chosen = self._choose_newest(cache, x.queries, position, top_k)
+        else:
+            leads = position % self.group == 0
+
+            def choose(chosen):
+                new = self._choose_newest(cache, x.queries, position, top_k)
+                return jnp.where(leads[:, None], new, chosen)
+
+            chosen = lax.cond(leads.any(), choose, lambda chosen: chosen, cache.chosen)
+            cache = cache._replace(chosen=chosen)
+        n_local = self.n_local_keys(True, keys.shape[1])
+        if n_local:
+            chosen = jnp.where(position[:, None] - chosen < n_local, -1, chosen)
+            local = ChoiceRule(True, n_local).local_keys(position[:, None], keys.shape[1])
+            chosen = jnp.concatenate([chosen, local[:, 0]], axis=-1)
+        return chosen, cache
+
+    def _held(self, keys: Float[Array, "B C D"]) -> IndexedKeys:
+        """The cache's keys: causality hides those that are not there yet."""
+        ids = jnp.ones(keys.shape[:2], jnp.int32)
+        return IndexedKeys(keys, ids, self.score, True, keys.shape[1], None)
+
+    def _choose_newest(
+        self, cache: IndexerCache, queries: IndexQueries, position: Int[Array, " B"], top_k: int
+    ) -> Int[Array, "B K"]:
+        """The choice of one query of each row."""
+        capacity = cache.keys.shape[1]
+        n_local = self.n_local_keys(True, capacity)
+        rule = ChoiceRule(True, n_local, self.group)
+        n_best = min(top_k - n_local, capacity)
+        held = self._held(cache.keys)
+        chunk = QueryChunk(queries, position[:, None], held.ids[:, :1])
+        if self.candidates is None:
+            key = Side(jnp.arange(capacity, dtype=jnp.int32)[None, None])
+            allowed = rule.allows(Side(position[:, None, None]), key)
+            return best_of(scores(self.score, queries, cache.keys), allowed, n_best)[:, 0]
+        found = self.candidates.of_newest(cache.found, held, chunk)
+        return best_candidates(rule, n_best, held, chunk, found)[:, 0]
+
+    def _best(
+        self, rule: ChoiceRule, n_best: int, keys: IndexedKeys, queries: QueryChunk
+    ) -> Int[Array, "B Q K"]:
+        """The best keys of some queries, by scores of all keys or of candidates."""
+        side = Side(queries.position, queries.ids)
+        if self.candidates is None:
+            return best_keys(self.score, rule, n_best, queries.index, keys.keys, side, keys.ids)
+        prepared = self.candidates.prepare(keys)
+
+        def of_chunk(vectors, weights, position, ids):
+            chunk = QueryChunk(IndexQueries(vectors, weights), position, ids)
+            found = self.candidates.of(prepared, keys, chunk)
+            return best_candidates(rule, n_best, keys, chunk, found)
+
+        n_searched = queries.index.queries.shape[2] if self.score == "relu" else 1
+        n_seen = self.candidates.n_numbers(keys, n_searched)
+        arrays = *queries.index, queries.position, queries.ids
+        return join_chunks(by_chunks(of_chunk, n_seen, *arrays), queries.ids.shape[1])
+
+
+class IndexerCache(NamedTuple):
+    """The index keys, the state of the candidates, and the choice of each row's newest leader."""
+
+    keys: Float[Array, "B C D"]
+    found: Any
+    chosen: Int[Array, "B K"] | tuple[()]
+
+
+def best_candidates(
+    rule: ChoiceRule,
+    n_best: int,
+    keys: IndexedKeys,
+    queries: QueryChunk,
+    candidates: Int[Array, "B Q M"],
+) -> Int[Array, "B Q K"]:
+    """The best of each query's candidates."""
+    position = without_repeats(candidates)
+    at = jnp.clip(position, 0, keys.keys.shape[1] - 1)
+    exists = (position >= 0) & (position < keys.keys.shape[1])
+    key = Side(position, rows_at(keys.ids, at), exists=exists)
+    query = Side(queries.position[..., None], queries.ids[..., None])
+    found = scores_of_gathered(keys.score, queries.index, rows_at(keys.keys, at))
+    best = best_of(found, rule.allows(query, key), min(n_best, found.shape[-1]))
+    chosen = jnp.take_along_axis(position, jnp.maximum(best, 0), axis=-1)
+    chosen = jnp.where(best < 0, -1, chosen)
+    n_missing = n_best - chosen.shape[-1]
+    return jnp.pad(chosen, ((0, 0), (0, 0), (0, n_missing)), constant_values=-1)

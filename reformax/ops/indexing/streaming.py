@@ -1,0 +1,82 @@
+"""The best keys of each query, with scores in memory for one tile of queries and keys at a time.
+
+Tiles of keys follow each other by position. The best keys so far are merged with those of the next
+tile, before which they stand, so that of equal scores the first position is chosen, as in one row
+of all scores (StreamIndex, arXiv 2605.02568). A causal chunk of queries visits no later tile.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from reformax import devices
+from reformax.ops.indexing.rule import ChoiceRule
+from reformax.ops.indexing.scores import IndexQueries, Score, scores
+from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
+
+# Numbers of a chunk's scores in memory at a time, and the fewest keys of a tile.
+AT_A_TIME, TILE = 2**22, 1024
+
+
+def best_keys(
+    score: Score,
+    rule: ChoiceRule,
+    n_best: int,
+    index: IndexQueries,
+    keys: Float[Array, "B S D"],
+    queries: Side,
+    ids: Int[Array, "B S"],
+) -> Int[Array, "B T K"]:
+    """The positions of the highest scores, the highest first; -1 is none.
+
+    Args:
+      score, rule: how keys are scored, and which ones a query may choose.
+      n_best: K.
+      index: of the queries.
+      keys: of the keys.
+      queries: positions `[1, T]`, in order, and segments `[B, T]`.
+      ids: the segments of the keys.
+    """
+    (n_batch, length), n_keys = index.weights.shape[:2], keys.shape[1]
+    size = min(max(TILE, n_best), n_keys)
+    n_rows = max(AT_A_TIME // (n_batch * (index.weights.shape[2] + 2) * (size + n_best)), 1)
+    n_rows = min(n_rows, length)
+    tiles = tuple(jnp.moveaxis(in_blocks(x, size), 1, 0) for x in (keys, ids))
+    take = functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)
+
+    def best_of_chunk(chunk):
+        index, position, query_ids = IndexQueries(*chunk[:2]), *chunk[2:]
+        query = Side(position[..., None], query_ids[..., None])
+
+        def add_tile(i, found):
+            best, best_position = found
+            tile_keys, tile_ids = (take(x, i) for x in tiles)
+            key_position = i * size + jnp.arange(size, dtype=jnp.int32)[None, None]
+            key = Side(key_position, tile_ids[:, None], exists=key_position < n_keys)
+            tile = jnp.where(rule.allows(query, key), scores(score, index, tile_keys), -jnp.inf)
+            both = jnp.concatenate([best, tile], axis=-1)
+            key_position = jnp.broadcast_to(key_position, tile.shape)
+            positions = jnp.concatenate([best_position, key_position], axis=-1)
+            at = best_of(both, True, n_best)
+            best = jnp.take_along_axis(both, jnp.maximum(at, 0), axis=-1)
+            chosen = jnp.take_along_axis(positions, jnp.maximum(at, 0), axis=-1)
+            return jnp.where(at < 0, -jnp.inf, best), jnp.where(at < 0, -1, chosen)
+
+        shape = n_batch, n_rows, n_best
+        none = jnp.full(shape, -jnp.inf, keys.dtype), jnp.full(shape, -1, jnp.int32)
+        last = jnp.max(position)
+        end = Visibility(rule.causal).bounds(last, last + 1).end
+        end = n_keys if end is None else jnp.minimum(end, n_keys)
+        return lax.fori_loop(
+            0, -(-end // size), add_tile, devices.varying_as((keys, *chunk), none)
+        )[1]
+
+    arrays = *index, queries.position, queries.segment_id
+    chunks = tuple(jnp.moveaxis(in_blocks(x, n_rows), 1, 0) for x in arrays)
+    return join_chunks(lax.map(best_of_chunk, chunks), length)

@@ -1,0 +1,273 @@
+"""Indexers: what a query chooses, from all keys and from candidates, and what that costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.declared import SettingError
+from reformax.ops import dsa
+from reformax.ops.indexing import streaming
+from reformax.ops.indexing.candidates import Hashed, Pooled
+from reformax.ops.indexing.indexer import Indexed, Indexer
+from reformax.ops.indexing.scores import IndexQueries
+
+KEY = jax.random.key(3)
+ALL_BLOCKS = Pooled(block_sizes=(12, 4), n_blocks=100)
+INDEXERS = {
+    "all": Indexer(),
+    "product": Indexer(score="product"),
+    "local": Indexer(n_local=3),
+    "grouped": Indexer(n_local=5, group=4),
+    "pooled": Indexer(candidates=Pooled(block_sizes=(5,), n_blocks=2)),
+    "levels": Indexer(n_local=2, candidates=Pooled(block_sizes=(12, 4), n_blocks=2)),
+    "hashed": Indexer(score="product", candidates=Hashed(n_hashes=3, n_buckets=4, n_nearest=6)),
+    "hashed relu": Indexer(candidates=Hashed(n_hashes=2, n_nearest=5)),
+}
+
+
+def integers(length, n_heads=3, size=4, seed=0, n_batch=2):
+    """Vectors of -1, 0 and 1: scores are exact, and many of them are equal, most of those 0."""
+    rng = np.random.default_rng(seed)
+    shapes = (n_batch, length, n_heads, size), (n_batch, length, n_heads), (n_batch, length, size)
+    queries, weights, keys = (rng.integers(-1, 2, s).astype(np.float32) for s in shapes)
+    return Indexed(IndexQueries(queries, weights), keys)
+
+
+def packed(length):
+    """Contiguous segments with padding behind them, and one segment with padding in front."""
+    position = np.arange(length)
+    several = np.where(position < length - 3, 1 + position * 3 // length, 0)
+    return np.stack([several, (position > 4).astype(np.int64)]).astype(np.int32)
+
+
+def choose(indexer, x, top_k, causal, ids=None, key=KEY):
+    ids = np.ones(x.keys.shape[:2], np.int32) if ids is None else ids
+    settings = top_k, causal, x.keys.shape[1]
+    return np.asarray(jax.jit(lambda x, ids: indexer.choose(x, ids, *settings, key))(x, ids))
+
+
+def scores(indexer, x):
+    products = np.einsum("btjd,bsd->btjs", x.queries.queries, x.keys)
+    if indexer.score == "relu":
+        products = np.maximum(products, 0)
+    return np.einsum("btjs,btj->bts", products, x.queries.weights)
+
+
+def plain(indexer, x, top_k, causal, ids):
+    """The keys of each query: the local ones, and its leader's best by (score, position)."""
+    found, length = scores(indexer, x), x.keys.shape[1]
+    n_local, group = indexer.n_local, indexer.group
+    sets = []
+    for b, t in np.ndindex(found.shape[:2]):
+        leader = t // group * group
+        near = np.abs(np.arange(length) - t) < n_local
+        if causal:
+            near &= np.arange(length) <= t
+        left_out = np.arange(length) > leader + group - 1 - n_local
+        left_out &= np.arange(length) < leader + n_local
+        visible = (ids[b] == ids[b, leader]) & (ids[b, leader] != 0)
+        if causal:
+            visible &= np.arange(length) <= leader
+        choice = sorted(
+            np.flatnonzero(visible & ~left_out), key=lambda s: (-found[b, leader, s], s)
+        )
+        n_near = min(n_local, length) if causal else max(2 * min(n_local, length) - 1, 0)
+        sets.append(set(choice[: min(top_k - n_near, length)]) | set(np.flatnonzero(near)))
+    return sets
+
+
+def as_sets(chosen):
+    """The set of each query, which has no position twice."""
+    rows = [row[row >= 0] for row in chosen.reshape(-1, chosen.shape[-1])]
+    assert all(len(set(row)) == len(row) for row in rows)
+    return [set(row) for row in rows]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("name, top_k", [("all", 9), ("product", 60), ("grouped", 14)])
+def test_tiles_choose_what_one_row_of_scores_does(name, top_k, causal, is_packed, monkeypatch):
+    monkeypatch.setattr(streaming, "TILE", 8)
+    monkeypatch.setattr(streaming, "AT_A_TIME", 2**11)
+    indexer, x = INDEXERS[name], integers(53)
+    ids = packed(53) if is_packed else np.ones((2, 53), np.int32)
+    got = choose(indexer, x, top_k, causal, ids)
+    assert as_sets(got) == plain(indexer, x, top_k, causal, ids)
+    again = choose(indexer, x, top_k, causal, ids)
+    np.testing.assert_array_equal(got, again)
+
+
+def test_zeros_of_either_sign_are_a_tie():
+    """A negative weight times ReLU's 0 is -0, of a score that must not sort behind 0."""
+    x = integers(40, n_heads=1)
+    assert (x.queries.weights < 0).any()
+    got = choose(Indexer(), x, 12, True)
+    assert as_sets(got) == plain(Indexer(), x, 12, True, np.ones((2, 40), np.int32))
+
+
+def compiled(indexer, length, top_k=64, n_heads=4, size=32):
+    x = Indexed(
+        IndexQueries(
+            jax.ShapeDtypeStruct((1, length, n_heads, size), jnp.float32),
+            jax.ShapeDtypeStruct((1, length, n_heads), jnp.float32),
+        ),
+        jax.ShapeDtypeStruct((1, length, size), jnp.float32),
+    )
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    run = jax.jit(lambda x, ids: indexer.choose(x, ids, top_k, True, length, KEY))
+    return run.lower(x, ids).compile()
+
+
+@pytest.mark.parametrize("candidates", [None, Pooled(block_sizes=(512, 64)), Hashed()], ids=repr)
+def test_no_array_holds_all_pairs(candidates):
+    """Besides tiles of a constant size, memory grows with the length."""
+    for length in (2**14, 2**17):
+        analysis = compiled(Indexer(candidates=candidates), length).memory_analysis()
+        assert analysis.temp_size_in_bytes <= 80 * 2**20 + 1500 * length
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
+def test_blocks_that_cover_all_keys_leave_the_choice_as_it_is(causal, is_packed):
+    x = integers(53)
+    ids = packed(53) if is_packed else np.ones((2, 53), np.int32)
+    for options in (dict(), dict(n_local=5, group=4)):
+        got, want = (
+            choose(Indexer(candidates=candidates, **options), x, 10, causal, ids)
+            for candidates in (ALL_BLOCKS, None)
+        )
+        assert as_sets(got) == as_sets(want)
+
+
+def clustered(length, n_clusters=16, size=16, seed=0):
+    """Queries and keys near the same centres."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(n_clusters, size))
+
+    def near():
+        at = centres[rng.integers(0, n_clusters, length)]
+        return at + 0.3 * rng.normal(size=(length, size))
+
+    queries, keys = near()[None, :, None], near()[None]
+    weights = np.ones((1, length, 1))
+    queries, weights, keys = (x.astype(np.float32) for x in (queries, weights, keys))
+    return Indexed(IndexQueries(queries, weights), keys)
+
+
+def recall(candidates, x, top_k=8, shift=0.0):
+    x = x._replace(keys=x.keys + np.float32(shift))
+    got, want = (
+        as_sets(choose(Indexer(score="product", candidates=c), x, top_k, True))
+        for c in (candidates, None)
+    )
+    return np.mean([len(a & b) / len(b) for a, b in zip(got, want, strict=True)])
+
+
+def test_recall_rises_with_hashes_and_with_blocks():
+    x = clustered(600)
+    hashed = [recall(Hashed(n_hashes=n, n_buckets=16, n_nearest=64), x) for n in (1, 2, 4, 12)]
+    assert np.all(np.diff(hashed) > 0.02) and hashed[-1] > 0.95
+    assert recall(Hashed(n_hashes=64, n_buckets=2, n_nearest=600), x) == 1
+    pooled = [recall(Pooled(block_sizes=(8,), n_blocks=n), x) for n in (2, 8, 32, 75)]
+    assert np.all(np.diff(pooled) > 0.02) and pooled[-1] == 1
+
+
+def test_without_their_mean_keys_that_point_to_one_side_have_buckets_of_their_own():
+    x = clustered(600)
+    options = dict(n_hashes=4, n_buckets=16, n_nearest=64)
+    plain, centred = (
+        recall(Hashed(**options, centre=centre), x, shift=6.0) for centre in (False, True)
+    )
+    assert plain < 0.4 < 0.7 < centred
+
+
+@pytest.mark.parametrize("name", INDEXERS)
+def test_later_tokens_change_no_choice(name):
+    length, indexer = 40, INDEXERS[name]
+    one, other = clustered(length), clustered(length, seed=1)
+    for cut in (7, 20, 33):
+        x = jax.tree.map(lambda a, b, c=cut: np.concatenate([a[:, :c], b[:, c:]], 1), one, other)
+        got, want = (choose(indexer, y, 9, True)[:, :cut] for y in (x, one))
+        assert as_sets(got) == as_sets(want)
+
+
+@pytest.mark.parametrize("name", INDEXERS)
+def test_a_segment_sees_nothing_of_its_neighbours(name):
+    """Their vectors change no choice, whatever they are."""
+    indexer, x, other = INDEXERS[name], clustered(36), clustered(36, seed=1)
+    ids = np.repeat([[1, 2, 3]], 12, axis=1)
+    mixed = jax.tree.map(
+        lambda a, b: np.concatenate([b[:, :12], a[:, 12:24], b[:, 24:]], 1), x, other
+    )
+    for causal in (True, False):
+        got, want = (choose(indexer, y, 11, causal, ids)[0, 12:24] for y in (mixed, x))
+        within = [{s for s in row if ids[0, s] == 2} for row in as_sets(got)]
+        assert within == [{s for s in row if ids[0, s] == 2} for row in as_sets(want)]
+
+
+def test_a_query_sees_its_incomplete_block():
+    """Its keys are candidates however low their mean's score is."""
+    x = clustered(30)
+    opposite = x.queries._replace(queries=-np.broadcast_to(x.keys[:, :, None], (1, 30, 1, 16)))
+    candidates = Pooled(block_sizes=(10,), n_blocks=1)
+    got = as_sets(choose(Indexer(candidates=candidates), x._replace(queries=opposite), 20, True))
+    assert all(set(range(t // 10 * 10, t + 1)) <= got[t] for t in range(30))
+
+
+@pytest.mark.parametrize(
+    "candidates, most",
+    [
+        (lambda n: Hashed(n_hashes=2, n_nearest=16), 6),  # and the hash's buckets grow
+        (
+            lambda n: Pooled(
+                block_sizes=[4**i for i in range(8, 0, -1) if 4**i <= n // 16], n_blocks=4
+            ),
+            6,
+        ),
+        (lambda n: Pooled(block_sizes=(int(n**0.5),), n_blocks=4), 10),  # T^1.5
+        (lambda n: None, None),
+    ],
+    ids=["hashed", "levels", "one size", "all"],
+)
+def test_cost_grows_slower_than_pairs(candidates, most, monkeypatch):
+    """Floating-point operations and bytes of the compiled program, from T to 4 T.
+
+    The cost analysis counts the body of a loop once, so all is in one chunk and one tile.
+    """
+    monkeypatch.setattr(streaming, "TILE", 2**14)
+    monkeypatch.setattr(streaming, "AT_A_TIME", 2**40)
+    monkeypatch.setattr("reformax.ops.numerics.query_chunks.AT_A_TIME", 2**40)
+    costs = [
+        compiled(Indexer(score="product", candidates=candidates(n)), n, 16, 1, 16).cost_analysis()
+        for n in (2**10, 2**12)
+    ]
+    for name in ("flops", "bytes accessed"):
+        growth = costs[1][name] / costs[0][name]
+        assert growth > 12 if most is None else growth < most, name
+
+
+def test_settings_that_do_not_fit_are_refused():
+    with pytest.raises(
+        SettingError, match="group is 4 and n_local 3: expected n_local of at least"
+    ):
+        Indexer(group=4, n_local=3)
+    with pytest.raises(SettingError, match=r"block_sizes is \(8, 3\): expected at least one size"):
+        Pooled(block_sizes=(8, 3))
+    with pytest.raises(SettingError, match="n_buckets is 3: expected"):
+        Hashed(n_buckets=3)
+    with pytest.raises(SettingError, match="score is 'dot': expected 'relu' or 'product'"):
+        Indexer(score="dot")
+    with pytest.raises(SettingError, match="n_local is 8 and top_k 8: expected it below top_k"):
+        dsa.dsa(top_k=8, indexer=Indexer(n_local=8))
+    q = np.ones((1, 9, 2, 4), np.float32)
+    op = dsa.dsa(top_k=8, indexer=Indexer(n_local=5))
+    with pytest.raises(NotImplementedError, match="n_local is 5, 9 keys of both sides"):
+        op.plan(op.init(KEY, op.dims(q, q)), q, q, segment_ids=None, causal=False)
+
+
+def test_equal_indexers_make_equal_ops():
+    one, other = (dsa.dsa(indexer=Indexer(candidates=Hashed(n_buckets=[4, 8]))) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+    assert one != dsa.dsa(indexer=Indexer(candidates=Hashed(n_buckets=(4, 6))))
+    assert repr(one) == "dsa(indexer=Indexer(candidates=Hashed(n_buckets=(4, 8))))"
