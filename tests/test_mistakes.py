@@ -15,7 +15,7 @@ from reformax.cli import config, configs, evaluate, generate, train
 from tests.training.scripts import call
 
 COMMANDS = {"train": train, "evaluate": evaluate, "generate": generate}
-QUICKSTART = str(configs.FOLDER / "quickstart.gin")
+QUICKSTART = str(configs.find("quickstart"))
 TEXT = "The cat sat on the mat, and the dog ran after it.\n"
 
 FLAGS = {
@@ -80,7 +80,7 @@ DATA = {
 # A config, data of another kind, and the config for it.
 WRONG_CONFIG = {
     "quickstart.gin": "mine.txt: the task reformax.data.stdlib.stdlib reads no files",
-    "reformer_enwik8_small.gin": "folder has no file enwik8",
+    "reformer_enwik8_800k.gin": "folder has no file enwik8",
     "transformer_multi30k.gin": "mine.txt must be a folder with the files of both languages",
     "reformer_multi30k.gin": "folder has no file val*.en",
 }

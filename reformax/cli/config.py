@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import gin
 
-from reformax.cli import gin_text, messages, modules, trax_config, trust
+from reformax.cli import configs, gin_text, messages, modules, short_names, trax_config, trust
 from reformax.declared import SettingError, check_all, hints_of, shown, user_path
 
 MOST = 2**20  # bytes of a config file
@@ -59,18 +59,18 @@ def parse(
     config_files: Sequence[str],
     overrides: Sequence[str] = (),
     *,
-    folders: Sequence[str | Path] = (),
     data_dir: str | None = None,
     init_from: str | None = None,
 ) -> None:
     """Parses files, then overrides, into gin's global config.
 
+    Files and what they include are found in the working directory, in the folders of these files,
+    and by their names among those that come with the package.
+
     Args:
       config_files: gin files; later ones win.
       overrides: bindings such as 'loop.train.steps=10', or 'd_model=64' for a macro that a file
         defines.
-      folders: more folders to find files and their includes in; the working directory and the
-        files' own folders come first.
       data_dir: bound to the `data_dir` of the config's task.
       init_from: bound to `loop.train.init_from`. A vocabulary that lies in this folder is bound to
         the `vocabulary` of the config's task, unless the config sets one.
@@ -82,17 +82,18 @@ def parse(
     _forget()
     modules.find_in_working_directory()
     parents = [Path(f).absolute().parent for f in config_files]
-    with _includes_from(*parents, *folders, ours=folders):
+    with _includes_from(*parents):
         new_macros = {}
         for config_file in config_files:
-            path = _find(config_file, folders)
-            if not _is_in(path, folders):
+            path = _find(config_file)
+            if not configs.is_packaged(path):
                 trax_config.refuse(config_file, statements_of(path))
                 new_macros |= dict.fromkeys(_new_macros(path), config_file)
             _parse_with(gin.config.parse_config_file, path)
         _parse_overrides(overrides, data_dir)
         if init_from is not None:
             _bind_init_from(init_from)
+    _bind_short_names()
     _check_used(new_macros)
 
 
@@ -149,13 +150,13 @@ def _forget(saved: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _includes_from(*folders: str | Path, ours: Sequence[str | Path] = ()) -> Iterator[None]:
+def _includes_from(*folders: str | Path) -> Iterator[None]:
     """Gin finds included files in these folders too. Of itself it never forgets a folder again."""
     prefixes, parse_file = gin.config._LOCATION_PREFIXES, gin.config.parse_config_file
     before, within = list(prefixes), [None]
 
     def parse_include(name, *args, **kwargs):
-        found = _included(name, within[-1], prefixes, ours)
+        found = _included(name, within[-1], prefixes)
         within.append(found)
         try:
             return parse_file(found, *args, **kwargs)
@@ -171,16 +172,18 @@ def _includes_from(*folders: str | Path, ours: Sequence[str | Path] = ()) -> Ite
         prefixes[:], gin.config.parse_config_file = before, parse_file
 
 
-def _included(
-    name: str, above: str | None, prefixes: Sequence[str], ours: Sequence[str | Path]
-) -> str:
-    """The file that an include names: next to a file of ours, and never itself."""
+def _included(name: str, above: str | None, prefixes: Sequence[str]) -> str:
+    """The file that an include names: of ours if `above` is one of ours, and never itself."""
     candidates = [Path(prefix or ".") / name for prefix in prefixes]
-    if above is not None and _is_in(above, ours):
-        candidates.insert(0, Path(above).parent / name)
-    found = [str(path.absolute()) for path in candidates if _is_file(path)]
-    others = [path for path in found if above is None or not Path(path).samefile(above)]
-    return (others or found or [name])[0]
+    if (packaged := configs.found(name)) is not None:
+        ours = above is not None and configs.is_packaged(above)
+        candidates.insert(0 if ours else len(candidates), packaged)
+    files = [path for path in candidates if _is_file(path)]
+    others = [path for path in files if above is None or not path.samefile(above)]
+    chosen = (others or files or [Path(name)])[0]
+    if chosen == packaged:
+        configs.note_old_name(name)
+    return str(chosen.absolute()) if files else name
 
 
 @contextlib.contextmanager
@@ -193,34 +196,31 @@ def _importing_by(find: Callable[..., ModuleType]) -> Iterator[None]:
         del gin.config.__import__
 
 
-def _find(config_file: str, folders: Sequence[str | Path]) -> str:
-    for path in [Path(config_file), *(Path(folder) / config_file for folder in folders)]:
-        if _is_file(path):
-            if (n_bytes := path.stat().st_size) > MOST:
-                raise ConfigError(
-                    f"config file {config_file} has {n_bytes:,} bytes: expected at most {MOST:,}"
-                )
-            return str(path.absolute())
-    names = sorted({path.name for folder in folders for path in Path(folder).glob("*.gin")})
-    raise ConfigError(f"no config file {config_file}{messages.nearest(config_file, names)}")
+def _find(config_file: str) -> str:
+    path = Path(config_file)
+    if not _is_file(path):
+        path = configs.found(config_file)
+        if path is None:
+            raise ConfigError(f"no config file {config_file}{configs.nearest(config_file)}")
+        configs.note_old_name(config_file)
+    if (n_bytes := path.stat().st_size) > MOST:
+        raise ConfigError(
+            f"config file {config_file} has {n_bytes:,} bytes: expected at most {MOST:,}"
+        )
+    return str(path.absolute())
 
 
-def settings_of(config_file: str, folders: Sequence[str | Path]) -> list[str]:
-    """The names that a user's file sets itself; none of a file in `folders`."""
-    path = _find(config_file, folders)
-    return [] if _is_in(path, folders) else list(statements_of(path).values)
-
-
-def _is_in(path: str, folders: Sequence[str | Path]) -> bool:
-    """Whether a file is directly in one of `folders`."""
-    return Path(path).parent in map(Path, folders)
+def settings_of(config_file: str) -> list[str]:
+    """The names that a user's file sets itself; none of a file of the package."""
+    path = _find(config_file)
+    return [] if configs.is_packaged(path) else list(statements_of(path).values)
 
 
 def _new_macros(path: str) -> list[str]:
     """The macros that a file defines, and nothing that was parsed before or that it includes."""
     statements, prefixes = statements_of(path), gin.config._LOCATION_PREFIXES
     for name in statements.includes:
-        _parse_with(gin.config.parse_config_file, _included(name, path, prefixes, ()))
+        _parse_with(gin.config.parse_config_file, _included(name, path, prefixes))
     known = gin_text.macros(gin.config_str())
     return [name for name in statements.values if "." not in name and name not in known]
 
@@ -298,6 +298,28 @@ def _bind_data_dir(data_dir: str) -> None:
             f"--data_dir={data_dir}: the task {without[0]} reads no files: leave the flag out, "
             "or take a config of files, for a text of your own --config_file=reformer_text.gin"
         )
+
+
+def _bind_short_names() -> None:
+    """Sets arguments of training and of its models to the macros that are their short names."""
+    macros = set(gin_text.macros(gin.config_str()))
+    for selector in ("reformax.training.loop.train", *_models()):
+        for argument in _parameters(selector):
+            name = short_names.of(argument)
+            if name in macros and not _is_set(f"{selector}.{argument}"):
+                macro = gin.config.ConfigurableReference(f"{name}/gin.macro", True)
+                gin.bind_parameter(f"{selector}.{argument}", macro)
+
+
+def _models() -> set[str]:
+    """The models of the run and of its stages."""
+    stages = _value_of("reformax.training.loop.train.stages")
+    stages = stages if isinstance(stages, tuple | list) else ()
+    scopes = [part.config_key[0] for part in stages if hasattr(part, "config_key")]
+    names = ["reformax.training.loop.train.model", "reformax.training.stages.Stage.model"]
+    names += [f"{scope}/reformax.training.stages.Stage.model" for scope in scopes if scope]
+    models = map(_value_of, names)
+    return {model.config_key[1] for model in models if hasattr(model, "config_key")}
 
 
 def _bind_init_from(init_from: str) -> None:

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import jax
 
 from reformax import durable
-from reformax.cli import config, configs, errors, flags, messages, modules, runs, typed
+from reformax.cli import config, errors, flags, messages, modules, runs, typed
 from reformax.declared import PathName, SettingError
 from reformax.training import dry_run, loop
 from reformax.training.folder import make_output_dir
@@ -175,10 +175,10 @@ def _checked(member: Member, files: list[str], args) -> str:
     Raises:
       SettingError: a value of it is wrong; the line names the run.
     """
-    read = files or [str(configs.FOLDER / "quickstart.gin")]
+    read = files or ["quickstart.gin"]
     overrides = member.overrides + args.config
     try:
-        config.parse(read, overrides, folders=configs.FOLDERS, data_dir=args.data_dir)
+        config.parse(read, overrides, data_dir=args.data_dir)
         dry_run.check(**config.bindings(loop.train))
     except Exception as error:
         if (line := errors.one_line(error)) is None:
