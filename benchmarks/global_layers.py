@@ -3,14 +3,14 @@
     python -m benchmarks.global_layers --data_dir=FILE_OR_FOLDER --saved=FILE
     python -m benchmarks.global_layers --data_dir=FILE_OR_FOLDER --only compared linear_time
 
-trains configs/transformer_text_ten_minutes.gin for 900 steps with each attention in the place of
+trains transformer_text_37m.gin for 900 steps with each attention in the place of
 the layers that see every key, between windows, and prints bits per byte of the whole valid split
 and tokens/s, the median over the steps. Keys are a projection of their own, without the next
 value, but where the name says so. Rows are in groups: `compared` has dense attention, windows and
 LSH attention, `linear_time` states of constant size and summaries, `hybrid` the delta rule in one
 or two of these layers, and `chosen` attentions that choose where to look, at some 1,000 of 4,096
 keys. --only names groups or rows, --seed another seed than 0, and --reversible takes
-configs/reformer_text_ten_minutes.gin. A folder of wheels is the text of
+reformer_text_37m.gin. A folder of wheels is the text of
 `reformax.data.package_sources`.
 
 Each row is a process of its own. --at_once=3 has three on a GPU: they compile and evaluate side by
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from benchmarks.harness import campaign, command_line
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.output import Table
-from benchmarks.harness.processes import ROOT, Answer
+from benchmarks.harness.processes import Answer
 from reformax.declared import user_path
 
 NEXT_VALUE = "lm.{model}.next_value=True"
@@ -206,7 +206,7 @@ def config_of(name: str, args: argparse.Namespace) -> campaign.Part:
     given += ["loop.train.checkpoint_minutes=None", *(TINY if args.tiny else [])]
     if args.data_dir and any(args.data_dir.glob("*.whl")):
         given += ["loop.train.task=@package_sources.package_sources()"]
-    return str(ROOT / "configs" / f"{kind}_text_ten_minutes.gin"), given + own
+    return f"{kind}_text_37m.gin", given + own
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,7 +3,7 @@
     python -m benchmarks.long_range_arena --task=listops --steps=3000 --saved=FILE
     python -m benchmarks.long_range_arena --task=pathfinder --only exact recurrent --gpus=2
 
-trains the encoder of configs/long_range_arena.gin, made smaller (SIZES), on the examples of the
+trains the encoder of long_range_arena.gin, made smaller (SIZES), on the examples of the
 task's own config, and prints the share of the valid split's rows that is named right at the end,
 the bits of a label by the best checkpoint, and tokens/s, the median over the steps. Tay et al.
 2020, "Long Range Arena", has the tasks. Positions are the config's: Pathfinder turns queries
@@ -43,7 +43,7 @@ from typing import NamedTuple
 from benchmarks.harness import campaign, command_line
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.output import Table
-from benchmarks.harness.processes import ROOT, Answer
+from benchmarks.harness.processes import Answer
 from reformax.declared import user_path
 
 
@@ -170,7 +170,7 @@ def _for(steps: int, warmup: float) -> list[str]:
 
 def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
     """The runs of a row: the masked model's, those of easier examples, and the classifier's."""
-    file, task = str(ROOT / "configs" / f"{args.task}.gin"), TASKS[args.task]
+    file, task = f"{args.task}.gin", TASKS[args.task]
     given = [*SIZES, *([] if args.tiny else ["dtype='bfloat16'"])]
     pooling = "last" if args.pooling == "cls" and CAUSAL in ROWS[name] else args.pooling
     given += [

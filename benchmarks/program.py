@@ -1,7 +1,7 @@
 """The kernels of a program as it is compiled for a GPU, and the bytes that they read and write.
 
-    python -m benchmarks.program --config_file=configs/gpt2.gin
-    python -m benchmarks.program --config_file=configs/gpt2.gin --devices=2 --mesh=data
+    python -m benchmarks.program --config_file=gpt2.gin
+    python -m benchmarks.program --config_file=gpt2.gin --devices=2 --mesh=data
     python -m benchmarks.program --attention moba --length=65536 --gradient
     python -m benchmarks.program --attention moba --length=65536 --gradient --run
 

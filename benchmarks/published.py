@@ -3,7 +3,7 @@
     python -m benchmarks.published
 
 A step is forward, backward and AdamW, on random tokens, in bfloat16 and without dropout. The models
-and AdamW's settings are those of configs/gpt2.gin, gpt2_medium.gin and bert_large.gin, at one rate
+and AdamW's settings are those of gpt2.gin, gpt2_medium.gin and bert_large.gin, at one rate
 and without clipping; PyTorch's has SDPA, torch.compile, autocast and fused AdamW. BERT fills in 15%
 of its tokens, and no row has padding; PyTorch's has no mask of it. The two run in turns, ten steps
 in a row, each alone on the device, for a GPU's clock falls with heat. Times are medians. A model
@@ -31,7 +31,7 @@ from benchmarks.harness.calls import PeerError, attempt
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import alone, ask
 from reformax import devices
-from reformax.cli import config, configs
+from reformax.cli import config
 from reformax.training import loop
 from reformax.training import mesh as mesh_lib
 from reformax.training import optimizer as optimizers
@@ -94,7 +94,7 @@ class Job(NamedTuple):
 def from_config(name: str, overrides: Sequence[str]) -> Job:
     """The model and the optimizer of configs/`name`.gin."""
     overrides = [*overrides, *(NAMES[name] if overrides else ()), *ALWAYS]
-    config.parse([f"{name}.gin"], overrides, folders=configs.FOLDERS)
+    config.parse([f"{name}.gin"], overrides)
     names = ("model", "optimizer", "batch_size", "length")
     found = config.bindings(loop.train, names)
     model = build(found["model"], "train")

@@ -1,6 +1,6 @@
 """Training on one device and on all: tokens a second, and memory of a device.
 
-    python -m benchmarks.scaling --config_file=configs/reformer_enwik8.gin
+    python -m benchmarks.scaling --config_file=reformer_enwik8.gin
     python -m benchmarks.scaling --config_file=... --config='length = 16_384' --mesh=context
 
 Prints a table with a row for each device alone, or for the first so many with --alone, one for all
@@ -54,8 +54,8 @@ from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.settings import TrainSettings, build
 
-REFORMER = "--config_file=configs/reformer_enwik8.gin --config=lm.ReformerLM.pos_axial_shape="
-TRANSFORMER = "--config_file=configs/transformer_enwik8.gin"
+REFORMER = "--config_file=reformer_enwik8.gin --config=lm.ReformerLM.pos_axial_shape="
+TRANSFORMER = "--config_file=transformer_enwik8.gin"
 # The flags of what the page measures, and their environment. Positions suffice for 8 devices. The
 # long sequence takes the options of least memory. XLA's scheduler of hidden latencies would ask for
 # more than there is, and its search for the fastest products would try each of them on gigabytes.

@@ -137,10 +137,8 @@ def config(name: str) -> str:
 def _used() -> dict[str, set[str]]:
     """The attentions of the model of each gin file that is a run."""
     found, ours = {}, {a.make: a.name for a in attentions()}
-    for path in sorted(configs.FOLDER.glob("*.gin")):
-        if "to be included" in path.read_text().partition("\n\n")[0]:
-            continue
-        cli_config.parse([str(path)], folders=configs.FOLDERS)
+    for path in configs.runs():
+        cli_config.parse([str(path)])
         model = cli_config.described(loop.train, "model")
         found[path.stem] = {ours[f] for f in _functions(model) if f in ours}
     return found

@@ -1,4 +1,4 @@
-"""Settings that have another name now, so that runs saved under the old one go on."""
+"""Settings and configs that have another name now, so that runs and commands of before go on."""
 
 from __future__ import annotations
 
@@ -18,6 +18,31 @@ RENAMED |= {(model, option): "remat_policy" for option, x in _KINDS.items() for 
 _VALUES = {
     "remat": {"True": "'nothing'", "False": "'all'"},
     "keep_activations": {"True": "'all'", "False": "'nothing'"},
+}
+
+# The name of a config before -> its name now, without .gin.
+CONFIGS = {
+    "block_sparse_enwik8_ten_minutes": "transformer_enwik8_block_sparse_38m",
+    "enwik8_ten_minutes": "enwik8_38m",
+    "long_text": "text_64k_37m",
+    "long_text_124m": "text_64k_124m",
+    "reformer_enwik8_small": "reformer_enwik8_800k",
+    "reformer_enwik8_ten_minutes": "reformer_enwik8_38m",
+    "reformer_long": "reformer_text_64k_37m",
+    "reformer_long_124m": "reformer_text_64k_124m",
+    "reformer_lsh_enwik8_ten_minutes": "reformer_enwik8_lsh_38m",
+    "reformer_text_long": "reformer_text_16k_37m",
+    "reformer_text_ten_minutes": "reformer_text_37m",
+    "sparse_fixed_enwik8": "sparse_fixed_enwik8_95m",
+    "sparse_strided_images": "sparse_strided_images_59m",
+    "text_ten_minutes": "text_37m",
+    "transformer_enwik8_small": "transformer_enwik8_800k",
+    "transformer_enwik8_ten_minutes": "transformer_enwik8_38m",
+    "transformer_long": "transformer_text_64k_37m",
+    "transformer_long_124m": "transformer_text_64k_124m",
+    "transformer_text_long": "transformer_text_16k_37m",
+    "transformer_text_ten_minutes": "transformer_text_37m",
+    "transformer_windows_enwik8_ten_minutes": "transformer_enwik8_windows_38m",
 }
 
 

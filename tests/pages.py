@@ -228,7 +228,7 @@ def _training(command: str, folder: Path, page: str) -> str:
 def config_text(name: str, folder: Path) -> str:
     """The text of a config and of all that it includes, each before the file that includes it."""
     configs = ROOT / "configs"
-    places = [folder / name, ROOT / name, configs / name, configs / Path(name).name]
+    places = [folder / name, ROOT / name, *configs.rglob(Path(name).name)]
     text = next(path for path in places if path.is_file()).read_text()
     included = re.findall(r"^include '(.+)'$", text, re.MULTILINE)
     return "\n".join([*(config_text(other, folder) for other in included), text])

@@ -18,7 +18,8 @@ import gin
 import pytest
 
 import reformax.ops
-from reformax.cli import config
+from reformax import renamed
+from reformax.cli import config, configs
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "reformax"
@@ -55,10 +56,10 @@ MAY_IMPORT = {
     "__init__.py": {"cli"},  # by `load_run` alone, when it is called
     "__main__.py": {"__version__", "cli"},  # and what its table of commands names
 }
-# The only module of the package that imports each of these.
+# The only modules of the package that import each of these.
 SOLE_IMPORTERS = {
-    "trax": PACKAGE / "layers" / "_trax.py",
-    "gin": PACKAGE / "cli" / "config.py",
+    "trax": ["reformax/layers/_trax.py"],
+    "gin": ["reformax/cli/config.py", "reformax/cli/reading.py"],
 }
 
 
@@ -186,9 +187,9 @@ def test_no_files_import_each_other():
     graphlib.TopologicalSorter(graph).prepare()  # which names a circle
 
 
-@pytest.mark.parametrize("library, path", SOLE_IMPORTERS.items())
-def test_one_module_alone_imports(library, path):
-    assert [p for p in python_files("reformax") if library in roots_of(p)] == [path]
+@pytest.mark.parametrize("library, paths", SOLE_IMPORTERS.items())
+def test_these_modules_alone_import(library, paths):
+    assert [name(p) for p in python_files("reformax") if library in roots_of(p)] == paths
 
 
 # Used where they are installed; the package asks for none of them.
@@ -311,28 +312,46 @@ def test_public_functions_of_ops_say_what_they_return(path):
 GIN_FILES = sorted((ROOT / "configs").rglob("*.gin"))
 
 
-def leading_comment(path: Path) -> str:
-    """The comment with which the gin file at `path` begins, without its marks."""
-    lines = path.read_text().splitlines()
-    end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return "\n".join(line.lstrip("# ") for line in lines[:end])
+# What a config's line after its command says: card, minutes, score.
+RESULT = re.compile(
+    r"(2 CPU cores|One (?:GPU|H100|H200))(?:, [^.]+)?\. (Expect \S.+\.|Not run to its end\..*)"
+)
 
 
 @pytest.mark.parametrize("path", GIN_FILES, ids=name)
 def test_a_gin_file_says_how_to_run_it_and_what_to_expect(path):
-    comment = leading_comment(path)
-    if "to be included" in comment:  # a part, which is no run by itself
+    if path.parent.name == "parts":  # no run by itself
+        assert "to be included" in configs.leading_comment(path.read_text())
         others = "".join(p.read_text() for p in GIN_FILES if p != path)
         assert f"include '{path.name}'" in others, f"no file includes {name(path)}"
         return
-    default = path.name == "quickstart.gin"
-    command = "python train.py" + ("" if default else f" --config_file={name(path)}")
-    assert comment.startswith(command), f"{name(path)} does not begin with its command, {command}"
-    assert "Expect" in comment, f"{name(path)} does not say what to Expect"
+    command, *lines = re.match(r"(#.*\n)+", path.read_text())[0].splitlines()
+    flag = "" if path.name == "quickstart.gin" else f" --config_file={path.name}"
+    assert re.fullmatch(rf"# python train\.py{re.escape(flag)}(?: --.+)?", command), command
+    end = lines.index("#")
+    result = RESULT.fullmatch(" ".join(line.removeprefix("# ") for line in lines[:end]))
+    assert result, f"{name(path)} says after its command {lines[:end]}"
+    assert result[2].startswith("Not run") == (path.parent.name == "not_run"), name(path)
+    assert len(lines) > end + 1, f"{name(path)} does not say what it is"
+
+
+def test_a_config_s_name_is_its_own_and_no_old_one_is_taken():
+    names = [path.stem for path in GIN_FILES]
+    assert len(set(names)) == len(names)
+    assert not renamed.CONFIGS.keys() & set(names) and set(renamed.CONFIGS.values()) <= set(names)
+
+
+def test_a_chain_of_includes_is_short():
+    included = {p.name: re.findall(r"^include '(.+)'$", p.read_text(), re.M) for p in GIN_FILES}
+
+    def depth(file):
+        return 1 + max(map(depth, included[file]), default=0)
+
+    assert max(map(depth, included)) <= 4
 
 
 @pytest.mark.parametrize("path", GIN_FILES, ids=name)
 def test_a_gin_file_parses(path):
     """Every name and every parameter in it exists."""
-    config.parse([str(path)], folders=[ROOT / "configs", ROOT])
+    config.parse([str(path)])
     gin.clear_config()

@@ -184,7 +184,7 @@ def test_scaling_refuses_a_model_of_no_text(monkeypatch):
     text = configured.stdlib.stdlib(max_bytes=1000)
     monkeypatch.setattr(configured.stdlib, "stdlib", lambda: text)
     with pytest.raises(SettingError, match="continues text, and model TransformerEncoder names"):
-        scaling.main([f"--config_file={ROOT}/configs/listops_short.gin"])
+        scaling.main(["--config_file=listops_short.gin"])
     gin.clear_config()
 
 
@@ -253,11 +253,11 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
 
 def traced(file, given):
     """The model of a config, which is taken whole; it is traced with its gradient."""
-    from reformax.cli import config, configs
+    from reformax.cli import config
     from reformax.training import loop
     from reformax.training.settings import build
 
-    config.parse([file], given, folders=configs.FOLDERS)
+    config.parse([file], given)
     settings = config.bindings(loop.train, ("model", "length"))
     model, key = build(settings["model"], "train"), jax.random.PRNGKey(0)
     shape = (1, settings["length"])

@@ -67,19 +67,38 @@ def test_configs_are_listed_with_what_they_are(run):
     code, out, _ = run("configs")
     assert code == 0
     assert "quickstart.gin\n    A small Reformer on the source text of Python's standard" in out
-    runs, _, parts = out.partition("parts, to be included\n")
-    for path in (ROOT / "configs").glob("*.gin"):
-        assert path.name in (parts if "to be included" in path.read_text() else runs)
+    runs, _, rest = out.partition("not run to their end (configs/not_run)\n")
+    not_run, _, parts = rest.partition("parts, to be included\n")
+    for path in (ROOT / "configs").rglob("*.gin"):
+        assert path.name in {"not_run": not_run, "parts": parts}.get(path.parent.name, runs)
+    folders = {path.name for path in (ROOT / "configs").iterdir()}
+    assert folders == {*configs.SUBJECTS, configs.PARTS}
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart.gin", "configs/quickstart.gin"])
 def test_a_config_is_printed(name, run):
-    assert run("configs", name)[:2] == (0, (ROOT / "configs/quickstart.gin").read_text())
+    assert run("configs", name)[:2] == (0, (ROOT / "configs/text/quickstart.gin").read_text())
 
 
 def test_a_wrong_config_names_the_near_one(run):
     code, _, err = run("configs", "quikstart")
     assert code == 2 and err.startswith("error: no config quikstart; did you mean quickstart.gin")
+
+
+def test_a_name_of_before_is_found_and_says_that_of_today(run, tmp_path):
+    configs.note_old_name.cache_clear()
+    note = "note: transformer_text_long.gin is transformer_text_16k_37m.gin now\n"
+    code, out, err = run("configs", "transformer_text_long")
+    assert (code, err) == (0, note) and "--config_file=transformer_text_16k_37m.gin" in out
+    (tmp_path / "mine.gin").write_text("include 'transformer_text_long.gin'\nsteps = 7\n")
+    for file in ("configs/transformer_text_long.gin", "mine.gin"):
+        configs.note_old_name.cache_clear()
+        code, _, err = run("train", f"--config_file={file}", "--config=loop.train.steps=0")
+        assert code == 2 and err.startswith(note) and err.count("\n") == 2
+    # A file of one's own goes first.
+    (tmp_path / "transformer_text_long.gin").write_text("include 'quickstart.gin'\n")
+    configs.note_old_name.cache_clear()
+    assert "note" not in run("train", "--config_file=mine.gin", "--config=loop.train.steps=0")[2]
 
 
 @pytest.mark.parametrize("flag", ["quickstart.gin", "configs/reformer_reverse.gin", None])

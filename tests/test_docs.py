@@ -109,7 +109,7 @@ def _copy_checkout(folder: Path) -> None:
 
 def _write_gin_files(text: str, folder: Path) -> None:
     for path, content in gin_files(text).items():
-        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(content)
 
 
@@ -326,13 +326,13 @@ MADE = {
     "config.gin",
     "mytask.py",
     "reformax/ops/strided.py",
-    "configs/strided.gin",
+    "configs/attentions/strided.gin",
 }
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=page_name)
 def test_files_that_are_named_exist(page):
-    folders = (ROOT, ROOT / "reformax", ROOT / "configs")
+    folders = (ROOT, ROOT / "reformax", *filter(Path.is_dir, (ROOT / "configs").iterdir()))
     for name in set(re.findall(r"`([\w/]+\.(?:py|gin))`", page.read_text())) - MADE:
         assert any((folder / name).is_file() for folder in folders), name
 

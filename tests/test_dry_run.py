@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from reformax.cli import config, configs, errors, stand_in, train, translations
+from reformax.cli import config, errors, stand_in, train, translations
 from reformax.training import dry_run, folder
 
 TINY = ["n_layers=2", "steps=4", "batch_size=2", "length=32", "warmup_steps=1", "d_model=32"]
@@ -35,7 +35,7 @@ def call(monkeypatch, capsys, tmp_path):
 )
 def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, no_search, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    name = "transformer_enwik8_small.gin" if file == "enwik8.gin" else file
+    name = "transformer_enwik8_800k.gin" if file == "enwik8.gin" else file
     sizes = ["n_layers=1", "length=64", "batch_size=1"] if file == "enwik8.gin" else sizes
     flags = ["--dry_run", "--device_memory=3.5", *(f"--config={x}" for x in sizes)]
     code, out, err = call(f"--config_file={name}", *flags)
@@ -75,7 +75,7 @@ def test_the_memory_of_a_device_is_of_a_dry_run_alone(call):
 
 def test_a_stand_in_has_the_shapes_of_the_task(tmp_path):
     """The batches of the quickstart's task and of what stands in for it compile the same step."""
-    config.parse([str(configs.FOLDER / "quickstart.gin")], TINY, folders=configs.FOLDERS)
+    config.parse(["quickstart.gin"], TINY)
     settings, lines = stand_in.reported(lambda **settings: iter([]))
     assert list(lines) == []
     real = settings["task"].train_batch(0, 0, 2, 32)

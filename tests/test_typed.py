@@ -1,11 +1,12 @@
 """What an error names, typed back into the command, is accepted."""
 
+import functools
 import re
 import sys
 
 import pytest
 
-from reformax.cli import config, configs, errors, messages, report, typed
+from reformax.cli import config, errors, messages, report, typed
 from reformax.training import loop
 from reformax.training.settings import TrainSettings, build
 
@@ -46,9 +47,9 @@ MENDED = {
 def told(monkeypatch, capsys):
     """The error of a command with these settings, or an empty text."""
 
-    def call(*settings, file=configs.FOLDER / "quickstart.gin"):
+    def call(*settings, file="quickstart.gin"):
         def main():
-            config.parse([str(file)], [*SMALL, *settings], folders=configs.FOLDERS)
+            config.parse([str(file)], [*SMALL, *settings])
             found = config.bindings(loop.train)
             given = TrainSettings(**found)
             import jax
@@ -114,7 +115,7 @@ def saved(tmp_path_factory):
     from reformax.training.checkpoint import Checkpoints
 
     folder = tmp_path_factory.mktemp("saved") / "run"
-    config.parse([str(configs.FOLDER / "quickstart.gin")], SMALL, folders=configs.FOLDERS)
+    config.parse(["quickstart.gin"], SMALL)
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.gin").write_text(config.text())
     checkpoints = Checkpoints(folder)
@@ -196,7 +197,7 @@ def test_what_an_error_says_mends_it_in_each_command(command, error_of):
 
 def test_names_of_flags_stay():
     """`seed` is a flag of evaluate.py and a setting of the run."""
-    config.parse([str(configs.FOLDER / "quickstart.gin")])
+    config.parse(["quickstart.gin"])
     line = "seed is 3: set eval_stride=1"
     assert typed.typed(line).startswith("loop.train.seed is 3: set loop.train.eval_stride=1")
     assert typed.typed(line, flags=["seed"]) == "seed is 3: set loop.train.eval_stride=1"
@@ -225,19 +226,19 @@ def test_a_name_that_only_a_part_knows_is_the_models(told):
 
 @pytest.mark.parametrize(
     "file",
-    ["quickstart.gin", pytest.param("transformer_enwik8_small.gin", marks=pytest.mark.slow)],
+    ["quickstart.gin", pytest.param("transformer_enwik8_800k.gin", marks=pytest.mark.slow)],
 )
 def test_every_argument_is_named_as_it_is_typed(file):
     """Each argument of a config, set to what it cannot be: the error's names are settings."""
-    path = str(configs.FOLDER / file)
-    config.parse([path])
+    parse = functools.partial(config.parse, [file])
+    parse()
     arguments, refused = config.arguments(), 0
     assert len(arguments) > 60
     for argument in arguments:
         if argument.endswith((".task", ".config_text", ".output_dir")) or ".train." in argument:
             continue
         for value in ("-1", "'nonsense'"):
-            config.parse([path], [f"{argument}={value}"])
+            parse([f"{argument}={value}"])
             try:
                 found = config.bindings(loop.train, ("model", "optimizer"))
                 build(found["model"], "train")
@@ -245,17 +246,17 @@ def test_every_argument_is_named_as_it_is_typed(file):
                 line = typed.typed(errors.one_line(error), messages.owner_of(error))
                 refused += 1
                 for one in typed_back(line):
-                    config.parse([path], [one])  # raises for a name that is none
+                    parse([one])  # raises for a name that is none
                 name = re.match(r"([\w.]+) is ", line)
                 if name:
-                    config.parse([path], [f"{name[1]}={value}"])
+                    parse([f"{name[1]}={value}"])
             except Exception as error:
                 raise AssertionError(f"{argument}={value}") from error
     assert refused > 60
 
 
 def test_ops_stand_in_place_of_what_they_can_do():
-    config.parse([str(configs.FOLDER / "quickstart.gin")])
+    config.parse(["quickstart.gin"])
     line = typed.typed("use an op whose cross is True, such as dense.dense()")
     assert "whose" not in line and "@dense.dense()" in line
     for op in re.findall(r"@(\w+)\.\w+\(\)", line):
@@ -263,21 +264,28 @@ def test_ops_stand_in_place_of_what_they_can_do():
         assert getattr(module, op)().cross
 
 
-def test_all_missing_import_lines_are_told_at_once(tmp_path):
-    file = tmp_path / "mine.gin"
-    text = """from __gin__ import dynamic_registration
+def test_a_file_needs_no_import_line_and_its_imports_are_its_own(tmp_path):
+    (tmp_path / "mine.gin").write_text("""loop.train.model = @lm.ReformerLM
+lm.ReformerLM.attention_type = @hashing.lsh()
+include 'theirs.gin'
+""")
+    (tmp_path / "theirs.gin").write_text("""from __gin__ import dynamic_registration
+from reformax.ops import lsh as hashing
+hashing.lsh.n_hashes = 2
+""")
+    with pytest.raises(config.ConfigError, match="^hashing is not the name of an imported module"):
+        config.parse([str(tmp_path / "mine.gin")])
+    (tmp_path / "mine.gin").write_text("""include 'theirs.gin'
 loop.train.model = @lm.ReformerLM
 lm.ReformerLM.attention_type = @lsh.lsh()
-lsh.lsh.n_hashes = 2
-"""
-    file.write_text(text)
-    with pytest.raises(config.ConfigError) as raised:
-        config.parse([str(file)])
-    lines = re.findall(r"`([^`]*)`", str(raised.value))
-    assert len(lines) == 3
-    first, rest = text.split("\n", 1)
-    file.write_text("\n".join([first, *lines, rest]))
-    config.parse([str(file)])
+""")
+    config.parse([str(tmp_path / "mine.gin")])
+    text = config.text()
+    config.parse_saved(text, "config.gin")
+    assert config.text() == text
+    assert config.described(loop.train, "model").arguments["attention_type"].arguments == {
+        "n_hashes": 2
+    }
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -285,16 +293,16 @@ def test_a_file_that_is_named_as_one_of_ours(beside, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path if beside else tmp_path / "mine"
     folder.mkdir(exist_ok=True)
-    ours = "include 'transformer_windows_enwik8_ten_minutes.gin'\nsteps = 7\n"
+    ours = "include 'transformer_enwik8_windows_38m.gin'\nsteps = 7\n"
     (folder / "windows.gin").write_text(ours)
     (folder / "reformer.gin").write_text("include 'reformer.gin'\nlength = 7\n")
     for name, setting in (("windows.gin", "steps = 7"), ("reformer.gin", "length = 7")):
-        config.parse([str(folder / name)], folders=configs.FOLDERS)
+        config.parse([str(folder / name)])
         assert setting in config.text()
     (folder / "a.gin").write_text("include 'b.gin'\n")
     (folder / "b.gin").write_text("include 'a.gin'\n")
     with pytest.raises(config.ConfigError, match="a file includes itself"):
-        config.parse([str(folder / "a.gin")], folders=configs.FOLDERS)
+        config.parse([str(folder / "a.gin")])
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -316,3 +324,34 @@ def test_the_next_line_has_the_flag_that_it_needs(own, tmp_path, monkeypatch, ca
     words = shlex.split(last)
     assert words[:3] == ["reformax", "evaluate", f"--output_dir={folder}"]
     assert ("--trust_config" in words) == own
+
+
+def test_a_short_name_is_the_argument_of_the_model_and_of_training(tmp_path):
+    (tmp_path / "mine.gin").write_text("""from __gin__ import dynamic_registration
+from reformax.models import lm
+from reformax.training import loop
+from reformax.training import stages
+include 'transformer.gin'
+d_head = 48
+n_slots = 6
+loop.train.length = 77
+loop.train.stages = (@first/stages.Stage(),)
+first/stages.Stage.model = @lm.ReformerLM
+lm.ReformerLM.dropout = 0.25
+""")
+    given = ["d_head=24", "lm.TransformerLM.d_attention_value=8", "steps=7"]
+    config.parse([str(tmp_path / "mine.gin")], given)
+    lines = config.text().replace("train.", "loop.train.").splitlines()
+    for name, macro in {
+        "lm.TransformerLM.d_attention_key": "d_head",
+        "lm.TransformerLM.vocab_size": "vocab_size",
+        "lm.TransformerLM.attention_type": "attention",
+        "lm.ReformerLM.d_attention_value": "d_head",  # of a stage
+        "lm.ReformerLM.n_slots": "n_slots",
+        "loop.train.steps": "steps",
+    }.items():
+        assert any(line.endswith(f"{name} = %{macro}") for line in lines), name
+    own = {"lm.TransformerLM.d_attention_value = 8", "lm.ReformerLM.dropout = 0.25"}
+    assert own <= set(lines) and "d_head = 24" in lines  # what the config sets itself stays
+    assert any(line.endswith("loop.train.length = 77") for line in lines)
+    assert not any(line.startswith("lm.TransformerLM.n_slots") for line in lines)

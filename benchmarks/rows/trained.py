@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.processes import Answer, alone, stage, tell
-from reformax.cli import compilation_cache, config, configs
+from reformax.cli import compilation_cache, config
 from reformax.training import loop
 from reformax.training.callbacks import Callback
 
@@ -40,7 +40,7 @@ def train(
     for number, (file, settings) in enumerate(parts):
         run = Path(folder, str(number)) if len(parts) > 1 else Path(folder)
         before = [f"loop.train.init_from={str(run.with_name(str(number - 1)))!r}"] if number else []
-        config.parse([file], [*settings, *before], folders=configs.FOLDERS, data_dir=data_dir)
+        config.parse([file], [*settings, *before], data_dir=data_dir)
         compilation_cache.use()
         found = _trained(run, Path(turn), name)
         steps, seconds = steps + found["steps"], seconds + found["seconds"]

@@ -1,40 +1,36 @@
-"""Gin files and overrides, parsed once; every mistake is one line.
+"""Gin files and overrides, parsed once, and what they say; every mistake is one line.
 
-A gin file that enables dynamic registration (`from __gin__ import dynamic_registration`) imports
-the modules that it names; no other file sees these imports. Overrides see those of all files, so
-`--config='loop.train.steps=10'` works where a file has `from reformax.training import loop`. An
-override may also name a module of this package, or one of the working directory, that no file
-imports: `--config='loop.train.task=@text.text()'`.
+Overrides see the imports of all files. A module of this package, or one of the working directory,
+needs no import line: `--config='loop.train.task=@text.text()'`.
 
-No other module of the package imports gin.
+No module of the package but this one and `reading` imports gin.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util  # noqa: F401  gin looks for includes with it and does not import it
 import inspect
-import io
-import logging
-import sys
-import tokenize
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import gin
 
-from reformax.cli import gin_text, messages, modules, trax_config, trust
-from reformax.declared import SettingError, check_all, hints_of, shown, user_path
+from reformax.cli import (
+    configs,
+    gin_text,
+    messages,
+    modules,
+    reading,
+    short_names,
+    trax_config,
+    trust,
+)
+from reformax.cli.reading import ConfigError
+from reformax.declared import check_all, hints_of, shown, user_path
 
 MOST = 2**20  # bytes of a config file
-
-
-class ConfigError(SettingError):
-    """The config is wrong. One line gives the wrong name and the nearest right ones."""
 
 
 class Reference(NamedTuple):
@@ -44,14 +40,6 @@ class Reference(NamedTuple):
     arguments: dict[str, Any]  # those that the config sets
 
 
-class Statements(NamedTuple):
-    """The statements of a config. In values, references and macros are their text."""
-
-    includes: list[str]
-    imports: list[str]
-    values: dict[str, Any]  # by 'scope/module.function.argument', or by a macro's name
-
-
 # Parsing: files, overrides, the folder of the data.
 
 
@@ -59,18 +47,18 @@ def parse(
     config_files: Sequence[str],
     overrides: Sequence[str] = (),
     *,
-    folders: Sequence[str | Path] = (),
     data_dir: str | None = None,
     init_from: str | None = None,
 ) -> None:
     """Parses files, then overrides, into gin's global config.
 
+    Files and what they include are found in the working directory, in the folders of these files,
+    and by their names among those that come with the package.
+
     Args:
       config_files: gin files; later ones win.
       overrides: bindings such as 'loop.train.steps=10', or 'd_model=64' for a macro that a file
         defines.
-      folders: more folders to find files and their includes in; the working directory and the
-        files' own folders come first.
       data_dir: bound to the `data_dir` of the config's task.
       init_from: bound to `loop.train.init_from`. A vocabulary that lies in this folder is bound to
         the `vocabulary` of the config's task, unless the config sets one.
@@ -81,18 +69,19 @@ def parse(
     """
     _forget()
     modules.find_in_working_directory()
-    parents = [Path(f).absolute().parent for f in config_files]
-    with _includes_from(*parents, *folders, ours=folders):
-        new_macros = {}
-        for config_file in config_files:
-            path = _find(config_file, folders)
-            if not _is_in(path, folders):
-                trax_config.refuse(config_file, statements_of(path))
-                new_macros |= dict.fromkeys(_new_macros(path), config_file)
-            _parse_with(gin.config.parse_config_file, path)
-        _parse_overrides(overrides, data_dir)
-        if init_from is not None:
-            _bind_init_from(init_from)
+    folders = [Path(file).absolute().parent for file in config_files]
+    new_macros: dict[str, str] = {}
+    for config_file in config_files:
+        path = _find(config_file)
+        if configs.is_packaged(path):
+            reading.read_file(path, folders)
+        else:
+            trax_config.refuse(config_file, reading.statements_of(path))
+            new_macros |= dict.fromkeys(reading.read_file(path, folders), config_file)
+    _parse_overrides(overrides, data_dir)
+    if init_from is not None:
+        _bind_init_from(init_from)
+    _bind_short_names()
     _check_used(new_macros)
 
 
@@ -106,7 +95,7 @@ def parse_saved(
 ) -> None:
     """Parses the config that a run was saved with, then overrides, into gin's global config.
 
-    Nothing is imported or called unless every name of the config is one that `trust` allows.
+    Nothing is imported or called but what `trust` allows.
 
     Args:
       text: the config.
@@ -121,14 +110,12 @@ def parse_saved(
     _forget(saved=True)
     if trusted:
         modules.find_in_working_directory()
-        with _includes_from(Path(source).parent):
-            _parse_with(gin.parse_config, text, source)
-            _parse_overrides(overrides, data_dir)
-        return
-    names = trust.BoundNames()
-    _parse_with(functools.partial(_check_names, names), text, source)
-    with _importing_by(names.imported):
-        _parse_with(gin.parse_config, text, source)
+    try:
+        names = None if trusted else trust.Names()
+        reading.read(text, source, names=names, folders=[Path(source).parent])
+    except ConfigError:
+        _forget(saved=True)  # nothing of it stays
+        raise
     _parse_overrides(overrides, data_dir)
 
 
@@ -148,81 +135,24 @@ def _forget(saved: bool = False) -> None:
     _described_macros.clear()
 
 
-@contextlib.contextmanager
-def _includes_from(*folders: str | Path, ours: Sequence[str | Path] = ()) -> Iterator[None]:
-    """Gin finds included files in these folders too. Of itself it never forgets a folder again."""
-    prefixes, parse_file = gin.config._LOCATION_PREFIXES, gin.config.parse_config_file
-    before, within = list(prefixes), [None]
-
-    def parse_include(name, *args, **kwargs):
-        found = _included(name, within[-1], prefixes, ours)
-        within.append(found)
-        try:
-            return parse_file(found, *args, **kwargs)
-        finally:
-            within.pop()
-
-    # gin takes a relative path for a package's name.
-    prefixes += [str(Path(folder).absolute()) for folder in folders]
-    gin.config.parse_config_file = parse_include
-    try:
-        yield
-    finally:
-        prefixes[:], gin.config.parse_config_file = before, parse_file
+def _find(config_file: str) -> str:
+    path = Path(config_file)
+    if not reading.is_file(path):
+        path = configs.found(config_file)
+        if path is None:
+            raise ConfigError(f"no config file {config_file}{configs.nearest(config_file)}")
+        configs.note_old_name(config_file)
+    if (n_bytes := path.stat().st_size) > MOST:
+        raise ConfigError(
+            f"config file {config_file} has {n_bytes:,} bytes: expected at most {MOST:,}"
+        )
+    return str(path.absolute())
 
 
-def _included(
-    name: str, above: str | None, prefixes: Sequence[str], ours: Sequence[str | Path]
-) -> str:
-    """The file that an include names: next to a file of ours, and never itself."""
-    candidates = [Path(prefix or ".") / name for prefix in prefixes]
-    if above is not None and _is_in(above, ours):
-        candidates.insert(0, Path(above).parent / name)
-    found = [str(path.absolute()) for path in candidates if _is_file(path)]
-    others = [path for path in found if above is None or not Path(path).samefile(above)]
-    return (others or found or [name])[0]
-
-
-@contextlib.contextmanager
-def _importing_by(find: Callable[..., ModuleType]) -> Iterator[None]:
-    """Gin calls this function where it would import a module."""
-    gin.config.__import__ = find  # Python looks a name up in the module before its builtins
-    try:
-        yield
-    finally:
-        del gin.config.__import__
-
-
-def _find(config_file: str, folders: Sequence[str | Path]) -> str:
-    for path in [Path(config_file), *(Path(folder) / config_file for folder in folders)]:
-        if _is_file(path):
-            if (n_bytes := path.stat().st_size) > MOST:
-                raise ConfigError(
-                    f"config file {config_file} has {n_bytes:,} bytes: expected at most {MOST:,}"
-                )
-            return str(path.absolute())
-    names = sorted({path.name for folder in folders for path in Path(folder).glob("*.gin")})
-    raise ConfigError(f"no config file {config_file}{messages.nearest(config_file, names)}")
-
-
-def settings_of(config_file: str, folders: Sequence[str | Path]) -> list[str]:
-    """The names that a user's file sets itself; none of a file in `folders`."""
-    path = _find(config_file, folders)
-    return [] if _is_in(path, folders) else list(statements_of(path).values)
-
-
-def _is_in(path: str, folders: Sequence[str | Path]) -> bool:
-    """Whether a file is directly in one of `folders`."""
-    return Path(path).parent in map(Path, folders)
-
-
-def _new_macros(path: str) -> list[str]:
-    """The macros that a file defines, and nothing that was parsed before or that it includes."""
-    statements, prefixes = statements_of(path), gin.config._LOCATION_PREFIXES
-    for name in statements.includes:
-        _parse_with(gin.config.parse_config_file, _included(name, path, prefixes, ()))
-    known = gin_text.macros(gin.config_str())
-    return [name for name in statements.values if "." not in name and name not in known]
+def settings_of(config_file: str) -> list[str]:
+    """The names that a user's file sets itself; none of a file of the package."""
+    path = _find(config_file)
+    return [] if configs.is_packaged(path) else list(reading.statements_of(path).values)
 
 
 def _check_used(new_macros: dict[str, str]) -> None:
@@ -234,29 +164,19 @@ def _check_used(new_macros: dict[str, str]) -> None:
             raise ConfigError(f"{config_file} sets {name}, and nothing has %{name}{near}")
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # such as a name that is too long
-        return False
-
-
 def _parse_overrides(overrides: Sequence[str], data_dir: str | None) -> None:
     for override in overrides:
         _check_macro(override)
         _check_word(override)
         _check_dots(override)
-        # config_str begins with the imports of all files, under names that do not collide.
-        imports = gin_text.imports(gin.config_str())
-        imports += modules.missing(override, map(gin_text.bound_name, imports))
-        _parse_with(gin.parse_config, "\n".join([*imports, override]))
+        reading.read(override)
     if data_dir is not None:
         _bind_data_dir(data_dir)
 
 
 def _check_macro(override: str) -> None:
     # gin takes any name for a new macro, so a misspelt one would silently change nothing.
-    name, macros = gin_text.macro_of(override), gin_text.macros(gin.config_str())
+    name, macros = gin_text.macro_of(override), reading.macros()
     if name is not None and name not in macros:
         whole = _settings().get(name)
         near = f"; did you mean {whole}?" if whole else messages.nearest(name, macros)
@@ -298,6 +218,28 @@ def _bind_data_dir(data_dir: str) -> None:
             f"--data_dir={data_dir}: the task {without[0]} reads no files: leave the flag out, "
             "or take a config of files, for a text of your own --config_file=reformer_text.gin"
         )
+
+
+def _bind_short_names() -> None:
+    """Sets arguments of training and of its models to the macros that are their short names."""
+    macros = set(reading.macros())
+    for selector in ("reformax.training.loop.train", *_models()):
+        for argument in _parameters(selector):
+            name = short_names.of(argument)
+            if name in macros and not _is_set(f"{selector}.{argument}"):
+                macro = gin.config.ConfigurableReference(f"{name}/gin.macro", True)
+                gin.bind_parameter(f"{selector}.{argument}", macro)
+
+
+def _models() -> set[str]:
+    """The models of the run and of its stages."""
+    stages = _value_of("reformax.training.loop.train.stages")
+    stages = stages if isinstance(stages, tuple | list) else ()
+    scopes = [part.config_key[0] for part in stages if hasattr(part, "config_key")]
+    names = ["reformax.training.loop.train.model", "reformax.training.stages.Stage.model"]
+    names += [f"{scope}/reformax.training.stages.Stage.model" for scope in scopes if scope]
+    models = map(_value_of, names)
+    return {model.config_key[1] for model in models if hasattr(model, "config_key")}
 
 
 def _bind_init_from(init_from: str) -> None:
@@ -385,190 +327,19 @@ def _is_set(parameter: str) -> bool:
 
 def _task_of(parameter: str) -> tuple[str, str]:
     """The scope and the name of the task that a parameter is set to, by macros or without."""
-    value, macros = gin.query_parameter(parameter), []
-    while isinstance(value, gin.config.ConfigurableReference) and value not in macros:
-        scope, selector = value.config_key
-        if selector != "gin.macro":
-            return scope, selector
-        if not _is_set(f"{scope}/gin.macro.value"):
-            raise ConfigError(
-                f"the config uses %{scope}, which no file and no --config sets: set {scope}"
-            )
-        macros.append(value)
-        value = gin.query_parameter(f"{scope}/gin.macro.value")
-    name = parameter.replace("reformax.training.", "")
-    raise ConfigError(
-        f"--data_dir is set, but {name} is {shown(value)}: expected a task of files, such as "
-        "@text.text()"
-    )
-
-
-def _parse_with(parser, source: str, name: str | None = None) -> None:
-    """Calls `parser` on a source, a text with a name or without; any error is a `ConfigError`."""
-    logging.disable(logging.ERROR)  # gin logs every folder that it does not find an include in
-    try:
-        parser(source if name is None else _File(source, name))
-    except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
-        raise ConfigError(_explain(error)) from None
-    except (RecursionError, MemoryError):
-        last = " ".join(source.splitlines()[-1:])[-60:]
+    value = _value_of(parameter)
+    if not isinstance(value, gin.config.ConfigurableReference):
+        name = parameter.replace("reformax.training.", "")
         raise ConfigError(
-            f"{last}: a file includes itself, or a value is nested too deeply"
-        ) from None
-    except tokenize.TokenError as error:
-        line = source.splitlines()[-1].strip()
-        raise ConfigError(f"a bracket or a quote is open ({error.args[0]}): {line}") from None
-    except SyntaxError as error:
-        line = (error.text or source.splitlines()[-1]).strip()
-        of_python = str(error.filename).endswith(".py")  # a module that the config imports
-        found = None if of_python else messages.find(error)
-        said = found.line if found else str(error.msg).rstrip(".")
-        if line.startswith(("from ", "import ")) and not of_python:
-            said = "expected one module in an import line"
-        file = f" ({error.filename}, line {error.lineno})" if error.filename else ""
-        raise ConfigError(f"{said}{file}: {line}".strip(": ")) from None
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-class _File(io.StringIO):
-    """A text that gin reads as a file, with a name for its errors."""
-
-    def __init__(self, text: str, name: str):
-        super().__init__(text)
-        self.name = name
-
-
-def _explain(error: Exception) -> str:
-    """An error of gin's parser in one line: what is wrong, where, and the nearest names."""
-    first, near = str(error).strip().splitlines()[0].rstrip("."), ""
-    if found := messages.find(error):
-        first = found.line
-        if found.choices == "modules" and (line := modules.import_line(found.names["name"])):
-            lines = _missing_imports(error) or [line]
-            plural = "s" if len(lines) > 1 else ""
-            near = f": add the line{plural} {' and '.join(f'`{x}`' for x in lines)} above it"
-        elif found.choices:
-            near = messages.nearest(found.names["name"], _choices(found.choices, found.names))
-    where, source = messages.place(error)
-    return f"{first}{where}{': ' + source if source and source not in first else ''}{near}"
-
-
-def _missing_imports(error: Exception) -> list[str]:
-    """All import lines that the file which gin stopped in lacks."""
-    path = messages.file_of(error)
-    if path is None or not _is_file(Path(path)):
-        return []
-    statements = statements_of(path)
-    bound = {gin_text.bound_name(f"import {x}") for x in statements.imports}
-    bound |= {module.rpartition(".")[2] for module in statements.imports}
-    names = [name.rpartition("/")[2].partition(".")[0] for name in statements.values if "." in name]
-    names += [x.partition(".")[0] for x in gin_text.references(str(statements.values))]
-    found = [modules.import_line(name) for name in sorted(set(names) - bound)]
-    return [line for line in found if line]
-
-
-def _choices(kind: str, names: dict[str, str]) -> list[str]:
-    """The names that could have been meant; see `messages.Message.choices`."""
-    if kind == "modules":
-        found = [gin_text.bound_name(line) for line in gin_text.imports(gin.config_str())]
-        return [name for name in found if name != "dynamic_registration"]
-    if kind == "parameters":
-        return _parameters(names["owner"])
-    module = sys.modules.get(names["owner"])
-    return [] if module is None else [name for name in dir(module) if name[0] != "_"]
-
-
-# A config as data: nothing is imported or called.
-
-
-def read_statements(text: str, source: str) -> Statements:
-    """Reads a config as data: nothing is imported, included or called.
-
-    Args:
-      text: the config.
-      source: the file that it is from, for errors.
-
-    Raises:
-      ConfigError: a line cannot be read.
-    """
-    found = Statements([], [], {})
-    _parse_with(functools.partial(_collect, found), text, source)
-    return found
-
-
-def statements_of(path: str | Path) -> Statements:
-    """`read_statements` of a file."""
-    return read_statements(Path(path).read_text(errors="replace"), str(path))
-
-
-def _collect(found: Statements, file: _File) -> None:
-    parts = gin.config_parser
-    for statement in parts.ConfigParser(file, _Texts()):
-        match statement:
-            case parts.IncludeStatement(filename=filename):
-                found.includes.append(filename)
-            case parts.ImportStatement(module=module):
-                found.imports.append(module)
-            case parts.BindingStatement(scope, selector, arg_name, value):
-                name = f"{scope}/{selector}" if scope else selector
-                found.values[f"{name}.{arg_name}" if arg_name else name] = value
-
-
-class WrittenName(str):
-    """A reference or a macro: `repr` of a value that holds it is what a config has."""
-
-    __repr__ = str.__str__
-
-
-class _Texts(gin.config_parser.ParserDelegate):
-    """Makes references and macros their text."""
-
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> WrittenName:
-        return WrittenName(f"@{scoped_configurable_name}{'()' * evaluate}")
-
-    def macro(self, macro_name: str) -> WrittenName:
-        return WrittenName(f"%{macro_name}")
-
-
-def _check_names(names: trust.BoundNames, file: _File) -> None:
-    """Raises `trust.Untrusted` for a config that names anything that `trust` does not allow."""
-    for statement in gin.config_parser.ConfigParser(file, _References(names)):
-        with gin.config.utils.try_with_location(statement.location):
-            _check_name(names, statement)
-    names.finish()
-
-
-def _check_name(names: trust.BoundNames, statement: Any) -> None:
-    parts = gin.config_parser
-    match statement:
-        case parts.ImportStatement(module="__gin__.dynamic_registration", is_from=True):
-            names.enable()
-        case parts.ImportStatement(module=module, is_from=is_from, alias=alias):
-            whole = module if is_from or alias else module.partition(".")[0]
-            names.add_import(module, statement.bound_name(), whole)
-        case parts.IncludeStatement(filename=filename):
-            names.check_include(filename)
-        case parts.BindingStatement(arg_name=""):  # a macro
-            pass
-        case parts.BindingStatement() | parts.BlockDeclaration():
-            names.check(statement.selector, called=False)
-        case _:
-            raise trust.Untrusted(f"the config of a run has an unknown {statement}")
-
-
-class _References(gin.config_parser.ParserDelegate):
-    """Checks the names of references while gin's parser finds them; makes nothing of them."""
-
-    def __init__(self, names: trust.BoundNames):
-        self._names = names
-
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> str:
-        self._names.check(scoped_configurable_name.rpartition("/")[2], called=True)
-        return f"@{scoped_configurable_name}"
-
-    def macro(self, macro_name: str) -> str:
-        return f"%{macro_name}"
+            f"--data_dir is set, but {name} is {shown(value)}: expected a task of files, such as "
+            "@text.text()"
+        )
+    scope, selector = value.config_key
+    if selector == "gin.macro":
+        raise ConfigError(
+            f"the config uses %{scope}, which no file and no --config sets: set {scope}"
+        )
+    return scope, selector
 
 
 # What the parsed config says.
@@ -753,7 +524,7 @@ def _settings() -> dict[str, str]:
         for name in _parameters(selector):
             found.setdefault(name, f"{selector}.{name}")
     first = {name: f"loop.train.{name}" for name in _parameters("loop.train")}
-    return found | first | {name: name for name in gin_text.macros(text)}
+    return found | first | {name: name for name in reading.macros()}
 
 
 def is_macro(name: str) -> bool:
@@ -794,7 +565,7 @@ def arguments_of(function) -> set[str]:
 def needs_trust(text: str, source: str) -> bool:
     """Whether a run's config is read with --trust_config alone."""
     try:
-        _parse_with(functools.partial(_check_names, trust.BoundNames()), text, source)
+        reading.read(text, source, names=trust.Names(), bind=False)
     except ConfigError:
         return True
     return False
@@ -802,6 +573,4 @@ def needs_trust(text: str, source: str) -> bool:
 
 def _parameters(selector: str) -> list[str]:
     """The arguments of a configurable."""
-    function = gin.get_configurable(selector)
-    function = function.__init__ if inspect.isclass(function) else function
-    return [name for name in inspect.signature(function).parameters if name != "self"]
+    return reading.parameters_of(gin.get_configurable(selector))

@@ -7,18 +7,30 @@ the same name in the working directory goes first. A config of your own may incl
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from reformax import renamed
 from reformax.cli import flags, messages
 from reformax.declared import SettingError
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
-# Where a config is looked for that is not in the working directory: as NAME, as configs/NAME.
-FOLDERS = (FOLDER, FOLDER.parent)
+PARTS = "parts"  # the folder of files to be included
+# The other folders, in the order of the list.
+SUBJECTS = {
+    "text": "language models of your own text",
+    "fine_tuning": "more training of a language model",
+    "enwik8": "language models of enwik8",
+    "attentions": "one model with each attention",
+    "translation": "sentence pairs",
+    "classification": "rows with a label",
+    "not_run": "not run to their end",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.name is not None:
         print(find(args.name).read_text(), end="")
         return 0
-    texts = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.gin"))}
-    parts = [name for name, text in texts.items() if "to be included" in leading_comment(text)]
-    for name in sorted(texts.keys() - parts):
-        _show(name, summary(texts[name]))
-    _show("parts, to be included", ", ".join(parts))
+    for subject, title in SUBJECTS.items():
+        print(f"{title} (configs/{subject})\n")
+        for path in sorted((FOLDER / subject).glob("*.gin")):
+            _show(path.name, summary(path.read_text()))
+        print()
+    _show("parts, to be included", ", ".join(p.name for p in sorted((FOLDER / PARTS).glob("*"))))
     return 0
 
 
@@ -43,29 +56,65 @@ def parser():
     return parser
 
 
+def runs() -> list[Path]:
+    """The configs that are runs, by name."""
+    found = [path for path in FOLDER.rglob("*.gin") if path.parent.name != PARTS]
+    return sorted(found, key=lambda path: path.stem)
+
+
 def find(name: str) -> Path:
-    """The path of a packaged config, by its name, with or without .gin.
+    """The path of a packaged config, by its name: `quickstart`, with .gin, or with configs/ too.
 
     Raises:
       SettingError: there is none of this name.
     """
-    names = [path.name for path in sorted(FOLDER.glob("*.gin"))]
-    wanted = f"{name.removeprefix('configs/').removesuffix('.gin')}.gin"
-    if wanted not in names:
-        raise SettingError(f"no config {name}{messages.nearest(wanted, names)}")
-    return FOLDER / wanted
+    if (path := found(name)) is None:
+        raise SettingError(f"no config {name}{nearest(name)}")
+    note_old_name(name)
+    return path
+
+
+def nearest(name: str) -> str:
+    """'; did you mean A or B?' of the packaged configs' names."""
+    names = sorted(path.name for path in FOLDER.rglob("*.gin"))
+    return messages.nearest(f"{_stem(name)}.gin", names)
+
+
+def found(name: str) -> Path | None:
+    """The path of a packaged config, by its name of today or of before; None if there is none."""
+    stem = _stem(name)
+    named = f"{renamed.CONFIGS.get(stem, stem)}.gin"
+    bare = Path(name).parent.name in ("", "configs")
+    return next((path for path in FOLDER.rglob("*.gin") if bare and path.name == named), None)
+
+
+@functools.cache  # one line a process
+def note_old_name(name: str) -> None:
+    """Says on stderr what a config is called now, if `name` is its name of before."""
+    if now := renamed.CONFIGS.get(_stem(name)):
+        print(f"note: {_stem(name)}.gin is {now}.gin now", file=sys.stderr)
+
+
+def is_packaged(path: str | Path) -> bool:
+    """Whether a file is one of those that come with the package."""
+    return Path(path).is_relative_to(FOLDER)
+
+
+def _stem(name: str) -> str:
+    return Path(name).name.removesuffix(".gin")
 
 
 def leading_comment(text: str) -> str:
     """The comment that a gin file begins with, without its marks, as one line."""
-    comment = re.match(r"(#.*\n)*", text)[0]
+    comment = re.match(r"(#.*(\n|$))*", text)[0]
     return " ".join(line.lstrip("# ") for line in comment.splitlines()).strip()
 
 
 def summary(text: str) -> str:
-    """The first sentence of a gin file's comment, without the command before it."""
-    comment = re.sub(r"^# python .*\n(#\n)*", "", text)
-    return re.split(r"(?<=\.)\s+(?=[A-Z])", leading_comment(comment), maxsplit=1)[0]
+    """The first sentence that says what a config is, and its card, minutes and score."""
+    head, _, about = re.sub(r"^# python .*\n", "", text).partition("\n#\n")
+    first = re.split(r"(?<=\.)\s+(?=[A-Z])", leading_comment(about), maxsplit=1)[0]
+    return f"{first} {leading_comment(head)}"
 
 
 def _show(name: str, text: str) -> None:

@@ -55,11 +55,6 @@ def references(text: str) -> list[str]:
     return re.findall(r"@(?:[\w/]+/)?([A-Za-z_]\w*(?:\.\w+)+)", text)
 
 
-def modules_of(override: str) -> list[str]:
-    """The first parts of the names of functions that an override sets or refers to."""
-    return re.findall(r"(?:^\s*|@)(?:[\w/]+/)?([A-Za-z_]\w*)\.", override)
-
-
 def sets(text: str, selector: str, argument: str) -> bool:
     """Whether the text binds this argument, in any scope and under any longer selector."""
     pattern = rf"^(\S+/)?(\S+\.)?{re.escape(selector)}\.{argument} = "

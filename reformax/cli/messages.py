@@ -18,46 +18,18 @@ class Message(NamedTuple):
     Attributes:
       pattern: a regular expression that the error's text matches somewhere.
       line: our line. Braces hold groups of the pattern, or `first`, the error's own first line.
-      choices: the kind of names that `name`, a group of the pattern, was probably meant to be one
-        of: 'parameters' or 'attributes' of the group `owner`, or imported 'modules'.
       kind: the errors that the row is for.
       code: the exit code: 2 where the command or its config is wrong.
     """
 
     pattern: str
     line: str
-    choices: str | None = None
     kind: type[Exception] = Exception
     code: int = 2
 
 
 TABLE = (
     # Parsing a config.
-    Message(
-        r"^Configurable '(?P<owner>.+)' doesn't have a parameter named '(?P<name>.+)'",
-        "{owner} has no parameter {name}",
-        "parameters",
-    ),
-    Message(
-        r"^Couldn't resolve selector .*<(module|class) '(?P<owner>[\w.]+)'.*"
-        r"has no attribute (?P<name>\w+)",
-        "{owner} has no {name}",
-        "attributes",
-    ),
-    Message(
-        r"^Couldn't resolve selector (?P<owner>\S+)\.\w+;.*has no attribute (?P<name>\w+)",
-        "{owner} has no {name}",
-        "attributes",
-    ),
-    Message(
-        r"^'(?P<name>\w+)' was not provided by an import statement",
-        "{name} is not the name of an imported module",
-        "modules",
-    ),
-    Message(
-        r"^Unable to open file: (?P<name>.+?)\. Searched config paths",
-        "no config file {name}",
-    ),
     Message(
         r"malformed node or string.*\n?.*Failed to parse token '(?P<name>\w+)'",
         "{name} is no value: write a text in quotes, a function with an @, as in @lsh.lsh()",
@@ -118,11 +90,9 @@ TABLE = (
 
 
 class FoundMessage(NamedTuple):
-    """Our line for an error, and the wrong name in it, if its row has `choices`."""
+    """Our line for an error, and the exit code."""
 
     line: str
-    choices: str | None
-    names: dict[str, str]  # the groups of the row's pattern
     code: int
 
 
@@ -131,9 +101,8 @@ def find(error: Exception) -> FoundMessage | None:
     for row in TABLE:
         match = re.search(row.pattern, str(error).strip())
         if match and isinstance(error, row.kind):
-            names = match.groupdict()
-            line = row.line.format(first=first_line(error), **names)
-            return FoundMessage(line, row.choices, names, row.code)
+            line = row.line.format(first=first_line(error), **match.groupdict())
+            return FoundMessage(line, row.code)
     return None
 
 
@@ -154,29 +123,6 @@ def owner_of(error: Exception) -> str:
 def first_line(error: Exception) -> str:
     """The first line of `own_text`."""
     return next(iter(own_text(error).splitlines()), "")
-
-
-class ConfigPlace(NamedTuple):
-    """The line of a config at which gin stopped."""
-
-    where: str  # ' (FILE, line N)', or empty
-    source: str  # the line itself, or empty
-
-
-def place(error: Exception) -> ConfigPlace:
-    """The line, from gin's appendix to the error."""
-    file = re.search(r'In file "([^"]+)", line (\d+)', str(error))
-    source = re.search(r"\n  In .* line \d+\n    (.*)", str(error))
-    line = source[1].strip() if source else ""
-    # The config of a stranger's run may hold what a terminal obeys.
-    line = "".join(c if c.isprintable() else "?" for c in line)
-    return ConfigPlace(f" ({file[1]}, line {file[2]})" if file else "", line)
-
-
-def file_of(error: Exception) -> str | None:
-    """The file in which gin stopped, from its appendix to the error."""
-    file = re.search(r'In file "([^"]+)", line \d+', str(error))
-    return file and file[1]
 
 
 def nearest(name: str, names: Sequence[str], most: int = 1000) -> str:

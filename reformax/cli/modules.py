@@ -7,10 +7,8 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-
-from reformax.cli import gin_text
 
 # What configs name: modules of these packages, and these of training.
 _PACKAGES = ("reformax.data", "reformax.models", "reformax.ops")
@@ -18,36 +16,19 @@ _OF_TRAINING = ("evaluations", "loop", "optimizer", "stages", "wandb_log")
 _PARTS = ("evaluations", "stages")  # of which a run has several, in a list or by name
 
 
-def missing(override: str, bound: Iterable[str]) -> list[str]:
-    """The import lines that an override needs and that no file has.
+def module_of(name: str) -> str | None:
+    """The module that a config may name without an import line: 'reformax.ops.lsh' of 'lsh'.
 
-    Args:
-      override: a binding, such as 'loop.train.task=@text.text()'.
-      bound: the names that imports bind.
+    It is one of this package, or of the working directory, where imports find it from now on.
     """
-    wanted = set(gin_text.modules_of(override)) - set(bound)
-    lines = [line for name in sorted(wanted) if (line := import_line(name))]
-    if any(line.startswith("import ") for line in lines):
-        find_in_working_directory()
-    return lines
-
-
-def import_line(name: str) -> str | None:
-    """The line that imports a module of this package, or one of the working directory."""
     if name in (packages := _packages()):
-        return f"from {packages[name]} import {name}"
+        return f"{packages[name]}.{name}"
     if name.isidentifier() and name not in sys.stdlib_module_names:
         folder = Path.cwd()
         if any(path.is_file() for path in (folder / f"{name}.py", folder / name / "__init__.py")):
-            return f"import {name}"
+            find_in_working_directory()
+            return name
     return None
-
-
-def is_found(module: str) -> bool:
-    """Whether a config may name what is in a module, 'reformax.ops.lsh', without its import."""
-    package, _, name = module.rpartition(".")
-    line = f"from {package} import {name}" if package else f"import {name}"
-    return import_line(name) == line
 
 
 def reference(name: str) -> str | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax import durable, renamed
-from reformax.cli import config, flags
+from reformax.cli import flags, reading
 from reformax.declared import PathName, SettingError
 from reformax.training import curves, record_lines
 from reformax.training.folder import OF_WORDS
@@ -102,7 +102,7 @@ def _read(folder: Path, name: str) -> RecordedRun:
     path = folder / "config.gin"
     text = path.read_text(errors="replace") if path.is_file() else ""
     text, _ = renamed.translated(text)
-    values = config.read_statements(text, str(path)).values
+    values = reading.read_statements(text, str(path)).values
     return RecordedRun(name, {name: repr(value) for name, value in values.items()}, metric, lines)
 
 

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import jax
 
 from reformax import durable
-from reformax.cli import config, configs, errors, flags, messages, modules, runs, typed
+from reformax.cli import config, errors, flags, messages, modules, reading, runs, typed
 from reformax.declared import PathName, SettingError
 from reformax.training import dry_run, loop
 from reformax.training.folder import make_output_dir
@@ -106,12 +106,15 @@ def parser() -> flags.Parser:
     return parser
 
 
-def _read(file: Path) -> config.Statements:
+def _read(file: Path) -> reading.Statements:
     if not file.is_file():
         raise SettingError(f"no file {file}: give a file of settings, some of them lists")
-    statements = config.statements_of(file)
+    statements = reading.statements_of(file)
     for module in statements.imports:
-        if module != "__gin__.dynamic_registration" and not modules.is_found(module):
+        if (
+            module != "__gin__.dynamic_registration"
+            and modules.module_of(module.rpartition(".")[2]) != module
+        ):
             raise SettingError(f"{file} imports {module}: include a config that has the import")
     return statements
 
@@ -122,7 +125,7 @@ def _found(name: str, file: Path) -> str:
     return str(neighbour) if neighbour.is_file() else name
 
 
-def grid(statements: config.Statements, file: str) -> list[Member]:
+def grid(statements: reading.Statements, file: str) -> list[Member]:
     """The members of the grid, the last line's values changing first.
 
     Raises:
@@ -175,10 +178,10 @@ def _checked(member: Member, files: list[str], args) -> str:
     Raises:
       SettingError: a value of it is wrong; the line names the run.
     """
-    read = files or [str(configs.FOLDER / "quickstart.gin")]
+    read = files or ["quickstart.gin"]
     overrides = member.overrides + args.config
     try:
-        config.parse(read, overrides, folders=configs.FOLDERS, data_dir=args.data_dir)
+        config.parse(read, overrides, data_dir=args.data_dir)
         dry_run.check(**config.bindings(loop.train))
     except Exception as error:
         if (line := errors.one_line(error)) is None:

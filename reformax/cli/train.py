@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import compilation_cache, config, configs, flags, joining, report, typed
+from reformax.cli import compilation_cache, config, flags, joining, report, typed
 from reformax.declared import PathName, Positive, SettingError
 
 
@@ -24,11 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     training_flags = parser()
     args, unknown = training_flags.parse_known_args(argv)
     training_flags.refuse_near(unknown)
-    files = args.config_file or [str(configs.FOLDER / "quickstart.gin")]
+    files = args.config_file or ["quickstart.gin"]
     output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
 
     given = {"data_dir": args.data_dir, "init_from": args.init_from}
-    config.parse(files, args.config, folders=configs.FOLDERS, **given)
+    config.parse(files, args.config, **given)
     config.refuse_flags(unknown)
     joining.join(args, config.text())
     # After parsing, so that a wrong flag is reported first.
@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     compilation_cache.use()
     config.refuse_passed(loop.train, "config_text", "named")
-    settings_of = {
-        file: config.settings_of(file, configs.FOLDERS) for file in args.config_file or ()
-    }
+    settings_of = {file: config.settings_of(file) for file in args.config_file or ()}
 
     @functools.cache  # several processes compare their texts first
     def note_unused(*read: str) -> None:

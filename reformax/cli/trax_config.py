@@ -61,13 +61,14 @@ _OTHERS = {
 
 
 def is_trax(statements) -> bool:
-    """Whether a config, read by `config.read_statements`, is one of Trax."""
+    """Whether a config, read by `reading.read_statements`, is one of Trax."""
     if any(module.split(".")[0] in ("trax", "tensor2tensor") for module in statements.imports):
         return True
     if "__gin__.dynamic_registration" in statements.imports:
         return False
-    names = {last(name)[0] for name in statements.values if "." in name}
-    return bool(names & (MODELS.keys() | _OTHERS))
+    ours = {found.model for found in MODELS.values()}
+    selectors = {name.rpartition("/")[2].rpartition(".")[0] for name in statements.values}
+    return any(x.rpartition(".")[2] in MODELS.keys() | _OTHERS for x in selectors - ours)
 
 
 def last(setting: str) -> tuple[str, str]:

@@ -4,16 +4,13 @@ gin imports every module that a config names and calls functions in them. A conf
 code. A folder that is read is data: its config may name models, attentions, tasks and optimizers of
 reformax, and the functions of jax.nn and optax. These compute, or read a text; tensorflow-datasets
 may fetch a dataset of its own. None starts a program, unpickles or imports what an argument says.
-All names are looked up before gin sees the config, and gin gets the modules that they were looked
-up in: it imports nothing itself.
+`reading` asks for each name before it imports a module or gives gin a function.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -40,84 +37,61 @@ class Untrusted(ValueError):
     """A name would run code. One line says which."""
 
 
-class BoundNames:
-    """The names that a config's imports bind, as gin resolves them: statement by statement.
-
-    The calls come in the order of the config's statements.
-    """
+class Names:
+    """The names that a config may hold, asked statement by statement, in their order."""
 
     def __init__(self):
         self._bound: dict[str, str] = {}  # name -> the module that it is bound to
         self._foreign: dict[str, str] = {}  # name -> a module that must not be imported
-        self._imported: set[str] = set()  # those that gin may have
-        self._dynamic = False
 
-    def enable(self) -> None:
-        """Notes `from __gin__ import dynamic_registration`: imports bind names from here on."""
-        self._dynamic = True
-
-    def add_import(self, module: str, name: str, bound_to: str) -> None:
-        """Imports a module if a config may have it; notes it otherwise.
+    def imports(self, statement: Any, dynamic: bool) -> bool:
+        """Whether a module may be imported. Another one is noted: `finish` refuses it.
 
         Args:
-          module: the module.
-          name: the name that it binds.
-          bound_to: the module that the name is bound to, `a` in `import a.b`.
+          statement: gin's, of the import.
+          dynamic: whether `from __gin__ import dynamic_registration` came before.
 
         Raises:
-          Refused: the name is bound to another module already, or nothing has enabled names.
-          ImportError: there is no such module.
+          Untrusted: the name is bound to another module already, or nothing has enabled names.
         """
-        if not self._dynamic:  # gin would find names in its registry, which anyone may fill
+        module, name = statement.module, statement.bound_name()
+        if not dynamic:  # gin would find names in its registry, which anyone may fill
             raise Untrusted(
                 f"the config of a run imports {module} before `from __gin__ import "
                 f"dynamic_registration`: {_FLAG}"
             )
+        whole = statement.is_from or statement.alias
+        bound_to = module if whole else module.partition(".")[0]
         before = self._bound.setdefault(name, bound_to)
-        if before != bound_to:
+        if before != bound_to or name == "gin":
             raise Untrusted(
                 f"the config of a run binds {name} to {before} and to {bound_to}: give each "
                 f"import a name of its own, or {_FLAG}"
             )
-        if _may_import(module):
-            importlib.import_module(module)
-            self._imported.add(module)
-        else:
+        if not _may_import(module):
             self._foreign[name] = module
+            return False
+        return True
 
-    def check(self, selector: str, called: bool) -> None:
-        """Checks a function that the config configures or refers to.
+    def check_name(self, selector: str) -> None:
+        """Refuses a name of a module that is not imported, and one with a private part."""
+        first, *rest = selector.split(".")
+        if first in self._foreign or first == "gin" or any(x.startswith("_") for x in rest):
+            raise Untrusted(self._explained(selector))
+
+    def check(self, selector: str, parts: Sequence[Any], called: bool) -> None:
+        """Refuses a function that is none of those that a config may hold.
 
         Args:
           selector: its name, such as 'lm.ReformerLM', without scopes.
+          parts: what each part of the name stands for.
           called: whether the config refers to it. gin or the program may then call it.
-
-        Raises:
-          Refused: it is none of those that a config may hold.
-          NameError: no import binds the first part of its name.
-          AttributeError: a module has no such name.
         """
-        first, *rest = selector.split(".")
-        if first in self._foreign:
-            raise Untrusted(_explained(".".join([self._bound[first], *rest])))
-        if first == "gin":
-            raise Untrusted(_explained(selector))
-        if first not in self._bound:
-            raise NameError(f"'{first}' was not provided by an import statement.")
-        whole = ".".join([self._bound[first], *rest])
-        parent: Any = None
-        found: Any = sys.modules[self._bound[first]]
-        for name in rest:
-            parent = found
-            if name.startswith("_") or not isinstance(parent, ModuleType):
-                raise Untrusted(_explained(whole))
-            if not hasattr(parent, name):
-                raise AttributeError(
-                    f"Couldn't resolve selector {selector}; {parent} has no attribute {name}."
-                )
-            found = getattr(parent, name)
-        if not (_is_allowed(parent, found) or (not called and _is(found, *_CONFIGURED))):
-            raise Untrusted(_explained(whole))
+        *parents, found = parts
+        inside = bool(parents) and all(isinstance(parent, ModuleType) for parent in parents)
+        configured = not called and _is(found, *_CONFIGURED)
+        if not inside or not (_is_allowed(parents[-1], found) or configured):
+            raise Untrusted(self._explained(selector))
 
     def check_include(self, file: str) -> None:
         """Refuses a file that the config includes: train.py writes configs that include none."""
@@ -128,15 +102,9 @@ class BoundNames:
         for module in self._foreign.values():
             raise Untrusted(_explained(module))
 
-    def imported(self, module: str, fromlist: Sequence[str] | None = None) -> ModuleType:
-        """Stands for `__import__` where gin reads a config that was checked: imports nothing.
-
-        Raises:
-          Refused: the module was not checked.
-        """
-        if module not in self._imported:
-            raise Untrusted(_explained(module))
-        return sys.modules[module if fromlist else module.partition(".")[0]]
+    def _explained(self, selector: str) -> str:
+        first, dot, rest = selector.partition(".")
+        return _explained(f"{self._bound.get(first, first)}{dot}{rest}")
 
 
 def _explained(name: str) -> str:
@@ -155,7 +123,7 @@ def _may_import(module: str) -> bool:
 
 def _is_allowed(parent: Any, found: Any) -> bool:
     """Whether `found`, a public name of the module `parent`, may be called with any values."""
-    if not isinstance(parent, ModuleType) or isinstance(found, ModuleType) or not callable(found):
+    if isinstance(found, ModuleType) or not callable(found):
         return False
     home, where = getattr(found, "__module__", None) or "", parent.__name__
     if any(_is_in(where, library) for library in _LIBRARIES):

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reformax.cli import config, configs, errors, flags
+from reformax.cli import config, errors, flags
 from reformax.declared import Count, Name, PathName, Size, user_path
 
 # The command fails if logits differ by more than this share of the largest.
@@ -239,8 +239,7 @@ def _read_trax(path: Path, args: argparse.Namespace) -> SourceModel:
             )
         spec, notes = trax_gin.read(given[0], trax_files.n_ids(path))
     else:
-        folders = [file.absolute().parent for file in given]
-        config.parse(args.config_file, args.config, folders=[*folders, *configs.FOLDERS])
+        config.parse(args.config_file, args.config)
         spec = Spec.of_config()
     params = trax_models.read_params(path, spec)
     notes += trax_models.notes(spec)

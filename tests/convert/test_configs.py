@@ -7,21 +7,19 @@ from pathlib import Path
 import pytest
 
 import train
-from reformax.cli import config, errors
+from reformax.cli import config, configs, errors
 from reformax.convert import __main__ as command
 from reformax.convert import hugging_face, trax_models
 from reformax.convert.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted(
-    path for path in (ROOT / "configs").glob("*.gin") if "to be included" not in path.read_text()
-)
+CONFIGS = configs.runs()
 TARGETS = {"hugging_face": hugging_face.config_of, "trax": trax_models.table}
 
 
 def obstacles(path: Path, *overrides: str) -> dict[str, str | None]:
     """The error of each target's conversion of a config's model; None where it has none."""
-    config.parse([str(path)], overrides, folders=[ROOT / "configs", ROOT])
+    config.parse([str(path)], overrides)
     found = {}
     for target, convert in TARGETS.items():
         try:
@@ -74,7 +72,7 @@ def test_the_settings_of_the_docs_make_a_transformer_one_of_trax():
     text = (ROOT / "docs/conversion.md").read_text()
     ((lines),) = re.findall(r"```gin\n(.*?)```", text, re.DOTALL)
     overrides = [line for line in lines.splitlines() if line.startswith("lm.")]
-    path = ROOT / "configs/transformer_enwik8_small.gin"
+    path = configs.find("transformer_enwik8_800k")
     assert "pos_type is 'rotary'" in obstacles(path)["trax"]
     assert obstacles(path, *overrides)["trax"] is None
 

@@ -184,7 +184,7 @@ def test_a_mistake_is_one_line(folder, monkeypatch, capsys, flags, code, message
     (configs / "bad_include.gin").write_text(RUN.replace("base.gin", "bas.gin"))
     (configs / "bad_import.gin").write_text(RUN.replace("import tiny", "import tinny"))
     (configs / "bad_name.gin").write_text(RUN.replace("d_model", "d_modle"))
-    monkeypatch.setattr("reformax.cli.configs.FOLDERS", (configs, folder))
+    monkeypatch.setattr("reformax.cli.configs.FOLDER", configs)
     if not any(flag.startswith("--config_file") for flag in flags):
         flags = ["--config_file=run.gin", *flags]
     got, out, err = call(train.main, monkeypatch, capsys, *flags)
@@ -305,7 +305,9 @@ def test_includes_are_found_from_any_folder(folder, monkeypatch):
     monkeypatch.chdir(folder / "elsewhere")
     config.parse([str(folder / "configs" / "run.gin")])
     assert gin.query_parameter("steps/gin.macro.value") == 12
-    config.parse(["run.gin"], folders=[folder / "configs"])
+    monkeypatch.setattr("reformax.cli.configs.FOLDER", folder)
+    for name in ("run.gin", "run", "configs/run.gin"):  # in any folder of ours
+        config.parse([name])
 
 
 def test_includes_are_of_the_folder_in_use(folder):
@@ -421,25 +423,13 @@ def test_the_rate_falls_to_the_last_step_however_the_steps_are_typed(
 
 def test_every_config_has_one_schedule_however_the_steps_are_typed():
     found = 0
-    for file in sorted(configs.FOLDER.glob("*.gin")):
-        if "steps = %steps" not in config_of(file):
-            continue
+    for file in configs.runs():
         rates = []
         for typed in ("steps", "loop.train.steps"):
-            config.parse([str(file)], [f"{typed}=1000"], folders=configs.FOLDERS)
+            config.parse([str(file)], [f"{typed}=1000"])
             run = config.bindings(loop.train, ("optimizer", "steps"))
             rate = optimizer.build(run["optimizer"], run["steps"]).learning_rate
             rates.append([float(rate(count)) for count in (0, 500, 999)])
         assert rates[0] == rates[1], file.name
         found += 1
     assert found > 60
-
-
-def config_of(file):
-    """A config as gin has it; empty for a part of one."""
-    try:
-        config.parse([str(file)], folders=configs.FOLDERS)
-    except config.ConfigError:
-        return ""
-    text = config.text()
-    return text if "loop.train.optimizer" in text or "train.optimizer" in text else ""

@@ -13,7 +13,7 @@ import pytest
 
 import evaluate
 import generate
-from reformax.cli import config
+from reformax.cli import config, configs, trust
 from reformax.convert import __main__ as convert
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
@@ -73,7 +73,7 @@ HOSTILE = {
     "a namesake of gin's": "import __gin__.dynamic_registration\n",
     "an include": f"{HEAD}include 'evil.gin'",
     "an include of a package": f"{HEAD}include 'pack/evil.gin'",
-    "after what is right": (ROOT / "configs/reverse.gin").read_text() + "\nimport evil",
+    "after what is right": configs.find("reverse").read_text() + "\nimport evil",
     "after an error": f"{HEAD}import evil\nloop.train.steps = (",
     # A name that is bound twice: gin runs both modules.
     "an alias rebound": f"{HEAD}import evil as q\nimport optax as q",
@@ -163,8 +163,8 @@ def test_other_names_are_refused(text, folder):
 
 
 def test_gin_imports_what_was_checked_and_nothing_else(folder, monkeypatch):
-    monkeypatch.setattr(config, "_check_name", lambda names, statement: None)
-    for line in ("import evil", "import pack.evil as q", "from pack import evil", "import optax"):
+    monkeypatch.setattr(trust.Names, "check", lambda *args: None)
+    for line in ("import evil", "import pack.evil as q", "from pack import evil"):
         with pytest.raises(config.ConfigError, match="--trust_config"):
             config.parse_saved(f"{HEAD}{line}", "run/config.gin")
     assert not list(folder.glob("marker*"))
@@ -205,9 +205,9 @@ def test_what_a_terminal_obeys_is_not_printed(folder):
     assert "\x1b" not in str(error.value) and "evil" in str(error.value)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.gin")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(configs.FOLDER.rglob("*.gin")), ids=lambda p: p.stem)
 def test_configs_of_this_package_are_read_back(path):
-    config.parse([str(path)], folders=[ROOT / "configs"])
+    config.parse([str(path)])
     text = gin.config_str()
     config.parse_saved(text, "config.gin")
     assert gin.config_str() == text

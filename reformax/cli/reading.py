@@ -1,0 +1,347 @@
+"""Reads the text of gin configs: as data, or statement by statement into gin's global config.
+
+gin's parser finds the statements. What they name is looked up here, so that every mistake is one
+line with its place and the nearest names. A module of this package, or of the working directory,
+needs no import line. A file's imports bind names for this file alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import tokenize
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import gin
+from gin.config_parser import (
+    BindingStatement,
+    ConfigParser,
+    ImportStatement,
+    IncludeStatement,
+    Location,
+    ParserDelegate,
+)
+
+from reformax.cli import configs, messages, modules, trust
+from reformax.declared import SettingError
+
+_NOWHERE = Location(None, 0, None, "")
+_DYNAMIC = ImportStatement("__gin__.dynamic_registration", True, None, _NOWHERE)
+
+
+class ConfigError(SettingError):
+    """The config is wrong. One line gives the wrong name and the nearest right ones."""
+
+
+class Statements(NamedTuple):
+    """The statements of a config. In values, references and macros are their text."""
+
+    includes: list[str]
+    imports: list[str]
+    values: dict[str, Any]  # by 'scope/module.function.argument', or by a macro's name
+
+
+class WrittenName(str):
+    """A reference or a macro: `repr` of a value that holds it is what a config has."""
+
+    __repr__ = str.__str__
+
+
+class _Texts(ParserDelegate):
+    """Makes references and macros their text."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> WrittenName:
+        return WrittenName(f"@{scoped_configurable_name}{'()' * evaluate}")
+
+    def macro(self, macro_name: str) -> WrittenName:
+        return WrittenName(f"%{macro_name}")
+
+
+class _Missing(ValueError):
+    """A name that is not there, and '; did you mean ...?'."""
+
+    def __init__(self, line: str, near: str = ""):
+        super().__init__(line)
+        self.near = near
+
+
+class _File(io.StringIO):
+    """A text that gin reads as a file, with a name for its errors."""
+
+    def __init__(self, text: str, name: str | None):
+        super().__init__(text)
+        self.name = name
+
+
+# As data.
+
+
+def read_statements(text: str, source: str) -> Statements:
+    """Reads a config as data: nothing is imported, included or called.
+
+    Args:
+      text: the config.
+      source: the file that it is from, for errors.
+
+    Raises:
+      ConfigError: a line cannot be read.
+    """
+    found = Statements([], [], {})
+    for statement in _statements(text, source):
+        match statement:
+            case IncludeStatement(filename=filename):
+                found.includes.append(filename)
+            case ImportStatement(module=module):
+                found.imports.append(module)
+            case BindingStatement(scope, selector, argument, value):
+                name = f"{scope}/{selector}" if scope else selector
+                found.values[f"{name}.{argument}" if argument else name] = value
+    return found
+
+
+def statements_of(path: str | Path) -> Statements:
+    """`read_statements` of a file."""
+    return read_statements(Path(path).read_text(errors="replace"), str(path))
+
+
+def _statements(text: str, source: str | None) -> Iterator[Any]:
+    """The statements of a text, as gin's parser has them; any error is a `ConfigError`."""
+    last = text.rstrip().rpartition("\n")[2].strip()
+    try:
+        yield from ConfigParser(_File(text, source), _Texts())
+    except (RecursionError, MemoryError):
+        raise ConfigError(f"{last[-60:]}: a value is nested too deeply") from None
+    except tokenize.TokenError as error:
+        raise ConfigError(f"a bracket or a quote is open ({error.args[0]}): {last}") from None
+    except SyntaxError as error:
+        raise _of_syntax(error, last) from None
+    except ValueError as error:
+        raise ConfigError(f"{_first_line(error)}: {last}") from None
+
+
+def _of_syntax(error: SyntaxError, line: str) -> ConfigError:
+    line = (error.text or line).strip()
+    of_python = str(error.filename).endswith(".py")  # a module that the config imports
+    found = None if of_python else messages.find(error)
+    said = found.line if found else str(error.msg).rstrip(".")
+    if line.startswith(("from ", "import ")) and not of_python:
+        said = "expected one module in an import line"
+    file = f" ({error.filename}, line {error.lineno})" if error.filename else ""
+    return ConfigError(f"{said}{file}: {line}".strip(": "))
+
+
+@contextlib.contextmanager
+def _at(place: Location) -> Iterator[None]:
+    """Any error within is a `ConfigError` with this place."""
+    try:
+        yield
+    except ConfigError:  # of a file that is included
+        raise
+    except SyntaxError as error:
+        raise _of_syntax(error, place.line_content) from None
+    except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
+        first = _first_line(error)
+        where = f" ({place.filename}, line {place.line_num})" if place.filename else ""
+        # The config of a stranger's run may hold what a terminal obeys.
+        line = "".join(c if c.isprintable() else "?" for c in place.line_content.strip())
+        line = f": {line}" if line and line not in first else ""
+        raise ConfigError(f"{first}{where}{line}{getattr(error, 'near', '')}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+# Into gin's config.
+
+
+def read_file(path: str, folders: Sequence[str | Path] = (), above: Sequence[str] = ()) -> set[str]:
+    """Reads a file and what it includes.
+
+    Args:
+      path: the file.
+      folders: where included files are looked for, behind the working directory.
+      above: the files that include it.
+
+    Returns:
+      The macros that it sets and that nothing set before.
+
+    Raises:
+      ConfigError: anything in it is wrong.
+    """
+    with _at(_NOWHERE):
+        text = Path(path).read_text()
+    return read(text, path, folders=folders, above=above)
+
+
+def read(
+    text: str,
+    source: str | None = None,
+    *,
+    names: trust.Names | None = None,
+    folders: Sequence[str | Path] = (),
+    above: Sequence[str] = (),
+    bind: bool = True,
+) -> set[str]:
+    """Reads a text as `read_file` does.
+
+    Args:
+      text: the config.
+      source: its file, for errors; None: an override, for which the imports of all files count.
+      names: says which names the text may hold; None: any.
+      folders, above: as in `read_file`.
+      bind: False only looks names up, and sets nothing.
+    """
+    new = set()
+    with gin.config._parse_scope() as context:
+        if source is None:
+            for statement in gin.config.ImportManager(gin.config._IMPORTS).sorted_imports:
+                context.process_import(statement)
+        n_before = len(context.imports)
+        for statement in _statements(text, source):
+            with _at(statement.location):
+                match statement:
+                    case IncludeStatement(filename=filename):
+                        _include(filename, source, names, folders, above)
+                    case ImportStatement():
+                        _import(context, statement, names)
+                    case BindingStatement(value=value):
+                        key = _key(context, statement, names)
+                        if key[1] == "gin.macro":
+                            new |= {key[0]} - set(macros())
+                        value = _value(context, value, names)
+                        if bind:
+                            gin.bind_parameter(key, value)
+                    case _:  # the head of a block
+                        _configurable(context, statement.selector, names)
+        if names is not None:
+            with _at(_NOWHERE):
+                names.finish()
+        if bind:
+            gin.config._IMPORTS.update(context.imports[n_before:])
+    return new
+
+
+def macros() -> list[str]:
+    """The macros that are set."""
+    return [scope for scope, selector in gin.config._CONFIG if selector == "gin.macro"]
+
+
+def _import(context: Any, statement: ImportStatement, names: trust.Names | None) -> None:
+    if statement.module == _DYNAMIC.module and statement.is_from:
+        if not context._dynamic_registration:
+            context.process_import(statement)
+    elif names is None or names.imports(statement, context._dynamic_registration):
+        context.process_import(statement)
+
+
+def _include(filename: str, source: str | None, names: Any, folders: Any, above: Any) -> None:
+    if names is not None:
+        names.check_include(filename)
+    path = included(filename, source, folders)
+    if path is None:
+        raise _Missing(f"no config file {filename}", configs.nearest(filename))
+    if path in (*above, source):
+        raise _Missing(f"{filename}: a file includes itself")
+    read_file(path, folders, (*above, *([source] if source else [])))
+
+
+def included(name: str, above: str | None, folders: Sequence[str | Path]) -> str | None:
+    """The file that an include names: of ours if `above` is one of ours, and never `above`."""
+    candidates = [Path(folder, name) for folder in ("", *folders)]
+    if (packaged := configs.found(name)) is not None:
+        ours = above is not None and configs.is_packaged(above)
+        candidates.insert(0 if ours else len(candidates), packaged)
+    files = [path for path in candidates if is_file(path)]
+    others = [path for path in files if above is None or not _is_same(path, above)]
+    chosen = next(iter(others or files), None)
+    if chosen is not None and chosen == packaged:
+        configs.note_old_name(name)
+    return None if chosen is None else str(chosen.absolute())
+
+
+def _is_same(path: Path, other: str) -> bool:
+    return is_file(Path(other)) and path.samefile(other)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file."""
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
+def _value(context: Any, value: Any, names: trust.Names | None) -> Any:
+    """A value of a statement, with gin's objects for references and macros."""
+    if isinstance(value, WrittenName):
+        if value[0] == "%":
+            return gin.config.ParserDelegate().macro(value[1:])
+        name = value[1:].removesuffix("()")
+        _configurable(context, name.rpartition("/")[2], names, called=True)
+        return gin.config.ConfigurableReference(name, value.endswith("()"))
+    if isinstance(value, dict):
+        return {_value(context, k, names): _value(context, x, names) for k, x in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_value(context, x, names) for x in value)
+    return value
+
+
+def _configurable(
+    context: Any, selector: str, names: trust.Names | None, called: bool = False
+) -> Any:
+    """What a selector names.
+
+    Raises:
+      _Missing: nothing has this name.
+      trust.Untrusted: `names` does not allow it.
+    """
+    if names is None and not context.imports:
+        context.process_import(_DYNAMIC)
+    if names is None and not context._dynamic_registration:  # what modules registered themselves
+        found = context.get_configurable(selector)
+        if found is None:
+            raise _Missing(f"{selector} is not the name of anything that an import registers")
+        return found.wrapped
+    first, *rest = selector.split(".")
+    bound = context._symbol_table
+    if names is not None:
+        names.check_name(selector)
+    elif first not in bound and (module := modules.module_of(first)):
+        context.process_import(ImportStatement(module, "." in module, None, _NOWHERE))
+    if first not in bound:
+        near = messages.nearest(first, [name for name in bound if name != "gin"])
+        raise _Missing(f"{first} is not the name of an imported module", near)
+    parts = [bound[first]]
+    for n, name in enumerate(rest):
+        if not hasattr(parts[-1], name):
+            choices = dir(parts[-1]) if isinstance(parts[-1], ModuleType) else []
+            near = messages.nearest(name, [choice for choice in choices if choice[0] != "_"])
+            raise _Missing(f"{'.'.join([first, *rest[:n]])} has no {name}", near)
+        parts.append(getattr(parts[-1], name))
+    if names is not None:
+        names.check(selector, parts, called)
+    context.get_configurable(selector)  # registers it
+    return parts[-1]
+
+
+def _key(context: Any, statement: BindingStatement, names: trust.Names | None) -> tuple:
+    """gin's (scope, selector, argument) of what a statement sets."""
+    scope, selector, argument = statement[:3]
+    if not argument:
+        return f"{scope}/{selector}" if scope else selector, "gin.macro", "value"
+    function = _configurable(context, selector, names)
+    if not gin.config._might_have_parameter(function, argument):
+        near = messages.nearest(argument, parameters_of(function))
+        raise _Missing(f"{selector} has no parameter {argument}", near)
+    return scope, selector, argument
+
+
+def parameters_of(function: Any) -> list[str]:
+    """The arguments of a function, or of a class."""
+    function = function.__init__ if inspect.isclass(function) else function
+    return [name for name in inspect.signature(function).parameters if name != "self"]
