@@ -57,7 +57,7 @@ class block_sparse(AttentionOp):
         With 0 none are, and `global_tokens` is refused. Otherwise attention is not causal and stays
         within one sequence.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later,
-        heads of 128 or less and blocks of a multiple of 16. `"auto"` takes the kernel where it
+        heads of 256 or less and blocks of a multiple of 16. `"auto"` takes the kernel where it
         computes the same function.
 
     Raises:

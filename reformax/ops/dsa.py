@@ -38,7 +38,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import (
     KERNELS,
-    MAX_HEAD_SIZE,
+    NARROW_HEAD,
     KernelObstacles,
     compute_by,
     kernel_obstacles,
@@ -93,9 +93,9 @@ class dsa(AttentionOp):
         several devices, add up; Adam is invariant to the factor.
       indexer: how keys are scored and which ones are, see `reformax.ops.indexing.indexer.Indexer`.
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
-        Ampere or later, heads and index heads of 128 or less and at most 2^36 pairs of tokens,
-        which take a bit of memory each. `"auto"` takes them where they compute the same function.
-        Array operations find candidates, for kernels too.
+        Ampere or later, heads of 256 or less, index heads of 128 or less and at most 2^36 pairs of
+        tokens, which take a bit of memory each. `"auto"` takes them where they compute the same
+        function. Array operations find candidates, for kernels too.
 
     Raises:
       ValueError: a size below 1, a factor below 0, an unknown `impl`.
@@ -127,7 +127,7 @@ class dsa(AttentionOp):
     ) -> KernelObstacles:
         """The obstacles of the kernels: of those that choose where `v` is None, or attend."""
         n_pairs = 0 if v is None else q.shape[0] * q.shape[1] ** 2
-        above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MAX_PAIRS)}
+        above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_pairs, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
         above["score"] = None if self.indexer.score == "relu" else self.indexer.score
         return kernel_obstacles(q, k, v, logits, **above)

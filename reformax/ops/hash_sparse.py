@@ -72,7 +72,7 @@ class hash_sparse(AttentionOp):
         its output zeros.
       impl: `"xla"` runs everywhere, in array operations, head by head. `"pallas"` is the kernel of
         block-sparse attention, and one that hashes, for NVIDIA GPUs of Ampere or later and heads of
-        128 or less. `"auto"` takes them where they compute the same function.
+        256 or less. `"auto"` takes them where they compute the same function.
 
     Raises:
       ValueError: a number of buckets that is odd or out of range, an unknown `impl`.

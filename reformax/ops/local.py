@@ -47,7 +47,7 @@ class local(RingDecoding, AttentionOp):
       self_score: as in `lsh.lsh`. It matters only with `shared_qk` and `wrap`, where a position's
         own key is twice among its chunks.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, without `wrap`. `"cudnn"` is NVIDIA's own, for causal attention with a
+        heads of 256 or less, without `wrap`. `"cudnn"` is NVIDIA's own, for causal attention with a
         `window` under the conditions of `dense.dense`. `"auto"` takes cuDNN or the kernel where
         they compute the same function.
 

@@ -46,7 +46,7 @@ class longformer(AttentionOp):
         are none, and `global_tokens` are refused.
       own_projections: whether attention of global tokens has separate projections.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, of one dilation where there is dropout. `"auto"` takes the kernel
+        heads of 256 or less, of one dilation where there is dropout. `"auto"` takes the kernel
         where it computes the same function.
 
     Raises:

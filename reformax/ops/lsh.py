@@ -101,7 +101,7 @@ class lsh(AttentionOp):
       rotations: the rotations to hash with; None draws them from the rng. N heads of size H, at
         least as many hashes R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, without `strictly_causal`, `wrap` and `self_score`. `"auto"` takes
+        heads of 256 or less, without `strictly_causal`, `wrap` and `self_score`. `"auto"` takes
         them where they run.
 
     Raises:

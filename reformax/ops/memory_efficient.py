@@ -50,7 +50,7 @@ class memory_efficient(RingDecoding, AttentionOp):
       key_chunk_size: keys in a chunk; `"sqrt"` is the square root of their number, which takes the
         least memory: as many summaries as there are keys in a chunk.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, without bias: that of `block_sparse` summarises a chunk, and those of
+        heads of 256 or less, without bias: that of `block_sparse` summarises a chunk, and those of
         `flash` compute the gradient. The former also needs chunks of a multiple of 16 that divide
         the lengths and, if causal, each other, and neither segments nor dropout. `"auto"` takes a
         kernel for each pass that it can compute.

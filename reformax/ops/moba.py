@@ -26,7 +26,13 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, SMALL_ROW, compute_by, kernel_obstacles
+from reformax.ops.calls.dispatch import (
+    KERNELS,
+    NARROW_HEAD,
+    SMALL_ROW,
+    compute_by,
+    kernel_obstacles,
+)
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -117,7 +123,7 @@ class moba(AttentionOp):
             chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
             return chosen[:, :, :length]
 
-        obstacles = kernel_obstacles(q, k, None, small_row=SMALL_ROW // 2)
+        obstacles = kernel_obstacles(q, k, None, most=NARROW_HEAD, small_row=SMALL_ROW // 2)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 
@@ -142,7 +148,9 @@ class moba(AttentionOp):
             ids = None if ids is None else jnp.asarray(ids, jnp.int32)
             return kernel.attend(sizes, interpret, q, k, v, ids, lists, call.seed)
 
-        obstacles = kernel_obstacles(q, k, v, call.logits, small_row=SMALL_ROW // 2)
+        obstacles = kernel_obstacles(
+            q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2
+        )
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 

@@ -38,6 +38,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import (
     KERNELS,
+    NARROW_HEAD,
     SMALL_ROW,
     KernelObstacles,
     compute_by,
@@ -140,7 +141,9 @@ class nsa(AttentionOp):
             "blocks": -(-q.shape[1] // self.block_size),
         }
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
-        return kernel_obstacles(q, k, v, call.logits, small_row=SMALL_ROW // 2, **above)
+        return kernel_obstacles(
+            q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2, **above
+        )
 
     def _within(self, length: int) -> nsa:
         """The op with sizes up to `length` that compute the same function."""

@@ -29,7 +29,12 @@ from reformax import devices
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Seed, SettingError, Size, Unsupported, Width
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
+from reformax.ops.calls.dispatch import (
+    KERNELS,
+    NARROW_HEAD,
+    choose_kernels,
+    kernel_obstacles,
+)
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order, tokens_first
 from reformax.ops.masking.masks import segment_begins
@@ -171,7 +176,7 @@ class performer(AttentionOp):
         """`choose_kernels` of the features."""
         if q.dtype != jnp.bfloat16 or self.n_features > MAX_IN_TILE:
             return None
-        return choose_kernels(self.impl, kernel_obstacles(q, k, v))
+        return choose_kernels(self.impl, kernel_obstacles(q, k, v, most=NARROW_HEAD))
 
     def _in_kernels(self, interpret: bool, plan, epsilon, q, k, v, segment_ids) -> Array:
         """Causal attention whose features are computed in kernels.

@@ -81,7 +81,7 @@ class routing(AttentionOp):
         its output zeros.
       impl: implementation of the attention; array operations choose the clusters. `"xla"` runs
         everywhere, cluster by cluster. `"pallas"` is the kernel of block-sparse attention, for
-        NVIDIA GPUs of Ampere or later and heads of 128 or less. `"auto"` takes the kernel where it
+        NVIDIA GPUs of Ampere or later and heads of 256 or less. `"auto"` takes the kernel where it
         computes the same function.
 
     Raises:

@@ -33,7 +33,7 @@ class shared_qk(RingDecoding, AttentionOp):
       impl: `"xla"` runs everywhere, with all T^2 logits in memory. Its gradient computes them
         again. `"cudnn"` is NVIDIA's fused kernel, for causal attention under the conditions of
         `dense.dense`. `"pallas"` is the kernel of flash attention, for NVIDIA GPUs of Ampere or
-        later and heads of 128 or less. `"auto"` takes the first of cuDNN, Pallas and XLA that
+        later and heads of 256 or less. `"auto"` takes the first of cuDNN, Pallas and XLA that
         computes the call.
 
     Raises:

@@ -33,7 +33,7 @@ class sinks(AttentionOp):
         after it.
       n_sinks: how many of the first tokens it sees besides.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less. `"auto"` takes the kernel where it computes the same function.
+        heads of 256 or less. `"auto"` takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a size out of range, an unknown `impl`.

@@ -55,7 +55,7 @@ class smyrf(SortedByHash):
         it weighs hashes by their softmax's sums; True counts it once in all.
       attend_self_if_alone: as in `asymmetric_lsh.asymmetric_lsh`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less. `"auto"` takes them where they run.
+        heads of 256 or less. `"auto"` takes them where they run.
 
     Raises:
       ValueError: sizes out of range or an unknown `impl`.

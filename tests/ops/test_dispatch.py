@@ -68,7 +68,10 @@ def test_what_keeps_a_kernel_from_a_call():
     assert obstacles(x(), x(), x(), bias=None, scale=0.5) == ("scale=0.5", "scale=0.5")
     mixed = "dtypes=float16 and float32"
     assert obstacles(x(), x(dtype="float32"), x()) == (mixed, mixed)
-    assert obstacles(x(), None, x(136)) == ("head size 136, which is above 128", None)
+    assert obstacles(x(256), None, x(256)) == (None, None)
+    assert obstacles(x(), None, x(264)) == ("head size 264, which is above 256", None)
+    narrow = obstacles(x(), None, x(136), most=128)
+    assert narrow == ("head size 136, which is above 128", None)
     assert obstacles(x(dtype="float8_e5m2"), None, None) == ("dtype float8_e5m2", None)
 
 

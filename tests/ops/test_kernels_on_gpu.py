@@ -18,18 +18,22 @@ import pytest
 from reformax.buffers import trained
 from reformax.ops import (
     AttentionOp,
+    block_sparse,
     dsa,
     flash,
     hash_sparse,
     linear,
+    local,
     longformer,
     lsh,
     moba,
     nsa,
     performer,
+    retention,
     routing,
     shared_qk,
     sinks,
+    smyrf,
 )
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
@@ -102,6 +106,26 @@ CASES = {
         of(flash.flash, soft_cap=2.0, **SINKS), 4, 1, 80, 777, packed=True, dropout=0.2
     ),
     "flash, sinks, both sides": Case(of(flash.flash, **SINKS), 2, 2, 128, 1000, causal=False),
+    "flash, 256": Case(flash.flash, 4, 2, 256, 1777),
+    "flash, 256, packed": Case(
+        of(flash.flash, **SINKS), 2, 1, 200, 777, causal=False, packed=True, dropout=0.2
+    ),
+    "block_sparse, 256": Case(of(block_sparse.block_sparse, block_size=64), 2, 2, 256, 1024),
+    "shared_qk, 256": Case(shared_qk.shared_qk, 2, 2, 256, 1000, packed=True),
+    "routing, 256": Case(of(routing.routing, n_clusters=8), 2, 2, 256, 1000),
+    "hash_sparse, 256": Case(of(hash_sparse.hash_sparse, n_buckets=8), 2, 2, 256, 700, packed=True),
+    "dsa, 256": Case(of(dsa.dsa, top_k=100), 4, 4, 256, 777),
+    "local, 256": Case(of(local.local, n_chunks_after=1), 2, 2, 256, 1000, causal=False),
+    "local, 256, a window": Case(of(local.local, window=64), 2, 1, 192, 777, packed=True),
+    "longformer, 256": Case(
+        of(longformer.longformer, window=65, n_global=5), 2, 2, 256, 1000, marked=9
+    ),
+    "sinks, 256": Case(of(sinks.sinks, window=64), 2, 2, 256, 1000, dropout=0.2),
+    "lsh, 256": Case(
+        of(lsh.lsh, n_hashes=4, chunk_len=64, n_buckets=16), 2, 2, 256, 1777, packed=True
+    ),
+    "smyrf, 256": Case(smyrf.smyrf, 2, 2, 256, 1000, causal=False),
+    "retention, 256": Case(retention.retention, 2, 2, 256, 1000, packed=True),
     "flash, wide, capped": Case(of(flash.flash, **CAPPED), 2, 2, 128, 1000, causal=False),
     "lsh, capped": Case(of(lsh.lsh, n_hashes=2, chunk_len=128, n_buckets=8, **CAPPED), t=1000),
     "moba, capped": Case(of(moba.moba, block_size=64, **CAPPED), 4, t=1000, packed=True),
@@ -199,12 +223,16 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", [512, 999, 4096] if ON_GPU else [70])
-def test_cudnn_hides_the_padding_behind_rows(length, causal, monkeypatch):
+@pytest.mark.parametrize(
+    "length, size", [(512, 64), (999, 64), (4096, 64), (999, 256)] if ON_GPU else [(70, 64)]
+)
+def test_cudnn_hides_the_padding_behind_rows(length, size, causal, monkeypatch):
     """Rows without padding, with some, with one token, and with only padding."""
     lengths = jnp.array([length, length // 2 + 1, length - 1, 1, 0], jnp.int32)
     rng = np.random.default_rng(length)
-    shapes = [(len(lengths), length, n, 64) for n in (4, 2, 2, 4)]
+    if size > dispatch.NARROW_HEAD and not dispatch.on_hopper():
+        pytest.skip("cuDNN has heads of 256 on Hopper")
+    shapes = [(len(lengths), length, n, size) for n in (4, 2, 2, 4)]
     q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
     masks = dict(segment_ids=jnp.arange(length)[None] < lengths[:, None], causal=causal)
     if not ON_GPU:

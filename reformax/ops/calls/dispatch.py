@@ -18,8 +18,8 @@ IMPLEMENTATIONS = ("cudnn", "pallas", "xla")
 # Implementations that need an NVIDIA GPU of Ampere or later.
 ON_GPU = ("cudnn", "pallas")
 
-# A row of an attention kernel's tile must fit on the chip.
-MAX_HEAD_SIZE = 128
+# A row of an attention kernel's tile must fit on the chip; some kernels hold narrow ones alone.
+MAX_HEAD_SIZE, NARROW_HEAD = 256, 128
 
 # KiB that a block of threads may share, by compute capability: graphics cards' chips have 99.
 SHARED_KIB = {
@@ -167,6 +167,13 @@ def on_small_chip() -> bool:
     return SHARED_KIB.get(capability, SMALL_CHIP + 1) <= SMALL_CHIP
 
 
+def on_hopper() -> bool:
+    """Whether the GPU is of NVIDIA's Hopper generation."""
+    if jax.default_backend() != "gpu":
+        return False
+    return compute_capability(jax.local_devices()[0]) == 9.0
+
+
 def compute_capability(device: jax.Device) -> float:
     """NVIDIA's compute capability of a device, 9.0 for Hopper; 0 for other vendors' devices."""
     try:
@@ -182,6 +189,7 @@ def kernel_obstacles(
     logits: Logits = PLAIN,
     *,
     small_row: int = SMALL_ROW,
+    most: int = MAX_HEAD_SIZE,
     **options: Any,
 ) -> KernelObstacles:
     """The obstacles of our attention kernels.
@@ -192,6 +200,7 @@ def kernel_obstacles(
       v: values; None if they are not known yet.
       logits: how products become logits; no kernel has another scale than the default.
       small_row: the bytes of a head's row up to which the kernels fit `on_small_chip`.
+      most: the largest head that the kernels hold.
       **options: options that no kernel has, by name. None, False and 0 mean unset.
     """
     options.setdefault("scale", logits.scale)
@@ -200,16 +209,16 @@ def kernel_obstacles(
     wide = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)
     options["dtype"] = next(wide, None)
     option = next((f"{name}={value}" for name, value in options.items() if value), None)
-    return KernelObstacles(option, _chip_obstacle(q, v, small_row))
+    return KernelObstacles(option, _chip_obstacle(q, v, small_row, most))
 
 
-def _chip_obstacle(q: Array, v: Array | None, small_row: int) -> str | None:
+def _chip_obstacle(q: Array, v: Array | None, small_row: int, most: int) -> str | None:
     """The obstacle on a GPU's chip. The interpreter computes such calls."""
     for x in (q, q if v is None else v):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             return f"dtype {x.dtype}"
-        if x.shape[-1] > MAX_HEAD_SIZE:
-            return f"head size {x.shape[-1]}, which is above {MAX_HEAD_SIZE}"
+        if x.shape[-1] > most:
+            return f"head size {x.shape[-1]}, which is above {most}"
         if x.shape[-1] * x.dtype.itemsize > small_row and on_small_chip():
             return (
                 f"head size {x.shape[-1]} in {x.dtype} on a GPU whose blocks share {SMALL_CHIP} "

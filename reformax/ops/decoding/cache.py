@@ -118,7 +118,7 @@ def attend_to(
       keys, values: the cache's.
       mask: which keys a query sees.
       impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
-        later and heads of 128 or less. "auto" takes the kernel on such a GPU for a single row of up
+        later and heads of 256 or less. "auto" takes the kernel on such a GPU for a single row of up
         to `MAX_KERNEL_KEYS` keys. XLA is faster with eight rows.
       alone: the output of a query that sees no key: the value at its own position; None is zeros.
       bias: added to the logits.

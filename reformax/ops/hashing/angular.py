@@ -146,7 +146,7 @@ def hash_by(
       rotations: from `draw_rotations`.
       vectors, factors: as in `hash_vectors`.
       impl: the op's. "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later
-        and heads of 128 or less. "auto" takes the kernel on such a GPU for more than one position.
+        and heads of 256 or less. "auto" takes the kernel on such a GPU for more than one position.
 
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.calls.dispatch import (
     KERNELS,
+    NARROW_HEAD,
     KernelObstacles,
     check_impl,
     compute_by,
@@ -70,7 +71,7 @@ def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
     """Queries and keys may be wider than a tile: the kernel sums over blocks of features."""
     size = x.k.shape[-1]
     narrow = (a[..., :1] for a in (x.q, x.k))
-    found = kernel_obstacles(*narrow, x.v)
+    found = kernel_obstacles(*narrow, x.v, most=NARROW_HEAD)
     if size > MAX_FEATURES:
         above = f"{size} features, which is above {MAX_FEATURES}"
         found = found._replace(chip=found.chip or above)

@@ -28,6 +28,8 @@ from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.calls.dispatch import (
     KERNELS,
+    MAX_HEAD_SIZE,
+    NARROW_HEAD,
     SMALL_ROW,
     KernelObstacles,
     check_impl,
@@ -85,7 +87,11 @@ def recurrence(
 
 def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
     by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
-    obstacles = kernel_obstacles(*x[:3], small_row=SMALL_ROW // 2 if by_feature else SMALL_ROW)
+    obstacles = kernel_obstacles(
+        *x[:3],
+        most=NARROW_HEAD if by_feature or x.beta is not None else MAX_HEAD_SIZE,
+        small_row=SMALL_ROW // 2 if by_feature else SMALL_ROW,
+    )
     return obstacles._replace(chip=obstacles.chip or _chip_obstacle(x))
 
 

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax.ops.calls import dispatch
 from reformax.ops.calls.call import Call
+from reformax.ops.calls.dispatch import MAX_HEAD_SIZE, NARROW_HEAD
 from reformax.ops.masking.padding import tokens_only
 
 # Lengths are padded to a multiple of this.
@@ -26,7 +28,7 @@ KEYS, PROGRAMS, LEAST_PIECE = 128, 264, 1024
 def cudnn_obstacle(call: Call, q: Array, k: Array, v: Array) -> str | None:
     """The property of a call that cuDNN cannot compute; None if it can compute the call.
 
-    It can compute segments where `lengths` replace them.
+    Heads above 128 need Hopper. It can compute segments where `lengths` replace them.
     """
     if call.segment_ids is not None and call.lengths is None:
         return "segment_ids"
@@ -40,7 +42,8 @@ def cudnn_obstacle(call: Call, q: Array, k: Array, v: Array) -> str | None:
         return f"dropout {call.dropout}"
     if not all(x.dtype == q.dtype and x.dtype in (jnp.float16, jnp.bfloat16) for x in (q, k, v)):
         return f"dtypes {q.dtype}, {k.dtype} and {v.dtype}"
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > 128:
+    most = MAX_HEAD_SIZE if dispatch.on_hopper() else NARROW_HEAD
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > most:
         return f"head sizes {q.shape[-1]} and {v.shape[-1]}"
     return None
 

@@ -321,15 +321,29 @@ QUERIES = BlockTiles(128, 64, 4, 3)
 KEYS = BlockTiles(128, 64, 4, 2)
 # Larger tiles with dropout spill 512 bytes a thread.
 KEYS_OF_DROPOUT = BlockTiles(64, 64, 4, 2)
+# Instead of them for heads of 256, whose sums take the registers of eight warps.
+WIDE = {
+    FORWARD: BlockTiles(64, 64, 8, 1),
+    QUERIES: BlockTiles(64, 32, 8, 1),
+    KEYS: BlockTiles(32, 64, 8, 1),
+}
+WIDE_FLOAT32 = {
+    FORWARD: BlockTiles(64, 32, 8, 1),
+    QUERIES: BlockTiles(32, 32, 8, 1),
+    KEYS: BlockTiles(32, 32, 8, 1),
+}
 
 
 def _tiles(layout: Layout | FullLayout, x: BlockInputs, tiles: BlockTiles) -> BlockTiles:
     """`tiles`, or smaller ones where blocks are smaller or rows take more of the chip's memory."""
-    n_bytes = max(x.q.shape[3], x.v.shape[3]) * x.q.dtype.itemsize
-    if tiles == KEYS and x.seed is not None:
-        tiles = KEYS_OF_DROPOUT
-    if n_bytes > 128:
+    width, itemsize = max(x.q.shape[3], x.v.shape[3]), x.q.dtype.itemsize
+    n_bytes = width * itemsize
+    if width > 128:
+        tiles = (WIDE if itemsize == 2 else WIDE_FLOAT32)[tiles]
+    elif n_bytes > 128:
         tiles = BlockTiles(64, 64, 4, 2 if n_bytes <= 256 else 1)
+    elif tiles == KEYS and x.seed is not None:
+        tiles = KEYS_OF_DROPOUT
 
     def side(block: int, length: int, most: int) -> int:
         # The largest power of two that divides a block, or holds a shorter length.

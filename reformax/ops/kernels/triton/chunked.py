@@ -280,6 +280,8 @@ def _like(x: Array, program: ChunkProgram) -> jax.ShapeDtypeStruct:
 
 
 def _forward_tiles(x: ChunkInputs, hash_index: int) -> ChunkTiles:
+    if _is_wide(x):
+        return ChunkTiles(64, 32, 8, 2) if x.v.dtype.itemsize == 2 else ChunkTiles(32, 32, 8, 1)
     if x.order is None:
         return ChunkTiles(64, 64, 4, 3)
     if _row_bytes(x) > 128:
@@ -289,9 +291,16 @@ def _forward_tiles(x: ChunkInputs, hash_index: int) -> ChunkTiles:
 
 def _backward_tiles(x: ChunkInputs, hash_index: int) -> ChunkTiles:
     del hash_index
+    if _is_wide(x):
+        return ChunkTiles(32, 32, 8, 2 if x.v.dtype.itemsize == 2 else 1)
     if x.order is None:
         return ChunkTiles(64, 64, 4, 1)
     return ChunkTiles(64, 64 if _row_bytes(x) <= 128 else 32, 4, 5)
+
+
+def _is_wide(x: ChunkInputs) -> bool:
+    """Whether sums of 64 rows would take more registers than programs have."""
+    return max(x.k.shape[3], x.v.shape[3]) > 128
 
 
 def _row_bytes(x: ChunkInputs) -> int:

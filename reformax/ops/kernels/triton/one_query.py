@@ -27,6 +27,7 @@ from reformax.ops.numerics.logits import PLAIN, Logits
 from reformax.ops.softmax.online import nonzero
 
 # Tiles of 64 keys wait for memory more often: a call with 256 keys took 17 us instead of 8.
+# Registers hold half as many rows of more than 128 numbers.
 TILE, WARPS = 256, 16
 
 
@@ -66,6 +67,7 @@ def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits):
         return view, column < size
 
     size, d_v = inputs.q.shape[2], inputs.values.shape[3]
+    tile = TILE if max(size, d_v) <= 128 else TILE // 2
     q = load(*vector(inputs.q, row, head, size=size), 0.0).astype(jnp.float32)
 
     def of_entry(ref, entry, exists, other):
@@ -83,7 +85,7 @@ def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits):
 
     def step(i, state):
         acc, row_max, row_sum = state
-        entry = i * TILE + jnp.arange(TILE, dtype=jnp.int32)
+        entry = i * tile + jnp.arange(tile, dtype=jnp.int32)
         exists = entry < n_entries
         seen = of_entry(inputs.seen, entry, exists, 0) > 0
         slot = entry if inputs.index is None else of_entry(inputs.index, entry, seen, 0)
@@ -100,7 +102,7 @@ def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits):
 
     width = power_of_two(d_v)
     start = jnp.zeros(width, jnp.float32), jnp.float32(LOWEST), jnp.float32(0)
-    acc, of_keys_max, row_sum = lax.fori_loop(0, pl.cdiv(n_entries, TILE), step, start)
+    acc, of_keys_max, row_sum = lax.fori_loop(0, pl.cdiv(n_entries, tile), step, start)
     if inputs.sinks is not None:
         sink = load(inputs.sinks.at[head], None).astype(jnp.float32)
         row_max = jnp.maximum(of_keys_max, sink)

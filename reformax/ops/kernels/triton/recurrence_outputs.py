@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from reformax.ops.calls.dispatch import MAX_HEAD_SIZE
+from reformax.ops.calls.dispatch import NARROW_HEAD
 from reformax.ops.kernels.triton.common import matmul_in_parts, power_of_two, tile_product
 from reformax.ops.kernels.triton.recurrence_chunk import (
     BITS,
@@ -114,7 +114,7 @@ def _blocks(x) -> tuple[int, int]:
     """The number of blocks of features, and their width."""
     size = x.k.shape[3]
     narrow = x.k.dtype == jnp.float32 and x.beta is None
-    if size <= (FEATURES if narrow else MAX_HEAD_SIZE):
+    if size <= (FEATURES if narrow else NARROW_HEAD):
         return 1, power_of_two(size)
     return pl.cdiv(size, FEATURES), FEATURES
 
