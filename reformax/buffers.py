@@ -25,6 +25,10 @@ class Buffer(NamedTuple):
     value: Float[Array, "*d"]
 
 
+class Meter(Buffer):
+    """A buffer that measures: a step of training reports what it becomes, by its name."""
+
+
 @CustomDerivatives
 def _becoming(value, after):
     # In a `jax.vmap` over `after` alone the result is batched, as its derivative is.
@@ -61,7 +65,7 @@ def in_parts(params: Any, n_parts: int) -> Any:
         if not is_buffer(x):
             return x
         fixed = jax.lax.stop_gradient(x.value)
-        return Buffer(fixed + (x.value - fixed) / n_parts)
+        return type(x)(fixed + (x.value - fixed) / n_parts)
 
     return jax.tree.map(part, params, is_leaf=is_buffer)
 
@@ -86,9 +90,21 @@ def advanced(params: Any, changes: Any, n_parts: int = 1) -> Any:
     """
 
     def after(before, change):
-        return Buffer(before.value + change.value / n_parts) if is_buffer(before) else before
+        if not is_buffer(before):
+            return before
+        return type(before)(before.value + change.value / n_parts)
 
     return jax.tree.map(after, params, changes, is_leaf=is_buffer)
+
+
+def measured(params: Any) -> dict[str, Array]:
+    """By the names of meters, the mean of those of one name."""
+    found: dict[str, list[Array]] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_buffer):
+        if isinstance(x, Meter):
+            name = jax.tree_util.keystr(path[-1:], simple=True)
+            found.setdefault(name, []).append(x.value.mean())
+    return {name: jnp.stack(values).mean() for name, values in found.items()}
 
 
 def merged(params: Any, weights: Any) -> Any:

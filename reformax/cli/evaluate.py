@@ -16,10 +16,11 @@ as a table, in the same file and in DIR/by_position_SPLIT.png. Of rows of
 tables and files of a folder, the table also has the position in a document that begins in its
 window.
 
---tasks=needle,hellaswag scores tasks by their names instead. The package has three: `text` is the
+--tasks=needle,hellaswag scores tasks by their names instead. The package has four: `text` is the
 run's own split, `needle` and `needles` hide numbers in a text as long as the context, of which one
-is asked for. All other names are lm-evaluation-harness's (pip install 'reformax[evals]'), which
-downloads their data. DIR/evaluation_tasks.json has the figures.
+is asked for, and `common_words` lists words, of which the most common one is. All other names are
+lm-evaluation-harness's (pip install 'reformax[evals]'), which downloads their data.
+DIR/evaluation_tasks.json has the figures.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the

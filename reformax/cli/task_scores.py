@@ -1,12 +1,13 @@
 """Scores a run on tasks by their names: `reformax evaluate --tasks=needle,hellaswag`.
 
-`text` is the run's own split, and `needle` and `needles` are of `reformax.evals.needles`. Every
-other name is looked up in lm-evaluation-harness.
+`text` is the run's own split, and `OWN` are of `reformax.evals`. Every other name is looked up in
+lm-evaluation-harness.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from reformax.cli import (
     saved_run,
 )
 from reformax.declared import SettingError
-from reformax.evals import needles
+from reformax.evals import common_words, needles
 
 TEXT = "text"
 FILE = "evaluation_tasks.json"
@@ -33,6 +34,11 @@ _OF_TEXT = (*flags.SEARCH, "by_position", "stride", "tokens", "split", "data_dir
 OF_TASKS = ("include_path", "num_fewshot", "limit")
 # What a model of bytes reads of its run's task.
 _READ = ("task", "text.text.offset")
+# Tasks of the package by name: `(scorer, encode, n=, seed=) -> figures`.
+OWN: dict[str, Callable[..., dict[str, Any]]] = {
+    **{name: functools.partial(needles.score, name=name) for name in needles.TASKS},
+    common_words.NAME: common_words.score,
+}
 # Draws that the harness makes for a standard error that has no formula.
 _BOOTSTRAP = 1000
 
@@ -54,7 +60,7 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     if not others:
         flags.refuse(args, OF_TASKS, f"the task {TEXT} does not read it")
         return score_text()
-    of_harness = [name for name in others if name not in needles.TASKS]
+    of_harness = [name for name in others if name not in OWN]
     if not of_harness:
         flags.refuse(args, ("include_path", "num_fewshot"), "only the harness's tasks read it")
     manager = _manager(args.include_path, of_harness) if of_harness else None
@@ -68,9 +74,9 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     scorer, encode, *_ = parts
     found: dict[str, Any] = {}
     for name in others:
-        if name in needles.TASKS:
+        if name in OWN:
             n = needles.N_QUESTIONS if args.limit is None else args.limit
-            found[name] = needles.score(scorer, encode, name, n, args.seed)
+            found[name] = OWN[name](scorer, encode, n=n, seed=args.seed)
     if of_harness:
         found |= _of_harness(parts, of_harness, manager, args)
     kept = {
@@ -103,7 +109,7 @@ def _manager(include_path: str | None, names: Sequence[str]):
     manager = TaskManager(include_path=include_path)  # seconds, for there are thousands
     for name in names:
         if not manager.match_tasks([name]):
-            known = [TEXT, *needles.TASKS, *manager.all_tasks]
+            known = [TEXT, *OWN, *manager.all_tasks]
             raise SettingError(f"--tasks: there is no task {name}{messages.nearest(name, known)}")
     return manager
 

@@ -78,19 +78,47 @@ def questions(n_needles: int, n: int, length: int, encode: Encode, seed: int) ->
         def built(n_sentences: int, i=i, depth=depth) -> Question:
             return question(n_needles, depth, n_sentences, np.random.default_rng([seed, i]))
 
-        def size(one: Question) -> int:
-            return len(encode(one.text + one.answer))
-
-        room = length - size(built(0))
-        if room < 0:
-            raise SettingError(
-                f"length is {length}: the needles alone have {length - room} tokens, raise it"
-            )
-        n_sentences = int(room / of_cycle)
-        while n_sentences and size(built(n_sentences)) > length:
-            n_sentences -= 1
-        found.append(built(n_sentences))
+        found.append(longest(built, length, encode, of_cycle, "the needles"))
     return found
+
+
+def longest(
+    built: Callable[[int], Question], length: int, encode: Encode, of_each: float, what: str
+) -> Question:
+    """The question `built(n)` with the most parts n of at most `length` tokens with its answer.
+
+    Args:
+      built: makes a question of so many parts.
+      length: in tokens.
+      encode: text -> tokens.
+      of_each: tokens of a part, about.
+      what: a question without parts, in errors.
+
+    Raises:
+      SettingError: `built(0)` is longer.
+    """
+
+    def size(one: Question) -> int:
+        return len(encode(one.text + one.answer))
+
+    room = length - size(built(0))
+    if room < 0:
+        raise SettingError(
+            f"length is {length}: {what} alone have {length - room} tokens, raise it"
+        )
+    n_parts = int(room / of_each)
+    while n_parts and size(built(n_parts)) > length:
+        n_parts -= 1
+    return built(n_parts)
+
+
+def answered(scorer: LanguageScorer, encode: Encode, asked: list[Question]) -> np.ndarray:
+    """Whether greedy decoding gives the answer of each question, as booleans."""
+    pairs = []
+    for one in asked:
+        tokens, whole = encode(one.text), encode(one.text + one.answer)
+        pairs.append((whole[: len(tokens)], whole[len(tokens) :]))
+    return np.array([one.is_greedy for one in scorer.likelihoods(pairs)])
 
 
 def score(
@@ -110,11 +138,7 @@ def score(
       a question; n_questions and length.
     """
     asked = questions(TASKS[name], n, scorer.max_length, encode, seed)
-    pairs = []
-    for one in asked:
-        tokens, whole = encode(one.text), encode(one.text + one.answer)
-        pairs.append((whole[: len(tokens)], whole[len(tokens) :]))
-    right = np.array([one.is_greedy for one in scorer.likelihoods(pairs)])
+    right = answered(scorer, encode, asked)
     band = np.minimum((np.array([one.depth for one in asked]) * BANDS).astype(int), BANDS - 1)
     by_depth = [right[band == i] for i in range(BANDS)]
     return {

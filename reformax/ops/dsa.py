@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
+from reformax.buffers import Meter, updated
 from reformax.declared import NonNegative, SettingError, Size, Unsupported, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
@@ -71,6 +73,8 @@ MAX_PAIRS = 2**36
 # Array operations gather the chosen keys where they are at most one of so many. A gathered key
 # takes as long as so many products.
 GATHERED = 16
+# Queries of a row over which the reported loss is a mean.
+MEASURED = 256
 
 
 @op
@@ -91,6 +95,9 @@ class dsa(AttentionOp):
       index_loss: the factor of the indexer's loss, a mean over positions that is added to the
         model's loss. With 0 the indexer does not learn. The means of the parts of a batch, or of
         several devices, add up; Adam is invariant to the factor.
+      report_loss: whether a step of training reports the indexer's loss as `index_loss`, the mean
+        over layers and over up to 256 queries of a row, spread evenly. It has a weight of that
+        name, a `Meter`, which `reformax.flax` refuses.
       indexer: how keys are scored and which ones are, see `reformax.ops.indexing.indexer.Indexer`.
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
         Ampere or later, heads of 256 or less, index heads of 128 or less and at most 2^36 pairs of
@@ -106,6 +113,7 @@ class dsa(AttentionOp):
     n_index_heads: Width = 4
     d_index: Width = 64
     index_loss: NonNegative = 1.0
+    report_loss: bool = False
     indexer: Indexer = Indexer()
     impl: str = "auto"
 
@@ -139,7 +147,8 @@ class dsa(AttentionOp):
         head, index = jnp.arange(n_heads)[:, None], jnp.arange(n_index)[None]
         shares_key = (head % n_index == index) | (index % n_heads == head)  # [N, J]
         weight = jax.random.normal(rng_weight, (n_heads, size, n_index))
-        return {
+        meter = {"index_loss": Meter(jnp.zeros(()))} if self.report_loss else {}
+        return meter | {
             "query": jnp.where(shares_key[:, None, :, None], key[:, :, None], 0),
             "key": key,
             "weight": 0.1 * weight / math.sqrt(n_heads * size),
@@ -207,51 +216,27 @@ class dsa(AttentionOp):
         in_arrays = functools.partial(self._in_arrays, call, *arrays)
         obstacles = self._obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
-        return compute_by(self.impl, implementations)
+        out = compute_by(self.impl, implementations)
+        if not self.report_loss:
+            return out
+        mean = self._mean_loss(call, q, k, v, index, index_keys, plan, ids)
+        # Its gradient carries what the meter becomes.
+        return out + (0 * updated(params["index_loss"], mean)).astype(v.dtype)
 
     def _in_arrays(
         self, call: Call, q, k, v, index, index_keys, factor, plan, ids
     ) -> Float[Array, "B T N V"]:
         """The attention and the indexer's loss in array operations."""
-        n_batch, length, n_heads, _ = q.shape
-        batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
+        length, n_heads = q.shape[1:3]
         gathers = plan.shape[2] * GATHERED <= length
-
-        def of_all_keys(chosen, query_ids, position, q, *index):
-            """Logits, index scores, the mask, keys' positions, and a function of weights."""
-            mask = _is_chosen(chosen, length) & _visible(call.causal, ids, query_ids, position)
-            logits = call.logits.of("bqnh,bsnh->bnqs", q, k)
-            key = jnp.arange(length, dtype=jnp.int32)[None, None]
-            found = scores(self.indexer.score, IndexQueries(*index), index_keys)
-            summed = lambda weights: product("bnqs,bsnv->bqnv", weights, v, v.dtype)  # noqa: E731
-            return logits, found, mask, key, summed
-
-        def of_chosen_keys(chosen, query_ids, position, q, *index):
-            """The same of the keys that each query chose."""
-            at = jnp.maximum(chosen, 0)
-            keys, values, vectors, key_ids = (rows_at(x, at) for x in (k, v, index_keys, ids))
-            mask = Visibility(call.causal).sees(
-                Side(position[..., None], query_ids[..., None]),
-                Side(at, key_ids, exists=chosen >= 0),
-            )
-            logits = call.logits.of("bqnh,bqknh->bnqk", q, keys)
-            found = scores_of_gathered(self.indexer.score, IndexQueries(*index), vectors)
-            summed = lambda weights: product("bnqk,bqknv->bqnv", weights, values, v.dtype)  # noqa: E731
-            return logits, found, mask, at, summed
+        of_keys = self._of_chosen_keys if gathers else self._of_all_keys
+        of_keys = functools.partial(of_keys, call, (k, v, index_keys, ids))
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, chosen, query_ids, position, *index):
-            of_keys = of_chosen_keys if gathers else of_all_keys
-            logits, found, mask, key, summed = of_keys(chosen, query_ids, position, q, *index)
-            weights = masked_softmax(logits, mask[:, None])
-            dropped_weights = weights
-            if call.seed is not None:
-                query = position[:, None, :, None]
-                kept = dropout_mask(call.seed, call.dropout, batch, head, query, key[:, None])
-                dropped_weights = weights * kept.astype(weights.dtype)
-            mean_weights = lax.stop_gradient(weights).mean(axis=1)
-            found = found / math.sqrt(self.n_index_heads * self.d_index)
-            return summed(dropped_weights), _divergence(found, mean_weights, mask)
+            return self._attend_to_keys(
+                call, of_keys(q, chosen, query_ids, position, *index), position
+            )
 
         arrays = q, plan, ids, positions(length), *index
         n_keys, n_each = length, n_heads + self.n_index_heads + 1
@@ -260,6 +245,62 @@ class dsa(AttentionOp):
             n_each += n_heads * (q.shape[3] + v.shape[3]) + self.d_index
         out, losses = by_chunks(attend, n_each * n_keys, *arrays)
         return with_loss(join_chunks(out, length).astype(v.dtype), factor * losses.sum())
+
+    def _of_all_keys(self, call, keys, q, chosen, query_ids, position, *index) -> KeysOfQueries:
+        k, v, index_keys, ids = keys
+        length = k.shape[1]
+        return KeysOfQueries(
+            call.logits.of("bqnh,bsnh->bnqs", q, k),
+            scores(self.indexer.score, IndexQueries(*index), index_keys),
+            _is_chosen(chosen, length) & _visible(call.causal, ids, query_ids, position),
+            jnp.arange(length, dtype=jnp.int32)[None, None],
+            lambda weights: product("bnqs,bsnv->bqnv", weights, v, v.dtype),
+        )
+
+    def _of_chosen_keys(self, call, keys, q, chosen, query_ids, position, *index) -> KeysOfQueries:
+        at = jnp.maximum(chosen, 0)
+        k, v, index_keys, ids = (rows_at(x, at) for x in keys)
+        key = Side(at, ids, exists=chosen >= 0)
+        return KeysOfQueries(
+            call.logits.of("bqnh,bqknh->bnqk", q, k),
+            scores_of_gathered(self.indexer.score, IndexQueries(*index), index_keys),
+            Visibility(call.causal).sees(Side(position[..., None], query_ids[..., None]), key),
+            at,
+            lambda weights: product("bnqk,bqknv->bqnv", weights, v, v.dtype),
+        )
+
+    def _attend_to_keys(
+        self, call: Call, x: KeysOfQueries, position
+    ) -> tuple[Float[Array, "B Q N V"], Float[Array, "B Q"]]:
+        """The output of a chunk of queries, and the divergence of each."""
+        weights = masked_softmax(x.logits, x.mask[:, None])
+        dropped_weights = weights
+        if call.seed is not None:
+            batch, head = (
+                y[..., None, None] for y in jnp.ogrid[: len(weights), : weights.shape[1]]
+            )
+            query, key = position[:, None, :, None], x.key[:, None]
+            kept = dropout_mask(call.seed, call.dropout, batch, head, query, key)
+            dropped_weights = weights * kept.astype(weights.dtype)
+        mean_weights = lax.stop_gradient(weights).mean(axis=1)
+        found = x.scores / math.sqrt(self.n_index_heads * self.d_index)
+        return x.summed(dropped_weights), _divergence(found, mean_weights, x.mask)
+
+    def _mean_loss(self, call: Call, q, k, v, index, index_keys, plan, ids) -> Float[Array, ""]:
+        """The mean divergence over some queries, for the eye."""
+        length = q.shape[1]
+        arrays = lax.stop_gradient((q, plan, ids, positions(length), *index))
+        some = tuple(x[:, :: -(-length // MEASURED)] for x in arrays)
+        keys = lax.stop_gradient((k, v[..., :1], index_keys, ids))
+        call = call.but(seed=None)
+
+        def divergence(q, chosen, query_ids, position, *index):
+            x = self._of_chosen_keys(call, keys, q, chosen, query_ids, position, *index)
+            return self._attend_to_keys(call, x, position)[1]
+
+        n_each = q.shape[2] * (q.shape[3] + 2) + self.n_index_heads + 2 * self.d_index
+        losses = by_chunks(divergence, n_each * plan.shape[2], *some)
+        return losses.sum() / jnp.maximum(jnp.sum(is_token(some[2])), 1).astype(losses.dtype)
 
     def _init_cache(self, call, params, q, k, v, plan) -> DsaCache:
         del plan
@@ -277,6 +318,24 @@ class dsa(AttentionOp):
         slot = jnp.maximum(chosen, 0)[..., None]
         keys, values = (jnp.take_along_axis(x, slot, axis=2) for x in memory)
         return attend_to(call, q, keys, values, chosen >= 0, self.impl), DsaCache(memory, index)
+
+
+class KeysOfQueries(NamedTuple):
+    """A chunk of queries and its keys, all of them or those that each query chose.
+
+    Attributes:
+      logits: of the attention.
+      scores: of the indexer.
+      mask: which keys a query sees.
+      key: the keys' positions.
+      summed: `weights [B, N, Q, K] -> [B, Q, N, V]`, the sums of values.
+    """
+
+    logits: Float[Array, "B N Q K"]
+    scores: Float[Array, "B Q K"]
+    mask: Bool[Array, "B Q K"]
+    key: Int[Array, "#B #Q K"]
+    summed: Callable[[Array], Array]
 
 
 # The indexer

@@ -61,7 +61,7 @@ def needs(
     settings, _, mesh, key = setup
     placement = devices.placement(like, mesh)
     arguments = _shapes(like, placement), _shapes(batch, devices.over_tokens(mesh)), key
-    step = opening.step_of(settings, model, mesh, like)
+    step = opening.step_of(settings, model, mesh, like, stage.fine_tuning)
     # Optimising a CPU's machine code takes half of the time and changes no buffer.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 0} if on_cpu else None

@@ -145,6 +145,14 @@ class FineTuning:
             lambda x, is_trained: x if is_trained else None, tree, self.are_trained(tree)
         )
 
+    def zeros_elsewhere(self, tree: Any) -> Any:
+        """The tree, gradients or updates of weights, with zeros for each that is not trained."""
+        return jax.tree.map(
+            lambda x, is_trained: x if is_trained else jnp.zeros_like(x),
+            tree,
+            self.are_trained(tree),
+        )
+
 
 class FactorsState(NamedTuple):
     """The state of `by_factors`."""

@@ -31,6 +31,7 @@ from reformax.training import step as step_lib
 from reformax.training.callbacks import Loggers
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.evaluations import data_key
+from reformax.training.fine_tuning import FineTuning
 from reformax.training.record import Record
 from reformax.training.record_lines import RecordLines
 from reformax.training.settings import TrainSettings, build
@@ -283,8 +284,13 @@ def _data(settings: TrainSettings, kept: dict[str, str], step: int) -> tuple[dic
     return kept | now, fingerprints.changes(compared, now, step, settings.allow_changed_data)
 
 
-def step_of(settings: TrainSettings, model: Any, mesh: Mesh, state: Any):
-    """The step of a run for a model built for training and a state, or the shapes of one."""
+def step_of(
+    settings: TrainSettings, model: Any, mesh: Mesh, state: Any, only: FineTuning | None = None
+):
+    """The step of a run for a model built for training and a state, or the shapes of one.
+
+    `only` is `fine_tuning` of a stage.
+    """
     return step_lib.step_fn(
         model,
         settings.built_optimizer,
@@ -295,6 +301,7 @@ def step_of(settings: TrainSettings, model: Any, mesh: Mesh, state: Any):
         label_smoothing=settings.label_smoothing,
         z_loss=settings.z_loss,
         ema_decay=settings.ema_decay,
+        only=only,
         placement=devices.placement(state, mesh),
     )
 
@@ -325,8 +332,13 @@ def compiled(
       SettingError: a step takes more memory than a device has.
     """
     settings, models, mesh, key = setup
-    of_model = {id(x): step_of(settings, x, mesh, restored.state) for x in models.train}
-    steps = [of_model[id(x)] for x in models.train]
+    of_stage: dict[Any, Any] = {}  # stages of one model, and of the same weights, have one step
+    for model, stage in zip(models.train, settings.all_stages, strict=True):
+        only = stage.fine_tuning
+        if (id(model), id(only)) not in of_stage:
+            of_stage[id(model), id(only)] = step_of(settings, model, mesh, restored.state, only)
+    keys = zip(models.train, settings.all_stages, strict=True)
+    steps = [of_stage[id(model), id(stage.fine_tuning)] for model, stage in keys]
     if restored.step >= settings.steps:
         return steps, batches
     now, start, flops = settings.stage_after(restored.step), restored.step, 0
@@ -338,9 +350,9 @@ def compiled(
         with naming(stage):
             example = first if start == restored.step else tuple(batch(stage, start))
         traced = step.trace(restored.state, example, key)
-        found = forecast.products(traced.jaxpr)
-        forecast.check_step(found, mesh_lib.bytes_stored(restored.state, mesh), mesh.size)
-        flops += found.flops * (stage.until - start)
+        products = forecast.products(traced.jaxpr)
+        forecast.check_step(products, mesh_lib.bytes_stored(restored.state, mesh), mesh.size)
+        flops += products.flops * (stage.until - start)
         if start == restored.step:
             # A call of the jitted function finds the program that is compiled now.
             needed = forecast.memory_of(traced.lower().compile(), len(mesh.local_devices))

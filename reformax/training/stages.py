@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from reformax import task as task_lib
 from reformax.declared import Bounds, Called, SettingError, Size, check_fields
+from reformax.training.fine_tuning import FineTuning
 
 Task = Annotated[task_lib.Task, Called("a task, such as stdlib.stdlib()")]
 Share = Annotated[
@@ -35,6 +36,8 @@ class Stage:
         run's, which scores throughout.
       batch_size: sequences per step.
       length: tokens per sequence.
+      fine_tuning: the weights that the stage's steps change, by `only`: the others wait. The
+        optimizer's state is that of all weights, which no gradient reaches meanwhile.
 
     Raises:
       ValueError: a value out of bounds.
@@ -45,9 +48,15 @@ class Stage:
     task: Task | None = None
     batch_size: Size | None = None
     length: Size | None = None
+    fine_tuning: FineTuning | None = None
 
     def __post_init__(self):
         check_fields(self)
+        if self.fine_tuning is not None and self.fine_tuning.lora is not None:
+            raise SettingError(
+                "fine_tuning of a stage has lora, which has an optimizer's state of its own: leave "
+                "it out, or set fine_tuning of the run"
+            )
 
 
 class ResolvedStage(NamedTuple):
@@ -55,7 +64,7 @@ class ResolvedStage(NamedTuple):
 
     Attributes:
       until: its last step.
-      model, task, batch_size, length: as in `Stage`.
+      model, task, batch_size, length, fine_tuning: as in `Stage`.
       name: of the stage in errors; empty for the run's own values.
     """
 
@@ -65,12 +74,13 @@ class ResolvedStage(NamedTuple):
     batch_size: int
     length: int
     name: str = ""
+    fine_tuning: FineTuning | None = None
 
     @property
     def program(self) -> tuple[Any, ...]:
         """The key of the compiled step."""
         has_segments = self.task.document_mask
-        return self.model, self.batch_size, self.length, has_segments
+        return self.model, self.batch_size, self.length, has_segments, self.fine_tuning
 
 
 @contextlib.contextmanager
@@ -95,7 +105,8 @@ def resolved(stages: Sequence[Stage], last: ResolvedStage) -> list[ResolvedStage
     """The stages that have steps, in order, and `last`, which has the run's own values."""
     found, before = [], 0
     for number, stage in enumerate(stages):
-        given = {name: getattr(stage, name) for name in ("model", "task", "batch_size", "length")}
+        names = "model", "task", "batch_size", "length", "fine_tuning"
+        given = {name: getattr(stage, name) for name in names}
         given = {name: value for name, value in given.items() if value is not None}
         if (until := end_of(stage, last.until)) > before:
             found.append(last._replace(until=until, name=f"stages[{number}]", **given))

@@ -12,9 +12,10 @@ import optax
 from jax.sharding import Mesh
 
 from reformax import devices
-from reformax.buffers import advanced, merged, trained
+from reformax.buffers import advanced, measured, merged, trained
 from reformax.training import loss as loss_lib
 from reformax.training import pieces
+from reformax.training.fine_tuning import FineTuning
 from reformax.training.metrics import no_sums
 
 
@@ -69,6 +70,7 @@ def step_fn(
     z_loss: float = 0.0,
     ema_decay: float = 0.0,
     backprop_len: int | None = None,
+    only: FineTuning | None = None,
     placement: Any = None,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Compiles a step for `model`.
@@ -89,6 +91,7 @@ def step_fn(
       backprop_len: the positions of a part of each row. Parts are computed one after the other,
         from the states of the parts before, through which no gradient goes back; see
         `training.pieces`. None: rows are whole.
+      only: which weights the steps of a stage change; None: all that the optimizer changes.
       placement: of the state after a step, as `devices.placement` gives it; None: every device
         has it whole.
 
@@ -96,9 +99,9 @@ def step_fn(
       A function (state, (inputs, targets, weights), key) -> (state, metrics). It uses up the state
       given. `inputs` may be a tree of arrays [B, ...]. Metrics are those of
       `reformax.training.metrics`, such as 'nats' and 'accuracy', each a `Ratio` over the batch's
-      targets before the update; the number 'grad_norm'; and the update's 'learning_rate' if the
-      optimizer has a schedule by that name. All randomness comes from `key` folded with the step's
-      number, and then with the micro-batch's.
+      targets before the update; the number 'grad_norm'; those of `buffers.measured`; and the
+      update's 'learning_rate' if the optimizer has a schedule by that name. All randomness comes
+      from `key` folded with the step's number, and then with the micro-batch's.
     """
     options = dict(chunk_len=loss_chunk_len, label_smoothing=label_smoothing, z_loss=z_loss)
     cross_entropy = partial(loss_lib.cross_entropy, **options)
@@ -119,7 +122,11 @@ def step_fn(
         grads = devices.stored(grads)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's
             before, gradients = trained(state.params), trained(grads)
+            if only is not None:
+                gradients = only.zeros_elsewhere(gradients)
             updates, opt_state = optimizer.update(gradients, state.opt_state, before)
+            if only is not None:  # of weight decay, and of moments from before the stage
+                updates = only.zeros_elsewhere(updates)
             params = optax.apply_updates(before, updates)
         # Each device says what its part would carry on.
         params = merged(advanced(state.params, grads, mesh.size), params)
@@ -132,7 +139,7 @@ def step_fn(
                 lambda old, new: decay * old + (1 - decay) * new, trained(ema), trained(params)
             )
             ema = merged(advanced(ema, grads, mesh.size), averaged)
-        metrics = {**metrics, "grad_norm": _norm(reads(gradients))}
+        metrics = {**metrics, "grad_norm": _norm(reads(gradients)), **measured(params)}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         return TrainState(done, params, opt_state, ema), metrics

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.buffers import advanced, measured
 from reformax.models import lm
 from reformax.ops import dense, dsa, local
 from reformax.ops.calls import dispatch
@@ -71,6 +72,33 @@ def test_the_indexer_learns_from_the_attention_and_from_nothing_else(impl):
         got, *others = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(params, q, k, v)
         assert_trees_close(got, want, 1e-5)
         assert all(np.any(x) == bool(scale) for x in others)
+
+
+@pytest.mark.parametrize("top_k, choice", [(9, Indexer()), (3, Indexer(n_local=2))])
+def test_the_reported_loss_is_the_one_that_the_indexer_learns_from(top_k, choice):
+    """Its meter becomes the mean divergence, of eq. 4 over the chosen keys alone."""
+    q, k, v = numbers(9)
+    ids = np.array([[1] * 5 + [2] * 3 + [0], [1] * 9])
+    op = dsa.dsa(top_k=top_k, **OPTIONS, indexer=choice, report_loss=True)
+    params = weights(op, q)
+    attend = lambda params: op(q, k, v, causal=True, segment_ids=ids, params=params)  # noqa: E731
+    change = jax.jit(jax.grad(lambda params: 0 * attend(params).sum()))(params)
+    got = measured(advanced(params, change))["index_loss"]
+
+    plan = np.asarray(op.plan(params, q, k, segment_ids=ids, causal=True))
+    seen = (plan[..., None] == np.arange(9)).any(axis=2) & np.tril(np.ones((9, 9), bool))
+    seen &= (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] != 0)
+    logits = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(8)
+    attention = np.mean(softmax(logits, seen[:, None]), axis=1)
+    index = softmax(np.asarray(indexed.scores(OPTIONS, params, q, k)), seen)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(attention > 0, attention * np.log(attention / index), 0)
+    np.testing.assert_allclose(got, terms.sum() / np.sum(ids != 0), rtol=1e-4)
+
+
+def softmax(logits, mask):
+    weights = np.where(mask, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
+    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
 
 
 def small_chunks(monkeypatch):

@@ -6,9 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.models import TransformerLM
+from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dsa, local
 from reformax.training import mesh, optimizer, step
+from reformax.training.fine_tuning import FineTuning
 from tests.helpers import assert_trees_close
 
 SMALL = dict(vocab_size=7, d_model=8, d_ff=12, n_heads=2, n_layers=1, dropout=0.0)
@@ -30,6 +31,30 @@ def test_micro_batches_sum_up_to_the_batch(attention):
         state, metrics = run(state, (TOKENS, TOKENS, weights), jax.random.key(1))
         found.append((state.params, metrics))
     assert_trees_close(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", [TransformerLM, ReformerLM])
+def test_a_stage_trains_the_indexer_alone_and_reports_its_loss(kind, accumulate):
+    """Neither weight decay nor moments of earlier steps move the weights that wait."""
+    options = dict(top_k=9, d_index=4, report_loss=True)
+    cycle = local.local(chunk_len=4), dsa.dsa(**options)
+    sizes = SMALL | dict(n_layers=4, d_attention_key=4, d_attention_value=4)
+    model, adamw = kind(**sizes, attention_type=cycle), optax.adamw(0.02, weight_decay=0.1)
+    one, only = mesh.make(devices=jax.devices()[:1]), FineTuning(only=(r"attention\.op\.",))
+    runs = [step.step_fn(model, adamw, one, accumulate=accumulate, only=x) for x in (None, only)]
+    batch = TOKENS, TOKENS, np.ones(TOKENS.shape, np.float32)
+    state = jax.jit(step.init_fn(model, adamw, TOKENS.shape, False))(jax.random.key(0))
+    state, _ = runs[0](state, batch, jax.random.key(1))
+    before, losses = jax.tree.map(np.asarray, state.params), []
+    for _ in range(30):
+        state, metrics = runs[1](state, batch, jax.random.key(1))
+        losses.append(float(metrics["index_loss"]))
+    assert 0 < losses[-1] < 0.6 * losses[0]
+    moved = jax.tree.map(lambda a, b: np.any(a != b), state.params, before)
+    moved = [jax.tree_util.keystr(p) for p, x in jax.tree_util.tree_leaves_with_path(moved) if x]
+    assert len(moved) == 4 and all("['op']" in name for name in moved)
 
 
 def test_a_batch_without_targets_changes_nothing():
