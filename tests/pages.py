@@ -198,7 +198,7 @@ def _devices(command: str, page: str) -> str:
 def _training(command: str, folder: Path, page: str) -> str:
     files = re.findall(r"(?:--config_file=|reformax sweep )(\S+)", command) or ["quickstart.gin"]
     text = "\n".join(config_text(name, folder) for name in files)
-    modules = set(re.findall(r"^(?:from \S+ )?import (?:\S+\.)?(\w+)$", text, re.MULTILINE))
+    modules = set(re.findall(r"(?:^|[@/])(\w+)\.\w+", text, re.MULTILINE))
     values = {name: value for name, value in SMALL.items() if _is_larger(name, value, text)}
     values |= dict(_shorter_cycles(text))
     for module in modules & SMALL_OF.keys():
