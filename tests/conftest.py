@@ -64,34 +64,29 @@ def pytest_addoption(parser):
         "--part",
         default="1/1",
         metavar="I/N",
-        help="of slow cases of a matrix, such as every op's, those of the i-th of n parts",
+        help="of slow tests those of the i-th of n parts",
     )
 
 
 def pytest_itemcollected(item):
-    """A case that the line of its test leaves out is slow, and one of a matrix."""
+    """A case that the line of its test leaves out is slow."""
     file, test, case = case_of(item)
     if case not in QUICK.get(file, {}).get(test, [case]):
         item.add_marker("slow")
-        item.add_marker("matrix")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves slow cases of other parts out: a test's name says which part it is of.
+    """Leaves slow tests of other parts out: a test's name says which part it is of.
 
-    Slow cases of a test that has quick ones are of a matrix. The longest come first.
+    The longest come first.
     """
-    quick = {case_of(item)[:2] for item in items if not item.get_closest_marker("slow")}
-    for item in items:
-        if item.get_closest_marker("slow") and case_of(item)[:2] in quick:
-            item.add_marker("matrix")
     config.stash[COLLECTED] = [case_of(item) for item in items]
     part, n_parts = map(int, config.getoption("--part").split("/"))
     taken, left_out = [], []
     for item in items:
-        case = all(item.get_closest_marker(name) for name in ("slow", "matrix"))
-        other = case and zlib.crc32(item.nodeid.encode()) % n_parts != part % n_parts
-        (left_out if other else taken).append(item)
+        of_part = zlib.crc32(item.nodeid.encode()) % n_parts == part % n_parts
+        slow = item.get_closest_marker("slow")
+        (left_out if slow and not of_part else taken).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = sorted(taken, key=lambda item: item.path.name not in LONGEST)
 

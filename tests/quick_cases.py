@@ -1,6 +1,6 @@
 """Which cases of a test are quick, where one or a few show what the test is for.
 
-The other cases are slow and of a matrix, as rows that `tests.ops.rows.over` leaves out are: they
+The other cases are slow, as rows that `tests.ops.rows.over` leaves out are: they
 run with `-m slow`, of which `--part` takes some. A test that is not here is as its own marks say.
 
 What stays quick for every op is its comparison with the oracle, outputs and gradients, and its

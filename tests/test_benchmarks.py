@@ -239,7 +239,6 @@ def test_where_the_time_of_a_device_goes(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.matrix
 @pytest.mark.parametrize("name, flags, last", COMMANDS)
 def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     """Peers in PyTorch are told that it is missing, wherever the tests run."""
@@ -273,7 +272,6 @@ def traced(file, given):
 
 
 @pytest.mark.slow
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", global_layers.ROWS)
 @pytest.mark.parametrize("reversible", [False, True])
 def test_every_row_of_global_layers_is_a_model(reversible, name):
@@ -284,7 +282,6 @@ def test_every_row_of_global_layers_is_a_model(reversible, name):
 
 
 @pytest.mark.slow
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name, pretrained",
     [
@@ -803,7 +800,6 @@ def test_attention_is_timed_where_it_is_right(monkeypatch, capsys):
     assert set(cells(times, "wrong")[2:]) == {"-"}
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(

@@ -204,26 +204,19 @@ def _default(field: dataclasses.Field) -> str | None:
     return None if field.default is dataclasses.MISSING else repr(field.default)
 
 
-RESULTS = {"results.md", "zoo_measured.md", "does_hashing_help.md", "performance.md", "scaling.md"}
-
-
 def _is_run(text: str) -> bool:
     return not all(map(pages.benchmark, commands(text)))
 
 
 def _runs():
-    """The pages with commands; a page of results by its sections, which do not need each other.
-
-    What tells of results is a case of a matrix, as the benchmarks are that print the other results.
-    """
+    """The pages with commands; a page of results by its sections, which do not need each other."""
     found = []
     for page in PAGES:
         name, text = page_name(page), page.read_text()
         parts = re.split(r"^## ", text, flags=re.MULTILINE) if name == "results.md" else [text]
         for part in filter(_is_run, () if pages.is_walk(text) else parts):
             test = name if len(parts) == 1 else f"{name}#{_slug(part.partition(chr(10))[0])}"
-            marks = [pytest.mark.matrix] if name in RESULTS else []
-            found.append(pytest.param(name, part, id=test, marks=marks))
+            found.append(pytest.param(name, part, id=test))
     return found
 
 

@@ -81,7 +81,6 @@ def initialised(model, length, batch=1):
     return model
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -149,7 +149,6 @@ def layer_of(op, causal, packed, **options):
     return Attention(op, **sizes | rates | options, causal=causal, use_rotary=True)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name, packed",
     [
@@ -193,7 +192,6 @@ FACTORIES = {row.factory: row for row in reversed(ROWS) if not row.in_kernel}
 KERNELS = [row for row in ROWS if row.name in ("flash_pallas", "lsh_pallas")]
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [*FACTORIES.values(), *KERNELS], ids=lambda row: row.name)
 def test_every_op_is_that_of_one_device(row):

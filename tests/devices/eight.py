@@ -233,7 +233,6 @@ CASES += [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name, sizes",
     [pytest.param(*c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES],
@@ -298,7 +297,6 @@ def test_what_is_carried_becomes_the_mean_over_devices(constructor):
         np.testing.assert_array_equal(count, np.ones(2))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("n_slots", [None, 4], ids=["two streams", "slots"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "written out"])
 @pytest.mark.slow

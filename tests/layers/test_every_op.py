@@ -55,7 +55,6 @@ def check(row, options):
     assert all(np.any(x) for x in jax.tree.leaves(want[0]["block_0"]["attention"]))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[] if x == "slots" else [pytest.mark.slow]) for x in STACKS]
 )

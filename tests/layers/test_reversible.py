@@ -45,7 +45,6 @@ def by_plain_autodiff():
     return (params, x1, x2), segment_ids, weights, gradient(params, x1, x2)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "exact, ff_chunk_size, options",
     [
@@ -161,7 +160,6 @@ def rebuilt(dtype, exact, ff_chunk_size=0, n_layers=24, **options):
     return *rebuild(params, x1, x2), seen
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, ff_chunk_size, options",
@@ -180,7 +178,6 @@ def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size, options):
     assert bits_that_differ(seen, inputs) == 0
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options, rate",

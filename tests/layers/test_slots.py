@@ -39,7 +39,6 @@ def by_plain_autodiff():
     return (params, x), segment_ids, weights, gradient(params, x)
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ff_chunk_size, options",

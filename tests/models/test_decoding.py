@@ -111,7 +111,6 @@ def decode(model, params, tokens, lengths, capacity=LENGTH, n_prompt=None):
     return found
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS],

@@ -94,7 +94,6 @@ def nats(model, params, inputs, targets, weights):
     return -jnp.sum(picked * weights)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS]
 )

@@ -88,7 +88,6 @@ def test_a_reversible_row_too():
     check_padding(ReformerEncoder(**CLASSIFIER, **CYCLE))
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "row",

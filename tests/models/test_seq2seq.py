@@ -87,7 +87,6 @@ def nats(model, params, inputs, weights):
     return -jnp.sum(picked * weights)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
     [
@@ -302,7 +301,6 @@ DECODERS = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
     [
@@ -361,7 +359,6 @@ def test_a_step_of_hashed_cross_attention_is_the_layer_at_one_position(factory):
     assert np.any(want, axis=-1).all()
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("constructor", [Transformer, Reformer])
 @pytest.mark.parametrize("factory", HASHED, ids=lambda f: f.__name__)

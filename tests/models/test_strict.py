@@ -26,7 +26,6 @@ def task_of(options):
     return duplication.duplication(length=LENGTH, n_eval=2)
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @models
 def test_training_evaluation_and_generation(name):

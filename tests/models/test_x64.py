@@ -44,7 +44,6 @@ models = pytest.mark.parametrize(
 
 
 @pytest.mark.filterwarnings("error:scatter inputs have incompatible types:FutureWarning")
-@pytest.mark.matrix
 @pytest.mark.slow
 @models
 def test_a_training_step_and_generation(name):

@@ -690,15 +690,14 @@ def over(rows, quick: Callable[[Row], bool] = lambda row: True):
     """Runs a test over rows, each with its name as the test's id.
 
     All but the first row of each factory are slow: variants and interpreted kernels. So is a row
-    that says it, and one that is not `quick` in this test. The tests are cases of a matrix, of
-    which `--part` takes some.
+    that says it, and one that is not `quick` in this test.
     """
     seen: set[Callable[..., AttentionOp]] = set()
     params = []
     for row in rows:
         slow = row.slow or row.in_kernel or row.factory in seen or not quick(row)
         seen.add(row.factory)
-        marks = [pytest.mark.matrix, *([pytest.mark.slow] if slow else [])]
+        marks = [pytest.mark.slow] if slow else []
         params.append(pytest.param(row, id=row.name, marks=marks))
     return pytest.mark.parametrize("row", params)
 

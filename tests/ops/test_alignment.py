@@ -142,7 +142,6 @@ WHOLE = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("factory, n_queries, n_keys, packed", WHOLE)
 def test_whole_tiles_of_the_kernels(factory, n_queries, n_keys, packed):

@@ -19,7 +19,6 @@ AROUND = ONE_BEFORE | dict(n_chunks_after=1, causal=False)
 SQUARE, TALL, WIDE = (kernel.ChunkTiles(*size, 4, 2) for size in ((16, 16), (32, 16), (16, 32)))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("length", [83, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options, n_hashes, packed, tiles",
@@ -125,7 +124,6 @@ def test_packed_chunks_are_in_the_order_of_each_hash():
         np.testing.assert_array_equal(got, slots[0, 0, r][order.query_positions[0, 0, 15]])
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "float32"]
 )

@@ -28,7 +28,6 @@ def gpu(request):
 
 
 @pytest.mark.slow
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "size, dtype", [(64, "bfloat16"), (128, "bfloat16"), (64, "float32"), (128, "float32")]
 )

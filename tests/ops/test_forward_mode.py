@@ -59,7 +59,6 @@ def test_a_jvp_is_the_central_difference(row):
     assert np.isfinite(got.astype(np.float32)).all()
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=pytest.mark.slow) for row in ROWS if row.in_kernel],

@@ -48,7 +48,6 @@ def _differentiated(op, x, **masks):
     return out, d_out, gradient
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "causal, segment_ids, dilation, n_global, projected, dropout, impl",
     [

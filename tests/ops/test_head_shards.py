@@ -12,7 +12,6 @@ APART = [row for row in ROWS if row.op().shards]
 QUICK = {"lsh", "flash_pallas"}
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "row",
     [

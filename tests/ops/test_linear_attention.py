@@ -124,7 +124,6 @@ def test_layers_with_a_gated_output_decode(factory):
     )
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "factory",
     [pytest.param(x, marks=[pytest.mark.slow] * (x is not retention.retention)) for x in KERNELS],

@@ -55,7 +55,6 @@ def test_the_loop_over_positions(kind):
     compare(draw(kind, 29), np.float32, 2e-6, runs(29), chunk_len=4)
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @every_kind
 @pytest.mark.parametrize(
@@ -68,7 +67,6 @@ def test_any_length_and_chunk(kind, length, chunk_len, packed):
     compare(draw(kind, length), np.float32, 4e-6, segment_ids, chunk_len=chunk_len)
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @every_kind
 def test_float64(kind):
@@ -76,7 +74,6 @@ def test_float64(kind):
         compare(draw(kind, 41, dtype=np.float64), np.float64, 1e-12, runs(41), chunk_len=8)
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @every_kind
 def test_bfloat16(kind):
@@ -118,7 +115,6 @@ def test_without_forgetting_they_are_one():
     assert not np.any(run(q, k, v, None, 0 * ones))
 
 
-@pytest.mark.matrix
 @every_kind
 @pytest.mark.slow
 def test_what_a_segment_holds_stays_there(kind):
@@ -140,7 +136,6 @@ def test_what_a_segment_holds_stays_there(kind):
         assert x is None or np.array_equal(np.where(other, 0, x), np.where(other, 0, y))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x != "gated delta")) for x in KINDS]
 )
@@ -161,7 +156,6 @@ def test_a_step_is_the_next_position(kind):
     np.testing.assert_allclose(steps(inputs), want, atol=1e-5)
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["feature", "gated delta"])
 @pytest.mark.parametrize("gradient", [False, True])

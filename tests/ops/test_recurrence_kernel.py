@@ -25,7 +25,6 @@ PARTS = ("head", "feature", "delta")  # "gated delta" and "feature delta" have w
 LENGTH = 150  # two chunks, and a third that is not full
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in KINDS]
 )
@@ -53,7 +52,6 @@ def test_decays_that_forget_all():
     compare(inputs, np.float32, 1e-4, impl=INTERPRETED)
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, packed", [("linear", False), ("head", True), ("feature", False), ("delta", False)]
@@ -92,7 +90,6 @@ def test_what_a_segment_holds_stays_there():
         assert np.array_equal(np.where(other, 0, x), np.where(other, 0, y))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x in PARTS)) for x in KINDS]

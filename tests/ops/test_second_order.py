@@ -101,7 +101,6 @@ def test_hessian_vector_products_are_the_references_or_refused(row):
     assert right == row.second_order
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=pytest.mark.slow) for row in ROWS if row.in_kernel],

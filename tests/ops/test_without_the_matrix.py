@@ -31,7 +31,6 @@ def numbers(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @both
 @pytest.mark.parametrize(  # Uniform values have means of 0.5: CPUs round 6.0e-7 to 6.9e-7 apart.

@@ -343,7 +343,6 @@ ROWS = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ROWS if ON_GPU else [(5, 37, *row[2:]) for row in ROWS])
 def test_the_kernels_rows_equal_those_of_float64(case):
