@@ -55,8 +55,8 @@ SMALL = {
     "stages.Stage.batch_size": 2,
     "stages.Stage.length": 32,
     "text.text.length_borders": (100,),
-    "lm.ReformerLM.pos_axial_shape": (8, 8),
-    "lm.ReformerLM.pos_d_axial_embs": (8, 8),
+    "pos_axial_shape": (8, 8),
+    "pos_d_axial_embs": (8, 8),
 }
 # and these if its config imports a module of this name.
 SMALL_OF = {
@@ -76,8 +76,8 @@ SMALL_OF = {
     "images": {
         "length": 48,
         "images.images.side": 4,
-        "lm.ReformerLM.pos_axial_shape": (4, 4, 3),
-        "lm.ReformerLM.pos_d_axial_embs": (8, 4, 4),
+        "pos_axial_shape": (4, 4, 3),
+        "pos_d_axial_embs": (8, 4, 4),
     },
     "text_pairs": {"vocab_size": 30},
     "wmt": {"vocab_size": 30},
@@ -198,7 +198,7 @@ def _devices(command: str, page: str) -> str:
 def _training(command: str, folder: Path, page: str) -> str:
     files = re.findall(r"(?:--config_file=|reformax sweep )(\S+)", command) or ["quickstart.gin"]
     text = "\n".join(config_text(name, folder) for name in files)
-    modules = set(re.findall(r"^(?:from \S+ )?import (?:\S+\.)?(\w+)$", text, re.MULTILINE))
+    modules = set(re.findall(r"(?:^|[@/])(\w+)\.\w+", text, re.MULTILINE))
     values = {name: value for name, value in SMALL.items() if _is_larger(name, value, text)}
     values |= dict(_shorter_cycles(text))
     for module in modules & SMALL_OF.keys():

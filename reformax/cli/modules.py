@@ -12,7 +12,7 @@ from pathlib import Path
 
 # What configs name: modules of these packages, and these of training.
 _PACKAGES = ("reformax.data", "reformax.models", "reformax.ops")
-_OF_TRAINING = ("evaluations", "loop", "optimizer", "stages", "wandb_log")
+_OF_TRAINING = ("evaluations", "fine_tuning", "loop", "optimizer", "stages", "wandb_log")
 _PARTS = ("evaluations", "stages")  # of which a run has several, in a list or by name
 
 

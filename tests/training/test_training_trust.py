@@ -73,7 +73,8 @@ HOSTILE = {
     "a namesake of gin's": "import __gin__.dynamic_registration\n",
     "an include": f"{HEAD}include 'evil.gin'",
     "an include of a package": f"{HEAD}include 'pack/evil.gin'",
-    "after what is right": configs.find("reverse").read_text() + "\nimport evil",
+    "after what is right": f"{HEAD}from reformax.data import reverse\n"
+    "loop.train.task = @reverse.reverse()\nreverse.reverse.n_eval = 4\nimport evil",
     "after an error": f"{HEAD}import evil\nloop.train.steps = (",
     # A name that is bound twice: gin runs both modules.
     "an alias rebound": f"{HEAD}import evil as q\nimport optax as q",
