@@ -130,7 +130,7 @@ CASES = {
     "smyrf, 256": Case(smyrf.smyrf, 2, 2, 256, 1000, causal=False),
     "retention, 256": Case(retention.retention, 2, 2, 256, 1000, packed=True),
     "gated_linear, wide": Case(gated_linear.gated_linear, 2, 2, 128, 1000, packed=True),
-    "gated_linear, 80": Case(gated_linear.gated_linear, 2, 2, 80, 777),
+    "gated_linear, 72": Case(gated_linear.gated_linear, 2, 2, 72, 777),
     "gated_delta, wide": Case(gated_delta.gated_delta, 2, 2, 128, 1000, packed=True),
     "kda, wide": Case(kda.kda, 2, 2, 64, 777),
     "flash, wide, capped": Case(of(flash.flash, **CAPPED), 2, 2, 128, 1000, causal=False),
