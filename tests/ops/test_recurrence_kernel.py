@@ -46,6 +46,17 @@ def test_wide_values():
     compare(inputs, np.float32, 4e-6, runs(70, 1), impl=INTERPRETED)
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, size", [("feature", 72), ("gated delta", 136), ("feature delta", 136)]
+)
+def test_blocks_of_features(kind, size):
+    """The last block is not full; the gradient of beta sums over all of them."""
+    inputs = draw(kind, 70, batch=1, n_heads=1, size=size, d_v=9)
+    compare(inputs, np.float32, 4e-6, runs(70, 1), impl=INTERPRETED)
+
+
 @pytest.mark.slow
 def test_decays_that_forget_all():
     inputs = draw("feature", 70, batch=1, least=-80.0)
@@ -92,14 +103,16 @@ def test_what_a_segment_holds_stays_there():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x in PARTS)) for x in KINDS]
+    "kind, size",
+    [pytest.param(x, 64, marks=[pytest.mark.slow] * (x in PARTS)) for x in KINDS]
+    + [("feature", 128)],
 )
-def test_it_lowers_for_a_gpu(kind, dtype):
+def test_it_lowers_for_a_gpu(kind, size, dtype):
     """Finds, without a GPU, what the interpreter accepts and Triton does not."""
     length, n_heads = 4000, 2
     f32, long = jnp.float32, (1, length, n_heads)
-    q, v = (jax.ShapeDtypeStruct((*long, size), dtype) for size in (64, 80))
-    decay = {"head": 1, "gated delta": 1, "feature": 64, "feature delta": 64}.get(kind)
+    q, v = (jax.ShapeDtypeStruct((*long, width), dtype) for width in (size, 80))
+    decay = {"head": 1, "gated delta": 1, "feature": size, "feature delta": size}.get(kind)
     decay = None if decay is None else jax.ShapeDtypeStruct((*long, decay), f32)
     beta = jax.ShapeDtypeStruct((*long, 1), f32) if "delta" in kind else None
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)

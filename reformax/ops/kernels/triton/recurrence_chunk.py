@@ -135,7 +135,7 @@ class ChunkRows(NamedTuple):
             return self.read(self.x.decay, columns)
         return self.numbers(self.x.decay)[:, None]
 
-    def _half(self, c, step) -> tuple[Bool[Array, "L L"], Float[Array, "L H"]]:
+    def _half(self, c, step, columns) -> tuple[Bool[Array, "L L"], Float[Array, "L H"]]:
         """For halves of 32 rows, of 16 and so on: the mask of their pairs, and the decays.
 
         Decays go to the middle: `exp(c_i - c_m)` of the later rows and `exp(c_m - c_i)` of the
@@ -144,7 +144,7 @@ class ChunkRows(NamedTuple):
         bit = np.int32(BITS - 1) - step
         row = jnp.arange(L, dtype=jnp.int32)
         middle = ((row >> (bit + 1)) << (bit + 1)) + (jnp.left_shift(np.int32(1), bit) - 1)
-        view, mask = self._view(self.x.decay, self.start + middle, None)
+        view, mask = self._view(self.x.decay, self.start + middle, columns)
         # Rows of different segments have no decay between them.
         return across(bit), jnp.exp(-jnp.abs(c - load(view, mask)))
 
@@ -249,36 +249,39 @@ class ChunkRows(NamedTuple):
         """`tile_product` in the dtype of products' inputs, summed in float32."""
         return tile_product(a.astype(self.plan.dtype), b.astype(self.plan.dtype), contract)
 
-    def pairs_of(self, x, y, seen) -> Float[Array, "L L"]:
-        """`sum_h x_ih y_jh exp(c_ih - c_jh)` of pairs of rows that see each other."""
-        return self.weighted(self.products_of(x, y), seen)
+    def products_of(self, x, y, columns=None) -> Float[Array, "L L"]:
+        """`weighted` makes `sum_h x_ih y_jh exp(c_ih - c_jh)` of it.
 
-    def products_of(self, x, y) -> Float[Array, "L L"]:
-        """`pairs_of` before `weighted`; products of blocks of features add up."""
+        Args:
+          x, y: rows.
+          columns: their features, a block of all; products of blocks add up. None: all.
+        """
         if not self.by_feature:
             return self.product(x, y, "11")
         i, j = sides()
-        c = self.decay()
+        c = self.decay(columns)
 
         def step(bit, total):  # a loop, because programs that hold all halves at once are slow
-            across, left = self._half(c, bit)
+            across, left = self._half(c, bit, columns)
             return total + jnp.where(across, self.product(x * left, y * left, "11"), 0)
 
         diagonal = jnp.where(i == j, jnp.sum(to_float32(x) * to_float32(y), axis=1)[:, None], 0)
         return lax.fori_loop(np.int32(0), np.int32(BITS), step, diagonal)
 
-    def pairs_vjp(self, d, x, y, seen) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
-        """The gradients of x and y of `pairs_of`."""
+    def pairs_vjp(
+        self, d, x, y, seen, columns=None
+    ) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
+        """The gradients of x and y, by those of their weighted products."""
         if not self.by_feature:
             d = self.weighted(d, seen)
             return self.product(d, y), self.product(d, x, "00")
         i, j = sides()
         d = jnp.where(seen, d, 0)
         diagonal = jnp.sum(jnp.where(i == j, d, 0), axis=1)[:, None]
-        c = self.decay()
+        c = self.decay(columns)
 
         def step(bit, sums):
-            across, left = self._half(c, bit)
+            across, left = self._half(c, bit, columns)
             d_across = jnp.where(across, d, 0)
             dx = sums[0] + self.product(d_across, y * left) * left
             return dx, sums[1] + self.product(d_across, x * left, "00") * left

@@ -54,12 +54,29 @@ def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
 def solve_kernel(x, reads, values, inverse, *, plan) -> None:
     """The delta rule as a recurrence of other values: `SolvedDelta` of a chunk."""
     rows = chunk_of(plan, x)
-    k, beta = rows.read(x.k), rows.numbers(x.beta)[:, None]
-    solution = _inverse(rows, beta * rows.pairs_of(k, k, rows.seen(exclude_self=True)))
+    beta = rows.numbers(x.beta)[:, None]
+    pairs = _pairs_of_keys(rows, lambda h: rows.read(x.k, h))
+    solution = _inverse(rows, beta * rows.weighted(pairs, rows.seen(exclude_self=True)))
     if inverse is not None:
         rows.put_pairs(inverse, solution)
-    rows.write(reads, rows.product(solution, beta * rows.from_old(k)))
+
+    def put_reads(h, carry):
+        keys = rows.from_old(rows.read(x.k, h), h)
+        rows.write(reads, rows.product(solution, beta * keys), h)
+        return carry
+
+    _each_block(x, put_reads, 0)
     rows.write(values, rows.product(solution, beta * rows.read(x.v)))
+
+
+def _pairs_of_keys(rows, read) -> Float[Array, "L L"]:
+    """`products_of` of the keys, of all blocks of features."""
+
+    def add(h, pairs):
+        k = read(h)
+        return pairs + rows.products_of(k, k, h)
+
+    return _each_block(rows.x, add, jnp.zeros((L, L), jnp.float32))
 
 
 def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
@@ -83,25 +100,41 @@ def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
 
 
 class _DeltaGradients(NamedTuple):
-    """Gradients of a chunk through the pairs and reads of the delta rule."""
+    """Gradients of a chunk through the right side and the pairs of the delta rule."""
 
     v: Float[Array, "L V"]
-    beta: Float[Array, " L"]
-    read: Float[Array, "L H"]  # of the keys that read
-    written: Float[Array, "L H"]  # of the keys that are written
+    pairs: Float[Array, "L L"]  # of the keys that read and of those that are written
+
+    def of_keys(self, rows, k, state, h) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
+        """The gradients of a block of the keys as they read and as they are written."""
+        below = rows.seen(exclude_self=True)
+        read, written = rows.pairs_vjp(self.pairs, k, k, below, h)
+        return read - rows.from_old(rows.product(self.v, state, "11"), h), written
 
 
-def _delta_vjp(rows, k, state, inverse, values, d_values) -> _DeltaGradients:
+def _delta_vjp(rows, read, inverse, values, d_values, d_beta) -> _DeltaGradients:
+    """Writes the gradient of beta, and returns those through which the others go.
+
+    Args:
+      rows: the chunk.
+      read: reads the keys and the state of a block of features.
+      inverse, values, d_values, d_beta: as in `gradients_kernel`.
+    """
     beta, below = rows.numbers(rows.x.beta)[:, None], rows.seen(exclude_self=True)
     d_right = rows.product(rows.pairs(inverse), rows.read(d_values), "00")
     d_below = -rows.product(d_right, values, "11")
     d_below = jnp.where(below, d_below, 0)
-    d_beta = jnp.sum(d_below * rows.pairs_of(k, k, below), axis=1)
-    residual = rows.read(rows.x.v) - rows.product(rows.from_old(k), state)
-    d_beta = d_beta + jnp.sum(d_right * residual, axis=1)
-    dv = beta * d_right
-    read, written = rows.pairs_vjp(beta * d_below, k, k, below)
-    return _DeltaGradients(dv, d_beta, read - rows.from_old(rows.product(dv, state, "11")), written)
+    pairs = _pairs_of_keys(rows, lambda h: read(h)[0])
+
+    def recall(h, sums):
+        k, state = read(h)
+        return sums + rows.product(rows.from_old(k, h), state)
+
+    recalled = _each_block(rows.x, recall, jnp.zeros(d_right.shape, jnp.float32))
+    of_beta = jnp.sum(d_below * rows.weighted(pairs, below), axis=1)
+    of_beta = of_beta + jnp.sum(d_right * (rows.read(rows.x.v) - recalled), axis=1)
+    rows.put_numbers(d_beta, of_beta)
+    return _DeltaGradients(beta * d_right, beta * d_below)
 
 
 # Outputs and gradients. More than 128 features are read in blocks, whose products add up. In
@@ -113,7 +146,7 @@ FEATURES = 64  # features of a block
 def _blocks(x) -> tuple[int, int]:
     """The number of blocks of features, and their width."""
     size = x.k.shape[3]
-    narrow = x.k.dtype == jnp.float32 and x.beta is None
+    narrow = x.k.dtype == jnp.float32
     if size <= (FEATURES if narrow else NARROW_HEAD):
         return 1, power_of_two(size)
     return pl.cdiv(size, FEATURES), FEATURES
@@ -139,7 +172,7 @@ def output_kernel(x, states, values, out, total, *, plan) -> None:
     def add(h, sums):
         pairs, old, weights = sums
         q, state = rows.read(x.q, h), rows.state(states, chunk, h, v)
-        pairs = pairs + rows.products_of(q, rows.read(x.k, h))
+        pairs = pairs + rows.products_of(q, rows.read(x.k, h), h)
         from_old = rows.from_old(q, h)
         old = old + rows.product(from_old, state.outer)
         if plan.mean:
@@ -164,7 +197,12 @@ def output_kernel(x, states, values, out, total, *, plan) -> None:
 def d_values_kernel(x, d_out, d_values, *, plan) -> None:
     """Gradients of the values through the outputs of their chunk."""
     rows = chunk_of(plan, x)
-    pairs = rows.pairs_of(rows.read(x.q), rows.read(x.k), rows.seen())
+
+    def add(h, pairs):
+        return pairs + rows.products_of(rows.read(x.q, h), rows.read(x.k, h), h)
+
+    pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32))
+    pairs = rows.weighted(pairs, rows.seen())
     rows.write(d_values, rows.product(pairs, rows.read(d_out), "00"))
 
 
@@ -208,12 +246,23 @@ def gradients_kernel(
 
         def add(h, sums):
             q, k, _, d_state = whole or read(h)
-            pairs = sums[0] + rows.products_of(q, k)
+            pairs = sums[0] + rows.products_of(q, k, h)
             return pairs, sums[1] + rows.product(rows.to_new(k, h), d_state.outer)
 
         zeros = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32)
         pairs, dv = _each_block(x, add, zeros)
         rows.write(out.v, dv + rows.product(rows.weighted(pairs, seen), d, "00"))
+
+    delta = None
+    if x.beta is not None:
+
+        def read_keys(h):
+            if whole is not None:
+                return whole[1], whole[2].outer
+            return rows.read(x.k, h), rows.state(states, chunk, h, v).outer
+
+        delta = _delta_vjp(rows, read_keys, inverse, u, d_values, out.beta)
+        rows.write(out.v, delta.v)
 
     d_pairs, d_weights = rows.product(d, u, "11"), None
     if plan.mean:
@@ -222,12 +271,9 @@ def gradients_kernel(
 
     def of_block(h, dc):
         q, k, state, d_state = whole or read(h)
-        delta = None
-        if x.beta is not None:
-            delta = _delta_vjp(rows, k, state.outer, inverse, u, d_values)
-            rows.write(out.v, delta.v)
-            rows.put_numbers(out.beta, delta.beta)
-        dq, dk = rows.pairs_vjp(d_pairs, q, k, seen)
+        if delta is not None:
+            as_read, as_written = delta.of_keys(rows, k, state.outer, h)
+        dq, dk = rows.pairs_vjp(d_pairs, q, k, seen, h)
         dq_old = rows.product(d, state.outer, "11")
         dk_new = rows.product(u, d_state.outer, "11")
         if plan.mean:
@@ -240,8 +286,8 @@ def gradients_kernel(
         q, k = to_float32(q), to_float32(k)
         d_decay = q * dq - k * dk
         if delta is not None:
-            dk = dk + delta.read + delta.written
-            d_decay = d_decay + k * (delta.read - delta.written)
+            dk = dk + as_read + as_written
+            d_decay = d_decay + k * (as_read - as_written)
         rows.write(out.k, dk, h)
         if x.decay is None:
             return dc
