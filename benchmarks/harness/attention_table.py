@@ -197,7 +197,7 @@ class File:
 
 
 def inputs_of(op: AttentionOp, case: Case) -> dict[str, Any]:
-    """Random arrays: `d_out`, `segment_ids` or None, and of the function `inputs` and `rng`."""
+    """Random arrays: `d_out`, `lengths` or None, and of the function `inputs` and `rng`."""
     size = case.batch, case.length, case.n_heads, case.d_head
     q, k, v, d_out = rows.inputs(*size, dtype=case.dtype)
     dims = op.dims(q, v)
@@ -213,29 +213,25 @@ def inputs_of(op: AttentionOp, case: Case) -> dict[str, Any]:
         op.init(rows.KEY, dims),
         extra_projections or None,
     )
-    padding = jax.random.randint(rows.KEY, (case.batch, 1), 0, N_PADDING)
-    segment_ids = jnp.arange(case.length) < case.length - padding
-    return dict(
-        d_out=d_out, segment_ids=segment_ids if case.masked else None, inputs=inputs, rng=rows.KEY
-    )
+    lengths = case.length - jax.random.randint(rows.KEY, (case.batch,), 0, N_PADDING)
+    lengths = lengths if case.masked else None
+    return dict(d_out=d_out, lengths=lengths, inputs=inputs, rng=rows.KEY)
 
 
-def forward(op: AttentionOp, dropout: float, causal: bool, inputs, segment_ids, rng) -> Any:
+def forward(op: AttentionOp, dropout: float, causal: bool, inputs, lengths, rng) -> Any:
     """The output, of the arrays that `inputs_of` names."""
     q, k, v, params, extra_projections = inputs
-    given = dict(
-        segment_ids=segment_ids, rng=rng, params=params, extra_projections=extra_projections
-    )
+    given = dict(lengths=lengths, rng=rng, params=params, extra_projections=extra_projections)
     causal = causal or op.causality == "only"
     return op(q, k, v, causal=causal, dropout=dropout, **given)
 
 
 def forward_and_kept(
-    op: AttentionOp, dropout: float, causal: bool, inputs, segment_ids, rng, d_out
+    op: AttentionOp, dropout: float, causal: bool, inputs, lengths, rng, d_out
 ) -> tuple[Any, Any]:
     """The output, and what `gradients` needs: what the pass has kept, and the output's gradient."""
     attend = functools.partial(forward, op, dropout, causal)
-    out, vjp = jax.vjp(lambda inputs: attend(inputs, segment_ids, rng), inputs)
+    out, vjp = jax.vjp(lambda inputs: attend(inputs, lengths, rng), inputs)
     return out, (vjp, d_out.astype(out.dtype))
 
 

@@ -47,7 +47,7 @@ from reformax.ops.decoding.sorted_order import (
 from reformax.ops.hashing.alignment import aligned_orders
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
 from reformax.ops.hashing.centring import centred
-from reformax.ops.hashing.sorting import sort_by_bucket
+from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket
 from reformax.ops.lsh import Buckets, HashCount
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import tokens_only
@@ -141,13 +141,16 @@ class SortedByHash(AttentionOp):
         )
         if not _crosses(q, k, segment_ids):
             chunks = self._chunks.cut(q.shape[1], **options)
+            n_tokens = None if plan is None else n_sorted(call)
         elif plan is None:
             return flash.flash(impl=self.impl).attend(call, (), q, k, v)
         else:
+            n_tokens = None
             options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
             chunks = Chunking(q.shape[1], *self._chunks, **options)
         interpret = self._kernels(call, q, k, v)
-        return chunked_attention(q, k, v, chunks, plan, segment_ids, call.seed, interpret)
+        masks = segment_ids, call.seed
+        return chunked_attention(q, k, v, chunks, plan, *masks, interpret, n_tokens=n_tokens)
 
     def _init_cache(self, call, params, q, k, v, plan) -> SortedCache:
         del params, plan  # a plan has no hashes

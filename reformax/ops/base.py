@@ -453,6 +453,8 @@ class AttentionOp:
         if call.seed is None and call.dropout > 0.0:
             call = call.but(seed=seed_words(call.rng, len(q), call.shard))
         hides = self._hides_finite_padding and call.lengths is not None
+        if call.shard is not None and not isinstance(call.shard.position, int):
+            call = call.but(lengths=None)  # a part of a sequence may begin with padding
         if not self._takes_lengths:
             call = call.but(lengths=None)
         if self._keeps_padding_out or hides:

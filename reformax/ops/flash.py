@@ -50,10 +50,10 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
         (`softmax.learned_sinks`). cuDNN has none, nor has a sequence in shards.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
         and bfloat16 without bias, dropout and segments, except for padding behind rows, with
-        `lengths`. `"pallas"` is the kernel of block-sparse
-        attention with every block, for NVIDIA GPUs of Ampere or later and heads of 256 or less,
-        without bias and `scale`. It skips tiles that segments hide. `"auto"` takes the first of
-        cuDNN, Pallas and XLA that computes the call.
+        `lengths`. `"pallas"` is the kernel of block-sparse attention with every block, for NVIDIA
+        GPUs of Ampere or later and heads of 256 or less, without bias and `scale`. It skips tiles
+        that segments hide, and masks none within a segment. `"auto"` takes the first of cuDNN,
+        Pallas and XLA that computes the call.
 
     Raises:
       ValueError: a size below 1, a scale out of range, an unknown `impl`.

@@ -69,6 +69,7 @@ class local(RingDecoding, AttentionOp):
     shards = ("heads",)
     local = True
     _keeps_padding_out = True
+    _takes_lengths = True
     _impls = ("cudnn", *KERNELS)
 
     @property
@@ -134,7 +135,8 @@ class local(RingDecoding, AttentionOp):
 
         def in_cudnn() -> Float[Array, "B T N V"]:
             scale = call.logits.scale
-            return cudnn_attention(q, k, v, causal=True, scale=scale, window=window)
+            masks = dict(causal=True, window=window, lengths=call.lengths)
+            return cudnn_attention(q, k, v, scale=scale, **masks)
 
         in_chunks = functools.partial(self._in_chunks, call, q, k, v)
         implementations = {
@@ -157,4 +159,5 @@ class local(RingDecoding, AttentionOp):
         options = dict(causal=call.causal, shared_qk=shared_qk, window=window, dropout=call.dropout)
         chunks = sizes.cut(length, circle=self.wrap, logits=call.logits, **options)
         masks = call.segment_ids, call.seed
-        return chunked_attention(q, k, v, chunks, order, *masks, interpret, self_weight)
+        others = interpret, self_weight, call.lengths
+        return chunked_attention(q, k, v, chunks, order, *masks, *others)

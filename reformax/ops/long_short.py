@@ -27,6 +27,7 @@ from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
+from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -38,7 +39,8 @@ from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side, Visibility, is
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 from reformax.ops.sharding.shard import of_heads
-from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds
+from reformax.ops.softmax import band
+from reformax.ops.softmax.joint import FarKeys, KeysOfKind, attend_to_kinds
 from reformax.ops.softmax.online import masked_softmax
 
 Rank = Annotated[int, Bounds(0, 2**16)]
@@ -80,18 +82,26 @@ class long_short(AttentionOp):
         only by its window, which should therefore be at least as long.
       dual_norm: whether keys and values are normalised, in the window and in summaries separately.
 
+      impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
+        heads of 128 or less, without dropout, and without `rank` if causal. `"auto"` takes the
+        kernel where it computes the same function.
+
     Raises:
-      ValueError: a size out of range.
-      NotImplementedError: at the call, with several segments in a row.
+      ValueError: a size out of range, an unknown `impl`.
+      NotImplementedError: at the call, with several segments in a row, or when `"pallas"` is asked
+        for what it cannot do.
     """
 
     window: Size = 128
     rank: Rank = 8
     chunk_len: Size = 128
     dual_norm: bool = True
+    impl: str = "auto"
 
     packed = False
     shards = ("heads",)
+    _takes_lengths = True
+    _impls = KERNELS
 
     @property
     def local(self) -> bool:
@@ -117,6 +127,12 @@ class long_short(AttentionOp):
             for name, x in params.items()
         }
 
+        sees_far_later = call.causal and self.rank > 0
+        lacking = dict(dropout=call.dropout, causal=sees_far_later)
+        interpret = choose_kernels(self.impl, kernel_obstacles(q, k, v, call.logits, **lacking))
+        if interpret is not None:
+            return self._in_kernels(call, interpret, params, q, k, v)
+
         @jax.checkpoint  # the gradient computes windows and summaries again instead of keeping them
         def attend(params, q, k, v) -> Float[Array, "B T N V"]:
             length, n_heads = q.shape[1:3]
@@ -141,6 +157,24 @@ class long_short(AttentionOp):
             return out.reshape(len(q), -1, n_heads, v.shape[3])[:, :length].astype(v.dtype)
 
         return attend(params, q, k, v)
+
+    def _in_kernels(self, call: Call, interpret: bool, params, q, k, v) -> Array:
+        """The window in kernels, and with it the summaries of the whole sequence."""
+        n_batch, length, n_heads, _ = q.shape
+        ids, far = call.segment_ids, None
+        real = jnp.ones((n_batch, length), bool) if ids is None else is_token(ids)
+        if self.rank:
+            far = jax.checkpoint(self._mixtures, static_argnums=4)(params, k, v, real, length)
+        else:
+            none = (jnp.zeros((n_batch, 1, n_heads, x.shape[3]), x.dtype) for x in (k, v))
+            far = Mixtures(*none, jnp.zeros((n_batch, 1), bool))
+        if self.dual_norm:
+            k, v = (
+                jax.checkpoint(layer_norm)(x, params[f"near_{name}_norm"])
+                for x, name in ((k, "keys"), (v, "values"))
+            )
+        rule = Visibility(call.causal, self.window)
+        return band.attend_and_far(call, rule, interpret, q, k, v, FarKeys(*far))
 
     def _window(self, params, q, k, v, real, causal: bool) -> WindowedBlocks:
         length = q.shape[1]

@@ -62,6 +62,7 @@ class longformer(AttentionOp):
     impl: str = "auto"
 
     _hides_finite_padding = True
+    _takes_lengths = True
     _impls = KERNELS
 
     @property

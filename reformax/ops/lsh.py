@@ -49,7 +49,7 @@ from reformax.ops.decoding.sorted_order import (
 )
 from reformax.ops.hashing import circle
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
-from reformax.ops.hashing.sorting import sort_by_bucket, take_last, within_buckets
+from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket, take_last, within_buckets
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, Order, PadChunks
@@ -236,7 +236,8 @@ class lsh(AttentionOp):
         if self.self_score is not None and plan is not None:
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)
         masks = call.segment_ids, call.seed
-        return chunked_attention(q, k, v, chunking, plan, *masks, interpret, self_weight)
+        others = interpret, self_weight, None if plan is None else n_sorted(call)
+        return chunked_attention(q, k, v, chunking, plan, *masks, *others)
 
     def _init_cache(self, call, params, q, k, v, plan) -> LshCache:
         """The cache after the first `call.lengths` positions of each row."""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from reformax import devices
 from reformax.buffers import Buffer, updated
@@ -38,7 +38,10 @@ from reformax.ops.calls.dispatch import (
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order, tokens_first
 from reformax.ops.masking.masks import segment_begins
-from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.masking.padding import tokens_only
+from reformax.ops.masking.visibility import is_token
+from reformax.ops.numerics.precision import accum_dtype, product
+from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import KEPT, mean, quotient, with_ones
 from reformax.ops.recurrence.random_features import (
@@ -53,6 +56,8 @@ Epsilon = Annotated[float, Bounds(1e-12, 1)]
 
 # Features of a vector that a program of the kernels holds.
 MAX_IN_TILE = 512
+# Features in memory at a time where all keys are seen: 1 GiB of float32.
+FEATURES_AT_A_TIME = 2**28
 
 
 class PerformerCache(NamedTuple):
@@ -81,7 +86,7 @@ class performer(AttentionOp):
         features are orthogonal to its keys', the sum of its weights is about epsilon, and its
         gradient is rounded to 1e-7 / epsilon.
       chunk_len: as in `linear.linear`.
-      impl: as in `linear.linear`. In a causal call in bfloat16 kernels also compute the features.
+      impl: as in `linear.linear`. In bfloat16 kernels also compute the features.
       redraw: the number of training steps after which new features are drawn, from the seed and
         the number of the draw (sec. 4.3). Evaluation and decoding take the last ones of training. A
         weight `steps`, a `Buffer`, counts the steps. None keeps the first features.
@@ -101,6 +106,8 @@ class performer(AttentionOp):
 
     dropout = False
     shards = ("heads",)
+    _keeps_padding_out = True
+    _takes_lengths = True
     _impls = KERNELS
 
     @property
@@ -128,18 +135,10 @@ class performer(AttentionOp):
             rng = jax.random.key(self.seed, impl="threefry2x32")
             return np.asarray(orthogonal_directions(rng, self.n_features, size))
 
-    def _features(
-        self, plan: Any, *vectors: Float[Array, "B T N H"], epsilon: Any = None
-    ) -> list[PositiveFeatures]:
-        """The features of queries or keys, whose products estimate `exp(q . k / sqrt(H))`."""
+    def _features(self, plan: Any, *vectors: Float[Array, "B T N H"]) -> list[PositiveFeatures]:
+        """The features of queries or keys in array operations."""
         directions = self.directions(plan, vectors[0].shape[-1])
-        epsilon = self.epsilon if epsilon is None else epsilon
-        return [
-            positive_features(
-                x.astype(accum_dtype(x.dtype)) * x.shape[-1] ** -0.25, directions, epsilon
-            )
-            for x in vectors
-        ]
+        return [features_in_arrays(x, directions, self.epsilon) for x in vectors]
 
     def _plan(self, call, params, q, k) -> Int[Array, 2] | tuple[()]:
         """The key data of the features: two words, from which `directions` draws them."""
@@ -154,68 +153,62 @@ class performer(AttentionOp):
         return jax.random.key_data(jax.random.fold_in(seed, last // self.redraw))
 
     def _apply(self, call, params, q, k, v, plan):
-        epsilon, segment_ids, causal = self.epsilon, call.segment_ids, call.causal
+        epsilon, ids, real = self.epsilon, call.segment_ids, None
         if self.redraw is not None:
             # The output must depend on the weight: adding 0 times it to epsilon does that.
             steps = updated(params["steps"], params["steps"].value + 1)
             epsilon = epsilon + 0 * steps
+        if ids is not None and call.lengths is None:
+            q, k, v = (tokens_only(x, ids) for x in (q, k, v))
+        if ids is not None and call.one_segment:
+            # No token of a causal call sees the padding that is behind its row.
+            hidden = call.causal and call.lengths is not None
+            real, ids = None if hidden else is_token(ids), None
+        features = self._features_of(plan, epsilon, q, k, v)
+        if call.causal or ids is not None:
+            out = self._by_recurrence(features, q, k, v, ids, real, call.causal)
+        else:
+            out = of_all(features, q, k, v, real)
+        return out if call.segment_ids is None else tokens_only(out, call.segment_ids)
 
+    def _features_of(self, plan, epsilon, q, k, v) -> FeatureFunctions:
+        """The features of a call, by kernels where these compute it."""
+        directions, interpret = self.directions(plan, q.shape[-1]), None
+        if q.dtype == jnp.bfloat16 and self.n_features <= MAX_IN_TILE:
+            interpret = choose_kernels(self.impl, kernel_obstacles(q, k, v, most=NARROW_HEAD))
+        dtype = accum_dtype(q.dtype, k.dtype, v.dtype) if interpret is None else q.dtype
+        return FeatureFunctions(directions, epsilon, dtype, interpret)
+
+    def _by_recurrence(self, features: FeatureFunctions, q, k, v, ids, real, causal) -> Array:
+        """Means over earlier keys, or over all keys of packed segments."""
         # The gradient computes the features again instead of keeping them.
         keep = jax.checkpoint_policies.save_only_these_names(KEPT)
 
         @functools.partial(jax.checkpoint, policy=keep)
         def attend(q, k, v) -> Float[Array, "B T N V"]:
-            if causal and (interpret := self._kernels(q, k, v)) is not None:
-                return self._in_kernels(interpret, plan, epsilon, q, k, v, segment_ids)
-            queries, keys = self._features(plan, q, k, epsilon=epsilon)
-            return self._mean(queries.x, keys, v, segment_ids, causal).astype(v.dtype)
+            options = dict(segment_ids=ids, chunk_len=self.chunk_len)
+            scale = features.scale(k)
+            if real is not None:  # padding raises nothing: it has the least scale of a token
+                is_real = real[..., None, None]
+                least = jnp.min(scale, axis=1, keepdims=True, where=is_real, initial=jnp.inf)
+                least = jnp.where(jnp.isfinite(least), least, 0)
+                scale = jnp.where(is_real, scale, least)
+            largest, rise = running_max(scale, ids)
+            if causal:
+                relative_to = largest if real is None else jnp.where(is_real, largest, jnp.inf)
+                queries, keys = features(q), features(k, relative_to)
+                if features.interpret is None:
+                    # Features of bfloat16 vectors are rounded to bfloat16.
+                    dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
+                    x = (y.astype(dtype) for y in (queries, keys, v))
+                    return mean(*x, -rise, impl=self.impl, **options).astype(v.dtype)
+                return mean(queries, keys, v, -rise, impl=KERNELS[features.interpret], **options)
+            rest, _ = running_max(scale, ids, reverse=True)
+            queries, keys = features(q), features(k, jnp.maximum(largest, rest))
+            values = with_ones(v.astype(accum_dtype(v.dtype)))
+            return quotient(bidirectional(queries, keys, values, **options)).astype(v.dtype)
 
         return attend(q, k, v)
-
-    def _kernels(self, q, k, v) -> bool | None:
-        """`choose_kernels` of the features."""
-        if q.dtype != jnp.bfloat16 or self.n_features > MAX_IN_TILE:
-            return None
-        return choose_kernels(self.impl, kernel_obstacles(q, k, v, most=NARROW_HEAD))
-
-    def _in_kernels(self, interpret: bool, plan, epsilon, q, k, v, segment_ids) -> Array:
-        """Causal attention whose features are computed in kernels.
-
-        Factors of a query cancel, so the exponents that its features are relative to have no
-        gradient.
-        """
-        from reformax.ops.kernels.triton import random_features as kernel
-
-        directions = self.directions(plan, q.shape[-1])
-        largest, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segment_ids)
-        queries, keys = (
-            kernel.features(interpret, kernel.FeatureArrays(x, directions, epsilon, relative_to))
-            for x, relative_to in ((q, None), (k, largest[..., 0]))
-        )
-        options = dict(segment_ids=segment_ids, chunk_len=self.chunk_len, impl=KERNELS[interpret])
-        return mean(queries, keys, v, -rise, **options)
-
-    def _mean(
-        self,
-        queries: Float[Array, "B T N M"],
-        keys: PositiveFeatures,
-        v: Float[Array, "B T N V"],
-        segment_ids: Int[Array, "B T"] | None,
-        causal: bool,
-    ) -> Float[Array, "B T N V"]:
-        """Means of values weighted by `phi(q_i) . phi(k_j)`, in which factors of a query cancel."""
-        options = dict(segment_ids=segment_ids, chunk_len=self.chunk_len)
-        largest, rise = running_max(lax.stop_gradient(keys.scale), segment_ids)
-        if causal:
-            keys = keys.x * jnp.exp(keys.scale - largest)
-            # Features of bfloat16 vectors are rounded to bfloat16.
-            dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
-            queries, keys, v = (x.astype(dtype) for x in (queries, keys, v))
-            return mean(queries, keys, v, -rise, impl=self.impl, **options)
-        rest, _ = running_max(lax.stop_gradient(keys.scale), segment_ids, reverse=True)
-        keys = keys.x * jnp.exp(keys.scale - jnp.maximum(largest, rest))
-        values = with_ones(v.astype(accum_dtype(v.dtype)))
-        return quotient(bidirectional(queries, keys, values, **options))
 
     # The state before and after a part of a sequence; decoding goes on from it too.
 
@@ -277,6 +270,96 @@ class performer(AttentionOp):
             cache.sums, queries.x, new, with_ones(v.astype(accum_dtype(v.dtype))), decay
         )
         return quotient(sums).astype(v.dtype), PerformerCache(state, largest, cache.plan)
+
+
+class FeatureFunctions(NamedTuple):
+    """The features of queries and keys: their products estimate `exp(q . k / sqrt(H))`.
+
+    Kernels round features to the dtype of the vectors.
+    """
+
+    directions: Float[Array, "M H"]
+    epsilon: Any
+    dtype: Any  # of features
+    interpret: bool | None  # from `choose_kernels`
+
+    def scale(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N 1"]:
+        """The largest exponent of each vector, without a gradient."""
+        if self.interpret is None:
+            found = features_in_arrays(x, self.directions, self.epsilon)
+            return lax.stop_gradient(found.scale)
+        from reformax.ops.kernels.triton import random_features as kernel
+
+        return kernel.scales(x, self.directions, self.interpret)[..., None]
+
+    def __call__(
+        self, x: Float[Array, "B T N H"], relative_to: Float[Array, "B T N 1"] | None = None
+    ) -> Float[Array, "B T N M"]:
+        """`exp(exponent - relative_to)`; None: relative to `scale`, whose factor has no gradient.
+
+        Features relative to infinity are zeros.
+        """
+        if self.interpret is None:
+            found = features_in_arrays(x, self.directions, self.epsilon)
+            return found.x if relative_to is None else found.x * jnp.exp(found.scale - relative_to)
+        from reformax.ops.kernels.triton import random_features as kernel
+
+        relative_to = None if relative_to is None else relative_to[..., 0]
+        arrays = kernel.FeatureArrays(x, self.directions, self.epsilon, relative_to)
+        return kernel.features(self.interpret, arrays)
+
+
+def features_in_arrays(x: Float[Array, "B T N H"], directions, epsilon) -> PositiveFeatures:
+    """Features in array operations."""
+    x = x.astype(accum_dtype(x.dtype)) * x.shape[-1] ** -0.25
+    return positive_features(x, directions, epsilon)
+
+
+def of_all(
+    features: FeatureFunctions,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    real: Bool[Array, "B T"] | None,
+) -> Float[Array, "B T N V"]:
+    """Means over all keys that are `real`, all of them for None.
+
+    The features of some positions at a time are in memory, in both passes.
+    """
+    n_batch, length, n_heads, _ = q.shape
+    most = FEATURES_AT_A_TIME // (n_batch * n_heads * len(features.directions))
+    n_chunks = -(-length // max(most, 1))
+    size = -(-length // n_chunks)
+    if real is None and length % size:
+        real = jnp.ones((n_batch, length), bool)
+    q, k, v, real = (
+        None if x is None else jnp.moveaxis(in_blocks(x, size), 1, 0) for x in (q, k, v, real)
+    )
+
+    def largest(chunk) -> Float[Array, "B 1 N 1"]:
+        k, real = chunk
+        where = True if real is None else real[..., None, None]
+        least = jnp.finfo(features.dtype).min / 2
+        return jnp.max(features.scale(k), axis=1, keepdims=True, where=where, initial=least)
+
+    @jax.checkpoint
+    def sums(chunk) -> Float[Array, "B N M V1"]:
+        k, v, real = chunk
+        relative_to = jnp.broadcast_to(scale, (*k.shape[:3], 1))
+        if real is not None:
+            relative_to = jnp.where(real[..., None, None], relative_to, jnp.inf)
+        values = with_ones(v.astype(features.dtype))
+        return product("bsnm,bsnv->bnmv", features(k, relative_to), values, features.dtype)
+
+    @jax.checkpoint
+    def means(q) -> Float[Array, "B L N V"]:
+        out = product("btnm,bnmv->btnv", features(q), total, features.dtype)
+        return quotient(out).astype(v.dtype)
+
+    scale = lax.map(largest, (k, real)).max(axis=0)
+    first, rest = (jax.tree.map(lambda x, i=i: x[i], (k, v, real)) for i in (0, slice(1, None)))
+    total, _ = lax.scan(lambda total, chunk: (total + sums(chunk), None), sums(first), rest)
+    return join_chunks(lax.map(means, q), length)
 
 
 def running_max(

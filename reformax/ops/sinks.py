@@ -48,6 +48,7 @@ class sinks(AttentionOp):
     packed = False
     shards = ("heads",)
     _hides_finite_padding = True
+    _takes_lengths = True
     _impls = KERNELS
 
     @property

@@ -19,6 +19,7 @@ from reformax.buffers import trained
 from reformax.ops import (
     AttentionOp,
     block_sparse,
+    dense,
     dsa,
     flash,
     gated_delta,
@@ -27,6 +28,7 @@ from reformax.ops import (
     kda,
     linear,
     local,
+    long_short,
     longformer,
     lsh,
     moba,
@@ -93,6 +95,7 @@ CASES = {
     "linear": Case(linear.linear, 4, 4, t=2000),
     "linear, packed": Case(linear.linear, h=80, t=777, packed=True),
     "performer": Case(performer.performer, 4, 4, t=2000),
+    "performer, all": Case(performer.performer, 4, 4, t=2000, causal=False),
     "performer, packed": Case(of(performer.performer, n_features=144), t=777, packed=True),
     "routing": Case(of(routing.routing, n_clusters=8), 4, 4, t=1000),
     "routing, shared": Case(
@@ -103,6 +106,11 @@ CASES = {
         of(shared_qk.shared_qk, attend_self_if_alone=False), 4, 4, t=777, packed=True, dropout=0.2
     ),
     "shared_qk, wide": Case(shared_qk.shared_qk, 2, 2, 128, 1000, causal=False, packed=True),
+    "dense, packed": Case(dense.dense, 4, 2, t=777, packed=True),
+    "dense, dropout": Case(dense.dense, 4, 2, t=1000, causal=False, packed=True, dropout=0.1),
+    "dense, wide": Case(dense.dense, h=128, t=700, packed=True, dropout=0.3),
+    "long_short": Case(of(long_short.long_short, window=100), 4, 4, t=1000, causal=False),
+    "long_short, a window": Case(of(long_short.long_short, rank=0, window=65), h=80, t=777),
     "flash, capped": Case(of(flash.flash, **CAPPED), t=777, packed=True, dropout=0.2),
     "flash, sinks": Case(of(flash.flash, **SINKS), 4, t=1777),
     "flash, sinks, packed": Case(
@@ -229,17 +237,26 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "make, causal",
+    [
+        (flash.flash, False),
+        (flash.flash, True),
+        (dense.dense, True),
+        (shared_qk.shared_qk, True),
+    ],
+)
 @pytest.mark.parametrize(
     "length, size", [(512, 64), (999, 64), (4096, 64), (999, 256)] if ON_GPU else [(70, 64)]
 )
-def test_cudnn_hides_the_padding_behind_rows(length, size, causal, monkeypatch):
+def test_cudnn_hides_the_padding_behind_rows(length, size, make, causal, monkeypatch):
     """Rows without padding, with some, with one token, and with only padding."""
     lengths = jnp.array([length, length // 2 + 1, length - 1, 1, 0], jnp.int32)
     rng = np.random.default_rng(length)
     if size > dispatch.NARROW_HEAD and not dispatch.on_hopper():
         pytest.skip("cuDNN has heads of 256 on Hopper")
-    shapes = [(len(lengths), length, n, size) for n in (4, 2, 2, 4)]
+    n_kv_heads = 4 if make.shared_qk else 2
+    shapes = [(len(lengths), length, n, size) for n in (4, n_kv_heads, n_kv_heads, 4)]
     q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
     masks = dict(segment_ids=jnp.arange(length)[None] < lengths[:, None], causal=causal)
     if not ON_GPU:
@@ -249,10 +266,16 @@ def test_cudnn_hides_the_padding_behind_rows(length, size, causal, monkeypatch):
         monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
 
     def run(op, dtype, **options):
-        attend = functools.partial(op.apply, (), plan=(), dropout=0.0, rng=None, **options)
-        return with_gradients(attend)(*(x.astype(dtype) for x in (d_out, q, k, v)))
+        options |= dict(plan=(), dropout=0.0, rng=None)
+        keys = [] if op.shared_qk else [k]
+
+        def attend(q, *keys_and_values):
+            *keys, v = keys_and_values
+            return op.apply((), q, keys[0] if keys else None, v, **options)
+
+        return with_gradients(attend)(*(x.astype(dtype) for x in (d_out, q, *keys, v)))
 
     with jax.default_matmul_precision("highest"):
-        got = run(flash.flash(impl="cudnn"), jnp.bfloat16, **masks, lengths=lengths)
-        want = run(flash.flash(impl="xla"), jnp.float32, **masks)
+        got = run(make(impl="cudnn"), jnp.bfloat16, **masks, lengths=lengths)
+        want = run(make(impl="xla"), jnp.float32, **masks)
     assert_trees_close(got, want, TOLERANCE["bfloat16"])

@@ -13,6 +13,7 @@ import pytest
 
 from reformax.buffers import Buffer
 from reformax.ops import dense, linformer, local, long_short, nystromformer, performer
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.recurrence.random_features import orthogonal_directions, positive_features
 from tests.helpers import assert_trees_close, with_gradients
 
@@ -298,3 +299,81 @@ def test_landmarks_of_a_long_row_cover_it():
     groups = nystromformer.landmark_groups(2**20, None, 2560)
     sizes = groups.real.sum(axis=-1)
     assert sizes.sum() == 2**20 and sizes.min() == 409 and sizes.max() == 410
+
+
+@pytest.mark.parametrize(
+    "options, causal",
+    [
+        (dict(rank=3), False),
+        (dict(rank=3, dual_norm=False), False),
+        (dict(rank=0), True),
+        (dict(rank=0, dual_norm=False), False),
+    ],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_kernel_of_long_short_attention_is_the_same_function(options, causal, padded):
+    length = 150
+    lengths = np.array([length, 90, 1, 0])
+    q, k, v, d_out = np.random.default_rng(0).normal(size=(4, 4, length, 2, 8)).astype(np.float32)
+    d_out = np.where((np.arange(length) < lengths[:, None])[..., None, None], d_out, 0)
+    masks = dict(causal=causal) | (dict(lengths=lengths) if padded else {})
+    results = []
+    for impl in (INTERPRETED, "xla"):
+        op = long_short.long_short(window=40, impl=impl, **options)
+        params = op.init(KEY, op.dims(q, v))
+        params = jax.tree.map(
+            lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), params
+        )
+        attend = lambda params, *qkv, op=op: op(*qkv, params=params, **masks)  # noqa: E731
+        results.append(with_gradients(attend)(d_out, params, q, k, v))
+    assert_trees_close(*results, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [(dict(causal=True), "causal=True"), (dict(dropout=0.1), "dropout=0.1")],
+)
+def test_what_the_kernel_of_long_short_attention_lacks(call, message):
+    q, k, v = draw()
+    op = long_short.long_short(impl=INTERPRETED)
+    with pytest.raises(NotImplementedError, match=f"^impl=INTERPRETED with {message}: use"):
+        attend(op, q, k, v, **call)
+
+
+@pytest.mark.parametrize("padding", [None, "behind", "anywhere"])
+@pytest.mark.parametrize("impl, dtype", [("xla", np.float32), (INTERPRETED, jnp.bfloat16)])
+def test_performers_features_of_some_positions_at_a_time(padding, impl, dtype, monkeypatch):
+    """Chunks that do not divide the length, in both passes."""
+    length = 23
+    lengths, given = np.array([length, 9]), {}
+    if padding == "behind":
+        given = dict(lengths=lengths)
+    elif padding == "anywhere":
+        given = dict(segment_ids=np.arange(length) % 3 < np.array([[3], [2]]))
+    q, k, v, d_out = np.random.default_rng(0).normal(size=(4, 2, length, 2, 8))
+    op = performer.performer(n_features=16, impl=impl)
+    whole = with_gradients(lambda *x: performer.performer(n_features=16, impl="xla")(*x, **given))
+    want = whole(*(np.float32(x) for x in (d_out, q, k, v)))
+    monkeypatch.setattr(performer, "FEATURES_AT_A_TIME", 2 * 2 * 16 * 7)
+    run = with_gradients(lambda q, k, v: op.apply((), q, k, v, plan=(), **masks))
+    masks = dict(causal=False, segment_ids=given.get("segment_ids"))
+    if padding == "behind":
+        masks |= dict(segment_ids=np.arange(length) < lengths[:, None], lengths=lengths)
+    got = run(*(jnp.asarray(x, dtype) for x in (d_out, q, k, v)))
+    assert_trees_close(got, want, 1e-5 if dtype == np.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_performers_memory_has_no_features_of_all_positions(gradient):
+    op, sizes = performer.performer(n_features=256), []
+
+    def attend(q, k, v):
+        return op(q, k, v).sum()
+
+    function = jax.grad(attend, (0, 1, 2)) if gradient else attend
+    for length in (2**16, 2**17, 2**18):
+        x = jax.ShapeDtypeStruct((8, length, 8, 16), jnp.float32)
+        compiled = jax.jit(function).lower(x, x, x).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes / (8 * length * 8 * 4))
+    # Numbers for each position and head: features alone would be 512.
+    assert sizes[2] - sizes[1] / 2 < 8 * 16

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from reformax.ops.masking.masks import segment_numbers
+from reformax.ops.calls.call import Call
+from reformax.ops.masking.masks import row_lengths, segment_numbers
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.softmax.orders import Order
 
@@ -57,6 +58,15 @@ def sort_by_bucket(
     else:
         order = lax.sort((buckets, position), num_keys=1, is_stable=True)[-1]
     return Order(order)
+
+
+def n_sorted(call: Call) -> Int[Array, " B"] | None:
+    """The number of tokens of rows of one segment, which `sort_by_bucket` puts before padding.
+
+    None where a row may have several, or has no padding.
+    """
+    known = call.one_segment and call.segment_ids is not None
+    return row_lengths(call.segment_ids) if known else None
 
 
 def _sort_as_one_row(keys: Int[Array, "*d T"], n_keys: int) -> Int[Array, "*d T"]:

@@ -39,6 +39,20 @@ class Tokens:
         return self.right_padded and given and says_one_segment(self.segment_ids)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokensFirst:
+    """Segment ids of rows of one segment, in an order in which padding is behind tokens.
+
+    Attributes:
+      segment_ids: ids; 0 is padding.
+      count: the number of tokens of each row, in place of ids in the order.
+    """
+
+    segment_ids: Int[Array, "B T"]
+    count: Int[Array, " B"]
+
+
 def tokens_of(segment_ids: SegmentIds | Tokens | None) -> Tokens:
     """`Tokens` as they are, or made of segment ids."""
     return segment_ids if isinstance(segment_ids, Tokens) else Tokens(segment_ids)

@@ -25,12 +25,12 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import choose_kernels, kernel_obstacles
 from reformax.ops.masking.bands import ids_at, outside_band, rows_at
-from reformax.ops.masking.masks import segment_numbers
+from reformax.ops.masking.masks import TokensFirst, segment_numbers
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.softmax.chunked import chunked_attention
-from reformax.ops.softmax.joint import KeysOfKind, attend_to_kinds
-from reformax.ops.softmax.orders import ChunkSizes, Order
+from reformax.ops.softmax.joint import FarKeys, KeysOfKind, attend_to_kinds
+from reformax.ops.softmax.orders import Chunking, ChunkSizes, Order
 
 # Logits in memory at a time. More are computed head by head.
 LOGITS_AT_A_TIME = 2**29
@@ -90,34 +90,68 @@ def _heads_of(x: Array, heads: Sequence[int]) -> Array:
 
 def _in_kernels(call: Call, band: Visibility, interpret: bool, q, k, v, global_positions) -> Array:
     """`attend` in kernels, in chunks that hold the window."""
-    length = max(TILE, 1 << (band.window - 1).bit_length())
-    sizes = ChunkSizes(length, 1, 0 if band.causal else 1)
-    reach = band.window * band.dilation
-    chunks = sizes.cut(
-        q.shape[1],
-        causal=band.causal,
-        shared_qk=False,
-        window=reach,
-        dropout=call.dropout,
-        logits=call.logits,
-    )
+    chunks = _chunks(call, band, q.shape[1])
     segment_ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
-    order, of_order = None, segment_ids
+    order, of_order, n_tokens = None, segment_ids, call.lengths
     if band.dilation > 1:
+        n_tokens = None
         n_slots = q.shape[1] + chunks.padding
         positions = _by_step(band.dilation, q.shape[1], n_slots)
         order = Order(jnp.broadcast_to(positions, (len(q), q.shape[2], 1, n_slots)))
         of_order = _by_segment_and_step(band.dilation, q, segment_ids)
     if global_positions is None or global_positions.shape[1] == 0:
-        return chunked_attention(q, k, v, chunks, order, of_order, call.seed, interpret)
+        masks = of_order, call.seed
+        return chunked_attention(q, k, v, chunks, order, *masks, interpret, n_tokens=n_tokens)
     from reformax.ops.kernels.triton import band as kernel
 
     global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
     if of_order is not None:
         of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
+    of_order = of_order if n_tokens is None else TokensFirst(of_order, n_tokens)
     near = kernel.BandOrder(order, of_order)
     return kernel.attend(
         band, chunks, interpret, q, k, v, global_positions, near, segment_ids, call.seed
+    )
+
+
+def attend_and_far(
+    call: Call,
+    band: Visibility,
+    interpret: bool,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    far: FarKeys,
+) -> Float[Array, "B T N V"]:
+    """`attend` in kernels to a band, and to keys that are at no position, without dropout.
+
+    Args:
+      call: of the op; a position sees its own segment.
+      band: which neighbours a query sees, without dilation.
+      interpret: from `dispatch.choose_kernels`.
+      q, k, v: queries, keys and values.
+      far: the other keys, which all queries see.
+    """
+    from reformax.ops.kernels.triton import band as kernel
+
+    band = band.within(q.shape[1])
+    chunks = _chunks(call, band, q.shape[1])
+    ids = call.segment_ids
+    ids = None if ids is None else jnp.pad(jnp.asarray(ids), ((0, 0), (0, chunks.padding)))
+    ids = ids if call.lengths is None else TokensFirst(ids, call.lengths)
+    return kernel.attend_and_far(chunks, interpret, q, k, v, far, ids)
+
+
+def _chunks(call: Call, band: Visibility, length: int) -> Chunking:
+    """Chunks of a kernel that hold the band."""
+    size = max(TILE, 1 << (band.window - 1).bit_length())
+    return ChunkSizes(size, 1, 0 if band.causal else 1).cut(
+        length,
+        causal=band.causal,
+        shared_qk=False,
+        window=band.window * band.dilation,
+        dropout=call.dropout,
+        logits=call.logits,
     )
 
 

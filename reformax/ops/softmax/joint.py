@@ -19,6 +19,14 @@ from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
 
 
+class FarKeys(NamedTuple):
+    """Keys that are at no position of the sequence, and which of them exist."""
+
+    keys: Float[Array, "B G N H"]
+    values: Float[Array, "B G N V"]
+    exists: Bool[Array, "B G"]
+
+
 class KeysOfKind(NamedTuple):
     """The keys of one kind: their logits, values and mask for each block of queries."""
 

@@ -19,10 +19,12 @@ from jaxtyping import Array, Float, Int
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import chunked
 from reformax.ops.masking.bands import ids_at, outside_band, rows_at
+from reformax.ops.masking.masks import TokensFirst
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.softmax.joint import FarKeys
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 
@@ -32,11 +34,11 @@ class BandOrder(NamedTuple):
     Attributes:
       order: as in `ops.softmax.chunked.chunked_attention`; None: the sequence's own order.
       segment_ids: ids of the positions that see each other in the band, padded to whole chunks with
-        0; None: one segment.
+        0, or `TokensFirst` of them; None: one segment.
     """
 
     order: Any
-    segment_ids: Int[Array, "B Tp"] | None
+    segment_ids: Int[Array, "B Tp"] | TokensFirst | None
 
 
 @functools.partial(CustomDerivatives, n_static=3)
@@ -102,18 +104,22 @@ def _attend_forward(
     band, chunks, interpret, q, k, v, global_positions, band_order, segment_ids, seed
 ):
     q, k, v = first_order((q, k, v))
-    in_band, row_max, row_sum = chunked.forward(
-        chunks, q, k, v, *band_order, seed, interpret=interpret
-    )
+    in_band = chunked.forward(chunks, q, k, v, *band_order, seed, interpret=interpret)
     far = _global_keys(band, chunks, q, k, v, global_positions, segment_ids, seed)
+    results = _merged(in_band, far, v.dtype)
+    inputs = q, k, v, global_positions, band_order, segment_ids, seed
+    return results[0], (inputs, results)
+
+
+def _merged(results, far: _GlobalKeys, dtype) -> tuple[Array, Array, Array]:
+    """The output, the maximum and the sum of rows that see the band of `results` and far keys."""
+    in_band, row_max, row_sum = results
     far_max = jnp.max(far.logits, axis=-1, initial=lowest(jnp.float32))
     weights = jnp.exp(far.logits - far_max[..., None])
-    acc = product("bntg,bgnv->bntv", weights * far.dropped, far.values, v.dtype)
+    acc = product("bntg,bgnv->bntv", weights * far.dropped, far.values, dtype)
     of_band = Softmax.of_output(jnp.swapaxes(in_band, 1, 2), row_max, row_sum)
     whole = of_band.merge(Softmax(acc, far_max, weights.sum(axis=-1)))
-    out = jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
-    inputs = q, k, v, global_positions, band_order, segment_ids, seed
-    return out, (inputs, (out, *whole[1:]))
+    return jnp.swapaxes(whole.output(), 1, 2).astype(dtype), *whole[1:]
 
 
 def _attend_backward(band, chunks, interpret, residuals, d_out):
@@ -125,16 +131,8 @@ def _attend_backward(band, chunks, interpret, residuals, d_out):
         chunks, *in_band, out, row_max, row_sum, d_out, interpret=interpret
     )
     far = _global_keys(band, chunks, q, k, v, global_positions, segment_ids, seed)
-    weights = jnp.exp(far.logits - row_max[..., None]) / nonzero(row_sum)[..., None]
-    dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    ds = product("btnv,bgnv->bntg", d_out, far.values, v.dtype) * far.dropped
-    ds = weights * (ds - jnp.swapaxes(dot, 1, 2)[..., None])
-    ds = chunks.logits.scaled(chunks.logits.before_cap(ds, far.logits), q.shape[3])
-    dq = dq + product("bntg,bgnh->btnh", ds, far.keys, q.dtype).astype(q.dtype)
-    far_gradients = (
-        product("bntg,btnh->bgnh", ds, q, q.dtype),
-        product("bntg,btnv->bgnv", weights * far.dropped, d_out, v.dtype),
-    )
+    dq_far, *far_gradients = _far_gradients(chunks, q, far, results, d_out)
+    dq = dq + dq_far
     row = jnp.arange(len(q))[:, None]
     dk, dv = (
         x.astype(jnp.float32).at[row, global_positions].add(y, mode="drop").astype(x.dtype)
@@ -144,3 +142,59 @@ def _attend_backward(band, chunks, interpret, residuals, d_out):
 
 
 attend.define(_attend_forward, _attend_backward)
+
+
+def _far_gradients(chunks: Any, q, far: _GlobalKeys, results, d_out) -> tuple[Array, Array, Array]:
+    """The gradients of queries, in their dtype, and of far keys and values."""
+    (out, row_max, row_sum), dtype = results, far.values.dtype
+    weights = jnp.exp(far.logits - row_max[..., None]) / nonzero(row_sum)[..., None]
+    dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    ds = product("btnv,bgnv->bntg", d_out, far.values, dtype) * far.dropped
+    ds = weights * (ds - jnp.swapaxes(dot, 1, 2)[..., None])
+    ds = chunks.logits.scaled(chunks.logits.before_cap(ds, far.logits), q.shape[3])
+    return (
+        product("bntg,bgnh->btnh", ds, far.keys, q.dtype).astype(q.dtype),
+        product("bntg,btnh->bgnh", ds, q, q.dtype),
+        product("bntg,btnv->bgnv", weights * far.dropped, d_out, dtype),
+    )
+
+
+@functools.partial(CustomDerivatives, n_static=2)
+def attend_and_far(
+    chunks: Any,
+    interpret: bool,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    far: FarKeys,
+    segment_ids: Int[Array, "B Tp"] | TokensFirst | None,
+) -> Float[Array, "B T N V"]:
+    """`ops.softmax.band.attend_and_far`; `segment_ids` are as in `BandOrder`."""
+    return _and_far_forward(chunks, interpret, q, k, v, far, segment_ids)[0]
+
+
+def _with_logits(chunks: Any, q, far: FarKeys) -> _GlobalKeys:
+    logits = chunks.logits.of("btnh,bgnh->bntg", q, far.keys)
+    logits = jnp.where(far.exists[:, None, None], logits, -jnp.inf)
+    return _GlobalKeys(far.keys, far.values, logits, 1.0)
+
+
+def _and_far_forward(chunks, interpret, q, k, v, far, segment_ids):
+    q, k, v, far = first_order((q, k, v, far))
+    in_band = chunked.forward(chunks, q, k, v, None, segment_ids, None, interpret=interpret)
+    results = _merged(in_band, _with_logits(chunks, q, far), v.dtype)
+    return results[0], ((q, k, v, far, segment_ids), results)
+
+
+def _and_far_backward(chunks, interpret, residuals, d_out):
+    (q, k, v, far, segment_ids), results = residuals
+    results, d_out = first_order((results, d_out))
+    in_band = q, k, v, None, segment_ids, None
+    dq, dk, dv = chunked.backward(chunks, *in_band, *results, d_out, interpret=interpret)
+    found = _far_gradients(chunks, q, _with_logits(chunks, q, far), results, d_out)
+    like = far.keys, far.values
+    of_far = (g.astype(x.dtype) for g, x in zip(found[1:], like, strict=True))
+    return dq + found[0], dk, dv, FarKeys(*of_far, None), None
+
+
+attend_and_far.define(_and_far_forward, _and_far_backward)

@@ -50,6 +50,7 @@ class ChunkInputs(NamedTuple):
     key_order: Array | None = None  # [B, N, R, Tp]
     key_packs: Array | None = None  # [W, B, N, R, Tp]
     key_segment: Array | None = None  # [B, N, R, Tp]
+    count: Array | None = None  # [B], tokens of one segment, the first of all orders; no `segment`
 
     def at_keys(self) -> ChunkInputs:
         """The inputs in the order of the keys."""
@@ -120,6 +121,11 @@ class ChunkProgram(Program):
 
     # Reading and writing.
 
+    @property
+    def count(self):
+        """The number of slots with tokens, where it is known."""
+        return load(self.x.count.at[self.batch], None)
+
     def load_slots(self, ref, slot, exists, other, pack: int | None = None) -> Array | None:
         """Entries of `[B, N, R, Tp]`, or of a pack of `[W, B, N, R, Tp]`; None without `ref`."""
         if ref is None:
@@ -158,6 +164,8 @@ class ChunkProgram(Program):
         else:
             position = slot if self.unmasked else jnp.where(exists, slot, self.n_slots)
         segment = self.load_slots(x.segment, slot, exists, 0)
+        if x.count is not None:
+            segment = (slot < self.count).astype(jnp.int32)
         per_pack = PackedChunks.of(self.chunks).per_pack
         n_packs = 0 if x.packs is None else pl.cdiv(self.hash_index, per_pack)
         packs = tuple(self.load_slots(x.packs, slot, exists, 0, pack) for pack in range(n_packs))
@@ -180,7 +188,9 @@ class ChunkProgram(Program):
         chunk_len, n_slots = self.side(of_keys)
         first = (self.start // block_chunk - before) * chunk_len
         last = ((self.start + self.tiles.rows - 1) // block_chunk + 1 + after) * chunk_len
-        return jnp.maximum(first, 0), jnp.minimum(last, n_slots)
+        last = jnp.minimum(last, n_slots)
+        last = last if self.x.count is None else jnp.minimum(last, self.count)
+        return jnp.maximum(first, 0), last
 
     def over_keys(self, queries: ChunkBlock, body: Callable, carry: Any) -> Any:
         c = self.chunks
@@ -226,7 +236,10 @@ class ChunkProgram(Program):
         c = self.chunks
         # Causality hides positions behind the end, too.
         exists = None if c.causal and c.n_keys is None else k.exists
-        masks = [c.rule.sees(Side(q.position, q.segment), Side(k.position, k.segment, exists))]
+        of_query, of_key = q.segment, k.segment
+        if self.x.count is not None:  # what a query of padding sees is dropped
+            exists, of_query, of_key = all_of(exists, is_token(of_key)), None, None
+        masks = [c.rule.sees(Side(q.position, of_query), Side(k.position, of_key, exists))]
         if not self.aligned:
             masks.append(self._chunk_in_reach(q.chunk, k.chunk))
         # A key counts only for the first hash by which the query sees it (the paper's N_ij).

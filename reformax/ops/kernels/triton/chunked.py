@@ -41,7 +41,8 @@ from reformax.ops.kernels.triton.common import (
     query_rows,
 )
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
-from reformax.ops.masking.masks import SegmentIds, segment_pair
+from reformax.ops.masking.masks import SegmentIds, TokensFirst, segment_pair
+from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.online import Softmax, nonzero
 
@@ -68,7 +69,10 @@ def _forward_kernel(
     acc, row_max, row_sum = flash.forward(program, queries, state)
     if program.is_last:
         row_max = in_logits(row_max, x.q.shape[3])
-        acc = acc * (1.0 / nonzero(row_sum))[:, None]
+        share = 1.0 / nonzero(row_sum)
+        if x.count is not None:  # padding sees what tokens see
+            share = jnp.where(is_token(queries.segment), share, 0.0)
+        acc = acc * share[:, None]
         if program.chunks.sees_itself:
             lone = program.alone_weight(queries, row_sum)
             alone_rows = program.rows(x.v, queries, lone > 0.0)
@@ -163,7 +167,9 @@ def _in_order(x: Array, order: Array | None) -> Array:
 
 
 def _inputs(chunks, q, k, v, order, segment_ids, seed) -> ChunkInputs:
-    packs = segment = key_order = key_packs = key_segment = None
+    packs = segment = key_order = key_packs = key_segment = count = None
+    if isinstance(segment_ids, TokensFirst):
+        segment_ids, count = None, segment_ids.count
     two_orders = order is not None and chunks.two_orders
     if chunks.count_once and order is not None and order.query_positions.shape[2] > 1:
         order = order.with_slots(chunks.two_orders)
@@ -178,7 +184,8 @@ def _inputs(chunks, q, k, v, order, segment_ids, seed) -> ChunkInputs:
         segment = _in_order(of_query, order)
         key_segment = _in_order(of_key, key_order) if two_orders else None
     k = length_normalize(q) if k is None else k
-    return ChunkInputs(q, k, v, order, packs, segment, seed, key_order, key_packs, key_segment)
+    of_keys = key_order, key_packs, key_segment
+    return ChunkInputs(q, k, v, order, packs, segment, seed, *of_keys, count)
 
 
 def _packs(
@@ -199,7 +206,7 @@ def forward(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segment_ids: SegmentIds | None,
+    segment_ids: SegmentIds | TokensFirst | None,
     seed: Int[Array, 6] | None,
     tiles: ChunkTiles | None = None,
     interpret: bool = False,
@@ -209,7 +216,8 @@ def forward(
     Args:
       chunks, order: as in `ops.softmax.chunked.chunked_attention`.
       q, k, v, seed: as in `chunked_attention`.
-      segment_ids: as in `chunked_attention`, padded to whole chunks with 0.
+      segment_ids: as in `chunked_attention`, padded to whole chunks with 0, or `TokensFirst` of
+        them.
       tiles: the kernel's tiles; None: the fastest on an H200.
       interpret: whether to run the kernel on any device, slowly.
     """
@@ -231,7 +239,7 @@ def backward(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segment_ids: SegmentIds | None,
+    segment_ids: SegmentIds | TokensFirst | None,
     seed: Int[Array, 6] | None,
     out: Float[Array, "B T N V"],
     row_max: Float[Array, "B N T"],
@@ -249,7 +257,9 @@ def backward(
       tiles, interpret: as in `forward`.
     """
     inputs = _inputs(chunks, q, k, v, order, segment_ids, seed)
-    ids = None if segment_ids is None else segment_pair(segment_ids)[0][:, : q.shape[1]]
+    known = isinstance(segment_ids, TokensFirst)
+    ids = segment_ids.segment_ids if known else segment_pair(segment_ids)[0]
+    ids = None if ids is None else ids[:, : q.shape[1]]
     row = query_rows(d_out, out, row_max, row_sum, ids)
     dot, row_max = (_in_order(x, inputs.order) for x in (row.dot, row.row_max))
     inverse_sum = None if row.inverse_sum is None else _in_order(row.inverse_sum, inputs.order)

@@ -163,7 +163,7 @@ def forward(program: Program, queries: Block, state: Softmax | None = None) -> S
     """
     x, query = program.x, column(queries)
     scale = LOG2_E / math.sqrt(x.q.shape[3])
-    q = program.rows(x.q, queries)
+    q = program.tokens(x.q, queries)
     if state is None:
         state = empty_softmax(q.shape[0], x.v.shape[3])
 
