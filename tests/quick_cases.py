@@ -249,8 +249,20 @@ QUICK = {
         "test_bfloat16": ["local"],
         "test_the_impl_of_an_op_decides_its_step": ["flash", "local"],
     },
+    "ops/test_indexing.py": {
+        "test_a_segment_sees_nothing_of_its_neighbours": ["levels", "hashed"],
+        "test_blocks_that_cover_all_keys_leave_the_choice_as_it_is": ["packed-True"],
+        "test_cost_grows_slower_than_pairs": ["hashed", "levels"],
+        "test_later_tokens_change_no_choice": ["grouped", "levels", "hashed"],
+        "test_no_array_holds_all_pairs": ["None"],
+        "test_tiles_choose_what_one_row_of_scores_does": [
+            "all-9-packed-True",
+            "grouped-14-whole-False",
+        ],
+    },
     "ops/test_dsa.py": {
         "test_a_query_chooses_the_best_of_those_before_it": ["xla"],
+        "test_the_reported_loss_is_the_one_that_the_indexer_learns_from": ["3-choice1"],
         "test_kernels_choose_among_ties_what_array_operations_do": ["70-False-True"],
         "test_the_indexer_learns_from_the_attention_and_from_nothing_else": ["xla"],
     },

@@ -38,6 +38,7 @@ MENDED = {
     ("lm.ReformerLM.n_kv_heads=2", "lm.ReformerLM.attention_type=@lsh.lsh()"): None,
     ("loop.train.eval_stride=9999",): None,
     ("loop.train.fresh_heads=True",): None,
+    ("loop.train.fresh_ops=True",): None,
     ("n_heads=0",): None,
     ("lsh.lsh.n_hashes=0",): None,
 }

@@ -185,7 +185,7 @@ class dsa(AttentionOp):
 
         def in_arrays() -> Int[Array, "B T K"]:
             settings = self.top_k, call.causal, call.length or n, call.rng
-            return self.indexer.choose(Indexed(queries, keys), ids, *settings)
+            return self.indexer.choose(Indexed(queries, keys), call.segment_ids, *settings)
 
         if not self.indexer.is_plain:
             return in_arrays()

@@ -248,20 +248,29 @@ def _first_state(
             "which say what is no head: leave it out"
         )
     names = backbone if settings.fresh_heads else None
-    weights = starting_weights.read(settings.init_from, like, vocabulary, names)
+    weights = starting_weights.read(settings.init_from, like, vocabulary, names, settings.fresh_ops)
     params, (folder, step), converted = weights
     what = "the weights"
+    if settings.fresh_ops:
+        own = step_lib.jit_once(lambda key: starting_weights.of_ops(init(key).params, True))
+        own = jax.device_get(own(key))
+        own = own if names is None else {name: own[name] for name in params}
+        params = jax.tree.map(
+            lambda x, fresh: fresh if x is None else x, params, own, is_leaf=lambda x: x is None
+        )
+        what = "the weights, but for fresh ones of attention algorithms,"
     if settings.fresh_heads:
         fresh = step_lib.jit_once(lambda key: _without(init(key).params, names))
         heads = jax.device_get(fresh(key))
         taken, params = params, params | heads
         what = f"fresh {', '.join(heads) or 'nothing'} and the {', '.join(taken)}"
+        what += " without attention algorithms' own" * settings.fresh_ops
     optimizer, ema = settings.built_optimizer, settings.ema_decay > 0
     first = partial(step_lib.first_state, optimizer=optimizer, ema=ema)
     placement = devices.placement(jax.eval_shape(first, params), mesh)
     state = jax.jit(first, out_shardings=placement)(params)
     words = f"with {what} of {folder} after step {step} "
-    return state, words, None if settings.fresh_heads else converted
+    return state, words, None if settings.fresh_heads or settings.fresh_ops else converted
 
 
 def _without(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

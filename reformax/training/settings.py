@@ -101,6 +101,8 @@ class TrainSettings:
         with; optimizer and steps begin anew. Once this run has a checkpoint it goes on from that.
       fresh_heads: whether `init_from` gives the model's backbone alone and its heads begin anew, so
         that a masked language model's weights begin a classifier.
+      fresh_ops: whether the weights of attention algorithms, such as an indexer's, begin anew, so
+        that a model with `dsa.dsa` begins with the weights of a dense one.
       fine_tuning: which weights are trained, and of which matrices low-rank changes (LoRA), a
         `reformax.training.fine_tuning.FineTuning`; None: all weights.
       callbacks: `reformax.training.callbacks.Callback`s: what else is done at steps, evaluations
@@ -151,6 +153,7 @@ class TrainSettings:
     max_minutes: Positive | None = None
     init_from: PathName | None = None
     fresh_heads: bool = False
+    fresh_ops: bool = False
     fine_tuning: FineTuning | None = None
     callbacks: Sequence[Callback] = ()
     loggers: Sequence[Logger] = ()
@@ -166,10 +169,11 @@ class TrainSettings:
             raise SettingError(
                 f"eval_stride={self.eval_stride} must not be above eval_length={length}"
             )
-        if self.fresh_heads and self.init_from is None:
-            raise SettingError(
-                "fresh_heads is True and init_from is None: set it to a run's folder"
-            )
+        for name in ("fresh_heads", "fresh_ops"):
+            if getattr(self, name) and self.init_from is None:
+                raise SettingError(
+                    f"{name} is True and init_from is None: set it to a run's folder"
+                )
         if self.sample_every is not None:
             self._check_samples()
         ends = [0, *(end_of(stage, self.steps) for stage in self.stages), self.steps]

@@ -12,12 +12,16 @@ import jax
 from reformax.declared import SettingError, user_path
 from reformax.training.checkpoint import Checkpoints
 
+# What layers call the weights of their attention algorithm.
+OP = "op"
+
 
 def read(
     init_from: str | os.PathLike,
     like: Any,
     vocabulary: str | None,
     names: Collection[str] | None = None,
+    fresh_ops: bool = False,
 ) -> tuple[Any, tuple[str, int], Any]:
     """Reads the parameters to score of a checkpoint: the moving average if there is one.
 
@@ -27,6 +31,7 @@ def read(
       like: a tree of arrays or shapes: those of the model.
       vocabulary: the fingerprint of this run's vocabulary; None if it has none.
       names: the parts of the model to read, such as 'stack'; None: all of it.
+      fresh_ops: whether the weights of attention algorithms are left out, which are None then.
 
     Returns:
       The parameters as NumPy arrays; the run's folder and the checkpoint's step; and what the
@@ -44,7 +49,12 @@ def read(
         fix += "; fresh_heads=True leaves the heads of an encoder or a language model out"
     else:
         like = {name: x for name, x in like.items() if name in names}
-    params, info = checkpoints.restore_params(step, like, fix, names)
+    if fresh_ops:
+        like = of_ops(like, False)
+    else:
+        fix += "; fresh_ops=True begins the own weights of attentions anew"
+    without = OP if fresh_ops else None
+    params, info = checkpoints.restore_params(step, like, fix, names, without)
     trained_with = info.get("vocabulary")
     if trained_with != vocabulary:
         raise SettingError(
@@ -53,6 +63,15 @@ def read(
         )
     params = jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, like)
     return params, (str(folder), step), info.get("source")
+
+
+def of_ops(tree: Any, are: bool) -> Any:
+    """The tree with None for all but, or with None for, the weights of attention algorithms."""
+
+    def of(path, x):
+        return x if any(getattr(key, "key", None) == OP for key in path) == are else None
+
+    return jax.tree_util.tree_map_with_path(of, tree)
 
 
 def found(init_from: str | os.PathLike) -> tuple[Path, int]:

@@ -40,6 +40,8 @@ from reformax.ops import (
 )
 from reformax.ops.block_patterns import local_global
 from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.indexing.candidates import Hashed
+from reformax.ops.indexing.indexer import Indexer
 from reformax.task import Documents, SentencePairs
 from reformax.training import dry_run, loop, loss, optimizer
 from reformax.training import mesh as mesh_lib
@@ -61,6 +63,7 @@ SEQ2SEQ = dict(LM, input_vocab_size=VOCAB, n_encoder_layers=1, n_decoder_layers=
 del SEQ2SEQ["vocab_size"]
 DROPOUT = dict(dropout=0.1, attention_dropout=0.1)
 HASHES = dict(chunk_len=8, n_hashes=2)
+HASHED = Indexer(n_local=3, group=2, candidates=Hashed(n_hashes=2, n_nearest=4))
 AXIAL = dict(pos_type="axial", pos_axial_shape=(8, 4), pos_d_axial_embs=(4, 12))
 KERNELS = dict(impl=INTERPRETED)
 KEY = jax.random.PRNGKey(0)
@@ -127,7 +130,10 @@ LANGUAGE = {
     "shared": (TransformerLM, dict(attention_type=shared_qk.shared_qk())),
     "sparse": (TransformerLM, dict(attention_type=windows())),
     "hidden tokens": (TransformerMaskedLM, dict(attention_type=flash.flash())),
-    "op loss": (TransformerLM, dict(attention_type=dsa.dsa(top_k=8, d_index=4))),
+    "op loss": (
+        TransformerLM,
+        dict(attention_type=dsa.dsa(top_k=8, d_index=4, report_loss=True, indexer=HASHED)),
+    ),
 }
 DOCUMENTS = {
     "documents": (

@@ -42,7 +42,6 @@ def packed(length):
 
 
 def choose(indexer, x, top_k, causal, ids=None, key=KEY):
-    ids = np.ones(x.keys.shape[:2], np.int32) if ids is None else ids
     settings = top_k, causal, x.keys.shape[1]
     return np.asarray(jax.jit(lambda x, ids: indexer.choose(x, ids, *settings, key))(x, ids))
 

@@ -1,5 +1,7 @@
 """Fine-tuning against plain descent on what is trained, and through a run."""
 
+from functools import partial
+
 import gin
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,12 @@ from reformax.convert import __main__ as convert
 from reformax.convert import hugging_face, run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.models import lm
-from reformax.ops import local
-from reformax.training import loop, optimizer
+from reformax.ops import dense, dsa, local
+from reformax.training import loop, optimizer, stages
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.fine_tuning import FineTuning, Lora
+from reformax.training.step import TrainState
+from tests.training import worker
 from tests.training.scripts import call
 from tests.training.tiny import TinyLM, counting
 
@@ -295,3 +299,42 @@ def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch,
             assert np.linalg.matrix_rank(change, tol=1e-6) == 2, name
         else:
             np.testing.assert_array_equal(x, before)
+
+
+@pytest.mark.slow
+def test_a_dense_model_begins_one_whose_indexer_learns_first(tmp_path):
+    """Its weights are taken, the indexer's are drawn, and in the first stage it learns alone."""
+    sizes = SIZES | dict(attention_type=(local.local(chunk_len=4), dense.dense()))
+    other = lm.TransformerLM(16, **sizes).init_params(jax.random.key(3), (1, 8))
+    source = Checkpoints(tmp_path / "dense")
+    source.save(0, TrainState(np.int32(0), other, (), None))
+    source.wait()
+
+    def built(top_k):
+        cycle = local.local(chunk_len=4), dsa.dsa(top_k=top_k, d_index=4, report_loss=True)
+        return partial(lm.TransformerLM, 16, **SIZES | dict(attention_type=cycle))
+
+    arguments = worker.arguments(steps=6, eval_every=3, length=8, keep=2, checkpoint_minutes=None)
+    arguments |= dict(model=built(3), init_from=tmp_path / "dense", task=counting())
+    only = FineTuning(only=(r"attention\.op\.",))
+    arguments["stages"] = (stages.Stage(until=3, model=built(1000), fine_tuning=only),)
+    with pytest.raises(ValueError, match="fresh_ops=True begins the own weights of attentions"):
+        loop.train(tmp_path / "refused", **arguments)
+    loop.train(tmp_path / "a", **arguments, fresh_ops=True)
+
+    like, found = jax.eval_shape(lambda: built(3)().init_params(jax.random.key(0), (1, 8))), []
+    for step in (3, 6):
+        found.append(flat(Checkpoints(tmp_path / "a").restore_params(step, like)[0]))
+    for name, x in flat(other).items():
+        np.testing.assert_array_equal(found[0][name], x)
+        assert np.any(found[1][name] != x), name
+    of_op = set(found[0]) - set(flat(other))
+    own = {"index_loss.value", "key", "query", "weight"}
+    assert {name.rpartition(".op.")[2] for name in of_op} == own
+    lines = [x for x in worker.record(tmp_path / "a") if x["split"] == "train"]
+    assert lines and all(x["index_loss"] > 0 for x in lines)
+
+
+def test_low_rank_changes_are_no_stages_own():
+    with pytest.raises(ValueError, match="fine_tuning of a stage has lora"):
+        stages.Stage(until=3, fine_tuning=FineTuning(lora=Lora()))

@@ -27,6 +27,7 @@ from reformax.ops.hashing.sorting import sort_by_bucket
 from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.scores import IndexQueries, Score, scores, scores_of_gathered
 from reformax.ops.masking.contiguous import ends_of_segment
+from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import in_blocks
@@ -36,11 +37,16 @@ class IndexedKeys(NamedTuple):
     """The keys of a call as its indexer reads them."""
 
     keys: Float[Array, "B S D"]
-    ids: Int[Array, "B S"]
+    segment_ids: Int[Array, "B S"] | None
     score: Score
     causal: bool
     length: int  # that settings depend on
     rng: PRNGKeyArray | None
+
+    @property
+    def ids(self) -> Int[Array, "B S"]:
+        """The segments."""
+        return ids_or_ones(self.segment_ids, self.keys)
 
 
 class QueryChunk(NamedTuple):
@@ -268,9 +274,10 @@ class Hashed(Candidates):
         rotations = self.rotations(x)
         keys = x.keys[:, :, None]
         if self.centre:
-            keys = centred(keys, x.ids, x.causal)
+            keys = centred(keys, x.segment_ids, x.causal)
         codes = self.codes(rotations, x, keys)
-        order = sort_by_bucket(codes, math.prod(self._factors(x)), x.ids, 0).query_positions
+        n_buckets = math.prod(self._factors(x))
+        order = sort_by_bucket(codes, n_buckets, x.segment_ids, 0).query_positions
         return HashedKeys(rotations, codes[:, 0], order[:, 0])
 
     def n_numbers(self, x: IndexedKeys, n_searched: int) -> int:

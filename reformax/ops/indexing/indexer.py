@@ -25,6 +25,7 @@ from reformax.ops.indexing.candidates import (
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, scores, scores_of_gathered
 from reformax.ops.indexing.streaming import best_keys
+from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
@@ -93,7 +94,7 @@ class Indexer(OpOption):
     def choose(
         self,
         x: Indexed,
-        ids: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None,
         top_k: int,
         causal: bool,
         length: int,
@@ -103,7 +104,7 @@ class Indexer(OpOption):
 
         Args:
           x: the vectors, of one sequence.
-          ids: the segments.
+          segment_ids: of the call.
           top_k: the most that a query sees.
           causal: whether later positions are hidden.
           length: that settings depend on.
@@ -113,11 +114,11 @@ class Indexer(OpOption):
         n_local = self.n_local_keys(causal, n_tokens)
         rule = ChoiceRule(causal, min(self.n_local, n_tokens), self.group)
         n_best = min(top_k - n_local, n_tokens)
-        position = positions(n_tokens)
+        position, ids = positions(n_tokens), ids_or_ones(segment_ids, x.keys)
         leaders = (x.queries.queries, x.queries.weights, position, ids)
         queries, weights, leader, leader_ids = (y[:, :: self.group] for y in leaders)
         chunk = QueryChunk(IndexQueries(queries, weights), leader, leader_ids)
-        keys = IndexedKeys(x.keys, ids, self.score, causal, length, rng)
+        keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, rng)
         chosen = self._best(rule, n_best, keys, chunk)
         chosen = jnp.repeat(chosen, self.group, axis=1)[:, :n_tokens]
         if n_local == 0:
@@ -189,8 +190,7 @@ class Indexer(OpOption):
 
     def _held(self, keys: Float[Array, "B C D"]) -> IndexedKeys:
         """The cache's keys: causality hides those that are not there yet."""
-        ids = jnp.ones(keys.shape[:2], jnp.int32)
-        return IndexedKeys(keys, ids, self.score, True, keys.shape[1], None)
+        return IndexedKeys(keys, None, self.score, True, keys.shape[1], None)
 
     def _choose_newest(
         self, cache: IndexerCache, queries: IndexQueries, position: Int[Array, " B"], top_k: int
