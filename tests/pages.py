@@ -34,7 +34,7 @@ NOT_RUN = {
     r"python train\.py --config_file=table\.gin": "tests/convert/test_configs.py builds its model",
 }
 INSTALL = re.compile(r"^pip install .*? && ")
-BENCHMARK = re.compile(r"(?:^|.* )python -m benchmarks\.(?!reliability)(\w+) ?(.*)")
+BENCHMARK = re.compile(r"(?:^|.* )python -m (?:benchmarks|tools)\.(?!reliability)(\w+) ?(.*)")
 
 # Values that make a run take seconds. A run gets those of the macros and arguments that its config
 # sets to something larger,

@@ -31,7 +31,6 @@ from benchmarks import (
     associative_recall,
     attention,
     block_sparse,
-    exact_attention,
     generation,
     global_layers,
     linear_attention,
@@ -59,7 +58,6 @@ from benchmarks.harness import (
     side_by_side,
 )
 from benchmarks.harness.calls import PeerError, reason
-from benchmarks.harness.language_models import Sizes
 from benchmarks.harness.output import Table
 from benchmarks.peers import linear_names, rabe_staats, triton_tuning
 from benchmarks.reliability import __main__ as reliability_main
@@ -70,7 +68,6 @@ from benchmarks.rows import linear as linear_rows
 from benchmarks.rows import recall as recall_rows
 from benchmarks.rows import trained as trained_rows
 from reformax.declared import SettingError
-from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.training.callbacks import Callback
@@ -96,8 +93,6 @@ COMMANDS = [
     ("block_sparse", "--plot={path}/a.png --peers", "| all | 16 | 100.00% |"),
     ("duplication", "", "| LSH-1 |"),
     ("duplication", "--by_content", "| LSH-4, up to 64 tokens | 64 | "),
-    ("exact_attention", "--memory", "| 4,096 | 3.0 |"),
-    ("exact_attention", "--curves --longest", "| flash |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
     (
         "global_layers",
@@ -238,6 +233,12 @@ def test_where_the_time_of_a_device_goes(monkeypatch):
     assert kernels.spent(Path()) == {"/device:GPU:1": (21, 15, 5, 1)}
 
 
+def module_of(name):
+    """The module of a command: a benchmark, or a tool."""
+    folder = "tools" if (ROOT / f"tools/{name}.py").is_file() else "benchmarks"
+    return importlib.import_module(f"{folder}.{name}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, flags, last", COMMANDS)
 def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
@@ -246,7 +247,7 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     (tmp_path / "torch.py").write_text("raise ImportError('none here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     flags = ["--tiny", *flags.format(path=tmp_path).split()]
-    importlib.import_module(f"benchmarks.{name}").main(flags)
+    module_of(name).main(flags)
     assert last in capsys.readouterr().out
     assert "--plot" not in flags or os.path.getsize(tmp_path / "a.png")
 
@@ -417,7 +418,7 @@ def test_rows_of_other_data_or_seeds_are_trained_again(tmp_path, monkeypatch, ca
 @pytest.mark.slow
 def test_collectives_are_counted_for_devices_that_are_simulated():
     """In a process of its own, for JAX takes their number once."""
-    command = [sys.executable, "-m", "benchmarks.collectives", "--tiny", "--mesh=data=4,fsdp=2"]
+    command = [sys.executable, "-m", "tools.collectives", "--tiny", "--mesh=data=4,fsdp=2"]
     found = subprocess.run(
         [*command, "--tokens_per_second=1000"], cwd=ROOT, capture_output=True, text=True
     )
@@ -446,14 +447,14 @@ def test_a_command_of_a_page_is_one_that_runs(name, flags, monkeypatch):
     parse = argparse.ArgumentParser.parse_args
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     with pytest.raises(Taken):
-        importlib.import_module(f"benchmarks.{name}").main(flags.split())
+        module_of(name).main(flags.split())
     switches = set(re.findall(r"--\w+(?= --|$)", flags))
     assert any(name == other and switches <= set(run.split()) for other, run, _ in COMMANDS)
 
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in COMMANDS}))
 def test_help_says_what_a_command_prints_and_draws(name, capsys):
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = module_of(name)
     with pytest.raises(SystemExit) as stop:
         module.main(["--help"])
     printed = capsys.readouterr().out
@@ -1412,39 +1413,6 @@ def test_the_peers_of_exact_attention_compute_attention(attend, monkeypatch):
     )
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert rows.relative_error(x, y) < 1e-5
-
-
-def test_memory_by_length_is_a_table(capsys):
-    exact_attention.main(["--tiny", "--memory"])
-    table = capsys.readouterr().out
-    names = cells(table, "N")
-    row = dict(zip(names, cells(table, "4,096"), strict=True))
-    assert cells(table, "256")[-1] == "44 MB" and row["Rabe and Staats, table 3"] == "41 MB"
-    assert float(row["plain"]) > float(row["flash"]) > 0
-
-
-def test_the_longest_gradient_is_checked(capsys):
-    exact_attention.main(["--tiny", "--longest"])
-    printed = capsys.readouterr().out
-    for name in rows.exact_ops():
-        assert max(float(x) for x in cells(printed, name)[-2:]) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_fn, steps, names",
-    [(TransformerLM, 20, list(exact_attention.in_parts(32))), (ReformerLM, 4, ["flash"])],
-)
-def test_models_with_exact_attention_have_the_losses_of_dense_attention(model_fn, steps, names):
-    sizes = Sizes(d_model=16, d_ff=64, n_heads=2, d_head=8, n_layers=1)
-    options = dict(steps=steps, length=32, sizes=sizes, model_fn=model_fn)
-    train = functools.partial(exact_attention.loss_curve, **options)
-    want = train(dense.dense())
-    assert want[-1] < want[0] - 0.05
-    for name in names:
-        op = exact_attention.in_parts(32)[name]
-        difference = train(op) - want
-        assert np.abs(difference).max() < 1e-3, name
 
 
 def test_figures_are_kept_by_part_and_say_when_they_are_stale(tmp_path, monkeypatch, capsys):

@@ -3,11 +3,11 @@
 import jax
 import pytest
 
-from benchmarks import program
-from benchmarks.harness.collectives import collectives
-from benchmarks.harness.traffic import Kernel, kernels
 from reformax.data import listops, masked, reverse, stdlib
 from tests.data import test_labelled
+from tools import program
+from tools.hlo_collectives import collectives
+from tools.traffic import Kernel, kernels
 
 ROWS = (0, 1, 2, 3), (4, 5, 6, 7)
 COLUMNS = (0, 4), (1, 5), (2, 6), (3, 7)

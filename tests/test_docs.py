@@ -24,7 +24,16 @@ from tests import forked, pages
 from tests.pages import PAGES, ROOT, blocks, commands, gin_files, page_name
 
 SCRIPTS = ("train.py", "evaluate.py", "generate.py")
-COPIED = ("benchmarks", "configs", "examples", "reformax", "tests", "pyproject.toml", *SCRIPTS)
+COPIED = (
+    "benchmarks",
+    "configs",
+    "examples",
+    "reformax",
+    "tests",
+    "tools",
+    "pyproject.toml",
+    *SCRIPTS,
+)
 GUIDE = "adding_an_attention.md"
 
 

@@ -12,8 +12,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from benchmarks import program
-from benchmarks.harness.collectives import collectives
 from reformax import devices
 from reformax.declared import SettingError
 from reformax.layers import Attention, AxialPositionalEncoding, CrossAttention
@@ -41,6 +39,8 @@ from reformax.training import step as step_lib
 from tests.helpers import assert_trees_close
 from tests.ops.cudnn import instead_of_cudnn
 from tests.ops.rows import ROWS
+from tools import program
+from tools.hlo_collectives import collectives
 
 CONTEXT = mesh_lib.make({"context": 8})
 N = 8

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import program
-from benchmarks.harness import attention_table, described
+from benchmarks.harness import attention_table
 from reformax.ops import flash
 from reformax.ops.calls import dispatch
+from tools import described, program
 
 
 @pytest.fixture(params=described.GPUS)

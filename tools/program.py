@@ -1,9 +1,9 @@
 """The kernels of a program as it is compiled for a GPU, and the bytes that they read and write.
 
-    python -m benchmarks.program --config_file=gpt2.gin
-    python -m benchmarks.program --config_file=gpt2.gin --devices=2 --mesh=data
-    python -m benchmarks.program --attention moba --length=65536 --gradient
-    python -m benchmarks.program --attention moba --length=65536 --gradient --run
+    python -m tools.program --config_file=gpt2.gin
+    python -m tools.program --config_file=gpt2.gin --devices=2 --mesh=data
+    python -m tools.program --attention moba --length=65536 --gradient
+    python -m tools.program --attention moba --length=65536 --gradient --run
 
 compiles a training step of a config, or attention to one sequence, for an H200 or another --gpu,
 and runs nothing. With --devices
@@ -31,23 +31,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from benchmarks.harness import (
-    attention_table,
-    command_line,
-    configured,
-    described,
-    kernels,
-    traffic,
-)
+from benchmarks.harness import attention_table, command_line, configured, kernels
 from benchmarks.harness.calls import MIB
 from benchmarks.harness.output import Table
-from benchmarks.harness.traffic import Kernel, gigabytes
 from reformax import devices
 from reformax.task import Batch, DocumentPairs, SentencePairs
 from reformax.training import mesh as mesh_lib
 from reformax.training import opening
 from reformax.training import step as step_lib
 from reformax.training.settings import TrainSettings, build
+from tools import described, traffic
+from tools.traffic import Kernel, gigabytes
 
 TRACED = 3  # calls
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness.hlo import TRIPS, Shape, called, computations, shapes, size_of
+from tools.hlo import TRIPS, Shape, called, computations, shapes, size_of
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= (\S.*?) ({'|'.join(_KINDS)})(?:-start)?\(")

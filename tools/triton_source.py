@@ -1,13 +1,13 @@
 """The chunked kernels in Pallas and in Triton's own language, side by side.
 
-    python -m benchmarks.triton_source
+    python -m tools.triton_source
 
 prints, for each pass of LSH attention in four rounds, the largest difference between the results of
 the two, relative to the largest number, and the milliseconds of a call of each, means of 20 queued
 calls, in turns. The second rows are of seven documents and padding, with dropout.
 
 Triton's kernels need jax-triton, and a Triton that it takes; docs/performance.md names some that go
-together. With Triton alone, `TRITON_INTERPRET=1 python -m benchmarks.triton_source --tiny` compares
+together. With Triton alone, `TRITON_INTERPRET=1 python -m tools.triton_source --tiny` compares
 them on a CPU.
 """
 
@@ -106,7 +106,7 @@ def triton_kernels() -> Any:
     """Triton's, or the exception that says why there are none."""
 
     def imported() -> Any:
-        from benchmarks.peers import chunked_triton
+        from tools import chunked_triton
 
         return chunked_triton
 

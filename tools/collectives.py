@@ -1,6 +1,6 @@
 """What devices send to each other in a training step, counted in the compiled program.
 
-    python -m benchmarks.collectives --mesh=data=8,context=8 --length=524288
+    python -m tools.collectives --mesh=data=8,context=8 --length=524288
 
 compiles a step of the Reformer paper's model for simulated devices of a CPU, and runs nothing. It
 prints, by kind, how often a step has a collective, the MiB that a device sends in it, and how many
@@ -20,13 +20,13 @@ import optax
 
 from benchmarks.harness import command_line
 from benchmarks.harness.calls import MIB
-from benchmarks.harness.collectives import Collective, collectives
 from benchmarks.harness.language_models import PAPER, TINY, Sizes
 from benchmarks.harness.output import Table
 from reformax import devices, models
 from reformax.ops import flash
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
+from tools.hlo_collectives import Collective, collectives
 
 
 class Rates(NamedTuple):
