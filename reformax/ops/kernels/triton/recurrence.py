@@ -183,7 +183,10 @@ class _Launches(NamedTuple):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
         blocks = self._blocks
         grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
-        return _run(kernel, self.plan, grid, inputs, out_shape, STAGES, blocks=blocks)
+        # The delta rule reads whole rows of three arrays: a chip holds fewer wide ones.
+        wide = self.x.beta is not None and d_k * self.plan.dtype.itemsize > 256
+        stages = STAGES - 1 if wide else STAGES
+        return _run(kernel, self.plan, grid, inputs, out_shape, stages, blocks=blocks)
 
     def _grouped(self, run, transitions, reverse: bool, first: RecurrenceStates | None = None):
         plan, (batch, _, n_heads, d_k) = self.plan, self.x.k.shape
