@@ -1,17 +1,21 @@
 """Each way to say that a row is one segment: its ids, booleans, a mask of keys, and lengths."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from reformax.buffers import trained
-from reformax.ops import flash, linear
+from reformax.ops import asymmetric_lsh, flash, linear, local, longformer, lsh, shared_qk, sinks
+from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over
 
 KEY = jax.random.key(0)
+of = functools.partial
 LENGTH = 25
 BEHIND = np.arange(LENGTH) < np.array([[LENGTH], [17], [1], [0]])
 # Padding in front, within and behind.
@@ -116,3 +120,39 @@ def test_padding_costs_linear_attention_no_sort_and_no_mask(given, causal):
     used, plain = (f.memory_analysis().temp_size_in_bytes for f in (padded, compiled()))
     assert "sort(" not in padded.as_text()
     assert used < 1.1 * plain + 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens, given", [(BEHIND, "lengths"), (ANYWHERE, "segment_ids")])
+@pytest.mark.parametrize("causal, dropout", [(True, 0.0), (False, 0.2)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        of(local.local, chunk_len=64, window=50, n_chunks_after=1),
+        of(longformer.longformer, window=20, dilation=3),
+        of(sinks.sinks, window=40, n_sinks=3),
+        of(lsh.lsh, chunk_len=16, n_hashes=3),
+        of(asymmetric_lsh.asymmetric_lsh, chunk_len=16, n_hashes=3),
+        flash.flash,
+        shared_qk.shared_qk,
+    ],
+)
+def test_kernels_of_padded_rows(make, causal, dropout, tokens, given):
+    """Rows of several tiles: what kernels compute of lengths or booleans, arrays do of ids."""
+    tokens = np.repeat(tokens, 9, axis=1)
+    x = inputs.draw(make(), batch=4, length=tokens.shape[1], d_qk=8, d_v=8)
+    d_out = np.random.default_rng(1).normal(size=x.v.shape).astype(np.float32)
+    masks = {given: tokens.sum(axis=1) if given == "lengths" else tokens}
+    results = []
+    for impl, mask in ((INTERPRETED, masks), ("xla", dict(segment_ids=1 * tokens))):
+        op = make(impl=impl)
+
+        def attend(x, op=op, mask=mask):
+            return inputs.call(op, x, causal=causal, dropout=dropout, rng=KEY, **mask)
+
+        y, d = x, at_padding(d_out, tokens, 0)
+        if given == "segment_ids" and impl == INTERPRETED:  # padding is not read
+            y, d = x.map(lambda y: at_padding(y, tokens, np.nan)), at_padding(d, tokens, np.nan)
+        out, vjp = jax.vjp(jax.jit(attend), y)
+        results.append((out, vjp(jnp.asarray(d))[0][:4]))
+    assert_trees_close(*results, 1e-5)

@@ -84,12 +84,14 @@ class ChunkProgram(Program):
     row: Any = None
     batch: Any = None
     head: Any = None
+    count: Any = None  # of slots with tokens, where it is known
 
     def located(self, x: ChunkInputs, row: QueryRows | None = None) -> Self:
         """The running program, with its batch and head."""
         # Call it outside of loops: in them the interpreter does not know program ids.
-        where = dict(batch=pl.program_id(2), head=pl.program_id(1))
-        return dataclasses.replace(self, x=x, row=row, **where)
+        batch, head = pl.program_id(2), pl.program_id(1)
+        count = None if x.count is None else load(x.count.at[batch], None)
+        return dataclasses.replace(self, x=x, row=row, batch=batch, head=head, count=count)
 
     @property
     def logits(self) -> Logits:
@@ -120,11 +122,6 @@ class ChunkProgram(Program):
         return tiled and self.aligned and c.ratio == 1 and self.n_slots == c.length == c.key_length
 
     # Reading and writing.
-
-    @property
-    def count(self):
-        """The number of slots with tokens, where it is known."""
-        return load(self.x.count.at[self.batch], None)
 
     def load_slots(self, ref, slot, exists, other, pack: int | None = None) -> Array | None:
         """Entries of `[B, N, R, Tp]`, or of a pack of `[W, B, N, R, Tp]`; None without `ref`."""
@@ -164,7 +161,7 @@ class ChunkProgram(Program):
         else:
             position = slot if self.unmasked else jnp.where(exists, slot, self.n_slots)
         segment = self.load_slots(x.segment, slot, exists, 0)
-        if x.count is not None:
+        if self.count is not None:
             segment = (slot < self.count).astype(jnp.int32)
         per_pack = PackedChunks.of(self.chunks).per_pack
         n_packs = 0 if x.packs is None else pl.cdiv(self.hash_index, per_pack)
@@ -189,7 +186,7 @@ class ChunkProgram(Program):
         first = (self.start // block_chunk - before) * chunk_len
         last = ((self.start + self.tiles.rows - 1) // block_chunk + 1 + after) * chunk_len
         last = jnp.minimum(last, n_slots)
-        last = last if self.x.count is None else jnp.minimum(last, self.count)
+        last = last if self.count is None else jnp.minimum(last, self.count)
         return jnp.maximum(first, 0), last
 
     def over_keys(self, queries: ChunkBlock, body: Callable, carry: Any) -> Any:
@@ -237,7 +234,7 @@ class ChunkProgram(Program):
         # Causality hides positions behind the end, too.
         exists = None if c.causal and c.n_keys is None else k.exists
         of_query, of_key = q.segment, k.segment
-        if self.x.count is not None:  # what a query of padding sees is dropped
+        if self.count is not None:  # what a query of padding sees is dropped
             exists, of_query, of_key = all_of(exists, is_token(of_key)), None, None
         masks = [c.rule.sees(Side(q.position, of_query), Side(k.position, of_key, exists))]
         if not self.aligned:
