@@ -55,7 +55,8 @@ class Indexer(OpOption):
         `top_k`.
       group: consecutive queries that share the choice of the first, their leader (PIVOT-Reuse,
         arXiv 2607.24593). Each sees, besides, its local keys, at least `group` of them, so that
-        none is lost between it and the leader.
+        none is lost between it and the leader. A query of another segment than its leader's sees
+        its local keys alone.
       candidates: `candidates.Pooled()` or `candidates.Hashed()`; None: all keys are scored.
     """
 
