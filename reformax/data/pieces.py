@@ -16,7 +16,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +26,9 @@ from reformax import durable
 from reformax.data import files
 from reformax.data.base import Windows, check_documents, language_model, of_split, text_fingerprint
 from reformax.data.lengths import Lengths
+from reformax.data.sentencepieces import SentencePieceModel, learnt
 from reformax.data.stored import crc32_of
-from reformax.data.vocabulary import (
-    FILE,
-    check_settings,
-    check_size,
-    learnt,
-    n_threads,
-    settings_of,
-)
+from reformax.data.vocabulary import FILE, check_settings, check_size
 from reformax.data.vocabulary import fingerprint as hash_of
 from reformax.declared import SettingError, user_path
 from reformax.task import Task
@@ -63,41 +56,6 @@ _LOSSLESS: dict[str, Any] = {
 # The names of a hidden token, and of a document's end, in vocabularies of Hugging Face.
 _MASKS = ("[MASK]", "<mask>")
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-
-
-class _SentencePieces:
-    """A sentencepiece model that was read."""
-
-    names: dict[int, str] = {}  # ids by which a file names tokens; this one has none
-
-    def __init__(self, serialised: bytes):
-        import sentencepiece
-
-        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=serialised)
-        self.size = self._pieces.get_piece_size()
-        self.model_type = settings_of(serialised)["model_type"]
-        self.end = self._pieces.eos_id()
-        self.mask = None
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._pieces.encode(list(texts), num_threads=n_threads())
-
-    def name_of(self, i: int) -> str:
-        return self._pieces.id_to_piece(i)
-
-    def ids_before(self, text: str, characters: Sequence[int]) -> np.ndarray:
-        """How many ids of a text stand before each of some characters, by their places, sorted.
-
-        Exact where a piece ends before each, as learnt pieces do behind a newline.
-        """
-        ends = [*characters, len(text)]
-        parts = [text[first:last] for first, last in pairwise([0, *ends])]
-        whole, *counts = map(len, self.encode_all([text, *parts]))
-        before = np.cumsum(counts, dtype=np.int64)
-        return before[:-1] * whole // max(before[-1], 1)
-
-    def decode(self, ids: list[int]) -> str:
-        return self._pieces.decode(ids)
 
 
 class _Tokenizer:
@@ -181,7 +139,7 @@ class PieceVocabulary:
         self._kept_in = kept_in
         self._path = None if path is None else _file_of(user_path(f"{option}.vocabulary", path))
         self._bytes: bytes | None = None
-        self._pieces: _SentencePieces | _Tokenizer | None = None
+        self._pieces: SentencePieceModel | _Tokenizer | None = None
         if self._path is not None and self._path.exists():
             self._take(_read(self._path), self._path)
 
@@ -341,7 +299,7 @@ class PieceVocabulary:
         return np.unique(found)
 
     @property
-    def _codec(self) -> _SentencePieces | _Tokenizer:
+    def _codec(self) -> SentencePieceModel | _Tokenizer:
         if self._pieces is None:
             self._made()
         return self._pieces
@@ -407,7 +365,7 @@ class PieceVocabulary:
                 "own, or another output_dir"
             )
         if self._path is None and self._text is not None:
-            if isinstance(self._pieces, _SentencePieces):
+            if isinstance(self._pieces, SentencePieceModel):
                 check_settings(path, self._bytes, {"model_type": self._model_type})
             check_size(path, self.size, declared, self._model_type)
 
@@ -531,10 +489,10 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _codec(serialised: bytes, path: Path) -> _SentencePieces | _Tokenizer:
+def _codec(serialised: bytes, path: Path) -> SentencePieceModel | _Tokenizer:
     try:
         is_json = serialised.lstrip()[:1] == b"{"
-        return _Tokenizer(serialised) if is_json else _SentencePieces(serialised)
+        return _Tokenizer(serialised) if is_json else SentencePieceModel(serialised)
     except ImportError:
         raise
     except Exception as error:  # tokenizers raises that alone

@@ -39,8 +39,9 @@ from typing import Any, NamedTuple
 
 from reformax import durable, memory
 from reformax.data import arrow_tables, cache, documents, files, joined, tables, token_ids
+from reformax.data.sentencepieces import THREADS
 from reformax.data.stored import FilePart, StoredArray
-from reformax.data.vocabulary import FILE, THREADS
+from reformax.data.vocabulary import FILE
 from reformax.declared import SettingError, user_path
 from reformax.progress import Progress
 

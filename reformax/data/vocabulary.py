@@ -1,22 +1,21 @@
 """Vocabularies that turn sentences into ids: sentencepiece, kept in the run's folder, and numbers.
 
-Kudo & Richardson 2018, "SentencePiece". Ids 0, 1 and 2 are padding, the end of a sentence and the
+Ids 0, 1 and 2 are padding, the end of a sentence and the
 unknown piece.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from reformax import durable
 from reformax.data.base import EOS, PAD, UNKNOWN
+from reformax.data.sentencepieces import SentencePieceModel, learnt, settings_of
 from reformax.declared import LARGEST, Bounds, SettingError
 
 FILE = "vocabulary.model"
@@ -25,15 +24,6 @@ MODEL_TYPES = ("unigram", "bpe", "char", "word")
 Pieces = Annotated[int, Bounds(UNKNOWN + 2, LARGEST)]
 ModelType = Literal["unigram", "bpe", "char", "word"]
 Coverage = Annotated[float, Bounds(above=0, most=1, name="a number above 0 and at most 1")]
-# The unigram trainer sums over threads. Their number decides the last bits, so it is fixed.
-_THREADS = 16
-# The variable of the environment that says how many threads encode; without it, one a core.
-THREADS = "REFORMAX_THREADS"
-
-
-def n_threads() -> int:
-    """How many threads encode texts; -1 for one a core."""
-    return int(os.environ.get(THREADS, -1))
 
 
 class Numbers:
@@ -107,7 +97,7 @@ class SentencePieces:
         self._max_sentences = max_sentences
         self._settings = {"model_type": model_type, "character_coverage": character_coverage}
         self._bytes: bytes | None = None
-        self._pieces = None
+        self._pieces: SentencePieceModel | None = None
 
     @property
     def serialised(self) -> bytes:
@@ -123,15 +113,15 @@ class SentencePieces:
 
     def encode(self, sentence: str) -> list[int]:
         """The ids of a sentence's pieces and `EOS`."""
-        return [*self._processor().encode(sentence), EOS]
+        return self.encode_all([sentence])[0]
 
     def encode_all(self, sentences: Sequence[str]) -> list[list[int]]:
         """Encodes each sentence, on all cores."""
-        return self._processor().encode(list(sentences), add_eos=True, num_threads=n_threads())
+        return [[*ids, EOS] for ids in self._model().encode_all(sentences)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids before the first `EOS`, without padding."""
-        return self._processor().decode([int(i) for i in _sentence(ids)])
+        return self._model().decode([int(i) for i in _sentence(ids)])
 
     def keep_in(self, folder: str | os.PathLike, begun: bool) -> str:
         """Reads FOLDER/vocabulary.model, or trains and writes it if the run has not begun.
@@ -160,9 +150,9 @@ class SentencePieces:
             durable.write(path, self.serialised)
         return self.fingerprint
 
-    def _processor(self):
+    def _model(self) -> SentencePieceModel:
         if self._pieces is None:
-            self._pieces = _processor(self.serialised, "the vocabulary")
+            self._pieces = _read(self.serialised, "the vocabulary")
         return self._pieces
 
     def _trained(self) -> bytes:
@@ -188,17 +178,6 @@ def check_settings(path: Path, serialised: bytes, settings: Mapping[str, Any]) -
             )
 
 
-def settings_of(serialised: bytes) -> dict[str, Any]:
-    """The model_type and the character_coverage that a sentencepiece model was learnt by."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    spec = sentencepiece_model_pb2.ModelProto.FromString(serialised).trainer_spec
-    return {
-        "model_type": spec.ModelType.Name(spec.model_type).lower(),
-        "character_coverage": float(f"{spec.character_coverage:.6g}"),  # kept in float32
-    }
-
-
 def check_size(path: Path, n_pieces: int, size: int, model_type: str) -> None:
     """Raises `SettingError` unless a run's vocabulary has the size that the config asks for.
 
@@ -210,39 +189,6 @@ def check_size(path: Path, n_pieces: int, size: int, model_type: str) -> None:
             f"{path} has {n_pieces} pieces and the config vocab_size={size}: set "
             f"vocab_size={n_pieces}, or give another output_dir"
         )
-
-
-def learnt(sentences: Iterable[str], size: int, settings: Mapping[str, Any]) -> bytes:
-    """A sentencepiece model of `size` pieces, as sentencepiece writes it.
-
-    Args:
-      sentences: to learn from.
-      size: pieces, with those of padding, EOS and unknown.
-      settings: more arguments of sentencepiece's trainer.
-
-    Raises:
-      SettingError: the sentences have fewer pieces, or need more.
-    """
-    import sentencepiece
-
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sentences),
-            model_writer=model,
-            vocab_size=size,
-            pad_id=PAD,
-            eos_id=EOS,
-            unk_id=UNKNOWN,
-            bos_id=-1,
-            normalization_rule_name="identity",  # texts are scored as they are
-            num_threads=_THREADS,
-            minloglevel=2,
-            **settings,
-        )
-    except RuntimeError as error:
-        raise SettingError(_explained(error, size)) from None
-    return model.getvalue()
 
 
 def load(folder: str | os.PathLike) -> SentencePieces:
@@ -258,8 +204,8 @@ def load(folder: str | os.PathLike) -> SentencePieces:
             "the run was trained"
         )
     data = path.read_bytes()
-    pieces = _processor(data, str(path))
-    vocabulary = SentencePieces(pieces.get_piece_size(), list)
+    pieces = _read(data, str(path))
+    vocabulary = SentencePieces(pieces.size, list)
     vocabulary._bytes, vocabulary._pieces = data, pieces
     return vocabulary
 
@@ -269,34 +215,18 @@ def fingerprint(serialised: bytes) -> str:
     return hashlib.sha256(serialised).hexdigest()[:16]
 
 
-def _processor(serialised: bytes, source: str):
-    import sentencepiece
-
+def _read(serialised: bytes, source: str) -> SentencePieceModel:
     try:
-        pieces = sentencepiece.SentencePieceProcessor(model_proto=serialised)
-        ids = pieces.pad_id(), pieces.eos_id(), pieces.unk_id()
+        model = SentencePieceModel(serialised)
     except RuntimeError as error:
         raise ValueError(f"{source} is no sentencepiece model: copy it again") from error
-    if ids != (PAD, EOS, UNKNOWN):
+    if (ids := model.special_ids) != (PAD, EOS, UNKNOWN):
         raise ValueError(
             f"{source} has padding, EOS and unknown at {ids} and this needs {(PAD, EOS, UNKNOWN)}: "
             "use a vocabulary that train.py made"
         )
-    return pieces
+    return model
 
 
 def _sentence(ids: Iterable[int]) -> Iterable[int]:
     return (i for i in itertools.takewhile(lambda i: i != EOS, ids) if i != PAD)
-
-
-def _explained(error: RuntimeError, size: int) -> str:
-    """What sentencepiece's trainer says, by our setting instead of its flags."""
-    text = " ".join(str(error).split())
-    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
-        return (
-            f"vocab_size is {size}: expected at least {least[1]}, for the characters of the "
-            "training text"
-        )
-    if most := re.search(r"set it to a value <= (\d+)", text):
-        return f"vocab_size is {size}: expected at most {most[1]}, all that the training text has"
-    return f"vocab_size={size} does not fit the training text: {text.rpartition('] ')[2]}"
