@@ -29,7 +29,8 @@ def gpu(request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "size, dtype", [(64, "bfloat16"), (128, "bfloat16"), (64, "float32"), (128, "float32")]
+    "size, dtype",
+    [(size, dtype) for dtype in ("bfloat16", "float32") for size in (64, 128, 256)],
 )
 @pytest.mark.parametrize("name", attention_table.attentions())
 def test_both_passes_compile(gpu, name, size, dtype):

@@ -57,6 +57,16 @@ def test_blocks_of_features(kind, size):
     compare(inputs, np.float32, 4e-6, runs(70, 1), impl=INTERPRETED)
 
 
+def test_blocks_of_decays_by_feature_are_traced():
+    """The quick part of the case before: shapes of both passes."""
+    inputs = draw("feature", 70, batch=1, n_heads=1, size=72, d_v=9, dtype=np.float32)
+    inputs = RecurrenceInputs(*(None if x is None else jnp.asarray(x, jnp.float32) for x in inputs))
+    run = with_gradients(functools.partial(recurrence, impl=INTERPRETED))
+    out, gradients = jax.eval_shape(run, inputs.v, *inputs[:4])
+    assert out.shape == inputs.v.shape
+    assert [x.shape for x in gradients] == [x.shape for x in inputs[:4]]
+
+
 @pytest.mark.slow
 def test_decays_that_forget_all():
     inputs = draw("feature", 70, batch=1, least=-80.0)

@@ -87,21 +87,13 @@ def recurrence(
 
 def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
     by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
-    obstacles = kernel_obstacles(
+    # The delta rule's programs hold whole rows of keys.
+    wide = x.beta is None or (not by_feature and x.q.dtype != jnp.float32)
+    return kernel_obstacles(
         *x[:3],
-        most=NARROW_HEAD if by_feature or x.beta is not None else MAX_HEAD_SIZE,
+        most=MAX_HEAD_SIZE if wide else NARROW_HEAD,
         small_row=SMALL_ROW // 2 if by_feature else SMALL_ROW,
     )
-    return obstacles._replace(chip=obstacles.chip or _chip_obstacle(x))
-
-
-def _chip_obstacle(x: RecurrenceInputs) -> str | None:
-    """The property of a call that does not fit on a GPU's chip, besides `kernel_obstacles`."""
-    size = max(x.k.shape[-1], x.v.shape[-1])
-    by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
-    if x.beta is None or not by_feature or size <= 64 or x.q.dtype != jnp.float32:
-        return None
-    return f"beta, decays by feature and head size {size}, which is above 64, in float32"
 
 
 def bidirectional(

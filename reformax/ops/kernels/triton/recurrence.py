@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.dispatch import NARROW_HEAD
 from reformax.ops.kernels.triton.common import launch
 from reformax.ops.kernels.triton.recurrence_chunk import (
     L,
@@ -55,7 +56,9 @@ def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) 
     (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
     n_chunks = pl.cdiv(length, L)
     blocks = StateBlocks.of(size, d_v, delta).grid(size, d_v)
-    if groups is None:
+    if groups is None and delta and size > NARROW_HEAD:
+        groups = 1  # a chip does not hold the matrix of a group
+    elif groups is None:
         groups = min(PROGRAMS // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS)
         # Groups read all chunks twice, and with the delta rule once more for a matrix.
         groups = groups if groups > (3 if delta else 1) else 1

@@ -145,9 +145,9 @@ FEATURES = 64  # features of a block
 
 def _blocks(x) -> tuple[int, int]:
     """The number of blocks of features, and their width."""
-    size = x.k.shape[3]
+    size, widest = x.k.shape[3], max(x.k.shape[3], x.v.shape[3])
     narrow = x.k.dtype == jnp.float32
-    if size <= (FEATURES if narrow else NARROW_HEAD):
+    if widest <= (FEATURES if narrow else NARROW_HEAD):
         return 1, power_of_two(size)
     return pl.cdiv(size, FEATURES), FEATURES
 
