@@ -101,8 +101,7 @@ class lsh(AttentionOp):
       rotations: the rotations to hash with; None draws them from the rng. N heads of size H, at
         least as many hashes R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
-        heads of 256 or less, without `strictly_causal`, `wrap` and `self_score`. `"auto"` takes
-        them where they run.
+        heads of 256 or less, without `wrap` and `self_score`. `"auto"` takes them where they run.
 
     Raises:
       ValueError: sizes out of range, an unknown `impl`, or options that exclude each other.
@@ -188,7 +187,6 @@ class lsh(AttentionOp):
         """`choose_kernels` of a call, whose values may not be known yet."""
         obstacles = kernel_obstacles(
             *(q, None, v, call.logits),
-            strictly_causal=self.strictly_causal,
             wrap=self.wrap,
             self_score=self.self_score,
         )

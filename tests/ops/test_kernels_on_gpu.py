@@ -144,6 +144,15 @@ CASES = {
     "kda, wide": Case(kda.kda, 2, 2, 128, 777),
     "gated_linear, 256": Case(gated_linear.gated_linear, 2, 2, 256, 777),
     "gated_delta, 256": Case(gated_delta.gated_delta, 2, 2, 256, 1000, dtypes=("bfloat16",)),
+    "lsh, strict": Case(
+        of(lsh.lsh, n_hashes=4, chunk_len=64, n_buckets=16, strictly_causal=True), t=1777
+    ),
+    "lsh, strict, packed": Case(
+        of(lsh.lsh, n_hashes=2, chunk_len=40, n_buckets=8, strictly_causal=True, count_once=False),
+        t=777,
+        packed=True,
+        dropout=0.2,
+    ),
     "flash, wide, capped": Case(of(flash.flash, **CAPPED), 2, 2, 128, 1000, causal=False),
     "lsh, capped": Case(of(lsh.lsh, n_hashes=2, chunk_len=128, n_buckets=8, **CAPPED), t=1000),
     "moba, capped": Case(of(moba.moba, block_size=64, **CAPPED), 4, t=1000, packed=True),

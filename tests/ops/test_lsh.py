@@ -352,6 +352,26 @@ def test_a_strict_plan_shows_a_query_its_own_bucket(packed):
     assert cut, "some bucket is larger than the reach"
 
 
+@pytest.mark.parametrize(
+    "length, count_once", [(45, True), (7, True), pytest.param(45, False, marks=pytest.mark.slow)]
+)
+def test_kernels_of_strictly_causal_lsh(length, count_once):
+    """Outputs and gradients of the array path, with segments and padding."""
+    rng = np.random.default_rng(length)
+    q, v, d_out = (jnp.asarray(rng.normal(size=(2, length, 2, 8)), jnp.float32) for _ in "qvd")
+    ids = jnp.asarray(np.sort(rng.integers(1, 3, (2, length)), axis=1).astype(np.int32))
+    ids = ids.at[0, -2:].set(0)
+    options = dict(chunk_len=8, n_hashes=3, n_buckets=4, count_once=count_once)
+    masks = dict(causal=True, segment_ids=ids, rng=jax.random.key(2))
+
+    def run(impl):
+        op = lsh.lsh(strictly_causal=True, impl=impl, **options)
+        out, vjp = jax.vjp(lambda q, v: op(q, None, v, **masks), q, v)
+        return out, vjp(d_out)
+
+    assert_trees_close(run(INTERPRETED), run("xla"), 2e-5)
+
+
 def test_strictly_causal_lsh_reads_nothing_of_the_future():
     """No row changes, whatever follows and however much: plan, hashes and all."""
     q, other, v, other_v = draw(8, 8, 3, 3)

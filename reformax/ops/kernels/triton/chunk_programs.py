@@ -51,6 +51,9 @@ class ChunkInputs(NamedTuple):
     key_packs: Array | None = None  # [W, B, N, R, Tp]
     key_segment: Array | None = None  # [B, N, R, Tp]
     count: Array | None = None  # [B], tokens of one segment, the first of all orders; no `segment`
+    # Of an order with a `first_slot`: it, by slot. `packs` are then, by each hash but the last, the
+    # slot of each position and its first slot.
+    first: Array | None = None  # [B, N, R, Tp]
 
     def at_keys(self) -> ChunkInputs:
         """The inputs in the order of the keys."""
@@ -67,7 +70,8 @@ class ChunkBlock(NamedTuple):
     exists: Array | None  # whether there is such a position; None: all exist, and so do the slots
     segment: Array | None
     chunk: Array
-    packs: tuple[Array, ...]  # the chunks by the earlier hashes
+    packs: tuple[Array, ...]  # the chunks, or slots, by the earlier hashes
+    first: Array | None = None  # the first slot that a query sees
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,10 +169,13 @@ class ChunkProgram(Program):
             segment = (slot < self.count).astype(jnp.int32)
         per_pack = PackedChunks.of(self.chunks).per_pack
         n_packs = 0 if x.packs is None else pl.cdiv(self.hash_index, per_pack)
+        if x.packs is not None and x.first is not None:
+            n_packs = 2 * self.hash_index
+        first = self.load_slots(x.first, slot, exists, 0)
         packs = tuple(self.load_slots(x.packs, slot, exists, 0, pack) for pack in range(n_packs))
         length = self.chunks.key_length if of_keys else self.chunks.length
         exists = None if self.unmasked else position < length
-        return ChunkBlock(slot, position, exists, segment, slot // chunk_len, packs)
+        return ChunkBlock(slot, position, exists, segment, slot // chunk_len, packs, first)
 
     def address(self, block: ChunkBlock):
         return block.position, self.head, block.exists
@@ -237,6 +244,8 @@ class ChunkProgram(Program):
         if self.count is not None:  # what a query of padding sees is dropped
             exists, of_query, of_key = all_of(exists, is_token(of_key)), None, None
         masks = [c.rule.sees(Side(q.position, of_query), Side(k.position, of_key, exists))]
+        if q.first is not None:
+            return all_of(*masks, *self._between_slots(q, k))
         if not self.aligned:
             masks.append(self._chunk_in_reach(q.chunk, k.chunk))
         # A key counts only for the first hash by which the query sees it (the paper's N_ij).
@@ -245,6 +254,14 @@ class ChunkProgram(Program):
             masks.append(~packed.near(query_pack, key_pack, min(n_hashes, packed.per_pack)))
             n_hashes -= packed.per_pack
         return all_of(*masks)
+
+    def _between_slots(self, q: ChunkBlock, k: ChunkBlock) -> list[Array]:
+        """Which keys are from a query's first slot to its own, and were in no earlier hash."""
+        masks = [(k.slot >= q.first) & (k.slot <= q.slot)]
+        for i in range(0, len(q.packs), 2):
+            slot, first = q.packs[i], q.packs[i + 1]
+            masks.append((k.packs[i] < first) | (k.packs[i] > slot))
+        return masks
 
     def _chunk_in_reach(self, query_chunk, key_chunk) -> Array:
         """Whether a query's chunk attends to a key's chunk."""

@@ -167,12 +167,19 @@ def _in_order(x: Array, order: Array | None) -> Array:
 
 
 def _inputs(chunks, q, k, v, order, segment_ids, seed) -> ChunkInputs:
-    packs = segment = key_order = key_packs = key_segment = count = None
+    packs = segment = key_order = key_packs = key_segment = count = first = None
     if isinstance(segment_ids, TokensFirst):
         segment_ids, count = None, segment_ids.count
     two_orders = order is not None and chunks.two_orders
     if chunks.count_once and order is not None and order.query_positions.shape[2] > 1:
         order = order.with_slots(chunks.two_orders)
+    if order is not None and order.first_slot is not None:
+        first = _first_slots(order.first_slot, order.query_positions)
+        if chunks.count_once and order.query_positions.shape[2] > 1:
+            by_position = order.query_slots, order.first_slot
+            pairs = zip(*(jnp.moveaxis(x, 2, 0)[:-1] for x in by_position), strict=True)
+            packs = jnp.stack([_in_order(x, order.query_positions) for p in pairs for x in p])
+    elif chunks.count_once and order is not None and order.query_positions.shape[2] > 1:
         packs = _packs(chunks, order.query_slots // chunks.query_chunk_len, order.query_positions)
         if two_orders:
             key_packs = _packs(chunks, order.key_slots // chunks.chunk_len, order.key_positions)
@@ -185,7 +192,13 @@ def _inputs(chunks, q, k, v, order, segment_ids, seed) -> ChunkInputs:
         key_segment = _in_order(of_key, key_order) if two_orders else None
     k = length_normalize(q) if k is None else k
     of_keys = key_order, key_packs, key_segment
-    return ChunkInputs(q, k, v, order, packs, segment, seed, *of_keys, count)
+    return ChunkInputs(q, k, v, order, packs, segment, seed, *of_keys, count, first)
+
+
+def _first_slots(first: Int[Array, "B N R _"], order: Int[Array, "B N R Tp"]) -> Array:
+    """The first slots that queries see, by slot."""
+    first = jnp.pad(first, ((0, 0),) * 3 + ((0, order.shape[3] - first.shape[3]),))
+    return jnp.take_along_axis(first, order, axis=3, mode="promise_in_bounds")
 
 
 def _packs(
