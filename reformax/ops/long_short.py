@@ -296,7 +296,7 @@ class long_short(AttentionOp):
             near = KeyValues(
                 *(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True))
             )
-        return attend_to(call, q, *near, mask[:, None], "auto"), LongShortCache(ring, far)
+        return attend_to(call, q, *near, mask[:, None], self.impl), LongShortCache(ring, far)
 
     def _with_newest(self, params, cache: LongShortCache, ring, held, position) -> KeyValues:
         """The mixtures with those of the newest chunk, of its tokens so far."""
