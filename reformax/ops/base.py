@@ -531,7 +531,8 @@ class AttentionOp:
           segment_ids: ids of the tokens, or a pair of them for queries and for keys. Booleans say
             that each row is one segment besides its padding.
           lengths: the number of tokens of each row, whose padding is behind them: the cheapest way
-            to say so. Arrays must be finite at padding. Queries and keys are of one length.
+            to say so. Arrays must be finite at padding. Queries and keys are of one length. Within
+            `jax.jit` a number out of range is clipped.
           mask: True where a key may be seen. `[B, S]` is of keys, for every algorithm: it becomes
             segment ids, by which the hidden keys are padding. `[B, N, T, S]` is of pairs, for an
             algorithm with `bias`; an axis of size 1 is broadcast.
@@ -666,7 +667,8 @@ def _plan_and_apply(
     train: bool,
 ) -> Float[Array, "B T N V"]:
     params, q, k, v, segment_ids, lengths, mask, bias, extra_projections, global_tokens, rng = x
-    if lengths is not None:
+    if lengths is not None:  # within the row, because kernels read as many positions
+        lengths = jnp.clip(lengths.astype(jnp.int32), 0, q.shape[1])
         segment_ids = tokens_before(lengths, q.shape[1])
     segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
     masks = dict(segment_ids=segment_ids, causal=causal, rng=rng, shard=shard)

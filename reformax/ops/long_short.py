@@ -81,9 +81,8 @@ class long_short(AttentionOp):
       chunk_len: l, the positions of a chunk in causal attention. A position sees its own chunk
         only by its window, which should therefore be at least as long.
       dual_norm: whether keys and values are normalised, in the window and in summaries separately.
-
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less, without dropout, and without `rank` if causal. `"auto"` takes the
+        heads of 256 or less, without dropout, and without `rank` if causal. `"auto"` takes the
         kernel where it computes the same function.
 
     Raises:
@@ -297,7 +296,7 @@ class long_short(AttentionOp):
             near = KeyValues(
                 *(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True))
             )
-        return attend_to(call, q, *near, mask[:, None], "auto"), LongShortCache(ring, far)
+        return attend_to(call, q, *near, mask[:, None], self.impl), LongShortCache(ring, far)
 
     def _with_newest(self, params, cache: LongShortCache, ring, held, position) -> KeyValues:
         """The mixtures with those of the newest chunk, of its tokens so far."""

@@ -32,9 +32,9 @@ from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacle
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.numerics.row_blocks import block_at, over_groups, rows
+from reformax.ops.numerics.row_blocks import block_at, ids_of, over_groups, rows
 from reformax.ops.softmax import block_kernels, tiles
-from reformax.ops.softmax.block_lists import MIN_TILE, FullLayout, Layout
+from reformax.ops.softmax.block_lists import MIN_TILE, FullLayout
 from reformax.ops.softmax.online import Softmax
 
 
@@ -52,8 +52,8 @@ class memory_efficient(RingDecoding, AttentionOp):
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 256 or less, without bias: that of `block_sparse` summarises a chunk, and those of
         `flash` compute the gradient. The former also needs chunks of a multiple of 16 that divide
-        the lengths and, if causal, each other, and neither segments nor dropout. `"auto"` takes a
-        kernel for each pass that it can compute.
+        the lengths and, if causal, each other, and no dropout. `"auto"` takes a kernel for each
+        pass that it can compute.
 
     Raises:
       ValueError: a size that is neither 1 or more nor `"sqrt"`, an unknown `impl`.
@@ -68,6 +68,7 @@ class memory_efficient(RingDecoding, AttentionOp):
     bias = True
     shards = ("heads",)
     _grouped = True
+    _hides_finite_padding = True
     _impls = KERNELS
 
     def _apply(self, call, params, q, k, v, plan):
@@ -88,7 +89,6 @@ class memory_efficient(RingDecoding, AttentionOp):
             kernel_obstacles, q, k, v, call.logits, bias=None if bias is None else bias.shape
         )
         of_forward = obstacles(
-            segment_ids="given" if call.segment_ids is not None else None,
             dropout=call.dropout,
             chunks=_uneven(tiling, key_size, n_queries, n_keys),
         )
@@ -177,16 +177,17 @@ def _uneven(
 def kernel_summary(
     interpret: bool, tiling: tiles.Tiling, x: tiles.TiledInputs, group, queries, keys, q
 ) -> Softmax:
-    """`tiles.tile_softmax` by the kernel of block-sparse attention, to which the tile is one block.
+    """`tiles.tile_softmax` by the kernel of block-sparse attention, to which the tile is all.
 
     If causal, the tile is square and on the diagonal.
     """
     q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, *(rows(y, group, keys) for y in x[1:3])))
-    n_queries, n_keys = q.shape[1], k.shape[1]
-    sizes = (n_queries, n_keys) * 2
-    layout = Layout(np.ones((1, 1, 1), bool), *sizes, tiling.causal, 0.0, tiling.logits)
+    ids = None, None
+    if x.query_segment_ids is not None:
+        ids = ids_of(x.query_segment_ids, group, queries), ids_of(x.key_segment_ids, group, keys)
+    layout = FullLayout(q.shape[1], k.shape[1], tiling.causal, 0.0, tiling.logits)
     forward = functools.partial(block_kernels.kernels().forward, interpret=interpret)
-    out, row_max, row_sum = forward(layout, q, k, v, (None, None), None)
+    out, row_max, row_sum = forward(layout, q, k, v, ids, None)
     return Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum)
 
 

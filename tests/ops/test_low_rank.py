@@ -329,6 +329,21 @@ def test_the_kernel_of_long_short_attention_is_the_same_function(options, causal
     assert_trees_close(*results, 1e-5)
 
 
+def test_long_short_attention_decodes_by_its_impl():
+    q, k, v = draw()
+    outs = []
+    for impl in (INTERPRETED, "xla"):
+        op = long_short.long_short(window=4, rank=2, chunk_len=4, impl=impl)
+        params = op.init(KEY, op.dims(q, v))
+        lengths = jnp.full(len(q), 9)
+        cache = op.init_cache(params, q, k, v, plan=None, lengths=lengths, capacity=q.shape[1])
+        token = (x[:, 9:10] for x in (q, k, v))
+        step = functools.partial(op.step, params, *token, position=lengths)
+        assert ("pallas_call" in str(jax.make_jaxpr(step)(cache))) == (impl == INTERPRETED)
+        outs.append(step(cache)[0])
+    np.testing.assert_allclose(*outs, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [(dict(causal=True), "causal=True"), (dict(dropout=0.1), "dropout=0.1")],

@@ -9,6 +9,7 @@ import pytest
 
 from reformax.buffers import trained
 from reformax.ops import asymmetric_lsh, flash, linear, local, longformer, lsh, shared_qk, sinks
+from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close
 from tests.ops import inputs
@@ -89,12 +90,47 @@ def test_a_mask_of_keys_is_booleans(op):
             "lengths and segment_ids are given: leave out lengths",
         ),
         (dict(lengths=jnp.ones(4, int), mask=BEHIND), "lengths and mask are given: leave out"),
+        (
+            dict(lengths=np.array([3, 26, 1, 1])),
+            "lengths has 1 to 26: expected 0 to 25, the length",
+        ),
+        (dict(lengths=jnp.array([3, -1, 1, 1])), "lengths has -1 to 3: expected 0 to 25"),
     ],
 )
 def test_lengths_that_do_not_fit(given, message):
     x = inputs.draw(flash.flash(), batch=4, length=LENGTH)
     with pytest.raises(ValueError, match=message):
         inputs.call(flash.flash(), x, **given)
+
+
+@pytest.mark.parametrize("dtype, most", [(np.uint8, 255), (np.int32, 2**31 - 1)])
+def test_cudnn_gets_lengths_within_the_row(dtype, most, monkeypatch):
+    """Kernels would read behind the array; numbers without a sign would wrap at `lengths - 1`."""
+    lengths = []
+
+    def instead(q, k, v, *, key_value_seq_lengths, **_):
+        jax.debug.callback(lengths.append, key_value_seq_lengths)
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    for make, want in ((flash.flash, [24, 1, 25]), (shared_qk.shared_qk, [23, 1, 24])):
+        op = make(impl="cudnn")
+        x = inputs.draw(op, batch=3, length=LENGTH, d_qk=8, d_v=8, dtype=jnp.bfloat16)
+        call = jax.jit(lambda n, x=x, op=op: inputs.call(op, x, causal=True, lengths=n))
+        jax.block_until_ready(call(np.array([24, 0, most], dtype)))
+        jax.effects_barrier()
+        assert np.asarray(lengths.pop()).tolist() == want
+
+
+@pytest.mark.parametrize("impl", [INTERPRETED, "xla"])
+def test_booleans_of_queries_and_ids_of_keys(impl):
+    x = inputs.draw(flash.flash(), batch=4, length=LENGTH)
+    got, want = (
+        inputs.call(flash.flash(impl=impl), x, segment_ids=(of_queries, 1 * ANYWHERE))
+        for of_queries in (BEHIND, 1 * BEHIND)
+    )
+    np.testing.assert_array_equal(got, want)
 
 
 def test_lengths_of_two_sequences():

@@ -357,13 +357,19 @@ def test_padding_behind_rows_reaches_cudnn(length, causal, pieces, monkeypatch):
     assert_trees_close(with_gradients(run)(d_out, q, k, v), with_gradients(want)(d_out, q, k, v))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_kernels_summaries_are_merged(causal):
-    q, k, v = numbers(3, 1, 192, 2, 8)
+@pytest.mark.parametrize(
+    "causal, given", [(False, {}), (True, {}), (True, "lengths"), (False, "segment_ids")]
+)
+def test_a_kernels_summaries_are_merged(causal, given):
+    q, k, v = numbers(3, 3, 192, 2, 8)
     sizes = dict(query_chunk_size=32, key_chunk_size=64)
+    if given == "lengths":
+        given = dict(lengths=np.array([192, 70, 0]))
+    elif given == "segment_ids":
+        given = dict(segment_ids=np.repeat([[1, 1, 1], [1, 2, 0], [1, 0, 2]], 64, axis=1))
 
     def run(op):
-        attend = with_gradients(lambda *x: op(*x, causal=causal))
+        attend = with_gradients(lambda *x: op(*x, causal=causal, **given))
         return jax.jit(attend)(v, q, k, v)
 
     want = run(dense.dense(impl="xla"))

@@ -196,6 +196,12 @@ def _check_lengths(lengths, q, keys, others) -> None:
             f"lengths has shape {lengths.shape} and dtype {lengths.dtype}: expected integers "
             f"[batch], {q.shape[:1]}"
         )
+    if not isinstance(lengths, jax.core.Tracer) and lengths.size:
+        least, most = (int(x) for x in (np.min(lengths), np.max(lengths)))
+        if least < 0 or most > q.shape[1]:
+            raise ValueError(
+                f"lengths has {least} to {most}: expected 0 to {q.shape[1]}, the length of q"
+            )
 
 
 def _check_ids_fit(ids) -> None:

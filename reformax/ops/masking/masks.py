@@ -84,10 +84,10 @@ def int32_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:
 
 
 def int32_or_bool_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:
-    """`int32_ids`, but of booleans, which say that each row is one segment."""
-    return jax.tree.map(
-        lambda ids: jnp.asarray(ids) if ids.dtype == bool else ids.astype(jnp.int32), segment_ids
-    )
+    """`int32_ids`, but of booleans alone, which say that each row is one segment."""
+    if says_one_segment(segment_ids):
+        return jax.tree.map(jnp.asarray, segment_ids)
+    return int32_ids(segment_ids)
 
 
 def says_one_segment(segment_ids: SegmentIds | None) -> bool:

@@ -104,8 +104,8 @@ class Recurrence:
     def _read_tokens(self, call, params, q, k, v):
         """`_read` of tokens alone, the gates, and the segment ids that the recurrence needs.
 
-        Nobody needs those of one segment: a key of zeros writes nothing, nothing is forgotten at
-        padding, and no token reads what a causal call has behind it.
+        A row of one segment needs no ids. Padding within it has keys of zeros, which write nothing,
+        and forgets nothing. No token of a causal call reads the padding behind it.
         """
         ids, gates = call.segment_ids, call.extra_projections
         if ids is None or call.lengths is not None:

@@ -34,8 +34,8 @@ def with_sinks(results: Results, sinks: Float[Array, " N"] | None) -> Results:
     row_max = jnp.maximum(of_keys_max, sink)
     of_keys = of_keys_sum * jnp.exp(of_keys_max - row_max)
     row_sum = of_keys + jnp.exp(sink - row_max)
-    share = jnp.swapaxes(of_keys / row_sum, 1, 2)[..., None]
-    return (out * share).astype(out.dtype), row_max, row_sum
+    weight = jnp.swapaxes(of_keys / row_sum, 1, 2)[..., None]  # of all keys together
+    return (out * weight).astype(out.dtype), row_max, row_sum
 
 
 def d_sinks(

@@ -175,15 +175,15 @@ def _spans(
       entries: tiles of the other side.
     """
     lowest, highest, only = (x[:, entries][:, None] for x in others)
-    own = _TileIds(*(x[..., None] for x in ids))
-    overlaps = (lowest <= own.highest) & (own.lowest <= highest)
+    tile = _TileIds(*(x[..., None] for x in ids))
+    overlaps = (lowest <= tile.highest) & (tile.lowest <= highest)
     index, n = jnp.arange(len(entries), dtype=jnp.int32), len(entries)
 
     def first(where: Array) -> Int[Array, "B tiles"]:
         return jnp.min(jnp.where(where, index, n), axis=2)
 
     end = jnp.max(jnp.where(overlaps, index + 1, 0), axis=2)
-    alike = (only == own.only) & (own.only != 0)
+    alike = (only == tile.only) & (tile.only != 0)
     first_alike = first(alike)
     end_alike = first(~alike & (index >= first_alike[..., None]))
     return jnp.stack([first(overlaps), end, first_alike, end_alike])

@@ -69,10 +69,10 @@ def _forward_kernel(
     acc, row_max, row_sum = flash.forward(program, queries, state)
     if program.is_last:
         row_max = in_logits(row_max, x.q.shape[3])
-        share = 1.0 / nonzero(row_sum)
+        inverse_sum = 1.0 / nonzero(row_sum)
         if x.count is not None:  # padding sees what tokens see
-            share = jnp.where(is_token(queries.segment), share, 0.0)
-        acc = acc * share[:, None]
+            inverse_sum = jnp.where(is_token(queries.segment), inverse_sum, 0.0)
+        acc = acc * inverse_sum[:, None]
         if program.chunks.sees_itself:
             lone = program.alone_weight(queries, row_sum)
             alone_rows = program.rows(x.v, queries, lone > 0.0)
