@@ -58,7 +58,7 @@ def parse(
     Args:
       config_files: gin files; later ones win.
       overrides: bindings such as 'loop.train.steps=10', or 'd_model=64' for a macro that a file
-        defines.
+        defines or a short name.
       data_dir: bound to the `data_dir` of the config's task.
       init_from: bound to `loop.train.init_from`. A vocabulary that lies in this folder is bound to
         the `vocabulary` of the config's task, unless the config sets one.
@@ -156,10 +156,16 @@ def settings_of(config_file: str) -> list[str]:
 
 
 def _check_used(new_macros: dict[str, str]) -> None:
-    """Raises `ConfigError` for a macro that nothing uses and that is called much as one in use."""
+    """Raises `ConfigError` for a macro that nothing uses and that is called as a setting is.
+
+    That is an argument to which the config gives another value, or much the name of a macro.
+    """
     used = gin_text.macros_used(gin.config_str())
+    arguments = {short: f"{_short(selector)}.{name}" for selector, name, short in _short_names()}
     for name, config_file in new_macros.items():
         near = messages.nearest(name, sorted(used - new_macros.keys()), most=0)
+        if name in arguments:
+            near = f"; did you mean {arguments[name]}?"
         if name not in used and near:
             raise ConfigError(f"{config_file} sets {name}, and nothing has %{name}{near}")
 
@@ -177,9 +183,13 @@ def _parse_overrides(overrides: Sequence[str], data_dir: str | None) -> None:
 def _check_macro(override: str) -> None:
     # gin takes any name for a new macro, so a misspelt one would silently change nothing.
     name, macros = gin_text.macro_of(override), reading.macros()
-    if name is not None and name not in macros:
+    if name is None or name in macros:
+        return
+    unset = set() if _saved else _unset()  # macros are bound to arguments before a run is saved
+    if name not in unset:
         whole = _settings().get(name)
-        near = f"; did you mean {whole}?" if whole else messages.nearest(name, macros)
+        near = messages.nearest(name, [*macros, *unset], most=0) or messages.nearest(name, macros)
+        near = f"; did you mean {whole}?" if whole else near
         raise ConfigError(f"--config={override!r}: no config file defines {name}{near}")
 
 
@@ -223,12 +233,27 @@ def _bind_data_dir(data_dir: str) -> None:
 def _bind_short_names() -> None:
     """Sets arguments of training and of its models to the macros that are their short names."""
     macros = set(reading.macros())
+    for selector, argument, name in list(_short_names()):
+        if name in macros and not _is_set(f"{selector}.{argument}"):
+            macro = gin.config.ConfigurableReference(f"{name}/gin.macro", True)
+            gin.bind_parameter(f"{selector}.{argument}", macro)
+
+
+def _short_names() -> Iterator[tuple[str, str, str]]:
+    """(function, argument, short name) of training and of its models."""
     for selector in ("reformax.training.loop.train", *_models()):
         for argument in _parameters(selector):
-            name = short_names.of(argument)
-            if name in macros and not _is_set(f"{selector}.{argument}"):
-                macro = gin.config.ConfigurableReference(f"{name}/gin.macro", True)
-                gin.bind_parameter(f"{selector}.{argument}", macro)
+            yield selector, argument, short_names.of(argument)
+
+
+def _unset() -> set[str]:
+    """The short names of arguments that the config does not set."""
+    return {name for x, argument, name in _short_names() if not _is_set(f"{x}.{argument}")}
+
+
+def _short(selector: str) -> str:
+    """'lm.ReformerLM' of 'reformax.models.lm.ReformerLM'."""
+    return ".".join(selector.split(".")[-2:])
 
 
 def _models() -> set[str]:
@@ -354,10 +379,9 @@ def configured(function):
     bound = _bound(function)
     _check_ends(function)
     if not bound:
-        package, _, module = function.__module__.rpartition(".")
+        name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         raise ConfigError(
-            f"the config sets nothing of {module}.{function.__name__}: it needs `from {package} "
-            f"import {module}` and {module}.{function.__name__}.model, .task and .optimizer"
+            f"the config sets nothing of {name}: it needs {name}.model, .task and .optimizer"
         )
     return gin.get_configurable(function)
 
