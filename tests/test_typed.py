@@ -296,6 +296,15 @@ def test_a_short_name_is_a_setting_of_the_command_line():
     assert config.bindings(loop.train, {"seed"}) == {"seed": 3}
 
 
+def test_model_and_task_are_short_names(tmp_path):
+    (tmp_path / "mine.gin").write_text(
+        "include 'byte_lm.gin'\nmodel = @lm.ReformerLM\ntask = @text.text()\nn_slots = 3\n"
+    )
+    config.parse([str(tmp_path / "mine.gin")], data_dir="mine.txt")
+    lines = config.text().splitlines()
+    assert {"text.text.data_dir = 'mine.txt'", "lm.ReformerLM.n_slots = %n_slots"} <= {*lines}
+
+
 def test_a_short_name_of_what_the_config_sets_is_told(tmp_path):
     for name, line in {
         "eval_every": "eval_every = 5",

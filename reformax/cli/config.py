@@ -78,11 +78,13 @@ def parse(
         else:
             trax_config.refuse(config_file, reading.statements_of(path))
             new_macros |= dict.fromkeys(reading.read_file(path, folders), config_file)
-    _parse_overrides(overrides, data_dir)
-    if init_from is not None:
-        _bind_init_from(init_from)
+    _parse_overrides(overrides)
     _bind_short_names()
     _check_used(new_macros)
+    if data_dir is not None:
+        _bind_data_dir(data_dir)
+    if init_from is not None:
+        _bind_init_from(init_from)
 
 
 def parse_saved(
@@ -116,7 +118,9 @@ def parse_saved(
     except ConfigError:
         _forget(saved=True)  # nothing of it stays
         raise
-    _parse_overrides(overrides, data_dir)
+    _parse_overrides(overrides)
+    if data_dir is not None:
+        _bind_data_dir(data_dir)
 
 
 _saved = False  # whether the parsed config is that of a run
@@ -170,14 +174,12 @@ def _check_used(new_macros: dict[str, str]) -> None:
             raise ConfigError(f"{config_file} sets {name}, and nothing has %{name}{near}")
 
 
-def _parse_overrides(overrides: Sequence[str], data_dir: str | None) -> None:
+def _parse_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         _check_macro(override)
         _check_word(override)
         _check_dots(override)
         reading.read(override)
-    if data_dir is not None:
-        _bind_data_dir(data_dir)
 
 
 def _check_macro(override: str) -> None:
@@ -233,7 +235,7 @@ def _bind_data_dir(data_dir: str) -> None:
 def _bind_short_names() -> None:
     """Sets arguments of training and of its models to the macros that are their short names."""
     macros = set(reading.macros())
-    for selector, argument, name in list(_short_names()):
+    for selector, argument, name in _short_names():
         if name in macros and not _is_set(f"{selector}.{argument}"):
             macro = gin.config.ConfigurableReference(f"{name}/gin.macro", True)
             gin.bind_parameter(f"{selector}.{argument}", macro)
@@ -241,9 +243,14 @@ def _bind_short_names() -> None:
 
 def _short_names() -> Iterator[tuple[str, str, str]]:
     """(function, argument, short name) of training and of its models."""
-    for selector in ("reformax.training.loop.train", *_models()):
-        for argument in _parameters(selector):
-            yield selector, argument, short_names.of(argument)
+    yield from _short_names_of("reformax.training.loop.train")
+    for selector in _models():  # after those of training: `model` is one
+        yield from _short_names_of(selector)
+
+
+def _short_names_of(selector: str) -> Iterator[tuple[str, str, str]]:
+    for argument in _parameters(selector):
+        yield selector, argument, short_names.of(argument)
 
 
 def _unset() -> set[str]:
