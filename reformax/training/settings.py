@@ -192,8 +192,8 @@ class TrainSettings:
                 )
             if stage.fine_tuning is not None and self.fine_tuning is not None:
                 raise SettingError(
-                    f"{stage.name}.fine_tuning and the run's fine_tuning are both set: leave one of "
-                    "them out"
+                    f"{stage.name}.fine_tuning and the run's fine_tuning are both set: leave one "
+                    "of them out"
                 )
         _ = self.other_evaluations  # raises for one that does not fit
 
