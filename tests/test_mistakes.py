@@ -44,7 +44,7 @@ SETTINGS = {
     "lsh.lsh.n_hash=4": "has no parameter n_hash: lsh.lsh.n_hash=4; did you mean n_hashes",
     "lm.ReformerLM.attention_type=@lsh.lhs()": "did you mean lsh?",
     "lm.ReformerLM.attention_type=@flush.flash()": "flush is not the name of an imported module: "
-    "lm.ReformerLM.attention_type=@flush.flash(); did you mean flash?",
+    "lm.ReformerLM.attention_type=@flush.flash(); did you mean flash",
     "lm.ReformerLM.attention_type=@lsh()": "lsh is a module: name a function of it: "
     "lm.ReformerLM.attention_type=@lsh(); did you mean lsh.lsh",
     "dtype=bfloat16": "write a text in quotes: --config=\"dtype='bfloat16'\"",
