@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -153,10 +154,20 @@ def _find(config_file: str) -> str:
     return str(path.absolute())
 
 
-def settings_of(config_file: str) -> list[str]:
-    """The names that a user's file sets itself; none of a file of the package."""
+def settings_of(config_file: str) -> dict[str, str]:
+    """The names that a user's file sets itself, and what they are without the file's aliases."""
     path = _find(config_file)
-    return [] if configs.is_packaged(path) else list(reading.statements_of(path).values)
+    if configs.is_packaged(path):
+        return {}
+    found = reading.statements_of(path)
+    alias = re.compile(rf"^(.*/)?({'|'.join(map(re.escape, found.aliases))})(?=\.)")
+
+    def whole(name: str) -> str:
+        if not found.aliases:
+            return name
+        return alias.sub(lambda match: (match[1] or "") + found.aliases[match[2]], name)
+
+    return {name: whole(name) for name in found.values}
 
 
 def _check_used(new_macros: dict[str, str]) -> None:
@@ -516,6 +527,8 @@ def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[st
       also_used: 'module.function.argument' names that were read without a call.
     """
     text, found = operative(), []
+    for (scope, selector), arguments in gin.config._OPERATIVE_CONFIG.items():  # without aliases
+        text += "".join(f"{scope}/{selector}.{x} = \n".removeprefix("/") for x in arguments)
     for override in overrides:
         if target := gin_text.argument_of(override):
             used = ".".join(target) in also_used or gin_text.sets(text, *target)

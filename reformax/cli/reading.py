@@ -44,6 +44,7 @@ class Statements(NamedTuple):
     includes: list[str]
     imports: list[str]
     values: dict[str, Any]  # by 'scope/module.function.argument', or by a macro's name
+    aliases: dict[str, str]  # the modules that imports call otherwise
 
 
 class WrittenName(str):
@@ -91,13 +92,14 @@ def read_statements(text: str, source: str) -> Statements:
     Raises:
       ConfigError: a line cannot be read.
     """
-    found = Statements([], [], {})
+    found = Statements([], [], {}, {})
     for statement in _statements(text, source):
         match statement:
             case IncludeStatement(filename=filename):
                 found.includes.append(filename)
-            case ImportStatement(module=module):
+            case ImportStatement(module=module, alias=alias):
                 found.imports.append(module)
+                found.aliases.update({alias: module} if alias else {})
             case BindingStatement(scope, selector, argument, value):
                 name = f"{scope}/{selector}" if scope else selector
                 found.values[f"{name}.{argument}" if argument else name] = value
