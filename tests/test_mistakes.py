@@ -37,10 +37,16 @@ SETTINGS = {
     "loop.train.config_text='x'": "loop.train.config_text is passed by the command",
     "n_hashes=4": "no config file defines n_hashes; did you mean lsh.lsh.n_hashes?",
     "stepz=10": "no config file defines stepz; did you mean steps",
+    "sede=5": "no config file defines sede; did you mean seed?",
+    "eval_every=5": "no config file defines eval_every; did you mean loop.train.eval_every?",
+    "output_dir='a'": "loop.train.output_dir is passed by the command: leave it out",
     "steps=1e6": "steps is 1000000.0: expected a whole number",
     "lsh.lsh.n_hash=4": "has no parameter n_hash: lsh.lsh.n_hash=4; did you mean n_hashes",
     "lm.ReformerLM.attention_type=@lsh.lhs()": "did you mean lsh?",
-    "lm.ReformerLM.attention_type=@flush.flash()": "flush is not the name of an imported module",
+    "lm.ReformerLM.attention_type=@flush.flash()": "flush is not the name of an imported module: "
+    "lm.ReformerLM.attention_type=@flush.flash(); did you mean flash",
+    "lm.ReformerLM.attention_type=@lsh()": "lsh is a module: name a function of it: "
+    "lm.ReformerLM.attention_type=@lsh(); did you mean lsh.lsh",
     "dtype=bfloat16": "write a text in quotes: --config=\"dtype='bfloat16'\"",
     "scan_layers=true": "expected scan_layers=True",
     "loop.train.model=lm.ReformerLM": "with an @: --config='loop.train.model=@lm.ReformerLM'",
@@ -195,7 +201,12 @@ def test_a_module_of_the_working_directory_is_found(made, monkeypatch):
         with pytest.raises(ValueError, match="3 times"):
             config.bindings(loop.train, ["task"])
         assert "import mytask" in gin.config_str()
-    (made / "bare.gin").write_text("include 'quickstart.gin'\nloop.train.task = @mytask.mine()\n")
-    config.parse([str(made / "bare.gin")])
-    assert "import mytask" in gin.config_str()
+    include = "include 'quickstart.gin'\n"
+    for head in (include, f"import mytask\n{include}", f"{include}import mytask\n"):
+        (made / "bare.gin").write_text(f"{head}loop.train.task = @mytask.mine()\n")
+        config.parse([str(made / "bare.gin")])
+        text = gin.config_str()
+        assert "import mytask" in text
+        config.parse_saved(text, "config.gin", trusted=True)
+        assert gin.config_str() == text
     gin.clear_config()

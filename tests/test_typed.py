@@ -289,6 +289,35 @@ lm.ReformerLM.attention_type = @lsh.lsh()
     }
 
 
+def test_a_short_name_is_a_setting_of_the_command_line():
+    config.parse(["transformer_text.gin"], ["seed=3", "ff_chunk_size=64"])
+    lines = config.text().splitlines()
+    assert "lm.TransformerLM.ff_chunk_size = %ff_chunk_size" in lines and "seed = 3" in lines
+    assert config.bindings(loop.train, {"seed"}) == {"seed": 3}
+
+
+def test_model_and_task_are_short_names(tmp_path):
+    (tmp_path / "mine.gin").write_text(
+        "include 'byte_lm.gin'\nmodel = @lm.ReformerLM\ntask = @text.text()\nn_slots = 3\n"
+    )
+    config.parse([str(tmp_path / "mine.gin")], data_dir="mine.txt")
+    lines = config.text().splitlines()
+    assert {"text.text.data_dir = 'mine.txt'", "lm.ReformerLM.n_slots = %n_slots"} <= {*lines}
+
+
+def test_a_short_name_of_what_the_config_sets_is_told(tmp_path):
+    for name, line in {
+        "eval_every": "eval_every = 5",
+        "task": "task = @stdlib.stdlib()",
+        "attention": "attention = @lsh.lsh()\nlm.ReformerLM.attention_type = @local.local()",
+    }.items():
+        base = "reformer_text.gin" if name != "attention" else "byte_lm.gin"
+        text = f"include '{base}'\nloop.train.model = @lm.ReformerLM\n{line}\n"
+        (tmp_path / "mine.gin").write_text(text)
+        with pytest.raises(config.ConfigError, match=rf"sets {name}, .*; did you mean \w+\.\w"):
+            config.parse([str(tmp_path / "mine.gin")])
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_file_that_is_named_as_one_of_ours(beside, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -58,7 +59,7 @@ def parse(
     Args:
       config_files: gin files; later ones win.
       overrides: bindings such as 'loop.train.steps=10', or 'd_model=64' for a macro that a file
-        defines.
+        defines or a short name.
       data_dir: bound to the `data_dir` of the config's task.
       init_from: bound to `loop.train.init_from`. A vocabulary that lies in this folder is bound to
         the `vocabulary` of the config's task, unless the config sets one.
@@ -78,11 +79,13 @@ def parse(
         else:
             trax_config.refuse(config_file, reading.statements_of(path))
             new_macros |= dict.fromkeys(reading.read_file(path, folders), config_file)
-    _parse_overrides(overrides, data_dir)
-    if init_from is not None:
-        _bind_init_from(init_from)
+    _parse_overrides(overrides)
     _bind_short_names()
     _check_used(new_macros)
+    if data_dir is not None:
+        _bind_data_dir(data_dir)
+    if init_from is not None:
+        _bind_init_from(init_from)
 
 
 def parse_saved(
@@ -116,7 +119,9 @@ def parse_saved(
     except ConfigError:
         _forget(saved=True)  # nothing of it stays
         raise
-    _parse_overrides(overrides, data_dir)
+    _parse_overrides(overrides)
+    if data_dir is not None:
+        _bind_data_dir(data_dir)
 
 
 _saved = False  # whether the parsed config is that of a run
@@ -149,37 +154,55 @@ def _find(config_file: str) -> str:
     return str(path.absolute())
 
 
-def settings_of(config_file: str) -> list[str]:
-    """The names that a user's file sets itself; none of a file of the package."""
+def settings_of(config_file: str) -> dict[str, str]:
+    """The names that a user's file sets itself, and what they are without the file's aliases."""
     path = _find(config_file)
-    return [] if configs.is_packaged(path) else list(reading.statements_of(path).values)
+    if configs.is_packaged(path):
+        return {}
+    found = reading.statements_of(path)
+    alias = re.compile(rf"^(.*/)?({'|'.join(map(re.escape, found.aliases))})(?=\.)")
+
+    def whole(name: str) -> str:
+        if not found.aliases:
+            return name
+        return alias.sub(lambda match: (match[1] or "") + found.aliases[match[2]], name)
+
+    return {name: whole(name) for name in found.values}
 
 
 def _check_used(new_macros: dict[str, str]) -> None:
-    """Raises `ConfigError` for a macro that nothing uses and that is called much as one in use."""
+    """Raises `ConfigError` for a macro that nothing uses and that is called as a setting is.
+
+    That is an argument to which the config gives another value, or much the name of a macro.
+    """
     used = gin_text.macros_used(gin.config_str())
+    arguments = {short: f"{_short(selector)}.{name}" for selector, name, short in _short_names()}
     for name, config_file in new_macros.items():
         near = messages.nearest(name, sorted(used - new_macros.keys()), most=0)
+        if name in arguments:
+            near = f"; did you mean {arguments[name]}?"
         if name not in used and near:
             raise ConfigError(f"{config_file} sets {name}, and nothing has %{name}{near}")
 
 
-def _parse_overrides(overrides: Sequence[str], data_dir: str | None) -> None:
+def _parse_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         _check_macro(override)
         _check_word(override)
         _check_dots(override)
         reading.read(override)
-    if data_dir is not None:
-        _bind_data_dir(data_dir)
 
 
 def _check_macro(override: str) -> None:
     # gin takes any name for a new macro, so a misspelt one would silently change nothing.
     name, macros = gin_text.macro_of(override), reading.macros()
-    if name is not None and name not in macros:
+    if name is None or name in macros:
+        return
+    unset = set() if _saved else _unset()  # macros are bound to arguments before a run is saved
+    if name not in unset:
         whole = _settings().get(name)
-        near = f"; did you mean {whole}?" if whole else messages.nearest(name, macros)
+        near = messages.nearest(name, [*macros, *unset], most=0) or messages.nearest(name, macros)
+        near = f"; did you mean {whole}?" if whole else near
         raise ConfigError(f"--config={override!r}: no config file defines {name}{near}")
 
 
@@ -223,12 +246,32 @@ def _bind_data_dir(data_dir: str) -> None:
 def _bind_short_names() -> None:
     """Sets arguments of training and of its models to the macros that are their short names."""
     macros = set(reading.macros())
-    for selector in ("reformax.training.loop.train", *_models()):
-        for argument in _parameters(selector):
-            name = short_names.of(argument)
-            if name in macros and not _is_set(f"{selector}.{argument}"):
-                macro = gin.config.ConfigurableReference(f"{name}/gin.macro", True)
-                gin.bind_parameter(f"{selector}.{argument}", macro)
+    for selector, argument, name in _short_names():
+        if name in macros and not _is_set(f"{selector}.{argument}"):
+            macro = gin.config.ConfigurableReference(f"{name}/gin.macro", True)
+            gin.bind_parameter(f"{selector}.{argument}", macro)
+
+
+def _short_names() -> Iterator[tuple[str, str, str]]:
+    """(function, argument, short name) of training and of its models."""
+    yield from _short_names_of("reformax.training.loop.train")
+    for selector in _models():  # after those of training: `model` is one
+        yield from _short_names_of(selector)
+
+
+def _short_names_of(selector: str) -> Iterator[tuple[str, str, str]]:
+    for argument in _parameters(selector):
+        yield selector, argument, short_names.of(argument)
+
+
+def _unset() -> set[str]:
+    """The short names of arguments that the config does not set."""
+    return {name for x, argument, name in _short_names() if not _is_set(f"{x}.{argument}")}
+
+
+def _short(selector: str) -> str:
+    """'lm.ReformerLM' of 'reformax.models.lm.ReformerLM'."""
+    return ".".join(selector.split(".")[-2:])
 
 
 def _models() -> set[str]:
@@ -354,10 +397,9 @@ def configured(function):
     bound = _bound(function)
     _check_ends(function)
     if not bound:
-        package, _, module = function.__module__.rpartition(".")
+        name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         raise ConfigError(
-            f"the config sets nothing of {module}.{function.__name__}: it needs `from {package} "
-            f"import {module}` and {module}.{function.__name__}.model, .task and .optimizer"
+            f"the config sets nothing of {name}: it needs {name}.model, .task and .optimizer"
         )
     return gin.get_configurable(function)
 
@@ -485,6 +527,8 @@ def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[st
       also_used: 'module.function.argument' names that were read without a call.
     """
     text, found = operative(), []
+    for (scope, selector), arguments in gin.config._OPERATIVE_CONFIG.items():  # without aliases
+        text += "".join(f"{scope}/{selector}.{x} = \n".removeprefix("/") for x in arguments)
     for override in overrides:
         if target := gin_text.argument_of(override):
             used = ".".join(target) in also_used or gin_text.sets(text, *target)

@@ -10,9 +10,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# What configs name: modules of these packages, and these of training.
+# What configs name: modules of these packages, and these of others.
 _PACKAGES = ("reformax.data", "reformax.models", "reformax.ops")
-_OF_TRAINING = ("evaluations", "fine_tuning", "loop", "optimizer", "stages", "wandb_log")
+_OTHERS = {
+    "reformax.ops.indexing": ("candidates", "indexer"),
+    "reformax.training": (
+        "evaluations",
+        "fine_tuning",
+        "loop",
+        "optimizer",
+        "stages",
+        "wandb_log",
+    ),
+}
 _PARTS = ("evaluations", "stages")  # of which a run has several, in a list or by name
 
 
@@ -31,6 +41,11 @@ def module_of(name: str) -> str | None:
     return None
 
 
+def names() -> list[str]:
+    """The modules of this package that a config may name without an import line."""
+    return list(_packages())
+
+
 def reference(name: str) -> str | None:
     """'@optimizer.adamw()' of 'optimizer.adamw', '@lsh.lsh()' of 'lsh', '@lm.ReformerLM'.
 
@@ -43,7 +58,7 @@ def reference(name: str) -> str | None:
     found = getattr(importlib.import_module(f"{packages[module]}.{module}"), attribute, None)
     if not callable(found):
         return None
-    is_model = isinstance(found, type) and packages[module] != "reformax.ops"
+    is_model = isinstance(found, type) and not packages[module].startswith("reformax.ops")
     return f"@{module}.{attribute}{'' if is_model else '()'}"
 
 
@@ -67,7 +82,7 @@ def find_in_working_directory() -> None:
 @functools.cache
 def _packages() -> dict[str, str]:
     """The package of each module by its last name; names that two packages have are left out."""
-    found = {name: "reformax.training" for name in _OF_TRAINING}
+    found = {name: package for package, names in _OTHERS.items() for name in names}
     twice = set()
     for package in _PACKAGES:
         folders = importlib.util.find_spec(package).submodule_search_locations

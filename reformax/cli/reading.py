@@ -29,6 +29,7 @@ from gin.config_parser import (
 from reformax.cli import configs, messages, modules, trust
 from reformax.declared import SettingError
 
+_LONGEST = 300  # letters of a line in an error
 _NOWHERE = Location(None, 0, None, "")
 _DYNAMIC = ImportStatement("__gin__.dynamic_registration", True, None, _NOWHERE)
 
@@ -43,6 +44,7 @@ class Statements(NamedTuple):
     includes: list[str]
     imports: list[str]
     values: dict[str, Any]  # by 'scope/module.function.argument', or by a macro's name
+    aliases: dict[str, str]  # the modules that imports call otherwise
 
 
 class WrittenName(str):
@@ -90,13 +92,14 @@ def read_statements(text: str, source: str) -> Statements:
     Raises:
       ConfigError: a line cannot be read.
     """
-    found = Statements([], [], {})
+    found = Statements([], [], {}, {})
     for statement in _statements(text, source):
         match statement:
             case IncludeStatement(filename=filename):
                 found.includes.append(filename)
-            case ImportStatement(module=module):
+            case ImportStatement(module=module, alias=alias):
                 found.imports.append(module)
+                found.aliases.update({alias: module} if alias else {})
             case BindingStatement(scope, selector, argument, value):
                 name = f"{scope}/{selector}" if scope else selector
                 found.values[f"{name}.{argument}" if argument else name] = value
@@ -110,7 +113,7 @@ def statements_of(path: str | Path) -> Statements:
 
 def _statements(text: str, source: str | None) -> Iterator[Any]:
     """The statements of a text, as gin's parser has them; any error is a `ConfigError`."""
-    last = text.rstrip().rpartition("\n")[2].strip()
+    last = _printable(text.rstrip().rpartition("\n")[2])
     try:
         yield from ConfigParser(_File(text, source), _Texts())
     except (RecursionError, MemoryError):
@@ -119,15 +122,21 @@ def _statements(text: str, source: str | None) -> Iterator[Any]:
         raise ConfigError(f"a bracket or a quote is open ({error.args[0]}): {last}") from None
     except SyntaxError as error:
         raise _of_syntax(error, last) from None
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # such as a list as a key
         raise ConfigError(f"{_first_line(error)}: {last}") from None
 
 
+def _printable(line: str) -> str:
+    """A line for an error: the config of a stranger's run may hold what a terminal obeys."""
+    line = "".join(c if c.isprintable() else "?" for c in line.strip())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+
+
 def _of_syntax(error: SyntaxError, line: str) -> ConfigError:
-    line = (error.text or line).strip()
+    line = _printable(error.text or line)
     of_python = str(error.filename).endswith(".py")  # a module that the config imports
     found = None if of_python else messages.find(error)
-    said = found.line if found else str(error.msg).rstrip(".")
+    said = found.line if found else str(error.msg).splitlines()[0].rstrip(".")
     if line.startswith(("from ", "import ")) and not of_python:
         said = "expected one module in an import line"
     file = f" ({error.filename}, line {error.lineno})" if error.filename else ""
@@ -146,8 +155,7 @@ def _at(place: Location) -> Iterator[None]:
     except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
         first = _first_line(error)
         where = f" ({place.filename}, line {place.line_num})" if place.filename else ""
-        # The config of a stranger's run may hold what a terminal obeys.
-        line = "".join(c if c.isprintable() else "?" for c in place.line_content.strip())
+        line = _printable(place.line_content)
         line = f": {line}" if line and line not in first else ""
         raise ConfigError(f"{first}{where}{line}{getattr(error, 'near', '')}") from None
 
@@ -201,7 +209,6 @@ def read(
         if source is None:
             for statement in gin.config.ImportManager(gin.config._IMPORTS).sorted_imports:
                 context.process_import(statement)
-        n_before = len(context.imports)
         for statement in _statements(text, source):
             with _at(statement.location):
                 match statement:
@@ -222,7 +229,7 @@ def read(
             with _at(_NOWHERE):
                 names.finish()
         if bind:
-            gin.config._IMPORTS.update(context.imports[n_before:])
+            gin.config._IMPORTS.update(context.imports)
     return new
 
 
@@ -302,11 +309,14 @@ def _configurable(
     """
     if names is None and not context.imports:
         context.process_import(_DYNAMIC)
-    if names is None and not context._dynamic_registration:  # what modules registered themselves
+    if names is None and not context._dynamic_registration:
         found = context.get_configurable(selector)
-        if found is None:
-            raise _Missing(f"{selector} is not the name of anything that an import registers")
-        return found.wrapped
+        if found is not None and found.import_source is None:  # its module registered it
+            return found.wrapped
+        imports = list(context.imports)
+        context.imports.clear()
+        for statement in (_DYNAMIC, *imports):
+            context.process_import(statement)
     first, *rest = selector.split(".")
     bound = context._symbol_table
     if names is not None:
@@ -314,19 +324,32 @@ def _configurable(
     elif first not in bound and (module := modules.module_of(first)):
         context.process_import(ImportStatement(module, "." in module, None, _NOWHERE))
     if first not in bound:
-        near = messages.nearest(first, [name for name in bound if name != "gin"])
+        known = {*bound, *(modules.names() if names is None else ())} - {"gin"}
+        near = messages.nearest(first, sorted(known), most=0)
         raise _Missing(f"{first} is not the name of an imported module", near)
+    if not rest and names is None:
+        functions = [f"{first}.{name}" for name in _public(bound[first])]
+        near = messages.nearest(f"{first}.{first}", functions)
+        raise _Missing(f"{first} is a module: name a function of it", near)
     parts = [bound[first]]
     for n, name in enumerate(rest):
         if not hasattr(parts[-1], name):
-            choices = dir(parts[-1]) if isinstance(parts[-1], ModuleType) else []
-            near = messages.nearest(name, [choice for choice in choices if choice[0] != "_"])
+            near = messages.nearest(name, _public(parts[-1]), most=12)
             raise _Missing(f"{'.'.join([first, *rest[:n]])} has no {name}", near)
         parts.append(getattr(parts[-1], name))
     if names is not None:
         names.check(selector, parts, called)
     context.get_configurable(selector)  # registers it
     return parts[-1]
+
+
+def _public(module: Any) -> list[str]:
+    """The public functions and classes that a module defines, or else all its public names."""
+    if not isinstance(module, ModuleType):
+        return []
+    found = {name: x for name, x in vars(module).items() if name[0] != "_"}
+    own = [x for x in found if getattr(found[x], "__module__", "") == module.__name__]
+    return [name for name in own if callable(found[name])] or list(found)
 
 
 def _key(context: Any, statement: BindingStatement, names: trust.Names | None) -> tuple:

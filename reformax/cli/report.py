@@ -15,7 +15,7 @@ def note_unused(
     overrides: Sequence[str],
     read: Collection[str] = (),
     file=None,
-    files: Mapping[str, Sequence[str]] | None = None,
+    files: Mapping[str, Mapping[str, str]] | None = None,
 ) -> None:
     """Prints a note for each setting of --config, and each file, that set what nothing used.
 
@@ -24,7 +24,7 @@ def note_unused(
       read: settings that were read without a call: arguments of `loop.train`, or
         module.function.argument.
       file: gets the notes; None for stdout.
-      files: the user's config files, and the names that each sets.
+      files: the user's config files, and `config.settings_of` each.
     """
     from reformax.cli import config
 
@@ -33,8 +33,8 @@ def note_unused(
         print(f"note: --config={override!r} sets something that this run does not use", file=file)
     noted = {override.partition("=")[0].strip() for override in overrides}
     for config_file, names in (files or {}).items():
-        others = [f"{name} =" for name in names if name not in noted]
-        unused = [line.removesuffix(" =") for line in config.unused(others, also_used=used)]
+        others = {f"{whole} =": name for name, whole in names.items() if name not in noted}
+        unused = [others[line] for line in config.unused(list(others), also_used=used)]
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
             found = f"{', '.join(unused[:3])}{more}"

@@ -1,7 +1,6 @@
 """Trains a grid of settings, one run after the other: `reformax sweep FILE`.
 
-FILE has lines of a config, which may leave out the imports of this package. A list gives a run for
-each of its values, so
+FILE has lines of a config. A list gives a run for each of its values, so
 
     include 'quickstart.gin'
     steps = 200

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from reformax.training import checkpoint, dry_run, folder, loop, profile
 
     compilation_cache.use()
-    config.refuse_passed(loop.train, "config_text", "named")
+    config.refuse_passed(loop.train, "config_text", "named", "output_dir")
     settings_of = {file: config.settings_of(file) for file in args.config_file or ()}
 
     @functools.cache  # several processes compare their texts first

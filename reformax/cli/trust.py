@@ -62,8 +62,8 @@ class Names:
             )
         whole = statement.is_from or statement.alias
         bound_to = module if whole else module.partition(".")[0]
-        before = self._bound.setdefault(name, bound_to)
-        if before != bound_to or name == "gin":
+        before = "gin" if name == "gin" else self._bound.setdefault(name, bound_to)
+        if before != bound_to:
             raise Untrusted(
                 f"the config of a run binds {name} to {before} and to {bound_to}: give each "
                 f"import a name of its own, or {_FLAG}"

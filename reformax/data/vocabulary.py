@@ -1,7 +1,6 @@
 """Vocabularies that turn sentences into ids: sentencepiece, kept in the run's folder, and numbers.
 
-Ids 0, 1 and 2 are padding, the end of a sentence and the
-unknown piece.
+Ids 0, 1 and 2 are padding, the end of a sentence and the unknown piece.
 """
 
 from __future__ import annotations

@@ -190,6 +190,11 @@ class TrainSettings:
                     f"{stage.name}.task is {stage.task.name}, whose vocabulary is not the run's: "
                     "leave it out, or make it of the same vocabulary object as task"
                 )
+            if stage.fine_tuning is not None and self.fine_tuning is not None:
+                raise SettingError(
+                    f"{stage.name}.fine_tuning and the run's fine_tuning are both set: leave one "
+                    "of them out"
+                )
         _ = self.other_evaluations  # raises for one that does not fit
 
     @property

@@ -338,3 +338,11 @@ def test_a_dense_model_begins_one_whose_indexer_learns_first(tmp_path):
 def test_low_rank_changes_are_no_stages_own():
     with pytest.raises(ValueError, match="fine_tuning of a stage has lora"):
         stages.Stage(until=3, fine_tuning=FineTuning(lora=Lora()))
+
+
+def test_a_run_and_its_stage_do_not_both_say_what_is_trained(tmp_path):
+    arguments = worker.arguments(steps=6)
+    arguments["fine_tuning"] = FineTuning(only=("norm",))
+    arguments["stages"] = (stages.Stage(until=3, fine_tuning=FineTuning(only=("block",))),)
+    with pytest.raises(ValueError, match=r"stages\[0\].fine_tuning and the run's fine_tuning"):
+        loop.train(tmp_path / "a", **arguments)

@@ -347,7 +347,10 @@ def test_a_misspelt_name_of_a_file_is_told(folder, monkeypatch, capsys):
         err == "error: configs/mine.gin sets stesp, and nothing has %stesp; did you mean steps?\n"
     )
     # An argument of what nothing calls may be meant for another run.
-    Path("configs/mine.gin").write_text("include 'run.gin'\nsteps = 3\noptimizer.adam.b1 = 0.5\n")
+    Path("configs/mine.gin").write_text(
+        "from __gin__ import dynamic_registration\nfrom reformax.training import optimizer as o\n"
+        "include 'run.gin'\nsteps = 3\no.adamw.b1 = 0.5\noptimizer.adam.b1 = 0.5\n"
+    )
     code, out, _ = call(train.main, monkeypatch, capsys, *flags)
     assert code == 0 and out.count("note:") == 1
     assert "note: configs/mine.gin sets optimizer.adam.b1, which this run does not use" in out

@@ -163,6 +163,24 @@ def test_other_names_are_refused(text, folder):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "\x1b]0;x\x07 = @os.x",
+        "x = @loop.\x1b[31mtrain",
+        "x = (lambda: 1)",
+        f"x = {'9' * 10_000}",
+        "x = {[1]: 2}",
+        f"x = @{'a/' * 5000}os.x()",
+        "from reformax.ops import lsh\nx = @lsh.os.system()",
+    ],
+)
+def test_a_config_that_cannot_be_read_is_one_printable_line(line):
+    with pytest.raises(config.ConfigError) as error:
+        config.parse_saved(f"{HEAD}{line}\n", "run/config.gin")
+    assert str(error.value).isprintable() and len(str(error.value)) < 700
+
+
 def test_gin_imports_what_was_checked_and_nothing_else(folder, monkeypatch):
     monkeypatch.setattr(trust.Names, "check", lambda *args: None)
     for line in ("import evil", "import pack.evil as q", "from pack import evil"):
