@@ -46,7 +46,6 @@ def test_wide_values():
     compare(inputs, np.float32, 4e-6, runs(70, 1), impl=INTERPRETED)
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, size", [("feature", 72), ("gated delta", 136), ("feature delta", 136)]

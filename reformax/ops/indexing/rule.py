@@ -29,8 +29,9 @@ class ChoiceRule(NamedTuple):
         seen = Visibility(self.causal).sees(q, k)
         if self.n_local == 0:
             return seen
-        local_to_last = k.position > q.position + (self.group - 1 - self.n_local)
-        return seen & ~(local_to_last & (k.position < q.position + self.n_local))
+        leader, last = (Side(q.position + n) for n in (0, self.group - 1))
+        near, key = Visibility(window=self.n_local), Side(k.position)
+        return seen & ~(near.sees(leader, key) & near.sees(last, key))
 
     def local_keys(self, position: Int[Array, "1 T"], length: int) -> Int[Array, "1 T L"]:
         """The positions of the keys that each query always sees, the nearest first; -1 is none."""
