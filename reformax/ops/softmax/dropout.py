@@ -3,11 +3,11 @@
 The address is the batch, the head, the query's position and the key's. Any tiling, any order and
 both passes therefore see the same mask, and none of it is stored.
 
-Batch, head and query are mixed well, to a word of their row. A row's words differ by a multiple of
-the key's position, and each takes five instructions: two multiplications and a shift between them,
-those of Wellons' "lowbias32" (github.com/skeeto/hash-prospector), whose outer shifts a comparison
-with a threshold does not need. `tests/ops/test_dropout.py` tests rates, pairs, rows and columns,
-and ranks of the bits.
+Batch, head and query are mixed well, to a word of their row. A multiple of the key's position is
+combined with it by xor and mixed by two multiplications with a shift between them: five
+instructions a key. They are those of Wellons' "lowbias32" (github.com/skeeto/hash-prospector),
+whose outer shifts a comparison with a threshold does not need. `tests/ops/test_dropout.py` tests
+rates, pairs, rows and columns, and ranks of the bits.
 """
 
 from __future__ import annotations
