@@ -2,6 +2,7 @@
 
 import functools
 import re
+import subprocess
 import sys
 
 import pytest
@@ -294,6 +295,13 @@ def test_a_short_name_is_a_setting_of_the_command_line():
     lines = config.text().splitlines()
     assert "lm.TransformerLM.ff_chunk_size = %ff_chunk_size" in lines and "seed = 3" in lines
     assert config.bindings(loop.train, {"seed"}) == {"seed": 3}
+
+
+def test_a_file_that_names_no_training(tmp_path):
+    """In a process in which no other did."""
+    (tmp_path / "mine.gin").write_text("lm.ReformerLM.d_model = 32\n")
+    code = f"from reformax.cli import config\nconfig.parse(['{tmp_path}/mine.gin'], ['seed=2'])"
+    subprocess.run([sys.executable, "-c", f"{code}\nprint(config.text())"], check=True)
 
 
 def test_model_and_task_are_short_names(tmp_path):

@@ -32,6 +32,7 @@ from reformax.cli.reading import ConfigError
 from reformax.declared import check_all, hints_of, shown, user_path
 
 MOST = 2**20  # bytes of a config file
+_TRAIN = "reformax.training.loop.train"
 
 
 class Reference(NamedTuple):
@@ -79,6 +80,8 @@ def parse(
         else:
             trax_config.refuse(config_file, reading.statements_of(path))
             new_macros |= dict.fromkeys(reading.read_file(path, folders), config_file)
+    if not any(selector == _TRAIN for _, selector in gin.config._CONFIG):
+        reading.make_known("loop.train")
     _parse_overrides(overrides)
     _bind_short_names()
     _check_used(new_macros)
@@ -254,7 +257,7 @@ def _bind_short_names() -> None:
 
 def _short_names() -> Iterator[tuple[str, str, str]]:
     """(function, argument, short name) of training and of its models."""
-    yield from _short_names_of("reformax.training.loop.train")
+    yield from _short_names_of(_TRAIN)
     for selector in _models():  # after those of training: `model` is one
         yield from _short_names_of(selector)
 

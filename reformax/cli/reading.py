@@ -207,8 +207,7 @@ def read(
     new = set()
     with gin.config._parse_scope() as context:
         if source is None:
-            for statement in gin.config.ImportManager(gin.config._IMPORTS).sorted_imports:
-                context.process_import(statement)
+            _with_all_imports(context)
         for statement in _statements(text, source):
             with _at(statement.location):
                 match statement:
@@ -231,6 +230,19 @@ def read(
         if bind:
             gin.config._IMPORTS.update(context.imports)
     return new
+
+
+def make_known(selector: str) -> None:
+    """Lets gin know a function, as a config does that sets an argument of it."""
+    with gin.config._parse_scope() as context:
+        _with_all_imports(context)
+        _configurable(context, selector, None)
+        gin.config._IMPORTS.update(context.imports)
+
+
+def _with_all_imports(context: Any) -> None:
+    for statement in gin.config.ImportManager(gin.config._IMPORTS).sorted_imports:
+        context.process_import(statement)
 
 
 def macros() -> list[str]:
