@@ -129,6 +129,7 @@ QUICK = {
         "test_steps_are_apply": ["t5"],
     },
     "layers/test_remat.py": {
+        "test_memory_is_in_the_order_of_the_policies": ["local(chunk_len=16)-ReversibleStack"],
         "test_losses_and_gradients_are_those_of_every_policy": ["residual-local"],
     },
     "layers/test_residual.py": {
@@ -171,6 +172,16 @@ QUICK = {
         ],
     },
     "models/test_designs.py": {
+        "test_steps_of_decoding_are_rows_of_the_whole": [
+            "qwen3-transformer",
+            "scaled, learnt-groups",
+            "elementwise-two streams",
+            "partial yarn-slots",
+            "key_conv, normed-dsa",
+            "rms plus one-groups",
+            "norms of both-groups",
+            "llama3-two streams",
+        ],
         "test_a_reversible_stack_has_the_gradient_of_autodiff": ["attention-False"],
     },
     "models/test_documents.py": {
@@ -223,6 +234,7 @@ QUICK = {
         "test_the_same_buckets": ["float32-150-20-factors1-2", "bfloat16-37-8-factors0-3"],
     },
     "ops/test_block_sparse.py": {
+        "test_long_segments_with_and_without_masks": ["32-True-True", "16-False-False"],
         "test_heads_have_masks_of_their_own": ["True-False"],
         "test_it_lowers_for_a_gpu": ["bfloat16-64-0.0"],
         "test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never": [

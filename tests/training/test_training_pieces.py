@@ -45,12 +45,19 @@ def both(model, inputs, backprop_len):
 def test_the_loss_of_parts_is_that_of_whole_rows(packed, pos_type):
     """And not that of parts which begin anew."""
     model = model_of(pos_type=pos_type)
-    (_, metrics), (_, want) = both(model, (TOKENS, IDS) if packed else TOKENS, 8)
-    assert_trees_close(metrics, want, 1e-5)
     params = jax.jit(partial(model.init_params, shape=TOKENS.shape))(jax.random.key(0))
-    cut = [x.reshape(9, 8) for x in (TOKENS, IDS, WEIGHTS)]
-    inputs = (cut[0], cut[1]) if packed else cut[0]
-    _, anew = step.mean_loss(model, CROSS_ENTROPY, params, (inputs, cut[0], cut[2]), None, 1.0)
+
+    def batch(*shape):
+        tokens, ids, weights = (x.reshape(shape) for x in (TOKENS, IDS, WEIGHTS))
+        return (tokens, ids) if packed else tokens, tokens, weights
+
+    weight = jnp.float32(WEIGHTS.sum())
+    parts = jax.jit(partial(pieces.gradient, model, CROSS_ENTROPY, 8))
+    whole = jax.jit(partial(step.mean_loss, model, CROSS_ENTROPY))
+    _, metrics = parts(params, batch(3, 24), None, weight)
+    _, want = whole(params, batch(3, 24), None, weight)
+    assert_trees_close(metrics, want, 1e-5)
+    _, anew = whole(params, batch(9, 8), None, weight)
     assert abs(float(anew["nats"].mean - want["nats"].mean)) > 1e-3
 
 
