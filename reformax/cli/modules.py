@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# What configs name: modules of these packages, and these of training.
+# What configs name: modules of these packages, these of training, and those of settings that are
+# an option of an op.
 _PACKAGES = ("reformax.data", "reformax.models", "reformax.ops")
+_OF_INDEXING = ("candidates", "indexer")
 _OF_TRAINING = ("evaluations", "fine_tuning", "loop", "optimizer", "stages", "wandb_log")
 _PARTS = ("evaluations", "stages")  # of which a run has several, in a list or by name
 
@@ -43,7 +45,7 @@ def reference(name: str) -> str | None:
     found = getattr(importlib.import_module(f"{packages[module]}.{module}"), attribute, None)
     if not callable(found):
         return None
-    is_model = isinstance(found, type) and packages[module] != "reformax.ops"
+    is_model = isinstance(found, type) and not packages[module].startswith("reformax.ops")
     return f"@{module}.{attribute}{'' if is_model else '()'}"
 
 
@@ -67,7 +69,8 @@ def find_in_working_directory() -> None:
 @functools.cache
 def _packages() -> dict[str, str]:
     """The package of each module by its last name; names that two packages have are left out."""
-    found = {name: "reformax.training" for name in _OF_TRAINING}
+    found = dict.fromkeys(_OF_TRAINING, "reformax.training")
+    found |= dict.fromkeys(_OF_INDEXING, "reformax.ops.indexing")
     twice = set()
     for package in _PACKAGES:
         folders = importlib.util.find_spec(package).submodule_search_locations
