@@ -258,6 +258,7 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
         (flash.flash, True),
         (dense.dense, True),
         (shared_qk.shared_qk, True),
+        (functools.partial(local.local, chunk_len=64, window=50), True),
     ],
 )
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ def test_cudnn_hides_the_padding_behind_rows(length, size, make, causal, monkeyp
     rng = np.random.default_rng(length)
     if size > dispatch.NARROW_HEAD and not dispatch.on_hopper():
         pytest.skip("cuDNN has heads of 256 on Hopper")
-    n_kv_heads = 4 if make.shared_qk else 2
+    n_kv_heads = 4 if make is shared_qk.shared_qk else 2
     shapes = [(len(lengths), length, n, size) for n in (4, n_kv_heads, n_kv_heads, 4)]
     q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
     masks = dict(segment_ids=jnp.arange(length)[None] < lengths[:, None], causal=causal)
