@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from reformax import devices, memory
+from reformax.buffers import trained
 from reformax.declared import SettingError
 from reformax.training import (
     evaluation,
@@ -193,7 +194,7 @@ def first_states(
     """The function of a new run's first state, and the state's shapes.
 
     Raises:
-      SettingError: the model of a stage has other parameters.
+      SettingError: the model of a stage has other parameters, or its `fine_tuning` cannot train.
     """
     optimizer, ema = settings.built_optimizer, settings.ema_decay > 0
     inits = [
@@ -207,7 +208,29 @@ def first_states(
                 f"{stage.name}.model has other parameters than model: give it the same "
                 "sizes, and attention with the same weights"
             )
+    for stage in settings.all_stages:
+        if stage.fine_tuning is not None:
+            with naming(stage):
+                _check_only(stage.fine_tuning, settings.fine_tuning, trained(like.params))
     return init, like
+
+
+def _check_only(of_stage: FineTuning, of_run: FineTuning | None, weights: Any) -> None:
+    """Raises `SettingError` for `fine_tuning` of a stage in which the run's lets nothing learn."""
+    if of_run is not None and of_run.lora is not None:
+        raise SettingError(
+            "fine_tuning of a stage lets the matrices wait that fine_tuning of the run changes by "
+            "the factors of lora, which do not: leave one of them out"
+        )
+    both = of_stage.are_trained(weights)
+    if of_run is None:
+        return
+    both = jax.tree.map(lambda a, b: a and b, both, of_run.are_trained(weights))
+    if not any(jax.tree.leaves(both)):
+        raise SettingError(
+            f"fine_tuning has only={of_stage.only} and fine_tuning of the run "
+            f"only={of_run.only}, which no weight's name has both of: change one of them"
+        )
 
 
 def _check_memory(setup: Setup, like, n_params: int) -> None:

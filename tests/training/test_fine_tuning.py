@@ -14,6 +14,7 @@ import train
 from reformax.convert import __main__ as convert
 from reformax.convert import hugging_face, run_folder
 from reformax.convert.spec import Op, Spec
+from reformax.declared import SettingError
 from reformax.models import lm
 from reformax.ops import dense, dsa, local
 from reformax.training import loop, optimizer, stages
@@ -338,3 +339,22 @@ def test_a_dense_model_begins_one_whose_indexer_learns_first(tmp_path):
 def test_low_rank_changes_are_no_stages_own():
     with pytest.raises(ValueError, match="fine_tuning of a stage has lora"):
         stages.Stage(until=3, fine_tuning=FineTuning(lora=Lora()))
+
+
+@pytest.mark.parametrize(
+    "of_stage, of_run, message",
+    [
+        ("attnetion", None, r"^stages\[1\]: fine_tuning.FineTuning.only has 'attnetion', which no"),
+        (
+            "^embed",
+            FineTuning(only=("^head",)),
+            r"^stages\[1\]: fine_tuning has only=\('\^embed',\)",
+        ),
+        ("^embed", FineTuning(lora=Lora(matrices="head")), r"^stages\[1\]: fine_tuning of a stage"),
+    ],
+    ids=["no weight", "nothing of the run's", "low-rank"],
+)
+def test_a_stage_that_cannot_train_its_weights_is_refused(of_stage, of_run, message, tmp_path):
+    given = stages.Stage(until=2), stages.Stage(until=4, fine_tuning=FineTuning(only=(of_stage,)))
+    with pytest.raises(SettingError, match=message):
+        loop.train(tmp_path, **worker.arguments(steps=6, stages=given, fine_tuning=of_run))
