@@ -205,6 +205,16 @@ def test_a_segment_sees_nothing_of_its_neighbours(name):
         assert within == [{s for s in row if ids[0, s] == 2} for row in as_sets(want)]
 
 
+@pytest.mark.parametrize("name", ["levels", "hashed"])
+def test_what_padding_holds_changes_no_choice(name):
+    x, ids = clustered(36), np.concatenate([np.repeat([[1, 2]], 14, axis=1), np.zeros((1, 8))], 1)
+    ids = ids.astype(np.int32)
+    nan = x._replace(keys=np.where(ids[..., None] != 0, x.keys, np.nan))
+    for causal in (True, False):
+        got, want = (choose(INDEXERS[name], y, 9, causal, ids) for y in (nan, x))
+        np.testing.assert_array_equal(got[:, :28], want[:, :28])
+
+
 def test_a_query_sees_its_incomplete_block():
     """Its keys are candidates however low their mean's score is."""
     x = clustered(30)

@@ -28,6 +28,7 @@ from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.scores import IndexQueries, Score, scores, scores_of_gathered
 from reformax.ops.masking.contiguous import ends_of_segment
 from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import in_blocks
@@ -272,7 +273,7 @@ class Hashed(Candidates):
 
     def prepare(self, x: IndexedKeys) -> HashedKeys:
         rotations = self.rotations(x)
-        keys = x.keys[:, :, None]
+        keys = tokens_only(x.keys[:, :, None], x.ids)  # sums multiply other segments by 0
         if self.centre:
             keys = centred(keys, x.segment_ids, x.causal)
         codes = self.codes(rotations, x, keys)
