@@ -215,6 +215,14 @@ def test_what_padding_holds_changes_no_choice(name):
         np.testing.assert_array_equal(got[:, :28], want[:, :28])
 
 
+def test_of_blocks_of_equal_scores_the_first_is_kept():
+    """Whichever blocks they are in: with ReLUs whole blocks have a score of 0."""
+    x = integers(48, n_batch=1)
+    x = x._replace(keys=0 * x.keys)
+    got = as_sets(choose(Indexer(candidates=Pooled(block_sizes=(12, 4), n_blocks=2)), x, 40, True))
+    assert got[47] == {*range(8), *range(44, 48)}
+
+
 def test_a_query_sees_its_incomplete_block():
     """Its keys are candidates however low their mean's score is."""
     x = clustered(30)

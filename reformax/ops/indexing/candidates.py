@@ -181,6 +181,7 @@ class Pooled(Candidates):
             block = jnp.broadcast_to(block, mean_scores.shape)
             chosen = jnp.take_along_axis(block, jnp.maximum(best, 0), axis=-1)
             kept = jnp.concatenate([ends, jnp.where(best < 0, -1, chosen)], axis=-1)
+            kept = jnp.sort(kept, axis=-1)  # of equal scores the first block within is kept next
             above = size
         within = jnp.arange(above, dtype=jnp.int32)[None, None, None]
         position = jnp.where(kept[..., None] < 0, -1, kept[..., None] * above + within)
