@@ -21,22 +21,19 @@ WORDS = (
     *("jacket", "kettle", "ladder", "mirror", "needle", "orange", "pencil", "rabbit", "silver"),
     *("table", "window"),
 )
-TIMES = 5
+TIMES = 2  # fewer: a larger part of the list is needed to tell
 
 
 def question(n_words: int, seed: int, number: int) -> Question:
-    """A list of so many words, and the question for the most common one.
+    """A list of at most so many words, and the question for the most common one.
 
-    The words are drawn in rounds, each of `TIMES` the common word and once each other, in any
-    order. The first rounds of a longer list are those of a shorter one.
+    They are whole rounds, each of `TIMES` the common word and once each other, and all of them in
+    any order: a part of the list shows another word as the most common.
     """
     rng = np.random.default_rng([seed, number])
-    words = rng.permutation(WORDS)
-    common, listed = words[0], []
-    one_round = [*words[1:], *[common] * TIMES]
-    while len(listed) < n_words:
-        listed += list(rng.permutation(one_round))
-    text = ", ".join(listed[:n_words])
+    common, *others = rng.permutation(WORDS)
+    n_rounds = n_words // (len(others) + TIMES)
+    text = ", ".join(rng.permutation([*others, *[common] * TIMES] * n_rounds))
     return Question(f"The words are: {text}. The most common word is", f" {common}.", 0.0)
 
 

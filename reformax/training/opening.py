@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from reformax import devices, memory
+from reformax.buffers import trained
 from reformax.declared import SettingError
 from reformax.training import (
     evaluation,
@@ -193,7 +194,7 @@ def first_states(
     """The function of a new run's first state, and the state's shapes.
 
     Raises:
-      SettingError: the model of a stage has other parameters.
+      SettingError: the model of a stage has other parameters, or its `fine_tuning` names none.
     """
     optimizer, ema = settings.built_optimizer, settings.ema_decay > 0
     inits = [
@@ -207,6 +208,10 @@ def first_states(
                 f"{stage.name}.model has other parameters than model: give it the same "
                 "sizes, and attention with the same weights"
             )
+    for stage in settings.all_stages:
+        if stage.fine_tuning is not None:
+            with naming(stage):
+                stage.fine_tuning.are_trained(trained(like.params))
     return init, like
 
 

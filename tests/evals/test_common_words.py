@@ -53,6 +53,8 @@ def test_who_counts_is_right_and_who_reads_the_last_word_is_not():
     assert found == {"accuracy": 1.0, "n_questions": 40, "length": 2_000}
     last = Reader(lambda text: re.findall(r"(\w+)\. The most", text)[0])
     assert common_words.score(last, encode, 40)["accuracy"] < 0.5
+    a_tenth = Reader(lambda text: counts(f":{text[-230:]}").most_common(1)[0][0])
+    assert common_words.score(a_tenth, encode, 40)["accuracy"] < 0.5
 
 
 def test_a_text_shorter_than_a_round_is_refused():

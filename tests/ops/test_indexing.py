@@ -205,6 +205,24 @@ def test_a_segment_sees_nothing_of_its_neighbours(name):
         assert within == [{s for s in row if ids[0, s] == 2} for row in as_sets(want)]
 
 
+@pytest.mark.parametrize("name", ["levels", "hashed"])
+def test_what_padding_holds_changes_no_choice(name):
+    x, ids = clustered(36), np.concatenate([np.repeat([[1, 2]], 14, axis=1), np.zeros((1, 8))], 1)
+    ids = ids.astype(np.int32)
+    nan = x._replace(keys=np.where(ids[..., None] != 0, x.keys, np.nan))
+    for causal in (True, False):
+        got, want = (choose(INDEXERS[name], y, 9, causal, ids) for y in (nan, x))
+        np.testing.assert_array_equal(got[:, :28], want[:, :28])
+
+
+def test_of_blocks_of_equal_scores_the_first_is_kept():
+    """Whichever blocks they are in: with ReLUs whole blocks have a score of 0."""
+    x = integers(48, n_batch=1)
+    x = x._replace(keys=0 * x.keys)
+    got = as_sets(choose(Indexer(candidates=Pooled(block_sizes=(12, 4), n_blocks=2)), x, 40, True))
+    assert got[47] == {*range(8), *range(44, 48)}
+
+
 def test_a_query_sees_its_incomplete_block():
     """Its keys are candidates however low their mean's score is."""
     x = clustered(30)

@@ -14,6 +14,7 @@ import train
 from reformax.convert import __main__ as convert
 from reformax.convert import hugging_face, run_folder
 from reformax.convert.spec import Op, Spec
+from reformax.declared import SettingError
 from reformax.models import lm
 from reformax.ops import dense, dsa, local
 from reformax.training import loop, optimizer, stages
@@ -346,3 +347,12 @@ def test_a_run_and_its_stage_do_not_both_say_what_is_trained(tmp_path):
     arguments["stages"] = (stages.Stage(until=3, fine_tuning=FineTuning(only=("block",))),)
     with pytest.raises(ValueError, match=r"stages\[0\].fine_tuning and the run's fine_tuning"):
         loop.train(tmp_path / "a", **arguments)
+
+
+def test_a_stage_that_trains_no_weight_is_refused(tmp_path):
+    given = (
+        stages.Stage(until=2),
+        stages.Stage(until=4, fine_tuning=FineTuning(only=("attnetion",))),
+    )
+    with pytest.raises(SettingError, match=r"^stages\[1\]: fine_tuning.FineTuning.only has 'attn"):
+        loop.train(tmp_path, **worker.arguments(steps=6, stages=given))

@@ -28,6 +28,7 @@ from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.scores import IndexQueries, Score, scores, scores_of_gathered
 from reformax.ops.masking.contiguous import ends_of_segment
 from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import in_blocks
@@ -180,6 +181,7 @@ class Pooled(Candidates):
             block = jnp.broadcast_to(block, mean_scores.shape)
             chosen = jnp.take_along_axis(block, jnp.maximum(best, 0), axis=-1)
             kept = jnp.concatenate([ends, jnp.where(best < 0, -1, chosen)], axis=-1)
+            kept = jnp.sort(kept, axis=-1)  # of equal scores the first block within is kept next
             above = size
         within = jnp.arange(above, dtype=jnp.int32)[None, None, None]
         position = jnp.where(kept[..., None] < 0, -1, kept[..., None] * above + within)
@@ -272,7 +274,7 @@ class Hashed(Candidates):
 
     def prepare(self, x: IndexedKeys) -> HashedKeys:
         rotations = self.rotations(x)
-        keys = x.keys[:, :, None]
+        keys = tokens_only(x.keys[:, :, None], x.ids)  # sums multiply other segments by 0
         if self.centre:
             keys = centred(keys, x.segment_ids, x.causal)
         codes = self.codes(rotations, x, keys)
