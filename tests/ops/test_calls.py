@@ -51,7 +51,8 @@ def test_a_mask_of_keys_is_padding_in_segments(row):
     want = call(op, segment_ids=jnp.asarray(TOKENS, jnp.int32))
     for mask in (TOKENS, TOKENS[:, None, None]):
         got = call(op, mask=mask)
-        np.testing.assert_array_equal(got[TOKENS], want[TOKENS])
+        # Of one segment, which booleans say, some ops take their sums in another order.
+        np.testing.assert_allclose(got[TOKENS], want[TOKENS], rtol=1e-5, atol=1e-6)
         # An op of two sequences keeps the queries; in others they are the same positions, and in a
         # causal call of one that sorts.
         assert np.any(got[~TOKENS]) == (op.cross and op.plans != "draws")
