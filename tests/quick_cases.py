@@ -24,6 +24,28 @@ def case_of(item: pytest.Function) -> tuple[str, str, str]:
 
 # By file and test, the ids of the quick cases; none where another test shows the same more cheaply.
 QUICK = {
+    "ops/test_flash_program.py": {
+        "test_a_program_says_what_is_visited_and_seen": ["False-None", "True-0.7"],
+    },
+    "ops/test_learned_sinks.py": {
+        "test_kernels_of_half_precision_and_with_dropout": ["0.3"],
+    },
+    "convert/test_hostile_files.py": {
+        "test_odd_values_of_a_decoder_are_told_or_make_a_model": [
+            "llama",
+            "qwen3_5_text",
+            "gemma3_text",
+            "olmo3",
+            "phi3",
+        ],
+    },
+    "training/test_processes.py": {
+        "test_facts_go_by_what_changes_numbers_and_not_by_paths": [
+            "JAX_ENABLE_X64-JAX_ENABLE_X64-1",
+            "XLA_FLAGS-XLA_FLAGS---xla_cpu_enable_fast_math=true",
+            "None-XLA_FLAGS---xla_dump_to=/one",
+        ],
+    },
     # Of the families, those of other parts than Llama's.
     "convert/test_decoders.py": {
         "test_logits_and_greedy_tokens_are_those_of_the_fixture": [
@@ -262,6 +284,7 @@ QUICK = {
         "test_the_impl_of_an_op_decides_its_step": ["flash", "local"],
     },
     "ops/test_indexing.py": {
+        "test_recall_rises_with_hashes_and_with_blocks": [],
         "test_a_segment_sees_nothing_of_its_neighbours": ["levels", "hashed"],
         "test_blocks_that_cover_all_keys_leave_the_choice_as_it_is": ["packed-True"],
         "test_cost_grows_slower_than_pairs": ["hashed", "levels"],
@@ -302,11 +325,20 @@ QUICK = {
         "test_kernels_compute_what_array_operations_do": ["flash"],
     },
     "ops/test_low_rank.py": {
+        "test_the_kernel_of_long_short_attention_is_the_same_function": [
+            "False-options1-False",
+            "True-options2-True",
+        ],
+        "test_performers_features_of_some_positions_at_a_time": [
+            "xla-float32-behind",
+            "interpreted-bfloat16-anywhere",
+        ],
         "test_landmarks_are_means_of_equal_segments": ["12-4", "3-7"],
         "test_long_short_computes_blocks_in_groups_as_at_once": ["True"],
         "test_long_short_without_its_long_part_is_local": ["True"],
     },
     "ops/test_lsh.py": {
+        "test_kernels_of_strictly_causal_lsh": ["7-True"],
         "test_backward_drops_the_weights_that_forward_dropped": ["False"],
         "test_one_chunk_is_full_shared_qk_attention": ["True-True"],
     },
