@@ -243,9 +243,9 @@ def _shorter_cycles(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_larger(name: str, value, text: str) -> bool:
-    """Whether the config sets `name` to something, and not to a macro or to a smaller number."""
+    """Whether the config sets `name` to something: no macro, no empty shape, no smaller number."""
     found = re.findall(rf"^{re.escape(name)} = (.+)$", text, re.MULTILINE)
-    if not found or found[-1].startswith("%"):
+    if not found or found[-1].startswith("%") or found[-1] == "()":
         return False
     return not (found[-1].isdigit() and int(found[-1]) < value)
 

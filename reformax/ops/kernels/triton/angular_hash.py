@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.kernels.triton.common import launch, load, matmul, power_of_two
 
-# Vectors of a program, and directions of a step of its loop.
+# Vectors of a program, and directions of a step of its loop. Half of both where rows have more
+# than 512 bytes: a chip's shared memory holds them.
 ROWS, DIRECTIONS = 128, 64
 
 
@@ -53,7 +54,9 @@ def _extremes(products: Array, index: Array, half: int) -> _Extremes:
     return _Extremes(high, argmax, low, argmin)
 
 
-def _kernel(x_ref, rotations_ref, bucket_ref, *, factors: Sequence[int], rows: int):
+def _kernel(
+    x_ref, rotations_ref, bucket_ref, *, factors: Sequence[int], rows: int, directions: int
+):
     batch, head = pl.program_id(2), pl.program_id(1)
     _, length, _, size = x_ref.shape
     row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
@@ -66,8 +69,8 @@ def _kernel(x_ref, rotations_ref, bucket_ref, *, factors: Sequence[int], rows: i
     )
 
     def best_of(hash_index, start: int, half: int) -> _Extremes:
-        """The extremes over `half` directions of a hash from `start`, `DIRECTIONS` at a time."""
-        width = min(DIRECTIONS, power_of_two(half))
+        """The extremes over `half` directions of a hash from `start`, a tile of them at a time."""
+        width = min(directions, power_of_two(half))
 
         def of_tile(first) -> _Extremes:
             index = first + jnp.arange(width, dtype=jnp.int32)
@@ -116,11 +119,14 @@ def hash_vectors(
       factors: even bucket counts.
       interpret: whether to run the kernel on any device, slowly.
     """
-    batch, length, n_heads, _ = vectors.shape
+    batch, length, n_heads, size = vectors.shape
     n_hashes = rotations.shape[2]
-    rows = min(ROWS, power_of_two(length))
+    share = 2 if power_of_two(size) * vectors.dtype.itemsize > 512 else 1
+    rows = min(ROWS // share, power_of_two(length))
     return launch(
-        functools.partial(_kernel, factors=tuple(factors), rows=rows),
+        functools.partial(
+            _kernel, factors=tuple(factors), rows=rows, directions=DIRECTIONS // share
+        ),
         (vectors, jnp.swapaxes(rotations, 1, 2).astype(vectors.dtype)),
         jax.ShapeDtypeStruct((batch, n_heads, n_hashes, length), jnp.int32),
         grid=(pl.cdiv(length, rows), n_heads, batch),
