@@ -8,13 +8,12 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import visibility
 from reformax.ops.masking.padding import attend_to_tokens
-from reformax.ops.softmax import block_kernels
-from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.softmax import all_keys
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 from reformax.ops.softmax.reference import reference_attention
 
@@ -52,10 +51,6 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
         del plan
         call = self._with_sinks(call, params, q.shape[2])
 
-        def in_cudnn() -> Float[Array, "B T N V"]:
-            scale, lengths = call.logits.scale, call.lengths
-            return cudnn_attention(q, k, v, causal=call.causal, scale=scale, lengths=lengths)
-
         @jax.checkpoint
         def attend(bias, q, k, v) -> Float[Array, "B T N V"]:
             ids = call.segment_ids
@@ -66,11 +61,5 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
             arrays = q, *repeat_heads(q, k, v)
             return attend_to_tokens(functools.partial(attend, call.bias), *arrays, call.segment_ids)
 
-        in_kernels = functools.partial(block_kernels.attend_to_all, call, q=q, k=k, v=v)
-        bias_shape = None if call.bias is None else call.bias.shape
-        implementations = {
-            "cudnn": (cudnn_obstacle(call, q, k, v), in_cudnn),
-            "pallas": (kernel_obstacles(q, k, v, call.logits, bias=bias_shape), in_kernels),
-            "xla": (None, in_arrays),
-        }
+        implementations = all_keys.in_kernels(call, q, k, v) | {"xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)

@@ -9,7 +9,6 @@ and in any tiling.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Annotated, NamedTuple
 
@@ -29,9 +28,8 @@ from reformax.ops.decoding.cache import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.softmax import block_kernels, ring, tiles
+from reformax.ops.softmax import all_keys, block_kernels, ring, tiles
 from reformax.ops.softmax.block_lists import FullLayout
-from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 
 # A mask's lowest logit, scaled, is still a number of float32.
@@ -88,13 +86,6 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
             pieces = _FlashPieces(block_sizes, call.logits, dropout, interpret)
             return ring.attend(pieces, causal, q, k, v, ids, shard.axis, seed)
 
-        def in_cudnn() -> Float[Array, "B T N V"]:
-            return cudnn_attention(
-                q, k, v, causal=causal, scale=call.logits.scale, lengths=call.lengths
-            )
-
-        in_kernels = functools.partial(block_kernels.attend_to_all, call, q=q, k=k, v=v)
-
         def in_arrays() -> Float[Array, "B T N V"]:
             arrays = q, *repeat_heads(q, k, v)
             tiling = _tiling(block_sizes, call.logits, dropout, causal, q, k)
@@ -106,12 +97,7 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
 
             return attend_to_tokens(attend, *arrays, call.segment_ids)
 
-        bias_shape = None if call.bias is None else call.bias.shape
-        implementations = {
-            "cudnn": (cudnn_obstacle(call, q, k, v), in_cudnn),
-            "pallas": (kernel_obstacles(q, k, v, call.logits, bias=bias_shape), in_kernels),
-            "xla": (None, in_arrays),
-        }
+        implementations = all_keys.in_kernels(call, q, k, v) | {"xla": (None, in_arrays)}
         return compute_by(self.impl, implementations)
 
 

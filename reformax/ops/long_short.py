@@ -160,7 +160,7 @@ class long_short(AttentionOp):
     def _in_kernels(self, call: Call, interpret: bool, params, q, k, v) -> Array:
         """The window in kernels, and with it the summaries of the whole sequence."""
         n_batch, length, n_heads, _ = q.shape
-        ids, far = call.segment_ids, None
+        ids = call.segment_ids
         real = jnp.ones((n_batch, length), bool) if ids is None else is_token(ids)
         if self.rank:
             far = jax.checkpoint(self._mixtures, static_argnums=4)(params, k, v, real, length)

@@ -7,7 +7,7 @@ from reformax.ops.calls import dispatch
 
 
 def instead_of_cudnn(monkeypatch, module) -> list:
-    """Makes an op's module choose cuDNN for any dtype, and replaces cuDNN by dense attention.
+    """Makes a module choose cuDNN for any dtype, and replaces cuDNN by dense attention.
 
     Returns:
       A list to which each traced call appends its lengths.

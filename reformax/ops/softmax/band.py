@@ -105,10 +105,7 @@ def _in_kernels(call: Call, band: Visibility, interpret: bool, q, k, v, global_p
     from reformax.ops.kernels.triton import band as kernel
 
     global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
-    if of_order is not None:
-        of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
-    of_order = of_order if n_tokens is None else TokensFirst(of_order, n_tokens)
-    near = kernel.BandOrder(order, of_order)
+    near = kernel.BandOrder(order, _in_slots(of_order, n_tokens, chunks))
     return kernel.attend(
         band, chunks, interpret, q, k, v, global_positions, near, segment_ids, call.seed
     )
@@ -136,10 +133,18 @@ def attend_and_far(
 
     band = band.within(q.shape[1])
     chunks = _chunks(call, band, q.shape[1])
-    ids = call.segment_ids
-    ids = None if ids is None else jnp.pad(jnp.asarray(ids), ((0, 0), (0, chunks.padding)))
-    ids = ids if call.lengths is None else TokensFirst(ids, call.lengths)
+    ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
+    ids = _in_slots(ids, call.lengths, chunks)
     return kernel.attend_and_far(chunks, interpret, q, k, v, far, ids)
+
+
+def _in_slots(
+    segment_ids: Int[Array, "B T"] | None, n_tokens: Int[Array, " B"] | None, chunks: Chunking
+) -> Int[Array, "B Tp"] | TokensFirst | None:
+    """Segment ids padded to whole chunks, with each row's number of tokens where it is known."""
+    if segment_ids is not None:
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, chunks.padding)))
+    return segment_ids if n_tokens is None else TokensFirst(segment_ids, n_tokens)
 
 
 def _chunks(call: Call, band: Visibility, length: int) -> Chunking:
