@@ -78,15 +78,15 @@ def pytest_itemcollected(item):
 def pytest_collection_modifyitems(config, items):
     """Leaves slow tests of other parts out: a test's name says which part it is of.
 
-    The longest come first.
+    A test that divides its own cases by `--part` is of each part. The longest come first.
     """
     config.stash[COLLECTED] = [case_of(item) for item in items]
     part, n_parts = map(int, config.getoption("--part").split("/"))
     taken, left_out = [], []
     for item in items:
         of_part = zlib.crc32(item.nodeid.encode()) % n_parts == part % n_parts
-        slow = item.get_closest_marker("slow")
-        (left_out if slow and not of_part else taken).append(item)
+        divided = item.get_closest_marker("slow") and not item.get_closest_marker("every_part")
+        (left_out if divided and not of_part else taken).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = sorted(taken, key=lambda item: item.path.name not in LONGEST)
 

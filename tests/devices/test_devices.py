@@ -35,12 +35,14 @@ def on_eight_devices(*arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.every_part
 def test_eight_devices_compute_what_one_does(pytestconfig):
     part = f"--part={pytestconfig.getoption('--part')}"
     on_eight_devices("-m", "", part, *(HERE / name for name in ("eight.py", "context.py")))
 
 
 @pytest.mark.slow
+@pytest.mark.every_part
 def test_every_op_computes_in_shards_what_it_does_whole(pytestconfig):
     part = f"--part={pytestconfig.getoption('--part')}"
     on_eight_devices("-m", "", part, ROOT / "tests/ops/test_shards.py")
