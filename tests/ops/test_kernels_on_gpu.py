@@ -239,15 +239,26 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
         return out, (*gradients, trained(of_params))
 
     inputs = d_out, q, k, v, extra_projections, params
-    with jax.default_matmul_precision("highest"):
-        got = jax.jit(functools.partial(run, op))(*inputs)
-        inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-        want = jax.jit(functools.partial(run, other))(*inputs)
-    if segment_ids is not None:
-        got, want = ((x[0] * (segment_ids != 0)[..., None, None], x[1]) for x in (got, want))
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        error = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()
-        assert error <= TOLERANCE[dtype] * max(1, np.abs(y).max())
+    inputs_in_float32 = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+
+    @jax.default_matmul_precision("highest")
+    def computed(op, inputs):
+        out, gradients = jax.jit(functools.partial(run, op))(*inputs)
+        if segment_ids is not None:
+            out = out * (segment_ids != 0)[..., None, None]
+        return [np.asarray(x, np.float64) for x in jax.tree.leaves((out, gradients))]
+
+    want = computed(other, inputs_in_float32)
+
+    def errors(op):
+        return np.array(
+            [np.abs(x - y).max() for x, y in zip(computed(op, inputs), want, strict=True)]
+        )
+
+    bounds = np.array([TOLERANCE[dtype] * max(1, np.abs(y).max()) for y in want])
+    found = errors(op)
+    if (found > bounds).any():  # array operations that round as much say that it is the dtype
+        assert (found <= np.maximum(bounds, 2 * errors(other))).all(), found / bounds
 
 
 @pytest.mark.slow

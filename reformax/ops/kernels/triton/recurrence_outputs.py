@@ -138,7 +138,8 @@ def _delta_vjp(rows, read, inverse, values, d_values, d_beta) -> _DeltaGradients
 
 
 # Outputs and gradients. More than 128 features are read in blocks, whose products add up. In
-# float32 more than 64 are, because a chip does not hold more of what a gradient reads.
+# float32 more than 64 are, because a chip does not hold more of what a gradient reads, and products
+# of whole float32 numbers ("highest" precision) take more of it than those of rounded ones.
 
 FEATURES = 64  # features of a block
 
@@ -149,7 +150,8 @@ def _blocks(x) -> tuple[int, int]:
     narrow = x.k.dtype == jnp.float32
     if widest <= (FEATURES if narrow else NARROW_HEAD):
         return 1, power_of_two(size)
-    return pl.cdiv(size, FEATURES), FEATURES
+    width = FEATURES // 2 if narrow and widest > NARROW_HEAD else FEATURES
+    return pl.cdiv(size, width), width
 
 
 def _each_block(x, step, carry):
