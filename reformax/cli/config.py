@@ -497,12 +497,14 @@ def _described(value):
     if not isinstance(value, gin.config.ConfigurableReference):
         return value
     scope, selector = value.config_key
-    if selector == "gin.macro":
-        _described_macros.add(scope)
-        return _described(gin.query_parameter(f"{scope}/gin.macro.value"))
-    with gin.config_scope(scope or None):
+    # As in gin, what a macro or a scoped reference names is in its scope, to any depth: a run's
+    # config.gin has such settings as `attention/local.local.window`.
+    with gin.config_scope(scope.split("/")) if scope else contextlib.nullcontext():
+        if selector == "gin.macro":
+            _described_macros.add(scope)
+            return _described(gin.query_parameter(f"{scope}/gin.macro.value"))
         bound = gin.get_bindings(selector, resolve_references=False)
-    arguments = {name: _described(item) for name, item in bound.items()}
+        arguments = {name: _described(item) for name, item in bound.items()}
     return Reference(value.configurable.wrapped, arguments)
 
 

@@ -10,10 +10,10 @@
                                          for train.py, says which model
     --from=RUN                           a folder of train.py or of this command
 
---attention='asymmetric_lsh(n_hashes=8)' puts another attention without weights of its own in the
-place of dense layers, or of those of --layers=0,2-4, and writes a run. It is not trained, so it
-costs bits: they are measured on --data_dir, or on the source of Python's library, and printed for
-each layer and by the number of hashes.
+--attention='asymmetric_lsh(n_hashes=8)' puts another attention in the place of dense layers, or of
+those of --layers=0,2-4, and writes a run. It is not trained, so it costs bits: they are measured on
+--data_dir, or on the source of Python's library, in rows of --length, and printed for each layer
+and by the number of hashes. --attention=dense puts dense layers back into their place.
 
 A model from elsewhere becomes a run's folder, which evaluate.py reads. A run becomes a folder for
 Hugging Face. --to=NAME.pkl.gz writes any model for Trax. The command then reads the result and
@@ -130,7 +130,8 @@ def parser():
     parser.add_argument(
         "--length",
         type=flags.of(Size),
-        help="to Trax: length of the input signature (default: two chunks, or all axial positions)",
+        help="to Trax: of the input signature (default: two chunks, or all axial positions); with "
+        "--attention: of the rows that bits are measured on (default: 1,024)",
     )
     parser.add_argument(
         "--attention", type=flags.of(Name), help="to a run: in the place of dense layers"
@@ -153,7 +154,7 @@ def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
         ("config", source == "trax", "--from=model.pkl.gz"),
         ("step", source == "run", "--from=RUN"),
         ("trust_config", source == "run", "--from=RUN"),
-        ("length", target == "trax", "--to=NAME.pkl.gz"),
+        ("length", target == "trax" or args.attention, "--to=NAME.pkl.gz or --attention"),
         ("attention", target == "run", "a run as --to"),
         ("layers", args.attention is not None, "--attention"),
         ("data_dir", args.attention is not None, "--attention"),
@@ -168,10 +169,10 @@ def _with_attention(source: SourceModel, args: argparse.Namespace) -> SourceMode
     from reformax.convert import other_attention
 
     op = other_attention.op_of(args.attention)
-    layers = other_attention.layers_of(args.layers, source.spec)
+    layers = other_attention.layers_of(args.layers, source.spec, op)
     spec, params = other_attention.replaced(source.spec, source.params, op, layers)
     data_dir = args.data_dir and Path(args.data_dir)
-    tokens = other_attention.tokens_of(source.spec, source.vocabulary, data_dir)
+    tokens = other_attention.tokens_of(source.spec, source.vocabulary, data_dir, args.length)
     model = source.spec, source.params
     bits = other_attention.measure(*model, op, layers, tokens, lambda line: print(line, flush=True))
     done = {"attention": args.attention, "layers": layers, "bits": bits}

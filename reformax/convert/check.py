@@ -59,7 +59,12 @@ def logits_of(spec: Spec, rotations=None) -> Callable[[Any, np.ndarray], np.ndar
         return model.logits(params, model.encode(params, inputs, rng=jax.random.key(0)))
 
     run = jit_once(logits)
-    return lambda params, inputs: np.asarray(run(params, inputs))
+
+    def in_full(params, inputs):
+        with jax.default_matmul_precision("highest"):  # GPUs round float32 to 10 bits else
+            return np.asarray(run(params, inputs))
+
+    return in_full
 
 
 def random_inputs(spec: Spec, length: int) -> np.ndarray:
@@ -143,9 +148,12 @@ def _with_bucket_counts(spec: Spec, length: int) -> Spec:
 
 
 def _unrounded(spec: Spec) -> Spec:
-    """The spec with float32 in sublayers and streams, as the other models have."""
+    """The spec with float32 in sublayers, streams and attention, as the other models have."""
     exact = {"exact": False} if "exact" in spec.arguments else {}
-    return spec._replace(arguments={**spec.arguments, "dtype": "float32", **exact})
+    # Kernels round products to their hardware's.
+    attention = tuple(Op(op.name, {**op.options, "impl": "xla"}) for op in spec.attention)
+    arguments = {**spec.arguments, "dtype": "float32", **exact}
+    return spec._replace(arguments=arguments, attention=attention)
 
 
 def has_transformers() -> bool:

@@ -1,8 +1,10 @@
 """Puts another attention in the place of dense layers, with their weights and without training.
 
 Separate queries and keys keep their projections: `asymmetric_lsh`, `moba` and others without
-weights of their own attend to some of the keys that a dense layer attends to. Algorithms that share
-queries and keys, such as `lsh`, get the mean of both projections, a beginning for training alone.
+weights of their own attend to some of the keys that a dense layer attends to. So does `dsa`, whose
+indexer is drawn: it scores keys by a random projection of the heads' products. Algorithms that
+share queries and keys, such as `lsh`, get the mean of both projections, a beginning for training
+alone. `dense` and `flash` go back into the place of all but the last.
 
 The bits that this costs are measured on a text: of each layer alone, of all of them, and by the
 number of hashes or of blocks.
@@ -31,11 +33,15 @@ from reformax.declared import SettingError, shown
 from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.training.step import jit_once
 
-_CANDIDATES = ("local", "lsh", "shared_qk", *REPLACEMENTS)
+_CANDIDATES = ("local", "lsh", "shared_qk", *REPLACEMENTS, *DENSE)
+# Algorithms whose weights of their own are worth something as they are drawn.
+_DRAWN = ("dsa",)
 TOKENS = 4096  # that bits are measured on
 LENGTH = 1024  # of their rows, at most
-# Options that say how many keys a query sees, and the values to measure.
+# Options that say how many keys a query sees, and the values to measure: of hashes or of blocks,
+# and of the algorithm whose option counts keys.
 _BUDGETS = {"n_hashes": (1, 2, 4, 8), "top_k": (1, 2, 4, 8)}
+_BUDGETS_OF = {"dsa": {"top_k": (64, 256, 1024)}}
 # Options of a dense layer that do not say what it computes.
 _OF_TILES = {"impl", "query_block_size", "key_block_size"}
 _BYTES = 16  # of text that surely hold a token
@@ -72,19 +78,26 @@ def op_of(text: str) -> Op:
     return Op(name, options)
 
 
-def layers_of(text: str | None, spec: Spec) -> list[int]:
-    """The numbers of layers, such as [0, 2, 3, 4] of `0,2-4`; None: all that are dense.
+def layers_of(text: str | None, spec: Spec, op: Op) -> list[int]:
+    """The numbers of layers, such as [0, 2, 3, 4] of `0,2-4`; None: all that `op` may take.
+
+    Those are dense layers, and for a dense `op` the others that have all of their weights.
 
     Raises:
-      SettingError: there is no such layer, or it is not dense.
+      SettingError: there is no such layer, or the algorithm cannot take its place.
     """
     ops = [op for *_, op in spec.layers()]
-    dense = [i for i, op in enumerate(ops) if op.name in DENSE]
+    back = op.name in DENSE
+    replaceable = REPLACEMENTS if back else DENSE
+    dense = [i for i, op in enumerate(ops) if op.name in replaceable]
+    expected = " or ".join(replaceable)
     if text is None:
         if not dense:
             names = ", ".join(dict.fromkeys(op.name for op in ops))
+            wanted = f"layers of {expected}" if back else "dense layers"
             raise SettingError(
-                f"--attention needs dense layers, and the model has {names}: give another model"
+                f"--attention={op.name} needs {wanted}, and the model has {names}: give another "
+                "model"
             )
         return dense
     found: set[int] = set()
@@ -101,7 +114,7 @@ def layers_of(text: str | None, spec: Spec) -> list[int]:
     for layer in sorted(found):
         if layer not in dense:
             raise SettingError(
-                f"--layers={text}: layer {layer} is {ops[layer].name}, expected dense or flash"
+                f"--layers={text}: layer {layer} is {ops[layer].name}, expected {expected}"
             )
     return sorted(found)
 
@@ -120,8 +133,8 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
             f"--attention={op.name} shares queries and keys, and the model has {n_kv_heads} heads "
             f"of keys for {n_heads} of queries: take asymmetric_lsh"
         )
-    ops = [old for *_, old in spec.layers()]
-    ops = [_like(old, op) if i in layers else old for i, old in enumerate(ops)]
+    old_ops = [old for *_, old in spec.layers()]
+    ops = [_like(old, op) if i in layers else old for i, old in enumerate(old_ops)]
     rotating = spec.design.rotary_layers or [True] * len(spec.attention)
     kinds = [(op, rotating[block]) for op, (_, block, *_) in zip(ops, spec.layers(), strict=True)]
     n = len(kinds)
@@ -143,6 +156,13 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
     if shares:
         for layer in layers:
             by_layer[layer] = _sharing(by_layer[layer])
+    if any(x.name in _DRAWN for x in (op, *(old_ops[layer] for layer in layers))):
+        for layer, drawn in _drawn(new, layers).items():
+            attention = by_layer[layer]["attention"]
+            own = drawn  # `()` where the algorithm has no weights
+            if isinstance(drawn, dict) and isinstance(attention["op"], dict):
+                own = drawn | {name: x for name, x in attention["op"].items() if name in drawn}
+            by_layer[layer] = {**by_layer[layer], "attention": {**attention, "op": own}}
     stack = {
         f"block_{i}": jax.tree.map(lambda *x: jnp.stack(x), *by_layer[i::period])
         for i in range(period)
@@ -150,6 +170,22 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
     changed = params | {"stack": stack}
     _check_weights(new, changed, op)
     return new, changed
+
+
+def _drawn(spec: Spec, layers: Sequence[int]) -> dict[int, Any]:
+    """The fresh weights of the algorithms of some layers."""
+    model = spec.build()
+    at = {layer: (block, repeat) for layer, block, repeat, _ in spec.layers() if layer in layers}
+
+    def of_layers(key) -> dict[int, Any]:
+        stack = model.init_params(key, (1, 1))["stack"]
+        of_block = {block: stack[f"block_{block}"]["attention"]["op"] for block, _ in at.values()}
+        return {
+            layer: jax.tree.map(lambda x, at=repeat: x[at], of_block[block])
+            for layer, (block, repeat) in at.items()
+        }
+
+    return jax.jit(of_layers)(jax.random.key(0))  # compiled, so that no other weight is drawn
 
 
 def _angles(spec: Spec, layer: int) -> RotaryAngles | None:
@@ -160,12 +196,14 @@ def _angles(spec: Spec, layer: int) -> RotaryAngles | None:
 
 
 def _like(old: Op, op: Op) -> Op:
-    """The new algorithm with the dense one's options of logits."""
+    """The new algorithm with the old one's options of logits."""
     defaults, known = (inspect.signature(OPS[x.name]).parameters for x in (old, op))
     options = dict(op.options)
     for name, value in old.options.items():
         if name in _OF_TILES or name in options or value == defaults[name].default:
             continue
+        if name not in known and old.name not in DENSE:
+            continue  # it chose the keys
         if name not in known:
             raise SettingError(
                 f"--attention={op.name} has no option {name}, which the dense layers set to "
@@ -237,7 +275,7 @@ def measure(
         for layer in layers:
             found["by_layer"][str(layer)] = alone = bits(op, [layer])
             say(f"layer {layer} alone: {alone - before:+.4f}")
-    for name, values in _BUDGETS.items():
+    for name, values in _BUDGETS_OF.get(op.name, _BUDGETS).items():
         if name in inspect.signature(OPS[op.name]).parameters:
             given = op.option(name)
             others = [x for x in values if x != given]
@@ -263,7 +301,7 @@ def bits_of(spec: Spec, params: Any, tokens: np.ndarray) -> float:
 
 
 def tokens_of(
-    spec: Spec, vocabulary: bytes | None, data_dir: Path | None, n: int = TOKENS
+    spec: Spec, vocabulary: bytes | None, data_dir: Path | None, length: int | None = None
 ) -> np.ndarray:
     """Rows of tokens of a text, `[B, T]`.
 
@@ -271,17 +309,22 @@ def tokens_of(
       spec: the model, by whose vocabulary the text is read.
       vocabulary: a tokenizer.json or another file of pieces; None: the model is one of bytes.
       data_dir: a file or folder; None: the source of Python's standard library.
-      n: tokens; fewer if the text has not as many.
+      length: of a row; None: `LENGTH`, or as many as the model has positions. There are `TOKENS` in
+        all, or a row if that is longer; fewer if the text has not as many.
 
     Raises:
-      SettingError: the model reads no text, or the text is shorter than a row.
+      SettingError: the model reads no text or no such length, or the text is shorter than a row.
     """
     if spec.model not in _LANGUAGE_MODELS:
         raise SettingError(
             f"--attention measures bits of a text, and the model is {spec.model}: expected "
             f"{' or '.join(_LANGUAGE_MODELS)}"
         )
-    size = spec.arguments["vocab_size"]
+    size, most = spec.arguments["vocab_size"], spec.max_length()
+    if length is not None and most is not None and length > most:
+        raise SettingError(f"--length={length}: the model has positions for {most}")
+    length = length or min(LENGTH, most or LENGTH)
+    n = max(TOKENS, length)
     text = _text(data_dir, n * _BYTES)
     if vocabulary is not None:
         ids = PieceVocabulary.of(vocabulary, size).encode(text.decode(errors="replace"))
@@ -293,7 +336,6 @@ def tokens_of(
             f"--attention measures bits of a text, and the model has {size} ids and no "
             "tokenizer.json: put it into the folder of --from"
         )
-    length = min(LENGTH, spec.max_length() or LENGTH)
     if len(tokens) < length:
         raise SettingError(
             f"--data_dir={data_dir} has {len(tokens)} tokens: expected at least {length}"

@@ -32,7 +32,9 @@ DENSE = ("dense", "flash")
 NO_OPTIONS = {"soft_cap": None, "scale_by_length": None}
 
 # What may take the place of dense layers, and no other package's models have.
-REPLACEMENTS = ("asymmetric_lsh", "hash_sparse", "memory_efficient", "moba", "sinks", "smyrf")
+REPLACEMENTS = (
+    *("asymmetric_lsh", "dsa", "hash_sparse", "memory_efficient", "moba", "sinks", "smyrf"),
+)
 OPS |= {name: getattr(getattr(ops, name), name) for name in REPLACEMENTS}
 
 # Choices of a design that models also have as arguments of their own.

@@ -40,6 +40,7 @@ WHOLE = {
     "moba": "moba(block_size=32, top_k=4)",
     "memory_efficient": "memory_efficient",
     "sinks": "sinks(window=128)",
+    "dsa": "dsa(top_k=96)",
 }
 
 
@@ -50,9 +51,9 @@ def test_what_sees_all_keys_is_the_dense_model(name, layers):
     spec, params = dense_model(n_kv_heads=2, pos_type="rotary")
     op = other_attention.op_of(WHOLE[name])
     new, changed = other_attention.replaced(
-        spec, params, op, other_attention.layers_of(layers, spec)
+        spec, params, op, other_attention.layers_of(layers, spec, op)
     )
-    numbers = other_attention.layers_of(layers, spec)
+    numbers = other_attention.layers_of(layers, spec, op)
     names = [op.name for *_, op in new.layers()]
     assert names == [name if i in numbers else "dense" for i in range(4)]
     np.testing.assert_allclose(logits(new, changed), logits(spec, params), atol=2e-4)
@@ -61,8 +62,8 @@ def test_what_sees_all_keys_is_the_dense_model(name, layers):
 @pytest.mark.slow
 def test_layers_of_a_cycle_keep_their_weights():
     spec, params = dense_model(n_layers=6, cycle=("local", "dense"))
-    assert other_attention.layers_of(None, spec) == [1, 3, 5]
     op = other_attention.op_of(WHOLE["moba"])
+    assert other_attention.layers_of(None, spec, op) == [1, 3, 5]
     new, changed = other_attention.replaced(spec, params, op, [3])
     names = [op.name for *_, op in new.layers()]
     assert names == ["local", "dense", "local", "moba", "local", "dense"]
@@ -135,12 +136,12 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_with_other_attention_is_scored(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(other_attention, "LENGTH", 256)
     monkeypatch.setattr(other_attention, "_BUDGETS", {"top_k": (2, 8)})
     flags = "--from=gpt2", "--to=hashed", "--attention=moba(block_size=32)", "--layers=1"
-    code, out, err = run(*flags, "--data_dir=text.txt")
+    code, out, err = run(*flags, "--data_dir=text.txt", "--length=256")
     assert code == 0, err
-    assert "with moba(block_size=32) in 1 layers" in out and "by top_k: 2: " in out
+    assert "with moba(block_size=32) in 1 layers (16 rows of 256)" in out
+    assert "by top_k: 2: " in out
     read = run_folder.read(tmp_path / "hashed")
     assert [op.name for op in read.spec.attention] == ["dense", "moba"]
     assert read.source["changed"]["layers"] == [1]
@@ -150,9 +151,15 @@ def test_a_run_with_other_attention_is_scored(run, tmp_path, monkeypatch, capsys
     assert code == 0, err
     scored = json.loads((tmp_path / "hashed" / "evaluation_train.json").read_text())
     assert scored["bits_per_dim"] == pytest.approx(bits["after"], rel=0.02)  # other rows
-    # What it is now has no format elsewhere.
+    # What it is now has no format elsewhere, and with dense layers again it has.
     code, _, err = run("--from=hashed", "--to=hugging_face")
     assert code == 1 and "the attention is moba" in err
+    code, out, err = run(
+        "--from=hashed", "--to=back", "--attention=dense", "--data_dir=text.txt", "--length=256"
+    )
+    assert code == 0 and "with dense() in 1 layers" in out, err
+    back, first = run_folder.read(tmp_path / "back"), run_folder.read(tmp_path / "gpt2")
+    np.testing.assert_array_equal(logits(back.spec, back.params), logits(first.spec, first.params))
     with pytest.raises(ValueError, match="the attention is moba, expected one of dense, flash"):
         trax_models.table(
             Spec.make("ReformerLM", read.spec.attention, vocab_size=256, pos_type="none")
@@ -166,7 +173,12 @@ def test_a_run_with_other_attention_is_scored(run, tmp_path, monkeypatch, capsys
             ["--attention=lsh"],
             "--attention=lsh shares queries and keys, and the model has 2 heads of",
         ),
-        (["--attention=dense"], "--attention=dense: expected one of local, lsh, "),
+        (["--attention=nsa"], "--attention=nsa: expected one of local, lsh, "),
+        (["--attention=dense"], "--attention=dense needs layers of asymmetric_lsh or dsa or "),
+        (
+            ["--attention=flash", "--layers=1"],
+            "layer 1 is dense, expected asymmetric_lsh or dsa or",
+        ),
         (["--attention=moba(top=2)"], "moba has no option top, only "),
         (["--attention=moba(top_k=0)"], "top_k is 0: expected"),
         (["--attention=moba(top_k=x)"], "expected a name and options, such as 'asymm"),
@@ -177,6 +189,11 @@ def test_a_run_with_other_attention_is_scored(run, tmp_path, monkeypatch, capsys
         (["--attention=moba", "--layers=2"], "--layers=2: the model has layers 0 to 1"),
         (["--attention=moba", "--layers=first"], "--layers=first: expected numbers and ranges"),
         (["--attention=moba", "--data_dir=few"], "--data_dir=few has 3 tokens: expected at least"),
+        (
+            ["--attention=moba", "--data_dir=text.txt", "--length=9999"],
+            "--data_dir=text.txt has 6600 tokens: expected at least 9999",
+        ),
+        (["--from=gpt2", "--attention=moba", "--length=2048"], "the model has positions for 1024"),
         (["--layers=1"], "--layers is 1: it goes with --attention alone"),
     ],
 )
@@ -185,6 +202,20 @@ def test_wrong_flags(run, tmp_path, flags, words):
     code, _, err = run("--from=grouped", "--to=new", *flags)
     assert code in (1, 2) and words in err, err
     assert not (tmp_path / "new").exists()
+
+
+def test_an_indexer_is_drawn_and_leaves_with_its_algorithm():
+    """Each layer has weights of its own, by which it already finds more than chance would."""
+    spec, params = dense_model(n_kv_heads=2)
+    op = other_attention.op_of("dsa(top_k=8)")
+    new, changed = other_attention.replaced(spec, params, op, [1, 2])
+    keys = [changed["stack"][f"block_{i}"]["attention"]["op"]["key"] for i in (1, 2)]
+    assert not np.allclose(*keys)
+    dense = other_attention.op_of("dense")
+    assert other_attention.layers_of(None, new, dense) == [1, 2]
+    back, weights = other_attention.replaced(new, changed, dense, [1, 2])
+    assert back == spec
+    jax.tree.map(np.testing.assert_array_equal, weights, params)
 
 
 def test_an_algorithm_with_weights_of_its_own_is_refused():

@@ -247,6 +247,27 @@ def test_functions_of_jax_and_optax_are_read(folder):
     assert config.described(loop.train, "model").arguments["ff_activation"].function is jax.nn.relu
 
 
+def test_what_a_macro_names_is_read_in_its_scope(folder):
+    """As a run's config.gin has it, which gin writes and reads so; to any depth."""
+    config.parse_saved(
+        f"{HEAD}from reformax.models import designs\nfrom reformax.models import lm\n"
+        "from reformax.ops import local\n"
+        "attention = (@local.local(), @far/local.local())\ndesign = @designs.llama()\n"
+        "loop.train.model = @lm.TransformerLM\nlm.TransformerLM.attention_type = %attention\n"
+        "lm.TransformerLM.design = %design\ndesign/designs.llama.rotary_base = 7.0\n"
+        "attention/local.local.chunk_len = 16\nfar/local.local.chunk_len = 32\n"
+        "local.local.chunk_len = 64\nlm.TransformerLM.vocab_size = 256\n"
+        "lm.TransformerLM.pos_type = 'rotary'",
+        "config.gin",
+    )
+    spec = Spec.of_config()
+    assert [op.options["chunk_len"] for op in spec.attention] == [16, 32]
+    assert spec.design.rotary_base == 7.0
+    model = config.bindings(loop.train, ["model"])["model"](mode="eval")
+    assert [op.chunk_len for op in model.attention_type] == [16, 32]  # as gin builds it
+    assert model.design.rotary_base == 7.0
+
+
 SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=1)
 
 
