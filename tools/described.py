@@ -127,7 +127,7 @@ def assumed(gpu: Gpu) -> Iterator[None]:
         for target, name, value in (
             (jax, "default_backend", lambda: "gpu"),
             (dispatch, "gpu_obstacle", lambda: None),
-            (dispatch, "on_small_chip", lambda: gpu.shared <= dispatch.SMALL_CHIP * 1024),
+            (dispatch, "shared_kib", lambda: gpu.shared // 1024),
             (dispatch, "on_hopper", lambda: gpu.capability == "9.0"),
             (gpu_info, "get_gpu_info", lambda: known),
         ):

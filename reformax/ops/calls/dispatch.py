@@ -35,6 +35,7 @@ SHARED_KIB = {
 }
 # Bytes of a head's row of which every kernel's tiles fit into so much, but some kernels' alone.
 SMALL_CHIP, SMALL_ROW = 99, 256
+LARGE_CHIP = 227
 
 T = TypeVar("T")
 
@@ -156,15 +157,19 @@ def gpu_obstacle() -> str | None:
     return None
 
 
-def on_small_chip() -> bool:
-    """Whether kernels run on a GPU whose blocks of threads share less than a data centre's do.
+def shared_kib() -> int:
+    """KiB that a block of threads may share on this machine's GPU.
 
-    A GPU that came later is taken for one of the latter.
+    Without a GPU, and on one that came later, as many as on the newest of a data centre.
     """
     if jax.default_backend() != "gpu":
-        return False
-    capability = compute_capability(jax.local_devices()[0])
-    return SHARED_KIB.get(capability, SMALL_CHIP + 1) <= SMALL_CHIP
+        return LARGE_CHIP
+    return SHARED_KIB.get(compute_capability(jax.local_devices()[0]), LARGE_CHIP)
+
+
+def on_small_chip() -> bool:
+    """Whether kernels run on a GPU whose blocks of threads share less than a data centre's do."""
+    return shared_kib() <= SMALL_CHIP
 
 
 def on_hopper() -> bool:

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.devices import varying_as
+from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import (
     KERNELS,
     MAX_HEAD_SIZE,
@@ -87,8 +88,11 @@ def recurrence(
 
 def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
     by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
-    # The delta rule's programs hold whole rows of keys.
-    wide = x.beta is None or (not by_feature and x.q.dtype != jnp.float32)
+    # The delta rule's programs hold whole rows of keys. Wide rows of float32 need a large chip.
+    if x.q.dtype == jnp.float32:
+        wide = x.beta is None and dispatch.shared_kib() >= dispatch.LARGE_CHIP
+    else:
+        wide = x.beta is None or not by_feature
     return kernel_obstacles(
         *x[:3],
         most=MAX_HEAD_SIZE if wide else NARROW_HEAD,

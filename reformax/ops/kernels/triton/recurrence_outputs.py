@@ -150,7 +150,7 @@ def _blocks(x) -> tuple[int, int]:
     narrow = x.k.dtype == jnp.float32
     if widest <= (FEATURES if narrow else NARROW_HEAD):
         return 1, power_of_two(size)
-    width = FEATURES // 2 if narrow and widest > NARROW_HEAD else FEATURES
+    width = FEATURES // 4 if narrow and widest > NARROW_HEAD else FEATURES
     return pl.cdiv(size, width), width
 
 
