@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lines
 import style
@@ -39,10 +39,16 @@ def read(run: Path, split: str) -> Bands:
       ValueError: there are none; with the command that makes them.
     """
     path = run / f"evaluation_{split}.json"
-    found = json.loads(path.read_text()).get("by_position") if path.is_file() else None
-    if not found:
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    if not found.get("by_position"):
         command = f"reformax evaluate --output_dir={run} --split={split} --by_position"
         raise ValueError(f"{path} has no bits by position: {command} writes them")
+    return bands_of(found)
+
+
+def bands_of(evaluation: Mapping[str, Any]) -> Bands:
+    """The bands of what an evaluation wrote."""
+    found = evaluation["by_position"]
     (metric,) = found[0].keys() - OTHERS
     return Bands(metric, {band["end"]: band[metric] for band in found})
 
