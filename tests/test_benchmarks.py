@@ -151,7 +151,6 @@ COMMANDS = [
     ("step", "", "| reformax TransformerLM, dense | "),
     ("translation", "--sources={path}/lines", "| Hugging Face | 4 | ImportError: none here |"),
     ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),
-    ("triton_source", "", "| backward, packed | "),
 ]
 
 
