@@ -48,7 +48,7 @@ PARTS = {
         (*ATTENTION, "benchmarks/block_sparse.py"),
     ),
     "generation": Part("generation", (*MODELS, "reformax/generation", "benchmarks/generation.py")),
-    "reversible": Part("reversible --options", (*MODELS, "benchmarks/reversible.py")),
+    "reversible": Part("reversible", (*MODELS, "benchmarks/reversible.py")),
     "published": Part("published --profile", (*TRAINED, "benchmarks/published.py")),
     "linear_attention": Part(
         "linear_attention --peers --lengths 1024 131072 1048576 --only linear gated_linear "
@@ -64,10 +64,6 @@ PARTS = {
     "scaling": Part(
         "scaling --page --saved=docs/scaling.jsonl --profile=runs/scaling",
         (*TRAINED, "benchmarks/scaling.py"),
-    ),
-    "duplication": Part(
-        "duplication --length 1024 --steps 2000 --batch_size 16 --chunk_len 64",
-        (*MODELS, "reformax/training", "benchmarks/duplication.py"),
     ),
     "associative_recall": Part(
         "associative_recall --length=512 --tokens=32768 --steps=1000 --learning_rate=3e-3 "
@@ -91,14 +87,6 @@ PARTS = {
     "pathfinder": _arena("--task=pathfinder --steps=14000", "pathfinder"),
     "attention_table": Part(
         "attention --table=runs/attention_table", (*ATTENTION, "benchmarks/attention.py")
-    ),
-    "translation_step": Part(
-        "translation --sources=newstest2014.en --step --repeats=5",
-        (*MODELS, "benchmarks/translation.py"),
-    ),
-    "translation": Part(
-        "translation --sources=newstest2014.en --sentences=1200 --repeats=2",
-        (*MODELS, "reformax/generation", "benchmarks/translation.py"),
     ),
 }
 # Flags of files and folders that hold what an earlier run measured.

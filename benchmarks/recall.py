@@ -6,12 +6,6 @@ prints a table and draws runs/recall.png. The vectors lie in clusters, as the qu
 model do. Recall is the share of full shared-QK attention's weight that falls on the keys that LSH
 attention shows a query.
 
-    python -m benchmarks.recall --across
-
-asks it of queries of one sequence and keys of another, by the number of queries: the share of the
-weight and, behind it, of the keys that a query sees. As many queries as keys are attention within
-one sequence.
-
     python -m benchmarks.recall --run=DIR
 
 asks the same of any op, of the layers of a trained model that see every key: the share of their
@@ -52,7 +46,7 @@ from benchmarks.harness.calls import COMPILERS, attempt, exit_if
 from benchmarks.harness.output import Table, plot
 from reformax.cli import errors
 from reformax.declared import SettingError, Unsupported
-from reformax.ops import AttentionOp, asymmetric_lsh, lsh, smyrf
+from reformax.ops import AttentionOp, lsh
 from reformax.ops.masking.masks import except_self, visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.reference import reference_attention
@@ -129,32 +123,6 @@ def mean_recall(
 
     # Arguments: XLA would compute for seconds with constants of this size.
     each = [shares(rng, mask, names) for rng in jax.random.split(jax.random.key(0), n_seeds)]
-    weight, keys = np.mean(each, axis=0)
-    return float(weight), float(keys)
-
-
-def recall_across(
-    attend: AttentionOp, n_queries: int, n_keys: int, n_seeds: int = N_SEEDS
-) -> tuple[float, float]:
-    """The shares of full attention's weight, and of the keys, that `attend` shows a query.
-
-    Queries and keys lie around the same centres. Means are those of `mean_recall`.
-    """
-    names = jnp.eye(n_keys)[None, :, None]
-    mask = visibility(n_queries, n_keys, causal=False)
-
-    @jax.jit
-    def shares(
-        rng: PRNGKeyArray, names: Float[Array, "1 S 1 S"], mask: Bool[Array, "1 1 T S"]
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        data_rng, hash_rng = jax.random.split(rng)
-        x = clustered_queries(data_rng, n_queries + n_keys, NOISE)
-        q, k = x[:, :n_queries], x[:, n_queries:]
-        truth = reference_attention(q, length_normalize(k), names, mask)
-        shown = attend(q, length_normalize(k), names, rng=hash_rng) > 0
-        return jnp.sum(truth, where=shown) / n_queries, shown.mean()
-
-    each = [shares(rng, names, mask) for rng in jax.random.split(jax.random.key(0), n_seeds)]
     weight, keys = np.mean(each, axis=0)
     return float(weight), float(keys)
 
@@ -396,7 +364,6 @@ def _print_heads(lines, found: dict[str, Any], n_keys: int) -> None:
 
 def _flags() -> argparse.ArgumentParser:
     parser = command_line.parser(__doc__, plot=PLOT)
-    parser.add_argument("--across", action="store_true", help="of two sequences")
     parser.add_argument("--run", metavar="DIR", help="the folder of a trained language model")
     parser.add_argument("--op", action="append", help=f"with --run (default: {', '.join(OPS)})")
     parser.add_argument("--checkpoint", default="best", help="of --run (default: best)")
@@ -418,26 +385,8 @@ def _flags() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _flags().parse_args(argv)
-    if args.across:
-        of_two_sequences(args)
-    else:
-        of_run(args) if args.run else of_clusters(args)
+    of_run(args) if args.run else of_clusters(args)
     return 0
-
-
-def of_two_sequences(args: argparse.Namespace) -> None:
-    """The recall of attention that hashes queries and keys apart, by the number of queries."""
-    n_seeds, length, chunk_len = (1, 64, 8) if args.tiny else (N_SEEDS, LENGTH, CHUNK_LEN)
-    n_queries = length, length // 2, length // 16, 1, 2 * length
-    table = Table(f"{length:,} keys; queries", *(f"{n:,}" for n in n_queries))
-    for factory in asymmetric_lsh.asymmetric_lsh, smyrf.smyrf:
-        for n_hashes in (1, 4):
-            attend = factory(chunk_len=chunk_len, n_hashes=n_hashes)
-            found = (
-                recall_across(attend, n, length, n_seeds * (1 if n > 1 else 16)) for n in n_queries
-            )
-            cells = (f"{weight:.3f} of {keys:.3f}" for weight, keys in found)
-            table.row(f"`{attend.name}`, hashes: {n_hashes}", *cells)
 
 
 def of_clusters(args: argparse.Namespace) -> None:
