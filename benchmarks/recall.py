@@ -2,7 +2,7 @@
 
     python -m benchmarks.recall
 
-prints a table and draws runs/recall.png. The vectors lie in clusters, as the queries of a trained
+prints a table. The vectors lie in clusters, as the queries of a trained
 model do. Recall is the share of full shared-QK attention's weight that falls on the keys that LSH
 attention shows a query.
 
@@ -19,8 +19,7 @@ With --bits=TARGETS it also scores the model with the op in the place of these l
 without training: bits that are lost. What an op carries, such as centroids, first sees the layer's
 vectors a few times, and an indexer first learns on them; such ops have no bits. Ops are calls, as
 in --op='lsh.lsh(chunk_len=64, n_hashes={1, 2, 4})'; a set is values to try. --saved=FILE adds what
-is found to a file, and does not ask again for what is there: several calls may share the ops. The
-figure is DIR/recall.png.
+is found to a file, and does not ask again for what is there: several calls may share the ops.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from benchmarks.harness import command_line, coverage
 from benchmarks.harness.calls import COMPILERS, attempt, exit_if
-from benchmarks.harness.output import Table, plot
+from benchmarks.harness.output import Table
 from reformax.cli import errors
 from reformax.declared import SettingError, Unsupported
 from reformax.ops import AttentionOp, lsh
@@ -57,7 +56,6 @@ LENGTH, CHUNK_LEN, N_SEEDS = 1024, 64, 8
 N_HASHES = (1, 2, 4, 8, 16)
 NOISES, NOISE = (0.25, 0.5, 1.0), 0.5
 SIZE, N_CLUSTERS = 64, 32
-PLOT = Path("runs/recall.png")
 # Of a trained model: numbers of keys to compare at, and what no choice of so many keys exceeds.
 N_KEYS = (32, 64, 128, 256, 512, 1024)
 LARGEST = "largest weights"
@@ -187,12 +185,6 @@ def of_run(args: argparse.Namespace) -> None:
     points = {text: line for text, line in points.items() if line}
     _print_equal(points)
     _print_heads(lines, found, args.heads_at)
-    label = "share of the attention weight"
-    axes = dict(yscale="linear", xlabel="keys that a query sees", ylim=(0, 1.02))
-    path = Path(args.run, "recall.png") if args.plot == PLOT else args.plot
-    drawn = {_short(text, points): dict(sorted(line)) for text, line in points.items()}
-    name = Path(args.run).resolve().name
-    plot(path, {label: drawn}, name, ticks=N_KEYS, **axes)
     exit_if(name for name in ops if _is_failure(found[name]))
 
 
@@ -205,12 +197,6 @@ def _find(args: argparse.Namespace, name: str, find: Callable, *asked: Any) -> A
     found = attempt(find, *asked)
     _save(args.saved, name, found)
     return found
-
-
-def _short(text: str, lines: Iterable[str]) -> str:
-    """The name of a line's op, where no other line is of the same."""
-    module = text.split(".")[0]
-    return module if sum(x.split(".")[0] == module for x in lines) == 1 else text
 
 
 def _ops(text: str) -> dict[str, AttentionOp | int]:
@@ -363,7 +349,7 @@ def _print_heads(lines, found: dict[str, Any], n_keys: int) -> None:
 
 
 def _flags() -> argparse.ArgumentParser:
-    parser = command_line.parser(__doc__, plot=PLOT)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--run", metavar="DIR", help="the folder of a trained language model")
     parser.add_argument("--op", action="append", help=f"with --run (default: {', '.join(OPS)})")
     parser.add_argument("--checkpoint", default="best", help="of --run (default: best)")
@@ -401,19 +387,10 @@ def of_clusters(args: argparse.Namespace) -> None:
             dict(zip(n_hashes, share, strict=True)) for share in zip(*found, strict=True)
         )
         lines[f"weight, noise {noise:g}"] = weight
-    blind = f"keys, noise {noise:g}"
-    lines[blind] = keys
+    lines[f"keys, noise {noise:g}"] = keys
     table = Table("n_hashes", *map(str, n_hashes))
     for name, shares in lines.items():
         table.row(name, *(f"{share:.3f}" for share in shares.values()))
-    label = "share that LSH attention shows"
-    title = (
-        f"{options['length']:,} vectors in {N_CLUSTERS} clusters, chunks of "
-        f"{options['chunk_len']}, {options['n_seeds']} draws"
-    )
-    styles = {blind: dict(color="k", ls="--")}
-    axes = dict(yscale="linear", xlabel="n_hashes", ylim=(0, 1.02))
-    plot(args.plot, {label: lines}, title, styles=styles, **axes)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.reversible
 
-prints two tables and draws runs/reversible.png. One has the error of the inputs that the
+prints two tables. One has the error of the inputs that the
 backward pass rebuilds, and of the gradient relative to that of the same forward pass with every
 activation kept. Two programs may round their products differently, as a GPU's do, and then
 gradients differ even without drift. The other has temporary memory and compile time of the gradient
@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ import optax
 from benchmarks.harness import command_line
 from benchmarks.harness.calls import compiled
 from benchmarks.harness.language_models import VOCAB_SIZE
-from benchmarks.harness.output import Lines, Table, plot
+from benchmarks.harness.output import Table
 from benchmarks.harness.rows import KEY
 from reformax.layers import Attention, FeedForward, ReversibleStack, TransformerBlock
 from reformax.models import ReformerLM, TransformerLM
@@ -33,15 +32,6 @@ from reformax.ops import local, lsh
 DROPOUT = 0.1
 N_SLOTS = 7  # LSH attention is every second layer: with six, those of twelve layers would share
 ERRORS = "largest error of a rebuilt input", "relative error of the gradient"
-# Both exact stacks may lie on the same line: one shows within the other.
-STYLES = {
-    f"{dtype}, {kind}": style | dict(ls=ls)
-    for kind, ls in (("plain", "-"), ("exact", "--"))
-    for dtype, style in {
-        "float32": dict(color="C0", marker="s", ms=8, mfc="none"),
-        "bfloat16": dict(color="C1", marker="o", ms=4),
-    }.items()
-}
 
 
 class Shape(NamedTuple):
@@ -119,20 +109,15 @@ def cost(model, length: int) -> str:
     return f"{program.temp_mib:.1f} MiB ({program.seconds:.1f} s)"
 
 
-def print_drifts(shape: Shape) -> dict[str, Lines]:
-    """Prints the errors by stack and depth, and returns them by kind, stack and depth."""
+def print_drifts(shape: Shape) -> None:
+    """Prints the errors by stack and depth."""
     table = Table("stack", "layers", *ERRORS)
-    lines: dict[str, Lines] = {error: {} for error in ERRORS}
     for dtype in shape.dtypes:
         for exact in (False, True):
             stack = f"{dtype}, {'exact' if exact else 'plain'}"
             for n_layers in shape.depths:
                 errors = drift(shape, n_layers, dtype, exact)
                 table.row(stack, str(n_layers), *(f"{error:.2g}" for error in errors))
-                for kind, error in zip(ERRORS, errors, strict=True):
-                    # A logarithmic axis has no 0.
-                    lines[kind].setdefault(stack, {})[n_layers] = max(error, 1e-10)
-    return lines
 
 
 def print_costs(shape: Shape) -> None:
@@ -148,7 +133,7 @@ def print_costs(shape: Shape) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, plot=Path("runs/reversible.png"))
+    parser = command_line.parser(__doc__)
     parser.add_argument(
         "--layers", type=command_line.positive, nargs="+", help="increasing even numbers"
     )
@@ -156,11 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     shape = command_line.of_size(SHAPES, args.tiny)
     shape = shape._replace(depths=tuple(args.layers or shape.depths))
-    title = (
-        f"{command_line.machine()}, {shape.batch} x {shape.length:,} tokens, d_model "
-        f"{shape.d_model}; 1e-10 stands for 0"
-    )
-    plot(args.plot, print_drifts(shape), title, styles=STYLES, xlabel="layers")
+    print_drifts(shape)
     if not args.no_cost:
         print_costs(shape)
 

@@ -18,11 +18,8 @@ runs what docs/scaling.md measures, each in a process of its own, most important
 model, the Transformer and one long sequence. What FILE has is not measured again, so that the
 command goes on where it was interrupted.
 
-    python -m benchmarks.scaling --saved=docs/scaling.jsonl --plot=runs/scaling.png
-
-draws results that earlier runs saved. With a config a run first adds its own. `--profile=FOLDER`
-writes a trace of each mesh's steps, which TensorBoard and Perfetto show, and prints where the time
-of a device goes.
+`--profile=FOLDER` writes a trace of each mesh's steps, which TensorBoard and Perfetto show, and
+prints where the time of a device goes.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import command_line, configured, kernels
 from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, medians
-from benchmarks.harness.output import Table, plot
+from benchmarks.harness.output import Table
 from benchmarks.harness.processes import tell
 from reformax import devices
 from reformax.training import evaluation, opening
@@ -150,23 +147,8 @@ def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
         file.writelines(json.dumps(result) + "\n" for result in results)
 
 
-def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """The speed of several devices relative to perfect scaling, by their number.
-
-    The last result counts.
-    """
-    machines = list(dict.fromkeys(result["machine"] for result in results))
-    lines: dict[str, dict[int, float]] = {}
-    for result in results:
-        where = f"{result['machine'].split(',')[0]}: " if len(machines) > 1 else ""
-        line = lines.setdefault(f"{where}{result['name']}, {result['mesh']}", {1: 1.0})
-        line[result["devices"]] = result["times"] / result["devices"]
-    label = "share of linear scaling"
-    plot(path, {label: lines}, ", ".join(machines), "linear", xlabel="devices")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, repeats=5, plot=True)
+    parser = command_line.parser(__doc__, repeats=5)
     parser.add_argument("--config_file", action="append", help="a gin file; may be repeated")
     parser.add_argument("--config", action="append", default=[], help="an override")
     parser.add_argument(
@@ -179,19 +161,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--alone", type=command_line.positive, help=few)
     parser.add_argument("--page", action="store_true", help="all that docs/scaling.md measures")
     parser.add_argument("--steps", type=command_line.positive, default=5, help="of a timed call")
-    parser.add_argument("--saved", type=Path, metavar="FILE", help="results, to add to and to draw")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="results, to add to")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="where to write traces")
     args = parser.parse_args(argv)
-    if args.plot and not args.saved:
-        parser.error("--plot draws what --saved names: give both")
     if args.page:
         run_page(args)
     elif args.tiny or args.config_file:
         measure(args)
-    elif not args.plot:
-        parser.error("nothing to do: give --config_file, or --tiny, or --saved and --plot")
-    if args.plot:
-        draw(args.plot, [json.loads(line) for line in args.saved.read_text().splitlines()])
+    else:
+        parser.error("nothing to do: give --config_file, --page or --tiny")
 
 
 def run_page(args: Any) -> None:
