@@ -1,8 +1,8 @@
-"""Lists the configs that come with reformax, of one subject, or prints one: `reformax configs [NAME]`.
+"""Lists the configs that come with reformax, or prints one: `reformax configs [NAME]`.
 
 `reformax train --config_file=NAME` finds them by these names, wherever it is started. A config of
 the same name in the working directory goes first. A config of your own may include them:
-`include 'reformer.gin'`.
+`include 'reformer.gin'`. The name of a subject, such as `translation`, lists its configs alone.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser():
     """The flags."""
     parser = flags.parser(__doc__)
-    parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="print this one, or list this subject"
-    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a config or a subject")
     flags.add_traceback(parser)
     return parser
 
