@@ -134,16 +134,10 @@ def print_costs(shape: Shape) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__)
-    parser.add_argument(
-        "--layers", type=command_line.positive, nargs="+", help="increasing even numbers"
-    )
-    parser.add_argument("--no_cost", action="store_true", help="only the first table")
     args = parser.parse_args(argv)
     shape = command_line.of_size(SHAPES, args.tiny)
-    shape = shape._replace(depths=tuple(args.layers or shape.depths))
     print_drifts(shape)
-    if not args.no_cost:
-        print_costs(shape)
+    print_costs(shape)
 
 
 if __name__ == "__main__":

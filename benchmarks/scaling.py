@@ -3,10 +3,9 @@
     python -m benchmarks.scaling --config_file=reformer_enwik8.gin
     python -m benchmarks.scaling --config_file=... --config='length = 16_384' --mesh=context
 
-Prints a table with a row for each device alone, or for the first so many with --alone, one for all
-of them alone at once, and one for each mesh: tokens a second, how many times those of the slowest
-device they are, for which the others wait, and the MiB of state and of temporary memory of a
-device. What devices lose that run at once and share nothing is the machine's; the rest of what a
+Prints a table with a row for each device alone, one for all of them alone at once, and one for each
+mesh: tokens a second, how many times those of the slowest device they are, for which the others
+wait, and the MiB of state and of temporary memory of a device. What devices lose that run at once and share nothing is the machine's; the rest of what a
 mesh loses is sending. The tokens of a device are those of the config's step. Over `data` and `fsdp`
 a step has more rows; over `context` it has longer ones, or with `--shared` the same, as dense
 attention needs, whose tokens cost more in longer rows. The meshes' steps take turns, so that other
@@ -80,10 +79,9 @@ class Candidate(NamedTuple):
     temp_mib: float
 
 
-def meshes(axes: Sequence[str], most_alone: int | None = None) -> dict[str, Mesh]:
-    """Each device alone, or the first so many, and all along each axis, by names of rows."""
-    devices_alone = enumerate(jax.devices()[:most_alone])
-    alone = {f"device {i}": mesh_lib.make({}, [x]) for i, x in devices_alone}
+def meshes(axes: Sequence[str]) -> dict[str, Mesh]:
+    """Each device alone, and all along each axis, by names of rows."""
+    alone = {f"device {i}": mesh_lib.make({}, [x]) for i, x in enumerate(jax.devices())}
     return alone | {f"{axis} {jax.device_count()}": mesh_lib.make({axis: -1}) for axis in axes}
 
 
@@ -157,8 +155,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--shared", action="store_true", help="over context, devices share one device's sequence"
     )
-    few = "so many devices alone, where to compile for each takes long (default: all)"
-    parser.add_argument("--alone", type=command_line.positive, help=few)
     parser.add_argument("--page", action="store_true", help="all that docs/scaling.md measures")
     parser.add_argument("--steps", type=command_line.positive, default=5, help="of a timed call")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="results, to add to")
@@ -180,7 +176,6 @@ def run_page(args: Any) -> None:
         own += [f"--saved={args.saved}"] * (args.saved is not None)
         own += [f"--profile={args.profile}/{number}"] * (args.profile is not None)
         own += [f"--rows={args.rows}"] * (args.rows is not None)
-        own += [f"--alone={args.alone}"] * (args.alone is not None)
         command = [sys.executable, "-m", "benchmarks.scaling", *own]
         print("$", *(f"{name}={value}" for name, value in environment.items()), shlex.join(command))
         sys.stdout.flush()
@@ -205,7 +200,7 @@ def measure(args: Any) -> None:
             print(f"{args.saved} has {name} over {', '.join(axes)}")
             return
     prepared = attempt_each(
-        lambda mesh: prepare(settings, mesh, n_steps, args.shared), meshes(axes, args.alone)
+        lambda mesh: prepare(settings, mesh, n_steps, args.shared), meshes(axes)
     )
     tell("states are on the devices")
     # Nothing runs meanwhile: loading cuDNN's attention disturbs what other threads run.

@@ -387,18 +387,6 @@ def test_rows_of_other_data_or_seeds_are_trained_again(tmp_path, monkeypatch, ca
     assert "package_sources" in global_layers.config_of("flash", args)[1][-2]
 
 
-@pytest.mark.slow
-def test_collectives_are_counted_for_devices_that_are_simulated():
-    """In a process of its own, for JAX takes their number once."""
-    command = [sys.executable, "-m", "tools.collectives", "--tiny", "--mesh=data=4,fsdp=2"]
-    found = subprocess.run(
-        [*command, "--tokens_per_second=1000"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("8 cpu devices (data 4, fsdp 2), 8 rows of 64 tokens")
-    assert "| all-reduce | " in found.stdout and "efficiency " in found.stdout
-
-
 def _of_pages():
     """The benchmarks of the pages and their flags."""
     found = (command for page in pages.PAGES for command in pages.commands(page.read_text()))
