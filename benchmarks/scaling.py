@@ -5,11 +5,12 @@
 
 Prints a table with a row for each device alone, one for all of them alone at once, and one for each
 mesh: tokens a second, how many times those of the slowest device they are, for which the others
-wait, and the MiB of state and of temporary memory of a device. What devices lose that run at once and share nothing is the machine's; the rest of what a
-mesh loses is sending. The tokens of a device are those of the config's step. Over `data` and `fsdp`
-a step has more rows; over `context` it has longer ones, or with `--shared` the same, as dense
-attention needs, whose tokens cost more in longer rows. The meshes' steps take turns, so that other
-load slows all alike. The text is that of Python's standard library, whatever the config's.
+wait, and the MiB of state and of temporary memory of a device. What devices lose that run at once
+and share nothing is the machine's; the rest of what a mesh loses is sending. The tokens of a device
+are those of the config's step. Over `data` and `fsdp` a step has more rows; over `context` it has
+longer ones, or with `--shared` the same, as dense attention needs, whose tokens cost more in longer
+rows. The meshes' steps take turns, so that other load slows all alike. The text is that of Python's
+standard library, whatever the config's.
 
     python -m benchmarks.scaling --page --saved=FILE
 
