@@ -22,11 +22,6 @@ def macros(text: str) -> list[str]:
     return re.findall(r"^([\w/]+) = ", text, re.MULTILINE)
 
 
-def macros_used(text: str) -> set[str]:
-    """The names of the macros that values refer to."""
-    return set(re.findall(r"%([\w/]+)", text))
-
-
 def macro_of(override: str) -> str | None:
     """The name that an override such as 'steps=10' sets; None if it sets an argument."""
     match = re.match(r"\s*([\w/]+)\s*=", override)
@@ -43,16 +38,6 @@ def argument_of(override: str) -> tuple[str, str] | None:
     """('scope/module.function', 'argument') that an override sets; None if it sets a macro."""
     match = re.match(r"\s*([\w./]+)\.(\w+)\s*=", override)
     return match and match.groups()
-
-
-def selectors(text: str) -> list[str]:
-    """The 'module.function' of each line that sets an argument, without its scope."""
-    return re.findall(r"^(?:[\w/]+/)?([\w.]+)\.\w+ = ", text, re.MULTILINE)
-
-
-def references(text: str) -> list[str]:
-    """The 'module.function' of each reference, '@scope/module.function()', without its scope."""
-    return re.findall(r"@(?:[\w/]+/)?([A-Za-z_]\w*(?:\.\w+)+)", text)
 
 
 def sets(text: str, selector: str, argument: str) -> bool:
