@@ -190,46 +190,38 @@ def _check_used(new_macros: dict[str, str]) -> None:
 
 def _parse_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
-        _check_macro(override)
-        _check_word(override)
-        _check_dots(override)
+        if (found := gin_text.override_of(override)) and (wrong := _mistake(found)):
+            raise ConfigError(f"--config={override!r}: {wrong}")
         reading.read(override)
 
 
-def _check_macro(override: str) -> None:
-    # gin takes any name for a new macro, so a misspelt one would silently change nothing.
-    name, macros = gin_text.macro_of(override), reading.macros()
-    if name is None or name in macros:
-        return
+def _mistake(override: gin_text.Override) -> str | None:
+    """What is wrong with an override that gin would take, or refuse without the fix."""
+    function, name, value = override
+    if function is None and (line := _no_macro(name)):
+        return line
+    if override.is_bare_word:  # neither in quotes nor after an @
+        if value.title() in ("True", "False"):
+            return f"expected {override.whole}={value.title()}"
+        quoted = f"""write a text in quotes: --config="{override.whole}='{value}'\""""
+        reference = modules.reference(value)
+        with_at = f"write a function with an @: --config='{override.whole}={reference}'; "
+        return with_at * bool(reference) + quoted
+    if function is not None and "." not in function:
+        near = f"; did you mean {whole}?" if (whole := _settings().get(name)) else ""
+        return f"a setting is module.function.argument=VALUE{near}"
+    return None
+
+
+def _no_macro(name: str) -> str | None:
+    """Gin takes any name for a new macro, so a misspelt one would silently change nothing."""
+    macros = reading.macros()
     unset = set() if _saved else _unset()  # macros are bound to arguments before a run is saved
-    if name not in unset:
-        whole = _settings().get(name)
-        near = messages.nearest(name, [*macros, *unset], most=0) or messages.nearest(name, macros)
-        near = f"; did you mean {whole}?" if whole else near
-        raise ConfigError(f"--config={override!r}: no config file defines {name}{near}")
-
-
-def _check_word(override: str) -> None:
-    """Raises `ConfigError` for a word that is neither in quotes nor after an @."""
-    name, value = gin_text.bare_word(override) or (None, None)
-    if name is None:
-        return
-    if value.title() in ("True", "False"):
-        raise ConfigError(f"--config={override!r}: expected {name}={value.title()}")
-    quoted = f"""write a text in quotes: --config="{name}='{value}'\""""
-    if reference := modules.reference(value):
-        quoted = f"write a function with an @: --config='{name}={reference}'; {quoted}"
-    raise ConfigError(f"--config={override!r}: {quoted}")
-
-
-def _check_dots(override: str) -> None:
-    """Raises `ConfigError` for an argument without its function, such as 'lsh.n_hashes=2'."""
-    selector, argument = gin_text.argument_of(override) or (".", "")
-    if "." not in selector:
-        near = f"; did you mean {whole}?" if (whole := _settings().get(argument)) else ""
-        raise ConfigError(
-            f"--config={override!r}: a setting is module.function.argument=VALUE{near}"
-        )
+    if name in macros or name in unset:
+        return None
+    whole = _settings().get(name)
+    near = messages.nearest(name, [*macros, *unset], most=0) or messages.nearest(name, macros)
+    return f"no config file defines {name}{f'; did you mean {whole}?' if whole else near}"
 
 
 def _bind_data_dir(data_dir: str) -> None:
@@ -538,11 +530,13 @@ def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[st
     for (scope, selector), arguments in gin.config._OPERATIVE_CONFIG.items():  # without aliases
         text += "".join(f"{scope}/{selector}.{x} = \n".removeprefix("/") for x in arguments)
     for override in overrides:
-        if target := gin_text.argument_of(override):
-            used = ".".join(target) in also_used or gin_text.sets(text, *target)
+        target = gin_text.override_of(override)
+        if target is None:
+            used = True
+        elif target.function:
+            used = target.whole in also_used or gin_text.sets(text, *target[:2])
         else:
-            macro = gin_text.macro_of(override)
-            used = macro is None or macro in _described_macros or macro in gin_text.macros(text)
+            used = target.name in _described_macros or target.name in gin_text.macros(text)
         found += [override] * (not used)
     return found
 
