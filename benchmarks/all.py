@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,9 +28,12 @@ from benchmarks.harness.figures import Figures, Part
 from benchmarks.harness.processes import ROOT
 
 ATTENTION = "reformax/ops", "benchmarks/harness", "benchmarks/peers"
-ROWS = *ATTENTION, "benchmarks/rows"
 MODELS = *ATTENTION, "reformax/layers", "reformax/models"
 TRAINED = *MODELS, "reformax/training", "configs", "benchmarks/rows"
+
+
+def _attention(command: str) -> Part:
+    return Part(command, (*ATTENTION, "benchmarks/rows", "benchmarks/attention.py"))
 
 
 def _arena(flags: str, runs: str) -> Part:
@@ -39,35 +43,28 @@ def _arena(flags: str, runs: str) -> Part:
 
 PARTS = {
     "step": Part("step --lengths 65536", (*MODELS, "benchmarks/step.py")),
-    "attention": Part(
-        "attention --peers --plot runs/attention.png", (*ATTENTION, "benchmarks/attention.py")
+    "lsh_by_length": _attention(
+        'attention --only hashed "local, chunks" --tokens=65536 --lengths 1024 4096 16384 65536 '
+        "--peers"
     ),
-    "exact_attention": Part("attention --exact", (*ATTENTION, "benchmarks/attention.py")),
-    "block_sparse": Part(
-        "block_sparse --peers --plot runs/block_sparse.png",
-        (*ATTENTION, "benchmarks/block_sparse.py"),
+    "exact_attention": _attention(
+        "attention --only exact --tokens=65536 --lengths 1024 16384 65536"
     ),
+    "block_sparse": _attention("attention --only blocks --lengths 65536 --peers"),
     "generation": Part("generation", (*MODELS, "reformax/generation", "benchmarks/generation.py")),
-    "reversible": Part("reversible --options", (*MODELS, "benchmarks/reversible.py")),
+    "reversible": Part("reversible", (*MODELS, "benchmarks/reversible.py")),
     "published": Part("published --profile", (*TRAINED, "benchmarks/published.py")),
-    "linear_attention": Part(
-        "linear_attention --peers --lengths 1024 131072 1048576 --only linear gated_linear "
-        "gated_delta retention linformer nystromformer performer "
-        "--saved=docs/linear_attention.jsonl --plot=runs/linear_attention.png",
-        (*ROWS, "benchmarks/linear_attention.py"),
+    "linear_attention": _attention(
+        "attention --peers --lengths 1024 131072 1048576 --only linear_time "
+        "--saved=docs/linear_attention.jsonl"
     ),
-    "sparse_attention": Part(
-        "sparse_attention --peers --lengths 1024 65536 1048576 "
-        "--saved=docs/sparse_attention.jsonl --plot=runs/sparse_attention.png",
-        (*ROWS, "benchmarks/sparse_attention.py"),
+    "sparse_attention": _attention(
+        "attention --peers --n_heads=16 --lengths 1024 65536 1048576 --only hashed windows chosen "
+        "--saved=docs/sparse_attention.jsonl"
     ),
     "scaling": Part(
         "scaling --page --saved=docs/scaling.jsonl --profile=runs/scaling",
         (*TRAINED, "benchmarks/scaling.py"),
-    ),
-    "duplication": Part(
-        "duplication --length 1024 --steps 2000 --batch_size 16 --chunk_len 64",
-        (*MODELS, "reformax/training", "benchmarks/duplication.py"),
     ),
     "associative_recall": Part(
         "associative_recall --length=512 --tokens=32768 --steps=1000 --learning_rate=3e-3 "
@@ -89,17 +86,7 @@ PARTS = {
         "--task=listops --steps=3000 --curriculum --pooling=cls --at_once=3", "listops_curriculum"
     ),
     "pathfinder": _arena("--task=pathfinder --steps=14000", "pathfinder"),
-    "attention_table": Part(
-        "attention --table=runs/attention_table", (*ATTENTION, "benchmarks/attention.py")
-    ),
-    "translation_step": Part(
-        "translation --sources=newstest2014.en --step --repeats=5",
-        (*MODELS, "benchmarks/translation.py"),
-    ),
-    "translation": Part(
-        "translation --sources=newstest2014.en --sentences=1200 --repeats=2",
-        (*MODELS, "reformax/generation", "benchmarks/translation.py"),
-    ),
+    "attention_table": _attention("attention --table=runs/attention_table"),
 }
 # Flags of files and folders that hold what an earlier run measured.
 KEPT = re.compile(r"--(saved|runs|out|table|profile)=\S+")
@@ -114,7 +101,7 @@ def run(name: str, limit: float) -> Figures:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         afresh = KEPT.sub(lambda flag: f"--{flag[1]}={folder}/{flag[1]}", part.command)
-        command = [sys.executable, "-m", *f"benchmarks.{afresh}".split()]
+        command = [sys.executable, "-m", *shlex.split(f"benchmarks.{afresh}")]
         rows = Path(folder) / "rows"
         subprocess.run([*command, f"--rows={rows}"], cwd=ROOT, check=True, timeout=limit)
         seconds = time.perf_counter() - start

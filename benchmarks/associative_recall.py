@@ -43,14 +43,11 @@ import jax.numpy as jnp
 
 from benchmarks.harness import command_line
 from benchmarks.harness.calls import PeerError, exit_if
-from benchmarks.harness.output import Table, plot
+from benchmarks.harness.output import Table
 from benchmarks.harness.processes import ask, ask_each, sharing
 from benchmarks.rows.recall import N_PAIRS, SEED, Members, Sizes, attentions, build
 from reformax.ops.base import AttentionOp
 
-# Of figures: a state of constant size, a window; the rest grow with the length.
-COLOURS = dict.fromkeys(("linear", "performer", "retention", "gated_linear", "gated_delta"), "C3")
-COLOURS |= dict.fromkeys(("local", "sinks", "longformer"), "C2")
 Key = tuple[str, tuple[Sizes, ...]]  # of a row: the name of its attention, and each length
 
 
@@ -157,7 +154,7 @@ def _known(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, plot=Path("runs/associative_recall.png"))
+    parser = command_line.parser(__doc__)
     for name, default in dict(at_once=1, vocab_size=8192, seeds=1).items():
         text = f"default: {default:,}"
         parser.add_argument(f"--{name}", type=command_line.positive, default=default, help=text)
@@ -207,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append((name, stages))
     members = Members(args.learning_rate, list(range(args.seeds)))
     found = list(models(rows, members, args.out, args.at_once, args.limit, args.only_known))
-    show(found, known, args.plot)
+    show(found, known)
     exit_if(
         f"{name}, d_model={stages[0].d_model}"
         for (name, stages), results in found
@@ -218,16 +215,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def show(
     found: Sequence[tuple[Key, Sequence[dict[str, Any] | Exception]]],
     known: Mapping[str, Sequence[AttentionOp]],
-    path: Path,
 ) -> None:
-    """Prints a table for each length, and draws the accuracy with half of the pairs and with all.
+    """Prints a table for each length.
 
     Args:
       found: records of rows by length.
       known: the attentions.
-      path: of the plot.
     """
-    panels: dict[str, dict[str, dict[int, float]]] = {}
     for n, length in enumerate(x.length for x in found[0][0][1]):
         table = None
         for (name, stages), results in found:
@@ -238,41 +232,14 @@ def show(
             one = of_length[0] if of_length else results[-1] if results else None
             if not of_length and not isinstance(one, Exception):
                 continue
-            n_pairs = sizes.n_pairs()
-            labels = {
-                p: f"accuracy with {p} pairs in {length:,} tokens"
-                for p in (n_pairs[len(n_pairs) // 2], n_pairs[-1])
-            }
             if table is None:
                 on = "" if isinstance(one, Exception) else f", {one['device']}"
-                pairs = (f"{p} pairs" for p in n_pairs)
+                pairs = (f"{p} pairs" for p in sizes.n_pairs())
                 columns = "d_model", "state, KiB", *pairs, "rate", "steps", "seconds"
                 table = Table("attention", *columns, title=f"{length:,} tokens{on}")
             if not isinstance(one, Exception):
-                one["state_bytes"] = state = state_bytes(known[name], sizes)
-                if state is not None:
-                    kib = max(1, round(state / 1024))
-                    for p, label in labels.items():
-                        lines = panels.setdefault(label, {}).setdefault(name, {})
-                        lines[kib] = one["accuracy"][str(p)]
+                one["state_bytes"] = state_bytes(known[name], sizes)
             table.result(name, str(sizes.d_model), known=one, cells=cells)
-    axes = dict(yscale="linear", xlabel="state of the attention, KiB", ylim=(-0.02, 1.02))
-    if panels:
-        states = [kib for lines in panels.values() for points in lines.values() for kib in points]
-        ticks = [2**i for i in range(min(states).bit_length() - 1, max(states).bit_length() + 1)]
-        plot(path, panels, styles=styles(known), ticks=ticks, **axes)
-
-
-def styles(known: Mapping[str, Sequence[AttentionOp]]) -> dict[str, dict[str, Any]]:
-    """Of lines: a colour for each kind of state, a marker for each of a kind."""
-    found: dict[str, dict[str, Any]] = {}
-    kinds: list[str] = []
-    for name, ops in known.items():
-        kinds.append("C1" if len(ops) > 1 else COLOURS.get(ops[0].name, "C0"))
-        found[name] = dict(
-            color=kinds[-1], marker="oDv^XpsP*hd<>8"[kinds.count(kinds[-1]) % 14], ms=5
-        )
-    return found
 
 
 def cells(record: Mapping[str, Any]) -> list[str]:

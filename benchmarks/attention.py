@@ -1,112 +1,197 @@
-"""Attention by length against dense causal attention: LSH and local, or exact ones.
+"""Time and memory of attention by length, beside exact attention and peers in PyTorch.
 
-    python -m benchmarks.attention --peers --plot runs/attention.png
-    python -m benchmarks.attention --exact
+    python -m benchmarks.attention --only hashed --tokens=65536 --lengths 1024 65536 --peers
+    python -m benchmarks.attention --only linear_time --saved=docs/linear_attention.jsonl --peers
     python -m benchmarks.attention --table=runs/attention_table
 
-prints a table of errors, and one of times for each length N, where batch = tokens / N:
+prints a line for each figure as soon as it is known, and then a table for each length N:
 
-  * forward, and gradient (forward and backward, with respect to every input), in milliseconds: the
-    median of calls waited for one by one and, in parentheses, the mean of 20 queued calls. The
-    latter is the device's time where that exceeds the host's;
+  * forward, and gradient (forward and backward, with respect to every input, gates and weights
+    too), in milliseconds: the median of calls waited for one by one and, in parentheses, the mean
+    of 20 queued calls. The latter is the device's time where that exceeds the host's. Of slow calls
+    there are fewer;
   * temporary memory of the gradient as compiled; of a peer in PyTorch its peak allocation;
-  * the speed relative to dense attention, on a GPU cuDNN's and on a CPU XLA's.
+  * the speed relative to exact attention of as many heads of keys, on a GPU cuDNN's.
+
+What runs out of memory is recorded so. A row whose gradient would take more than a second at a
+length, or more memory than there is, as both grew at shorter ones, is left out. Calls have one
+sequence or, with `--tokens`, tokens / N. Rows are causal but longformer, linformer, nystromformer
+and those named `all`; those named `packed` have seven documents and padding. A query sees 256 keys
+in each round of `lsh`, `smyrf` and `asymmetric_lsh`; `nsa` has one head of keys, and no weights of
+its own. A query of `dsa` sees 256 keys, and the gradient of its indexer is computed too.
 
 A row gets no time before its output and gradients agree, at a short length, with another
-implementation given the same plan: on a GPU array operations, on a CPU the interpreted kernels, and
-for exact attention dense attention. Only a peer may fail.
+implementation given the same plan, and nearly all of the plan with that implementation's: on a GPU
+array operations, on a CPU the interpreted kernels. `--unchecked` leaves that out, for compiling
+array operations takes longest; `tests/ops/test_kernels_on_gpu.py` compares too.
 
-Packed rows are of seven documents and padding, told apart by segments.
+`--peers` adds FlexAttention with the same masks, LSH attention and Longformer of transformers,
+flash-linear-attention, reformer_pytorch, performer-pytorch, linformer, nystrom-attention and
+linear-attention-transformer. They get the same inputs and weights, without projections of theirs,
+and are checked against the same numbers. The LSH attentions and linear-attention-transformer
+compute something else: they are checked to be finite. flash-linear-attention is given features and
+gates, which ours compute themselves; in rows named `from inputs` it computes them too. A last table
+has the peers' times over ours.
 
-`--peers` adds PyTorch's FlexAttention and the LSH attention of reformer_pytorch and transformers.
-`--exact` has FlashAttention and memory-efficient attention instead, and as peers attention with the
-whole matrix of logits, where it fits, and the code that Rabe and Staats printed.
+Each row is a process. All compile side by side, at more than 65,536 tokens one after another, and
+then have the device alone in turn; peers are one process then, and Triton chooses among versions of
+their kernels alone. What takes more than `--limit` seconds to compile or to time is killed,
+recorded so, and the others go on; stderr says what each does, and since when. `--saved` adds each
+figure to a file, one JSON line each; what the file has of this machine and these sizes is in the
+tables and not measured again.
 
-`--table` measures every attention here instead, as FlashAttention's tables 9 to 21 do: the forward
-pass, the backward pass and both, with and without dropout and a mask of padding, and memory. Rows
-are not causal but where an attention must be. The folder gets table.jsonl, a line for each case,
-table.csv, table.md and, as figure 3, table.png. The same command goes on where it was interrupted;
-what runs out of memory is recorded so, and where both passes took seconds, longer rows are left
-out. The backward pass is both passes less the forward pass; times are means of queued calls.
+`--table` measures every attention of the package instead, as FlashAttention's tables 9 to 21 do:
+the forward pass, the backward pass and both, with and without dropout and a mask of padding, and
+memory. Rows are not causal but where an attention must be. The folder gets table.jsonl, a line for
+each case, table.csv and table.md. The same command goes on where it was interrupted; what runs out
+of memory is recorded so, and where both passes took seconds, longer rows are left out. Times are
+means of queued calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-from collections import defaultdict
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import jax
+from typing import Any, NamedTuple
 
 from benchmarks.harness import attention_table, command_line, rows
+from benchmarks.harness.by_length import SLOW
 from benchmarks.harness.calls import exit_if
-from benchmarks.harness.output import Table, plot
-from benchmarks.harness.rows import Known, Result, Row
-from benchmarks.peers import rabe_staats
-from reformax.ops import dense, local, lsh
+from benchmarks.harness.kept import Checked, Figures, Known
+from benchmarks.harness.output import Table
+from benchmarks.harness.processes import Answer, ask
+from benchmarks.harness.side_by_side import Peers, Rows, measure
+from benchmarks.peers.names import PEERS
+from benchmarks.rows.attention import MOST, Made, Shape, algorithms
 
-DENSE = "dense"
-MAX_PLAIN_LOGITS = 2**32  # plain attention holds several matrices of them
-
-
-class Shape(NamedTuple):
-    """The sizes of a run."""
-
-    tokens: int
-    lengths: tuple[int, ...]
-    n_heads: int
-    d_head: int
-    chunk_len: int
-    dtype: str
-    check_length: int
-    n_hashes: tuple[int, ...] = (1, 2, 4, 8)
-
+# Lengths up to this one are compiled side by side: XLA tries kernels out on whole arrays, so that
+# several longer ones would not fit.
+LONGEST_TOGETHER = 65536
 
 SHAPES = {
-    "tiny": Shape(128, (64, 128), 2, 8, 16, "float32", 60, (1,)),
-    "cpu": Shape(4096, (1024, 2048, 4096), 4, 32, 64, "float32", 512),
-    "gpu": Shape(65536, (1024, 4096, 16384, 65536), 8, 64, 128, "bfloat16", 2048),
+    "tiny": Shape((64, 128), 2, 8, "float32", 60, 16, 2),
+    "cpu": Shape((1024, 4096), 4, 32, "float32", 512, 128, 4),
+    "gpu": Shape((1024, 65536, 1048576, 16384), 8, 64, "bfloat16", 2048, 512, 16),
 }
 
 
-def algorithms(shape: Shape) -> dict[str, Row]:
-    """LSH and local attention, by name."""
-    chunks = dict(chunk_len=shape.chunk_len, n_chunks_before=1, n_chunks_after=0)
-    makers = {
-        f"LSH, {n} hash{'es' * (n > 1)}": functools.partial(lsh.lsh, **chunks, n_hashes=n)
-        for n in shape.n_hashes
+class Run(NamedTuple):
+    """What all processes of a run share."""
+
+    shape: Shape
+    figures: Figures
+    repeats: int
+    limit: float
+    folder: Path
+    unchecked: bool
+    at_once: int | None
+
+    def ask(self, python: str, function: str, env: Any = None, **request: Any) -> Iterator[Answer]:
+        shared = dict(folder=str(self.folder), limit=self.limit, shape=self.shape._asdict())
+        patience = max(60, self.limit)
+        return ask(python, function, patience=patience, env=env, **shared, **request)
+
+    def numbers(self, name: str) -> Iterator[Answer]:
+        """A process that computes what peers have to."""
+        on_cpu = {"JAX_PLATFORMS": "cpu"}
+        return self.ask(sys.executable, "rows.attention.numbers", on_cpu, name=name)
+
+    def ours(self, lengths: Sequence[int], name: str) -> Iterator[Answer]:
+        """A process that measures a row of ours."""
+        known = self.figures.of(name)
+        checked = {n: x for n, x in known.items() if isinstance(x, Checked)}
+        return self.ask(
+            sys.executable,
+            "rows.attention.by_length",
+            name=name,
+            lengths=[n for n in self.figures.missing(name) if n in lengths],
+            known={n: (x.result.gradient.queued_ms, x.result.temp_mib) for n, x in checked.items()},
+            known_errors=next((x.errors for x in checked.values()), [] if self.unchecked else None),
+            repeats=self.repeats,
+        )
+
+    def compiler(
+        self, python: str, lengths: Sequence[int], peer: str, index: int
+    ) -> Iterator[Answer]:
+        """A process that compiles its share of a peer's kernels, and checks it."""
+        # What is chosen where others work is forgotten.
+        env, request = {"FLA_CACHE_RESULTS": "0"}, dict(name=peer, index=index, lengths=lengths)
+        return self.ask(python, "peers.attention_torch.compile_and_check", env, **request)
+
+    def times(self, python: str, lengths: Mapping[str, Sequence[int]]) -> Iterator[Answer]:
+        """A process that times peers, one after another."""
+        request = dict(repeats=self.repeats, most=MOST, slow=SLOW, lengths=lengths)
+        return self.ask(python, "peers.attention_torch.by_length", **request)
+
+
+def measure_all(run: Run, names: Sequence[str], python: str | None, peers: Sequence[str]) -> None:
+    """Our rows and peers: the first two lengths, then one by one.
+
+    A process holds what memory it has had, so those of a length end before the next begin.
+    """
+    figures, of = run.figures, functools.partial
+
+    def keep(name: str, of: str | None, length: int, answer: Answer) -> None:
+        figures.add(name, of, length, answer)
+        print(f"{name}, {length:,}: {_line(figures.known(name, length))}", flush=True)
+
+    lengths, compiled = run.shape.lengths, False
+    for group in lengths[:2], *([n] for n in lengths[2:]):
+        ours, wanted = (
+            [n for n in x if not set(figures.missing(n)).isdisjoint(group)] for x in (names, peers)
+        )
+        first = [] if compiled else wanted
+        compiled = compiled or bool(wanted)
+        known = Peers(
+            {peer: PEERS[peer].of for peer in wanted},
+            {peer: PEERS[peer].compilers if peer in first else 0 for peer in wanted},
+            of(run.compiler, python, [n for n in group if n <= LONGEST_TOGETHER]),
+            of(run.times, python),
+        )
+        asked = {n: of(run.numbers, n) for n in dict.fromkeys(PEERS[peer].of for peer in first)}
+        asked = Rows(asked, {n: of(run.ours, group, n) for n in ours}, known, group)
+        at_once = run.at_once if max(group) <= LONGEST_TOGETHER else 1
+        measure(asked, figures, run.folder, keep, at_once)
+
+
+def _line(known: Known | None) -> str:
+    return " | ".join(rows.cells(_result(known), None))
+
+
+def _result(known: Known | None) -> rows.Known | None:
+    return known.result if isinstance(known, Checked) else known
+
+
+def print_tables(run: Run, ours: Mapping[str, Made], peers: Sequence[str]) -> None:
+    """By length, and peers over ours."""
+    figures, lengths = run.figures, sorted(run.shape.lengths)
+    results = {
+        name: {n: _result(figures.known(name, n)) for n in lengths} for name in (*ours, *peers)
     }
-    if 4 in shape.n_hashes:
-        weighted = functools.partial(lsh.lsh, **chunks, n_hashes=4, count_once=False)
-        makers["LSH, 4 hashes, count_once=False"] = weighted
-    makers["local"] = functools.partial(local.local, **chunks)
-    other = rows.other_impl()
-    found = {name: rows.row(make(), make(impl=other)) for name, make in makers.items()}
-    if 4 in shape.n_hashes:
-        for name in ("LSH, 4 hashes", "local"):
-            make = makers[name]
-            found[f"{name}, packed"] = rows.row(make(), make(impl=other), packed=True)
-    return found
+    for length in lengths:
+        title = f"{run.shape.batch(length)} x {length:,} tokens"
+        table = Table("attention", *rows.COLUMNS, title=title)
+        for name, of_length in results.items():
+            if one := of_length[length]:
+                dense = ours[PEERS[name].of if name in peers else name].dense
+                table.row(name, *rows.cells(one, results[dense][length]))
+    if peers:
+        rows.speedups(results, {peer: PEERS[peer].of for peer in peers})
 
 
-def exact_algorithms() -> dict[str, Row]:
-    """The attentions of `--exact`, by name."""
-    plain = dense.dense(impl="xla")
-    return {name: rows.row(op, plain) for name, op in rows.exact_ops().items()}
-
-
-def exact_peers(shape: Shape, length: int) -> dict[str, Row | Exception]:
-    """The peers of `--exact` at a length, by name."""
-    peers: dict[str, Row | Exception] = {"Rabe and Staats, as printed": Row(rabe_staats.printed)}
-    if jax.default_backend() == "gpu":  # elsewhere dense attention is plain
-        peers["plain"] = Row(functools.partial(rows.plain, causal=True))
-        if shape.tokens * length * shape.n_heads > MAX_PLAIN_LOGITS:
-            peers["plain"] = MemoryError("more logits than memory")
-    return peers
+def chosen(only: Sequence[str], groups: Mapping[str, Mapping[str, Made]]) -> dict[str, Made]:
+    """The rows of these groups and names, and those that they are compared with, in order."""
+    names = {name for x in only for name in groups.get(x, [x])}
+    known = {name: made for group in groups.values() for name, made in group.items()}
+    if unknown := names - known.keys():
+        wanted = ", ".join([*groups, *known])
+        raise ValueError(f"--only has {', '.join(sorted(unknown))}: expected some of {wanted}")
+    names |= {known[name].dense for name in names}
+    return {name: made for name, made in known.items() if name in names}
 
 
 def fill_table(args: argparse.Namespace) -> None:
@@ -114,7 +199,8 @@ def fill_table(args: argparse.Namespace) -> None:
     shape = command_line.of_size(attention_table.SHAPES, args.tiny)
     shape = shape._replace(lengths=tuple(sorted(args.lengths or shape.lengths)))
     file = attention_table.File(args.table / "table.jsonl")
-    for group in attention_table.fill(file, shape, args.only, args.repeats):
+    only = args.only or list(attention_table.attentions())
+    for group in attention_table.fill(file, shape, only, args.repeats):
         case = group[0]
         title = f"{case.length:,}, {attention_table.words(case.dropout, case.masked)}"
         table = Table("attention", *attention_table.FIGURES, title=title)
@@ -125,57 +211,40 @@ def fill_table(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, repeats=10, peers="add PyTorch's rows", plot=True)
-    parser.add_argument("--exact", action="store_true", help="time exact attention instead")
-    table = parser.add_argument_group("every attention")
-    table.add_argument(
-        "--table", type=Path, metavar="FOLDER", help="measure them, into this folder"
-    )
-    table.add_argument("--lengths", type=command_line.positive, nargs="+", help="of its rows")
-    known = attention_table.attentions()
-    table.add_argument("--only", nargs="+", choices=known, default=list(known), help="these alone")
+    parser = command_line.parser(__doc__, repeats=5, peers="add PyTorch's rows")
+    positive = command_line.positive
+    parser.add_argument("--lengths", type=positive, nargs="+", help="of a sequence")
+    parser.add_argument("--only", nargs="+", help="these groups of attentions, or attentions")
+    parser.add_argument("--n_heads", type=positive, help="of an attention")
+    parser.add_argument("--tokens", type=positive, default=1, help="of a call (default: a length)")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="figures, read and added to")
+    parser.add_argument("--limit", type=float, default=150, help="seconds of a stage of a row")
+    parser.add_argument("--at_once", type=positive, help="processes side by side")
+    parser.add_argument("--unchecked", action="store_true", help="time our rows without a check")
+    parser.add_argument("--table", type=Path, metavar="FOLDER", help="measure all, into the folder")
     args = parser.parse_args(argv)
-    if args.exact and args.peers:
-        parser.error("--exact has its own peers: leave --peers")
     if args.table:
+        if unknown := set(args.only or ()) - attention_table.attentions().keys():
+            known = ", ".join(attention_table.attentions())
+            parser.error(f"--only has {', '.join(unknown)} with --table: expected some of {known}")
         fill_table(args)
         return
     shape = command_line.of_size(SHAPES, args.tiny)
-    heads = shape.n_heads, shape.d_head
-    ours = exact_algorithms() if args.exact else algorithms(shape)
-    ours = rows.check_rows(ours, (1, shape.check_length, *heads), shape.dtype)
-    results: dict[int, dict[str, Known]] = {}
-    for length in shape.lengths:
-        size = shape.tokens // length, length, *heads
-        table = Table("attention", *rows.COLUMNS, title=f"{size[0]} x {length:,} tokens")
-        all_rows = {DENSE: rows.dense()} | ours
-        if args.exact:
-            all_rows |= exact_peers(shape, length)
-        arrays = rows.inputs(*size, dtype=shape.dtype)
-        measured = rows.measure_rows(all_rows, arrays, args.repeats)
-        if args.peers:
-            request = dict(size=size, chunk_len=shape.chunk_len, dtype=shape.dtype)
-            peers = rows.measure_peers(
-                args.peers, "peers.attention_torch.by_length", **request, repeats=args.repeats
-            )
-            measured = itertools.chain(measured, peers)
-        known = results[length] = {}
-        for name, one in measured:
-            known[name] = one
-            table.row(name, *rows.cells(one, known[DENSE]))
-    if args.plot:
-        lines = defaultdict(dict)
-        for length, known in results.items():
-            for name, one in known.items():
-                if isinstance(one, Result):
-                    lines[name][length] = one.gradient.queued_ms
-        title = (
-            f"{command_line.machine()}, {shape.tokens:,} tokens a call, {shape.n_heads} heads of "
-            f"{shape.d_head}, chunks of {shape.chunk_len}, {shape.dtype}, causal"
-        )
-        label = "forward and backward, ms, mean of queued calls"
-        plot(args.plot, {label: lines}, title, xlabel="length")
-    exit_if(n for n in ours if any(isinstance(x[n], Exception) for x in results.values()))
+    sizes = dict(lengths=tuple(args.lengths or shape.lengths), tokens=args.tokens)
+    shape = shape._replace(**sizes, n_heads=args.n_heads or shape.n_heads)
+    groups = algorithms(shape)
+    try:
+        ours = chosen(args.only or list(groups), groups)
+    except ValueError as error:
+        parser.error(str(error))
+    peers = [peer for peer, known in PEERS.items() if args.peers and known.of in ours]
+    figures = Figures(shape, args.saved)
+    with tempfile.TemporaryDirectory() as folder:
+        options = args.repeats, args.limit, Path(folder), args.unchecked, args.at_once
+        run = Run(shape, figures, *options)
+        measure_all(run, list(ours), args.peers, peers)
+        print_tables(run, ours, peers)
+    exit_if(n for n in ours if not any(isinstance(x, Checked) for x in figures.of(n).values()))
 
 
 if __name__ == "__main__":

@@ -148,20 +148,6 @@ TINY_IMAGES = [
 ]
 
 
-# Of a masked language model, which takes them as the classifier does.
-SHARED = {
-    name: f"%{name}"
-    for name in (
-        *("vocab_size", "d_model", "d_ff", "n_heads", "n_layers", "dropout", "dtype"),
-        *("scan_layers", "pos_type", "pos_axial_shape", "pos_d_axial_embs"),
-    )
-} | {
-    "d_attention_key": "%d_head",
-    "d_attention_value": "%d_head",
-    "attention_type": "%attention",
-}
-
-
 def _for(steps: int, warmup: float) -> list[str]:
     """The settings of a run of so many steps, of which a share is warm-up."""
     warmup_steps = max(1, int(warmup * steps))
@@ -187,8 +173,7 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
     runs = []
     if args.pretrained:
         given.append(f"vocab_size={task.vocab_size + 1}")  # with [MASK]
-        masked = [f"encoder.TransformerMaskedLM.{key}={value}" for key, value in SHARED.items()]
-        masked += ["loop.train.model=@encoder.TransformerMaskedLM"]
+        masked = ["loop.train.model=@encoder.TransformerMaskedLM"]
         masked += ["loop.train.task=@masked.masked()", "masked.masked.length=%length"]
         masked += [f"masked.masked.task=@{task.factory}()", "loop.train.stages=()"]
         runs = [[*of("TransformerMaskedLM"), *masked]]

@@ -2,15 +2,9 @@
 
     python -m benchmarks.recall
 
-prints a table and draws runs/recall.png. The vectors lie in clusters, as the queries of a trained
+prints a table. The vectors lie in clusters, as the queries of a trained
 model do. Recall is the share of full shared-QK attention's weight that falls on the keys that LSH
 attention shows a query.
-
-    python -m benchmarks.recall --across
-
-asks it of queries of one sequence and keys of another, by the number of queries: the share of the
-weight and, behind it, of the keys that a query sees. As many queries as keys are attention within
-one sequence.
 
     python -m benchmarks.recall --run=DIR
 
@@ -25,8 +19,7 @@ With --bits=TARGETS it also scores the model with the op in the place of these l
 without training: bits that are lost. What an op carries, such as centroids, first sees the layer's
 vectors a few times, and an indexer first learns on them; such ops have no bits. Ops are calls, as
 in --op='lsh.lsh(chunk_len=64, n_hashes={1, 2, 4})'; a set is values to try. --saved=FILE adds what
-is found to a file, and does not ask again for what is there: several calls may share the ops. The
-figure is DIR/recall.png.
+is found to a file, and does not ask again for what is there: several calls may share the ops.
 """
 
 from __future__ import annotations
@@ -37,7 +30,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,10 +42,10 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from benchmarks.harness import command_line, coverage
 from benchmarks.harness.calls import COMPILERS, attempt, exit_if
-from benchmarks.harness.output import Table, plot
+from benchmarks.harness.output import Table
 from reformax.cli import errors
 from reformax.declared import SettingError, Unsupported
-from reformax.ops import AttentionOp, asymmetric_lsh, lsh, smyrf
+from reformax.ops import AttentionOp, lsh
 from reformax.ops.masking.masks import except_self, visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.reference import reference_attention
@@ -63,7 +56,6 @@ LENGTH, CHUNK_LEN, N_SEEDS = 1024, 64, 8
 N_HASHES = (1, 2, 4, 8, 16)
 NOISES, NOISE = (0.25, 0.5, 1.0), 0.5
 SIZE, N_CLUSTERS = 64, 32
-PLOT = Path("runs/recall.png")
 # Of a trained model: numbers of keys to compare at, and what no choice of so many keys exceeds.
 N_KEYS = (32, 64, 128, 256, 512, 1024)
 LARGEST = "largest weights"
@@ -133,32 +125,6 @@ def mean_recall(
     return float(weight), float(keys)
 
 
-def recall_across(
-    attend: AttentionOp, n_queries: int, n_keys: int, n_seeds: int = N_SEEDS
-) -> tuple[float, float]:
-    """The shares of full attention's weight, and of the keys, that `attend` shows a query.
-
-    Queries and keys lie around the same centres. Means are those of `mean_recall`.
-    """
-    names = jnp.eye(n_keys)[None, :, None]
-    mask = visibility(n_queries, n_keys, causal=False)
-
-    @jax.jit
-    def shares(
-        rng: PRNGKeyArray, names: Float[Array, "1 S 1 S"], mask: Bool[Array, "1 1 T S"]
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        data_rng, hash_rng = jax.random.split(rng)
-        x = clustered_queries(data_rng, n_queries + n_keys, NOISE)
-        q, k = x[:, :n_queries], x[:, n_queries:]
-        truth = reference_attention(q, length_normalize(k), names, mask)
-        shown = attend(q, length_normalize(k), names, rng=hash_rng) > 0
-        return jnp.sum(truth, where=shown) / n_queries, shown.mean()
-
-    each = [shares(rng, names, mask) for rng in jax.random.split(jax.random.key(0), n_seeds)]
-    weight, keys = np.mean(each, axis=0)
-    return float(weight), float(keys)
-
-
 class Run(NamedTuple):
     """A trained model, and where its texts are from."""
 
@@ -219,12 +185,6 @@ def of_run(args: argparse.Namespace) -> None:
     points = {text: line for text, line in points.items() if line}
     _print_equal(points)
     _print_heads(lines, found, args.heads_at)
-    label = "share of the attention weight"
-    axes = dict(yscale="linear", xlabel="keys that a query sees", ylim=(0, 1.02))
-    path = Path(args.run, "recall.png") if args.plot == PLOT else args.plot
-    drawn = {_short(text, points): dict(sorted(line)) for text, line in points.items()}
-    name = Path(args.run).resolve().name
-    plot(path, {label: drawn}, name, ticks=N_KEYS, **axes)
     exit_if(name for name in ops if _is_failure(found[name]))
 
 
@@ -237,12 +197,6 @@ def _find(args: argparse.Namespace, name: str, find: Callable, *asked: Any) -> A
     found = attempt(find, *asked)
     _save(args.saved, name, found)
     return found
-
-
-def _short(text: str, lines: Iterable[str]) -> str:
-    """The name of a line's op, where no other line is of the same."""
-    module = text.split(".")[0]
-    return module if sum(x.split(".")[0] == module for x in lines) == 1 else text
 
 
 def _ops(text: str) -> dict[str, AttentionOp | int]:
@@ -395,8 +349,7 @@ def _print_heads(lines, found: dict[str, Any], n_keys: int) -> None:
 
 
 def _flags() -> argparse.ArgumentParser:
-    parser = command_line.parser(__doc__, plot=PLOT)
-    parser.add_argument("--across", action="store_true", help="of two sequences")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--run", metavar="DIR", help="the folder of a trained language model")
     parser.add_argument("--op", action="append", help=f"with --run (default: {', '.join(OPS)})")
     parser.add_argument("--checkpoint", default="best", help="of --run (default: best)")
@@ -418,26 +371,8 @@ def _flags() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _flags().parse_args(argv)
-    if args.across:
-        of_two_sequences(args)
-    else:
-        of_run(args) if args.run else of_clusters(args)
+    of_run(args) if args.run else of_clusters(args)
     return 0
-
-
-def of_two_sequences(args: argparse.Namespace) -> None:
-    """The recall of attention that hashes queries and keys apart, by the number of queries."""
-    n_seeds, length, chunk_len = (1, 64, 8) if args.tiny else (N_SEEDS, LENGTH, CHUNK_LEN)
-    n_queries = length, length // 2, length // 16, 1, 2 * length
-    table = Table(f"{length:,} keys; queries", *(f"{n:,}" for n in n_queries))
-    for factory in asymmetric_lsh.asymmetric_lsh, smyrf.smyrf:
-        for n_hashes in (1, 4):
-            attend = factory(chunk_len=chunk_len, n_hashes=n_hashes)
-            found = (
-                recall_across(attend, n, length, n_seeds * (1 if n > 1 else 16)) for n in n_queries
-            )
-            cells = (f"{weight:.3f} of {keys:.3f}" for weight, keys in found)
-            table.row(f"`{attend.name}`, hashes: {n_hashes}", *cells)
 
 
 def of_clusters(args: argparse.Namespace) -> None:
@@ -452,19 +387,10 @@ def of_clusters(args: argparse.Namespace) -> None:
             dict(zip(n_hashes, share, strict=True)) for share in zip(*found, strict=True)
         )
         lines[f"weight, noise {noise:g}"] = weight
-    blind = f"keys, noise {noise:g}"
-    lines[blind] = keys
+    lines[f"keys, noise {noise:g}"] = keys
     table = Table("n_hashes", *map(str, n_hashes))
     for name, shares in lines.items():
         table.row(name, *(f"{share:.3f}" for share in shares.values()))
-    label = "share that LSH attention shows"
-    title = (
-        f"{options['length']:,} vectors in {N_CLUSTERS} clusters, chunks of "
-        f"{options['chunk_len']}, {options['n_seeds']} draws"
-    )
-    styles = {blind: dict(color="k", ls="--")}
-    axes = dict(yscale="linear", xlabel="n_hashes", ylim=(0, 1.02))
-    plot(args.plot, {label: lines}, title, styles=styles, **axes)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
     python -m benchmarks.scaling --config_file=reformer_enwik8.gin
     python -m benchmarks.scaling --config_file=... --config='length = 16_384' --mesh=context
 
-Prints a table with a row for each device alone, or for the first so many with --alone, one for all
-of them alone at once, and one for each mesh: tokens a second, how many times those of the slowest
-device they are, for which the others wait, and the MiB of state and of temporary memory of a
-device. What devices lose that run at once and share nothing is the machine's; the rest of what a
-mesh loses is sending. The tokens of a device are those of the config's step. Over `data` and `fsdp`
-a step has more rows; over `context` it has longer ones, or with `--shared` the same, as dense
-attention needs, whose tokens cost more in longer rows. The meshes' steps take turns, so that other
-load slows all alike. The text is that of Python's standard library, whatever the config's.
+Prints a table with a row for each device alone, one for all of them alone at once, and one for each
+mesh: tokens a second, how many times those of the slowest device they are, for which the others
+wait, and the MiB of state and of temporary memory of a device. What devices lose that run at once
+and share nothing is the machine's; the rest of what a mesh loses is sending. The tokens of a device
+are those of the config's step. Over `data` and `fsdp` a step has more rows; over `context` it has
+longer ones, or with `--shared` the same, as dense attention needs, whose tokens cost more in longer
+rows. The meshes' steps take turns, so that other load slows all alike. The text is that of Python's
+standard library, whatever the config's.
 
     python -m benchmarks.scaling --page --saved=FILE
 
@@ -18,11 +18,8 @@ runs what docs/scaling.md measures, each in a process of its own, most important
 model, the Transformer and one long sequence. What FILE has is not measured again, so that the
 command goes on where it was interrupted.
 
-    python -m benchmarks.scaling --saved=docs/scaling.jsonl --plot=runs/scaling.png
-
-draws results that earlier runs saved. With a config a run first adds its own. `--profile=FOLDER`
-writes a trace of each mesh's steps, which TensorBoard and Perfetto show, and prints where the time
-of a device goes.
+`--profile=FOLDER` writes a trace of each mesh's steps, which TensorBoard and Perfetto show, and
+prints where the time of a device goes.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import command_line, configured, kernels
 from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, medians
-from benchmarks.harness.output import Table, plot
+from benchmarks.harness.output import Table
 from benchmarks.harness.processes import tell
 from reformax import devices
 from reformax.training import evaluation, opening
@@ -83,10 +80,9 @@ class Candidate(NamedTuple):
     temp_mib: float
 
 
-def meshes(axes: Sequence[str], most_alone: int | None = None) -> dict[str, Mesh]:
-    """Each device alone, or the first so many, and all along each axis, by names of rows."""
-    devices_alone = enumerate(jax.devices()[:most_alone])
-    alone = {f"device {i}": mesh_lib.make({}, [x]) for i, x in devices_alone}
+def meshes(axes: Sequence[str]) -> dict[str, Mesh]:
+    """Each device alone, and all along each axis, by names of rows."""
+    alone = {f"device {i}": mesh_lib.make({}, [x]) for i, x in enumerate(jax.devices())}
     return alone | {f"{axis} {jax.device_count()}": mesh_lib.make({axis: -1}) for axis in axes}
 
 
@@ -150,23 +146,8 @@ def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
         file.writelines(json.dumps(result) + "\n" for result in results)
 
 
-def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """The speed of several devices relative to perfect scaling, by their number.
-
-    The last result counts.
-    """
-    machines = list(dict.fromkeys(result["machine"] for result in results))
-    lines: dict[str, dict[int, float]] = {}
-    for result in results:
-        where = f"{result['machine'].split(',')[0]}: " if len(machines) > 1 else ""
-        line = lines.setdefault(f"{where}{result['name']}, {result['mesh']}", {1: 1.0})
-        line[result["devices"]] = result["times"] / result["devices"]
-    label = "share of linear scaling"
-    plot(path, {label: lines}, ", ".join(machines), "linear", xlabel="devices")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, repeats=5, plot=True)
+    parser = command_line.parser(__doc__, repeats=5)
     parser.add_argument("--config_file", action="append", help="a gin file; may be repeated")
     parser.add_argument("--config", action="append", default=[], help="an override")
     parser.add_argument(
@@ -175,23 +156,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--shared", action="store_true", help="over context, devices share one device's sequence"
     )
-    few = "so many devices alone, where to compile for each takes long (default: all)"
-    parser.add_argument("--alone", type=command_line.positive, help=few)
     parser.add_argument("--page", action="store_true", help="all that docs/scaling.md measures")
     parser.add_argument("--steps", type=command_line.positive, default=5, help="of a timed call")
-    parser.add_argument("--saved", type=Path, metavar="FILE", help="results, to add to and to draw")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="results, to add to")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="where to write traces")
     args = parser.parse_args(argv)
-    if args.plot and not args.saved:
-        parser.error("--plot draws what --saved names: give both")
     if args.page:
         run_page(args)
     elif args.tiny or args.config_file:
         measure(args)
-    elif not args.plot:
-        parser.error("nothing to do: give --config_file, or --tiny, or --saved and --plot")
-    if args.plot:
-        draw(args.plot, [json.loads(line) for line in args.saved.read_text().splitlines()])
+    else:
+        parser.error("nothing to do: give --config_file, --page or --tiny")
 
 
 def run_page(args: Any) -> None:
@@ -202,7 +177,6 @@ def run_page(args: Any) -> None:
         own += [f"--saved={args.saved}"] * (args.saved is not None)
         own += [f"--profile={args.profile}/{number}"] * (args.profile is not None)
         own += [f"--rows={args.rows}"] * (args.rows is not None)
-        own += [f"--alone={args.alone}"] * (args.alone is not None)
         command = [sys.executable, "-m", "benchmarks.scaling", *own]
         print("$", *(f"{name}={value}" for name, value in environment.items()), shlex.join(command))
         sys.stdout.flush()
@@ -227,7 +201,7 @@ def measure(args: Any) -> None:
             print(f"{args.saved} has {name} over {', '.join(axes)}")
             return
     prepared = attempt_each(
-        lambda mesh: prepare(settings, mesh, n_steps, args.shared), meshes(axes, args.alone)
+        lambda mesh: prepare(settings, mesh, n_steps, args.shared), meshes(axes)
     )
     tell("states are on the devices")
     # Nothing runs meanwhile: loading cuDNN's attention disturbs what other threads run.

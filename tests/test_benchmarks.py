@@ -9,6 +9,7 @@ import math
 import os
 import pkgutil
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -30,16 +31,11 @@ from benchmarks import all as all_figures
 from benchmarks import (
     associative_recall,
     attention,
-    block_sparse,
     generation,
     global_layers,
-    linear_attention,
     long_range_arena,
     published,
-    recall,
-    reversible,
     scaling,
-    sparse_attention,
     step,
     tables,
 )
@@ -57,19 +53,18 @@ from benchmarks.harness import (
     rows,
     side_by_side,
 )
-from benchmarks.harness.calls import PeerError, reason
+from benchmarks.harness.calls import reason
 from benchmarks.harness.output import Table
-from benchmarks.peers import linear_names, rabe_staats, triton_tuning
+from benchmarks.peers import names, triton_tuning
 from benchmarks.reliability import __main__ as reliability_main
 from benchmarks.reliability import calls as reliability_calls
 from benchmarks.reliability import failing_calls, kills, preparing
 from benchmarks.reliability import runs as reliability_runs
-from benchmarks.rows import linear as linear_rows
+from benchmarks.rows import attention as attention_rows
 from benchmarks.rows import recall as recall_rows
 from benchmarks.rows import trained as trained_rows
 from reformax.declared import SettingError
-from reformax.ops import dense, flash, local, lsh
-from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops import flash, lsh
 from reformax.training.callbacks import Callback
 from tests import pages
 from tests.helpers import changed
@@ -78,36 +73,26 @@ from tests.training import tiny
 ROOT = Path(__file__).resolve().parents[1]
 (TINY,) = step.SHAPES["tiny"]
 OURS, TRAX = step.REFORMER, f"{step.TRAX}, n_parallel_heads=1"
-LINES = "one\n\ntwo words and more\nthree words here\n" * 4
 
 # A command's flags, and the text that it prints once it has done everything. Every kind that the
 # pages have is here; neither their tests nor `.ci/walk` run it again.
 COMMANDS = [
     (
         "associative_recall",
-        "--only flash linear --at_once=2 --out={path}/a.jsonl --plot={path}/a.png",
+        "--only flash linear --at_once=2 --out={path}/a.jsonl",
         "| linear | 8 | 0.2 |",
     ),
-    ("attention", "--plot={path}/a.png --peers", "| peers in PyTorch | ImportError: none here |"),
-    ("attention", "--exact", "Rabe and Staats, as printed | 0."),
-    ("block_sparse", "--plot={path}/a.png --peers", "| all | 16 | 100.00% |"),
-    ("duplication", "", "| LSH-1 |"),
-    ("duplication", "--by_content", "| LSH-4, up to 64 tokens | 64 | "),
+    (
+        "attention",
+        '--only lsh "local, chunks" --tokens=128 --peers --saved={path}/a.jsonl',
+        "| reformer_pytorch LSH | lsh | - | - |",
+    ),
+    ("attention", "--only moba --unchecked --at_once=2 --n_heads=1", "| moba | "),
     ("generation", "", "| reformax, ordinary | 1 |"),
     (
         "global_layers",
         "--only flash windows --at_once=2 --saved={path}/a.jsonl --runs={path}/runs",
         "| windows | ",
-    ),
-    (
-        "linear_attention",
-        "--only linear linformer --peers --saved={path}/a.jsonl --plot={path}/a.png",
-        "| linformer | ",
-    ),
-    (
-        "linear_attention",
-        "--only linformer --peers --peers_alone",
-        "| linformer, PyTorch | ImportError: none here |",
     ),
     (
         "long_range_arena",
@@ -137,21 +122,10 @@ COMMANDS = [
         "--only gpt2 bert_large --profile",
         "| PyTorch, compiled | ImportError: none here |",
     ),
-    ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
-    ("recall", "--across", "| `smyrf`, hashes: 4 |"),
-    ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
-    ("reversible", "--options", "| float32 | True | 1 | 1 | 0 |"),
-    ("scaling", "--saved={path}/a.jsonl --plot={path}/a.png", "| fsdp 1 | "),
-    (
-        "sparse_attention",
-        "--only sinks --peers --saved={path}/a.jsonl --plot={path}/a.png",
-        "| FlexAttention, sinks | ImportError: none here |",
-    ),
-    ("sparse_attention", "--only local --unchecked --at_once=2", "| local | "),
+    ("recall", "", "| keys, noise 1 |"),
+    ("reversible", "", "| float32, exact | 2 | 0 |"),
+    ("scaling", "--saved={path}/a.jsonl", "| fsdp 1 | "),
     ("step", "", "| reformax TransformerLM, dense | "),
-    ("translation", "--sources={path}/lines", "| Hugging Face | 4 | ImportError: none here |"),
-    ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),
-    ("triton_source", "", "| backward, packed | "),
 ]
 
 
@@ -243,13 +217,11 @@ def module_of(name):
 @pytest.mark.parametrize("name, flags, last", COMMANDS)
 def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     """Peers in PyTorch are told that it is missing, wherever the tests run."""
-    (tmp_path / "lines").write_text(LINES)
     (tmp_path / "torch.py").write_text("raise ImportError('none here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    flags = ["--tiny", *flags.format(path=tmp_path).split()]
+    flags = ["--tiny", *shlex.split(flags.format(path=tmp_path))]
     module_of(name).main(flags)
     assert last in capsys.readouterr().out
-    assert "--plot" not in flags or os.path.getsize(tmp_path / "a.png")
 
 
 def traced(file, given):
@@ -330,11 +302,11 @@ def test_the_warm_up_of_a_task_is_its_own(task, steps):
 @pytest.mark.parametrize("lengths, at_once", [([64, 1024], [None]), ([64, 128, 2**20], [None, 1])])
 def test_long_rows_are_compiled_one_after_another(lengths, at_once, tmp_path, monkeypatch):
     found = []
-    monkeypatch.setattr(sparse_attention, "measure", lambda *given: found.append(given[-1]))
-    shape = sparse_attention.SHAPES["tiny"]._replace(lengths=tuple(lengths))
-    figures = sparse_attention.Figures(shape, None)
-    run = sparse_attention.Run(shape, figures, 1, 9.0, tmp_path, True, None)
-    sparse_attention.measure_all(run, ["sinks"], None, {})
+    monkeypatch.setattr(attention, "measure", lambda *given: found.append(given[-1]))
+    shape = attention.SHAPES["tiny"]._replace(lengths=tuple(lengths))
+    figures = attention.Figures(shape, None)
+    run = attention.Run(shape, figures, 1, 9.0, tmp_path, True, None)
+    attention.measure_all(run, ["sinks"], None, [])
     assert found == at_once
 
 
@@ -415,18 +387,6 @@ def test_rows_of_other_data_or_seeds_are_trained_again(tmp_path, monkeypatch, ca
     assert "package_sources" in global_layers.config_of("flash", args)[1][-2]
 
 
-@pytest.mark.slow
-def test_collectives_are_counted_for_devices_that_are_simulated():
-    """In a process of its own, for JAX takes their number once."""
-    command = [sys.executable, "-m", "tools.collectives", "--tiny", "--mesh=data=4,fsdp=2"]
-    found = subprocess.run(
-        [*command, "--tokens_per_second=1000"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("8 cpu devices (data 4, fsdp 2), 8 rows of 64 tokens")
-    assert "| all-reduce | " in found.stdout and "efficiency " in found.stdout
-
-
 def _of_pages():
     """The benchmarks of the pages and their flags."""
     found = (command for page in pages.PAGES for command in pages.commands(page.read_text()))
@@ -447,7 +407,7 @@ def test_a_command_of_a_page_is_one_that_runs(name, flags, monkeypatch):
     parse = argparse.ArgumentParser.parse_args
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     with pytest.raises(Taken):
-        module_of(name).main(flags.split())
+        module_of(name).main(shlex.split(flags))
     switches = set(re.findall(r"--\w+(?= --|$)", flags))
     assert any(name == other and switches <= set(run.split()) for other, run, _ in COMMANDS)
 
@@ -459,29 +419,6 @@ def test_help_says_what_a_command_prints_and_draws(name, capsys):
         module.main(["--help"])
     printed = capsys.readouterr().out
     assert stop.value.code == 0 and module.__doc__.strip() in printed
-    if name in ("recall", "reversible"):
-        assert f"(default: runs/{name}.png)" in " ".join(printed.split())
-
-
-def test_lines_that_lie_on_each_other_differ_in_style():
-    for module, n_lines in ((block_sparse, 6), (reversible, 4)):
-        styles = [{**dict(marker=""), **style} for style in module.STYLES.values()]
-        assert len({(x["color"], x["ls"], x["marker"]) for x in styles}) == len(styles) == n_lines
-    times = {name: None for name in ("a", "b")} | {block_sparse.ALL: None}
-    assert set(block_sparse.random_times(times, dict(a=1, b=2))) <= block_sparse.STYLES.keys()
-
-
-def test_a_figure_says_its_setup(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    monkeypatch.setattr(recall, "mean_recall", lambda n, **_: (1 - 1 / n, 1 / n))
-    recall.main([f"--plot={tmp_path / 'a.png'}"])
-    (figure,) = drawn
-    assert "1,024 vectors in 32 clusters, chunks of 64, 8 draws" in figure.get_suptitle()
-    (axes,) = figure.axes
-    assert axes.get_legend() is not None and not figure.legends  # it fits inside
 
 
 @pytest.mark.slow
@@ -575,7 +512,7 @@ def test_the_campaigns_are_listed(monkeypatch, capsys):
     assert reliability_main.main() == 0
     listed = capsys.readouterr().out
     folder = Path(reliability_main.__file__).parent
-    campaigns = {"channels", "cost", "failing_calls", "inputs", "kills", "power_cuts"}
+    campaigns = {"channels", "failing_calls", "inputs", "kills", "power_cuts"}
     campaigns |= {"preparing", "process_kills"}
     assert all(f"  {name} " in listed for name in campaigns)
     assert {path.stem for path in folder.glob("*.py")} - campaigns - reliability_main.SHARED == {
@@ -735,7 +672,9 @@ def test_a_missing_peer_is_a_row(monkeypatch, capsys):
 
 
 TINY_ATTENTION = attention.SHAPES["tiny"]
-ATTENTION = attention.algorithms(TINY_ATTENTION)
+
+
+LSH = attention_rows.row("lsh, 1 hash", TINY_ATTENTION)
 
 
 def wrong_output(op):
@@ -764,12 +703,6 @@ def lost_positions(op):
     return changed(op, _plan=plan)
 
 
-def spoiled(spoil) -> rows.Row:
-    """LSH attention that `spoil` changes, against that which it does not."""
-    op = lsh.lsh(chunk_len=16, n_hashes=1)
-    return rows.row(spoil(op), op)
-
-
 @pytest.mark.parametrize(
     "spoil, reason",
     [
@@ -781,62 +714,52 @@ def spoiled(spoil) -> rows.Row:
 )
 def test_attention_that_is_wrong_is_found(spoil, reason):
     with pytest.raises(ArithmeticError, match=reason):
-        spoiled(spoil).check(*rows.inputs(1, 60, 2, 8, dtype="float32"))
-
-
-@pytest.mark.slow
-def test_attention_is_timed_where_it_is_right(monkeypatch, capsys):
-    found = ATTENTION | {"wrong": spoiled(wrong_output)}
-    monkeypatch.setattr(attention, "algorithms", lambda shape: found)
-    monkeypatch.setitem(attention.SHAPES, "tiny", TINY_ATTENTION._replace(lengths=(64,)))
-    with pytest.raises(SystemExit, match="failed: wrong$"):
-        attention.main(["--tiny", "--repeats=1"])
-    errors, times = capsys.readouterr().out.split("2 x 64 tokens")
-    for name in ATTENTION:
-        assert all(float(x) < 1e-5 for x in cells(errors, name)[1:])
-        assert float(cells(times, name)[1].split()[0]) > 0
-        assert len(cells(times, name)) == len(cells(times, "attention"))
-    assert cells(times, "dense")[-1] == "1.00 (1.00)"
-    assert cells(times, "wrong")[1].startswith("ArithmeticError: the output in float32")
-    assert set(cells(times, "wrong")[2:]) == {"-"}
+        attention_rows.check(LSH, TINY_ATTENTION, spoil)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "op, reference",
-    [
-        (lsh.lsh(chunk_len=16, impl=INTERPRETED), lsh.lsh(chunk_len=16, impl="xla")),
-        (local.local(chunk_len=16, impl=INTERPRETED), local.local(chunk_len=16, impl="xla")),
-        (flash.flash(impl="xla"), dense.dense(impl="xla")),
-    ],
-)
-def test_kernels_pass_their_checks(op, reference, dtype):
-    row = rows.row(op, reference)
-    assert 0 < max(row.check(*rows.inputs(1, 60, 1, 8, dtype=dtype))) < rows.TOLERANCE[dtype]
+@pytest.mark.parametrize("name", ["lsh, 1 hash", "local", "memory_efficient", "linear"])
+def test_attentions_pass_their_checks(name, dtype):
+    shape = TINY_ATTENTION._replace(dtype=dtype)
+    errors = attention_rows.check(attention_rows.row(name, shape), shape)
+    assert 0 < max(errors) < attention_rows.TOLERANCE[dtype]
 
 
-def test_a_row_that_does_not_compile_is_its_reason():
+def asked_of_a_row(name, folder, **options):
+    """What the process of a row answers, without its stages."""
+    shape = TINY_ATTENTION._asdict() | dict(lengths=[64])
+    given = dict(lengths=[64], known={}, known_errors=None, repeats=1) | options
+    answers = attention_rows.by_length(name, shape, folder=str(folder), limit=9.0, **given)
+    return [x for x in answers if "stage" not in x]
+
+
+@pytest.mark.slow
+def test_attention_is_timed_where_it_is_right(tmp_path, monkeypatch):
+    (answer,) = asked_of_a_row("lsh, packed", tmp_path)
+    assert max(answer["errors"]) < 1e-5 and answer["gradient"].ms > 0
+    check = attention_rows.check
+    monkeypatch.setattr(attention_rows, "check", lambda *given: check(*given, wrong_output))
+    (answer,) = asked_of_a_row("lsh, packed", tmp_path)
+    assert answer["error"].startswith("ArithmeticError: the output in float32")
+
+
+def test_a_row_that_does_not_compile_is_its_reason(tmp_path, monkeypatch):
     def fail(*inputs):
         raise MemoryError("out of memory")
 
-    arrays = rows.inputs(2, 64, 2, 8, dtype="float32")
-    found = {"dense": rows.dense(), "wrong": rows.Row(fail)}
-    results = dict(rows.measure_rows(found, arrays, repeats=1))
-    assert isinstance(results["dense"], rows.Result)
-    assert isinstance(results["wrong"], MemoryError)
+    monkeypatch.setattr(attention_rows, "compile_row", fail)
+    (answer,) = asked_of_a_row("flash", tmp_path, known_errors=[])
+    assert answer == {"name": "flash", "length": 64, "error": "MemoryError: out of memory"}
 
 
-def test_peers_fail_as_rows(monkeypatch):
-    def fail():
-        raise RuntimeError("no | GPU")
-
-    answers = list(processes.answers({"peer": fail}))
-    assert answers == [{"name": "peer", "error": "RuntimeError: no / GPU"}]
-    monkeypatch.setattr(rows, "ask", lambda *_, **__: json.loads(json.dumps(answers)))
-    ((name, known),) = rows.measure_peers("python", "peer")
-    assert name == "peer" and isinstance(known, PeerError)
-    assert rows.cells(known, None) == [answers[0]["error"]]
+def test_rows_stand_in_their_groups_with_what_they_are_compared_with():
+    groups = attention_rows.algorithms(TINY_ATTENTION)
+    found = attention.chosen(["nsa", "blocks"], groups)
+    assert list(found) == ["flash", "flash, 1 head of keys", "nsa", *groups["blocks"]]
+    assert {known.of for known in names.PEERS.values()} <= attention.chosen(groups, groups).keys()
+    with pytest.raises(ValueError, match="--only has no: expected some of exact, hashed, "):
+        attention.chosen(["no", "lsh"], groups)
 
 
 def test_a_process_of_peers_that_fails_is_an_error(tmp_path):
@@ -976,12 +899,6 @@ def test_processes_train_in_turn_and_a_process_that_fails_gives_its_turn_back(tm
     assert "fails: trained" not in said[0] and "a: trained" in said[1] and "b: trained" in said[2]
 
 
-def test_growth_is_fitted_to_long_sequences():
-    times = {1: 100.0, 16: 2.0, 64: 8.0, 256: 32.0}
-    assert linear_attention.exponent(times) == pytest.approx(1)
-    assert math.isnan(linear_attention.exponent({4: 1.0}))
-
-
 def test_what_would_be_too_much_is_left_out():
     quadratic = {1024: (1.0, 1.0), 2048: (4.0, 4.0), 65536: (1e6, 1e6)}
     assert by_length.left_out(quadratic, 16384, 1e3) is None
@@ -990,26 +907,13 @@ def test_what_would_be_too_much_is_left_out():
     assert by_length.left_out({}, 1024, 1e3) is None
 
 
-def test_kept_figures_of_linear_attention_are_drawn(tmp_path):
-    saved, figure = tmp_path / "a.jsonl", tmp_path / "a.png"
+def test_a_kept_figure_is_read_as_it_was():
     times = calls.Times(2.0, 1.0)
-    shape = linear_attention.SHAPES["tiny"]
-    line = rows.record("linear", None, 64, shape, rows.Result(times, times, None))
+    line = rows.record("linear", None, 64, TINY_ATTENTION, rows.Result(times, times, None))
     assert rows.recorded(line) == rows.Result(times, times, None)
-    saved.write_text(json.dumps(line) + "\n")
-    linear_attention.main([f"--drawn={saved}", f"--plot={figure}"])
-    assert figure.stat().st_size
-
-
-def test_a_row_that_is_off_is_no_row():
-    shape = linear_attention.SHAPES["tiny"]._replace(check_length=16)
-    row = linear_rows.algorithm("linear", shape, "xla")
-    want = linear_rows.expected(row, shape)
-    programs = linear_rows.compile_row(row, shape, 16)
-    assert max(linear_rows.check(programs, row, shape, want)) < 1e-5
-    want["d k"] = want["d k"] + 0.1
-    with pytest.raises(ArithmeticError, match="the gradient in float32 is 0.1 off"):
-        linear_rows.check(programs, row, shape, want)
+    assert line["shape"] == "2 heads of 8, float32"
+    several = rows.about(TINY_ATTENTION._replace(tokens=128))
+    assert several["shape"] == "2 heads of 8, float32, 128 tokens a call"
 
 
 # An interpreter of peers, of which `hangs` hangs where `where` says, and `other` does not.
@@ -1022,7 +926,7 @@ def tell(**line):
 def work(name, where):
     tell(stage=f"{{where}} {{name}}", limit=request["limit"])
     time.sleep(60 if (name, where) == ("hangs", "{where}") else 0)
-if function == "peers.linear_torch.compile_and_check":
+if function == "peers.attention_torch.compile_and_check":
     work(request["name"], "compile")
     tell(name=request["name"], errors=[])
 else:
@@ -1044,19 +948,21 @@ def test_a_peer_that_hangs_is_killed_and_the_next_one_asked(where, tmp_path, mon
     python, saved = tmp_path / "python", tmp_path / "a.jsonl"
     python.write_text(PEERS.format(python=sys.executable, where=where))
     python.chmod(0o755)
-    peers = {"hangs": linear_names.Known("linear", 2), "other": linear_names.Known("linear")}
-    monkeypatch.setattr(linear_attention, "PEERS", peers)
-    monkeypatch.setattr(linear_attention.Run, "numbers", lambda run, name: iter(()))
-    flags = ["--tiny", "--only=linear", "--peers_alone", f"--peers={python}", f"--saved={saved}"]
-    linear_attention.main([*flags, "--limit=0.5"])
+    peers = {"hangs": names.Known("linear", 2), "other": names.Known("linear")}
+    monkeypatch.setattr(attention, "PEERS", peers)
+    for process in ("numbers", "ours"):
+        monkeypatch.setattr(attention.Run, process, lambda *given: iter(()))
+    monkeypatch.setattr(attention, "exit_if", list)
+    flags = ["--tiny", "--only=linear", f"--peers={python}", f"--saved={saved}", "--limit=0.5"]
+    attention.main(flags)
     seconds = "0.5"
     printed = capsys.readouterr()
-    late = f"| hangs | 128 | TimeoutError: more than {seconds} s: {where} hangs |"
+    late = f"hangs, 128: TimeoutError: more than {seconds} s: {where} hangs\n"
     assert late in printed.out and f" s] {where} other" in printed.err
-    for table in "| other | 128 | 1.000 (2.000) |", "| other | 1.000 (2.000) | 3.000 (4.000) |":
-        assert table in printed.out
+    for line in "other, 128: 1.000 (2.000) | ", "| other | 1.000 (2.000) | 3.000 (4.000) |":
+        assert line in printed.out
     saved.open("a").write('{"machine": "cut o')
-    linear_attention.main([*flags, "--limit=0.5"])
+    attention.main(flags)
     printed = capsys.readouterr()
     assert "s] " not in printed.err and "| other | 1.000 (2.000) | 3.000 (4.000) |" in printed.out
 
@@ -1083,24 +989,24 @@ def test_processes_share_the_versions_of_a_kernel(index, made, monkeypatch):
 
 
 def test_a_row_that_fails_costs_itself_alone(tmp_path, monkeypatch, capsys):
-    """Its reason is in the file for all lengths; a row whose numbers fail is told why."""
+    """Its reason is in the file for all lengths."""
 
     def ask_each(asked, at_once):
-        assert list(asked) == [(x, n) for x in ("numbers", "ours") for n in ("linear", "retention")]
-        yield ("numbers", "linear"), {"error": "no numbers"}
-        yield ("ours", "linear"), {"error": "RuntimeError: no numbers"}
+        assert list(asked) == [("ours", n) for n in ("flash", "linear", "retention")]
+        yield ("ours", "linear"), {"error": "RuntimeError: no"}
         times = dict(forward=[1, 2], gradient=[3, 4], temp_mib=5.0, errors=[0.0, 0.0])
         for length in (64, 128):
             yield ("ours", "retention"), {"name": "retention", "length": length} | times
 
     monkeypatch.setattr(side_by_side, "ask_each", ask_each)
     saved = tmp_path / "a.jsonl"
-    with pytest.raises(SystemExit, match="failed: linear"):
-        linear_attention.main(["--tiny", "--only", "linear", "retention", f"--saved={saved}"])
-    lines = linear_attention.read(saved)
+    with pytest.raises(SystemExit, match="failed: flash, linear$"):
+        attention.main(["--tiny", "--only", "linear", "retention", f"--saved={saved}"])
+    lines = [json.loads(line) for line in saved.read_text().splitlines()]
     assert [x["attention"] for x in lines] == ["linear"] * 2 + ["retention"] * 2
     printed = capsys.readouterr().out
-    assert "| retention | -0.00 |" in printed and "| linear | - |" in printed
+    assert "| retention | 1.000 (2.000) | 3.000 (4.000) | 5 | - | - |" in printed
+    assert "| linear | RuntimeError: no |" in printed
 
 
 def test_a_row_does_not_wait_for_numbers_that_failed(tmp_path):
@@ -1114,7 +1020,7 @@ def test_a_row_does_not_wait_for_numbers_that_failed(tmp_path):
 
 def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
     """What the file has whole is not trained again; a line that an interruption cut is."""
-    flags = ["--tiny", f"--out={tmp_path / 'out'}", f"--plot={tmp_path / 'a.png'}", "--only"]
+    flags = ["--tiny", f"--out={tmp_path / 'out'}", "--only"]
     trained = learning(monkeypatch)
     associative_recall.main([*flags, "flash"])
     out = tmp_path / "out"
@@ -1349,7 +1255,6 @@ def test_the_table_goes_on_after_a_crash(tmp_path, monkeypatch):
     assert "| attention | 64 | 128 |\n| --- | ---: | ---: |\n| flash | 1.00 | 1.00 |" in text
     assert "## Memory of both passes, MiB, with dropout, with a mask" in text
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 17
-    assert (tmp_path / "table.png").stat().st_size
 
 
 @pytest.mark.parametrize("name", ["flash", "linformer"])
@@ -1376,43 +1281,6 @@ def test_the_table_measures_an_attention_with_weights_and_gates(tmp_path, capsys
     text = (tmp_path / "table.md").read_text()
     assert "Error" not in text and "no weights to drop" in text
     assert "| linformer | " in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_block_sparse_attention_is_timed_where_it_is_right(monkeypatch, capsys):
-    def row(shape, name, pattern):
-        found = make(shape, name, pattern)
-        return found if name != "wrong" else found._replace(check=spoiled(wrong_output).check)
-
-    make, found = block_sparse.row, block_sparse.patterns(block_sparse.SHAPES["tiny"])
-    found = {name: found[name] for name in ("butterfly, causal", "all")}
-    monkeypatch.setattr(block_sparse, "patterns", lambda shape: found | {"wrong": found["all"]})
-    monkeypatch.setattr(block_sparse, "row", row)
-    with pytest.raises(SystemExit, match="failed: wrong$"):
-        block_sparse.main(["--tiny", "--repeats=1"])
-    errors, times = capsys.readouterr().out.split("| attention | blocks")
-    assert all(float(x) < 1e-5 for x in cells(errors, "butterfly, causal")[1:])
-    assert cells(times, "butterfly, causal")[1:3] == ["8", "50.00%"]
-    assert all(float(x.split()[0]) > 0 for x in cells(times, "all")[3:5])
-    assert cells(times, "wrong")[3].startswith("ArithmeticError: the output in float32")
-
-
-def test_a_line_through_times():
-    assert block_sparse.off_the_line([1, 5, 9], [3.0, 11.0, 19.0]) == pytest.approx((1, 2, 0))
-    assert block_sparse.off_the_line([1, 5, 9], [3.0, 11.0, 39.0])[2] > 0.1
-
-
-@pytest.mark.parametrize("attend", [rabe_staats.printed, rows.dense().attend])
-def test_the_peers_of_exact_attention_compute_attention(attend, monkeypatch):
-    monkeypatch.setattr(rabe_staats, "QUERY_CHUNK_SIZE", 8)
-    monkeypatch.setattr(rabe_staats, "KEY_CHUNK_SIZE", 16)
-    q, k, v, d = rows.inputs(2, 64, 2, 8, dtype="float32")
-    want, got = (
-        jax.jit(rows.output_and_gradient(function))(d, q, k, v)
-        for function in (lambda *x: dense.dense()(*x, causal=True), attend)
-    )
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert rows.relative_error(x, y) < 1e-5
 
 
 def test_figures_are_kept_by_part_and_say_when_they_are_stale(tmp_path, monkeypatch, capsys):

@@ -75,6 +75,13 @@ def test_configs_are_listed_with_what_they_are(run):
     assert folders == {*configs.SUBJECTS, configs.PARTS}
 
 
+def test_configs_of_a_subject_are_listed_alone(run):
+    code, out, _ = run("configs", "translation")
+    assert code == 0 and out.startswith("sentence pairs")
+    assert "transformer_multi30k.gin\n" in out and "your own pairs" in " ".join(out.split())
+    assert "quickstart" not in out and "37m is 37 million parameters" in out
+
+
 @pytest.mark.parametrize("name", ["quickstart", "quickstart.gin", "configs/quickstart.gin"])
 def test_a_config_is_printed(name, run):
     assert run("configs", name)[:2] == (0, (ROOT / "configs/text/quickstart.gin").read_text())

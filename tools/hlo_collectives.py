@@ -53,10 +53,6 @@ class Collective(NamedTuple):
         }
         return self.size * factor.get(self.kind, (n - 1) / n)
 
-    def leaves(self, node_size: int) -> bool:
-        """Whether devices of different nodes, of `node_size` each, talk to each other."""
-        return any(len({device // node_size for device in group}) > 1 for group in self.groups)
-
 
 def collectives(text: str) -> list[Collective]:
     """The collectives of a compiled program, from its text (`compiled.as_text()`).

@@ -1,6 +1,6 @@
 """Time and memory of every attention by length, with and without dropout and a mask.
 
-The tables 9 to 21 and figure 3 of Dao et al. 2022, "FlashAttention", for the attentions here:
+The tables 9 to 21 of Dao et al. 2022, "FlashAttention", for the attentions here:
 forward pass, backward pass, both, and memory. Figures are kept in a file, a line as soon as a case
 is done: the same command goes on after any interruption.
 """
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from benchmarks.harness import command_line, rows
 from benchmarks.harness.calls import COMPILERS, MIB, attempt, attempt_each, reason, time_calls
-from benchmarks.harness.output import plot
 from reformax import durable, memory
 from reformax.ops import (
     AttentionOp,
@@ -366,7 +365,7 @@ def cell(figures: Figures | None, name: str) -> str:
 
 
 def write(folder: Path, known: Mapping[Case, Figures], machine: str) -> None:
-    """Writes table.csv, table.md and table.png of all that is known of this machine."""
+    """Writes table.csv and table.md of all that is known of this machine."""
     known = {case: x for case, x in known.items() if case.machine == machine}
     if not known:
         return
@@ -389,17 +388,3 @@ def write(folder: Path, known: Mapping[Case, Figures], machine: str) -> None:
             of = (case._replace(dropout=setting[0], masked=setting[1]) for case in of)
             parts.append(f"| {name} | {' | '.join(cell(known.get(x), field) for x in of)} |")
     durable.write(folder / "table.md", ("\n".join(parts) + "\n").encode())
-    plain = {case: x for case, x in known.items() if not case.dropout and not case.masked}
-    panels = {"forward and backward, ms": "combined_ms", "memory, MiB": "memory_mib"}
-    drawn = {label: _lines(plain, field) for label, field in panels.items()}
-    if any(drawn.values()):
-        title = f"{machine}; {size}; {words(0.0, False)}"
-        plot(folder / "table.png", drawn, title, xlabel="length")
-
-
-def _lines(known: Mapping[Case, Figures], field: str) -> dict[str, dict[int, float]]:
-    lines: dict[str, dict[int, float]] = {}
-    for case, figures in sorted(known.items(), key=lambda item: item[0].length):
-        if (number := getattr(figures, field)) is not None:
-            lines.setdefault(case.attention, {})[case.length] = number
-    return lines

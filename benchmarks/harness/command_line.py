@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,13 +13,10 @@ import jax
 from benchmarks.harness import output
 
 
-def parser(
-    doc: str, repeats: int | None = None, peers: str = "", plot: bool | Path = False
-) -> argparse.ArgumentParser:
-    """A parser with --tiny, --rows and, if asked, --repeats, --peers and --plot.
+def parser(doc: str, repeats: int | None = None, peers: str = "") -> argparse.ArgumentParser:
+    """A parser with --tiny, --rows and, if asked, --repeats and --peers.
 
-    `doc` describes the command, and `peers` says what --peers adds. A path as `plot` is the default
-    of --plot.
+    `doc` describes the command, and `peers` says what --peers adds.
     """
     shape = argparse.RawDescriptionHelpFormatter
     flags = argparse.ArgumentParser(description=doc, formatter_class=shape)
@@ -39,10 +35,6 @@ def parser(
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         options = dict(nargs="?", const=sys.executable, metavar="PYTHON")
         flags.add_argument("--peers", help=f"{peers}, run by this interpreter", **options)
-    if plot:
-        path = plot if isinstance(plot, Path) else None
-        where = f"where to draw the figure (default: {path or 'nowhere'})"
-        flags.add_argument("--plot", type=Path, metavar="FILE", default=path, help=where)
     return flags
 
 

@@ -203,12 +203,5 @@ def main(function: str, request: str) -> None:
             print(json.dumps({"error": reason(error)}), file=stdout)
 
 
-def answers(rows: dict[str, Callable[[], Answer]]) -> Iterator[Answer]:
-    """The result of each row with its name; one that fails has its error."""
-    for name, measure in rows.items():
-        known = attempt(measure)
-        yield {"name": name} | ({"error": reason(known)} if isinstance(known, Exception) else known)
-
-
 if __name__ == "__main__":
     main(*sys.argv[1:])

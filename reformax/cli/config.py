@@ -178,7 +178,7 @@ def _check_used(new_macros: dict[str, str]) -> None:
 
     That is an argument to which the config gives another value, or much the name of a macro.
     """
-    used = gin_text.macros_used(gin.config_str())
+    used = {scope for scope, selector in _named() if selector == "gin.macro"}
     arguments = {short: f"{_short(selector)}.{name}" for selector, name, short in _short_names()}
     for name, config_file in new_macros.items():
         near = messages.nearest(name, sorted(used - new_macros.keys()), most=0)
@@ -190,46 +190,38 @@ def _check_used(new_macros: dict[str, str]) -> None:
 
 def _parse_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
-        _check_macro(override)
-        _check_word(override)
-        _check_dots(override)
+        if (found := gin_text.override_of(override)) and (wrong := _mistake(found)):
+            raise ConfigError(f"--config={override!r}: {wrong}")
         reading.read(override)
 
 
-def _check_macro(override: str) -> None:
-    # gin takes any name for a new macro, so a misspelt one would silently change nothing.
-    name, macros = gin_text.macro_of(override), reading.macros()
-    if name is None or name in macros:
-        return
+def _mistake(override: gin_text.Override) -> str | None:
+    """What is wrong with an override that gin would take, or refuse without the fix."""
+    function, name, value = override
+    if function is None and (line := _no_macro(name)):
+        return line
+    if override.is_bare_word:  # neither in quotes nor after an @
+        if value.title() in ("True", "False"):
+            return f"expected {override.whole}={value.title()}"
+        quoted = f"""write a text in quotes: --config="{override.whole}='{value}'\""""
+        reference = modules.reference(value)
+        with_at = f"write a function with an @: --config='{override.whole}={reference}'; "
+        return with_at * bool(reference) + quoted
+    if function is not None and "." not in function:
+        near = f"; did you mean {whole}?" if (whole := _settings().get(name)) else ""
+        return f"a setting is module.function.argument=VALUE{near}"
+    return None
+
+
+def _no_macro(name: str) -> str | None:
+    """Gin takes any name for a new macro, so a misspelt one would silently change nothing."""
+    macros = reading.macros()
     unset = set() if _saved else _unset()  # macros are bound to arguments before a run is saved
-    if name not in unset:
-        whole = _settings().get(name)
-        near = messages.nearest(name, [*macros, *unset], most=0) or messages.nearest(name, macros)
-        near = f"; did you mean {whole}?" if whole else near
-        raise ConfigError(f"--config={override!r}: no config file defines {name}{near}")
-
-
-def _check_word(override: str) -> None:
-    """Raises `ConfigError` for a word that is neither in quotes nor after an @."""
-    name, value = gin_text.bare_word(override) or (None, None)
-    if name is None:
-        return
-    if value.title() in ("True", "False"):
-        raise ConfigError(f"--config={override!r}: expected {name}={value.title()}")
-    quoted = f"""write a text in quotes: --config="{name}='{value}'\""""
-    if reference := modules.reference(value):
-        quoted = f"write a function with an @: --config='{name}={reference}'; {quoted}"
-    raise ConfigError(f"--config={override!r}: {quoted}")
-
-
-def _check_dots(override: str) -> None:
-    """Raises `ConfigError` for an argument without its function, such as 'lsh.n_hashes=2'."""
-    selector, argument = gin_text.argument_of(override) or (".", "")
-    if "." not in selector:
-        near = f"; did you mean {whole}?" if (whole := _settings().get(argument)) else ""
-        raise ConfigError(
-            f"--config={override!r}: a setting is module.function.argument=VALUE{near}"
-        )
+    if name in macros or name in unset:
+        return None
+    whole = _settings().get(name)
+    near = messages.nearest(name, [*macros, *unset], most=0) or messages.nearest(name, macros)
+    return f"no config file defines {name}{f'; did you mean {whole}?' if whole else near}"
 
 
 def _bind_data_dir(data_dir: str) -> None:
@@ -279,13 +271,10 @@ def _short(selector: str) -> str:
 
 def _models() -> set[str]:
     """The models of the run and of its stages."""
-    stages = _value_of("reformax.training.loop.train.stages")
-    stages = stages if isinstance(stages, tuple | list) else ()
-    scopes = [part.config_key[0] for part in stages if hasattr(part, "config_key")]
-    names = ["reformax.training.loop.train.model", "reformax.training.stages.Stage.model"]
+    scopes = [scope for scope, _ in _names_in(_value_of(f"{_TRAIN}.stages"))]
+    names = [f"{_TRAIN}.model", "reformax.training.stages.Stage.model"]
     names += [f"{scope}/reformax.training.stages.Stage.model" for scope in scopes if scope]
-    models = map(_value_of, names)
-    return {model.config_key[1] for model in models if hasattr(model, "config_key")}
+    return {selector for name in names for _, selector in _names_in(_value_of(name))}
 
 
 def _bind_init_from(init_from: str) -> None:
@@ -328,39 +317,53 @@ def _give_folder(parameter: str, data_dir: str, scoped: bool = True) -> str | No
 
 def _other_tasks() -> Iterator[str]:
     """The parameters that are set to tasks of stages and of evaluations."""
-    loop = "reformax.training.loop.train"
-    stages, evaluations = map(_value_of, (f"{loop}.stages", f"{loop}.evaluations"))
-    parts = {
-        "stages.Stage": stages if isinstance(stages, tuple | list) else (),
-        "evaluations.Evaluation": evaluations.values() if isinstance(evaluations, dict) else (),
-    }
-    for name, part in ((name, part) for name, given in parts.items() for part in given):
-        argument = f"reformax.training.{name}.task"
-        scope = part.config_key[0] if hasattr(part, "config_key") else ""
-        names = [f"{scope}/{argument}"] * bool(scope) + [argument]
-        nearest = [name for name in names if _is_set(name)][:1]
-        yield from [name for name in nearest if gin.query_parameter(name) is not None]
+    for parts, kind in (("stages", "stages.Stage"), ("evaluations", "evaluations.Evaluation")):
+        argument = f"reformax.training.{kind}.task"
+        for scope, _ in _names_in(_value_of(f"{_TRAIN}.{parts}")):
+            names = [f"{scope}/{argument}"] * bool(scope) + [argument]
+            nearest = [name for name in names if _is_set(name)][:1]
+            yield from [name for name in nearest if gin.query_parameter(name) is not None]
 
 
 def name_in_evaluation(label: str, name: str) -> str | None:
     """The setting of an evaluation, 'scope/evaluations.Evaluation.NAME'; None if none is known."""
-    evaluations = _value_of("reformax.training.loop.train.evaluations")
+    evaluations = _value_of(f"{_TRAIN}.evaluations")
     part = evaluations.get(label) if isinstance(evaluations, dict) else None
-    if not isinstance(part, gin.config.ConfigurableReference) or part.config_key[0] == "":
-        return None
-    return f"{part.config_key[0]}/evaluations.Evaluation.{name}"
+    scope = next((scope for scope, _ in _names_in(part)), "")
+    return f"{scope}/evaluations.Evaluation.{name}" if scope else None
+
+
+def _names_in(value: Any) -> Iterator[tuple[str, str]]:
+    """(scope, function) of each reference in a value; a macro is (its name, 'gin.macro')."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _names_in(item)
+    elif isinstance(value, gin.config.ConfigurableReference):
+        yield value.config_key
+
+
+def _named() -> Iterator[tuple[str, str]]:
+    """Those of all values of the config."""
+    return _names_in([list(arguments.values()) for arguments in gin.config._CONFIG.values()])
 
 
 def _value_of(parameter: str) -> Any:
     """The value of a parameter, by macros or without; None if it is not set."""
     value, seen = gin.query_parameter(parameter) if _is_set(parameter) else None, []
-    while isinstance(value, gin.config.ConfigurableReference) and value not in seen:
-        scope, selector = value.config_key
-        if selector != "gin.macro" or not _is_set(f"{scope}/gin.macro.value"):
-            break
-        seen.append(value)
-        value = gin.query_parameter(f"{scope}/gin.macro.value")
+    while (macro := _macro_in(value)) and is_macro(macro) and macro not in seen:
+        seen.append(macro)
+        value = gin.query_parameter(f"{macro}/gin.macro.value")
     return value
+
+
+def _macro_in(value: Any) -> str | None:
+    """The macro that a value is; None if it is none."""
+    if isinstance(value, gin.config.ConfigurableReference):
+        scope, selector = value.config_key
+        return scope if selector == "gin.macro" else None
+    return None
 
 
 def _is_set(parameter: str) -> bool:
@@ -411,25 +414,19 @@ def _check_ends(function) -> None:
     """Raises `ConfigError` if building an argument of the function would never end."""
     done = set()
 
-    def visit(value: Any, above: tuple[str, ...]) -> None:
-        if isinstance(value, dict):
-            value = [*value.keys(), *value.values()]
-        if isinstance(value, list | tuple):
-            for item in value:
-                visit(item, above)
-        if not isinstance(value, gin.config.ConfigurableReference):
-            return
-        scope, selector = value.config_key
-        name = f"%{scope}" if selector == "gin.macro" else f"@{selector}"
-        if name in above:
-            raise ConfigError(f"the config's {name} needs itself: {' -> '.join((*above, name))}")
-        if value.config_key not in done:
-            # Gin gives a reference the scope of its name in place of the present one.
-            with gin.config_scope(scope.split("/") if scope else gin.current_scope()):
-                visit(_bound(selector), (*above, name))
-            done.add(value.config_key)
+    def visit(function: Any, above: tuple[str, ...]) -> None:
+        for scope, selector in _names_in(_bound(function)):
+            name = f"%{scope}" if selector == "gin.macro" else f"@{selector}"
+            if name in above:
+                path = " -> ".join((*above, name))
+                raise ConfigError(f"the config's {name} needs itself: {path}")
+            if (scope, selector) not in done:
+                # Gin gives a reference the scope of its name in place of the present one.
+                with gin.config_scope(scope.split("/") if scope else gin.current_scope()):
+                    visit(selector, (*above, name))
+                done.add((scope, selector))
 
-    visit(_bound(function), ())
+    visit(function, ())
 
 
 def _bound(function) -> dict[str, Any]:
@@ -535,11 +532,13 @@ def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[st
     for (scope, selector), arguments in gin.config._OPERATIVE_CONFIG.items():  # without aliases
         text += "".join(f"{scope}/{selector}.{x} = \n".removeprefix("/") for x in arguments)
     for override in overrides:
-        if target := gin_text.argument_of(override):
-            used = ".".join(target) in also_used or gin_text.sets(text, *target)
+        target = gin_text.override_of(override)
+        if target is None:
+            used = True
+        elif target.function:
+            used = target.whole in also_used or gin_text.sets(text, *target[:2])
         else:
-            macro = gin_text.macro_of(override)
-            used = macro is None or macro in _described_macros or macro in gin_text.macros(text)
+            used = target.name in _described_macros or target.name in gin_text.macros(text)
         found += [override] * (not used)
     return found
 
@@ -568,10 +567,10 @@ def refuse_flags(unknown: Sequence[str]) -> None:
 
 def _settings() -> dict[str, str]:
     """The settings of the parsed config by their last names; a macro comes before an argument."""
-    text, found = gin.config_str(), {}
-    for selector in dict.fromkeys(gin_text.selectors(text)):
+    found = {}
+    for selector in sorted({selector for _, selector in gin.config._CONFIG} - {"gin.macro"}):
         for name in _parameters(selector):
-            found.setdefault(name, f"{selector}.{name}")
+            found.setdefault(name, f"{_short(selector)}.{name}")
     first = {name: f"loop.train.{name}" for name in _parameters("loop.train")}
     return found | first | {name: name for name in reading.macros()}
 
@@ -588,21 +587,16 @@ def is_set_beside_macros(parameter: str) -> bool:
 
 def macro_of(parameter: str) -> str | None:
     """The macro that a parameter is set to; None if it is set to none."""
-    value = gin.query_parameter(parameter) if _is_set(parameter) else None
-    if not isinstance(value, gin.config.ConfigurableReference):
-        return None
-    scope, selector = value.config_key
-    return scope if selector == "gin.macro" else None
+    return _macro_in(gin.query_parameter(parameter)) if _is_set(parameter) else None
 
 
 def arguments() -> list[str]:
     """'module.function.argument' of every function that the parsed config sets or refers to."""
-    text = gin.config_str()
-    named = [*gin_text.selectors(text), *gin_text.references(text), "loop.train"]
+    named = [*gin.config._CONFIG, *_named(), ("", _TRAIN)]
     found = []
-    for selector in dict.fromkeys(named):
+    for selector in dict.fromkeys(selector for _, selector in named if selector != "gin.macro"):
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            found += [f"{selector}.{name}" for name in _parameters(selector)]
+            found += [f"{_short(selector)}.{name}" for name in _parameters(selector)]
     return found
 
 

@@ -2,7 +2,7 @@
 
 `reformax train --config_file=NAME` finds them by these names, wherever it is started. A config of
 the same name in the working directory goes first. A config of your own may include them:
-`include 'reformer.gin'`.
+`include 'reformer.gin'`. The name of a subject, such as `translation`, lists its configs alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUBJECTS = {
     "enwik8": "language models of enwik8",
     "attentions": "one model with each attention",
     "translation": "sentence pairs",
-    "classification": "rows with a label",
+    "classification": "rows with a label; for rows of your own classify.gin of not_run",
     "not_run": "not run to their end",
 }
 
@@ -36,22 +36,26 @@ SUBJECTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Lists the configs or prints one."""
     args = parser().parse_args(argv)
-    if args.name is not None:
+    if args.name is not None and args.name not in SUBJECTS:
         print(find(args.name).read_text(), end="")
         return 0
-    for subject, title in SUBJECTS.items():
-        print(f"{title} (configs/{subject})\n")
+    for subject in [args.name] if args.name else SUBJECTS:
+        print(f"{SUBJECTS[subject]} (configs/{subject})\n")
         for path in sorted((FOLDER / subject).glob("*.gin")):
             _show(path.name, summary(path.read_text()))
         print()
-    _show("parts, to be included", ", ".join(p.name for p in sorted((FOLDER / PARTS).glob("*"))))
+    if args.name is None:
+        parts = ", ".join(path.name for path in sorted((FOLDER / PARTS).glob("*")))
+        _show("parts, to be included", parts)
+        print(f"\n`reformax configs SUBJECT` lists one of {', '.join(SUBJECTS)}.")
+    print("In names 37m is 37 million parameters, and 16k a window of 16,384 bytes or tokens.")
     return 0
 
 
 def parser():
     """The flags."""
     parser = flags.parser(__doc__)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="print this one")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a config or a subject")
     flags.add_traceback(parser)
     return parser
 

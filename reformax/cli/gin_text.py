@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 
 def imports(text: str) -> list[str]:
@@ -22,37 +23,28 @@ def macros(text: str) -> list[str]:
     return re.findall(r"^([\w/]+) = ", text, re.MULTILINE)
 
 
-def macros_used(text: str) -> set[str]:
-    """The names of the macros that values refer to."""
-    return set(re.findall(r"%([\w/]+)", text))
+class Override(NamedTuple):
+    """What --config=OVERRIDE sets: an argument, or without a function a macro."""
+
+    function: str | None  # 'scope/module.function'
+    name: str
+    value: str
+
+    @property
+    def whole(self) -> str:
+        return f"{self.function}.{self.name}" if self.function else self.name
+
+    @property
+    def is_bare_word(self) -> bool:
+        """Whether the value is a word such as bfloat16, which gin cannot read."""
+        is_word = re.fullmatch(r"[A-Za-z_][\w.-]*", self.value)
+        return is_word is not None and self.value not in ("True", "False", "None")
 
 
-def macro_of(override: str) -> str | None:
-    """The name that an override such as 'steps=10' sets; None if it sets an argument."""
-    match = re.match(r"\s*([\w/]+)\s*=", override)
-    return match and match[1]
-
-
-def bare_word(override: str) -> tuple[str, str] | None:
-    """('dtype', 'bfloat16') of 'dtype=bfloat16', which gin cannot read; None for other values."""
-    match = re.fullmatch(r"\s*([\w./]+)\s*=\s*([A-Za-z_][\w.-]*)\s*", override)
-    return match.groups() if match and match[2] not in ("True", "False", "None") else None
-
-
-def argument_of(override: str) -> tuple[str, str] | None:
-    """('scope/module.function', 'argument') that an override sets; None if it sets a macro."""
-    match = re.match(r"\s*([\w./]+)\.(\w+)\s*=", override)
-    return match and match.groups()
-
-
-def selectors(text: str) -> list[str]:
-    """The 'module.function' of each line that sets an argument, without its scope."""
-    return re.findall(r"^(?:[\w/]+/)?([\w.]+)\.\w+ = ", text, re.MULTILINE)
-
-
-def references(text: str) -> list[str]:
-    """The 'module.function' of each reference, '@scope/module.function()', without its scope."""
-    return re.findall(r"@(?:[\w/]+/)?([A-Za-z_]\w*(?:\.\w+)+)", text)
+def override_of(text: str) -> Override | None:
+    """What an override sets; None if it sets nothing."""
+    match = re.match(r"\s*(?:([\w./]+)\.)?([\w/]+)\s*=\s*(.*?)\s*$", text, re.DOTALL)
+    return match and Override(*match.groups())
 
 
 def sets(text: str, selector: str, argument: str) -> bool:

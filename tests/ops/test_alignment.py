@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.recall import recall_across
+from benchmarks.recall import NOISE, clustered_queries
 from reformax.ops import asymmetric_lsh, dense, smyrf
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.hashing.alignment import aligned_orders
+from reformax.ops.masking.masks import visibility
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
@@ -89,6 +92,26 @@ def test_a_query_stands_alone_where_it_stands_among_others():
         assert alone[0, 0, 0, 0] == among[0, 0, 0, bucket]
         stands_there = np.argmax(of_key[0, 0, 0] == alone[0, 0, 0, 0])
         assert of_keys[0, 0, 0, stands_there] == bucket
+
+
+def recall_across(attend, n_queries, n_keys, n_seeds=8):
+    """The shares of full attention's weight, and of the keys, that `attend` shows a query.
+
+    Queries and keys lie around the same centres.
+    """
+    names, mask = jnp.eye(n_keys)[None, :, None], visibility(n_queries, n_keys, causal=False)
+
+    @jax.jit
+    def shares(rng, names, mask):
+        data_rng, hash_rng = jax.random.split(rng)
+        x = clustered_queries(data_rng, n_queries + n_keys, NOISE)
+        q, k = x[:, :n_queries], x[:, n_queries:]
+        truth = reference_attention(q, length_normalize(k), names, mask)
+        shown = attend(q, length_normalize(k), names, rng=hash_rng) > 0
+        return jnp.sum(truth, where=shown) / n_queries, shown.mean()
+
+    each = [shares(rng, names, mask) for rng in jax.random.split(KEY, n_seeds)]
+    return np.mean(each, axis=0)
 
 
 @FACTORIES

@@ -1,4 +1,4 @@
-"""The peers of `benchmarks.linear_attention` by name. It needs no framework."""
+"""The peers of `benchmarks.attention` by name. It needs no framework."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ PEERS = {
     "fla linear, from inputs": Known("linear", triton=0),
     "fla gated_linear, from inputs": Known("gated_linear", triton=0),
     "fla gated_delta, from inputs": Known("gated_delta", triton=0),
+    "fla nsa": Known("nsa, a mean a block", triton=8),
+    "fla moba": Known("moba"),
+    "FlexAttention, local": Known("local, chunks"),
+    "FlexAttention, longformer": Known("longformer"),
+    "FlexAttention, sinks": Known("sinks"),
+    "FlexAttention, butterfly": Known("butterfly"),
+    "FlexAttention, strided": Known("strided"),
+    "FlexAttention, fixed": Known("fixed"),
+    "FlexAttention, local + global": Known("local + global"),
+    "transformers Longformer": Known("longformer"),
+    "transformers LSH": Known("lsh"),
+    "reformer_pytorch LSH": Known("lsh"),
     "performer-pytorch": Known("performer"),
     "performer-pytorch, all": Known("performer, all"),
     "linformer, PyTorch": Known("linformer"),
