@@ -93,6 +93,7 @@ COMMANDS = [
     ("block_sparse", "--plot={path}/a.png --peers", "| all | 16 | 100.00% |"),
     ("duplication", "", "| LSH-1 |"),
     ("duplication", "--by_content", "| LSH-4, up to 64 tokens | 64 | "),
+    ("families", "--only llama phi3 --peers", "| phi3 | ImportError: none here |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
     (
         "global_layers",

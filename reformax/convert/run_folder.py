@@ -138,6 +138,7 @@ def gin(spec: Spec, note: str, n_pieces: int | None = None, mask_id: int | None 
         "from reformax.data import text",
         "from reformax.training import loop",
         spec.gin(),
+        f"vocab_size = {n_pieces or spec.arguments['vocab_size']}",  # which chats.gin reads
         f"loop.train.model = @{spec.module}.{spec.model}",
         "loop.train.task = @text.text()",
         "loop.train.batch_size = 1",
