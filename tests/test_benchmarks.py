@@ -88,6 +88,7 @@ COMMANDS = [
         "| reformer_pytorch LSH | lsh | - | - |",
     ),
     ("attention", "--only moba --unchecked --at_once=2 --n_heads=1", "| moba | "),
+    ("families", "--only llama phi3 --peers", "| phi3 | ImportError: none here |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
     (
         "global_layers",

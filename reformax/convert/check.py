@@ -53,7 +53,7 @@ def logits_of(spec: Spec, rotations=None) -> Callable[[Any, np.ndarray], np.ndar
       spec: the model.
       rotations: of LSH attention; None draws them.
     """
-    model = _unrounded(spec).build(rotations=rotations)
+    model = in_full_float32(spec).build(rotations=rotations)
 
     def logits(params, inputs):
         return model.logits(params, model.encode(params, inputs, rng=jax.random.key(0)))
@@ -147,7 +147,7 @@ def _with_bucket_counts(spec: Spec, length: int) -> Spec:
     return spec._replace(attention=tuple(ops))
 
 
-def _unrounded(spec: Spec) -> Spec:
+def in_full_float32(spec: Spec) -> Spec:
     """The spec with float32 in sublayers, streams and attention, as the other models have."""
     exact = {"exact": False} if "exact" in spec.arguments else {}
     # Kernels round products to their hardware's.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reformax.convert.hugging_face_config import ACTIVATIONS, activation_of
@@ -24,7 +24,14 @@ from reformax.declared import Size, check, shown
 from reformax.models.base import ROTARY
 from reformax.models.designs import Design
 from reformax.ops import AttentionOp
-from reformax.ops.numerics.rotary import TURNS, RotaryAngles, RotaryBase, RotaryFactor, Turns
+from reformax.ops.numerics.rotary import (
+    TURNS,
+    PairFactor,
+    RotaryAngles,
+    RotaryBase,
+    RotaryFactor,
+    Turns,
+)
 from reformax.ops.numerics.rotary import RotaryFraction as Fraction
 
 # Positions that a chunk of local attention has at least, and the most chunks of a window: they
@@ -81,11 +88,17 @@ def spec_of(family: Family, config: Mapping[str, Any]) -> tuple[Spec, list[str]]
         ff_gated=True,
     )
     design |= family.design(get) | _rotary(family, get, layers)
+    rotated = int(d_head * design.get("rotary_fraction", 1.0))
+    if rotated % 2 and any(layer.rotates for layer in layers):
+        raise ValueError(
+            f"head_dim is {d_head}: {rotated} features of a head rotate, expected an even number"
+        )
     period = next(n for n in range(1, len(layers) + 1) if layers == layers[:n] * (len(layers) // n))
     cycle = layers[:period]
     if not all(layer.rotates for layer in cycle) and any(layer.rotates for layer in cycle):
         design["rotary_layers"] = tuple(layer.rotates for layer in cycle)
     first, notes = _first_token(get)
+    notes += _notes_on_positions(get)
     rate = get.get("resid_pdrop", 0.0)
     spec = Spec.make(
         "TransformerLM",
@@ -204,8 +217,10 @@ def _angles(family: Family, get, table: Mapping[str, Any], theta: float) -> dict
     if kind not in family.scalings:
         known = ", ".join(map(repr, ("default", *family.scalings)))
         raise ValueError(f"rope_type is {shown(kind)}: expected one of {known}")
+    if kind == "longrope":
+        return found | _longrope(get, table)
     factor = float(number("factor", RotaryFactor))
-    if factor == 1.0:
+    if factor == 1.0 or kind == "dynamic":  # which stretches longer texts than the model's
         return found
     found |= {"scaling": kind, "factor": factor}
     if kind == "linear":
@@ -226,16 +241,53 @@ def _angles(family: Family, get, table: Mapping[str, Any], theta: float) -> dict
     return found
 
 
-def _check_yarn(table: Mapping[str, Any], factor: float) -> None:
-    """Raises `ValueError` for options that `RotaryAngles` does not have."""
-    usual = 0.1 * math.log(factor) + 1
+def _longrope(get, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `RotaryAngles` of two factors for each pair."""
+    name = "original_max_position_embeddings"
+    trained = check(f"{name} of rope_parameters", table.get(name, get.get(name)), Size)
+    factor = table.get("factor")
+    factor = get["max_position_embeddings"] / trained if factor is None else factor
+    factor = float(check("factor of rope_parameters", factor, RotaryFactor))
+    if factor == 1.0:
+        raise ValueError("factor of rope_parameters is 1: expected more of rope_type 'longrope'")
+    found = {"scaling": "longrope", "factor": factor, "trained_length": trained}
+    for key, ours in (("short_factor", "short_factors"), ("long_factor", "long_factors")):
+        values = check(f"{key} of rope_parameters", table.get(key), Sequence[PairFactor])
+        found[ours] = tuple(map(float, values))
+    usual = math.sqrt(1 + math.log(factor) / math.log(trained)) if trained > 1 else math.inf
+    _check_attention_factor(
+        table, usual, "sqrt(1 + ln factor / ln original_max_position_embeddings)"
+    )
+    return found
+
+
+def _notes_on_positions(get: Mapping[str, Any]) -> list[str]:
+    """A line on a longer text, where this package's positions are others."""
+    tables = [get[name] or {} for name in ("rope_scaling", "rope_parameters")]
+    kinds = [table.get("rope_type", table.get("type")) for table in tables]
+    if "dynamic" not in kinds:
+        return []
+    return [
+        f"rope_type is 'dynamic': up to max_position_embeddings={get['max_position_embeddings']:,} "
+        "tokens positions are the same; transformers stretches those of longer texts, and this "
+        "model does not"
+    ]
+
+
+def _check_attention_factor(table: Mapping[str, Any], usual: float, formula: str) -> None:
+    """Raises `ValueError` for another multiple of queries and keys than the usual one."""
     given = table.get("attention_factor")
     close = isinstance(given, float | int) and abs(given - usual) < 1e-6
     if given is not None and not close:
         raise ValueError(
             f"attention_factor of rope_parameters is {shown(given)}: expected {usual:.9g}, which "
-            "is 0.1 ln factor + 1"
+            f"is {formula}"
         )
+
+
+def _check_yarn(table: Mapping[str, Any], factor: float) -> None:
+    """Raises `ValueError` for options that `RotaryAngles` does not have."""
+    _check_attention_factor(table, 0.1 * math.log(factor) + 1, "0.1 ln factor + 1")
     for name, wanted in (("truncate", True), ("mscale", None), ("mscale_all_dim", None)):
         if table.get(name, wanted) not in (wanted, None):
             raise ValueError(
@@ -477,6 +529,12 @@ def _rope_table(angles: RotaryAngles) -> dict[str, Any]:
     table: dict[str, Any] = {"rope_type": angles.scaling or "default"}
     if angles.scaling is not None:
         table["factor"] = angles.factor
+    if angles.scaling == "longrope":
+        table |= {
+            "short_factor": list(angles.short_factors),
+            "long_factor": list(angles.long_factors),
+            "original_max_position_embeddings": angles.trained_length,
+        }
     if angles.scaling in TURNS:
         table["original_max_position_embeddings"] = angles.trained_length
         yarn = angles.scaling == "yarn"

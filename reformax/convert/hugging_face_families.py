@@ -121,7 +121,7 @@ class Family(NamedTuple):
     activation: str = "hidden_act"
     plus_one: bool = False
     fused: bool = False
-    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic")
     whole_heads: bool = False
     within: str | None = None
 
@@ -299,6 +299,18 @@ def _smollm3_layers(get: Get) -> list[Layer]:
     return [Layer(kind, bool(x)) for (kind, _), x in zip(layers, rotates, strict=True)]
 
 
+def _phi3_lengths(rotary) -> dict[str, Any]:
+    """The lengths by whose ratio its class scales, where it does."""
+    if rotary.scaling != "longrope":
+        return {}
+    trained = rotary.trained_length
+    longest = round(rotary.factor * trained)
+    return {
+        "original_max_position_embeddings": trained,
+        "max_position_embeddings": longest,
+    }
+
+
 FAMILIES = (
     Family(
         "llama",
@@ -469,12 +481,15 @@ FAMILIES = (
             vocab_size=ConfigField(32064, VocabSize),
         ),
         layers=_by_window,
-        written=lambda decoder: {
-            "resid_pdrop": decoder.spec.arguments["dropout"],
-            "sliding_window": decoder.window,
-        },
+        written=lambda decoder: (
+            {
+                "resid_pdrop": decoder.spec.arguments["dropout"],
+                "sliding_window": decoder.window,
+            }
+            | _phi3_lengths(decoder.design.rotary)
+        ),
         partial=True,
         fused=True,
-        scalings=(),
+        scalings=("longrope",),
     ),
 )

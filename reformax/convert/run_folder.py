@@ -129,7 +129,11 @@ def gin(spec: Spec, note: str, n_pieces: int | None = None, mask_id: int | None 
     bytes begin at id 2.
     """
     length = min(LENGTH, spec.max_length() or LENGTH)
-    offset = spec.arguments["vocab_size"] - 256
+    n_ids, model = spec.arguments["vocab_size"], spec.gin()
+    n_of_text, offset = n_pieces or n_ids, n_ids - 256
+    if n_of_text == n_ids:
+        own = f"{spec.module}.{spec.model}.vocab_size = "
+        model = model.replace(f"{own}{n_ids}\n", f"{own}%vocab_size\n")
     lines = [
         f"# {note}",
         "#",
@@ -137,7 +141,8 @@ def gin(spec: Spec, note: str, n_pieces: int | None = None, mask_id: int | None 
         "from __gin__ import dynamic_registration",
         "from reformax.data import text",
         "from reformax.training import loop",
-        spec.gin(),
+        f"vocab_size = {n_of_text}",  # chats.gin has it by this name
+        model,
         f"loop.train.model = @{spec.module}.{spec.model}",
         "loop.train.task = @text.text()",
         "loop.train.batch_size = 1",
@@ -150,7 +155,7 @@ def gin(spec: Spec, note: str, n_pieces: int | None = None, mask_id: int | None 
         lines += ["masked.masked.task = @text.text()", f"masked.masked.length = {length}"]
         lines += [] if mask_id is None else [f"masked.masked.mask_id = {mask_id}"]
     if n_pieces is not None:
-        lines.append(f"text.text.vocab_size = {n_pieces}")
+        lines.append("text.text.vocab_size = %vocab_size")
     elif masks:
         lines.append("text.text.offset = 1")
     elif 0 < offset <= 2:

@@ -176,6 +176,7 @@ def stream(
     if return_state:
         model.check_carries_state()
     texts = resumed(model, params, rows, state)
+    _check_angles(model, rows, max_new_tokens)
     capacity = capacity_of(texts.n_longest, max_new_tokens, max_length, model.max_length)
     # A state has room for any length, so that one program reads further lengths too.
     most = capacity if texts.model is None else model.max_length or np.inf
@@ -246,6 +247,18 @@ def read(
     (tokens, lengths, before), params = devices.placed(mesh, given, params)
     found = _read(model, mesh, params, tokens, lengths, before)
     return TextState(of_rows(found, len(last)), last, texts.drawn)
+
+
+def _check_angles(model, rows: Sequence[np.ndarray], n_new: int) -> None:
+    """Raises `SettingError` for a text on whose way all earlier keys would rotate otherwise."""
+    border = getattr(model, "angles_change_after", None)
+    for n in map(len, rows) if border is not None else ():
+        if n < border < n + n_new:
+            raise SettingError(
+                f"max_new_tokens is {n_new}: after a prompt of {n} tokens the text would pass "
+                f"rotary_trained_length={border}, where keys that are cached would rotate by other "
+                f"factors: at most {border - n} can be generated, or give a prompt of {border}"
+            )
 
 
 def _mesh_of(mesh: Mesh | None, n_rows: int) -> tuple[Mesh | None, int]:

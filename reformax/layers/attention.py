@@ -547,6 +547,12 @@ class Attention(MultiHead):
                 f"rotary_fraction is {self.rotary.fraction} and heads have {self.d_qk} features: "
                 f"expected at least {2 / self.d_qk:.3g}, for a pair of them"
             )
+        n_factors, n_pairs = len(self.rotary.long_factors), self.rotary.n_pairs(self.d_qk)
+        if self.use_rotary and n_factors not in (0, n_pairs):
+            raise SettingError(
+                f"rotary_long_factors has {n_factors} numbers: expected {n_pairs}, one for each "
+                "rotated pair of a head's features"
+            )
         if self.rotary != RotaryAngles() and (n_axes or not self.use_rotary):
             raise SettingError(
                 f"rotary is {self.rotary}, use_rotary {self.use_rotary} and rotary_grid "
@@ -751,10 +757,13 @@ class Attention(MultiHead):
             ids = (tokens < lengths[:, None]).astype(jnp.int32)
             out, cache = self._heads_from(params, qkv.of_op, cache, ids)
             return self.combine(params, out, qkv.gate), cache
-        alone = self._rotate(params, self._convolved(params, heads))
+        places, positions = jnp.arange(x.shape[1])[None], None
+        if self.rotary.scaling == "longrope":  # padding makes no row a long one
+            positions = jnp.minimum(places, lengths[:, None] - 1)
+        alone = self._rotate(params, self._convolved(params, heads), positions)
         qkv = self._with_next_value(params, alone)
         # Padding on the right is in the future of every token: only a plan has to know of it.
-        tokens = jnp.arange(x.shape[1])[None] < lengths[:, None]
+        tokens = places < lengths[:, None]
         plan = self.plan(params, qkv, tokens, rng, length=capacity)
 
         def fill(qkv, plan, lengths, params, rng):

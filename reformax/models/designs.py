@@ -25,6 +25,7 @@ from reformax.layers.layer_norm import NormName, NormPlace
 from reformax.layers.matrices import relu_squared
 from reformax.ops.base import AttentionOp, LengthScale, SoftCap
 from reformax.ops.numerics.rotary import (
+    PairFactor,
     RotaryAngles,
     RotaryBase,
     RotaryFactor,
@@ -85,8 +86,8 @@ class Design:
         "Gemma 2", sec. 2). None: none.
       logits_soft_cap: the same for the model's logits.
       rotary_base, rotary_fraction, rotary_scaling, rotary_factor, rotary_trained_length,
-        rotary_slow_turns, rotary_fast_turns: the angles of rotary positions; see
-        `ops.numerics.rotary.RotaryAngles`.
+        rotary_slow_turns, rotary_fast_turns, rotary_short_factors, rotary_long_factors: the angles
+        of rotary positions; see `ops.numerics.rotary.RotaryAngles`.
       rotary_local_base: another base in the layers that see no further than a window or
         neighbouring chunks, where frequencies are not scaled (as in Gemma 3); None: the same.
       rotary_layers: which layers of the cycle have the rotary positions of `pos_type`; (): all.
@@ -121,6 +122,8 @@ class Design:
     rotary_trained_length: Size | None = None
     rotary_slow_turns: Turns | None = None
     rotary_fast_turns: Turns | None = None
+    rotary_short_factors: Sequence[PairFactor] = ()
+    rotary_long_factors: Sequence[PairFactor] = ()
     rotary_local_base: RotaryBase | None = None
     rotary_layers: Sequence[bool] = ()
     recurrent_heads: Size | None = None
@@ -130,7 +133,8 @@ class Design:
 
     def __post_init__(self):
         check_fields(self)
-        object.__setattr__(self, "rotary_layers", tuple(self.rotary_layers))
+        for name in ("rotary_layers", "rotary_short_factors", "rotary_long_factors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         _ = self.activation, self.rotary  # each raises for what does not fit
         if self.learn_scale_by_length and self.scale_by_length is None:
             raise SettingError(
@@ -149,6 +153,8 @@ class Design:
             trained_length=self.rotary_trained_length,
             slow_turns=self.rotary_slow_turns,
             fast_turns=self.rotary_fast_turns,
+            short_factors=self.rotary_short_factors,
+            long_factors=self.rotary_long_factors,
         )
 
     @property

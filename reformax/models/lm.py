@@ -249,6 +249,12 @@ class LanguageModel(Backbone):
         streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
         return self._next(params, streams), LMState(lengths + 1, caches)
 
+    @property
+    def angles_change_after(self) -> int | None:
+        """The length beyond which all positions of a text rotate otherwise; None: there is none."""
+        rotary = self.design.rotary
+        return rotary.trained_length if rotary.scaling == "longrope" else None
+
     def check_carries_state(self) -> None:
         """Raises `Unsupported` unless `prefill` can go on from a state."""
         for block in self._layers.blocks:

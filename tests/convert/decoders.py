@@ -30,6 +30,18 @@ LLAMA3 = dict(
     original_max_position_embeddings=64,
 )
 YARN = dict(rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=16)
+# Of more, and of fewer, trained positions than the texts of the tests have.
+LONGROPE, SHORTROPE = (
+    dict(
+        rope_type="longrope",
+        rope_theta=1000.0,
+        short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        long_factor=[1.0, 1.5, 2.0, 4.0, 6.0, 8.0],
+        original_max_position_embeddings=trained,
+    )
+    for trained in (8, 100)
+)
+DYNAMIC = dict(rope_type="dynamic", rope_theta=1000.0, factor=4.0)
 QWEN3_5 = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
@@ -119,6 +131,24 @@ CASES = {
     ),
     "phi 3": ("Phi3", {}),
     "phi 3, narrow": ("Phi3", GROUPS | dict(sliding_window=7, resid_pdrop=0.1)),
+    "phi 3, longrope": (
+        "Phi3",
+        GROUPS
+        | dict(
+            rope_parameters=LONGROPE,
+            original_max_position_embeddings=8,
+            max_position_embeddings=64,
+        ),
+    ),
+    "phi 3, longrope of short texts": (
+        "Phi3",
+        dict(
+            rope_parameters=SHORTROPE,
+            original_max_position_embeddings=100,
+            max_position_embeddings=400,
+        ),
+    ),
+    "llama, dynamic": ("Llama", dict(rope_parameters=DYNAMIC, max_position_embeddings=80)),
     "phi 3, partial": ("Phi3", GROUPS | dict(partial_rotary_factor=0.5)),
     "qwen3, tied": (
         "Qwen3",

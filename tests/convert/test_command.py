@@ -255,7 +255,7 @@ def test_a_task_with_more_ids_than_the_model(tmp_path, run):
     (tmp_path / "text").write_bytes(bytes(range(32, 96)) * 80)
     flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=32"]
     code, _, err = run(evaluate.main, *flags)
-    assert code == 2 and "and the model lm.ReformerLM.vocab_size=100: set" in err
+    assert code == 2 and "and the model vocab_size=100: set" in err
 
 
 @pytest.mark.parametrize("spec_of", [0, 1], ids=["scopes", "default cycle"])

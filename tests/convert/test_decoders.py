@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from reformax import generation
 from reformax.cli import errors, generate, generation_settings
 from reformax.convert import __main__ as command
 from reformax.convert import check, hugging_face, hugging_face_files
@@ -268,6 +269,31 @@ def test_the_text_of_a_model_of_several_media_is_read(name, kind, text, other, t
     hugging_face.write(tmp_path / "back", read.spec, read.params, read.config)
     back = json.loads((tmp_path / "back/config.json").read_text())
     assert back["model_type"] == f"{kind}_text" and "auto_map" not in back
+
+
+def test_a_text_that_would_pass_longropes_trained_length_is_refused(tmp_path):
+    """Its keys would all rotate otherwise. Padding of a prompt makes no text a longer one."""
+    table = decoders.LONGROPE | dict(original_max_position_embeddings=62)
+    changes = dict(rope_parameters=table, original_max_position_embeddings=62)
+    config = config_of("phi 3, longrope") | changes | dict(max_position_embeddings=124)
+    read = hugging_face.read(saved(tmp_path, config))
+    model = read.spec.build()
+    prompt = np.random.default_rng(2).integers(3, 97, 58)
+    made = generation.generate(model, read.params, [prompt], max_new_tokens=4, temperature=0)
+    text = np.concatenate([prompt, np.asarray(made).reshape(-1)[-4:]]).astype(np.int32)
+    logits = np.asarray(jax.jit(model.apply)(read.params, text[None]))[0]
+    np.testing.assert_array_equal(logits.argmax(-1)[58:], text[58:])
+    longer = np.concatenate([text, text[:9]])  # rotates otherwise from its first position on
+    other = np.asarray(jax.jit(model.apply)(read.params, longer[None]))[0]
+    assert np.abs(other[:62] - logits).max() > 0.01
+    with pytest.raises(ValueError, match="rotary_trained_length=62, .* at most 4 can be gener"):
+        generation.generate(model, read.params, [prompt], max_new_tokens=5)
+    generation.generate(model, read.params, [longer], max_new_tokens=2)
+
+
+def test_positions_of_dynamic_scaling_are_noted(tmp_path):
+    read = hugging_face.read(saved(tmp_path, config_of("llama, dynamic")))
+    assert read.notes[-1].startswith("rope_type is 'dynamic': up to max_position_embeddings=80 ")
 
 
 def test_bfloat16_in_shards_comes_back_bit_for_bit(tmp_path):

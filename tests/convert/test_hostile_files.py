@@ -394,11 +394,31 @@ def rope(**table):
     return dict(rope_parameters=dict(rope_theta=1e4) | table)
 
 
+def longrope(**table):
+    return LONGROPE | rope(**decoders.LONGROPE | table)
+
+
 LLAMA3 = dict(rope_type="llama3", factor=8.0)
+LONGROPE = dict(rope_parameters=decoders.LONGROPE, max_position_embeddings=64)
 DECODER_FIELDS = [
     ("llama", dict(model_type="qwen3_moe"), "model_type is 'qwen3_moe': expected one of"),
     ("llama", rope(rope_type="longrope"), "rope_type is 'longrope': expected one of 'default', 'l"),
-    ("llama", rope(type="dynamic"), "rope_type is 'dynamic': expected one of"),
+    ("phi 3", rope(type="dynamic"), "rope_type is 'dynamic': expected one of 'default', 'longr"),
+    ("phi 3", LONGROPE | dict(max_position_embeddings=8), "factor of rope_parameters is 1: expec"),
+    ("phi 3", longrope(long_factor=None), "long_factor of rope_parameters is None: expected"),
+    ("phi 3", longrope(long_factor=[1.0] * 5), "have 6 and 5 numbers: expected as many of each"),
+    ("phi 3", longrope(long_factor=["x"] * 6), "long_factor of rope_parameters is ['x', "),
+    ("phi 3", longrope(attention_factor=2.0), "attention_factor of rope_parameters is 2.0: expec"),
+    (
+        "phi 3",
+        longrope(long_factor=[1.0] * 3, short_factor=[1.0] * 3),
+        "rotary_long_factors has 3 numbers: expected 6, one for each rotated pair",
+    ),
+    (
+        "qwen3.5",
+        dict(head_dim=12, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.25)),
+        "head_dim is 12: 3 features of a head rotate, expected an even number",
+    ),
     ("llama", dict(rope_parameters=[1]), "rope_parameters is [1]: expected a table"),
     ("llama", rope(rope_type="linear"), "factor of rope_parameters is None: expected a number"),
     ("llama", rope(**LLAMA3, low_freq_factor=9.0), "rotary_slow_turns is 9.0 and rotary_fast_turn"),

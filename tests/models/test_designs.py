@@ -451,6 +451,12 @@ WINDOWS = local.local(chunk_len=4)
         (dict(rotary_factor=2.0), {}, "rotary_scaling is None and rotary_factor 2.0"),
         (dict(rotary_scaling="ntk"), {}, "rotary_scaling is 'ntk' and rotary_factor 1.0"),
         (dict(rotary_scaling="yarn", rotary_factor=2.0), {}, "trained_length None: expected a len"),
+        (
+            dict(rotary_scaling="longrope", rotary_factor=2.0, rotary_trained_length=8),
+            {},
+            "rotary_long_factors have 0 and 0 numbers: expected as many of each with 'longrope'",
+        ),
+        (dict(rotary_long_factors=(1.0,)), {}, "have 0 and 1 numbers: expected as many of each"),
         (dict(rotary_slow_turns=2.0), {}, "rotary_slow_turns 2.0 and rotary_fast_turns None: they"),
         (
             YARN | dict(rotary_slow_turns=40.0),

@@ -1,5 +1,6 @@
 """Fine-tuning against plain descent on what is trained, and through a run."""
 
+import json
 from functools import partial
 
 import gin
@@ -12,10 +13,10 @@ import pytest
 import evaluate
 import train
 from reformax.convert import __main__ as convert
-from reformax.convert import hugging_face, run_folder
+from reformax.convert import check, hugging_face, run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.declared import SettingError
-from reformax.models import lm
+from reformax.models import designs, lm
 from reformax.ops import dense, dsa, local
 from reformax.training import loop, optimizer, stages
 from reformax.training.checkpoint import Checkpoints
@@ -300,6 +301,42 @@ def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch,
             assert np.linalg.matrix_rank(change, tol=1e-6) == 2, name
         else:
             np.testing.assert_array_equal(x, before)
+
+
+@pytest.mark.slow
+def test_an_imported_decoder_learns_answers_and_is_given_back(tmp_path, monkeypatch, capsys):
+    """The page's commands: a folder comes in, learns prompts with answers, is scored, goes out."""
+    monkeypatch.chdir(tmp_path)
+    sizes = dict(vocab_size=256, d_model=16, d_ff=32, n_heads=2, n_kv_heads=1, n_layers=2)
+    sizes |= dict(d_attention_key=8, d_attention_value=8, dropout=0.0, ff_dropout=0.0)
+    spec = Spec.make("TransformerLM", [Op("flash", {})], **sizes, design=designs.llama())
+    params = spec.build().init_params(jax.random.key(0), (1, 8))
+    hugging_face.write(tmp_path / "llama", spec, params)
+    rows = [{"prompt": f"{i} red or blue?", "completion": "blue, red"} for i in range(60)]
+    lines = (json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+
+    def called(main, *flags):
+        code, out, err = call(lambda: main(flags), monkeypatch, capsys)
+        assert code == 0, err
+        gin.clear_config()
+        return out
+
+    called(convert.main, "--from=llama", "--to=base")
+    flags = [f"--config_file={x}" for x in ("base/config.gin", "chats.gin", "lora.gin")]
+    flags += ["--init_from=base", "--config=loop.train.fine_tuning=None"]
+    flags += ["--data_dir=chats.jsonl", "--output_dir=tuned", "--quiet", "--config=steps=60"]
+    flags += ["--config=loop.train.length=64", "--config=loop.train.batch_size=8"]
+    called(train.main, *flags, "--config=learning_rate=0.03")
+    called(evaluate.main, "--output_dir=tuned", "--split=test", "--quiet")
+    scored = json.loads((tmp_path / "tuned/evaluation_test.json").read_text())
+    assert scored["bits_per_dim"] < 2.0 and scored["n_targets"] == 60
+    out = called(convert.main, "--from=tuned", "--to=back")
+    assert ("from transformers" in out) == check.has_transformers(), out
+    read = hugging_face.read("back")
+    assert read.config["model_type"] == "llama"
+    tuned = run_folder.read("tuned").params
+    jax.tree.map(np.testing.assert_array_equal, read.params, tuned)
 
 
 @pytest.mark.slow

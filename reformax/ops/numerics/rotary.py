@@ -47,7 +47,8 @@ def _grid_angles(
 RotaryBase = Annotated[float, Bounds(1 + 1e-6, 1e12, name="a number above 1, up to 1e12")]
 RotaryFraction = Annotated[float, Bounds(0, 1, above=0, name="a number above 0, up to 1")]
 RotaryFactor = Annotated[float, Bounds(1, 1e6, name="a number from 1 to 1e6")]
-RotaryScaling = Literal["linear", "ntk", "yarn", "llama3"]
+RotaryScaling = Literal["linear", "ntk", "yarn", "llama3", "longrope"]
+PairFactor = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
 Turns = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
 # Pairs that turn more often than the second number within the trained length keep their frequency,
 # and those that turn less often than the first have all of it divided (Peng et al. 2023, sec. 3.2).
@@ -70,12 +71,18 @@ class RotaryAngles:
         `0.1 ln factor + 1`. "llama3" (Grattafiori et al. 2024, in the published code of Llama 3.1):
         as "yarn", interpolated by the number of turns, and without the multiplication. "linear"
         (Chen et al. 2023, "Extending Context Window of Large Language Models via Position
-        Interpolation"): all frequencies are divided by the factor. None: none of these.
+        Interpolation"): all frequencies are divided by the factor. "longrope" (Ding et al. 2024,
+        "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens"): each pair's frequency is
+        divided by a number of its own, of `long_factors` in a row that has a position beyond the
+        trained length and else of `short_factors`; queries and keys are multiplied by
+        `sqrt(1 + ln factor / ln trained_length)`, as in Phi-3. None: none of these.
       factor: with `scaling`, the ratio of the longest length to the trained one.
-      trained_length: with "yarn" and "llama3", the length that the model was trained at before.
+      trained_length: with "yarn", "llama3" and "longrope", the length that the model was trained at
+        before.
       slow_turns: with these, pairs that turn less often within that length are slow; None: 1.
       fast_turns: with these, pairs that turn more often are fast; None: 32 with "yarn", 4 with
         "llama3".
+      short_factors, long_factors: with "longrope", a number for each rotated pair.
     """
 
     base: RotaryBase = 10_000.0
@@ -85,20 +92,31 @@ class RotaryAngles:
     trained_length: Size | None = None
     slow_turns: Turns | None = None
     fast_turns: Turns | None = None
+    short_factors: Sequence[PairFactor] = ()
+    long_factors: Sequence[PairFactor] = ()
 
     def __post_init__(self):
         check_fields(self)
+        for name in ("short_factors", "long_factors"):  # tuples can be hashed
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if (self.scaling is None) != (self.factor == 1.0):
             raise SettingError(
                 f"rotary_scaling is {self.scaling!r} and rotary_factor {self.factor}: expected "
-                "'linear', 'ntk', 'yarn' or 'llama3' with a factor above 1, or neither"
+                "'linear', 'ntk', 'yarn', 'llama3' or 'longrope' with a factor above 1, or neither"
             )
-        by_turns = self.scaling in TURNS
-        if by_turns != (self.trained_length is not None):
+        by_turns, by_pair = self.scaling in TURNS, self.scaling == "longrope"
+        if (by_turns or by_pair) != (self.trained_length is not None):
             raise SettingError(
                 f"rotary_scaling is {self.scaling!r} and rotary_trained_length "
-                f"{self.trained_length}: expected a length with 'yarn' and 'llama3', and only with "
-                "them"
+                f"{self.trained_length}: expected a length with 'yarn', 'llama3' and 'longrope', "
+                "and only with them"
+            )
+        sizes = len(self.short_factors), len(self.long_factors)
+        if sizes[0] != sizes[1] or by_pair != bool(sizes[0]):
+            raise SettingError(
+                f"rotary_scaling is {self.scaling!r}, and rotary_short_factors and "
+                f"rotary_long_factors have {sizes[0]} and {sizes[1]} numbers: expected as many of "
+                "each with 'longrope', and none else"
             )
         given = self.slow_turns, self.fast_turns
         if not by_turns and given != (None, None):
@@ -125,6 +143,8 @@ class RotaryAngles:
     @property
     def magnitude(self) -> float:
         """What rotated features are multiplied by."""
+        if self.scaling == "longrope":
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.trained_length))
         return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
 
     def of(self, position: Int[Array, "*d T"], n_pairs: int) -> Float[Array, "*d T F"]:
@@ -135,6 +155,10 @@ class RotaryAngles:
         angles = angles_at(position, n_pairs, self.base)
         if self.scaling is None:
             return angles
+        if self.scaling == "longrope":
+            is_long = jnp.max(position, axis=-1, keepdims=True) >= self.trained_length
+            factors = [jnp.array(x, angles.dtype) for x in (self.long_factors, self.short_factors)]
+            return angles / jnp.where(is_long[..., None], *factors)
         kept = 0.0 if self.scaling == "linear" else self._kept(n_pairs)
         return angles * (kept + (1 - kept) / self.factor)
 

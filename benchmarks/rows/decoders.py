@@ -1,0 +1,73 @@
+"""A decoder of Hugging Face's format, imported: what it computes beside transformers."""
+
+from __future__ import annotations
+
+import functools
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness.processes import Answer
+from reformax import generation
+from reformax.convert import check, hugging_face
+
+MIB = 2**20
+
+
+def measure(folder: str, n_prompt: int, n_new: int) -> Iterator[Answer]:
+    """Reads a folder of `peers.decoders_torch.make` and compares.
+
+    Memory is this process's on a CPU, beyond what it had before it read, and else the device's.
+
+    Args:
+      folder: the model and `theirs.npz`.
+      n_prompt, n_new: as they were for the folder.
+    """
+    theirs = np.load(Path(folder) / "theirs.npz")
+    jax.block_until_ready(jnp.zeros(8) + 1)  # what every process of JAX has
+    before, start = _host(), time.perf_counter()
+    read = hugging_face.read(folder)
+    jax.block_until_ready(read.params)
+    answer: dict[str, Any] = {"imported": time.perf_counter() - start, "host": _host() - before}
+    model = check.in_full_float32(read.spec).build()
+    tokens, prompt = theirs["tokens"], theirs["tokens"][:, 1:n_prompt]
+    with jax.default_matmul_precision("highest"):
+        run = jax.jit(lambda params, x: model.logits(params, model.encode(params, x))[0])
+        logits, answer["forward"] = _timed(functools.partial(run, read.params, tokens))
+        generate = functools.partial(
+            generation.generate, model, read.params, list(prompt), temperature=0
+        )
+        made, whole = _timed(lambda: generate(max_new_tokens=n_new, max_length=n_prompt + n_new))
+        few = 1 + n_new // 8
+        _, first = _timed(lambda: generate(max_new_tokens=few, max_length=n_prompt + n_new))
+    answer["step"] = (whole - first) / (n_new - few)
+    answer["peak"] = _device() if jax.default_backend() != "cpu" else _host() - before
+    far = float(np.abs(np.asarray(logits) - theirs["logits"]).max())
+    answer |= {"far": far, "largest": float(np.abs(theirs["logits"]).max())}
+    alike = np.asarray(made).reshape(-1)[-n_new:] == theirs["made"]
+    yield answer | {"alike": int(alike.sum())}
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """The result, and the seconds of the fastest of three calls after the first."""
+    found, seconds = jax.block_until_ready(call()), []
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - start)
+    return found, min(seconds)
+
+
+def _host() -> float:
+    """The most MiB that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _device() -> float:
+    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / MIB
