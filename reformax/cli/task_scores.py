@@ -30,7 +30,16 @@ from reformax.evals import common_words, needles
 TEXT = "text"
 FILE = "evaluation_tasks.json"
 # Flags that no task but `text` reads, and flags of other tasks.
-_OF_TEXT = (*flags.SEARCH, "by_position", "stride", "tokens", "split", "data_dir")
+_OF_TEXT = (
+    *flags.SEARCH,
+    "by_position",
+    "kept_mass",
+    "n_hashes",
+    "stride",
+    "tokens",
+    "split",
+    "data_dir",
+)
 OF_TASKS = ("include_path", "num_fewshot", "limit")
 # What a model of bytes reads of its run's task.
 _READ = ("task", "text.text.offset")
