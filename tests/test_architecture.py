@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "progress.py": set(),
     "task.py": set(),
     "ops": {"ops", "buffers", "derivatives"},
-    "layers": {"ops", "layers"},
+    "layers": {"ops", "layers", "buffers"},
     "nn.py": {"ops"},
     "flax": {"ops", "nn", "flax", "buffers"},
     "models": {"ops", "layers", "models", "task"},
