@@ -46,7 +46,7 @@ MAY_IMPORT = {
         "task",
     },
     "generation": {"generation", "memory", "progress"},
-    "evals": {"evals", "generation", "progress"},
+    "evals": {"evals", "data", "generation", "progress"},
     "cli": {
         *("cli", "ops", "models", "data", "training", "generation", "evals", "durable", "renamed"),
         "task",

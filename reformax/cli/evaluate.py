@@ -20,10 +20,13 @@ window.
 choice of keys, show: by layer, of a sample of queries. --n_hashes=2,4,8,16 scores the run with each
 number of hashes besides its own, and names the fewest that suffice.
 
---tasks=needle,hellaswag scores tasks by their names instead. The package has four: `text` is the
-run's own split, `needle` and `needles` hide numbers in a text as long as the context, of which one
-is asked for, and `common_words` lists words, of which the most common one is. All other names are
-lm-evaluation-harness's (pip install 'reformax[evals]'), which downloads their data.
+--tasks=ruler,hellaswag scores tasks by their names instead. `text` is the run's own split. The
+package has RULER's kinds of tasks and two more, `needle`, `needles`, `multi_value`, `multi_query`,
+`variables`, `common_words`, `recall` and `copy`, and `ruler` for all: see
+`reformax.data.questions`. --lengths=4096,16384 gives their texts' lengths in tokens, and --texts a
+file or folder in whose held-out text they hide sentences. A table and DIR/evaluation_tasks.png have
+the accuracy by length and depth. All other names are lm-evaluation-harness's
+(pip install 'reformax[evals]'), which downloads their data.
 DIR/evaluation_tasks.json has the figures.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
@@ -195,7 +198,22 @@ def _add_tasks(parser) -> None:
         "--num_fewshot", type=flags.of(Count), help="examples before each question of the harness"
     )
     tasks.add_argument(
-        "--limit", type=flags.of(Size), help="questions of each task (default: all; of needles 50)"
+        "--limit",
+        type=flags.of(Size),
+        help="questions of each task (default: all; of the package's tasks 50 of each length)",
+    )
+    tasks.add_argument(
+        "--lengths",
+        metavar="TOKENS",
+        help="of the package's tasks, with commas between them (default: --length)",
+    )
+    tasks.add_argument(
+        "--depths", type=flags.of(Size), help="parts of a text that accuracies are of (default: 5)"
+    )
+    tasks.add_argument(
+        "--texts",
+        type=flags.of(PathName),
+        help="a file or folder whose test split needles lie in (default: sentences that repeat)",
     )
 
 
