@@ -210,6 +210,7 @@ class TaskModel:
       max_length: the longest row that its positions hold; None: any.
       dtype: of its products.
       backbone_names: the parameters that are no heads; empty: it does not say.
+      kept_mass_layers: the numbers, from 1 on, of the layers that `kept_mass` measures.
     """
 
     task_kind: Kind = "text"
@@ -218,3 +219,18 @@ class TaskModel:
     max_length: int | None = None
     dtype: str = "float32"
     backbone_names: Sequence[str] = ()
+    kept_mass_layers: Sequence[int] = ()
+
+    def with_n_hashes(self, n: int) -> TaskModel | None:
+        """The model with `n` hashes in all attention that hashes; None where none does."""
+        del n
+        return None
+
+    def kept_mass(self, params: Any, inputs: Any, rng: Any = None) -> dict[int, Any]:
+        """The share of dense attention's mass on the keys that queries see, by layer.
+
+        Of each layer whose attention chooses keys, and of a sample of queries. The other arguments
+        are those of `features`.
+        """
+        del params, inputs, rng
+        return {}

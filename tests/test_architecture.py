@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "progress.py": set(),
     "task.py": set(),
     "ops": {"ops", "buffers", "derivatives"},
-    "layers": {"ops", "layers"},
+    "layers": {"ops", "layers", "buffers"},
     "nn.py": {"ops"},
     "flax": {"ops", "nn", "flax", "buffers"},
     "models": {"ops", "layers", "models", "task"},
@@ -46,7 +46,7 @@ MAY_IMPORT = {
         "task",
     },
     "generation": {"generation", "memory", "progress"},
-    "evals": {"evals", "generation", "progress"},
+    "evals": {"evals", "data", "generation", "progress"},
     "cli": {
         *("cli", "ops", "models", "data", "training", "generation", "evals", "durable", "renamed"),
         "task",

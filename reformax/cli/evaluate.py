@@ -16,10 +16,17 @@ as a table, in the same file and in DIR/by_position_SPLIT.png. Of rows of
 tables and files of a folder, the table also has the position in a document that begins in its
 window.
 
---tasks=needle,hellaswag scores tasks by their names instead. The package has four: `text` is the
-run's own split, `needle` and `needles` hide numbers in a text as long as the context, of which one
-is asked for, and `common_words` lists words, of which the most common one is. All other names are
-lm-evaluation-harness's (pip install 'reformax[evals]'), which downloads their data.
+--kept_mass says how much of dense attention's probability lies on the keys that hashes, or another
+choice of keys, show: by layer, of a sample of queries. --n_hashes=2,4,8,16 scores the run with each
+number of hashes besides its own, and names the fewest that suffice.
+
+--tasks=ruler,hellaswag scores tasks by their names instead. `text` is the run's own split. The
+package has RULER's kinds of tasks and two more, `needle`, `needles`, `multi_value`, `multi_query`,
+`variables`, `common_words`, `recall` and `copy`, and `ruler` for all: see
+`reformax.data.questions`. --lengths=4096,16384 gives their texts' lengths in tokens, and --texts a
+file or folder in whose held-out text they hide sentences. A table and DIR/evaluation_tasks.png have
+the accuracy by length and depth. All other names are lm-evaluation-harness's
+(pip install 'reformax[evals]'), which downloads their data.
 DIR/evaluation_tasks.json has the figures.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
@@ -32,13 +39,14 @@ not translate.
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from reformax.cli import (
     compilation_cache,
     config,
     flags,
+    hash_counts,
     joining,
     report,
     results,
@@ -46,6 +54,7 @@ from reformax.cli import (
     task_scores,
 )
 from reformax.declared import AnySeed, Count, PathName, SettingError, Size
+from reformax.task import TaskModel
 
 # The settings of the run that an evaluation reads besides those of its model.
 READ = (
@@ -91,6 +100,7 @@ def _evaluate(args) -> int:
                 f"the task {task.name} is a translation, and several processes do not translate: "
                 "give --beam_size=0, or evaluate in one process"
             )
+    _check_hashes(args, saved.model)
     if task.labels is not None:
         flags.refuse(args, {"by_position"}, f"the task {task.name} has one target a row, its class")
     vocabulary = task.kept_vocabulary
@@ -101,7 +111,11 @@ def _evaluate(args) -> int:
     options |= {"progress": not args.quiet and joining.first(), "mesh": saved.mesh}
     sizes = _sizes(args, run | saved.run)
     options["max_tokens"] = args.tokens
-    result = evaluate(saved.model, saved.params, task, args.split, **sizes, **options)
+
+    def score(model: TaskModel) -> dict[str, Any]:
+        return evaluate(model, saved.params, task, args.split, **sizes, **options)
+
+    result = score(saved.model)
     _check_finite(result, saved)
     report.note_unused(args.config, (*saved_run.MODEL, *READ))
     result |= {"checkpoint_steps": saved.steps, "seed": args.seed, "overrides": args.config}
@@ -110,6 +124,9 @@ def _evaluate(args) -> int:
     name = f"evaluation_{args.split}.json"
     files.write_json(name, result)  # it is kept if the search fails
     _print(result, files.named(name), task)
+    if args.kept_mass or args.n_hashes:
+        result |= _hashes(args, saved, task, sizes, score)
+        files.write_json(name, result)
     if args.by_position:
         result |= _by_position(args, saved, task, files, sizes, options["loss_chunk_len"])
         files.write_json(name, result)
@@ -142,6 +159,17 @@ def parser():
         "table and DIR/by_position_SPLIT.png",
     )
     parser.add_argument(
+        "--kept_mass",
+        action="store_true",
+        default=None,
+        help="also print the share of dense attention's mass on the keys that attention sees",
+    )
+    parser.add_argument(
+        "--n_hashes",
+        metavar="COUNTS",
+        help="also score with each of these numbers of hashes, such as 2,4,8,16",
+    )
+    parser.add_argument(
         "--batch_size", type=flags.of(Size), help="windows at a time (default: the run's)"
     )
     parser.add_argument(
@@ -170,7 +198,22 @@ def _add_tasks(parser) -> None:
         "--num_fewshot", type=flags.of(Count), help="examples before each question of the harness"
     )
     tasks.add_argument(
-        "--limit", type=flags.of(Size), help="questions of each task (default: all; of needles 50)"
+        "--limit",
+        type=flags.of(Size),
+        help="questions of each task (default: all; of the package's tasks 50 of each length)",
+    )
+    tasks.add_argument(
+        "--lengths",
+        metavar="TOKENS",
+        help="of the package's tasks, with commas between them (default: --length)",
+    )
+    tasks.add_argument(
+        "--depths", type=flags.of(Size), help="parts of a text that accuracies are of (default: 5)"
+    )
+    tasks.add_argument(
+        "--texts",
+        type=flags.of(PathName),
+        help="a file or folder whose test split needles lie in (default: sentences that repeat)",
     )
 
 
@@ -202,6 +245,44 @@ def _check_finite(result: dict[str, Any], saved: saved_run.Saved) -> None:
                 f"{name} of {result['split']} is {value} for the {saved_run.named(saved.steps)}: "
                 "nothing is written; evaluate an earlier one, or with float32 as its dtype"
             )
+
+
+def _check_hashes(args, model: TaskModel) -> None:
+    """Refuses flags of hashes for a model that has none, before it is scored."""
+    from reformax.training import kept_mass
+
+    if args.n_hashes is not None:
+        hash_counts.with_n_hashes(model, hash_counts.counts_of(args.n_hashes)[0])
+    if args.kept_mass:
+        kept_mass.check_model(model, "--kept_mass")
+
+
+def _hashes(
+    args,
+    saved: saved_run.Saved,
+    task,
+    sizes: dict[str, int],
+    score: Callable[[TaskModel], dict[str, Any]],
+) -> dict[str, Any]:
+    """Prints what attention keeps of dense attention's mass, and scores by the number of hashes."""
+    from reformax.training import kept_mass
+    from reformax.training.loss import metric_name
+
+    options = {name: sizes[name] for name in ("batch_size", "length")}
+    options |= dict(seed=args.seed, mesh=saved.mesh)
+
+    def measure(model: TaskModel) -> dict[str, float]:
+        return kept_mass.of_split(model, saved.params, task, args.split, **options)
+
+    found = {}
+    if args.kept_mass:
+        found = measure(saved.model)
+        print(kept_mass.words(found), flush=True)
+    if args.n_hashes is not None:
+        counts, metric = hash_counts.counts_of(args.n_hashes), metric_name(task)
+        found |= hash_counts.score(saved.model, counts, metric, score, measure)
+        print(hash_counts.table(found, metric), flush=True)
+    return found
 
 
 def _by_position(

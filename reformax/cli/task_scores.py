@@ -1,18 +1,19 @@
-"""Scores a run on tasks by their names: `reformax evaluate --tasks=needle,hellaswag`.
+"""Scores a run on tasks by their names: `reformax evaluate --tasks=ruler,hellaswag`.
 
-`text` is the run's own split, and `OWN` are of `reformax.evals`. Every other name is looked up in
-lm-evaluation-harness.
+`text` is the run's own split, and `OWN` are of `reformax.evals.in_context`. Every other name is
+looked up in lm-evaluation-harness.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from reformax.cli import (
     compilation_cache,
@@ -23,22 +24,32 @@ from reformax.cli import (
     report,
     results,
     saved_run,
+    task_tables,
 )
+from reformax.data.questions import KINDS, Hay
 from reformax.declared import SettingError
-from reformax.evals import common_words, needles
+from reformax.evals import in_context
 
 TEXT = "text"
 FILE = "evaluation_tasks.json"
 # Flags that no task but `text` reads, and flags of other tasks.
-_OF_TEXT = (*flags.SEARCH, "by_position", "stride", "tokens", "split", "data_dir")
-OF_TASKS = ("include_path", "num_fewshot", "limit")
+_OF_TEXT = (
+    *flags.SEARCH,
+    "by_position",
+    "kept_mass",
+    "n_hashes",
+    "stride",
+    "tokens",
+    "split",
+    "data_dir",
+)
+OF_OWN = ("lengths", "depths", "texts")
+OF_TASKS = ("include_path", "num_fewshot", "limit", *OF_OWN)
 # What a model of bytes reads of its run's task.
 _READ = ("task", "text.text.offset")
-# Tasks of the package by name: `(scorer, encode, n=, seed=) -> figures`.
-OWN: dict[str, Callable[..., dict[str, Any]]] = {
-    **{name: functools.partial(needles.score, name=name) for name in needles.TASKS},
-    common_words.NAME: common_words.score,
-}
+# Tasks of the package, and the name of all of them.
+OWN = (*KINDS, in_context.RULER)
+PICTURE = "evaluation_tasks.png"
 # Draws that the harness makes for a standard error that has no formula.
 _BOOTSTRAP = 1000
 
@@ -50,7 +61,8 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
       args: the flags of `reformax evaluate`.
       score_text: scores the run's own split.
     """
-    names = [name.strip() for name in args.tasks.split(",")]
+    given = [name.strip() for name in args.tasks.split(",")]
+    names = [one for name in given for one in in_context.names_of(name)]
     if "" in names:
         raise SettingError(f"--tasks={args.tasks} has no task: give names with commas between them")
     joining.refuse(args, "one process scores --tasks, on all devices that it sees")
@@ -63,20 +75,25 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     of_harness = [name for name in others if name not in OWN]
     if not of_harness:
         flags.refuse(args, ("include_path", "num_fewshot"), "only the harness's tasks read it")
+    of_own = [name for name in others if name in OWN]
+    if not of_own:
+        flags.refuse(args, OF_OWN, f"only {', '.join(OWN)} read it")
+    asked = _asked(args)
     manager = _manager(args.include_path, of_harness) if of_harness else None
     files = results.ResultFiles(args.output_dir)
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
-    sizes = dict(max_length=args.length, batch_size=args.batch_size, seed=args.seed)
-    parts = lm_eval.parts_of(args, saved, **sizes, progress=not args.quiet, length_name="--length")
+    longest = max(asked.lengths, default=args.length)
+    sizes = dict(max_length=longest, batch_size=args.batch_size, seed=args.seed)
+    name = "--lengths" if asked.lengths else "--length"
+    parts = lm_eval.parts_of(args, saved, **sizes, progress=not args.quiet, length_name=name)
     if TEXT not in names:  # which reads more, and notes the rest itself
         report.note_unused(args.config, (*saved_run.MODEL, *_READ))
     scorer, encode, *_ = parts
     found: dict[str, Any] = {}
-    for name in others:
-        if name in OWN:
-            n = needles.N_QUESTIONS if args.limit is None else args.limit
-            found[name] = OWN[name](scorer, encode, n=n, seed=args.seed)
+    asked = asked._replace(lengths=asked.lengths or (scorer.max_length,))
+    for name in of_own:
+        found[name] = in_context.score(scorer, encode, name, asked)
     if of_harness:
         found |= _of_harness(parts, of_harness, manager, args)
     kept = {
@@ -86,11 +103,44 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
         "seed": args.seed,
         "overrides": args.config,
     }
+    if of_own:
+        kept["texts"] = args.texts
+        lines = {name: found[name]["by_length"] for name in of_own}
+        files.write(PICTURE, task_tables.draw(lines, saved_run.named(saved.steps)))
     files.write_json(FILE, _finite(kept))
     print(f"{saved_run.named(saved.steps)}, {files.named(FILE)}")
     for name, figures in found.items():
         _print(name, figures)
     return max(files.exit_code(), score_text() if TEXT in names else 0)
+
+
+def _asked(args: argparse.Namespace) -> in_context.Asked:
+    """What the package's own tasks ask; without lengths where the flags give none."""
+    lengths: list[int] = []
+    if args.lengths is not None:
+        flags.refuse(args, {"length"}, f"--lengths={args.lengths} has the lengths")
+        try:
+            lengths = sorted(set(map(int, args.lengths.split(","))))
+        except ValueError:
+            lengths = [0]
+        if lengths[0] < 1:
+            raise SettingError(
+                f"--lengths={args.lengths}: give numbers of tokens, such as --lengths=4096,16384"
+            )
+    default = in_context.Asked(lengths)
+    hay = default.hay if args.texts is None else Hay.of_text(_held_out(args.texts))
+    n, n_depths = args.limit or default.n, args.depths or default.n_depths
+    return in_context.Asked(lengths, n, n_depths, hay, args.seed)
+
+
+def _held_out(path: str) -> str:
+    """The test split of a text, as `text.text` has it, for training may have read the rest."""
+    from reformax.data import text
+
+    task = text.text(path)
+    rows = task.eval_batches("test", 1, *[min(task.n_targets("test"), 2**16)] * 2)
+    tokens = [of.targets[0][of.weights[0] > 0] for of in rows]
+    return bytes(np.concatenate(tokens).astype(np.uint8)).decode(errors="replace")
 
 
 def _manager(include_path: str | None, names: Sequence[str]):
@@ -146,9 +196,8 @@ def _print(name: str, figures: dict[str, Any]) -> None:
         error = figures.get(f"{metric}_stderr,{of}")
         error = f" (standard error {error:.4f})" if isinstance(error, float) else ""
         print(f"{name} {metric}{f' ({of})' if of not in ('', 'none') else ''}: {value:.4f}{error}")
-    if by_depth := figures.get("accuracy_by_depth"):
-        shown = ", ".join("none" if x is None else f"{x:.2f}" for x in by_depth)
-        print(f"{name} accuracy by depth, from the beginning of the text: {shown}")
+    if lines := figures.get("by_length"):
+        print(task_tables.table(lines))
 
 
 def _finite(value: Any) -> Any:

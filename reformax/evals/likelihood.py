@@ -28,8 +28,8 @@ from reformax.progress import Progress
 
 # Tokens of a batch whose number of rows is not given.
 TOKENS = 2**14
-# Most answers are shorter than this: logits are then those of a row's last positions alone.
-_LAST = 64
+# Most answers are shorter than the first: logits are then those of a row's last positions alone.
+_LAST = 64, 512
 # Logits in memory together.
 _LOGITS = 2**26
 
@@ -157,7 +157,8 @@ class LanguageScorer:
             ends[row], first[row] = len(window.targets), window.first
             inputs[row, : ends[row]], targets[row, : ends[row]] = window.inputs, window.targets
         ends[len(batch) :] = 1  # a row without a token attends to nothing
-        n_last = _LAST if length > _LAST >= (ends - first)[: len(batch)].max() else length
+        longest = (ends - first)[: len(batch)].max()
+        n_last = next((n for n in _LAST if length > n >= longest), length)
         rng = jax.random.fold_in(jax.random.PRNGKey(self.seed), 0)
         rows, _ = devices.placed(self.mesh, (inputs, targets, ends), ())
         log_p, hits, index = map(

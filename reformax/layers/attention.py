@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
+from reformax.buffers import updated
 from reformax.declared import (
     Bounds,
     Called,
@@ -47,6 +48,7 @@ Gate = Literal["headwise", "elementwise"]
 ConvSize = Annotated[int, Bounds(2, 64)]
 QKNorm = bool | Literal["joint"]
 Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
+KEPT_MASS = "kept_mass"  # a weight that is there where the layer's kept mass is measured
 ATTENTION_GATE = "attention_gate"  # the name of its projection; recurrences have an "output_gate"
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
@@ -389,7 +391,12 @@ class MultiHead(Layer):
     ) -> Float[Array, "B T N V"]:
         """Each head's attention by a plan."""
         read = {name: params[name] for name in ("op", "position_bias") if name in params}
-        return run(self._apply_op, read, qkv.of_op, plan, segment_ids, _fold_in(rng, WEIGHTS))
+        rng = _fold_in(rng, WEIGHTS)
+        out = run(self._apply_op, read, qkv.of_op, plan, segment_ids, rng)
+        if KEPT_MASS not in params or run is remat.stored:
+            return out
+        share = self._kept_mass(read, qkv.of_op, plan, segment_ids)
+        return out + (0 * updated(params[KEPT_MASS], share)).astype(out.dtype)
 
     def combine(
         self, params, out: Float[Array, "B T N V"], gate: Array | None = None, rng=None
@@ -417,24 +424,41 @@ class MultiHead(Layer):
         return out if added is None else added + out.astype(added.dtype)
 
     def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
+        options = dict(dropout=self._weights_rate)
+        return self._on_devices(self.op.apply, params, qkv, plan, segment_ids, rng, **options)
+
+    def _kept_mass(self, params, qkv: QKV, plan, segment_ids) -> Float[Array, ""]:
+        """The mean of `AttentionOp.kept_mass` over rows, queries and heads."""
+        n_shards = devices.n_sequence_shards()
+
+        def measured(*arrays, **call) -> Float[Array, "B C N 2"]:
+            found = self.op.kept_mass(*arrays, **call)  # its queries are split as a sequence is
+            return jnp.pad(found, ((0, 0), (0, -found.shape[1] % n_shards), (0, 0), (0, 0)))
+
+        found = self._on_devices(measured, params, qkv, plan, segment_ids)
+        share, weight = jnp.sum(found.astype(jnp.float32), axis=(0, 1, 2))
+        return share / jnp.maximum(weight, 1)
+
+    def _on_devices(self, function, params, qkv: QKV, plan, segment_ids, rng=None, **options):
+        """`function`, an algorithm's `apply` or the like, on the devices of the mesh."""
         tokens = tokens_of(segment_ids)
 
         def attend(qkv, plan, segment_ids, params, rng, bias, shard=None):
             *arrays, extra_projections, _ = qkv
             lengths = row_lengths(segment_ids) if tokens.counted else None
-            return self.op.apply(
+            return function(
                 params,
                 *arrays,
                 plan=plan,
                 segment_ids=segment_ids,
                 one_segment=says_one_segment(tokens.segment_ids),
                 causal=self.causal,
-                dropout=self._weights_rate,
                 rng=rng,
                 shard=shard,
                 extra_projections=extra_projections,
                 bias=bias,
                 lengths=lengths,
+                **options,
             )
 
         arrays = qkv, plan, int32_ids(tokens.segment_ids), params["op"], rng

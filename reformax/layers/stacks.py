@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
+from reformax.buffers import Buffer
 from reformax.declared import Depth, NonNegative, SettingError, Unsupported, check_fields
 from reformax.layers._trax import Layer
-from reformax.layers.attention import Attention, MultiHead
+from reformax.layers.attention import KEPT_MASS, Attention, MultiHead
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import NORMS, NoNorm, NormName, NormPlace
@@ -176,6 +177,32 @@ class BlockStack(Layer):
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """`x` as it is added to a stream."""
         return x.astype(jnp.float32)
+
+    # What is measured of layers whose algorithms choose keys (`AttentionOp.kept_mass`).
+
+    def meters(self) -> dict[str, Buffer]:
+        """A meter of kept mass for each block of the cycle that can be measured."""
+        return {
+            f"block_{i}": Buffer(jnp.zeros(self._n_repeats))
+            for i, block in enumerate(self.blocks)
+            if block.attention.op.chooses_keys
+        }
+
+    def with_meters(self, params, meters: dict[str, Buffer]):
+        """The weights with meters, whose gradient then is the kept mass of their layers."""
+        metered = dict(params)
+        for name, meter in meters.items():
+            attention = params[name]["attention"] | {KEPT_MASS: meter}
+            metered[name] = params[name] | {"attention": attention}
+        return metered
+
+    def by_layer(self, meters: dict[str, Buffer]) -> dict[int, Float[Array, ""]]:
+        """The values of meters by their layer, in order; the first layer is 1."""
+        n, found = len(self.blocks), {}
+        for i in range(self.n_layers):
+            if (meter := meters.get(f"block_{i % n}")) is not None:
+                found[i + 1] = meter.value[i // n]
+        return found
 
     # Parts of a sequence, from the states of the parts before.
 

@@ -120,6 +120,18 @@ class Backbone(Model):
         features = dropout(self._joined(params, streams), self._dropout_rate, rng_f)
         return features if states is None else (features, states)
 
+    @property
+    def kept_mass_layers(self) -> tuple[int, ...]:
+        return tuple(self._layers.by_layer(self._layers.meters()))
+
+    def kept_mass(self, params, inputs, rng=None) -> dict[int, Float[Array, ""]]:
+        def features(meters) -> Float[Array, ""]:
+            stack = self._layers.with_meters(params["stack"], meters)
+            found = self.features(params | {"stack": stack}, inputs, rng=rng)
+            return 0 * jnp.sum(found.astype(jnp.float32))
+
+        return self._layers.by_layer(jax.grad(features)(self._layers.meters()))
+
     def _joined(self, params, streams: Sequence[Float[Array, "B T _"]]) -> Float[Array, "B T D"]:
         """The features of the streams after the stack."""
         x = jnp.concatenate(streams, axis=-1) if len(streams) > 1 else streams[0]

@@ -153,6 +153,18 @@ class Model(Layer, TaskModel):
         """The largest length that the positions hold; None if they hold any."""
         return None if self._positions is None else self._positions.max_length
 
+    def with_n_hashes(self, n):
+        def changed(ops):
+            if isinstance(ops, AttentionOp):
+                return ops.with_n_hashes(n)
+            return ops if ops is None else tuple(op.with_n_hashes(n) for op in ops)
+
+        types = {name: getattr(self, name) for name in self._attention_types}
+        new = {name: changed(ops) for name, ops in types.items()}
+        if all(cycle_of(new[name]) == cycle_of(ops) for name, ops in types.items() if ops):
+            return None
+        return dataclasses.replace(self, **new)
+
     def _added_positions(self) -> Layer | None:
         """The encoding that is added to the embeddings, if any; rotary positions are not added."""
         shape, d_embs = tuple(self.pos_axial_shape), tuple(self.pos_d_axial_embs)

@@ -90,6 +90,7 @@ class SortedByHash(AttentionOp):
     cross = True
     plans = "draws"
     shards = ("heads",)
+    chooses_keys = True
     _keeps_padding_out = True
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)

@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transfo
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
@@ -51,16 +52,19 @@ from reformax.ops.masking.masks import (
 )
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
+from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import CallArrays, placement_of
 from reformax.ops.sharding.shard import Shard, of_heads
 from reformax.ops.softmax.dropout import seed_words
+from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positions, seen_keys
 
 SoftCap = Annotated[float, Bounds(1e-2, 1e6, name="a number from 0.01 to 1e6")]
 LengthScale = Annotated[float, Bounds(1e-3, 1e3, name="a number from 0.001 to 1000")]
 
 Op = TypeVar("Op", bound="type[AttentionOp]")
+T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False)
@@ -124,6 +128,8 @@ class AttentionOp:
         in whole groups that share keys, and "sequence", of which a `Shard` names the axis.
         `layers.context` asks, and calls of arrays on an explicit mesh.
       gated: it gates its own output. Models with `attention_gate` add no second gate.
+      chooses_keys: it is one softmax over keys that its plan chooses, whose `kept_mass` layers
+        report.
       decoding: "no", "rows", or "beams" where `step` reads a beam's past in other beams' caches.
         `layers.Attention` asks.
     """
@@ -143,6 +149,7 @@ class AttentionOp:
     global_tokens: ClassVar[bool] = False
     gated = False  # an option of some recurrences
     shards: ClassVar[tuple[str, ...]] = ()
+    chooses_keys: ClassVar[bool] = False
     scale = None  # the factor of logits, where it is an option
 
     # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
@@ -218,6 +225,10 @@ class AttentionOp:
 
     def __hash__(self) -> int:
         return hash(self._compared)
+
+    def with_n_hashes(self, n: int) -> AttentionOp:
+        """The op with so many hashes, in training and at evaluation; itself where it has none."""
+        return _with_n_hashes(self, n)
 
     @property
     def name(self) -> str:
@@ -315,6 +326,41 @@ class AttentionOp:
         """
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
         return self.attend(call, params, self._scaled(call, params, q, k), k, v, plan)
+
+    @final
+    def kept_mass(
+        self, params, q, k, v, *, plan, segment_ids, causal, **call
+    ) -> Float[Array, "B C N 2"]:
+        """The share of dense attention's mass on the keys that sampled queries see by a plan.
+
+        C queries of each row are sampled, at most `N_QUERIES` and at most as many as values have
+        channels; see `softmax.kept_mass`. It has no gradient.
+
+        Args:
+          params, q, k, v, plan, segment_ids, causal, **call: as in `apply`, without dropout.
+
+        Returns:
+          The share of each head and query, and 1; two zeros where dense attention sees no key.
+
+        Raises:
+          Unsupported: the algorithm has no `chooses_keys`.
+        """
+        if not self.chooses_keys:
+            raise Unsupported(
+                f"op is {self}: it chooses no keys of one softmax, use one whose chooses_keys is "
+                "True, such as lsh.lsh()"
+            )
+        params, q, k, v = lax.stop_gradient((params, q, k, v))
+        if extras := call.get("extra_projections"):
+            call |= dict(extra_projections=lax.stop_gradient(extras))
+        call |= dict(segment_ids=segment_ids, causal=causal)
+        k, v = repeat_heads(q, k, v)
+        at = sampled_positions(q.shape[1], min(N_QUERIES, v.shape[3], q.shape[1]))
+        seen = seen_keys(lambda v: self.apply(params, q, k, v, plan=plan, **call), v, at)
+        made = self._call(**call)
+        q = self._scaled(made, params, q, k)
+        keys = length_normalize(q) if self.shared_qk else k
+        return kept_mass(made, q, keys, seen, at, exclude_self=self.shared_qk)
 
     @final
     def attend(self, call: Call, params, q, k, v, plan=()) -> Float[Array, "B T N V"]:
@@ -676,6 +722,18 @@ def _plan_and_apply(
     plan = op.plan(params, *planned, **masks, train=train, global_tokens=global_tokens)
     others = dict(bias=bias, extra_projections=extra_projections, lengths=lengths)
     return op.apply(params, q, k, v, plan=plan, dropout=dropout, **masks, **others)
+
+
+def _with_n_hashes(options: T, n: int) -> T:
+    """An op, or settings that are its option, with the number of hashes in all that have one."""
+    changes = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name in ("n_hashes", "n_hashes_eval"):
+            changes[field.name] = n
+        elif isinstance(value, OpOption) and (new := _with_n_hashes(value, n)) != value:
+            changes[field.name] = new
+    return dataclasses.replace(options, **changes) if changes else options
 
 
 def _constant(value: Any) -> Any:

@@ -117,6 +117,7 @@ class dsa(AttentionOp):
     indexer: Indexer = Indexer()
     impl: str = "auto"
 
+    chooses_keys = True
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 

@@ -86,6 +86,7 @@ class hash_sparse(AttentionOp):
 
     plans = "draws"
     shards = ("heads",)
+    chooses_keys = True
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 

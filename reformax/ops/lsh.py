@@ -125,6 +125,7 @@ class lsh(AttentionOp):
 
     shared_qk = True
     shards = ("heads",)
+    chooses_keys = True
     _keeps_padding_out = True
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)

@@ -84,6 +84,7 @@ class moba(AttentionOp):
 
     causality = "only"
     shards = ("heads",)
+    chooses_keys = True
     _grouped = True
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)

@@ -97,6 +97,7 @@ class routing(AttentionOp):
     impl: str = "auto"
 
     packed = False
+    chooses_keys = True
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 

@@ -23,6 +23,7 @@ from reformax.training import (
     evaluation,
     fingerprints,
     forecast,
+    kept_mass,
     pieces,
     samples,
     starting_weights,
@@ -98,6 +99,8 @@ def models_of(settings: TrainSettings) -> Models:
     for model, stage in zip(train, settings.all_stages, strict=True):
         with naming(stage):
             pieces.check(model, settings.backprop_len, stage.length)
+    if (every := settings.report_kept_mass_every) is not None:
+        kept_mass.check_model(train[-1], f"report_kept_mass_every is {every}")
     models = Models(train, settings.built("eval"))
     for other in settings.other_evaluations:
         with naming(other):

@@ -3,10 +3,10 @@
 Every line of metrics.jsonl is one JSON object with `step`, `split`, the run's metric, such as
 `bits_per_dim`, and a `tag`: 'train' is the mean of steps, with the `tokens` seen so far; 'eval' is
 an evaluation, with the `n_targets` scored and `whole`: whether these are the split; 'sample' has
-`texts` that the model wrote. Numbers that depend on the machine's speed are under `timing`:
-`seconds` since the run began, over resumptions, and of training `tokens_per_second` and `mfu`, null
-where they are not known. Without them, a run that was stopped and resumed has the record of a run
-that was not.
+`texts` that the model wrote; 'kept_mass' is of `report_kept_mass_every`. Numbers that depend on the
+machine's speed are under `timing`: `seconds` since the run began, over resumptions, and of training
+`tokens_per_second` and `mfu`, null where they are not known. Without them, a run that was stopped
+and resumed has the record of a run that was not.
 """
 
 from __future__ import annotations

@@ -230,7 +230,8 @@ class RecordLines:
 def tag_of(line: dict[str, Any]) -> str:
     """What a line is.
 
-    'train', 'eval', a 'sample' of text, 'data' that changed, or a 'note' on lines that are lost.
+    'train', 'eval', 'kept_mass', a 'sample' of text, 'data' that changed, or a 'note' on lines that
+    are lost.
     """
     if "tag" in line:
         return line["tag"]

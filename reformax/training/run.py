@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from reformax.training import kept_mass
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Callbacks
 from reformax.training.checkpoint import Checkpoints, NotSaved
@@ -42,6 +43,7 @@ class Run:
       train_steps: the compiled step of each stage, a function of (state, batch, key); see
         `step.step_fn`.
       batches: those of the steps to come, on the devices.
+      measure_kept_mass: (params, inputs, rng) -> {layer: share}, see `kept_mass.measure_fn`.
       scores: the evaluations, by their labels.
       samples: writes text.
       checkpoints: of the folder.
@@ -62,6 +64,7 @@ class Run:
     key: jax.Array
     train_steps: list[Callable[..., tuple[step_lib.TrainState, dict[str, Any]]]]
     batches: Iterator[Any]
+    measure_kept_mass: Callable[[Any, Any, jax.Array], dict[int, jax.Array]]
     scores: dict[str, Scores]
     samples: Samples
     checkpoints: Checkpoints
@@ -119,9 +122,24 @@ def train_step(run: Run, state: RunState) -> None:
         run.log.drain()
         run.log.pause()
     state.program = program
-    state.arrays, metrics = run.train_steps[number](state.arrays, next(run.batches), run.key)
+    batch = next(run.batches)
+    state.arrays, metrics = run.train_steps[number](state.arrays, batch, run.key)
     state.step, state.scores = state.step + 1, {}
     run.log.add(state.step, metrics)
+    every = run.settings.report_kept_mass_every
+    if every is not None and state.step % every == 0:
+        report_kept_mass(run, state, batch[0])
+
+
+def report_kept_mass(run: Run, state: RunState, inputs: Any) -> None:
+    """Records what attention sees of dense attention's mass, in the batch of the last step."""
+    run.log.drain()
+    rng = jax.random.fold_in(run.key, state.step)
+    found = kept_mass.named(run.measure_kept_mass(state.arrays.params, inputs, rng))
+    run.record.write(state.step, "train", found, {"seconds": run.clock()}, tag=kept_mass.NAME)
+    if run.settings.progress:
+        run.bar.say(f"step {state.step}: {kept_mass.words(found)}")
+    run.log.pause()
 
 
 def is_scored(run: Run, state: RunState, label: str, last: bool) -> bool:

@@ -95,6 +95,9 @@ class TrainSettings:
         `s3://bucket/run`, and that an `output_dir` without checkpoints goes on from; see
         docs/resuming.md. None: none.
       log_every: steps between lines of the record; each line has the mean since the last.
+      report_kept_mass_every: steps between lines of the record with the share of dense attention's
+        mass on the keys that hashes or another choice show, by layer of `model`, in stages of other
+        models too (`TaskModel.kept_mass`); None: there are none.
       max_minutes: minutes after which training evaluates, saves and returns, as if `steps` were
         reached. The learning rate's schedule still goes by `steps`. None: no limit.
       init_from: the folder of a run, or of one of its checkpoints, whose weights the run begins
@@ -150,6 +153,7 @@ class TrainSettings:
     keep: Size = 2
     checkpoint_copies: Name | None = None
     log_every: Size = 10
+    report_kept_mass_every: Size | None = None
     max_minutes: Positive | None = None
     init_from: PathName | None = None
     fresh_heads: bool = False

@@ -25,6 +25,7 @@ from reformax.declared import SettingError
 from reformax.training import (
     alike,
     fingerprints,
+    kept_mass,
     opening,
     optimizer,
     placing,
@@ -155,6 +156,7 @@ def _open(parts: _Parts, folder: Path, stack: ExitStack) -> tuple[Run, RunState]
         key=setup.key,
         train_steps=train_steps,
         batches=batches,
+        measure_kept_mass=kept_mass.measure_fn(setup.models.train[-1], mesh, settings.accumulate),
         scores=scores,
         samples=samples,
         checkpoints=checkpoints,

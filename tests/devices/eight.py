@@ -43,7 +43,7 @@ from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing.candidates import Hashed
 from reformax.ops.indexing.indexer import Indexer
 from reformax.task import Documents, SentencePairs
-from reformax.training import dry_run, loop, loss, optimizer
+from reformax.training import dry_run, kept_mass, loop, loss, optimizer
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.evaluation import evaluate
@@ -602,3 +602,17 @@ def test_a_folder_of_hugging_face_is_read_onto_the_devices_of_a_mesh(tmp_path):
 
 def _check_equal(found, wanted):
     assert found == wanted
+
+
+@pytest.mark.parametrize("sizes", [DATA, BOTH, CONTEXT])
+def test_kept_mass_is_that_of_one_device(sizes):
+    op = lsh.lsh(**HASHES, attend_self_if_alone=False)
+    model = TransformerLM(**LM, n_layers=2, attention_type=(local.local(chunk_len=8), op))
+    tokens = np.random.default_rng(0).integers(1, VOCAB, (BATCH, LENGTH)).astype(np.int32)
+    params = model.init_params(KEY, tokens.shape)
+    one = mesh_lib.make(devices=jax.devices()[:1])
+    found = [
+        kept_mass.measure_fn(model, mesh)(params, tokens, KEY) for mesh in (one, on_axes(sizes))
+    ]
+    assert 0 < float(found[0][2]) < 1
+    np.testing.assert_allclose(found[1][2], found[0][2], rtol=1e-4)

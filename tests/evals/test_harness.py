@@ -157,7 +157,7 @@ def test_evaluate_finds_them_too(here, monkeypatch, capsys):
 
 
 def test_an_override_that_no_task_reads_is_noted(here, monkeypatch, capsys):
-    flags = ["--output_dir=run", "--tasks=needle", "--limit=1", "--length=96", "--quiet"]
+    flags = ["--output_dir=run", "--tasks=needle", "--limit=1", "--length=144", "--quiet"]
     others = ["--config=loop.train.eval_length=9", "--config=loop.train.length=128"]
     code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, *others)
     assert code == 0, err
@@ -169,12 +169,12 @@ def test_an_override_that_no_task_reads_is_noted(here, monkeypatch, capsys):
 def test_evaluate_takes_own_tasks_and_the_text_together(here, monkeypatch, capsys):
     (here / "text").mkdir(exist_ok=True)
     (here / "text" / "a.txt").write_text("a text of a few words. " * 200)
-    flags = ["--output_dir=run", "--tasks=text,needle", "--limit=3", "--length=96", "--quiet"]
+    flags = ["--output_dir=run", "--tasks=text,needle", "--limit=3", "--length=144", "--quiet"]
     code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, "--data_dir=text")
     assert code == 0, err
     assert "needle accuracy: 0.0000" in out and "bits_per_dim: " in out
     found = json.loads((here / "run" / "evaluation_tasks.json").read_text())
-    assert found["tasks"]["needle"]["n_questions"] == 3 and found["length"] == 96
+    assert found["tasks"]["needle"]["n_questions"] == 3 and found["length"] == 144
     assert json.loads((here / "run" / "evaluation_valid.json").read_text())["bits_per_dim"] > 0
 
 
@@ -254,7 +254,7 @@ def test_each_end_of_a_converted_model_ends_a_continuation(here):
             marks=pytest.mark.slow,  # the harness looks through its thousands
         ),
         (["--tasks="], "--tasks= has no task"),
-        (["--tasks=needle", "--length=9"], "length is 9: the needles alone have"),
+        (["--tasks=needle", "--length=9"], "length is 9: the sentences of needle alone have"),
         (["--tasks=of_texts", "--stride=3"], "--stride=3: only the task text reads it"),
         (["--include_path=tasks"], "--include_path=tasks: only --tasks reads it"),
         (["--tasks=of_texts", "--include_path=nowhere"], "--include_path=nowhere is no folder"),

@@ -772,6 +772,8 @@ BAD = [
     ({"length": 0}, "length is 0: expected"),
     ({"accumulate": 0}, "accumulate is 0: expected"),
     ({"log_every": 0}, "log_every is 0: expected"),
+    ({"report_kept_mass_every": 0}, "report_kept_mass_every is 0: expected"),
+    ({"report_kept_mass_every": 2}, "report_kept_mass_every is 2: no attention of model TinyLM"),
     ({"eval_every": 0}, "eval_every is 0: expected"),
     ({"checkpoint_every": -1}, "checkpoint_every is -1: expected"),
     ({"checkpoint_minutes": 0}, "checkpoint_minutes is 0: expected"),

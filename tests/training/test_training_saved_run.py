@@ -18,7 +18,7 @@ import evaluate
 import generate
 import train
 from reformax import durable, renamed
-from reformax.cli import errors, results, saved_run
+from reformax.cli import errors, hash_counts, results, saved_run
 from reformax.convert import __main__ as convert
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
@@ -110,6 +110,67 @@ def test_a_dense_model_is_scored_with_clusters_without_training(run):
         scores.append(scored()["bits_per_dim"])
     assert scores[1] == pytest.approx(scores[0], rel=1e-5)
     assert abs(scores[2] - scores[0]) > 1e-4 * scores[0]
+
+
+SMYRF = (
+    "--config=lm.TransformerLM.attention_type=@smyrf.smyrf()",
+    "--config=smyrf.smyrf.chunk_len=4",
+)
+
+
+def test_a_run_is_scored_with_each_number_of_hashes(run):
+    flags = "--checkpoint=2", *SMYRF, "--kept_mass", "--n_hashes=8,1", "--tokens=64"
+    code, out, err = run(evaluate.main, *flags)
+    assert code == 0, err
+    found = scored()
+    few, many = found["by_n_hashes"]
+    assert (few["n_hashes"], many["n_hashes"]) == (1, 8)
+    assert 0 < few["kept_mass"] < found["kept_mass"] < many["kept_mass"] <= 1  # its own are 4
+    assert few["kept_mass"] == few["kept_mass_layer_1"]
+    best = min(few["bits_per_dim"], many["bits_per_dim"])
+    fewest = 1 if few["bits_per_dim"] <= best + hash_counts.SUFFICES else 8
+    assert found["fewest_n_hashes"] == fewest
+    assert f"fewest hashes within 0.005 bits of the best: {fewest}\n" in out
+    assert f"| 8 | {many['bits_per_dim']:.4f} | {many['kept_mass']:.4f} |" in out
+    assert f"kept mass {found['kept_mass']:.4f}, by layer 1: " in out
+    one = "--config=smyrf.smyrf.n_hashes=1"
+    assert run(evaluate.main, "--checkpoint=2", *SMYRF, one, "--tokens=64")[0] == 0
+    assert scored()["bits_per_dim"] == few["bits_per_dim"]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--n_hashes=2,4"], "--n_hashes: no attention of model TransformerLM hashes, leave it"),
+        (["--n_hashes=2,2", *SMYRF], "--n_hashes=2,2: give different counts, such as"),
+        (["--n_hashes=many", *SMYRF], "--n_hashes=many: give different counts, such as"),
+        (["--n_hashes=0", *SMYRF], "n_hashes is 0: expected"),
+        (["--kept_mass"], "--kept_mass: no attention of model TransformerLM chooses keys"),
+        (["--kept_mass", "--tasks=needle"], "--kept_mass: only the task text reads it"),
+    ],
+)
+def test_hashes_of_a_model_that_has_none_are_refused(run, flags, message):
+    code, _, err = run(evaluate.main, "--checkpoint=2", *flags)
+    assert code == 2 and message in err and err.count("\n") == 1, err
+
+
+def test_the_fewest_hashes_are_those_within_the_tolerance_of_the_best():
+    class Model:
+        def __init__(self, n=None):
+            self.n = n
+
+        def with_n_hashes(self, n):
+            return Model(n)
+
+    bits = {2: 1.02, 4: 1.0051, 8: 1.0049, 16: 1.0}
+    found = hash_counts.score(
+        Model(),
+        list(bits),
+        "bits",
+        lambda model: {"bits": bits[model.n], "standard_error": None},
+        lambda model: {"kept_mass": 0.5},
+    )
+    assert found["fewest_n_hashes"] == 8 and len(found["by_n_hashes"]) == 4
 
 
 def test_the_other_scripts_take_the_config_too(run):

@@ -1,0 +1,88 @@
+"""Scores a run with other numbers of hashes: `reformax evaluate --n_hashes=2,4,8,16`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reformax.declared import SettingError, check
+from reformax.ops.lsh import HashCount
+from reformax.task import TaskModel
+
+# A count suffices where its bits are at most so far above the fewest of all counts.
+SUFFICES = 0.005
+
+
+def counts_of(text: str) -> list[int]:
+    """The numbers of a flag such as --n_hashes=2,4, in order.
+
+    Raises:
+      SettingError: no number, one that is no count, or one twice.
+    """
+    try:
+        found = sorted(map(int, text.split(",")))
+    except ValueError:
+        found = []
+    if not found or len(set(found)) < len(found):
+        raise SettingError(f"--n_hashes={text}: give different counts, such as --n_hashes=2,4,8,16")
+    for count in found:
+        check("n_hashes", count, HashCount)
+    return found
+
+
+def with_n_hashes(model: TaskModel, count: int) -> TaskModel:
+    """The model with so many hashes; `SettingError` where no attention of it hashes."""
+    changed = model.with_n_hashes(count)
+    if changed is None:
+        raise SettingError(
+            f"--n_hashes: no attention of model {type(model).__name__} hashes, leave it out"
+        )
+    return changed
+
+
+def score(
+    model: TaskModel,
+    counts: Sequence[int],
+    metric: str,
+    evaluate: Callable[[TaskModel], dict[str, Any]],
+    measure: Callable[[TaskModel], dict[str, float]],
+) -> dict[str, Any]:
+    """Scores a model with each number of hashes.
+
+    Args:
+      model: built for evaluation.
+      counts: numbers of hashes, growing.
+      metric: the name of the score, less being better.
+      evaluate: model -> scores.
+      measure: model -> kept mass, as `training.kept_mass.named` returns it.
+
+    Returns:
+      by_n_hashes, a line for each count with its bits, their standard error and the kept mass; and
+      fewest_n_hashes, the fewest that suffice.
+    """
+    lines = []
+    for count in counts:
+        changed = with_n_hashes(model, count)
+        found = evaluate(changed)
+        scores = {name: found[name] for name in (metric, "standard_error")}
+        lines.append({"n_hashes": count, **scores, **measure(changed)})
+    best = min(line[metric] for line in lines)
+    fewest = next(line["n_hashes"] for line in lines if line[metric] <= best + SUFFICES)
+    return {"by_n_hashes": lines, "fewest_n_hashes": fewest}
+
+
+def table(found: dict[str, Any], metric: str) -> str:
+    """What `score` returns, as a Markdown table and a line."""
+    layers = [name for name in found["by_n_hashes"][0] if name.startswith("kept_mass_")]
+    heads = [name.removeprefix("kept_mass_").replace("_", " ") for name in layers]
+    rows = [
+        ["hashes", metric.replace("_", " "), "kept mass", *heads],
+        ["---:"] * (3 + len(layers)),
+        *(
+            [str(line["n_hashes"]), *(f"{line[x]:.4f}" for x in (metric, "kept_mass", *layers))]
+            for line in found["by_n_hashes"]
+        ),
+    ]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    fewest = f"fewest hashes within {SUFFICES} bits of the best: {found['fewest_n_hashes']}"
+    return "\n".join([*lines, fewest])

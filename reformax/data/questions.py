@@ -1,0 +1,432 @@
+"""Questions about a long text whose answers stand in it: the kinds of tasks of RULER, and two more.
+
+Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?",
+section 3: one needle, needles of several keys, several values of a key, several keys asked for,
+variable tracking, common words. `recall` is pairs alone over the whole text (associative recall,
+Arora et al. 2023), and `copy` hides a passage.
+
+No instruction is followed: a question is the beginning of a sentence, which the model completes, so
+any language model can be asked. Needles lie in a text that is given (`Hay`); `common_words` and
+`recall` fill it by themselves. Keys, numbers, passages and sentences for training are others than
+those for evaluation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from reformax.declared import SettingError
+
+Encode = Callable[[str], Sequence[int]]
+Name = Literal[
+    "needle", "needles", "multi_value", "multi_query", "variables", "common_words", "recall", "copy"
+]
+FILLER = (
+    "The grass is green. ",
+    "The sky is blue. ",
+    "The sun is yellow. ",
+    "Here we go. ",
+    "There and back again. ",
+)
+N_DIGITS = 7
+N_KEYS, N_VALUES, N_ASKED, N_VARIABLES, N_CHAINS, N_WORDS = 8, 4, 4, 5, 3, 12
+TIMES = 2  # a common word among others that are listed once; more would need less of the list
+# The most characters of a part of a text between which needles may lie.
+_PART = 400
+_ADJECTIVES = (
+    *("amber", "bitter", "calm", "distant", "early", "faint", "gentle", "hollow", "icy", "jolly"),
+    *("keen", "lucky", "mellow", "narrow", "odd", "pale", "quiet", "rapid", "silent", "tender"),
+    *("upper", "vivid", "warm", "young"),
+)
+_NOUNS = (
+    *("anchor", "barrel", "canyon", "donkey", "ember", "falcon", "goblet", "harbor", "inlet"),
+    *("jungle", "kernel", "lantern", "meadow", "nickel", "orchard", "parcel", "quarry", "ribbon"),
+    *("saddle", "temple", "umbrella", "valley", "walnut", "zebra"),
+)
+
+
+class Templates(NamedTuple):
+    """Sentences, each a choice of several, and words; the last field of a sentence is asked for."""
+
+    fact: Sequence[str]
+    one_of: Sequence[str]  # a fact of a key that has several
+    values: Sequence[str]
+    of_keys: Sequence[str]
+    number: Sequence[str]  # a variable's
+    same: Sequence[str]  # a variable that has another's number
+    variables: Sequence[str]
+    passage: Sequence[str]
+    pair: Sequence[str]
+    common: Sequence[str]
+    words: Sequence[str]
+
+
+TRAINING = Templates(
+    fact=(
+        "The code of {} is {}.",
+        "Write down that {} has {}.",
+        "In the book of keys, {} stands for {}.",
+        "Whoever asks for {} is told {}.",
+    ),
+    one_of=("A code of {} is {}.", "Add to the list of {}: {}."),
+    values=("The codes of {} are {}.", "The whole list of {}: {}."),
+    of_keys=("The codes of {} are {}.", "In this order, {} have {}."),
+    number=("Let {} be {}.", "Set {} to {}."),
+    same=("Let {} be as {}.", "Set {} to that of {}."),
+    variables=("The number {} belongs to {}.", "Set to {} are {}."),
+    passage=("The saying of {} goes: {}.", "On the wall of {} is written {}."),
+    pair=("{} has {}.", "{}: {}."),
+    common=("Count these words: {}. Most of all there is {}.", "Many of {}. They are mostly {}."),
+    words=(
+        *("anvil", "basket", "carpet", "dagger", "feather", "glove", "helmet", "insect", "jewel"),
+        *("kitten", "lemon", "magnet", "napkin", "oyster", "pillow", "quiver", "rocket", "shovel"),
+        *("turtle", "violin"),
+    ),
+)
+HELD_OUT = Templates(
+    fact=("The number of {} is {}.", "As everyone knows, the secret of {} was {}."),
+    one_of=("One number of {} is {}.", "Among the secrets of {} was {}."),
+    values=("All numbers of {}, as they come: {}.", "Together, the secrets of {} were {}."),
+    of_keys=("The numbers of {} are {}.", "As everyone knows, the secrets of {} were {}."),
+    number=("VAR {} = {}.", "Variable {} begins at {}."),
+    same=("VAR {} = VAR {}.", "Variable {} follows {}."),
+    variables=("The variables with the value {} are {}.", "All that come to {}: {}."),
+    passage=("The song of {} begins with {}.", "A letter from {} reads {}."),
+    pair=("{} -> {}.", "{} goes with {}."),
+    common=("The words are: {}. The most common word is {}.", "Of {}, the most frequent is {}."),
+    words=(
+        *("apple", "bridge", "candle", "desert", "engine", "forest", "garden", "hammer", "island"),
+        *("jacket", "kettle", "ladder", "mirror", "needle", "orange", "pencil", "rabbit"),
+        *("silver", "table", "window"),
+    ),
+)
+
+
+class Ask(NamedTuple):
+    """The beginning of a sentence, and how it goes on."""
+
+    begin: str
+    answer: str
+
+
+class Episode(NamedTuple):
+    """What is hidden in a text, and what is asked behind it.
+
+    Attributes:
+      hidden: sentences, and where they lie: 0 is the beginning of the text.
+      asked: questions; an evaluation asks the first alone.
+      depth: where its answer lies; None: in several places.
+    """
+
+    hidden: list[tuple[float, str]]
+    asked: list[Ask]
+    depth: float | None
+
+
+class Question(NamedTuple):
+    """A text with a question at its end, the answer, and where it lies."""
+
+    text: str
+    answer: str
+    depth: float | None
+
+
+class Draw:
+    """Draws keys, numbers and sentences for training, or others for evaluation."""
+
+    def __init__(self, rng: np.random.Generator, held_out: bool):
+        self.rng, self.held_out = rng, held_out
+        self.templates = HELD_OUT if held_out else TRAINING
+
+    def sentence(self, kind: str) -> str:
+        """One of the sentences of a kind."""
+        choices = getattr(self.templates, kind)
+        return choices[self.rng.integers(len(choices))]
+
+    def different(self, n: int, draw: Callable[[], str]) -> list[str]:
+        """`n` different texts of this side: an eighth of all is for evaluation."""
+        found: dict[str, None] = {}
+        while len(found) < n:
+            one = draw()
+            if (zlib.crc32(one.encode()) % 8 == 0) == self.held_out:
+                found[one] = None
+        return list(found)
+
+    def numbers(self, n: int) -> list[str]:
+        """Different numbers of `N_DIGITS` digits."""
+        low, high = 10 ** (N_DIGITS - 1), 10**N_DIGITS
+        return self.different(n, lambda: str(self.rng.integers(low, high)))
+
+    def keys(self, n: int) -> list[str]:
+        """Different keys, each of two words."""
+        return self.different(n, lambda: f"{self._one(_ADJECTIVES)} {self._one(_NOUNS)}")
+
+    def names(self, n: int, length: int) -> list[str]:
+        """Different names of so many letters."""
+        return self.different(n, lambda: "".join(self._letters(length)))
+
+    def passage(self) -> str:
+        """`N_WORDS` words."""
+        words = (*_ADJECTIVES, *_NOUNS, *self.templates.words)
+        return self.different(1, lambda: " ".join(self.rng.choice(words, N_WORDS)))[0]
+
+    def _one(self, words: Sequence[str]) -> str:
+        return words[self.rng.integers(len(words))]
+
+    def _letters(self, n: int) -> list[str]:
+        return [chr(ord("A") + i) for i in self.rng.integers(26, size=n)]
+
+
+def _split(template: str, *fields: str) -> Ask:
+    """A sentence of which the last field and what follows is the answer."""
+    begin, _, end = template.format(*fields[:-1], "\0").partition("\0")
+    return Ask(begin.rstrip(" "), " " * begin.endswith(" ") + fields[-1] + end)
+
+
+def _joined(ask: Ask) -> str:
+    return ask.begin + ask.answer
+
+
+def _list(items: Sequence[str]) -> str:
+    return ", ".join(items)
+
+
+def _facts(draw: Draw, depth: float, n: int) -> Episode:
+    """Facts of `n` keys, of which the first lies at `depth`."""
+    template, keys = draw.sentence("fact"), draw.keys(n)
+    facts = [_split(template, *pair) for pair in zip(keys, draw.numbers(n), strict=True)]
+    depths = [depth, *draw.rng.random(n - 1)]
+    hidden = [(at, _joined(one)) for at, one in zip(depths, facts, strict=True)]
+    return Episode(hidden, facts[:N_ASKED], depth)
+
+
+def needle(draw: Draw, depth: float, n: int) -> Episode:
+    """One number is hidden."""
+    del n
+    return _facts(draw, depth, 1)
+
+
+def needles(draw: Draw, depth: float, n: int) -> Episode:
+    """Numbers of several keys, one of which is asked for (RULER: multiple keys)."""
+    del n
+    return _facts(draw, depth, N_KEYS)
+
+
+def multi_query(draw: Draw, depth: float, n: int) -> Episode:
+    """Numbers of several keys, some of which are asked for in one sentence."""
+    del depth, n
+    template, keys, numbers = draw.sentence("fact"), draw.keys(N_KEYS), draw.numbers(N_KEYS)
+    pairs = list(zip(keys, numbers, strict=True))
+    hidden = [(at, _joined(_split(template, *x))) for at, x in _anywhere(draw, pairs)]
+    asked = _split(draw.sentence("of_keys"), _list(keys[:N_ASKED]), _list(numbers[:N_ASKED]))
+    return Episode(hidden, [asked], None)
+
+
+def multi_value(draw: Draw, depth: float, n: int) -> Episode:
+    """Several numbers of one key, which all are asked for, in the text's order."""
+    del depth, n
+    template, (key, other) = draw.sentence("one_of"), draw.keys(2)
+    numbers, others = draw.numbers(2 * N_VALUES)[:N_VALUES], draw.numbers(N_VALUES)
+    pairs = [(key, x) for x in numbers] + [(other, x) for x in others]
+    found = sorted(_anywhere(draw, pairs), key=lambda one: one[0])
+    hidden = [(at, _joined(_split(template, *pair))) for at, pair in found]
+    values = [value for _, (of, value) in found if of == key]
+    return Episode(hidden, [_split(draw.sentence("values"), key, _list(values))], None)
+
+
+def variables(draw: Draw, depth: float, n: int) -> Episode:
+    """Chains of variables, each set to the one before; asked are those of one number.
+
+    A chain's variables follow one another in the text, those of other chains among them.
+    """
+    del depth, n
+    number, same = draw.sentence("number"), draw.sentence("same")
+    values, names = draw.numbers(N_CHAINS), draw.names(N_CHAINS * N_VARIABLES, 5)
+    hidden, chains = [], np.reshape(names, (N_CHAINS, N_VARIABLES)).tolist()
+    for value, chain in zip(values, chains, strict=True):
+        places = np.sort([at for at, _ in _anywhere(draw, chain)]).tolist()
+        lines = [number.format(chain[0], value)]
+        lines += [same.format(one, before) for before, one in zip(chain, chain[1:], strict=False)]
+        hidden += zip(places, lines, strict=True)
+    asked = [
+        _split(draw.sentence("variables"), value, _list(chain))
+        for value, chain in zip(values, chains, strict=True)
+    ]
+    return Episode(hidden, asked, None)
+
+
+def copy(draw: Draw, depth: float, n: int) -> Episode:
+    """A passage is hidden, and asked for by its beginning."""
+    del n
+    passage = _split(draw.sentence("passage"), draw.keys(1)[0], draw.passage())
+    return Episode([(depth, _joined(passage))], [passage], depth)
+
+
+def recall(draw: Draw, depth: float, n: int) -> Episode:
+    """`n` pairs and nothing else; a name is asked for, in training further ones."""
+    n = max(n, N_ASKED)
+    template = draw.sentence("pair")
+    pairs = [_split(template, x, y) for x, y in zip(draw.names(n, 5), draw.numbers(n), strict=True)]
+    hidden = [(i / n, _joined(one)) for i, one in enumerate(pairs)]
+    others = draw.rng.choice(n, N_ASKED - 1, replace=False)
+    return Episode(hidden, [pairs[i] for i in (round(depth * (n - 1)), *others)], depth)
+
+
+def common_words(draw: Draw, depth: float, n: int) -> Episode:
+    """A list of words in which one stands twice as often as each other: which one.
+
+    They are n whole rounds, each of `TIMES` the common word and once each other, in any order. No
+    mention tells and all do, so attention to a few chosen keys may fail where it finds needles.
+    """
+    del depth
+    common, *others = draw.rng.permutation(draw.templates.words).tolist()
+    rounds = [*others, *[common] * TIMES] * max(n, 1)
+    begin, _, end = draw.sentence("common").partition("{}")
+    words = f"{begin}{_list(draw.rng.permutation(rounds).tolist())}"
+    asked = _split(end, common)
+    return Episode([(0.0, words + asked.begin)], [Ask("", asked.answer)], None)
+
+
+def _anywhere(draw: Draw, items: Sequence) -> list[tuple[float, Any]]:
+    """Items, each at a place of its own."""
+    return list(zip(draw.rng.random(len(items)).tolist(), items, strict=True))
+
+
+KINDS: dict[Name, Callable[[Draw, float, int], Episode]] = {
+    one.__name__: one
+    for one in (needle, needles, multi_value, multi_query, variables, common_words, recall, copy)
+}
+# Those whose sentences are the whole text, as many as fit.
+FILLING: tuple[Name, ...] = ("common_words", "recall")
+
+
+class Hay:
+    """A text whose parts needles lie between: lines, or parts of long ones."""
+
+    def __init__(self, parts: Sequence[str]):
+        self._parts = parts
+
+    @classmethod
+    def of_text(cls, text: str) -> Hay:
+        """The lines of a text; those of more than `_PART` characters are cut at spaces.
+
+        Raises:
+          SettingError: the text is empty.
+        """
+        lines = text.splitlines(keepends=True)
+        cut = re.compile(rf".{{1,{_PART}}}(?:\s+|$)|.{{1,{_PART}}}", re.DOTALL)
+        parts = [part for line in lines for part in cut.findall(line)]
+        if not "".join(parts).strip():
+            raise SettingError("the text that needles shall lie in is empty: give another one")
+        return cls(parts)
+
+    def of_each(self, encode: Encode) -> float:
+        """The tokens of a part, about."""
+        some = self._parts[:: max(1, len(self._parts) // 1000)]
+        return len(encode("".join(some))) / len(some)
+
+    def take(self, n: int, rng: np.random.Generator) -> list[str]:
+        """`n` parts that follow one another, from any place; behind the last comes the first."""
+        first = 0 if self._parts is FILLER else int(rng.integers(len(self._parts)))
+        return [self._parts[(first + i) % len(self._parts)] for i in range(n)]
+
+
+REPEATED = Hay(FILLER)
+
+
+def assembled(episode: Episode, parts: Sequence[str], ask: Ask) -> Question:
+    """The text of parts with what is hidden in it, and a question."""
+    places = sorted(episode.hidden, key=lambda one: one[0])  # stable
+    text, done = [], 0
+    for at, sentence in places:
+        end = round(at * len(parts))
+        text += parts[done:end]
+        done = max(done, end)
+        text.append(sentence + ("\n" if not text or text[-1].endswith("\n") else " "))
+    text += parts[done:]
+    if not parts and not ask.begin:  # a sentence goes on
+        return Question("".join(text).rstrip(), ask.answer, episode.depth)
+    return Question("".join(text) + ask.begin, ask.answer, episode.depth)
+
+
+def longest(
+    built: Callable[[int], Question], length: int, encode: Encode, of_each: float, what: str
+) -> Question:
+    """The question `built(n)` of about the most parts n, at most `length` tokens with its answer.
+
+    Args:
+      built: makes a question of so many parts.
+      length: in tokens.
+      encode: text -> tokens.
+      of_each: tokens of a part, about.
+      what: a question without parts, in errors.
+
+    Raises:
+      SettingError: `built(0)` is longer.
+    """
+
+    def room(one: Question) -> int:
+        return length - len(encode(one.text + one.answer))
+
+    best = built(0)
+    left = room(best)
+    if left < 0:
+        raise SettingError(
+            f"length is {length}: {what} alone have {length - left} tokens, raise it"
+        )
+    n = n_best = 0
+    for _ in range(20):  # parts differ in length
+        step = int(left / of_each) if left >= 0 else -max(1, round(-left / of_each))
+        n = max(n + step, n_best)
+        if n == n_best:
+            break
+        one = built(n)
+        left = room(one)
+        if left >= 0:
+            best, n_best = one, n
+    return best
+
+
+def question(
+    name: Name, number: int, depth: float, length: int, encode: Encode, seed: int, hay: Hay
+) -> Question:
+    """A question of a kind for evaluation, of at most `length` tokens with its answer.
+
+    Args:
+      name: of the kind.
+      number: of the question; each has its own draws.
+      depth: where the answer lies, in kinds with a depth.
+      length: in tokens.
+      encode: text -> tokens.
+      seed: of all draws.
+      hay: the text that needles lie in.
+
+    Raises:
+      SettingError: what is hidden is longer.
+    """
+    key = [seed, zlib.crc32(name.encode()), number]
+
+    def built(n: int) -> Question:
+        rng = np.random.default_rng(key)
+        parts = [] if name in FILLING else hay.take(n, np.random.default_rng([*key, 1]))
+        episode = KINDS[name](Draw(rng, held_out=True), depth, n)
+        return assembled(episode, parts, episode.asked[0])
+
+    if name in FILLING:
+        few, many = (len(encode(built(n).text)) for n in (N_ASKED, 3 * N_ASKED))
+        of_each = max((many - few) / (2 * N_ASKED), 1)
+    else:
+        of_each = hay.of_each(encode)
+    return longest(built, length, encode, of_each, f"the sentences of {name}")
+
+
+def checksum(questions: Sequence[Question]) -> str:
+    """Tells whether two evaluations asked the same."""
+    texts = "\0".join(x for one in questions for x in (one.text, one.answer))
+    return hashlib.sha256(texts.encode()).hexdigest()[:16]

@@ -1,0 +1,98 @@
+"""Kept mass: the share of dense attention's probability that lies on the keys which queries see.
+
+An op that attends to some keys computes dense attention's softmax over these alone. Where dense
+attention has little weight elsewhere, the two agree. The share is computed for a sample of queries,
+whose dense logits are few, in O(T) time and memory besides the op's own passes.
+
+Which keys a query sees is read off the op's gradient. Its output is linear in the values, so the
+gradient of channel c of one query's output with respect to channel c of the values is that query's
+row of weights. One backward pass gives as many rows a head as values have channels, whatever
+implementation computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax import devices
+from reformax.ops.calls.call import Call
+from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.softmax.online import masked_softmax
+
+# Queries of a row and head, at most: as many as values have channels.
+N_QUERIES = 64
+# Queries whose dense logits are in memory together.
+_TOGETHER = 8
+
+
+def sampled_positions(length: int, n: int) -> np.ndarray:
+    """`n` of `length` positions, one in each of n equal parts, always the same ones.
+
+    They lie anywhere in the parts, for those of one grid would be alike in blocks and chunks.
+    """
+    borders = np.arange(n + 1) * length // n
+    places = np.random.default_rng(n).random(n)
+    return (borders[:-1] + np.diff(borders) * places).astype(np.int32)
+
+
+def seen_keys(
+    attend: Callable[[Float[Array, "B S N V"]], Float[Array, "B T N V"]],
+    v: Float[Array, "B S N V"],
+    at: Int[np.ndarray, " C"],
+) -> Bool[Array, "C B N S"]:
+    """Which keys have weight for the queries at some positions, at most as many as V.
+
+    Args:
+      attend: attention as a function of the values of all heads, linear in them.
+      v: values.
+      at: positions of queries.
+    """
+    out, pull = jax.vjp(attend, v)
+    channel = np.full(out.shape[1], -1)
+    channel[at] = np.arange(len(at))
+    probe = jnp.asarray(channel)[None, :, None, None] == jnp.arange(v.shape[3])[None, None, None]
+    probe = jnp.broadcast_to(probe, out.shape).astype(out.dtype)
+    (weights,) = pull(devices.varying_as(out, probe))
+    return jnp.moveaxis(weights[..., : len(at)] > 0, 3, 0).swapaxes(2, 3)
+
+
+def kept_mass(
+    call: Call,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    seen: Bool[Array, "C B N S"],
+    at: Int[np.ndarray, " C"],
+    exclude_self: bool,
+) -> Float[Array, "B C N 2"]:
+    """The share of dense attention's mass on the keys that queries see, and its weight.
+
+    The weight is 0, and so is the share, for a query that dense attention shows no key.
+
+    Args:
+      call: causality, segments and logits.
+      q, k: all queries and all keys.
+      seen: from `seen_keys`.
+      at: the positions of the queries that are sampled.
+      exclude_self: whether dense attention hides a position from itself.
+    """
+    ids, rule = ids_or_ones(call.segment_ids, k), Visibility(call.causal, exclude_self=exclude_self)
+    key = Side(jnp.arange(k.shape[1])[None, None], ids[:, None])
+
+    def of_query(one) -> Float[Array, "B N 2"]:
+        position, seen = one
+        queries = lax.dynamic_index_in_dim(q, position, 1, keepdims=False)
+        own = lax.dynamic_index_in_dim(ids, position, 1, keepdims=False)
+        mask = rule.sees(Side(position, own[:, None, None]), key)
+        weights = masked_softmax(call.logits.of("bnh,bsnh->bns", queries, k), mask)
+        mass = jnp.stack([jnp.where(seen, weights, 0).sum(-1), weights.sum(-1)], axis=-1)
+        return jnp.where(mass[..., 1:] > 0, mass / jnp.maximum(mass[..., 1:], 0.5), 0)
+
+    shares = lax.map(of_query, (jnp.asarray(at), seen), batch_size=min(_TOGETHER, len(at)))
+    return jnp.moveaxis(shares, 0, 1)

@@ -1,0 +1,91 @@
+"""Accuracy on questions by length and depth: who reads is told from who guesses."""
+
+import re
+
+import pytest
+
+from reformax.data.questions import HELD_OUT, KINDS, Hay, checksum
+from reformax.evals import in_context
+from reformax.evals.likelihood import Likelihood
+
+
+def encode(text):
+    return list(text.encode())
+
+
+FACT = [
+    re.escape(x).replace(r"\{\}", "{}").format("([a-z]+ [a-z]+)", r"(\d{7})") for x in HELD_OUT.fact
+]
+
+
+class Reader:
+    """Answers with a number of the text that it sees the end of."""
+
+    def __init__(self, sees, chooses):
+        self.sees, self.chooses, self.lengths = sees, chooses, []
+
+    def likelihoods(self, pairs):
+        for context, answer in pairs:
+            self.lengths.append(len(context) + len(answer))
+            text = bytes(context).decode()
+            hidden = dict(pair for fact in FACT for pair in re.findall(fact, text[-self.sees :]))
+            key = re.search(r"([a-z]+ [a-z]+) (is|was)$", text)[1]
+            found = self.chooses(hidden, key)
+            yield Likelihood(-1.0, bytes(answer).decode() == f" {found}.")
+
+
+def by_key(hidden, key):
+    return hidden.get(key)
+
+
+@pytest.mark.parametrize("name", ["needle", "needles"])
+def test_a_reader_finds_all_and_one_that_sees_half_finds_the_last_half(name):
+    asked = in_context.Asked((1_000, 2_000), n=20)
+    reader = Reader(2_000, by_key)
+    found = in_context.score(reader, encode, name, asked)
+    assert found["accuracy"] == 1 and found["n_questions"] == 20
+    short, long = found["by_length"]
+    assert (short["length"], long["length"]) == (1_000, 2_000)
+    assert short["accuracy_by_depth"] == long["accuracy_by_depth"] == [1] * 5
+    assert max(reader.lengths[:20]) <= 1_000 < min(reader.lengths[20:]) <= 2_000
+    half = in_context.score(Reader(1_000, by_key), encode, name, asked)
+    assert half["by_length"][0]["accuracy"] == 1
+    depths = half["by_length"][1]["accuracy_by_depth"]
+    assert depths[0] == 0 and depths[4] == 1
+    assert half["accuracy"] == pytest.approx((1 + half["by_length"][1]["accuracy"]) / 2)
+    assert 0.3 < half["by_length"][1]["accuracy"] < 0.7
+    assert half["by_length"][1]["standard_error"] == pytest.approx(0.11, abs=0.01)
+
+
+def test_of_many_needles_any_is_not_the_one():
+    first = Reader(1_000, lambda hidden, key: next(iter(hidden.values())))
+    asked = in_context.Asked((1_000,), n=20)
+    assert in_context.score(first, encode, "needle", asked)["accuracy"] == 1
+    assert in_context.score(first, encode, "needles", asked)["accuracy"] < 0.5
+
+
+def test_questions_differ_by_text_and_seed_and_the_checksum_tells():
+    asked = in_context.Asked((1_000,), n=3, n_depths=2)
+    reader = Reader(1_000, by_key)
+    lines = [
+        in_context.score(reader, encode, "needle", one)["by_length"][0]
+        for one in (asked, asked._replace(seed=1), asked._replace(hay=Hay.of_text("a line\n" * 9)))
+    ]
+    assert len({line["checksum"] for line in lines}) == 3
+    assert lines[0]["checksum"] == checksum(in_context.questions(asked, "needle", 1_000, encode))
+    assert len(lines[0]["accuracy_by_depth"]) == 2
+    few = in_context.score(reader, encode, "needle", asked._replace(n=1, n_depths=5))
+    assert few["by_length"][0]["accuracy_by_depth"] == [None, None, 1, None, None]
+
+
+def test_an_answer_in_several_places_has_no_depth():
+    class Knows:
+        def likelihoods(self, pairs):
+            return [Likelihood(0.0, True) for _ in pairs]
+
+    asked = in_context.Asked((1_500,), n=2)
+    for name in KINDS:
+        (line,) = in_context.score(Knows(), encode, name, asked)["by_length"]
+        spread = name in ("multi_value", "multi_query", "variables", "common_words")
+        assert ("accuracy_by_depth" not in line) == spread, name
+    assert in_context.names_of("ruler") == list(KINDS) and in_context.names_of("copy") == ["copy"]

@@ -1,0 +1,70 @@
+"""From a text with tasks in context to a picture of accuracies, by the commands."""
+
+import json
+
+import gin
+import pytest
+
+import evaluate
+import train
+from tests.training import worker
+from tests.training.scripts import call
+
+SMALL = (
+    *("d_model=16", "d_ff=16", "d_head=8", "n_heads=2", "n_layers=4", "scan_layers=True"),
+    *("steps=4", "warmup_steps=1", "batch_size=2", "length=1024", "stages.Stage.batch_size=2"),
+    *("stages.Stage.length=512", "lsh.lsh.n_hashes=2", "lsh.lsh.chunk_len=32"),
+    *("local.local.chunk_len=32", "loop.train.eval_length=512", "loop.train.eval_stride=512"),
+    *("loop.train.eval_batch_size=2", "loop.train.eval_tokens=1024", "loop.train.eval_whole=False"),
+    *("loop.train.report_kept_mass_every=2", "in_context.in_context.share=1.0"),
+)
+
+
+@pytest.mark.slow
+def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = (f"Line {i}, in which nothing is that one could ask for.\n" for i in range(3_000))
+    (tmp_path / "mine.txt").write_text("".join(lines))
+    flags = ["--config_file=transformer_tasks_64k_37m.gin", "--data_dir=mine.txt"]
+    flags += ["--output_dir=run", *(f"--config={one}" for one in SMALL)]
+    code, out, err = call(train.main, monkeypatch, capsys, *flags)
+    gin.clear_config()
+    assert code == 0, err
+    assert "of rows with needle, needles" in out and "step 4: kept mass 0." in out
+    found = [x for x in worker.record("run") if x["tag"] == "kept_mass"]
+    assert [x["step"] for x in found] == [2, 4] and 0 < found[1]["kept_mass_layer_3"] < 1
+    flags = ["--output_dir=run", "--tasks=ruler", "--lengths=512,1024", "--limit=3", "--quiet"]
+    more = ["--depths=3", "--texts=mine.txt", "--config=lsh.lsh.n_hashes_eval=4"]
+    code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, *more)
+    gin.clear_config()
+    assert code == 0, err
+    scores = json.loads((tmp_path / "run" / "evaluation_tasks.json").read_text())
+    assert list(scores["tasks"]) == [
+        *("needle", "needles", "multi_value", "multi_query", "variables", "common_words"),
+        *("recall", "copy"),
+    ]
+    for one in scores["tasks"].values():
+        assert [line["length"] for line in one["by_length"]] == [512, 1024]
+        assert one["accuracy"] == 0.0 and one["n_questions"] == 3  # of four steps
+    assert len(scores["tasks"]["copy"]["by_length"][0]["accuracy_by_depth"]) == 3
+    assert "| length | accuracy | 0-33% | 33-66% | 66-100% |" in out
+    assert (tmp_path / "run" / "evaluation_tasks.png").stat().st_size > 5_000
+    assert (scores["length"], scores["texts"]) == (1024, "mine.txt")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--tasks=text", "--lengths=9"], "--lengths=9: the task text does not read it"),
+        (["--tasks=hellaswag", "--texts=a"], "--texts=a: only needle, needles"),
+        (["--tasks=ruler", "--lengths=9,a"], "--lengths=9,a: give numbers of tokens"),
+        (["--tasks=ruler", "--lengths=0"], "--lengths=0: give numbers of tokens"),
+        (["--tasks=ruler", "--lengths=9", "--length=9"], "--length=9: --lengths=9 has the lengths"),
+        (["--lengths=9"], "--lengths=9: only --tasks reads it"),
+        (["--tasks=ruler", "--depths=0"], "depths is 0: expected"),
+        (["--tasks=ruler", "--texts=nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_flags_are_told_before_the_run_is_read(monkeypatch, capsys, flags, message):
+    code, _, err = call(evaluate.main, monkeypatch, capsys, "--output_dir=none", *flags)
+    assert code == 2 and message in err and err.count("\n") == 1, err
