@@ -41,16 +41,18 @@ from reformax.ops.compressing.attention import (
     merged,
     to_summaries,
 )
-from reformax.ops.compressing.op_functions import Compressed
+from reformax.ops.compressing.op_functions import Compressed, CompressedCache
 from reformax.ops.compressing.summaries import Series, init_weights, newest_summary, summarize
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, fill_ring
 from reformax.ops.indexing.candidates import rows_at
 from reformax.ops.indexing.learning import (
+    check_chooses,
     clipped,
     divergence,
     index_queries,
     init_queries,
     is_chosen,
+    no_queries,
 )
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, scores, scores_of_gathered
@@ -92,6 +94,8 @@ class csa(Compressed, AttentionOp):
       index_loss: the factor of the indexer's loss, as in `dsa.dsa`.
       learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
         (`softmax.learned_sinks`).
+      reuse: whether it sees the summaries of the numbers that the last `csa` without `reuse` before
+        it in the cycle of layers chose. It then has no indexer and no loss.
       share_kv: whether a summary is key and value at once.
       rotary_features: as in `hca.hca`; the first features of index heads too.
       rotary_base: of these rotations, see `ops.numerics.rotary.RotaryAngles`.
@@ -106,12 +110,24 @@ class csa(Compressed, AttentionOp):
     n_index_heads: Width = 4
     d_index: Width = 64
     index_loss: NonNegative = 1.0
+    reuse: bool = False
     learned_sinks: bool = True
     share_kv: bool = False
     rotary_features: Count = 0
     rotary_base: RotaryBase = 10_000.0
 
     n_series = 2
+
+    @property
+    def reuses(self) -> bool:
+        return self.reuse
+
+    def may_reuse(self, other: AttentionOp) -> bool:
+        same = isinstance(other, csa) and other.block_size == self.block_size
+        return same and not other.reuse
+
+    def newest_choice(self, cache: CompressedCache) -> Int[Array, "B K"]:
+        return cache.index.chosen
 
     def _check(self) -> None:
         super()._check()
@@ -123,6 +139,8 @@ class csa(Compressed, AttentionOp):
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
         """Index keys begin as means of keys by a random matrix, which index queries have too."""
+        if self.reuse:
+            return super()._init(rng, dims)
         rng, rng_key, rng_weight = jax.random.split(rng, 3)
         n_kv, size = dims.key_heads, (dims.d_qk, self.d_index)
         key = jax.random.normal(rng_key, (n_kv, *size)) / math.sqrt(self.d_index)
@@ -144,6 +162,9 @@ class csa(Compressed, AttentionOp):
 
     def _index(self, params, q, k, ids) -> tuple[IndexQueries, Float[Array, "B C D"]]:
         """The indexer's queries, and its keys of all summaries."""
+        if self.reuse:
+            n_blocks = -(-k.shape[1] // self.block_size)
+            return no_queries(q), no_queries(k).queries[:, :n_blocks, 0]
         keys = summarize(params["index"], self._index_series(params, k), ids, self.block_size)
         keys = self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
         return self._index_queries(params, q, positions(q.shape[1])), keys
@@ -158,6 +179,7 @@ class csa(Compressed, AttentionOp):
 
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The summaries that each query sees, the best first; -1 is none."""
+        check_chooses(self.reuse, "csa")
         ids = ids_or_ones(call.segment_ids, q)
         queries, keys = lax.stop_gradient(self._index(params, q, k, ids))
         side = Side(self._newest_block(positions(q.shape[1])), ids)
@@ -196,7 +218,8 @@ class csa(Compressed, AttentionOp):
             n_each += q.shape[2] * (q.shape[-1] + near.acc.shape[-1]) + self.d_index
         out, losses = by_chunks(attend, n_each * n_seen, *arrays)
         n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
-        factor = self.index_loss / jnp.maximum(n_tokens, 1).astype(losses.dtype)
+        factor = 0.0 if self.reuse else self.index_loss
+        factor = factor / jnp.maximum(n_tokens, 1).astype(losses.dtype)
         return with_loss(join_chunks(out, length), factor * losses.sum())
 
     def _of_all(self, call, far, index_keys, q, chosen, query, index) -> SummariesOfQueries:
@@ -237,15 +260,27 @@ class csa(Compressed, AttentionOp):
 
     # Decoding.
 
-    def _index_cache(self, call, params, k, ids) -> CsaIndex:
+    def _index_cache(self, call, params, k, ids) -> CsaIndex | tuple[()]:
+        if self.reuse:
+            return ()
         series = self._index_series(params, k)
         n_last = min(self.n_series * self.block_size, call.length)
         keys = summarize(params["index"], series, ids, self.block_size)
         keys = self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
         newest = fill_ring(*series, jnp.asarray(call.lengths), n_last)
-        return CsaIndex(newest, self._held(call.length)(keys))
+        keys = self._held(call.length)(keys)
+        none = jnp.full((len(k), min(self.top_k, keys.shape[1])), -1, jnp.int32)
+        return CsaIndex(newest, keys, none)
 
-    def _choose_newest(self, call, params, q, k, summaries, index: CsaIndex):
+    def _choose_newest(self, call, params, q, k, summaries, index: CsaIndex | tuple[()]):
+        index = () if self.reuse else self._with_newest(call, params, q, k, index)
+        chosen = call.chosen if self.reuse else index.chosen
+        slot = jnp.maximum(chosen, 0)[:, None, :, None]
+        far = KeyValues(*(jnp.take_along_axis(x, slot, axis=2) for x in summaries))
+        return far, chosen >= 0, index
+
+    def _with_newest(self, call, params, q, k, index: CsaIndex) -> CsaIndex:
+        """The index with the newest position, and its query's choice."""
         position, n_blocks = call.position, index.keys.shape[1]
         newest = add_to_ring(index.newest, *self._index_series(params, k), position)
         key = newest_summary(params["index"], newest, position, self.block_size)
@@ -257,10 +292,8 @@ class csa(Compressed, AttentionOp):
         block = jnp.arange(n_blocks, dtype=jnp.int32)[None, None]
         allowed = CAUSAL.sees(Side(self._newest_block(position)[:, None, None]), Side(block))
         found = scores("relu", queries, keys)
-        chosen = best_of(found, allowed, min(self.top_k, n_blocks))[:, 0]  # [B, K]
-        slot = jnp.maximum(chosen, 0)[:, None, :, None]
-        far = KeyValues(*(jnp.take_along_axis(x, slot, axis=2) for x in summaries))
-        return far, chosen >= 0, CsaIndex(newest, keys)
+        chosen = best_of(found, allowed, min(self.top_k, n_blocks))[:, 0]
+        return CsaIndex(newest, keys, chosen)
 
 
 class SummariesOfQueries(NamedTuple):
@@ -284,7 +317,8 @@ class SummariesOfQueries(NamedTuple):
 
 
 class CsaIndex(NamedTuple):
-    """The last series of the indexer, and its keys of all summaries."""
+    """The last series of the indexer, its keys of all summaries, and the newest query's choice."""
 
     newest: KeyValues
     keys: Float[Array, "B C D"]
+    chosen: Int[Array, "B K"]

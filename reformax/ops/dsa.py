@@ -55,11 +55,13 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.indexing.candidates import rows_at
 from reformax.ops.indexing.indexer import Indexed, Indexer, IndexerCache
 from reformax.ops.indexing.learning import (
+    check_chooses,
     clipped,
     divergence,
     index_queries,
     init_queries,
     is_chosen,
+    no_queries,
 )
 from reformax.ops.indexing.scores import IndexQueries, scores, scores_of_gathered
 from reformax.ops.masking.masks import ids_or_ones
@@ -104,6 +106,9 @@ class dsa(AttentionOp):
         over layers and over up to 256 queries of a row, spread evenly. It has a weight of that
         name, a `Meter`, which `reformax.flax` refuses.
       indexer: how keys are scored and which ones are, see `reformax.ops.indexing.indexer.Indexer`.
+      reuse: whether it sees the keys that the last `dsa` without `reuse` before it in the cycle of
+        layers chose (IndexCache, arXiv 2603.12201). It then has no indexer, no weights and no loss,
+        and the options of the indexer say nothing.
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
         Ampere or later, heads of 256 or less, index heads of 128 or less and at most 2^36 pairs of
         tokens, which take a bit of memory each. `"auto"` takes them where they compute the same
@@ -120,6 +125,7 @@ class dsa(AttentionOp):
     index_loss: NonNegative = 1.0
     report_loss: bool = False
     indexer: Indexer = Indexer()
+    reuse: bool = False
     impl: str = "auto"
 
     _impls = KERNELS
@@ -127,10 +133,22 @@ class dsa(AttentionOp):
 
     @property
     def plans(self):
-        return "draws" if self.indexer.draws else "reads"
+        return "draws" if self.indexer.draws and not self.reuse else "reads"
+
+    @property
+    def reuses(self) -> bool:
+        return self.reuse
+
+    def may_reuse(self, other: AttentionOp) -> bool:
+        return isinstance(other, dsa) and not other.reuse
+
+    def newest_choice(self, cache: DsaCache) -> Int[Array, "B K"]:
+        return cache.chosen
 
     def _check(self) -> None:
-        """Raises `SettingError` where the local keys leave none to choose."""
+        """Raises `SettingError` for options of an indexer that is not there, or chooses nothing."""
+        if self.reuse and self.report_loss:
+            raise SettingError("reuse is True and report_loss too: it has no loss, leave one out")
         if self.indexer.n_local >= self.top_k:
             n_local, top_k = self.indexer.n_local, self.top_k
             raise SettingError(f"n_local is {n_local} and top_k {top_k}: expected it below top_k")
@@ -146,6 +164,8 @@ class dsa(AttentionOp):
         return kernel_obstacles(q, k, v, logits, **above)
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+        if self.reuse:
+            return {}
         rng, rng_weight = jax.random.split(rng)
         sizes = dims.n_heads, dims.d_qk, self.d_index
         key = jax.random.normal(rng, sizes) / math.sqrt(self.d_index)
@@ -154,15 +174,20 @@ class dsa(AttentionOp):
 
     def _index_queries(self, params, q: Float[Array, "B T N H"], position=None) -> IndexQueries:
         position = positions(q.shape[1]) if position is None else position
+        if self.reuse:
+            return no_queries(q)
         queries, weights = index_queries(params, q)
         return IndexQueries(self.indexer.rotated(queries, position), weights)
 
     def _index_keys(self, params, k: Float[Array, "B T N H"], position=None) -> Array:
         position = positions(k.shape[1]) if position is None else position
+        if self.reuse:
+            return no_queries(k).queries[:, :, 0]
         return self.indexer.rotated(_index_keys(params, k)[:, :, None], position)[:, :, 0]
 
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
+        check_chooses(self.reuse, "dsa")
         ids, n = ids_or_ones(call.segment_ids, q), q.shape[1]
         n_local = self.indexer.n_local_keys(call.causal, n)
         if n_local >= self.top_k:
@@ -198,7 +223,8 @@ class dsa(AttentionOp):
         ids = ids_or_ones(call.segment_ids, q)
         index, index_keys = self._index_queries(params, q), self._index_keys(params, k)
         n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
-        factor = self.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
+        factor = 0.0 if self.reuse else self.index_loss
+        factor = factor / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import dsa as kernel
@@ -308,20 +334,30 @@ class dsa(AttentionOp):
 
     def _init_cache(self, call, params, q, k, v, plan) -> DsaCache:
         del plan
-        index = Indexed(self._index_queries(params, q), self._index_keys(params, k))
         memory = fill_ring(k, v, call.lengths, call.length)
+        if self.reuse:
+            return DsaCache(memory, (), ())
+        index = Indexed(self._index_queries(params, q), self._index_keys(params, k))
         settings = self.top_k, jnp.asarray(call.lengths), call.length, call.rng
-        return DsaCache(memory, self.indexer.start(index, *settings))
+        n_local = self.indexer.n_local_keys(True, call.length)
+        n_chosen = min(self.top_k - n_local, call.length) + n_local
+        none = jnp.full((len(k), n_chosen), -1, jnp.int32)
+        return DsaCache(memory, self.indexer.start(index, *settings), none)
 
     def _step(self, call, params, q, k, v, cache: DsaCache):
         at = call.position[:, None]
         memory = add_to_ring(cache.memory, k, v, call.position)
-        new = Indexed(self._index_queries(params, q, at), self._index_keys(params, k, at))
-        chosen, index = self.indexer.step(cache.index, new, call.position, self.top_k)
+        if self.reuse:
+            cache = DsaCache(memory, (), ())
+            chosen = call.chosen
+        else:
+            new = Indexed(self._index_queries(params, q, at), self._index_keys(params, k, at))
+            chosen, index = self.indexer.step(cache.index, new, call.position, self.top_k)
+            cache = DsaCache(memory, index, chosen)
         chosen = chosen[:, None]  # [B, 1, K]
         slot = jnp.maximum(chosen, 0)[..., None]
         keys, values = (jnp.take_along_axis(x, slot, axis=2) for x in memory)
-        return attend_to(call, q, keys, values, chosen >= 0, self.impl), DsaCache(memory, index)
+        return attend_to(call, q, keys, values, chosen >= 0, self.impl), cache
 
 
 class KeysOfQueries(NamedTuple):
@@ -357,7 +393,11 @@ def _visible(causal: bool, ids: Int[Array, "#B S"], query_ids, position) -> Bool
 
 
 class DsaCache(NamedTuple):
-    """All positions, and the indexer's cache."""
+    """All positions, the indexer's cache, and what the newest query of each row chose.
+
+    The last two are () where a choice is reused.
+    """
 
     memory: KeyValues
-    index: IndexerCache
+    index: IndexerCache | tuple[()]
+    chosen: Int[Array, "B K"] | tuple[()]

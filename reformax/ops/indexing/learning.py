@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from reformax.declared import Unsupported
 from reformax.ops.indexing.scores import IndexQueries
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
@@ -44,6 +45,21 @@ def index_queries(params, q: Float[Array, "B T N H"]) -> IndexQueries:
     q = clipped(q)
     weights = 1 + jnp.einsum("btnh,nhj->btj", q, params["weight"].astype(q.dtype))
     return IndexQueries(jnp.einsum("btnh,nhjd->btjd", q, params["query"].astype(q.dtype)), weights)
+
+
+def no_queries(x: Float[Array, "B T N H"]) -> IndexQueries:
+    """Zeros, of an attention that has no indexer: nothing of a loss of them remains."""
+    zeros = jnp.zeros((*x.shape[:2], 1, 16), accum_dtype(x.dtype))
+    return IndexQueries(zeros, zeros[..., 0])
+
+
+def check_chooses(reuse: bool, name: str) -> None:
+    """Raises `Unsupported` where an attention that reuses a choice is to make one."""
+    if reuse:
+        raise Unsupported(
+            f"reuse is True: {name} attends by the choice of a layer before it in a stack's cycle, "
+            "and makes none; set reuse=False for a layer alone"
+        )
 
 
 def clipped(x: Array) -> Array:
