@@ -286,9 +286,12 @@ QUICK = {
     "ops/test_indexing.py": {
         "test_recall_rises_with_hashes_and_with_blocks": [],
         "test_a_segment_sees_nothing_of_its_neighbours": ["levels", "hashed"],
-        "test_blocks_that_cover_all_keys_leave_the_choice_as_it_is": ["packed-True"],
+        "test_candidates_that_cover_all_keys_leave_the_choice_as_it_is": [
+            "blocks-packed-True",
+            "clusters-packed-True",
+        ],
         "test_cost_grows_slower_than_pairs": ["hashed", "levels"],
-        "test_later_tokens_change_no_choice": ["grouped", "levels", "hashed"],
+        "test_later_tokens_change_no_choice": ["grouped", "levels", "clustered", "hashed"],
         "test_no_array_holds_all_pairs": ["None"],
         "test_tiles_choose_what_one_row_of_scores_does": [
             "all-9-packed-True",

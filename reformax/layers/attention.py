@@ -680,10 +680,16 @@ class Attention(MultiHead):
         rng=None,
         run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
+        return self.apply_by(params, x, None, mask, rng, run)[0]
+
+    def apply_by(
+        self, params, x, plan: Any = None, mask=None, rng=None, run: remat.Run = remat.direct
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """`apply` by the plan of another layer, or its own where that is None; and the plan."""
         tokens = tokens_of(mask)
         qkv = self.project(params, x, tokens.positions, tokens.segment_ids)
-        plan = self.plan(params, qkv, mask, rng)
-        return self.attend(params, qkv, plan, mask, rng, run)
+        plan = self.plan(params, qkv, mask, rng) if plan is None else plan
+        return self.attend(params, qkv, plan, mask, rng, run), plan
 
     # A part of a sequence, from the state of the parts before it.
 
@@ -746,6 +752,20 @@ class Attention(MultiHead):
         position: Int[Array, " B"] | None = None,
         cache: Any = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
+        """`prefill_by` by the layer's own plan, without the plan."""
+        return self.prefill_by(params, x, lengths, capacity, rng, position, cache)[:2]
+
+    def prefill_by(
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        lengths: Int[Array, " B"],
+        capacity: int,
+        rng=None,
+        position: Int[Array, " B"] | None = None,
+        cache: Any = None,
+        plan: Any = None,
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """`apply` to the first `lengths` positions of each row, and the cache that `step` reads.
 
         Later outputs are arbitrary, and no output depends on later inputs.
@@ -759,6 +779,10 @@ class Attention(MultiHead):
           position: of the first of them in each row; None: 0.
           cache: that of the positions before them, where the algorithm carries a state; None: there
             are none.
+          plan: of the layer whose choice this one reuses; None: its own.
+
+        Returns:
+          The output, the cache and the plan, None where a cache goes on.
 
         Raises:
           ValueError: the layer is not causal, or not built for evaluation.
@@ -780,7 +804,7 @@ class Attention(MultiHead):
             qkv = self._rotate(params, heads, position[:, None] + tokens)
             ids = (tokens < lengths[:, None]).astype(jnp.int32)
             out, cache = self._heads_from(params, qkv.of_op, cache, ids)
-            return self.combine(params, out, qkv.gate), cache
+            return self.combine(params, out, qkv.gate), cache, None
         places, positions = jnp.arange(x.shape[1])[None], None
         if self.rotary.scaling == "longrope":  # padding makes no row a long one
             positions = jnp.minimum(places, lengths[:, None] - 1)
@@ -788,7 +812,8 @@ class Attention(MultiHead):
         qkv = self._with_next_value(params, alone)
         # Padding on the right is in the future of every token: only a plan has to know of it.
         tokens = places < lengths[:, None]
-        plan = self.plan(params, qkv, tokens, rng, length=capacity)
+        if plan is None:
+            plan = self.plan(params, qkv, tokens, rng, length=capacity)
 
         def fill(qkv, plan, lengths, params, rng):
             *arrays, extra_projections, _ = qkv
@@ -804,7 +829,7 @@ class Attention(MultiHead):
         if self.key_conv:
             last = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
             cache = KeyConvCache(cache, last)
-        return self.attend(params, qkv, plan, rng=rng), cache
+        return self.attend(params, qkv, plan, rng=rng), cache, plan
 
     def step(
         self,
@@ -814,6 +839,7 @@ class Attention(MultiHead):
         position: Int[Array, " B"],
         origins: Int[Array, "G K C"] | None = None,
         added: Float[Array, "B 1 D"] | None = None,
+        chosen: Int[Array, "B K"] | None = None,
     ) -> tuple[Float[Array, "B 1 D"], Any]:
         """The layer at the next position of each row, and the cache with it.
 
@@ -826,6 +852,7 @@ class Attention(MultiHead):
             (`ops.decoding.cache.RingDecoding`). Algorithms whose `decoding` is not "beams" ignore
             it: their caches are reordered.
           added: a stream that the output is added to.
+          chosen: from `newest_choice` of the layer whose choice this one reuses.
         """
         heads = self._all_heads(params, x)
         if self.key_conv:
@@ -840,15 +867,15 @@ class Attention(MultiHead):
             cache = self.op.replace_value(cache.op, value, position - 1)
             qkv = qkv._replace(v=current * qkv.v)
 
-        def step(qkv, cache, position, origins, params):
+        def step(qkv, cache, position, origins, chosen, params):
             *arrays, extra_projections, _ = qkv
-            options = dict(origins=origins, extra_projections=extra_projections)
+            options = dict(origins=origins, extra_projections=extra_projections, chosen=chosen)
             if self.position_bias is not None:
                 now = position[:, None]
                 options["bias"] = lambda held: self._bias_at(params, now, held)[:, :, 0]
             return self.op.step(params["op"], *arrays, cache, position=position, **options)
 
-        rows = qkv.of_op, cache, position, origins if self._shares_beams else None
+        rows = qkv.of_op, cache, position, origins if self._shares_beams else None, chosen
         read = {name: params[name] for name in ("op", "position_bias") if name in params}
         out, cache = devices.by_rows(step, rows, (read,))
         if self.next_value:
@@ -856,6 +883,12 @@ class Attention(MultiHead):
         if self.key_conv:
             cache = KeyConvCache(cache, last)
         return self._output(params, gated(out, qkv.gate), added), cache
+
+    def newest_choice(self, cache: Any) -> Any:
+        """What the newest query of each row chose, for layers that reuse it; of a step's cache."""
+        for wrapped in (self.key_conv, self.next_value):
+            cache = cache[0] if wrapped else cache
+        return self.op.newest_choice(cache)
 
     @property
     def _shares_beams(self) -> bool:

@@ -77,11 +77,11 @@ class ResidualStack(BlockStack):
         open_ends = self.remat_policy == "all" and not self.scan_layers
 
         def repeat(streams, this, *states):
-            after = []
+            after, plans = [], {}
             for i, block in enumerate(self.blocks):
-                rngs = self._rngs(rng, this, i)
+                rngs, reused = self._rngs(rng, this, i), i in self._sources
 
-                def layer(p, streams, memory, *state, block=block, rngs=rngs):
+                def layer(p, streams, memory, plan, *state, block=block, rngs=rngs, reused=reused):
                     found = []
                     if self.offload_activations:
                         streams = checkpoint_name(streams, remat.STREAM)
@@ -94,6 +94,12 @@ class ResidualStack(BlockStack):
                         name: attend(attention, *further[name], rng=rngs[name])
                         for name, attention in block.attentions.items()
                     }
+                    if reused or block.attention.op.reuses:
+                        run = remat.named if attend is _named else remat.direct
+                        attention = block.attention
+                        sublayers["attention"] = _by(
+                            attention, plan, segment_ids, rngs["attention"], run, found
+                        )
                     if state:
                         sublayers["attention"] = _from(
                             block.attention, *state, segment_ids, rngs["attention"], found
@@ -103,9 +109,12 @@ class ResidualStack(BlockStack):
                     return (streams if open_ends else self._closed(streams)), tuple(found)
 
                 layer = remat.checkpointed(layer, self.remat_policy, self.offload_activations)
-                given = [x[i] for x in states]
-                streams, found = layer(this.params[f"block_{i}"], streams, memory, *given)
-                after += found
+                plan, given = plans.get(self._sources[i]), [x[i] for x in states]
+                streams, found = layer(this.params[f"block_{i}"], streams, memory, plan, *given)
+                if reused:
+                    (plans[i],) = found
+                else:
+                    after += found
             return streams, tuple(after)
 
         streams = (self._residual(x),)
@@ -167,6 +176,18 @@ class ResidualStack(BlockStack):
 def _of(layer: Layer, *further, rng) -> Callable:
     """A layer as a function of its weights and first input alone."""
     return lambda params, x: layer.apply(params, x, *further, rng=rng)
+
+
+def _by(layer: Attention, plan, segment_ids, rng, run: remat.Run, found: list) -> Callable:
+    """A layer by another's plan, or by its own where that is None, which is put into `found`."""
+
+    def apply(params, x):
+        out, made = layer.apply_by(params, x, plan, segment_ids, rng, run)
+        if plan is None:
+            found.append(made)
+        return out
+
+    return apply
 
 
 def _from(layer: Attention, state, segment_ids, rng, found: list) -> Callable:

@@ -243,10 +243,13 @@ class ReversibleStack(BlockStack):
                 block_params = this.params[f"block_{i}"]
                 rngs = self._rngs(rng, this, i)
                 attended.append({})
-                for sublayer in self._attentions(block, context, rngs):
+                for sublayer in self._attentions(i, context, rngs):
                     sublayer_params = _params_of(block_params, sublayer.name)
-                    parts = coupling.ahead(streams)
-                    out, of_attention = sublayer.forward(sublayer_params, coupling.read(parts))
+                    parts, reused = coupling.ahead(streams), None
+                    if sublayer.source is not None:
+                        reused = attended[sublayer.source]["attention"].plan
+                    read = coupling.read(parts)
+                    out, of_attention = sublayer.forward(sublayer_params, read, reused)
                     streams = coupling.after(parts.plus(out))
                     attended[-1][sublayer.name] = of_attention
                 sublayer_params = _params_of(block_params, "feed_forward")
@@ -279,10 +282,13 @@ class ReversibleStack(BlockStack):
                 )
                 streams = coupling.before(parts)
                 d_streams = coupling.gradient_before(gradient, d_read)
-                for sublayer in reversed(self._attentions(block, context, rngs)):
+                for sublayer in reversed(self._attentions(i, context, rngs)):
                     sublayer_params = _params_of(block_params, sublayer.name)
                     parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
                     of_attention = attended[i][sublayer.name]
+                    if sublayer.source is not None:
+                        plan = attended[sublayer.source]["attention"].plan
+                        of_attention = of_attention._replace(plan=plan)
                     out, vjp = sublayer.again(sublayer_params, coupling.read(parts), of_attention)
                     d_sublayer, d_read, *d_read_memory = vjp((gradient.out, gradient.read))
                     streams = coupling.before(parts.minus(out))
@@ -303,10 +309,8 @@ class ReversibleStack(BlockStack):
         )
         return streams, d_params, d_streams, d_memory
 
-    def _attentions(
-        self, block: TransformerBlock, context: SideInputs, rngs
-    ) -> list[_AttentionSublayer]:
-        """The attention sublayers of a block, in order."""
+    def _attentions(self, i: int, context: SideInputs, rngs) -> list[_AttentionSublayer]:
+        """The attention sublayers of block `i`, in order."""
         return [
             _AttentionSublayer(
                 self,
@@ -315,8 +319,9 @@ class ReversibleStack(BlockStack):
                 (context.memory,) if name == "cross_attention" else (),
                 context.segment_ids[name],
                 rngs[name],
+                self._sources[i] if name == "attention" else None,
             )
-            for name, layer in block.attentions.items()
+            for name, layer in self.blocks[i].attentions.items()
         ]
 
     # The feed-forward sublayer takes positions in the chunks of its layer, forward and back. A
@@ -413,7 +418,7 @@ class ReversibleStack(BlockStack):
 class KeptOfAttention(NamedTuple):
     """What a stack keeps of an attention sublayer for the backward pass."""
 
-    plan: Any
+    plan: Any  # None where it is another layer's
     stored: list[Array] | None = None  # from `remat.stored`, with the policy "attention"
 
 
@@ -426,17 +431,20 @@ class _AttentionSublayer(NamedTuple):
     memory: tuple[Array, ...]  # one array, or none
     segment_ids: Any
     rng: Any
+    source: int | None  # the block of the cycle whose plan it reuses
 
-    def forward(self, params, x) -> tuple[Array, KeptOfAttention]:
-        """The output, and what the stack keeps."""
+    def forward(self, params, x, reused: Any) -> tuple[Array, KeptOfAttention]:
+        """The output, by the plan of `source` if there is one, and what the stack keeps."""
         alone = self.stack._alone
         qkv = alone(self.project, params, x, *self.memory)
-        plan = self.layer.plan(params[self.name], qkv, self.segment_ids, self.rng)
+        plan, kept = reused, None
+        if self.source is None:
+            plan = kept = self.layer.plan(params[self.name], qkv, self.segment_ids, self.rng)
         if self.stack.remat_policy != "attention":
-            return alone(self.attend, params, qkv, plan), KeptOfAttention(plan)
+            return alone(self.attend, params, qkv, plan), KeptOfAttention(kept)
         stored = alone(functools.partial(self.heads, remat.stored), params, qkv, plan)
         out = alone(self.combine, params, stored[0], qkv.gate)
-        return out, KeptOfAttention(plan, stored)
+        return out, KeptOfAttention(kept, stored)
 
     def again(self, params, x, kept: KeptOfAttention) -> tuple[Array, Callable]:
         """The output by what is kept, and the function that `jax.vjp` gives.

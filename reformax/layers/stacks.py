@@ -104,6 +104,8 @@ class BlockStack(Layer):
         if len(crossing) > 1:
             raise ValueError("some blocks have cross_attention and some none: give all or none one")
         self._cross = crossing.pop()
+        # The block whose plan each block's attention reuses; None: it makes its own.
+        self._sources = tuple(self._source(i) for i in range(len(self.blocks)))
         self._n_repeats = self.n_layers // len(self.blocks)
         # Streams are float32; a sublayer's norm puts out the dtype that the sublayer computes in.
         norm = NoNorm if self.norm_place == "output" else NORMS[self.norm]
@@ -119,6 +121,23 @@ class BlockStack(Layer):
     @property
     def drops(self) -> bool:
         return any(layer.drops for block in self.blocks for layer in block if layer is not None)
+
+    def _source(self, i: int) -> int | None:
+        """The last block before block `i` of the cycle whose plan it may reuse, if it reuses one.
+
+        Raises:
+          SettingError: there is none.
+        """
+        op = self.blocks[i].attention.op
+        if not op.reuses:
+            return None
+        before = [j for j in range(i) if op.may_reuse(self.blocks[j].attention.op)]
+        if not before:
+            raise SettingError(
+                f"layer {i} of the cycle is {op}, which reuses a choice, and no layer before it in "
+                "the cycle makes one for it: put one with reuse=False and its other options first"
+            )
+        return before[-1]
 
     def _check_memory(self, memory) -> None:
         if memory is not None and not self._cross:
@@ -299,17 +318,19 @@ class BlockStack(Layer):
         """
 
         def repeat(streams, this, *before):
-            caches, memory_kv = [], []
+            caches, memory_kv, plans = [], [], []
             for i, block in enumerate(self.blocks):
                 rngs = self._rngs(rng, this, i)
+                source = self._sources[i]
                 attend = functools.partial(
-                    block.attention.prefill,
+                    block.attention.prefill_by,
                     lengths=lengths,
                     capacity=capacity,
                     rng=rngs["attention"],
+                    plan=None if source is None else plans[source],
                     **({"position": position, "cache": before[0][i]} if before else {}),
                 )
-                sublayers = {"attention": _apart(attend)}
+                sublayers = {"attention": _apart(_with_two(attend))}
                 if self._cross:
 
                     def cross(p, h, added, layer=block.cross_attention, rngs=rngs):
@@ -322,8 +343,9 @@ class BlockStack(Layer):
                 else:
                     sublayers["feed_forward"] = _apart(_alone(block.feed_forward.apply))
                 p = this.params[f"block_{i}"]
-                streams, cache = self._decode_layer(p, streams, sublayers)
+                streams, (cache, plan) = self._decode_layer(p, streams, sublayers)
                 caches.append(cache)
+                plans.append(plan)
             return streams, (tuple(caches), tuple(memory_kv))
 
         streams = self._opened(streams)
@@ -357,11 +379,15 @@ class BlockStack(Layer):
         for repeat, (repeat_params, repeat_caches) in enumerate(zip(params, caches, strict=True)):
             after.append([])
             for i, block in enumerate(self.blocks):
+                source, chosen = self._sources[i], None
+                if source is not None:
+                    chosen = self.blocks[source].attention.newest_choice(after[-1][source])
                 attend = functools.partial(
                     block.attention.step,
                     cache=repeat_caches[i],
                     position=position,
                     origins=origins,
+                    chosen=chosen,
                 )
                 sublayers = {"attention": attend}
                 if self._cross:
@@ -398,6 +424,16 @@ class BlockStack(Layer):
 def _alone(sublayer: Callable) -> Callable:
     """A sublayer that returns nothing but its output, for `BlockStack._decode`."""
     return lambda params, x, **added: (sublayer(params, x, **added), None)
+
+
+def _with_two(sublayer: Callable) -> Callable:
+    """A sublayer that returns a pair besides its output, for `BlockStack._decode`."""
+
+    def run(params, x):
+        out, *others = sublayer(params, x)
+        return out, tuple(others)
+
+    return run
 
 
 def _apart(sublayer: Callable) -> Callable:

@@ -120,6 +120,8 @@ class AttentionOp:
         ask.
       plans: "no" (it sees the same keys whatever it reads), "reads" the queries and keys, or
         "draws" at random and needs an rng. Devices skip the first; layers give the last an rng.
+      reuses: its plan is that of an op before it in the cycle of layers, which `may_reuse` names.
+        Stacks pass it on, and in decoding `newest_choice` of the other's cache as `step(chosen=)`.
       never_sees_itself: a position never sees itself. Layers with `next_value` ask.
       local: how far a position sees does not grow with the length. Models with
         `pos_type="rotary_local"` rotate its keys, and reversible stacks keep its positions.
@@ -148,6 +150,7 @@ class AttentionOp:
     local: ClassVar[bool] = False
     global_tokens: ClassVar[bool] = False
     gated = False  # an option of some recurrences
+    reuses = False
     shards: ClassVar[tuple[str, ...]] = ()
     chooses_keys: ClassVar[bool] = False
     scale = None  # the factor of logits, where it is an option
@@ -275,6 +278,15 @@ class AttentionOp:
         """
         del dims
         return {}
+
+    def may_reuse(self, other: AttentionOp) -> bool:
+        """Whether it can attend by the plan of another op, where it `reuses` one."""
+        del other
+        return False
+
+    def newest_choice(self, cache: Any) -> Any:
+        """What the newest query of each row chose, of a cache after `step`."""
+        raise NotImplementedError(f"{self.name} has no choice that others reuse")
 
     def reach(self, causal: bool) -> Reach | None:
         """How far a position sees, whatever the length; None: there is no such distance.
@@ -430,7 +442,8 @@ class AttentionOp:
           cache: from `init_cache` or the step before.
           position: its number, `[B]`.
           **call: where the algorithm reads them `bias`, `(positions of keys [B, S]) -> [B, N, S]`,
-            `extra_projections`, and `origins` in beam search (`decoding.cache.RingDecoding`).
+            `extra_projections`, `origins` in beam search (`decoding.cache.RingDecoding`), and
+            `chosen` from `newest_choice` where it `reuses` a choice.
         """
         call = self._call(causal=True, position=position, **call)
         q = self._scaled(call, params, q, k)

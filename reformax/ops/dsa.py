@@ -54,6 +54,15 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.indexing.candidates import rows_at
 from reformax.ops.indexing.indexer import Indexed, Indexer, IndexerCache
+from reformax.ops.indexing.learning import (
+    check_chooses,
+    clipped,
+    divergence,
+    index_queries,
+    init_queries,
+    is_chosen,
+    no_queries,
+)
 from reformax.ops.indexing.scores import IndexQueries, scores, scores_of_gathered
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
@@ -64,10 +73,8 @@ from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
+from reformax.ops.softmax.online import masked_softmax
 
-# The indexer clips its inputs to this magnitude. A score is a product of three inputs.
-MAX_INPUT = 1e9
 # The attention's kernels index words of 32 pairs with 31 bits.
 MAX_PAIRS = 2**36
 # Array operations gather the chosen keys where they are at most one of so many: on a CPU, both
@@ -99,6 +106,9 @@ class dsa(AttentionOp):
         over layers and over up to 256 queries of a row, spread evenly. It has a weight of that
         name, a `Meter`, which `reformax.flax` refuses.
       indexer: how keys are scored and which ones are, see `reformax.ops.indexing.indexer.Indexer`.
+      reuse: whether it sees the keys that the last `dsa` without `reuse` before it in the cycle of
+        layers chose (IndexCache, arXiv 2603.12201). It then has no indexer, no weights and no loss,
+        and the options of the indexer say nothing.
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
         Ampere or later, heads of 256 or less, index heads of 128 or less and at most 2^36 pairs of
         tokens, which take a bit of memory each. `"auto"` takes them where they compute the same
@@ -115,6 +125,7 @@ class dsa(AttentionOp):
     index_loss: NonNegative = 1.0
     report_loss: bool = False
     indexer: Indexer = Indexer()
+    reuse: bool = False
     impl: str = "auto"
 
     chooses_keys = True
@@ -123,10 +134,22 @@ class dsa(AttentionOp):
 
     @property
     def plans(self):
-        return "draws" if self.indexer.draws else "reads"
+        return "draws" if self.indexer.draws and not self.reuse else "reads"
+
+    @property
+    def reuses(self) -> bool:
+        return self.reuse
+
+    def may_reuse(self, other: AttentionOp) -> bool:
+        return isinstance(other, dsa) and not other.reuse
+
+    def newest_choice(self, cache: DsaCache) -> Int[Array, "B K"]:
+        return cache.chosen
 
     def _check(self) -> None:
-        """Raises `SettingError` where the local keys leave none to choose."""
+        """Raises `SettingError` for options of an indexer that is not there, or chooses nothing."""
+        if self.reuse and self.report_loss:
+            raise SettingError("reuse is True and report_loss too: it has no loss, leave one out")
         if self.indexer.n_local >= self.top_k:
             n_local, top_k = self.indexer.n_local, self.top_k
             raise SettingError(f"n_local is {n_local} and top_k {top_k}: expected it below top_k")
@@ -142,30 +165,30 @@ class dsa(AttentionOp):
         return kernel_obstacles(q, k, v, logits, **above)
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
-        n_heads, size, n_index, d_index = dims.n_heads, dims.d_qk, self.n_index_heads, self.d_index
+        if self.reuse:
+            return {}
         rng, rng_weight = jax.random.split(rng)
-        key = jax.random.normal(rng, (n_heads, size, d_index)) / math.sqrt(d_index)
-        head, index = jnp.arange(n_heads)[:, None], jnp.arange(n_index)[None]
-        shares_key = (head % n_index == index) | (index % n_heads == head)  # [N, J]
-        weight = jax.random.normal(rng_weight, (n_heads, size, n_index))
+        sizes = dims.n_heads, dims.d_qk, self.d_index
+        key = jax.random.normal(rng, sizes) / math.sqrt(self.d_index)
         meter = {"index_loss": Meter(jnp.zeros(()))} if self.report_loss else {}
-        return meter | {
-            "query": jnp.where(shares_key[:, None, :, None], key[:, :, None], 0),
-            "key": key,
-            "weight": 0.1 * weight / math.sqrt(n_heads * size),
-        }
+        return meter | init_queries(rng_weight, key, self.n_index_heads) | {"key": key}
 
     def _index_queries(self, params, q: Float[Array, "B T N H"], position=None) -> IndexQueries:
         position = positions(q.shape[1]) if position is None else position
-        queries, weights = _index_queries(params, q)
+        if self.reuse:
+            return no_queries(q)
+        queries, weights = index_queries(params, q)
         return IndexQueries(self.indexer.rotated(queries, position), weights)
 
     def _index_keys(self, params, k: Float[Array, "B T N H"], position=None) -> Array:
         position = positions(k.shape[1]) if position is None else position
+        if self.reuse:
+            return no_queries(k).queries[:, :, 0]
         return self.indexer.rotated(_index_keys(params, k)[:, :, None], position)[:, :, 0]
 
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
+        check_chooses(self.reuse, "dsa")
         ids, n = ids_or_ones(call.segment_ids, q), q.shape[1]
         n_local = self.indexer.n_local_keys(call.causal, n)
         if n_local >= self.top_k:
@@ -201,7 +224,8 @@ class dsa(AttentionOp):
         ids = ids_or_ones(call.segment_ids, q)
         index, index_keys = self._index_queries(params, q), self._index_keys(params, k)
         n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
-        factor = self.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
+        factor = 0.0 if self.reuse else self.index_loss
+        factor = factor / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import dsa as kernel
@@ -257,7 +281,7 @@ class dsa(AttentionOp):
         return KeysOfQueries(
             call.logits.of("bqnh,bsnh->bnqs", q, k),
             scores(self.indexer.score, IndexQueries(*index), index_keys),
-            _is_chosen(chosen, length) & _visible(call.causal, ids, query_ids, position),
+            is_chosen(chosen, length) & _visible(call.causal, ids, query_ids, position),
             jnp.arange(length, dtype=jnp.int32)[None, None],
             lambda weights: product("bnqs,bsnv->bqnv", weights, v, v.dtype),
         )
@@ -291,7 +315,7 @@ class dsa(AttentionOp):
             dropped_weights = weights * kept.astype(weights.dtype)
         mean_weights = lax.stop_gradient(weights).mean(axis=1)
         found = x.scores / math.sqrt(self.n_index_heads * self.d_index)
-        return x.summed(dropped_weights), _divergence(found, mean_weights, x.mask)
+        return x.summed(dropped_weights), divergence(found, mean_weights, x.mask)
 
     def _mean_loss(self, call: Call, q, k, v, index, index_keys, plan, ids) -> Float[Array, ""]:
         """The mean divergence over some queries, for the eye."""
@@ -301,30 +325,40 @@ class dsa(AttentionOp):
         keys, dtypes = lax.stop_gradient((k, v[..., :1], index_keys, ids)), (k.dtype, v.dtype)
         call = call.but(seed=None)
 
-        def divergence(q, chosen, query_ids, position, *index):
+        def divergence_of(q, chosen, query_ids, position, *index):
             x = self._of_chosen_keys(call, keys, dtypes, q, chosen, query_ids, position, *index)
             return self._attend_to_keys(call, x, position)[1]
 
         n_each = q.shape[2] * (q.shape[3] + 2) + self.n_index_heads + 2 * self.d_index
-        losses = by_chunks(divergence, n_each * plan.shape[2], *some)
+        losses = by_chunks(divergence_of, n_each * plan.shape[2], *some)
         return losses.sum() / jnp.maximum(jnp.sum(is_token(some[2])), 1).astype(losses.dtype)
 
     def _init_cache(self, call, params, q, k, v, plan) -> DsaCache:
         del plan
-        index = Indexed(self._index_queries(params, q), self._index_keys(params, k))
         memory = fill_ring(k, v, call.lengths, call.length)
+        if self.reuse:
+            return DsaCache(memory, (), ())
+        index = Indexed(self._index_queries(params, q), self._index_keys(params, k))
         settings = self.top_k, jnp.asarray(call.lengths), call.length, call.rng
-        return DsaCache(memory, self.indexer.start(index, *settings))
+        n_local = self.indexer.n_local_keys(True, call.length)
+        n_chosen = min(self.top_k - n_local, call.length) + n_local
+        none = jnp.full((len(k), n_chosen), -1, jnp.int32)
+        return DsaCache(memory, self.indexer.start(index, *settings), none)
 
     def _step(self, call, params, q, k, v, cache: DsaCache):
         at = call.position[:, None]
         memory = add_to_ring(cache.memory, k, v, call.position)
-        new = Indexed(self._index_queries(params, q, at), self._index_keys(params, k, at))
-        chosen, index = self.indexer.step(cache.index, new, call.position, self.top_k)
+        if self.reuse:
+            cache = DsaCache(memory, (), ())
+            chosen = call.chosen
+        else:
+            new = Indexed(self._index_queries(params, q, at), self._index_keys(params, k, at))
+            chosen, index = self.indexer.step(cache.index, new, call.position, self.top_k)
+            cache = DsaCache(memory, index, chosen)
         chosen = chosen[:, None]  # [B, 1, K]
         slot = jnp.maximum(chosen, 0)[..., None]
         keys, values = (jnp.take_along_axis(x, slot, axis=2) for x in memory)
-        return attend_to(call, q, keys, values, chosen >= 0, self.impl), DsaCache(memory, index)
+        return attend_to(call, q, keys, values, chosen >= 0, self.impl), cache
 
 
 class KeysOfQueries(NamedTuple):
@@ -345,24 +379,9 @@ class KeysOfQueries(NamedTuple):
     summed: Callable[[Array], Array]
 
 
-# The indexer
-
-
-def _index_queries(params, q: Float[Array, "B T N H"]) -> IndexQueries:
-    q = _clipped(q)
-    weights = 1 + jnp.einsum("btnh,nhj->btj", q, params["weight"].astype(q.dtype))
-    return IndexQueries(jnp.einsum("btnh,nhjd->btjd", q, params["query"].astype(q.dtype)), weights)
-
-
 def _index_keys(params, k: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-    k = _clipped(k)
+    k = clipped(k)
     return jnp.einsum("btnh,nhd->btd", k, params["key"].astype(k.dtype))
-
-
-def _clipped(x: Array) -> Array:
-    """Clips vectors, in float32 or wider, so that scores do not overflow. They have no gradient."""
-    x = lax.stop_gradient(x).astype(accum_dtype(x.dtype))
-    return jnp.clip(x, -MAX_INPUT, MAX_INPUT)
 
 
 def _visible(causal: bool, ids: Int[Array, "#B S"], query_ids, position) -> Bool[Array, "B Q S"]:
@@ -371,33 +390,15 @@ def _visible(causal: bool, ids: Int[Array, "#B S"], query_ids, position) -> Bool
     return Visibility(causal).sees(Side(position[..., None], query_ids[..., None]), k)
 
 
-def _is_chosen(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:
-    """Whether each query chose each position."""
-    row, query, _ = jnp.ogrid[: chosen.shape[0], : chosen.shape[1], :1]
-    position = jnp.where(chosen < 0, length, chosen)
-    none = jnp.zeros((*chosen.shape[:2], length), bool)
-    return none.at[row, query, position].set(True, mode="drop")
-
-
-def _divergence(
-    scores: Float[Array, "B Q S"],
-    attention: Float[Array, "B Q S"],
-    mask: Bool[Array, "B Q S"],
-) -> Float[Array, "B Q"]:
-    """Eq. 4 of each query: `KL(attention || softmax(scores))` over the positions that it sees."""
-    scores = scores - largest(scores, mask, axis=-1)
-    # A score may exceed the maximum by rounding, which for large scores is not small.
-    scores = scores - jnp.where(mask, lax.stop_gradient(jnp.maximum(scores, 0)), 0)
-    row_sum = masked_exp(scores, mask, jnp.zeros_like(scores[..., :1])).sum(axis=-1, keepdims=True)
-    log_ratio = jnp.log(jnp.where(attention > 0, attention, 1)) - scores + jnp.log(nonzero(row_sum))
-    return jnp.where(mask, attention * log_ratio, 0).sum(axis=-1)
-
-
 # Decoding. C is the capacity.
 
 
 class DsaCache(NamedTuple):
-    """All positions, and the indexer's cache."""
+    """All positions, the indexer's cache, and what the newest query of each row chose.
+
+    The last two are () where a choice is reused.
+    """
 
     memory: KeyValues
-    index: IndexerCache
+    index: IndexerCache | tuple[()]
+    chosen: Int[Array, "B K"] | tuple[()]

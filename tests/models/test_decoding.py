@@ -9,7 +9,8 @@ import pytest
 
 from reformax.layers import reversible
 from reformax.models import ReformerLM, TransformerLM
-from reformax.ops import dense, local, lsh, shared_qk
+from reformax.ops import csa, dense, dsa, local, lsh, shared_qk
+from reformax.ops.indexing.indexer import Indexer
 from tests.helpers import changed
 from tests.layers import plain
 from tests.ops.rows import ROWS, one_of_each_kind, over
@@ -42,6 +43,16 @@ SLOTS = dict(
     next_value=True,
     pos_type="rotary_local",
 )
+INDEXER = dict(top_k=3, n_index_heads=2, d_index=4)
+SUMMARIES = dict(block_size=2, window=4, share_kv=True, rotary_features=2)
+REUSED = (
+    dsa.dsa(**INDEXER),
+    csa.csa(**INDEXER, **SUMMARIES),
+    dsa.dsa(reuse=True),
+    csa.csa(reuse=True, **SUMMARIES),
+    dsa.dsa(**INDEXER, indexer=Indexer(n_local=2, group=2)),
+    dsa.dsa(reuse=True),
+)
 MODELS = {
     "transformer, rotary": (TransformerLM, {}),
     "transformer, axial": (TransformerLM, AXIAL),
@@ -63,6 +74,8 @@ MODELS = {
     "reformer, sinusoidal": (ReformerLM, dict(attention_type=CYCLE, pos_type="sinusoidal")),
     "reformer, none": (ReformerLM, dict(attention_type=CYCLE, pos_type="none")),
     "reformer, one head of local keys": (ReformerLM, dict(attention_type=CYCLE, n_kv_heads=1)),
+    "transformer, a choice reused": (TransformerLM, dict(attention_type=REUSED, n_layers=6)),
+    "reformer, a choice reused": (ReformerLM, dict(attention_type=REUSED, n_layers=6)),
     "reformer, slots": (ReformerLM, SLOTS),
     "reformer, next values by hashing": (ReformerLM, SLOTS | dict(attention_type=STRICT_CYCLE)),
 }
@@ -76,6 +89,7 @@ SLOW = {
     "reformer, sinusoidal",
     "reformer, none",
     "reformer, next values by hashing",
+    "reformer, a choice reused",
 }
 
 

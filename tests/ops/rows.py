@@ -10,12 +10,14 @@ from reformax.ops import (
     asymmetric_lsh,
     block_patterns,
     block_sparse,
+    csa,
     dense,
     dsa,
     flash,
     gated_delta,
     gated_linear,
     hash_sparse,
+    hca,
     kda,
     linear,
     linformer,
@@ -36,9 +38,9 @@ from reformax.ops import (
 )
 from reformax.ops.base import AttentionOp
 from reformax.ops.calls.dispatch import INTERPRETED
-from reformax.ops.indexing.candidates import Hashed, Pooled
+from reformax.ops.indexing.candidates import Clustered, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexer
-from tests.ops import indexed, low_rank, native_sparse, recurrences, routed
+from tests.ops import compressed, indexed, low_rank, native_sparse, recurrences, routed
 
 # No sequence of the shared tests is longer.
 LONGEST = 130
@@ -82,8 +84,8 @@ class Row(NamedTuple):
       second_order: how many of three second derivatives the op has (`test_second_order.py`); the
         others are refused.
       rounding: how many times the error of softmax attention the op's rounding may have.
-      group_chooses: whether the heads of one key head choose together where they look, so that
-        repeated keys are another function.
+      group_chooses: whether the heads of one key head choose together where they look, or read
+        projections of their own, so that repeated keys are another function.
       own_loss: whether its weights learn by a loss of their own, over all positions.
       slow: whether its tests are slow, though it is the first row of its factory.
     """
@@ -431,13 +433,25 @@ _INDEXED = {
     "index_loss": (1.0, 0.5),
     "impl": ("xla",),
 }
+_COMPRESSED = {"learned_sinks": (True, False), "share_kv": (False,)}
+_BEST_SUMMARIES = {
+    "block_size": (3, 1, 4),
+    "top_k": (2, 1, 50),
+    "window": (6, 4, 64),
+    "n_index_heads": (2, 1, 3),
+    "d_index": (4, 1, 7),
+    "index_loss": (1.0, 0.5),
+}
+_ALL_SUMMARIES = {"block_size": (4, 1, 6), "window": (6, 9, 64)}
 _LOCAL = Indexer(score="product", rotary=True, n_local=3, group=3)
 _POOLED = Indexer(candidates=Pooled(block_sizes=(8, 4), n_blocks=2))
+_CLUSTERED = Indexer(candidates=Clustered(stride=4, n_clusters=2, n_nearest=3))
 _HASHED = Indexer(score="product", candidates=Hashed(n_hashes=3, n_buckets=4, n_nearest=4))
 _HASHED_RELU = Indexer(n_local=2, candidates=Hashed(n_hashes=2, n_nearest=3, centre=False))
 _INDEXERS = {
     "dsa_local": {"top_k": (6, 200), "indexer": (_LOCAL, Indexer(rotary=True))},
     "dsa_pooled": {"top_k": (5, 200), "indexer": (_POOLED,)},
+    "dsa_clustered": {"top_k": (5, 200), "indexer": (_CLUSTERED,)},
     "dsa_hashed": {"top_k": (5, 200), "indexer": (_HASHED, _HASHED_RELU)},
 }
 _ROUTED = {
@@ -648,6 +662,27 @@ ROWS = [
     *(
         Row(name, dsa.dsa, _INDEXED | options, reference=indexed.dsa, own_loss=True)
         for name, options in _INDEXERS.items()
+    ),
+    Row(
+        "hca",
+        hca.hca,
+        _ALL_SUMMARIES | _COMPRESSED,
+        n_held=6,
+        reference=compressed.hca,
+        rounding=10,  # a norm of few features divides by what may be near 0
+        group_chooses=True,
+        slow=True,
+    ),
+    Row(
+        "csa",
+        csa.csa,
+        _BEST_SUMMARIES | _COMPRESSED,
+        n_held=6,
+        reference=compressed.csa,
+        rounding=10,
+        group_chooses=True,
+        own_loss=True,
+        slow=True,
     ),
     *(
         Row(

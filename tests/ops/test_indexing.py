@@ -8,11 +8,12 @@ import pytest
 from reformax.declared import SettingError
 from reformax.ops import dsa
 from reformax.ops.indexing import streaming
-from reformax.ops.indexing.candidates import Hashed, Pooled
+from reformax.ops.indexing.candidates import Clustered, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexed, Indexer
 from reformax.ops.indexing.scores import IndexQueries
 
 KEY = jax.random.key(3)
+ALL_CLUSTERS = Clustered(stride=4, n_clusters=100, n_nearest=106)
 ALL_BLOCKS = Pooled(block_sizes=(12, 4), n_blocks=100)
 INDEXERS = {
     "all": Indexer(),
@@ -21,6 +22,7 @@ INDEXERS = {
     "grouped": Indexer(n_local=5, group=4),
     "pooled": Indexer(candidates=Pooled(block_sizes=(5,), n_blocks=2)),
     "levels": Indexer(n_local=2, candidates=Pooled(block_sizes=(12, 4), n_blocks=2)),
+    "clustered": Indexer(candidates=Clustered(stride=5, n_clusters=2, n_nearest=4)),
     "hashed": Indexer(score="product", candidates=Hashed(n_hashes=3, n_buckets=4, n_nearest=6)),
     "hashed relu": Indexer(candidates=Hashed(n_hashes=2, n_nearest=5)),
 }
@@ -128,13 +130,14 @@ def test_no_array_holds_all_pairs(candidates):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
-def test_blocks_that_cover_all_keys_leave_the_choice_as_it_is(causal, is_packed):
+@pytest.mark.parametrize("every", [ALL_BLOCKS, ALL_CLUSTERS], ids=["blocks", "clusters"])
+def test_candidates_that_cover_all_keys_leave_the_choice_as_it_is(causal, is_packed, every):
     x = integers(53)
     ids = packed(53) if is_packed else np.ones((2, 53), np.int32)
     for options in (dict(), dict(n_local=5, group=4)):
         got, want = (
             choose(Indexer(candidates=candidates, **options), x, 10, causal, ids)
-            for candidates in (ALL_BLOCKS, None)
+            for candidates in (every, None)
         )
         assert as_sets(got) == as_sets(want)
 
@@ -170,6 +173,11 @@ def test_recall_rises_with_hashes_and_with_blocks():
     assert recall(Hashed(n_hashes=64, n_buckets=2, n_nearest=600), x) == 1
     pooled = [recall(Pooled(block_sizes=(8,), n_blocks=n), x) for n in (2, 8, 32, 75)]
     assert np.all(np.diff(pooled) > 0.02) and pooled[-1] == 1
+    in_clusters = [
+        recall(Clustered(stride=8, n_clusters=n, n_nearest=600), x) for n in (1, 2, 8, 75)
+    ]
+    assert np.all(np.diff(in_clusters) > 0.02) and in_clusters[-1] == 1
+    assert in_clusters[1] > pooled[1], "of two clusters against eight blocks of as many keys"
 
 
 def test_without_their_mean_keys_that_point_to_one_side_have_buckets_of_their_own():
@@ -205,7 +213,7 @@ def test_a_segment_sees_nothing_of_its_neighbours(name):
         assert within == [{s for s in row if ids[0, s] == 2} for row in as_sets(want)]
 
 
-@pytest.mark.parametrize("name", ["levels", "hashed"])
+@pytest.mark.parametrize("name", ["levels", "clustered", "hashed"])
 def test_what_padding_holds_changes_no_choice(name):
     x, ids = clustered(36), np.concatenate([np.repeat([[1, 2]], 14, axis=1), np.zeros((1, 8))], 1)
     ids = ids.astype(np.int32)
@@ -243,9 +251,10 @@ def test_a_query_sees_its_incomplete_block():
             6,
         ),
         (lambda n: Pooled(block_sizes=(int(n**0.5),), n_blocks=4), 10),  # T^1.5
+        (lambda n: Clustered(stride=int(n**0.5), n_clusters=4, n_nearest=16), 10),
         (lambda n: None, None),
     ],
-    ids=["hashed", "levels", "one size", "all"],
+    ids=["hashed", "levels", "one size", "clustered", "all"],
 )
 def test_cost_grows_slower_than_pairs(candidates, most, monkeypatch):
     """Floating-point operations and bytes of the compiled program, from T to 4 T.

@@ -29,6 +29,7 @@ from tests.layers import test_trax_attention
 from tests.ops.inputs import Inputs
 from tests.ops.rows import ROWS, Shape
 from tests.ops.test_against_oracle import attend_and_differentiate, random_segments
+from tests.peers import deepseek
 
 BATCH, LENGTH, N_HEADS, D_HEAD, CHUNK_LEN, N_HASHES = 2, 48, 2, 8, 8, 3
 SHAPE = Shape(BATCH, LENGTH, LENGTH, N_HEADS)
@@ -71,7 +72,10 @@ class Comparison(NamedTuple):
 
     @property
     def missing(self) -> bool:
-        return importlib.util.find_spec(self.needs) is None
+        try:
+            return importlib.util.find_spec(self.needs) is None
+        except ModuleNotFoundError:  # of the package that should have it
+            return True
 
 
 def deviation(got, want) -> float:
@@ -371,6 +375,13 @@ def in_a_row(layer):
     return run
 
 
+# DeepSeek and GLM, of `tests.peers.deepseek`.
+
+
+def indexed(side, name: str) -> Deviations:
+    return compared(*side(name))
+
+
 # Trax.
 
 
@@ -426,6 +437,17 @@ def rows_of_low_rank():
         yield module, module, "both ways", name, measure
 
 
+def rows_of_indexers():
+    for subject, name, side, which in (
+        ("DeepSeek V3.2", "dsa", deepseek.mla, "deepseek_v32"),
+        ("GLM 5", "dsa", deepseek.mla, "glm_moe_dsa"),
+        ("CSA of DeepSeek V4", "csa", deepseek.v4, "csa"),
+        ("HCA of DeepSeek V4", "hca", deepseek.v4, "hca"),
+    ):
+        needs = f"transformers.models.{which if name == 'dsa' else 'deepseek_v4'}"
+        yield "transformers, indexed", needs, subject, name, functools.partial(indexed, side, which)
+
+
 def rows_of_trax():
     for layer, its, options in (
         (SelfAttention, tl.SelfAttention, dict(causal=True, bias=True)),
@@ -449,6 +471,7 @@ COMPARISONS = tuple(
         *rows_of_torch(),
         *rows_of_reformers(),
         *rows_of_low_rank(),
+        *rows_of_indexers(),
         *rows_of_trax(),
     )
 )

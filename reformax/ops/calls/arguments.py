@@ -99,6 +99,7 @@ def check_read(op, call) -> None:
         global_tokens=op.global_tokens,
         extra_projections=op.extra_projections(Dims(1, 1, 1, 1)),
         origins=op.decoding == "beams",
+        chosen=op.reuses,
     )
     for name, reads in read.items():
         if getattr(call, name) is not None and not reads:

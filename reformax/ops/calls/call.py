@@ -40,6 +40,7 @@ class Call:
       global_tokens: above 0 at global tokens.
       position: in a step of decoding, that of each row.
       origins: in beam search, as in `decoding.cache.RingDecoding`.
+      chosen: in a step of decoding of an op that reuses a choice, that of the other op.
       sinks: a logit of each head in the denominator of its softmax (`softmax.learned_sinks`). An op
         sets it of its weights.
     """
@@ -60,6 +61,7 @@ class Call:
     global_tokens: Int[Array, "B T"] | None = None
     position: Int[Array, " B"] | None = None
     origins: Int[Array, "G K C"] | None = None
+    chosen: Int[Array, "B K"] | None = None
     sinks: Float[Array, " N"] | None = None
 
     def but(self, **changes: Any) -> Call:

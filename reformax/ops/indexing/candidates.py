@@ -31,7 +31,7 @@ from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
-from reformax.ops.numerics.query_chunks import in_blocks
+from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks
 
 
 class IndexedKeys(NamedTuple):
@@ -279,8 +279,7 @@ class Hashed(Candidates):
             keys = centred(keys, x.segment_ids, x.causal)
         codes = self.codes(rotations, x, keys)
         n_buckets = math.prod(self._factors(x))
-        order = sort_by_bucket(codes, n_buckets, x.segment_ids, 0).query_positions
-        return HashedKeys(rotations, codes[:, 0], order[:, 0])
+        return HashedKeys(rotations, _sorted(codes, n_buckets, x))
 
     def n_numbers(self, x: IndexedKeys, n_searched: int) -> int:
         n_each = n_searched * self.n_hashes
@@ -289,22 +288,8 @@ class Hashed(Candidates):
         return n_codes + n_each * n_nearest * (x.keys.shape[2] + n_searched + 4)
 
     def of(self, prepared: HashedKeys, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B Q M"]:
-        n_keys = x.keys.shape[1]
-        n = min(self.n_nearest, n_keys)
-        codes = self.codes(prepared.rotations, x, queries.index.searched(x.score))  # [B, J, R, Q]
-        n_before = _sorted_before(prepared, x, codes, queries)
-        first = n_before - (n if x.causal else n // 2)
-        slot = first[..., None] + jnp.arange(n, dtype=jnp.int32)[None, None, None, None]
-        exists, slot = (slot >= 0) & (slot < n_keys), jnp.clip(slot, 0, n_keys - 1)
-
-        def of_hash(x: Int[Array, "B R S"], at: Int[Array, "B J R Q M"]) -> Array:
-            take = jax.vmap(jax.vmap(lambda x, at: x[at], in_axes=(0, 1), out_axes=1))
-            return take(x, at)
-
-        position = of_hash(prepared.order, slot)
-        exists &= of_hash(prepared.codes, position) == codes[..., None]
-        position = jnp.where(exists, position, -1)
-        return jnp.moveaxis(position, 3, 1).reshape(*queries.ids.shape, -1)
+        codes = self.codes(prepared.rotations, x, queries.index.searched(x.score))
+        return _nearest_of_code(prepared.sorted, x, codes, queries, self.n_nearest)
 
     def start(self, x: IndexedKeys) -> HashedState:
         rotations = self.rotations(x)
@@ -325,12 +310,7 @@ class Hashed(Candidates):
 
     def of_newest(self, state: HashedState, x: IndexedKeys, queries: QueryChunk):
         codes = self.codes(state.rotations.value, x, queries.index.searched(x.score))
-        position = jnp.arange(x.keys.shape[1], dtype=jnp.int32)[None, None, None]
-        so_far = CAUSAL.sees(Side(queries.position[:, None, None]), Side(position))
-        same = (state.codes[:, None] == codes) & so_far  # [B, J, R, C]
-        nearest = jnp.broadcast_to(position.astype(jnp.float32), same.shape)
-        found = best_of(nearest, same, min(self.n_nearest, same.shape[-1]))
-        return found.reshape(len(found), 1, -1)
+        return _newest_of_code(state.codes, codes, queries, self.n_nearest)
 
 
 class HashedState(NamedTuple):
@@ -342,15 +322,169 @@ class HashedState(NamedTuple):
 
 
 class HashedKeys(NamedTuple):
-    """The rotations; the keys' buckets by position; the positions in the order of buckets."""
+    """The rotations, and the keys in the order of buckets."""
 
     rotations: Float[Array, "1 D R F"]
+    sorted: SortedKeys
+
+
+# Clusters
+
+
+@op_option
+class Clustered(Candidates):
+    """The keys of the clusters whose centres have the highest scores.
+
+    Every `stride`-th key is a centre, as it is: means of clusters, such as those of k-means, would
+    hold later tokens. A key belongs to the nearest centre up to itself in its segment; those before
+    the first centre of their segment are a cluster that all its queries search. Of a cluster the
+    candidates are the nearest before the query, in a call that is not causal also after it.
+
+    Args:
+      stride: positions from a centre to the next.
+      n_clusters: clusters that a query searches.
+      n_nearest: keys of a cluster.
+
+    Time is `2 T^2 / stride` products of small vectors, and `T n_clusters n_nearest` scores.
+    """
+
+    stride: Size = 128
+    n_clusters: Size = 8
+    n_nearest: Size = 256
+
+    def prepare(self, x: IndexedKeys) -> ClusteredKeys:
+        codes = self._codes(x)
+        n_centres = -(-x.keys.shape[1] // self.stride)
+        firsts = ends_of_segment(x.ids)[0]
+        return ClusteredKeys(_sorted(codes[:, None, None], n_centres, x), firsts // self.stride)
+
+    def _codes(self, x: IndexedKeys) -> Int[Array, "B S"]:
+        """The number of each key's centre."""
+        length, (centres, of_centre) = x.keys.shape[1], self._centres(x)
+        keys = tokens_only(x.keys[:, :, None], x.ids)[:, :, 0]
+        firsts = ends_of_segment(x.ids)[0] // self.stride
+
+        def nearest(keys, position, ids, first):
+            key = Side(position[..., None], ids[..., None])
+            found = best_of(_nearness(keys, centres), self._rule(x).sees(key, of_centre), 1)[..., 0]
+            return jnp.where(found < 0, first, found)
+
+        n_seen = 3 * centres.shape[1]
+        arrays = keys, jnp.arange(length, dtype=jnp.int32)[None], x.ids, firsts
+        return join_chunks(by_chunks(nearest, n_seen, *arrays), length)
+
+    def _rule(self, x: IndexedKeys) -> Visibility:
+        """Which centres a key, or a query, has."""
+        return Visibility(x.causal)
+
+    def _centres(self, x: IndexedKeys) -> tuple[Float[Array, "B C D"], Side]:
+        centres = tokens_only(x.keys[:, :, None], x.ids)[:, :: self.stride, 0]
+        position = jnp.arange(centres.shape[1], dtype=jnp.int32) * self.stride
+        return centres, Side(position[None, None], x.ids[:, None, :: self.stride])
+
+    def _searched(self, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B K 1 Q"]:
+        """The clusters that the queries search; -1 is none."""
+        centres, of_centre = self._centres(x)
+        query = Side(queries.position[..., None], queries.ids[..., None])
+        found = scores(x.score, queries.index, centres)
+        allowed = self._rule(x).sees(query, of_centre)
+        best = best_of(found, allowed, min(self.n_clusters, centres.shape[1]))
+        return jnp.moveaxis(best, 2, 1)[:, :, None]
+
+    def n_numbers(self, x: IndexedKeys, n_searched: int) -> int:
+        n_centres = -(-x.keys.shape[1] // self.stride)
+        n_nearest = min(self.n_nearest, x.keys.shape[1])
+        n_clusters = min(self.n_clusters, n_centres) + 1
+        n_found = n_clusters * n_nearest * (x.keys.shape[2] + n_searched + 4)
+        return n_centres * (n_searched + 2) + n_found
+
+    def of(self, prepared: ClusteredKeys, x: IndexedKeys, queries: QueryChunk):
+        own = prepared.firsts[:, queries.position[0]][:, None, None]
+        codes = jnp.concatenate([self._searched(x, queries), own], axis=1)
+        return _nearest_of_code(prepared.sorted, x, codes, queries, self.n_nearest)
+
+    def start(self, x: IndexedKeys) -> Int[Array, "B C"]:
+        return self._codes(x)
+
+    def advance(self, state, x: IndexedKeys, key, position) -> Int[Array, "B C"]:
+        centres, of_centre = self._centres(x)
+        allowed = CAUSAL.sees(Side(position[:, None, None]), Side(of_centre.position))
+        code = best_of(_nearness(key, centres), allowed, 1)[:, 0, 0]
+        return state.at[jnp.arange(len(position)), position].set(code)
+
+    def of_newest(self, state, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B 1 M"]:
+        codes = self._searched(x, queries)
+        codes = jnp.concatenate([codes, jnp.zeros_like(codes[:, :1])], axis=1)  # the first cluster
+        return _newest_of_code(state[:, None], codes, queries, self.n_nearest)
+
+
+class ClusteredKeys(NamedTuple):
+    """The keys in the order of clusters, and the cluster of each position's segment's first one."""
+
+    sorted: SortedKeys
+    firsts: Int[Array, "B S"]
+
+
+def _nearness(keys: Float[Array, "B Q D"], centres: Float[Array, "B C D"]) -> Array:
+    """What is larger the smaller the distance from a key to a centre is, `[B, Q, C]`."""
+    half_squares = jnp.einsum("bcd,bcd->bc", centres, centres)[:, None] / 2
+    return jnp.einsum("bqd,bcd->bqc", keys, centres) - half_squares
+
+
+# Of buckets and of clusters: R codes of each key, and J codes that a query searches in each.
+
+
+class SortedKeys(NamedTuple):
+    """The keys' codes by position, and the positions in the order (segment, code, position)."""
+
     codes: Int[Array, "B R S"]
     order: Int[Array, "B R S"]
 
 
+def _sorted(codes: Int[Array, "B 1 R S"], n_codes: int, x: IndexedKeys) -> SortedKeys:
+    order = sort_by_bucket(codes, n_codes, x.segment_ids, 0).query_positions
+    return SortedKeys(codes[:, 0], order[:, 0])
+
+
+def _nearest_of_code(
+    prepared: SortedKeys,
+    x: IndexedKeys,
+    codes: Int[Array, "B J R Q"],
+    queries: QueryChunk,
+    n_nearest: int,
+) -> Int[Array, "B Q M"]:
+    """The nearest keys of each code; -1 is none."""
+    n_keys = x.keys.shape[1]
+    n = min(n_nearest, n_keys)
+    n_before = _sorted_before(prepared, x, codes, queries)
+    first = n_before - (n if x.causal else n // 2)
+    slot = first[..., None] + jnp.arange(n, dtype=jnp.int32)[None, None, None, None]
+    exists, slot = (slot >= 0) & (slot < n_keys), jnp.clip(slot, 0, n_keys - 1)
+
+    def of_hash(x: Int[Array, "B R S"], at: Int[Array, "B J R Q M"]) -> Array:
+        take = jax.vmap(jax.vmap(lambda x, at: x[at], in_axes=(0, 1), out_axes=1))
+        return take(x, at)
+
+    position = of_hash(prepared.order, slot)
+    exists &= of_hash(prepared.codes, position) == codes[..., None]
+    position = jnp.where(exists, position, -1)
+    return jnp.moveaxis(position, 3, 1).reshape(*queries.ids.shape, -1)
+
+
+def _newest_of_code(
+    held: Int[Array, "B R C"], codes: Int[Array, "B J R 1"], queries: QueryChunk, n_nearest: int
+) -> Int[Array, "B 1 M"]:
+    """The newest keys of each code that the newest query searches; -1 is none."""
+    position = jnp.arange(held.shape[2], dtype=jnp.int32)[None, None, None]
+    so_far = CAUSAL.sees(Side(queries.position[:, None, None]), Side(position))
+    same = (held[:, None] == codes) & so_far  # [B, J, R, C]
+    nearest = jnp.broadcast_to(position.astype(jnp.float32), same.shape)
+    found = best_of(nearest, same, min(n_nearest, same.shape[-1]))
+    return found.reshape(len(found), 1, -1)
+
+
 def _sorted_before(
-    prepared: HashedKeys, x: IndexedKeys, codes: Int[Array, "B J R Q"], queries: QueryChunk
+    prepared: SortedKeys, x: IndexedKeys, codes: Int[Array, "B J R Q"], queries: QueryChunk
 ) -> Int[Array, "B J R Q"]:
     """How many keys come before a query's next key in the order (segment, bucket, position).
 

@@ -57,7 +57,8 @@ class Indexer(OpOption):
         arXiv 2607.24593). Each sees, besides, its local keys, at least `group` of them, so that
         none is lost between it and the leader. A query of another segment than its leader's sees
         its local keys alone.
-      candidates: `candidates.Pooled()` or `candidates.Hashed()`; None: all keys are scored.
+      candidates: `candidates.Pooled()`, `candidates.Clustered()` or `candidates.Hashed()`; None:
+        all keys are scored.
     """
 
     score: Score = "relu"

@@ -1,0 +1,110 @@
+"""Softmax attention to a window and to summaries, which are merged to one softmax.
+
+Rows of a softmax are `[B, T, G, M]`: M query heads of a key head. Other letters besides those of
+`reformax.ops.base`: C blocks of L positions, Q queries of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.ops.calls.call import Call
+from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
+from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.softmax.masked import softmax_over
+from reformax.ops.softmax.online import Softmax
+
+
+class Summaries(NamedTuple):
+    """Summaries of blocks as keys and values, and the segment of each block's last position."""
+
+    keys: Float[Array, "B C G H"]
+    values: Float[Array, "B C G V"]
+    ids: Int[Array, "B C"]
+
+
+def last_position(block: Int[Array, "*d"], size: int) -> Int[Array, "*d"]:
+    """The last position of blocks, from which on their summaries are seen."""
+    return block * size + (size - 1)
+
+
+def grouped(q: Float[Array, "B T N H"], n_kv: int) -> Float[Array, "B T G M H"]:
+    """The query heads of each key head."""
+    return q.reshape(*q.shape[:2], n_kv, -1, q.shape[-1])
+
+
+def to_window(call: Call, q, k, v, window: int) -> Softmax:
+    """The softmax of each query over the keys less than `window` positions before it."""
+    length, n_heads, n_kv = *q.shape[1:3], k.shape[2]
+    size = min(window, length)
+    rule, ids = Visibility(call.causal, window), ids_or_ones(call.segment_ids, q)
+
+    def with_block_before(x):  # [B, T, ...] -> [B, C, 2 L, ...]
+        x = in_blocks(x, size)
+        before = jnp.pad(x[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.concatenate([before, x], axis=2)
+
+    @jax.checkpoint  # the gradient computes the logits again instead of keeping them
+    def attend(q, ids, query, k, v, key_ids, key):
+        query, key = query[..., None], key[:, :, None]
+        keys = Side(key, key_ids[:, :, None], exists=key >= 0)
+        mask = rule.sees(Side(query, ids[..., None]), keys)
+        dropped = None
+        if call.seed is not None:
+            batch = jnp.arange(len(q), dtype=jnp.int32)[:, None, None, None, None, None]
+            head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, 1, n_kv, -1, 1, 1)
+            addresses = query[:, :, None, None], 2 * key[:, :, None, None]
+            dropped = dropout_mask(call.seed, call.dropout, batch, head, *addresses)
+        logits = call.logits.of("bclgmh,bckgh->bcgmlk", q, k)
+        found = softmax_over(logits, mask[:, :, None, None], "bcgmlk,bckgv->bcgmlv", v, dropped)
+        return Softmax(*(jnp.moveaxis(x, 4, 2) for x in found))
+
+    queries = [in_blocks(x, size) for x in (grouped(q, n_kv), ids, positions(length))]
+    keys = [with_block_before(x) for x in (k, v, ids, positions(length) + 1)]
+    keys[-1] = keys[-1] - 1  # -1 is none
+    n_seen = 2 * size * (size * n_heads + n_kv * (k.shape[3] + v.shape[3]))
+    found = by_chunks(attend, n_seen, *queries, *keys)
+    rows = (join_chunks(x, queries[0].shape[1]) for x in found)
+    return Softmax(*(x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length] for x in rows))
+
+
+def to_summaries(
+    call: Call,
+    logits: Float[Array, "B G M Q K"],
+    mask: Bool[Array, "B 1 1 Q K"],
+    axes: str,
+    values: Array,
+    block: Int[Array, "#B #G #M #Q K"],
+    query: Int[Array, "1 Q"],
+) -> Softmax:
+    """The softmax of a chunk of queries over summaries.
+
+    Args:
+      call: of the op, which says what is dropped.
+      logits, mask, axes, values: as in `softmax_over`.
+      block: the numbers of the summaries, by which dropout is drawn.
+      query: the positions of the queries.
+    """
+    dropped = None
+    if call.seed is not None:
+        n_batch, n_kv, n_each = logits.shape[:3]
+        batch = jnp.arange(n_batch, dtype=jnp.int32)[:, None, None, None, None]
+        head = jnp.arange(n_kv * n_each, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
+        addresses = query[:, None, None, :, None], 2 * block + 1
+        dropped = dropout_mask(call.seed, call.dropout, batch, head, *addresses)
+    found = softmax_over(logits, mask, axes, values, dropped)
+    return Softmax(*(jnp.moveaxis(x, 3, 1) for x in found))
+
+
+def merged(call: Call, near: Softmax, far: Softmax) -> Softmax:
+    """One softmax over the keys of both, and the sinks of the call's heads if it has some."""
+    whole = near.merge(far)
+    if call.sinks is None:
+        return whole
+    return whole.with_sinks(call.sinks.reshape(1, 1, *far.row_max.shape[2:]))

@@ -1,0 +1,324 @@
+"""Compressed sparse attention: a window, and the best summaries of 4 positions by an indexer.
+
+DeepSeek-AI 2026 ("DeepSeek-V4", sec. 2.3.1). A summary is a gated sum over the positions of its
+block and of the block before (`ops.compressing.summaries`). An indexer has summaries of its own,
+one small key each, and the score of summary c for position t is
+
+    I_tc = sum_j w_tj ReLU(q_tj . k_c)
+
+A query has one softmax over the keys of its window, the `top_k` best summaries of complete blocks
+up to itself, and a learnt sink. As in `ops.dsa`, the choice has no gradient, the indexer reads the
+layer's queries and keys, and it learns from the attention alone: by the divergence of its softmax
+over the chosen summaries from the mean of all heads' weights of them, in the softmax that has the
+window and the sinks too.
+
+Time is `T^2 / block_size` small products, and `T (top_k + window)` for the attention; memory is
+`T top_k`. A cache holds `T / block_size` summaries and as many index keys.
+
+Letters besides those of `reformax.ops.base`: J index heads of size D, C summaries, of which a query
+sees K, Q queries of a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from reformax import devices
+from reformax.declared import Count, NonNegative, SettingError, Size, Width
+from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.dims import Dims
+from reformax.ops.compressing.attention import (
+    Summaries,
+    grouped,
+    last_position,
+    merged,
+    to_summaries,
+)
+from reformax.ops.compressing.op_functions import Compressed, CompressedCache
+from reformax.ops.compressing.summaries import Series, init_weights, newest_summary, summarize
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, fill_ring
+from reformax.ops.indexing.candidates import rows_at
+from reformax.ops.indexing.learning import (
+    check_chooses,
+    clipped,
+    divergence,
+    index_queries,
+    init_queries,
+    is_chosen,
+    no_queries,
+)
+from reformax.ops.indexing.rule import ChoiceRule
+from reformax.ops.indexing.scores import IndexQueries, scores, scores_of_gathered
+from reformax.ops.indexing.streaming import best_keys
+from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.visibility import CAUSAL, Side, is_token
+from reformax.ops.numerics.auxiliary_loss import with_loss
+from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
+from reformax.ops.numerics.rotary import RotaryBase
+from reformax.ops.sharding.shard import row_axes_of
+from reformax.ops.softmax.online import Softmax, masked_softmax, nonzero
+
+# The chosen summaries are gathered where they are at most one of so many.
+GATHERED = 4
+
+
+@op
+class csa(Compressed, AttentionOp):
+    """Causal attention to a window and to the best summaries, the same for all heads.
+
+    Blocks are at fixed positions of the row. In packed rows a summary is over the segment of its
+    block's last position alone, which alone sees it. Segments are contiguous. The paper's model has
+    one head of keys, which are values too: `n_kv_heads=1` and `share_kv=True` here, where the
+    window still has the layer's keys and values. With `top_k` of all summaries nothing is chosen.
+
+    Weights and further projections: see `ops.compressing.op_functions.Compressed`; and of the
+    indexer as `index`, `query [N, H, J, D]`, `weight [N, H, J]`, to whose products 1 is added,
+    `key` and `gate [G, H, 2, D]`, `positions [L, 2, D]` and `norm [D]`.
+
+    Args:
+      block_size: L, m of the paper: positions between summaries, each of which is over twice as
+        many.
+      top_k: K: summaries that a query sees.
+      window: a position sees those less than `window` positions before it, at least `block_size`.
+      n_index_heads: J; the paper has 64.
+      d_index: D: the size of an index head; the paper has 128.
+      index_loss: the factor of the indexer's loss, as in `dsa.dsa`.
+      learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
+        (`softmax.learned_sinks`).
+      reuse: whether it sees the summaries of the numbers that the last `csa` without `reuse` before
+        it in the cycle of layers chose. It then has no indexer and no loss.
+      share_kv: whether a summary is key and value at once.
+      rotary_features: as in `hca.hca`; the first features of index heads too.
+      rotary_base: of these rotations, see `ops.numerics.rotary.RotaryAngles`.
+
+    Raises:
+      ValueError: a size out of range, a window shorter than a block.
+    """
+
+    block_size: Width = 4
+    top_k: Size = 512
+    window: Size = 128
+    n_index_heads: Width = 4
+    d_index: Width = 64
+    index_loss: NonNegative = 1.0
+    reuse: bool = False
+    learned_sinks: bool = True
+    share_kv: bool = False
+    rotary_features: Count = 0
+    rotary_base: RotaryBase = 10_000.0
+
+    n_series = 2
+
+    @property
+    def reuses(self) -> bool:
+        return self.reuse
+
+    def may_reuse(self, other: AttentionOp) -> bool:
+        same = isinstance(other, csa) and other.block_size == self.block_size
+        return same and not other.reuse
+
+    def newest_choice(self, cache: CompressedCache) -> Int[Array, "B K"]:
+        return cache.index.chosen
+
+    def _check(self) -> None:
+        super()._check()
+        if self.rotary_features > self.d_index:
+            raise SettingError(
+                f"rotary_features is {self.rotary_features} and d_index {self.d_index}: expected "
+                "at most as many, because the indexer rotates as many"
+            )
+
+    def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
+        """Index keys begin as means of keys by a random matrix, which index queries have too."""
+        if self.reuse:
+            return super()._init(rng, dims)
+        rng, rng_key, rng_weight = jax.random.split(rng, 3)
+        n_kv, size = dims.key_heads, (dims.d_qk, self.d_index)
+        key = jax.random.normal(rng_key, (n_kv, *size)) / math.sqrt(self.d_index)
+        of_queries = jnp.repeat(key, dims.n_heads // n_kv, axis=0)
+        index = init_queries(rng_weight, of_queries, self.n_index_heads)
+        index |= init_weights(self.block_size, self.n_series, self.d_index)
+        both = jnp.repeat(key[:, :, None], self.n_series, axis=2)
+        return super()._init(rng, dims) | {
+            "index": index | {"key": both, "gate": jnp.zeros_like(both)}
+        }
+
+    # The choice.
+
+    def _index_series(self, params, k: Float[Array, "B T G H"]) -> Series:
+        """What the indexer's summaries are made of."""
+        k = clipped(k)
+        each = (params["index"][x].astype(k.dtype) for x in ("key", "gate"))
+        return Series(*(jnp.einsum("btgh,ghsd->btsd", k, x) for x in each))
+
+    def _index(self, params, q, k, ids) -> tuple[IndexQueries, Float[Array, "B C D"]]:
+        """The indexer's queries, and its keys of all summaries."""
+        if self.reuse:
+            n_blocks = -(-k.shape[1] // self.block_size)
+            return no_queries(q), no_queries(k).queries[:, :n_blocks, 0]
+        keys = summarize(params["index"], self._index_series(params, k), ids, self.block_size)
+        keys = self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
+        return self._index_queries(params, q, positions(q.shape[1])), keys
+
+    def _index_queries(self, params, q, position) -> IndexQueries:
+        queries, weights = index_queries(params["index"], q)
+        return IndexQueries(self._rotated(queries, position), weights)
+
+    def _newest_block(self, position: Int[Array, "*d"]) -> Int[Array, "*d"]:
+        """The last complete block at a position; -1 before the first."""
+        return (position + 1) // self.block_size - 1
+
+    def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
+        """The summaries that each query sees, the best first; -1 is none."""
+        check_chooses(self.reuse, "csa")
+        ids = ids_or_ones(call.segment_ids, q)
+        queries, keys = lax.stop_gradient(self._index(params, q, k, ids))
+        side = Side(self._newest_block(positions(q.shape[1])), ids)
+        rule, n_best = ChoiceRule(causal=True), min(self.top_k, keys.shape[1])
+        of_blocks = in_blocks(ids, self.block_size)[:, :, -1]
+        return best_keys("relu", rule, n_best, queries, keys, side, of_blocks)
+
+    # Attention.
+
+    def _attend_to_summaries(self, call, params, q, summaries, near, plan, plain_q, plain_k):
+        ids, length = ids_or_ones(call.segment_ids, q), q.shape[1]
+        index, index_keys = self._index(params, plain_q, plain_k, ids)
+        n_blocks, n_chosen = index_keys.shape[1], plan.shape[2]
+        gathers = n_chosen * GATHERED <= n_blocks
+        if gathers:  # from wide copies, to which the gradient adds the keys of each query
+            wide = (x.astype(accum_dtype(x.dtype)) for x in summaries[:2])
+            dtypes = summaries.keys.dtype, summaries.values.dtype
+            far = Summaries(*wide, summaries.ids)
+            of_keys = functools.partial(self._of_chosen, call, far, index_keys, dtypes)
+        else:
+            of_keys = functools.partial(self._of_all, call, summaries, index_keys)
+
+        @jax.checkpoint  # the gradient computes the logits again instead of keeping them
+        def attend(q, ids, position, plan, acc, row_max, row_sum, *index):
+            x = of_keys(q, plan, Side(position[..., None], ids[..., None]), IndexQueries(*index))
+            mask, block = (y[:, None, None] for y in (x.mask, x.block))
+            far = to_summaries(call, x.logits, mask, x.axes, x.values, block, position)
+            whole = merged(call, Softmax(acc, row_max, row_sum), far)
+            return whole.output(), self._divergence(x, far, whole)
+
+        q = grouped(q, summaries.keys.shape[2])
+        arrays = q, ids, positions(length), plan, *near, *index
+        n_seen, n_each = n_chosen if gathers else n_blocks, q.shape[2] * q.shape[3]
+        n_each += self.n_index_heads + 1
+        if gathers:
+            n_each += q.shape[2] * (q.shape[-1] + near.acc.shape[-1]) + self.d_index
+        out, losses = by_chunks(attend, n_each * n_seen, *arrays)
+        n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
+        factor = 0.0 if self.reuse else self.index_loss
+        factor = factor / jnp.maximum(n_tokens, 1).astype(losses.dtype)
+        return with_loss(join_chunks(out, length), factor * losses.sum())
+
+    def _of_all(self, call, far, index_keys, q, chosen, query, index) -> SummariesOfQueries:
+        n_blocks = far.keys.shape[1]
+        block = jnp.arange(n_blocks, dtype=jnp.int32)[None, None]
+        key = Side(last_position(block, self.block_size), far.ids[:, None])
+        return SummariesOfQueries(
+            call.logits.of("bqgmh,bcgh->bgmqc", q, far.keys),
+            is_chosen(chosen, n_blocks) & CAUSAL.sees(query, key),
+            "bgmqc,bcgv->bgmqv",
+            far.values,
+            block,
+            scores("relu", index, index_keys),
+        )
+
+    def _of_chosen(self, call, far, index_keys, dtypes, q, chosen, query, index):
+        at = jnp.maximum(chosen, 0)
+        keys, values, ids, index_keys = (rows_at(x, at) for x in (*far, index_keys))
+        key = Side(last_position(at, self.block_size), ids, exists=chosen >= 0)
+        return SummariesOfQueries(
+            call.logits.of("bqgmh,bqkgh->bgmqk", q, keys.astype(dtypes[0])),
+            CAUSAL.sees(query, key),
+            "bgmqk,bqkgv->bgmqv",
+            values.astype(dtypes[1]),
+            at,
+            scores_of_gathered("relu", index, index_keys),
+        )
+
+    def _divergence(self, x: SummariesOfQueries, far: Softmax, whole: Softmax):
+        """The indexer's divergence of each query, from the heads' weights of the summaries."""
+        weights = masked_softmax(x.logits, x.mask[:, None, None])
+        share = far.row_sum * jnp.exp(far.row_max - whole.row_max) / nonzero(whole.row_sum)
+        share = jnp.moveaxis(share, 1, 3)[..., None]  # of the summaries in each head's softmax
+        attention = lax.stop_gradient(weights * share).sum(axis=(1, 2))
+        attention = attention / nonzero(attention.sum(axis=-1, keepdims=True))
+        found = x.scores / math.sqrt(self.n_index_heads * self.d_index)
+        return divergence(found, attention, x.mask)
+
+    # Decoding.
+
+    def _index_cache(self, call, params, k, ids) -> CsaIndex | tuple[()]:
+        if self.reuse:
+            return ()
+        series = self._index_series(params, k)
+        n_last = min(self.n_series * self.block_size, call.length)
+        keys = summarize(params["index"], series, ids, self.block_size)
+        keys = self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
+        newest = fill_ring(*series, jnp.asarray(call.lengths), n_last)
+        keys = self._held(call.length)(keys)
+        none = jnp.full((len(k), min(self.top_k, keys.shape[1])), -1, jnp.int32)
+        return CsaIndex(newest, keys, none)
+
+    def _choose_newest(self, call, params, q, k, summaries, index: CsaIndex | tuple[()]):
+        index = () if self.reuse else self._with_newest(call, params, q, k, index)
+        chosen = call.chosen if self.reuse else index.chosen
+        slot = jnp.maximum(chosen, 0)[:, None, :, None]
+        far = KeyValues(*(jnp.take_along_axis(x, slot, axis=2) for x in summaries))
+        return far, chosen >= 0, index
+
+    def _with_newest(self, call, params, q, k, index: CsaIndex) -> CsaIndex:
+        """The index with the newest position, and its query's choice."""
+        position, n_blocks = call.position, index.keys.shape[1]
+        newest = add_to_ring(index.newest, *self._index_series(params, k), position)
+        key = newest_summary(params["index"], newest, position, self.block_size)
+        first = (position // self.block_size * self.block_size)[:, None]
+        key = self._rotated(key[:, None], first)[:, 0, 0]
+        number = self._completed(position, n_blocks)
+        keys = index.keys.at[jnp.arange(len(position)), number].set(key, mode="drop")
+        queries = self._index_queries(params, q, position[:, None])
+        block = jnp.arange(n_blocks, dtype=jnp.int32)[None, None]
+        allowed = CAUSAL.sees(Side(self._newest_block(position)[:, None, None]), Side(block))
+        found = scores("relu", queries, keys)
+        chosen = best_of(found, allowed, min(self.top_k, n_blocks))[:, 0]
+        return CsaIndex(newest, keys, chosen)
+
+
+class SummariesOfQueries(NamedTuple):
+    """A chunk of queries and its summaries, all of them or those that each query chose.
+
+    Attributes:
+      logits: of the attention.
+      mask: which summaries a query sees.
+      axes: the equation of the product of weights and values.
+      values: of the summaries.
+      block: their numbers.
+      scores: of the indexer.
+    """
+
+    logits: Float[Array, "B G M Q K"]
+    mask: Bool[Array, "B Q K"]
+    axes: str
+    values: Array
+    block: Int[Array, "#B #Q K"]
+    scores: Float[Array, "B Q K"]
+
+
+class CsaIndex(NamedTuple):
+    """The last series of the indexer, its keys of all summaries, and the newest query's choice."""
+
+    newest: KeyValues
+    keys: Float[Array, "B C D"]
+    chosen: Int[Array, "B K"]
