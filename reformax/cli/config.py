@@ -20,7 +20,6 @@ import gin
 
 from reformax.cli import (
     configs,
-    gin_text,
     messages,
     modules,
     reading,
@@ -28,6 +27,7 @@ from reformax.cli import (
     trax_config,
     trust,
 )
+from reformax.cli.overrides import Override, override_of
 from reformax.cli.reading import ConfigError
 from reformax.declared import check_all, hints_of, shown, user_path
 
@@ -190,12 +190,12 @@ def _check_used(new_macros: dict[str, str]) -> None:
 
 def _parse_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
-        if (found := gin_text.override_of(override)) and (wrong := _mistake(found)):
+        if (found := override_of(override)) and (wrong := _mistake(found)):
             raise ConfigError(f"--config={override!r}: {wrong}")
         reading.read(override)
 
 
-def _mistake(override: gin_text.Override) -> str | None:
+def _mistake(override: Override) -> str | None:
     """What is wrong with an override that gin would take, or refuse without the fix."""
     function, name, value = override
     if function is None and (line := _no_macro(name)):
@@ -220,7 +220,8 @@ def _no_macro(name: str) -> str | None:
     if name in macros or name in unset:
         return None
     whole = _settings().get(name)
-    near = messages.nearest(name, [*macros, *unset], most=0) or messages.nearest(name, macros)
+    near = messages.nearest(name, sorted({*macros, *unset}), most=0)
+    near = near or messages.nearest(name, macros)
     return f"no config file defines {name}{f'; did you mean {whole}?' if whole else near}"
 
 
@@ -508,12 +509,12 @@ def _described(value):
 def operative() -> str:
     """The values in use, defaults included, as text that `parse` reads.
 
-    Trax configures some of its own functions by gin. The text leaves them out: no config file
-    imports their modules.
+    Trax configures some of its own functions by gin. The text leaves out what no config names.
     """
-    text = gin.operative_config_str()
-    imported = set(gin_text.imports(gin.config_str()))
-    return gin_text.without(text, set(gin_text.imports(text)) - imported)
+    known = {selector for _, selector in (*gin.config._CONFIG, *_named())}
+    for key in [key for key in gin.config._OPERATIVE_CONFIG if key[1] not in known]:
+        del gin.config._OPERATIVE_CONFIG[key]
+    return gin.operative_config_str()
 
 
 def text() -> str:
@@ -528,19 +529,25 @@ def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[st
       overrides: bindings, as `parse` takes them.
       also_used: 'module.function.argument' names that were read without a call.
     """
-    text, found = operative(), []
-    for (scope, selector), arguments in gin.config._OPERATIVE_CONFIG.items():  # without aliases
+    text, found, called = operative(), [], gin.config._OPERATIVE_CONFIG
+    for (scope, selector), arguments in called.items():  # without aliases
         text += "".join(f"{scope}/{selector}.{x} = \n".removeprefix("/") for x in arguments)
     for override in overrides:
-        target = gin_text.override_of(override)
+        target = override_of(override)
         if target is None:
             used = True
         elif target.function:
-            used = target.whole in also_used or gin_text.sets(text, *target[:2])
+            used = target.whole in also_used or _sets(text, *target[:2])
         else:
-            used = target.name in _described_macros or target.name in gin_text.macros(text)
+            used = target.name in _described_macros or (target.name, "gin.macro") in called
         found += [override] * (not used)
     return found
+
+
+def _sets(text: str, selector: str, argument: str) -> bool:
+    """Whether the text binds this argument, in any scope and under any longer selector."""
+    pattern = rf"^(\S+/)?(\S+\.)?{re.escape(selector)}\.{argument} = "
+    return re.search(pattern, text, re.MULTILINE) is not None
 
 
 # Its settings by their names.
