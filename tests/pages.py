@@ -29,7 +29,7 @@ NOT_RUN = {
     r"pip download --no-deps --dest wheels -r \S+": "it downloads 53 MB",
     r"python -m tests\.peers\.table": "it computes what `pytest -m peers` does",
     r"python -m reformax\.convert .*--attention=.*": "tests/convert/test_other_attention.py does",
-    r"(python -m )?reformax\S* .*(=runs/(qwen3|tuned)|=tuned).*": "test_fine_tuning.py does",
+    r".*=runs/(qwen3|tuned)( .*)?": "tests/training/test_fine_tuning.py does",
     r"python train\.py .*--process_id=\d": "tests/training/test_processes.py runs them together",
     r"python docs/pictures/by_position\.py .*": "tests/test_pictures.py runs it",
     r"python train\.py --config_file=table\.gin": "tests/convert/test_configs.py builds its model",
