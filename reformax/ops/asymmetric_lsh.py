@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from reformax.declared import Size
+from reformax.declared import NonNegative, Size, Unsupported
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
@@ -46,12 +46,14 @@ from reformax.ops.decoding.sorted_order import (
 )
 from reformax.ops.hashing.alignment import aligned_orders
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
+from reformax.ops.hashing.bucket_loss import bucket_loss
 from reformax.ops.hashing.centring import centred
 from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket
 from reformax.ops.lsh import Buckets, HashCount
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, Side
+from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, Chunking, ChunkSizes, Order
 
@@ -202,6 +204,7 @@ class asymmetric_lsh(SortedByHash):
       count_once: True counts a key once in all; False once for each hash that chooses its chunk.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
         its output zeros. Across two sequences it is always zeros: no key has a query's position.
+      bucket_loss: as in `lsh.lsh`, of one sequence.
       impl: as in `smyrf.smyrf`.
 
     Raises:
@@ -216,7 +219,22 @@ class asymmetric_lsh(SortedByHash):
     n_chunks_after: ChunkCount = 1
     count_once: bool = True
     attend_self_if_alone: bool = True
+    bucket_loss: NonNegative = 0.0
     impl: str = "auto"
+
+    def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
+        out = super()._apply(call, params, q, k, v, plan)
+        if not self.bucket_loss or plan is None:  # one chunk has all keys
+            return out
+        if _crosses(q, k, call.segment_ids):
+            raise Unsupported(
+                f"bucket_loss is {self.bucket_loss} and queries and keys are of two sequences: "
+                "leave it out"
+            )
+        hashed = centred(k, call.segment_ids, call.causal, call.one_segment)
+        n_buckets = math.prod(self._hashing.hashing.factors_for(k.shape[1]))
+        loss = bucket_loss(call, q, k, hashed, n_buckets, self.n_hashes, exclude_self=False)
+        return with_loss(out, self.bucket_loss * loss)
 
     @property
     def _hashing(self) -> QueryKeyHash:

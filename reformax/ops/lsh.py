@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from reformax.declared import Bounds, Called, SettingError, Size
+from reformax.declared import Bounds, Called, NonNegative, SettingError, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
@@ -49,7 +49,9 @@ from reformax.ops.decoding.sorted_order import (
 )
 from reformax.ops.hashing import circle
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
+from reformax.ops.hashing.bucket_loss import bucket_loss
 from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket, take_last, within_buckets
+from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, Order, PadChunks
@@ -98,6 +100,8 @@ class lsh(AttentionOp):
         coarse among scores so large: a position that sees nothing else gets its own value times a
         number up to half a percent off 1. This reproduces it. With None, and in a step of decoding,
         the number is 1.
+      bucket_loss: the factor of a loss by which queries move towards the keys that dense attention
+        weighs, see `hashing.bucket_loss`; 0: none. It is added to the model's loss as DSA's is.
       rotations: the rotations to hash with; None draws them from the rng. N heads of size H, at
         least as many hashes R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
@@ -120,6 +124,7 @@ class lsh(AttentionOp):
     pad_chunks: PadChunks = 1
     attend_self_if_alone: bool = True
     self_score: float | None = None
+    bucket_loss: NonNegative = 0.0
     rotations: Float[ArrayLike, "N H R F"] | None = None
     impl: str = "auto"
 
@@ -236,7 +241,12 @@ class lsh(AttentionOp):
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)
         masks = call.segment_ids, call.seed
         others = interpret, self_weight, None if plan is None else n_sorted(call)
-        return chunked_attention(q, k, v, chunking, plan, *masks, *others)
+        out = chunked_attention(q, k, v, chunking, plan, *masks, *others)
+        if not self.bucket_loss or plan is None:  # one chunk has all keys
+            return out
+        n_buckets, keys = math.prod(self._hashing.factors_for(q.shape[1])), length_normalize(q)
+        loss = bucket_loss(call, q, keys, keys, n_buckets, self.n_hashes, exclude_self=True)
+        return with_loss(out, self.bucket_loss * loss)
 
     def _init_cache(self, call, params, q, k, v, plan) -> LshCache:
         """The cache after the first `call.lengths` positions of each row."""

@@ -14,7 +14,7 @@ SMALL = (
     *("d_model=16", "d_ff=16", "d_head=8", "n_heads=2", "n_layers=4", "scan_layers=True"),
     *("steps=4", "warmup_steps=1", "batch_size=2", "length=1024", "stages.Stage.batch_size=2"),
     *("stages.Stage.length=512", "lsh.lsh.n_hashes=2", "lsh.lsh.chunk_len=32"),
-    *("local.local.chunk_len=32", "loop.train.eval_length=512", "loop.train.eval_stride=512"),
+    *("local.local.window=64", "loop.train.eval_length=512", "loop.train.eval_stride=512"),
     *("loop.train.eval_batch_size=2", "loop.train.eval_tokens=1024", "loop.train.eval_whole=False"),
     *("loop.train.report_kept_mass_every=2", "in_context.in_context.share=1.0"),
 )

@@ -1,5 +1,6 @@
 """Kept mass by layer: that of the layers' own queries and keys, in every kind of stack."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 from reformax.models.lm import ReformerLM, TransformerLM
 from reformax.ops import dense, local, lsh
+from reformax.ops.calls.dispatch import INTERPRETED
 
 SIZES = dict(vocab_size=16, d_model=16, d_ff=16, n_heads=2, d_attention_key=8, d_attention_value=8)
 HASHED = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, attend_self_if_alone=False)
@@ -68,6 +70,14 @@ def test_no_way_of_computing_a_transformer_changes_it(options):
     close(
         measured(TransformerLM, dropout=0.0, **options)[2], measured(TransformerLM, dropout=0.0)[2]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TransformerLM, ReformerLM])
+def test_kernels_measure_what_array_operations_do(kind):
+    kernels = dataclasses.replace(HASHED, impl=INTERPRETED)
+    options = dict(dropout=0.0, attention_type=(local.local(chunk_len=4), kernels))
+    close(measured(kind, **options)[2], measured(kind, dropout=0.0)[2])
 
 
 @pytest.mark.slow
