@@ -31,6 +31,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
+from reformax.buffers import Meter, updated
 from reformax.declared import Count, NonNegative, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Dims
@@ -92,6 +93,8 @@ class csa(Compressed, AttentionOp):
       n_index_heads: J; the paper has 64.
       d_index: D: the size of an index head; the paper has 128.
       index_loss: the factor of the indexer's loss, as in `dsa.dsa`.
+      report_loss: whether a step of training reports that loss as `index_loss`, as in `dsa.dsa`,
+        but the mean over all positions.
       learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
         (`softmax.learned_sinks`).
       reuse: whether it sees the summaries of the numbers that the last `csa` without `reuse` before
@@ -110,6 +113,7 @@ class csa(Compressed, AttentionOp):
     n_index_heads: Width = 4
     d_index: Width = 64
     index_loss: NonNegative = 1.0
+    report_loss: bool = False
     reuse: bool = False
     learned_sinks: bool = True
     share_kv: bool = False
@@ -131,6 +135,8 @@ class csa(Compressed, AttentionOp):
 
     def _check(self) -> None:
         super()._check()
+        if self.reuse and self.report_loss:
+            raise SettingError("reuse is True and report_loss too: it has no loss, leave one out")
         if self.rotary_features > self.d_index:
             raise SettingError(
                 f"rotary_features is {self.rotary_features} and d_index {self.d_index}: expected "
@@ -148,9 +154,12 @@ class csa(Compressed, AttentionOp):
         index = init_queries(rng_weight, of_queries, self.n_index_heads)
         index |= init_weights(self.block_size, self.n_series, self.d_index)
         both = jnp.repeat(key[:, :, None], self.n_series, axis=2)
-        return super()._init(rng, dims) | {
-            "index": index | {"key": both, "gate": jnp.zeros_like(both)}
-        }
+        meter = {"index_loss": Meter(jnp.zeros(()))} if self.report_loss else {}
+        return (
+            super()._init(rng, dims)
+            | meter
+            | {"index": index | {"key": both, "gate": jnp.zeros_like(both)}}
+        )
 
     # The choice.
 
@@ -220,7 +229,12 @@ class csa(Compressed, AttentionOp):
         n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
         factor = 0.0 if self.reuse else self.index_loss
         factor = factor / jnp.maximum(n_tokens, 1).astype(losses.dtype)
-        return with_loss(join_chunks(out, length), factor * losses.sum())
+        out = with_loss(join_chunks(out, length), factor * losses.sum())
+        if not self.report_loss:
+            return out
+        mean = lax.stop_gradient(losses.sum() / jnp.maximum(jnp.sum(is_token(ids)), 1))
+        # Its gradient carries what the meter becomes.
+        return out + (0 * updated(params["index_loss"], mean)).astype(out.dtype)
 
     def _of_all(self, call, far, index_keys, q, chosen, query, index) -> SummariesOfQueries:
         n_blocks = far.keys.shape[1]

@@ -29,9 +29,11 @@ from reformax.models import (
 )
 from reformax.ops import (
     block_sparse,
+    csa,
     dense,
     dsa,
     flash,
+    hca,
     kda,
     local,
     lsh,
@@ -64,6 +66,7 @@ del SEQ2SEQ["vocab_size"]
 DROPOUT = dict(dropout=0.1, attention_dropout=0.1)
 HASHES = dict(chunk_len=8, n_hashes=2)
 HASHED = Indexer(n_local=3, group=2, candidates=Hashed(n_hashes=2, n_nearest=4))
+COMPRESSED = dict(top_k=4, window=8, n_index_heads=2, d_index=4)
 AXIAL = dict(pos_type="axial", pos_axial_shape=(8, 4), pos_d_axial_embs=(4, 12))
 KERNELS = dict(impl=INTERPRETED)
 KEY = jax.random.PRNGKey(0)
@@ -133,6 +136,17 @@ LANGUAGE = {
     "op loss": (
         TransformerLM,
         dict(attention_type=dsa.dsa(top_k=8, d_index=4, report_loss=True, indexer=HASHED)),
+    ),
+    "compressed": (
+        TransformerLM,
+        dict(attention_type=hca.hca(block_size=4, window=8), n_kv_heads=2),
+    ),
+    "reused": (
+        TransformerLM,
+        dict(
+            attention_type=(csa.csa(**COMPRESSED, report_loss=True), csa.csa(reuse=True, window=8)),
+            n_kv_heads=1,
+        ),
     ),
 }
 DOCUMENTS = {
@@ -226,10 +240,12 @@ def on_one(name):
 CASES = [
     (name, ALL)
     for name in LANGUAGE | DOCUMENTS | PAIRS
-    if name not in ("reformer exact", "op loss")
+    if name not in ("reformer exact", "op loss", "reused")
 ]
 CASES += [(name, DATA) for name in ("reformer", "dense")]
-CASES += [(name, BOTH) for name in ("reformer", "dense", "op loss", "translating transformer")]
+CASES += [
+    (name, BOTH) for name in ("reformer", "dense", "op loss", "reused", "translating transformer")
+]
 CASES += [
     (name, CONTEXT)
     for name in (

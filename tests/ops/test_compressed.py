@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.buffers import advanced, measured
 from reformax.declared import SettingError
 from reformax.ops import csa, hca
 from reformax.ops.base import Dims
@@ -151,6 +152,35 @@ def test_a_query_chooses_the_best_complete_summaries_of_its_segment():
         assert len(chosen) == min(2, len(allowed)) and chosen <= set(allowed)
         left = [found[b, t, c] for c in set(allowed) - chosen]
         assert not left or found[b, t, list(chosen)].min() >= max(left) - 1e-6
+
+
+def test_the_reported_loss_is_the_mean_divergence():
+    """Of the indexer from the heads' weights of summaries, in a softmax with window and sinks."""
+    options = SIZES | dict(top_k=3, n_index_heads=2, d_index=4)
+    op, length = csa.csa(**options, report_loss=True), 22
+    x = inputs.draw(op, length=length)
+    ids = np.repeat([[1, 2, 0]], [9, 10, 3], axis=1).repeat(2, axis=0)
+
+    def total(params):
+        y = x._replace(params=params)
+        return 0 * inputs.call(op, y, causal=True, segment_ids=jnp.asarray(ids)).sum()
+
+    change = jax.jit(jax.grad(total))(x.params)
+    got = measured(advanced(x.params, change))["index_loss"]
+    plan = inputs.plan(op, x, segment_ids=jnp.asarray(ids), causal=True)
+    mask = visible(Shape(2, length, length, 2), True, ids)
+    parts = compressed.Parts(options, x.params, x[:3], x.extra_projections, mask, n_series=2)
+    chosen = (np.asarray(plan)[..., None] == np.arange(5)).any(axis=2)[:, None] & parts.seen
+    _, weights = parts.attend(chosen, np.ones((2, 2, length, 99)))
+    attention, chosen = np.asarray(weights.sum(axis=1)), np.asarray(chosen)[:, 0]
+    attention = attention / np.maximum(attention.sum(axis=-1, keepdims=True), 1e-30)
+    found = np.where(chosen, compressed.index_scores(options, x.params, parts), -np.inf)
+    index = np.exp(np.where(chosen, found - np.where(chosen, found, -1e9).max(-1)[..., None], -1e9))
+    index = index / np.maximum(index.sum(axis=-1, keepdims=True), 1e-30)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(attention > 0, attention * np.log(attention / index), 0)
+    assert terms.sum() > 0.1
+    np.testing.assert_allclose(got, terms.sum() / np.sum(ids != 0), rtol=1e-4)
 
 
 @over_ops
