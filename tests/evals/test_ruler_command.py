@@ -33,7 +33,7 @@ def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch
     assert "of rows with needle, needles" in out and "step 4: kept mass 0." in out
     found = [x for x in worker.record("run") if x["tag"] == "kept_mass"]
     assert [x["step"] for x in found] == [2, 4] and 0 < found[1]["kept_mass_layer_3"] < 1
-    flags = ["--output_dir=run", "--tasks=ruler", "--lengths=512,1024", "--limit=3", "--quiet"]
+    flags = ["--output_dir=run", "--tasks=ruler", "--lengths=1024,1536", "--limit=3", "--quiet"]
     more = ["--depths=3", "--texts=mine.txt", "--config=lsh.lsh.n_hashes_eval=4"]
     code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, *more)
     gin.clear_config()
@@ -44,12 +44,12 @@ def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch
         *("recall", "copy"),
     ]
     for one in scores["tasks"].values():
-        assert [line["length"] for line in one["by_length"]] == [512, 1024]
+        assert [line["length"] for line in one["by_length"]] == [1024, 1536]
         assert one["accuracy"] == 0.0 and one["n_questions"] == 3  # of four steps
     assert len(scores["tasks"]["copy"]["by_length"][0]["accuracy_by_depth"]) == 3
     assert "| length | accuracy | 0-33% | 33-66% | 66-100% |" in out
     assert (tmp_path / "run" / "evaluation_tasks.png").stat().st_size > 5_000
-    assert (scores["length"], scores["texts"]) == (1024, "mine.txt")
+    assert (scores["length"], scores["texts"]) == (1536, "mine.txt")
 
 
 @pytest.mark.parametrize(
