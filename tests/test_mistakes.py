@@ -66,7 +66,7 @@ SETTINGS = {
     "text.text.vocabulary='none.json'": "give a tokenizer.json or a sentencepiece model",
 }
 DATA = {
-    "nowhere.txt": "nowhere.txt does not exist: set data_dir to a file or folder of text",
+    "nowhere.txt": ": set data_dir to a file or folder of text",
     "pictures": "--config='text.text.raw=True'",
     "nothing": "nothing has no file that matches '*': put text files there",
     "empty.txt": "empty.txt is empty: give a file with text",

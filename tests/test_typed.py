@@ -357,11 +357,14 @@ def test_the_next_line_has_the_flag_that_it_needs(own, tmp_path, monkeypatch, ca
     result |= {"metric": "bits_per_dim", "whole": True, "best_whole": True, "eval_split": "valid"}
     result |= {"bits_per_dim": 1.0, "best_bits_per_dim": 1.0, "best_step": 1, "n_targets": 4}
     monkeypatch.setattr(sys, "argv", ["reformax train"])
+    assert report.training(result | {"bits_per_byte": 1.0}, with_curve=False) == 0
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    for line, name in zip(lines, ("what it writes: ", "next: "), strict=True):
+        words = shlex.split(line.removeprefix(name))
+        assert words[:3] == ["reformax", line[len(name) :].split()[1], f"--output_dir={folder}"]
+        assert ("--trust_config" in words) == own
     assert report.training(result, with_curve=False) == 0
-    last = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
-    words = shlex.split(last)
-    assert words[:3] == ["reformax", "evaluate", f"--output_dir={folder}"]
-    assert ("--trust_config" in words) == own
+    assert "what it writes" not in capsys.readouterr().out
 
 
 def test_a_short_name_is_the_argument_of_the_model_and_of_training(tmp_path):

@@ -346,7 +346,7 @@ def _print(result: dict[str, Any], where: str, task) -> None:
         f"{context}, {saved_run.named(result['checkpoint_steps'])}, {where}"
     )
     if (error := result.get("standard_error")) is not None:
-        print(f"windows: {result['n_windows']:,}, standard error of a target's bits {error:.4f}")
+        print(f"windows: {result['n_windows']:,}, standard error of their mean {error:.4f} bits")
     for name in (name for name in METRICS if name in result):
         print(f"{name}: {result[name]:.4f}")
     of_bytes = "bits_per_dim" in result and "bits_per_byte" in result  # the same number

@@ -83,8 +83,10 @@ def training(result: dict[str, Any], prints: bool = True, *, with_curve: bool) -
     others = {"vocabulary.model": "vocabulary.model", "profile": "profile/"}
     kept = "".join(f" {shown}" for name, shown in others.items() if (Path(folder) / name).exists())
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
-    flags = [f"--output_dir={folder}", "--split=test", *_trust(Path(folder) / "config.gin")]
-    print(f"next: {shlex.join([*program('evaluate'), *flags])}")
+    run = [f"--output_dir={folder}", *_trust(Path(folder) / "config.gin")]
+    if "bits_per_byte" in result:  # a text
+        print(f"what it writes: {shlex.join([*program('generate'), *run])}")
+    print(f"next: {shlex.join([*program('evaluate'), *run, '--split=test'])}")
     return 0
 
 

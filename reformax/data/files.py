@@ -75,7 +75,8 @@ def existing(data_dir: str | os.PathLike) -> Path:
     except OSError as error:  # such as a name that is too long
         raise Missing(f"{path}: {error.strerror}: set data_dir to a file or folder") from None
     if not found:
-        raise Missing(f"{path} does not exist: set data_dir to a file or folder of text")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise Missing(f"{path} does not exist{where}: set data_dir to a file or folder of text")
     return path
 
 
