@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from reformax.cli import terminal_curve
+
+DEVICES = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"  # variables that a run needs again
 
 
 def note_unused(
@@ -53,7 +56,8 @@ def training(result: dict[str, Any], prints: bool = True, *, with_curve: bool) -
     if not prints:
         return 0 if interrupted_by is None else 128 + interrupted_by
     if interrupted_by is not None:
-        again = shlex.join([*program(), *sys.argv[1:]])
+        devices = [f"{x}={os.environ[x]}" for x in DEVICES if x in os.environ]
+        again = shlex.join([*devices, *program(), *sys.argv[1:]])
         print(f"stopped by {result['interrupted_by'].name}; saved at step {result['step']}")
         print(f"to go on: {again}")
         return 128 + result["interrupted_by"]

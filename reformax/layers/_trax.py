@@ -292,14 +292,29 @@ class Layer(_Base):
     def init_weights_and_state(self, input_signature) -> None:
         """Trax's protocol: draws the weights for a `ShapeDtype`, or a tuple of `n_in` of them."""
         _check_predict(self)
-        signatures = (input_signature,) if self.n_in == 1 else input_signature
+        signatures = self._inputs_of(input_signature)
         self.weights = self.init_params(self.rng, *(tuple(s.shape) for s in signatures))
 
     def forward(self, inputs) -> Any:
         """Trax's protocol: `apply` with the weights and the rng that Trax has put in `self`."""
-        inputs = (inputs,) if self.n_in == 1 else inputs
+        inputs = self._inputs_of(inputs)
         refuse_one_position(self, inputs[0])
         return self.apply(self.weights, *inputs, rng=self.rng)
+
+    def _inputs_of(self, inputs) -> tuple[Any, ...]:
+        """The inputs, of which Trax passes one as it is.
+
+        Raises:
+          ValueError: other than `n_in`.
+        """
+        found = (inputs,) if self.n_in == 1 or not isinstance(inputs, (tuple, list)) else inputs
+        if len(found) != self.n_in:
+            mask = ", the mask of masked=True last" if getattr(self, "masked", False) else ""
+            raise ValueError(
+                f"{type(self).__name__} reads {self.n_in} inputs and got {len(found)}: pass a "
+                f"tuple{mask}"
+            )
+        return tuple(found)
 
     def __repr__(self) -> str:
         """The name, with the plain constructor arguments that differ from their defaults."""

@@ -33,11 +33,17 @@ SUBLAYERS = {"attention": 0, "feed_forward": 1, "cross_attention": 2}
 
 
 class TransformerBlock(NamedTuple):
-    """One layer of the cycle: two sublayers, or three with cross-attention."""
+    """One layer of the cycle: two sublayers, or three with cross-attention.
+
+    Attributes:
+      attention: of the sequence to itself.
+      feed_forward: of each position.
+      cross_attention: between the two, to a memory; None: there is none.
+    """
 
     attention: Attention
     feed_forward: FeedForward
-    cross_attention: CrossAttention | None = None  # between the two, to a memory
+    cross_attention: CrossAttention | None = None
 
     @property
     def attentions(self) -> dict[str, MultiHead]:

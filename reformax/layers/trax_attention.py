@@ -152,7 +152,7 @@ class TraxAttention(Layer):
         return self._attend(inputs, params, self._init_state(rng, batch, length), rng, True)[0]
 
     def forward(self, inputs):
-        refuse_one_position(self, inputs[0] if self.masked else inputs)
+        refuse_one_position(self, self._inputs_of(inputs)[0])
         output, self.state = self._attend(inputs, self.weights, self.state, self.rng, True)
         return output
 

@@ -66,10 +66,10 @@ def sizes_of(sizes: Mapping[str, int], n: int) -> dict[str, int]:
     given = dict.fromkeys(AXES, 1) | sizes | ({fills: -1} if fills else {})
     known = math.prod(size for size in given.values() if size != -1)
     if n % known or (n != known and -1 not in given.values()):
+        expected = f"{known} devices" if -1 not in given.values() else f"a multiple of {known}"
         raise SettingError(
-            f"mesh is {shown(sizes)} and the number of devices {n}: expected sizes that "
-            f"{'divide it' if -1 in given.values() else 'multiply to it, or no data'}; "
-            "mesh={} splits rows over as many as there are"
+            f"mesh is {shown(sizes)} and the number of devices {n}: expected {expected}; mesh={{}} "
+            f"splits rows over {n}, and JAX_NUM_CPU_DEVICES={known} simulates {known} on a CPU"
         )
     return {axis: n // known if size == -1 else size for axis, size in given.items()}
 

@@ -288,6 +288,14 @@ def reformer_lm(*attention_types):
     )
 
 
+def test_a_mask_that_is_missing_is_said_in_one_line():
+    layer, ready = SelfAttention(**SIZES, masked=True), SelfAttention(**SIZES, masked=True)
+    ready.init(signature((X, MASK)))
+    for call in (lambda: layer.init(signature(X)), lambda: ready(X)):
+        with pytest.raises(Exception, match="reads 2 inputs and got 1: .* the mask of masked=True"):
+            call()
+
+
 @pytest.mark.slow
 def test_traxs_reformer_takes_our_layers_and_weights_saved_from_its_own(tmp_path):
     tokens = jax.random.randint(jax.random.PRNGKey(0), (2, LENGTH), 1, 16)
