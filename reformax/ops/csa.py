@@ -178,9 +178,12 @@ class csa(Compressed, AttentionOp):
         if self.reuse:
             n_blocks = -(-k.shape[1] // self.block_size)
             return no_queries(q), no_queries(k).queries[:, :n_blocks, 0]
-        keys = summarize(params["index"], self._index_series(params, k), ids, self.block_size)
-        keys = self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
-        return self._index_queries(params, q, positions(q.shape[1])), keys
+        queries = self._index_queries(params, q, positions(q.shape[1]))
+        return queries, self._index_keys(params, self._index_series(params, k), ids)
+
+    def _index_keys(self, params, series: Series, ids) -> Float[Array, "B C D"]:
+        keys = summarize(params["index"], series, ids, self.block_size)
+        return self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
 
     def _index_queries(self, params, q, position) -> IndexQueries:
         queries, weights = index_queries(params["index"], q)
@@ -283,10 +286,8 @@ class csa(Compressed, AttentionOp):
             return ()
         series = self._index_series(params, k)
         n_last = min(self.n_series * self.block_size, call.length)
-        keys = summarize(params["index"], series, ids, self.block_size)
-        keys = self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
         newest = fill_ring(*series, jnp.asarray(call.lengths), n_last)
-        keys = self._held(call.length)(keys)
+        keys = self._held(call.length)(self._index_keys(params, series, ids))
         none = jnp.full((len(k), min(self.top_k, keys.shape[1])), -1, jnp.int32)
         return CsaIndex(newest, keys, none)
 

@@ -134,6 +134,11 @@ def test_a_layer_alone_has_no_choice_to_reuse():
     x = inputs.draw(INDEXED(reuse=True))
     with pytest.raises(Unsupported, match="reuse is True: dsa attends by the choice of a layer"):
         inputs.call(INDEXED(reuse=True), x, causal=True)
+    settings = dict(lengths=jnp.full(2, 13), capacity=14)
+    cache = inputs.init_cache(INDEXED(reuse=True), x, plan=None, **settings)
+    with pytest.raises(SettingError, match="chosen is None: dsa with reuse=True makes no choice"):
+        one = x.at(slice(None), slice(1))
+        inputs.step(INDEXED(reuse=True), one, cache, position=jnp.full(2, 13))
     with pytest.raises(SettingError, match="reuse is True and report_loss too"):
         INDEXED(reuse=True, report_loss=True)
 
