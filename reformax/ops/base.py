@@ -446,6 +446,11 @@ class AttentionOp:
             `chosen` from `newest_choice` where it `reuses` a choice.
         """
         call = self._call(causal=True, position=position, **call)
+        if self.reuses and call.chosen is None:
+            raise SettingError(
+                f"chosen is None: {self.name} with reuse=True makes no choice, give newest_choice "
+                "of the cache of the op whose choice it reuses"
+            )
         q = self._scaled(call, params, q, k)
         return self._run(self._step, call, params, q, k, v, cache)
 

@@ -53,6 +53,7 @@ from reformax.ops.indexing.learning import (
     index_queries,
     init_queries,
     is_chosen,
+    may_share_choice,
     no_queries,
 )
 from reformax.ops.indexing.rule import ChoiceRule
@@ -68,6 +69,8 @@ from reformax.ops.numerics.rotary import RotaryBase
 from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.online import Softmax, masked_softmax, nonzero
 
+# Options of the choice and of what learns it, which an attention that reuses a choice takes over.
+_OF_CHOICE = "top_k", "n_index_heads", "d_index", "index_loss"
 # The chosen summaries are gathered where they are at most one of so many.
 GATHERED = 4
 
@@ -97,8 +100,9 @@ class csa(Compressed, AttentionOp):
         but the mean over all positions.
       learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
         (`softmax.learned_sinks`).
-      reuse: whether it sees the summaries of the numbers that the last `csa` without `reuse` before
-        it in the cycle of layers chose. It then has no indexer and no loss.
+      reuse: whether it sees the summaries of the numbers that the last `csa` without `reuse`, and
+        of this `block_size`, before it in the cycle of layers chose. It then has no indexer and no
+        loss: leave `top_k` and the options of the indexer and its loss out, or give that layer's.
       share_kv: whether a summary is key and value at once.
       rotary_features: as in `hca.hca`; the first features of index heads too.
       rotary_base: of these rotations, see `ops.numerics.rotary.RotaryAngles`.
@@ -128,7 +132,7 @@ class csa(Compressed, AttentionOp):
 
     def may_reuse(self, other: AttentionOp) -> bool:
         same = isinstance(other, csa) and other.block_size == self.block_size
-        return same and not other.reuse
+        return same and not other.reuse and may_share_choice(self, other, _OF_CHOICE)
 
     def newest_choice(self, cache: CompressedCache) -> Int[Array, "B K"]:
         return cache.index.chosen
@@ -137,7 +141,7 @@ class csa(Compressed, AttentionOp):
         super()._check()
         if self.reuse and self.report_loss:
             raise SettingError("reuse is True and report_loss too: it has no loss, leave one out")
-        if self.rotary_features > self.d_index:
+        if self.rotary_features > self.d_index and not self.reuse:
             raise SettingError(
                 f"rotary_features is {self.rotary_features} and d_index {self.d_index}: expected "
                 "at most as many, because the indexer rotates as many"
@@ -174,9 +178,12 @@ class csa(Compressed, AttentionOp):
         if self.reuse:
             n_blocks = -(-k.shape[1] // self.block_size)
             return no_queries(q), no_queries(k).queries[:, :n_blocks, 0]
-        keys = summarize(params["index"], self._index_series(params, k), ids, self.block_size)
-        keys = self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
-        return self._index_queries(params, q, positions(q.shape[1])), keys
+        queries = self._index_queries(params, q, positions(q.shape[1]))
+        return queries, self._index_keys(params, self._index_series(params, k), ids)
+
+    def _index_keys(self, params, series: Series, ids) -> Float[Array, "B C D"]:
+        keys = summarize(params["index"], series, ids, self.block_size)
+        return self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
 
     def _index_queries(self, params, q, position) -> IndexQueries:
         queries, weights = index_queries(params["index"], q)
@@ -279,10 +286,8 @@ class csa(Compressed, AttentionOp):
             return ()
         series = self._index_series(params, k)
         n_last = min(self.n_series * self.block_size, call.length)
-        keys = summarize(params["index"], series, ids, self.block_size)
-        keys = self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
         newest = fill_ring(*series, jnp.asarray(call.lengths), n_last)
-        keys = self._held(call.length)(keys)
+        keys = self._held(call.length)(self._index_keys(params, series, ids))
         none = jnp.full((len(k), min(self.top_k, keys.shape[1])), -1, jnp.int32)
         return CsaIndex(newest, keys, none)
 

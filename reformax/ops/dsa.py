@@ -61,6 +61,7 @@ from reformax.ops.indexing.learning import (
     index_queries,
     init_queries,
     is_chosen,
+    may_share_choice,
     no_queries,
 )
 from reformax.ops.indexing.scores import IndexQueries, scores, scores_of_gathered
@@ -75,6 +76,8 @@ from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import masked_softmax
 
+# Options of the choice and of what learns it, which an attention that reuses a choice takes over.
+_OF_CHOICE = "top_k", "n_index_heads", "d_index", "index_loss", "indexer"
 # The attention's kernels index words of 32 pairs with 31 bits.
 MAX_PAIRS = 2**36
 # Array operations gather the chosen keys where they are at most one of so many: on a CPU, both
@@ -107,8 +110,8 @@ class dsa(AttentionOp):
         name, a `Meter`, which `reformax.flax` refuses.
       indexer: how keys are scored and which ones are, see `reformax.ops.indexing.indexer.Indexer`.
       reuse: whether it sees the keys that the last `dsa` without `reuse` before it in the cycle of
-        layers chose (IndexCache, arXiv 2603.12201). It then has no indexer, no weights and no loss,
-        and the options of the indexer say nothing.
+        layers chose (IndexCache, arXiv 2603.12201). It then has no indexer, no weights and no loss:
+        leave `top_k` and the options of the indexer and its loss out, or give that layer's.
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
         Ampere or later, heads of 256 or less, index heads of 128 or less and at most 2^36 pairs of
         tokens, which take a bit of memory each. `"auto"` takes them where they compute the same
@@ -141,7 +144,8 @@ class dsa(AttentionOp):
         return self.reuse
 
     def may_reuse(self, other: AttentionOp) -> bool:
-        return isinstance(other, dsa) and not other.reuse
+        makes_one = isinstance(other, dsa) and not other.reuse
+        return makes_one and may_share_choice(self, other, _OF_CHOICE)
 
     def newest_choice(self, cache: DsaCache) -> Int[Array, "B K"]:
         return cache.chosen

@@ -11,6 +11,7 @@ from reformax import layers
 from reformax.declared import SettingError, Unsupported
 from reformax.ops import csa, dsa, local
 from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.indexing.indexer import Indexer
 from tests.helpers import assert_trees_close
 from tests.layers import plain
 from tests.ops import inputs
@@ -45,7 +46,7 @@ def gradient_of(stack):
 
 def test_a_layer_attends_by_the_plan_of_the_last_one_that_made_it():
     """A stack, and its layers one by one with the plans handed on."""
-    cycle = INDEXED(), INDEXED(top_k=3), INDEXED(reuse=True)
+    cycle = INDEXED(), INDEXED(top_k=3), dsa.dsa(reuse=True)
     stack = stack_of(layers.ResidualStack, cycle, n_repeats=1)
     (x,) = np.random.default_rng(0).normal(size=(1, 2, 13, 8)).astype(np.float32)
     ids = plain.some_segments(2, 13)
@@ -118,6 +119,10 @@ def test_kernels_attend_by_another_choice():
         (INDEXED(reuse=True), INDEXED()),
         (INDEXED(), COMPRESSED(reuse=True)),
         (COMPRESSED(), COMPRESSED(reuse=True, block_size=3)),
+        (COMPRESSED(), COMPRESSED(reuse=True, top_k=3)),
+        (INDEXED(), INDEXED(reuse=True, top_k=3)),
+        (INDEXED(), INDEXED(reuse=True, index_loss=0.5)),
+        (INDEXED(), INDEXED(reuse=True, indexer=Indexer(rotary=True))),
     ],
 )
 def test_a_cycle_whose_choice_nobody_makes(cycle):
@@ -129,5 +134,16 @@ def test_a_layer_alone_has_no_choice_to_reuse():
     x = inputs.draw(INDEXED(reuse=True))
     with pytest.raises(Unsupported, match="reuse is True: dsa attends by the choice of a layer"):
         inputs.call(INDEXED(reuse=True), x, causal=True)
+    settings = dict(lengths=jnp.full(2, 13), capacity=14)
+    cache = inputs.init_cache(INDEXED(reuse=True), x, plan=None, **settings)
+    with pytest.raises(SettingError, match="chosen is None: dsa with reuse=True makes no choice"):
+        one = x.at(slice(None), slice(1))
+        inputs.step(INDEXED(reuse=True), one, cache, position=jnp.full(2, 13))
     with pytest.raises(SettingError, match="reuse is True and report_loss too"):
         INDEXED(reuse=True, report_loss=True)
+
+
+def test_an_indexer_that_is_not_there_limits_no_rotation():
+    with pytest.raises(SettingError, match="rotary_features is 8 and d_index 4"):
+        COMPRESSED(rotary_features=8)
+    assert COMPRESSED(reuse=True, rotary_features=8).rotary_features == 8

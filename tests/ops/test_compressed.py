@@ -222,3 +222,13 @@ def test_heads_that_do_not_fit():
     x = inputs.draw(op, length=8)
     with pytest.raises(SettingError, match="rotary_features is 6: expected at most the size of a"):
         inputs.call(op, x, causal=True)
+
+
+def test_a_long_window_has_no_matrix_of_all_its_pairs(monkeypatch):
+    """At 1,024 positions, which are all in the window, 2^22 pairs of heads in a square."""
+    monkeypatch.setattr(query_chunks, "AT_A_TIME", 2**16)
+    op = hca.hca(block_size=64, window=1024)
+    x = inputs.draw(op, batch=1, length=1024, n_heads=4)
+    gradient = jax.jit(jax.grad(lambda q: inputs.call(op, x._replace(q=q), causal=True).sum()))
+    analysis = gradient.lower(x.q).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < 4 * 2**20

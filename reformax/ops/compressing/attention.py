@@ -50,20 +50,29 @@ def to_window(call: Call, q, k, v, window: int) -> Softmax:
         before = jnp.pad(x[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
         return jnp.concatenate([before, x], axis=2)
 
-    @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def attend(q, ids, query, k, v, key_ids, key):
-        query, key = query[..., None], key[:, :, None]
+        """Some blocks, and of each as many rows at a time as fit: a window may be long."""
+        key = key[:, :, None]
         keys = Side(key, key_ids[:, :, None], exists=key >= 0)
-        mask = rule.sees(Side(query, ids[..., None]), keys)
-        dropped = None
-        if call.seed is not None:
-            batch = jnp.arange(len(q), dtype=jnp.int32)[:, None, None, None, None, None]
-            head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, 1, n_kv, -1, 1, 1)
-            addresses = query[:, :, None, None], 2 * key[:, :, None, None]
-            dropped = dropout_mask(call.seed, call.dropout, batch, head, *addresses)
-        logits = call.logits.of("bclgmh,bckgh->bcgmlk", q, k)
-        found = softmax_over(logits, mask[:, :, None, None], "bcgmlk,bckgv->bcgmlv", v, dropped)
-        return Softmax(*(jnp.moveaxis(x, 4, 2) for x in found))
+
+        @jax.checkpoint  # the gradient computes the logits again instead of keeping them
+        def attend_rows(*rows):
+            q, ids, query = (jnp.swapaxes(x, 1, 2) for x in rows)  # [B, C, Q, ...]
+            query = query[..., None]
+            mask = rule.sees(Side(query, ids[..., None]), keys)
+            dropped = None
+            if call.seed is not None:
+                batch = jnp.arange(len(q), dtype=jnp.int32)[:, None, None, None, None, None]
+                head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, 1, n_kv, -1, 1, 1)
+                addresses = query[:, :, None, None], 2 * key[:, :, None, None]
+                dropped = dropout_mask(call.seed, call.dropout, batch, head, *addresses)
+            logits = call.logits.of("bclgmh,bckgh->bcgmlk", q, k)
+            found = softmax_over(logits, mask[:, :, None, None], "bcgmlk,bckgv->bcgmlv", v, dropped)
+            return [jnp.moveaxis(x, 4, 1) for x in found]
+
+        rows = (jnp.swapaxes(x, 1, 2) for x in (q, ids, query))
+        found = by_chunks(attend_rows, 2 * size * n_heads * q.shape[1], *rows)
+        return [jnp.swapaxes(join_chunks(x, size), 1, 2) for x in found]
 
     queries = [in_blocks(x, size) for x in (grouped(q, n_kv), ids, positions(length))]
     keys = [with_block_before(x) for x in (k, v, ids, positions(length) + 1)]

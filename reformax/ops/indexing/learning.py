@@ -6,7 +6,9 @@ of a query.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +62,15 @@ def check_chooses(reuse: bool, name: str) -> None:
             f"reuse is True: {name} attends by the choice of a layer before it in a stack's cycle, "
             "and makes none; set reuse=False for a layer alone"
         )
+
+
+def may_share_choice(op: Any, source: Any, names: tuple[str, ...]) -> bool:
+    """Whether the options of a choice, of an op that reuses one, are defaults or the source's.
+
+    Another value would be an option that nothing reads.
+    """
+    defaults = {x.name: x.default for x in dataclasses.fields(op)}
+    return all(getattr(op, x) in (defaults[x], getattr(source, x)) for x in names)
 
 
 def clipped(x: Array) -> Array:
