@@ -74,6 +74,17 @@ def test_the_kept_mass_of_a_split_is_the_mean_of_some_batches(monkeypatch):
     assert json.dumps(found)
 
 
+def test_rows_that_fill_up_a_batch_are_not_measured():
+    model, task = HASHED(mode="eval"), tiny.counting()
+    params = model.init_params(jax.random.PRNGKey(0), (2, 16))
+    (batch,) = task.eval_batches("valid", 13, 16, 16)
+    sizes = dict(batch_size=29, length=16)  # two times 13 rows, and the first 3
+    rows = batch.inputs[np.arange(29) % 13]
+    want = jax.jit(model.kept_mass)(params, rows, jax.random.fold_in(jax.random.PRNGKey(0), 0))[2]
+    found = kept_mass.of_split(model, params, task, "valid", **sizes)
+    assert found["kept_mass"] == pytest.approx(float(want), rel=1e-5)
+
+
 def test_hashes_are_counted_by_the_model():
     model = HASHED(mode="eval").with_n_hashes(16)
     assert model.attention_type[0] == NEAR
