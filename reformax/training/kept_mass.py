@@ -45,9 +45,12 @@ def measure_fn(
 
 
 def named(shares: Mapping[int, Any]) -> dict[str, float]:
-    """The mean over layers, and each layer's share, by the names of a record's columns."""
+    """The mean over layers, and each layer's share, by the names of a record's columns.
+
+    Empty for a model that measures no layer.
+    """
     found = {f"{NAME}_layer_{layer}": float(x) for layer, x in jax.device_get(shares).items()}
-    return {NAME: float(np.mean(list(found.values()))), **found}
+    return {NAME: float(np.mean(list(found.values()))), **found} if found else {}
 
 
 def words(found: Mapping[str, float]) -> str:
