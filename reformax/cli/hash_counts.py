@@ -73,13 +73,14 @@ def score(
 
 def table(found: dict[str, Any], metric: str) -> str:
     """What `score` returns, as a Markdown table and a line."""
-    layers = [name for name in found["by_n_hashes"][0] if name.startswith("kept_mass_")]
-    heads = [name.removeprefix("kept_mass_").replace("_", " ") for name in layers]
+    first = found["by_n_hashes"][0]
+    columns = [metric, *(name for name in first if name.startswith("kept_mass"))]
+    heads = [name.removeprefix("kept_mass_").replace("_", " ") for name in columns]
     rows = [
-        ["hashes", metric.replace("_", " "), "kept mass", *heads],
-        ["---:"] * (3 + len(layers)),
+        ["hashes", *heads],
+        ["---:"] * (1 + len(columns)),
         *(
-            [str(line["n_hashes"]), *(f"{line[x]:.4f}" for x in (metric, "kept_mass", *layers))]
+            [str(line["n_hashes"]), *(f"{line[x]:.4f}" for x in columns)]
             for line in found["by_n_hashes"]
         ),
     ]

@@ -128,9 +128,23 @@ def _asked(args: argparse.Namespace) -> in_context.Asked:
                 f"--lengths={args.lengths}: give numbers of tokens, such as --lengths=4096,16384"
             )
     default = in_context.Asked(lengths)
-    hay = default.hay if args.texts is None else Hay.of_text(_held_out(args.texts))
+    hay = default.hay if args.texts is None else _hay(args.texts)
     n, n_depths = args.limit or default.n, args.depths or default.n_depths
     return in_context.Asked(lengths, n, n_depths, hay, args.seed)
+
+
+def _hay(path: str) -> Hay:
+    """The text that --texts names; its errors name the flag."""
+    try:
+        return Hay.of_text(_held_out(path))
+    except FileNotFoundError:
+        raise SettingError(
+            f"--texts={path} does not exist: give a file or folder of text"
+        ) from None
+    except SettingError as error:
+        words = str(error)
+        words = words if words.startswith(path) else f"{path}: {words}"
+        raise SettingError(f"--texts={words}") from None
 
 
 def _held_out(path: str) -> str:
@@ -145,7 +159,12 @@ def _held_out(path: str) -> str:
 
 def _manager(include_path: str | None, names: Sequence[str]):
     """The harness's tasks: those of a folder alone, if it has all that are requested."""
-    lm_eval.check_installed()
+    try:
+        lm_eval.check_installed()
+    except ImportError:
+        if near := messages.nearest(names[0], [TEXT, *OWN], most=0):
+            raise SettingError(f"--tasks: there is no task {names[0]}{near}") from None
+        raise
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
@@ -159,7 +178,7 @@ def _manager(include_path: str | None, names: Sequence[str]):
     manager = TaskManager(include_path=include_path)  # seconds, for there are thousands
     for name in names:
         if not manager.match_tasks([name]):
-            known = [TEXT, *OWN, *manager.all_tasks]
+            known = list(dict.fromkeys([TEXT, *OWN, *manager.all_tasks]))
             raise SettingError(f"--tasks: there is no task {name}{messages.nearest(name, known)}")
     return manager
 

@@ -6,6 +6,7 @@ The tasks are those of `reformax.data.questions`, in sentences and of keys that 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -43,7 +44,7 @@ def in_context(
     Args:
       task: of bytes or of pieces; a row of tasks hides tokens in the text that it has there.
       share: the share of the rows that have tasks.
-      tasks: the kinds of `reformax.data.questions`, drawn uniformly.
+      tasks: the kinds of `reformax.data.questions`, drawn uniformly from those that fit.
       least_length: tokens of the shortest part.
       answer_weight: the loss's weight of an answer's tokens; that of others is 1.
 
@@ -147,9 +148,11 @@ def _row(
     while left >= least:
         size = int(np.exp(rng.uniform(np.log(least), np.log(left + 1))))
         size = left if left - size < least else size
-        name = tasks[rng.integers(len(tasks))]
-        part = _part(name, tokens[read:], size, rng, encode, newline)
-        if part is None:  # nothing of the kind is so short
+        for name in rng.permutation(tasks).tolist():
+            part = _part(name, tokens[read:], size, rng, encode, newline)
+            if part is not None:
+                break
+        else:  # no kind is so short
             break
         of_part, is_answer, n_read = part
         found.append(of_part)
@@ -194,10 +197,15 @@ def _part(
     if n_of(made) > size:
         return None
     if name in questions.FILLING:
-        of_each = max((n_of(tokens_of(episode(12))) - n_of(made)) / (12 - questions.N_ASKED), 1)
-        n = int((size - n_of(made)) / of_each)
-        more = tokens_of(episode(n))
-        made = more if n_of(more) <= size else made
+        few, many = (n_of(tokens_of(episode(n * questions.N_ASKED))) for n in (1, 3))
+        of_each = max((many - few) / (2 * questions.N_ASKED), 1)
+        n = questions.N_ASKED + int((size - few) // of_each)
+        while n > 1:  # sentences differ in tokens
+            more = tokens_of(episode(n))
+            if n_of(more) <= size:
+                made = more
+                break
+            n -= math.ceil((n_of(more) - size) / of_each)
         n_read = 0
     else:
         n_read = max(min(size - n_of(made) - len(encode("\n")), len(hay)), 0)

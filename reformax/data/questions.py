@@ -404,13 +404,13 @@ def question(
       depth: where the answer lies, in kinds with a depth.
       length: in tokens.
       encode: text -> tokens.
-      seed: of all draws.
+      seed: of all draws, any whole number.
       hay: the text that needles lie in.
 
     Raises:
       SettingError: what is hidden is longer.
     """
-    key = [seed, zlib.crc32(name.encode()), number]
+    key = [seed % 2**64, zlib.crc32(name.encode()), number]
 
     def built(n: int) -> Question:
         rng = np.random.default_rng(key)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.task import Task, TaskModel
+from reformax.task import Batch, Task, TaskModel
 from reformax.training import evaluation, placing
 
 NAME = "kept_mass"
@@ -45,9 +45,12 @@ def measure_fn(
 
 
 def named(shares: Mapping[int, Any]) -> dict[str, float]:
-    """The mean over layers, and each layer's share, by the names of a record's columns."""
+    """The mean over layers, and each layer's share, by the names of a record's columns.
+
+    Empty for a model that measures no layer.
+    """
     found = {f"{NAME}_layer_{layer}": float(x) for layer, x in jax.device_get(shares).items()}
-    return {NAME: float(np.mean(list(found.values()))), **found}
+    return {NAME: float(np.mean(list(found.values()))), **found} if found else {}
 
 
 def words(found: Mapping[str, float]) -> str:
@@ -79,12 +82,19 @@ def of_split(
     """
     mesh = evaluation.fitting_mesh(model, task, batch_size, length, mesh)
     params = placing.place(params, devices.placement(params, mesh))
-    n_batches = -(-task.n_targets(split) // (length * batch_size))
+    of_row = length if task.labels is None else 1
+    n_batches = -(-task.n_targets(split) // (of_row * batch_size))
     every = max(1, n_batches // _BATCHES)
-    batches = task.eval_batches(split, batch_size, length, length)
+    batches = map(_of_scored_rows, task.eval_batches(split, batch_size, length, length))
     on_device = evaluation.placed(batches, mesh, lambda index: index % every == 0)
     key, found, measure = jax.random.PRNGKey(seed), [], measure_fn(model, mesh)
     for index, batch in itertools.islice(on_device, _BATCHES):
         found.append(measure(params, batch[0], jax.random.fold_in(key, index)))
     found = jax.device_get(found)
     return named({layer: np.mean([one[layer] for one in found]) for layer in found[0]})
+
+
+def _of_scored_rows(batch: Batch) -> Batch:
+    """The batch with its rows again in place of those without weight, which hold no text."""
+    rows = np.flatnonzero((batch.weights > 0).any(axis=1))
+    return placing.take(batch, rows[np.arange(len(batch.weights)) % len(rows)])

@@ -117,6 +117,26 @@ def test_pieces_have_tasks_too(source, tmp_path):
         assert value in answer and whole.count(value) == 2
 
 
+@pytest.mark.parametrize("name", questions.FILLING)
+@pytest.mark.parametrize("words", [False, True])
+def test_what_fills_a_text_fills_its_part(name, words):
+    def encode(text):  # names of five letters differ in tokens
+        found = re.findall(r"[A-M]+|[a-z]+|\d{1,3}|.|\n", text) if words else text
+        return np.array([len(x) for x in found], np.int32)
+
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        tokens, _, n_read = in_context._part(name, np.zeros(0, int), 2_000, rng, encode, None)
+        assert 1_800 < len(tokens) <= 2_000 and n_read == 0
+
+
+def test_kinds_that_do_not_fit_leave_the_row_to_those_that_do(source):
+    names = ("needle", "variables")
+    task = in_context.in_context(text(source), share=1.0, tasks=names, answer_weight=2.0)
+    batch = task.train_batch(0, 0, 16, 520)  # variables have more
+    assert (batch.weights == 2.0).any(axis=1).all()
+
+
 def test_a_row_too_short_for_a_task_is_text(source):
     task = in_context.in_context(text(source), share=1.0, least_length=64)
     plain = text(source).train_batch(0, 0, 2, 63)

@@ -147,6 +147,10 @@ def test_questions_are_those_of_a_checksum():
     assert questions.checksum(found[:-1]) != questions.checksum(found)
 
 
+def test_a_seed_may_be_below_zero():
+    assert ask("needle", seed=-1) != ask("needle", seed=1)
+
+
 def test_a_text_shorter_than_what_is_hidden_is_refused():
     with pytest.raises(ValueError, match="length is 100: the sentences of needles alone have"):
         ask("needles", length=100)

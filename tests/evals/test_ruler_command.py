@@ -62,9 +62,20 @@ def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch
         (["--tasks=ruler", "--lengths=9", "--length=9"], "--length=9: --lengths=9 has the lengths"),
         (["--lengths=9"], "--lengths=9: only --tasks reads it"),
         (["--tasks=ruler", "--depths=0"], "depths is 0: expected"),
-        (["--tasks=ruler", "--texts=nowhere"], "nowhere"),
+        (
+            ["--tasks=ruler", "--texts=nowhere"],
+            "--texts=nowhere does not exist: give a file or folder of text",
+        ),
+        (
+            ["--tasks=ruler", "--texts=blank"],
+            "--texts=blank: the text that needles shall lie in is",
+        ),
+        (["--tasks=ruler", "--texts=few"], "--texts=few: 3 bytes are too few"),
     ],
 )
-def test_wrong_flags_are_told_before_the_run_is_read(monkeypatch, capsys, flags, message):
+def test_wrong_flags_are_told_before_the_run_is_read(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blank").write_text("\n" * 100)
+    (tmp_path / "few").write_text("ab\n")
     code, _, err = call(evaluate.main, monkeypatch, capsys, "--output_dir=none", *flags)
     assert code == 2 and message in err and err.count("\n") == 1, err

@@ -22,3 +22,11 @@ def test_one_line_says_how_to_install_it(main, flags, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, _, err = call(main, monkeypatch, capsys, *flags)
     assert code == 1 and err == f"error: {LINE}\n"
+
+
+def test_a_misspelt_task_of_the_package_needs_no_harness(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    flags = ["--output_dir=none", "--tasks=needel"]
+    code, _, err = call(evaluate.main, monkeypatch, capsys, *flags)
+    assert code == 2
+    assert err == "error: --tasks: there is no task needel; did you mean needle or needles?\n"

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from reformax.cli import hash_counts
 from reformax.models.lm import TransformerLM
 from reformax.ops import local, lsh, shared_qk
 from reformax.training import kept_mass, loop, stages
@@ -72,6 +73,25 @@ def test_the_kept_mass_of_a_split_is_the_mean_of_some_batches(monkeypatch):
         f"kept mass {found['kept_mass']:.4f}, by layer 2: {found['kept_mass_layer_2']:.4f}"
     )
     assert json.dumps(found)
+
+
+def test_rows_that_fill_up_a_batch_are_not_measured():
+    model, task = HASHED(mode="eval"), tiny.counting()
+    params = model.init_params(jax.random.PRNGKey(0), (2, 16))
+    (batch,) = task.eval_batches("valid", 13, 16, 16)
+    sizes = dict(batch_size=29, length=16)  # two times 13 rows, and the first 3
+    rows = batch.inputs[np.arange(29) % 13]
+    want = jax.jit(model.kept_mass)(params, rows, jax.random.fold_in(jax.random.PRNGKey(0), 0))[2]
+    found = kept_mass.of_split(model, params, task, "valid", **sizes)
+    assert found["kept_mass"] == pytest.approx(float(want), rel=1e-5)
+
+
+def test_a_model_that_measures_no_layer_is_scored_by_its_hashes_alone():
+    measure = lambda model: kept_mass.named({})  # noqa: E731
+    scores = {"bits": 1.0, "standard_error": 0.1}
+    found = hash_counts.score(HASHED(mode="eval"), [2, 4], "bits", lambda model: scores, measure)
+    assert found["by_n_hashes"][1] == {"n_hashes": 4, **scores} and found["fewest_n_hashes"] == 2
+    assert hash_counts.table(found, "bits").startswith("| hashes | bits |\n| ---: | ---: |\n| 2 |")
 
 
 def test_hashes_are_counted_by_the_model():

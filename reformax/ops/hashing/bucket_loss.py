@@ -21,11 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from reformax import devices
 from reformax.ops.calls.call import Call
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.sharding.shard import all_heads, row_axes_of
 from reformax.ops.softmax.kept_mass import N_QUERIES, sampled_positions
 from reformax.ops.softmax.online import largest, masked_exp, masked_softmax
 
@@ -57,7 +59,7 @@ def bucket_loss(
     n_hashes: int,
     exclude_self: bool,
 ) -> Float[Array, ""]:
-    """The mean divergence over rows, heads and a sample of queries.
+    """The mean divergence over rows, heads and a sample of queries; of a shard, its share of it.
 
     Args:
       call: causality, segments and logits.
@@ -94,4 +96,7 @@ def bucket_loss(
 
     found = lax.map(of_query, jnp.asarray(at), batch_size=min(_TOGETHER, len(at)))
     loss, n = found.reshape(-1, 2).sum(axis=0)
+    # On several devices, the shares of the mean of all of them are added up.
+    n_heads = q.shape[2]
+    n = devices.total(n, row_axes_of(call.shard)) * all_heads(call.shard, n_heads) / n_heads
     return loss / jnp.maximum(n, 1)
