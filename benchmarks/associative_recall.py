@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=kind, nargs="+", default=default, help=text)
     known = attentions()
     parser.add_argument("--only", nargs="+", choices=known, default=known, help="these attentions")
-    parser.add_argument("--limit", type=float, help="seconds of all models")
+    parser.add_argument("--limit", type=command_line.seconds, help="seconds of all models")
     parser.add_argument("--out", type=Path, metavar="FILE", help="lines of JSON, a length each")
     text = "train nothing: show what the file has, however it was trained"
     parser.add_argument("--only_known", action="store_true", help=text)

@@ -218,12 +218,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--n_heads", type=positive, help="of an attention")
     parser.add_argument("--tokens", type=positive, default=1, help="of a call (default: a length)")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="figures, read and added to")
-    parser.add_argument("--limit", type=float, default=150, help="seconds of a stage of a row")
+    parser.add_argument(
+        "--limit", type=command_line.seconds, default=150, help="seconds of a stage of a row"
+    )
     parser.add_argument("--at_once", type=positive, help="processes side by side")
     parser.add_argument("--unchecked", action="store_true", help="time our rows without a check")
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="measure all, into the folder")
     args = parser.parse_args(argv)
     if args.table:
+        for name in ("peers", "n_heads", "tokens", "saved", "limit", "at_once", "unchecked"):
+            if (value := getattr(args, name)) != parser.get_default(name):
+                parser.error(f"--{name} is {value}: it goes without --table, leave one out")
         if unknown := set(args.only or ()) - attention_table.attentions().keys():
             known = ", ".join(attention_table.attentions())
             parser.error(f"--only has {', '.join(unknown)} with --table: expected some of {known}")

@@ -624,6 +624,22 @@ def test_a_length_that_no_table_has_is_refused(capsys):
     assert "--lengths" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (["--limit=0"], "argument --limit: 0: expected more than 0 seconds"),
+        (["--limit=nan"], "argument --limit: nan: expected more than 0 seconds"),
+        (["--table=t", "--tokens=64"], "--tokens is 64: it goes without --table, leave one out"),
+        (["--table=t", "--unchecked"], "--unchecked is True: it goes without --table"),
+        (["--table=t", "--peers=python3"], "--peers is python3: it goes without --table"),
+    ],
+)
+def test_flags_that_the_suite_of_attention_cannot_read_are_refused(flags, line, capsys):
+    with pytest.raises(SystemExit):
+        attention.main(["--tiny", *flags])
+    assert line in capsys.readouterr().err
+
+
 def test_rows_are_tried_at_the_same_time_and_stay_failed():
     """As many as `threads` says: each waits here until as many others run too."""
     barrier = threading.Barrier(3)

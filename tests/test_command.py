@@ -92,6 +92,19 @@ def test_a_wrong_config_names_the_near_one(run):
     assert code == 2 and err.startswith("error: no config quikstart; did you mean quickstart.gin")
 
 
+@pytest.mark.parametrize(
+    "name, subject",
+    [
+        ("classificatoin", "classification"),
+        ("fine-tuning", "fine_tuning"),
+        ("attention", "attentions"),
+    ],
+)
+def test_a_wrong_subject_names_the_near_one(name, subject, run):
+    code, _, err = run("configs", name)
+    assert (code, err) == (2, f"error: no config or subject {name}; did you mean {subject}?\n")
+
+
 def test_a_name_of_before_is_found_and_says_that_of_today(run, tmp_path):
     configs.note_old_name.cache_clear()
     note = "note: transformer_text_long.gin is transformer_text_16k_37m.gin now\n"

@@ -139,6 +139,15 @@ def test_a_picture_shows_what_the_page_says(pictures):
     assert sorted(line.get_ydata()[-1] for line in scaling) == [3.496 / 4, 3.732 / 4, 3.821 / 4]
 
 
+def test_the_page_has_the_gradient_s_times_that_the_picture_draws(pictures):
+    pages, peers = (importlib.import_module(name) for name in ("pages", "peers"))
+    rows, drawn = pages.table("zoo_measured.md", "gradient ms"), peers.read("linear_attention")
+    assert pages.number(rows["gated_delta"]["N=1,048,576"]) == round(drawn["gated_delta"][-1][1], 1)
+    text = (ROOT / "docs/zoo_measured.md").read_text()
+    (moba,) = re.findall(r"^\| `moba`, 3 blocks of 512 \| .* \| (\d+) \|$", text, re.MULTILINE)
+    assert int(moba) == round(peers.read("sparse_attention")["moba"][-1][1])
+
+
 def test_the_table_of_times_is_that_of_the_file(script):
     tables = script(ROOT / "docs/attention_table.py")
     page = tables.PAGE.read_text()

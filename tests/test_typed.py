@@ -396,3 +396,51 @@ lm.ReformerLM.dropout = 0.25
     assert own <= set(lines) and "d_head = 24" in lines  # what the config sets itself stays
     assert any(line.endswith("loop.train.length = 77") for line in lines)
     assert not any(line.startswith("lm.TransformerLM.n_slots") for line in lines)
+
+
+# A run's config, as `train` writes it: what a macro holds is set in a scope of its name.
+SCOPED = """from __gin__ import dynamic_registration
+from reformax.models import lm
+from reformax.ops import local
+from reformax.ops import lsh
+from reformax.training import loop
+
+attention = (@local.local(), @near/local.local(), @lsh.lsh())
+loop.train.model = @lm.ReformerLM
+lm.ReformerLM.attention_type = %attention
+lm.ReformerLM.vocab_size = 8
+attention/local.local.chunk_len = 16
+near/local.local.chunk_len = 8
+attention/lsh.lsh.n_hashes = 2
+"""
+
+
+@pytest.mark.parametrize(
+    "overrides, chunk_lens, n_hashes, unused",
+    [
+        ([], [16, 8], 2, []),
+        (["lsh.lsh.n_hashes=4"], [16, 8], 4, []),
+        (["attention/lsh.lsh.n_hashes=4"], [16, 8], 4, []),
+        (
+            ["lsh.lsh.n_hashes=4", "attention/lsh.lsh.n_hashes=3"],
+            [16, 8],
+            3,
+            ["lsh.lsh.n_hashes=4"],
+        ),
+        (["local.local.chunk_len=4"], [4, 8], 2, []),
+        (["near/local.local.chunk_len=4"], [16, 4], 2, []),
+        (["far/local.local.chunk_len=4"], [16, 8], 2, ["far/local.local.chunk_len=4"]),
+        (
+            ["attention=(@near/local.local(), @near/local.local(), @lsh.lsh())"]
+            + ["local.local.chunk_len=4"],
+            [8, 8],
+            2,
+            ["local.local.chunk_len=4"],
+        ),
+    ],
+)
+def test_an_override_reaches_what_the_macros_of_a_run_hold(overrides, chunk_lens, n_hashes, unused):
+    config.parse_saved(SCOPED, "config.gin", overrides)
+    cycle = config.bindings(loop.train)["model"]().attention_type
+    assert [op.chunk_len for op in cycle[:2]] == chunk_lens and cycle[2].n_hashes == n_hashes
+    assert config.unused(overrides) == unused

@@ -33,7 +33,7 @@ def flags(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]]) 
     parser.add_argument("--seed", type=command_line.natural, default=0, help=text)
     parser.add_argument("--at_once", type=command_line.positive, default=1, help="default: 1")
     parser.add_argument("--gpus", type=command_line.positive, default=1, help="default: 1")
-    parser.add_argument("--limit", type=float, help="seconds of all rows")
+    parser.add_argument("--limit", type=command_line.seconds, help="seconds of all rows")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="rows that are known, to add to")
     parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keeps the runs here")
 

@@ -48,6 +48,14 @@ def natural(text: str) -> int:
     return _at_least(0, text)
 
 
+def seconds(text: str) -> float:
+    """A number above 0."""
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected more than 0 seconds")
+    return number
+
+
 def _at_least(least: int, text: str) -> int:
     number = int(text)
     if number < least:

@@ -192,7 +192,9 @@ def _parse_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         if (found := override_of(override)) and (wrong := _mistake(found)):
             raise ConfigError(f"--config={override!r}: {wrong}")
-        reading.read(override)
+        # gin calls what a macro holds in a scope of its name, in which the config of a run has all
+        # settings: an override without that scope would change nothing.
+        reading.read(override, also_in=reading.macros() if _saved else ())
 
 
 def _mistake(override: Override) -> str | None:
@@ -537,7 +539,9 @@ def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[st
         if target is None:
             used = True
         elif target.function:
-            used = target.whole in also_used or _sets(text, *target[:2])
+            used = target.whole in also_used or (
+                _sets(text, *target[:2]) and not _is_hidden(*target[:2])
+            )
         else:
             used = target.name in _described_macros or (target.name, "gin.macro") in called
         found += [override] * (not used)
@@ -548,6 +552,26 @@ def _sets(text: str, selector: str, argument: str) -> bool:
     """Whether the text binds this argument, in any scope and under any longer selector."""
     pattern = rf"^(\S+/)?(\S+\.)?{re.escape(selector)}\.{argument} = "
     return re.search(pattern, text, re.MULTILINE) is not None
+
+
+def _is_hidden(function: str, argument: str) -> bool:
+    """Whether all calls that a setting is for have another value, of a scope further inside."""
+    outer, _, selector = function.rpartition("/")
+
+    def hidden(scope: str, called: str) -> bool:
+        own = gin.config._CONFIG.get((outer, called), {}).get(argument)
+        parts = scope.split("/")
+        inside = ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+        bound = [gin.config._CONFIG.get((x, called), {}) for x in inside if len(x) > len(outer)]
+        return any(argument in values and values[argument] is not own for values in bound)
+
+    within = f"{outer}/" if outer else ""
+    calls = [
+        (scope, called)
+        for scope, called in gin.config._OPERATIVE_CONFIG
+        if f".{called}".endswith(f".{selector}") and f"{scope}/".startswith(within)
+    ]
+    return bool(calls) and all(hidden(*call) for call in calls)
 
 
 # Its settings by their names.

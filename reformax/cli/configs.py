@@ -7,6 +7,7 @@ the same name in the working directory goes first. A config of your own may incl
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import shutil
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Lists the configs or prints one."""
     args = parser().parse_args(argv)
     if args.name is not None and args.name not in SUBJECTS:
+        _refuse_subject(args.name)
         print(find(args.name).read_text(), end="")
         return 0
     for subject in [args.name] if args.name else SUBJECTS:
@@ -76,6 +78,13 @@ def find(name: str) -> Path:
         raise SettingError(f"no config {name}{nearest(name)}")
     note_old_name(name)
     return path
+
+
+def _refuse_subject(name: str) -> None:
+    """Raises `SettingError` for a name that is no config's but much the name of a subject."""
+    near = difflib.get_close_matches(name.replace("-", "_"), SUBJECTS, n=1, cutoff=0.75)
+    if near and found(name) is None:
+        raise SettingError(f"no config or subject {name}; did you mean {near[0]}?")
 
 
 def nearest(name: str) -> str:

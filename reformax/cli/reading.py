@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import io
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -194,6 +194,7 @@ def read(
     folders: Sequence[str | Path] = (),
     above: Sequence[str] = (),
     bind: bool = True,
+    also_in: Collection[str] = (),
 ) -> set[str]:
     """Reads a text as `read_file` does.
 
@@ -203,6 +204,7 @@ def read(
       names: says which names the text may hold; None: any.
       folders, above: as in `read_file`.
       bind: False only looks names up, and sets nothing.
+      also_in: scopes in which a setting without a scope is set too, where it is set there.
     """
     new = set()
     with gin.config._parse_scope() as context:
@@ -222,6 +224,7 @@ def read(
                         value = _value(context, value, names)
                         if bind:
                             gin.bind_parameter(key, value)
+                            _bind_in(also_in, key, value)
                     case _:  # the head of a block
                         _configurable(context, statement.selector, names)
         if names is not None:
@@ -238,6 +241,15 @@ def make_known(selector: str) -> None:
         _with_all_imports(context)
         _configurable(context, selector, None)
         gin.config._IMPORTS.update(context.imports)
+
+
+def _bind_in(scopes: Collection[str], key: tuple, value: Any) -> None:
+    """Sets what a key without a scope names in those of these scopes that set it."""
+    key = gin.config.ParsedBindingKey.parse(key)
+    for scope in scopes if not key.scope else ():
+        bound = gin.config._CONFIG.get((scope, key.complete_selector), {})
+        if key.arg_name in bound:
+            bound[key.arg_name] = value
 
 
 def _with_all_imports(context: Any) -> None:

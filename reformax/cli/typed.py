@@ -27,13 +27,13 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
     Args:
       line: the error's.
       owner: the function that raised it, 'scope/function', if gin called it.
-      flags: names that stay, since the command has flags of these names; what gin called has its
-        values from a config.
+      flags: names that stay without an owner, since the command has flags of these names.
     """
-    stay = () if owner else flags
 
     def named(match: re.Match[str]) -> str:
-        return match[1] if match[1] in stay else name_of(match[1], owner) or match[1]
+        # What gin calls has its arguments from the config, and none from a flag.
+        stays = match[1] in flags and not owner
+        return match[1] if stays else name_of(match[1], owner) or match[1]
 
     line = _OF_EVALUATION.sub(lambda x: config.name_in_evaluation(x[1], x[2]) or x[0], line)
     line = _OP.sub(lambda match: _ops_that(match[1], match[2]) or match[0], line)

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax.cli import config, errors, flags
-from reformax.declared import Count, Name, PathName, Size, user_path
+from reformax.declared import Count, Name, PathName, SettingError, Size, user_path
 
 # The command fails if logits differ by more than this share of the largest.
 TOLERANCE = 1e-4
@@ -148,7 +148,7 @@ def parser():
 
 
 def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
-    """Raises `ValueError` for a flag that this conversion does not read."""
+    """Raises `SettingError` for a flag that this conversion does not read."""
     for name, is_read, where in (
         ("config_file", source == "trax", "--from=model.pkl.gz"),
         ("config", source == "trax", "--from=model.pkl.gz"),
@@ -161,7 +161,7 @@ def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
     ):
         value = getattr(args, name)
         if value not in (None, [], False) and not is_read:
-            raise ValueError(f"--{name} is {value}: it goes with {where} alone, leave it out")
+            raise SettingError(f"--{name} is {value}: it goes with {where} alone, leave it out")
 
 
 def _with_attention(source: SourceModel, args: argparse.Namespace) -> SourceModel:

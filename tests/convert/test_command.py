@@ -245,7 +245,7 @@ def test_an_empty_folder_is_filled_and_another_is_left_alone(tmp_path, run):
 def test_flags_that_a_conversion_does_not_read(flag, tmp_path, run):
     hugging_face.write(tmp_path / "hf", ENWIK8_LIKE, random_params(ENWIK8_LIKE))
     code, _, err = convert(run, tmp_path / "hf", tmp_path / "run", flag)
-    assert code == 1 and f"error: {flag.split('=')[0]} is " in err and err.count("\n") == 1
+    assert code == 2 and f"error: {flag.split('=')[0]} is " in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
