@@ -82,6 +82,21 @@ FREE = {
     "split": ("", "dev", "Train", "valid,test"),
     "prompt": (),  # any bytes are one
     "tasks": ("", ",", "needle,", "needle,,text", "nosuch", "needle,nosuch", "../text", "needle=1"),
+    "n_hashes": (
+        "",
+        "0",
+        "-1",
+        "x",
+        "1.5",
+        "2,",
+        "2,2",
+        "2,0",
+        "2;4",
+        "2000",
+        "9" * 30,
+        "9" * 5000,
+    ),
+    "lengths": ("", "0", "-1", "x", "1.5", "8,", "8,0", "8;9", "9" * 30, "9" * 5000),
 }
 
 
