@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Flags, then gin, then one call."""
     args = parser().parse_args(argv)
     _check_search(args)
+    if args.n_hashes is not None:
+        hash_counts.counts_of(args.n_hashes)
     joining.join(args)
     with contextlib.nullcontext() if joining.first() else contextlib.redirect_stdout(None):
         if args.tasks is None:

@@ -231,7 +231,9 @@ class asymmetric_lsh(SortedByHash):
                 f"bucket_loss is {self.bucket_loss} and queries and keys are of two sequences: "
                 "leave it out"
             )
-        hashed = centred(k, call.segment_ids, call.causal, call.one_segment)
+        ids = call.segment_ids
+        tokens = k if ids is None else tokens_only(k, ids)
+        hashed = centred(tokens, ids, call.causal, call.one_segment)
         n_buckets = math.prod(self._hashing.hashing.factors_for(k.shape[1]))
         loss = bucket_loss(call, q, k, hashed, n_buckets, self.n_hashes, exclude_self=False)
         return with_loss(out, self.bucket_loss * loss)

@@ -61,6 +61,8 @@ def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch
         (["--tasks=ruler", "--lengths=0"], "--lengths=0: give numbers of tokens"),
         (["--tasks=ruler", "--lengths=9", "--length=9"], "--length=9: --lengths=9 has the lengths"),
         (["--lengths=9"], "--lengths=9: only --tasks reads it"),
+        (["--n_hashes=2,2"], "--n_hashes=2,2: give different counts"),
+        (["--n_hashes=2,0"], "n_hashes is 0: expected at least 1"),
         (["--tasks=ruler", "--depths=0"], "depths is 0: expected"),
         (
             ["--tasks=ruler", "--texts=nowhere"],

@@ -76,6 +76,27 @@ def test_the_gradient_is_that_of_the_whole_matrix_and_the_output_stays(factory, 
         assert np.abs(c).max() > 1e-3
 
 
+@pytest.mark.parametrize("factory", OPS)
+def test_what_is_in_padding_changes_no_gradient(factory):
+    op = factory(**HASHES, bucket_loss=1.0)
+    x = inputs.draw(op, length=20, seed=2)
+    ids = jnp.asarray(np.r_[[1] * 16, [0] * 4][None].repeat(2, 0), jnp.int32)
+    v = jnp.ones_like(x.v)
+
+    def gradient(fill):
+        arrays = [jnp.asarray(y).at[:, 16:].set(fill) for y in x[:2] if y is not None]
+
+        def loss(arrays):
+            q, k = arrays if len(arrays) == 2 else (*arrays, None)
+            return 0 * attend(op, True, ids)(q, k, v)[:, :16].sum()
+
+        return [g[:, :16] for g in jax.grad(loss)(arrays)]
+
+    for one, other in zip(gradient(jnp.nan), gradient(0.0), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-7)
+        assert np.abs(one).max() > 1e-4
+
+
 def test_the_probability_is_that_of_any_of_the_hashes():
     cosine = jnp.linspace(-0.99, 0.99, 41)
     logs = (np.asarray(log_collision(cosine, 64, n), np.float64) for n in (1, 4))
