@@ -81,8 +81,6 @@ FREE = {
     ),
     "split": ("", "dev", "Train", "valid,test"),
     "prompt": (),  # any bytes are one
-    "n_hashes": ("", ",", "0", "-1", "2,2", "2,,4", "2,x", "1e3", "2,1025", "9" * 30, "²"),
-    "lengths": ("", ",", "0", "-1", "4096,,64", "x", "1e3", "9" * 30),
     "tasks": ("", ",", "needle,", "needle,,text", "nosuch", "needle,nosuch", "../text", "needle=1"),
     "n_hashes": (
         "",
