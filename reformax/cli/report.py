@@ -11,8 +11,6 @@ from typing import Any
 
 from reformax.cli import terminal_curve
 
-DEVICES = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"  # variables that a run needs again
-
 
 def note_unused(
     overrides: Sequence[str],
@@ -56,8 +54,7 @@ def training(result: dict[str, Any], prints: bool = True, *, with_curve: bool) -
     if not prints:
         return 0 if interrupted_by is None else 128 + interrupted_by
     if interrupted_by is not None:
-        devices = [f"{x}={os.environ[x]}" for x in DEVICES if x in os.environ]
-        again = shlex.join([*devices, *program(), *sys.argv[1:]])
+        again = shlex.join([*_simulated_devices(), *program(), *sys.argv[1:]])
         print(f"stopped by {result['interrupted_by'].name}; saved at step {result['step']}")
         print(f"to go on: {again}")
         return 128 + result["interrupted_by"]
@@ -87,11 +84,19 @@ def training(result: dict[str, Any], prints: bool = True, *, with_curve: bool) -
     others = {"vocabulary.model": "vocabulary.model", "profile": "profile/"}
     kept = "".join(f" {shown}" for name, shown in others.items() if (Path(folder) / name).exists())
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
-    run = [f"--output_dir={folder}", *_trust(Path(folder) / "config.gin")]
+    run, trust = f"--output_dir={folder}", _trust(Path(folder) / "config.gin")
     if "bits_per_byte" in result:  # a text
-        print(f"what it writes: {shlex.join([*program('generate'), *run])}")
-    print(f"next: {shlex.join([*program('evaluate'), *run, '--split=test'])}")
+        print(f"what it writes: {shlex.join([*program('generate'), run, *trust])}")
+    print(f"next: {shlex.join([*program('evaluate'), run, '--split=test', *trust])}")
     return 0
+
+
+def _simulated_devices() -> list[str]:
+    """The variables that simulate devices, as a shell takes them before a command."""
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        return []
+    names = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+    return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
 
 
 def _trust(path: Path) -> list[str]:

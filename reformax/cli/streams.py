@@ -42,8 +42,7 @@ class Stream(io.FileIO):
             return len(data)
 
     def _tell(self, error: OSError) -> None:
-        left = isinstance(error, BrokenPipeError)  # as of `| head`
-        if self.other is not None and self.other.error is None and not left:
+        if self.other is not None and self.other.error is None:
             line = f"note: {self._title} failed ({error}): what cannot be written is dropped\n"
             self.other.write(line.encode())
 

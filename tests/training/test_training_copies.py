@@ -1,5 +1,6 @@
 """Copies of checkpoints in an object store, of which a local fake has neither rename nor lock."""
 
+import itertools
 import json
 import shutil
 import threading
@@ -84,18 +85,17 @@ def test_the_store_has_what_is_kept_and_another_folder_goes_on_from_it(store, tm
 
 def test_a_copy_that_was_cut_short_is_none(store, tmp_path, monkeypatch):
     saved(tmp_path / "here", [1])
-    n_writes = len(json.loads((tmp_path / "here/checkpoints/1/manifest.json").read_text())) + 1
-    for left in range(n_writes):
+    for left in itertools.count():  # saves of one state may differ in their number of files
         monkeypatch.setattr(Store, "left", left)
         checkpoints = saved(tmp_path / "here", [2])
+        if not checkpoints.notes:
+            break
         (note,) = checkpoints.notes
         assert "checkpoint 2 is saved and not copied to s3://bucket/run (PermissionError" in note
         assert "AccessDenied: the key has expired" in note and "\n" not in note
         assert checkpoints.steps() == [1, 2] and copies().steps() == [1]
         shutil.rmtree(tmp_path / "here/checkpoints/2")
-    monkeypatch.setattr(Store, "left", n_writes)
-    saved(tmp_path / "here", [2])
-    assert copies().steps() == [1, 2]
+    assert copies().steps() == [1, 2] and left > 2
 
 
 def test_a_changed_copy_is_not_gone_on_from(store, tmp_path):

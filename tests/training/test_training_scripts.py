@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -372,10 +373,12 @@ def test_a_signal_ends_the_script_saved(folder, monkeypatch, capsys, number, exi
         for name in ("signal_step=5", f"number={int(number)}")
     ]
     flags = ["--config_file=configs/run.gin", "--output_dir=out"]
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # JAX read it before
     code, out, _ = call(train.main, monkeypatch, capsys, *flags, *signals)
     assert code == exit_code
     assert f"stopped by {number.name}; saved at step" in out
-    assert "to go on: python script.py --config_file=configs/run.gin --output_dir=out" in out
+    again = "JAX_NUM_CPU_DEVICES=1 python script.py --config_file=configs/run.gin --output_dir=out"
+    assert re.search(f"to go on: (JAX_PLATFORMS=cpu )?{re.escape(again)}", out)
     code, out, _ = call(train.main, monkeypatch, capsys, *flags)
     assert code == 0 and "going on from step" in out
 
