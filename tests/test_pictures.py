@@ -93,6 +93,8 @@ def test_the_table_of_attentions_is_that_of_the_code(script):
 def test_the_table_of_attentions_reads_the_code(script):
     attentions = script(ROOT / "docs/attentions.py")
     rows = {a.name: a for a in attentions.attentions()}
+    for page in ("README.md", "docs/index.md"):
+        assert f"{len(rows) - 1} other attentions" in (ROOT / page).read_text()
     assert attentions.is_causal(rows["moba"].op) == "only"
     assert attentions.is_causal(rows["linformer"].op) == attentions.NO
     assert attentions.context(rows["local"].op) == "borders"
