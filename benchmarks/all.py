@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import figures
+from benchmarks.harness import figures, lines
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.figures import Figures, Part
 from benchmarks.harness.processes import ROOT
@@ -105,7 +105,7 @@ def run(name: str, limit: float) -> Figures:
         rows = Path(folder) / "rows"
         subprocess.run([*command, f"--rows={rows}"], cwd=ROOT, check=True, timeout=limit)
         seconds = time.perf_counter() - start
-        found = figures.tables(rows.read_text().splitlines())
+        found = figures.tables(rows)
     asked = [sys.executable, "-c", HARDWARE]
     hardware = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return Figures(
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name}: python -m benchmarks.{PARTS[name].command}{state}", flush=True)
             continue
         try:
-            figures.append(args.out, run(name, args.limit))
+            lines.add(args.out, run(name, args.limit)._asdict())
         except (subprocess.SubprocessError, OSError) as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             failed.append(name)

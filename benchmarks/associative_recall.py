@@ -41,7 +41,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness import command_line
+from benchmarks.harness import command_line, lines
 from benchmarks.harness.calls import PeerError, exit_if
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import ask, ask_each, sharing
@@ -68,17 +68,6 @@ def state_bytes(ops: Sequence[AttentionOp], sizes: Sizes) -> float | None:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
 
 
-def recorded(path: Path | None) -> list[dict[str, Any]]:
-    """The models of a file. A last line that an interruption cut is taken away."""
-    if path is None or not path.exists():
-        return []
-    text = path.read_text()
-    whole, newline, cut = text.rpartition("\n")
-    if cut:
-        path.write_text(whole + newline)
-    return [json.loads(line) for line in whole.splitlines()]
-
-
 def models(
     rows: Iterable[Key],
     members: Members,
@@ -97,7 +86,7 @@ def models(
       limit: seconds, after which they are killed.
       only_known: whether those that the file lacks are left out, and any training will do.
     """
-    before = recorded(path)
+    before = lines.read(path)
     found: dict[Key, list[Any]] = {}
     for name, stages in rows:
         known = [
@@ -128,8 +117,7 @@ def models(
                     if isinstance(record, Exception) or len(found[other]) == len(other[1]):
                         untried.remove(other)
                     if path is not None and not isinstance(record, Exception):
-                        with path.open("a") as file:
-                            file.write(json.dumps(record) + "\n")
+                        lines.add(path, record)
             yield key, known
         for _ in answers:  # until their end processes look at what is claimed
             pass

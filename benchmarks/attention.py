@@ -43,9 +43,9 @@ tables and not measured again.
 `--table` measures every attention of the package instead, as FlashAttention's tables 9 to 21 do:
 the forward pass, the backward pass and both, with and without dropout and a mask of padding, and
 memory. Rows are not causal but where an attention must be. The folder gets table.jsonl, a line for
-each case, table.csv and table.md. The same command goes on where it was interrupted; what runs out
-of memory is recorded so, and where both passes took seconds, longer rows are left out. Times are
-means of queued calls.
+each case, and table.csv, of which `python docs/attention_table.py --all FILE` makes tables. The
+same command goes on where it was interrupted; what runs out of memory is recorded so, and where
+both passes took seconds, longer rows are left out. Times are means of queued calls.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.harness import command_line
-from benchmarks.harness.calls import PeerError, attempt
+from benchmarks.harness.calls import MIB, attempt
 from benchmarks.harness.output import Table
-from benchmarks.harness.processes import Answer, ask
+from benchmarks.harness.processes import Answer, answers_of, ask
 
 
 class Shape(NamedTuple):
@@ -103,29 +103,11 @@ def compared(python: str, name: str, shape: Shape) -> tuple[Answer, Answer]:
     """
     sizes = dict(n_prompt=shape.n_prompt, n_new=shape.n_new)
     with tempfile.TemporaryDirectory() as folder:
-        kind, changes = FAMILIES[name][0], changes_of(name, shape)
-        theirs = _answer(
-            ask(
-                python,
-                "peers.decoders_torch.make",
-                folder=folder,
-                kind=kind,
-                changes=changes,
-                length=shape.length,
-                **sizes,
-            )
-        )
-        ours = _answer(ask(sys.executable, "rows.decoders.measure", folder=folder, **sizes))
+        made = dict(kind=FAMILIES[name][0], changes=changes_of(name, shape), length=shape.length)
+        given = dict(folder=folder, **sizes)
+        *_, theirs = answers_of(ask(python, "peers.decoders_torch.make", **made, **given))
+        *_, ours = answers_of(ask(sys.executable, "rows.decoders.measure", **given))
     return ours, theirs
-
-
-def _answer(answers) -> Answer:
-    found: Answer = {}
-    for answer in answers:
-        if "error" in answer:
-            raise PeerError(answer["error"])
-        found = answer
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -143,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def cells(known: tuple[Answer, Answer]) -> list[str]:
         ours, theirs = known
-        weights = 4 * theirs["n_weights"] / 2**20
+        weights = 4 * theirs["n_weights"] / MIB
         peak = "" if theirs["peak"] is None else f" / {theirs['peak']:,.0f}"
         return [
             f"{theirs['n_weights'] / 1e6:,.1f}",

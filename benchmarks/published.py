@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.harness import command_line, kernels
-from benchmarks.harness.calls import PeerError, attempt
+from benchmarks.harness.calls import attempt
 from benchmarks.harness.output import Table
-from benchmarks.harness.processes import alone, ask
+from benchmarks.harness.processes import alone, answers_of, ask
 from reformax import devices
 from reformax.cli import config
 from reformax.training import loop
@@ -154,9 +154,7 @@ def ours(job: Job, lock: Path, repeats: int, profile: bool) -> Iterator[float]:
 
 def theirs(answers: Iterator[dict[str, Any]], shape: Shape) -> Iterator[float]:
     """The same of PyTorch."""
-    for answer in answers:
-        if "error" in answer:
-            raise PeerError(answer["error"])
+    for answer in answers_of(answers):
         first = answer.get("first_loss")
         yield answer["seconds"] if first is None else checked(first, shape)
 

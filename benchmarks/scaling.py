@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import shlex
@@ -41,7 +40,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.harness import command_line, configured, kernels
+from benchmarks.harness import command_line, configured, kernels, lines
 from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, medians
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import tell
@@ -140,12 +139,6 @@ def at_once(alone: Sequence[Candidate]) -> Candidate:
     return Candidate(run, tokens, *(max(x) for x in zip(*(one[2:] for one in alone), strict=True)))
 
 
-def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Adds results to a file, one a line."""
-    with path.open("a") as file:
-        file.writelines(json.dumps(result) + "\n" for result in results)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, repeats=5)
     parser.add_argument("--config_file", action="append", help="a gin file; may be repeated")
@@ -194,12 +187,10 @@ def measure(args: Any) -> None:
     named = "tiny" if args.tiny else Path(args.config_file[-1]).stem
     name = f"{named} {settings.batch_size} x {settings.length:,}" + ", shared" * args.shared
     shared = dict(machine=command_line.machine(), name=name, devices=jax.device_count())
-    if args.saved and args.saved.exists():
-        lines = [json.loads(line) for line in args.saved.read_text().splitlines()]
-        known = {line["mesh"] for line in lines if shared.items() <= line.items()}
-        if known >= set(axes):
-            print(f"{args.saved} has {name} over {', '.join(axes)}")
-            return
+    known = {x["mesh"] for x in lines.read(args.saved) if shared.items() <= x.items()}
+    if known >= set(axes):
+        print(f"{args.saved} has {name} over {', '.join(axes)}")
+        return
     prepared = attempt_each(
         lambda mesh: prepare(settings, mesh, n_steps, args.shared), meshes(axes)
     )
@@ -230,11 +221,9 @@ def measure(args: Any) -> None:
         table.result(row, known=candidate, cells=functools.partial(cells, row))
     if args.saved and alone:
         measured = {axis: f"{axis} {jax.device_count()}" for axis in axes}
-        save(
-            args.saved,
-            [
-                shared
-                | dict(
+        for axis, row in measured.items():
+            if row in ready:
+                figures = dict(
                     mesh=axis,
                     tokens_per_second=round(speeds[row]),
                     times=round(speeds[row] / slowest, 3),
@@ -242,10 +231,7 @@ def measure(args: Any) -> None:
                     state_mib=round(ready[row].state_mib),
                     temp_mib=round(ready[row].temp_mib),
                 )
-                for axis, row in measured.items()
-                if row in ready
-            ],
-        )
+                lines.add(args.saved, shared | figures)
     if args.profile:
         print_profile({row: x.run for row, x in ready.items()}, n_steps, args.profile)
     exit_if(row for row in found if row not in ready)

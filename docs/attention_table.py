@@ -1,7 +1,7 @@
 """Writes the table of docs/attention_table.md from docs/attention_table.csv.
 
-    python docs/attention_table.py          the page's table
-    python docs/attention_table.py --all    prints the tables 9 to 21 instead
+    python docs/attention_table.py                 the page's table
+    python docs/attention_table.py --all [FILE]    prints the tables 9 to 21 instead, of another CSV
 
 The CSV has the columns that `python -m benchmarks.attention --table` writes into table.csv, less
 the sizes that all rows share. A test compares the page with it.
@@ -34,9 +34,9 @@ SHOWN = {  # the page's columns: length, dropout and mask, what of it
 NONE = "–"
 
 
-def read() -> Rows:
-    """The rows of the CSV."""
-    with CSV.open() as file:
+def read(path: Path = CSV) -> Rows:
+    """The rows of a CSV."""
+    with path.open() as file:
         keys = ("attention", "length", "dropout", "masked")
         return {tuple(row[key] for key in keys): row for row in csv.DictReader(file)}
 
@@ -80,9 +80,9 @@ def summary() -> str:
     return "\n".join(lines)
 
 
-def tables() -> str:
-    """The thirteen tables as Markdown."""
-    rows, parts = read(), []
+def tables(path: Path = CSV) -> str:
+    """The thirteen tables of a CSV as Markdown."""
+    rows, parts = read(path), []
     numbers = itertools.count(9)
     for dropout, masked in SETTINGS:
         words = f"{'' if float(dropout) else 'no '}dropout, {'' if masked == 'True' else 'no '}mask"
@@ -101,8 +101,9 @@ def written(page: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="print the tables 9 to 21 instead")
-    if parser.parse_args().all:
-        print(tables())
+    told = "print the tables 9 to 21 instead (default: of the page's CSV)"
+    parser.add_argument("--all", nargs="?", const=CSV, type=Path, metavar="FILE", help=told)
+    if path := parser.parse_args().all:
+        print(tables(path))
     else:
         PAGE.write_text(written(PAGE.read_text()))

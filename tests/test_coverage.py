@@ -1,7 +1,6 @@
 """The share of a model's attention weight that an op's plan covers: `benchmarks.recall --run`."""
 
 import re
-import threading
 
 import jax
 import numpy as np
@@ -11,8 +10,8 @@ from benchmarks import recall
 from benchmarks.harness import coverage
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
-from reformax.declared import SettingError
-from reformax.ops import dense, dsa, linear, linformer, nsa, routing, shared_qk
+from reformax.models import TransformerLM
+from reformax.ops import dense, dsa, linear, linformer, lsh, nsa, routing, shared_qk, smyrf
 from reformax.ops.numerics.normalization import length_normalize
 from tests.convert.test_command import random_params
 from tests.ops.rows import ROWS, Shape, except_self
@@ -29,10 +28,6 @@ BYTES = Spec.make(
 def layer_of(op, n_heads=2):
     q, k = 3 * jax.random.normal(jax.random.key(1), (2, 1, LENGTH, n_heads, 8))
     return coverage.Layer(0, op, q, None if op.shared_qk else k)
-
-
-def found(op, layer, rng):
-    return coverage.found(op, layer, coverage.truth(layer, rng), rng)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +61,7 @@ def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own
     weights = np.exp(logits / np.sqrt(8)) * visible
     weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
 
-    of_op = found(op, layer, rng)
+    of_op = coverage.found(op, layer, rng)
     share = (weights * shown).sum(axis=(0, 2, 3)) / weights.sum(axis=(0, 2, 3))
     np.testing.assert_allclose(of_op.weight, share, atol=1e-5)
     assert np.all(share < 0.999)
@@ -75,29 +70,48 @@ def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own
 
 def test_no_choice_of_so_many_keys_shows_more_than_the_largest_weights():
     layer, rng = layer_of(dense.dense()), jax.random.key(0)
-    known = coverage.truth(layer, rng)
-    weight, visible = (  # [N, T, S]
-        np.concatenate(list(np.asarray(x)), axis=-1)[..., :LENGTH].swapaxes(0, 1) for x in known
+    logits = np.einsum("btnh,bsnh->nts", *(np.asarray(x, float) for x in (layer.q, layer.k)))
+    weight = np.exp(logits / np.sqrt(8)) * np.tril(np.ones((LENGTH, LENGTH)))
+    weight = np.sort(weight / weight.sum(axis=-1, keepdims=True), axis=-1)
+    of_best = coverage.found(5, layer, rng)
+    np.testing.assert_allclose(
+        of_best.weight, weight[..., -5:].sum(axis=(1, 2)) / LENGTH, rtol=1e-5
     )
-    np.testing.assert_allclose(weight.sum(axis=-1), 1, rtol=1e-5)
-    assert np.array_equal(visible[0], np.tril(np.ones((LENGTH, LENGTH), bool)))
-    of_best = coverage.largest(known, 5)
-    best = np.sort(weight.astype(float), axis=-1)[..., -5:].sum(axis=(1, 2)) / LENGTH
-    np.testing.assert_allclose(of_best.weight, best, rtol=1e-5)
     np.testing.assert_allclose(of_best.keys, np.minimum(np.arange(LENGTH) + 1, 5).mean())
-    assert np.all(coverage.largest(known, 10 * LENGTH).weight > 0.99999)
+    assert np.all(coverage.found(10 * LENGTH, layer, rng).weight > 0.99999)
+
+
+def test_heads_that_share_keys_are_read_apart():
+    """Attention of 4 heads of queries and 2 of keys shows each its own."""
+    model = TransformerLM(
+        vocab_size=16,
+        d_model=16,
+        d_ff=16,
+        n_heads=4,
+        n_kv_heads=2,
+        n_layers=1,
+        attention_type=dense.dense(),
+        dropout=0.0,
+        mode="eval",
+    )
+    tokens, rng = jax.random.randint(jax.random.key(1), (1, 24), 1, 16), jax.random.key(0)
+    params = model.init_params(rng, tokens.shape)
+    (layer,) = coverage.layers(model, params, tokens, rng)
+    assert layer.k.shape == layer.q.shape and np.array_equal(layer.k[:, :, 0], layer.k[:, :, 1])
+    of_best = coverage.found(3, layer, rng)
+    assert len(set(of_best.weight.tolist())) == 4 and np.all(of_best.weight < 0.999)
 
 
 def test_what_an_op_cannot_show_is_said():
     rng = jax.random.key(0)
     with pytest.raises(NotImplementedError, match="has weights of its own"):
-        found(linformer.linformer(), layer_of(dense.dense()), rng)
+        coverage.found(linformer.linformer(), layer_of(dense.dense()), rng)
     with pytest.raises(NotImplementedError, match="makes its keys of the queries"):
-        found(shared_qk.shared_qk(), layer_of(dense.dense()), rng)
+        coverage.found(shared_qk.shared_qk(), layer_of(dense.dense()), rng)
     with pytest.raises(NotImplementedError, match="has projections of its own"):
-        found(nsa.nsa(compression="mean"), layer_of(dense.dense()), rng)
+        coverage.found(nsa.nsa(compression="mean"), layer_of(dense.dense()), rng)
     with pytest.raises(NotImplementedError, match="makes no attention weights"):
-        found(linear.linear(), layer_of(dense.dense()), rng)
+        coverage.found(linear.linear(), layer_of(dense.dense()), rng)
 
 
 @pytest.mark.slow
@@ -115,7 +129,7 @@ def test_what_an_op_carries_sees_the_layer_first():
 
     assert nearness(moved) > nearness(began) + 0.05
     (share, _), (everything, _) = (
-        found(op, layer, rng) for op in (op, routing.routing(n_clusters=1))
+        coverage.found(op, layer, rng) for op in (op, routing.routing(n_clusters=1))
     )
     assert np.all(share < 0.999)
     np.testing.assert_allclose(everything, 1, rtol=1e-5)
@@ -131,7 +145,7 @@ def test_nsa_shows_the_blocks_that_it_selects_and_its_window():
     query, key = np.ogrid[:LENGTH, :LENGTH]
     shown = (chosen[..., None] == key[0] // 4).any(axis=-2) | (query - key < 6)
     shown = shown & (key <= query)
-    of_op = found(op, layer, rng)
+    of_op = coverage.found(op, layer, rng)
     np.testing.assert_allclose(of_op.keys, shown.sum(axis=(0, 2, 3)) / LENGTH)
     assert np.all(of_op.weight < 0.999)
 
@@ -141,19 +155,10 @@ def test_an_indexer_learns_from_the_layer_first(monkeypatch):
     layer, rng, shares = layer_of(dense.dense()), jax.random.key(0), []
     for n in (1, coverage.N_LEARNT):
         monkeypatch.setattr(coverage, "N_LEARNT", n)
-        of_op = found(dsa.dsa(top_k=6, n_index_heads=2, d_index=8), layer, rng)
+        of_op = coverage.found(dsa.dsa(top_k=6, n_index_heads=2, d_index=8), layer, rng)
         np.testing.assert_allclose(of_op.keys, np.minimum(np.arange(LENGTH) + 1, 6).mean())
         shares.append(of_op.weight.mean())
     assert shares[1] > shares[0] + 0.02
-
-
-def test_ops_are_calls_with_values_to_try():
-    found = coverage.ops_of("local.local(chunk_len={8, 64}, n_chunks_after=2)")
-    assert [f"local.{op}" for op in found.values()] == list(found)
-    assert list(found) == [f"local.local({x}n_chunks_after=2)" for x in ("chunk_len=8, ", "")]
-    for text in ("local", "local.local(8)", "local.local(**{})", "none.none()", "local.local(x=1)"):
-        with pytest.raises(SettingError, match="op is "):
-            coverage.ops_of(text)
 
 
 def test_lines_between_points():
@@ -162,40 +167,21 @@ def test_lines_between_points():
 
 
 @pytest.mark.slow
-def test_recall_and_bits_of_a_run(tmp_path, capsys, monkeypatch):
-    """Dense attention shows all of itself and loses nothing; hashing shows no more than it sees."""
+def test_recall_of_a_run(tmp_path, capsys, monkeypatch):
+    """Dense attention shows all of itself; hashing shows no more than it sees."""
     run_folder.write(tmp_path / "run", BYTES, random_params(BYTES), {}, "A note.")
     (tmp_path / "text").write_text("one line of a text.\n" * 500)
-    ops = ["dense.dense()", "smyrf.smyrf(chunk_len=8, n_hashes={1, 4})", "lsh.lsh()"]
-    score, scored_by = recall._bits, []
-
-    def watched(*args):
-        scored_by.append(threading.current_thread())
-        return score(*args)
-
-    monkeypatch.setattr(recall, "_bits", watched)
-    draw, titles = recall.plot, []
-    monkeypatch.setattr(recall, "plot", lambda *a, **b: titles.append(a[2]) or draw(*a, **b))
+    hashing = [smyrf.smyrf(chunk_len=8, n_hashes=n) for n in (1, 4)]
+    ops = {"dense": [dense.dense()], "smyrf": hashing, "lsh": [lsh.lsh()]}
+    monkeypatch.setattr(recall, "N_KEYS", (4, 8))
+    monkeypatch.setattr(recall, "OPS", {recall.LARGEST: [4, 16]} | ops | {"left out": [None]})
     flags = [f"--run={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=64"]
-    flags += [f"--plot={tmp_path / 'a.png'}", "--bits=100", "--sequences=1"]
-    flags += [f"--saved={tmp_path / 'a.jsonl'}", f"--op={recall.LARGEST}"]
-    flags += ["--heads_at=10"]
-    recall.main(flags + [f"--op={op}" for op in ops])
+    recall.main([*flags, "--sequences=1", "--only", recall.LARGEST, *ops])
     printed = capsys.readouterr().out
-    table = printed[printed.index("| op |") :]
-    # Threads that load programs disturb each other's: no figure is made beside another.
-    assert scored_by == [threading.main_thread()] * 4  # three ops, and the model as it is
-    monkeypatch.setattr(recall, "_finder", None)  # all is known
-    recall.main(flags + [f"--op={op}" for op in ops])
-    again = capsys.readouterr().out
-    assert again[again.index("| op |") :] == table
-    exact = r"`dense.dense\(\)` \| 32\.5 \| 1\.000 \| 1\.000 \| 1\.000 \| [\d.]+ \| [+-]0\.0000 \|"
-    assert re.search(exact, printed)
-    shares = re.findall(r"`smyrf.smyrf\(chunk_len=8.*\)` \| [\d.]+ \| (0\.\d+)", printed)
+    assert re.search(r"\| 4 largest weights \| 3\.9 \| 0\.\d+ \| ", printed)
+    assert "| `dense()` | 32.5 | 1.000 | 1.000 | 1.000 |" in printed
+    shares = re.findall(r"`smyrf\(chunk_len=8.*\)` \| [\d.]+ \| (0\.\d+)", printed)
     assert 0 < float(shares[0]) < float(shares[1]) < 1
-    assert "| `lsh.lsh()` | Unsupported: lsh() makes its keys of the queries" in printed
-    heads = re.findall(r"`smyrf.smyrf\(.*\| (\d) \| (0\.\d+) \| (0\.\d+) \|\n", printed)
-    assert [layer for layer, *_ in heads] == ["1", "3"]
-    means = [float(x) for _, *each in heads for x in each]
-    assert float(shares[0]) < np.mean(means) < float(shares[1])
-    assert (tmp_path / "a.png").stat().st_size and titles == ["run", "run"]
+    assert "| `lsh()` | Unsupported: lsh() makes its keys of the queries" in printed
+    equal = printed.partition("weight at equal numbers of keys")[2]
+    assert re.search(r"\n\| `smyrf` \| - \| 0\.\d+ \|", equal) and "`lsh`" not in equal

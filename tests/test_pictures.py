@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 import pytest
 
+from benchmarks.harness import attention_table as measured
 from reformax.training import by_position
 from tests.training import tiny
 
@@ -165,6 +166,20 @@ def test_all_tables_of_times_have_every_figure_of_the_file(script):
         cells = [tables.cell(rows[name, n, *tables.PLAIN], "combined_ms") for n in ("128", "65536")]
         line = next(x for x in both.splitlines() if x.startswith(f"| {name} |"))
         assert [line.split(" | ")[1], line.removesuffix(" |").split(" | ")[-1]] == cells
+
+
+def test_all_tables_are_those_of_a_file_of_the_benchmark_too(script, tmp_path):
+    shape = measured.SHAPES["tiny"]
+    every = [case for group in measured.cases(shape, ["flash", "linear"]) for case in group]
+    known = {case: measured.Figures(1.0, 2.0, 3.0, case.length / 64) for case in every}
+    (slow,) = (x for x in every if x[:4] == ("linear", 128, 0.0, False))
+    known[slow] = measured.Figures(error=measured.LEFT_OUT)
+    known[slow._replace(machine="another")] = measured.Figures(9.0, 9.0, 9.0, 9.0)
+    measured.write(tmp_path, known, slow.machine)
+    printed = script(ROOT / "docs/attention_table.py").tables(tmp_path / "table.csv")
+    assert "### 9. Forward pass, dropout, mask, ms\n\n| attention | 64 | 128 |\n" in printed
+    memory = printed.partition("### 21.")[2]
+    assert "| flash | 1.00 | 2.00 |\n| linear | 1.00 | slow |\n" in memory
 
 
 def test_a_backward_pass_below_nothing_is_no_figure(script):

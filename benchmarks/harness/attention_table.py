@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import csv
 import functools
+import io
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness import command_line, rows
+from benchmarks.harness import command_line, lines, rows
 from benchmarks.harness.calls import COMPILERS, MIB, attempt, attempt_each, reason, time_calls
 from reformax import durable, memory
 from reformax.ops import (
@@ -164,12 +164,7 @@ class File:
 
     def __init__(self, path: Path):
         self._path, self.known, self._begun = path, {}, {}
-        lines = path.read_text().splitlines() if path.is_file() else []
-        for line in lines:
-            try:
-                case, figures = json.loads(line)
-            except ValueError:
-                continue
+        for case, figures in lines.read(path):
             # Lines of an older table, whose backward pass was a difference, are measured again.
             if figures is None or len(figures) == len(Figures._fields):
                 self._take(Case(*case), figures and Figures(*figures))
@@ -182,14 +177,8 @@ class File:
 
     def write(self, case: Case, figures: Figures | None) -> None:
         """Adds what is known of a case; None says that it begins."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write("\n" * self._is_cut() + json.dumps([case, figures]) + "\n")
+        lines.add(self._path, [case, figures])
         self._take(case, figures)
-
-    def _is_cut(self) -> bool:
-        text = self._path.read_bytes()[-1:] if self._path.is_file() else b""
-        return text not in (b"", b"\n")
 
     def died(self, case: Case) -> bool:
         """Whether the process has ended in the case again and again."""
@@ -354,13 +343,11 @@ def words(dropout: float, masked: bool) -> str:
     return f"{'with' if dropout else 'without'} dropout, {'with' if masked else 'without'} a mask"
 
 
-def cell(figures: Figures | None, name: str) -> str:
+def cell(figures: Figures, name: str) -> str:
     """A figure of a case for a table, or in short why there is none.
 
     A time that is no longer than the host's is said to be below it.
     """
-    if figures is None:
-        return "-"
     number = getattr(figures, name)
     if number is None:
         return figures.error.partition(":")[0]
@@ -369,26 +356,9 @@ def cell(figures: Figures | None, name: str) -> str:
 
 
 def write(folder: Path, known: Mapping[Case, Figures], machine: str) -> None:
-    """Writes table.csv and table.md of all that is known of this machine."""
-    known = {case: x for case, x in known.items() if case.machine == machine}
-    if not known:
-        return
-    with (folder / "table.csv").open("w", newline="") as file:
-        lines = csv.writer(file)
-        lines.writerow([*Case._fields, *Figures._fields])
-        lines.writerows([*case, *figures] for case, figures in known.items())
-    lengths = sorted({case.length for case in known})
-    names = list(dict.fromkeys(case.attention for case in known))
-    first = next(iter(known))
-    size = f"{first.batch} rows, {first.n_heads} heads of {first.d_head}, {first.dtype}"
-    parts = [f"# Time and memory of attention\n\n{machine}; {size}.\n"]
-    settings = dict.fromkeys((case.dropout, case.masked) for case in known)
-    for setting, (title, field) in itertools.product(settings, FIGURES.items()):
-        parts.append(f"\n## {title[0].upper()}{title[1:]}, {words(*setting)}\n")
-        parts.append(f"| attention | {' | '.join(f'{n:,}' for n in lengths)} |")
-        parts.append(f"| --- |{' ---: |' * len(lengths)}")
-        for name in names:
-            of = (first._replace(attention=name, length=n) for n in lengths)
-            of = (case._replace(dropout=setting[0], masked=setting[1]) for case in of)
-            parts.append(f"| {name} | {' | '.join(cell(known.get(x), field) for x in of)} |")
-    durable.write(folder / "table.md", ("\n".join(parts) + "\n").encode())
+    """Writes table.csv of all that is known of this machine."""
+    text = io.StringIO(newline="")
+    table = csv.writer(text)
+    table.writerow([*Case._fields, *Figures._fields])
+    table.writerows([*case, *x] for case, x in known.items() if case.machine == machine)
+    durable.write(folder / "table.csv", text.getvalue().encode())

@@ -144,3 +144,16 @@ def medians(functions: Mapping[Any, Callable[[], float]], repeats: int) -> dict[
         function()
     turns = [{name: x() for name, x in functions.items()} for _ in range(repeats)]
     return {name: statistics.median(turn[name] for turn in turns) for name in functions}
+
+
+def decoder_seconds(
+    forward: Callable[[], Any], generate: Callable[[int], Any], n_new: int
+) -> dict[str, float]:
+    """Seconds of a forward pass, and of a step of generating `n_new` tokens after the first ones.
+
+    Both calls wait for their results.
+    """
+    few = 1 + n_new // 8
+    calls = {n: functools.partial(generate, n) for n in (n_new, few)}
+    seconds = in_turn(calls | {"forward": forward}, repeats=3)
+    return {"forward": seconds["forward"], "step": (seconds[n_new] - seconds[few]) / (n_new - few)}

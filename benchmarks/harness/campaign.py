@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import queue
 import sys
@@ -15,9 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import command_line
+from benchmarks.harness import command_line, lines
 from benchmarks.harness.calls import PeerError
-from benchmarks.harness.kept import read
 from benchmarks.harness.processes import Answer, ask, ask_each, sharing
 
 Part = tuple[str, Sequence[str]]  # a config file, and settings that override it
@@ -58,11 +56,11 @@ def trained(
         are kept in folders of their own.
       args: the values of `flags`; `data_dir` is the path of the data, or None.
     """
-    known: dict[str, Answer | Exception] = {}
     run = {**run, "data": args.data_dir and args.data_dir.name}
     run |= {"seed": f"seed{args.seed}"} if args.seed else {}
-    if args.saved and args.saved.exists():
-        known = {x["row"]: x["trained"] for x in read(args.saved) if x["run"] == run}
+    known: dict[str, Answer | Exception] = {
+        x["row"]: x["trained"] for x in lines.read(args.saved) if x["run"] == run
+    }
     end = None if args.limit is None else time.monotonic() + args.limit
     with ExitStack() as opened:
         folder = args.runs or Path(opened.enter_context(tempfile.TemporaryDirectory()))
@@ -86,8 +84,7 @@ def trained(
                     continue
                 known[row] = answer
                 if args.saved:
-                    with args.saved.open("a") as file:
-                        file.write(json.dumps({"row": row, "run": run, "trained": answer}) + "\n")
+                    lines.add(args.saved, {"row": row, "run": run, "trained": answer})
             yield name, known[name]
 
 

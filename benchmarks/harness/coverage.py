@@ -1,35 +1,34 @@
 """The share of a trained model's attention weight that falls on the keys that an op would show.
 
-An op is asked for nothing but its plan and its arithmetic. Values that are rows of the identity
-make its output the matrix of its attention. Queries of zeros make all logits equal: what is above 0
-is then seen, however small its weight would be. So any op can be asked whose attention is a softmax
-over the keys that its plan shows.
+An op is asked for nothing but its plan and its arithmetic: rows of its attention are read off its
+gradient, as `AttentionOp.kept_mass` does. Queries and keys of zeros make all logits equal: what is
+above 0 is then seen, however small its weight would be. So any op can be asked whose attention is a
+softmax over the keys that its plan shows.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import importlib
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from benchmarks.harness.rows import EXACT
 from reformax.buffers import advanced, merged, trained
 from reformax.declared import SettingError, Unsupported
 from reformax.ops.base import AttentionOp, Dims
+from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax.kept_mass import weight_rows
 
-# Columns of the matrix of attention that a call computes: as values they have a head's usual size.
-COLUMNS = 64
+# Rows of the matrix of attention that a call computes: values then have a head's usual size.
+ROWS = 64
 # How often an op's carried weights, such as running means, see a layer's vectors first, and the
 # steps of Adam of weights that learn by a loss of their own, such as an indexer's.
 N_ADVANCED, N_LEARNT, LEARNING_RATE = 50, 200, 2e-3
@@ -44,14 +43,7 @@ class Layer(NamedTuple):
     number: int
     op: AttentionOp
     q: Float[Array, "1 T N H"]
-    k: Float[Array, "1 T G H"] | None
-
-
-class Truth(NamedTuple):
-    """The attention of a layer, by blocks of keys, the last of which zeros fill up."""
-
-    weight: Float[Array, "C T N K"]
-    visible: Bool[Array, "C T N K"]
+    k: Float[Array, "1 T N H"] | None
 
 
 class Found(NamedTuple):
@@ -59,12 +51,6 @@ class Found(NamedTuple):
 
     weight: Float[Array, " N"]  # the share of the weight
     keys: Float[Array, " N"]  # the mean number of keys that a query sees
-
-
-def cycle(model: Any) -> tuple[AttentionOp, ...]:
-    """The algorithms that the layers of a language model cycle through."""
-    ops = model.attention_type
-    return (ops,) if isinstance(ops, AttentionOp) else tuple(ops)
 
 
 def layers(model: Any, params: Any, tokens: Int[Array, "1 T"], rng: PRNGKeyArray) -> list[Layer]:
@@ -79,7 +65,8 @@ def layers(model: Any, params: Any, tokens: Int[Array, "1 T"], rng: PRNGKeyArray
     Raises:
       SettingError: the model has no such layer.
     """
-    ops, read = cycle(model), []
+    ops, read = model.attention_type, []
+    ops = (ops,) if isinstance(ops, AttentionOp) else tuple(ops)
     exact = [i for i, op in enumerate(ops) if isinstance(op, EXACT)]
     if not exact:
         raise SettingError(
@@ -99,7 +86,7 @@ def _watched(op: AttentionOp, read: list) -> AttentionOp:
 
     class Watched(type(op)):
         def _apply(self, call, params, q, k, v, plan):
-            arrays = [x.astype(jnp.float32) for x in (q, k) if x is not None]
+            arrays = [x.astype(jnp.float32) for x in (q, *repeat_heads(q, k)) if x is not None]
             jax.debug.callback(
                 lambda *x: read.append((*map(np.array, x), None)[:2]), *arrays, ordered=True
             )
@@ -175,128 +162,54 @@ def _vectors(op: AttentionOp, layer: Layer) -> tuple[Array, Array | None]:
     return layer.q, length_normalize(layer.q) if layer.k is None else layer.k
 
 
-def truth(layer: Layer, rng: PRNGKeyArray) -> Truth:
-    """The causal attention of a layer's own op, which all others are measured by."""
-    params = layer.op.init(rng, Dims(1, 1, 1, 1))
-    return _truth(layer.op, params, (layer.q, layer.k), rng)
+def found(op: AttentionOp | int, layer: Layer, rng: PRNGKeyArray, *, causal: bool = True) -> Found:
+    """What `op`, with hashes of `rng`, would show of a layer's attention.
 
+    A number is of the keys of the largest weight of each query: no choice of so many shows more.
 
-def found(op: AttentionOp, layer: Layer, known: Truth, rng: PRNGKeyArray) -> Found:
-    """What `op` would show of a layer's attention, which is `known`, with hashes of `rng`."""
-    params = own_weights(op, layer, rng)
-    return Found(*jax.device_get(_shares(op, params, _vectors(op, layer), rng, known)))
-
-
-def largest(known: Truth, n_keys: int) -> Found:
-    """What the `n_keys` keys of the largest weight show of each query: no choice shows more."""
-    return Found(*jax.device_get(_largest(known, n_keys)))
-
-
-def _columns(op, params, vectors, rng, seen: bool):
-    """`first -> [T, N, K]`: the weights of an op's causal attention to keys from `first` on.
-
-    With `seen` they are those of equal logits.
+    Raises:
+      Unsupported: from `own_weights`.
     """
-    q, k = vectors
-    options = dict(segment_ids=None, causal=True, rng=rng)
-    plan = op.plan(params, q, k, **options, train=False)
-    if seen:
-        q, k = jnp.zeros_like(q), None if k is None else jnp.zeros_like(k)
-    length, n_heads = q.shape[1], q.shape[2] if k is None else k.shape[2]
-    options |= _extras(op, q)
-
-    def columns(first: Int[Array, ""]) -> Float[Array, "T N K"]:
-        key = first + jnp.arange(COLUMNS)
-        v = (jnp.arange(length)[:, None] == key[None]).astype(q.dtype)
-        v = jnp.broadcast_to(v[None, :, None], (1, length, n_heads, COLUMNS))
-        return op.apply(params, q, k, v, plan=plan, dropout=0.0, **options)[0]
-
-    return columns
+    if isinstance(op, int):
+        return jax.device_get(_shares(op, layer.op, causal, (), layer[2:], layer[2:], rng))
+    params = own_weights(op, layer, rng)
+    vectors = _vectors(op, layer)
+    return jax.device_get(_shares(op, layer.op, causal, params, vectors, layer[2:], rng))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _truth(op, params, vectors, rng) -> Truth:
-    weight, visible = (_columns(op, params, vectors, rng, seen) for seen in (False, True))
-    first = jnp.arange(0, vectors[0].shape[1], COLUMNS)
-    return Truth(*jax.lax.map(lambda x: (weight(x), visible(x) > 0), first))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _shares(op, true_op, causal, params, vectors, true_vectors, rng) -> Found:
+    call = dict(segment_ids=None, causal=causal, rng=rng)
+    true = true_op, true_op.init(rng, Dims(1, 1, 1, 1)), *true_vectors
+    weight_of, visible_of = (_rows_of(*true, call, equal) for equal in (False, True))
+    shown_of = None if isinstance(op, int) else _rows_of(op, params, *vectors, call, True)
+    length = true_vectors[0].shape[1]
 
-
-@functools.partial(jax.jit, static_argnums=0)
-def _shares(op, params, vectors, rng, known: Truth):
-    shown, length = _columns(op, params, vectors, rng, True), vectors[0].shape[1]
-
-    def sums(block):  # the whole matrix of an op is never in memory
-        first, (weight, visible) = block
-        sees = visible & (shown(first) > 0)
+    def sums(at: Int[Array, " C"]) -> Float[Array, "3 N"]:  # never of the whole matrix
+        weight = weight_of(at)
+        if shown_of is None:
+            least = jax.lax.top_k(weight, min(op, length))[0][..., -1:]
+            sees = (weight >= least) & (weight > 0)
+        else:
+            sees = (visible_of(at) > 0) & (shown_of(at) > 0)
         return jnp.stack([x.sum(axis=(0, 2)) for x in (weight, jnp.where(sees, weight, 0), sees)])
 
-    first = jnp.arange(0, length, COLUMNS)
-    total, weight, keys = jax.lax.map(sums, (first, known)).sum(axis=0)
-    return weight / total, keys / length
+    at = jnp.arange(-(-length // ROWS) * ROWS).reshape(-1, ROWS)
+    total, weight, keys = jax.lax.map(sums, at).sum(axis=0)
+    return Found(weight / total, keys / length)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _largest(known: Truth, n_keys: int):
-    n_blocks, length, n_heads, size = known.weight.shape
-
-    def of_head(head: Int[Array, ""]) -> Array:
-        weight = jnp.swapaxes(known.weight[:, :, head], 0, 1).reshape(length, n_blocks * size)
-        best = jax.lax.top_k(weight, min(n_keys, weight.shape[1]))[0]
-        return best.sum() / weight.sum()
-
-    keys = jnp.minimum(known.visible.sum(axis=(0, 3)), n_keys).mean(axis=0)
-    return jax.lax.map(of_head, jnp.arange(n_heads)), keys
-
-
-def instead(model: Any, op: AttentionOp) -> Any:
-    """The model with `op` in the place of each attention that sees every key.
-
-    Raises:
-      Unsupported: the weights of a layer do not fit it.
-    """
-    ops = cycle(model)
-    for own in ops:
-        if isinstance(own, EXACT) and op.shared_qk != own.shared_qk:
-            raise Unsupported(f"{op} and {own} have other projections")
-    if jax.tree.leaves(op.init(jax.random.key(0), Dims(1, 1, 1, 1))):
-        raise Unsupported(f"{op} has weights of its own, which the run has not")
-    if op.extra_projections(Dims(1, 1, 1, 1)):
-        raise Unsupported(f"{op} has projections of its own, which the run has not")
-    ops = tuple(op if isinstance(own, EXACT) else own for own in ops)
-    return dataclasses.replace(model, attention_type=ops)
-
-
-def ops_of(text: str) -> dict[str, AttentionOp]:
-    """The ops of a call such as "lsh.lsh(chunk_len=64, n_hashes={1, 2})", by their own texts.
-
-    A set is the values of an option to try one after the other. Values are literals.
-
-    Raises:
-      SettingError: the text is no such call, or an option is wrong.
-    """
-    try:
-        call = ast.parse(text.strip(), mode="eval").body
-        module, name = call.func.value.id, call.func.attr
-        options = {x.arg: list(_values(x.value)) for x in call.keywords}
-        if call.args or None in options:
-            raise ValueError(text)
-        factory = getattr(importlib.import_module(f"reformax.ops.{module}"), name)
-    except (SyntaxError, ValueError, AttributeError, ImportError):
-        raise SettingError(
-            f"op is {text!r}: expected a call such as 'lsh.lsh(chunk_len=64, n_hashes={{1, 2}})'"
-        ) from None
-    try:
-        found = [
-            factory(**dict(zip(options, values, strict=True)))
-            for values in itertools.product(*options.values())
-        ]
-    except TypeError as error:
-        raise SettingError(f"op is {text!r}: {error}") from None
-    return {f"{module}.{op}": op for op in found}
-
-
-def _values(node: ast.expr) -> Iterator[Any]:
-    return map(ast.literal_eval, node.elts if isinstance(node, ast.Set) else [node])
+def _rows_of(
+    op, params, q, k, call, equal: bool
+) -> Callable[[Int[Array, " C"]], Float[Array, "C N T"]]:
+    """The weights of an op's attention by the positions of queries, or those of equal logits."""
+    plan = op.plan(params, q, k, **call, train=False)
+    call = call | _extras(op, q)
+    if equal:
+        q, k = jax.tree.map(jnp.zeros_like, (q, k))
+    attend = functools.partial(op.apply, params, q, k, plan=plan, dropout=0.0, **call)
+    v = jnp.zeros((*q.shape[:3], ROWS), q.dtype)
+    return lambda at: weight_rows(attend, v, at)[:, 0]
 
 
 def at_equal_keys(points: Sequence[tuple[float, float]], n_keys: Sequence[int]) -> dict[int, float]:

@@ -6,14 +6,12 @@ A figure is *stale* once the files that it measures have changed since the commi
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
 import platform
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.harness import lines
 from benchmarks.harness.processes import ROOT
 
 PACKAGES = ("reformax", "jax", "jaxlib", "torch", "transformers")
@@ -54,24 +52,14 @@ class Figures(NamedTuple):
 
 def read(path: Path) -> dict[str, Figures]:
     """The figures in a file by their part, the last of each; none if there is no file."""
-    if not path.exists():
-        return {}
-    found = [Figures(**json.loads(line)) for line in path.read_text().splitlines()]
+    found = (Figures(**line) for line in lines.read(path))
     return {figures.part: figures for figures in found}
 
 
-def append(path: Path, figures: Figures) -> None:
-    """Adds figures to a file."""
-    with path.open("a") as file:
-        file.write(json.dumps(figures._asdict()) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def tables(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """The tables whose rows `harness.output` wrote as lines."""
+def tables(path: Path) -> list[dict[str, Any]]:
+    """The tables whose rows `harness.output` wrote to a file."""
     found: list[dict[str, Any]] = []
-    for data in map(json.loads, lines):
+    for data in lines.read(path):
         if "columns" in data:
             found.append(data | {"rows": []})
         else:

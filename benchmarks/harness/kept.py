@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness import rows
+from benchmarks.harness import lines, rows
 from benchmarks.harness.calls import PeerError
 from benchmarks.harness.processes import Answer
 from benchmarks.harness.rows import Result
@@ -35,7 +34,7 @@ class Figures:
         self.lines: dict[tuple[str, int], dict[str, Any]] = {}
         self._shape, self._file = shape, file
         self._about = rows.about(shape)
-        for line in read(file) if file and file.exists() else ():
+        for line in lines.read(file):
             if all(line.get(key) == x for key, x in self._about.items()):
                 self.lines[line["attention"], line["length"]] = line
 
@@ -48,8 +47,7 @@ class Figures:
             line |= dict(errors=list(answer["errors"]))
         self.lines[name, length] = line
         if self._file:
-            with self._file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            lines.add(self._file, line)
 
     def known(self, name: str, length: int) -> Known | None:
         """The figures of a row at a length, why it has none, or None."""
@@ -68,9 +66,3 @@ class Figures:
     def missing(self, name: str) -> list[int]:
         """The lengths of the run that a row has nothing of."""
         return [n for n in self._shape.lengths if (name, n) not in self.lines]
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """Its lines, but one that an interruption has cut."""
-    lines = file.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import lines
 from benchmarks.harness.calls import reason
 
 _recorded: list[Path] = []  # where rows are written besides, if anywhere
@@ -50,5 +50,4 @@ def line(cells: Sequence[str]) -> str:
 
 def _write(**data: Any) -> None:
     for path in _recorded:
-        with path.open("a") as file:
-            file.write(json.dumps(data) + "\n")
+        lines.add(path, data)

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.harness.calls import attempt, reason
+from benchmarks.harness.calls import PeerError, attempt, reason
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = 0.84  # of a device's memory, by the processes that are at once on it
@@ -117,6 +117,14 @@ def _answers(process: subprocess.Popen, patience: float | None) -> Iterator[Answ
     finally:
         timer.cancel()
         process.kill()
+
+
+def answers_of(answers: Iterator[Answer]) -> Iterator[Answer]:
+    """What `ask` gives; raises `PeerError` for an `error`."""
+    for answer in answers:
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        yield answer
 
 
 def ask_each(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.harness.calls import MIB, decoder_seconds
 from benchmarks.peers.torch_calls import DEVICE, wait
-
-MIB = 2**20
 
 
 def make(
@@ -48,25 +46,24 @@ def make(
     model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100MB")
     n_weights = sum(x.numel() for x in model.parameters())
     del model
-    start = time.perf_counter()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     model = model.eval().to(DEVICE)
-    wait()
-    loaded = time.perf_counter() - start
     tokens = np.random.default_rng(0).integers(3, config.vocab_size, (1, length))
     tokens[:, 0] = 1
     rows = torch.tensor(tokens, device=DEVICE)
 
     @torch.inference_mode()
     def forward() -> torch.Tensor:
-        return model(rows, use_cache=False).logits
+        logits = model(rows, use_cache=False).logits
+        wait()
+        return logits
 
     @torch.inference_mode()
     def generate(n: int) -> torch.Tensor:
         prompt = rows[:, :n_prompt]
-        return model.generate(
+        made = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=n,
@@ -75,22 +72,11 @@ def make(
             eos_token_id=None,
             pad_token_id=0,
         )
+        wait()
+        return made
 
-    def seconds(function, *args) -> float:
-        """Of the fastest of three calls after the first."""
-        found = []
-        for _ in range(4):
-            wait()
-            start = time.perf_counter()
-            function(*args)
-            wait()
-            found.append(time.perf_counter() - start)
-        return min(found[1:])
-
-    figures = {"forward": seconds(forward)}
-    few = 1 + n_new // 8
-    figures["step"] = (seconds(generate, n_new) - seconds(generate, few)) / (n_new - few)
+    seconds = decoder_seconds(forward, generate, n_new)
     logits, made = forward()[0].cpu().numpy(), generate(n_new)[0, n_prompt:].cpu().numpy()
     np.savez(Path(folder) / "theirs.npz", tokens=tokens, logits=logits, made=made)
     peak = torch.cuda.max_memory_allocated() / MIB if DEVICE == "cuda" else None
-    yield {"n_weights": n_weights, "loaded": loaded, "peak": peak, **figures}
+    yield {"n_weights": n_weights, "peak": peak, **seconds}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness.calls import MIB, decoder_seconds
 from benchmarks.harness.processes import Answer
 from reformax import generation
 from reformax.convert import check, hugging_face
-
-MIB = 2**20
 
 
 def measure(folder: str, n_prompt: int, n_new: int) -> Iterator[Answer]:
@@ -39,29 +37,21 @@ def measure(folder: str, n_prompt: int, n_new: int) -> Iterator[Answer]:
     tokens, prompt = theirs["tokens"], theirs["tokens"][:, 1:n_prompt]
     with jax.default_matmul_precision("highest"):
         run = jax.jit(lambda params, x: model.logits(params, model.encode(params, x))[0])
-        logits, answer["forward"] = _timed(functools.partial(run, read.params, tokens))
-        generate = functools.partial(
-            generation.generate, model, read.params, list(prompt), temperature=0
-        )
-        made, whole = _timed(lambda: generate(max_new_tokens=n_new, max_length=n_prompt + n_new))
-        few = 1 + n_new // 8
-        _, first = _timed(lambda: generate(max_new_tokens=few, max_length=n_prompt + n_new))
-    answer["step"] = (whole - first) / (n_new - few)
+
+        def forward() -> Any:
+            return jax.block_until_ready(run(read.params, tokens))
+
+        def generate(n: int) -> Any:
+            options = dict(temperature=0, max_length=n_prompt + n_new)
+            return generation.generate(model, read.params, list(prompt), n, **options)
+
+        logits, made = forward(), generate(n_new)
+        answer |= decoder_seconds(forward, generate, n_new)
     answer["peak"] = _device() if jax.default_backend() != "cpu" else _host() - before
     far = float(np.abs(np.asarray(logits) - theirs["logits"]).max())
     answer |= {"far": far, "largest": float(np.abs(theirs["logits"]).max())}
     alike = np.asarray(made).reshape(-1)[-n_new:] == theirs["made"]
     yield answer | {"alike": int(alike.sum())}
-
-
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The result, and the seconds of the fastest of three calls after the first."""
-    found, seconds = jax.block_until_ready(call()), []
-    for _ in range(3):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - start)
-    return found, min(seconds)
 
 
 def _host() -> float:

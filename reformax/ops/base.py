@@ -58,7 +58,7 @@ from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import CallArrays, placement_of
 from reformax.ops.sharding.shard import Shard, of_heads
 from reformax.ops.softmax.dropout import seed_words
-from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positions, seen_keys
+from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positions, weight_rows
 
 SoftCap = Annotated[float, Bounds(1e-2, 1e6, name="a number from 0.01 to 1e6")]
 LengthScale = Annotated[float, Bounds(1e-3, 1e3, name="a number from 0.001 to 1000")]
@@ -368,7 +368,7 @@ class AttentionOp:
         call |= dict(segment_ids=segment_ids, causal=causal)
         k, v = repeat_heads(q, k, v)
         at = sampled_positions(q.shape[1], min(N_QUERIES, v.shape[3], q.shape[1]))
-        seen = seen_keys(lambda v: self.apply(params, q, k, v, plan=plan, **call), v, at)
+        seen = weight_rows(lambda v: self.apply(params, q, k, v, plan=plan, **call), v, at) > 0
         made = self._call(**call)
         q = self._scaled(made, params, q, k)
         keys = length_normalize(q) if self.shared_qk else k

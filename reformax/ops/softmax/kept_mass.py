@@ -42,25 +42,24 @@ def sampled_positions(length: int, n: int) -> np.ndarray:
     return (borders[:-1] + np.diff(borders) * places).astype(np.int32)
 
 
-def seen_keys(
+def weight_rows(
     attend: Callable[[Float[Array, "B S N V"]], Float[Array, "B T N V"]],
     v: Float[Array, "B S N V"],
-    at: Int[np.ndarray, " C"],
-) -> Bool[Array, "C B N S"]:
-    """Which keys have weight for the queries at some positions, at most as many as V.
+    at: Int[Array | np.ndarray, " C"],
+) -> Float[Array, "C B N S"]:
+    """The attention weights of the queries at some positions, at most as many as V.
 
     Args:
       attend: attention as a function of the values of all heads, linear in them.
       v: values.
-      at: positions of queries.
+      at: positions of queries; those behind the last have no weights.
     """
     out, pull = jax.vjp(attend, v)
-    channel = np.full(out.shape[1], -1)
-    channel[at] = np.arange(len(at))
-    probe = jnp.asarray(channel)[None, :, None, None] == jnp.arange(v.shape[3])[None, None, None]
+    probe = jnp.arange(out.shape[1])[:, None] == jnp.asarray(at)
+    probe = jnp.pad(probe, ((0, 0), (0, v.shape[3] - len(at))))[None, :, None]
     probe = jnp.broadcast_to(probe, out.shape).astype(out.dtype)
     (weights,) = pull(devices.varying_as(out, probe))
-    return jnp.moveaxis(weights[..., : len(at)] > 0, 3, 0).swapaxes(2, 3)
+    return jnp.moveaxis(weights[..., : len(at)], 3, 0).swapaxes(2, 3)
 
 
 def kept_mass(
@@ -78,7 +77,7 @@ def kept_mass(
     Args:
       call: causality, segments and logits.
       q, k: all queries and all keys.
-      seen: from `seen_keys`.
+      seen: which of the keys queries see.
       at: the positions of the queries that are sampled.
       exclude_self: whether dense attention hides a position from itself.
     """
