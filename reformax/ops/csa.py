@@ -47,15 +47,14 @@ from reformax.ops.compressing.summaries import Series, init_weights, newest_summ
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, fill_ring
 from reformax.ops.indexing.candidates import rows_at
 from reformax.ops.indexing.learning import (
-    check_chooses,
     clipped,
     divergence,
     index_queries,
     init_queries,
     is_chosen,
-    may_share_choice,
     no_queries,
 )
+from reformax.ops.indexing.reuse import Reusing
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, scores, scores_of_gathered
 from reformax.ops.indexing.streaming import best_keys
@@ -69,14 +68,12 @@ from reformax.ops.numerics.rotary import RotaryBase
 from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.online import Softmax, masked_softmax, nonzero
 
-# Options of the choice and of what learns it, which an attention that reuses a choice takes over.
-_OF_CHOICE = "top_k", "n_index_heads", "d_index", "index_loss"
 # The chosen summaries are gathered where they are at most one of so many.
 GATHERED = 4
 
 
 @op
-class csa(Compressed, AttentionOp):
+class csa(Reusing, Compressed, AttentionOp):
     """Causal attention to a window and to the best summaries, the same for all heads.
 
     Blocks are at fixed positions of the row. In packed rows a summary is over the segment of its
@@ -125,22 +122,16 @@ class csa(Compressed, AttentionOp):
     rotary_base: RotaryBase = 10_000.0
 
     n_series = 2
-
-    @property
-    def reuses(self) -> bool:
-        return self.reuse
+    _of_choice = "top_k", "n_index_heads", "d_index", "index_loss"
 
     def may_reuse(self, other: AttentionOp) -> bool:
-        same = isinstance(other, csa) and other.block_size == self.block_size
-        return same and not other.reuse and may_share_choice(self, other, _OF_CHOICE)
+        return super().may_reuse(other) and other.block_size == self.block_size
 
     def newest_choice(self, cache: CompressedCache) -> Int[Array, "B K"]:
         return cache.index.chosen
 
     def _check(self) -> None:
         super()._check()
-        if self.reuse and self.report_loss:
-            raise SettingError("reuse is True and report_loss too: it has no loss, leave one out")
         if self.rotary_features > self.d_index and not self.reuse:
             raise SettingError(
                 f"rotary_features is {self.rotary_features} and d_index {self.d_index}: expected "
@@ -195,7 +186,7 @@ class csa(Compressed, AttentionOp):
 
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The summaries that each query sees, the best first; -1 is none."""
-        check_chooses(self.reuse, "csa")
+        self._check_chooses()
         ids = ids_or_ones(call.segment_ids, q)
         queries, keys = lax.stop_gradient(self._index(params, q, k, ids))
         side = Side(self._newest_block(positions(q.shape[1])), ids)

@@ -55,15 +55,14 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.indexing.candidates import rows_at
 from reformax.ops.indexing.indexer import Indexed, Indexer, IndexerCache
 from reformax.ops.indexing.learning import (
-    check_chooses,
     clipped,
     divergence,
     index_queries,
     init_queries,
     is_chosen,
-    may_share_choice,
     no_queries,
 )
+from reformax.ops.indexing.reuse import Reusing
 from reformax.ops.indexing.scores import IndexQueries, scores, scores_of_gathered
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
@@ -76,8 +75,6 @@ from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import masked_softmax
 
-# Options of the choice and of what learns it, which an attention that reuses a choice takes over.
-_OF_CHOICE = "top_k", "n_index_heads", "d_index", "index_loss", "indexer"
 # The attention's kernels index words of 32 pairs with 31 bits.
 MAX_PAIRS = 2**36
 # Array operations gather the chosen keys where they are at most one of so many: on a CPU, both
@@ -88,7 +85,7 @@ MEASURED = 256
 
 
 @op
-class dsa(AttentionOp):
+class dsa(Reusing, AttentionOp):
     """Attention to the positions with the indexer's highest scores, the same for all heads.
 
     It is dense attention where `top_k` is at least the length. The indexer's loss is then that of
@@ -132,6 +129,7 @@ class dsa(AttentionOp):
     impl: str = "auto"
 
     chooses_keys = True
+    _of_choice = "top_k", "n_index_heads", "d_index", "index_loss", "indexer"
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 
@@ -139,21 +137,12 @@ class dsa(AttentionOp):
     def plans(self):
         return "draws" if self.indexer.draws and not self.reuse else "reads"
 
-    @property
-    def reuses(self) -> bool:
-        return self.reuse
-
-    def may_reuse(self, other: AttentionOp) -> bool:
-        makes_one = isinstance(other, dsa) and not other.reuse
-        return makes_one and may_share_choice(self, other, _OF_CHOICE)
-
     def newest_choice(self, cache: DsaCache) -> Int[Array, "B K"]:
         return cache.chosen
 
     def _check(self) -> None:
         """Raises `SettingError` for options of an indexer that is not there, or chooses nothing."""
-        if self.reuse and self.report_loss:
-            raise SettingError("reuse is True and report_loss too: it has no loss, leave one out")
+        super()._check()
         if self.indexer.n_local >= self.top_k:
             n_local, top_k = self.indexer.n_local, self.top_k
             raise SettingError(f"n_local is {n_local} and top_k {top_k}: expected it below top_k")
@@ -192,7 +181,7 @@ class dsa(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
-        check_chooses(self.reuse, "dsa")
+        self._check_chooses()
         ids, n = ids_or_ones(call.segment_ids, q), q.shape[1]
         n_local = self.indexer.n_local_keys(call.causal, n)
         if n_local >= self.top_k:

@@ -6,16 +6,13 @@ of a query.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.declared import Unsupported
 from reformax.ops.indexing.scores import IndexQueries
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
@@ -53,24 +50,6 @@ def no_queries(x: Float[Array, "B T N H"]) -> IndexQueries:
     """Zeros, of an attention that has no indexer: nothing of a loss of them remains."""
     zeros = jnp.zeros((*x.shape[:2], 1, 16), accum_dtype(x.dtype))
     return IndexQueries(zeros, zeros[..., 0])
-
-
-def check_chooses(reuse: bool, name: str) -> None:
-    """Raises `Unsupported` where an attention that reuses a choice is to make one."""
-    if reuse:
-        raise Unsupported(
-            f"reuse is True: {name} attends by the choice of a layer before it in a stack's cycle, "
-            "and makes none; set reuse=False for a layer alone"
-        )
-
-
-def may_share_choice(op: Any, source: Any, names: tuple[str, ...]) -> bool:
-    """Whether the options of a choice, of an op that reuses one, are defaults or the source's.
-
-    Another value would be an option that nothing reads.
-    """
-    defaults = {x.name: x.default for x in dataclasses.fields(op)}
-    return all(getattr(op, x) in (defaults[x], getattr(source, x)) for x in names)
 
 
 def clipped(x: Array) -> Array:
