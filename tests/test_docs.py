@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import types
 import unicodedata
@@ -295,6 +296,16 @@ def _write_run(folder: Path) -> None:
     cycle = [Op("local", dict(chunk_len=8)), Op("lsh", dict(chunk_len=8, n_hashes=2))]
     spec = Spec.make("ReformerLM", cycle, **SIZES, vocab_size=256)
     run_folder.write(folder, spec, random_params(spec), {}, "A note.")
+
+
+def test_a_snippet_defines_the_names_it_uses(tmp_path):
+    for page in PAGES:
+        texts = [block.text for block in blocks(page.read_text()) if block.language == "python"]
+        for number, text in enumerate(texts[N_PARTS.get(page_name(page), 0) :], start=1):
+            (tmp_path / f"{page.stem}_{number}.py").write_text(text)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("text", _snippets())
