@@ -21,7 +21,7 @@ _LIBRARIES = ("jax.nn", "optax")
 _PARTS = {
     "reformax.data": ("Task",),
     "reformax.models": None,
-    "reformax.ops": ("AttentionOp", "OpOption", "Pattern"),
+    "reformax.ops": ("AttentionOp", "Options", "Pattern"),
     "reformax.training.evaluations": None,
     "reformax.training.fine_tuning": None,
     "reformax.training.optimizer": None,

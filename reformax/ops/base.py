@@ -13,20 +13,14 @@ padding, which sees nothing and is not seen. Queries and keys of one sequence ha
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.declared import Bounds, SettingError, Unsupported, check_fields
+from reformax.declared import Bounds, SettingError, Unsupported
 from reformax.ops.calls.arguments import (
     check_arguments,
     check_part,
@@ -38,9 +32,8 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
-from reformax.ops.calls.options import OpOption
-from reformax.ops.masking.contiguous import are_contiguous
-from reformax.ops.masking.given_masks import checked_mask, with_mask
+from reformax.ops.calls.options import Options, options
+from reformax.ops.masking.given_masks import checked_mask
 from reformax.ops.masking.masks import (
     SegmentIds,
     int32_ids,
@@ -55,7 +48,8 @@ from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.borders import Reach
-from reformax.ops.sharding.placement import CallArrays, placement_of
+from reformax.ops.sharding.compiled import compiled, compiled_from, explained
+from reformax.ops.sharding.placement import CallArrays
 from reformax.ops.sharding.shard import Shard, of_heads
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positions, weight_rows
@@ -63,24 +57,12 @@ from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positio
 SoftCap = Annotated[float, Bounds(1e-2, 1e6, name="a number from 0.01 to 1e6")]
 LengthScale = Annotated[float, Bounds(1e-3, 1e3, name="a number from 0.001 to 1000")]
 
-Op = TypeVar("Op", bound="type[AttentionOp]")
-T = TypeVar("T")
+
+op = options  # the decorator of an algorithm: its options are the fields of a dataclass
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False)
-def op(algorithm: Op) -> Op:
-    """Makes a dataclass of an algorithm, an `AttentionOp`: its fields are its options.
-
-    Options are given by keyword and checked by their annotations. Sequences become tuples. Ops are
-    equal where the algorithm and all options are: numbers of one type and value, arrays of NumPy
-    with one content, functions and other arrays that are the same object. An op can therefore be a
-    static argument of `jax.jit`.
-    """
-    return dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)(algorithm)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class AttentionOp:
+@options
+class AttentionOp(Options):
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
     `plan` chooses the keys that each query may attend to, and `apply` attends to them. A reversible
@@ -193,9 +175,7 @@ class AttentionOp:
     # The options.
 
     def __post_init__(self):
-        check_fields(self)
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _constant(getattr(self, field.name)))
+        super().__post_init__()
         if self._impls:
             check_impl(self.impl, *self._impls)
         self._check_logits()
@@ -217,32 +197,10 @@ class AttentionOp:
     def _check(self) -> None:
         """Raises `ValueError` for options that exclude each other."""
 
-    @functools.cached_property
-    def _compared(self) -> tuple[Any, ...]:
-        """What makes two ops equal."""
-        options = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return type(self), *map(_identity, options)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AttentionOp) and self._compared == other._compared
-
-    def __hash__(self) -> int:
-        return hash(self._compared)
-
-    def with_n_hashes(self, n: int) -> AttentionOp:
-        """The op with so many hashes, in training and at evaluation; itself where it has none."""
-        return _with_n_hashes(self, n)
-
     @property
     def name(self) -> str:
         """The algorithm's name."""
         return type(self).__name__
-
-    def __repr__(self) -> str:
-        """The call that makes the op, such as `lsh(n_hashes=2)`."""
-        options = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
-        changed = (f"{name}={_shown(x)}" for name, x, default in options if not _equal(x, default))
-        return f"{self.name}({', '.join(changed)})"
 
     # What layers call, and `__call__`.
 
@@ -643,25 +601,15 @@ class AttentionOp:
             if lengths is not None:
                 segment_ids = tokens_before(lengths, q.shape[1])
             arrays = state, q, k, v, int32_ids(segment_ids), extra_projections, params
-            with _explained(arrays, "return_state=True" if return_state else "initial_state"):
-                found = _compiled_from(self)(*arrays)
+            with explained(arrays, "return_state=True" if return_state else "initial_state"):
+                found = compiled_from(self)(*arrays)
             return found if return_state else found[0]
         if mask is not None:
             mask = checked_mask(self, mask, q, q if k is None else k, v)
         segment_ids = int32_or_bool_ids(segment_ids)
         masks = segment_ids, lengths, mask
         x = CallArrays(params, q, k, v, *masks, bias, extra_projections, global_tokens, rng)
-        return _compiled(self)(x, **call, train=train)
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
-    """The op's call, compiled once for each choice of settings and shapes.
-
-    Inside another compiled function it becomes a part of that.
-    """
-    settings = ("causal", "dropout", "train")
-    return jax.jit(functools.partial(_attend, op), static_argnames=settings)
+        return compiled(self)(x, **call, train=train)
 
 
 def _extras_of_tokens(call: Call) -> Call:
@@ -671,133 +619,3 @@ def _extras_of_tokens(call: Call) -> Call:
     ids = segment_pair(call.segment_ids)[0]
     read = {name: tokens_only(x, ids) for name, x in call.extra_projections.items()}
     return call.but(extra_projections=read)
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled_from(op: AttentionOp) -> Callable[..., tuple[Float[Array, "B T N V"], Any]]:
-    """`op.apply_from`, compiled once for each choice of shapes.
-
-    Rows whose segments are not contiguous are NaN: ids that are traced cannot be refused.
-    """
-
-    def attend(state, q, k, v, segment_ids, extra_projections, params):
-        masks = dict(segment_ids=segment_ids, extra_projections=extra_projections)
-        found = op.apply_from(params, q, k, v, state, **masks)
-        if segment_ids is None:
-            return found
-        right = are_contiguous(segment_ids)
-
-        def or_nan(x):
-            return jnp.where(jnp.expand_dims(right, range(1, x.ndim)), x, jnp.nan)
-
-        return jax.tree.map(or_nan, found)
-
-    return jax.jit(attend)
-
-
-@contextlib.contextmanager
-def _explained(arrays: Any, given: str) -> Iterator[None]:
-    """Raises `Unsupported` where JAX cannot type a call with a state on a mesh of explicit axes.
-
-    Which calls these are only JAX knows: most whose arrays are split alike pass.
-    """
-    try:
-        yield
-    except (ValueError, NotImplementedError):
-        raise
-    except Exception as error:  # JAX's own type of error is private
-        if any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(arrays)):
-            raise Unsupported(
-                f"{given} on a mesh with explicit axes, over which JAX cannot split a state so: "
-                "split all arrays by rows alone, with jax.sharding.reshard, or make the axes "
-                "jax.sharding.AxisType.Auto"
-            ) from error
-        raise
-
-
-def _attend(op: AttentionOp, x: CallArrays, **settings: Any) -> Float[Array, "B T N V"]:
-    on_devices = placement_of(op, x)
-    attend = functools.partial(_plan_and_apply, op, **settings)
-    return attend(x) if on_devices is None else on_devices.on_each(attend, x)
-
-
-def _plan_and_apply(
-    op: AttentionOp,
-    x: CallArrays,
-    shard: Shard | None = None,
-    *,
-    causal: bool,
-    dropout: float,
-    train: bool,
-) -> Float[Array, "B T N V"]:
-    params, q, k, v, segment_ids, lengths, mask, bias, extra_projections, global_tokens, rng = x
-    if lengths is not None:  # within the row, because kernels read as many positions
-        lengths = jnp.clip(lengths.astype(jnp.int32), 0, q.shape[1])
-        segment_ids = tokens_before(lengths, q.shape[1])
-    segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
-    masks = dict(segment_ids=segment_ids, causal=causal, rng=rng, shard=shard)
-    planned = op.of_value_heads(q, k, v)
-    plan = op.plan(params, *planned, **masks, train=train, global_tokens=global_tokens)
-    others = dict(bias=bias, extra_projections=extra_projections, lengths=lengths)
-    return op.apply(params, q, k, v, plan=plan, dropout=dropout, **masks, **others)
-
-
-def _with_n_hashes(options: T, n: int) -> T:
-    """An op, or settings that are its option, with the number of hashes in all that have one."""
-    changes = {}
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if field.name in ("n_hashes", "n_hashes_eval"):
-            changes[field.name] = n
-        elif isinstance(value, OpOption) and (new := _with_n_hashes(value, n)) != value:
-            changes[field.name] = new
-    return dataclasses.replace(options, **changes) if changes else options
-
-
-def _constant(value: Any) -> Any:
-    """The value as nobody changes it: tuples for other sequences, copies of NumPy's arrays."""
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return tuple(map(_constant, value))
-    if isinstance(value, np.ndarray):
-        value = value.copy()
-        value.flags.writeable = False
-    return value
-
-
-def _identity(value: Any) -> Any:
-    """What is equal for the values of an option that are one to a compiled program."""
-    if isinstance(value, tuple):
-        return tuple(map(_identity, value))
-    if value is None or isinstance(value, bool | int | float | str | np.generic):
-        return type(value), repr(value)  # True is not 1, 2 is not 2.0, 0.0 is not -0.0
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return np.ndarray, value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, OpOption):
-        settings = (getattr(value, field.name) for field in dataclasses.fields(value))
-        return type(value), *map(_identity, settings)
-    return value if isinstance(value, AttentionOp) else _Same(value)
-
-
-class _Same:
-    """An array of JAX or a function, equal to itself alone."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-def _equal(value: Any, default: Any) -> bool:
-    plain = isinstance(value, bool | int | float | str | tuple | OpOption)
-    return value is default or (plain and value == default)
-
-
-def _shown(value: Any) -> str:
-    """An option's value as text: arrays by shape, functions by name."""
-    if getattr(value, "shape", ()):
-        return f"{value.dtype}{list(value.shape)}"
-    return getattr(value, "__name__", None) or repr(value)

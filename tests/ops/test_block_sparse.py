@@ -177,7 +177,7 @@ def test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never(
         return logits(tiling, x, group, queries, keys, q, k)
 
     monkeypatch.setattr(tiles, "logits", counted)
-    monkeypatch.setattr(base, "_compiled", base._compiled.__wrapped__)  # traces each call
+    monkeypatch.setattr(base, "compiled", base.compiled.__wrapped__)  # traces each call
     op = block_sparse.block_sparse(pattern=pattern, block_size=2, impl="xla")
     *arrays, d_out = np.random.default_rng(0).normal(size=(4, 1, 32, 1, 2)).astype(np.float32)
     jax.block_until_ready(with_gradients(functools.partial(op, causal=causal))(d_out, *arrays))

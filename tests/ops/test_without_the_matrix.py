@@ -147,7 +147,7 @@ def test_chunks_above_the_diagonal_cost_nothing(name, n_queries, n_keys, monkeyp
         return logits(tiling, x, group, queries, keys, q, k)
 
     monkeypatch.setattr(tiles, "logits", counted)
-    monkeypatch.setattr(base, "_compiled", base._compiled.__wrapped__)  # traces each call
+    monkeypatch.setattr(base, "compiled", base.compiled.__wrapped__)  # traces each call
     op = OPS[name](**SIZES[name])
     q, k, v, d_out = (
         numbers(2, 1, n, 1, 4, seed=i) for i, n in enumerate((n_queries, n_keys, n_keys, n_queries))
@@ -174,7 +174,7 @@ def test_a_few_heads_at_a_time(name, monkeypatch):
     bias = numbers(4, 6, 29, 29)
     segment_ids = np.sort(np.random.default_rng(0).integers(0, 3, (4, 29)))
 
-    monkeypatch.setattr(base, "_compiled", base._compiled.__wrapped__)  # traces each call
+    monkeypatch.setattr(base, "compiled", base.compiled.__wrapped__)  # traces each call
 
     def run(n_logits):
         monkeypatch.setattr(tiles, "LOGITS_IN_CACHE", n_logits)

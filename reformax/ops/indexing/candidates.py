@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, Size
-from reformax.ops.calls.options import OpOption, op_option
+from reformax.ops.calls.options import Options, options
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.hashing.angular import auto_buckets, bucket_factors, draw_rotations, hash_by
 from reformax.ops.hashing.centring import centred
@@ -58,8 +58,8 @@ class QueryChunk(NamedTuple):
     ids: Int[Array, "B Q"]
 
 
-@op_option
-class Candidates(OpOption):
+@options
+class Candidates(Options):
     """A way to find candidates: `prepare` reads all keys once, `of` finds those of some queries.
 
     Attributes:
@@ -107,7 +107,7 @@ class Level(NamedTuple):
     ids: Int[Array, "B C"]
 
 
-@op_option
+@options
 class Pooled(Candidates):
     """The keys of the blocks whose mean keys have the highest scores, from coarse blocks to fine.
 
@@ -227,7 +227,7 @@ class PooledKeys(NamedTuple):
 # Hash buckets
 
 
-@op_option
+@options
 class Hashed(Candidates):
     """The keys of a query's hash buckets.
 
@@ -331,7 +331,7 @@ class HashedKeys(NamedTuple):
 # Clusters
 
 
-@op_option
+@options
 class Clustered(Candidates):
     """The keys of the clusters whose centres have the highest scores.
 

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import Count, SettingError, Size
-from reformax.ops.calls.options import OpOption, op_option
+from reformax.ops.calls.options import Options, options
 from reformax.ops.indexing.candidates import (
     Candidates,
     IndexedKeys,
@@ -39,8 +39,8 @@ class Indexed(NamedTuple):
     keys: Float[Array, "B S D"]
 
 
-@op_option
-class Indexer(OpOption):
+@options
+class Indexer(Options):
     """How keys are scored, which ones are, and which a query sees without a score.
 
     A choice is deterministic: of equal scores the first position is chosen, and with "relu" many
