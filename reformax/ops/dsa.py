@@ -197,7 +197,7 @@ class dsa(Reusing, AttentionOp):
 
             masks = None if call.segment_ids is None else ids
             return kernel.choose_positions(
-                min(self.top_k, n), call.causal, interpret, *queries, keys, masks
+                min(self.top_k, n), call.causal, interpret, *queries, keys, masks, masks
             )
 
         def in_arrays() -> Int[Array, "B T K"]:

@@ -19,12 +19,14 @@ from reformax.buffers import trained
 from reformax.ops import (
     AttentionOp,
     block_sparse,
+    csa,
     dense,
     dsa,
     flash,
     gated_delta,
     gated_linear,
     hash_sparse,
+    hca,
     kda,
     linear,
     local,
@@ -160,6 +162,18 @@ CASES = {
     "dsa, capped": Case(of(dsa.dsa, top_k=40, **CAPPED), t=777),
     "longformer, capped": Case(
         of(longformer.longformer, window=65, n_global=5, **CAPPED), t=1000, marked=9
+    ),
+    "hca": Case(hca.hca, 16, 2, t=1777),
+    "hca, packed": Case(of(hca.hca, block_size=32), 4, 1, t=777, packed=True, dropout=0.2),
+    "hca, a head of all": Case(of(hca.hca, share_kv=True, **CAPPED), 64, 1, 128, 1500, packed=True),
+    "hca, a key head each": Case(of(hca.hca, window=200, learned_sinks=False), 4, 4, t=1000),
+    "csa, lists": Case(of(csa.csa, top_k=64), 16, 1, t=3001),
+    "csa, lists, packed": Case(
+        of(csa.csa, top_k=30, share_kv=True, **CAPPED), 64, 1, 128, 1500, packed=True, dropout=0.2
+    ),
+    "csa": Case(of(csa.csa, top_k=128), 8, 2, t=1777),
+    "csa, packed": Case(
+        of(csa.csa, top_k=40, n_index_heads=7, d_index=40, window=30), 4, 4, 40, 777, packed=True
     ),
     "hash_sparse": Case(of(hash_sparse.hash_sparse, n_buckets=8), t=1000),
     "hash_sparse, shared": Case(
