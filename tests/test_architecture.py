@@ -156,7 +156,7 @@ ROOMS = {
     "recurrence": {"numerics", "masking", "calls", "sharding", "softmax", "kernels"},
     "decoding": {"numerics", "masking", "calls", "softmax", "kernels"},
     "indexing": {"numerics", "masking", "calls", "softmax", "hashing", "decoding"},
-    "compressing": {"numerics", "masking", "calls", "softmax", "decoding"},
+    "compressing": {"numerics", "masking", "calls", "softmax", "decoding", "kernels"},
     "kernels": {"numerics", "masking", "calls", "softmax", "hashing", "recurrence"},
 }
 

@@ -298,9 +298,9 @@ class csa(Reusing, Compressed, AttentionOp):
         self, call: Call, q, summaries, index, index_keys, plan, ids, sums
     ) -> Float[Array, ""]:
         """The mean divergence over some queries, whose softmax has `sums`, for the eye."""
-        step = -(-q.shape[1] // MEASURED)
-        arrays = grouped(q, summaries.keys.shape[2]), plan, ids, positions(q.shape[1]), *index
-        arrays += tuple(grouped(jnp.moveaxis(x, 1, 2), summaries.keys.shape[2]) for x in sums)
+        step, n_kv = -(-q.shape[1] // MEASURED), summaries.keys.shape[2]
+        of_rows = (jnp.moveaxis(x, 1, 2).reshape(*q.shape[:2], n_kv, -1) for x in sums)
+        arrays = grouped(q, n_kv), plan, ids, positions(q.shape[1]), *index, *of_rows
         some = tuple(x[:, ::step] for x in lax.stop_gradient(arrays))
         far, index_keys = lax.stop_gradient((summaries, index_keys))
         dtypes = far.keys.dtype, far.values.dtype
@@ -313,7 +313,7 @@ class csa(Reusing, Compressed, AttentionOp):
             weights = masked_exp(x.logits, x.mask[:, None, None], row_max) / nonzero(row_sum)
             return self._divergence_from(x, weights)
 
-        n_each = q.shape[2] * (q.shape[3] + 2) + self.n_index_heads + 2 * self.d_index
+        n_each = q.shape[2] * 3 + 2 * n_kv * q.shape[3] + self.n_index_heads + 2 * self.d_index
         losses = by_chunks(divergence_of, n_each * plan.shape[2], *some)
         return losses.sum() / jnp.maximum(jnp.sum(is_token(some[2])), 1).astype(losses.dtype)
 
