@@ -291,6 +291,7 @@ QUICK = {
             "clusters-packed-True",
         ],
         "test_cost_grows_slower_than_pairs": ["hashed", "levels"],
+        "test_a_kernel_chooses_among_candidates_what_array_operations_do": ["hashed relu"],
         "test_later_tokens_change_no_choice": ["grouped", "levels", "clustered", "hashed"],
         "test_no_array_holds_all_pairs": ["None"],
         "test_tiles_choose_what_one_row_of_scores_does": [

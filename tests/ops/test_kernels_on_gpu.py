@@ -44,6 +44,8 @@ from reformax.ops import (
 )
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.indexing.candidates import Hashed, Pooled
+from reformax.ops.indexing.indexer import Indexer
 from tests.helpers import assert_trees_close, with_gradients
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -83,6 +85,12 @@ CASES = {
     "moba, wide": Case(of(moba.moba, block_size=64), 8, 4, 128, dropout=0.2),
     "dsa": Case(of(dsa.dsa, top_k=256), 4, 4, t=1777),
     "dsa, packed": Case(of(dsa.dsa, top_k=40, n_index_heads=7, d_index=40), t=777, packed=True),
+    "dsa, hashed": Case(
+        of(dsa.dsa, top_k=64, indexer=Indexer(n_local=8, candidates=Hashed())), 4, 4, t=1777
+    ),
+    "dsa, pooled, packed": Case(
+        of(dsa.dsa, top_k=64, indexer=Indexer(candidates=Pooled(n_blocks=3))), t=1500, packed=True
+    ),
     "dsa, wide": Case(of(dsa.dsa, top_k=100, d_index=128), 4, 4, 128, causal=False, dropout=0.2),
     "dsa, a long row of scores": Case(of(dsa.dsa, top_k=2048, n_index_heads=2), t=5000),
     "longformer, both sides": Case(of(longformer.longformer, window=65), causal=False),

@@ -144,6 +144,12 @@ def tile_index(tile: Any, key_tile: Any) -> tuple[Int[Array, "I 1"], Int[Array, 
     return row, key_tile * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)[None, :]
 
 
+def in_order(scores: Float[Array, "*d"]) -> Int[Array, "*d"]:
+    """Integers of the order of float32 numbers."""
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
+
+
 def _scores_kernel(x: IndexerInputs, out, *, causal: bool, span: int):
     """A tile of scores, as integers of the same order."""
     tile, key_tile, batch = (pl.program_id(i) for i in range(3))
@@ -152,8 +158,7 @@ def _scores_kernel(x: IndexerInputs, out, *, causal: bool, span: int):
     @pl.when(key_tile < program.end(tile))
     def _():
         query, key = program.queries(tile), program.keys(key_tile)
-        bits = lax.bitcast_convert_type(program.scores(query, key), jnp.int32)
-        bits = jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
+        bits = in_order(program.scores(query, key))
         score = jnp.where(program.visible(query, key), bits, jnp.int32(HIDDEN))
         pltriton.store(out.at[batch, *tile_index(tile, key_tile)], score)
 
@@ -277,12 +282,27 @@ def choose_positions(
         grid, rule = (n_tiles, shape.shape[2] // COLUMNS, n_batch), dict(causal=causal, span=span)
         kernel = functools.partial(_scores_kernel, **rule)
         scores = run(kernel, (x,), shape, grid, WARPS, n_stages_for(*query_parts))
-        best = jax.ShapeDtypeStruct((n_batch, n_rows, n_best), jnp.int32)
-        kernel = functools.partial(_best_kernel, length=length, n_keys=n_keys, **rule)
-        return run(kernel, (scores, start), best, (n_rows, n_batch), BEST_WARPS, 2)
+        rule |= dict(length=length, n_keys=n_keys)
+        return _best(n_best, interpret, scores, start, **rule)
 
     found = jnp.moveaxis(lax.map(some_queries, starts), 0, 1)
     return found.reshape(n_batch, -1, n_best)[:, :length]
+
+
+def best_of_scores(
+    n_best: int, interpret: bool, scores: Int[Array, "B Q M"]
+) -> Int[Array, "B Q K"]:
+    """The indices of each row's highest scores, `in_order`, in their order; -1 is none."""
+    sizes = dict(length=scores.shape[1], n_keys=scores.shape[2])
+    start = jnp.zeros(1, jnp.int32)
+    return _best(n_best, interpret, scores, start, causal=False, span=1, **sizes)
+
+
+def _best(n_best: int, interpret: bool, scores, start, **static) -> Int[Array, "B Q K"]:
+    n_batch, n_rows, _ = scores.shape
+    shape = jax.ShapeDtypeStruct((n_batch, n_rows, n_best), jnp.int32)
+    kernel, grid = functools.partial(_best_kernel, **static), (n_rows, n_batch)
+    return _launch(interpret, kernel, (scores, start), shape, grid, BEST_WARPS, 2)
 
 
 def n_stages_for(*rows: Array) -> int:
