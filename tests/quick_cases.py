@@ -291,6 +291,7 @@ QUICK = {
             "clusters-packed-True",
         ],
         "test_cost_grows_slower_than_pairs": ["hashed", "levels"],
+        "test_a_kernel_chooses_among_candidates_what_array_operations_do": ["hashed relu"],
         "test_later_tokens_change_no_choice": ["grouped", "levels", "clustered", "hashed"],
         "test_no_array_holds_all_pairs": ["None"],
         "test_tiles_choose_what_one_row_of_scores_does": [
@@ -304,6 +305,7 @@ QUICK = {
         "test_padding_is_in_no_summary": ["nan-csa"],
         "test_a_summary_across_a_border_is_of_its_last_segment": ["csa"],
         "test_grouped_heads_and_rotations_are_those_of_the_equations": ["csa-True"],
+        "test_the_reported_loss_is_the_mean_divergence": ["xla"],
         "test_chunks_of_queries_compute_the_same": ["hca"],
     },
     "ops/test_dsa.py": {

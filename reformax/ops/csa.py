@@ -34,10 +34,13 @@ from reformax import devices
 from reformax.buffers import Meter, updated
 from reformax.declared import Count, NonNegative, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
+from reformax.ops.calls.dispatch import NARROW_HEAD, KernelObstacles, compute_by
 from reformax.ops.compressing.attention import (
     Summaries,
     grouped,
+    in_kernels,
     last_position,
     merged,
     to_summaries,
@@ -66,10 +69,14 @@ from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
 from reformax.ops.numerics.rotary import RotaryBase
 from reformax.ops.sharding.shard import row_axes_of
-from reformax.ops.softmax.online import Softmax, masked_softmax, nonzero
+from reformax.ops.softmax.online import Softmax, masked_exp, masked_softmax, nonzero
 
-# The chosen summaries are gathered where they are at most one of so many.
+# Array operations gather the chosen summaries where they are at most one of so many.
 GATHERED = 4
+# Queries of a row over which kernels' reported loss is a mean.
+MEASURED = 256
+# Kernels index words of 32 pairs with 31 bits.
+MAX_PAIRS = 2**36
 
 
 @op
@@ -94,7 +101,7 @@ class csa(Reusing, Compressed, AttentionOp):
       d_index: D: the size of an index head; the paper has 128.
       index_loss: the factor of the indexer's loss, as in `dsa.dsa`.
       report_loss: whether a step of training reports that loss as `index_loss`, as in `dsa.dsa`,
-        but the mean over all positions.
+        but in array operations the mean over all positions.
       learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
         (`softmax.learned_sinks`).
       reuse: whether it sees the summaries of the numbers that the last `csa` without `reuse`, and
@@ -103,9 +110,12 @@ class csa(Reusing, Compressed, AttentionOp):
       share_kv: whether a summary is key and value at once.
       rotary_features: as in `hca.hca`; the first features of index heads too.
       rotary_base: of these rotations, see `ops.numerics.rotary.RotaryAngles`.
+      impl: as in `hca.hca`, with index heads of 128 or less and at most 2^36 pairs of a position
+        and a summary, which take a bit of memory each.
 
     Raises:
-      ValueError: a size out of range, a window shorter than a block.
+      ValueError: a size out of range, a window shorter than a block, an unknown `impl`.
+      NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
 
     block_size: Width = 4
@@ -120,6 +130,7 @@ class csa(Reusing, Compressed, AttentionOp):
     share_kv: bool = False
     rotary_features: Count = 0
     rotary_base: RotaryBase = 10_000.0
+    impl: str = "auto"
 
     n_series = 2
     _of_choice = "top_k", "n_index_heads", "d_index", "index_loss"
@@ -156,6 +167,14 @@ class csa(Reusing, Compressed, AttentionOp):
             | {"index": index | {"key": both, "gate": jnp.zeros_like(both)}}
         )
 
+    def _obstacles(self, call: Call, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+        """Those of the kernels of the attention too, by which the choice goes."""
+        found = super()._obstacles(call, q, k, v)
+        n_pairs = q.shape[0] * q.shape[1] * -(-k.shape[1] // self.block_size)
+        above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_pairs, MAX_PAIRS)}
+        own = (f"{name}={n}" for name, (n, most) in above.items() if n > most)
+        return found._replace(call=found.call or next(own, None))
+
     # The choice.
 
     def _index_series(self, params, k: Float[Array, "B T G H"]) -> Series:
@@ -185,14 +204,30 @@ class csa(Reusing, Compressed, AttentionOp):
         return (position + 1) // self.block_size - 1
 
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
-        """The summaries that each query sees, the best first; -1 is none."""
+        """The summaries that each query sees; the kernel returns them in order. -1 is none."""
         self._check_chooses()
         ids = ids_or_ones(call.segment_ids, q)
         queries, keys = lax.stop_gradient(self._index(params, q, k, ids))
-        side = Side(self._newest_block(positions(q.shape[1])), ids)
-        rule, n_best = ChoiceRule(causal=True), min(self.top_k, keys.shape[1])
-        of_blocks = in_blocks(ids, self.block_size)[:, :, -1]
-        return best_keys("relu", rule, n_best, queries, keys, side, of_blocks)
+        n_best, of_blocks = (
+            min(self.top_k, keys.shape[1]),
+            in_blocks(ids, self.block_size)[:, :, -1],
+        )
+
+        def by_kernels(interpret: bool) -> Int[Array, "B T K"]:
+            from reformax.ops.kernels.triton import indexer as kernel
+
+            masks = (None, None) if call.segment_ids is None else (ids, of_blocks)
+            arrays = *queries, keys, *masks
+            return kernel.choose_positions(n_best, True, interpret, *arrays, self.block_size)
+
+        def in_arrays() -> Int[Array, "B T K"]:
+            side = Side(self._newest_block(positions(q.shape[1])), ids)
+            rule = ChoiceRule(causal=True)
+            return best_keys("relu", rule, n_best, queries, keys, side, of_blocks)
+
+        obstacles = self._obstacles(call, q, k, None)
+        implementations = {"pallas": (obstacles, by_kernels), "xla": (None, in_arrays)}
+        return compute_by(self.impl, implementations)
 
     # Attention.
 
@@ -224,15 +259,63 @@ class csa(Reusing, Compressed, AttentionOp):
         if gathers:
             n_each += q.shape[2] * (q.shape[-1] + near.acc.shape[-1]) + self.d_index
         out, losses = by_chunks(attend, n_each * n_seen, *arrays)
+        loss = self._factor(call, ids, losses.dtype) * losses.sum()
+        out = with_loss(join_chunks(out, length), loss)
+        mean = losses.sum() / jnp.maximum(jnp.sum(is_token(ids)), 1)
+        return self._reporting(params, out, mean)
+
+    def _factor(self, call: Call, ids: Int[Array, "B T"], dtype) -> Float[Array, ""]:
+        """The factor of the sum of the divergence over queries."""
         n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
         factor = 0.0 if self.reuse else self.index_loss
-        factor = factor / jnp.maximum(n_tokens, 1).astype(losses.dtype)
-        out = with_loss(join_chunks(out, length), factor * losses.sum())
+        return factor / jnp.maximum(n_tokens, 1).astype(dtype)
+
+    def _reporting(self, params, out: Array, mean: Float[Array, ""]) -> Array:
+        """The output, whose gradient carries what the meter of the loss becomes."""
         if not self.report_loss:
             return out
-        mean = lax.stop_gradient(losses.sum() / jnp.maximum(jnp.sum(is_token(ids)), 1))
-        # Its gradient carries what the meter becomes.
-        return out + (0 * updated(params["index_loss"], mean)).astype(out.dtype)
+        meter = updated(params["index_loss"], lax.stop_gradient(mean))
+        return out + (0 * meter).astype(out.dtype)
+
+    def _in_kernels(
+        self, call: Call, params, q, k, v, summaries, plan, plain_q, plain_k, interpret
+    ) -> Float[Array, "B T N V"]:
+        from reformax.ops.kernels.triton import compressed as kernel
+
+        ids, learner = ids_or_ones(call.segment_ids, q), None
+        index, index_keys = self._index(params, plain_q, plain_k, ids)
+        if not self.reuse and self.index_loss:
+            arrays = kernel.IndexerArrays(*index, index_keys)
+            learner = kernel.ChoiceLearner(arrays, self._factor(call, ids, index_keys.dtype))
+        sizes = self.window, self.block_size
+        out, *sums = in_kernels(call, interpret, q, k, v, summaries, sizes, plan, learner)
+        if not self.report_loss:
+            return out
+        mean = self._mean_loss(call, q, summaries, index, index_keys, plan, ids, sums)
+        return self._reporting(params, out, mean)
+
+    def _mean_loss(
+        self, call: Call, q, summaries, index, index_keys, plan, ids, sums
+    ) -> Float[Array, ""]:
+        """The mean divergence over some queries, whose softmax has `sums`, for the eye."""
+        step, n_kv = -(-q.shape[1] // MEASURED), summaries.keys.shape[2]
+        of_rows = (jnp.moveaxis(x, 1, 2).reshape(*q.shape[:2], n_kv, -1) for x in sums)
+        arrays = grouped(q, n_kv), plan, ids, positions(q.shape[1]), *index, *of_rows
+        some = tuple(x[:, ::step] for x in lax.stop_gradient(arrays))
+        far, index_keys = lax.stop_gradient((summaries, index_keys))
+        dtypes = far.keys.dtype, far.values.dtype
+
+        def divergence_of(q, chosen, query_ids, position, vectors, weights, *sums):
+            query, index = Side(position[..., None], query_ids[..., None]), (vectors, weights)
+            arrays = far, index_keys, dtypes, q, chosen, query, IndexQueries(*index)
+            x = self._of_chosen(call, *arrays)
+            row_max, row_sum = (jnp.moveaxis(y, 1, 3)[..., None] for y in sums)
+            weights = masked_exp(x.logits, x.mask[:, None, None], row_max) / nonzero(row_sum)
+            return self._divergence_from(x, weights)
+
+        n_each = q.shape[2] * 3 + 2 * n_kv * q.shape[3] + self.n_index_heads + 2 * self.d_index
+        losses = by_chunks(divergence_of, n_each * plan.shape[2], *some)
+        return losses.sum() / jnp.maximum(jnp.sum(is_token(some[2])), 1).astype(losses.dtype)
 
     def _of_all(self, call, far, index_keys, q, chosen, query, index) -> SummariesOfQueries:
         n_blocks = far.keys.shape[1]
@@ -265,7 +348,11 @@ class csa(Reusing, Compressed, AttentionOp):
         weights = masked_softmax(x.logits, x.mask[:, None, None])
         share = far.row_sum * jnp.exp(far.row_max - whole.row_max) / nonzero(whole.row_sum)
         share = jnp.moveaxis(share, 1, 3)[..., None]  # of the summaries in each head's softmax
-        attention = lax.stop_gradient(weights * share).sum(axis=(1, 2))
+        return self._divergence_from(x, weights * share)
+
+    def _divergence_from(self, x: SummariesOfQueries, weights: Float[Array, "B G M Q K"]):
+        """The same from the weights of each head's softmax over all that it sees."""
+        attention = lax.stop_gradient(weights).sum(axis=(1, 2))
         attention = attention / nonzero(attention.sum(axis=-1, keepdims=True))
         found = x.scores / math.sqrt(self.n_index_heads * self.d_index)
         return divergence(found, attention, x.mask)

@@ -42,6 +42,7 @@ from reformax.ops.calls.dispatch import (
     KERNELS,
     NARROW_HEAD,
     KernelObstacles,
+    choose_kernels,
     compute_by,
     kernel_obstacles,
 )
@@ -112,7 +113,7 @@ class dsa(Reusing, AttentionOp):
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
         Ampere or later, heads of 256 or less, index heads of 128 or less and at most 2^36 pairs of
         tokens, which take a bit of memory each. `"auto"` takes them where they compute the same
-        function. Array operations find candidates, for kernels too.
+        function. Array operations find candidates, which kernels score.
 
     Raises:
       ValueError: a size below 1, a factor below 0, an unknown `impl`.
@@ -197,17 +198,19 @@ class dsa(Reusing, AttentionOp):
 
             masks = None if call.segment_ids is None else ids
             return kernel.choose_positions(
-                min(self.top_k, n), call.causal, interpret, *queries, keys, masks
+                min(self.top_k, n), call.causal, interpret, *queries, keys, masks, masks
             )
 
-        def in_arrays() -> Int[Array, "B T K"]:
-            settings = self.top_k, call.causal, call.length or n, call.rng
+        def choose(interpret: bool | None = None) -> Int[Array, "B T K"]:
+            settings = self.top_k, call.causal, call.length or n, call.rng, interpret
             return self.indexer.choose(Indexed(queries, keys), call.segment_ids, *settings)
 
-        if not self.indexer.is_plain:
-            return in_arrays()
         obstacles = self._obstacles(q, k, None)
-        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
+        if self.indexer.candidates is not None:
+            return choose(choose_kernels(self.impl, obstacles))
+        if not self.indexer.is_plain:
+            return choose()
+        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, choose)}
         return compute_by(self.impl, implementations)
 
     # Attention.

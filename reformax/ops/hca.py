@@ -45,9 +45,13 @@ class hca(Compressed, AttentionOp):
         the op rotates nothing, and a layer that rotates keys rotates what their summaries are of,
         but not what `share_kv` has.
       rotary_base: of these rotations, see `ops.numerics.rotary.RotaryAngles`.
+      impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
+        Ampere or later and heads of 128 or less. `"auto"` takes them where they compute the same
+        function.
 
     Raises:
-      ValueError: a size out of range, a window shorter than a block.
+      ValueError: a size out of range, a window shorter than a block, an unknown `impl`.
+      NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
 
     block_size: Width = 128
@@ -56,6 +60,7 @@ class hca(Compressed, AttentionOp):
     share_kv: bool = False
     rotary_features: Count = 0
     rotary_base: RotaryBase = 10_000.0
+    impl: str = "auto"
 
     shards = ("key heads",)
 

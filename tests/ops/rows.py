@@ -433,7 +433,7 @@ _INDEXED = {
     "index_loss": (1.0, 0.5),
     "impl": ("xla",),
 }
-_COMPRESSED = {"learned_sinks": (True, False), "share_kv": (False,)}
+_COMPRESSED = {"learned_sinks": (True, False), "share_kv": (False,), "impl": ("xla",)}
 _BEST_SUMMARIES = {
     "block_size": (3, 1, 4),
     "top_k": (2, 1, 50),
@@ -674,6 +674,14 @@ ROWS = [
         slow=True,
     ),
     Row(
+        "hca_pallas",
+        hca.hca,
+        _ALL_SUMMARIES | _COMPRESSED | _KERNEL,
+        reference=compressed.hca,
+        rounding=10,
+        group_chooses=True,
+    ),
+    Row(
         "csa",
         csa.csa,
         _BEST_SUMMARIES | _COMPRESSED,
@@ -683,6 +691,15 @@ ROWS = [
         group_chooses=True,
         own_loss=True,
         slow=True,
+    ),
+    Row(
+        "csa_pallas",
+        csa.csa,
+        _BEST_SUMMARIES | _COMPRESSED | _KERNEL | {"top_k": (2, 50)},
+        reference=compressed.csa,
+        rounding=10,
+        group_chooses=True,
+        own_loss=True,
     ),
     *(
         Row(

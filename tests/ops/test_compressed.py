@@ -13,6 +13,8 @@ from reformax.buffers import advanced, measured
 from reformax.declared import SettingError
 from reformax.ops import csa, hca
 from reformax.ops.base import Dims
+from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.kernels.triton import nsa
 from reformax.ops.numerics import query_chunks
 from tests.helpers import assert_trees_close
 from tests.ops import compressed, inputs
@@ -154,10 +156,11 @@ def test_a_query_chooses_the_best_complete_summaries_of_its_segment():
         assert not left or found[b, t, list(chosen)].min() >= max(left) - 1e-6
 
 
-def test_the_reported_loss_is_the_mean_divergence():
+@pytest.mark.parametrize("impl", ["xla", INTERPRETED])
+def test_the_reported_loss_is_the_mean_divergence(impl):
     """Of the indexer from the heads' weights of summaries, in a softmax with window and sinks."""
     options = SIZES | dict(top_k=3, n_index_heads=2, d_index=4)
-    op, length = csa.csa(**options, report_loss=True), 22
+    op, length = csa.csa(**options, report_loss=True, impl=impl), 22
     x = inputs.draw(op, length=length)
     ids = np.repeat([[1, 2, 0]], [9, 10, 3], axis=1).repeat(2, axis=0)
 
@@ -181,6 +184,36 @@ def test_the_reported_loss_is_the_mean_divergence():
         terms = np.where(attention > 0, attention * np.log(attention / index), 0)
     assert terms.sum() > 0.1
     np.testing.assert_allclose(got, terms.sum() / np.sum(ids != 0), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_kv_heads", [1, 16])
+def test_kernels_read_lists_of_few_summaries_or_all_by_bits(n_kv_heads, monkeypatch):
+    """With many query heads of a key head a query's summaries are read by its list."""
+    options = dict(block_size=2, window=3, top_k=2, n_index_heads=2, d_index=4, soft_cap=3.0)
+    length, found, forward = 43, [], nsa.forward
+    monkeypatch.setattr(nsa, "forward", lambda *x, **y: (found.append(x[0]), forward(*x, **y))[1])
+    ids = jnp.asarray(np.repeat([[1, 2, 0]], [16, 22, 5], axis=1).repeat(2, axis=0))
+    rng, dims = np.random.default_rng(0), Dims(16, 4, 4, length, n_kv_heads)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, length, n, 4))) for n in (16, *[n_kv_heads] * 2))
+    op = csa.csa(**options)
+    extra_projections = {
+        name: jnp.asarray(rng.normal(size=(2, length, x.n_heads, x.size)))
+        for name, x in op.extra_projections(dims).items()
+    }
+    x = inputs.Inputs(q, k, v, extra_projections, op.init(jax.random.key(0), dims))
+    masks = dict(segment_ids=ids, causal=True, rng=jax.random.key(1))
+    plan = inputs.plan(op, x, **masks)
+
+    def run(impl):
+        def loss(x):
+            out = inputs.apply(csa.csa(**options, impl=impl), x, plan=plan, dropout=0.2, **masks)
+            return jnp.sum(jnp.sin(out))
+
+        return jax.jit(jax.value_and_grad(loss))(x)
+
+    assert_trees_close(run(INTERPRETED), run("xla"), 2e-5)
+    assert [size.listed for size in found] == [False, n_kv_heads == 1]
 
 
 @over_ops

@@ -19,12 +19,14 @@ from reformax.buffers import trained
 from reformax.ops import (
     AttentionOp,
     block_sparse,
+    csa,
     dense,
     dsa,
     flash,
     gated_delta,
     gated_linear,
     hash_sparse,
+    hca,
     kda,
     linear,
     local,
@@ -42,6 +44,8 @@ from reformax.ops import (
 )
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.indexing.candidates import Hashed, Pooled
+from reformax.ops.indexing.indexer import Indexer
 from tests.helpers import assert_trees_close, with_gradients
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -81,6 +85,12 @@ CASES = {
     "moba, wide": Case(of(moba.moba, block_size=64), 8, 4, 128, dropout=0.2),
     "dsa": Case(of(dsa.dsa, top_k=256), 4, 4, t=1777),
     "dsa, packed": Case(of(dsa.dsa, top_k=40, n_index_heads=7, d_index=40), t=777, packed=True),
+    "dsa, hashed": Case(
+        of(dsa.dsa, top_k=64, indexer=Indexer(n_local=8, candidates=Hashed())), 4, 4, t=1777
+    ),
+    "dsa, pooled, packed": Case(
+        of(dsa.dsa, top_k=64, indexer=Indexer(candidates=Pooled(n_blocks=3))), t=1500, packed=True
+    ),
     "dsa, wide": Case(of(dsa.dsa, top_k=100, d_index=128), 4, 4, 128, causal=False, dropout=0.2),
     "dsa, a long row of scores": Case(of(dsa.dsa, top_k=2048, n_index_heads=2), t=5000),
     "longformer, both sides": Case(of(longformer.longformer, window=65), causal=False),
@@ -160,6 +170,18 @@ CASES = {
     "dsa, capped": Case(of(dsa.dsa, top_k=40, **CAPPED), t=777),
     "longformer, capped": Case(
         of(longformer.longformer, window=65, n_global=5, **CAPPED), t=1000, marked=9
+    ),
+    "hca": Case(hca.hca, 16, 2, t=1777),
+    "hca, packed": Case(of(hca.hca, block_size=32), 4, 1, t=777, packed=True, dropout=0.2),
+    "hca, a head of all": Case(of(hca.hca, share_kv=True, **CAPPED), 64, 1, 128, 1500, packed=True),
+    "hca, a key head each": Case(of(hca.hca, window=200, learned_sinks=False), 4, 4, t=1000),
+    "csa, lists": Case(of(csa.csa, top_k=64), 16, 1, t=3001),
+    "csa, lists, packed": Case(
+        of(csa.csa, top_k=30, share_kv=True, **CAPPED), 64, 1, 128, 1500, packed=True, dropout=0.2
+    ),
+    "csa": Case(of(csa.csa, top_k=128), 8, 2, t=1777),
+    "csa, packed": Case(
+        of(csa.csa, top_k=40, n_index_heads=7, d_index=40, window=30), 4, 4, 40, 777, packed=True
     ),
     "hash_sparse": Case(of(hash_sparse.hash_sparse, n_buckets=8), t=1000),
     "hash_sparse, shared": Case(

@@ -6,7 +6,7 @@ Rows of a softmax are `[B, T, G, M]`: M query heads of a key head. Other letters
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
 from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
 from reformax.ops.softmax.dropout import dropout_mask
@@ -117,3 +118,58 @@ def merged(call: Call, near: Softmax, far: Softmax) -> Softmax:
     if call.sinks is None:
         return whole
     return whole.with_sinks(call.sinks.reshape(1, 1, *far.row_max.shape[2:]))
+
+
+# Kernels read a query's chosen summaries by their numbers where these are at most one of so many,
+# with 16 query heads or more of a key head. With fewer heads a tile is not full, and reads as many.
+LISTED, FULL_TILE = 4, 16
+
+
+def in_kernels(
+    call: Call,
+    interpret: bool,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T G H"],
+    v: Float[Array, "B T G V"],
+    summaries: Summaries,
+    sizes: tuple[int, int],
+    chosen: Int[Array, "B T K"] | None = None,
+    learner: Any = None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
+    """`merged` of the window and of summaries in kernels; each row's maximum and sum.
+
+    Args:
+      call: of the op, with its sinks.
+      interpret: from `dispatch.choose_kernels`.
+      q, k, v: queries, keys and values.
+      summaries: of the blocks.
+      sizes: the window, and the positions of a block.
+      chosen: the numbers of the summaries that each query sees, -1 for none; None: it sees all of
+        complete blocks.
+      learner: the `ChoiceLearner` of the kernels; None: no indexer learns.
+    """
+    from reformax.ops.kernels.triton import compressed as kernel
+    from reformax.ops.kernels.triton.dsa import bits_of
+    from reformax.ops.kernels.triton.nsa import SummaryChoice, n_rows
+
+    ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
+    window, block_size = sizes
+    group, n_summaries = q.shape[2] // k.shape[2], summaries.keys.shape[1]
+    choice, listed = None, False
+    if chosen is not None:
+        choice = SummaryChoice(chosen, bits_of(chosen, n_summaries))
+        n_read = LISTED * chosen.shape[2] * max(group, FULL_TILE)
+        listed = n_read <= n_summaries * group
+    common = dict(group=group, dropout=call.dropout, rows=n_rows(q), logits=call.logits)
+    of_parts = (
+        kernel.window_sizes(min(window, q.shape[1]), **common),
+        kernel.summary_sizes(block_size, listed, **common),
+    )
+    far = summaries.keys.astype(k.dtype), summaries.values.astype(v.dtype)
+    far = kernel.Part(*far, None if ids is None else summaries.ids)
+    inputs = q, kernel.Part(k, v, ids), far, call.sinks, learner, choice, ids, call.seed
+    out, *sums = kernel.attend(of_parts, interpret, *inputs)
+    if call.sinks is not None and ids is not None:
+        # The gradient at padding, which may be anything, is not part of that of the sinks.
+        out = tokens_only(out, ids)
+    return out, *sums

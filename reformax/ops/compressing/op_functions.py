@@ -11,7 +11,15 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from reformax.declared import SettingError
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
-from reformax.ops.compressing.attention import Summaries, to_window
+from reformax.ops.calls.dispatch import (
+    KERNELS,
+    NARROW_HEAD,
+    SMALL_ROW,
+    KernelObstacles,
+    compute_by,
+    kernel_obstacles,
+)
+from reformax.ops.compressing.attention import Summaries, in_kernels, to_window
 from reformax.ops.compressing.summaries import (
     Series,
     init_weights,
@@ -32,12 +40,15 @@ from reformax.ops.numerics.rotary import RotaryAngles, rotary
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 from reformax.ops.softmax.online import Softmax
 
+# The most query heads of a key head that a tile of the kernels holds.
+MAX_GROUP = 128
+
 
 class Compressed(LearnedSinks):
     """The functions of such an op: a second base class beside the op's.
 
-    The op has the options `block_size`, `window`, `learned_sinks`, `share_kv`, `rotary_features`
-    and `rotary_base`. It defines `_attend_to_summaries` and, in decoding, `_choose_newest`.
+    The op has the options `block_size`, `window`, `learned_sinks`, `share_kv`, `rotary_features`,
+    `rotary_base` and `impl`. It defines `_attend_to_summaries` and, in decoding, `_choose_newest`.
 
     Weights: with `learned_sinks` `sinks [N]`; for keys `k` and for values `v`, or for both `kv`,
     `positions [L, S, F]` and `norm [F]`. Further projections: of the same names
@@ -46,6 +57,7 @@ class Compressed(LearnedSinks):
 
     causality = "only"
     _grouped = True
+    _impls = KERNELS
     n_series = 1  # S: the blocks that a summary is over
 
     def _check(self) -> None:
@@ -125,15 +137,39 @@ class Compressed(LearnedSinks):
         gates = call.extra_projections
         return Series(gates[f"summary_{kind}"], gates[f"gate_{kind}"])
 
+    def _obstacles(self, call: Call, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+        """The obstacles of the kernels."""
+        group = q.shape[2] // k.shape[2]
+        above = {"heads_of_a_key_head": group if group > MAX_GROUP else None}
+        return kernel_obstacles(
+            q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2, **above
+        )
+
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         position, ids = positions(q.shape[1]), ids_or_ones(call.segment_ids, q)
         call = self._with_sinks(call, params, q.shape[2])
         summaries = self._summaries(call, params, ids)
         rotated = self._rotated_qkv(q, k, v, position)
-        near = to_window(call, *rotated, self.window)
-        out = self._attend_to_summaries(call, params, rotated[0], summaries, near, plan, q, k)
-        out = out.reshape(*q.shape[:3], v.shape[3])
+
+        def by_kernels(interpret: bool) -> Float[Array, "B T N V"]:
+            return self._in_kernels(call, params, *rotated, summaries, plan, q, k, interpret)
+
+        def by_arrays() -> Float[Array, "B T N V"]:
+            near = to_window(call, *rotated, self.window)
+            return self._attend_to_summaries(call, params, rotated[0], summaries, near, plan, q, k)
+
+        obstacles = self._obstacles(call, *rotated)
+        implementations = {"pallas": (obstacles, by_kernels), "xla": (None, by_arrays)}
+        out = compute_by(self.impl, implementations).reshape(*q.shape[:3], v.shape[3])
         return self._output(out, position).astype(v.dtype)
+
+    def _in_kernels(
+        self, call: Call, params, q, k, v, summaries: Summaries, plan, plain_q, plain_k, interpret
+    ) -> Float[Array, "B T N V"]:
+        """The same in kernels. `q`, `k` and `v` are rotated by the op."""
+        del params, plan, plain_q, plain_k
+        sizes = self.window, self.block_size
+        return in_kernels(call, interpret, q, k, v, summaries, sizes)[0]
 
     def _attend_to_summaries(
         self, call: Call, params, q, summaries: Summaries, near: Softmax, plan, plain_q, plain_k
@@ -203,7 +239,7 @@ class Compressed(LearnedSinks):
         near_mask = rule.sees(Side(at), Side(held, exists=held >= 0))
         keys, values = (jnp.concatenate(x, axis=2) for x in zip(window, far, strict=True))
         mask = jnp.concatenate([near_mask, seen], axis=1)[:, None]
-        out = attend_to(call, heads, keys, values, mask, "xla")
+        out = attend_to(call, heads, keys, values, mask, self.impl)
         return self._output(out, at), CompressedCache(window, newest, summaries, index)
 
     def _completed(self, position: Int[Array, " B"], n_blocks: int) -> Int[Array, " B"]:

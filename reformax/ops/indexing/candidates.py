@@ -72,8 +72,11 @@ class Candidates(Options):
         """What `of` reads of the keys."""
         raise NotImplementedError
 
-    def n_numbers(self, x: IndexedKeys, n_searched: int) -> int:
-        """Numbers in memory for each query, of so many searched vectors, until it is scored."""
+    def n_numbers(self, x: IndexedKeys, n_searched: int, n_each: int) -> int:
+        """Numbers in memory for each query, of so many searched vectors, until it is scored.
+
+        Of them `n_each` are of each candidate.
+        """
         raise NotImplementedError
 
     def of(self, prepared: Any, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B Q M"]:
@@ -144,7 +147,7 @@ class Pooled(Candidates):
             levels.append(Level(means[:, :, 0], ids))
         return PooledKeys(tuple(levels), None if x.causal else ends_of_segment(x.ids))
 
-    def n_numbers(self, x: IndexedKeys, n_searched: int) -> int:
+    def n_numbers(self, x: IndexedKeys, n_searched: int, n_each: int) -> int:
         size_above, n_most = x.keys.shape[1], 0
         n_kept, size = 1, x.keys.shape[1]
         for size in self.block_sizes:
@@ -152,7 +155,7 @@ class Pooled(Candidates):
             keys = 0 if size_above == x.keys.shape[1] else x.keys.shape[2]
             n_most = max(n_most, n_blocks * (n_searched + 1 + keys))
             n_kept, size_above = min(self.n_blocks, n_blocks) + 3, size
-        return max(n_most, n_kept * size * (n_searched + 2 + x.keys.shape[2]))
+        return max(n_most, n_kept * size * n_each)
 
     def of(self, prepared: PooledKeys, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B Q M"]:
         n_batch, n_queries = queries.ids.shape
@@ -281,11 +284,10 @@ class Hashed(Candidates):
         n_buckets = math.prod(self._factors(x))
         return HashedKeys(rotations, _sorted(codes, n_buckets, x))
 
-    def n_numbers(self, x: IndexedKeys, n_searched: int) -> int:
-        n_each = n_searched * self.n_hashes
-        n_codes = n_each * sum(self._factors(x)) // 2
-        n_nearest = min(self.n_nearest, x.keys.shape[1])
-        return n_codes + n_each * n_nearest * (x.keys.shape[2] + n_searched + 4)
+    def n_numbers(self, x: IndexedKeys, n_searched: int, n_each: int) -> int:
+        n_codes = n_searched * self.n_hashes
+        n_found = n_codes * min(self.n_nearest, x.keys.shape[1])
+        return n_codes * sum(self._factors(x)) // 2 + n_found * n_each
 
     def of(self, prepared: HashedKeys, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B Q M"]:
         codes = self.codes(prepared.rotations, x, queries.index.searched(x.score))
@@ -391,12 +393,11 @@ class Clustered(Candidates):
         best = best_of(found, allowed, min(self.n_clusters, centres.shape[1]))
         return jnp.moveaxis(best, 2, 1)[:, :, None]
 
-    def n_numbers(self, x: IndexedKeys, n_searched: int) -> int:
+    def n_numbers(self, x: IndexedKeys, n_searched: int, n_each: int) -> int:
         n_centres = -(-x.keys.shape[1] // self.stride)
         n_nearest = min(self.n_nearest, x.keys.shape[1])
         n_clusters = min(self.n_clusters, n_centres) + 1
-        n_found = n_clusters * n_nearest * (x.keys.shape[2] + n_searched + 4)
-        return n_centres * (n_searched + 2) + n_found
+        return n_centres * (n_searched + 2) + n_clusters * n_nearest * n_each
 
     def of(self, prepared: ClusteredKeys, x: IndexedKeys, queries: QueryChunk):
         own = prepared.firsts[:, queries.position[0]][:, None, None]

@@ -6,6 +6,7 @@ of them by their distance, Q queries of a chunk, M candidates of a query.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +102,7 @@ class Indexer(Options):
         causal: bool,
         length: int,
         rng: PRNGKeyArray | None,
+        interpret: bool | None = None,
     ) -> Int[Array, "B T K"]:
         """The positions that each query sees, the chosen ones first; -1 is none.
 
@@ -111,6 +113,7 @@ class Indexer(Options):
           causal: whether later positions are hidden.
           length: that settings depend on.
           rng: the source of hashes.
+          interpret: from `dispatch.choose_kernels`, of the kernels that score candidates.
         """
         n_tokens = x.keys.shape[1]
         n_local = self.n_local_keys(causal, n_tokens)
@@ -121,7 +124,7 @@ class Indexer(Options):
         queries, weights, leader, leader_ids = (y[:, :: self.group] for y in leaders)
         chunk = QueryChunk(IndexQueries(queries, weights), leader, leader_ids)
         keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, rng)
-        chosen = self._best(rule, n_best, keys, chunk)
+        chosen = self._best(rule, n_best, keys, chunk, interpret)
         chosen = jnp.repeat(chosen, self.group, axis=1)[:, :n_tokens]
         if n_local == 0:
             return chosen
@@ -212,21 +215,35 @@ class Indexer(Options):
         return best_candidates(rule, n_best, held, chunk, found)[:, 0]
 
     def _best(
-        self, rule: ChoiceRule, n_best: int, keys: IndexedKeys, queries: QueryChunk
+        self,
+        rule: ChoiceRule,
+        n_best: int,
+        keys: IndexedKeys,
+        queries: QueryChunk,
+        interpret: bool | None,
     ) -> Int[Array, "B Q K"]:
         """The best keys of some queries, by scores of all keys or of candidates."""
         side = Side(queries.position, queries.ids)
         if self.candidates is None:
             return best_keys(self.score, rule, n_best, queries.index, keys.keys, side, keys.ids)
-        prepared = self.candidates.prepare(keys)
+        prepared, choose = self.candidates.prepare(keys), None
+        if interpret is not None:
+            from reformax.ops.kernels.triton import candidates as kernel
+
+            parts = kernel.key_parts(keys.keys)
+
+            def choose(index: IndexQueries, found: Int[Array, "B Q M"]) -> Int[Array, "B Q K"]:
+                return kernel.choose(n_best, interpret, *index, parts, found)
 
         def of_chunk(vectors, weights, position, ids):
             chunk = QueryChunk(IndexQueries(vectors, weights), position, ids)
             found = self.candidates.of(prepared, keys, chunk)
-            return best_candidates(rule, n_best, keys, chunk, found)
+            return best_candidates(rule, n_best, keys, chunk, found, choose)
 
         n_searched = queries.index.queries.shape[2] if self.score == "relu" else 1
-        n_seen = self.candidates.n_numbers(keys, n_searched)
+        # Of a candidate there are positions and codes, and in array operations its key and scores.
+        n_each = 8 if interpret is not None else n_searched + 4 + keys.keys.shape[2]
+        n_seen = self.candidates.n_numbers(keys, n_searched, n_each)
         arrays = *queries.index, queries.position, queries.ids
         return join_chunks(by_chunks(of_chunk, n_seen, *arrays), queries.ids.shape[1])
 
@@ -245,15 +262,19 @@ def best_candidates(
     keys: IndexedKeys,
     queries: QueryChunk,
     candidates: Int[Array, "B Q M"],
+    choose: Callable[[IndexQueries, Array], Array] | None = None,
 ) -> Int[Array, "B Q K"]:
-    """The best of each query's candidates."""
+    """The best of each query's candidates, by kernels that `choose` or in array operations."""
     position = without_repeats(candidates)
     at = jnp.clip(position, 0, keys.keys.shape[1] - 1)
     exists = (position >= 0) & (position < keys.keys.shape[1])
     key = Side(position, rows_at(keys.ids, at), exists=exists)
     query = Side(queries.position[..., None], queries.ids[..., None])
+    allowed = rule.allows(query, key)
+    if choose is not None:
+        return choose(queries.index, jnp.where(allowed, position, -1))
     found = scores_of_gathered(keys.score, queries.index, rows_at(keys.keys, at))
-    best = best_of(found, rule.allows(query, key), min(n_best, found.shape[-1]))
+    best = best_of(found, allowed, min(n_best, found.shape[-1]))
     chosen = jnp.take_along_axis(position, jnp.maximum(best, 0), axis=-1)
     chosen = jnp.where(best < 0, -1, chosen)
     n_missing = n_best - chosen.shape[-1]

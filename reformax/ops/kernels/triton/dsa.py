@@ -60,6 +60,7 @@ from reformax.ops.kernels.triton.indexer import (
 )
 from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.first_order import first_order
+from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.online import nonzero
 
@@ -69,7 +70,21 @@ class IndexerArrays(NamedTuple):
 
     queries: Float[Array, "B T J D"]
     weights: Float[Array, "B T J"]
-    keys: Float[Array, "B T D"]
+    keys: Float[Array, "B S D"]
+
+
+class KeyRule(NamedTuple):
+    """The static settings of the indexer's gradient.
+
+    Attributes:
+      causal: whether later keys are hidden.
+      logits: how the attention's products become logits.
+      span: positions of a key, which is seen from the last one on.
+    """
+
+    causal: bool
+    logits: Logits
+    span: int = 1
 
 
 class _SoftmaxSums(NamedTuple):
@@ -82,13 +97,15 @@ class _SoftmaxSums(NamedTuple):
     row_sum: Array
 
 
-class _AttentionInputs(NamedTuple):
+class AttentionInputs(NamedTuple):
     """The arrays of the attention that the difference reads."""
 
     q: Array  # [B, T, N, H]
-    k: Array  # [B, T, N, H]
+    k: Array  # [B, S, G, H]
     row_max: Array  # [B, N, T], of `Softmax`
     row_sum: Array
+    # [B, T]: the sum of all heads' weights of these keys; None: N, as there are no others
+    total: Array | None = None
 
 
 def _scale(x: IndexerInputs) -> float:
@@ -101,9 +118,9 @@ def _chosen(program: IndexerProgram, bits, query: Side, key: Side) -> Array:
     return chosen_bits(bits, program.batch, *positions, program.visible(query, key))
 
 
-def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, layout: FullLayout):
+def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, rule: KeyRule):
     tile, batch = pl.program_id(0), pl.program_id(1)
-    program = IndexerProgram(x, batch, layout.causal)
+    program = IndexerProgram(x, batch, rule.causal, rule.span)
     query, scale = program.queries(tile), _scale(x)
 
     def step(i, state):
@@ -122,13 +139,13 @@ def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, layout: FullLayou
 
 
 def _difference_kernel(
-    x: IndexerInputs, bits, sums: _SoftmaxSums, attention: _AttentionInputs, out, *, layout
+    x: IndexerInputs, bits, sums: _SoftmaxSums, attention: AttentionInputs, out, *, rule: KeyRule
 ):
     """A tile of the gradient of the scaled scores."""
     tile, key_tile, batch = (pl.program_id(i) for i in range(3))
-    program = IndexerProgram(x, batch, layout.causal)
+    program = IndexerProgram(x, batch, rule.causal, rule.span)
     n_heads, size = attention.q.shape[2:]
-    width = power_of_two(size)
+    width, group = power_of_two(size), n_heads // attention.k.shape[2]
 
     def rows(ref, side: Side, head) -> Array:
         return load(*view_rows(ref, batch, side.position, head, width, side.exists), 0.0)
@@ -139,10 +156,11 @@ def _difference_kernel(
         mask = _chosen(program, bits, query, key)
 
         def add(head, total):
-            q, k = rows(attention.q, query, head), rows(attention.k, key, head)
-            logits = layout.logits.capped(matmul(q, k, transpose_b=True), math.sqrt(size))
+            of_keys = head if group == 1 else lax.div(head, jnp.int32(group))
+            q, k = rows(attention.q, query, head), rows(attention.k, key, of_keys)
+            logits = rule.logits.capped(matmul(q, k, transpose_b=True), math.sqrt(size))
             index = batch, head, query.position
-            row_max, head_sum = (load(ref.at[index], query.exists, 0.0) for ref in attention[2:])
+            row_max, head_sum = (load(ref.at[index], query.exists, 0.0) for ref in attention[2:4])
             weights = recompute_weights(hide(logits, mask), (row_max * LOG2_E)[:, None], None, size)
             return total + weights * (1.0 / nonzero(head_sum))[:, None]
 
@@ -152,7 +170,11 @@ def _difference_kernel(
         # A score may exceed the maximum by rounding, which for large scores is not small.
         scores = jnp.minimum(program.scores(query, key) - row_max[:, None], 0.0) * _scale(x)
         index_weights = jnp.exp(hide(scores, mask)) * (1.0 / nonzero(row_sum))[:, None]
-        difference = index_weights - weights * (1.0 / n_heads)
+        if attention.total is None:
+            difference = index_weights - weights * (1.0 / n_heads)
+        else:  # a query that gives these keys no weight has nothing to learn
+            total = load(attention.total.at[batch, query.position], query.exists, 0.0)[:, None]
+            difference = jnp.where(total > 0, index_weights - weights / nonzero(total), 0.0)
         # A row that sees NaN has no gradient.
         difference = jnp.where(difference == difference, difference, 0.0)
         pltriton.store(out.at[batch, *tile_index(tile, key_tile)], difference)
@@ -162,10 +184,10 @@ def _tile_of(difference, batch, tile, key_tile) -> Array:
     return load(difference.at[batch, *tile_index(tile, key_tile)], None)
 
 
-def _queries_kernel(x: IndexerInputs, difference, gradients, *, layout: FullLayout):
+def _queries_kernel(x: IndexerInputs, difference, gradients, *, rule: KeyRule):
     """The gradients of a tile of queries of an index head, and of their weights."""
     tile, head, batch = (pl.program_id(i) for i in range(3))
-    program = IndexerProgram(x, batch, layout.causal)
+    program = IndexerProgram(x, batch, rule.causal, rule.span)
     query = program.queries(tile)
     (q,), weight = program.of_queries(query, head), program.weights(query, head)
 
@@ -185,10 +207,10 @@ def _queries_kernel(x: IndexerInputs, difference, gradients, *, layout: FullLayo
     pltriton.store(gradients[1].at[batch, row, head], dw * scale)
 
 
-def _keys_kernel(x: IndexerInputs, difference, out, *, layout: FullLayout):
+def _keys_kernel(x: IndexerInputs, difference, out, *, rule: KeyRule):
     """The gradient of a tile of keys, summed over a chunk's queries."""
     key_tile, batch = pl.program_id(0), pl.program_id(1)
-    program = IndexerProgram(x, batch, layout.causal)
+    program = IndexerProgram(x, batch, rule.causal, rule.span)
     (k,) = program.of_keys(program.keys(key_tile))
     first = program.first_query_tile(key_tile)
 
@@ -209,10 +231,10 @@ def _keys_kernel(x: IndexerInputs, difference, out, *, layout: FullLayout):
     pltriton.store(view, total * _scale(x), mask=mask)
 
 
-def _bits(chosen: Int[Array, "B T K"]) -> Int[Array, "B T words"]:
+def bits_of(chosen: Int[Array, "B T K"], n_keys: int) -> Int[Array, "B T words"]:
     """Words with a bit for each key, set where the query chose it."""
     n_batch, length, _ = chosen.shape
-    n_words = -(-length // 32)
+    n_words = -(-n_keys // 32)
     row, query, _ = jnp.ogrid[:n_batch, :length, :1]
     word = jnp.where(chosen < 0, n_words, chosen >> 5)
     bit = jnp.left_shift(jnp.int32(1), chosen & 31)
@@ -254,7 +276,7 @@ def attend(
 
 
 def _segments(ids, chosen) -> tuple:
-    return ids, ids, None, None, _bits(chosen)
+    return ids, ids, None, None, bits_of(chosen, chosen.shape[1])
 
 
 def _attend_forward(layout, interpret, q, k, v, index, factor, chosen, ids, seed):
@@ -270,8 +292,9 @@ def _attend_backward(layout, interpret, residuals, d_out):
     segment_ids = _segments(ids, chosen)
     args = q, k, v, segment_ids, seed, *results, d_out
     gradients = block_sparse.backward(layout, *args, interpret=interpret)
-    attention = _AttentionInputs(q, k, *results[1:])
-    of_index = _gradient(layout, interpret, index, attention, segment_ids[-1], ids)
+    attention = AttentionInputs(q, k, *results[1:])
+    rule = KeyRule(layout.causal, layout.logits)
+    of_index = indexer_gradient(rule, interpret, index, attention, segment_ids[-1], ids, ids)
     of_index = jax.tree.map(lambda x: x * factor, of_index)
     return *gradients, of_index, None, None, None, None
 
@@ -279,23 +302,30 @@ def _attend_backward(layout, interpret, residuals, d_out):
 attend.define(_attend_forward, _attend_backward)
 
 
-def _gradient(
-    layout, interpret, index: IndexerArrays, attention: _AttentionInputs, bits, ids
+def indexer_gradient(
+    rule: KeyRule,
+    interpret: bool,
+    index: IndexerArrays,
+    attention: AttentionInputs,
+    bits: Int[Array, "B T words"],
+    ids: Int[Array, "B T"] | None,
+    key_ids: Int[Array, "B S"] | None,
 ) -> IndexerArrays:
     """The gradient of the sum of eq. 4 over queries."""
     n_batch, length, n_index, size = index.queries.shape
+    n_columns = padded_length(index.keys.shape[1])
     # Float16 may not hold the indexer's values.
     dtype = jnp.float32 if attention.q.dtype == jnp.float32 else jnp.bfloat16
     queries, keys = index.queries.astype(dtype), index.keys[:, :, None].astype(dtype)
-    starts, n_tiles = chunk_starts(n_batch, length)
-    n_rows, n_key_tiles = n_tiles * ROWS, padded_length(length) // COLUMNS
+    starts, n_tiles = chunk_starts(n_batch, length, index.keys.shape[1])
+    n_rows, n_key_tiles = n_tiles * ROWS, n_columns // COLUMNS
     n_stages = min(n_stages_for(queries), n_stages_for(attention.q))
-    run = functools.partial(_launch, interpret, layout, n_stages)
+    run = functools.partial(_launch, interpret, rule, n_stages)
 
     def float32_shape(*shape):
         return jax.ShapeDtypeStruct((n_batch, *shape), jnp.float32)
 
-    x = IndexerInputs((queries,), index.weights, (keys,), ids, jnp.zeros(1, jnp.int32))
+    x = IndexerInputs((queries,), index.weights, (keys,), ids, key_ids, jnp.zeros(1, jnp.int32))
     shape = _SoftmaxSums(float32_shape(length), float32_shape(length))
     (sums,) = run(_sums_kernel, (x, bits), (shape,), (-(-length // ROWS), n_batch))
 
@@ -303,15 +333,13 @@ def _gradient(
         chunk = x._replace(start=start)
         inputs = chunk, bits, sums, attention
         grid = n_tiles, n_key_tiles, n_batch
-        difference = run(
-            _difference_kernel, inputs, float32_shape(n_rows, padded_length(length)), grid
-        )
+        difference = run(_difference_kernel, inputs, float32_shape(n_rows, n_columns), grid)
         shapes = float32_shape(n_rows, n_index, size), float32_shape(n_rows, n_index)
         grid = n_tiles, n_index, n_batch
         (of_queries,) = run(_queries_kernel, (chunk, difference), (shapes,), grid)
-        shape = float32_shape(padded_length(length), 1, size)
+        shape = float32_shape(n_columns, 1, size)
         of_keys = run(_keys_kernel, (chunk, difference), shape, (n_key_tiles, n_batch))
-        return d_keys + of_keys[:, :length, 0], of_queries
+        return d_keys + of_keys[:, : d_keys.shape[1], 0], of_queries
 
     d_keys, of_queries = lax.scan(of_chunk, jnp.zeros_like(index.keys), starts)
     d_queries, d_weights = (
@@ -320,9 +348,9 @@ def _gradient(
     return IndexerArrays(d_queries, d_weights, d_keys)
 
 
-def _launch(interpret, layout, n_stages, kernel, inputs, shapes, grid):
+def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid):
     return launch(
-        functools.partial(kernel, layout=layout),
+        functools.partial(kernel, rule=rule),
         inputs,
         shapes,
         grid=grid,

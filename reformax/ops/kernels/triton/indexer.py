@@ -6,8 +6,9 @@
     (a radix select). Of equal scores the first positions are chosen. It does not sort, and its
     loops do not depend on K.
 
-Letters as in `reformax.ops.dsa`; I and C are the queries and keys of a tile, F is the number of
-keys padded to whole tiles.
+Keys may be summaries of blocks of `span` positions, which are seen from their block's last position
+on. Letters as in `reformax.ops.dsa`; S keys, I and C are the queries and keys of a tile, F is the
+number of keys padded to whole tiles.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class IndexerInputs(NamedTuple):
     weights: Array  # [B, T, J]
     keys: tuple[Array, ...]  # [B, S, 1, D] each; their sum is the keys
     ids: Array | None  # [B, T]
+    key_ids: Array | None  # [B, S]
     start: Array  # [1]: the first query
 
 
@@ -60,6 +62,7 @@ class IndexerProgram(NamedTuple):
     x: IndexerInputs
     batch: Any
     causal: bool
+    span: int
 
     @property
     def n_tiles(self) -> int:
@@ -69,18 +72,23 @@ class IndexerProgram(NamedTuple):
     def queries(self, tile: Any) -> Side:
         """A tile of the queries, counted from the chunk's first query."""
         position = self.x.start[0] + tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
-        return self._side(position)
+        return self._side(position, self.x.queries[0], self.x.ids)
 
     def keys(self, tile: Any) -> Side:
-        """A tile of the keys."""
-        return self._side(tile * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32))
+        """A tile of the keys, whose `position` is their number."""
+        number = tile * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
+        side = self._side(number, self.x.keys[0], self.x.key_ids)
+        return side if self.span == 1 else side._replace(last=self._last(number))
 
-    def _side(self, position) -> Side:
+    def _last(self, number):
+        """The last position of keys."""
+        return number * self.span + (self.span - 1)
+
+    def _side(self, position, rows, ids) -> Side:
         """The positions, 0 where none exists, and their segments."""
-        exists = position < self.x.keys[0].shape[1]
+        exists = position < rows.shape[1]
         position = jnp.where(exists, position, 0)
-        x = self.x.ids
-        ids = None if x is None else load(x.at[self.batch, position], exists, 0)
+        ids = None if ids is None else load(ids.at[self.batch, position], exists, 0)
         return Side(position, ids, exists)
 
     def end(self, tile: Any) -> Any:
@@ -89,11 +97,12 @@ class IndexerProgram(NamedTuple):
         end = Visibility(self.causal).bounds(first, first + (tile + 1) * ROWS).end
         if end is None:
             return jnp.int32(self.n_tiles)
-        return jnp.minimum(lax.div(end - 1, jnp.int32(COLUMNS)) + 1, jnp.int32(self.n_tiles))
+        n_keys = lax.div(end, jnp.int32(self.span))
+        return jnp.minimum(lax.div(n_keys + (COLUMNS - 1), jnp.int32(COLUMNS)), self.n_tiles)
 
     def first_query_tile(self, key_tile: Any) -> Any:
         """The first tile of the chunk's queries that may see a tile of keys."""
-        key = key_tile * COLUMNS
+        key = self._last(key_tile * COLUMNS)
         first = Visibility(self.causal).bounds(key, key + COLUMNS, of_keys=True).first
         if first is None:
             return jnp.int32(0)
@@ -135,26 +144,32 @@ def tile_index(tile: Any, key_tile: Any) -> tuple[Int[Array, "I 1"], Int[Array, 
     return row, key_tile * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)[None, :]
 
 
-def _scores_kernel(x: IndexerInputs, out, *, causal: bool):
+def in_order(scores: Float[Array, "*d"]) -> Int[Array, "*d"]:
+    """Integers of the order of float32 numbers."""
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
+
+
+def _scores_kernel(x: IndexerInputs, out, *, causal: bool, span: int):
     """A tile of scores, as integers of the same order."""
     tile, key_tile, batch = (pl.program_id(i) for i in range(3))
-    program = IndexerProgram(x, batch, causal)
+    program = IndexerProgram(x, batch, causal, span)
 
     @pl.when(key_tile < program.end(tile))
     def _():
         query, key = program.queries(tile), program.keys(key_tile)
-        bits = lax.bitcast_convert_type(program.scores(query, key), jnp.int32)
-        bits = jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
+        bits = in_order(program.scores(query, key))
         score = jnp.where(program.visible(query, key), bits, jnp.int32(HIDDEN))
         pltriton.store(out.at[batch, *tile_index(tile, key_tile)], score)
 
 
-def _best_kernel(scores, start, out, *, length: int, causal: bool):
-    """A query's best positions, in order, followed by -1."""
+def _best_kernel(scores, start, out, *, length: int, n_keys: int, causal: bool, span: int):
+    """A query's best keys, in order, followed by -1."""
     row, batch = pl.program_id(0), pl.program_id(1)
     query, n_best = start[0] + row, out.shape[2]
-    end = jnp.where(query < length, query + 1 if causal else jnp.int32(length), 0)
-    width = min(TILE_SCORES, power_of_two(length))
+    seen = lax.div(query + 1, jnp.int32(span)) if causal else jnp.int32(n_keys)
+    end = jnp.where(query < length, seen, 0)
+    width = min(TILE_SCORES, power_of_two(n_keys))
     index = jnp.arange(width, dtype=jnp.int32)
 
     def over_tiles(body, carry):
@@ -218,10 +233,10 @@ def _best_kernel(scores, start, out, *, length: int, causal: bool):
     lax.fori_loop(first, jnp.int32(-(-n_best // width)), fill, None)
 
 
-def chunk_starts(n_batch: int, length: int) -> tuple[Int[Array, "chunks 1"], int]:
+def chunk_starts(n_batch: int, length: int, n_keys: int) -> tuple[Int[Array, "chunks 1"], int]:
     """The first queries of the chunks whose scores fit in memory, and the tiles of a chunk."""
     n_tiles = -(-length // ROWS)
-    tile_bytes = 4 * n_batch * ROWS * padded_length(length)
+    tile_bytes = 4 * n_batch * ROWS * padded_length(n_keys)
     n_at_a_time = min(max(1, MAX_SCORE_BYTES // tile_bytes), n_tiles)
     return jnp.arange(0, n_tiles, n_at_a_time, dtype=jnp.int32)[:, None] * ROWS, n_at_a_time
 
@@ -237,10 +252,12 @@ def choose_positions(
     interpret: bool,
     queries: Float[Array, "B T J D"],
     weights: Float[Array, "B T J"],
-    keys: Float[Array, "B T D"],
+    keys: Float[Array, "B S D"],
     ids: Int[Array, "B T"] | None,
+    key_ids: Int[Array, "B S"] | None,
+    span: int = 1,
 ) -> Int[Array, "B T K"]:
-    """The positions of the highest scores, in order; -1 is none.
+    """The numbers of the keys with the highest scores, in order; -1 is none.
 
     Products are exact to float32. Of equal scores the first ones are chosen, as by `lax.top_k`.
 
@@ -249,30 +266,43 @@ def choose_positions(
       causal: whether later positions are hidden.
       interpret: whether to run the kernels on any device, slowly.
       queries, weights, keys: the indexer's arrays, float32.
-      ids: the segments; None: one segment.
+      ids, key_ids: the segments of queries and of keys; None: one segment.
+      span: positions of a key.
     """
-    n_batch, length = keys.shape[:2]
+    n_batch, length, n_keys = *queries.shape[:2], keys.shape[1]
     # Tensor cores have no float32 products.
     query_parts, key_parts = (in_three(x, jnp.bfloat16) for x in (queries, keys[:, :, None]))
-    starts, n_tiles = chunk_starts(n_batch, length)
+    starts, n_tiles = chunk_starts(n_batch, length, n_keys)
     run = functools.partial(_launch, interpret)
     n_rows = n_tiles * ROWS
 
     def some_queries(start) -> Int[Array, "B Q K"]:
-        x = IndexerInputs(query_parts, weights, key_parts, ids, start)
-        shape = jax.ShapeDtypeStruct((n_batch, n_rows, padded_length(length)), jnp.int32)
-        grid = n_tiles, padded_length(length) // COLUMNS, n_batch
-        kernel, n_stages = (
-            functools.partial(_scores_kernel, causal=causal),
-            n_stages_for(*query_parts),
-        )
-        scores = run(kernel, (x,), shape, grid, WARPS, n_stages)
-        best = jax.ShapeDtypeStruct((n_batch, n_rows, n_best), jnp.int32)
-        kernel = functools.partial(_best_kernel, length=length, causal=causal)
-        return run(kernel, (scores, start), best, (n_rows, n_batch), BEST_WARPS, 2)
+        x = IndexerInputs(query_parts, weights, key_parts, ids, key_ids, start)
+        shape = jax.ShapeDtypeStruct((n_batch, n_rows, padded_length(n_keys)), jnp.int32)
+        grid, rule = (n_tiles, shape.shape[2] // COLUMNS, n_batch), dict(causal=causal, span=span)
+        kernel = functools.partial(_scores_kernel, **rule)
+        scores = run(kernel, (x,), shape, grid, WARPS, n_stages_for(*query_parts))
+        rule |= dict(length=length, n_keys=n_keys)
+        return _best(n_best, interpret, scores, start, **rule)
 
     found = jnp.moveaxis(lax.map(some_queries, starts), 0, 1)
     return found.reshape(n_batch, -1, n_best)[:, :length]
+
+
+def best_of_scores(
+    n_best: int, interpret: bool, scores: Int[Array, "B Q M"]
+) -> Int[Array, "B Q K"]:
+    """The indices of each row's highest scores, `in_order`, in their order; -1 is none."""
+    sizes = dict(length=scores.shape[1], n_keys=scores.shape[2])
+    start = jnp.zeros(1, jnp.int32)
+    return _best(n_best, interpret, scores, start, causal=False, span=1, **sizes)
+
+
+def _best(n_best: int, interpret: bool, scores, start, **static) -> Int[Array, "B Q K"]:
+    n_batch, n_rows, _ = scores.shape
+    shape = jax.ShapeDtypeStruct((n_batch, n_rows, n_best), jnp.int32)
+    kernel, grid = functools.partial(_best_kernel, **static), (n_rows, n_batch)
+    return _launch(interpret, kernel, (scores, start), shape, grid, BEST_WARPS, 2)
 
 
 def n_stages_for(*rows: Array) -> int:

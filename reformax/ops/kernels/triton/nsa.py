@@ -1,9 +1,15 @@
-"""The branches of native sparse attention as Pallas kernels for NVIDIA GPUs (Triton).
+"""Causal attention of groups of heads to summaries, blocks or a window: Pallas kernels for Triton.
+
+They are the branches of native sparse attention (`ops.nsa`) and the parts of compressed attention
+(`kernels.compressed`).
 
 The query heads of a key head read the same keys, so they are the rows of one tile: M heads of
-several queries (Yuan et al. 2025, sec. 3.4). Both branches are one function with different tiles.
+several queries (Yuan et al. 2025, sec. 3.4). All are one function with different tiles.
 
   * Summaries: a program has neighbouring queries, and loops over the summaries before them.
+  * A window: the same of positions, from the first in the window of its first query on.
+  * Chosen summaries: a program has one query, and loops over the list of its summaries; or it is a
+    program of all summaries, with a mask of a bit for each query and summary.
   * Selected blocks: a program has one query, and loops over the blocks that it selected.
   * In the gradient of keys, a program loops over the queries that see its keys: all later ones, or
     the list of those that selected the block (`reformax.ops.softmax.chosen_blocks`). Every query
@@ -31,6 +37,7 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
     QueryRows,
+    chosen_bits,
     in_logits,
     launch,
     load,
@@ -39,7 +46,7 @@ from reformax.ops.kernels.triton.common import (
     tile_dropout_mask,
 )
 from reformax.ops.kernels.triton.flash import Program
-from reformax.ops.masking.visibility import CAUSAL, Side
+from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.chosen_blocks import parts, tiles
 from reformax.ops.softmax.online import Softmax, nonzero
@@ -62,6 +69,10 @@ class NsaSizes(NamedTuple):
       dropout: the rate of dropout.
       rows: rows of a tile.
       logits: how products of queries and keys become logits.
+      window: keys `window` or more positions before a query are hidden; None: none is.
+      address: a and b, where dropout is drawn for key s by the address a s + b; None: by the last
+        position that the key summarizes.
+      listed: whether each query has a list of the summaries that it sees.
     """
 
     group: int
@@ -72,11 +83,24 @@ class NsaSizes(NamedTuple):
     dropout: float
     rows: int
     logits: Logits
+    window: int | None = None
+    address: tuple[int, int] | None = None
+    listed: bool = False
+
+    @property
+    def rule(self) -> Visibility:
+        """Which keys a query sees."""
+        return Visibility(causal=True, window=self.window)
+
+    @property
+    def n_parts(self) -> int:
+        """The parts of the queries that see a tile of summaries; few see one of a window."""
+        return N_PARTS if self.window is None else 1
 
     @property
     def n_queries(self) -> int:
         """The queries of a program of queries; one where each query has other blocks."""
-        return 1 if self.block else max(1, self.rows // self.group)
+        return 1 if self.block or self.listed else max(1, self.rows // self.group)
 
     @property
     def n_listed(self) -> int:
@@ -114,6 +138,13 @@ class NsaLists(NamedTuple):
     first_part: Int[Array, "B G J+1"]
 
 
+class SummaryChoice(NamedTuple):
+    """The summaries that each query sees, of those up to itself."""
+
+    listed: Int[Array, "B T K"]  # -1 is none
+    bits: Int[Array, "B T words"]  # a bit for each summary
+
+
 class _NsaInputs(NamedTuple):
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, G, H]
@@ -123,6 +154,8 @@ class _NsaInputs(NamedTuple):
     seed: Array | None  # [6]
     chosen: Array | None  # [B, G, T, K]
     lists: NsaLists | None = None
+    listed: Array | None = None  # [B, T, K]
+    bits: Array | None = None  # [B, T, S / 32]
 
 
 class NsaRows(NamedTuple):
@@ -218,17 +251,37 @@ class NsaProgram(Program):
             columns = self.keys(block * sizes.block + first, (block + 1) * sizes.block)
             step = jnp.int32(1)
         else:
-            first = lax.div(index, jnp.int32(N_PARTS)) * sizes.n_keys
+            step, n_listed = jnp.int32(sizes.n_parts), jnp.int32(sizes.n_listed)
+            first = lax.div(index, step) * sizes.n_keys
             columns = self.keys(first, x.k.shape[1])
-            start = lax.div(first * sizes.stride + (sizes.span - 1), jnp.int32(sizes.n_listed))
-            start = start + lax.rem(index, jnp.int32(N_PARTS))
-            end, step = jnp.int32(-(-x.q.shape[1] // sizes.n_listed)), jnp.int32(N_PARTS)
+            start = lax.div(first * sizes.stride + (sizes.span - 1), n_listed)
+            start = start + lax.rem(index, step)
+            end = jnp.int32(-(-x.q.shape[1] // sizes.n_listed))
+            if sizes.window is not None:
+                behind = sizes.rule.bounds(first, first + sizes.n_keys, of_keys=True).end
+                end = jnp.minimum(end, lax.div(behind + (n_listed - 1), n_listed))
         return dataclasses.replace(self, work=KeysWork(first, start, end, step)), columns
 
     def over_keys(self, queries: NsaRows, body: Callable, carry: Any) -> Any:
-        return (self._over_selected if self.sizes.block else self._over_summaries)(
-            queries, body, carry
-        )
+        if self.sizes.listed:
+            return self._over_listed(queries, body, carry)
+        over = self._over_selected if self.sizes.block else self._over_summaries
+        return over(queries, body, carry)
+
+    def _over_listed(self, queries: NsaRows, body: Callable, carry: Any) -> Any:
+        listed, sizes = self.x.listed, self.sizes
+
+        def step(i, carry):
+            slot = i * sizes.n_keys + jnp.arange(sizes.n_keys, dtype=jnp.int32)
+            exists = slot < listed.shape[2]
+            number = load(listed.at[self.batch, self.index, jnp.where(exists, slot, 0)], exists, -1)
+            exists, number = number >= 0, jnp.maximum(number, 0)
+            last = number * sizes.stride + (sizes.span - 1)
+            # A list has summaries of the query's segment alone.
+            return body(NsaColumns(number, last, None, exists), carry)
+
+        n_tiles = jnp.int32(-(-listed.shape[2] // sizes.n_keys))
+        return lax.fori_loop(jnp.int32(0), n_tiles, step, carry)
 
     def _over_summaries(self, queries: NsaRows, body: Callable, carry: Any) -> Any:
         x, sizes = self.x, self.sizes
@@ -236,14 +289,17 @@ class NsaProgram(Program):
         n_seen = n_seen - (sizes.span - sizes.stride)
         n_seen = lax.div(jnp.maximum(n_seen + 1, 0), jnp.int32(sizes.stride))
         n_tiles = lax.div(n_seen + (sizes.n_keys - 1), jnp.int32(sizes.n_keys))
-        n_clear = jnp.int32(0)
+        first_query, n_clear = self.index * sizes.n_queries, jnp.int32(0)
 
         def step(end, key_tile, carry):
             return body(self.keys(key_tile * sizes.n_keys, end), carry)
 
         clear, masked = (functools.partial(step, end) for end in (None, x.k.shape[1]))
-        if x.ids is None:  # tiles that the first query sees whole
-            n_seen = self.index * sizes.n_queries - (sizes.span - sizes.stride) + 1
+        if sizes.window is not None:
+            first = sizes.rule.bounds(first_query, first_query + 1).first
+            n_clear = lax.div(jnp.maximum(first, 0), jnp.int32(sizes.n_keys))  # too far away
+        elif x.ids is None and x.bits is None:  # tiles that the first query sees whole
+            n_seen = first_query - (sizes.span - sizes.stride) + 1
             n_seen = lax.div(jnp.maximum(n_seen, 0), jnp.int32(sizes.stride))
             n_clear = jnp.minimum(lax.div(n_seen, jnp.int32(sizes.n_keys)), n_tiles)
             carry = lax.fori_loop(jnp.int32(0), n_clear, clear, carry)
@@ -273,7 +329,7 @@ class NsaProgram(Program):
 
         count = lax.div(jnp.maximum(end - start + (step - 1), 0), step)
         n_masked = count
-        split = not sizes.block and x.ids is None
+        split = not sizes.block and x.ids is None and x.bits is None and sizes.window is None
         if split:  # queries after the last key see all keys
             last = (first + sizes.n_keys) * sizes.stride + (sizes.span - sizes.stride - 1)
             behind = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
@@ -299,10 +355,17 @@ class NsaProgram(Program):
         if rows.unmasked or columns.exists is None:
             return None
         keys = Side(columns.key, columns.ids, columns.exists, columns.last)
-        return CAUSAL.sees(Side(rows.position, rows.ids, rows.exists), keys)
+        query = Side(rows.position, rows.ids, rows.exists)
+        seen = self.sizes.rule.sees(query, keys)
+        if self.x.bits is None:
+            return seen
+        return chosen_bits(self.x.bits, self.batch, rows.position, columns.key, seen)
 
     def dropped(self, rows: NsaRows, columns: NsaColumns) -> Array | float:
-        address = rows.head, rows.position, columns.last
+        key, address = columns.last, self.sizes.address
+        if address is not None:
+            key = columns.key * address[0] + address[1]
+        address = rows.head, rows.position, key
         return tile_dropout_mask(self.x.seed, self.sizes.dropout, self.batch, *address)
 
 
@@ -362,8 +425,16 @@ def _launch(kernel, sizes: NsaSizes, interpret, inputs, shapes, n_programs, of_q
         num_warps=_warps(sizes, inputs[0].k.shape[3], of_queries),
         num_stages=STAGES,
         interpret=interpret,
-        name=f"nsa_{'selected' if sizes.block else 'compressed'}{kernel.__name__[:-7]}",
+        name=f"nsa_{_branch(sizes)}{kernel.__name__[:-7]}",
     )
+
+
+def _branch(sizes: NsaSizes) -> str:
+    if sizes.window is not None:
+        return "window"
+    if sizes.listed:
+        return "listed"
+    return "selected" if sizes.block else "compressed"
 
 
 def _warps(sizes: NsaSizes, size: int, of_queries: bool) -> int:
@@ -379,6 +450,14 @@ def _lists(sizes: NsaSizes, chosen: Int[Array, "B G T K"]) -> NsaLists:
     return NsaLists(found.pair, *parts(found.bounds, found.block.shape[2], PART_TILES))
 
 
+def _of_choice(sizes: NsaSizes, choice: SummaryChoice | None) -> dict[str, Array | None]:
+    """The inputs of a choice that programs read: the list or the bits."""
+    if choice is None:
+        return dict(listed=None, bits=None)
+    listed = sizes.listed
+    return dict(listed=choice.listed if listed else None, bits=None if listed else choice.bits)
+
+
 def forward(
     sizes: NsaSizes,
     q: Float[Array, "B T N H"],
@@ -389,6 +468,7 @@ def forward(
     chosen: Int[Array, "B G T K"] | None,
     seed: Int[Array, 6] | None,
     interpret: bool,
+    choice: SummaryChoice | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
     """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
 
@@ -400,9 +480,10 @@ def forward(
       chosen: the blocks that each query selects, -1 for none; None for summaries.
       seed: `seed_words` of dropout; None without dropout.
       interpret: whether to run the kernels on any device, slowly.
+      choice: of the summaries; None: each query sees all up to itself.
     """
     n_batch, length, n_heads, _ = q.shape
-    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen)
+    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen, **_of_choice(sizes, choice))
     statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     shapes = Softmax(
         jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), statistic, statistic
@@ -413,16 +494,19 @@ def forward(
 
 
 def backward(
-    sizes, q, k, v, ids, key_ids, chosen, seed, out, row_max, row_sum, d_out, interpret
+    sizes, q, k, v, ids, key_ids, chosen, seed, out, row_max, row_sum, d_out, interpret, choice=None
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v, by the inputs and the results of `forward`."""
-    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen)
+    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen, **_of_choice(sizes, choice))
     row = query_rows(d_out, out, row_max, row_sum, ids)
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     n_programs = -(-q.shape[1] // sizes.n_queries)
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), like, n_programs)
     if sizes.block:
         x = x._replace(chosen=None, lists=_lists(sizes, chosen))
+    if sizes.listed:  # of a summary's queries there is no list
+        sizes = sizes._replace(listed=False)
+        x = x._replace(**_of_choice(sizes, choice))
     dk, dv = _gradients_of_keys(sizes, interpret, x, row)
     return dq, dk, dv
 
@@ -434,7 +518,7 @@ def _gradients_of_keys(sizes: NsaSizes, interpret, x: _NsaInputs, row: QueryRows
         n_programs = x.lists.parts.shape[3] * sizes.per_block
     else:
         n_tiles = -(-n_positions // sizes.n_keys)
-        n_programs = n_tiles * N_PARTS
+        n_programs = n_tiles * sizes.n_parts
     shapes = tuple(
         jax.ShapeDtypeStruct((n_batch, n_kv, n_programs, sizes.n_keys, y.shape[3]), jnp.float32)
         for y in (x.k, x.v)
@@ -443,7 +527,8 @@ def _gradients_of_keys(sizes: NsaSizes, interpret, x: _NsaInputs, row: QueryRows
 
     def summed(parts, like):
         if not sizes.block:
-            parts = parts.reshape(n_batch, n_kv, n_tiles, N_PARTS, *parts.shape[3:]).sum(axis=3)
+            shape = n_batch, n_kv, n_tiles, sizes.n_parts, *parts.shape[3:]
+            parts = parts.reshape(shape).sum(axis=3)
         else:
             parts = launch(
                 functools.partial(_sum_kernel, per_block=sizes.per_block),

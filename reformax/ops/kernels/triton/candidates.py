@@ -1,0 +1,106 @@
+"""The choice among a query's candidates as a Pallas kernel for NVIDIA GPUs (Triton).
+
+A program has one query. It reads the index keys of its candidates by their positions, a tile at a
+time, and writes their scores as integers of the same order. No array holds the keys of each query.
+The kernel of `indexer` then selects the best.
+
+Letters as in `ops.indexing.candidates`; I index heads and C candidates of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.kernels.triton.common import (
+    launch,
+    load,
+    matmul_in_parts,
+    power_of_two,
+    view_rows,
+)
+from reformax.ops.kernels.triton.indexer import COLUMNS, HIDDEN, best_of_scores, in_order
+from reformax.ops.numerics.precision import in_three
+
+
+class CandidateInputs(NamedTuple):
+    """The arrays that the kernel reads."""
+
+    queries: tuple[Array, ...]  # [B, Q, J, D] each; their sum is the queries
+    weights: Array  # [B, Q, J]
+    keys: tuple[Array, ...]  # [B, S, 1, D] each; their sum is the keys
+    candidates: Array  # [B, Q, M]
+
+
+def _scores_kernel(x: CandidateInputs, out):
+    """The scores of a query's candidates."""
+    query, batch = pl.program_id(0), pl.program_id(1)
+    n_heads, size = x.queries[0].shape[2:]
+    n_candidates, width = x.candidates.shape[2], power_of_two(size)
+    head = jnp.arange(power_of_two(n_heads), dtype=jnp.int32)
+    number, exists = jnp.arange(width, dtype=jnp.int32)[None, :], head < n_heads
+    mask = jnp.broadcast_to(exists[:, None] & (number < size), (head.size, width))
+    q = tuple(load(y.at[batch, query, head[:, None], number], mask, 0.0) for y in x.queries)
+    weights = load(x.weights.at[batch, query, head], exists, 0.0)[:, None]
+
+    def score(i, _):
+        slot = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
+        exists = slot < n_candidates
+        key = load(x.candidates.at[batch, query, jnp.where(exists, slot, 0)], exists, -1)
+        found, key = key >= 0, jnp.maximum(key, 0)
+        keys = tuple(load(*view_rows(y, batch, key, 0, width, found), 0.0) for y in x.keys)
+        products = jnp.maximum(matmul_in_parts(q, keys), 0.0)
+        total = jnp.sum(weights * products, axis=0)
+        bits = in_order(jnp.where(total == 0, 0.0, total))  # not -0, which sorts before 0
+        slot = jnp.where(exists, slot, n_candidates)  # the interpreter writes where it masks, too
+        bits = jnp.where(found, bits, jnp.int32(HIDDEN))
+        pltriton.store(out.at[batch, query, slot], bits, mask=exists)
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(-(-n_candidates // COLUMNS)), score, None)
+
+
+def key_parts(keys: Float[Array, "B S D"]) -> tuple[Float[Array, "B S 1 D"], ...]:
+    """Keys as sums of narrow parts: tensor cores have no float32 products."""
+    return in_three(keys[:, :, None], jnp.bfloat16)
+
+
+def choose(
+    n_best: int,
+    interpret: bool,
+    queries: Float[Array, "B Q J D"],
+    weights: Float[Array, "B Q J"],
+    keys: tuple[Array, ...],
+    candidates: Int[Array, "B Q M"],
+) -> Int[Array, "B Q K"]:
+    """The candidates with the highest weighted sums of ReLUs, in their order; -1 is none.
+
+    Products are exact to float32. Of equal scores the first ones are chosen.
+
+    Args:
+      n_best: K.
+      interpret: whether to run the kernels on any device, slowly.
+      queries, weights: the indexer's arrays, float32.
+      keys: from `key_parts`.
+      candidates: positions of keys; -1 is none.
+    """
+    n_batch, n_queries, _ = candidates.shape
+    queries = in_three(queries, jnp.bfloat16)
+    scores = launch(
+        _scores_kernel,
+        (CandidateInputs(queries, weights, keys, candidates),),
+        jax.ShapeDtypeStruct(candidates.shape, jnp.int32),
+        grid=(n_queries, n_batch),
+        num_warps=2,
+        num_stages=2,
+        interpret=interpret,
+        name="dsa_candidates",
+    )
+    best = best_of_scores(n_best, interpret, scores)
+    chosen = jnp.take_along_axis(candidates, jnp.maximum(best, 0), axis=2)
+    return jnp.where(best < 0, -1, chosen)

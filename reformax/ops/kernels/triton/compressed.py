@@ -1,0 +1,142 @@
+"""Compressed attention as Pallas kernels for NVIDIA GPUs (Triton): parts of one softmax.
+
+The keys of the window and the summaries are two calls of the kernels of `nsa`, which return each
+row's maximum and sum. These merge both (Milakov and Gimelshein 2018, "Online normalizer calculation
+for softmax"), and the sinks. In the backward pass both parts use the maximum and the sum of the
+whole row. An indexer that chose the summaries has the gradient of `kernels.dsa`.
+
+Letters as in `reformax.ops.base`; S is the number of keys of a part.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from reformax.derivatives import CustomDerivatives
+from reformax.ops.kernels.triton import nsa
+from reformax.ops.kernels.triton.dsa import (
+    AttentionInputs,
+    IndexerArrays,
+    KeyRule,
+    indexer_gradient,
+)
+from reformax.ops.numerics.first_order import first_order
+from reformax.ops.softmax.learned_sinks import Results, d_sinks, with_sinks
+from reformax.ops.softmax.online import Softmax, nonzero
+
+
+class Part(NamedTuple):
+    """Keys and values of one kind, zeros at padding, and their segments; None: one segment."""
+
+    k: Float[Array, "B S G H"]
+    v: Float[Array, "B S G V"]
+    ids: Int[Array, "B S"] | None
+
+
+def window_sizes(window: int, **common: Any) -> nsa.NsaSizes:
+    """The static settings of the part of the positions in a window."""
+    one = dict(block=0, n_selected=0, stride=1, span=1)
+    return nsa.NsaSizes(**one, **common, window=window, address=(2, 0))
+
+
+def summary_sizes(block_size: int, listed: bool, **common: Any) -> nsa.NsaSizes:
+    """The static settings of the part of the summaries of blocks, all or those of lists."""
+    of_blocks = dict(block=0, n_selected=0, stride=block_size, span=block_size)
+    return nsa.NsaSizes(**of_blocks, **common, address=(2, 1), listed=listed)
+
+
+class ChoiceLearner(NamedTuple):
+    """What learns the choice of summaries.
+
+    Attributes:
+      index: the indexer's vectors.
+      factor: of the sum of its divergence over queries.
+    """
+
+    index: IndexerArrays
+    factor: Float[Array, ""]
+
+
+@functools.partial(CustomDerivatives, n_static=2)
+def attend(
+    sizes: tuple[nsa.NsaSizes, nsa.NsaSizes],
+    interpret: bool,
+    q: Float[Array, "B T N H"],
+    near: Part,
+    far: Part,
+    sinks: Float[Array, " N"] | None,
+    learner: ChoiceLearner | None,
+    choice: nsa.SummaryChoice | None,
+    ids: Int[Array, "B T"] | None,
+    seed: Int[Array, 6] | None,
+) -> Results:
+    """The attended values of one softmax over both parts and the sinks; its maximum and its sum.
+
+    The maximum and the sum have no gradient. The indexer's is that of an auxiliary loss whose value
+    is not returned, as in `numerics.auxiliary_loss.with_loss`.
+
+    Args:
+      sizes: the static settings of both parts.
+      interpret: whether to run the kernels on any device, slowly.
+      q: queries, zeros at padding.
+      near, far: the window's keys and the summaries.
+      sinks: of `softmax.learned_sinks`; None: there are none. Gradients of padding's outputs must
+        then be zeros.
+      learner: None: no indexer learns.
+      choice: the summaries that each query sees; None: all of complete blocks.
+      ids: the segments of queries; None: one segment.
+      seed: `seed_words` of dropout; None without dropout.
+    """
+    return _forward(sizes, interpret, q, near, far, sinks, learner, choice, ids, seed)[0]
+
+
+def _forward(sizes, interpret, q, near, far, sinks, learner, choice, ids, seed):
+    q, near, far, sinks, learner = first_order((q, near, far, sinks, learner))
+    of_near, of_far = (
+        nsa.forward(size, q, x.k, x.v, ids, x.ids, None, seed, interpret=interpret, choice=chosen)
+        for size, x, chosen in zip(sizes, (near, far), (None, choice), strict=True)
+    )
+    results = with_sinks(_merged(of_near, of_far), sinks)
+    total = None
+    if learner is not None:  # the sum of all heads' weights of summaries
+        _, far_max, far_sum = of_far
+        _, row_max, row_sum = results
+        total = jnp.sum(far_sum * jnp.exp(far_max - row_max) / nonzero(row_sum), axis=1)
+    return results, ((q, near, far, sinks, learner, choice, ids, seed), results, total)
+
+
+def _merged(near: Results, far: Results) -> Results:
+    """The results of both parts together."""
+    both = (Softmax.of_output(jnp.swapaxes(out, 1, 2), *sums) for out, *sums in (near, far))
+    whole = functools.reduce(Softmax.merge, both)
+    return jnp.swapaxes(whole.output(), 1, 2).astype(near[0].dtype), *whole[1:]
+
+
+def _backward(sizes, interpret, residuals, cotangents):
+    (q, near, far, sinks, learner, choice, ids, seed), results, total = residuals
+    results, d_out = first_order((results, cotangents[0]))
+    dq, of_parts = jnp.zeros(q.shape, jnp.float32), []
+    for size, x, chosen in zip(sizes, (near, far), (None, choice), strict=True):
+        inputs = q, x.k, x.v, ids, x.ids, None, seed
+        options = dict(interpret=interpret, choice=chosen)
+        of_q, *of_keys = nsa.backward(size, *inputs, *results, d_out, **options)
+        dq = dq + of_q.astype(jnp.float32)
+        of_parts.append(Part(*of_keys, None))
+    of_learner = None
+    if learner is not None:
+        rule = KeyRule(True, sizes[1].logits, sizes[1].span)
+        attention = AttentionInputs(q, far.k, *results[1:], total)
+        masks = choice.bits, ids, far.ids
+        gradient = indexer_gradient(rule, interpret, learner.index, attention, *masks)
+        gradient = jax.tree.map(lambda x: x * learner.factor, gradient)
+        of_learner = ChoiceLearner(gradient, None)
+    of_sinks = d_sinks(results, sinks, d_out)
+    return dq.astype(q.dtype), *of_parts, of_sinks, of_learner, None, None, None
+
+
+attend.define(_forward, _backward)
