@@ -316,7 +316,8 @@ GIN_FILES = sorted((ROOT / "configs").rglob("*.gin"))
 
 # What a config's line after its command says: card, minutes, score.
 RESULT = re.compile(
-    r"(2 CPU cores|One (?:GPU|H100|H200))(?:, [^.]+)?\. (Expect \S.+\.|Not run to its end\..*)"
+    r"(2 CPU cores|One (?:GPU|H100|H200)|Four GPUs)(?:, [^.]+)?\. "
+    r"(Expect \S.+\.|Not run to its end\..*)"
 )
 
 

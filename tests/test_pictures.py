@@ -217,7 +217,9 @@ def scored(tmp_path):
         bands = by_position.by_position(model, params, task, batch_size=1, length=length)
         found = by_position.as_json(bands, "bits_per_dim")
         (tmp_path / name).mkdir()
-        (tmp_path / name / "evaluation_valid.json").write_text(json.dumps(found))
+        record = [found | {"split": "valid"}, {"split": "valid"}, {"split": "test"}]
+        text = "".join(f"{json.dumps(line)}\n" for line in record)
+        (tmp_path / name / "evaluations.jsonl").write_text(text)
     return tmp_path
 
 
@@ -229,7 +231,7 @@ def test_bits_by_position_are_those_of_the_evaluations(pictures, scored):
         assert "<svg" in (scored / f"drawn-{mode}.svg").read_text()
     colors = importlib.import_module("style").MODES["light"]
     bits, less = script.draw(colors, script.read_all(runs, "valid")).axes
-    found = [json.loads((run / "evaluation_valid.json").read_text()) for run in runs]
+    found = [json.loads((run / "evaluations.jsonl").open().readline()) for run in runs]
     values = [[band["bits_per_dim"] for band in each["by_position"]] for each in found]
     assert [list(line.get_ydata()) for line in bits.lines] == values
     assert [list(line.get_xdata()) for line in bits.lines] == [[64, 128, 256]] * 2

@@ -3,8 +3,9 @@
 python docs/pictures/by_position.py runs/dense runs/lsh --out=runs/by_position
 
 writes by_position-light.svg and by_position-dark.svg: the bits of each run, and what they are
-more or less than those of the first. The runs were scored at the same length. A line's points are
-at the ends of the bands of positions, and a run has the name of its folder.
+more or less than those of the first. The newest evaluations of a split count; the runs were scored
+at the same length. A line's points are at the ends of the bands of positions, and a run has the
+name of its folder.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ def read(run: Path, split: str) -> Bands:
     Raises:
       ValueError: there are none; with the command that makes them.
     """
-    path = run / f"evaluation_{split}.json"
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    if not found.get("by_position"):
+    path = run / "evaluations.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [one for one in found if one.get("split") == split and one.get("by_position")]
+    if not found:
         command = f"reformax evaluate --output_dir={run} --split={split} --by_position"
         raise ValueError(f"{path} has no bits by position: {command} writes them")
-    return bands_of(found)
+    return bands_of(found[-1])
 
 
 def bands_of(evaluation: Mapping[str, Any]) -> Bands:

@@ -1,7 +1,9 @@
 """Scores a trained model on every target of a split: `reformax evaluate --output_dir=DIR`.
 
 Prints bits per dim, of pieces per token and of a text per byte, and writes the same to
-DIR/evaluation_SPLIT.json. Of a task of classes it prints bits per label.
+DIR/evaluation_SPLIT.json. The next evaluation of the split replaces it; DIR/evaluations.jsonl keeps
+a line of each, whatever its length, stride and settings. Of a task of classes it prints bits per
+label.
 The model and the task are those of the checkpoint's own config; settings such as the number of
 hashes can be overridden with --config. A config that names other code than that of this package is
 refused, unless --trust_config says that it may run.
@@ -124,17 +126,17 @@ def _evaluate(args) -> int:
     if changed:
         result["changed_data"] = changed
     name = f"evaluation_{args.split}.json"
-    files.write_json(name, result)  # it is kept if the search fails
+    files.write_result(name, result)  # it is kept if the search fails
     _print(result, files.named(name), task)
     if args.kept_mass or args.n_hashes:
         result |= _hashes(args, saved, task, sizes, score)
-        files.write_json(name, result)
+        files.write_result(name, result)
     if args.by_position:
         result |= _by_position(args, saved, task, files, sizes, options["loss_chunk_len"])
-        files.write_json(name, result)
+        files.write_result(name, result)
     if task.translation is not None and args.beam_size != 0:
         scores = _translate(args, saved, task.translation, files)
-        files.write_json(name, result | scores)
+        files.write_result(name, result | scores)
         _print_translation(scores)
     return files.exit_code()
 

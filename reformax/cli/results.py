@@ -7,12 +7,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from reformax import durable
+
+RECORD = "evaluations.jsonl"
 
 
 class ResultFiles:
@@ -27,6 +29,7 @@ class ResultFiles:
         """
         self._folder, self._writes = Path(folder), writes
         self._failed: dict[str, str] = {}
+        self._recorded: str | None = None
         if not writes or not self._folder.is_dir():  # reading the run says what is wrong
             return
         try:
@@ -39,9 +42,22 @@ class ResultFiles:
                 file=sys.stderr,
             )
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Writes a value without NaN; a later one replaces it."""
+    def write_result(self, name: str, value: Any) -> None:
+        """Writes a value without NaN as JSON, and as a line of `RECORD`.
+
+        A later result replaces the file. The record keeps those of other commands, and of this one
+        what it wrote last.
+        """
         self.write_text(name, json.dumps(value, indent=1, allow_nan=False) + "\n")
+        before, self._recorded = self._recorded, json.dumps(value, allow_nan=False)
+        line = self._recorded
+
+        def with_line(path: Path) -> bytes:
+            old = path.read_text().splitlines() if path.exists() else []
+            kept = [x for x in old if x not in (before, line)]
+            return "".join(f"{x}\n" for x in (*kept, line)).encode()
+
+        self._write(RECORD, with_line)
 
     def write_text(self, name: str, text: str) -> None:
         """Writes a text as UTF-8, with its line ends as they are."""
@@ -49,11 +65,15 @@ class ResultFiles:
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file; a later one replaces it."""
+        self._write(name, lambda path: data)
+
+    def _write(self, name: str, bytes_of: Callable[[Path], bytes]) -> None:
         if not self._writes:
             return
+        path = self._folder / name
         try:
             with _alone_in(self._folder):
-                durable.write(self._folder / name, data)
+                durable.write(path, bytes_of(path))
             self._failed.pop(name, None)
         except OSError as error:
             self._failed[name] = str(error)

@@ -107,7 +107,7 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
         kept["texts"] = args.texts
         lines = {name: found[name]["by_length"] for name in of_own}
         files.write(PICTURE, task_tables.draw(lines, saved_run.named(saved.steps)))
-    files.write_json(FILE, _finite(kept))
+    files.write_result(FILE, _finite(kept))
     print(f"{saved_run.named(saved.steps)}, {files.named(FILE)}")
     for name, figures in found.items():
         _print(name, figures)

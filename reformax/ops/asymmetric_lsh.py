@@ -46,14 +46,13 @@ from reformax.ops.decoding.sorted_order import (
 )
 from reformax.ops.hashing.alignment import aligned_orders
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
-from reformax.ops.hashing.bucket_loss import bucket_loss
+from reformax.ops.hashing.bucket_loss import LearningBuckets
 from reformax.ops.hashing.centring import centred
 from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket
 from reformax.ops.lsh import Buckets, HashCount
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, Side
-from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, Chunking, ChunkSizes, Order
 
@@ -181,7 +180,7 @@ class SortedByHash(AttentionOp):
 
 
 @op
-class asymmetric_lsh(SortedByHash):
+class asymmetric_lsh(LearningBuckets, SortedByHash):
     """LSH attention whose queries and keys have separate projections.
 
     It is exact attention over the union of a query's chunks, which each hash chooses. Where one
@@ -204,7 +203,7 @@ class asymmetric_lsh(SortedByHash):
       count_once: True counts a key once in all; False once for each hash that chooses its chunk.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
         its output zeros. Across two sequences it is always zeros: no key has a query's position.
-      bucket_loss: as in `lsh.lsh`, of one sequence.
+      bucket_loss, report_loss: as in `lsh.lsh`, of one sequence.
       impl: as in `smyrf.smyrf`.
 
     Raises:
@@ -220,6 +219,7 @@ class asymmetric_lsh(SortedByHash):
     count_once: bool = True
     attend_self_if_alone: bool = True
     bucket_loss: NonNegative = 0.0
+    report_loss: bool = False
     impl: str = "auto"
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
@@ -235,8 +235,7 @@ class asymmetric_lsh(SortedByHash):
         tokens = k if ids is None else tokens_only(k, ids)
         hashed = centred(tokens, ids, call.causal, call.one_segment)
         n_buckets = math.prod(self._hashing.hashing.factors_for(k.shape[1]))
-        loss = bucket_loss(call, q, k, hashed, n_buckets, self.n_hashes, exclude_self=False)
-        return with_loss(out, self.bucket_loss * loss)
+        return self._learning(call, params, out, q, k, hashed, n_buckets)
 
     @property
     def _hashing(self) -> QueryKeyHash:
@@ -250,6 +249,7 @@ class asymmetric_lsh(SortedByHash):
         return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
 
     def _check(self) -> None:
+        super()._check()
         _ = self._hashing.hashing
 
 

@@ -49,9 +49,8 @@ from reformax.ops.decoding.sorted_order import (
 )
 from reformax.ops.hashing import circle
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
-from reformax.ops.hashing.bucket_loss import bucket_loss
+from reformax.ops.hashing.bucket_loss import LearningBuckets
 from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket, take_last, within_buckets
-from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, Order, PadChunks
@@ -62,7 +61,7 @@ Buckets = Annotated[int | Sequence[int] | str, Called("'auto', or even numbers")
 
 
 @op
-class lsh(AttentionOp):
+class lsh(LearningBuckets, AttentionOp):
     """LSH attention with its hyperparameters fixed.
 
     It is exact shared-QK attention over the union of the chunks that the hashes show each query.
@@ -102,6 +101,8 @@ class lsh(AttentionOp):
         the number is 1.
       bucket_loss: the factor of a loss by which queries move towards the keys that dense attention
         weighs, see `hashing.bucket_loss`; 0: none. It is added to the model's loss as DSA's is.
+      report_loss: whether a step of training reports that loss as `bucket_loss`, the mean over
+        layers, as in `dsa.dsa`.
       rotations: the rotations to hash with; None draws them from the rng. N heads of size H, at
         least as many hashes R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
@@ -125,6 +126,7 @@ class lsh(AttentionOp):
     attend_self_if_alone: bool = True
     self_score: float | None = None
     bucket_loss: NonNegative = 0.0
+    report_loss: bool = False
     rotations: Float[ArrayLike, "N H R F"] | None = None
     impl: str = "auto"
 
@@ -169,6 +171,7 @@ class lsh(AttentionOp):
 
     def _check(self) -> None:
         """Raises `ValueError` for sizes out of range and options that exclude each other."""
+        super()._check()
         if self.wrap and self.count_once:
             raise SettingError("wrap is True and count_once is True: set count_once=False")
         factors = self._hashing.factors
@@ -223,7 +226,6 @@ class lsh(AttentionOp):
 
     def _apply(self, call, params, q, k, v, plan):
         """Softmax attention over the chunks of all hashes' orders."""
-        del params
         # How the orders are cut, and which keys of the chunks in reach are hidden.
         chunking = self._chunks.cut(
             q.shape[1],
@@ -245,8 +247,7 @@ class lsh(AttentionOp):
         if not self.bucket_loss or plan is None:  # one chunk has all keys
             return out
         n_buckets, keys = math.prod(self._hashing.factors_for(q.shape[1])), length_normalize(q)
-        loss = bucket_loss(call, q, keys, keys, n_buckets, self.n_hashes, exclude_self=True)
-        return with_loss(out, self.bucket_loss * loss)
+        return self._learning(call, params, out, q, keys, keys, n_buckets)
 
     def _init_cache(self, call, params, q, k, v, plan) -> LshCache:
         """The cache after the first `call.lengths` positions of each row."""

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.buffers import advanced, measured
+from reformax.declared import SettingError
 from reformax.ops import asymmetric_lsh, lsh
 from reformax.ops.hashing.bucket_loss import log_collision
 from reformax.ops.hashing.centring import centred
@@ -105,6 +107,33 @@ def test_the_probability_is_that_of_any_of_the_hashes():
     np.testing.assert_allclose(one, 64.0 ** -np.asarray(exponent(cosine), np.float64), rtol=1e-4)
     slopes = jax.vmap(jax.grad(lambda c: log_collision(c, 2**14, 8)))(jnp.linspace(-1, 1, 401))
     assert (slopes >= 0).all() and slopes.max() < 2.1 * math.log(2**14)
+
+
+@pytest.mark.parametrize("factory", OPS)
+def test_a_step_draws_its_queries_and_reports_their_loss(factory):
+    """Over many steps the mean is that of all queries."""
+    op = factory(**HASHES, bucket_loss=0.7, report_loss=True)
+    x = inputs.draw(op, batch=1, length=128, seed=2)
+    q, k, v = (None if y is None else jnp.asarray(y) for y in x[:3])
+    keys = length_normalize(q) if op.shared_qk else k
+    hashed = keys if op.shared_qk else centred(k, None, True)
+    sees = np.tri(128, k=-1 if op.shared_qk else 0, dtype=bool)[None, None]
+    params, call = op.init(None, op.dims(q, v)), dict(segment_ids=None, causal=True)
+    plan = op.plan(params, q, k, **call, rng=jax.random.key(1), train=True)
+
+    def out(params, rng):
+        return 0 * op.apply(params, q, k, v, plan=plan, **call, rng=rng).sum()
+
+    reported = jax.jit(jax.vmap(lambda rng: measured(advanced(params, jax.grad(out)(params, rng)))))
+    found = reported(jax.random.split(jax.random.key(3), 64))["bucket_loss"]
+    assert len(set(found.tolist())) == 64
+    np.testing.assert_allclose(found.mean(), whole_matrix(q, keys, hashed, sees), rtol=0.03)
+
+
+@pytest.mark.parametrize("factory", OPS)
+def test_no_loss_is_no_report(factory):
+    with pytest.raises(SettingError, match="report_loss is True and bucket_loss 0"):
+        factory(report_loss=True)
 
 
 @pytest.mark.slow

@@ -81,3 +81,29 @@ def test_the_recipe_from_data_to_a_scored_model(tmp_path):
 
     said = run(command(r"reformax generate .*"), "--max_new_tokens=20")
     assert "The " in said and len(said.strip()) > 10
+
+
+@pytest.mark.slow
+def test_a_million_tokens_of_joined_files_train_on_four_devices(tmp_path):
+    """The config for 1,048,576 tokens, at 4,096: a window is of the files of one folder."""
+    text = (ROOT / "docs/training.md").read_text()
+    for i in range(9):
+        path = tmp_path / f"texts/{i % 3}/{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    sizes = CUT | {"length": 4096, "batch_size": 1, "steps": 5, "stages.Stage.length": 512}
+    sizes |= {"d_ff": 16, "loop.train.eval_batch_size": 4}
+    flags = " ".join(f'--config="{name}={value!r}"' for name, value in sizes.items())
+    env = pages.environment(
+        tmp_path / "compiled", tmp_path, PYTHONPATH=str(ROOT), JAX_NUM_CPU_DEVICES="4"
+    )
+    train = "python -m reformax train --config_file=transformer_text_1m_37m.gin --data_dir=texts"
+    said = pages.run(f"{train} --output_dir=run {flags}", tmp_path, env)
+    assert "4 cpu devices" in said
+    record = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, record) if line["tag"] == "train"]
+    assert len(steps) == 5 and all(0 < line["bits_per_dim"] < 9 for line in steps)
+    evaluate = "python -m reformax evaluate --output_dir=run --length=4096 --batch_size=1"
+    pages.run(f"{evaluate} --by_position", tmp_path, env)
+    (found,) = map(json.loads, (tmp_path / "run/evaluations.jsonl").read_text().splitlines())
+    assert found["by_position"][-1]["end"] == 4096

@@ -171,7 +171,8 @@ def test_the_configs_of_pretraining_have_one_backbone():
         model = config.bindings(loop.train)["model"](mode="eval")
         return {x.name: getattr(model, x.name) for x in dataclasses.fields(Backbone)}
 
-    assert backbone("listops_masked.gin") == backbone("listops_pretrained.gin")
+    for task in ("listops", "path_x"):
+        assert backbone(f"{task}_masked.gin") == backbone(f"{task}_pretrained.gin")
 
 
 def test_devices_cannot_share_the_positions_of_a_row(monkeypatch):

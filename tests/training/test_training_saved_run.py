@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import gin
 import jax
@@ -361,21 +362,32 @@ def test_a_folder_for_reading_is_told_before_the_work(run, monkeypatch):
     ]
 
 
+def test_the_record_has_the_evaluations_of_every_length(run):
+    """A file has the last one. Of two that are the same the record has one."""
+    for flags in (["--length=8"], ["--length=8", "--stride=4", "--by_position"], ["--length=8"]):
+        assert run(evaluate.main, *flags)[0] == 0
+    found = [json.loads(line) for line in Path("run/evaluations.jsonl").read_text().splitlines()]
+    assert [(one["length"], one["stride"]) for one in found] == [(8, 4), (8, 8)]
+    assert found[0]["by_position"] and found[1] == scored()
+
+
 def test_results_of_several_at_once_are_all_written(tmp_path, monkeypatch):
-    """The last one stays; none finds the file of another half written."""
+    """The last one stays, the record has all; none finds the file of another half written."""
     sync = os.fsync
     monkeypatch.setattr(durable.os, "fsync", lambda x: (time.sleep(0.002), sync(x)))
 
     def write(number):
         files = results.ResultFiles(tmp_path)
         for step in range(10):
-            files.write_json("result.json", [number, step])
+            files.write_result("result.json", [number, step])
         return files.exit_code()
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(write, range(4))) == [0] * 4
     assert json.loads((tmp_path / "result.json").read_text())[1] == 9
-    assert os.listdir(tmp_path) == ["result.json"]
+    assert sorted(os.listdir(tmp_path)) == ["evaluations.jsonl", "result.json"]
+    record = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    assert sorted(map(json.loads, record)) == [[number, 9] for number in range(4)]
 
 
 SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=1)

@@ -10,22 +10,29 @@ The probability is that of angular hashing into B buckets at an angle t,
 `ln 1/p = tan(t / 2)^2 ln B` to first order (Andoni et al. 2015, "Practical and Optimal LSH for
 Angular Distance", theorem 1), up to a right angle; in any of R hashes `1 - (1 - p)^R`. RACE
 attention (2025, arXiv 2510.04008) trains by such soft collisions in place of a softmax.
+
+The queries are one of each of `N_QUERIES` equal parts of the sequence, drawn by the step's rng.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
+from reformax.buffers import Meter, updated
+from reformax.declared import SettingError
 from reformax.ops.calls.call import Call
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.sharding.shard import all_heads, row_axes_of
 from reformax.ops.softmax.kept_mass import N_QUERIES, sampled_positions
@@ -33,6 +40,7 @@ from reformax.ops.softmax.online import largest, masked_exp, masked_softmax
 
 # Queries whose probabilities of all keys are in memory together.
 _TOGETHER = 8
+METER = "bucket_loss"
 # Of cosines and probabilities, which are below 1 by it.
 _MARGIN = 1e-4
 
@@ -50,6 +58,50 @@ def log_collision(cosine: Float[Array, "*d"], n_buckets: int, n_hashes: int) -> 
     return jnp.where(far, log_p + math.log(n_hashes), near)
 
 
+class BucketLoss(NamedTuple):
+    """The mean divergence over rows, heads and sampled queries."""
+
+    share: Float[Array, ""]  # of this device in the mean over all of them; the shares add up
+    mean: Float[Array, ""]  # over what this device has
+
+
+class LearningBuckets:
+    """The functions of an op that learns by this loss: a second base class beside the op's.
+
+    The op has the options `bucket_loss`, `report_loss` and `n_hashes`.
+    """
+
+    def _init(self, rng, dims):
+        del rng, dims
+        return {METER: Meter(jnp.zeros(()))} if self.report_loss else ()
+
+    def _check(self) -> None:
+        super()._check()
+        if self.report_loss and not self.bucket_loss:
+            raise SettingError(
+                "report_loss is True and bucket_loss 0: set bucket_loss, such as to 0.1"
+            )
+
+    def _learning(
+        self, call: Call, params, out: Float[Array, "B T N V"], q, k, hashed, n_buckets: int
+    ) -> Float[Array, "B T N V"]:
+        """`out`, with the gradient of the loss; the arguments are those of `bucket_loss`."""
+        found = bucket_loss(call, q, k, hashed, n_buckets, self.n_hashes, self.shared_qk)
+        out = with_loss(out, self.bucket_loss * found.share)
+        if not self.report_loss:
+            return out
+        return out + (0 * updated(params[METER], found.mean)).astype(out.dtype)
+
+
+def drawn_positions(length: int, rng: PRNGKeyArray | None) -> Int[Array | np.ndarray, " C"]:
+    """A position in each of `N_QUERIES` equal parts, or all; without an rng always the same."""
+    n = min(N_QUERIES, length)
+    if rng is None:
+        return sampled_positions(length, n)
+    borders = np.arange(n + 1) * length // n
+    return jax.random.randint(rng, (n,), borders[:-1], borders[1:], jnp.int32)
+
+
 def bucket_loss(
     call: Call,
     q: Float[Array, "B T N H"],
@@ -58,17 +110,17 @@ def bucket_loss(
     n_buckets: int,
     n_hashes: int,
     exclude_self: bool,
-) -> Float[Array, ""]:
-    """The mean divergence over rows, heads and a sample of queries; of a shard, its share of it.
+) -> BucketLoss:
+    """The mean divergence of a sample of queries.
 
     Args:
-      call: causality, segments and logits.
+      call: causality, segments, logits, and the rng that draws the queries.
       q, k: queries and keys as logits are made of them.
       hashed: keys as they are hashed.
       n_buckets, n_hashes: B and R.
       exclude_self: whether dense attention hides a position from itself.
     """
-    at = sampled_positions(q.shape[1], min(N_QUERIES, q.shape[1]))
+    at = drawn_positions(q.shape[1], call.rng)
     ids, rule = ids_or_ones(call.segment_ids, k), Visibility(call.causal, exclude_self=exclude_self)
     key = Side(jnp.arange(k.shape[1])[None, None], ids[:, None])
     size = q.shape[-1]
@@ -96,7 +148,6 @@ def bucket_loss(
 
     found = lax.map(of_query, jnp.asarray(at), batch_size=min(_TOGETHER, len(at)))
     loss, n = found.reshape(-1, 2).sum(axis=0)
-    # On several devices, the shares of the mean of all of them are added up.
     n_heads = q.shape[2]
-    n = devices.total(n, row_axes_of(call.shard)) * all_heads(call.shard, n_heads) / n_heads
-    return loss / jnp.maximum(n, 1)
+    of_all = devices.total(n, row_axes_of(call.shard)) * all_heads(call.shard, n_heads) / n_heads
+    return BucketLoss(loss / jnp.maximum(of_all, 1), loss / jnp.maximum(n, 1))
