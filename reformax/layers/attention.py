@@ -849,7 +849,7 @@ class Attention(MultiHead):
           cache: from `prefill` or the step before.
           position: of each row.
           origins: in beam search, the beam whose cache has each position of a beam's past
-            (`ops.decoding.cache.RingDecoding`). Algorithms whose `decoding` is not "beams" ignore
+            (`ops.decoding.ring.RingDecoding`). Algorithms whose `decoding` is not "beams" ignore
             it: their caches are reordered.
           added: a stream that the output is added to.
           chosen: from `newest_choice` of the layer whose choice this one reuses.
