@@ -196,6 +196,11 @@ class AttentionOp:
         return not (self.carries_state or self.local)
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether `read_on` computes several positions at once, and not one after the other."""
+        return self.carries_state or type(self)._read_on is not AttentionOp._read_on
+
+    @property
     def decoding(self) -> Literal["no", "rows", "beams"]:
         return "no" if type(self)._step is AttentionOp._step else "rows"
 
@@ -486,13 +491,17 @@ class AttentionOp:
         return self._run(self._read_on, call, params, q, k, v, cache)
 
     @final
-    def replace_value(self, cache, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]) -> Any:
-        """The cache with another value of a position that it holds.
+    def replace_value(
+        self, cache, v: Float[Array, "B 1 N V"], position: Int[Array, " B"], axis: str | None = None
+    ) -> Any:
+        """The cache with another value of a position that it holds, or of -1: then it may hold any.
 
-        For an algorithm with `never_sees_itself`, by which layers with `next_value` decode.
+        For an algorithm with `never_sees_itself`, by which layers with `next_value` decode. `axis`
+        is the mesh's that divides the cache.
         """
-        call = cache, v, position
-        return devices.varying_as(call, self._replace_value(*devices.varying_as(call, call)))
+        call, options = (cache, v, position), {} if axis is None else {"axis": axis}
+        new = self._replace_value(*devices.varying_as(call, call), **options)
+        return devices.varying_as(call, new)
 
     def _call(self, **arguments: Any) -> Call:
         """A call with the op's logits. Boolean segment ids say that rows are one segment."""

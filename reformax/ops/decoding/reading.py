@@ -102,19 +102,25 @@ def add_all_to_ring(
 
     `axis` is that of the mesh that divides the ring; None: it is whole.
     """
-    n_slots, index = ring.keys.shape[2], jnp.arange(k.shape[1])[None]
+    both = zip(ring, (k, v), strict=True)
+    return KeyValues(*(put_all(x, new, position, lengths, axis) for x, new in both))
+
+
+def put_all(
+    x: Float[Array, "B G S J"],
+    new: Float[Array, "B T G J"],
+    position: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    axis: str | None = None,
+) -> Float[Array, "B G S J"]:
+    """The keys or values of a ring with new ones, as in `add_all_to_ring`."""
+    n_slots, index = x.shape[2], jnp.arange(new.shape[1])[None]
     at, n = position[:, None] + index, 1 if axis is None else lax.axis_size(axis)
     kept = (index < lengths[:, None]) & (index >= lengths[:, None] - n_slots * n)
     if axis is not None:
         kept &= at % n == lax.axis_index(axis)
     slot = jnp.where(kept, at // n % n_slots, n_slots)  # out of bounds: not written
-    row = jnp.arange(len(k))[:, None]
-    return KeyValues(
-        *(
-            x.at[row, :, slot].set(new.astype(x.dtype), mode="drop")
-            for x, new in zip(ring, (k, v), strict=True)
-        )
-    )
+    return x.at[jnp.arange(len(x))[:, None], :, slot].set(new.astype(x.dtype), mode="drop")
 
 
 def attend_to_ring(

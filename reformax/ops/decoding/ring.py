@@ -15,7 +15,7 @@ from reformax.ops.decoding.cache import (
     positions_by_slot,
     replace_value,
 )
-from reformax.ops.decoding.reading import add_all_to_ring, attend_to_ring
+from reformax.ops.decoding.reading import add_all_to_ring, attend_to_ring, put_all
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.normalization import length_normalize
 
@@ -80,5 +80,8 @@ class RingDecoding:
         origins = jnp.take_along_axis(origins, rows, axis=2)
         return attend_among(call, q, *cache, mask, origins, alone, added), cache
 
-    def _replace_value(self, cache: KeyValues, v, position) -> KeyValues:
-        return replace_value(cache, v, position)
+    def _replace_value(self, cache: KeyValues, v, position, axis=None) -> KeyValues:
+        if axis is None:
+            return replace_value(cache, v, position)
+        one = jnp.ones_like(position)
+        return cache._replace(values=put_all(cache.values, v, position, one, axis))
