@@ -122,12 +122,14 @@ def by_positions(
     """
     if current() is None:
         return function(0, *inputs, *whole)
-    spec = Spec(ROWS, CONTEXT)
+    # A step of decoding has one position, which all devices of `context` compute.
+    divided = all(x.shape[1] % n_sequence_shards() == 0 for x in jax.tree.leaves(inputs))
+    spec, axes = (Spec(ROWS, CONTEXT), AXES) if divided else (Spec(ROWS), ROWS)
 
     def of_shard(*arrays):
         length = jax.tree.leaves(arrays)[0].shape[1]
-        found = function(lax.axis_index(CONTEXT) * length, *arrays)
-        return (found[0], lax.psum(found[1], AXES)) if sums else found
+        found = function(lax.axis_index(CONTEXT) * length if divided else 0, *arrays)
+        return (found[0], lax.psum(found[1], axes)) if sums else found
 
     specs = (spec,) * len(inputs) + (Spec(),) * len(whole)
     out = (spec, Spec()) if sums else spec
@@ -240,6 +242,15 @@ def gathered(tree: T) -> T:
     """A tree of weights, whole on every device; their gradients are split as they are stored."""
     mesh = current()
     return tree if mesh is None or mesh.shape["fsdp"] == 1 else jax.tree.map(_gathered, tree)
+
+
+def over_sequence(x: Array) -> Array:
+    """Activations `[B, T, D]` divided by rows, and by positions if `context` divides them."""
+    n = n_sequence_shards()
+    if n == 1:
+        return x
+    spec = Spec(ROWS, CONTEXT) if x.shape[1] % n == 0 else Spec(ROWS)
+    return lax.with_sharding_constraint(x, spec)
 
 
 def looked_up(table: Any, ids: Any) -> Any:

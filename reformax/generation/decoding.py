@@ -1,5 +1,8 @@
 """Decoding: one forward pass reads the prompts, then one compiled step draws each token.
 
+Long prompts are read in pieces, each from the state after those before it, so that memory beside
+the caches does not grow with the prompt. A piece computes what a step for each token would.
+
 The compiled programs depend on the model, the number of rows and two lengths: that of the longest
 prompt, rounded up to a few sizes, and the capacity of the cache. Other prompts, numbers of new
 tokens, seeds and sampling settings run the same programs, of which there are two: one ranks tokens
@@ -28,12 +31,14 @@ from reformax.declared import (
     check_all,
     hints_of,
 )
-from reformax.generation.prompts import capacity_of, padded, rows_of
+from reformax.generation.prompts import capacity_of, in_pieces, padded, rounded, rows_of
 from reformax.generation.sampling import Sampler
-from reformax.generation.texts import TextState, of_rows, resumed, where_rows
+from reformax.generation.texts import Resumed, TextState, first_state, of_rows, resumed
 
 # The most new tokens that one call computes: the host waits once for all of them.
 BLOCK = 64
+# Prompts that are longer are read in pieces of so many tokens, where that computes the same.
+PIECE = 65_536
 Block = Annotated[int, Bounds(1, BLOCK)]
 End = Count | Sequence[Count] | None
 
@@ -125,6 +130,8 @@ def stream(
     max_length: Size | None = None,
     every: Block = BLOCK,
     mesh: Mesh | None = None,
+    divide_caches: bool = False,
+    prompt_piece: Size | None = None,
     state: TextState | None = None,
     return_state: bool = False,
 ) -> Generator[np.ndarray, None, TextState | None]:
@@ -133,8 +140,8 @@ def stream(
     The next tokens are computed while the last are handed out.
 
     Args:
-      model: a language model built for evaluation, with `prefill` and `step`, and for states with
-        `check_carries_state`.
+      model: a language model built for evaluation, with `prefill` and `step`, and for states and
+        pieces with the other methods of `models.LanguageModel` for decoding.
       params: its weights.
       prompts: the tokens of each, of any lengths; an empty one begins a text.
       max_new_tokens: tokens to add to each.
@@ -149,10 +156,15 @@ def stream(
         `n_buckets="auto"` goes by it. None: as many as needed, rounded up.
       every: tokens to hand out together, 1 to `BLOCK`.
       mesh: devices that share the rows; None: one device.
+      divide_caches: whether the devices along the mesh's axis `context` share each text, and not
+        rows: each keeps its part of the positions that attention to all positions sees. Prompts are
+        then read in pieces.
+      prompt_piece: tokens of the prompts to read at a time. A token then sees what it would see in
+        its own step of decoding. None: `PIECE` where the model's `reads_ahead` says that a piece
+        computes what the whole does, and otherwise all.
       state: of the texts that the prompts go on from, a row for each prompt or one for all, from
-        `read` or an earlier call. All attentions of the model must carry a state. With the seed of
-        the earlier call this one draws what that would have drawn next, but for rounding. None:
-        prompts begin texts.
+        `read` or an earlier call. With the seed of the earlier call this one draws what that would
+        have drawn next, but for rounding. None: prompts begin texts.
       return_state: whether the generator returns the state of the texts, to `yield from`. A row
         that has ended stays at its `end`.
 
@@ -160,46 +172,40 @@ def stream(
       New tokens `[B, n]`; the first array has one token of each row.
 
     Raises:
-      ValueError: an argument out of range, or more tokens than `max_length` or the model's
-        positions hold.
-      NotImplementedError: an attention of the model cannot decode, or carries no state.
+      ValueError: an argument out of range, or more tokens than `max_length`, the state or the
+        model's positions hold.
+      NotImplementedError: an attention of the model cannot decode.
     """
-    mesh, shares = _mesh_of(mesh, len(prompts))
+    mesh, shares = _mesh_of(mesh, len(prompts), divide_caches)
     rows = rows_of(prompts, model.vocab_size)
     settings = dict(max_new_tokens=max_new_tokens, max_length=max_length, end=end, every=every)
+    settings |= dict(prompt_piece=prompt_piece, divide_caches=divide_caches)
     check_all(hints_of(stream), settings | dict(seed=seed, hash_seed=hash_seed))
     max_new_tokens = int(max_new_tokens)  # `rounded` takes no whole numbers of NumPy
     ends = ends_of(end)
     if max(ends, default=0) >= model.vocab_size:
         raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
     sampler = Sampler(temperature, top_k, top_p).check()
-    if return_state:
-        model.check_carries_state()
-    texts = resumed(model, params, rows, state)
-    _check_angles(model, rows, max_new_tokens)
+    texts = resumed(model, params, rows, state, max_new_tokens)
     capacity = capacity_of(texts.n_longest, max_new_tokens, max_length, model.max_length)
-    # A state has room for any length, so that one program reads further lengths too.
-    most = capacity if texts.model is None else model.max_length or np.inf
-    tokens, lengths = padded(texts.rows, shares, most - 1)
     draws = _Draws(
         sampler.arrays(),
         jax.random.PRNGKey(seed),
         jnp.array(ends or [-1], jnp.int32),
     )
-    hash_rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
-    given = tokens, lengths, of_rows(texts.model, len(tokens))
-    (tokens, lengths, before), params = devices.placed(mesh, given, params)
-    if before is not None:
-        capacity = tokens.shape[1] + 1
-    arrays = params, tokens, lengths, np.int32(len(prompts)), draws, hash_rng, before, texts.drawn
-    start = functools.partial(_start, model, capacity, mesh, *arrays)
-    memory.check(
-        f"caches of {len(prompts):,} rows of {capacity:,} tokens",
-        memory.size_of(_start.eval_shape(*start.args)) // shares,
-        "max_length, max_new_tokens or num_samples",
-    )
-    n_rows = len(prompts), max_new_tokens, every
-    return _blocks(model, mesh, params, start, draws, *n_rows, return_state)
+    reading = _reading_of(model, texts, capacity, hash_seed, mesh, shares, prompt_piece)
+    _check_angles(model, texts, max_new_tokens, reading)
+    weights = devices.placed(mesh, (), params)[1]
+    _check_memory(model, weights, texts, reading)
+
+    def start() -> _State:
+        logits, decoding = _read_texts(model, weights, texts, reading)
+        n_real = np.int32(len(prompts))
+        return _first_draw(logits, decoding, n_real, draws, texts.drawn)
+
+    sizes = len(prompts), max_new_tokens, every
+    room = texts.room or (0 if getattr(model, "carries_state", False) else capacity)
+    return _blocks(model, mesh, weights, start, draws, *sizes, room if return_state else None)
 
 
 def read(
@@ -207,67 +213,166 @@ def read(
     params,
     prompts: Sequence[Sequence[int]],
     *,
+    max_length: Size | None = None,
+    hash_seed: AnySeed = 0,
     state: TextState | None = None,
     mesh: Mesh | None = None,
+    divide_caches: bool = False,
+    prompt_piece: Size | None = None,
 ) -> TextState:
     """Reads prompts, to go on from them in several calls of `generate`, `stream` or `read`.
 
     Args:
-      model: as in `stream`. All its attentions must carry a state.
+      model: as in `stream`, and the next two arguments.
       params: its weights.
-      prompts: the tokens of each, of any lengths. One that begins a text has at least one token.
-      state: of the texts that they go on from, as in `stream`.
+      prompts: the tokens of each. One that begins a text has at least one token.
+      max_length: the most tokens that a text of the state may have. None: any number where all
+        attentions of the model are recurrences, and otherwise as many as are given, rounded up, and
+        as many again.
+      hash_seed: of the hashes of texts that begin, as in `stream`.
+      state: of the texts that they go on from, as in `stream`, whose `max_length` stays.
       mesh: devices that share the rows; None: one device.
+      divide_caches: as in `stream`.
+      prompt_piece: as in `stream`.
 
     Returns:
-      The state of each row's text. Its size does not depend on the text's length.
+      The state of each row's text.
 
     Raises:
-      ValueError: a prompt begins a text and is empty, or has more tokens than the model's positions
-        hold.
-      NotImplementedError: an attention of the model carries no state.
+      ValueError: a prompt begins a text and is empty, or has more tokens than the state or the
+        model's positions hold.
+      NotImplementedError: an attention of the model cannot decode.
     """
-    mesh, shares = _mesh_of(mesh, len(prompts))
+    given = dict(max_length=max_length, prompt_piece=prompt_piece, hash_seed=hash_seed)
+    check_all(hints_of(read), given)
+    mesh, shares = _mesh_of(mesh, len(prompts), divide_caches)
     rows = rows_of(prompts, model.vocab_size)
-    model.check_carries_state()
-    texts = resumed(model, params, rows, state)
+    texts = resumed(model, params, rows, state, 0)
     for i, row in enumerate(texts.rows):
         if not len(row):
             raise ValueError(f"prompts[{i}] is empty: expected a token, as no state is given")
-    most = model.max_length or np.inf
-    if texts.n_longest > most:
-        raise SettingError(
-            f"prompts has a text of {texts.n_longest} tokens: the model's positions hold {most}"
-        )
+    n, most = texts.n_longest, model.max_length or np.inf
+    if n > most:
+        raise SettingError(f"prompts has a text of {n} tokens: the model's positions hold {most}")
+    carries = model.carries_state
+    if max_length is None:
+        capacity = n + 1 if carries else int(min(2 * rounded(n), most))
+    else:
+        capacity = capacity_of(n, 0, max_length, model.max_length)
     last = np.array([row[-1] for row in texts.rows], np.int32)
-    tokens, lengths = padded([row[:-1] for row in texts.rows], shares, most - 1)
-    if not tokens.size:  # nothing is left to read, and attention takes at least one position
-        tokens = np.zeros((len(tokens), 1), np.int32)
-    given = tokens, lengths, of_rows(texts.model, len(tokens))
-    (tokens, lengths, before), params = devices.placed(mesh, given, params)
-    found = _read(model, mesh, params, tokens, lengths, before)
-    return TextState(of_rows(found, len(last)), last, texts.drawn)
+    unread = texts._replace(rows=[row[:-1] for row in texts.rows])
+    reading = _reading_of(model, unread, capacity, hash_seed, mesh, shares, prompt_piece)
+    _check_angles(model, unread, 0, reading)
+    params = devices.placed(mesh, (), params)[1]
+    _check_memory(model, params, unread, reading)
+    found = _read_texts(model, params, unread, reading)[1]
+    room = texts.room or (0 if carries else capacity)
+    n_filled = -(-len(last) // shares) * shares
+    filled = np.resize(last, n_filled)
+    return of_rows(model, TextState(found, filled, texts.drawn, np.int32(room)), len(last))
 
 
-def _check_angles(model, rows: Sequence[np.ndarray], n_new: int) -> None:
+class _Reading(NamedTuple):
+    """How texts are read."""
+
+    capacity: int  # of caches that begin
+    rng: Array  # of their hashes
+    mesh: Mesh | None
+    shares: int  # that rows are a multiple of
+    piece: int | None  # tokens at a time; None: all
+
+
+def _reading_of(model, texts: Resumed, capacity, hash_seed, mesh, shares, piece) -> _Reading:
+    longest, divided = max(map(len, texts.rows)), mesh and devices.n_sequence_shards(mesh)
+    piece = piece and int(piece)
+    if piece is None and longest > PIECE and getattr(model, "reads_ahead", False):
+        piece = PIECE
+    if divided is not None and divided > 1:
+        size = piece or min(PIECE, rounded(longest + 1))
+        piece = size + -size % divided
+    rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
+    return _Reading(capacity, rng, mesh, shares, piece)
+
+
+def _check_memory(model, params, texts: Resumed, reading: _Reading) -> None:
+    """Raises `SettingError` for caches that the devices cannot hold, or a model that has none."""
+    capacity, rng, mesh, shares, piece = reading
+    if texts.model is not None:
+        return
+    n_rows, n_devices = len(texts.rows), shares
+    if piece is None:
+        tokens, lengths = padded(texts.rows, shares, capacity - 1)
+        held = _prefill.eval_shape(model, capacity, mesh, params, tokens, lengths, rng)
+    else:
+        n_filled = -(-n_rows // shares) * shares
+        held = first_state.eval_shape(model, n_filled, capacity, mesh, params, rng)
+        n_devices *= 1 if mesh is None else devices.n_sequence_shards(mesh)
+    memory.check(
+        f"caches of {n_rows:,} rows of {capacity:,} tokens",
+        memory.size_of(held) // n_devices,
+        "max_length, max_new_tokens or num_samples",
+    )
+
+
+def _check_angles(model, texts: Resumed, n_new: int, reading: _Reading) -> None:
     """Raises `SettingError` for a text on whose way all earlier keys would rotate otherwise."""
     border = getattr(model, "angles_change_after", None)
-    for n in map(len, rows) if border is not None else ():
+    if border is None:
+        return
+    for row in texts.rows:
+        n = texts.n_longest if texts.model is not None else len(row)
         if n < border < n + n_new:
             raise SettingError(
                 f"max_new_tokens is {n_new}: after a prompt of {n} tokens the text would pass "
                 f"rotary_trained_length={border}, where keys that are cached would rotate by other "
                 f"factors: at most {border - n} can be generated, or give a prompt of {border}"
             )
+        n_before = texts.n_longest - len(row) if texts.model is not None else 0
+        if n_before < border < n and (texts.model is not None or reading.piece is not None):
+            raise SettingError(
+                f"prompts has a text of {n} tokens, and not all are read at once: it would pass "
+                f"rotary_trained_length={border}, where keys that are cached would rotate by other "
+                "factors: give the whole text, without prompt_piece"
+            )
 
 
-def _mesh_of(mesh: Mesh | None, n_rows: int) -> tuple[Mesh | None, int]:
+def _mesh_of(mesh: Mesh | None, n_rows: int, divide_caches: bool) -> tuple[Mesh | None, int]:
     """The mesh that shares so many rows, and in how many parts."""
+    if divide_caches:
+        if mesh is None or devices.n_sequence_shards(mesh) == 1:
+            raise SettingError(
+                "divide_caches is True and the mesh has no axis context of several devices: give "
+                "one, as of training.mesh.make({'context': 4})"
+            )
+        return mesh, devices.n_row_shards(mesh)
     mesh = devices.whole_sequences(mesh)
     shares = 1 if mesh is None else devices.n_row_shards(mesh)
     if mesh is not None and n_rows < shares and mesh.shape["fsdp"] == 1:
         return None, 1  # some devices would have no row
     return mesh, shares
+
+
+def _read_texts(model, params, texts: Resumed, reading: _Reading) -> tuple[Array, Any]:
+    """The logits of each row's next token, and the model's state after its tokens."""
+    capacity, rng, mesh, shares, piece = reading
+    if texts.model is None and piece is None:
+        tokens, lengths = padded(texts.rows, shares, capacity - 1)
+        tokens, lengths = devices.placed(mesh, (tokens, lengths), ())[0]
+        return _prefill(model, capacity, mesh, params, tokens, lengths, rng)
+    rows, state = texts.rows, texts.model
+    n_rows = -(-len(rows) // shares) * shares
+    if state is None:
+        state = first_state(model, n_rows, capacity, mesh, params, rng)
+        rows = [np.append(np.int32(model.first_token), row) for row in rows]
+    else:  # the loop donates it
+        index = np.minimum(np.arange(n_rows), len(state.position) - 1)
+        state = jax.tree.map(jnp.copy, model.take_rows(state, index))
+    logits = None
+    for tokens, lengths in in_pieces(rows, shares, piece, model.max_length or np.inf):
+        tokens, lengths = devices.placed(mesh, (tokens, lengths), ())[0]
+        found, state = _read_piece(model, mesh, params, tokens, lengths, state)
+        logits = found if logits is None else jnp.where(lengths[:, None] > 0, found, logits)
+    return logits, state
 
 
 def _blocks(
@@ -279,9 +384,10 @@ def _blocks(
     n_prompts: int,
     n_new: int,
     every: int,
-    return_state: bool,
+    room: int | None,
 ) -> Generator[np.ndarray, None, TextState | None]:
     state = start()
+    return_state = room is not None
     # The next call donates the state, so copies of it are handed out.
     ready, done = jnp.copy(state.token)[:, None], jnp.copy(state.done)
     left = n_new - 1
@@ -297,7 +403,8 @@ def _blocks(
         yield np.asarray(ready)[:n_prompts]
     if not return_state:
         return None
-    return of_rows(TextState(state.decoding, state.token, state.count), n_prompts)
+    text = TextState(state.decoding, state.token, state.count, np.int32(room))
+    return of_rows(model, text, n_prompts)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -306,29 +413,27 @@ def for_decoding(model, mesh, params) -> Any:
     return devices.on(mesh, model.for_decoding)(params)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _start(
-    model, capacity, mesh, params, tokens, lengths, n_real, draws: _Draws, hash_rng, before, drawn
-):
-    """Reads the prompts and draws the first token of each row; rows from `n_real` on have ended."""
-    logits, decoding = _prefill(model, capacity, mesh, params, tokens, lengths, hash_rng, before)
-    n_rows = tokens.shape[0]
+@jax.jit
+def _first_draw(logits, decoding, n_real, draws: _Draws, drawn) -> _State:
+    """The first token of each row; rows from `n_real` on have ended."""
+    n_rows = len(logits)
     token = draws.sampler.draw(logits, _keys(draws.key, drawn, n_rows))
     done = draws.ended_by(token) | (jnp.arange(n_rows) >= n_real)
     return _State(decoding, token, done, drawn + 1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _read(model, mesh, params, tokens, lengths, before):
-    """The model's state after the rows."""
-    capacity = tokens.shape[1] + 1
-    return _prefill(model, capacity, mesh, params, tokens, lengths, None, before)[1]
-
-
-def _prefill(model, capacity, mesh, params, tokens, lengths, rng, before):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _prefill(model, capacity, mesh, params, tokens, lengths, rng):
+    """Reads whole prompts."""
     prefill = devices.on(mesh, functools.partial(model.prefill, capacity=capacity))
-    given = {} if before is None else {"state": before}
-    return prefill(params, tokens, lengths, rng=rng, **given)
+    return prefill(params, tokens, lengths, rng=rng)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
+def _read_piece(model, mesh, params, tokens, lengths, state):
+    """Reads some tokens more of each row."""
+    prefill = devices.on(mesh, functools.partial(model.prefill, capacity=0))
+    return prefill(params, tokens, lengths, state=state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -349,7 +454,7 @@ def _go_on(
         i, state, out = carry
         logits, decoding = step(params, state.token, state.decoding)
         if keep_ended:
-            decoding = where_rows(state.done, state.decoding, decoding)
+            decoding = model.where_rows(state.done, state.decoding, decoding)
         token = draws.sampler.draw(logits, _keys(draws.key, state.count, n_rows))
         token = jnp.where(state.done, state.token, token)
         shown = jnp.where(state.done, draws.ends[0], token)

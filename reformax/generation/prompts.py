@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -37,6 +37,21 @@ def padded(
     for row, prompt in zip(tokens, rows, strict=False):
         row[: len(prompt)] = prompt
     return tokens, lengths
+
+
+def in_pieces(
+    rows: Sequence[Int[np.ndarray, " n"]], shares: int, size: int | None, most: float
+) -> Iterator[tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]]:
+    """The rows as `padded` has them, `size` tokens at a time, with the number of tokens of each.
+
+    All pieces have one length, `size` or less. None: there is one piece, of at most `most`.
+    """
+    longest = max(1, *map(len, rows))
+    size = min(rounded(longest), size or most)
+    for start in range(0, longest, size):
+        parts = [row[start : start + size] for row in rows]
+        tokens, lengths = padded(parts, shares, size)
+        yield np.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths
 
 
 def as_tokens(name: str, tokens: Sequence[int]) -> Int[np.ndarray, " n"]:

@@ -1,21 +1,23 @@
 """The state of texts that a model has read or written, from which it goes on.
 
-A model whose attentions are recurrences needs nothing else of a text. A state can be kept, saved as
-any tree of arrays, and shared by many continuations of one text.
+It is the caches of all layers: of a recurrence a state of one size, of other attention the keys and
+values of the text, with room for a number of tokens. A state can be kept, saved as any tree of
+arrays, and shared by many continuations of one text.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-T = TypeVar("T")
+from reformax import devices
+from reformax.declared import SettingError
 
 
 class TextState(NamedTuple):
@@ -24,6 +26,7 @@ class TextState(NamedTuple):
     model: Any  # the model's, after all tokens but the last, with `position`
     token: Int[Array, " B"]  # the last one, which the model has not read
     drawn: Int[Array, ""]  # tokens drawn of each row, by which the seed's draws go on
+    room: Int[Array, ""]  # the most tokens of a text; 0: any number
 
 
 class Resumed(NamedTuple):
@@ -33,26 +36,31 @@ class Resumed(NamedTuple):
     model: Any  # its state before them; None: they begin texts
     drawn: Int[Array, ""]
     n_longest: int  # tokens of the longest text, `rows` with it
+    room: int  # as in `TextState`, of `model`
 
 
 def resumed(
-    model, params, rows: Sequence[Int[np.ndarray, " n"]], state: TextState | None
+    model, params, rows: Sequence[Int[np.ndarray, " n"]], state: TextState | None, n_new: int
 ) -> Resumed:
-    """The texts of `state`, or new ones, that go on with `rows`.
+    """The texts of `state`, or new ones, that go on with `rows` and `n_new` tokens.
 
     Raises:
-      ValueError: the state is of another model, or of another number of rows.
-      NotImplementedError: an attention of the model carries no state.
+      ValueError: the state is of another model, of another number of rows, or has no room.
+      NotImplementedError: an attention of the model cannot decode.
     """
     if state is None:
-        return Resumed(list(rows), None, jnp.int32(0), max(map(len, rows)))
-    model.check_carries_state()
+        return Resumed(list(rows), None, jnp.int32(0), max(map(len, rows)), 0)
     _check(model, params, state, len(rows))
-    state = of_rows(state, len(rows))
+    state = of_rows(model, state, len(rows))
     rows = [np.append(token, row) for token, row in zip(np.asarray(state.token), rows, strict=True)]
     n_read = np.asarray(state.model.position) - 1  # of them the first is the model's own
-    n_longest = int(np.max(n_read + [len(row) for row in rows]))
-    return Resumed(rows, state.model, jnp.int32(state.drawn), n_longest)
+    n_longest, room = int(np.max(n_read + [len(row) for row in rows])), int(state.room)
+    if room and n_longest + n_new > room:
+        raise SettingError(
+            f"state has room for texts of {room} tokens, and prompts and new tokens make "
+            f"{n_longest + n_new}: read the text again by generation.read with a larger max_length"
+        )
+    return Resumed(rows, state.model, jnp.int32(state.drawn), n_longest, room)
 
 
 def _check(model, params, state: Any, n_rows: int) -> None:
@@ -64,7 +72,8 @@ def _check(model, params, state: Any, n_rows: int) -> None:
     n = len(state.token)
     if n not in (1, n_rows):
         raise ValueError(f"state has {n} rows and prompts {n_rows}: expected as many, or one row")
-    shapes = _first_state.eval_shape(model, n, params)
+    rng = jax.random.PRNGKey(0)
+    shapes = first_state.eval_shape(model, n, max(int(state.room), 1), None, params, rng)
     if (
         np.max(state.token) >= model.vocab_size
         or jax.tree.structure(state.model) != jax.tree.structure(shapes)
@@ -76,25 +85,17 @@ def _check(model, params, state: Any, n_rows: int) -> None:
         raise ValueError("state is of another model: read its text again, by generation.read")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _first_state(model, n: int, params) -> Any:
-    """A state of n rows, for its shapes: they are traced once."""
-    return model.prefill(params, jnp.zeros((n, 1), int), jnp.ones(n, int), capacity=2)[1]
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def first_state(model, n: int, capacity: int, mesh, params, rng) -> Any:
+    """The model's state before n texts of up to `capacity` tokens."""
+    first = devices.on(mesh, functools.partial(model.first_state, batch=n, capacity=capacity))
+    return first(params, rng=rng)
 
 
-def of_rows(tree: T, n: int) -> T:
-    """The first n rows of a tree of arrays; the last one stands for those that are missing."""
-
-    def first(x):
-        if not jnp.ndim(x) or len(x) == n:
-            return x
-        return x[np.minimum(np.arange(n), len(x) - 1)]
-
-    return jax.tree.map(first, tree)
-
-
-def where_rows(mask: Bool[Array, " B"], tree: T, other: T) -> T:
-    """The rows of `tree` where the mask is True, and of `other` elsewhere."""
-    return jax.tree.map(
-        lambda x, y: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y), tree, other
-    )
+def of_rows(model, state: TextState, n: int) -> TextState:
+    """The first n rows of a state; the last one stands for those that are missing."""
+    n_rows = len(state.token)
+    if n == n_rows:
+        return state
+    rows = np.minimum(np.arange(n), n_rows - 1)
+    return state._replace(model=model.take_rows(state.model, rows), token=state.token[rows])

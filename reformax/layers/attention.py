@@ -749,11 +749,9 @@ class Attention(MultiHead):
         lengths: Int[Array, " B"],
         capacity: int,
         rng=None,
-        position: Int[Array, " B"] | None = None,
-        cache: Any = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """`prefill_by` by the layer's own plan, without the plan."""
-        return self.prefill_by(params, x, lengths, capacity, rng, position, cache)[:2]
+        return self.prefill_by(params, x, lengths, capacity, rng)[:2]
 
     def prefill_by(
         self,
@@ -762,8 +760,6 @@ class Attention(MultiHead):
         lengths: Int[Array, " B"],
         capacity: int,
         rng=None,
-        position: Int[Array, " B"] | None = None,
-        cache: Any = None,
         plan: Any = None,
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """`apply` to the first `lengths` positions of each row, and the cache that `step` reads.
@@ -776,35 +772,17 @@ class Attention(MultiHead):
           lengths: the number of positions of each row before its padding, at least 1.
           capacity: how many positions the cache must hold in the end.
           rng: the source of hashes; the same as in `apply`.
-          position: of the first of them in each row; None: 0.
-          cache: that of the positions before them, where the algorithm carries a state; None: there
-            are none.
           plan: of the layer whose choice this one reuses; None: its own.
 
         Returns:
-          The output, the cache and the plan, None where a cache goes on.
+          The output, the cache and the plan.
 
         Raises:
           ValueError: the layer is not causal, or not built for evaluation.
-          NotImplementedError: the algorithm has no step, or cannot go on from the cache.
+          NotImplementedError: the algorithm has no step.
         """
-        if self.op.decoding == "no":
-            raise Unsupported(
-                f"op is {self.op}: it has no step to decode with; use one that has, such as "
-                "dense.dense()"
-            )
-        if not self.causal or self.mode != "eval":
-            raise ValueError(
-                f"causal={self.causal} and mode={self.mode!r}: decoding needs causal=True and "
-                "mode='eval'"
-            )
+        self._check_decodes()
         heads = self._all_heads(params, x)
-        if cache is not None:
-            tokens = jnp.arange(x.shape[1])[None]
-            qkv = self._rotate(params, heads, position[:, None] + tokens)
-            ids = (tokens < lengths[:, None]).astype(jnp.int32)
-            out, cache = self._heads_from(params, qkv.of_op, cache, ids)
-            return self.combine(params, out, qkv.gate), cache, None
         places, positions = jnp.arange(x.shape[1])[None], None
         if self.rotary.scaling == "longrope":  # padding makes no row a long one
             positions = jnp.minimum(places, lengths[:, None] - 1)
@@ -822,7 +800,7 @@ class Attention(MultiHead):
             return self.op.init_cache(params, *arrays, **options)
 
         weights = params["op"], _fold_in(rng, PLAN)
-        cache = devices.by_rows(fill, (qkv.of_op, plan, lengths), weights)
+        cache = context.to_cache(fill, self.op, (qkv.of_op, plan, lengths), weights)
         if self.next_value:
             last = jnp.take_along_axis(alone.v, (lengths - 1)[:, None, None, None], axis=1)
             cache = NextValueCache(cache, _of_channels(params, last.dtype)[0] * last)
@@ -830,6 +808,126 @@ class Attention(MultiHead):
             last = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
             cache = KeyConvCache(cache, last)
         return self.attend(params, qkv, plan, rng=rng), cache, plan
+
+    def _check_decodes(self) -> None:
+        """Raises `Unsupported` or `ValueError` for a layer that cannot decode."""
+        if self.op.decoding == "no":
+            raise Unsupported(
+                f"op is {self.op}: it has no step to decode with; use one that has, such as "
+                "dense.dense()"
+            )
+        if not self.causal or self.mode != "eval":
+            raise ValueError(
+                f"causal={self.causal} and mode={self.mode!r}: decoding needs causal=True and "
+                "mode='eval'"
+            )
+
+    def first_cache(self, params, batch: int, capacity: int, dtype: Any, rng=None) -> Any:
+        """The cache before the first position of `batch` rows, in layers that compute in `dtype`.
+
+        `capacity` and `rng` are those of `prefill_by`. On a mesh with `context` each device has its
+        part of the positions.
+
+        Raises:
+          ValueError: the layer is not causal, or not built for evaluation.
+          NotImplementedError: the algorithm has no step.
+        """
+        self._check_decodes()
+        x = jnp.zeros((batch, 1, params["w_o"].shape[-1]), dtype)
+        heads = self._all_heads(params, x)
+        qkv = jax.tree.map(jnp.zeros_like, self._rotate(params, heads).of_op)
+        n_shards = devices.n_sequence_shards() if self.op.divides_cache else 1
+        n_held = -(-capacity // n_shards)
+
+        def empty(qkv, none, params, rng):
+            *arrays, extra_projections, _ = qkv
+            masks = dict(segment_ids=none[:, None], causal=True, train=False)
+            plan = None
+            if not self.op.reuses:
+                both = self.op.of_value_heads(*arrays)
+                plan = self.op.plan(params, *both, rng=rng, length=n_held, **masks)
+            options = dict(plan=plan, lengths=none, capacity=n_held, rng=rng)
+            options["extra_projections"] = extra_projections
+            return self.op.init_cache(params, *arrays, **options)
+
+        rows = qkv, jnp.zeros(batch, jnp.int32)
+        cache = context.to_cache(empty, self.op, rows, (params["op"], _fold_in(rng, PLAN)))
+        if self.next_value:
+            cache = NextValueCache(cache, qkv.v)
+        if self.key_conv:
+            keys = heads[self._keys]
+            cache = KeyConvCache(
+                cache, jnp.zeros((batch, self.key_conv - 1, *keys.shape[2:]), dtype)
+            )
+        return cache
+
+    def read_on(
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        lengths: Int[Array, " B"],
+        position: Int[Array, " B"],
+        cache: Any,
+        chosen: Int[Array, "B T K"] | tuple[()] = (),
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        """The layer at several more positions of each row: what their steps compute.
+
+        Outputs behind `lengths` are arbitrary.
+
+        Args:
+          params: the weights, or those from `for_decoding`.
+          x: the input, padded on the right.
+          lengths: the number of positions of each row before its padding.
+          position: of the first of them in each row.
+          cache: from `first_cache`, `prefill`, `step` or the call before.
+          chosen: what the queries chose in the layer whose choice this one reuses.
+
+        Returns:
+          The output, the cache with the positions, and what each query chose, where layers reuse
+          it, otherwise ().
+        """
+        heads, places = self._all_heads(params, x), jnp.arange(x.shape[1])[None]
+        if self.key_conv:
+            cache, last = cache
+            joined = jnp.concatenate([last, heads[self._keys]], axis=1)
+            keys = short_convolution.of_keys(joined, params["key_conv"])[:, last.shape[1] :]
+            last = short_convolution.last_of(joined, self.key_conv, lengths + last.shape[1])
+            heads = heads | {self._keys: keys}
+        at = position[:, None] + jnp.minimum(places, lengths[:, None] - 1)
+        alone = self._rotate(params, heads, at)
+        qkv, value = self._with_next_value(params, alone), None
+        if self.next_value:
+            current, following = _of_channels(params, qkv.v.dtype)
+            is_read = (lengths > 0)[:, None, None, None]
+            cache, before = cache
+            value = before + jnp.where(is_read, following * alone.v[:, :1], 0)
+            index = jnp.maximum(lengths - 1, 0)[:, None, None, None]
+            newest = current * jnp.take_along_axis(alone.v, index, axis=1)
+            newest = jnp.where(is_read, newest, before)
+
+        def read(qkv, value, lengths, position, chosen, cache, params, shard):
+            *arrays, extra_projections, _ = qkv
+            options = dict(position=position, lengths=lengths, extra_projections=extra_projections)
+            options |= dict(shard=shard, chosen=None if isinstance(chosen, tuple) else chosen)
+            if self.position_bias is not None:
+                options["bias"] = lambda q, k: self._bias_at(params, q, k)
+            cache = self._with_value(cache, value, position, shard)
+            return self.op.read_on(params["op"], *arrays, cache, **options)
+
+        rows = qkv.of_op, value, lengths, position, chosen
+        weights = {name: params[name] for name in ("op", "position_bias") if name in params}
+        out, cache, choices = context.from_cache(read, self.op, rows, cache, weights)
+        if self.next_value:
+            cache = NextValueCache(cache, newest)
+        if self.key_conv:
+            cache = KeyConvCache(cache, last)
+        return self.combine(params, out, qkv.gate), cache, choices
+
+    def _with_value(self, cache: Any, value, position, shard) -> Any:
+        """The algorithm's cache with another value of the position before; None: as it is."""
+        if value is None:
+            return cache
+        return self.op.replace_value(cache, value, position - 1, shard and shard.axis)
 
     def step(
         self,
@@ -849,7 +947,7 @@ class Attention(MultiHead):
           cache: from `prefill` or the step before.
           position: of each row.
           origins: in beam search, the beam whose cache has each position of a beam's past
-            (`ops.decoding.cache.RingDecoding`). Algorithms whose `decoding` is not "beams" ignore
+            (`ops.decoding.ring.RingDecoding`). Algorithms whose `decoding` is not "beams" ignore
             it: their caches are reordered.
           added: a stream that the output is added to.
           chosen: from `newest_choice` of the layer whose choice this one reuses.
@@ -859,25 +957,26 @@ class Attention(MultiHead):
             cache, last = cache
             key, last = short_convolution.of_next_key(heads[self._keys], last, params["key_conv"])
             heads = heads | {self._keys: key}
-        qkv = self._rotate(params, heads, position[:, None])
+        qkv, value = self._rotate(params, heads, position[:, None]), None
         if self.next_value:
             # So far the newest key's value was without the next one.
             current, following = _of_channels(params, qkv.v.dtype)
-            value = cache.last + following * qkv.v
-            cache = self.op.replace_value(cache.op, value, position - 1)
+            value, cache = cache.last + following * qkv.v, cache.op
             qkv = qkv._replace(v=current * qkv.v)
 
-        def step(qkv, cache, position, origins, chosen, params):
+        def step(qkv, value, position, origins, chosen, cache, params, shard):
             *arrays, extra_projections, _ = qkv
             options = dict(origins=origins, extra_projections=extra_projections, chosen=chosen)
             if self.position_bias is not None:
                 now = position[:, None]
                 options["bias"] = lambda held: self._bias_at(params, now, held)[:, :, 0]
-            return self.op.step(params["op"], *arrays, cache, position=position, **options)
+            cache = self._with_value(cache, value, position, shard)
+            options |= dict(position=position, shard=shard)
+            return *self.op.step(params["op"], *arrays, cache, **options), ()
 
-        rows = qkv.of_op, cache, position, origins if self._shares_beams else None, chosen
+        rows = qkv.of_op, value, position, origins if self._shares_beams else None, chosen
         read = {name: params[name] for name in ("op", "position_bias") if name in params}
-        out, cache = devices.by_rows(step, rows, (read,))
+        out, cache, _ = context.from_cache(step, self.op, rows, cache, read)
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)
         if self.key_conv:

@@ -28,15 +28,19 @@ from reformax import devices
 from reformax.declared import SettingError
 from reformax.ops.base import AttentionOp
 from reformax.ops.calls.heads import repeat_heads, splits_head_groups
+from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.sharding import borders
 from reformax.ops.sharding.shard import Shard
 
-T = TypeVar("T")
+T, U = TypeVar("T"), TypeVar("U")
 SEQUENCE_SHARDS = Spec(devices.ROWS, devices.CONTEXT)  # [B, t, ...]
 HEAD_SHARDS = Spec(devices.ROWS, None, devices.CONTEXT)  # [B, T, n, H]
 # Arrays that each device makes and reads alone: only their first axis is known.
 PER_DEVICE = Spec((*devices.ROWS, devices.CONTEXT))
 
+
+# A divided cache, `[B, G, S, H]`; `ops.decoding.reading` says which device has which position.
+CACHE_SHARDS = Spec(devices.ROWS, None, devices.CONTEXT)
 
 # A ring computes no heads of zeros. Its parts together take up to 1.5 times as long as one call
 # of cuDNN (docs/devices.md).
@@ -179,6 +183,55 @@ def attend(
         specs = SEQUENCE_SHARDS, PER_DEVICE, SEQUENCE_SHARDS, Spec(), Spec(), Spec()
     region = devices.per_shard(region, specs, SEQUENCE_SHARDS)
     return region(qkv, plan, segment_ids, params, rng, bias)[:, :, :n_heads]
+
+
+def cache_specs(op: AttentionOp, cache: T) -> T:
+    """How each array of an op's cache lies on the mesh of generation."""
+    divided = devices.n_sequence_shards() > 1 and op.divides_cache
+    of_rows = CACHE_SHARDS if divided else Spec(devices.ROWS)
+
+    def of(x):
+        return jax.tree.map(lambda _: Spec(), x) if isinstance(x, SharedByBatch) else of_rows
+
+    return jax.tree.map(of, cache, is_leaf=lambda x: isinstance(x, SharedByBatch))
+
+
+def to_cache(function: Callable[..., T], op: AttentionOp, rows: tuple, whole: tuple) -> T:
+    """`function(*rows, *whole)` on the devices of the mesh: an op's cache."""
+    if devices.current() is None:
+        return function(*rows, *whole)
+    specs = cache_specs(op, jax.eval_shape(function, *rows, *whole))
+    every = (Spec(devices.ROWS),) * len(rows) + (Spec(),) * len(whole)
+    return devices.per_shard(function, every, specs)(*rows, *whole)
+
+
+def from_cache(
+    function: Callable[..., tuple[Array, T, U]], op: AttentionOp, rows: tuple, cache: T, params
+) -> tuple[Array, T, U]:
+    """`function(*rows, cache, params, shard)` on the devices of the mesh: an op's step or the like.
+
+    It returns the outputs, the cache with the new positions, and anything else of rows. Along
+    `context` each device has a part of a cache that the op divides, of which `shard` tells. Other
+    caches are whole on each, and so is what is computed of them.
+
+    Raises:
+      SettingError: the cache grows with the text, and the op does not divide it.
+    """
+    if devices.current() is None:
+        return function(*rows, cache, params, None)
+    n, length = devices.n_sequence_shards(), rows[0].q.shape[1]
+    if n > 1 and op.cache_grows and not op.divides_cache:
+        raise SettingError(
+            f"mesh has context={n} and op is {op}, whose cache is not divided by position: use "
+            "context=1, or an op such as flash.flash() or shared_qk.shared_qk()"
+        )
+    shard = Shard(axis=devices.CONTEXT) if n > 1 and op.divides_cache else None
+    outs = SEQUENCE_SHARDS if shard is not None and length % n == 0 else Spec(devices.ROWS)
+    specs = cache_specs(op, cache)
+    call = functools.partial(function, shard=shard)
+    every = (Spec(devices.ROWS),) * len(rows)
+    call = devices.per_shard(call, (*every, specs, Spec()), (outs, specs, Spec(devices.ROWS)))
+    return call(*rows, cache, params)
 
 
 def _shard(qkv, n_heads: int) -> Shard:

@@ -307,12 +307,8 @@ class BlockStack(Layer):
         rng=None,
         memory: Float[Array, "B S D"] | None = None,
         memory_segment_ids: Int[Array, "B S"] | None = None,
-        position: Int[Array, " B"] | None = None,
-        caches: Any = None,
     ) -> tuple[tuple[Array, ...], Any, Any]:
         """Reads prompts, or with a memory each target's first token.
-
-        With `caches`, from `prefill` or `step`, the first position of each row is `position`.
 
         See `Attention.prefill` and `CrossAttention.precompute_kv`. With a memory the streams have
         one position, `params` are those of `for_decoding`, and the layers are written out as in
@@ -323,7 +319,7 @@ class BlockStack(Layer):
           without one.
         """
 
-        def repeat(streams, this, *before):
+        def repeat(streams, this):
             caches, memory_kv, plans = [], [], []
             for i, block in enumerate(self.blocks):
                 rngs = self._rngs(rng, this, i)
@@ -334,7 +330,6 @@ class BlockStack(Layer):
                     capacity=capacity,
                     rng=rngs["attention"],
                     plan=None if source is None else plans[source],
-                    **({"position": position, "cache": before[0][i]} if before else {}),
                 )
                 sublayers = {"attention": _apart(_with_two(attend))}
                 if self._cross:
@@ -356,14 +351,63 @@ class BlockStack(Layer):
 
         streams = self._opened(streams)
         if not self._cross:
-            before = [] if caches is None else [jax.tree.map(lambda *x: jnp.stack(x), *caches)]
-            streams, (caches, _) = self._scan(repeat, streams, params, *before)
+            streams, (caches, _) = self._scan(repeat, streams, params)
             return streams[: self.n_streams], self._unstack(caches), None
         kept = []
         for index, repeat_params in enumerate(params):
             streams, cache = repeat(streams, Repeat(index, repeat_params))
             kept.append(cache)
         return streams[: self.n_streams], *zip(*kept, strict=True)
+
+    def first_caches(self, params, batch: int, capacity: int, rng=None) -> Any:
+        """The caches of all layers before the first position; see `Attention.first_cache`."""
+
+        def of(index, i, p):
+            this = Repeat(index, p)
+            options = batch, capacity, self.dtype, self._rngs(rng, this, i)["attention"]
+            p = devices.gathered(p[f"block_{i}"]["attention"])
+            return self.blocks[i].attention.first_cache(p, *options)
+
+        return tuple(
+            tuple(of(index, i, p) for i in range(len(self.blocks)))
+            for index, p in enumerate(self._unstack(params))
+        )
+
+    def read_on(
+        self,
+        params,
+        streams: Sequence[Array],
+        lengths: Int[Array, " B"],
+        position: Int[Array, " B"],
+        caches: Any,
+    ) -> tuple[tuple[Array, ...], Any]:
+        """The streams of several more positions of each row, and the caches with them.
+
+        See `Attention.read_on`. The layers are written out, as in `step`.
+        """
+        streams, after = self._opened(streams), []
+        for repeat_params, repeat_caches in zip(self._unstack(params), caches, strict=True):
+            repeat_params, kept, choices = devices.gathered(repeat_params), [], []
+            for i, block in enumerate(self.blocks):
+                source = self._sources[i]
+                attend = functools.partial(
+                    block.attention.read_on,
+                    lengths=lengths,
+                    position=position,
+                    cache=repeat_caches[i],
+                    chosen=() if source is None else choices[source],
+                )
+                sublayers = {
+                    "attention": _apart(_with_two(attend)),
+                    "feed_forward": _apart(_alone(block.feed_forward.apply)),
+                }
+                p = repeat_params[f"block_{i}"]
+                streams, (cache, choice) = self._decode_layer(p, streams, sublayers)
+                streams = tuple(map(devices.over_sequence, streams))
+                kept.append(cache)
+                choices.append(choice)
+            after.append(tuple(kept))
+        return streams[: self.n_streams], tuple(after)
 
     def step(
         self,

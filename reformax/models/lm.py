@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from reformax import devices
 from reformax.declared import Count, SettingError, Unsupported
@@ -28,6 +28,7 @@ from reformax.models.base import (
 from reformax.models.logits import affine, affine_params, capped, logits_product
 from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
+from reformax.ops.decoding.cache import take_rows, where_rows
 from reformax.ops.masking.masks import Tokens
 
 
@@ -218,8 +219,9 @@ class LanguageModel(Backbone):
           lengths: the number of tokens in each row before its padding; 0 is an empty prompt.
           capacity: the largest length of prompt and continuation together.
           rng: the source of hashes, which are those of `apply` with the same rng.
-          state: of the text before, from `prefill` or `step`, whose attention carries states: the
-            prompts go on from it, and `capacity` is not asked for. None: the prompts begin a text.
+          state: of the text before, from `first_state`, `prefill` or `step`: the prompts go on from
+            it, as their steps would, and `capacity` and `rng` are the state's. None: the prompts
+            begin a text.
 
         Returns:
           The logits of each row's next token, and the state that `step` goes on from.
@@ -232,14 +234,14 @@ class LanguageModel(Backbone):
         """
         check_tokens("tokens", tokens)
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
+        if state is not None:
+            return self._read_on(params, tokens, lengths, state)
         if capacity <= tokens.shape[1]:
             raise SettingError(
                 f"capacity is {capacity}: expected more than {tokens.shape[1]}, the prompts' length"
             )
         check_capacity(capacity, self.max_length)
         rng = None if rng is None else jax.random.split(rng, 3)[1]
-        if state is not None:
-            return self._read_on(params, tokens, lengths, capacity, rng, state)
         # Position t reads token t - 1: n tokens make n + 1 positions.
         x = self._embed(params, devices.looked_up(params["embedding"], self._shifted(tokens)))
         streams, caches, _ = self._layers.prefill(
@@ -255,27 +257,55 @@ class LanguageModel(Backbone):
         rotary = self.design.rotary
         return rotary.trained_length if rotary.scaling == "longrope" else None
 
-    def check_carries_state(self) -> None:
-        """Raises `Unsupported` unless `prefill` can go on from a state."""
-        for block in self._layers.blocks:
-            block.attention.first_state(1, self.width)
+    @property
+    def carries_state(self) -> bool:
+        """Whether the state of a text has one size, however long the text is."""
+        return all(block.attention.op.carries_state for block in self._layers.blocks)
 
-    def _read_on(self, params, tokens, lengths, capacity, rng, state: LMState):
-        """`prefill` of tokens that follow a text; each row has one at least."""
-        self.check_carries_state()
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `prefill` from a state computes what it does for the whole prompt, as fast."""
+        same = all(block.attention.op.reads_ahead for block in self._layers.blocks)
+        return same and self.angles_change_after is None
+
+    def first_state(self, params, batch: int, capacity: int, rng=None) -> LMState:
+        """The state before `first_token`, which is the first token that such texts read.
+
+        Args:
+          params: the weights.
+          batch: the number of texts.
+          capacity: the largest length of a text.
+          rng: the source of hashes, as in `prefill`.
+
+        Raises:
+          ValueError: the capacity is above that of the positions, or the model is not built for
+            evaluation.
+          NotImplementedError: an attention algorithm cannot decode.
+        """
+        check_capacity(capacity, self.max_length)
+        rng = None if rng is None else jax.random.split(rng, 3)[1]
+        caches = self._layers.first_caches(params["stack"], batch, capacity, rng)
+        return LMState(jnp.zeros(batch, jnp.int32), caches)
+
+    def take_rows(self, state: LMState, rows: Int[Array, " R"]) -> LMState:
+        """The state of the rows with these indices, in their order. An index may repeat."""
+        return LMState(state.position[rows], take_rows(state.caches, rows))
+
+    def where_rows(self, mask: Bool[Array, " B"], state: LMState, other: LMState) -> LMState:
+        """The rows of `state` where the mask is True, and of `other` elsewhere."""
+        position = jnp.where(mask, state.position, other.position)
+        return LMState(position, where_rows(mask, state.caches, other.caches))
+
+    def _read_on(self, params, tokens, lengths, state: LMState):
+        """`prefill` of tokens that follow a text; logits of rows without one are arbitrary."""
         position, caches = state
         of_tokens = position[:, None] + jnp.arange(tokens.shape[1])[None]
+        if self.max_length is not None:  # of padding
+            of_tokens = jnp.minimum(of_tokens, self.max_length - 1)
         x = self._embed(params, devices.looked_up(params["embedding"], tokens), of_tokens)
-        streams, caches, _ = self._layers.prefill(
-            params["stack"],
-            [x] * self._layers.n_out,
-            lengths,
-            capacity,
-            rng,
-            position=position,
-            caches=caches,
-        )
-        last = lengths[:, None, None] - 1
+        streams = [devices.over_sequence(x)] * self._layers.n_out
+        streams, caches = self._layers.read_on(params["stack"], streams, lengths, position, caches)
+        last = jnp.maximum(lengths - 1, 0)[:, None, None]
         streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
         return self._next(params, streams), LMState(position + lengths, caches)
 

@@ -33,6 +33,7 @@ from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
 from reformax.ops.calls.options import Options, options
+from reformax.ops.decoding import reading
 from reformax.ops.masking.given_masks import checked_mask
 from reformax.ops.masking.masks import (
     SegmentIds,
@@ -116,6 +117,8 @@ class AttentionOp(Options):
         report.
       decoding: "no", "rows", or "beams" where `step` reads a beam's past in other beams' caches.
         `layers.Attention` asks.
+      divides_cache: `step` and `read_on` take a cache whose positions a mesh axis divides, as
+        `decoding.reading` says. Layers ask.
     """
 
     soft_cap: SoftCap | None = None
@@ -135,6 +138,7 @@ class AttentionOp(Options):
     reuses = False
     shards: ClassVar[tuple[str, ...]] = ()
     chooses_keys: ClassVar[bool] = False
+    divides_cache: ClassVar[bool] = False
     scale = None  # the factor of logits, where it is an option
 
     # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
@@ -167,6 +171,16 @@ class AttentionOp(Options):
         size.
         """
         return type(self)._apply_from is not AttentionOp._apply_from
+
+    @property
+    def cache_grows(self) -> bool:
+        """Whether the cache of decoding is larger for longer texts."""
+        return not (self.carries_state or self.local)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `read_on` computes several positions at once, and not one after the other."""
+        return self.carries_state or type(self)._read_on is not AttentionOp._read_on
 
     @property
     def decoding(self) -> Literal["no", "rows", "beams"]:
@@ -400,7 +414,7 @@ class AttentionOp(Options):
           cache: from `init_cache` or the step before.
           position: its number, `[B]`.
           **call: where the algorithm reads them `bias`, `(positions of keys [B, S]) -> [B, N, S]`,
-            `extra_projections`, `origins` in beam search (`decoding.cache.RingDecoding`), and
+            `extra_projections`, `origins` in beam search (`decoding.ring.RingDecoding`), and
             `chosen` from `newest_choice` where it `reuses` a choice.
         """
         call = self._call(causal=True, position=position, **call)
@@ -413,13 +427,39 @@ class AttentionOp(Options):
         return self._run(self._step, call, params, q, k, v, cache)
 
     @final
-    def replace_value(self, cache, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]) -> Any:
-        """The cache with another value of a position that it holds.
+    def read_on(
+        self, params, q, k, v, cache, *, position, lengths, **call
+    ) -> tuple[Float[Array, "B T N V"], Any, Any]:
+        """Attention of several more positions of each row: what their steps compute.
 
-        For an algorithm with `never_sees_itself`, by which layers with `next_value` decode.
+        Args:
+          params, q, k, v: as in `apply`, padded on the right.
+          cache: from `init_cache`, `step` or the call before.
+          position: the number of the first of them, `[B]`.
+          lengths: the number of them before a row's padding, `[B]`; 0 for none.
+          **call: as in `step`, besides `origins`. `bias` is `(positions of queries [B, T], of keys
+            [B, S]) -> [B, N, T, S]`, and `chosen` is `[B, T, K]`.
+
+        Returns:
+          The attended values, arbitrary at padding, the cache, and what each query chose, `[B, T,
+          K]`, where others reuse it, otherwise ().
         """
-        call = cache, v, position
-        return devices.varying_as(call, self._replace_value(*devices.varying_as(call, call)))
+        call = self._call(causal=True, position=position, lengths=lengths, **call)
+        q = self._scaled(call, params, q, k)
+        return self._run(self._read_on, call, params, q, k, v, cache)
+
+    @final
+    def replace_value(
+        self, cache, v: Float[Array, "B 1 N V"], position: Int[Array, " B"], axis: str | None = None
+    ) -> Any:
+        """The cache with another value of a position that it holds, or of -1: then it may hold any.
+
+        For an algorithm with `never_sees_itself`, by which layers with `next_value` decode. `axis`
+        is the mesh's that divides the cache.
+        """
+        call, options = (cache, v, position), {} if axis is None else {"axis": axis}
+        new = self._replace_value(*devices.varying_as(call, call), **options)
+        return devices.varying_as(call, new)
 
     def _call(self, **arguments: Any) -> Call:
         """A call with the op's logits. Boolean segment ids say that rows are one segment."""
@@ -435,13 +475,14 @@ class AttentionOp(Options):
         if self.scale_by_length is None:
             return q
         shard = call.shard or Shard()
-        if shard.axis is not None or not isinstance(shard.position, int):
+        counted = call.position is not None
+        if not counted and (shard.axis is not None or not isinstance(shard.position, int)):
             raise Unsupported(
                 f"scale_by_length is {self.scale_by_length}, but no device sees the whole sequence "
                 "to count keys: use context=1"
             )
-        if call.position is not None:  # of the newest key
-            n_keys = call.position[:, None] + 1
+        if counted:  # from the newest keys' positions
+            n_keys = call.position[:, None] + 1 + jnp.arange(q.shape[1])[None]
         else:
             lengths = q.shape[1], (q if k is None else k).shape[1]
             n_keys = keys_seen(*lengths, causal=call.causal, segment_ids=call.segment_ids)
@@ -515,6 +556,21 @@ class AttentionOp(Options):
 
     def _step(self, call: Call, params, q, k, v, cache) -> tuple[Float[Array, "B 1 N V"], Any]:
         raise NotImplementedError(f"{self.name} cannot decode")
+
+    def _read_on(self, call: Call, params, q, k, v, cache) -> tuple[Array, Any, Any]:
+        if self.carries_state:
+            ids = (jnp.arange(v.shape[1])[None] < call.lengths[:, None]).astype(jnp.int32)
+            of_part = call.but(segment_ids=ids, position=None, lengths=None)
+            return *self._attend_from(of_part, params, q, k, v, cache), ()
+
+        def step(call, q, k, v, cache):
+            return self._step(call, params, q, k, v, cache)
+
+        return reading.by_steps(step, self._choice_of, call, q, k, v, cache)
+
+    def _choice_of(self, cache: Any) -> Any:
+        """`newest_choice` where others may reuse it, otherwise ()."""
+        return ()
 
     def _replace_value(self, cache, v, position):
         raise NotImplementedError(f"{self.name} cannot replace a value")

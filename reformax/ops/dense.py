@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import KERNELS, compute_by
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import RingDecoding
+from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.masking.masks import visibility
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.softmax import all_keys

@@ -24,7 +24,7 @@ from reformax.ops.calls.dispatch import (
     kernel_obstacles,
 )
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import RingDecoding
+from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.logits import Logits

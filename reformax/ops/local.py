@@ -16,8 +16,11 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import RingDecoding
+from reformax.ops.decoding.cache import KeyValues
+from reformax.ops.decoding.reading import add_all_to_ring
+from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.hashing import circle
+from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -68,6 +71,7 @@ class local(RingDecoding, AttentionOp):
 
     shards = ("heads",)
     local = True
+    divides_cache = False
     _keeps_padding_out = True
     _takes_lengths = True
     _impls = ("cudnn", *KERNELS)
@@ -109,6 +113,38 @@ class local(RingDecoding, AttentionOp):
         before = min(self.n_chunks_before * self.chunk_len, _FARTHEST)
         chunk = position // self.chunk_len * self.chunk_len - before
         return chunk if self.window is None else jnp.maximum(chunk, position - self.window + 1)
+
+    def _read_on(self, call, params, q, k, v, cache: KeyValues):
+        """One sequence of what the ring holds and the new positions, from a chunk's first one on.
+
+        The ring holds what new positions see. What it still holds besides is out of their reach.
+        """
+        reach, n_slots, length = self.reach(True), cache.keys.shape[2], q.shape[1]
+        n_past = min(reach.before + reach.unit - 1, n_slots)
+        first = call.position // reach.unit * reach.unit - min(reach.before, _FARTHEST)
+        if n_past == n_slots:  # which holds all positions so far, or more chunks than are seen
+            first = jnp.maximum(first, 0)
+        at = first[:, None] + jnp.arange(n_past + length, dtype=jnp.int32)[None]
+        new = at - call.position[:, None]
+
+        def joined(past: Array | None, x: Array) -> Array:
+            x = jnp.take_along_axis(x, jnp.clip(new, 0, length - 1)[..., None, None], axis=1)
+            if past is None:
+                return x
+            slot = (at % n_slots)[:, None, :, None]
+            past = jnp.swapaxes(jnp.take_along_axis(past, slot, axis=2), 1, 2)
+            return jnp.where((new >= 0)[..., None, None], x, past.astype(x.dtype))
+
+        ids = ((at >= 0) & (new < call.lengths[:, None])).astype(jnp.int32)
+        masks = dict(segment_ids=ids, one_segment=True, lengths=None, position=None)
+        keys = None if self.shared_qk else joined(cache.keys, k)
+        queries = joined(cache.keys if self.shared_qk else None, q)
+        arrays = queries, keys, joined(cache.values, v)
+        out = self._apply(call.but(**masks), params, *arrays, ())
+        behind = (call.position - first)[:, None] + jnp.arange(length)[None]
+        out = jnp.take_along_axis(out, behind[..., None, None], axis=1)
+        keys = length_normalize(q) if self.shared_qk else k
+        return out, add_all_to_ring(cache, keys, v, call.position, call.lengths), ()
 
     def _check(self) -> None:
         """Raises `ValueError` for sizes out of range and options that exclude each other."""

@@ -30,7 +30,7 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import RingDecoding
+from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.row_blocks import block_at, ids_of, over_groups, rows
 from reformax.ops.softmax import block_kernels, tiles

@@ -95,7 +95,7 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
     options = dict(max_length=64)
     for top_k in (0, 2):  # without tokens left out, and with
         generation.generate(model, params, PROMPTS, 2, **options, top_k=top_k)
-    before = decoding._start._cache_size(), decoding._go_on._cache_size()
+    before = decoding._prefill._cache_size(), decoding._go_on._cache_size()
     assert min(before) > 0
     for given, n, more in [
         (PROMPTS, 1, {}),
@@ -105,7 +105,7 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
     ]:
         generation.generate(model, params, given, n, **options, **more)
     generation.generate(model, params, PROMPTS, 9)  # 16 tokens have room for 64
-    assert (decoding._start._cache_size(), decoding._go_on._cache_size()) == before
+    assert (decoding._prefill._cache_size(), decoding._go_on._cache_size()) == before
 
 
 def test_a_row_ends(model, params):

@@ -112,7 +112,7 @@ def test_a_row_keeps_the_end_that_it_drew_of_several(both):
 
 def test_further_lengths_compile_nothing(both):
     model, params = both
-    start, go_on = generation.decoding._start, generation.decoding._go_on
+    start, go_on = generation.decoding._read_piece, generation.decoding._go_on
     state = generation.read(model, params, [[1, 2]])
     generation.generate(model, params, [[3]], 2, state=state)
     before = start._cache_size(), go_on._cache_size()
@@ -124,7 +124,7 @@ def test_further_lengths_compile_nothing(both):
 def test_errors(both):
     model, params = both
     state = generation.read(model, params, PROMPTS)
-    windows, its = build(local.local(chunk_len=4))
+    circle, its = build(local.local(chunk_len=4, wrap=True))
     axial = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(4, 4))
     short, of_short = build(OPS["kda"], **axial)
     held = generation.read(short, of_short, [[1] * 15])
@@ -142,10 +142,9 @@ def test_errors(both):
          lambda: generate(short, of_short, state=state)),
         (ValueError, "^state is of another model: read its text again, by generation.read$",
          lambda: generate(few, of_few, [[1]], state=generation.read(model, params, [[9]]))),
-        (Unsupported, "^op is local: it carries no state; use a recurrence",
-         lambda: generate(windows, its, return_state=True)),
-        (Unsupported, "^op is local: it carries no state", lambda: generate(windows, its, state=1)),
-        (Unsupported, "^op is local", lambda: generation.read(windows, its, PROMPTS)),
+        (Unsupported, "^op is local.*: it has no step to decode with",
+         lambda: generate(circle, its, return_state=True)),
+        (Unsupported, "^op is local.*: it has no", lambda: generation.read(circle, its, PROMPTS)),
         (ValueError, "^prompts.1. is empty: expected a token, as no state is given$",
          lambda: generation.read(model, params, [[1], []])),
         (SettingError, "^prompts has a text of 21 tokens: the model's positions hold 20$",

@@ -111,3 +111,9 @@ def init_cache(op: AttentionOp, x: Inputs, **options):
 
 def step(op: AttentionOp, x: Inputs, cache, **options):
     return op.step(x.params, x.q, x.k, x.v, cache, **options, extra_projections=x.extra_projections)
+
+
+def read_on(op: AttentionOp, x: Inputs, cache, **options):
+    return op.read_on(
+        x.params, x.q, x.k, x.v, cache, **options, extra_projections=x.extra_projections
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.declared import SettingError, Unsupported
+from reformax.declared import SettingError
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import kda, linear, local
 from reformax.training import loop, loss, mesh, pieces, step
@@ -153,6 +153,3 @@ def test_reading_on_is_reading_at_once(kind):
     got, state = prefill(params, then, more, capacity=30, state=state)
     want, at_once = prefill(params, whole, first + more, capacity=30)
     assert_trees_close((got, state), (want, at_once), 2e-5)
-    windows = model_of(attention_type=local.local(), mode="eval")
-    with pytest.raises(Unsupported, match="^op is local: it carries no state; use a recurrence"):
-        windows.prefill(params, then, more, capacity=30, state=state)

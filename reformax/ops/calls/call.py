@@ -39,7 +39,7 @@ class Call:
       extra_projections: the further projections that the algorithm reads, by name.
       global_tokens: above 0 at global tokens.
       position: in a step of decoding, that of each row.
-      origins: in beam search, as in `decoding.cache.RingDecoding`.
+      origins: in beam search, as in `decoding.ring.RingDecoding`.
       chosen: in a step of decoding of an op that reuses a choice, that of the other op.
       sinks: a logit of each head in the denominator of its softmax (`softmax.learned_sinks`). An op
         sets it of its weights.

@@ -14,8 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import choose_kernels, kernel_obstacles
-from reformax.ops.masking.visibility import Side, Visibility
-from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
@@ -44,6 +42,17 @@ def take_rows(cache: Any, rows: Int[Array, " R"]) -> Any:
         cache,
         is_leaf=lambda x: isinstance(x, SharedByBatch),
     )
+
+
+def where_rows(mask: Bool[Array, " B"], cache: Any, other: Any) -> Any:
+    """The rows of `cache` where the mask is True, and of `other` elsewhere."""
+
+    def chosen(x, y):
+        if isinstance(x, SharedByBatch):
+            return x
+        return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(chosen, cache, other, is_leaf=lambda x: isinstance(x, SharedByBatch))
 
 
 def fill_ring(
@@ -235,56 +244,3 @@ def attend_among(
     if call.sinks is not None:
         whole = whole.with_sinks(call.sinks.reshape(keys.shape[2], -1))
     return _output(whole, alone, q).astype(values.dtype)
-
-
-class RingDecoding:
-    """Decoding of an op that attends to all positions from `_first_key` on: a second base class.
-
-    With `shared_qk` keys are the length-normalised queries, hidden from themselves.
-
-    `step` also takes `origins [B, K, C]` for rows that are K beams of each of B searches: the index
-    of the beam that holds the key and the value of each position of a beam. A search that drops
-    some beams and continues others twice then copies no cache. These steps run in array operations,
-    whatever `impl` is.
-    """
-
-    decoding = "beams"
-    # An option that not all of these ops have.
-    attend_self_if_alone: bool = True
-
-    def _n_slots(self, capacity: int) -> int:
-        """The number of positions that the ring holds."""
-        return capacity
-
-    def _first_key(self, position: Int[Array, "B 1"]) -> Int[Array, "B 1"] | int:
-        """The first position that a query at `position` sees."""
-        del position
-        return 0
-
-    def _init_cache(self, call: Call, params, q, k, v, plan) -> KeyValues:
-        del params, plan
-        keys = length_normalize(q) if self.shared_qk else k
-        return fill_ring(keys, v, call.lengths, self._n_slots(call.length))
-
-    def _step(self, call: Call, params, q, k, v, cache: KeyValues):
-        del params
-        position, origins = call.position, call.origins
-        impl = "auto" if self.impl == "cudnn" else self.impl  # it has no kernel for one query
-        new = KeyValues(length_normalize(q) if self.shared_qk else k, v)
-        newest = position[:, None]
-        in_ring = positions_by_slot(position, cache.keys.shape[2])
-        held = in_ring >= jnp.maximum(self._first_key(newest), 0)
-        rule = Visibility(exclude_self=self.shared_qk)  # a ring holds no later position
-        mask = rule.sees(Side(newest), Side(in_ring, exists=held))
-        alone = v if self.shared_qk and self.attend_self_if_alone else None
-        added = None if call.bias is None else call.bias(in_ring)
-        if origins is None:
-            options = dict(alone=alone, bias=added)
-            return add_and_attend(call, q, cache, new, mask[:, None], impl, **options)
-        cache = add_to_ring(cache, *new, position)
-        rows = jnp.maximum(in_ring, 0).reshape(*origins.shape[:2], -1)
-        origins = jnp.take_along_axis(origins, rows, axis=2)
-        return attend_among(call, q, *cache, mask, origins, alone, added), cache
-
-    def _replace_value(self, cache: KeyValues, v, position) -> KeyValues:
-        return replace_value(cache, v, position)

@@ -31,6 +31,9 @@ class Reusing:
         defaults = {x.name: x.default for x in dataclasses.fields(self)}
         return all(getattr(self, x) in (defaults[x], getattr(other, x)) for x in self._of_choice)
 
+    def _choice_of(self, cache):
+        return () if self.reuse else self.newest_choice(cache)
+
     def _check(self) -> None:
         super()._check()
         if self.reuse and self.report_loss:

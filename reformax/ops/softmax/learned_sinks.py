@@ -74,6 +74,9 @@ class LearnedSinks:
     def _step(self, call, params, q, k, v, cache):
         return super()._step(self._with_sinks(call, params, q.shape[2]), params, q, k, v, cache)
 
+    def _read_on(self, call, params, q, k, v, cache):
+        return super()._read_on(self._with_sinks(call, params, q.shape[2]), params, q, k, v, cache)
+
     def _with_sinks(self, call: Call, params, n_heads: int) -> Call:
         """The call with the sinks of the heads that its arrays have."""
         if not self.learned_sinks:
