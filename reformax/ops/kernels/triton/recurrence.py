@@ -55,14 +55,14 @@ STAGES = 3  # pipeline stages of the kernels that loop over chunks
 def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) -> RecurrencePlan:
     (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
     n_chunks = pl.cdiv(length, L)
-    blocks = StateBlocks.of(size, d_v, delta).grid(size, d_v)
+    dtype = jnp.result_type(x.q, x.k, x.v)
+    blocks = StateBlocks.of(size, d_v, delta, dtype).grid(size, d_v)
     if groups is None and delta and size > NARROW_HEAD:
         groups = 1  # a chip does not hold the matrix of a group
     elif groups is None:
         groups = min(PROGRAMS // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS)
         # Groups read all chunks twice, and with the delta rule once more for a matrix.
         groups = groups if groups > (3 if delta else 1) else 1
-    dtype = jnp.result_type(x.q, x.k, x.v)
     n_chunks = pl.cdiv(n_chunks, groups)
     return RecurrencePlan(length, groups, n_chunks, mean, dtype, interpret)
 
@@ -180,7 +180,8 @@ class _Launches(NamedTuple):
 
     @property
     def _blocks(self) -> StateBlocks:
-        return StateBlocks.of(self.x.k.shape[3], self.x.v.shape[3], self.x.beta is not None)
+        (_, _, _, d_k), d_v, delta = self.x.k.shape, self.x.v.shape[3], self.x.beta is not None
+        return StateBlocks.of(d_k, d_v, delta, self.plan.dtype)
 
     def _scan(self, kernel, inputs, out_shape, more_blocks: int = 0):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]

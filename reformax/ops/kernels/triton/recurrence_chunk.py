@@ -44,7 +44,11 @@ class RecurrenceStates(NamedTuple):
 
 
 class SolvedDelta(NamedTuple):
-    """The delta rule as a recurrence of other values: `u = values - reads S`."""
+    """The delta rule as a recurrence: row t writes `b_t x_t`, where `x = values - reads S`.
+
+    x is what the state lacks of a row's value. It has no factor b, so that the gradient of b, also
+    of a b of 0, is the product of x and its own gradient.
+    """
 
     reads: Array  # [B, T, N, H]
     values: Array  # [B, T, N, V]
@@ -135,6 +139,10 @@ class ChunkRows(NamedTuple):
             return self.read(self.x.decay, columns)
         return self.numbers(self.x.decay)[:, None]
 
+    @property
+    def by_head(self) -> bool:
+        return self.x.decay is not None and not self.by_feature
+
     def _half(self, c, step, columns) -> tuple[Bool[Array, "L L"], Float[Array, "L H"]]:
         """For halves of 32 rows, of 16 and so on: the mask of their pairs, and the decays.
 
@@ -175,24 +183,50 @@ class ChunkRows(NamedTuple):
         """The id of the row before the chunk; for the first chunk, the id of its first row."""
         return self.id_at(jnp.maximum(self.start - 1, 0))
 
-    def from_old(self, x, columns=None) -> Float[Array, "L H"]:
-        """As in `ops.recurrence.chunks.RecurrenceChunks.from_old`; so are the next two."""
-        if self.x.decay is not None:
-            x = x.astype(jnp.float32) * jnp.exp(self.decay(columns=columns))
-        return self.old_only(x)
+    # Factors of decay and of the delta rule. Those of a head belong to rows: they multiply products
+    # of rows, so that queries and keys are operands as they lie in memory. Those of features
+    # multiply queries and keys.
 
-    def old_only(self, x):
-        if self.x.ids is None:
-            return x
-        return jnp.where((self.ids() == self._last())[:, None], x, 0)
+    def from_old(self, x, columns=None) -> Float[Array, "L H"]:
+        """Queries or keys that read the state before the chunk, decayed by feature."""
+        return x * jnp.exp(self.decay(columns=columns)) if self.by_feature else x
+
+    def old_rows(self, y) -> Float[Array, "L J"]:
+        """Products of rows `from_old`, decayed by head; zeros at rows that do not see the state."""
+        if self.by_head:
+            y = y * jnp.exp(self.decay())
+        return y if self.x.ids is None else jnp.where(self._old()[:, None], y, 0)
+
+    def old_columns(self, pairs) -> Float[Array, "L L"]:
+        """`old_rows` of the right side of a product with these pairs."""
+        if self.by_head:
+            pairs = pairs * jnp.exp(self.numbers(self.x.decay))[None, :]
+        return pairs if self.x.ids is None else jnp.where(self._old()[None, :], pairs, 0)
+
+    def _old(self) -> Bool[Array, " L"]:
+        return self.ids() == self._last()
 
     def to_new(self, x, columns=None) -> Float[Array, "L H"]:
-        if self.x.decay is not None:
-            left = self.decay_at(L - 1, columns) - self.decay(columns=columns)
-            x = x.astype(jnp.float32) * jnp.exp(jnp.minimum(left, 0))
-        if self.x.ids is None:
+        """Keys that are written to the state after the chunk, decayed by feature."""
+        if not self.by_feature:
             return x
-        return jnp.where((self.ids() == self.id_at(self.start + L - 1))[:, None], x, 0)
+        return x * jnp.exp(jnp.minimum(self.decay_at(L - 1, columns) - self.decay(columns), 0))
+
+    def new_rows(self, y) -> Float[Array, "L J"]:
+        """Values or products of keys `to_new`, decayed by head; zeros at forgotten rows."""
+        if self.by_head:
+            y = y * jnp.exp(jnp.minimum(self.decay_at(L - 1) - self.decay(), 0))
+        if self.x.ids is None:
+            return y
+        return jnp.where((self.ids() == self.id_at(self.start + L - 1))[:, None], y, 0)
+
+    def times_beta(self, y) -> Float[Array, "L J"]:
+        """Rows times the delta rule's factor."""
+        return y if self.x.beta is None else y * self.numbers(self.x.beta)[:, None]
+
+    def beta_columns(self, pairs) -> Float[Array, "L L"]:
+        """`times_beta` of the right side of a product with these pairs."""
+        return pairs if self.x.beta is None else pairs * self.numbers(self.x.beta)[None, :]
 
     def forget(self, state: RecurrenceStates, columns) -> RecurrenceStates:
         """The state decayed over the chunk; zeros where none is left, even of an infinite state."""
@@ -291,7 +325,7 @@ class ChunkRows(NamedTuple):
 
     def weighted(self, pairs, seen) -> Float[Array, "L L"]:
         """Products of pairs that see each other, times the decay of their head."""
-        if self.x.decay is not None and not self.by_feature:
+        if self.by_head:
             c = self.numbers(self.x.decay)
             between = c[:, None] - c[None, :]
             pairs = pairs * jnp.exp(jnp.where(seen, between, 0))
