@@ -31,9 +31,10 @@ class RecurrenceArrays(NamedTuple):
     q: Array  # [B, T, N, H]
     k: Array  # [B, T, N, H]
     v: Array  # [B, T, N, V]
-    decay: Array | None  # cumulative log decays of a chunk, [B, Tp, N], or [B, Tp, N, H] by feature
+    decay: Array | None  # cumulative in a chunk, in the rows' order, [B, Tp, N] or [B, Tp, N, H]
     beta: Array | None  # [B, T, N]
-    ids: Array | None  # [B, Tp]; rows of one id are contiguous
+    ids: Array | None  # [B, Tp] in the rows' order, in which those of one id are contiguous
+    order: Array | None  # [B, Tp], the position of each row; None: its own
 
 
 class RecurrenceStates(NamedTuple):
@@ -71,36 +72,51 @@ class RecurrencePlan(NamedTuple):
 
 
 class ChunkRows(NamedTuple):
-    """A chunk of one head, as a program reads it."""
+    """A chunk of one head, as a program reads it.
+
+    Where segments are not contiguous, its rows are not: programs gather and scatter them, and only
+    ids and decays lie in the rows' order.
+    """
 
     plan: RecurrencePlan
     x: RecurrenceArrays
     batch: Any
     head: Any
-    start: Any  # its first position
+    start: Any  # its first row
+    positions: Any  # of its rows, [L]
 
-    def position(self) -> Int[Array, " L"]:
+    @classmethod
+    def of(cls, plan: RecurrencePlan, x: RecurrenceArrays, batch, head, start) -> ChunkRows:
+        return cls(plan, x, batch, head, start, None).at(start)
+
+    def at(self, start) -> ChunkRows:
+        """The chunk that starts at this row."""
+        rows = self._replace(start=start)
+        positions = rows.index()
+        if self.x.order is not None:
+            positions = pltriton.load(self.x.order.at[self.batch, positions])
+        return rows._replace(positions=positions)
+
+    def index(self) -> Int[Array, " L"]:
         return self.start + jnp.arange(L, dtype=jnp.int32)
 
-    def exists(self, position) -> Bool[Array, " L"] | None:
-        return None if self.plan.length == self.plan.padded else position < self.plan.length
+    def exists(self) -> Bool[Array, " L"] | None:
+        return None if self.plan.length == self.plan.padded else self.index() < self.plan.length
 
     def read(self, ref, columns=None) -> Float[Array, "L J"]:
         """Rows of `[B, T, N, J]`."""
-        return load(*self._view(ref, self.position(), columns))
+        return load(*self._view(ref, columns))
 
     def write(self, ref, tile, columns=None) -> None:
-        view, mask = self._view(ref, self.position(), columns)
+        view, mask = self._view(ref, columns)
         pltriton.store(view, tile.astype(ref.dtype), mask=mask)
 
-    def _view(self, ref, position, columns):
+    def _view(self, ref, columns):
         columns = columns_of(ref.shape[3]) if columns is None else columns
-        exists = self.exists(position) if ref.shape[1] == self.plan.length else None
-        view = ref.at[self.batch, position[:, None], self.head, columns[None, :]]
+        exists = self.exists()
+        view = ref.at[self.batch, self.positions[:, None], self.head, columns[None, :]]
         mask = None if exists is None else exists[:, None]
-        return view, joint_mask(
-            mask, column_mask(columns, ref.shape[3], 0), (len(position), len(columns))
-        )
+        return view, joint_mask(mask, column_mask(columns, ref.shape[3], 0), (L, len(columns)))
 
     # Tiles of pairs of rows, and scalars of rows.
 
@@ -113,7 +129,7 @@ class ChunkRows(NamedTuple):
 
     def _square(self, ref):
         columns = jnp.arange(L, dtype=jnp.int32)
-        return ref.at[self.batch, self.head, self.position()[:, None], columns[None, :]]
+        return ref.at[self.batch, self.head, self.index()[:, None], columns[None, :]]
 
     def numbers(self, ref) -> Float[Array, " L"]:
         """Rows of `[B, T, N]`."""
@@ -124,9 +140,7 @@ class ChunkRows(NamedTuple):
         pltriton.store(view, x.astype(ref.dtype), mask=mask)
 
     def _numbers(self, ref):
-        position = self.position()
-        exists = self.exists(position) if ref.shape[1] == self.plan.length else None
-        return ref.at[self.batch, position, self.head], exists
+        return ref.at[self.batch, self.positions, self.head], self.exists()
 
     # Decays, cumulative from the start of the chunk.
 
@@ -135,9 +149,24 @@ class ChunkRows(NamedTuple):
         return self.x.decay is not None and len(self.x.decay.shape) == 4
 
     def decay(self, columns=None) -> Float[Array, "L _"]:
-        if self.by_feature:
-            return self.read(self.x.decay, columns)
-        return self.numbers(self.x.decay)[:, None]
+        return self._decays(self.index(), columns) if self.by_feature else self.head_decay[:, None]
+
+    @property
+    def head_decay(self) -> Float[Array, " L"]:
+        return pltriton.load(self.x.decay.at[self.batch, self.index(), self.head])
+
+    def put_decays(self, ref, tile) -> None:
+        """Writes all of a chunk's decays, `[B, Tp, N, H]`."""
+        view, mask = self._decay_view(ref, self.index(), columns_of(ref.shape[3]))
+        pltriton.store(view, tile, mask=mask)
+
+    def _decays(self, index, columns) -> Float[Array, "I J"]:
+        return load(*self._decay_view(self.x.decay, index, columns))
+
+    def _decay_view(self, ref, index, columns):
+        view = ref.at[self.batch, index[:, None], self.head, columns[None, :]]
+        inside = column_mask(columns, ref.shape[3], 0)
+        return view, joint_mask(None, inside, (len(index), len(columns)))
 
     @property
     def by_head(self) -> bool:
@@ -152,24 +181,22 @@ class ChunkRows(NamedTuple):
         bit = np.int32(BITS - 1) - step
         row = jnp.arange(L, dtype=jnp.int32)
         middle = ((row >> (bit + 1)) << (bit + 1)) + (jnp.left_shift(np.int32(1), bit) - 1)
-        view, mask = self._view(self.x.decay, self.start + middle, columns)
         # Rows of different segments have no decay between them.
-        return across(bit), jnp.exp(-jnp.abs(c - load(view, mask)))
+        return across(bit), jnp.exp(-jnp.abs(c - self._decays(self.start + middle, columns)))
 
     def decay_at(self, t: int, columns=None) -> Float[Array, "1 _"]:
-        position = jnp.full((1,), self.start + t, jnp.int32)
+        index = jnp.full((1,), self.start + t, jnp.int32)
         if not self.by_feature:
-            return pltriton.load(self.x.decay.at[self.batch, position, self.head])[:, None]
-        view, mask = self._view(self.x.decay, position, columns)
-        return load(view, mask)
+            return pltriton.load(self.x.decay.at[self.batch, index, self.head])[:, None]
+        return self._decays(index, columns)
 
     # Segments.
 
-    def id_at(self, position) -> Int[Array, " 1"]:
-        return pltriton.load(self.x.ids.at[self.batch, jnp.full((1,), position, jnp.int32)])
+    def id_at(self, index) -> Int[Array, " 1"]:
+        return pltriton.load(self.x.ids.at[self.batch, jnp.full((1,), index, jnp.int32)])
 
     def ids(self) -> Int[Array, " L"]:
-        return pltriton.load(self.x.ids.at[self.batch, self.position()])
+        return pltriton.load(self.x.ids.at[self.batch, self.index()])
 
     def seen(self, exclude_self: bool = False) -> Bool[Array, "L L"]:
         """Which rows of its chunk each row sees."""
@@ -200,7 +227,7 @@ class ChunkRows(NamedTuple):
     def old_columns(self, pairs) -> Float[Array, "L L"]:
         """`old_rows` of the right side of a product with these pairs."""
         if self.by_head:
-            pairs = pairs * jnp.exp(self.numbers(self.x.decay))[None, :]
+            pairs = pairs * jnp.exp(self.head_decay)[None, :]
         return pairs if self.x.ids is None else jnp.where(self._old()[None, :], pairs, 0)
 
     def _old(self) -> Bool[Array, " L"]:
@@ -246,8 +273,8 @@ class ChunkRows(NamedTuple):
         """The decay of the whole chunk, as a column."""
         if not self.by_feature:
             return self.decay_at(L - 1)
-        position = jnp.full((1, 1), self.start + L - 1, jnp.int32)
-        view = self.x.decay.at[self.batch, position, self.head, columns[:, None]]
+        index = jnp.full((1, 1), self.start + L - 1, jnp.int32)
+        view = self.x.decay.at[self.batch, index, self.head, columns[:, None]]
         inside = column_mask(columns, self.x.decay.shape[3], 1)
         return load(view, joint_mask(None, inside, (len(columns), 1)))
 
@@ -302,15 +329,11 @@ class ChunkRows(NamedTuple):
         diagonal = jnp.where(i == j, jnp.sum(to_float32(x) * to_float32(y), axis=1)[:, None], 0)
         return lax.fori_loop(np.int32(0), np.int32(BITS), step, diagonal)
 
-    def pairs_vjp(
-        self, d, x, y, seen, columns=None
-    ) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
-        """The gradients of x and y, by those of their weighted products."""
+    def pairs_vjp(self, d, x, y, columns=None) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
+        """The gradients of x and y, by `weighted` ones of their products."""
         if not self.by_feature:
-            d = self.weighted(d, seen)
             return self.product(d, y), self.product(d, x, "00")
         i, j = sides()
-        d = jnp.where(seen, d, 0)
         diagonal = jnp.sum(jnp.where(i == j, d, 0), axis=1)[:, None]
         c = self.decay(columns)
 
@@ -326,7 +349,7 @@ class ChunkRows(NamedTuple):
     def weighted(self, pairs, seen) -> Float[Array, "L L"]:
         """Products of pairs that see each other, times the decay of their head."""
         if self.by_head:
-            c = self.numbers(self.x.decay)
+            c = self.head_decay
             between = c[:, None] - c[None, :]
             pairs = pairs * jnp.exp(jnp.where(seen, between, 0))
         return jnp.where(seen, pairs, 0)
@@ -383,4 +406,4 @@ def joint_mask(mask, other, shape) -> Bool[Array, "*d"] | None:
 def chunk_of(plan: RecurrencePlan, x: RecurrenceArrays) -> ChunkRows:
     """The chunk of a program of the grid (C, N, B)."""
     batch, head, chunk = pl.program_id(2), pl.program_id(1), pl.program_id(0)
-    return ChunkRows(plan, x, batch, head, chunk * L)
+    return ChunkRows.of(plan, x, batch, head, chunk * L)

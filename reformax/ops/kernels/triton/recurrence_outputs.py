@@ -39,7 +39,7 @@ def sums_kernel(x, log_decay, out, *, plan) -> None:
     # As in `ops.recurrence.chunks`.
     least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
     each = jnp.maximum(to_float32(rows.read(log_decay)), least)
-    rows.write(out, _sums(rows, each))
+    rows.put_decays(out, _sums(rows, each))
 
 
 def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
@@ -107,12 +107,11 @@ class _DeltaGradients(NamedTuple):
     """Gradients of a chunk through the right side and the pairs of the delta rule."""
 
     v: Float[Array, "L V"]
-    pairs: Float[Array, "L L"]  # of the keys that read and of those that are written
+    pairs: Float[Array, "L L"]  # of the keys that read and of those that are written, weighted
 
     def of_keys(self, rows, k, state, h) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
         """The gradients of a block of the keys as they read and as they are written."""
-        below = rows.seen(exclude_self=True)
-        read, written = rows.pairs_vjp(self.pairs, k, k, below, h)
+        read, written = rows.pairs_vjp(self.pairs, k, k, h)
         of_state = rows.old_rows(rows.product(self.v, state, "11"))
         return read - rows.from_old(of_state, h), written
 
@@ -125,8 +124,9 @@ def _delta_vjp(rows, inverse, values, d_values, d_beta) -> _DeltaGradients:
     """
     y = rows.product(rows.pairs(inverse), rows.read(d_values), "00")
     rows.put_numbers(d_beta, jnp.sum(y * values, axis=1))
-    d_right = rows.times_beta(y)
-    return _DeltaGradients(d_right, -rows.beta_columns(rows.product(d_right, values, "11")))
+    d_right = rows.times_beta(y).astype(rows.plan.dtype)
+    pairs = -rows.beta_columns(rows.product(d_right, values, "11"))
+    return _DeltaGradients(d_right, rows.weighted(pairs, rows.seen(exclude_self=True)))
 
 
 # Outputs and gradients. Wide rows are read in blocks of features, whose products add up. In float32
@@ -250,11 +250,12 @@ def gradients_kernel(
     if plan.mean:
         d_weights = rows.numbers(d_total)[:, None]
         d_pairs = d_pairs + d_weights
+    d_pairs = rows.weighted(d_pairs, seen)
 
     def of_block(h, dc):
         q, k = rows.read(x.q, h), rows.read(x.k, h)
         state, d_state = (rows.state(a, chunk, h, v) for a in (states, d_states))
-        dq, dk = rows.pairs_vjp(d_pairs, q, k, seen, h)
+        dq, dk = rows.pairs_vjp(d_pairs, q, k, h)
         dq_old = rows.product(d, state.outer, "11")
         dk_new = rows.times_beta(rows.product(u, d_state.outer, "11"))
         if plan.mean:

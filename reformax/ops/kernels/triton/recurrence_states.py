@@ -53,7 +53,7 @@ def _block(plan: RecurrencePlan, x: RecurrenceArrays, blocks: StateBlocks):
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block, last = pl.program_id(0), pl.program_id(2)
     group = lax.rem(last, np.int32(plan.n_groups))
-    program = ChunkRows(plan, x, lax.div(last, np.int32(plan.n_groups)), pl.program_id(1), 0)
+    program = ChunkRows(plan, x, lax.div(last, np.int32(plan.n_groups)), pl.program_id(1), 0, None)
     if x.beta is not None:  # blocks of all features; those after the values are transitions
         return program, group, columns_of(0, 0, blocks.h), columns_of(0, block * blocks.v, blocks.v)
     h = columns_of(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
@@ -99,7 +99,7 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
 
     def step(i, state):
         chunk = group * plan.n_chunks + i
-        rows = program._replace(start=chunk * L)
+        rows = program.at(chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
         keys = rows.to_new(rows.read(x.k, h), h)
@@ -133,7 +133,7 @@ def d_states_kernel(
 
     def step(i, state):
         chunk = group * plan.n_chunks + (plan.n_chunks - 1 - i)
-        rows = program._replace(start=chunk * L)
+        rows = program.at(chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
         q = rows.from_old(rows.read(x.q, h), h)
@@ -173,7 +173,7 @@ def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) 
     """
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block = pl.program_id(0)
-    program = ChunkRows(plan, x, pl.program_id(2), pl.program_id(1), 0)
+    program = ChunkRows(plan, x, pl.program_id(2), pl.program_id(1), 0, None)
     h = columns_of(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
     v = columns_of(0, lax.rem(block, np.int32(n)) * blocks.v, blocks.v)
 
