@@ -129,26 +129,30 @@ def _delta_vjp(rows, inverse, values, d_values, d_beta) -> _DeltaGradients:
     return _DeltaGradients(d_right, rows.weighted(pairs, rows.seen(exclude_self=True)))
 
 
-# Outputs and gradients. Wide rows are read in blocks of features, whose products add up. In float32
-# blocks are narrower, because a chip does not hold more of what a gradient reads, and products of
-# whole float32 numbers ("highest" precision) take more of it than those of rounded ones.
+# Outputs and gradients. Wide rows are read in blocks of features, whose products add up, so that a
+# program's tiles fit in its registers. A gradient has more tiles than an output, and decays by
+# feature add their own. Products of whole float32 numbers ("highest" precision) take more registers
+# than those of rounded ones.
 
-FEATURES = 64  # features of a block of a gradient, or of float32
+FEATURES = 64  # features of a block
 
 
-def _blocks(x, most: int) -> tuple[int, int]:
-    """The number of blocks of features, of at most so many, and their width."""
+def _blocks(x, gradient: bool) -> tuple[int, int]:
+    """The number of blocks of features, and their width."""
     size, widest = x.k.shape[3], max(x.k.shape[3], x.v.shape[3])
-    narrow = x.k.dtype == jnp.float32
-    if widest <= (FEATURES if narrow else most):
+    wide = x.k.dtype == jnp.float32
+    by_feature = x.decay is not None and len(x.decay.shape) == 4
+    if widest <= (FEATURES if gradient or wide or by_feature else NARROW_HEAD):
         return 1, power_of_two(size)
-    width = FEATURES // 4 if narrow and widest > NARROW_HEAD else FEATURES
+    width = FEATURES // 2 if gradient and by_feature else FEATURES
+    if wide and widest > NARROW_HEAD:
+        width = FEATURES // 4
     return pl.cdiv(size, width), width
 
 
-def _each_block(x, step, carry, most: int = NARROW_HEAD):
-    """`step(columns, carry)` for each block of features in turn, of at most so many features."""
-    n, width = _blocks(x, most)
+def _each_block(x, step, carry, gradient: bool = False):
+    """`step(columns, carry)` for each block of features in turn."""
+    n, width = _blocks(x, gradient)
     if n == 1:
         return step(columns_of(0, 0, width), carry)
 
@@ -163,25 +167,25 @@ def output_kernel(x, states, values, out, total, *, plan) -> None:
     rows, chunk = chunk_of(plan, x), pl.program_id(0)
     v = columns_of(x.v.shape[3])
 
-    def add(h, sums):
-        pairs, old, weights = sums
-        q, state = rows.read(x.q, h), rows.state(states, chunk, h, v)
-        pairs = pairs + rows.products_of(q, rows.read(x.k, h), h)
-        from_old = rows.from_old(q, h)
-        old = old + rows.product(from_old, state.outer)
-        if plan.mean:
-            weights = weights + jnp.sum(rows.rounded(from_old) * state.keys[None, :], axis=1)
-        return pairs, old, weights
+    def add_pairs(h, pairs):
+        return pairs + rows.products_of(rows.read(x.q, h), rows.read(x.k, h), h)
 
+    def add_old(h, sums):
+        old, weights = sums
+        q, state = rows.from_old(rows.read(x.q, h), h), rows.state(states, chunk, h, v)
+        if plan.mean:
+            weights = weights + jnp.sum(rows.rounded(q) * state.keys[None, :], axis=1)
+        return old + rows.product(q, state.outer), weights
+
+    pairs = _each_block(x, add_pairs, jnp.zeros((L, L), jnp.float32))
+    pairs = rows.beta_columns(rows.weighted(pairs, rows.seen())).astype(plan.dtype)
     zeros = jnp.zeros((L,), jnp.float32) if plan.mean else None
-    initial = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32), zeros
-    pairs, old, weights = _each_block(x, add, initial)
-    pairs = rows.beta_columns(rows.weighted(pairs, rows.seen()))
+    old, weights = _each_block(x, add_old, (jnp.zeros((L, len(v)), jnp.float32), zeros))
     sums = rows.product(pairs, rows.read(values)) + rows.old_rows(old)
     if not plan.mean:
         rows.write(out, sums)
         return
-    weights = jnp.sum(rows.rounded(pairs), axis=1) + rows.old_rows(weights[:, None])[:, 0]
+    weights = jnp.sum(to_float32(pairs), axis=1) + rows.old_rows(weights[:, None])[:, 0]
     weights = jnp.where(weights < LEAST_SUM, 0, weights)
     means = jnp.where(weights == 0, 0, 1 / jnp.where(weights == 0, 1, weights))[:, None] * sums
     rows.write(out, means)
@@ -239,7 +243,7 @@ def gradients_kernel(
             return pairs, sums[1] + rows.product(rows.to_new(k, h), d_state)
 
         zeros = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32)
-        pairs, dv = _each_block(x, add, zeros, FEATURES)
+        pairs, dv = _each_block(x, add, zeros, gradient=True)
         dv = rows.new_rows(dv) + rows.product(rows.weighted(pairs, seen), d, "00")
         rows.write(out.v, dv)
     else:
@@ -284,7 +288,7 @@ def gradients_kernel(
             return dc
         return dc + jnp.sum(d_decay, axis=1)
 
-    dc = _each_block(x, of_block, jnp.zeros((L,), jnp.float32), FEATURES)
+    dc = _each_block(x, of_block, jnp.zeros((L,), jnp.float32), gradient=True)
     if rows.by_head:
         later = jnp.where(rows.seen(), dc[:, None], 0)
         rows.put_numbers(out.decay, jnp.sum(later, axis=0))

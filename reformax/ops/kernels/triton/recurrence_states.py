@@ -102,7 +102,8 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
         rows = program.at(chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
-        keys = rows.to_new(rows.read(x.k, h), h)
+        # What does not wait for the products comes before them.
+        keys, kept = rows.to_new(rows.read(x.k, h), h), rows.forget(state, h)
         if solved is None:
             written = rows.read(x.v, v)
         else:
@@ -114,7 +115,7 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
                 rows.write(values, written, v)
             written = rows.times_beta(written)
         weights = rows.new_rows(jnp.ones((L, 1), jnp.float32)) if plan.mean else None
-        return _add(rows, rows.forget(state, h), keys, rows.new_rows(written), weights)
+        return _add(rows, kept, keys, rows.new_rows(written), weights)
 
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
     if ends is not None:
