@@ -22,12 +22,19 @@ def contiguous_segments(
 
     Without segments the inputs are unchanged, and order and ids are None.
     """
+    order, ids = order_of_segments(segment_ids)
+    return order, jax.tree.map(lambda x: reorder(x, order), inputs), ids
+
+
+def order_of_segments(
+    segment_ids: Int[Array, "B T"] | None,
+) -> tuple[Int[Array, "B T"] | None, Int[Array, "B T"] | None]:
+    """The order that makes each segment contiguous, and the ids in it; None without segments."""
     if segment_ids is None:
-        return None, inputs, None
+        return None, None
     segment_ids = jnp.asarray(segment_ids)
     order = jnp.argsort(segment_ids, axis=1, stable=True)
-    inputs, segment_ids = jax.tree.map(lambda x: reorder(x, order), (inputs, segment_ids))
-    return order, inputs, segment_ids
+    return order, reorder(segment_ids, order)
 
 
 def tokens_first(

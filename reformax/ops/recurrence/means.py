@@ -26,7 +26,7 @@ from reformax.ops.calls.dispatch import (
     compute_by,
     kernel_obstacles,
 )
-from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
+from reformax.ops.masking.contiguous import order_of_segments
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
@@ -98,9 +98,9 @@ def _mean(interpret: bool, inputs: RecurrenceInputs, segment_ids) -> Float[Array
 def _forward(interpret: bool, inputs: RecurrenceInputs, segment_ids):
     from reformax.ops.kernels.triton import recurrence as kernel
 
-    order, x, ids = contiguous_segments(first_order(inputs), segment_ids)
-    out, total = kernel.means(x, ids, interpret=interpret)
-    out, total = (checkpoint_name(x, KEPT) for x in (restore_order(out, order), total))
+    order, ids = order_of_segments(segment_ids)
+    results = kernel.means(first_order(inputs), ids, order, interpret=interpret)
+    out, total = (checkpoint_name(x, KEPT) for x in results)
     return out, (inputs, segment_ids, out, total)
 
 
@@ -111,16 +111,13 @@ def _backward(interpret: bool, results, d_out):
     results, d_out = first_order((results, d_out))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
     inputs, segment_ids, out, total = lax.optimization_barrier(results)
-    order, x, ids = contiguous_segments(inputs, segment_ids)
-    out, d_out = (reorder(a, order) for a in (out, d_out))
+    order, ids = order_of_segments(segment_ids)
     inverse_sum = jnp.where(total > 0, 1 / nonzero(total), 0)[..., None]
     dtype = accum_dtype(out.dtype)
     d_sums = (d_out.astype(dtype) * inverse_sum).astype(out.dtype)
     d_total = -jnp.sum(d_sums.astype(dtype) * out.astype(dtype), axis=-1)
-    gradients = kernel.means_backward(x, ids, d_sums, d_total, interpret=interpret)
-    return jax.tree.map(
-        lambda g, x: restore_order(g, order).astype(x.dtype), gradients, inputs
-    ), None
+    gradients = kernel.means_backward(inputs, ids, d_sums, d_total, order, interpret=interpret)
+    return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs), None
 
 
 _mean.define(_forward, _backward)

@@ -37,7 +37,12 @@ from reformax.ops.calls.dispatch import (
     choose_kernels,
     kernel_obstacles,
 )
-from reformax.ops.masking.contiguous import contiguous_segments, reorder, restore_order
+from reformax.ops.masking.contiguous import (
+    contiguous_segments,
+    order_of_segments,
+    reorder,
+    restore_order,
+)
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.recurrence import chunks
@@ -166,13 +171,13 @@ _of_segment.define(
 
 @functools.partial(CustomDerivatives, n_static=2)
 def _recurrence(size: int, interpret: bool | None, inputs: RecurrenceInputs, segment_ids):
-    order, x, ids = contiguous_segments(inputs, segment_ids)
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        out = kernel.forward(x, ids, interpret=interpret)
-    else:
-        out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
+        order, ids = order_of_segments(segment_ids)
+        return kernel.forward(inputs, ids, order, interpret=interpret)
+    order, x, ids = contiguous_segments(inputs, segment_ids)
+    out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
     return restore_order(out, order)
 
 
@@ -185,18 +190,19 @@ def _backward(size: int, interpret: bool | None, results, d_out):
     results, d_out = first_order((results, d_out))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
     inputs, segment_ids = lax.optimization_barrier(results)
-    order, x, ids = contiguous_segments(inputs, segment_ids)
-    d_out = reorder(d_out, order)
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        gradients = kernel.backward(x, ids, d_out, interpret=interpret)
+        order, ids = order_of_segments(segment_ids)
+        gradients = kernel.backward(inputs, ids, d_out, order, interpret=interpret)
     else:
-        gradients, _ = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
-        gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
-    return jax.tree.map(
-        lambda g, x: restore_order(g, order).astype(x.dtype), gradients, inputs
-    ), None
+        order, x, ids = contiguous_segments(inputs, segment_ids)
+        d_out = chunks.cut(reorder(d_out, order), size)
+        gradients, _ = chunks.gradients(chunks.chunked(x, ids, size), d_out)
+        gradients = jax.tree.map(
+            lambda g: restore_order(chunks.joined(g, inputs.q.shape[1]), order), gradients
+        )
+    return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs), None
 
 
 def _tangent(size: int, interpret: bool | None, primals, tangents):

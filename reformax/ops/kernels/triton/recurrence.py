@@ -55,23 +55,28 @@ STAGES = 3  # pipeline stages of the kernels that loop over chunks
 def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) -> RecurrencePlan:
     (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
     n_chunks = pl.cdiv(length, L)
-    blocks = StateBlocks.of(size, d_v, delta).grid(size, d_v)
+    dtype = jnp.result_type(x.q, x.k, x.v)
+    blocks = StateBlocks.of(size, d_v, delta, dtype).grid(size, d_v)
     if groups is None and delta and size > NARROW_HEAD:
         groups = 1  # a chip does not hold the matrix of a group
     elif groups is None:
         groups = min(PROGRAMS // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS)
         # Groups read all chunks twice, and with the delta rule once more for a matrix.
         groups = groups if groups > (3 if delta else 1) else 1
-    dtype = jnp.result_type(x.q, x.k, x.v)
     n_chunks = pl.cdiv(n_chunks, groups)
     return RecurrencePlan(length, groups, n_chunks, mean, dtype, interpret)
 
 
-def _read(plan: RecurrencePlan, x: RecurrenceInputs, ids) -> RecurrenceArrays:
+def _read(plan: RecurrencePlan, x: RecurrenceInputs, ids, order) -> RecurrenceArrays:
     more = plan.padded - plan.length
-    ids = None if ids is None else jnp.pad(ids, ((0, 0), (0, more)), mode="edge")
+    if ids is not None:
+        ids = jnp.pad(ids, ((0, 0), (0, more)), mode="edge")
+    if order is not None:
+        behind = jnp.arange(plan.length, plan.padded, dtype=order.dtype)
+        behind = jnp.broadcast_to(behind, (len(order), more))
+        order = jnp.concatenate([order, behind], axis=1)
     beta = None if x.beta is None else x.beta[..., 0]
-    read = RecurrenceArrays(x.q, x.k, x.v, None, beta, ids)
+    read = RecurrenceArrays(x.q, x.k, x.v, None, beta, ids, order)
     if x.log_decay is None:
         return read
     batch, _, n_heads, size = x.log_decay.shape
@@ -180,7 +185,8 @@ class _Launches(NamedTuple):
 
     @property
     def _blocks(self) -> StateBlocks:
-        return StateBlocks.of(self.x.k.shape[3], self.x.v.shape[3], self.x.beta is not None)
+        (_, _, _, d_k), d_v, delta = self.x.k.shape, self.x.v.shape[3], self.x.beta is not None
+        return StateBlocks.of(d_k, d_v, delta, self.plan.dtype)
 
     def _scan(self, kernel, inputs, out_shape, more_blocks: int = 0):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
@@ -237,8 +243,8 @@ class _Launches(NamedTuple):
         return jnp.broadcast_to(kept, (*kept.shape[:3], size))
 
     def output(self, states, values) -> Float[Array, "B T N V"]:
-        shape = self._like(self.x.v, F32)
-        return self._each(output_kernel, (states, values), (shape, None))[0]
+        shapes = self._like(self.x.v), None
+        return self._each(output_kernel, (states, values), shapes)[0].astype(F32)
 
     def means(self, states) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
         shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
@@ -279,28 +285,30 @@ def _wider(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V8"]:
     return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, -v.shape[3] % 8)))
 
 
-def _launches(x: RecurrenceInputs, ids, interpret, groups, mean=False) -> _Launches:
+def _launches(x: RecurrenceInputs, ids, interpret, groups, order=None, mean=False) -> _Launches:
     x = x._replace(v=_wider(x.v))
     plan = _plan(x, interpret, groups, mean)
-    return _Launches(plan, _read(plan, x, ids))
+    return _Launches(plan, _read(plan, x, ids, order))
 
 
 def forward(
     x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
+    order: Int[Array, "B T"] | None = None,
     *,
     interpret: bool = False,
     groups: int | None = None,
 ) -> Float[Array, "B T N V"]:
-    """The outputs, in float32.
+    """The outputs, rounded to the dtype of products' inputs, in float32.
 
     Args:
       x: as in `ops.recurrence.recurrence.recurrence`.
-      ids: segments, whose positions are contiguous.
+      ids: segments of the rows, those of one segment contiguous.
+      order: the position in x of each row; None: rows are positions.
       interpret: whether to run the kernels on any device, slowly.
       groups: groups of chunks that run in parallel; None: as many as fill a GPU.
     """
-    launches = _launches(x, ids, interpret, groups)
+    launches = _launches(x, ids, interpret, groups, order)
     states, values, _ = launches.states(launches.solved())
     return launches.output(states, values)[..., : x.v.shape[3]]
 
@@ -309,12 +317,13 @@ def backward(
     x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
     d_out: Float[Array, "B T N V"],
+    order: Int[Array, "B T"] | None = None,
     *,
     interpret: bool = False,
     groups: int | None = None,
 ) -> RecurrenceInputs:
     """The gradients of `x`; arguments as in `forward`, and the gradient of the outputs."""
-    found, _ = _launches(x, ids, interpret, groups).gradients(_wider(d_out))
+    found, _ = _launches(x, ids, interpret, groups, order).gradients(_wider(d_out))
     return found._replace(v=found.v[..., : x.v.shape[3]])
 
 
@@ -359,6 +368,7 @@ def _state(x: Float[Array, "B N H V"]) -> RecurrenceStates:
 def means(
     x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
+    order: Int[Array, "B T"] | None = None,
     *,
     interpret: bool = False,
     groups: int | None = None,
@@ -367,7 +377,7 @@ def means(
 
     Arguments are as in `forward`.
     """
-    launches = _launches(x, ids, interpret, groups, mean=True)
+    launches = _launches(x, ids, interpret, groups, order, mean=True)
     states, _, _ = launches.states(None)
     out, total = launches.means(states)
     return out[..., : x.v.shape[3]], total
@@ -378,11 +388,12 @@ def means_backward(
     ids: Int[Array, "B T"] | None,
     d_sums: Float[Array, "B T N V"],
     d_total: Float[Array, "B T N"],
+    order: Int[Array, "B T"] | None = None,
     *,
     interpret: bool = False,
     groups: int | None = None,
 ) -> RecurrenceInputs:
     """The gradients of `x`, by the gradients of the sums of values and of weights."""
-    launches = _launches(x, ids, interpret, groups, mean=True)
+    launches = _launches(x, ids, interpret, groups, order, mean=True)
     found, _ = launches.gradients(_wider(d_sums), d_total)
     return found._replace(v=found.v[..., : x.v.shape[3]])

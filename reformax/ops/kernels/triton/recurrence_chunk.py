@@ -31,9 +31,10 @@ class RecurrenceArrays(NamedTuple):
     q: Array  # [B, T, N, H]
     k: Array  # [B, T, N, H]
     v: Array  # [B, T, N, V]
-    decay: Array | None  # cumulative log decays of a chunk, [B, Tp, N], or [B, Tp, N, H] by feature
+    decay: Array | None  # cumulative in a chunk, in the rows' order, [B, Tp, N] or [B, Tp, N, H]
     beta: Array | None  # [B, T, N]
-    ids: Array | None  # [B, Tp]; rows of one id are contiguous
+    ids: Array | None  # [B, Tp] in the rows' order, in which those of one id are contiguous
+    order: Array | None  # [B, Tp], the position of each row; None: its own
 
 
 class RecurrenceStates(NamedTuple):
@@ -44,7 +45,11 @@ class RecurrenceStates(NamedTuple):
 
 
 class SolvedDelta(NamedTuple):
-    """The delta rule as a recurrence of other values: `u = values - reads S`."""
+    """The delta rule as a recurrence: row t writes `b_t x_t`, where `x = values - reads S`.
+
+    x is what the state lacks of a row's value. It has no factor b, so that the gradient of b, also
+    of a b of 0, is the product of x and its own gradient.
+    """
 
     reads: Array  # [B, T, N, H]
     values: Array  # [B, T, N, V]
@@ -67,36 +72,51 @@ class RecurrencePlan(NamedTuple):
 
 
 class ChunkRows(NamedTuple):
-    """A chunk of one head, as a program reads it."""
+    """A chunk of one head, as a program reads it.
+
+    Where segments are not contiguous, its rows are not: programs gather and scatter them, and only
+    ids and decays lie in the rows' order.
+    """
 
     plan: RecurrencePlan
     x: RecurrenceArrays
     batch: Any
     head: Any
-    start: Any  # its first position
+    start: Any  # its first row
+    positions: Any  # of its rows, [L]
 
-    def position(self) -> Int[Array, " L"]:
+    @classmethod
+    def of(cls, plan: RecurrencePlan, x: RecurrenceArrays, batch, head, start) -> ChunkRows:
+        return cls(plan, x, batch, head, start, None).at(start)
+
+    def at(self, start) -> ChunkRows:
+        """The chunk that starts at this row."""
+        rows = self._replace(start=start)
+        positions = rows.index()
+        if self.x.order is not None:
+            positions = pltriton.load(self.x.order.at[self.batch, positions])
+        return rows._replace(positions=positions)
+
+    def index(self) -> Int[Array, " L"]:
         return self.start + jnp.arange(L, dtype=jnp.int32)
 
-    def exists(self, position) -> Bool[Array, " L"] | None:
-        return None if self.plan.length == self.plan.padded else position < self.plan.length
+    def exists(self) -> Bool[Array, " L"] | None:
+        return None if self.plan.length == self.plan.padded else self.index() < self.plan.length
 
     def read(self, ref, columns=None) -> Float[Array, "L J"]:
         """Rows of `[B, T, N, J]`."""
-        return load(*self._view(ref, self.position(), columns))
+        return load(*self._view(ref, columns))
 
     def write(self, ref, tile, columns=None) -> None:
-        view, mask = self._view(ref, self.position(), columns)
+        view, mask = self._view(ref, columns)
         pltriton.store(view, tile.astype(ref.dtype), mask=mask)
 
-    def _view(self, ref, position, columns):
+    def _view(self, ref, columns):
         columns = columns_of(ref.shape[3]) if columns is None else columns
-        exists = self.exists(position) if ref.shape[1] == self.plan.length else None
-        view = ref.at[self.batch, position[:, None], self.head, columns[None, :]]
+        exists = self.exists()
+        view = ref.at[self.batch, self.positions[:, None], self.head, columns[None, :]]
         mask = None if exists is None else exists[:, None]
-        return view, joint_mask(
-            mask, column_mask(columns, ref.shape[3], 0), (len(position), len(columns))
-        )
+        return view, joint_mask(mask, column_mask(columns, ref.shape[3], 0), (L, len(columns)))
 
     # Tiles of pairs of rows, and scalars of rows.
 
@@ -109,7 +129,7 @@ class ChunkRows(NamedTuple):
 
     def _square(self, ref):
         columns = jnp.arange(L, dtype=jnp.int32)
-        return ref.at[self.batch, self.head, self.position()[:, None], columns[None, :]]
+        return ref.at[self.batch, self.head, self.index()[:, None], columns[None, :]]
 
     def numbers(self, ref) -> Float[Array, " L"]:
         """Rows of `[B, T, N]`."""
@@ -120,9 +140,7 @@ class ChunkRows(NamedTuple):
         pltriton.store(view, x.astype(ref.dtype), mask=mask)
 
     def _numbers(self, ref):
-        position = self.position()
-        exists = self.exists(position) if ref.shape[1] == self.plan.length else None
-        return ref.at[self.batch, position, self.head], exists
+        return ref.at[self.batch, self.positions, self.head], self.exists()
 
     # Decays, cumulative from the start of the chunk.
 
@@ -131,9 +149,28 @@ class ChunkRows(NamedTuple):
         return self.x.decay is not None and len(self.x.decay.shape) == 4
 
     def decay(self, columns=None) -> Float[Array, "L _"]:
-        if self.by_feature:
-            return self.read(self.x.decay, columns)
-        return self.numbers(self.x.decay)[:, None]
+        return self._decays(self.index(), columns) if self.by_feature else self.head_decay[:, None]
+
+    @property
+    def head_decay(self) -> Float[Array, " L"]:
+        return pltriton.load(self.x.decay.at[self.batch, self.index(), self.head])
+
+    def put_decays(self, ref, tile) -> None:
+        """Writes all of a chunk's decays, `[B, Tp, N, H]`."""
+        view, mask = self._decay_view(ref, self.index(), columns_of(ref.shape[3]))
+        pltriton.store(view, tile, mask=mask)
+
+    def _decays(self, index, columns) -> Float[Array, "I J"]:
+        return load(*self._decay_view(self.x.decay, index, columns))
+
+    def _decay_view(self, ref, index, columns):
+        view = ref.at[self.batch, index[:, None], self.head, columns[None, :]]
+        inside = column_mask(columns, ref.shape[3], 0)
+        return view, joint_mask(None, inside, (len(index), len(columns)))
+
+    @property
+    def by_head(self) -> bool:
+        return self.x.decay is not None and not self.by_feature
 
     def _half(self, c, step, columns) -> tuple[Bool[Array, "L L"], Float[Array, "L H"]]:
         """For halves of 32 rows, of 16 and so on: the mask of their pairs, and the decays.
@@ -144,24 +181,22 @@ class ChunkRows(NamedTuple):
         bit = np.int32(BITS - 1) - step
         row = jnp.arange(L, dtype=jnp.int32)
         middle = ((row >> (bit + 1)) << (bit + 1)) + (jnp.left_shift(np.int32(1), bit) - 1)
-        view, mask = self._view(self.x.decay, self.start + middle, columns)
         # Rows of different segments have no decay between them.
-        return across(bit), jnp.exp(-jnp.abs(c - load(view, mask)))
+        return across(bit), jnp.exp(-jnp.abs(c - self._decays(self.start + middle, columns)))
 
     def decay_at(self, t: int, columns=None) -> Float[Array, "1 _"]:
-        position = jnp.full((1,), self.start + t, jnp.int32)
+        index = jnp.full((1,), self.start + t, jnp.int32)
         if not self.by_feature:
-            return pltriton.load(self.x.decay.at[self.batch, position, self.head])[:, None]
-        view, mask = self._view(self.x.decay, position, columns)
-        return load(view, mask)
+            return pltriton.load(self.x.decay.at[self.batch, index, self.head])[:, None]
+        return self._decays(index, columns)
 
     # Segments.
 
-    def id_at(self, position) -> Int[Array, " 1"]:
-        return pltriton.load(self.x.ids.at[self.batch, jnp.full((1,), position, jnp.int32)])
+    def id_at(self, index) -> Int[Array, " 1"]:
+        return pltriton.load(self.x.ids.at[self.batch, jnp.full((1,), index, jnp.int32)])
 
     def ids(self) -> Int[Array, " L"]:
-        return pltriton.load(self.x.ids.at[self.batch, self.position()])
+        return pltriton.load(self.x.ids.at[self.batch, self.index()])
 
     def seen(self, exclude_self: bool = False) -> Bool[Array, "L L"]:
         """Which rows of its chunk each row sees."""
@@ -175,24 +210,50 @@ class ChunkRows(NamedTuple):
         """The id of the row before the chunk; for the first chunk, the id of its first row."""
         return self.id_at(jnp.maximum(self.start - 1, 0))
 
-    def from_old(self, x, columns=None) -> Float[Array, "L H"]:
-        """As in `ops.recurrence.chunks.RecurrenceChunks.from_old`; so are the next two."""
-        if self.x.decay is not None:
-            x = x.astype(jnp.float32) * jnp.exp(self.decay(columns=columns))
-        return self.old_only(x)
+    # Factors of decay and of the delta rule. Those of a head belong to rows: they multiply products
+    # of rows, so that queries and keys are operands as they lie in memory. Those of features
+    # multiply queries and keys.
 
-    def old_only(self, x):
-        if self.x.ids is None:
-            return x
-        return jnp.where((self.ids() == self._last())[:, None], x, 0)
+    def from_old(self, x, columns=None) -> Float[Array, "L H"]:
+        """Queries or keys that read the state before the chunk, decayed by feature."""
+        return x * jnp.exp(self.decay(columns=columns)) if self.by_feature else x
+
+    def old_rows(self, y) -> Float[Array, "L J"]:
+        """Products of rows `from_old`, decayed by head; zeros at rows that do not see the state."""
+        if self.by_head:
+            y = y * jnp.exp(self.decay())
+        return y if self.x.ids is None else jnp.where(self._old()[:, None], y, 0)
+
+    def old_columns(self, pairs) -> Float[Array, "L L"]:
+        """`old_rows` of the right side of a product with these pairs."""
+        if self.by_head:
+            pairs = pairs * jnp.exp(self.head_decay)[None, :]
+        return pairs if self.x.ids is None else jnp.where(self._old()[None, :], pairs, 0)
+
+    def _old(self) -> Bool[Array, " L"]:
+        return self.ids() == self._last()
 
     def to_new(self, x, columns=None) -> Float[Array, "L H"]:
-        if self.x.decay is not None:
-            left = self.decay_at(L - 1, columns) - self.decay(columns=columns)
-            x = x.astype(jnp.float32) * jnp.exp(jnp.minimum(left, 0))
-        if self.x.ids is None:
+        """Keys that are written to the state after the chunk, decayed by feature."""
+        if not self.by_feature:
             return x
-        return jnp.where((self.ids() == self.id_at(self.start + L - 1))[:, None], x, 0)
+        return x * jnp.exp(jnp.minimum(self.decay_at(L - 1, columns) - self.decay(columns), 0))
+
+    def new_rows(self, y) -> Float[Array, "L J"]:
+        """Values or products of keys `to_new`, decayed by head; zeros at forgotten rows."""
+        if self.by_head:
+            y = y * jnp.exp(jnp.minimum(self.decay_at(L - 1) - self.decay(), 0))
+        if self.x.ids is None:
+            return y
+        return jnp.where((self.ids() == self.id_at(self.start + L - 1))[:, None], y, 0)
+
+    def times_beta(self, y) -> Float[Array, "L J"]:
+        """Rows times the delta rule's factor."""
+        return y if self.x.beta is None else y * self.numbers(self.x.beta)[:, None]
+
+    def beta_columns(self, pairs) -> Float[Array, "L L"]:
+        """`times_beta` of the right side of a product with these pairs."""
+        return pairs if self.x.beta is None else pairs * self.numbers(self.x.beta)[None, :]
 
     def forget(self, state: RecurrenceStates, columns) -> RecurrenceStates:
         """The state decayed over the chunk; zeros where none is left, even of an infinite state."""
@@ -212,8 +273,8 @@ class ChunkRows(NamedTuple):
         """The decay of the whole chunk, as a column."""
         if not self.by_feature:
             return self.decay_at(L - 1)
-        position = jnp.full((1, 1), self.start + L - 1, jnp.int32)
-        view = self.x.decay.at[self.batch, position, self.head, columns[:, None]]
+        index = jnp.full((1, 1), self.start + L - 1, jnp.int32)
+        view = self.x.decay.at[self.batch, index, self.head, columns[:, None]]
         inside = column_mask(columns, self.x.decay.shape[3], 1)
         return load(view, joint_mask(None, inside, (len(columns), 1)))
 
@@ -268,15 +329,11 @@ class ChunkRows(NamedTuple):
         diagonal = jnp.where(i == j, jnp.sum(to_float32(x) * to_float32(y), axis=1)[:, None], 0)
         return lax.fori_loop(np.int32(0), np.int32(BITS), step, diagonal)
 
-    def pairs_vjp(
-        self, d, x, y, seen, columns=None
-    ) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
-        """The gradients of x and y, by those of their weighted products."""
+    def pairs_vjp(self, d, x, y, columns=None) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
+        """The gradients of x and y, by `weighted` ones of their products."""
         if not self.by_feature:
-            d = self.weighted(d, seen)
             return self.product(d, y), self.product(d, x, "00")
         i, j = sides()
-        d = jnp.where(seen, d, 0)
         diagonal = jnp.sum(jnp.where(i == j, d, 0), axis=1)[:, None]
         c = self.decay(columns)
 
@@ -291,8 +348,8 @@ class ChunkRows(NamedTuple):
 
     def weighted(self, pairs, seen) -> Float[Array, "L L"]:
         """Products of pairs that see each other, times the decay of their head."""
-        if self.x.decay is not None and not self.by_feature:
-            c = self.numbers(self.x.decay)
+        if self.by_head:
+            c = self.head_decay
             between = c[:, None] - c[None, :]
             pairs = pairs * jnp.exp(jnp.where(seen, between, 0))
         return jnp.where(seen, pairs, 0)
@@ -349,4 +406,4 @@ def joint_mask(mask, other, shape) -> Bool[Array, "*d"] | None:
 def chunk_of(plan: RecurrencePlan, x: RecurrenceArrays) -> ChunkRows:
     """The chunk of a program of the grid (C, N, B)."""
     batch, head, chunk = pl.program_id(2), pl.program_id(1), pl.program_id(0)
-    return ChunkRows(plan, x, batch, head, chunk * L)
+    return ChunkRows.of(plan, x, batch, head, chunk * L)

@@ -39,7 +39,7 @@ def sums_kernel(x, log_decay, out, *, plan) -> None:
     # As in `ops.recurrence.chunks`.
     least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
     each = jnp.maximum(to_float32(rows.read(log_decay)), least)
-    rows.write(out, _sums(rows, each))
+    rows.put_decays(out, _sums(rows, each))
 
 
 def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
@@ -52,31 +52,36 @@ def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
 
 
 def solve_kernel(x, reads, values, inverse, *, plan) -> None:
-    """The delta rule as a recurrence of other values: `SolvedDelta` of a chunk."""
+    """The delta rule as a recurrence of other values: `SolvedDelta` of a chunk.
+
+    Rows x that lack what earlier rows of the chunk have written solve `(1 + P b) x = v - e^c k S`,
+    where P holds the products of keys. The backward pass reads `(1 + b P)^-1`, which is
+    `1 - b (1 + P b)^-1 P`.
+    """
     rows = chunk_of(plan, x)
-    beta = rows.numbers(x.beta)[:, None]
-    pairs = _pairs_of_keys(rows, lambda h: rows.read(x.k, h))
-    solution = _inverse(rows, beta * rows.weighted(pairs, rows.seen(exclude_self=True)))
+
+    def add(h, pairs):
+        k = rows.read(x.k, h)
+        return pairs + rows.products_of(k, k, h)
+
+    pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32))
+    pairs = rows.weighted(pairs, rows.seen(exclude_self=True))
+    solution = _inverse(rows, rows.beta_columns(pairs))
     if inverse is not None:
-        rows.put_pairs(inverse, solution)
+        rows.put_pairs(inverse, _one() - rows.times_beta(rows.product(solution, pairs)))
+    of_old = rows.old_columns(solution)
 
     def put_reads(h, carry):
-        keys = rows.from_old(rows.read(x.k, h), h)
-        rows.write(reads, rows.product(solution, beta * keys), h)
+        rows.write(reads, rows.product(of_old, rows.from_old(rows.read(x.k, h), h)), h)
         return carry
 
     _each_block(x, put_reads, 0)
-    rows.write(values, rows.product(solution, beta * rows.read(x.v)))
+    rows.write(values, rows.product(solution, rows.read(x.v)))
 
 
-def _pairs_of_keys(rows, read) -> Float[Array, "L L"]:
-    """`products_of` of the keys, of all blocks of features."""
-
-    def add(h, pairs):
-        k = read(h)
-        return pairs + rows.products_of(k, k, h)
-
-    return _each_block(rows.x, add, jnp.zeros((L, L), jnp.float32))
+def _one() -> Float[Array, "L L"]:
+    i, j = sides()
+    return jnp.where(i == j, 1.0, 0.0)
 
 
 def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
@@ -84,8 +89,7 @@ def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
 
     Newton's iteration, with precise residuals, removes the rounding of the products.
     """
-    i, j = sides()
-    one = jnp.where(i == j, 1.0, 0.0)
+    one = _one()
     result = one - jnp.where(across(0), below, 0)
     for bit in range(1, BITS):
         corner = jnp.where(across(bit), below, 0)
@@ -103,60 +107,52 @@ class _DeltaGradients(NamedTuple):
     """Gradients of a chunk through the right side and the pairs of the delta rule."""
 
     v: Float[Array, "L V"]
-    pairs: Float[Array, "L L"]  # of the keys that read and of those that are written
+    pairs: Float[Array, "L L"]  # of the keys that read and of those that are written, weighted
 
     def of_keys(self, rows, k, state, h) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
         """The gradients of a block of the keys as they read and as they are written."""
-        below = rows.seen(exclude_self=True)
-        read, written = rows.pairs_vjp(self.pairs, k, k, below, h)
-        return read - rows.from_old(rows.product(self.v, state, "11"), h), written
+        read, written = rows.pairs_vjp(self.pairs, k, k, h)
+        of_state = rows.old_rows(rows.product(self.v, state, "11"))
+        return read - rows.from_old(of_state, h), written
 
 
-def _delta_vjp(rows, read, inverse, values, d_values, d_beta) -> _DeltaGradients:
+def _delta_vjp(rows, inverse, values, d_values, d_beta) -> _DeltaGradients:
     """Writes the gradient of beta, and returns those through which the others go.
 
-    Args:
-      rows: the chunk.
-      read: reads the keys and the state of a block of features.
-      inverse, values, d_values, d_beta: as in `gradients_kernel`.
+    With x of `SolvedDelta` and y, the gradient of what is written less what later rows of the chunk
+    undo of it, `y = (1 + b P)^-T d_values`, the gradient of b is `x . y` and that of v is `b y`.
     """
-    beta, below = rows.numbers(rows.x.beta)[:, None], rows.seen(exclude_self=True)
-    d_right = rows.product(rows.pairs(inverse), rows.read(d_values), "00")
-    d_below = -rows.product(d_right, values, "11")
-    d_below = jnp.where(below, d_below, 0)
-    pairs = _pairs_of_keys(rows, lambda h: read(h)[0])
-
-    def recall(h, sums):
-        k, state = read(h)
-        return sums + rows.product(rows.from_old(k, h), state)
-
-    recalled = _each_block(rows.x, recall, jnp.zeros(d_right.shape, jnp.float32))
-    of_beta = jnp.sum(d_below * rows.weighted(pairs, below), axis=1)
-    of_beta = of_beta + jnp.sum(d_right * (rows.read(rows.x.v) - recalled), axis=1)
-    rows.put_numbers(d_beta, of_beta)
-    return _DeltaGradients(beta * d_right, beta * d_below)
+    y = rows.product(rows.pairs(inverse), rows.read(d_values), "00")
+    rows.put_numbers(d_beta, jnp.sum(y * values, axis=1))
+    d_right = rows.times_beta(y).astype(rows.plan.dtype)
+    pairs = -rows.beta_columns(rows.product(d_right, values, "11"))
+    return _DeltaGradients(d_right, rows.weighted(pairs, rows.seen(exclude_self=True)))
 
 
-# Outputs and gradients. More than 128 features are read in blocks, whose products add up. In
-# float32 more than 64 are, because a chip does not hold more of what a gradient reads, and products
-# of whole float32 numbers ("highest" precision) take more of it than those of rounded ones.
+# Outputs and gradients. Wide rows are read in blocks of features, whose products add up, so that a
+# program's tiles fit in its registers. A gradient has more tiles than an output, and decays by
+# feature add their own. Products of whole float32 numbers ("highest" precision) take more registers
+# than those of rounded ones.
 
 FEATURES = 64  # features of a block
 
 
-def _blocks(x) -> tuple[int, int]:
+def _blocks(x, gradient: bool) -> tuple[int, int]:
     """The number of blocks of features, and their width."""
     size, widest = x.k.shape[3], max(x.k.shape[3], x.v.shape[3])
-    narrow = x.k.dtype == jnp.float32
-    if widest <= (FEATURES if narrow else NARROW_HEAD):
+    wide = x.k.dtype == jnp.float32
+    by_feature = x.decay is not None and len(x.decay.shape) == 4
+    if widest <= (FEATURES if gradient or wide or by_feature else NARROW_HEAD):
         return 1, power_of_two(size)
-    width = FEATURES // 4 if narrow and widest > NARROW_HEAD else FEATURES
+    width = FEATURES // 2 if gradient and by_feature else FEATURES
+    if wide and widest > NARROW_HEAD:
+        width = FEATURES // 4
     return pl.cdiv(size, width), width
 
 
-def _each_block(x, step, carry):
+def _each_block(x, step, carry, gradient: bool = False):
     """`step(columns, carry)` for each block of features in turn."""
-    n, width = _blocks(x)
+    n, width = _blocks(x, gradient)
     if n == 1:
         return step(columns_of(0, 0, width), carry)
 
@@ -171,25 +167,25 @@ def output_kernel(x, states, values, out, total, *, plan) -> None:
     rows, chunk = chunk_of(plan, x), pl.program_id(0)
     v = columns_of(x.v.shape[3])
 
-    def add(h, sums):
-        pairs, old, weights = sums
-        q, state = rows.read(x.q, h), rows.state(states, chunk, h, v)
-        pairs = pairs + rows.products_of(q, rows.read(x.k, h), h)
-        from_old = rows.from_old(q, h)
-        old = old + rows.product(from_old, state.outer)
-        if plan.mean:
-            weights = weights + jnp.sum(rows.rounded(from_old) * state.keys[None, :], axis=1)
-        return pairs, old, weights
+    def add_pairs(h, pairs):
+        return pairs + rows.products_of(rows.read(x.q, h), rows.read(x.k, h), h)
 
+    def add_old(h, sums):
+        old, weights = sums
+        q, state = rows.from_old(rows.read(x.q, h), h), rows.state(states, chunk, h, v)
+        if plan.mean:
+            weights = weights + jnp.sum(rows.rounded(q) * state.keys[None, :], axis=1)
+        return old + rows.product(q, state.outer), weights
+
+    pairs = _each_block(x, add_pairs, jnp.zeros((L, L), jnp.float32))
+    pairs = rows.beta_columns(rows.weighted(pairs, rows.seen())).astype(plan.dtype)
     zeros = jnp.zeros((L,), jnp.float32) if plan.mean else None
-    initial = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32), zeros
-    pairs, old, weights = _each_block(x, add, initial)
-    pairs = rows.weighted(pairs, rows.seen())
-    sums = rows.product(pairs, rows.read(values)) + rows.old_only(old)
+    old, weights = _each_block(x, add_old, (jnp.zeros((L, len(v)), jnp.float32), zeros))
+    sums = rows.product(pairs, rows.read(values)) + rows.old_rows(old)
     if not plan.mean:
         rows.write(out, sums)
         return
-    weights = jnp.sum(rows.rounded(pairs), axis=1) + rows.old_only(weights[:, None])[:, 0]
+    weights = jnp.sum(to_float32(pairs), axis=1) + rows.old_rows(weights[:, None])[:, 0]
     weights = jnp.where(weights < LEAST_SUM, 0, weights)
     means = jnp.where(weights == 0, 0, 1 / jnp.where(weights == 0, 1, weights))[:, None] * sums
     rows.write(out, means)
@@ -236,66 +232,54 @@ def gradients_kernel(
     rows, chunk = chunk_of(plan, x), pl.program_id(0)
     v = columns_of(x.v.shape[3])
     seen = rows.seen()
-
-    def read(h):
-        pair_of_states = (rows.state(a, chunk, h, v) for a in (states, d_states))
-        return rows.read(x.q, h), rows.read(x.k, h), *pair_of_states
-
-    n, width = _blocks(x)
-    whole = read(columns_of(0, 0, width)) if n == 1 else None
     u, d = rows.read(values), rows.read(d_out)
+    delta = None
     if x.beta is None:
 
         def add(h, sums):
-            q, k, _, d_state = whole or read(h)
+            q, k = rows.read(x.q, h), rows.read(x.k, h)
             pairs = sums[0] + rows.products_of(q, k, h)
-            return pairs, sums[1] + rows.product(rows.to_new(k, h), d_state.outer)
+            d_state = rows.state(d_states, chunk, h, v).outer
+            return pairs, sums[1] + rows.product(rows.to_new(k, h), d_state)
 
         zeros = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32)
-        pairs, dv = _each_block(x, add, zeros)
-        rows.write(out.v, dv + rows.product(rows.weighted(pairs, seen), d, "00"))
-
-    delta = None
-    if x.beta is not None:
-
-        def read_keys(h):
-            if whole is not None:
-                return whole[1], whole[2].outer
-            return rows.read(x.k, h), rows.state(states, chunk, h, v).outer
-
-        delta = _delta_vjp(rows, read_keys, inverse, u, d_values, out.beta)
+        pairs, dv = _each_block(x, add, zeros, gradient=True)
+        dv = rows.new_rows(dv) + rows.product(rows.weighted(pairs, seen), d, "00")
+        rows.write(out.v, dv)
+    else:
+        delta = _delta_vjp(rows, inverse, u, d_values, out.beta)
         rows.write(out.v, delta.v)
 
-    d_pairs, d_weights = rows.product(d, u, "11"), None
+    d_pairs, d_weights = rows.beta_columns(rows.product(d, u, "11")), None
     if plan.mean:
         d_weights = rows.numbers(d_total)[:, None]
         d_pairs = d_pairs + d_weights
+    d_pairs = rows.weighted(d_pairs, seen)
 
     def of_block(h, dc):
-        q, k, state, d_state = whole or read(h)
-        if delta is not None:
-            as_read, as_written = delta.of_keys(rows, k, state.outer, h)
-        dq, dk = rows.pairs_vjp(d_pairs, q, k, seen, h)
+        q, k = rows.read(x.q, h), rows.read(x.k, h)
+        state, d_state = (rows.state(a, chunk, h, v) for a in (states, d_states))
+        dq, dk = rows.pairs_vjp(d_pairs, q, k, h)
         dq_old = rows.product(d, state.outer, "11")
-        dk_new = rows.product(u, d_state.outer, "11")
+        dk_new = rows.times_beta(rows.product(u, d_state.outer, "11"))
         if plan.mean:
             dq_old = dq_old + d_weights * state.keys[None, :]
             dk_new = dk_new + d_state.keys[None, :]
-        dq = dq + rows.from_old(dq_old, h)
+        dq = dq + rows.old_rows(rows.from_old(dq_old, h))
         rows.write(out.q, dq, h)
-        dk_new = rows.to_new(dk_new, h)
+        dk_new = rows.new_rows(rows.to_new(dk_new, h))
         dk = dk + dk_new
-        q, k = to_float32(q), to_float32(k)
-        d_decay = q * dq - k * dk
+        d_decay = to_float32(q) * dq - to_float32(k) * dk
         if delta is not None:
+            as_read, as_written = delta.of_keys(rows, k, state.outer, h)
             dk = dk + as_read + as_written
-            d_decay = d_decay + k * (as_read - as_written)
+            d_decay = d_decay + to_float32(k) * (as_read - as_written)
         rows.write(out.k, dk, h)
         if x.decay is None:
             return dc
         state_product = jax.tree.map(lambda a, b: to_float32(a) * b, state, d_state)
         kept = rows.forget(state_product, h)
-        at_end = jnp.sum(k * dk_new, axis=0) + jnp.sum(kept.outer, axis=1)
+        at_end = jnp.sum(to_float32(k) * dk_new, axis=0) + jnp.sum(kept.outer, axis=1)
         if plan.mean:
             at_end = at_end + kept.keys
         d_decay = d_decay + jnp.where(sides()[0] == L - 1, at_end[None, :], 0)
@@ -304,7 +288,7 @@ def gradients_kernel(
             return dc
         return dc + jnp.sum(d_decay, axis=1)
 
-    dc = _each_block(x, of_block, jnp.zeros((L,), jnp.float32))
-    if x.decay is not None and not rows.by_feature:
+    dc = _each_block(x, of_block, jnp.zeros((L,), jnp.float32), gradient=True)
+    if rows.by_head:
         later = jnp.where(rows.seen(), dc[:, None], 0)
         rows.put_numbers(out.decay, jnp.sum(later, axis=0))

@@ -8,7 +8,7 @@ feature, or, with the delta rule, with a matrix. That matrix is the group's resu
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,9 +39,10 @@ class StateBlocks(NamedTuple):
     v: int
 
     @classmethod
-    def of(cls, d_k: int, d_v: int, whole: bool) -> StateBlocks:
-        h, v = power_of_two(d_k), power_of_two(d_v)
-        return cls(h if whole else min(h, 64), min(v, COLUMNS if h <= 64 or not whole else 32))
+    def of(cls, d_k: int, d_v: int, whole: bool, dtype: Any) -> StateBlocks:
+        """Blocks of a state; `whole` ones have all features of the keys."""
+        h, v, widest = power_of_two(d_k), power_of_two(d_v), 256 // jnp.dtype(dtype).itemsize
+        return cls(h if whole else min(h, 64), min(v, COLUMNS if h <= widest or not whole else 32))
 
     def grid(self, d_k: int, d_v: int) -> int:
         return pl.cdiv(d_k, self.h) * pl.cdiv(d_v, self.v)
@@ -52,7 +53,7 @@ def _block(plan: RecurrencePlan, x: RecurrenceArrays, blocks: StateBlocks):
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block, last = pl.program_id(0), pl.program_id(2)
     group = lax.rem(last, np.int32(plan.n_groups))
-    program = ChunkRows(plan, x, lax.div(last, np.int32(plan.n_groups)), pl.program_id(1), 0)
+    program = ChunkRows(plan, x, lax.div(last, np.int32(plan.n_groups)), pl.program_id(1), 0, None)
     if x.beta is not None:  # blocks of all features; those after the values are transitions
         return program, group, columns_of(0, 0, blocks.h), columns_of(0, block * blocks.v, blocks.v)
     h = columns_of(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
@@ -65,8 +66,8 @@ def _zeros(plan: RecurrencePlan, blocks: StateBlocks) -> RecurrenceStates:
     return RecurrenceStates(jnp.zeros((blocks.h, blocks.v), jnp.float32), keys)
 
 
-def _add(rows: ChunkRows, state: RecurrenceStates, x, y, weights) -> RecurrenceStates:
-    """Adds `x^T y` to the state, and `x^T weights` to the sums of keys."""
+def _add(rows: ChunkRows, state: RecurrenceStates, x, y, weights=None) -> RecurrenceStates:
+    """Adds `x^T y` to the state, and `x^T weights` to the sums of keys, with weights `[L, 1]`."""
     keys = state.keys
     if keys is not None:
         keys = keys + jnp.sum(rows.rounded(x) * weights, axis=0)
@@ -80,7 +81,8 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
       x: the inputs.
       solved: the delta rule; None for others.
       begins: the state before each group; None: zeros.
-      states, values: the results; None in the first of two passes.
+      states, values: the results; None in the first of two passes. Values are the x of
+        `SolvedDelta`, None for others.
       ends: the state at the end of each group from zeros, and the transition; None otherwise.
       plan, blocks: the static settings.
     """
@@ -97,21 +99,23 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
 
     def step(i, state):
         chunk = group * plan.n_chunks + i
-        rows = program._replace(start=chunk * L)
+        rows = program.at(chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
-        keys = rows.to_new(rows.read(x.k, h), h)
+        # What does not wait for the products comes before them.
+        keys, kept = rows.to_new(rows.read(x.k, h), h), rows.forget(state, h)
         if solved is None:
             written = rows.read(x.v, v)
         else:
-            recalled = rows.product(rows.read(solved.reads, h), state.outer)
             written = to_float32(rows.read(solved.values, columns))
             if transition is not None:
                 written = jnp.where(transition, 0, written)
-            written = written - rows.old_only(recalled)
+            written = written - rows.product(rows.read(solved.reads, h), state.outer)
             if values is not None:
                 rows.write(values, written, v)
-        return _add(rows, rows.forget(state, h), keys, written, 1)
+            written = rows.times_beta(written)
+        weights = rows.new_rows(jnp.ones((L, 1), jnp.float32)) if plan.mean else None
+        return _add(rows, kept, keys, rows.new_rows(written), weights)
 
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
     if ends is not None:
@@ -130,19 +134,20 @@ def d_states_kernel(
 
     def step(i, state):
         chunk = group * plan.n_chunks + (plan.n_chunks - 1 - i)
-        rows = program._replace(start=chunk * L)
+        rows = program.at(chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
         q = rows.from_old(rows.read(x.q, h), h)
-        weights = rows.numbers(d_total)[:, None] if plan.mean else None
-        after = _add(rows, rows.forget(state, h), q, rows.read(d_out, v), weights)
+        weights = rows.old_rows(rows.numbers(d_total)[:, None]) if plan.mean else None
+        d = rows.old_rows(rows.read(d_out, v))
+        after = _add(rows, rows.forget(state, h), q, d, weights)
         if solved is not None:
             keys = rows.to_new(rows.read(x.k, h), h)
-            d = rows.read(d_values_within, v) + rows.product(keys, state.outer)
+            d = rows.read(d_values_within, v) + rows.new_rows(rows.product(keys, state.outer))
             if d_values is not None:
                 rows.write(d_values, d, v)
-            outer = after.outer - rows.product(rows.read(solved.reads, h), d, "00")
-            after = RecurrenceStates(outer)
+            reads = rows.read(solved.reads, h)
+            after = RecurrenceStates(after.outer - rows.product(reads, rows.times_beta(d), "00"))
         return after
 
     state = _zeros(plan, blocks)
@@ -169,7 +174,7 @@ def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) 
     """
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block = pl.program_id(0)
-    program = ChunkRows(plan, x, pl.program_id(2), pl.program_id(1), 0)
+    program = ChunkRows(plan, x, pl.program_id(2), pl.program_id(1), 0, None)
     h = columns_of(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
     v = columns_of(0, lax.rem(block, np.int32(n)) * blocks.v, blocks.v)
 
