@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from reformax.declared import SettingError, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles, mosaic_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import KeyValues
 from reformax.ops.decoding.reading import add_all_to_ring
@@ -52,11 +52,11 @@ class local(RingDecoding, AttentionOp):
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
         heads of 256 or less, without `wrap`. `"cudnn"` is NVIDIA's own, for causal attention with a
         `window` under the conditions of `dense.dense`. `"auto"` takes cuDNN or the kernel where
-        they compute the same function.
+        they compute the same function, and never `"mosaic"`, as in `lsh.lsh`.
 
     Raises:
       ValueError: sizes out of range, a window that the chunks cannot hold, an unknown `impl`.
-      NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
+      NotImplementedError: at the call, when a kernel is asked for what it cannot do.
     """
 
     chunk_len: Size = 64
@@ -74,7 +74,7 @@ class local(RingDecoding, AttentionOp):
     divides_cache = False
     _keeps_padding_out = True
     _takes_lengths = True
-    _impls = ("cudnn", *KERNELS)
+    _impls = ("cudnn", *KERNELS, "mosaic")
 
     @property
     def _grouped(self) -> bool:
@@ -175,14 +175,19 @@ class local(RingDecoding, AttentionOp):
             return cudnn_attention(q, k, v, scale=scale, **masks)
 
         in_chunks = functools.partial(self._in_chunks, call, q, k, v)
+        arrays, options = (q, k, v, call.logits), dict(wrap=self.wrap)
         implementations = {
             "cudnn": (not_for_cudnn, in_cudnn),
-            "pallas": (kernel_obstacles(q, k, v, call.logits, wrap=self.wrap), in_chunks),
+            "pallas": (kernel_obstacles(*arrays, **options), in_chunks),
+            "mosaic": (
+                mosaic_obstacles(*arrays, **options, dropout=call.dropout),
+                functools.partial(in_chunks, False, True),
+            ),
             "xla": (None, in_chunks),
         }
         return compute_by(self.impl, implementations)
 
-    def _in_chunks(self, call: Call, q, k, v, interpret: bool | None = None):
+    def _in_chunks(self, call: Call, q, k, v, interpret: bool | None = None, mosaic=False):
         k, v = repeat_heads(q, k, v)
         sizes, (n_batch, length, n_heads) = self._chunks, q.shape[:3]
         order = self_weight = None
@@ -195,5 +200,5 @@ class local(RingDecoding, AttentionOp):
         options = dict(causal=call.causal, shared_qk=shared_qk, window=window, dropout=call.dropout)
         chunks = sizes.cut(length, circle=self.wrap, logits=call.logits, **options)
         masks = call.segment_ids, call.seed
-        others = interpret, self_weight, call.lengths
+        others = interpret, self_weight, call.lengths, mosaic
         return chunked_attention(q, k, v, chunks, order, *masks, *others)

@@ -33,7 +33,12 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from reformax.declared import Bounds, Called, NonNegative, SettingError, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
+from reformax.ops.calls.dispatch import (
+    KERNELS,
+    choose_kernels,
+    kernel_obstacles,
+    mosaic_obstacles,
+)
 from reformax.ops.decoding.cache import (
     KeyValues,
     SharedByBatch,
@@ -107,10 +112,12 @@ class lsh(LearningBuckets, AttentionOp):
         least as many hashes R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 256 or less, without `wrap` and `self_score`. `"auto"` takes them where they run.
+        `"mosaic"` is another forward pass for Hopper GPUs, which `"auto"` does not take: heads of
+        64 or 128 in 16 bits, also without dropout and `strictly_causal`.
 
     Raises:
       ValueError: sizes out of range, an unknown `impl`, or options that exclude each other.
-      NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
+      NotImplementedError: at the call, when a kernel is asked for what it cannot do.
     """
 
     chunk_len: Size = 64
@@ -134,7 +141,7 @@ class lsh(LearningBuckets, AttentionOp):
     shards = ("heads",)
     chooses_keys = True
     _keeps_padding_out = True
-    _impls = KERNELS
+    _impls = (*KERNELS, "mosaic")
     _replace_value = staticmethod(replace_in_memory)
 
     @property
@@ -194,12 +201,21 @@ class lsh(LearningBuckets, AttentionOp):
 
     def _kernels(self, call: Call, q: Array, v: Array | None = None) -> bool | None:
         """`choose_kernels` of a call, whose values may not be known yet."""
-        obstacles = kernel_obstacles(
-            *(q, None, v, call.logits),
-            wrap=self.wrap,
-            self_score=self.self_score,
+        arrays, options = (
+            (q, None, v, call.logits),
+            dict(wrap=self.wrap, self_score=self.self_score),
         )
-        return choose_kernels(self.impl, obstacles)
+        missing = dict(dropout=call.dropout, strictly_causal=self.strictly_causal)
+        return choose_kernels(
+            self.impl,
+            kernel_obstacles(*arrays, **options),
+            mosaic=mosaic_obstacles(*arrays, **options, **missing),
+        )
+
+    @property
+    def _impl_of_others(self) -> str:
+        """`impl` for hashing and for a step of decoding."""
+        return "auto" if self.impl == "mosaic" else self.impl
 
     def _plan(self, call, params, q, k) -> Order | None:
         """The order by bucket of each hash; None where one chunk has all keys."""
@@ -212,7 +228,7 @@ class lsh(LearningBuckets, AttentionOp):
         length, n_hashes = call.length or q.shape[1], self._n_hashes_in(call.train)
         factors = self._hashing.factors_for(length)
         rotations = self._hashing.rotations_for(vectors, length, n_hashes, call.rng, call.shard)
-        buckets = hash_by(rotations, vectors, factors, self.impl)
+        buckets = hash_by(rotations, vectors, factors, self._impl_of_others)
         # Sort: by segment, bucket and position, padded to whole chunks.
         n_pad = 0 if one_chunk else -q.shape[1] % self._pad_multiple
         order = sort_by_bucket(
@@ -243,6 +259,7 @@ class lsh(LearningBuckets, AttentionOp):
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)
         masks = call.segment_ids, call.seed
         others = interpret, self_weight, None if plan is None else n_sorted(call)
+        others = *others, self.impl == "mosaic"
         out = chunked_attention(q, k, v, chunking, plan, *masks, *others)
         if not self.bucket_loss or plan is None:  # one chunk has all keys
             return out
@@ -255,7 +272,7 @@ class lsh(LearningBuckets, AttentionOp):
         lengths, capacity, length = call.lengths, call.length, q.shape[1]
         factors, n_hashes = self._hashing.factors_for(capacity), self._n_hashes_in(call.train)
         rotations = self._hashing.rotations_for(q, capacity, n_hashes, call.rng)
-        buckets = hash_by(rotations, q, factors, self.impl)
+        buckets = hash_by(rotations, q, factors, self._impl_of_others)
         is_token = arange_last(length) < lengths[:, None, None, None]
         n_buckets = math.prod(factors)  # also the bucket of positions without a token
         of_tokens = jnp.where(is_token, buckets, n_buckets)
@@ -275,7 +292,7 @@ class lsh(LearningBuckets, AttentionOp):
         memory, buckets, order, (rotations,) = cache
         # Hash the new query, and insert its position in each hash's order.
         factors = self._hashing.factors_for(order.shape[-1])
-        bucket = hash_by(rotations, q, factors, self.impl)
+        bucket = hash_by(rotations, q, factors, self._impl_of_others)
         newest = position[:, None, None, None]
         buckets = with_bucket(buckets, bucket, position)
         order, bucket_start, query_slot = insert_newest(order, buckets, bucket, newest)
@@ -286,7 +303,7 @@ class lsh(LearningBuckets, AttentionOp):
         alone = v if self.attend_self_if_alone else None
         mask, new = mask.reshape(index.shape), KeyValues(length_normalize(q), v)
         options = dict(alone=alone, index=index)
-        out, memory = add_and_attend(call, q, memory, new, mask, self.impl, **options)
+        out, memory = add_and_attend(call, q, memory, new, mask, self._impl_of_others, **options)
         return out, LshCache(memory, buckets, order, SharedByBatch(rotations))
 
     def _visible_to_newest(

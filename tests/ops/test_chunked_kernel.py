@@ -115,7 +115,7 @@ def test_packed_chunks_are_in_the_order_of_each_hash():
     slots = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
     order = Order(np.argsort(slots, axis=-1).astype(np.int32), slots)
     q = jnp.zeros((1, 1100, 1, 2))
-    inputs = kernel._inputs(chunks, q, None, q, order, None, None)
+    inputs = kernel.chunk_inputs(chunks, q, None, q, order, None, None)
     packed = PackedChunks.of(chunks)
     assert (packed.guard, packed.per_pack, len(inputs.packs)) == (11, 2, 8)
     for r in range(15):  # as the last hash sees them

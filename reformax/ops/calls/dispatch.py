@@ -12,14 +12,17 @@ from jaxtyping import Array
 from reformax.declared import SettingError, shown
 from reformax.ops.numerics.logits import PLAIN, Logits
 
-# In the order in which "auto" tries them. "xla" computes every call.
+# In the order in which "auto" tries them. "xla" computes every call. "mosaic" is taken only where
+# it is asked for.
 IMPLEMENTATIONS = ("cudnn", "pallas", "xla")
 
-# Implementations that need an NVIDIA GPU of Ampere or later.
-ON_GPU = ("cudnn", "pallas")
+# Implementations that need an NVIDIA GPU of Ampere or later, and "mosaic" of Hopper.
+ON_GPU = ("cudnn", "pallas", "mosaic")
 
 # A row of an attention kernel's tile must fit on the chip; some kernels hold narrow ones alone.
 MAX_HEAD_SIZE, NARROW_HEAD = 256, 128
+# Columns of a tile that products of 16-bit numbers read on Hopper.
+HOPPER_COLUMNS = 64
 
 # KiB that a block of threads may share, by compute capability: graphics cards' chips have 99.
 SHARED_KIB = {
@@ -98,18 +101,22 @@ def compute_by(
 
 
 def choose_kernels(
-    impl: str, obstacles: str | KernelObstacles | None, pays: bool = True
+    impl: str,
+    obstacles: str | KernelObstacles | None,
+    pays: bool = True,
+    **others: str | KernelObstacles | None,
 ) -> bool | None:
     """Whether our kernels that compute a call are interpreted; None: array operations compute it.
 
-    Arguments are as in `choose_impl`. Both passes take the answer as a static argument.
+    Arguments are as in `choose_impl`, with "mosaic" at most among the `others`. Both passes take
+    the answer as a static argument.
     """
-    chosen = choose_impl(impl, pays, pallas=obstacles)
-    return chosen == INTERPRETED if chosen in KERNELS else None
+    chosen = choose_impl(impl, pays, pallas=obstacles, **others)
+    return chosen == INTERPRETED if chosen in (*KERNELS, *others) else None
 
 
 def choose_impl(impl: str, pays: bool = True, **obstacles: str | KernelObstacles | None) -> str:
-    """The implementation that computes a call: "cudnn", "pallas", "xla" or `INTERPRETED`.
+    """The implementation of a call: "cudnn", "pallas", "mosaic", "xla" or `INTERPRETED`.
 
     `"auto"` takes the first one without an obstacle. Any other `impl` is used, or raises.
 
@@ -144,7 +151,10 @@ def _obstacle(impl: str, obstacles: Mapping[str, str | KernelObstacles | None]) 
 
 
 def _machine_obstacle(impl: str) -> str | None:
-    return gpu_obstacle() if impl in ON_GPU else None
+    obstacle = gpu_obstacle() if impl in ON_GPU else None
+    if impl == "mosaic" and not obstacle and not on_hopper():
+        return "a GPU that is not of NVIDIA's Hopper generation"
+    return obstacle
 
 
 def gpu_obstacle() -> str | None:
@@ -215,6 +225,20 @@ def kernel_obstacles(
     options["dtype"] = next(wide, None)
     option = next((f"{name}={value}" for name, value in options.items() if value), None)
     return KernelObstacles(option, _chip_obstacle(q, v, small_row, most))
+
+
+def mosaic_obstacles(
+    q: Array, k: Array | None, v: Array | None, logits: Logits = PLAIN, **options: Any
+) -> KernelObstacles:
+    """The obstacles of our attention kernels for Hopper; arguments are as in `kernel_obstacles`."""
+    found = kernel_obstacles(q, k, v, logits, most=NARROW_HEAD, **options)
+    for x in (q, q if v is None else v):
+        if x.dtype.itemsize != 2:
+            found = found._replace(chip=f"dtype {x.dtype}")
+        elif x.shape[-1] % HOPPER_COLUMNS:
+            size = f"head size {x.shape[-1]}, which is no multiple of {HOPPER_COLUMNS}"
+            found = found._replace(chip=size)
+    return found
 
 
 def _chip_obstacle(q: Array, v: Array | None, small_row: int, most: int) -> str | None:

@@ -63,7 +63,8 @@ class RingDecoding:
             call = call.but(lengths=jnp.ones_like(call.position))
             return self._read_on(call, params, q, k, v, cache)[:2]
         position, origins = call.position, call.origins
-        impl = "auto" if self.impl == "cudnn" else self.impl  # it has no kernel for one query
+        # These have no kernel for one query.
+        impl = "auto" if self.impl in ("cudnn", "mosaic") else self.impl
         new = KeyValues(length_normalize(q) if self.shared_qk else k, v)
         newest = position[:, None]
         in_ring = positions_by_slot(position, cache.keys.shape[2])

@@ -58,6 +58,7 @@ def chunked_attention(
     interpret: bool | None = None,
     self_weight: Float[Array, "B N Tp"] | None = None,
     n_tokens: Int[Array, " B"] | None = None,
+    mosaic: bool = False,
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the union of the chunks that each query sees.
 
@@ -77,6 +78,7 @@ def chunked_attention(
         position sees nothing else; None is 1. "xla" only.
       n_tokens: the number of tokens of each row, where rows are one segment and all orders have
         padding behind it; None: not known. It says what `segment_ids` say, at less cost.
+      mosaic: whether kernels are those of `dispatch.mosaic_obstacles`.
 
     Returns:
       The attended values, in the dtype of `v`; zeros for a row without visible keys.
@@ -86,7 +88,10 @@ def chunked_attention(
         order = None if order is None else order.with_slots(chunks.two_orders)
         others = order, padded, seed, self_weight
         return attend_to_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segment_ids)
-    from reformax.ops.kernels.triton import chunked as kernel
+    if mosaic:
+        from reformax.ops.kernels.mosaic import chunked as kernel
+    else:
+        from reformax.ops.kernels.triton import chunked as kernel
 
     masks = padded if n_tokens is None else TokensFirst(padded, n_tokens)
     return kernel.attend(chunks, interpret, q, k, v, order, masks, seed)

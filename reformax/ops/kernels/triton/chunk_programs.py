@@ -196,12 +196,16 @@ class ChunkProgram(Program):
         last = last if self.count is None else jnp.minimum(last, self.count)
         return jnp.maximum(first, 0), last
 
-    def over_keys(self, queries: ChunkBlock, body: Callable, carry: Any) -> Any:
+    def key_slots(self):
+        """The first and the end of the slots that the program's queries see."""
         c = self.chunks
         first, last = self._slots_in_reach(c.n_chunks_before, c.n_chunks_after, of_keys=True)
         bounds = self._bounds(of_keys=False)
         last = last if bounds.end is None else jnp.minimum(last, bounds.end)
-        return self._over(self._within_window(first, last), body, carry, of_keys=True)
+        return self._within_window(first, last)
+
+    def over_keys(self, queries: ChunkBlock, body: Callable, carry: Any) -> Any:
+        return self._over(self.key_slots(), body, carry, of_keys=True)
 
     def over_queries(self, keys: ChunkBlock, body: Callable, carry: Any) -> Any:
         c = self.chunks

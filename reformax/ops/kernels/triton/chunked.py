@@ -166,7 +166,7 @@ def _in_order(x: Array, order: Array | None) -> Array:
     return jnp.take_along_axis(x, order, axis=3, mode="promise_in_bounds")
 
 
-def _inputs(chunks, q, k, v, order, segment_ids, seed) -> ChunkInputs:
+def chunk_inputs(chunks, q, k, v, order, segment_ids, seed) -> ChunkInputs:
     packs = segment = key_order = key_packs = key_segment = count = first = None
     if isinstance(segment_ids, TokensFirst):
         segment_ids, count = None, segment_ids.count
@@ -234,7 +234,7 @@ def forward(
       tiles: the kernel's tiles; None: the fastest on an H200.
       interpret: whether to run the kernel on any device, slowly.
     """
-    inputs = _inputs(chunks, q, k, v, order, segment_ids, seed)
+    inputs = chunk_inputs(chunks, q, k, v, order, segment_ids, seed)
     batch, length, n_heads, _ = q.shape
     statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
@@ -269,7 +269,7 @@ def backward(
       d_out: the gradient of `out`.
       tiles, interpret: as in `forward`.
     """
-    inputs = _inputs(chunks, q, k, v, order, segment_ids, seed)
+    inputs = chunk_inputs(chunks, q, k, v, order, segment_ids, seed)
     known = isinstance(segment_ids, TokensFirst)
     ids = segment_ids.segment_ids if known else segment_pair(segment_ids)[0]
     ids = None if ids is None else ids[:, : q.shape[1]]
