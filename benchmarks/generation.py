@@ -55,10 +55,8 @@ PEER_NEW = 34  # new tokens of a peer
 LONG = {
     "tiny": dict(d_model=16, d_ff=32, n_heads=2, n_layers=4, window=8, piece=32, n_new=4),
     "cpu": dict(d_model=512, d_ff=1344, n_heads=8, n_layers=12, window=1024, piece=4096, n_new=16),
-    "gpu": dict(
-        d_model=512, d_ff=1344, n_heads=8, n_layers=12, window=1024, piece=65_536, n_new=64
-    ),
 }
+LONG["gpu"] = LONG["cpu"] | dict(piece=65_536, n_new=64)
 
 
 class Shape(NamedTuple):

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from reformax import devices
+from reformax import devices, generation
 from reformax.declared import SettingError
 from reformax.layers import Attention, AxialPositionalEncoding, CrossAttention
 from reformax.models import ReformerLM, TransformerLM
@@ -29,6 +29,7 @@ from reformax.ops import (
     lsh,
     nsa,
     nystromformer,
+    shared_qk,
     smyrf,
 )
 from reformax.ops.calls.dispatch import INTERPRETED
@@ -334,3 +335,38 @@ def test_the_kernels_of_a_divided_step_are_counted(capsys):
     assert "a step of 1 x 128 tokens on 2 devices: " in printed
     # Of one layer q, v and the output, in three passes.
     assert "| all-to-all | 9 |" in printed
+
+
+@pytest.mark.parametrize("piece", [None, 16])
+def test_caches_of_generation_are_divided(piece):
+    """Texts and the state are those of one device; a device has an eighth of dense caches."""
+    ops = local.local(chunk_len=4), shared_qk.shared_qk(attend_self_if_alone=False)
+    ops += kda.kda(chunk_len=4), flash.flash(learned_sinks=True)
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=4, n_heads=2, mode="eval")
+    heads = dict(d_attention_key=4, d_attention_value=4, next_value=True)
+    model = TransformerLM(**sizes, **heads, attention_type=ops)
+    params = jax.device_get(model.init_params(jax.random.key(0), (1, 8)))
+    params["logits"]["w"] = params["logits"]["w"] * 8
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 16, n).tolist() for n in (37, 1, 24)]
+    shared = dict(mesh=CONTEXT, divide_caches=True, prompt_piece=piece)
+    options = dict(temperature=0, max_length=77)  # which 8 devices do not divide
+    want = generation.generate(model, params, prompts, 7, **options)
+    got = generation.generate(model, params, prompts, 7, **options, **shared)
+    np.testing.assert_array_equal(got, want)
+    state = generation.read(model, params, prompts, max_length=77, **shared)
+    (_, far, _, flat), *_ = state.model.caches
+    for cache in (far.op, flat):
+        for x in cache:
+            assert x.shape[2] == 80 and x.addressable_shards[0].data.shape[2] == 10
+    got = generation.generate(model, params, [[]] * 3, 7, temperature=0, state=state, **shared)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_caches_that_are_not_divided_are_refused():
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
+    model = TransformerLM(**sizes, attention_type=lsh.lsh(chunk_len=4))
+    params = model.init_params(jax.random.key(0), (1, 8))
+    shared = dict(mesh=CONTEXT, divide_caches=True)
+    with pytest.raises(SettingError, match="^mesh has context=8 and op is lsh.*whose cache is not"):
+        generation.generate(model, params, [[1]], 2, **shared)
