@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from reformax import devices, generation
 from reformax.declared import SettingError
+from reformax.generation import decoding, texts
 from reformax.layers import Attention, AxialPositionalEncoding, CrossAttention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import (
@@ -361,6 +362,32 @@ def test_caches_of_generation_are_divided(piece):
             assert x.shape[2] == 80 and x.addressable_shards[0].data.shape[2] == 10
     got = generation.generate(model, params, [[]] * 3, 7, temperature=0, state=state, **shared)
     np.testing.assert_array_equal(got, want)
+
+
+def test_a_device_holds_its_part_of_the_caches():
+    """Of the program that reads a piece: its arguments and results are an eighth as large."""
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
+    model = TransformerLM(**sizes, attention_type=flash.flash())
+    params = model.init_params(jax.random.key(0), (1, 8))
+    piece = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def memory(mesh):
+        zeros = devices.placed(mesh, np.zeros(1, np.int32), ())[0]
+        given = model, 4096, mesh, params, jax.random.PRNGKey(0), zeros
+        first = texts.compiled_first_state.lower(*given).compile()
+        state = texts.compiled_first_state.eval_shape(*given)
+        state = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            *(state, first.output_shardings),
+        )
+        read = decoding._read_piece.lower(model, mesh, params, *piece, state).compile()
+        return read.memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(params))
+
+    (one, weights), (eighth, _) = memory(None), memory(CONTEXT)
+    assert one.alias_size_in_bytes == 4 + 2 * 2 * 64 * 4096 * 4
+    assert eighth.alias_size_in_bytes == 4 + 2 * 2 * 64 * 4096 * 4 // 8
+    assert eighth.argument_size_in_bytes < one.argument_size_in_bytes / 8 + weights + 2**10
+    assert eighth.temp_size_in_bytes < one.temp_size_in_bytes
 
 
 def test_caches_that_are_not_divided_are_refused():
