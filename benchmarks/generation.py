@@ -8,27 +8,37 @@ Reformer paper's 12-layer enwik8 model at 16,384 tokens of context against Huggi
 ReformerModelWithLMHead of the same sizes, in the same process, where `transformers` and PyTorch are
 installed.
 
+    python -m benchmarks.generation --prompt_len=1048576 --mesh=context=4
+
+reads one long prompt in pieces with the sizes of `transformer_text_64k_37m.gin`, whose every fourth
+layer sees all earlier positions; 4 devices divide its caches of 6.0 GiB by position.
+
 Weights are random, which changes no time. A rate is of all new tokens but the first, which reading
 the prompt gives: the time of many new tokens less the time of few, after both have run once.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks.harness import command_line, language_models
 from benchmarks.harness.calls import attempt, in_turn
 from benchmarks.harness.language_models import PAPER, QUICKSTART, TINY, VOCAB_SIZE
 from benchmarks.harness.output import Table
 from reformax import generation, models
+from reformax.ops import local, shared_qk
 from reformax.ops.hashing import angular as hashing
+from reformax.training import mesh as mesh_lib
 
 # The two kinds of LSH attention, the last of which is compared with peers.
 LSH = {"strictly causal": dict(strictly_causal=True), "ordinary": {}}
@@ -39,6 +49,14 @@ PEERS = {
     "float32, its cache by hand": ("float32", True),
 }
 PEER_NEW = 34  # new tokens of a peer
+
+
+# A cycle of windows and of attention to all earlier positions, by size.
+LONG = {
+    "tiny": dict(d_model=16, d_ff=32, n_heads=2, n_layers=4, window=8, piece=32, n_new=4),
+    "cpu": dict(d_model=512, d_ff=1344, n_heads=8, n_layers=12, window=1024, piece=4096, n_new=16),
+}
+LONG["gpu"] = LONG["cpu"] | dict(piece=65_536, n_new=64)
 
 
 class Shape(NamedTuple):
@@ -156,8 +174,71 @@ def forward(shape: Shape, model, params) -> Callable[[], Any]:
     return lambda: np.asarray(next_token(params, text, shape.context - shape.n_new))
 
 
+def long_model(sizes: dict[str, int]) -> tuple[models.LanguageModel, Any]:
+    """The model that reads long prompts, and its weights."""
+    window = sizes["window"]
+    near = local.local(chunk_len=window // 2, n_chunks_before=2, window=window)
+    far = shared_qk.shared_qk(attend_self_if_alone=False)
+    model = models.TransformerLM(
+        vocab_size=VOCAB_SIZE,
+        **{name: sizes[name] for name in ("d_model", "d_ff", "n_heads", "n_layers")},
+        d_attention_key=sizes["d_model"] // sizes["n_heads"],
+        d_attention_value=sizes["d_model"] // sizes["n_heads"],
+        attention_type=(near, near, far, near),
+        pos_type="rotary_local",
+        next_value=True,
+        design=models.designs.qwen3(),
+        dtype="bfloat16",
+        mode="eval",
+    )
+    return model, jax.jit(lambda key: model.init_params(key, (1, 64)))(jax.random.PRNGKey(0))
+
+
+def long_prompt(sizes: dict[str, int], n: int, mesh: Mesh | None) -> list[float]:
+    """Bytes of the caches on a device, seconds of the prompt, and of a step behind it."""
+    model, params = long_model(sizes)
+    text, n_new = np.random.default_rng(0).integers(0, VOCAB_SIZE, n), sizes["n_new"]
+    where = dict(mesh=mesh, divide_caches=mesh is not None)
+    read = functools.partial(generation.read, model, params, max_length=n + n_new, **where)
+    read = functools.partial(read, prompt_piece=sizes["piece"])
+    jax.block_until_ready(read([text[: sizes["piece"] + 1]]))  # compiles what reads the rest
+    start = time.perf_counter()
+    state = jax.block_until_ready(read([text]))
+    seconds = time.perf_counter() - start
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.model))
+    generate = functools.partial(generation.generate, model, params, [[]], state=state, **where)
+    return [held, seconds, rate(generate, 1, n_new, 1)[0]]
+
+
+def main_of_long_prompt(args: argparse.Namespace) -> None:
+    """The table of one long prompt."""
+    sizes = command_line.of_size(LONG, args.tiny)
+    mesh = None if args.mesh is None else mesh_lib.make(mesh_lib.parsed(args.mesh))
+    columns = "devices", "caches a device, MiB", "prompt, s", "tokens/s", "step, ms"
+    table = Table("prompt", *columns)
+
+    def cells(known: list[float]) -> list[str]:
+        held, seconds, step = known
+        speed = f"{args.prompt_len / seconds:,.0f}"
+        return [f"{held / 2**20:,.2f}", f"{seconds:.2f}", speed, f"{step * 1e3:.3f}"]
+
+    known = attempt(long_prompt, sizes, args.prompt_len, mesh)
+    n_devices = str(1 if mesh is None else mesh.size)
+    table.result(f"{args.prompt_len:,}", n_devices, known=known, cells=cells)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    args = command_line.parser(__doc__, repeats=5).parse_args(argv)
+    flags = command_line.parser(__doc__, repeats=5)
+    flags.add_argument(
+        "--prompt_len", type=command_line.positive, help="tokens of one long prompt, read in pieces"
+    )
+    flags.add_argument(
+        "--mesh", help="with --prompt_len: the devices that divide the caches, such as context=4"
+    )
+    args = flags.parse_args(argv)
+    if args.prompt_len is not None:
+        main_of_long_prompt(args)
+        return
     shape = command_line.of_size(SHAPES, args.tiny)
     columns = "step, ms", "tokens/s", "prompt, s", "forward of all, ms", "forward / step"
     table = Table("model", "batch", *columns)

@@ -91,6 +91,7 @@ COMMANDS = [
     ("attention", "--only moba --unchecked --at_once=2 --n_heads=1", "| moba | "),
     ("families", "--only llama phi3 --peers", "| phi3 | ImportError: none here |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
+    ("generation", "--prompt_len=70", "| 70 | 1 | 0.0"),
     (
         "global_layers",
         "--only flash windows --at_once=2 --saved={path}/a.jsonl --runs={path}/runs",

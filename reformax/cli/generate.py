@@ -18,6 +18,7 @@ A model that was fine-tuned on chats answers with --chat: the prompt is a user's
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from reformax.cli import compilation_cache, flags, joining, prompts, report, saved_run
 from reformax.declared import (
@@ -40,6 +41,8 @@ CONTINUE = {
     "top_p": 1.0,
     "seed": 0,
     "max_length": None,
+    "prompt_piece": None,
+    "mesh": None,
 }
 
 
@@ -109,6 +112,18 @@ def parser():
         "numbers of hash buckets go (default: the run's length, or what is needed if that is more)",
     )
     parser.add_argument(
+        "--prompt_piece",
+        type=flags.of(Size),
+        help="tokens of a prompt that are read at a time (default: all, or 65,536 where pieces "
+        "compute the same)",
+    )
+    parser.add_argument(
+        "--mesh",
+        type=flags.of(PathName),
+        help="axes of all devices, such as context=4, which divides the caches by position "
+        "(default: the run's devices share the prompts)",
+    )
+    parser.add_argument(
         "--png", type=flags.of(PathName), help="of a model of images: the picture to write"
     )
     flags.add_search(parser)
@@ -141,12 +156,23 @@ def _continue(args, saved: saved_run.Saved) -> int:
     if options["max_length"] is None and max(map(len, tokens)) + n_new <= saved.run["length"]:
         options["max_length"] = saved.run["length"]
     every = 1 if len(tokens) == 1 else decoding.BLOCK
-    options |= {"hash_seed": args.hash_seed, "every": every, "mesh": saved.mesh}
+    options |= {"hash_seed": args.hash_seed, "every": every, **_devices(options, saved)}
     kept = generation_settings.ends_of_checkpoint(saved.info, saved.model.vocab_size)
     ends = [chat.end] if chat else kept
     blocks = decoding.stream(saved.model, saved.params, tokens, n_new, end=ends, **options)
     shown = [[] for _ in tokens] if chat else tokens
     return continuation.write(blocks, shown, alphabet, args.quiet, ends)
+
+
+def _devices(options: dict[str, Any], saved: saved_run.Saved) -> dict[str, Any]:
+    """The mesh of --mesh, whose axis `context` divides caches, or the run's."""
+    if options["mesh"] is None:
+        return {"mesh": saved.mesh}
+    from reformax import devices
+    from reformax.training import mesh
+
+    chosen = mesh.make(mesh.parsed(options["mesh"]))
+    return {"mesh": chosen, "divide_caches": devices.n_sequence_shards(chosen) > 1}
 
 
 def _draw(args, saved: saved_run.Saved) -> int:
@@ -173,7 +199,7 @@ def _draw(args, saved: saved_run.Saved) -> int:
             f"max_new_tokens is {n_new} and the longest prompt has {max(map(len, starts))} bytes: "
             f"with --png all have fewer than {length}, as many each, and the rest is drawn"
         )
-    options |= {"hash_seed": args.hash_seed, "mesh": saved.mesh, "max_length": length}
+    options |= {"hash_seed": args.hash_seed, "max_length": length, **_devices(options, saved)}
     drawn = decoding.generate(saved.model, saved.params, starts, n_left, **options)
     pictures.write([[*start, *new] for start, new in zip(starts, drawn, strict=True)], args.png)
     if not args.quiet:

@@ -33,7 +33,14 @@ from reformax.declared import (
 )
 from reformax.generation.prompts import capacity_of, in_pieces, padded, rounded, rows_of
 from reformax.generation.sampling import Sampler
-from reformax.generation.texts import Resumed, TextState, first_state, of_rows, resumed
+from reformax.generation.texts import (
+    Resumed,
+    TextState,
+    compiled_first_state,
+    first_state,
+    of_rows,
+    resumed,
+)
 
 # The most new tokens that one call computes: the host waits once for all of them.
 BLOCK = 64
@@ -186,7 +193,7 @@ def stream(
     if max(ends, default=0) >= model.vocab_size:
         raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
     sampler = Sampler(temperature, top_k, top_p).check()
-    texts = resumed(model, params, rows, state, max_new_tokens)
+    texts = resumed(model, params, rows, state, max_new_tokens, mesh)
     capacity = capacity_of(texts.n_longest, max_new_tokens, max_length, model.max_length)
     draws = _Draws(
         sampler.arrays(),
@@ -247,7 +254,7 @@ def read(
     check_all(hints_of(read), given)
     mesh, shares = _mesh_of(mesh, len(prompts), divide_caches)
     rows = rows_of(prompts, model.vocab_size)
-    texts = resumed(model, params, rows, state, 0)
+    texts = resumed(model, params, rows, state, 0, mesh)
     for i, row in enumerate(texts.rows):
         if not len(row):
             raise ValueError(f"prompts[{i}] is empty: expected a token, as no state is given")
@@ -304,8 +311,8 @@ def _check_memory(model, params, texts: Resumed, reading: _Reading) -> None:
         tokens, lengths = padded(texts.rows, shares, capacity - 1)
         held = _prefill.eval_shape(model, capacity, mesh, params, tokens, lengths, rng)
     else:
-        n_filled = -(-n_rows // shares) * shares
-        held = first_state.eval_shape(model, n_filled, capacity, mesh, params, rng)
+        zeros = np.zeros(-(-n_rows // shares) * shares, np.int32)
+        held = compiled_first_state.eval_shape(model, capacity, mesh, params, rng, zeros)
         n_devices *= 1 if mesh is None else devices.n_sequence_shards(mesh)
     memory.check(
         f"caches of {n_rows:,} rows of {capacity:,} tokens",

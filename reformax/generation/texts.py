@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from reformax import devices
@@ -40,9 +41,14 @@ class Resumed(NamedTuple):
 
 
 def resumed(
-    model, params, rows: Sequence[Int[np.ndarray, " n"]], state: TextState | None, n_new: int
+    model,
+    params,
+    rows: Sequence[Int[np.ndarray, " n"]],
+    state: TextState | None,
+    n_new: int,
+    mesh: Mesh | None = None,
 ) -> Resumed:
-    """The texts of `state`, or new ones, that go on with `rows` and `n_new` tokens.
+    """The texts of `state`, or new ones, that go on with `rows` and `n_new` tokens on a mesh.
 
     Raises:
       ValueError: the state is of another model, of another number of rows, or has no room.
@@ -50,7 +56,7 @@ def resumed(
     """
     if state is None:
         return Resumed(list(rows), None, jnp.int32(0), max(map(len, rows)), 0)
-    _check(model, params, state, len(rows))
+    _check(model, params, state, len(rows), mesh)
     state = of_rows(model, state, len(rows))
     rows = [np.append(token, row) for token, row in zip(np.asarray(state.token), rows, strict=True)]
     n_read = np.asarray(state.model.position) - 1  # of them the first is the model's own
@@ -63,7 +69,7 @@ def resumed(
     return Resumed(rows, state.model, jnp.int32(state.drawn), n_longest, room)
 
 
-def _check(model, params, state: Any, n_rows: int) -> None:
+def _check(model, params, state: Any, n_rows: int, mesh: Mesh | None) -> None:
     if not isinstance(state, TextState):
         raise ValueError(
             f"state is of type {type(state).__name__}: expected one from generation.read or of a "
@@ -73,7 +79,8 @@ def _check(model, params, state: Any, n_rows: int) -> None:
     if n not in (1, n_rows):
         raise ValueError(f"state has {n} rows and prompts {n_rows}: expected as many, or one row")
     rng = jax.random.PRNGKey(0)
-    shapes = first_state.eval_shape(model, n, max(int(state.room), 1), None, params, rng)
+    given = mesh, params, rng, np.zeros(n, np.int32)
+    shapes = compiled_first_state.eval_shape(model, max(int(state.room), 1), *given)
     if (
         np.max(state.token) >= model.vocab_size
         or jax.tree.structure(state.model) != jax.tree.structure(shapes)
@@ -85,11 +92,18 @@ def _check(model, params, state: Any, n_rows: int) -> None:
         raise ValueError("state is of another model: read its text again, by generation.read")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def first_state(model, n: int, capacity: int, mesh, params, rng) -> Any:
-    """The model's state before n texts of up to `capacity` tokens."""
-    first = devices.on(mesh, functools.partial(model.first_state, batch=n, capacity=capacity))
-    return first(params, rng=rng)
+    """The model's state before n texts of up to `capacity` tokens, on the devices of the mesh."""
+    zeros = devices.placed(mesh, np.zeros(n, np.int32), ())[0]
+    return compiled_first_state(model, capacity, mesh, params, rng, zeros)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def compiled_first_state(model, capacity: int, mesh, params, rng, zeros: Int[Array, " B"]) -> Any:
+    """`first_state`, of zeros by which JAX knows the devices: nothing else may be read."""
+    options = dict(batch=len(zeros), capacity=capacity, rng=rng)
+    state = devices.on(mesh, functools.partial(model.first_state, **options))(params)
+    return state._replace(position=state.position + zeros)
 
 
 def of_rows(model, state: TextState, n: int) -> TextState:

@@ -836,22 +836,19 @@ class Attention(MultiHead):
         x = jnp.zeros((batch, 1, params["w_o"].shape[-1]), dtype)
         heads = self._all_heads(params, x)
         qkv = jax.tree.map(jnp.zeros_like, self._rotate(params, heads).of_op)
-        n_shards = devices.n_sequence_shards() if self.op.divides_cache else 1
-        n_held = -(-capacity // n_shards)
+        if self.op.divides_cache:  # each device has as many positions
+            capacity += -capacity % devices.n_sequence_shards()
 
-        def empty(qkv, none, params, rng):
-            *arrays, extra_projections, _ = qkv
+        *arrays, extra_projections, _ = qkv
+        none, rng, plan = jnp.zeros(batch, jnp.int32), _fold_in(rng, PLAN), None
+        if not self.op.reuses:
+            both = self.op.of_value_heads(*arrays)
             masks = dict(segment_ids=none[:, None], causal=True, train=False)
-            plan = None
-            if not self.op.reuses:
-                both = self.op.of_value_heads(*arrays)
-                plan = self.op.plan(params, *both, rng=rng, length=n_held, **masks)
-            options = dict(plan=plan, lengths=none, capacity=n_held, rng=rng)
-            options["extra_projections"] = extra_projections
-            return self.op.init_cache(params, *arrays, **options)
-
-        rows = qkv, jnp.zeros(batch, jnp.int32)
-        cache = context.to_cache(empty, self.op, rows, (params["op"], _fold_in(rng, PLAN)))
+            plan = self.op.plan(params["op"], *both, rng=rng, length=capacity, **masks)
+        options = dict(plan=plan, lengths=none, capacity=capacity, rng=rng)
+        options["extra_projections"] = extra_projections
+        cache = self.op.init_cache(params["op"], *arrays, **options)
+        cache = context.placed_cache(self.op, cache)
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)
         if self.key_conv:

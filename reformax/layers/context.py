@@ -197,12 +197,19 @@ def cache_specs(op: AttentionOp, cache: T) -> T:
 
 
 def to_cache(function: Callable[..., T], op: AttentionOp, rows: tuple, whole: tuple) -> T:
-    """`function(*rows, *whole)` on the devices of the mesh: an op's cache."""
+    """`function(*rows, *whole)` on the devices of the mesh: an op's cache of whole prompts."""
     if devices.current() is None:
         return function(*rows, *whole)
     specs = cache_specs(op, jax.eval_shape(function, *rows, *whole))
     every = (Spec(devices.ROWS),) * len(rows) + (Spec(),) * len(whole)
     return devices.per_shard(function, every, specs)(*rows, *whole)
+
+
+def placed_cache(op: AttentionOp, cache: T) -> T:
+    """A cache that was made for all devices together, as each has its part."""
+    if devices.current() is None:
+        return cache
+    return lax.with_sharding_constraint(cache, cache_specs(op, cache))
 
 
 def from_cache(

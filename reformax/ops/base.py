@@ -71,9 +71,10 @@ class AttentionOp(Options):
     which are small, and no activations.
 
     An algorithm is a subclass with the decorator `op`. It defines `_apply`, and where it has them
-    `_plan`, `_init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step` and
-    `_replace_value`. A recurrence also defines `first_state` and `_apply_from`. The methods without
-    an underscore call these, for which they
+    `_plan`, `_init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step`,
+    `_replace_value` and, where several steps at once cost less, `_read_on`. A recurrence also
+    defines `first_state` and `_apply_from`. The methods without an underscore call these, for which
+    they
 
     * let arguments and results vary along the same axes of a `jax.shard_map`,
     * repeat keys and values for all heads of queries, unless `_grouped`,

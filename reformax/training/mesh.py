@@ -43,6 +43,23 @@ class _Sizes:
 Sizes = Annotated[Mapping, _Sizes()]
 
 
+def parsed(text: str) -> dict[str, int]:
+    """Sizes as a flag has them, such as "context=4,data=2".
+
+    Raises:
+      SettingError: the text says no sizes of axes.
+    """
+    try:
+        sizes = {name: int(size) for name, size in (x.split("=") for x in text.split(","))}
+    except ValueError:
+        sizes = {}
+    if not sizes or not _Sizes().hold(sizes):
+        raise SettingError(
+            f"mesh is {text!r}: expected sizes of the axes {', '.join(AXES)}, such as context=4"
+        )
+    return sizes
+
+
 def make(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of all `devices`, by default JAX's.
 

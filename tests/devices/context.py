@@ -12,8 +12,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from reformax import devices
+from reformax import devices, generation
 from reformax.declared import SettingError
+from reformax.generation import decoding, texts
 from reformax.layers import Attention, AxialPositionalEncoding, CrossAttention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import (
@@ -29,6 +30,7 @@ from reformax.ops import (
     lsh,
     nsa,
     nystromformer,
+    shared_qk,
     smyrf,
 )
 from reformax.ops.calls.dispatch import INTERPRETED
@@ -334,3 +336,64 @@ def test_the_kernels_of_a_divided_step_are_counted(capsys):
     assert "a step of 1 x 128 tokens on 2 devices: " in printed
     # Of one layer q, v and the output, in three passes.
     assert "| all-to-all | 9 |" in printed
+
+
+@pytest.mark.parametrize("piece", [None, 16])
+def test_caches_of_generation_are_divided(piece):
+    """Texts and the state are those of one device; a device has an eighth of dense caches."""
+    ops = local.local(chunk_len=4), shared_qk.shared_qk(attend_self_if_alone=False)
+    ops += kda.kda(chunk_len=4), flash.flash(learned_sinks=True)
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=4, n_heads=2, mode="eval")
+    heads = dict(d_attention_key=4, d_attention_value=4, next_value=True)
+    model = TransformerLM(**sizes, **heads, attention_type=ops)
+    params = jax.device_get(model.init_params(jax.random.key(0), (1, 8)))
+    params["logits"]["w"] = params["logits"]["w"] * 8
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 16, n).tolist() for n in (37, 1, 24)]
+    shared = dict(mesh=CONTEXT, divide_caches=True, prompt_piece=piece)
+    options = dict(temperature=0, max_length=77)  # which 8 devices do not divide
+    want = generation.generate(model, params, prompts, 7, **options)
+    got = generation.generate(model, params, prompts, 7, **options, **shared)
+    np.testing.assert_array_equal(got, want)
+    state = generation.read(model, params, prompts, max_length=77, **shared)
+    (_, far, _, flat), *_ = state.model.caches
+    for cache in (far.op, flat):
+        for x in cache:
+            assert x.shape[2] == 80 and x.addressable_shards[0].data.shape[2] == 10
+    got = generation.generate(model, params, [[]] * 3, 7, temperature=0, state=state, **shared)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_device_holds_its_part_of_the_caches():
+    """Of the program that reads a piece: its arguments and results are an eighth as large."""
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
+    model = TransformerLM(**sizes, attention_type=flash.flash())
+    params = model.init_params(jax.random.key(0), (1, 8))
+    piece = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def memory(mesh):
+        zeros = devices.placed(mesh, np.zeros(1, np.int32), ())[0]
+        given = model, 4096, mesh, params, jax.random.PRNGKey(0), zeros
+        first = texts.compiled_first_state.lower(*given).compile()
+        state = texts.compiled_first_state.eval_shape(*given)
+        state = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            *(state, first.output_shardings),
+        )
+        read = decoding._read_piece.lower(model, mesh, params, *piece, state).compile()
+        return read.memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(params))
+
+    (one, weights), (eighth, _) = memory(None), memory(CONTEXT)
+    assert one.alias_size_in_bytes == 4 + 2 * 2 * 64 * 4096 * 4
+    assert eighth.alias_size_in_bytes == 4 + 2 * 2 * 64 * 4096 * 4 // 8
+    assert eighth.argument_size_in_bytes < one.argument_size_in_bytes / 8 + weights + 2**10
+    assert eighth.temp_size_in_bytes < one.temp_size_in_bytes
+
+
+def test_caches_that_are_not_divided_are_refused():
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
+    model = TransformerLM(**sizes, attention_type=lsh.lsh(chunk_len=4))
+    params = model.init_params(jax.random.key(0), (1, 8))
+    shared = dict(mesh=CONTEXT, divide_caches=True)
+    with pytest.raises(SettingError, match="^mesh has context=8 and op is lsh.*whose cache is not"):
+        generation.generate(model, params, [[1]], 2, **shared)

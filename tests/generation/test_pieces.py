@@ -111,8 +111,8 @@ def test_memory_does_not_grow_with_the_prompt(name):
     model, params = build(options.pop("op"), **options)
 
     def memory(capacity):
-        rng = jax.random.PRNGKey(0)
-        state = texts.first_state.eval_shape(model, 1, capacity, None, params, rng)
+        given = None, params, KEY, np.zeros(1, np.int32)
+        state = texts.compiled_first_state.eval_shape(model, capacity, *given)
         piece = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         found = decoding._read_piece.lower(model, None, params, *piece, state).compile()
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -148,6 +148,7 @@ def test_flags_are_heeded(run):
 
     base = text()
     assert text("--checkpoint=3") == base
+    assert text("--mesh=data=1") == base
     assert text("--temperature=0") == text("--top_k=1", "--seed=5")
     for more in ("--seed=1", "--temperature=0.1", "--top_p=0.01", "--max_new_tokens=25"):
         assert text(more) != base, more
@@ -208,6 +209,8 @@ def test_an_interrupt_keeps_what_was_written(run, monkeypatch):
         (["--temperature=-1"], "temperature is -1.0: expected a number"),
         ([f"--seed={2**63}"], "seed is 9223372036854775808: expected"),
         (["--max_length=0"], "max_length is 0: expected at least 1"),
+        (["--prompt_piece=0"], "prompt_piece is 0: expected at least 1"),
+        (["--mesh=rows=2"], "mesh is 'rows=2': expected sizes of the axes data, fsdp, context"),
         (["--max_length=9"], "max_new_tokens is 24: with a prompt of 0 tokens that is 24, above"),
         (["--prompt_file=nothing.txt"], "No such file"),
         (["--output_dir=numbers", "--prompt=text"], "prompt is 'text': this is no model of bytes"),
