@@ -1,16 +1,26 @@
 """The drift of a reversible stack's backward pass, and its cost, by depth.
 
     python -m benchmarks.reversible
+    python -m benchmarks.reversible --data_dir=FILE_OR_FOLDER --minutes=10 --saved=FILE
 
-prints two tables. One has the error of the inputs that the
-backward pass rebuilds, and of the gradient relative to that of the same forward pass with every
-activation kept. Two programs may round their products differently, as a GPU's do, and then
-gradients differ even without drift. The other has temporary memory and compile time of the gradient
-of a ReformerLM and of a TransformerLM with the same layers. Nothing is run for it.
+The first command prints two tables. One has the error of the inputs that the backward pass
+rebuilds, and of the gradient relative to that of the same forward pass with every activation kept.
+Two programs may round their products differently, as a GPU's do, and then gradients differ even
+without drift. The other has temporary memory and compile time of the gradient of a ReformerLM and
+of a TransformerLM with the same layers. Nothing is run for it.
+
+The second command trains deep models for equal minutes. It prints each one's most memory, speed and
+bits of the whole valid split: reversible ones, Transformers that compute activations again in the
+backward pass, and those that keep some in the host's memory, which needs a GPU. They are
+transformer_text_64k_37m.gin and reformer_text_64k_37m.gin with 48 layers of GPT-2 small's width and
+windows of 65,536 from the first step. A row first runs for a few steps, whose speed says how many
+fit into the minutes, so that its learning rate falls to the end. --at_once, --gpus, --limit,
+--saved and --runs are as in `benchmarks.global_layers`.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -20,11 +30,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.harness import command_line
-from benchmarks.harness.calls import compiled
+from benchmarks.harness import campaign, command_line
+from benchmarks.harness.calls import compiled, exit_if
 from benchmarks.harness.language_models import VOCAB_SIZE
 from benchmarks.harness.output import Table
+from benchmarks.harness.processes import Answer
 from benchmarks.harness.rows import KEY
+from reformax.declared import user_path
 from reformax.layers import Attention, FeedForward, ReversibleStack, TransformerBlock
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import local, lsh
@@ -132,9 +144,92 @@ def print_costs(shape: Shape) -> None:
         table.row(str(n_layers), *(cost(model, length) for model in built))
 
 
+KEPT = "lm.{model}.remat_policy='attention'"
+OFFLOADED = "lm.{model}.offload_activations=True"
+AGAIN = "lm.{model}.remat_policy='nothing'"
+# The settings of models that are trained, by group.
+TRAINED = {
+    "reversible": {"reversible, all again": [], "reversible, attention kept": [KEPT]},
+    "rematerialized": {
+        "Transformer, all again": [AGAIN],
+        "Transformer, attention kept": [KEPT],
+    },
+    "offloaded": {
+        "Transformer, all again, offloaded": [AGAIN, OFFLOADED],
+        "Transformer, attention kept, offloaded": [KEPT, OFFLOADED],
+    },
+}
+ROWS = {name: settings for rows in TRAINED.values() for name, settings in rows.items()}
+N_TRIED = 12  # steps that tell a row's speed
+TINY = [
+    *("d_model=16", "d_ff=16", "n_heads=2", "d_head=8", "loop.train.eval_tokens=256"),
+    *("loop.train.task=@stdlib.stdlib()", "stdlib.stdlib.max_bytes=100_000"),
+]
+
+
+def config_of(name: str, args: argparse.Namespace, steps: int) -> campaign.Part:
+    """The config file of a row that is trained, and its further settings."""
+    kind, model = ("transformer", "Transformer") if "Transf" in name else ("reformer", "Reformer")
+    given = [f"length={args.length}", "batch_size=1", f"n_layers={args.layers}", "d_model=768"]
+    given += ["d_ff=2048", "n_heads=12", "d_head=64", "scan_layers=True", "learning_rate=1e-3"]
+    given += [f"steps={steps}", f"warmup_steps={steps // 10}", "loop.train.stages=()"]
+    given += [f"loop.train.eval_{x}={args.length}" for x in ("length", "stride")]
+    given += ["loop.train.eval_batch_size=1", f"loop.train.eval_every={steps}"]
+    given += ["loop.train.log_every=1", "loop.train.checkpoint_minutes=None"]
+    own = [setting.format(model=f"{model}LM") for setting in ROWS[name]]
+    few = ["loop.train.eval_tokens=1", "loop.train.eval_whole=False"] if steps == N_TRIED else []
+    return f"{kind}_text_64k_37m.gin", [*given, *own, *(TINY if args.tiny else []), *few]
+
+
+def print_trained(args: argparse.Namespace) -> None:
+    """Trains the rows for a few steps, then for the minutes, and prints what they learnt."""
+    names, failed = campaign.chosen(args, TRAINED), []
+    run = {"layers": args.layers, "length": args.length, "tiny": args.tiny}
+    tried = dict(
+        campaign.trained(
+            names, lambda name: [config_of(name, args, N_TRIED)], run | {"steps": N_TRIED}, args
+        )
+    )
+    steps = {
+        name: N_TRIED + round(args.minutes * 60 * found["tokens_per_second"] / args.length)
+        for name, found in tried.items()
+        if not isinstance(found, Exception)
+    }
+    parts = {name: [config_of(name, args, n)] for name, n in steps.items()}
+    columns = "most memory, GiB", "tokens/s", "steps", "minutes", "bits per byte"
+    table = Table(f"{args.layers} layers, {args.length:,} tokens", *columns)
+    known = dict(campaign.trained(list(steps), parts.get, run | {"minutes": args.minutes}, args))
+    for name, found in (tried | known).items():
+        table.result(name, known=found, cells=_cells)
+        failed += [name] * isinstance(found, Exception)
+    exit_if(failed)
+
+
+def _cells(trained: Answer) -> list[str]:
+    memory, speed = trained["peak_bytes"], trained["tokens_per_second"]
+    most = "-" if memory is None else f"{memory / 2**30:.1f}"
+    steps, minutes = f"{trained['steps']:,}", f"{trained['seconds'] / 60:.1f}"
+    return [most, f"{speed:,.0f}", steps, minutes, f"{trained['bits']:.3f}"]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__)
+    text = "trains models on this text: a file or a folder"
+    parser.add_argument("--data_dir", type=functools.partial(user_path, "data_dir"), help=text)
+    parser.add_argument("--minutes", type=command_line.seconds, help="of each model's training")
+    sizes = dict(layers=(48, "of these models"), length=(65_536, "tokens of their windows"))
+    for name, (default, text) in sizes.items():
+        text = f"{text} (default: {default:,})"
+        parser.add_argument(f"--{name}", type=command_line.positive, default=default, help=text)
+    campaign.flags(parser, TRAINED)
     args = parser.parse_args(argv)
+    if args.data_dir and args.minutes is None:
+        parser.error("--minutes is missing: give those of each model's training")
+    if args.minutes is not None:
+        if not (args.data_dir or args.tiny):
+            parser.error("--data_dir is missing: give the text to train on")
+        print_trained(args)
+        return
     shape = command_line.of_size(SHAPES, args.tiny)
     print_drifts(shape)
     print_costs(shape)

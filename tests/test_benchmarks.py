@@ -35,6 +35,7 @@ from benchmarks import (
     global_layers,
     long_range_arena,
     published,
+    reversible,
     scaling,
     step,
     tables,
@@ -65,6 +66,7 @@ from benchmarks.rows import attention as attention_rows
 from benchmarks.rows import recall as recall_rows
 from benchmarks.rows import trained as trained_rows
 from reformax.declared import SettingError
+from reformax.models import ReformerLM
 from reformax.ops import flash, lsh
 from reformax.training.callbacks import Callback
 from tests import pages
@@ -127,6 +129,12 @@ COMMANDS = [
     ),
     ("recall", "", "| keys, noise 1 |"),
     ("reversible", "", "| float32, exact | 2 | 0 |"),
+    (
+        "reversible",
+        "--minutes=0.001 --layers=4 --length=512 --at_once=2 --only "
+        "'reversible, all again' 'Transformer, attention kept'",
+        "| Transformer, attention kept | - | ",
+    ),
     ("scaling", "--saved={path}/a.jsonl", "| fsdp 1 | "),
     ("step", "", "| reformax TransformerLM, dense | "),
 ]
@@ -280,6 +288,21 @@ def test_every_row_of_long_range_arena_is_a_model(name, pretrained):
     assert causal or models[-1].attention_type.causality != "only"
     assert models[-1].pooling == ("last" if causal else "cls")
     assert name.split(",")[0] in (models[-1].attention_type.name, "bigbird")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", reversible.ROWS)
+def test_every_deep_row_is_a_model_of_48_layers(name):
+    args = argparse.Namespace(layers=48, length=65_536, tiny=False)
+    part = reversible.config_of(name, args, 100)
+    if name.endswith("offloaded"):
+        with pytest.raises(SettingError, match="offload_activations is True"):
+            traced(*part)
+        return
+    model = traced(*part)
+    assert (model.n_layers, model.d_model, model.scan_layers) == (48, 768, True)
+    assert isinstance(model, ReformerLM) == name.startswith("reversible")
+    assert model.remat_policy == ("nothing" if "all again" in name else "attention")
 
 
 @pytest.mark.parametrize("task, n_pixels", [("pathfinder", 1024), ("path_x", 16_384)])

@@ -255,3 +255,43 @@ def test_bits_that_do_not_compare_are_refused(pictures, scored, capsys):
             script.main([*(str(scored / name) for name in names), f"--out={scored / 'drawn'}"])
         assert re.search(message, capsys.readouterr().err.replace("\n", " "))
     assert not (scored / "drawn-light.svg").exists()
+
+
+def asked(folder, *evaluations):
+    """A run's folder with evaluations, each `{task: {length: accuracy by depth or in all}}`."""
+    folder.mkdir()
+    with (folder / "evaluations.jsonl").open("w") as file:
+        print(json.dumps({"split": "valid", "bits_per_dim": 1.0}), file=file)
+        for tasks in evaluations:
+            found = {}
+            for task, by_length in tasks.items():
+                lines = []
+                for length, x in by_length.items():
+                    by_depth = {"accuracy_by_depth": x} if isinstance(x, list) else {}
+                    lines.append({"length": length, "accuracy": float(np.mean(x)), **by_depth})
+                found[task] = {"by_length": lines}
+            print(json.dumps({"tasks": found}), file=file)
+    return folder
+
+
+def test_answers_are_those_of_the_evaluations(pictures, tmp_path):
+    """A length that was scored twice counts as the last time; lengths are in order."""
+    first = {"needle": {64: [0.1, 0.2], 256: [0.3, 0.4]}, "variables": {64: 0.5}}
+    one = asked(tmp_path / "one", first, {"needle": {128: [0.9, 0.8], 64: [0.6, 0.7]}})
+    two = asked(tmp_path / "two", {"needle": {64: [0.0, 1.0]}, "variables": {64: 0.25}})
+    script = importlib.import_module("answers")
+    script.main([str(one), str(two), f"--out={tmp_path / 'drawn'}"])
+    for mode in ("light", "dark"):
+        assert "<svg" in (tmp_path / f"drawn-{mode}.svg").read_text()
+    colors = importlib.import_module("style").MODES["light"]
+    panels = script.draw(colors, script.read_all([one, two], ())).axes
+    values = [np.asarray(axes.images[0].get_array()).tolist() for axes in panels]
+    assert values == [[[0.6, 0.9, 0.3], [0.7, 0.8, 0.4]], [[0.5]], [[0.0], [1.0]], [[0.25]]]
+    assert [x.get_text() for x in panels[0].get_xticklabels()] == ["64", "128", "256"]
+    assert [axes.get_title() for axes in panels] == ["needle", "variables", "", ""]
+    assert [axes.get_ylabel() for axes in panels] == ["one", "", "two", ""]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="none/evaluations.jsonl has no answers: reformax evaluat"):
+        script.read(tmp_path / "none")
+    with pytest.raises(ValueError, match="two was not asked copy"):
+        script.read_all([two], ["copy"])

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from benchmarks.harness.processes import Answer, alone, stage, tell
 from reformax.cli import compilation_cache, config
 from reformax.training import loop
@@ -48,7 +50,7 @@ def train(
 
 
 def _trained(folder: Path, turn: Path, name: str) -> Answer:
-    """A run's score and speed."""
+    """A run's score, speed and the most memory of a device, None where it is not known."""
     sizes = config.bindings(loop.train, ("steps", "batch_size", "length"))
     score = config.configured(loop.train)(
         folder,
@@ -66,6 +68,7 @@ def _trained(folder: Path, turn: Path, name: str) -> Answer:
         "n_targets": score["n_targets"],
         "accuracy": scores[-1] if scores else None,
         "tokens_per_second": speed,
+        "peak_bytes": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         "steps": sizes["steps"],
         "seconds": sizes["steps"] * sizes["batch_size"] * sizes["length"] / speed,
     }

@@ -203,7 +203,7 @@ class asymmetric_lsh(LearningBuckets, SortedByHash):
       count_once: True counts a key once in all; False once for each hash that chooses its chunk.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
         its output zeros. Across two sequences it is always zeros: no key has a query's position.
-      bucket_loss, report_loss: as in `lsh.lsh`, of one sequence.
+      bucket_loss, loss_queries, report_loss: as in `lsh.lsh`, of one sequence.
       impl: as in `smyrf.smyrf`.
 
     Raises:
@@ -219,6 +219,7 @@ class asymmetric_lsh(LearningBuckets, SortedByHash):
     count_once: bool = True
     attend_self_if_alone: bool = True
     bucket_loss: NonNegative = 0.0
+    loss_queries: Size = 64
     report_loss: bool = False
     impl: str = "auto"
 

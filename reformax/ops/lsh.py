@@ -106,6 +106,7 @@ class lsh(LearningBuckets, AttentionOp):
         the number is 1.
       bucket_loss: the factor of a loss by which queries move towards the keys that dense attention
         weighs, see `hashing.bucket_loss`; 0: none. It is added to the model's loss as DSA's is.
+      loss_queries: queries of each row that it is a mean over; each step draws others.
       report_loss: whether a step of training reports that loss as `bucket_loss`, the mean over
         layers, as in `dsa.dsa`.
       rotations: the rotations to hash with; None draws them from the rng. N heads of size H, at
@@ -133,6 +134,7 @@ class lsh(LearningBuckets, AttentionOp):
     attend_self_if_alone: bool = True
     self_score: float | None = None
     bucket_loss: NonNegative = 0.0
+    loss_queries: Size = 64
     report_loss: bool = False
     rotations: Float[ArrayLike, "N H R F"] | None = None
     impl: str = "auto"

@@ -112,7 +112,7 @@ def test_the_probability_is_that_of_any_of_the_hashes():
 @pytest.mark.parametrize("factory", OPS)
 def test_a_step_draws_its_queries_and_reports_their_loss(factory):
     """Over many steps the mean is that of all queries."""
-    op = factory(**HASHES, bucket_loss=0.7, report_loss=True)
+    op = factory(**HASHES, bucket_loss=0.7, loss_queries=32, report_loss=True)
     x = inputs.draw(op, batch=1, length=128, seed=2)
     q, k, v = (None if y is None else jnp.asarray(y) for y in x[:3])
     keys = length_normalize(q) if op.shared_qk else k

@@ -11,7 +11,7 @@ The probability is that of angular hashing into B buckets at an angle t,
 Angular Distance", theorem 1), up to a right angle; in any of R hashes `1 - (1 - p)^R`. RACE
 attention (2025, arXiv 2510.04008) trains by such soft collisions in place of a softmax.
 
-The queries are one of each of `N_QUERIES` equal parts of the sequence, drawn by the step's rng.
+The queries are one of each of some equal parts of the sequence, drawn by the step's rng.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.sharding.shard import all_heads, row_axes_of
-from reformax.ops.softmax.kept_mass import N_QUERIES, sampled_positions
+from reformax.ops.softmax.kept_mass import sampled_positions
 from reformax.ops.softmax.online import largest, masked_exp, masked_softmax
 
 # Queries whose probabilities of all keys are in memory together.
@@ -68,7 +68,7 @@ class BucketLoss(NamedTuple):
 class LearningBuckets:
     """The functions of an op that learns by this loss: a second base class beside the op's.
 
-    The op has the options `bucket_loss`, `report_loss` and `n_hashes`.
+    The op has the options `bucket_loss`, `loss_queries`, `report_loss` and `n_hashes`.
     """
 
     def _init(self, rng, dims):
@@ -86,16 +86,17 @@ class LearningBuckets:
         self, call: Call, params, out: Float[Array, "B T N V"], q, k, hashed, n_buckets: int
     ) -> Float[Array, "B T N V"]:
         """`out`, with the gradient of the loss; the arguments are those of `bucket_loss`."""
-        found = bucket_loss(call, q, k, hashed, n_buckets, self.n_hashes, self.shared_qk)
+        at = drawn_positions(q.shape[1], self.loss_queries, call.rng)
+        found = bucket_loss(call, at, q, k, hashed, n_buckets, self.n_hashes, self.shared_qk)
         out = with_loss(out, self.bucket_loss * found.share)
         if not self.report_loss:
             return out
         return out + (0 * updated(params[METER], found.mean)).astype(out.dtype)
 
 
-def drawn_positions(length: int, rng: PRNGKeyArray | None) -> Int[Array | np.ndarray, " C"]:
-    """A position in each of `N_QUERIES` equal parts, or all; without an rng always the same."""
-    n = min(N_QUERIES, length)
+def drawn_positions(length: int, n: int, rng: PRNGKeyArray | None) -> Int[Array | np.ndarray, " C"]:
+    """A position in each of `n` equal parts, or all; without an rng always the same ones."""
+    n = min(n, length)
     if rng is None:
         return sampled_positions(length, n)
     borders = np.arange(n + 1) * length // n
@@ -104,6 +105,7 @@ def drawn_positions(length: int, rng: PRNGKeyArray | None) -> Int[Array | np.nda
 
 def bucket_loss(
     call: Call,
+    at: Int[Array | np.ndarray, " C"],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     hashed: Float[Array, "B T N H"],
@@ -114,13 +116,13 @@ def bucket_loss(
     """The mean divergence of a sample of queries.
 
     Args:
-      call: causality, segments, logits, and the rng that draws the queries.
+      call: causality, segments and logits.
+      at: the positions of the queries.
       q, k: queries and keys as logits are made of them.
       hashed: keys as they are hashed.
       n_buckets, n_hashes: B and R.
       exclude_self: whether dense attention hides a position from itself.
     """
-    at = drawn_positions(q.shape[1], call.rng)
     ids, rule = ids_or_ones(call.segment_ids, k), Visibility(call.causal, exclude_self=exclude_self)
     key = Side(jnp.arange(k.shape[1])[None, None], ids[:, None])
     size = q.shape[-1]
