@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +93,9 @@ class dsa(Reusing, AttentionOp):
     the paper's dense warm-up (eq. 3).
 
     Weights: `query [N, H, J, D]`, `key [N, H, D]` and `weight [N, H, J]`, to whose products 1 is
-    added. Initially, index head j projects the queries of the attention heads n with `n mod J = j`
-    by the same random matrix as their keys. Scores then resemble the sum of these heads' products.
+    added, and `candidates`, those of candidates that learn. Initially, index head j projects the
+    queries of the attention heads n with `n mod J = j` by the same random matrix as their keys.
+    Scores then resemble the sum of these heads' products.
 
     Args:
       top_k: K: positions that a query sees; 2,048 in the paper's sec. 2.1.
@@ -158,14 +159,18 @@ class dsa(Reusing, AttentionOp):
         above["score"] = None if self.indexer.score == "relu" else self.indexer.score
         return kernel_obstacles(q, k, v, logits, **above)
 
-    def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+    def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
         if self.reuse:
             return {}
         rng, rng_weight = jax.random.split(rng)
         sizes = dims.n_heads, dims.d_qk, self.d_index
         key = jax.random.normal(rng, sizes) / math.sqrt(self.d_index)
         meter = {"index_loss": Meter(jnp.zeros(()))} if self.report_loss else {}
-        return meter | init_queries(rng_weight, key, self.n_index_heads) | {"key": key}
+        found = meter | init_queries(rng_weight, key, self.n_index_heads) | {"key": key}
+        if self.indexer.learns:
+            rng = jax.random.fold_in(rng, 1)
+            found["candidates"] = self.indexer.candidates.init(rng, self.d_index)
+        return found
 
     def _index_queries(self, params, q: Float[Array, "B T N H"], position=None) -> IndexQueries:
         position = positions(q.shape[1]) if position is None else position
@@ -179,6 +184,10 @@ class dsa(Reusing, AttentionOp):
         if self.reuse:
             return no_queries(k).queries[:, :, 0]
         return self.indexer.rotated(_index_keys(params, k)[:, :, None], position)[:, :, 0]
+
+    def _of_candidates(self, params) -> Any:
+        """The weights of the indexer's candidates."""
+        return params["candidates"] if self.indexer.learns else ()
 
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
@@ -203,7 +212,8 @@ class dsa(Reusing, AttentionOp):
 
         def choose(interpret: bool | None = None) -> Int[Array, "B T K"]:
             settings = self.top_k, call.causal, call.length or n, call.rng, interpret
-            return self.indexer.choose(Indexed(queries, keys), call.segment_ids, *settings)
+            indexed = Indexed(queries, keys, lax.stop_gradient(self._of_candidates(params)))
+            return self.indexer.choose(indexed, call.segment_ids, *settings)
 
         obstacles = self._obstacles(q, k, None)
         if self.indexer.candidates is not None:
@@ -238,6 +248,11 @@ class dsa(Reusing, AttentionOp):
         obstacles = self._obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out = compute_by(self.impl, implementations)
+        if self.indexer.learns and not self.reuse:
+            indexed = Indexed(index, index_keys, self._of_candidates(params))
+            rows = row_axes_of(call.shard)
+            loss = self.indexer.candidates_loss(indexed, call.segment_ids, call.causal, rows)
+            out = with_loss(out, self.index_loss * loss)
         if not self.report_loss:
             return out
         mean = self._mean_loss(call, q, k, v, index, index_keys, plan, ids)
@@ -334,7 +349,8 @@ class dsa(Reusing, AttentionOp):
         memory = fill_ring(k, v, call.lengths, call.length)
         if self.reuse:
             return DsaCache(memory, (), ())
-        index = Indexed(self._index_queries(params, q), self._index_keys(params, k))
+        index = self._index_queries(params, q), self._index_keys(params, k)
+        index = Indexed(*index, self._of_candidates(params))
         settings = self.top_k, jnp.asarray(call.lengths), call.length, call.rng
         n_local = self.indexer.n_local_keys(True, call.length)
         n_chosen = min(self.top_k - n_local, call.length) + n_local
@@ -348,7 +364,8 @@ class dsa(Reusing, AttentionOp):
             cache = DsaCache(memory, (), ())
             chosen = call.chosen
         else:
-            new = Indexed(self._index_queries(params, q, at), self._index_keys(params, k, at))
+            new = self._index_queries(params, q, at), self._index_keys(params, k, at)
+            new = Indexed(*new, self._of_candidates(params))
             chosen, index = self.indexer.step(cache.index, new, call.position, self.top_k)
             cache = DsaCache(memory, index, chosen)
         chosen = chosen[:, None]  # [B, 1, K]

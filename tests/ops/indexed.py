@@ -24,24 +24,51 @@ def dsa(options, params, plan, qkv, extra_projections, mask, keep):
         jnp.where(chosen, scores(options, params, q, k), -1e200), axis=-1
     )
     attention = jax.lax.stop_gradient(weights).mean(axis=1)
-    loss = -jnp.where(chosen, attention * log_index, 0).sum() / jnp.maximum(real.sum(), 1)
+    loss = -jnp.where(chosen, attention * log_index, 0).sum()
+    if options.get("indexer", Indexer()).learns:
+        loss = loss + codes_loss(options, params, q, k, mask[:, 0] != 0)
+    loss = loss / jnp.maximum(real.sum(), 1)
     return with_loss(out, options.get("index_loss", 1.0) * loss)
+
+
+def codes_loss(options, params, q, k, mask):
+    """The cross entropy of the softmax of codes' scores, from that of all exact scores."""
+    queries, keys, weights = jax.lax.stop_gradient(vectors(options, params, q, k))
+    exact = jax.lax.stop_gradient(scores(options, params, q, k))
+    own = params["candidates"]
+
+    def signs(x):
+        smooth = jnp.tanh(jnp.einsum("...d,db->...b", x, own["projection"]))
+        return smooth + jax.lax.stop_gradient(jnp.where(smooth < 0, -1.0, 1.0) - smooth)
+
+    agreement = jnp.einsum("btjd,bsd->bjts", signs(queries), signs(keys))
+    agreement = agreement / options["indexer"].candidates.n_bits
+    of_codes = jnp.einsum("btj,bjts->bts", weights, jax.nn.relu(agreement))
+    of_codes = own["scale"] * of_codes / jnp.sqrt(options["n_index_heads"] * 1.0)
+    log_codes = jax.nn.log_softmax(jnp.where(mask, of_codes, -1e200), axis=-1)
+    share = jax.nn.softmax(jnp.where(mask, exact, -1e200), axis=-1)
+    return -jnp.where(mask, share * log_codes, 0).sum()
 
 
 def scores(options, params, q, k):
     """Eq. 1, without a gradient for the layer's vectors."""
+    queries, keys, weights = vectors(options, params, q, k)
+    products = jnp.einsum("btjd,bsd->bjts", queries, keys) * (1 / jnp.sqrt(keys.shape[2] * 1.0))
+    if options.get("indexer", Indexer()).score == "relu":
+        products = jax.nn.relu(products)
+    summed = jnp.einsum("btj,bjts->bts", weights, products)
+    return summed / jnp.sqrt(options["n_index_heads"] * 1.0)
+
+
+def vectors(options, params, q, k):
+    """The indexer's queries, keys and weights."""
     q, k = jax.lax.stop_gradient((q, k))
     indexer = options.get("indexer", Indexer())
     queries = jnp.einsum("btnh,nhjd->btjd", q, params["query"])
     keys = jnp.einsum("btnh,nhd->btd", k, params["key"])
     if indexer.rotary:
         queries, keys = _rotated(queries), _rotated(keys[:, :, None])[:, :, 0]
-    weights = 1 + jnp.einsum("btnh,nhj->btj", q, params["weight"])
-    products = jnp.einsum("btjd,bsd->bjts", queries, keys) * (1 / jnp.sqrt(keys.shape[2] * 1.0))
-    if indexer.score == "relu":
-        products = jax.nn.relu(products)
-    summed = jnp.einsum("btj,bjts->bts", weights, products)
-    return summed / jnp.sqrt(options["n_index_heads"] * 1.0)
+    return queries, keys, 1 + jnp.einsum("btnh,nhj->btj", q, params["weight"])
 
 
 def _rotated(x):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from reformax import devices
 from reformax.declared import Count, SettingError, Size
 from reformax.ops.calls.options import OpOption, op_option
 from reformax.ops.indexing.candidates import (
@@ -27,17 +28,21 @@ from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, scores, scores_of_gathered
 from reformax.ops.indexing.streaming import best_keys
 from reformax.ops.masking.masks import ids_or_ones
-from reformax.ops.masking.visibility import Side
+from reformax.ops.masking.visibility import Side, is_token
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import rotary
 
+# Queries of a row from which candidates learn, spread evenly.
+LEARNT_FROM = 256
+
 
 class Indexed(NamedTuple):
-    """The vectors of an indexer: its queries, and its keys `[B, S, D]`."""
+    """The vectors of an indexer: its queries, and its keys `[B, S, D]`; weights of candidates."""
 
     queries: IndexQueries
     keys: Float[Array, "B S D"]
+    params: Any = ()
 
 
 @op_option
@@ -58,8 +63,8 @@ class Indexer(OpOption):
         arXiv 2607.24593). Each sees, besides, its local keys, at least `group` of them, so that
         none is lost between it and the leader. A query of another segment than its leader's sees
         its local keys alone.
-      candidates: `candidates.Pooled()`, `candidates.Clustered()` or `candidates.Hashed()`; None:
-        all keys are scored.
+      candidates: `candidates.Pooled()`, `candidates.Clustered()`, `candidates.Hashed()` or
+        `candidates.Coded()`; None: all keys are scored.
     """
 
     score: Score = "relu"
@@ -80,6 +85,11 @@ class Indexer(OpOption):
     def draws(self) -> bool:
         """Whether it draws at random."""
         return self.candidates is not None and self.candidates.draws
+
+    @property
+    def learns(self) -> bool:
+        """Whether its candidates have weights and a loss."""
+        return self.candidates is not None and self.candidates.learns
 
     @property
     def is_plain(self) -> bool:
@@ -123,7 +133,7 @@ class Indexer(OpOption):
         leaders = (x.queries.queries, x.queries.weights, position, ids)
         queries, weights, leader, leader_ids = (y[:, :: self.group] for y in leaders)
         chunk = QueryChunk(IndexQueries(queries, weights), leader, leader_ids)
-        keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, rng)
+        keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, rng, x.params)
         chosen = self._best(rule, n_best, keys, chunk, interpret)
         chosen = jnp.repeat(chosen, self.group, axis=1)[:, :n_tokens]
         if n_local == 0:
@@ -134,6 +144,31 @@ class Indexer(OpOption):
             chosen = jnp.where(jnp.abs(distance) < rule.n_local, -1, chosen)
         local = jnp.broadcast_to(local, (*chosen.shape[:2], local.shape[2]))
         return jnp.concatenate([chosen, local], axis=-1)
+
+    def candidates_loss(
+        self, x: Indexed, segment_ids: Int[Array, "B T"] | None, causal: bool, rows: devices.Axes
+    ) -> Float[Array, ""]:
+        """The mean loss by which candidates learn, over up to `LEARNT_FROM` queries of a row.
+
+        Args:
+          x: the vectors, and the candidates' weights.
+          segment_ids, causal: of the call.
+          rows: the mesh axes of the batch.
+        """
+        length = x.keys.shape[1]
+        keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, None, x.params)
+        arrays = *x.queries, positions(length), keys.ids
+        some = tuple(y[:, :: -(-length // LEARNT_FROM)] for y in arrays)
+
+        @jax.checkpoint
+        def losses(vectors, weights, position, ids):
+            chunk = QueryChunk(IndexQueries(vectors, weights), position, ids)
+            return self.candidates.losses(keys, chunk)
+
+        n_seen = length * (2 * x.queries.queries.shape[2] + 4)
+        total = by_chunks(losses, n_seen, *some).sum()
+        n_tokens = devices.total(jnp.sum(is_token(some[3])), rows)
+        return total / jnp.maximum(n_tokens, 1).astype(total.dtype)
 
     # Decoding. C is the capacity.
 
@@ -146,14 +181,15 @@ class Indexer(OpOption):
         keys = jnp.where(exists[..., None], x.keys, 0)
         keys = jnp.pad(keys, ((0, 0), (0, n_free), (0, 0)))
         ids = jnp.pad(exists.astype(jnp.int32), ((0, 0), (0, n_free)))
-        indexed = IndexedKeys(keys, ids, self.score, True, capacity, rng)
+        indexed = IndexedKeys(keys, ids, self.score, True, capacity, rng, x.params)
         found = () if self.candidates is None else self.candidates.start(indexed)
         cache = IndexerCache(keys, found, ())
         if self.group == 1:
             return cache
         leader = jnp.maximum(lengths - 1, 0) // self.group * self.group
         queries = jax.tree.map(lambda y: jax.vmap(lambda y, i: y[i][None])(y, leader), x.queries)
-        return cache._replace(chosen=self._choose_newest(cache, queries, leader, top_k))
+        x = x._replace(queries=queries)
+        return cache._replace(chosen=self._choose_newest(cache, x, leader, top_k))
 
     def step(
         self,
@@ -173,15 +209,15 @@ class Indexer(OpOption):
         keys = cache.keys.at[jnp.arange(len(position)), position].set(x.keys[:, 0])
         found = cache.found
         if self.candidates is not None:
-            found = self.candidates.advance(found, self._held(keys), x.keys, position)
+            found = self.candidates.advance(found, self._held(keys, x), x.keys, position)
         cache = IndexerCache(keys, found, cache.chosen)
         if self.group == 1:
-            chosen = self._choose_newest(cache, x.queries, position, top_k)
+            chosen = self._choose_newest(cache, x, position, top_k)
         else:
             leads = position % self.group == 0
 
             def choose(chosen):
-                new = self._choose_newest(cache, x.queries, position, top_k)
+                new = self._choose_newest(cache, x, position, top_k)
                 return jnp.where(leads[:, None], new, chosen)
 
             chosen = lax.cond(leads.any(), choose, lambda chosen: chosen, cache.chosen)
@@ -193,24 +229,24 @@ class Indexer(OpOption):
             chosen = jnp.concatenate([chosen, local[:, 0]], axis=-1)
         return chosen, cache
 
-    def _held(self, keys: Float[Array, "B C D"]) -> IndexedKeys:
+    def _held(self, keys: Float[Array, "B C D"], x: Indexed) -> IndexedKeys:
         """The cache's keys: causality hides those that are not there yet."""
-        return IndexedKeys(keys, None, self.score, True, keys.shape[1], None)
+        return IndexedKeys(keys, None, self.score, True, keys.shape[1], None, x.params)
 
     def _choose_newest(
-        self, cache: IndexerCache, queries: IndexQueries, position: Int[Array, " B"], top_k: int
+        self, cache: IndexerCache, x: Indexed, position: Int[Array, " B"], top_k: int
     ) -> Int[Array, "B K"]:
         """The choice of one query of each row."""
         capacity = cache.keys.shape[1]
         n_local = self.n_local_keys(True, capacity)
         rule = ChoiceRule(True, n_local, self.group)
         n_best = min(top_k - n_local, capacity)
-        held = self._held(cache.keys)
-        chunk = QueryChunk(queries, position[:, None], held.ids[:, :1])
+        held = self._held(cache.keys, x)
+        chunk = QueryChunk(x.queries, position[:, None], held.ids[:, :1])
         if self.candidates is None:
             key = Side(jnp.arange(capacity, dtype=jnp.int32)[None, None])
             allowed = rule.allows(Side(position[:, None, None]), key)
-            return best_of(scores(self.score, queries, cache.keys), allowed, n_best)[:, 0]
+            return best_of(scores(self.score, x.queries, cache.keys), allowed, n_best)[:, 0]
         found = self.candidates.of_newest(cache.found, held, chunk)
         return best_candidates(rule, n_best, held, chunk, found)[:, 0]
 
