@@ -124,6 +124,26 @@ def test_a_kernel_chooses_among_candidates_what_array_operations_do(name):
     assert as_sets(got) == as_sets(want)
 
 
+def test_whole_blocks_are_chosen_by_their_means():
+    """The first of equal scores, complete ones alone, and what is there of the query's own."""
+    x, size, ids = integers(31), 4, np.repeat([[1, 2, 0]], [10, 17, 4], axis=1).repeat(2, axis=0)
+    got = as_sets(choose(Indexer(block_size=size), x, 11, True, ids))
+    for b, t in np.ndindex(ids.shape):
+        found = []
+        for block in range((t + 1) // size):
+            own = [s for s in range(block * size, block * size + size) if ids[b, s]]
+            own = [s for s in own if ids[b, s] == ids[b, own[-1]]]
+            if not own or ids[b, own[0]] != ids[b, t]:
+                continue
+            products = np.maximum(x.queries.queries[b, t] @ x.keys[b, own].mean(axis=0), 0)
+            found.append((-(x.queries.weights[b, t] @ products), block))
+        seen = {
+            s for _, block in sorted(found)[:2] for s in range(block * size, block * size + size)
+        }
+        own = range((t + 1) // size * size, t + 1)
+        assert got[b * 31 + t] == seen | set(own) or ids[b, t] == 0, (b, t)
+
+
 def compiled(indexer, length, top_k=64, n_heads=4, size=32):
     x = Indexed(
         IndexQueries(
@@ -334,6 +354,10 @@ def test_settings_that_do_not_fit_are_refused():
         Indexer(group=4, n_local=3)
     with pytest.raises(SettingError, match=r"block_sizes is \(8, 3\): expected at least one size"):
         Pooled(block_sizes=(8, 3))
+    with pytest.raises(SettingError, match="block_size is 4: expected no n_local, group and"):
+        Indexer(block_size=4, n_local=3)
+    with pytest.raises(SettingError, match="block_size is 9 and top_k 8: expected at most top_k"):
+        dsa.dsa(top_k=8, indexer=Indexer(block_size=9))
     with pytest.raises(SettingError, match="n_buckets is 3: expected"):
         Hashed(n_buckets=3)
     with pytest.raises(SettingError, match="score is 'dot': expected 'relu' or 'product'"):

@@ -24,11 +24,12 @@ from reformax.ops.indexing.candidates import (
     rows_at,
     without_repeats,
 )
+from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, scores, scores_of_gathered
 from reformax.ops.indexing.streaming import best_keys
 from reformax.ops.masking.masks import ids_or_ones
-from reformax.ops.masking.visibility import Side, is_token
+from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import rotary
@@ -65,6 +66,11 @@ class Indexer(OpOption):
         its local keys alone.
       candidates: `candidates.Pooled()`, `candidates.Clustered()`, `candidates.Hashed()` or
         `candidates.Coded()`; None: all keys are scored.
+      block_size: L: keys are chosen in whole blocks of so many positions, at fixed positions of the
+        row, as in Qwen's sparse attention (QSA). A block's index key is the mean of its keys of the
+        segment of its last one, rotated as its first position. A query sees the best `top_k / L`
+        complete blocks up to itself, and its own block so far where that is not complete. For
+        causal calls; without `n_local`, `group` and `candidates`.
     """
 
     score: Score = "relu"
@@ -72,6 +78,7 @@ class Indexer(OpOption):
     n_local: Count = 0
     group: Size = 1
     candidates: Candidates | None = None
+    block_size: Size = 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -79,6 +86,13 @@ class Indexer(OpOption):
             raise SettingError(
                 f"group is {self.group} and n_local {self.n_local}: expected n_local of at least "
                 "group, because a leader chooses no later keys"
+            )
+
+        others = self.n_local > 0 or self.group > 1 or self.candidates is not None
+        if self.block_size > 1 and others:
+            raise SettingError(
+                f"block_size is {self.block_size}: expected no n_local, group and candidates with "
+                "it, because whole blocks are chosen"
             )
 
     @property
@@ -125,6 +139,8 @@ class Indexer(OpOption):
           rng: the source of hashes.
           interpret: from `dispatch.choose_kernels`, of the kernels that score candidates.
         """
+        if self.block_size > 1:
+            return self._choose_blocks(x, ids_or_ones(segment_ids, x.keys), top_k)
         n_tokens = x.keys.shape[1]
         n_local = self.n_local_keys(causal, n_tokens)
         rule = ChoiceRule(causal, min(self.n_local, n_tokens), self.group)
@@ -144,6 +160,46 @@ class Indexer(OpOption):
             chosen = jnp.where(jnp.abs(distance) < rule.n_local, -1, chosen)
         local = jnp.broadcast_to(local, (*chosen.shape[:2], local.shape[2]))
         return jnp.concatenate([chosen, local], axis=-1)
+
+    # Blocks. C is their number.
+
+    def block_keys(
+        self, keys: Float[Array, "B T D"], ids: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B C D"], Int[Array, "B C"]]:
+        """The index keys of blocks, of keys that are not rotated, and their segments."""
+        ids, means = pooled_blocks(keys[:, :, None], ids, self.block_size)
+        first = positions(means.shape[1]) * self.block_size
+        return self.rotated(means, first)[:, :, 0], ids
+
+    def newest_block(self, position: Int[Array, "*d"]) -> Int[Array, "*d"]:
+        """The last complete block at a position; -1 before the first."""
+        return (position + 1) // self.block_size - 1
+
+    def _choose_blocks(self, x: Indexed, ids: Int[Array, "B T"], top_k: int) -> Int[Array, "B T K"]:
+        position, (keys, block_ids) = positions(x.keys.shape[1]), self.block_keys(x.keys, ids)
+        side = Side(self.newest_block(position), ids)
+        n_best, rule = min(top_k // self.block_size, keys.shape[1]), ChoiceRule(causal=True)
+        found = best_keys(self.score, rule, n_best, x.queries, keys, side, block_ids)
+        return self._positions_of(found, position)
+
+    def _positions_of(
+        self, blocks: Int[Array, "B Q C"], position: Int[Array, "#B Q"]
+    ) -> Int[Array, "B Q K"]:
+        """The positions of chosen blocks, and of each query's own one if it is not complete."""
+        within = jnp.arange(self.block_size, dtype=jnp.int32)
+        chosen = jnp.where(blocks[..., None] < 0, -1, blocks[..., None] * self.block_size + within)
+        own = (self.newest_block(position) + 1)[..., None] * self.block_size + within[:-1]
+        own = jnp.where(own <= position[..., None], own, -1)
+        own = jnp.broadcast_to(own, (*blocks.shape[:2], own.shape[2]))
+        return jnp.concatenate([chosen.reshape(*blocks.shape[:2], -1), own], axis=-1)
+
+    def n_chosen(self, top_k: int, causal: bool, length: int) -> int:
+        """K, the positions of a choice, those that do not exist too."""
+        if self.block_size > 1:
+            n_blocks = min(top_k // self.block_size, -(-length // self.block_size))
+            return (n_blocks + 1) * self.block_size - 1
+        n_local = self.n_local_keys(causal, length)
+        return min(top_k - n_local, length) + n_local
 
     def candidates_loss(
         self, x: Indexed, segment_ids: Int[Array, "B T"] | None, causal: bool, rows: devices.Axes
@@ -238,6 +294,14 @@ class Indexer(OpOption):
     ) -> Int[Array, "B K"]:
         """The choice of one query of each row."""
         capacity = cache.keys.shape[1]
+        if self.block_size > 1:
+            keys, _ = self.block_keys(cache.keys, jnp.ones(cache.keys.shape[:2], jnp.int32))
+            block = Side(jnp.arange(keys.shape[1], dtype=jnp.int32)[None, None])
+            newest = self.newest_block(position)[:, None, None]
+            allowed = Visibility(causal=True).sees(Side(newest), block)
+            n_best = min(top_k // self.block_size, keys.shape[1])
+            found = best_of(scores(self.score, x.queries, keys), allowed, n_best)
+            return self._positions_of(found, position[:, None])[:, 0]
         n_local = self.n_local_keys(True, capacity)
         rule = ChoiceRule(True, n_local, self.group)
         n_best = min(top_k - n_local, capacity)
