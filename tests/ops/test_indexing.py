@@ -111,11 +111,13 @@ def test_zeros_of_either_sign_are_a_tie():
     assert as_sets(got) == plain(Indexer(), x, 12, True, np.ones((2, 40), np.int32))
 
 
-@pytest.mark.parametrize("name", ["levels", "clustered", "hashed relu"])
+@pytest.mark.parametrize("name", ["levels", "clustered", "hashed relu", "coded"])
 def test_a_kernel_chooses_among_candidates_what_array_operations_do(name):
     """With 16 heads, where no row of a tile is left over: all zeros may then be -0."""
     x, ids, settings = integers(37, n_heads=16), packed(37), (9, True, 37, KEY)
     x = x._replace(queries=IndexQueries(x.queries.queries, -abs(x.queries.weights)))
+    if INDEXERS[name].learns:
+        x = x._replace(params=INDEXERS[name].candidates.init(KEY, x.keys.shape[2]))
     chosen = [
         jax.jit(lambda x, ids, how=how: INDEXERS[name].choose(x, ids, *settings, how))(x, ids)
         for how in (True, None)

@@ -99,6 +99,12 @@ class Candidates(OpOption):
         """The positions of the candidates, in any order, maybe several times; -1 is none."""
         raise NotImplementedError
 
+    def of_all(
+        self, prepared: Any, x: IndexedKeys, index: IndexQueries, interpret: bool
+    ) -> Int[Array, "B T M"] | None:
+        """`of` for the queries of all positions in kernels; None where there are none."""
+        del prepared, x, index, interpret
+
     # Decoding. The keys are the cache's, of C positions, and all queries are causal.
 
     def start(self, x: IndexedKeys) -> Any:
@@ -499,6 +505,15 @@ class Coded(Candidates):
         index, side = self._of_queries(x, queries.index), Side(queries.position, queries.ids)
         n_best = min(self.n_best, x.keys.shape[1])
         return best_keys(x.score, ChoiceRule(x.causal), n_best, index, prepared, side, x.ids)
+
+    def of_all(self, prepared, x: IndexedKeys, index: IndexQueries, interpret: bool):
+        from reformax.ops.kernels.triton import indexer as kernel
+
+        if x.score != "relu":
+            return None
+        arrays = *self._of_queries(x, index), prepared, x.segment_ids, x.segment_ids
+        n_best = min(self.n_best, x.keys.shape[1])
+        return kernel.choose_positions(n_best, x.causal, interpret, *arrays, n_parts=1)
 
     def losses(self, x: IndexedKeys, queries: QueryChunk) -> Float[Array, "B Q"]:
         index, keys = lax.stop_gradient((queries.index, x.keys))

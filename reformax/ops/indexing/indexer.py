@@ -326,7 +326,9 @@ class Indexer(OpOption):
         side = Side(queries.position, queries.ids)
         if self.candidates is None:
             return best_keys(self.score, rule, n_best, queries.index, keys.keys, side, keys.ids)
-        prepared, choose = self.candidates.prepare(keys), None
+        prepared, choose, of_all = self.candidates.prepare(keys), None, None
+        if interpret is not None and self.group == 1:
+            of_all = self.candidates.of_all(prepared, keys, queries.index, interpret)
         if interpret is not None:
             from reformax.ops.kernels.triton import candidates as kernel
 
@@ -335,9 +337,9 @@ class Indexer(OpOption):
             def choose(index: IndexQueries, found: Int[Array, "B Q M"]) -> Int[Array, "B Q K"]:
                 return kernel.choose(n_best, interpret, *index, parts, found)
 
-        def of_chunk(vectors, weights, position, ids):
+        def of_chunk(vectors, weights, position, ids, *found):
             chunk = QueryChunk(IndexQueries(vectors, weights), position, ids)
-            found = self.candidates.of(prepared, keys, chunk)
+            found = found[0] if found else self.candidates.of(prepared, keys, chunk)
             return best_candidates(rule, n_best, keys, chunk, found, choose)
 
         n_searched = queries.index.queries.shape[2] if self.score == "relu" else 1
@@ -345,6 +347,7 @@ class Indexer(OpOption):
         n_each = 8 if interpret is not None else n_searched + 4 + keys.keys.shape[2]
         n_seen = self.candidates.n_numbers(keys, n_searched, n_each)
         arrays = *queries.index, queries.position, queries.ids
+        arrays += () if of_all is None else (of_all,)
         return join_chunks(by_chunks(of_chunk, n_seen, *arrays), queries.ids.shape[1])
 
 
