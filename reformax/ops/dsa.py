@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.online import masked_softmax
+from reformax.ops.softmax.online import masked_softmax, nonzero
 
 # The attention's kernels index words of 32 pairs with 31 bits.
 MAX_PAIRS = 2**36
@@ -93,8 +93,9 @@ class dsa(Reusing, AttentionOp):
     the paper's dense warm-up (eq. 3).
 
     Weights: `query [N, H, J, D]`, `key [N, H, D]` and `weight [N, H, J]`, to whose products 1 is
-    added. Initially, index head j projects the queries of the attention heads n with `n mod J = j`
-    by the same random matrix as their keys. Scores then resemble the sum of these heads' products.
+    added, and `candidates`, those of candidates that learn. Initially, index head j projects the
+    queries of the attention heads n with `n mod J = j` by the same random matrix as their keys.
+    Scores then resemble the sum of these heads' products.
 
     Args:
       top_k: K: positions that a query sees; 2,048 in the paper's sec. 2.1.
@@ -138,6 +139,10 @@ class dsa(Reusing, AttentionOp):
     def plans(self):
         return "draws" if self.indexer.draws and not self.reuse else "reads"
 
+    @property
+    def causality(self):
+        return "only" if self.indexer.block_size > 1 else "either"
+
     def newest_choice(self, cache: DsaCache) -> Int[Array, "B K"]:
         return cache.chosen
 
@@ -147,6 +152,11 @@ class dsa(Reusing, AttentionOp):
         if self.indexer.n_local >= self.top_k:
             n_local, top_k = self.indexer.n_local, self.top_k
             raise SettingError(f"n_local is {n_local} and top_k {top_k}: expected it below top_k")
+        if self.indexer.block_size > self.top_k:
+            block_size, top_k = self.indexer.block_size, self.top_k
+            raise SettingError(
+                f"block_size is {block_size} and top_k {top_k}: expected at most top_k positions"
+            )
 
     def _obstacles(
         self, q: Array, k: Array, v: Array | None, logits: Logits = PLAIN
@@ -156,16 +166,21 @@ class dsa(Reusing, AttentionOp):
         above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_pairs, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
         above["score"] = None if self.indexer.score == "relu" else self.indexer.score
+        above["block_size"] = self.indexer.block_size if self.indexer.block_size > 1 else None
         return kernel_obstacles(q, k, v, logits, **above)
 
-    def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+    def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
         if self.reuse:
             return {}
         rng, rng_weight = jax.random.split(rng)
         sizes = dims.n_heads, dims.d_qk, self.d_index
         key = jax.random.normal(rng, sizes) / math.sqrt(self.d_index)
         meter = {"index_loss": Meter(jnp.zeros(()))} if self.report_loss else {}
-        return meter | init_queries(rng_weight, key, self.n_index_heads) | {"key": key}
+        found = meter | init_queries(rng_weight, key, self.n_index_heads) | {"key": key}
+        if self.indexer.learns:
+            rng = jax.random.fold_in(rng, 1)
+            found["candidates"] = self.indexer.candidates.init(rng, self.d_index)
+        return found
 
     def _index_queries(self, params, q: Float[Array, "B T N H"], position=None) -> IndexQueries:
         position = positions(q.shape[1]) if position is None else position
@@ -178,7 +193,13 @@ class dsa(Reusing, AttentionOp):
         position = positions(k.shape[1]) if position is None else position
         if self.reuse:
             return no_queries(k).queries[:, :, 0]
+        if self.indexer.block_size > 1:  # whose means are rotated
+            return _index_keys(params, k)
         return self.indexer.rotated(_index_keys(params, k)[:, :, None], position)[:, :, 0]
+
+    def _of_candidates(self, params) -> Any:
+        """The weights of the indexer's candidates."""
+        return params["candidates"] if self.indexer.learns else ()
 
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
@@ -203,7 +224,8 @@ class dsa(Reusing, AttentionOp):
 
         def choose(interpret: bool | None = None) -> Int[Array, "B T K"]:
             settings = self.top_k, call.causal, call.length or n, call.rng, interpret
-            return self.indexer.choose(Indexed(queries, keys), call.segment_ids, *settings)
+            indexed = Indexed(queries, keys, lax.stop_gradient(self._of_candidates(params)))
+            return self.indexer.choose(indexed, call.segment_ids, *settings)
 
         obstacles = self._obstacles(q, k, None)
         if self.indexer.candidates is not None:
@@ -219,6 +241,9 @@ class dsa(Reusing, AttentionOp):
         length = q.shape[1]
         ids = ids_or_ones(call.segment_ids, q)
         index, index_keys = self._index_queries(params, q), self._index_keys(params, k)
+        if self.indexer.block_size > 1 and not self.reuse:  # a position has the score of its block
+            of_blocks, _ = self.indexer.block_keys(index_keys, ids)
+            index_keys = jnp.repeat(of_blocks, self.indexer.block_size, axis=1)[:, :length]
         n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
         factor = 0.0 if self.reuse else self.index_loss
         factor = factor / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
@@ -238,6 +263,11 @@ class dsa(Reusing, AttentionOp):
         obstacles = self._obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out = compute_by(self.impl, implementations)
+        if self.indexer.learns and not self.reuse:
+            indexed = Indexed(index, index_keys, self._of_candidates(params))
+            rows = row_axes_of(call.shard)
+            loss = self.indexer.candidates_loss(indexed, call.segment_ids, call.causal, rows)
+            out = with_loss(out, self.index_loss * loss)
         if not self.report_loss:
             return out
         mean = self._mean_loss(call, q, k, v, index, index_keys, plan, ids)
@@ -309,9 +339,14 @@ class dsa(Reusing, AttentionOp):
             query, key = position[:, None, :, None], x.key[:, None]
             kept = dropout_mask(call.seed, call.dropout, batch, head, query, key)
             dropped_weights = weights * kept.astype(weights.dtype)
-        mean_weights = lax.stop_gradient(weights).mean(axis=1)
+        mean_weights, learnt = lax.stop_gradient(weights).mean(axis=1), x.mask
+        if self.indexer.block_size > 1:  # what is seen in any case has no score
+            block = x.key // self.indexer.block_size
+            learnt &= block <= self.indexer.newest_block(position)[..., None]
+            mean_weights = jnp.where(learnt, mean_weights, 0)
+            mean_weights /= nonzero(mean_weights.sum(axis=-1, keepdims=True))
         found = x.scores / math.sqrt(self.n_index_heads * self.d_index)
-        return x.summed(dropped_weights), divergence(found, mean_weights, x.mask)
+        return x.summed(dropped_weights), divergence(found, mean_weights, learnt)
 
     def _mean_loss(self, call: Call, q, k, v, index, index_keys, plan, ids) -> Float[Array, ""]:
         """The mean divergence over some queries, for the eye."""
@@ -334,11 +369,11 @@ class dsa(Reusing, AttentionOp):
         memory = fill_ring(k, v, call.lengths, call.length)
         if self.reuse:
             return DsaCache(memory, (), ())
-        index = Indexed(self._index_queries(params, q), self._index_keys(params, k))
+        index = self._index_queries(params, q), self._index_keys(params, k)
+        index = Indexed(*index, self._of_candidates(params))
         settings = self.top_k, jnp.asarray(call.lengths), call.length, call.rng
-        n_local = self.indexer.n_local_keys(True, call.length)
-        n_chosen = min(self.top_k - n_local, call.length) + n_local
-        none = jnp.full((len(k), n_chosen), -1, jnp.int32)
+        none = (len(k), self.indexer.n_chosen(self.top_k, True, call.length))
+        none = jnp.full(none, -1, jnp.int32)
         return DsaCache(memory, self.indexer.start(index, *settings), none)
 
     def _step(self, call, params, q, k, v, cache: DsaCache):
@@ -348,7 +383,8 @@ class dsa(Reusing, AttentionOp):
             cache = DsaCache(memory, (), ())
             chosen = call.chosen
         else:
-            new = Indexed(self._index_queries(params, q, at), self._index_keys(params, k, at))
+            new = self._index_queries(params, q, at), self._index_keys(params, k, at)
+            new = Indexed(*new, self._of_candidates(params))
             chosen, index = self.indexer.step(cache.index, new, call.position, self.top_k)
             cache = DsaCache(memory, index, chosen)
         chosen = chosen[:, None]  # [B, 1, K]

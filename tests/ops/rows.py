@@ -38,7 +38,7 @@ from reformax.ops import (
 )
 from reformax.ops.base import AttentionOp
 from reformax.ops.calls.dispatch import INTERPRETED
-from reformax.ops.indexing.candidates import Clustered, Hashed, Pooled
+from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexer
 from tests.ops import compressed, indexed, low_rank, native_sparse, recurrences, routed
 
@@ -446,12 +446,16 @@ _ALL_SUMMARIES = {"block_size": (4, 1, 6), "window": (6, 9, 64)}
 _LOCAL = Indexer(score="product", rotary=True, n_local=3, group=3)
 _POOLED = Indexer(candidates=Pooled(block_sizes=(8, 4), n_blocks=2))
 _CLUSTERED = Indexer(candidates=Clustered(stride=4, n_clusters=2, n_nearest=3))
+_WHOLE_BLOCKS = Indexer(rotary=True, block_size=4)
+_CODED = Indexer(candidates=Coded(n_bits=16, n_best=8))
 _HASHED = Indexer(score="product", candidates=Hashed(n_hashes=3, n_buckets=4, n_nearest=4))
 _HASHED_RELU = Indexer(n_local=2, candidates=Hashed(n_hashes=2, n_nearest=3, centre=False))
 _INDEXERS = {
     "dsa_local": {"top_k": (6, 200), "indexer": (_LOCAL, Indexer(rotary=True))},
     "dsa_pooled": {"top_k": (5, 200), "indexer": (_POOLED,)},
     "dsa_clustered": {"top_k": (5, 200), "indexer": (_CLUSTERED,)},
+    "dsa_blocks": {"top_k": (9, 4, 200), "indexer": (_WHOLE_BLOCKS,)},
+    "dsa_coded": {"top_k": (5, 200), "indexer": (_CODED,)},
     "dsa_hashed": {"top_k": (5, 200), "indexer": (_HASHED, _HASHED_RELU)},
 }
 _ROUTED = {

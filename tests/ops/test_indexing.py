@@ -8,12 +8,13 @@ import pytest
 from reformax.declared import SettingError
 from reformax.ops import dsa
 from reformax.ops.indexing import streaming
-from reformax.ops.indexing.candidates import Clustered, Hashed, Pooled
+from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexed, Indexer
 from reformax.ops.indexing.scores import IndexQueries
 
 KEY = jax.random.key(3)
 ALL_CLUSTERS = Clustered(stride=4, n_clusters=100, n_nearest=106)
+ALL_CODES = Coded(n_bits=8, n_best=100)
 ALL_BLOCKS = Pooled(block_sizes=(12, 4), n_blocks=100)
 INDEXERS = {
     "all": Indexer(),
@@ -25,6 +26,7 @@ INDEXERS = {
     "clustered": Indexer(candidates=Clustered(stride=5, n_clusters=2, n_nearest=4)),
     "hashed": Indexer(score="product", candidates=Hashed(n_hashes=3, n_buckets=4, n_nearest=6)),
     "hashed relu": Indexer(candidates=Hashed(n_hashes=2, n_nearest=5)),
+    "coded": Indexer(n_local=2, candidates=Coded(n_bits=24, n_best=11)),
 }
 
 
@@ -44,6 +46,8 @@ def packed(length):
 
 
 def choose(indexer, x, top_k, causal, ids=None, key=KEY):
+    if indexer.learns and not x.params:
+        x = x._replace(params=indexer.candidates.init(KEY, x.keys.shape[2]))
     settings = top_k, causal, x.keys.shape[1]
     return np.asarray(jax.jit(lambda x, ids: indexer.choose(x, ids, *settings, key))(x, ids))
 
@@ -107,17 +111,39 @@ def test_zeros_of_either_sign_are_a_tie():
     assert as_sets(got) == plain(Indexer(), x, 12, True, np.ones((2, 40), np.int32))
 
 
-@pytest.mark.parametrize("name", ["levels", "clustered", "hashed relu"])
+@pytest.mark.parametrize("name", ["levels", "clustered", "hashed relu", "coded"])
 def test_a_kernel_chooses_among_candidates_what_array_operations_do(name):
     """With 16 heads, where no row of a tile is left over: all zeros may then be -0."""
     x, ids, settings = integers(37, n_heads=16), packed(37), (9, True, 37, KEY)
     x = x._replace(queries=IndexQueries(x.queries.queries, -abs(x.queries.weights)))
+    if INDEXERS[name].learns:
+        x = x._replace(params=INDEXERS[name].candidates.init(KEY, x.keys.shape[2]))
     chosen = [
         jax.jit(lambda x, ids, how=how: INDEXERS[name].choose(x, ids, *settings, how))(x, ids)
         for how in (True, None)
     ]
     got, want = map(np.asarray, chosen)
     assert as_sets(got) == as_sets(want)
+
+
+def test_whole_blocks_are_chosen_by_their_means():
+    """The first of equal scores, complete ones alone, and what is there of the query's own."""
+    x, size, ids = integers(31), 4, np.repeat([[1, 2, 0]], [10, 17, 4], axis=1).repeat(2, axis=0)
+    got = as_sets(choose(Indexer(block_size=size), x, 11, True, ids))
+    for b, t in np.ndindex(ids.shape):
+        found = []
+        for block in range((t + 1) // size):
+            own = [s for s in range(block * size, block * size + size) if ids[b, s]]
+            own = [s for s in own if ids[b, s] == ids[b, own[-1]]]
+            if not own or ids[b, own[0]] != ids[b, t]:
+                continue
+            products = np.maximum(x.queries.queries[b, t] @ x.keys[b, own].mean(axis=0), 0)
+            found.append((-(x.queries.weights[b, t] @ products), block))
+        seen = {
+            s for _, block in sorted(found)[:2] for s in range(block * size, block * size + size)
+        }
+        own = range((t + 1) // size * size, t + 1)
+        assert got[b * 31 + t] == seen | set(own) or ids[b, t] == 0, (b, t)
 
 
 def compiled(indexer, length, top_k=64, n_heads=4, size=32):
@@ -143,7 +169,9 @@ def test_no_array_holds_all_pairs(candidates):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("every", [ALL_BLOCKS, ALL_CLUSTERS], ids=["blocks", "clusters"])
+@pytest.mark.parametrize(
+    "every", [ALL_BLOCKS, ALL_CLUSTERS, ALL_CODES], ids=["blocks", "clusters", "codes"]
+)
 def test_candidates_that_cover_all_keys_leave_the_choice_as_it_is(causal, is_packed, every):
     x = integers(53)
     ids = packed(53) if is_packed else np.ones((2, 53), np.int32)
@@ -202,6 +230,41 @@ def test_without_their_mean_keys_that_point_to_one_side_have_buckets_of_their_ow
     assert plain < 0.4 < 0.7 < centred
 
 
+def test_codes_learn_to_find_what_the_exact_scores_choose():
+    """Of vectors whose scores depend on few directions, by the loss of the codes alone."""
+    x, rng = clustered(400), np.random.default_rng(2)
+    noise = 2 * rng.normal(size=(2, 1, 400, 16)).astype(np.float32)
+    x = Indexed(
+        IndexQueries(
+            np.concatenate([x.queries.queries, noise[0][:, :, None]], -1), x.queries.weights
+        ),
+        np.concatenate([x.keys, 0 * noise[1]], -1),
+    )
+    indexer = Indexer(score="product", candidates=Coded(n_bits=16, n_best=40))
+    params = indexer.candidates.init(KEY, 32)
+
+    def found(params):
+        got, want = (
+            as_sets(choose(y, x._replace(params=params), 8, True))
+            for y in (indexer, Indexer(score="product"))
+        )
+        return np.mean([len(a & b) / len(b) for a, b in zip(got, want, strict=True)])
+
+    @jax.jit
+    def step(params):
+        def loss(params):
+            return indexer.candidates_loss(x._replace(params=params), None, True, None)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        return value, jax.tree.map(lambda p, g: p - 0.3 * g, params, gradient)
+
+    losses, before = [], found(params)
+    for _ in range(60):
+        value, params = step(params)
+        losses.append(value)
+    assert losses[-1] < 0.8 * losses[0] and found(params) > before + 0.1, (losses[-1], before)
+
+
 @pytest.mark.parametrize("name", INDEXERS)
 def test_later_tokens_change_no_choice(name):
     length, indexer = 40, INDEXERS[name]
@@ -226,7 +289,7 @@ def test_a_segment_sees_nothing_of_its_neighbours(name):
         assert within == [{s for s in row if ids[0, s] == 2} for row in as_sets(want)]
 
 
-@pytest.mark.parametrize("name", ["levels", "clustered", "hashed"])
+@pytest.mark.parametrize("name", ["levels", "clustered", "hashed", "coded"])
 def test_what_padding_holds_changes_no_choice(name):
     x, ids = clustered(36), np.concatenate([np.repeat([[1, 2]], 14, axis=1), np.zeros((1, 8))], 1)
     ids = ids.astype(np.int32)
@@ -293,6 +356,10 @@ def test_settings_that_do_not_fit_are_refused():
         Indexer(group=4, n_local=3)
     with pytest.raises(SettingError, match=r"block_sizes is \(8, 3\): expected at least one size"):
         Pooled(block_sizes=(8, 3))
+    with pytest.raises(SettingError, match="block_size is 4: expected no n_local, group and"):
+        Indexer(block_size=4, n_local=3)
+    with pytest.raises(SettingError, match="block_size is 9 and top_k 8: expected at most top_k"):
+        dsa.dsa(top_k=8, indexer=Indexer(block_size=9))
     with pytest.raises(SettingError, match="n_buckets is 3: expected"):
         Hashed(n_buckets=3)
     with pytest.raises(SettingError, match="score is 'dot': expected 'relu' or 'product'"):

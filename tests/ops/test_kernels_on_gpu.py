@@ -44,7 +44,7 @@ from reformax.ops import (
 )
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
-from reformax.ops.indexing.candidates import Hashed, Pooled
+from reformax.ops.indexing.candidates import Coded, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexer
 from tests.helpers import assert_trees_close, with_gradients
 
@@ -90,6 +90,9 @@ CASES = {
     ),
     "dsa, pooled, packed": Case(
         of(dsa.dsa, top_k=64, indexer=Indexer(candidates=Pooled(n_blocks=3))), t=1500, packed=True
+    ),
+    "dsa, coded": Case(
+        of(dsa.dsa, top_k=64, indexer=Indexer(candidates=Coded(n_best=256))), 4, 4, t=1777
     ),
     "dsa, wide": Case(of(dsa.dsa, top_k=100, d_index=128), 4, 4, 128, causal=False, dropout=0.2),
     "dsa, a long row of scores": Case(of(dsa.dsa, top_k=2048, n_index_heads=2), t=5000),

@@ -375,7 +375,7 @@ def in_a_row(layer):
     return run
 
 
-# DeepSeek and GLM, of `tests.peers.deepseek`.
+# DeepSeek, GLM and Qwen, of `tests.peers.deepseek`.
 
 
 def indexed(side, name: str) -> Deviations:
@@ -441,6 +441,7 @@ def rows_of_indexers():
     for subject, name, side, which in (
         ("DeepSeek V3.2", "dsa", deepseek.mla, "deepseek_v32"),
         ("GLM 5", "dsa", deepseek.mla, "glm_moe_dsa"),
+        ("QSA of Qwen 4", "dsa", deepseek.qwen, "qwen4_exp"),
         ("CSA of DeepSeek V4", "csa", deepseek.v4, "csa"),
         ("HCA of DeepSeek V4", "hca", deepseek.v4, "hca"),
     ):

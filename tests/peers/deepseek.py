@@ -280,3 +280,89 @@ def mla(module: str):
 
     found, vjp = jax.vjp(jax.jit(ours_of), q, k, v, k_rotated)
     return (found, vjp(jnp.asarray(d_out))), want
+
+
+def qwen(module: str):
+    """A layer of Qwen's sparse attention (QSA), of grouped heads that are rotated in part."""
+    import importlib
+
+    import torch
+    from transformers import Qwen4ExpTextConfig
+
+    theirs = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    rng, n_rotated, top_k, block, n_kv = np.random.default_rng(0), 4, 12, 4, 1
+    plain, size = SIZE, SIZE + n_rotated
+    columns = Columns(q=N_HEADS * size, k=n_kv * size, v=n_kv * size)
+    config = Qwen4ExpTextConfig(
+        hidden_size=columns.n,
+        num_hidden_layers=1,
+        num_attention_heads=N_HEADS,
+        num_key_value_heads=n_kv,
+        head_dim=size,
+        indexer_n_heads=N_INDEX,
+        indexer_kv_heads=1,
+        indexer_head_dim=n_rotated,
+        indexer_budget=top_k,
+        indexer_compress_ratio=block,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": n_rotated / size,
+        },
+    )
+    config._attn_implementation = "eager"
+    layer = theirs.Qwen4ExpTextAttention(config, 0).eval()
+    q, k, v, d_out = (drawn(rng, BATCH, LENGTH, n, size) for n in (N_HEADS, n_kv, n_kv, N_HEADS))
+    query = drawn(rng, N_INDEX, n_rotated, N_HEADS, plain)
+    key = drawn(rng, n_rotated, plain)
+
+    def of_plain(x):  # of the features that are not rotated, the last ones of a head
+        return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(n_rotated, 0)])
+
+    heads = columns.taking("q").reshape(N_HEADS, size, columns.n)
+    index_queries = of_plain(query).reshape(-1, N_HEADS * size) @ columns.taking("q")
+    assign(
+        layer,
+        **dict(q_norm=None, k_norm=None, indexer__q_layernorm=None, indexer__k_layernorm=None),
+        # A head's query and gate are side by side; of gates of 0 the sigmoid is a half.
+        q_proj=np.concatenate([heads, 0 * heads], axis=1).reshape(-1, columns.n),
+        **dict(k_proj=columns.taking("k"), v_proj=columns.taking("v")),
+        o_proj=2 * np.eye(columns.n, N_HEADS * size, dtype=np.float32),
+        indexer__index_qk_proj=np.concatenate([index_queries, of_plain(key) @ columns.taking("k")]),
+    )
+    position = torch.arange(LENGTH)[None].expand(BATCH, -1)
+    angles = theirs.Qwen4ExpTextRotaryEmbedding(config)
+    mask = torch.where(position[0][:, None] >= position[0], 0.0, -torch.inf)[None, None]
+
+    def attend(x):
+        embeddings = angles(x, position[None])
+        out = layer(x, embeddings, mask.expand(BATCH, -1, -1, -1))[0]
+        return out[..., : N_HEADS * size]
+
+    want = run_torch(attend, (q, k, v), (), d_out)
+
+    op = dsa.dsa(
+        top_k=top_k,
+        n_index_heads=N_INDEX,
+        d_index=n_rotated,
+        index_loss=0.0,
+        indexer=Indexer(rotary=True, block_size=block),
+    )
+    key = np.stack([of_plain(key).T, *[np.zeros((size, n_rotated))] * (N_HEADS - 1)])
+    params = dict(
+        query=of_plain(query).transpose(2, 3, 0, 1),
+        key=key.astype(np.float32),  # the heads of a group have one key
+        weight=np.zeros((N_HEADS, size, N_INDEX), np.float32),
+    )
+
+    def ours_of(q, k, v):
+        from reformax.ops.numerics.rotary import rotary
+
+        q, k = (
+            jnp.concatenate([rotary(x[..., :n_rotated]), x[..., n_rotated:]], axis=-1)
+            for x in (q, k)
+        )
+        return op(q, k, v, causal=True, params=params)
+
+    found, vjp = jax.vjp(jax.jit(ours_of), q, k, v)
+    return (found, vjp(jnp.asarray(d_out))), want

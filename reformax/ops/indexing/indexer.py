@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from reformax import devices
 from reformax.declared import Count, SettingError, Size
 from reformax.ops.calls.options import Options, options
 from reformax.ops.indexing.candidates import (
@@ -23,21 +24,26 @@ from reformax.ops.indexing.candidates import (
     rows_at,
     without_repeats,
 )
+from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, scores, scores_of_gathered
 from reformax.ops.indexing.streaming import best_keys
 from reformax.ops.masking.masks import ids_or_ones
-from reformax.ops.masking.visibility import Side
+from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import rotary
 
+# Queries of a row from which candidates learn, spread evenly.
+LEARNT_FROM = 256
+
 
 class Indexed(NamedTuple):
-    """The vectors of an indexer: its queries, and its keys `[B, S, D]`."""
+    """The vectors of an indexer: its queries, and its keys `[B, S, D]`; weights of candidates."""
 
     queries: IndexQueries
     keys: Float[Array, "B S D"]
+    params: Any = ()
 
 
 @options
@@ -58,8 +64,13 @@ class Indexer(Options):
         arXiv 2607.24593). Each sees, besides, its local keys, at least `group` of them, so that
         none is lost between it and the leader. A query of another segment than its leader's sees
         its local keys alone.
-      candidates: `candidates.Pooled()`, `candidates.Clustered()` or `candidates.Hashed()`; None:
-        all keys are scored.
+      candidates: `candidates.Pooled()`, `candidates.Clustered()`, `candidates.Hashed()` or
+        `candidates.Coded()`; None: all keys are scored.
+      block_size: L: keys are chosen in whole blocks of so many positions, at fixed positions of the
+        row, as in Qwen's sparse attention (QSA). A block's index key is the mean of its keys of the
+        segment of its last one, rotated as its first position. A query sees the best `top_k / L`
+        complete blocks up to itself, and its own block so far where that is not complete. For
+        causal calls; without `n_local`, `group` and `candidates`.
     """
 
     score: Score = "relu"
@@ -67,6 +78,7 @@ class Indexer(Options):
     n_local: Count = 0
     group: Size = 1
     candidates: Candidates | None = None
+    block_size: Size = 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -76,10 +88,22 @@ class Indexer(Options):
                 "group, because a leader chooses no later keys"
             )
 
+        others = self.n_local > 0 or self.group > 1 or self.candidates is not None
+        if self.block_size > 1 and others:
+            raise SettingError(
+                f"block_size is {self.block_size}: expected no n_local, group and candidates with "
+                "it, because whole blocks are chosen"
+            )
+
     @property
     def draws(self) -> bool:
         """Whether it draws at random."""
         return self.candidates is not None and self.candidates.draws
+
+    @property
+    def learns(self) -> bool:
+        """Whether its candidates have weights and a loss."""
+        return self.candidates is not None and self.candidates.learns
 
     @property
     def is_plain(self) -> bool:
@@ -115,6 +139,8 @@ class Indexer(Options):
           rng: the source of hashes.
           interpret: from `dispatch.choose_kernels`, of the kernels that score candidates.
         """
+        if self.block_size > 1:
+            return self._choose_blocks(x, ids_or_ones(segment_ids, x.keys), top_k)
         n_tokens = x.keys.shape[1]
         n_local = self.n_local_keys(causal, n_tokens)
         rule = ChoiceRule(causal, min(self.n_local, n_tokens), self.group)
@@ -123,7 +149,7 @@ class Indexer(Options):
         leaders = (x.queries.queries, x.queries.weights, position, ids)
         queries, weights, leader, leader_ids = (y[:, :: self.group] for y in leaders)
         chunk = QueryChunk(IndexQueries(queries, weights), leader, leader_ids)
-        keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, rng)
+        keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, rng, x.params)
         chosen = self._best(rule, n_best, keys, chunk, interpret)
         chosen = jnp.repeat(chosen, self.group, axis=1)[:, :n_tokens]
         if n_local == 0:
@@ -134,6 +160,71 @@ class Indexer(Options):
             chosen = jnp.where(jnp.abs(distance) < rule.n_local, -1, chosen)
         local = jnp.broadcast_to(local, (*chosen.shape[:2], local.shape[2]))
         return jnp.concatenate([chosen, local], axis=-1)
+
+    # Blocks. C is their number.
+
+    def block_keys(
+        self, keys: Float[Array, "B T D"], ids: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B C D"], Int[Array, "B C"]]:
+        """The index keys of blocks, of keys that are not rotated, and their segments."""
+        ids, means = pooled_blocks(keys[:, :, None], ids, self.block_size)
+        first = positions(means.shape[1]) * self.block_size
+        return self.rotated(means, first)[:, :, 0], ids
+
+    def newest_block(self, position: Int[Array, "*d"]) -> Int[Array, "*d"]:
+        """The last complete block at a position; -1 before the first."""
+        return (position + 1) // self.block_size - 1
+
+    def _choose_blocks(self, x: Indexed, ids: Int[Array, "B T"], top_k: int) -> Int[Array, "B T K"]:
+        position, (keys, block_ids) = positions(x.keys.shape[1]), self.block_keys(x.keys, ids)
+        side = Side(self.newest_block(position), ids)
+        n_best, rule = min(top_k // self.block_size, keys.shape[1]), ChoiceRule(causal=True)
+        found = best_keys(self.score, rule, n_best, x.queries, keys, side, block_ids)
+        return self._positions_of(found, position)
+
+    def _positions_of(
+        self, blocks: Int[Array, "B Q C"], position: Int[Array, "#B Q"]
+    ) -> Int[Array, "B Q K"]:
+        """The positions of chosen blocks, and of each query's own one if it is not complete."""
+        within = jnp.arange(self.block_size, dtype=jnp.int32)
+        chosen = jnp.where(blocks[..., None] < 0, -1, blocks[..., None] * self.block_size + within)
+        own = (self.newest_block(position) + 1)[..., None] * self.block_size + within[:-1]
+        own = jnp.where(own <= position[..., None], own, -1)
+        own = jnp.broadcast_to(own, (*blocks.shape[:2], own.shape[2]))
+        return jnp.concatenate([chosen.reshape(*blocks.shape[:2], -1), own], axis=-1)
+
+    def n_chosen(self, top_k: int, causal: bool, length: int) -> int:
+        """K, the positions of a choice, those that do not exist too."""
+        if self.block_size > 1:
+            n_blocks = min(top_k // self.block_size, -(-length // self.block_size))
+            return (n_blocks + 1) * self.block_size - 1
+        n_local = self.n_local_keys(causal, length)
+        return min(top_k - n_local, length) + n_local
+
+    def candidates_loss(
+        self, x: Indexed, segment_ids: Int[Array, "B T"] | None, causal: bool, rows: devices.Axes
+    ) -> Float[Array, ""]:
+        """The mean loss by which candidates learn, over up to `LEARNT_FROM` queries of a row.
+
+        Args:
+          x: the vectors, and the candidates' weights.
+          segment_ids, causal: of the call.
+          rows: the mesh axes of the batch.
+        """
+        length = x.keys.shape[1]
+        keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, None, x.params)
+        arrays = *x.queries, positions(length), keys.ids
+        some = tuple(y[:, :: -(-length // LEARNT_FROM)] for y in arrays)
+
+        @jax.checkpoint
+        def losses(vectors, weights, position, ids):
+            chunk = QueryChunk(IndexQueries(vectors, weights), position, ids)
+            return self.candidates.losses(keys, chunk)
+
+        n_seen = length * (2 * x.queries.queries.shape[2] + 4)
+        total = by_chunks(losses, n_seen, *some).sum()
+        n_tokens = devices.total(jnp.sum(is_token(some[3])), rows)
+        return total / jnp.maximum(n_tokens, 1).astype(total.dtype)
 
     # Decoding. C is the capacity.
 
@@ -146,14 +237,15 @@ class Indexer(Options):
         keys = jnp.where(exists[..., None], x.keys, 0)
         keys = jnp.pad(keys, ((0, 0), (0, n_free), (0, 0)))
         ids = jnp.pad(exists.astype(jnp.int32), ((0, 0), (0, n_free)))
-        indexed = IndexedKeys(keys, ids, self.score, True, capacity, rng)
+        indexed = IndexedKeys(keys, ids, self.score, True, capacity, rng, x.params)
         found = () if self.candidates is None else self.candidates.start(indexed)
         cache = IndexerCache(keys, found, ())
         if self.group == 1:
             return cache
         leader = jnp.maximum(lengths - 1, 0) // self.group * self.group
         queries = jax.tree.map(lambda y: jax.vmap(lambda y, i: y[i][None])(y, leader), x.queries)
-        return cache._replace(chosen=self._choose_newest(cache, queries, leader, top_k))
+        x = x._replace(queries=queries)
+        return cache._replace(chosen=self._choose_newest(cache, x, leader, top_k))
 
     def step(
         self,
@@ -173,15 +265,15 @@ class Indexer(Options):
         keys = cache.keys.at[jnp.arange(len(position)), position].set(x.keys[:, 0])
         found = cache.found
         if self.candidates is not None:
-            found = self.candidates.advance(found, self._held(keys), x.keys, position)
+            found = self.candidates.advance(found, self._held(keys, x), x.keys, position)
         cache = IndexerCache(keys, found, cache.chosen)
         if self.group == 1:
-            chosen = self._choose_newest(cache, x.queries, position, top_k)
+            chosen = self._choose_newest(cache, x, position, top_k)
         else:
             leads = position % self.group == 0
 
             def choose(chosen):
-                new = self._choose_newest(cache, x.queries, position, top_k)
+                new = self._choose_newest(cache, x, position, top_k)
                 return jnp.where(leads[:, None], new, chosen)
 
             chosen = lax.cond(leads.any(), choose, lambda chosen: chosen, cache.chosen)
@@ -193,24 +285,32 @@ class Indexer(Options):
             chosen = jnp.concatenate([chosen, local[:, 0]], axis=-1)
         return chosen, cache
 
-    def _held(self, keys: Float[Array, "B C D"]) -> IndexedKeys:
+    def _held(self, keys: Float[Array, "B C D"], x: Indexed) -> IndexedKeys:
         """The cache's keys: causality hides those that are not there yet."""
-        return IndexedKeys(keys, None, self.score, True, keys.shape[1], None)
+        return IndexedKeys(keys, None, self.score, True, keys.shape[1], None, x.params)
 
     def _choose_newest(
-        self, cache: IndexerCache, queries: IndexQueries, position: Int[Array, " B"], top_k: int
+        self, cache: IndexerCache, x: Indexed, position: Int[Array, " B"], top_k: int
     ) -> Int[Array, "B K"]:
         """The choice of one query of each row."""
         capacity = cache.keys.shape[1]
+        if self.block_size > 1:
+            keys, _ = self.block_keys(cache.keys, jnp.ones(cache.keys.shape[:2], jnp.int32))
+            block = Side(jnp.arange(keys.shape[1], dtype=jnp.int32)[None, None])
+            newest = self.newest_block(position)[:, None, None]
+            allowed = Visibility(causal=True).sees(Side(newest), block)
+            n_best = min(top_k // self.block_size, keys.shape[1])
+            found = best_of(scores(self.score, x.queries, keys), allowed, n_best)
+            return self._positions_of(found, position[:, None])[:, 0]
         n_local = self.n_local_keys(True, capacity)
         rule = ChoiceRule(True, n_local, self.group)
         n_best = min(top_k - n_local, capacity)
-        held = self._held(cache.keys)
-        chunk = QueryChunk(queries, position[:, None], held.ids[:, :1])
+        held = self._held(cache.keys, x)
+        chunk = QueryChunk(x.queries, position[:, None], held.ids[:, :1])
         if self.candidates is None:
             key = Side(jnp.arange(capacity, dtype=jnp.int32)[None, None])
             allowed = rule.allows(Side(position[:, None, None]), key)
-            return best_of(scores(self.score, queries, cache.keys), allowed, n_best)[:, 0]
+            return best_of(scores(self.score, x.queries, cache.keys), allowed, n_best)[:, 0]
         found = self.candidates.of_newest(cache.found, held, chunk)
         return best_candidates(rule, n_best, held, chunk, found)[:, 0]
 
@@ -226,7 +326,9 @@ class Indexer(Options):
         side = Side(queries.position, queries.ids)
         if self.candidates is None:
             return best_keys(self.score, rule, n_best, queries.index, keys.keys, side, keys.ids)
-        prepared, choose = self.candidates.prepare(keys), None
+        prepared, choose, of_all = self.candidates.prepare(keys), None, None
+        if interpret is not None and self.group == 1:
+            of_all = self.candidates.of_all(prepared, keys, queries.index, interpret)
         if interpret is not None:
             from reformax.ops.kernels.triton import candidates as kernel
 
@@ -235,9 +337,9 @@ class Indexer(Options):
             def choose(index: IndexQueries, found: Int[Array, "B Q M"]) -> Int[Array, "B Q K"]:
                 return kernel.choose(n_best, interpret, *index, parts, found)
 
-        def of_chunk(vectors, weights, position, ids):
+        def of_chunk(vectors, weights, position, ids, *found):
             chunk = QueryChunk(IndexQueries(vectors, weights), position, ids)
-            found = self.candidates.of(prepared, keys, chunk)
+            found = found[0] if found else self.candidates.of(prepared, keys, chunk)
             return best_candidates(rule, n_best, keys, chunk, found, choose)
 
         n_searched = queries.index.queries.shape[2] if self.score == "relu" else 1
@@ -245,6 +347,7 @@ class Indexer(Options):
         n_each = 8 if interpret is not None else n_searched + 4 + keys.keys.shape[2]
         n_seen = self.candidates.n_numbers(keys, n_searched, n_each)
         arrays = *queries.index, queries.position, queries.ids
+        arrays += () if of_all is None else (of_all,)
         return join_chunks(by_chunks(of_chunk, n_seen, *arrays), queries.ids.shape[1])
 
 

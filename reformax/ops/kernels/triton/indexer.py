@@ -256,6 +256,7 @@ def choose_positions(
     ids: Int[Array, "B T"] | None,
     key_ids: Int[Array, "B S"] | None,
     span: int = 1,
+    n_parts: int = 3,
 ) -> Int[Array, "B T K"]:
     """The numbers of the keys with the highest scores, in order; -1 is none.
 
@@ -268,10 +269,12 @@ def choose_positions(
       queries, weights, keys: the indexer's arrays, float32.
       ids, key_ids: the segments of queries and of keys; None: one segment.
       span: positions of a key.
+      n_parts: 1 where bfloat16 holds queries and keys.
     """
     n_batch, length, n_keys = *queries.shape[:2], keys.shape[1]
     # Tensor cores have no float32 products.
-    query_parts, key_parts = (in_three(x, jnp.bfloat16) for x in (queries, keys[:, :, None]))
+    parts = (in_three(x, jnp.bfloat16)[:n_parts] for x in (queries, keys[:, :, None]))
+    query_parts, key_parts = parts
     starts, n_tiles = chunk_starts(n_batch, length, n_keys)
     run = functools.partial(_launch, interpret)
     n_rows = n_tiles * ROWS
