@@ -192,8 +192,10 @@ class _Launches(NamedTuple):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
         blocks = self._blocks
         grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
-        # The delta rule reads whole rows of three arrays: a chip holds fewer wide ones.
-        wide = self.x.beta is not None and d_k * self.plan.dtype.itemsize > 256
+        # The delta rule reads whole rows of three arrays, and of decays by feature: a chip holds
+        # fewer wide ones.
+        row = blocks.h * (self.plan.dtype.itemsize + 4 * self.by_feature)
+        wide = self.x.beta is not None and row > 384
         stages = STAGES - 1 if wide else STAGES
         return _run(kernel, self.plan, grid, inputs, out_shape, stages, blocks=blocks)
 
