@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import recurrence as kernel
@@ -91,6 +92,34 @@ def test_groups_of_chunks_are_one_sequence(kind, packed):
         return out, kernel.backward(inputs, ids, d_out, **options)
 
     assert_trees_close(run(3), run(1), 2e-6)
+
+
+def test_segments_move_no_rows():
+    """Kernels gather rows by the segments' order: nothing but ids is sorted or copied."""
+    inputs = jax.tree.map(np.float32, draw("gated delta", 70, batch=1, n_heads=1))
+    ids = runs(70, 1)
+
+    def both(*inputs):
+        run = functools.partial(recurrence, segment_ids=ids, impl=INTERPRETED)
+        out, vjp = jax.vjp(run, *inputs)
+        return vjp(out)
+
+    moved = [
+        (name, shape)
+        for name, shape in _results(jax.make_jaxpr(both)(*inputs).jaxpr)
+        if name in ("sort", "gather", "scatter")
+    ]
+    assert {name for name, _ in moved} == {"sort", "gather"}
+    assert {shape for _, shape in moved} == {ids.shape}
+
+
+def _results(jaxpr):
+    """Primitives and the shapes of their results, but for those within kernels."""
+    for each in jaxpr.eqns:
+        yield from ((each.primitive.name, x.aval.shape) for x in each.outvars)
+        if each.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(each.params):
+                yield from _results(inner)
 
 
 @pytest.mark.slow

@@ -88,14 +88,16 @@ def _read(plan: RecurrencePlan, x: RecurrenceInputs, ids, order) -> RecurrenceAr
     return read._replace(decay=summed if size > 1 else summed[:, :, 0])
 
 
-def _run(kernel, plan: RecurrencePlan, grid, inputs, out_shape, stages: int = 2, **static):
+def _run(
+    kernel, plan: RecurrencePlan, grid, inputs, out_shape, stages: int = 2, warps=None, **static
+):
     name = kernel.__name__.removesuffix("_kernel")
     return launch(
         functools.partial(kernel, plan=plan, **static),
         inputs,
         out_shape,
         grid=grid,
-        num_warps=WARPS[name],
+        num_warps=warps or WARPS[name],
         num_stages=1 if dispatch.on_small_chip() else stages,
         interpret=plan.interpret,
         name=f"recurrence_{name}",
@@ -192,9 +194,12 @@ class _Launches(NamedTuple):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
         blocks = self._blocks
         grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
-        # The delta rule reads whole rows of three arrays: a chip holds fewer wide ones.
-        wide = self.x.beta is not None and d_k * self.plan.dtype.itemsize > 256
-        stages = STAGES - 1 if wide else STAGES
+        # The delta rule reads whole rows of three arrays, and of decays by feature: a chip holds
+        # fewer wide ones. Two programs of `states` share a processor where two stages are in
+        # flight; of `d_states`, which reads more, one has it for itself.
+        row = blocks.h * (self.plan.dtype.itemsize + 4 * self.by_feature)
+        wide = row > 384 or (row >= 256 and kernel is states_kernel)
+        stages = STAGES - 1 if wide and self.x.beta is not None else STAGES
         return _run(kernel, self.plan, grid, inputs, out_shape, stages, blocks=blocks)
 
     def _grouped(self, run, transitions, reverse: bool, first: RecurrenceStates | None = None):
@@ -270,8 +275,11 @@ class _Launches(NamedTuple):
         qkv = (self._like(a, a.dtype) for a in x[:3])
         shapes = RecurrenceGradients(*qkv, decay, None if x.beta is None else numbers)
         inputs = inverse, states, d_states, values, d_values, d_out, d_total
-        stages = 1 if self.plan.dtype == F32 else 2  # the limit of a chip's memory
-        (out,) = self._each(gradients_kernel, inputs, (shapes,), stages=stages)
+        whole = self.plan.dtype == F32
+        # A tile of 64 rows is a product of four warps on Hopper; more hold more tiles.
+        few = not whole and not self.by_feature and max(x.k.shape[3], x.v.shape[3]) <= NARROW_HEAD
+        options = dict(stages=1 if whole else 2, warps=4 if few else None)  # a chip's limits
+        (out,) = self._each(gradients_kernel, inputs, (shapes,), **options)
         decay = out.decay if decay is not numbers else out.decay[..., None]
         beta = None if out.beta is None else out.beta[..., None]
         return RecurrenceInputs(out.q, out.k, out.v, decay, beta), d_initial

@@ -134,7 +134,7 @@ def _delta_vjp(rows, inverse, values, d_values, d_beta) -> _DeltaGradients:
 # feature add their own. Products of whole float32 numbers ("highest" precision) take more registers
 # than those of rounded ones.
 
-FEATURES = 64  # features of a block
+FEATURES = 64  # features of a block; of a gradient, half
 
 
 def _blocks(x, gradient: bool) -> tuple[int, int]:
@@ -142,9 +142,12 @@ def _blocks(x, gradient: bool) -> tuple[int, int]:
     size, widest = x.k.shape[3], max(x.k.shape[3], x.v.shape[3])
     wide = x.k.dtype == jnp.float32
     by_feature = x.decay is not None and len(x.decay.shape) == 4
-    if widest <= (FEATURES if gradient or wide or by_feature else NARROW_HEAD):
+    most = FEATURES if wide or by_feature else NARROW_HEAD
+    if gradient:
+        most = FEATURES // 2
+    if widest <= most:
         return 1, power_of_two(size)
-    width = FEATURES // 2 if gradient and by_feature else FEATURES
+    width = min(most, FEATURES)
     if wide and widest > NARROW_HEAD:
         width = FEATURES // 4
     return pl.cdiv(size, width), width
