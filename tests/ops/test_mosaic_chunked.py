@@ -11,7 +11,8 @@ from reformax.ops.hashing import sorting
 from reformax.ops.kernels.mosaic import chunked as kernel
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import chunked
-from reformax.ops.softmax.orders import Chunking
+from reformax.ops.softmax.orders import Chunking, Order
+from tests.helpers import lower_for_gpu
 from tools import described
 
 ONE_BEFORE = dict(chunk_len=64, n_chunks_before=1, n_chunks_after=0, causal=True)
@@ -100,6 +101,21 @@ def test_gradients_are_those_of_the_array_operations(n_hashes):
     for got, want in pairs:
         got = np.asarray(got, np.float32)
         assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("name", ["local", pytest.param("lsh", marks=SLOW)])
+def test_it_lowers_for_a_gpu(name):
+    """Finds, without a GPU and its compiler, what the interpreter accepts and Mosaic does not."""
+    chunks = Chunking(1000, 64, 1, 0, causal=True, shared_qk=name == "lsh")
+    x = jax.ShapeDtypeStruct((1, 1000, 2, 64), "bfloat16")
+    slots = jax.ShapeDtypeStruct((1, 2, 2, 1024), "int32")
+    ids = jax.ShapeDtypeStruct((1, 1024), "int32")
+
+    def run(q, k, v, slots, ids):
+        k, order = (None, Order(slots)) if name == "lsh" else (k, None)
+        return kernel.forward(chunks, q, k, v, order, ids, None)
+
+    assert "mosaic_gpu" in lower_for_gpu(run, x, x, x, slots, ids)
 
 
 def on_hopper(monkeypatch, is_hopper=True):
