@@ -46,7 +46,7 @@ from reformax.ops import (
     sinks,
     smyrf,
 )
-from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.calls.dispatch import INTERPRETED, on_hopper
 from reformax.ops.recurrence.random_features import orthogonal_directions
 from reformax.ops.softmax.orders import Order
 
@@ -157,6 +157,13 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
             **marked,
         ),
     }
+
+    if on_hopper():  # "auto" does not take it
+        for group, name in ((hashed, "lsh"), (windows, "local, chunks")):
+            make = group[name].make
+            group[f"{name}, impl='mosaic'"] = Made(
+                lambda impl, make=make: make(impl="mosaic"), of(make, impl="xla")
+            )
 
     sizes = dict(compression="mean", own_projections=False, window=shape.block)
     sizes |= dict(block_size=4 * stride, n_selected=min(16, stride))

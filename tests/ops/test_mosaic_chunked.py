@@ -11,7 +11,8 @@ from reformax.ops.hashing import sorting
 from reformax.ops.kernels.mosaic import chunked as kernel
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import chunked
-from reformax.ops.softmax.orders import Chunking
+from reformax.ops.softmax.orders import Chunking, Order
+from tests.helpers import lower_for_gpu
 from tools import described
 
 ONE_BEFORE = dict(chunk_len=64, n_chunks_before=1, n_chunks_after=0, causal=True)
@@ -24,7 +25,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "options, n_hashes, packed, length",
     [
-        (AROUND | ALONE, 0, True, 70),
+        pytest.param(AROUND | ALONE, 0, True, 70, marks=SLOW),
         pytest.param(ONE_BEFORE | ALONE | dict(window=40), 0, False, 130, marks=SLOW),
         pytest.param(ONE_BEFORE | ALONE | dict(logits=Logits(None, 5.0)), 0, False, 64, marks=SLOW),
         pytest.param(ONE_BEFORE | HASHED, 1, False, 192, marks=SLOW),
@@ -70,6 +71,51 @@ def test_interpreted_it_is_the_array_operations(options, n_hashes, packed, lengt
     for ours, theirs in ((row_max, triton[1]), (row_sum, triton[2])):
         ours, theirs = (np.where(seen, x, 0) for x in (ours, theirs))
         np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_hashes", [0, 2])
+def test_gradients_are_those_of_the_array_operations(n_hashes):
+    """The backward pass is that of the kernels for Triton, from this forward pass's results."""
+    chunks = Chunking(length=100, **ONE_BEFORE | dict(shared_qk=n_hashes > 0))
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=(1, 100, 2, 64)), jnp.bfloat16) for _ in range(4))
+    buckets = rng.integers(0, 6, (1, 2, n_hashes, 100)).astype(np.int32)
+    order = sorting.sort_by_bucket(buckets, 6, None, 28) if n_hashes else None
+    k = None if n_hashes else k
+
+    def gradients(attend, dtype):
+        given = [x.astype(dtype) for x in (q, k, v) if x is not None]
+        found, vjp = jax.vjp(attend, *given)
+        return vjp(d_out.astype(found.dtype))
+
+    def kernels(q, *kv):
+        k = None if n_hashes else kv[0]
+        return kernel.attend(chunks, True, q, k, kv[-1], order, None, None)
+
+    def arrays(q, *kv):
+        k = None if n_hashes else kv[0]
+        return chunked.chunked_attention(q, k, kv[-1], chunks, order, None, None)
+
+    pairs = zip(gradients(kernels, "bfloat16"), gradients(arrays, "float32"), strict=True)
+    for got, want in pairs:
+        got = np.asarray(got, np.float32)
+        assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("name", ["local", pytest.param("lsh", marks=SLOW)])
+def test_it_lowers_for_a_gpu(name):
+    """Finds, without a GPU and its compiler, what the interpreter accepts and Mosaic does not."""
+    chunks = Chunking(1000, 64, 1, 0, causal=True, shared_qk=name == "lsh")
+    x = jax.ShapeDtypeStruct((1, 1000, 2, 64), "bfloat16")
+    slots = jax.ShapeDtypeStruct((1, 2, 2, 1024), "int32")
+    ids = jax.ShapeDtypeStruct((1, 1024), "int32")
+
+    def run(q, k, v, slots, ids):
+        k, order = (None, Order(slots)) if name == "lsh" else (k, None)
+        return kernel.forward(chunks, q, k, v, order, ids, None)
+
+    assert "mosaic_gpu" in lower_for_gpu(run, x, x, x, slots, ids)
 
 
 def on_hopper(monkeypatch, is_hopper=True):

@@ -457,7 +457,7 @@ def _nearness(keys: Float[Array, "B Q D"], centres: Float[Array, "B C D"]) -> Ar
 # Learnt codes
 
 
-@op_option
+@options
 class Coded(Candidates):
     """The keys whose codes have the highest scores: signs of a learnt projection.
 

@@ -9,6 +9,7 @@ their place.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,7 +109,8 @@ class Warpgroup:
             return lax.broadcast_in_dim(ref[index], shape, [axis])
         layout = plgpu.Layout.WGMMA.reduce(1 - axis)
         # JAX 0.12 takes one argument for both.
-        of = (ref, index) if jax.__version_info__ < (0, 11) else (ref.at[index],)
+        two = "idx" in inspect.signature(plgpu.load).parameters
+        of = (ref, index) if two else (ref.at[index],)
         return lax.broadcast_in_dim(plgpu.load(*of, layout=layout, optimized=False), shape, [axis])
 
     def product(self, a: Any, b: Any, transpose_b: bool = False) -> Float[Array, "I K"]:
@@ -120,7 +122,7 @@ class Warpgroup:
         width = b.shape[0] if transpose_b else b.shape[1]
 
         def multiply(acc):
-            plgpu.wgmma(acc, a, plgpu.transpose_ref(b, (1, 0)) if transpose_b else b)
+            plgpu.wgmma(acc, a, b.transpose((1, 0)) if transpose_b else b)
             return acc[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((ROWS, width), jnp.float32))
