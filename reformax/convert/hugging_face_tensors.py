@@ -17,7 +17,7 @@ from reformax.convert.hugging_face_decoder import recurrent_sizes
 from reformax.convert.hugging_face_families import Family
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor, renamed
-from reformax.layers.attention import ATTENTION_GATE
+from reformax.layers.multi_head import ATTENTION_GATE
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Parts of models of other media, what predicts several tokens, and constants of older versions.

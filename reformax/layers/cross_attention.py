@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Unsupported
 from reformax.layers import context, remat
-from reformax.layers.attention import ATTENTION_GATE, QKV, MultiHead, gated
 from reformax.layers.matrices import Unnormed, affine
+from reformax.layers.multi_head import ATTENTION_GATE, QKV, MultiHead, gated
 from reformax.ops.base import Dims
 from reformax.ops.masking.masks import paired_segment_ids
 

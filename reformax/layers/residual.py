@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 from reformax.declared import SettingError
 from reformax.layers import remat
 from reformax.layers._trax import Layer
-from reformax.layers.attention import Attention, MultiHead
+from reformax.layers.attention import Attention
+from reformax.layers.multi_head import MultiHead
 from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack
 

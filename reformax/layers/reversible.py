@@ -36,7 +36,6 @@ from jaxtyping import Array, Float
 from reformax import devices
 from reformax.declared import Bounds, SettingError
 from reformax.layers import remat
-from reformax.layers.attention import QKV, MultiHead
 from reformax.layers.coupling import (
     Coupling,
     Slots,
@@ -46,6 +45,7 @@ from reformax.layers.coupling import (
     TwoStreams,
     share_a_slot,
 )
+from reformax.layers.multi_head import QKV, MultiHead
 from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack, TransformerBlock
 from reformax.ops.masking.masks import paired_segment_ids, tokens_of

@@ -21,11 +21,12 @@ from reformax import devices
 from reformax.buffers import Buffer
 from reformax.declared import Depth, NonNegative, SettingError, Unsupported, check_fields
 from reformax.layers._trax import Layer
-from reformax.layers.attention import KEPT_MASS, Attention, MultiHead
+from reformax.layers.attention import Attention
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import NORMS, NoNorm, NormName, NormPlace
 from reformax.layers.matrices import Unnormed, computed
+from reformax.layers.multi_head import KEPT_MASS, MultiHead
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # The sublayers of a block, and the number that makes the rng of each.

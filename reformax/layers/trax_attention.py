@@ -25,8 +25,9 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Rate, check
 from reformax.layers._trax import USE_EVAL, Layer, refuse_one_position
-from reformax.layers.attention import QKV, Attention
+from reformax.layers.attention import Attention
 from reformax.layers.dropout import dropout, rate_in
+from reformax.layers.multi_head import QKV
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
 from reformax.ops.hashing import angular as hashing

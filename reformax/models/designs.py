@@ -20,9 +20,9 @@ import jax
 from jaxtyping import Array
 
 from reformax.declared import NonNegative, Positive, SettingError, Size, check_fields, shown
-from reformax.layers.attention import ConvSize, Gate, QKNorm, Scale
 from reformax.layers.layer_norm import NormName, NormPlace
 from reformax.layers.matrices import relu_squared
+from reformax.layers.multi_head import ConvSize, Gate, QKNorm, Scale
 from reformax.ops.base import AttentionOp, LengthScale, SoftCap
 from reformax.ops.numerics.rotary import (
     PairFactor,

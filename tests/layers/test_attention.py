@@ -354,7 +354,7 @@ def test_a_key_brings_the_next_value(op):
         q, _, v, *_ = without.project(params, x)
         current, following = params["next_value"]
         mixed = current * v + following * jnp.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
-        qkv = layers.attention.QKV(q, None, mixed)
+        qkv = layers.multi_head.QKV(q, None, mixed)
         return without.attend(params, qkv, without.plan(params, qkv, rng=RNG))
 
     np.testing.assert_allclose(whole, by_hand(params, x), atol=1e-5)

@@ -1,0 +1,498 @@
+"""Projections to heads, an attention algorithm between them, and the output projection."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reformax import devices
+from reformax.buffers import updated
+from reformax.declared import (
+    Bounds,
+    Called,
+    NonNegative,
+    Positive,
+    Rate,
+    SettingError,
+    Size,
+    Unsupported,
+    check_fields,
+)
+from reformax.layers import context, remat
+from reformax.layers._trax import Layer
+from reformax.layers.dropout import dropout, rate_in
+from reformax.layers.float8 import product
+from reformax.layers.layer_norm import NORMS, NormName
+from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
+from reformax.ops.base import AttentionOp, Dims, ExtraProjection
+from reformax.ops.calls.arguments import check_arguments, check_value_heads
+from reformax.ops.masking.masks import int32_ids, row_lengths, says_one_segment, tokens_of
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.numerics.precision import accum_dtype
+
+# Folded into a layer's rng, each makes the rng of one of its parts.
+PLAN, WEIGHTS, OUTPUT = range(3)
+
+
+Gate = Literal["headwise", "elementwise"]
+ConvSize = Annotated[int, Bounds(2, 64)]
+QKNorm = bool | Literal["joint"]
+Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
+KEPT_MASS = "kept_mass"  # a weight that is there where the layer's kept mass is measured
+ATTENTION_GATE = "attention_gate"  # the name of its projection; recurrences have an "output_gate"
+
+Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
+
+
+class QKV(NamedTuple):
+    """Queries, keys and values of all heads, `[B, T, N, H]`.
+
+    `k` is None where queries and keys are one. In cross-attention `k` and `v` have the length of
+    the memory. `extra_projections` are the further projections that the algorithm reads, if it
+    reads any. `gate` is that of the output, `[B, T, N, 1]` or `[B, T, N, V]`, before its sigmoid;
+    only the layer reads it.
+    """
+
+    q: Array
+    k: Array | None
+    v: Array
+    extra_projections: dict[str, Array] | None = None
+    gate: Array | None = None
+
+    @property
+    def of_op(self) -> QKV:
+        """What the algorithm reads."""
+        return self._replace(gate=None)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class MultiHead(Layer):
+    """The projections and the dropout of attention, and an algorithm between them.
+
+    `apply` is `project`, `plan` and `attend` in turn. They are apart so that a reversible stack can
+    keep a plan and attend again by it. A subclass defines `project` and `apply`, and for decoding
+    `for_decoding` and `step`, which project with merged weights. Computes in the dtype of its
+    input.
+
+    Weights: `w_q [N, D, H]`, `w_k [G, D, H]` (none where the algorithm shares queries and keys),
+    `w_v [G, D, V]`, `w_o [N, V, D]`; with `bias` also `b_q, b_k [_, H]` and `b_v [_, V]`, with
+    `output_bias` also `b_o [D]`; for each further projection that the algorithm reads,
+    `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`, or `w_<name> [1, D, R]`
+    and `up_<name> [heads, R, size]` if it has the rank R; and the algorithm's as `op`. With
+    `qk_norm` also `q_norm [H]` and, if there are keys, `k_norm [H]`; with `gate`
+    `w_attention_gate [N, D, 1 or V]`, with `bias` `b_attention_gate`; with `output_norm` its
+    weights.
+
+    Args:
+      op: the algorithm, such as `lsh.lsh(n_hashes=4)`.
+      n_heads: N.
+      d_qk: H, the size of a head's queries and keys.
+      d_v: V, the size of a head's values.
+      n_kv_heads: G, the number of heads of keys and values, each for N / G heads of queries
+        (Ainslie et al. 2023, GQA; 1 is MQA); None: N.
+      n_qk_heads: Q, the number of heads of queries and keys, each for N / Q heads of values, as in
+        Mamba 2 and Qwen3-Next; None: N.
+      masked: whether each sequence comes with a mask, `[B, T]`: True or a segment id above 0 marks
+        a token, False or 0 padding. Tokens see their segment only. The masks follow the
+        sequences. A mask may be `Tokens`, with global tokens for the algorithms that read them,
+        with positions for rotations, and with the word that padding is behind.
+      bias: whether the projections of q, k, v have biases.
+      output_bias: whether the output projection has one.
+      attention_dropout: the rate on attention weights.
+      output_dropout: the rate on the output.
+      init_std: the standard deviation of fresh projections; None: Glorot and Bengio's bounds.
+      float8: whether the projections multiply FP8 numbers in training (`layers.float8`).
+      qk_norm: whether queries and keys are normalised before they are rotated, each head by RMSNorm
+        with one learnt scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to
+        22 Billion Parameters", sec. 2; as in Qwen3); "joint": all heads together, with a scale for
+        each feature (as in OLMo 2). Shared keys are normalised anyway: their queries are.
+      norm: of outputs; with "rms_plus_one" that of `qk_norm` is such a norm too.
+      norm_epsilon: added to the mean square in norms.
+      output_norm: whether a norm of the output follows its projection, as in Gemma 2.
+      scale: the factor of the products of queries and keys, where the algorithm makes attention
+        weights of them; None: the algorithm's, which is mostly `1 / sqrt(H)`.
+      gate: whether the algorithm's output is multiplied by the sigmoid of one more projection of
+        the layer's input before the output projection (Qiu et al. 2025, "Gated Attention for Large
+        Language Models", arXiv 2505.06708, eq. 5): "headwise", a number a head; "elementwise", one
+        a feature; None: no gate.
+      mode: "train" or "eval". Evaluation has no dropout, and the algorithm plans with its settings
+        for evaluation.
+    """
+
+    op: Op
+    n_heads: Size = 2
+    d_qk: Size = 64
+    d_v: Size = 64
+    _: dataclasses.KW_ONLY
+    n_kv_heads: Size | None = None
+    n_qk_heads: Size | None = None
+    masked: bool = False
+    bias: bool = False
+    output_bias: bool = False
+    attention_dropout: Rate = 0.0
+    output_dropout: Rate = 0.0
+    init_std: Positive | None = None
+    float8: bool = False
+    qk_norm: QKNorm = False
+    norm: NormName = "rms"
+    norm_epsilon: NonNegative = 1e-6
+    output_norm: bool = False
+    scale: Scale | None = None
+    gate: Gate | None = None
+    mode: Literal["train", "eval"] = "train"
+
+    n_sequences = 1  # `CrossAttention` reads two
+    causal = False  # an argument of `Attention`
+
+    def __post_init__(self):
+        super().__init__(n_in=self.n_sequences * (2 if self.masked else 1))
+        check_fields(self)
+        self._check_kv_heads()
+        self._check_qk_heads()
+        self._check_scale()
+        self._weights_rate = rate_in(self.mode, self.attention_dropout)
+        self._output_rate = rate_in(self.mode, self.output_dropout)
+        if self._weights_rate > 0.0 and not self.op.dropout:
+            raise Unsupported(
+                f"attention_dropout is {self.attention_dropout}, but {self.op} makes no attention "
+                "weights to drop: set it to 0"
+            )
+        self._float8 = self.float8 and self.mode == "train"
+        self._norm = NORMS[self.norm](self.norm_epsilon)
+
+    def _check_kv_heads(self) -> None:
+        if self.n_kv_heads is None:
+            return
+        if self.n_heads % self.n_kv_heads:
+            raise SettingError(
+                f"n_kv_heads is {self.n_kv_heads}: expected a divisor of n_heads, {self.n_heads}"
+            )
+        if self.op.shared_qk:
+            raise Unsupported(
+                f"n_kv_heads is {self.n_kv_heads}, but {self.op} makes its keys of the queries: "
+                "leave it out"
+            )
+
+    def _check_qk_heads(self) -> None:
+        if self.n_qk_heads is None:
+            return
+        if self.n_heads % self.n_qk_heads:
+            raise SettingError(
+                f"n_qk_heads is {self.n_qk_heads}: expected a divisor of n_heads, {self.n_heads}"
+            )
+        if self.n_kv_heads is not None:
+            raise SettingError(
+                f"n_qk_heads is {self.n_qk_heads} and n_kv_heads {self.n_kv_heads}: leave one out"
+            )
+        if self.n_qk_heads < self.n_heads:
+            check_value_heads(self.op, "n_heads is", self.n_heads, self.n_qk_heads)
+
+    def _check_scale(self) -> None:
+        if self.scale is None:
+            return
+        if not self.op.dropout:
+            raise Unsupported(
+                f"scale is {self.scale}, but {self.op} makes no attention weights: leave it out"
+            )
+        if self.op.scale is not None:
+            raise SettingError(
+                f"scale is {self.scale} and the scale of {self.op} {self.op.scale}: set one"
+            )
+
+    @property
+    def _dims(self) -> Dims:
+        sizes = self.n_heads, self.d_qk, self.d_v, 0, self.n_kv_heads, self.n_qk_heads
+        return Dims(*sizes)
+
+    @property
+    def drops(self) -> bool:
+        return self._weights_rate > 0.0 or self._output_rate > 0.0
+
+    def projections(self) -> dict[str, ExtraProjection]:
+        """What is projected from the input, by the name that its weights have after `w_`."""
+        n, h, v = self.n_heads, self.d_qk, self.d_v
+        n_kv, n_qk = self.n_kv_heads or n, self.n_qk_heads
+        both = {
+            "q": ExtraProjection(n_qk or n, h, rotated=True),
+            "k": ExtraProjection(n_qk or n_kv, h, rotated=True),
+        }
+        if self.op.shared_qk:
+            del both["k"]
+        gate = {"headwise": ExtraProjection(n, 1), "elementwise": ExtraProjection(n, v)}
+        return (
+            both
+            | {"v": ExtraProjection(n_kv, v)}
+            | {name: to.of_input for name, to in self._extra_projections().items()}
+            | ({ATTENTION_GATE: gate[self.gate]} if self.gate else {})
+        )
+
+    def _extra_projections(self) -> dict[str, ExtraProjection]:
+        """Those that the algorithm reads."""
+        return self.op.extra_projections(self._dims)
+
+    def init_params(self, rng, shape, *shapes):
+        *_, length, d_model = shape
+        rng_q, rng_k, rng_v, rng_o, rng_op = jax.random.split(rng, 5)
+        rngs = {"q": rng_q, "k": rng_k, "v": rng_v}
+        n, v = self.n_heads, self.d_v
+
+        def drawn(rng, n, d_head, d_in=d_model):
+            if self.init_std is not None:
+                return self.init_std * jax.random.normal(rng, (n, d_in, d_head))
+            # With respect to all heads together, as in Trax.
+            limit = math.sqrt(6 / (d_in + d_head * n))
+            return jax.random.uniform(rng, (n, d_in, d_head), jnp.float32, -limit, limit)
+
+        params = {"w_o": jnp.swapaxes(drawn(rng_o, n, v), 1, 2)}
+        for i, (name, to) in enumerate(self.projections().items()):
+            rng_of = rngs[name] if name in rngs else jax.random.fold_in(rng, i)
+            params[f"w_{name}"] = drawn(rng_of, to.n_heads, to.size)
+            if self.bias:
+                params[f"b_{name}"] = jnp.zeros((to.n_heads, to.size))
+        for name, to in self._extra_projections().items():
+            if to.rank is not None:
+                up_rng = jax.random.fold_in(jax.random.fold_in(rng, to.rank), len(params))
+                params[f"up_{name}"] = drawn(up_rng, to.n_heads, to.size, to.rank)
+        if self.output_bias:
+            params["b_o"] = jnp.zeros(d_model)
+        if self.qk_norm:
+            first = jnp.zeros if self.norm == "rms_plus_one" else jnp.ones
+            for x in ("q", "k"):
+                if f"w_{x}" in params:
+                    n_heads, _, size = params[f"w_{x}"].shape
+                    joint = self.qk_norm == "joint"
+                    params[f"{x}_norm"] = first((n_heads, size) if joint else size)
+        if self.output_norm:
+            params["output_norm"] = self._norm.init_params(None, (d_model,))
+        params["op"] = self.op.init(rng_op, self._dims._replace(length=length))
+        return params
+
+    def _heads(
+        self, params, x: Float[Array, "B T D"], names: Iterable[str]
+    ) -> dict[str, Float[Array, "B T _ _"]]:
+        """The projections of `x` by `w_<name>`."""
+        d_model = params["w_o"].shape[-1]
+        check_input(x, d_model)
+        weights = {name: params[f"w_{name}"] for name in names}
+        for name, to in self.projections().items():
+            shape = to.n_heads, d_model, to.size
+            if name in weights and weights[name].shape != shape:
+                raise ValueError(
+                    f"params['w_{name}'] has shape {weights[name].shape}: expected "
+                    f"[heads, d_model, size], {shape}"
+                )
+        # Of matrices, a bias is added in the product's kernel on a GPU.
+        matrices = [jnp.moveaxis(w, 0, 1).reshape(x.shape[2], -1) for w in weights.values()]
+        if self._float8:
+            outs = [product(x, w) for w in matrices]
+        else:
+            outs = products(x, [w.astype(x.dtype) for w in matrices])
+        if self.bias:
+            biases = (params[f"b_{name}"].reshape(1, 1, -1) for name in weights)
+            outs = [y + b.astype(x.dtype) for y, b in zip(outs, biases, strict=True)]
+        return {
+            name: y.reshape(*x.shape[:2], w.shape[0], w.shape[2])
+            for (name, w), y in zip(weights.items(), outs, strict=True)
+        }
+
+    def _merged_heads(
+        self, params, x: Float[Array, "B T D"] | Unnormed, names: Iterable[str]
+    ) -> dict[str, Float[Array, "B T _ _"]]:
+        """The projections of `x` by `w_in`, which has their weights side by side."""
+        projections = self.projections()
+        made = [(name, projections[name]) for name in names]
+        sizes = [to.n_heads * to.size for _, to in made]
+        parts = affine(x, params["w_in"], params.get("b_in"), sizes=sizes)
+        return {
+            name: part.reshape(*part.shape[:2], to.n_heads, to.size)
+            for (name, to), part in zip(made, parts, strict=True)
+        }
+
+    def _normed(self, params, heads: dict[str, Array]) -> dict[str, Array]:
+        """The projections, queries and keys normalised by `qk_norm`, queries times their factor."""
+        for name in ("q", "k") if self.qk_norm else ():
+            if name in heads:
+                wide = heads[name].astype(accum_dtype(heads[name].dtype))
+                scale = params[f"{name}_norm"].astype(wide.dtype)
+                scale = (scale + 1 if self.norm == "rms_plus_one" else scale)[None, None]
+                rows = wide.reshape(*wide.shape[:2], -1) if self.qk_norm == "joint" else wide
+                normed = length_normalize(rows, self.norm_epsilon).reshape(wide.shape)
+                normed = normed * (scale if self.qk_norm == "joint" else scale[:, :, None])
+                heads = heads | {name: normed.astype(heads[name].dtype)}
+        if self.scale is not None and "q" in heads:
+            q = heads["q"].astype(accum_dtype(heads["q"].dtype)) * self._query_factor
+            heads = heads | {"q": q.astype(heads["q"].dtype)}
+        return heads
+
+    @property
+    def _query_factor(self) -> float:
+        """What queries are multiplied by, for products with `scale` by the algorithm's factor."""
+        return self.scale * math.sqrt(self.d_qk)
+
+    def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
+        """Where each query will look: integers, through which no gradient flows.
+
+        Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
+        """
+        qkv = qkv.of_op
+        q, k, v, extra_projections, _ = qkv
+        tokens = tokens_of(segment_ids)
+        global_tokens = tokens.global_tokens if self.op.global_tokens else None
+        check_arguments(
+            self.op,
+            *(q, k, v),
+            causal=self.causal,
+            segment_ids=tokens.segment_ids,
+            dropout=self._weights_rate,
+            rng=rng,
+            extra_projections=extra_projections,
+            global_tokens=global_tokens,
+        )
+
+        one_segment = says_one_segment(tokens.segment_ids)
+
+        def plan(qkv, tokens, params, rng, shard=None):
+            segment_ids, global_tokens = tokens
+            return self.op.plan(
+                params,
+                *self.op.of_value_heads(*qkv[:3]),
+                segment_ids=segment_ids,
+                causal=self.causal,
+                rng=rng,
+                shard=shard,
+                one_segment=one_segment,
+                train=self.mode == "train",
+                length=length,
+                global_tokens=global_tokens,
+            )
+
+        arrays = (int32_ids(tokens.segment_ids), global_tokens), params["op"], fold_in(rng, PLAN)
+        return context.plan(plan, self.op, self.n_heads, qkv, *arrays)
+
+    def attend(
+        self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
+    ) -> Float[Array, "B T D"]:
+        """Attention by a plan, and the output projection; `run` calls the algorithm."""
+        heads = self.heads(params, qkv, plan, segment_ids, rng, run)
+        return self.combine(params, heads, qkv.gate, rng)
+
+    def heads(
+        self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
+    ) -> Float[Array, "B T N V"]:
+        """Each head's attention by a plan."""
+        read = {name: params[name] for name in ("op", "position_bias") if name in params}
+        rng = fold_in(rng, WEIGHTS)
+        out = run(self._apply_op, read, qkv.of_op, plan, segment_ids, rng)
+        if KEPT_MASS not in params or run is remat.stored:
+            return out
+        share = self._kept_mass(read, qkv.of_op, plan, segment_ids)
+        return out + (0 * updated(params[KEPT_MASS], share)).astype(out.dtype)
+
+    def combine(
+        self, params, out: Float[Array, "B T N V"], gate: Array | None = None, rng=None
+    ) -> Float[Array, "B T D"]:
+        """The output projection of all heads, times their gate if there is one, and dropout."""
+        out = gated(out, gate)
+        out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
+        # A matrix already is from `for_decoding`.
+        w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else transposed_on_gpu(w_o)
+        out = product(out, w_o) if self._float8 else out @ w_o.astype(out.dtype)
+        if self.output_bias:
+            out = out + params["b_o"][None, None].astype(out.dtype)
+        if self.output_norm:
+            out = self._norm.apply(params["output_norm"], out)
+        return dropout(out, self._output_rate, fold_in(rng, OUTPUT))
+
+    def _output(
+        self, params, heads: Float[Array, "B T N V"], added: Float[Array, "B T D"] | None
+    ) -> Float[Array, "B T D"]:
+        """The output of a step, with the weights from `for_decoding`, added to a stream."""
+        x, weights = heads.reshape(*heads.shape[:2], -1), (params["w_o"], params.get("b_o"))
+        if not self.output_norm:
+            return affine(x, *weights, added=added)[0]
+        out = self._norm.apply(params["output_norm"], affine(x, *weights)[0])
+        return out if added is None else added + out.astype(added.dtype)
+
+    def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
+        options = dict(dropout=self._weights_rate)
+        return self._on_devices(self.op.apply, params, qkv, plan, segment_ids, rng, **options)
+
+    def _kept_mass(self, params, qkv: QKV, plan, segment_ids) -> Float[Array, ""]:
+        """The mean of `AttentionOp.kept_mass` over rows, queries and heads."""
+        n_shards = devices.n_sequence_shards()
+
+        def measured(*arrays, **call) -> Float[Array, "B C N 2"]:
+            found = self.op.kept_mass(*arrays, **call)  # its queries are split as a sequence is
+            return jnp.pad(found, ((0, 0), (0, -found.shape[1] % n_shards), (0, 0), (0, 0)))
+
+        found = self._on_devices(measured, params, qkv, plan, segment_ids)
+        share, weight = jnp.sum(found.astype(jnp.float32), axis=(0, 1, 2))
+        return share / jnp.maximum(weight, 1)
+
+    def _on_devices(self, function, params, qkv: QKV, plan, segment_ids, rng=None, **options):
+        """`function`, an algorithm's `apply` or the like, on the devices of the mesh."""
+        tokens = tokens_of(segment_ids)
+
+        def attend(qkv, plan, segment_ids, params, rng, bias, shard=None):
+            *arrays, extra_projections, _ = qkv
+            lengths = row_lengths(segment_ids) if tokens.counted else None
+            return function(
+                params,
+                *arrays,
+                plan=plan,
+                segment_ids=segment_ids,
+                one_segment=says_one_segment(tokens.segment_ids),
+                causal=self.causal,
+                rng=rng,
+                shard=shard,
+                extra_projections=extra_projections,
+                bias=bias,
+                lengths=lengths,
+                **options,
+            )
+
+        arrays = qkv, plan, int32_ids(tokens.segment_ids), params["op"], rng
+        bias = self._bias(params, qkv.q.shape[1])
+        return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
+
+    def _bias(self, params, length: int) -> Float[Array, "1 N T T"] | None:
+        """What is added to the logits, if anything."""
+        del params, length
+        return None
+
+    def _merge(self, params, products: dict[str, Sequence[str]], dtype: str) -> dict[str, Any]:
+        """The weights for decoding: one matrix a product, its projections side by side."""
+        d_model = params["w_o"].shape[-1]
+        merged = {"w_o": transposed_on_gpu(params["w_o"].reshape(-1, d_model))}
+        for name, letters in products.items():
+            columns = [jnp.moveaxis(params[f"w_{x}"], 0, 1) for x in letters]
+            columns = [w.reshape(d_model, -1) for w in columns]
+            merged[f"w_{name}"] = transposed_on_gpu(jnp.concatenate(columns, axis=1))
+            if self.bias:
+                biases = [jnp.ravel(params[f"b_{x}"]) for x in letters]
+                merged[f"b_{name}"] = jnp.concatenate(biases)
+        if self.output_bias:
+            merged["b_o"] = params["b_o"]
+        others = "next_value", "position_bias", *(f"up_{x}" for x in self._extra_projections())
+        merged |= {name: params[name] for name in others if name in params}
+        merged = {name: w.astype(dtype) for name, w in merged.items()}
+        kept = "q_norm", "k_norm", "output_norm", "key_conv", "op"
+        return merged | {name: params[name] for name in kept if name in params}
+
+
+def gated(heads: Float[Array, "B T N V"], gate: Array | None) -> Float[Array, "B T N V"]:
+    """The heads' outputs times the sigmoid of their gate, if there is one."""
+    if gate is None:
+        return heads
+    wide = accum_dtype(heads.dtype)
+    return (heads.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(heads.dtype)
+
+
+def fold_in(rng, number: int):
+    return None if rng is None else jax.random.fold_in(rng, number)
