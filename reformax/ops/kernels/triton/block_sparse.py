@@ -177,7 +177,7 @@ def _spans(
     lowest, highest, only = (x[:, entries][:, None] for x in others)
     tile = _TileIds(*(x[..., None] for x in ids))
     overlaps = (lowest <= tile.highest) & (tile.lowest <= highest)
-    index, n = jnp.arange(len(entries), dtype=jnp.int32), len(entries)
+    index, n = jnp.arange(len(entries), dtype=jnp.int32)[None, None], len(entries)
 
     def first(where: Array) -> Int[Array, "B tiles"]:
         return jnp.min(jnp.where(where, index, n), axis=2)
