@@ -129,7 +129,7 @@ ALLOWED = {
     # Which of the global tokens is the newest position: its row of a cache is written.
     ("decoding/band.py", "of_global == position[:, None]"),
     # The chunks that an op chose; positions held from the first of them on exist.
-    ("decoding/cache.py", "in_ring >= jnp.maximum(self._first_key(newest), 0)"),
+    ("decoding/ring.py", "in_ring >= jnp.maximum(self._first_key(newest), 0)"),
     # Whether ids fit in int32.
     ("calls/arguments.py", "ids.astype(np.int32) != ids"),
 }

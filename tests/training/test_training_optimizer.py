@@ -320,7 +320,7 @@ def test_own_weights_that_begin_constant_do_not_decay():
         dims = op.dims(*2 * [np.zeros((1, 9, 2, 4), np.float32)])
         own = jax.jit(lambda rng, op=op, dims=dims: op.init(rng, dims))(jax.random.key(0))
         for path, x in jax.tree_util.tree_leaves_with_path(own):
-            if np.all(x[..., :1] == x):
+            if np.all(np.atleast_1d(x)[..., :1] == x):
                 params = {"layer": {"attention": {"op": {path[-1].key: x}}}}
                 (update,) = jax.tree.leaves(still(params))
                 assert not np.any(update), (row.name, path)
