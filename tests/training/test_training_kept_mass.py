@@ -75,6 +75,7 @@ def test_the_kept_mass_of_a_split_is_the_mean_of_some_batches(monkeypatch):
     assert json.dumps(found)
 
 
+@pytest.mark.slow
 def test_rows_that_fill_up_a_batch_are_not_measured():
     model, task = HASHED(mode="eval"), tiny.counting()
     params = model.init_params(jax.random.PRNGKey(0), (2, 16))

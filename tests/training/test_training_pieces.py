@@ -109,6 +109,7 @@ def test_what_cannot_be_cut_is_refused(model, length, message):
         pieces.check(model, 8, length)
 
 
+@pytest.mark.slow
 def test_bfloat16_under_strict_promotion():
     """A step of packed parts is traced, which shows all types. Optax's own is left out."""
     model = model_of(dtype="bfloat16")

@@ -22,6 +22,7 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_the_flag_writes_a_trace_into_the_folder(tmp_path, monkeypatch, capsys):
     flags = [f"--config={x}" for x in (*TINY, "steps=10")]
     code, out, err = call(

@@ -95,6 +95,7 @@ def test_prompts_alone_ask_for_a_sample_at_the_end(arguments, tmp_path):
     assert not sampled(tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_write_ends_without_a_sample(arguments, tmp_path, capsys):
     model = partial(MODEL, attention_type=local.local(wrap=True, chunk_len=4))
     loop.train(tmp_path, **arguments | {"sample_every": None, "model": model})

@@ -102,6 +102,7 @@ def test_a_checkpoint_is_scored_with_its_own_config(run):
     assert band["bits_per_dim"] == pytest.approx(scored()["bits_per_dim"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_dense_model_is_scored_with_clusters_without_training(run):
     """`--config` names Smyrf: a cluster of all is dense attention, and small ones are not."""
     smyrf = "--config=lm.TransformerLM.attention_type=@smyrf.smyrf()"
@@ -119,6 +120,7 @@ SMYRF = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_with_each_number_of_hashes(run):
     flags = "--checkpoint=2", *SMYRF, "--kept_mass", "--n_hashes=8,1", "--tokens=64"
     code, out, err = run(evaluate.main, *flags)
