@@ -156,11 +156,13 @@ def stream(
       top_k: the number of most probable tokens to draw from.
       top_p: the probability of the tokens to draw from.
       seed: of the draws. A row's text depends on the seed, its index among the rows and its prompt.
-      hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
+      hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`. Texts
+        of a state keep theirs.
       end: a token that ends a row, or several. The row then repeats the first of them until all
         rows have ended.
       max_length: tokens that the cache holds, prompt and new tokens together. LSH's
-        `n_buckets="auto"` goes by it. None: as many as needed, rounded up.
+        `n_buckets="auto"` goes by it. None: as many as needed, rounded up. With a state that has
+        room for so many: None, or that.
       every: tokens to hand out together, 1 to `BLOCK`.
       mesh: devices that share the rows; None: one device.
       divide_caches: whether the devices along the mesh's axis `context` share each text, and not
@@ -193,7 +195,7 @@ def stream(
     if max(ends, default=0) >= model.vocab_size:
         raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
     sampler = Sampler(temperature, top_k, top_p).check()
-    texts = resumed(model, params, rows, state, max_new_tokens, mesh)
+    texts = resumed(model, params, rows, state, max_new_tokens, max_length, mesh)
     capacity = capacity_of(texts.n_longest, max_new_tokens, max_length, model.max_length)
     draws = _Draws(
         sampler.arrays(),
@@ -211,8 +213,8 @@ def stream(
         return _first_draw(logits, decoding, n_real, draws, texts.drawn)
 
     sizes = len(prompts), max_new_tokens, every
-    room = texts.room or (0 if getattr(model, "carries_state", False) else capacity)
-    return _blocks(model, mesh, weights, start, draws, *sizes, room if return_state else None)
+    room = _room_of(model, texts, capacity, max_length) if return_state else None
+    return _blocks(model, mesh, weights, start, draws, *sizes, room)
 
 
 def read(
@@ -235,9 +237,9 @@ def read(
       prompts: the tokens of each. One that begins a text has at least one token.
       max_length: the most tokens that a text of the state may have. None: any number where all
         attentions of the model are recurrences, and otherwise as many as are given, rounded up, and
-        as many again.
+        as many again. With a state that has room for so many: None, or that.
       hash_seed: of the hashes of texts that begin, as in `stream`.
-      state: of the texts that they go on from, as in `stream`, whose `max_length` stays.
+      state: of the texts that they go on from, as in `stream`.
       mesh: devices that share the rows; None: one device.
       divide_caches: as in `stream`.
       prompt_piece: as in `stream`.
@@ -251,19 +253,20 @@ def read(
       NotImplementedError: an attention of the model cannot decode.
     """
     given = dict(max_length=max_length, prompt_piece=prompt_piece, hash_seed=hash_seed)
-    check_all(hints_of(read), given)
+    check_all(hints_of(read), given | dict(divide_caches=divide_caches))
     mesh, shares = _mesh_of(mesh, len(prompts), divide_caches)
     rows = rows_of(prompts, model.vocab_size)
-    texts = resumed(model, params, rows, state, 0, mesh)
+    texts = resumed(model, params, rows, state, 0, max_length, mesh)
     for i, row in enumerate(texts.rows):
         if not len(row):
             raise ValueError(f"prompts[{i}] is empty: expected a token, as no state is given")
     n, most = texts.n_longest, model.max_length or np.inf
     if n > most:
         raise SettingError(f"prompts has a text of {n} tokens: the model's positions hold {most}")
-    carries = model.carries_state
+    if max_length is not None and n > max_length:
+        raise SettingError(f"prompts has a text of {n} tokens: max_length={max_length}, raise it")
     if max_length is None:
-        capacity = n + 1 if carries else int(min(2 * rounded(n), most))
+        capacity = n + 1 if model.carries_state else int(min(2 * rounded(n), most))
     else:
         capacity = capacity_of(n, 0, max_length, model.max_length)
     last = np.array([row[-1] for row in texts.rows], np.int32)
@@ -273,10 +276,17 @@ def read(
     params = devices.placed(mesh, (), params)[1]
     _check_memory(model, params, unread, reading)
     found = _read_texts(model, params, unread, reading)[1]
-    room = texts.room or (0 if carries else capacity)
+    room = _room_of(model, texts, capacity, max_length)
     n_filled = -(-len(last) // shares) * shares
     filled = np.resize(last, n_filled)
     return of_rows(model, TextState(found, filled, texts.drawn, np.int32(room)), len(last))
+
+
+def _room_of(model, texts: Resumed, capacity: int, max_length: int | None) -> int:
+    """The most tokens of texts that go on from what was read; 0: any number."""
+    if texts.room or max_length is not None or not getattr(model, "carries_state", False):
+        return texts.room or capacity
+    return 0
 
 
 class _Reading(NamedTuple):

@@ -46,12 +46,13 @@ def resumed(
     rows: Sequence[Int[np.ndarray, " n"]],
     state: TextState | None,
     n_new: int,
+    max_length: int | None = None,
     mesh: Mesh | None = None,
 ) -> Resumed:
     """The texts of `state`, or new ones, that go on with `rows` and `n_new` tokens on a mesh.
 
     Raises:
-      ValueError: the state is of another model, of another number of rows, or has no room.
+      ValueError: the state is of another model, number of rows or length, or has no room.
       NotImplementedError: an attention of the model cannot decode.
     """
     if state is None:
@@ -61,6 +62,11 @@ def resumed(
     rows = [np.append(token, row) for token, row in zip(np.asarray(state.token), rows, strict=True)]
     n_read = np.asarray(state.model.position) - 1  # of them the first is the model's own
     n_longest, room = int(np.max(n_read + [len(row) for row in rows])), int(state.room)
+    if room and max_length not in (None, room):
+        raise SettingError(
+            f"max_length is {max_length}: state has room for texts of {room} tokens, which stays: "
+            "leave max_length out, or read the text again by generation.read with that"
+        )
     if room and n_longest + n_new > room:
         raise SettingError(
             f"state has room for texts of {room} tokens, and prompts and new tokens make "

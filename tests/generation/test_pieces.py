@@ -153,6 +153,10 @@ def test_errors():
     for message, call in (
         ("^state has room for texts of 9 tokens, and prompts and new tokens make 10: read the text",
          lambda: generation.generate(model, params, [[4, 5]], 5, state=state)),
+        ("^max_length is 12: state has room for texts of 9 tokens, which stays: leave",
+         lambda: generation.generate(model, params, [[4]], 1, state=state, max_length=12)),
+        ("^prompts has a text of 3 tokens: max_length=2, raise it$",
+         lambda: generation.read(model, params, [[1, 2, 3]], max_length=2)),
         ("^divide_caches is True and the mesh has no axis context of several devices: give one",
          lambda: generation.generate(model, params, [[4, 5]], 5, divide_caches=True)),
         ("^prompt_piece is 0: expected",
