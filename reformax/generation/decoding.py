@@ -39,6 +39,7 @@ from reformax.generation.texts import (
     compiled_first_state,
     first_state,
     of_rows,
+    parts_of,
     resumed,
 )
 
@@ -172,8 +173,8 @@ def stream(
         its own step of decoding. None: `PIECE` where the model's `reads_ahead` says that a piece
         computes what the whole does, and otherwise all.
       state: of the texts that the prompts go on from, a row for each prompt or one for all, from
-        `read` or an earlier call. With the seed of the earlier call this one draws what that would
-        have drawn next, but for rounding. None: prompts begin texts.
+        `read` or an earlier call whose caches were divided alike. With the seed of the earlier call
+        this one draws what that would have drawn next, but for rounding. None: prompts begin texts.
       return_state: whether the generator returns the state of the texts, to `yield from`. A row
         that has ended stays at its `end`.
 
@@ -279,7 +280,8 @@ def read(
     room = _room_of(model, texts, capacity, max_length)
     n_filled = -(-len(last) // shares) * shares
     filled = np.resize(last, n_filled)
-    return of_rows(model, TextState(found, filled, texts.drawn, np.int32(room)), len(last))
+    sizes = np.int32(room), np.int32(parts_of(mesh))
+    return of_rows(model, TextState(found, filled, texts.drawn, *sizes), len(last))
 
 
 def _room_of(model, texts: Resumed, capacity: int, max_length: int | None) -> int:
@@ -300,11 +302,11 @@ class _Reading(NamedTuple):
 
 
 def _reading_of(model, texts: Resumed, capacity, hash_seed, mesh, shares, piece) -> _Reading:
-    longest, divided = max(map(len, texts.rows)), mesh and devices.n_sequence_shards(mesh)
+    longest, divided = max(map(len, texts.rows)), parts_of(mesh)
     piece = piece and int(piece)
     if piece is None and longest > PIECE and getattr(model, "reads_ahead", False):
         piece = PIECE
-    if divided is not None and divided > 1:
+    if divided > 1:
         size = piece or min(PIECE, rounded(longest + 1))
         piece = size + -size % divided
     rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
@@ -323,7 +325,7 @@ def _check_memory(model, params, texts: Resumed, reading: _Reading) -> None:
     else:
         zeros = np.zeros(-(-n_rows // shares) * shares, np.int32)
         held = compiled_first_state.eval_shape(model, capacity, mesh, params, rng, zeros)
-        n_devices *= 1 if mesh is None else devices.n_sequence_shards(mesh)
+        n_devices *= parts_of(mesh)
     memory.check(
         f"caches of {n_rows:,} rows of {capacity:,} tokens",
         memory.size_of(held) // n_devices,
@@ -382,8 +384,9 @@ def _read_texts(model, params, texts: Resumed, reading: _Reading) -> tuple[Array
         state = first_state(model, n_rows, capacity, mesh, params, rng)
         rows = [np.append(np.int32(model.first_token), row) for row in rows]
     else:  # the loop donates it
-        index = np.minimum(np.arange(n_rows), len(state.position) - 1)
-        state = jax.tree.map(jnp.copy, model.take_rows(state, index))
+        if n_rows != (n := len(state.position)):
+            state = model.take_rows(state, np.minimum(np.arange(n_rows), n - 1))
+        state = jax.tree.map(jnp.copy, state)
     logits = None
     for tokens, lengths in in_pieces(rows, shares, piece, model.max_length or np.inf):
         tokens, lengths = devices.placed(mesh, (tokens, lengths), ())[0]
@@ -420,7 +423,8 @@ def _blocks(
         yield np.asarray(ready)[:n_prompts]
     if not return_state:
         return None
-    text = TextState(state.decoding, state.token, state.count, np.int32(room))
+    sizes = np.int32(room), np.int32(parts_of(mesh))
+    text = TextState(state.decoding, state.token, state.count, *sizes)
     return of_rows(model, text, n_prompts)
 
 

@@ -28,6 +28,12 @@ class TextState(NamedTuple):
     token: Int[Array, " B"]  # the last one, which the model has not read
     drawn: Int[Array, ""]  # tokens drawn of each row, by which the seed's draws go on
     room: Int[Array, ""]  # the most tokens of a text; 0: any number
+    parts: Int[Array, ""]  # as in `parts_of`, of the mesh that divides the caches
+
+
+def parts_of(mesh: Mesh | None) -> int:
+    """The number of devices that each have a part of a text's positions."""
+    return 1 if mesh is None else devices.n_sequence_shards(mesh)
 
 
 class Resumed(NamedTuple):
@@ -52,7 +58,7 @@ def resumed(
     """The texts of `state`, or new ones, that go on with `rows` and `n_new` tokens on a mesh.
 
     Raises:
-      ValueError: the state is of another model, number of rows or length, or has no room.
+      ValueError: the state is of another model, mesh, number of rows or length, or full.
       NotImplementedError: an attention of the model cannot decode.
     """
     if state is None:
@@ -84,6 +90,13 @@ def _check(model, params, state: Any, n_rows: int, mesh: Mesh | None) -> None:
     n = len(state.token)
     if n not in (1, n_rows):
         raise ValueError(f"state has {n} rows and prompts {n_rows}: expected as many, or one row")
+    # Whole caches have positions in another order than divided ones.
+    before, now = int(state.parts), parts_of(mesh)
+    if before != now and not getattr(model, "carries_state", False):
+        raise SettingError(
+            f"state has caches of context={before}, and this call's mesh and divide_caches have "
+            f"context={now}: give those with which its text was read, or read it again"
+        )
     rng = jax.random.PRNGKey(0)
     given = mesh, params, rng, np.zeros(n, np.int32)
     shapes = compiled_first_state.eval_shape(model, max(int(state.room), 1), *given)

@@ -362,6 +362,11 @@ def test_caches_of_generation_are_divided(piece):
             assert x.shape[2] == 80 and x.addressable_shards[0].data.shape[2] == 10
     got = generation.generate(model, params, [[]] * 3, 7, temperature=0, state=state, **shared)
     np.testing.assert_array_equal(got, want)
+    with pytest.raises(SettingError, match="^state has caches of context=8, and"):
+        generation.generate(model, params, [[]] * 3, 7, state=state)  # in another order
+    state = generation.read(model, params, prompts, max_length=80)
+    with pytest.raises(SettingError, match="^state has caches of context=1, and"):
+        generation.read(model, params, prompts, state=state, **shared)
 
 
 def test_a_device_holds_its_part_of_the_caches():
