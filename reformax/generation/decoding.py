@@ -197,7 +197,7 @@ def stream(
         raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
     sampler = Sampler(temperature, top_k, top_p).check()
     texts = resumed(model, params, rows, state, max_new_tokens, max_length, mesh)
-    capacity = capacity_of(texts.n_longest, max_new_tokens, max_length, model.max_length)
+    capacity = capacity_of(max(texts.n_each), max_new_tokens, max_length, model.max_length)
     draws = _Draws(
         sampler.arrays(),
         jax.random.PRNGKey(seed),
@@ -261,7 +261,7 @@ def read(
     for i, row in enumerate(texts.rows):
         if not len(row):
             raise ValueError(f"prompts[{i}] is empty: expected a token, as no state is given")
-    n, most = texts.n_longest, model.max_length or np.inf
+    n, most = max(texts.n_each), model.max_length or np.inf
     if n > most:
         raise SettingError(f"prompts has a text of {n} tokens: the model's positions hold {most}")
     if max_length is not None and n > max_length:
@@ -338,15 +338,13 @@ def _check_angles(model, texts: Resumed, n_new: int, reading: _Reading) -> None:
     border = getattr(model, "angles_change_after", None)
     if border is None:
         return
-    for row in texts.rows:
-        n = texts.n_longest if texts.model is not None else len(row)
+    for n_before, n in zip(texts.n_before, texts.n_each, strict=True):
         if n < border < n + n_new:
             raise SettingError(
                 f"max_new_tokens is {n_new}: after a prompt of {n} tokens the text would pass "
                 f"rotary_trained_length={border}, where keys that are cached would rotate by other "
                 f"factors: at most {border - n} can be generated, or give a prompt of {border}"
             )
-        n_before = texts.n_longest - len(row) if texts.model is not None else 0
         if n_before < border < n and (texts.model is not None or reading.piece is not None):
             raise SettingError(
                 f"prompts has a text of {n} tokens, and not all are read at once: it would pass "

@@ -42,8 +42,13 @@ class Resumed(NamedTuple):
     rows: list[Int[np.ndarray, " n"]]  # the tokens that the model has not read
     model: Any  # its state before them; None: they begin texts
     drawn: Int[Array, ""]
-    n_longest: int  # tokens of the longest text, `rows` with it
+    n_before: Sequence[int]  # tokens of each text before its row
     room: int  # as in `TextState`, of `model`
+
+    @property
+    def n_each(self) -> list[int]:
+        """Tokens of each text, its row with it."""
+        return [n + len(row) for n, row in zip(self.n_before, self.rows, strict=True)]
 
 
 def resumed(
@@ -62,23 +67,25 @@ def resumed(
       NotImplementedError: an attention of the model cannot decode.
     """
     if state is None:
-        return Resumed(list(rows), None, jnp.int32(0), max(map(len, rows)), 0)
+        return Resumed(list(rows), None, jnp.int32(0), [0] * len(rows), 0)
     _check(model, params, state, len(rows), mesh)
     state = of_rows(model, state, len(rows))
     rows = [np.append(token, row) for token, row in zip(np.asarray(state.token), rows, strict=True)]
     n_read = np.asarray(state.model.position) - 1  # of them the first is the model's own
-    n_longest, room = int(np.max(n_read + [len(row) for row in rows])), int(state.room)
+    room = int(state.room)
+    texts = Resumed(rows, state.model, jnp.int32(state.drawn), n_read.tolist(), room)
+    n_all = max(texts.n_each) + n_new
     if room and max_length not in (None, room):
         raise SettingError(
             f"max_length is {max_length}: state has room for texts of {room} tokens, which stays: "
             "leave max_length out, or read the text again by generation.read with that"
         )
-    if room and n_longest + n_new > room:
+    if room and n_all > room:
         raise SettingError(
             f"state has room for texts of {room} tokens, and prompts and new tokens make "
-            f"{n_longest + n_new}: read the text again by generation.read with a larger max_length"
+            f"{n_all}: read the text again by generation.read with a larger max_length"
         )
-    return Resumed(rows, state.model, jnp.int32(state.drawn), n_longest, room)
+    return texts
 
 
 def _check(model, params, state: Any, n_rows: int, mesh: Mesh | None) -> None:
