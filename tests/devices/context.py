@@ -369,6 +369,19 @@ def test_caches_of_generation_are_divided(piece):
         generation.read(model, params, prompts, state=state, **shared)
 
 
+def test_biases_reach_divided_caches():
+    """Of positions that a device has, in pieces and in steps."""
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
+    model = TransformerLM(**sizes, attention_type=dense.dense(), pos_type="alibi")
+    params = jax.device_get(model.init_params(jax.random.key(0), (1, 8)))
+    params["logits"]["w"] = params["logits"]["w"] * 8
+    prompts, options = [[*range(16)], [3, 1]], dict(temperature=0, max_length=40)
+    want = generation.generate(model, params, prompts, 7, **options)
+    shared = dict(mesh=CONTEXT, divide_caches=True)
+    got = generation.generate(model, params, prompts, 7, **options, **shared)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_a_device_holds_its_part_of_the_caches():
     """Of the program that reads a piece: its arguments and results are an eighth as large."""
     sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
