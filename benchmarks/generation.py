@@ -36,6 +36,7 @@ from benchmarks.harness.calls import attempt, in_turn
 from benchmarks.harness.language_models import PAPER, QUICKSTART, TINY, VOCAB_SIZE
 from benchmarks.harness.output import Table
 from reformax import generation, models
+from reformax.declared import SettingError
 from reformax.ops import local, shared_qk
 from reformax.ops.hashing import angular as hashing
 from reformax.training import mesh as mesh_lib
@@ -213,7 +214,6 @@ def long_prompt(sizes: dict[str, int], n: int, mesh: Mesh | None) -> list[float]
 def main_of_long_prompt(args: argparse.Namespace) -> None:
     """The table of one long prompt."""
     sizes = command_line.of_size(LONG, args.tiny)
-    mesh = None if args.mesh is None else mesh_lib.make(mesh_lib.parsed(args.mesh))
     columns = "devices", "caches a device, MiB", "prompt, s", "tokens/s", "step, ms"
     table = Table("prompt", *columns)
 
@@ -222,9 +222,17 @@ def main_of_long_prompt(args: argparse.Namespace) -> None:
         speed = f"{args.prompt_len / seconds:,.0f}"
         return [f"{held / 2**20:,.2f}", f"{seconds:.2f}", speed, f"{step * 1e3:.3f}"]
 
-    known = attempt(long_prompt, sizes, args.prompt_len, mesh)
-    n_devices = str(1 if mesh is None else mesh.size)
+    known = attempt(long_prompt, sizes, args.prompt_len, args.mesh)
+    n_devices = str(1 if args.mesh is None else args.mesh.size)
     table.result(f"{args.prompt_len:,}", n_devices, known=known, cells=cells)
+
+
+def mesh_of(text: str) -> Mesh:
+    """The mesh of --mesh."""
+    try:
+        return mesh_lib.make(mesh_lib.parsed(text))
+    except SettingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -232,13 +240,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "--prompt_len", type=command_line.positive, help="tokens of one long prompt, read in pieces"
     )
-    flags.add_argument(
-        "--mesh", help="with --prompt_len: the devices that divide the caches, such as context=4"
-    )
+    text = "with --prompt_len: the devices that divide the caches, such as context=4"
+    flags.add_argument("--mesh", type=mesh_of, help=text)
     args = flags.parse_args(argv)
     if args.prompt_len is not None:
+        read = "tiny", "rows", "prompt_len", "mesh"
+        command_line.check_read(flags, args, read, "with --prompt_len")
         main_of_long_prompt(args)
         return
+    command_line.check_read(flags, args, ("tiny", "rows", "repeats"), "without --prompt_len")
     shape = command_line.of_size(SHAPES, args.tiny)
     columns = "step, ms", "tokens/s", "prompt, s", "forward of all, ms", "forward / step"
     table = Table("model", "batch", *columns)

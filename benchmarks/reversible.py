@@ -223,13 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=command_line.positive, default=default, help=text)
     campaign.flags(parser, TRAINED)
     args = parser.parse_args(argv)
-    if args.data_dir and args.minutes is None:
-        parser.error("--minutes is missing: give those of each model's training")
     if args.minutes is not None:
         if not (args.data_dir or args.tiny):
             parser.error("--data_dir is missing: give the text to train on")
         print_trained(args)
         return
+    command_line.check_read(parser, args, ("tiny", "rows"), "without --minutes")
     shape = command_line.of_size(SHAPES, args.tiny)
     print_drifts(shape)
     print_costs(shape)

@@ -291,6 +291,22 @@ def test_every_row_of_long_range_arena_is_a_model(name, pretrained):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "module, flags, message",
+    [
+        (generation, "--mesh=data=1", "--mesh is .* which is not read without --prompt_len"),
+        (generation, "--mesh=rows=1 --prompt_len=9", "--mesh: mesh is 'rows=1': expected sizes of"),
+        (generation, "--prompt_len=9 --repeats=2", "--repeats is 2, which is not read with --prom"),
+        (reversible, "--tiny --layers=4", "--layers is 4, which is not read without --minutes"),
+        (reversible, "--data_dir=text", "--data_dir is text, which is not read without --minutes"),
+    ],
+)
+def test_a_flag_that_is_not_read_is_refused(module, flags, message, capsys):
+    with pytest.raises(SystemExit):
+        module.main(flags.split())
+    assert re.search(message, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("name", reversible.ROWS)
 def test_every_deep_row_is_a_model_of_48_layers(name):
     args = argparse.Namespace(layers=48, length=65_536, tiny=False)

@@ -295,3 +295,6 @@ def test_answers_are_those_of_the_evaluations(pictures, tmp_path):
         script.read(tmp_path / "none")
     with pytest.raises(ValueError, match="two was not asked copy"):
         script.read_all([two], ["copy"])
+    asked(tmp_path / "three", {"needle": {64: [0.1, 0.2]}}, {"needle": {128: [0.1, 0.2, 0.3]}})
+    with pytest.raises(ValueError, match="three answered needle in 2 and 3 depths: evaluate"):
+        script.read(tmp_path / "three")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +36,15 @@ def parser(doc: str, repeats: int | None = None, peers: str = "") -> argparse.Ar
         options = dict(nargs="?", const=sys.executable, metavar="PYTHON")
         flags.add_argument("--peers", help=f"{peers}, run by this interpreter", **options)
     return flags
+
+
+def check_read(
+    flags: argparse.ArgumentParser, args: argparse.Namespace, read: Collection[str], case: str
+) -> None:
+    """Ends with a line where a flag is given that is not among those `read` in this case."""
+    for name, value in vars(args).items():
+        if name not in read and value != flags.get_default(name):
+            flags.error(f"--{name} is {value}, which is not read {case}")
 
 
 def positive(text: str) -> int:

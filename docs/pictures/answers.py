@@ -28,7 +28,7 @@ def read(run: Path) -> dict[str, Lines]:
     """What a run answered, by task and length.
 
     Raises:
-      ValueError: nothing; with the command that asks.
+      ValueError: nothing, with the command that asks, or a task in several numbers of depths.
     """
     path, found = run / "evaluations.jsonl", {}
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -38,6 +38,13 @@ def read(run: Path) -> dict[str, Lines]:
     if not found:
         command = f"reformax evaluate --output_dir={run} --tasks=ruler --lengths=4096,16384"
         raise ValueError(f"{path} has no answers: {command} asks for them")
+    for task, lines in found.items():
+        depths = {len(line.get("accuracy_by_depth", [None])) for line in lines.values()}
+        if len(depths) > 1:
+            counts = " and ".join(map(str, sorted(depths)))
+            raise ValueError(
+                f"{run} answered {task} in {counts} depths: evaluate its lengths with one --depths"
+            )
     return found
 
 

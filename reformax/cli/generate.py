@@ -18,12 +18,13 @@ A model that was fine-tuned on chats answers with --chat: the prompt is a user's
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from reformax.cli import compilation_cache, flags, joining, prompts, report, saved_run
 from reformax.declared import (
     AnySeed,
     Count,
+    NonEmpty,
     NonNegative,
     PathName,
     Samples,
@@ -32,6 +33,7 @@ from reformax.declared import (
     TopP,
 )
 
+AxisSizes = Annotated[str, NonEmpty("sizes of axes, such as context=4")]
 # The flags of continuing a prompt and their values where they are not given.
 CONTINUE = {
     "max_new_tokens": 500,
@@ -119,7 +121,7 @@ def parser():
     )
     parser.add_argument(
         "--mesh",
-        type=flags.of(PathName),
+        type=flags.of(AxisSizes),
         help="axes of all devices, such as context=4, which divides the caches by position "
         "(default: the run's devices share the prompts)",
     )

@@ -46,7 +46,7 @@ class ResultFiles:
         """Writes a value without NaN as JSON, and as a line of `RECORD`.
 
         A later result replaces the file. The record keeps those of other commands, and of this one
-        what it wrote last.
+        what it wrote last; of equal lines it keeps one.
         """
         self.write_text(name, json.dumps(value, indent=1, allow_nan=False) + "\n")
         before, self._recorded = self._recorded, json.dumps(value, allow_nan=False)

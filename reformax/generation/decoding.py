@@ -39,6 +39,7 @@ from reformax.generation.texts import (
     compiled_first_state,
     first_state,
     of_rows,
+    parts_of,
     resumed,
 )
 
@@ -156,11 +157,13 @@ def stream(
       top_k: the number of most probable tokens to draw from.
       top_p: the probability of the tokens to draw from.
       seed: of the draws. A row's text depends on the seed, its index among the rows and its prompt.
-      hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
+      hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`. Texts
+        of a state keep theirs.
       end: a token that ends a row, or several. The row then repeats the first of them until all
         rows have ended.
       max_length: tokens that the cache holds, prompt and new tokens together. LSH's
-        `n_buckets="auto"` goes by it. None: as many as needed, rounded up.
+        `n_buckets="auto"` goes by it. None: as many as needed, rounded up. With a state that has
+        room for so many: None, or that.
       every: tokens to hand out together, 1 to `BLOCK`.
       mesh: devices that share the rows; None: one device.
       divide_caches: whether the devices along the mesh's axis `context` share each text, and not
@@ -170,8 +173,8 @@ def stream(
         its own step of decoding. None: `PIECE` where the model's `reads_ahead` says that a piece
         computes what the whole does, and otherwise all.
       state: of the texts that the prompts go on from, a row for each prompt or one for all, from
-        `read` or an earlier call. With the seed of the earlier call this one draws what that would
-        have drawn next, but for rounding. None: prompts begin texts.
+        `read` or an earlier call whose caches were divided alike. With the seed of the earlier call
+        this one draws what that would have drawn next, but for rounding. None: prompts begin texts.
       return_state: whether the generator returns the state of the texts, to `yield from`. A row
         that has ended stays at its `end`.
 
@@ -193,8 +196,8 @@ def stream(
     if max(ends, default=0) >= model.vocab_size:
         raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
     sampler = Sampler(temperature, top_k, top_p).check()
-    texts = resumed(model, params, rows, state, max_new_tokens, mesh)
-    capacity = capacity_of(texts.n_longest, max_new_tokens, max_length, model.max_length)
+    texts = resumed(model, params, rows, state, max_new_tokens, max_length, mesh)
+    capacity = capacity_of(max(texts.n_each), max_new_tokens, max_length, model.max_length)
     draws = _Draws(
         sampler.arrays(),
         jax.random.PRNGKey(seed),
@@ -211,8 +214,8 @@ def stream(
         return _first_draw(logits, decoding, n_real, draws, texts.drawn)
 
     sizes = len(prompts), max_new_tokens, every
-    room = texts.room or (0 if getattr(model, "carries_state", False) else capacity)
-    return _blocks(model, mesh, weights, start, draws, *sizes, room if return_state else None)
+    room = _room_of(model, texts, capacity, max_length) if return_state else None
+    return _blocks(model, mesh, weights, start, draws, *sizes, room)
 
 
 def read(
@@ -235,9 +238,9 @@ def read(
       prompts: the tokens of each. One that begins a text has at least one token.
       max_length: the most tokens that a text of the state may have. None: any number where all
         attentions of the model are recurrences, and otherwise as many as are given, rounded up, and
-        as many again.
+        as many again. With a state that has room for so many: None, or that.
       hash_seed: of the hashes of texts that begin, as in `stream`.
-      state: of the texts that they go on from, as in `stream`, whose `max_length` stays.
+      state: of the texts that they go on from, as in `stream`.
       mesh: devices that share the rows; None: one device.
       divide_caches: as in `stream`.
       prompt_piece: as in `stream`.
@@ -251,19 +254,20 @@ def read(
       NotImplementedError: an attention of the model cannot decode.
     """
     given = dict(max_length=max_length, prompt_piece=prompt_piece, hash_seed=hash_seed)
-    check_all(hints_of(read), given)
+    check_all(hints_of(read), given | dict(divide_caches=divide_caches))
     mesh, shares = _mesh_of(mesh, len(prompts), divide_caches)
     rows = rows_of(prompts, model.vocab_size)
-    texts = resumed(model, params, rows, state, 0, mesh)
+    texts = resumed(model, params, rows, state, 0, max_length, mesh)
     for i, row in enumerate(texts.rows):
         if not len(row):
             raise ValueError(f"prompts[{i}] is empty: expected a token, as no state is given")
-    n, most = texts.n_longest, model.max_length or np.inf
+    n, most = max(texts.n_each), model.max_length or np.inf
     if n > most:
         raise SettingError(f"prompts has a text of {n} tokens: the model's positions hold {most}")
-    carries = model.carries_state
+    if max_length is not None and n > max_length:
+        raise SettingError(f"prompts has a text of {n} tokens: max_length={max_length}, raise it")
     if max_length is None:
-        capacity = n + 1 if carries else int(min(2 * rounded(n), most))
+        capacity = n + 1 if model.carries_state else int(min(2 * rounded(n), most))
     else:
         capacity = capacity_of(n, 0, max_length, model.max_length)
     last = np.array([row[-1] for row in texts.rows], np.int32)
@@ -273,10 +277,18 @@ def read(
     params = devices.placed(mesh, (), params)[1]
     _check_memory(model, params, unread, reading)
     found = _read_texts(model, params, unread, reading)[1]
-    room = texts.room or (0 if carries else capacity)
+    room = _room_of(model, texts, capacity, max_length)
     n_filled = -(-len(last) // shares) * shares
     filled = np.resize(last, n_filled)
-    return of_rows(model, TextState(found, filled, texts.drawn, np.int32(room)), len(last))
+    sizes = np.int32(room), np.int32(parts_of(mesh))
+    return of_rows(model, TextState(found, filled, texts.drawn, *sizes), len(last))
+
+
+def _room_of(model, texts: Resumed, capacity: int, max_length: int | None) -> int:
+    """The most tokens of texts that go on from what was read; 0: any number."""
+    if texts.room or max_length is not None or not getattr(model, "carries_state", False):
+        return texts.room or capacity
+    return 0
 
 
 class _Reading(NamedTuple):
@@ -290,11 +302,11 @@ class _Reading(NamedTuple):
 
 
 def _reading_of(model, texts: Resumed, capacity, hash_seed, mesh, shares, piece) -> _Reading:
-    longest, divided = max(map(len, texts.rows)), mesh and devices.n_sequence_shards(mesh)
+    longest, divided = max(map(len, texts.rows)), parts_of(mesh)
     piece = piece and int(piece)
     if piece is None and longest > PIECE and getattr(model, "reads_ahead", False):
         piece = PIECE
-    if divided is not None and divided > 1:
+    if divided > 1:
         size = piece or min(PIECE, rounded(longest + 1))
         piece = size + -size % divided
     rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
@@ -313,7 +325,7 @@ def _check_memory(model, params, texts: Resumed, reading: _Reading) -> None:
     else:
         zeros = np.zeros(-(-n_rows // shares) * shares, np.int32)
         held = compiled_first_state.eval_shape(model, capacity, mesh, params, rng, zeros)
-        n_devices *= 1 if mesh is None else devices.n_sequence_shards(mesh)
+        n_devices *= parts_of(mesh)
     memory.check(
         f"caches of {n_rows:,} rows of {capacity:,} tokens",
         memory.size_of(held) // n_devices,
@@ -326,15 +338,13 @@ def _check_angles(model, texts: Resumed, n_new: int, reading: _Reading) -> None:
     border = getattr(model, "angles_change_after", None)
     if border is None:
         return
-    for row in texts.rows:
-        n = texts.n_longest if texts.model is not None else len(row)
+    for n_before, n in zip(texts.n_before, texts.n_each, strict=True):
         if n < border < n + n_new:
             raise SettingError(
                 f"max_new_tokens is {n_new}: after a prompt of {n} tokens the text would pass "
                 f"rotary_trained_length={border}, where keys that are cached would rotate by other "
                 f"factors: at most {border - n} can be generated, or give a prompt of {border}"
             )
-        n_before = texts.n_longest - len(row) if texts.model is not None else 0
         if n_before < border < n and (texts.model is not None or reading.piece is not None):
             raise SettingError(
                 f"prompts has a text of {n} tokens, and not all are read at once: it would pass "
@@ -372,8 +382,9 @@ def _read_texts(model, params, texts: Resumed, reading: _Reading) -> tuple[Array
         state = first_state(model, n_rows, capacity, mesh, params, rng)
         rows = [np.append(np.int32(model.first_token), row) for row in rows]
     else:  # the loop donates it
-        index = np.minimum(np.arange(n_rows), len(state.position) - 1)
-        state = jax.tree.map(jnp.copy, model.take_rows(state, index))
+        if n_rows != (n := len(state.position)):
+            state = model.take_rows(state, np.minimum(np.arange(n_rows), n - 1))
+        state = jax.tree.map(jnp.copy, state)
     logits = None
     for tokens, lengths in in_pieces(rows, shares, piece, model.max_length or np.inf):
         tokens, lengths = devices.placed(mesh, (tokens, lengths), ())[0]
@@ -410,7 +421,8 @@ def _blocks(
         yield np.asarray(ready)[:n_prompts]
     if not return_state:
         return None
-    text = TextState(state.decoding, state.token, state.count, np.int32(room))
+    sizes = np.int32(room), np.int32(parts_of(mesh))
+    text = TextState(state.decoding, state.token, state.count, *sizes)
     return of_rows(model, text, n_prompts)
 
 

@@ -28,6 +28,12 @@ class TextState(NamedTuple):
     token: Int[Array, " B"]  # the last one, which the model has not read
     drawn: Int[Array, ""]  # tokens drawn of each row, by which the seed's draws go on
     room: Int[Array, ""]  # the most tokens of a text; 0: any number
+    parts: Int[Array, ""]  # as in `parts_of`, of the mesh that divides the caches
+
+
+def parts_of(mesh: Mesh | None) -> int:
+    """The number of devices that each have a part of a text's positions."""
+    return 1 if mesh is None else devices.n_sequence_shards(mesh)
 
 
 class Resumed(NamedTuple):
@@ -36,8 +42,13 @@ class Resumed(NamedTuple):
     rows: list[Int[np.ndarray, " n"]]  # the tokens that the model has not read
     model: Any  # its state before them; None: they begin texts
     drawn: Int[Array, ""]
-    n_longest: int  # tokens of the longest text, `rows` with it
+    n_before: Sequence[int]  # tokens of each text before its row
     room: int  # as in `TextState`, of `model`
+
+    @property
+    def n_each(self) -> list[int]:
+        """Tokens of each text, its row with it."""
+        return [n + len(row) for n, row in zip(self.n_before, self.rows, strict=True)]
 
 
 def resumed(
@@ -46,27 +57,35 @@ def resumed(
     rows: Sequence[Int[np.ndarray, " n"]],
     state: TextState | None,
     n_new: int,
+    max_length: int | None = None,
     mesh: Mesh | None = None,
 ) -> Resumed:
     """The texts of `state`, or new ones, that go on with `rows` and `n_new` tokens on a mesh.
 
     Raises:
-      ValueError: the state is of another model, of another number of rows, or has no room.
+      ValueError: the state is of another model, mesh, number of rows or length, or full.
       NotImplementedError: an attention of the model cannot decode.
     """
     if state is None:
-        return Resumed(list(rows), None, jnp.int32(0), max(map(len, rows)), 0)
+        return Resumed(list(rows), None, jnp.int32(0), [0] * len(rows), 0)
     _check(model, params, state, len(rows), mesh)
     state = of_rows(model, state, len(rows))
     rows = [np.append(token, row) for token, row in zip(np.asarray(state.token), rows, strict=True)]
     n_read = np.asarray(state.model.position) - 1  # of them the first is the model's own
-    n_longest, room = int(np.max(n_read + [len(row) for row in rows])), int(state.room)
-    if room and n_longest + n_new > room:
+    room = int(state.room)
+    texts = Resumed(rows, state.model, jnp.int32(state.drawn), n_read.tolist(), room)
+    n_all = max(texts.n_each) + n_new
+    if room and max_length not in (None, room):
+        raise SettingError(
+            f"max_length is {max_length}: state has room for texts of {room} tokens, which stays: "
+            "leave max_length out, or read the text again by generation.read with that"
+        )
+    if room and n_all > room:
         raise SettingError(
             f"state has room for texts of {room} tokens, and prompts and new tokens make "
-            f"{n_longest + n_new}: read the text again by generation.read with a larger max_length"
+            f"{n_all}: read the text again by generation.read with a larger max_length"
         )
-    return Resumed(rows, state.model, jnp.int32(state.drawn), n_longest, room)
+    return texts
 
 
 def _check(model, params, state: Any, n_rows: int, mesh: Mesh | None) -> None:
@@ -78,6 +97,13 @@ def _check(model, params, state: Any, n_rows: int, mesh: Mesh | None) -> None:
     n = len(state.token)
     if n not in (1, n_rows):
         raise ValueError(f"state has {n} rows and prompts {n_rows}: expected as many, or one row")
+    # Whole caches have positions in another order than divided ones.
+    before, now = int(state.parts), parts_of(mesh)
+    if before != now and not getattr(model, "carries_state", False):
+        raise SettingError(
+            f"state has caches of context={before}, and this call's mesh and divide_caches have "
+            f"context={now}: give those with which its text was read, or read it again"
+        )
     rng = jax.random.PRNGKey(0)
     given = mesh, params, rng, np.zeros(n, np.int32)
     shapes = compiled_first_state.eval_shape(model, max(int(state.room), 1), *given)

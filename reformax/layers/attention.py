@@ -370,7 +370,8 @@ class Attention(MultiHead):
         part of the positions.
 
         Raises:
-          ValueError: the layer is not causal, or not built for evaluation.
+          ValueError: the layer is not causal, or not built for evaluation, or its cache grows with
+            the text and is not divided on such a mesh.
           NotImplementedError: the algorithm has no step.
         """
         self._check_decodes()

@@ -206,9 +206,18 @@ def to_cache(function: Callable[..., T], op: AttentionOp, rows: tuple, whole: tu
 
 
 def placed_cache(op: AttentionOp, cache: T) -> T:
-    """A cache that was made for all devices together, as each has its part."""
+    """A cache that was made for all devices together, as each has its part.
+
+    Raises:
+      SettingError: the cache grows with the text, and the op does not divide it.
+    """
     if devices.current() is None:
         return cache
+    if (n := devices.n_sequence_shards()) > 1 and op.cache_grows and not op.divides_cache:
+        raise SettingError(
+            f"mesh has context={n} and op is {op}, whose cache is not divided by position: use "
+            "context=1, or an op such as flash.flash() or shared_qk.shared_qk()"
+        )
     return lax.with_sharding_constraint(cache, cache_specs(op, cache))
 
 
@@ -220,18 +229,10 @@ def from_cache(
     It returns the outputs, the cache with the new positions, and anything else of rows. Along
     `context` each device has a part of a cache that the op divides, of which `shard` tells. Other
     caches are whole on each, and so is what is computed of them.
-
-    Raises:
-      SettingError: the cache grows with the text, and the op does not divide it.
     """
     if devices.current() is None:
         return function(*rows, cache, params, None)
     n, length = devices.n_sequence_shards(), rows[0].q.shape[1]
-    if n > 1 and op.cache_grows and not op.divides_cache:
-        raise SettingError(
-            f"mesh has context={n} and op is {op}, whose cache is not divided by position: use "
-            "context=1, or an op such as flash.flash() or shared_qk.shared_qk()"
-        )
     shard = Shard(axis=devices.CONTEXT) if n > 1 and op.divides_cache else None
     outs = SEQUENCE_SHARDS if shard is not None and length % n == 0 else Spec(devices.ROWS)
     specs = cache_specs(op, cache)

@@ -105,7 +105,8 @@ class lsh(LearningBuckets, AttentionOp):
         number up to half a percent off 1. This reproduces it. With None, and in a step of decoding,
         the number is 1.
       bucket_loss: the factor of a loss by which queries move towards the keys that dense attention
-        weighs, see `hashing.bucket_loss`; 0: none. It is added to the model's loss as DSA's is.
+        weighs, see `hashing.bucket_loss`; 0: none. It is added to the model's loss as DSA's is. It
+        is 0, also as reported, where one chunk has all keys.
       loss_queries: queries of each row that it is a mean over; each step draws others.
       report_loss: whether a step of training reports that loss as `bucket_loss`, the mean over
         layers, as in `dsa.dsa`.

@@ -50,10 +50,11 @@ def parsed(text: str) -> dict[str, int]:
       SettingError: the text says no sizes of axes.
     """
     try:
-        sizes = {name: int(size) for name, size in (x.split("=") for x in text.split(","))}
+        pairs = [(name, int(size)) for name, size in (x.split("=") for x in text.split(","))]
     except ValueError:
-        sizes = {}
-    if not sizes or not _Sizes().hold(sizes):
+        pairs = []
+    sizes = dict(pairs)
+    if len(sizes) < max(1, len(pairs)) or not _Sizes().hold(sizes):
         raise SettingError(
             f"mesh is {text!r}: expected sizes of the axes {', '.join(AXES)}, such as context=4"
         )

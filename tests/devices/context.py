@@ -362,6 +362,24 @@ def test_caches_of_generation_are_divided(piece):
             assert x.shape[2] == 80 and x.addressable_shards[0].data.shape[2] == 10
     got = generation.generate(model, params, [[]] * 3, 7, temperature=0, state=state, **shared)
     np.testing.assert_array_equal(got, want)
+    with pytest.raises(SettingError, match="^state has caches of context=8, and"):
+        generation.generate(model, params, [[]] * 3, 7, state=state)  # in another order
+    state = generation.read(model, params, prompts, max_length=80)
+    with pytest.raises(SettingError, match="^state has caches of context=1, and"):
+        generation.read(model, params, prompts, state=state, **shared)
+
+
+def test_biases_reach_divided_caches():
+    """Of positions that a device has, in pieces and in steps."""
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
+    model = TransformerLM(**sizes, attention_type=dense.dense(), pos_type="alibi")
+    params = jax.device_get(model.init_params(jax.random.key(0), (1, 8)))
+    params["logits"]["w"] = params["logits"]["w"] * 8
+    prompts, options = [[*range(16)], [3, 1]], dict(temperature=0, max_length=40)
+    want = generation.generate(model, params, prompts, 7, **options)
+    shared = dict(mesh=CONTEXT, divide_caches=True)
+    got = generation.generate(model, params, prompts, 7, **options, **shared)
+    np.testing.assert_array_equal(got, want)
 
 
 def test_a_device_holds_its_part_of_the_caches():
@@ -396,4 +414,4 @@ def test_caches_that_are_not_divided_are_refused():
     params = model.init_params(jax.random.key(0), (1, 8))
     shared = dict(mesh=CONTEXT, divide_caches=True)
     with pytest.raises(SettingError, match="^mesh has context=8 and op is lsh.*whose cache is not"):
-        generation.generate(model, params, [[1]], 2, **shared)
+        generation.stream(model, params, [[1]], 2, **shared)  # before a token is asked for

@@ -57,7 +57,7 @@ def test_a_prompt_in_pieces_is_the_whole_prompt(name):
     want, whole = jax.jit(model.prefill, static_argnames="capacity")(
         params, tokens, lengths, capacity=40, rng=KEY
     )
-    given = texts.Resumed([np.array(row) for row in rows], None, jnp.int32(0), 37, 0)
+    given = texts.Resumed([np.array(row) for row in rows], None, jnp.int32(0), [0] * 3, 0)
     reading = decoding._Reading(40, KEY, None, 1, 7)
     got, state = decoding._read_texts(model, params, given, reading)
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
@@ -89,7 +89,7 @@ def test_ordinary_lsh_reads_by_its_steps():
     """A whole prompt is another function: later tokens move borders. Pieces of any size are one."""
     op = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4)
     model, params = build((op, op), ReformerLM)
-    given = texts.Resumed([np.array(LONG)], None, jnp.int32(0), 37, 0)
+    given = texts.Resumed([np.array(LONG)], None, jnp.int32(0), [0], 0)
     whole, few, more = (
         decoding._read_texts(model, params, given, decoding._Reading(40, KEY, None, 1, piece))[0]
         for piece in (None, 5, 16)
@@ -153,6 +153,10 @@ def test_errors():
     for message, call in (
         ("^state has room for texts of 9 tokens, and prompts and new tokens make 10: read the text",
          lambda: generation.generate(model, params, [[4, 5]], 5, state=state)),
+        ("^max_length is 12: state has room for texts of 9 tokens, which stays: leave",
+         lambda: generation.generate(model, params, [[4]], 1, state=state, max_length=12)),
+        ("^prompts has a text of 3 tokens: max_length=2, raise it$",
+         lambda: generation.read(model, params, [[1, 2, 3]], max_length=2)),
         ("^divide_caches is True and the mesh has no axis context of several devices: give one",
          lambda: generation.generate(model, params, [[4, 5]], 5, divide_caches=True)),
         ("^prompt_piece is 0: expected",
@@ -180,3 +184,8 @@ def test_angles_that_change_are_refused_in_pieces():
     with pytest.raises(SettingError, match=f"^prompts has a text of 21 tokens, {refusal}"):
         generation.generate(model, params, [LONG[10:21]], 1, state=state)
     generation.generate(model, params, [LONG[10:14]], 2, state=state)
+    state = generation.read(model, params, [LONG[:18], LONG], max_length=50)  # on both sides of it
+    with pytest.raises(SettingError, match=f"^prompts has a text of 22 tokens, {refusal}"):
+        generation.generate(model, params, [LONG[18:22], [1]], 2, state=state)
+    with pytest.raises(SettingError, match="^max_new_tokens is 4: after a prompt of 18 tokens"):
+        generation.generate(model, params, [[], [1]], 4, state=state)

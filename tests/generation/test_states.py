@@ -128,6 +128,7 @@ def test_errors(both):
     axial = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(4, 4))
     short, of_short = build(OPS["kda"], **axial)
     held = generation.read(short, of_short, [[1] * 15])
+    bounded = generation.read(model, params, [[1, 2]], max_length=4)
     few, of_few = build((OPS["kda"], OPS["linear"]), vocab_size=8)
 
     def generate(model=model, params=params, prompts=PROMPTS, n=2, **options):
@@ -145,6 +146,8 @@ def test_errors(both):
         (Unsupported, "^op is local.*: it has no step to decode with",
          lambda: generate(circle, its, return_state=True)),
         (Unsupported, "^op is local.*: it has no", lambda: generation.read(circle, its, PROMPTS)),
+        (SettingError, "^state has room for texts of 4 tokens, and prompts and new tokens make 5",
+         lambda: generate(prompts=[[3]], state=bounded)),
         (ValueError, "^prompts.1. is empty: expected a token, as no state is given$",
          lambda: generation.read(model, params, [[1], []])),
         (SettingError, "^prompts has a text of 21 tokens: the model's positions hold 20$",

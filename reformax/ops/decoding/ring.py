@@ -60,7 +60,9 @@ class RingDecoding:
 
     def _step(self, call: Call, params, q, k, v, cache: KeyValues):
         if call.shard is not None:
-            call = call.but(lengths=jnp.ones_like(call.position))
+            of_step, one = call.bias, jnp.ones_like(call.position)
+            bias = of_step and (lambda queries, keys: of_step(keys)[:, :, None])
+            call = call.but(lengths=one, bias=bias)
             return self._read_on(call, params, q, k, v, cache)[:2]
         position, origins = call.position, call.origins
         # These have no kernel for one query.
