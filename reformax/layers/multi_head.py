@@ -495,4 +495,5 @@ def gated(heads: Float[Array, "B T N V"], gate: Array | None) -> Float[Array, "B
 
 
 def fold_in(rng, number: int):
+    """`jax.random.fold_in`; None without an rng."""
     return None if rng is None else jax.random.fold_in(rng, number)
