@@ -324,26 +324,27 @@ class Attention(MultiHead):
         """
         self._check_decodes()
         heads = self._all_heads(params, x)
-        places, positions = jnp.arange(x.shape[1])[None], None
+        index, positions = jnp.arange(x.shape[1])[None], None
         if self.rotary.scaling == "longrope":  # padding makes no row a long one
-            positions = jnp.minimum(places, lengths[:, None] - 1)
-        alone = self._rotate(params, self._convolved(params, heads), positions)
-        qkv = self._with_next_value(params, alone)
+            positions = jnp.minimum(index, lengths[:, None] - 1)
+        unshifted = self._rotate(params, self._convolved(params, heads), positions)
+        qkv = self._with_next_value(params, unshifted)
         # Padding on the right is in the future of every token: only a plan has to know of it.
-        tokens = places < lengths[:, None]
+        tokens = index < lengths[:, None]
         if plan is None:
             plan = self.plan(params, qkv, tokens, rng, length=capacity)
 
         def fill(qkv, plan, lengths, params, rng):
             *arrays, extra_projections, _ = qkv
             options = dict(plan=plan, lengths=lengths, capacity=capacity, rng=rng)
-            options["extra_projections"] = extra_projections
-            return self.op.init_cache(params, *arrays, **options)
+            return self.op.init_cache(
+                params, *arrays, extra_projections=extra_projections, **options
+            )
 
         weights = params["op"], fold_in(rng, PLAN)
         cache = context.to_cache(fill, self.op, (qkv.of_op, plan, lengths), weights)
         if self.next_value:
-            last = jnp.take_along_axis(alone.v, (lengths - 1)[:, None, None, None], axis=1)
+            last = jnp.take_along_axis(unshifted.v, (lengths - 1)[:, None, None, None], axis=1)
             cache = NextValueCache(cache, _of_channels(params, last.dtype)[0] * last)
         if self.key_conv:
             last = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
@@ -387,8 +388,9 @@ class Attention(MultiHead):
             masks = dict(segment_ids=none[:, None], causal=True, train=False)
             plan = self.op.plan(params["op"], *both, rng=rng, length=capacity, **masks)
         options = dict(plan=plan, lengths=none, capacity=capacity, rng=rng)
-        options["extra_projections"] = extra_projections
-        cache = self.op.init_cache(params["op"], *arrays, **options)
+        cache = self.op.init_cache(
+            params["op"], *arrays, extra_projections=extra_projections, **options
+        )
         cache = context.placed_cache(self.op, cache)
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)
@@ -424,23 +426,23 @@ class Attention(MultiHead):
           The output, the cache with the positions, and what each query chose, where layers reuse
           it, otherwise ().
         """
-        heads, places = self._all_heads(params, x), jnp.arange(x.shape[1])[None]
+        heads, index = self._all_heads(params, x), jnp.arange(x.shape[1])[None]
         if self.key_conv:
             cache, last = cache
             joined = jnp.concatenate([last, heads[self._keys]], axis=1)
             keys = short_convolution.of_keys(joined, params["key_conv"])[:, last.shape[1] :]
             last = short_convolution.last_of(joined, self.key_conv, lengths + last.shape[1])
             heads = heads | {self._keys: keys}
-        at = position[:, None] + jnp.minimum(places, lengths[:, None] - 1)
-        alone = self._rotate(params, heads, at)
-        qkv, value = self._with_next_value(params, alone), None
+        at = position[:, None] + jnp.minimum(index, lengths[:, None] - 1)
+        unshifted = self._rotate(params, heads, at)
+        qkv, value = self._with_next_value(params, unshifted), None
         if self.next_value:
             current, following = _of_channels(params, qkv.v.dtype)
             is_read = (lengths > 0)[:, None, None, None]
             cache, before = cache
-            value = before + jnp.where(is_read, following * alone.v[:, :1], 0)
-            index = jnp.maximum(lengths - 1, 0)[:, None, None, None]
-            newest = current * jnp.take_along_axis(alone.v, index, axis=1)
+            value = before + jnp.where(is_read, following * unshifted.v[:, :1], 0)
+            last_index = jnp.maximum(lengths - 1, 0)[:, None, None, None]
+            newest = current * jnp.take_along_axis(unshifted.v, last_index, axis=1)
             newest = jnp.where(is_read, newest, before)
 
         def read(qkv, value, lengths, position, chosen, cache, params, shard):
