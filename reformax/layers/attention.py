@@ -163,7 +163,7 @@ class Attention(MultiHead):
         Plans are made of rotated vectors, for hashing looks for large logits. Of segments only
         `key_conv` reads.
         """
-        heads = self._convolved(params, self._all_heads(params, x), segment_ids)
+        heads = self._convolved(params, self._project_all(params, x), segment_ids)
         qkv = self._with_next_value(params, self._rotate(params, heads, positions))
         arranged = context.arrange(self.op, qkv.of_op, self.position_bias is not None)
         return arranged._replace(gate=qkv.gate)
@@ -192,10 +192,10 @@ class Attention(MultiHead):
         after = jnp.pad(qkv.v[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
         return qkv._replace(v=current * qkv.v + following * after)
 
-    def _all_heads(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
+    def _project_all(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
         """All projections, of the weights or those from `for_decoding`."""
         names = self.projections()
-        return (self._merged_heads if "w_in" in params else self._heads)(params, x, names)
+        return (self._project_merged if "w_in" in params else self._project_heads)(params, x, names)
 
     def _rotate(self, params, heads: dict[str, Array], position=None) -> QKV:
         """The projections, normalised, those that tell positions apart rotated by theirs."""
@@ -254,7 +254,7 @@ class Attention(MultiHead):
         A mask of `Tokens` has the positions for rotations, which begin at 0 otherwise.
         """
         tokens = tokens_of(mask)
-        qkv = self._rotate(params, self._all_heads(params, x), tokens.positions)
+        qkv = self._rotate(params, self._project_all(params, x), tokens.positions)
         out, state = self._heads_from(params, qkv.of_op, state, int32_ids(tokens.segment_ids))
         return self.combine(params, out, qkv.gate, rng), state
 
@@ -323,7 +323,7 @@ class Attention(MultiHead):
           NotImplementedError: the algorithm has no step.
         """
         self._check_decodes()
-        heads = self._all_heads(params, x)
+        heads = self._project_all(params, x)
         index, positions = jnp.arange(x.shape[1])[None], None
         if self.rotary.scaling == "longrope":  # padding makes no row a long one
             positions = jnp.minimum(index, lengths[:, None] - 1)
@@ -376,7 +376,7 @@ class Attention(MultiHead):
         """
         self._check_decodes()
         x = jnp.zeros((batch, 1, params["w_o"].shape[-1]), dtype)
-        heads = self._all_heads(params, x)
+        heads = self._project_all(params, x)
         qkv = jax.tree.map(jnp.zeros_like, self._rotate(params, heads).of_op)
         if self.op.divides_cache:  # each device has as many positions
             capacity += -capacity % devices.n_sequence_shards()
@@ -426,7 +426,7 @@ class Attention(MultiHead):
           The output, the cache with the positions, and what each query chose, where layers reuse
           it, otherwise ().
         """
-        heads, index = self._all_heads(params, x), jnp.arange(x.shape[1])[None]
+        heads, index = self._project_all(params, x), jnp.arange(x.shape[1])[None]
         if self.key_conv:
             cache, last = cache
             joined = jnp.concatenate([last, heads[self._keys]], axis=1)
@@ -492,7 +492,7 @@ class Attention(MultiHead):
           added: a stream that the output is added to.
           chosen: from `newest_choice` of the layer whose choice this one reuses.
         """
-        heads = self._all_heads(params, x)
+        heads = self._project_all(params, x)
         if self.key_conv:
             cache, last = cache
             key, last = short_convolution.of_next_key(heads[self._keys], last, params["key_conv"])

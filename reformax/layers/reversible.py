@@ -469,7 +469,7 @@ class _AttentionSublayer(NamedTuple):
 
     def project_and_attend(self, kept: KeptOfAttention, params, x, *memory) -> tuple[Array, Array]:
         h, x = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
-        qkv = self._heads(params, h, memory)
+        qkv = self._project_normed(params, h, memory)
         if kept.stored is None:
             return self.attend(params, qkv, kept.plan), x
         heads = self.heads(remat.recalled(kept.stored), params, qkv, kept.plan)
@@ -477,9 +477,9 @@ class _AttentionSublayer(NamedTuple):
 
     def project(self, params, x, *memory) -> QKV:
         h, _ = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
-        return self._heads(params, h, memory)
+        return self._project_normed(params, h, memory)
 
-    def _heads(self, params, h, memory) -> QKV:
+    def _project_normed(self, params, h, memory) -> QKV:
         if memory:
             return self.layer.project(params[self.name], h, *memory)
         tokens = tokens_of(self.segment_ids)
