@@ -57,10 +57,8 @@ class CrossAttention(MultiHead):
     def project(self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]) -> QKV:
         """Queries of `x`, keys and values of the memory."""
         memory = memory.astype(x.dtype)
-        heads = self._project_heads(params, x, self._of_queries) | self._project_heads(
-            params, memory, "kv"
-        )
-        heads = self._normed(params, heads)
+        heads = self._project_heads(params, x, self._of_queries)
+        heads = self._normed(params, heads | self._project_heads(params, memory, "kv"))
         gate = heads.pop(ATTENTION_GATE, None)
         return context.arrange(self.op, QKV(**heads))._replace(gate=gate)
 
