@@ -95,7 +95,15 @@ class Attention(MultiHead):
                 "not see itself, as in causal shared_qk.shared_qk(attend_self_if_alone=False) or "
                 "lsh.lsh(attend_self_if_alone=False)"
             )
+        self._check_rotary()
+        if self.position_bias and not self.op.bias:
+            raise Unsupported(
+                f"position_bias is {self.position_bias!r}, but {self.op} adds no bias: use an op "
+                "whose bias is True, such as flash.flash()"
+            )
 
+    def _check_rotary(self) -> None:
+        """Raises `SettingError` for angles or a grid of positions that do not fit the heads."""
         n_axes = len(self.rotary_grid)
         if n_axes and not self.use_rotary:
             raise SettingError(
@@ -127,11 +135,6 @@ class Attention(MultiHead):
             raise SettingError(
                 f"rotary_grid has {n_axes} axes and d_qk is {self.d_qk}: expected {2 * n_axes} at "
                 "least, for a pair of features an axis"
-            )
-        if self.position_bias and not self.op.bias:
-            raise Unsupported(
-                f"position_bias is {self.position_bias!r}, but {self.op} adds no bias: use an op "
-                "whose bias is True, such as flash.flash()"
             )
 
     def init_params(self, rng, shape, *shapes):
