@@ -302,11 +302,7 @@ def _data(settings: TrainSettings, kept: dict[str, str], step: int) -> tuple[dic
 
 
 def step_of(
-    settings: TrainSettings,
-    model: Any,
-    mesh: Mesh,
-    state: Any,
-    fine_tuning: FineTuning | None = None,
+    settings: TrainSettings, model, mesh: Mesh, state, fine_tuning: FineTuning | None = None
 ):
     """The step of a run for a model built for training and a state, or the shapes of one."""
     return step_lib.step_fn(
