@@ -31,7 +31,7 @@ from benchmarks.harness.calls import attempt
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import alone, answers_of, ask
 from reformax import devices
-from reformax.cli import config
+from reformax.cli import config, parsed
 from reformax.training import loop
 from reformax.training import mesh as mesh_lib
 from reformax.training import optimizer as optimizers
@@ -96,10 +96,10 @@ def from_config(name: str, overrides: Sequence[str]) -> Job:
     overrides = [*overrides, *(NAMES[name] if overrides else ()), *ALWAYS]
     config.parse([f"{name}.gin"], overrides)
     names = ("model", "optimizer", "batch_size", "length")
-    found = config.bindings(loop.train, names)
+    found = parsed.bindings(loop.train, names)
     model = build(found["model"], "train")
     sizes = {x: getattr(model, x) for x in ("d_model", "n_layers", "n_heads", "vocab_size")}
-    adamw = config.bindings(optimizers.adamw, ("learning_rate", "b2", "weight_decay"))
+    adamw = parsed.bindings(optimizers.adamw, ("learning_rate", "b2", "weight_decay"))
     sizes["masked"] = model.task_kind == "masked"
     shape = Shape(batch=found["batch_size"], length=found["length"], **sizes)
     return Job(model, found["optimizer"], shape, adamw)

@@ -156,12 +156,12 @@ def of_run(args: argparse.Namespace) -> None:
 
 def _layers(args: argparse.Namespace) -> list[coverage.Layer]:
     """The layers of the run that see every key, of each sequence."""
-    from reformax.cli import compilation_cache, config, saved_run
+    from reformax.cli import compilation_cache, parsed, saved_run
     from reformax.training import loop
 
     compilation_cache.use()
     saved = saved_run.load(args.run, args.checkpoint, data_dir=args.data_dir)
-    task = config.bindings(loop.train, ("task",))["task"]
+    task = parsed.bindings(loop.train, ("task",))["task"]
     if task.translation is not None:
         raise SettingError(f"run is {args.run}, a model of translation: expected a language model")
     vocabulary = task.kept_vocabulary

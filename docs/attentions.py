@@ -22,7 +22,7 @@ import marked
 
 import reformax.ops
 from reformax.cli import config as cli_config
-from reformax.cli import configs
+from reformax.cli import configs, parsed
 from reformax.flax.heads import shapes_of_weights
 from reformax.ops.base import AttentionOp, Dims
 from reformax.training import loop
@@ -139,14 +139,14 @@ def _used() -> dict[str, set[str]]:
     found, ours = {}, {a.make: a.name for a in attentions()}
     for path in configs.runs():
         cli_config.parse([str(path)])
-        model = cli_config.described(loop.train, "model")
+        model = parsed.described(loop.train, "model")
         found[path.stem] = {ours[f] for f in _functions(model) if f in ours}
     return found
 
 
 def _functions(value: Any) -> Iterator[Callable]:
     """What a described config calls."""
-    if isinstance(value, cli_config.Reference):
+    if isinstance(value, parsed.Reference):
         yield value.function
         value = list(value.arguments.values())
     if isinstance(value, list | tuple):

@@ -59,7 +59,7 @@ MAY_IMPORT = {
 # The only modules of the package that import each of these.
 SOLE_IMPORTERS = {
     "trax": ["reformax/layers/_trax.py"],
-    "gin": ["reformax/cli/config.py", "reformax/cli/reading.py"],
+    "gin": [f"reformax/cli/{name}.py" for name in ("config", "lookup", "parsed", "reading")],
 }
 
 

@@ -237,12 +237,12 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
 
 def traced(file, given):
     """The model of a config, which is taken whole; it is traced with its gradient."""
-    from reformax.cli import config
+    from reformax.cli import config, parsed
     from reformax.training import loop
     from reformax.training.settings import build
 
     config.parse([file], given)
-    settings = config.bindings(loop.train, ("model", "length"))
+    settings = parsed.bindings(loop.train, ("model", "length"))
     model, key = build(settings["model"], "train"), jax.random.PRNGKey(0)
     shape = (1, settings["length"])
     params = jax.eval_shape(lambda key: model.init_params(key, shape), key)

@@ -11,7 +11,7 @@ import tarfile
 import gin
 import pytest
 
-from reformax.cli import config, configs, evaluate, generate, train
+from reformax.cli import config, configs, evaluate, generate, parsed, train
 from tests.training.scripts import call
 
 COMMANDS = {"train": train, "evaluate": evaluate, "generate": generate}
@@ -199,7 +199,7 @@ def test_a_module_of_the_working_directory_is_found(made, monkeypatch):
     ):
         config.parse(files, overrides)
         with pytest.raises(ValueError, match="3 times"):
-            config.bindings(loop.train, ["task"])
+            parsed.bindings(loop.train, ["task"])
         assert "import mytask" in gin.config_str()
     include = "include 'quickstart.gin'\n"
     for head in (include, f"import mytask\n{include}", f"{include}import mytask\n"):

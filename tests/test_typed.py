@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from reformax.cli import config, errors, messages, report, typed
+from reformax.cli import config, errors, lookup, messages, parsed, report, typed
 from reformax.training import loop
 from reformax.training.settings import TrainSettings, build
 
@@ -52,7 +52,7 @@ def told(monkeypatch, capsys):
     def call(*settings, file="quickstart.gin"):
         def main():
             config.parse([str(file)], [*SMALL, *settings])
-            found = config.bindings(loop.train)
+            found = parsed.bindings(loop.train)
             given = TrainSettings(**found)
             import jax
 
@@ -119,9 +119,9 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "run"
     config.parse(["quickstart.gin"], SMALL)
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.gin").write_text(config.text())
+    (folder / "config.gin").write_text(parsed.text())
     checkpoints = Checkpoints(folder)
-    checkpoints.save(1, {"w": np.zeros(3)}, None, config.text())
+    checkpoints.save(1, {"w": np.zeros(3)}, None, parsed.text())
     checkpoints.wait()
     checkpoints.close()
     return str(folder)
@@ -234,7 +234,7 @@ def test_every_argument_is_named_as_it_is_typed(file):
     """Each argument of a config, set to what it cannot be: the error's names are settings."""
     parse = functools.partial(config.parse, [file])
     parse()
-    arguments, refused = config.arguments(), 0
+    arguments, refused = lookup.arguments(), 0
     assert len(arguments) > 60
     for argument in arguments:
         if argument.endswith((".task", ".config_text", ".output_dir")) or ".train." in argument:
@@ -242,7 +242,7 @@ def test_every_argument_is_named_as_it_is_typed(file):
         for value in ("-1", "'nonsense'"):
             parse([f"{argument}={value}"])
             try:
-                found = config.bindings(loop.train, ("model", "optimizer"))
+                found = parsed.bindings(loop.train, ("model", "optimizer"))
                 build(found["model"], "train")
             except ValueError as error:
                 line = typed.typed(errors.one_line(error), messages.owner_of(error))
@@ -282,26 +282,27 @@ loop.train.model = @lm.ReformerLM
 lm.ReformerLM.attention_type = @lsh.lsh()
 """)
     config.parse([str(tmp_path / "mine.gin")])
-    text = config.text()
+    text = parsed.text()
     config.parse_saved(text, "config.gin")
-    assert config.text() == text
-    assert config.described(loop.train, "model").arguments["attention_type"].arguments == {
+    assert parsed.text() == text
+    assert parsed.described(loop.train, "model").arguments["attention_type"].arguments == {
         "n_hashes": 2
     }
 
 
 def test_a_short_name_is_a_setting_of_the_command_line():
     config.parse(["transformer_text.gin"], ["seed=3", "ff_chunk_size=64"])
-    lines = config.text().splitlines()
+    lines = parsed.text().splitlines()
     assert "lm.TransformerLM.ff_chunk_size = %ff_chunk_size" in lines and "seed = 3" in lines
-    assert config.bindings(loop.train, {"seed"}) == {"seed": 3}
+    assert parsed.bindings(loop.train, {"seed"}) == {"seed": 3}
 
 
 def test_a_file_that_names_no_training(tmp_path):
     """In a process in which no other did."""
     (tmp_path / "mine.gin").write_text("lm.ReformerLM.d_model = 32\n")
-    code = f"from reformax.cli import config\nconfig.parse(['{tmp_path}/mine.gin'], ['seed=2'])"
-    subprocess.run([sys.executable, "-c", f"{code}\nprint(config.text())"], check=True)
+    parse = f"config.parse(['{tmp_path}/mine.gin'], ['seed=2'])"
+    code = f"from reformax.cli import config, parsed\n{parse}\nprint(parsed.text())"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_model_and_task_are_short_names(tmp_path):
@@ -309,7 +310,7 @@ def test_model_and_task_are_short_names(tmp_path):
         "include 'byte_lm.gin'\nmodel = @lm.ReformerLM\ntask = @text.text()\nn_slots = 3\n"
     )
     config.parse([str(tmp_path / "mine.gin")], data_dir="mine.txt")
-    lines = config.text().splitlines()
+    lines = parsed.text().splitlines()
     assert {"text.text.data_dir = 'mine.txt'", "lm.ReformerLM.n_slots = %n_slots"} <= {*lines}
 
 
@@ -336,7 +337,7 @@ def test_a_file_that_is_named_as_one_of_ours(beside, tmp_path, monkeypatch):
     (folder / "reformer.gin").write_text("include 'reformer.gin'\nlength = 7\n")
     for name, setting in (("windows.gin", "steps = 7"), ("reformer.gin", "length = 7")):
         config.parse([str(folder / name)])
-        assert setting in config.text()
+        assert setting in parsed.text()
     (folder / "a.gin").write_text("include 'b.gin'\n")
     (folder / "b.gin").write_text("include 'a.gin'\n")
     with pytest.raises(config.ConfigError, match="a file includes itself"):
@@ -382,7 +383,7 @@ lm.ReformerLM.dropout = 0.25
 """)
     given = ["d_head=24", "lm.TransformerLM.d_attention_value=8", "steps=7"]
     config.parse([str(tmp_path / "mine.gin")], given)
-    lines = config.text().replace("train.", "loop.train.").splitlines()
+    lines = parsed.text().replace("train.", "loop.train.").splitlines()
     for name, macro in {
         "lm.TransformerLM.d_attention_key": "d_head",
         "lm.TransformerLM.vocab_size": "vocab_size",
@@ -441,6 +442,6 @@ attention/lsh.lsh.n_hashes = 2
 )
 def test_an_override_reaches_what_the_macros_of_a_run_hold(overrides, chunk_lens, n_hashes, unused):
     config.parse_saved(SCOPED, "config.gin", overrides)
-    cycle = config.bindings(loop.train)["model"]().attention_type
+    cycle = parsed.bindings(loop.train)["model"]().attention_type
     assert [op.chunk_len for op in cycle[:2]] == chunk_lens and cycle[2].n_hashes == n_hashes
-    assert config.unused(overrides) == unused
+    assert parsed.unused(overrides) == unused

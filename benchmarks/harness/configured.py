@@ -28,9 +28,9 @@ def tiny() -> TrainSettings:
 
 def from_config(files: Sequence[str], overrides: Sequence[str]) -> TrainSettings:
     """The settings of a config, with a text that every machine has."""
-    from reformax.cli import config
+    from reformax.cli import config, parsed
     from reformax.training import loop
 
     config.parse(files, overrides)
     names = {field.name for field in dataclasses.fields(TrainSettings)} - {"task"}
-    return TrainSettings(**config.bindings(loop.train, names), task=stdlib.stdlib())
+    return TrainSettings(**parsed.bindings(loop.train, names), task=stdlib.stdlib())

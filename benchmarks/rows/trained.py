@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness.processes import Answer, alone, stage, tell
-from reformax.cli import compilation_cache, config
+from reformax.cli import compilation_cache, config, parsed
 from reformax.training import loop
 from reformax.training.callbacks import Callback
 
@@ -51,11 +51,11 @@ def train(
 
 def _trained(folder: Path, turn: Path, name: str) -> Answer:
     """A run's score, speed and the most memory of a device, None where it is not known."""
-    sizes = config.bindings(loop.train, ("steps", "batch_size", "length"))
-    score = config.configured(loop.train)(
+    sizes = parsed.bindings(loop.train, ("steps", "batch_size", "length"))
+    score = parsed.configured(loop.train)(
         folder,
         callbacks=[in_turn(turn, sizes["steps"], name)],
-        config_text=config.operative,
+        config_text=parsed.operative,
         progress=False,
     )
     if score["interrupted_by"] is not None:

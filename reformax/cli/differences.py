@@ -1,4 +1,4 @@
-"""The first difference of two values of a config, as `config.described` gives them."""
+"""The first difference of two values of a config, as `parsed.described` gives them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def first(one: Any, other: Any, name: str = "model") -> Difference | None:
     """The first difference; None if there is none.
 
     Args:
-      one: a value of a config, or a `config.Reference`.
+      one: a value of a config, or a `parsed.Reference`.
       other: another.
       name: of the value.
     """

@@ -46,10 +46,10 @@ from typing import Any
 
 from reformax.cli import (
     compilation_cache,
-    config,
     flags,
     hash_counts,
     joining,
+    parsed,
     report,
     results,
     saved_run,
@@ -92,7 +92,7 @@ def _evaluate(args) -> int:
     from reformax.training import loop
     from reformax.training.evaluation import evaluate
 
-    run = config.bindings(loop.train, READ)
+    run = parsed.bindings(loop.train, READ)
     task = run["task"]
     if task.translation is None:
         flags.refuse(args, flags.SEARCH, f"the task {task.name} is no translation")

@@ -98,11 +98,11 @@ def offset(train: Callable, vocab_size: int) -> int | None:
       train: `loop.train`.
       vocab_size: the model's.
     """
-    from reformax.cli import config
+    from reformax.cli import config, parsed
 
     try:
-        task = config.described(train, "task")
-        first = task.arguments.get("offset", 0) if isinstance(task, config.Reference) else 0
+        task = parsed.described(train, "task")
+        first = task.arguments.get("offset", 0) if isinstance(task, parsed.Reference) else 0
     except config.ConfigError:  # generation does not need a task
         first = 0
     return first if vocab_size == N_BYTES + first else None
@@ -136,11 +136,11 @@ def chat(train: Callable, vocabulary: Any = None) -> Chat:
     Raises:
       SettingError: the task is not one of chats.
     """
-    from reformax.cli import config
+    from reformax.cli import parsed
     from reformax.data import chat_templates, chats
 
-    task = config.described(train, "task")
-    if not isinstance(task, config.Reference) or task.function is not chats.chats:
+    task = parsed.described(train, "task")
+    if not isinstance(task, parsed.Reference) or task.function is not chats.chats:
         raise SettingError(
             "--chat needs a run of chats.chats, whose template it writes prompts by: leave it out, "
             "and write the prompt as the run's text has it"

@@ -27,15 +27,15 @@ def note_unused(
       file: gets the notes; None for stdout.
       files: the user's config files, and `config.settings_of` each.
     """
-    from reformax.cli import config
+    from reformax.cli import parsed
 
     used = [name if "." in name else f"loop.train.{name}" for name in read]
-    for override in config.unused(overrides, also_used=used):
+    for override in parsed.unused(overrides, also_used=used):
         print(f"note: --config={override!r} sets something that this run does not use", file=file)
     noted = {override.partition("=")[0].strip() for override in overrides}
     for config_file, names in (files or {}).items():
         others = {f"{whole} =": name for name, whole in names.items() if name not in noted}
-        unused = [others[line] for line in config.unused(list(others), also_used=used)]
+        unused = [others[line] for line in parsed.unused(list(others), also_used=used)]
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
             found = f"{', '.join(unused[:3])}{more}"

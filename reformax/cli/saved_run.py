@@ -68,7 +68,7 @@ def load(
     """
     import jax
 
-    from reformax.cli import config
+    from reformax.cli import parsed
     from reformax.training import loop
     from reformax.training import mesh as mesh_lib
     from reformax.training.averaging import restore_mean
@@ -80,7 +80,7 @@ def load(
 
     def read(configs: dict[int, str | None]) -> Saved:
         _parse(checkpoints, configs, overrides, **options)
-        run = config.bindings(loop.train, MODEL)
+        run = parsed.bindings(loop.train, MODEL)
         steps = list(configs)
         n_classes = checkpoints.extra(steps[-1]).get("n_classes", _N_CLASSES)
         model = build(run["model"], mode, n_classes)
@@ -261,14 +261,14 @@ def _parse(
     checkpoints, configs: dict[int, str | None], overrides: Sequence[str], **options
 ) -> None:
     """Parses the configs, the latest one last; raises `ValueError` if their models differ."""
-    from reformax.cli import config
+    from reformax.cli import parsed
     from reformax.training import loop
 
     described: dict[int, Any] = {}
     for step, text in configs.items():
         parse(checkpoints, step, text, overrides, **options)
         if len(configs) > 1:
-            described[step] = config.described(loop.train, "model")
+            described[step] = parsed.described(loop.train, "model")
     steps = list(described)
     for one, other in zip(steps, steps[1:], strict=False):
         difference = differences.first(described[one], described[other])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from reformax.cli import config, messages
+from reformax.cli import messages, parsed
 from reformax.task import (
     CLASSIFIERS,
     Batch,
@@ -42,16 +42,16 @@ def reported(report: Callable[..., Iterator[str]]) -> tuple[dict[str, Any], Iter
       Exception: that of the task, where a stage has data of its own; and those of `report`.
     """
     try:
-        settings = config.bindings(loop.train)
+        settings = parsed.bindings(loop.train)
         return settings, report(**settings)
     except (OSError, ImportError, TypeError) as error:
         without = isinstance(error, TypeError)
         if without and "'data_dir'" not in str(error):
             raise
-        names = config.arguments_of(loop.train) - {"task"}
+        names = parsed.arguments_of(loop.train) - {"task"}
         why = "no data_dir" if without else messages.first_line(error)
         try:
-            settings = config.bindings(loop.train, names)
+            settings = parsed.bindings(loop.train, names)
             settings["task"] = task_of(build(settings["model"], "train"))
             lines = report(**settings)
         except (OSError, ImportError, TypeError):

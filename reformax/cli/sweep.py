@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import jax
 
 from reformax import durable
-from reformax.cli import config, errors, flags, messages, modules, reading, runs, typed
+from reformax.cli import config, errors, flags, messages, modules, parsed, reading, runs, typed
 from reformax.declared import PathName, SettingError
 from reformax.training import dry_run, loop
 from reformax.training.folder import make_output_dir
@@ -181,14 +181,14 @@ def _checked(member: Member, files: list[str], args) -> str:
     overrides = member.overrides + args.config
     try:
         config.parse(read, overrides, data_dir=args.data_dir)
-        dry_run.check(**config.bindings(loop.train))
+        dry_run.check(**parsed.bindings(loop.train))
     except Exception as error:
         if (line := errors.one_line(error)) is None:
             raise
         if not isinstance(error, config.ConfigError):
             line = typed.typed(line, messages.owner_of(error))
         raise config.ConfigError(f"{member.name}: {line}") from None  # which stays as it is
-    return _crc(config.text())
+    return _crc(parsed.text())
 
 
 def _check_apart(members: list[Member], fingerprints: list[str]) -> None:

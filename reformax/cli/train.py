@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import compilation_cache, config, flags, joining, report, typed
+from reformax.cli import compilation_cache, config, flags, joining, parsed, report, typed
 from reformax.declared import PathName, Positive, SettingError
 
 
@@ -30,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {"data_dir": args.data_dir, "init_from": args.init_from}
     config.parse(files, args.config, **given)
     config.refuse_flags(unknown)
-    joining.join(args, config.text())
+    joining.join(args, parsed.text())
     # After parsing, so that a wrong flag is reported first.
     from reformax.cli import stand_in
     from reformax.training import checkpoint, dry_run, folder, loop, profile
 
     compilation_cache.use()
-    config.refuse_passed(loop.train, "config_text", "named", "output_dir")
+    parsed.refuse_passed(loop.train, "config_text", "named", "output_dir")
     settings_of = {file: config.settings_of(file) for file in args.config_file or ()}
 
     @functools.cache  # several processes compare their texts first
@@ -64,15 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
     given |= {"progress": False} if args.quiet else {}
     if args.profile and joining.first():
-        others = config.bindings(loop.train, {"callbacks"}).get("callbacks", ())
+        others = parsed.bindings(loop.train, {"callbacks"}).get("callbacks", ())
         given["callbacks"] = [*others, profile.profile(Path(output_dir) / "profile")]
 
     def config_text() -> str:
         note_unused(*given)  # all that the config names is built by now
-        return config.operative()
+        return parsed.operative()
 
     with folder.output_folder(output_dir):  # before the config's objects are built, in minutes
-        train = config.configured(loop.train)
+        train = parsed.configured(loop.train)
         result = train(output_dir, config_text=config_text, named=typed.typed, **given)
     return report.training(result, joining.first(), with_curve=not args.quiet)
 

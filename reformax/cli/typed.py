@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Collection
 
-from reformax.cli import config, modules
+from reformax.cli import lookup, modules
 
 _NAME = re.compile(r"(?<![\w./@%('\"=-])([a-z_][A-Za-z_0-9.]*)(?==[^=\s])")
 _FIRST = re.compile(r"^([a-z_]\w*)(?= is | \()")
@@ -35,7 +35,7 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
         stays = match[1] in flags and not owner
         return match[1] if stays else name_of(match[1], owner) or match[1]
 
-    line = _OF_EVALUATION.sub(lambda x: config.name_in_evaluation(x[1], x[2]) or x[0], line)
+    line = _OF_EVALUATION.sub(lambda x: lookup.name_in_evaluation(x[1], x[2]) or x[0], line)
     line = _OP.sub(lambda match: _ops_that(match[1], match[2]) or match[0], line)
     parts = re.split(
         r"(\([^()]*\)|'[^']*'|`[^`]*`|\S+=\S*,\S+=\S*)", line
@@ -47,23 +47,23 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
 def name_of(name: str, of: str = "") -> str | None:
     """The name of an argument for --config, such as 'next_value'; None if it has none."""
     scope, _, function = of.rpartition("/")
-    for full in config.arguments():
+    for full in lookup.arguments():
         if function and f".{full}".endswith(f".{function}.{_OF_MODELS.get(name, name)}"):
-            return config.macro_of(full) or f"{scope}/{full}".removeprefix("/")
+            return lookup.macro_of(full) or f"{scope}/{full}".removeprefix("/")
     *owner, argument = _OF_MODELS.get(name, name).split(".")
     wanted = ".".join([*owner, argument])
-    found = [full for full in config.arguments() if f".{full}".endswith(f".{wanted}")]
+    found = [full for full in lookup.arguments() if f".{full}".endswith(f".{wanted}")]
     of_training = f"loop.train.{argument}"
-    if not owner and of_training in found and config.is_set_beside_macros(of_training):
+    if not owner and of_training in found and lookup.has_own_value(of_training):
         return of_training  # a macro of its name is not what counts
-    if not owner and config.is_macro(argument):
+    if not owner and lookup.is_macro(argument):
         return argument
     # An argument of training first, then the model's, then others where one alone has it.
     for prefix in ("loop.train.", "lm.", "seq2seq.", "encoder."):
         for full in found:
             if full.startswith(prefix):
-                return config.macro_of(full) or full
-    return (config.macro_of(found[0]) or found[0]) if len(found) == 1 else None
+                return lookup.macro_of(full) or full
+    return (lookup.macro_of(found[0]) or found[0]) if len(found) == 1 else None
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from reformax import ops
-from reformax.cli import config
+from reformax.cli import parsed
 from reformax.declared import shown
 from reformax.models import designs, encoder, lm
 from reformax.ops import AttentionOp, dense, flash, gated_delta, local, lsh, shared_qk
@@ -91,8 +91,8 @@ class Spec(NamedTuple):
           ValueError: the model or one of its attentions is not in `MODELS` or `OPS`, or an argument
             is not what it may be.
         """
-        described = config.described(loop.train, "model")
-        if not isinstance(described, config.Reference):
+        described = parsed.described(loop.train, "model")
+        if not isinstance(described, parsed.Reference):
             raise ValueError(f"the config's model is {shown(described)}: expected {_names(MODELS)}")
         model, arguments = described
         if MODELS.get(model.__name__) is not model:
@@ -101,11 +101,11 @@ class Spec(NamedTuple):
         if cycle is None:
             default = model.attention_type
             ops = [default] if isinstance(default, AttentionOp) else default
-            cycle = [config.Reference(OPS[op.name], {}) for op in ops]
+            cycle = [parsed.Reference(OPS[op.name], {}) for op in ops]
         attention = []
-        one = isinstance(cycle, config.Reference) or not isinstance(cycle, list | tuple)
+        one = isinstance(cycle, parsed.Reference) or not isinstance(cycle, list | tuple)
         for op in [cycle] if one else cycle:
-            if not isinstance(op, config.Reference):
+            if not isinstance(op, parsed.Reference):
                 raise ValueError(f"the config's attention is {shown(op)}: expected {_names(OPS)}")
             name = op.function.__name__
             if OPS.get(name) is not op.function:
@@ -202,7 +202,7 @@ def _with_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _design(given: Any) -> designs.Design:
     """A design, given by itself or as a config's reference, with its activation's name."""
-    if isinstance(given, config.Reference):
+    if isinstance(given, parsed.Reference):
         values = dict(given.arguments)
         if "ff_activation" in values:
             values["ff_activation"] = _activation_name(values["ff_activation"])
@@ -213,7 +213,7 @@ def _design(given: Any) -> designs.Design:
 
 def _activation_name(given: Any) -> Any:
     """The name of an activation that is given as a function, or as a config's reference to one."""
-    plain = isinstance(given, config.Reference) and not given.arguments
+    plain = isinstance(given, parsed.Reference) and not given.arguments
     function = given.function if plain else given
     if isinstance(function, str | None):
         return function

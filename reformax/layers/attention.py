@@ -95,7 +95,15 @@ class Attention(MultiHead):
                 "not see itself, as in causal shared_qk.shared_qk(attend_self_if_alone=False) or "
                 "lsh.lsh(attend_self_if_alone=False)"
             )
+        self._check_rotary()
+        if self.position_bias and not self.op.bias:
+            raise Unsupported(
+                f"position_bias is {self.position_bias!r}, but {self.op} adds no bias: use an op "
+                "whose bias is True, such as flash.flash()"
+            )
 
+    def _check_rotary(self) -> None:
+        """Raises `SettingError` for angles or a grid of positions that do not fit the heads."""
         n_axes = len(self.rotary_grid)
         if n_axes and not self.use_rotary:
             raise SettingError(
@@ -128,11 +136,6 @@ class Attention(MultiHead):
                 f"rotary_grid has {n_axes} axes and d_qk is {self.d_qk}: expected {2 * n_axes} at "
                 "least, for a pair of features an axis"
             )
-        if self.position_bias and not self.op.bias:
-            raise Unsupported(
-                f"position_bias is {self.position_bias!r}, but {self.op} adds no bias: use an op "
-                "whose bias is True, such as flash.flash()"
-            )
 
     def init_params(self, rng, shape, *shapes):
         params = super().init_params(rng, shape, *shapes)
@@ -163,7 +166,7 @@ class Attention(MultiHead):
         Plans are made of rotated vectors, for hashing looks for large logits. Of segments only
         `key_conv` reads.
         """
-        heads = self._convolved(params, self._all_heads(params, x), segment_ids)
+        heads = self._convolved(params, self._project_all(params, x), segment_ids)
         qkv = self._with_next_value(params, self._rotate(params, heads, positions))
         arranged = context.arrange(self.op, qkv.of_op, self.position_bias is not None)
         return arranged._replace(gate=qkv.gate)
@@ -192,10 +195,10 @@ class Attention(MultiHead):
         after = jnp.pad(qkv.v[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
         return qkv._replace(v=current * qkv.v + following * after)
 
-    def _all_heads(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
+    def _project_all(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
         """All projections, of the weights or those from `for_decoding`."""
         names = self.projections()
-        return (self._merged_heads if "w_in" in params else self._heads)(params, x, names)
+        return (self._project_merged if "w_in" in params else self._project_heads)(params, x, names)
 
     def _rotate(self, params, heads: dict[str, Array], position=None) -> QKV:
         """The projections, normalised, those that tell positions apart rotated by theirs."""
@@ -254,7 +257,7 @@ class Attention(MultiHead):
         A mask of `Tokens` has the positions for rotations, which begin at 0 otherwise.
         """
         tokens = tokens_of(mask)
-        qkv = self._rotate(params, self._all_heads(params, x), tokens.positions)
+        qkv = self._rotate(params, self._project_all(params, x), tokens.positions)
         out, state = self._heads_from(params, qkv.of_op, state, int32_ids(tokens.segment_ids))
         return self.combine(params, out, qkv.gate, rng), state
 
@@ -323,27 +326,28 @@ class Attention(MultiHead):
           NotImplementedError: the algorithm has no step.
         """
         self._check_decodes()
-        heads = self._all_heads(params, x)
-        places, positions = jnp.arange(x.shape[1])[None], None
+        heads = self._project_all(params, x)
+        index, positions = jnp.arange(x.shape[1])[None], None
         if self.rotary.scaling == "longrope":  # padding makes no row a long one
-            positions = jnp.minimum(places, lengths[:, None] - 1)
-        alone = self._rotate(params, self._convolved(params, heads), positions)
-        qkv = self._with_next_value(params, alone)
+            positions = jnp.minimum(index, lengths[:, None] - 1)
+        unshifted = self._rotate(params, self._convolved(params, heads), positions)
+        qkv = self._with_next_value(params, unshifted)
         # Padding on the right is in the future of every token: only a plan has to know of it.
-        tokens = places < lengths[:, None]
+        tokens = index < lengths[:, None]
         if plan is None:
             plan = self.plan(params, qkv, tokens, rng, length=capacity)
 
         def fill(qkv, plan, lengths, params, rng):
             *arrays, extra_projections, _ = qkv
             options = dict(plan=plan, lengths=lengths, capacity=capacity, rng=rng)
-            options["extra_projections"] = extra_projections
-            return self.op.init_cache(params, *arrays, **options)
+            return self.op.init_cache(
+                params, *arrays, extra_projections=extra_projections, **options
+            )
 
         weights = params["op"], fold_in(rng, PLAN)
         cache = context.to_cache(fill, self.op, (qkv.of_op, plan, lengths), weights)
         if self.next_value:
-            last = jnp.take_along_axis(alone.v, (lengths - 1)[:, None, None, None], axis=1)
+            last = jnp.take_along_axis(unshifted.v, (lengths - 1)[:, None, None, None], axis=1)
             cache = NextValueCache(cache, _of_channels(params, last.dtype)[0] * last)
         if self.key_conv:
             last = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
@@ -376,7 +380,7 @@ class Attention(MultiHead):
         """
         self._check_decodes()
         x = jnp.zeros((batch, 1, params["w_o"].shape[-1]), dtype)
-        heads = self._all_heads(params, x)
+        heads = self._project_all(params, x)
         qkv = jax.tree.map(jnp.zeros_like, self._rotate(params, heads).of_op)
         if self.op.divides_cache:  # each device has as many positions
             capacity += -capacity % devices.n_sequence_shards()
@@ -388,8 +392,9 @@ class Attention(MultiHead):
             masks = dict(segment_ids=none[:, None], causal=True, train=False)
             plan = self.op.plan(params["op"], *both, rng=rng, length=capacity, **masks)
         options = dict(plan=plan, lengths=none, capacity=capacity, rng=rng)
-        options["extra_projections"] = extra_projections
-        cache = self.op.init_cache(params["op"], *arrays, **options)
+        cache = self.op.init_cache(
+            params["op"], *arrays, extra_projections=extra_projections, **options
+        )
         cache = context.placed_cache(self.op, cache)
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)
@@ -425,23 +430,23 @@ class Attention(MultiHead):
           The output, the cache with the positions, and what each query chose, where layers reuse
           it, otherwise ().
         """
-        heads, places = self._all_heads(params, x), jnp.arange(x.shape[1])[None]
+        heads, index = self._project_all(params, x), jnp.arange(x.shape[1])[None]
         if self.key_conv:
             cache, last = cache
             joined = jnp.concatenate([last, heads[self._keys]], axis=1)
             keys = short_convolution.of_keys(joined, params["key_conv"])[:, last.shape[1] :]
             last = short_convolution.last_of(joined, self.key_conv, lengths + last.shape[1])
             heads = heads | {self._keys: keys}
-        at = position[:, None] + jnp.minimum(places, lengths[:, None] - 1)
-        alone = self._rotate(params, heads, at)
-        qkv, value = self._with_next_value(params, alone), None
+        at = position[:, None] + jnp.minimum(index, lengths[:, None] - 1)
+        unshifted = self._rotate(params, heads, at)
+        qkv, value = self._with_next_value(params, unshifted), None
         if self.next_value:
             current, following = _of_channels(params, qkv.v.dtype)
             is_read = (lengths > 0)[:, None, None, None]
             cache, before = cache
-            value = before + jnp.where(is_read, following * alone.v[:, :1], 0)
-            index = jnp.maximum(lengths - 1, 0)[:, None, None, None]
-            newest = current * jnp.take_along_axis(alone.v, index, axis=1)
+            value = before + jnp.where(is_read, following * unshifted.v[:, :1], 0)
+            last_index = jnp.maximum(lengths - 1, 0)[:, None, None, None]
+            newest = current * jnp.take_along_axis(unshifted.v, last_index, axis=1)
             newest = jnp.where(is_read, newest, before)
 
         def read(qkv, value, lengths, position, chosen, cache, params, shard):
@@ -491,7 +496,7 @@ class Attention(MultiHead):
           added: a stream that the output is added to.
           chosen: from `newest_choice` of the layer whose choice this one reuses.
         """
-        heads = self._all_heads(params, x)
+        heads = self._project_all(params, x)
         if self.key_conv:
             cache, last = cache
             key, last = short_convolution.of_next_key(heads[self._keys], last, params["key_conv"])

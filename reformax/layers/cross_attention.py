@@ -57,8 +57,8 @@ class CrossAttention(MultiHead):
     def project(self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]) -> QKV:
         """Queries of `x`, keys and values of the memory."""
         memory = memory.astype(x.dtype)
-        heads = self._heads(params, x, self._of_queries) | self._heads(params, memory, "kv")
-        heads = self._normed(params, heads)
+        heads = self._project_heads(params, x, self._of_queries)
+        heads = self._normed(params, heads | self._project_heads(params, memory, "kv"))
         gate = heads.pop(ATTENTION_GATE, None)
         return context.arrange(self.op, QKV(**heads))._replace(gate=gate)
 
@@ -132,7 +132,7 @@ class CrossAttention(MultiHead):
         """
         *memory_heads, rng = memory_kv
         batch = memory_heads[0].shape[0]
-        heads = self._normed(params, self._merged_heads(params, x, self._of_queries))
+        heads = self._normed(params, self._project_merged(params, x, self._of_queries))
         rows = heads["q"].shape[:2]
         heads = {name: y.reshape(batch, -1, *y.shape[2:]) for name, y in heads.items()}
         q, gate = heads["q"], heads.get(ATTENTION_GATE)

@@ -273,7 +273,7 @@ class MultiHead(Layer):
         params["op"] = self.op.init(rng_op, self._dims._replace(length=length))
         return params
 
-    def _heads(
+    def _project_heads(
         self, params, x: Float[Array, "B T D"], names: Iterable[str]
     ) -> dict[str, Float[Array, "B T _ _"]]:
         """The projections of `x` by `w_<name>`."""
@@ -301,7 +301,7 @@ class MultiHead(Layer):
             for (name, w), y in zip(weights.items(), outs, strict=True)
         }
 
-    def _merged_heads(
+    def _project_merged(
         self, params, x: Float[Array, "B T D"] | Unnormed, names: Iterable[str]
     ) -> dict[str, Float[Array, "B T _ _"]]:
         """The projections of `x` by `w_in`, which has their weights side by side."""

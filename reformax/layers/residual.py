@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from reformax.declared import SettingError
 from reformax.layers import remat
 from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention
-from reformax.layers.multi_head import MultiHead
 from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack
 
@@ -90,22 +88,22 @@ class ResidualStack(BlockStack):
                         "attention": (segment_ids,),
                         "cross_attention": (memory, segment_ids, memory_segment_ids),
                     }
-                    attend = _named if self.remat_policy == "attention" else _of
+                    run = remat.named if self.remat_policy == "attention" else remat.direct
                     sublayers = {
-                        name: attend(attention, *further[name], rng=rngs[name])
+                        name: _sublayer(attention, *further[name], rng=rngs[name], run=run)
                         for name, attention in block.attentions.items()
                     }
+                    arrays = segment_ids, rngs["attention"]
                     if reused or block.attention.op.reuses:
-                        run = remat.named if attend is _named else remat.direct
-                        attention = block.attention
-                        sublayers["attention"] = _by(
-                            attention, plan, segment_ids, rngs["attention"], run, found
+                        sublayers["attention"] = _by_plan(
+                            block.attention, plan, *arrays, run, found
                         )
                     if state:
-                        sublayers["attention"] = _from(
-                            block.attention, *state, segment_ids, rngs["attention"], found
+                        sublayers["attention"] = _from_state(
+                            block.attention, *state, *arrays, found
                         )
-                    sublayers["feed_forward"] = _of(block.feed_forward, rng=rngs["feed_forward"])
+                    feed_forward = _sublayer(block.feed_forward, rng=rngs["feed_forward"])
+                    sublayers["feed_forward"] = feed_forward
                     streams = self._layer(p, streams, sublayers)
                     return (streams if open_ends else self._closed(streams)), tuple(found)
 
@@ -174,13 +172,15 @@ class ResidualStack(BlockStack):
         return (x,), other
 
 
-def _of(layer: Layer, *further, rng) -> Callable:
-    """A layer as a function of its weights and first input alone."""
-    return lambda params, x: layer.apply(params, x, *further, rng=rng)
+# Sublayers as functions of their weights and first input.
 
 
-def _by(layer: Attention, plan, segment_ids, rng, run: remat.Run, found: list) -> Callable:
-    """A layer by another's plan, or by its own where that is None, which is put into `found`."""
+def _sublayer(layer: Layer, *further, **options) -> Callable:
+    return lambda params, x: layer.apply(params, x, *further, **options)
+
+
+def _by_plan(layer: Attention, plan, segment_ids, rng, run: remat.Run, found: list) -> Callable:
+    """Attention by another layer's plan; without one it appends the layer's own to `found`."""
 
     def apply(params, x):
         out, made = layer.apply_by(params, x, plan, segment_ids, rng, run)
@@ -191,8 +191,8 @@ def _by(layer: Attention, plan, segment_ids, rng, run: remat.Run, found: list) -
     return apply
 
 
-def _from(layer: Attention, state, segment_ids, rng, found: list) -> Callable:
-    """A layer that goes on from a state; the one after it is put into `found`."""
+def _from_state(layer: Attention, state, segment_ids, rng, found: list) -> Callable:
+    """Attention that goes on from a state; it appends the state after it to `found`."""
 
     def run(params, x):
         out, after = layer.apply_from(params, x, state, segment_ids, rng)
@@ -200,9 +200,3 @@ def _from(layer: Attention, state, segment_ids, rng, found: list) -> Callable:
         return out
 
     return run
-
-
-def _named(layer: MultiHead, *further, rng) -> Callable:
-    """`_of` an attention layer; its plan and what attention stores have the name `ATTENTION`."""
-    run = functools.partial(layer.apply, rng=rng, run=remat.named)
-    return lambda params, x: run(params, x, *further)

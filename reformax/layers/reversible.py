@@ -157,8 +157,8 @@ class ReversibleStack(BlockStack):
             remat.check_offload()
         if self.remat_policy == "all":
             return self.apply_keeping(params, *inputs, rng=rng)
-        streams, context = self._inputs(*inputs)
-        return self._outputs(_run(self, params, streams, context, rng))
+        streams, side = self._inputs(*inputs)
+        return self._outputs(_run(self, params, streams, side, rng))
 
     def rebuild(self, params, *inputs, rng=None) -> tuple[Streams, Streams]:
         """The stack's streams at its input, and those that the backward pass rebuilds.
@@ -166,14 +166,14 @@ class ReversibleStack(BlockStack):
         On a grid they are rounded to it. This runs the backward pass itself, for measuring its
         drift.
         """
-        streams, context = self._inputs(*inputs)
-        _, residuals = _run_forward(self, params, streams, context, rng)
+        streams, side = self._inputs(*inputs)
+        _, residuals = _run_forward(self, params, streams, side, rng)
         return self._coupling.opened(streams), self._backward(residuals, residuals[1])[0]
 
     def apply_keeping(self, params, *inputs, rng=None):
         """`apply`, whose gradient is plain autodiff's: it keeps every activation."""
-        streams, context = self._inputs(*inputs)
-        return self._outputs(self._forward(params, self._coupling.opened(streams), context, rng)[0])
+        streams, side = self._inputs(*inputs)
+        return self._outputs(self._forward(params, self._coupling.opened(streams), side, rng)[0])
 
     def _outputs(self, streams: Streams):
         return streams[: self.n_streams] if self.n_streams > 1 else streams[0]
@@ -207,7 +207,7 @@ class ReversibleStack(BlockStack):
         x = x.astype(jnp.float32)
         return to_grid(x) if self._on_grid else x
 
-    def _alone(self, function, params, *args):
+    def _separately(self, function, params, *args):
         """`function(params, *args)`; if exact, compiled separately from everything around it.
 
         `args` begin with what streams hold or is made of them.
@@ -233,43 +233,45 @@ class ReversibleStack(BlockStack):
         first = first[(0,) * first.ndim]
         return jax.lax.cond(first == jnp.inf, lost, function, params, *args)
 
-    def _forward(self, params, streams: Streams, context: SideInputs, rng) -> tuple[Streams, Any]:
+    def _forward(self, params, streams: Streams, side: SideInputs, rng) -> tuple[Streams, Any]:
         """The outputs; what is kept of each attention and, if kept, each feed-forward's output."""
         coupling = self._coupling
 
         def repeat(streams, this):
-            attended, kept = [], []
+            kept_attention, kept_ff = [], []
             for i, block in enumerate(self.blocks):
                 block_params = this.params[f"block_{i}"]
                 rngs = self._rngs(rng, this, i)
-                attended.append({})
-                for sublayer in self._attentions(i, context, rngs):
+                kept_attention.append({})
+                for sublayer in self._attentions(i, side, rngs):
                     sublayer_params = _params_of(block_params, sublayer.name)
                     parts, reused = coupling.ahead(streams), None
                     if sublayer.source is not None:
-                        reused = attended[sublayer.source]["attention"].plan
+                        reused = kept_attention[sublayer.source]["attention"].plan
                     read = coupling.read(parts)
                     out, of_attention = sublayer.forward(sublayer_params, read, reused)
                     streams = coupling.after(parts.plus(out))
-                    attended[-1][sublayer.name] = of_attention
+                    kept_attention[-1][sublayer.name] = of_attention
                 sublayer_params = _params_of(block_params, "feed_forward")
                 parts = coupling.ahead(streams)
                 parts, out = self._feed_forward(block, sublayer_params, parts, rngs["feed_forward"])
                 streams = coupling.after(parts)
-                kept.append(out)
-            stored = tuple(attended), tuple(kept)
+                kept_ff.append(out)
+            stored = tuple(kept_attention), tuple(kept_ff)
             return streams, remat.to_host(stored) if self.offload_activations else stored
 
         return self._scan(repeat, streams, params)
 
     def _backward(self, residuals, d_streams: Streams):
         """The inputs rebuilt, and the gradients of parameters, inputs and memory."""
-        params, streams, stored, context, rng = residuals
-        d_memory = jax.tree.map(jnp.zeros_like, context.memory)
+        params, streams, stored, side, rng = residuals
+        d_memory = jax.tree.map(jnp.zeros_like, side.memory)
         coupling = self._coupling
 
         def repeat(carry, this, stored):
-            attended, kept = remat.to_device(stored) if self.offload_activations else stored
+            kept_attention, kept_ff = (
+                remat.to_device(stored) if self.offload_activations else stored
+            )
             streams, d_streams, d_memory = carry
             d_params = {}
             for i, block in reversed(list(enumerate(self.blocks))):
@@ -278,16 +280,16 @@ class ReversibleStack(BlockStack):
                 sublayer_params = _params_of(block_params, "feed_forward")
                 parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
                 parts, d_read, d_block = self._feed_forward_back(
-                    block, sublayer_params, parts, gradient, kept[i], rngs["feed_forward"]
+                    block, sublayer_params, parts, gradient, kept_ff[i], rngs["feed_forward"]
                 )
                 streams = coupling.before(parts)
                 d_streams = coupling.gradient_before(gradient, d_read)
-                for sublayer in reversed(self._attentions(i, context, rngs)):
+                for sublayer in reversed(self._attentions(i, side, rngs)):
                     sublayer_params = _params_of(block_params, sublayer.name)
                     parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
-                    of_attention = attended[i][sublayer.name]
+                    of_attention = kept_attention[i][sublayer.name]
                     if sublayer.source is not None:
-                        plan = attended[sublayer.source]["attention"].plan
+                        plan = kept_attention[sublayer.source]["attention"].plan
                         of_attention = of_attention._replace(plan=plan)
                     out, vjp = sublayer.again(sublayer_params, coupling.read(parts), of_attention)
                     d_sublayer, d_read, *d_read_memory = vjp((gradient.out, gradient.read))
@@ -309,15 +311,15 @@ class ReversibleStack(BlockStack):
         )
         return streams, d_params, d_streams, d_memory
 
-    def _attentions(self, i: int, context: SideInputs, rngs) -> list[_AttentionSublayer]:
+    def _attentions(self, i: int, side: SideInputs, rngs) -> list[_AttentionSublayer]:
         """The attention sublayers of block `i`, in order."""
         return [
             _AttentionSublayer(
                 self,
                 name,
                 layer,
-                (context.memory,) if name == "cross_attention" else (),
-                context.segment_ids[name],
+                (side.memory,) if name == "cross_attention" else (),
+                side.segment_ids[name],
                 rngs[name],
                 self._sources[i] if name == "attention" else None,
             )
@@ -338,7 +340,7 @@ class ReversibleStack(BlockStack):
             def chunk(carry, start, size):
                 written, kept = carry
                 chunk = StreamParts(*_slice((seen, written), start, size))
-                out = self._alone(
+                out = self._separately(
                     lambda *args: self._chunk(block, *args, start=first + start, rng=rng)[0],
                     params,
                     self._coupling.read(chunk),
@@ -385,11 +387,11 @@ class ReversibleStack(BlockStack):
                 if kept is not None:
                     out = _slice(kept, start, size).astype(jnp.float32)
                 elif self.exact:
-                    out = self._alone(lambda *args: run(*args)[0], params, read)
-                d_chunk, d_read_here = vjp(_slice((d_out, d_read), start, size))
+                    out = self._separately(lambda *args: run(*args)[0], params, read)
+                d_chunk, d_read_chunk = vjp(_slice((d_out, d_read), start, size))
                 return (
                     _update(written, start, chunk.minus(out).written),
-                    _update(d_read, start, d_read_here),
+                    _update(d_read, start, d_read_chunk),
                     jax.tree.map(lambda x, d: x + d.astype(x.dtype), d_params, d_chunk),
                 )
 
@@ -435,15 +437,15 @@ class _AttentionSublayer(NamedTuple):
 
     def forward(self, params, x, reused: Any) -> tuple[Array, KeptOfAttention]:
         """The output, by the plan of `source` if there is one, and what the stack keeps."""
-        alone = self.stack._alone
-        qkv = alone(self.project, params, x, *self.memory)
+        separately = self.stack._separately
+        qkv = separately(self.project, params, x, *self.memory)
         plan, kept = reused, None
         if self.source is None:
             plan = kept = self.layer.plan(params[self.name], qkv, self.segment_ids, self.rng)
         if self.stack.remat_policy != "attention":
-            return alone(self.attend, params, qkv, plan), KeptOfAttention(kept)
-        stored = alone(functools.partial(self.heads, remat.stored), params, qkv, plan)
-        out = alone(self.combine, params, stored[0], qkv.gate)
+            return separately(self.attend, params, qkv, plan), KeptOfAttention(kept)
+        stored = separately(functools.partial(self.heads, remat.stored), params, qkv, plan)
+        out = separately(self.combine, params, stored[0], qkv.gate)
         return out, KeptOfAttention(kept, stored)
 
     def again(self, params, x, kept: KeptOfAttention) -> tuple[Array, Callable]:
@@ -452,22 +454,22 @@ class _AttentionSublayer(NamedTuple):
         That function also takes the gradient of the input from its other readers, which the norm's
         gradient is added to.
         """
-        alone = self.stack._alone
+        separately = self.stack._separately
         run = functools.partial(self.project_and_attend, kept)
         (out, _), vjp = jax.vjp(run, params, x, *self.memory)
         if self.stack.exact:
             # What is stored needs no projections but the gate's.
             needed = kept.stored is None or self.layer.gate
-            qkv = alone(self.project, params, x, *self.memory) if needed else None
+            qkv = separately(self.project, params, x, *self.memory) if needed else None
             if kept.stored is None:
-                out = alone(self.attend, params, qkv, kept.plan)
+                out = separately(self.attend, params, qkv, kept.plan)
             else:
-                out = alone(self.combine, params, kept.stored[0], qkv and qkv.gate)
+                out = separately(self.combine, params, kept.stored[0], qkv and qkv.gate)
         return out, vjp
 
     def project_and_attend(self, kept: KeptOfAttention, params, x, *memory) -> tuple[Array, Array]:
         h, x = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
-        qkv = self._heads(params, h, memory)
+        qkv = self._project_normed(params, h, memory)
         if kept.stored is None:
             return self.attend(params, qkv, kept.plan), x
         heads = self.heads(remat.recalled(kept.stored), params, qkv, kept.plan)
@@ -475,9 +477,9 @@ class _AttentionSublayer(NamedTuple):
 
     def project(self, params, x, *memory) -> QKV:
         h, _ = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
-        return self._heads(params, h, memory)
+        return self._project_normed(params, h, memory)
 
-    def _heads(self, params, h, memory) -> QKV:
+    def _project_normed(self, params, h, memory) -> QKV:
         if memory:
             return self.layer.project(params[self.name], h, *memory)
         tokens = tokens_of(self.segment_ids)
@@ -495,13 +497,13 @@ class _AttentionSublayer(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: ReversibleStack, params, streams: Streams, context: SideInputs, rng) -> Streams:
-    return _run_forward(stack, params, streams, context, rng)[0]
+def _run(stack: ReversibleStack, params, streams: Streams, side: SideInputs, rng) -> Streams:
+    return _run_forward(stack, params, streams, side, rng)[0]
 
 
-def _run_forward(stack, params, streams, context, rng):
-    after, stored = stack._forward(params, stack._coupling.opened(streams), context, rng)
-    return after[: stack.n_streams], (params, after, stored, context, rng)
+def _run_forward(stack, params, streams, side, rng):
+    after, stored = stack._forward(params, stack._coupling.opened(streams), side, rng)
+    return after[: stack.n_streams], (params, after, stored, side, rng)
 
 
 def _run_backward(stack, residuals, d_outputs):

@@ -332,7 +332,7 @@ class BlockStack(Layer):
                     rng=rngs["attention"],
                     plan=None if source is None else plans[source],
                 )
-                sublayers = {"attention": _apart(_with_two(attend))}
+                sublayers = {"attention": _unfused(_in_pair(attend))}
                 if self._cross:
 
                     def cross(p, h, added, layer=block.cross_attention, rngs=rngs):
@@ -341,9 +341,9 @@ class BlockStack(Layer):
                         return layer.step(p, h, memory_kv[-1], memory_segment_ids, added), None
 
                     sublayers["cross_attention"] = cross
-                    sublayers["feed_forward"] = _alone(block.feed_forward.step)
+                    sublayers["feed_forward"] = _without_cache(block.feed_forward.step)
                 else:
-                    sublayers["feed_forward"] = _apart(_alone(block.feed_forward.apply))
+                    sublayers["feed_forward"] = _unfused(_without_cache(block.feed_forward.apply))
                 p = this.params[f"block_{i}"]
                 streams, (cache, plan) = self._decode_layer(p, streams, sublayers)
                 caches.append(cache)
@@ -399,8 +399,8 @@ class BlockStack(Layer):
                     chosen=() if source is None else choices[source],
                 )
                 sublayers = {
-                    "attention": _apart(_with_two(attend)),
-                    "feed_forward": _apart(_alone(block.feed_forward.apply)),
+                    "attention": _unfused(_in_pair(attend)),
+                    "feed_forward": _unfused(_without_cache(block.feed_forward.apply)),
                 }
                 p = repeat_params[f"block_{i}"]
                 streams, (cache, choice) = self._decode_layer(p, streams, sublayers)
@@ -447,8 +447,8 @@ class BlockStack(Layer):
                         memory_kv=memory_kv[repeat][i],
                         memory_segment_ids=memory_segment_ids,
                     )
-                    sublayers["cross_attention"] = _alone(cross)
-                sublayers["feed_forward"] = _alone(block.feed_forward.step)
+                    sublayers["cross_attention"] = _without_cache(cross)
+                sublayers["feed_forward"] = _without_cache(block.feed_forward.step)
                 p = repeat_params[f"block_{i}"]
                 streams, cache = self._decode_layer(p, streams, sublayers)
                 after[-1].append(cache)
@@ -472,13 +472,13 @@ class BlockStack(Layer):
         )
 
 
-def _alone(sublayer: Callable) -> Callable:
-    """A sublayer that returns nothing but its output, for `BlockStack._decode`."""
+def _without_cache(sublayer: Callable) -> Callable:
+    """A sublayer that returns its output only, for `BlockStack._decode`."""
     return lambda params, x, **added: (sublayer(params, x, **added), None)
 
 
-def _with_two(sublayer: Callable) -> Callable:
-    """A sublayer that returns a pair besides its output, for `BlockStack._decode`."""
+def _in_pair(sublayer: Callable) -> Callable:
+    """A sublayer that returns three values, for `BlockStack._decode`: the last two as one."""
 
     def run(params, x):
         out, *others = sublayer(params, x)
@@ -487,8 +487,8 @@ def _with_two(sublayer: Callable) -> Callable:
     return run
 
 
-def _apart(sublayer: Callable) -> Callable:
-    """A sublayer that reads a norm's output and adds to no stream, for `BlockStack._decode`."""
+def _unfused(sublayer: Callable) -> Callable:
+    """A sublayer whose products neither compute a norm nor add to a stream, for `_decode`."""
 
     def run(params, x, added):
         out, other = sublayer(params, computed(x))

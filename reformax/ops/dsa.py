@@ -349,7 +349,7 @@ class dsa(Reusing, AttentionOp):
         return x.summed(dropped_weights), divergence(found, mean_weights, learnt)
 
     def _mean_loss(self, call: Call, q, k, v, index, index_keys, plan, ids) -> Float[Array, ""]:
-        """The mean divergence over some queries, for the eye."""
+        """The mean divergence over up to `MEASURED` queries of a row, which is reported only."""
         length = q.shape[1]
         arrays = lax.stop_gradient((q, plan, ids, positions(length), *index))
         some = tuple(x[:, :: -(-length // MEASURED)] for x in arrays)

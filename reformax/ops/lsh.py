@@ -13,11 +13,11 @@ The file follows the computation:
 3. `_apply`: softmax attention in the chunks of these orders.
 4. `_init_cache`, `_step`: decoding.
 
-Where a query is told which keys it sees: first the candidates, those in reach, then which of them:
+Which keys a query sees is decided in two steps: the candidates, which are in reach, then the mask.
 
 * in arrays `_keys_in_reach` and `visible_keys` of `softmax/chunked.py`;
 * in kernels `over_keys` and `visible` of `ChunkProgram` in `kernels/triton/chunk_programs.py`;
-* in decoding `_visible_to_newest`, here.
+* in decoding `_visible_to_newest`.
 """
 
 from __future__ import annotations
@@ -204,15 +204,13 @@ class lsh(LearningBuckets, AttentionOp):
 
     def _kernels(self, call: Call, q: Array, v: Array | None = None) -> bool | None:
         """`choose_kernels` of a call, whose values may not be known yet."""
-        arrays, options = (
-            (q, None, v, call.logits),
-            dict(wrap=self.wrap, self_score=self.self_score),
-        )
-        missing = dict(dropout=call.dropout, strictly_causal=self.strictly_causal)
+        arrays = q, None, v, call.logits
+        refused = dict(wrap=self.wrap, self_score=self.self_score)
+        by_mosaic = dict(dropout=call.dropout, strictly_causal=self.strictly_causal)
         return choose_kernels(
             self.impl,
-            kernel_obstacles(*arrays, **options),
-            mosaic=mosaic_obstacles(*arrays, **options, **missing),
+            kernel_obstacles(*arrays, **refused),
+            mosaic=mosaic_obstacles(*arrays, **refused, **by_mosaic),
         )
 
     @property
@@ -260,10 +258,14 @@ class lsh(LearningBuckets, AttentionOp):
         self_weight = None
         if self.self_score is not None and plan is not None:
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)
-        masks = call.segment_ids, call.seed
-        others = interpret, self_weight, None if plan is None else n_sorted(call)
-        others = *others, self.impl == "mosaic"
-        out = chunked_attention(q, k, v, chunking, plan, *masks, *others)
+        arrays = q, k, v, chunking, plan, call.segment_ids, call.seed
+        out = chunked_attention(
+            *arrays,
+            interpret=interpret,
+            self_weight=self_weight,
+            n_tokens=None if plan is None else n_sorted(call),
+            mosaic=self.impl == "mosaic",
+        )
         if not self.bucket_loss or plan is None:  # one chunk has all keys
             return out
         n_buckets, keys = math.prod(self._hashing.factors_for(q.shape[1])), length_normalize(q)

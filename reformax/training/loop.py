@@ -33,13 +33,14 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
         default: model, task, optimizer, steps, batch_size and length.
 
     Returns:
-      step, steps, eval_split, metric: 'bits_per_dim', or 'bits_per_token' of a translation, or
-      'bits_per_label' of classes; under the metric's name its value (None if the run was stopped
-      before an evaluation), n_targets that it is of and `whole`: whether these are the whole split;
-      best_step, under best_METRIC the best value and `best_whole`: whether it is of the whole
-      split; `evaluations`: the scores of those besides the run's own, each with its `metric`;
-      n_params, output_dir, and interrupted_by: a `signal.Signals`, or None. After SIGTERM, SIGINT
-      or SIGHUP the step in progress is finished and saved before this returns.
+      step, steps, eval_split, n_params, output_dir: the run's.
+      metric: 'bits_per_dim', 'bits_per_token' of a translation, or 'bits_per_label' of classes.
+      METRIC, under that name: the last score; None if the run was stopped before an evaluation.
+      n_targets, whole: the number of its targets, and whether they are the whole split.
+      best_step, best_METRIC, best_whole: the same of the best score.
+      evaluations: the scores besides the run's own, each with its `metric`.
+      interrupted_by: a `signal.Signals`, or None. After SIGTERM, SIGINT or SIGHUP the step in
+        progress is finished and saved before this returns.
 
     Raises:
       ValueError: arguments that do not fit, or a checkpoint that is damaged or of another model.

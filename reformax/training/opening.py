@@ -302,12 +302,9 @@ def _data(settings: TrainSettings, kept: dict[str, str], step: int) -> tuple[dic
 
 
 def step_of(
-    settings: TrainSettings, model: Any, mesh: Mesh, state: Any, only: FineTuning | None = None
+    settings: TrainSettings, model, mesh: Mesh, state, fine_tuning: FineTuning | None = None
 ):
-    """The step of a run for a model built for training and a state, or the shapes of one.
-
-    `only` is `fine_tuning` of a stage.
-    """
+    """The step of a run for a model built for training and a state, or the shapes of one."""
     return step_lib.step_fn(
         model,
         settings.built_optimizer,
@@ -318,7 +315,7 @@ def step_of(
         label_smoothing=settings.label_smoothing,
         z_loss=settings.z_loss,
         ema_decay=settings.ema_decay,
-        only=only,
+        fine_tuning=fine_tuning,
         placement=devices.placement(state, mesh),
     )
 
@@ -349,13 +346,12 @@ def compiled(
       SettingError: a step takes more memory than a device has.
     """
     settings, models, mesh, key = setup
-    of_stage: dict[Any, Any] = {}  # stages of one model, and of the same weights, have one step
+    steps, made = [], {}  # stages of one model, and of the same weights, have one step
     for model, stage in zip(models.train, settings.all_stages, strict=True):
-        only = stage.fine_tuning
-        if (id(model), id(only)) not in of_stage:
-            of_stage[id(model), id(only)] = step_of(settings, model, mesh, restored.state, only)
-    keys = zip(models.train, settings.all_stages, strict=True)
-    steps = [of_stage[id(model), id(stage.fine_tuning)] for model, stage in keys]
+        program = id(model), id(stage.fine_tuning)
+        if program not in made:
+            made[program] = step_of(settings, model, mesh, restored.state, stage.fine_tuning)
+        steps.append(made[program])
     if restored.step >= settings.steps:
         return steps, batches
     now, start, flops = settings.stage_after(restored.step), restored.step, 0

@@ -39,7 +39,7 @@ class Run:
       folder: the run's.
       settings: the run's.
       processes: that train it.
-      key: of all random numbers.
+      key: the source of all random numbers.
       train_steps: the compiled step of each stage, a function of (state, batch, key); see
         `step.step_fn`.
       batches: those of the steps to come, on the devices.
@@ -108,7 +108,7 @@ class RunState:
 
     @property
     def to_save(self) -> tuple[int, dict[str, Any]]:
-        """What a checkpoint of now would hold, to be compared with the last one."""
+        """What a checkpoint would hold now, to compare with what the last one holds."""
         return self.step, dict(self.scores)
 
 
@@ -118,7 +118,7 @@ def train_step(run: Run, state: RunState) -> None:
         report_saves(run, state)
     number = run.settings.stage_after(state.step)
     program = run.settings.all_stages[number].program
-    if state.program not in (None, program):  # which is compiled now
+    if state.program not in (None, program):  # the next call compiles this one
         run.log.drain()
         run.log.pause()
     state.program = program

@@ -70,7 +70,7 @@ def step_fn(
     z_loss: float = 0.0,
     ema_decay: float = 0.0,
     backprop_len: int | None = None,
-    only: FineTuning | None = None,
+    fine_tuning: FineTuning | None = None,
     placement: Any = None,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Compiles a step for `model`.
@@ -91,7 +91,7 @@ def step_fn(
       backprop_len: the positions of a part of each row. Parts are computed one after the other,
         from the states of the parts before, through which no gradient goes back; see
         `training.pieces`. None: rows are whole.
-      only: which weights the steps of a stage change; None: all that the optimizer changes.
+      fine_tuning: which weights the steps of a stage change; None: all that the optimizer changes.
       placement: of the state after a step, as `devices.placement` gives it; None: every device
         has it whole.
 
@@ -122,11 +122,11 @@ def step_fn(
         grads = devices.stored(grads)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's
             before, gradients = trained(state.params), trained(grads)
-            if only is not None:
-                gradients = only.zeros_elsewhere(gradients)
+            if fine_tuning is not None:
+                gradients = fine_tuning.zeros_elsewhere(gradients)
             updates, opt_state = optimizer.update(gradients, state.opt_state, before)
-            if only is not None:  # of weight decay, and of moments from before the stage
-                updates = only.zeros_elsewhere(updates)
+            if fine_tuning is not None:  # of weight decay, and of moments from before the stage
+                updates = fine_tuning.zeros_elsewhere(updates)
             params = optax.apply_updates(before, updates)
         # Each device says what its part would carry on.
         params = merged(advanced(state.params, grads, mesh.size), params)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from reformax.cli import config, configs, errors, train
+from reformax.cli import config, configs, errors, parsed, train
 from reformax.convert import __main__ as command
 from reformax.convert import trax_files, trax_gin, trax_models
 from reformax.layers import _trax
@@ -270,7 +270,7 @@ def test_every_config_that_is_named_is_here_and_none_of_ours_is_trax():
         for name in (found.config, *found.by_word.values()):
             text = configs.find(name).read_text()
             config.parse([name])
-            assert found.model.split(".")[1] in config.text(), (name, text[:80])
+            assert found.model.split(".")[1] in parsed.text(), (name, text[:80])
     for path in configs.FOLDER.rglob("*.gin"):
         assert not trax_gin.is_config(path)
 

@@ -17,7 +17,7 @@ import pytest
 import evaluate
 import generate
 import train
-from reformax.cli import config, prompts
+from reformax.cli import config, parsed, prompts
 from reformax.data import chat_templates, files
 from reformax.data.chats import chats
 from reformax.data.mixture import mixture
@@ -799,7 +799,7 @@ def test_a_run_s_vocabulary_comes_with_its_weights(tmp_path):
     def bound(init_from, *overrides):
         gin.clear_config()
         config.parse(files, overrides, data_dir=str(path), init_from=str(init_from))
-        return config.described(loop.train, "task").arguments.get("vocabulary"), config.bindings(
+        return parsed.described(loop.train, "task").arguments.get("vocabulary"), parsed.bindings(
             loop.train, ("init_from",)
         )["init_from"]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.cli import config
+from reformax.cli import config, parsed
 from reformax.declared import SettingError
 from reformax.models import ReformerLM, Transformer, TransformerLM, TransformerMaskedLM, designs
 from reformax.ops import dense, dsa, flash, gated_delta, local, lsh, moba, shared_qk
@@ -428,7 +428,7 @@ def test_a_preset_is_two_lines_of_gin_and_a_choice_a_third(preset, tmp_path):
         f"designs.{preset}.attention_gate = 'headwise'\n"
     )
     config.parse([str(path)])
-    found = config.configured(TransformerLM)(**SMALL).design
+    found = parsed.configured(TransformerLM)(**SMALL).design
     gin.clear_config()
     assert found == getattr(designs, preset)(attention_gate="headwise")
 

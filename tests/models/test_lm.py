@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from reformax.cli import config
+from reformax.cli import config, parsed
 from reformax.layers import ReversibleStack, _trax, tl
 from reformax.models import ReformerLM, TransformerLM, designs
 from reformax.ops import dense, local, lsh, shared_qk
@@ -159,7 +159,7 @@ def test_another_attention_is_one_gin_line(row, tmp_path):
         f"lm.TransformerLM.attention_type = @{op}.{op}()\n{options}"
     )
     config.parse([str(path)])
-    got = logits_of(config.configured(TransformerLM)(**SMALL))
+    got = logits_of(parsed.configured(TransformerLM)(**SMALL))
     gin.clear_config()
     want = logits_of(TransformerLM(**SMALL, attention_type=OPS["dense"]))
     np.testing.assert_allclose(got, want, atol=1e-5)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from reformax.cli import config
+from reformax.cli import config, parsed
 from reformax.declared import SettingError
 from reformax.training import loop, optimizer, starting_weights, wandb_log
 from reformax.training.callbacks import Callback
@@ -181,7 +181,7 @@ def test_weights_and_biases_by_gin(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     # evaluate.py and the others may read such a run's config; nothing is opened by that.
     config.parse_saved(LOGGED, "config.gin")
-    train = config.configured(loop.train)
+    train = parsed.configured(loop.train)
     folder = tmp_path / "a_run"
     for steps in (4, 8):
         train(folder, **worker.arguments(steps=steps, log_every=4, config_text=lambda: "b = 2"))

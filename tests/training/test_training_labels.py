@@ -11,7 +11,7 @@ import pytest
 import evaluate
 import generate
 import train
-from reformax.cli import config
+from reformax.cli import config, parsed
 from reformax.data import labelled, stdlib
 from reformax.declared import SettingError
 from reformax.models import ReformerEncoder, TransformerEncoder, TransformerLM, TransformerMaskedLM
@@ -168,7 +168,7 @@ def test_the_configs_of_pretraining_have_one_backbone():
 
     def backbone(name):
         config.parse([name])
-        model = config.bindings(loop.train)["model"](mode="eval")
+        model = parsed.bindings(loop.train)["model"](mode="eval")
         return {x.name: getattr(model, x.name) for x in dataclasses.fields(Backbone)}
 
     for task in ("listops", "path_x"):

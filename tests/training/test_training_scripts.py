@@ -13,7 +13,7 @@ import pytest
 
 import evaluate
 import train
-from reformax.cli import config, configs
+from reformax.cli import config, configs, parsed
 from reformax.training import loop, optimizer
 from tests.training import tiny, worker
 from tests.training.scripts import call
@@ -245,10 +245,10 @@ def test_the_folder_of_data_reaches_tasks_of_stages(folder):
     (folder / "configs/staged.gin").write_text(STAGED)
     (folder / "mine.txt").write_text("a text of some length " * 20)
     config.parse(["configs/staged.gin"], data_dir="mine.txt")
-    found = config.bindings(loop.train, ("stages",))["stages"]
+    found = parsed.bindings(loop.train, ("stages",))["stages"]
     assert [stage.task.name for stage in found] == ["text", "stdlib", "text"]
     config.parse(["configs/staged.gin"], ["c/stages.Stage.task=None"], data_dir="mine.txt")
-    assert config.bindings(loop.train, ("stages",))["stages"][2].task is None
+    assert parsed.bindings(loop.train, ("stages",))["stages"][2].task is None
     with pytest.raises(config.ConfigError, match="but c/stages.Stage.task is 3: expected a task"):
         config.parse(["configs/staged.gin"], ["c/stages.Stage.task=3"], data_dir="mine.txt")
     kept = "text.text.data_dir = 'kept.txt'"
@@ -276,11 +276,11 @@ b/evaluations.Evaluation.task = @text.text()
         path = folder / "configs/evaluated.gin"
         path.write_text(f"{path.read_text()}\n{more}\n")
         config.parse(["configs/evaluated.gin"], data_dir="mine.txt")
-        found = config.bindings(loop.train, ("evaluations",))["evaluations"]
+        found = parsed.bindings(loop.train, ("evaluations",))["evaluations"]
         assert [x.task and x.task.name for x in found.values()] == tasks
     kept = "other/text.text.data_dir = 'mine.txt'"
     config.parse(["configs/evaluated.gin"], [kept], data_dir="nowhere.txt")
-    (found,) = config.bindings(loop.train, ("evaluations",))["evaluations"].values()
+    (found,) = parsed.bindings(loop.train, ("evaluations",))["evaluations"].values()
     assert found.task.name == "text"  # the folder that the config gives stays
 
 
@@ -293,10 +293,10 @@ def test_only_what_the_files_name_is_written(folder):
     )
     config.parse(["call.gin"])
     with gin.config_scope("small"):
-        config.configured(tiny.counting)()
+        parsed.configured(tiny.counting)()
         configurable()
     assert "worker.arguments.task = None" in gin.operative_config_str()
-    text = config.operative()
+    text = parsed.operative()
     assert "worker" not in text
     assert "small/tiny.counting.vocab_size = 4" in text and "counting.noise = 0.1" in text
 
@@ -433,7 +433,7 @@ def test_every_config_has_one_schedule_however_the_steps_are_typed():
         rates = []
         for typed in ("steps", "loop.train.steps"):
             config.parse([str(file)], [f"{typed}=1000"])
-            run = config.bindings(loop.train, ("optimizer", "steps"))
+            run = parsed.bindings(loop.train, ("optimizer", "steps"))
             rate = optimizer.build(run["optimizer"], run["steps"]).learning_rate
             rates.append([float(rate(count)) for count in (0, 500, 999)])
         assert rates[0] == rates[1], file.name

@@ -43,7 +43,8 @@ def test_a_stage_trains_the_indexer_alone_and_reports_its_loss(kind, accumulate)
     sizes = SMALL | dict(n_layers=4, d_attention_key=4, d_attention_value=4)
     model, adamw = kind(**sizes, attention_type=cycle), optax.adamw(0.02, weight_decay=0.1)
     one, only = mesh.make(devices=jax.devices()[:1]), FineTuning(only=(r"attention\.op\.",))
-    runs = [step.step_fn(model, adamw, one, accumulate=accumulate, only=x) for x in (None, only)]
+    options = dict(accumulate=accumulate)
+    runs = [step.step_fn(model, adamw, one, fine_tuning=x, **options) for x in (None, only)]
     batch = TOKENS, TOKENS, np.ones(TOKENS.shape, np.float32)
     state = jax.jit(step.init_fn(model, adamw, TOKENS.shape, False))(jax.random.key(0))
     state, _ = runs[0](state, batch, jax.random.key(1))

@@ -13,7 +13,7 @@ import pytest
 
 import evaluate
 import generate
-from reformax.cli import config, configs, trust
+from reformax.cli import config, configs, parsed, trust
 from reformax.convert import __main__ as convert
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
@@ -152,7 +152,7 @@ def test_code_of_a_config_does_not_run(text, folder):
     # Where it is trusted it runs: the row is an attack.
     with contextlib.suppress(Exception):
         config.parse_saved(text, "run/config.gin", trusted=True)
-        config.bindings(loop.train)
+        parsed.bindings(loop.train)
     assert list(folder.glob("marker*"))
 
 
@@ -215,7 +215,7 @@ def test_the_line_names_the_function_and_its_place(folder):
     assert line.startswith("the config of a run names tests.training.tiny.TinyLM, which is no mod")
     assert line.endswith("(run/config.gin, line 5): loop.train.model = @small/tiny.TinyLM")
     config.parse_saved(text, "run/config.gin", trusted=True)
-    assert config.described(loop.train, "model").function.__name__ == "TinyLM"
+    assert parsed.described(loop.train, "model").function.__name__ == "TinyLM"
 
 
 def test_what_a_terminal_obeys_is_not_printed(folder):
@@ -243,8 +243,8 @@ def test_functions_of_jax_and_optax_are_read(folder):
         "schedules.constant_schedule.value = 0.1\nx = @initializers.zeros",
         "config.gin",
     )
-    assert config.bindings(loop.train, ["optimizer"])["optimizer"].init({}) is not None
-    assert config.described(loop.train, "model").arguments["ff_activation"].function is jax.nn.relu
+    assert parsed.bindings(loop.train, ["optimizer"])["optimizer"].init({}) is not None
+    assert parsed.described(loop.train, "model").arguments["ff_activation"].function is jax.nn.relu
 
 
 def test_what_a_macro_names_is_read_in_its_scope(folder):
@@ -263,7 +263,7 @@ def test_what_a_macro_names_is_read_in_its_scope(folder):
     spec = Spec.of_config()
     assert [op.options["chunk_len"] for op in spec.attention] == [16, 32]
     assert spec.design.rotary_base == 7.0
-    model = config.bindings(loop.train, ["model"])["model"](mode="eval")
+    model = parsed.bindings(loop.train, ["model"])["model"](mode="eval")
     assert [op.chunk_len for op in model.attention_type] == [16, 32]  # as gin builds it
     assert model.design.rotary_base == 7.0
 

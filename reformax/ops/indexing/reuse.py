@@ -1,4 +1,4 @@
-"""An op that may attend by the choice of a layer before it, in place of one of its own."""
+"""Ops that may attend to the keys that an earlier layer chose, instead of choosing keys."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from reformax.declared import SettingError, Unsupported
 
 
 class Reusing:
-    """The functions of such an op: a second base class beside the op's.
+    """A second base class of an op that may reuse a choice.
 
-    The op has the options `reuse` and `report_loss`, and defines `newest_choice`. `_of_choice` are
-    its options of the choice and of what learns it, which with `reuse` are the other layer's.
+    The op has the options `reuse` and `report_loss`, and defines `newest_choice`. `_of_choice`
+    names its options that decide or learn the choice; with `reuse` the earlier layer's count.
     """
 
     _of_choice: ClassVar[tuple[str, ...]] = ()

@@ -1,8 +1,8 @@
 """The best keys of each query, with scores in memory for one tile of queries and keys at a time.
 
-Tiles of keys follow each other by position. The best keys so far are merged with those of the next
-tile, before which they stand, so that of equal scores the first position is chosen, as in one row
-of all scores (StreamIndex, arXiv 2605.02568). A causal chunk of queries visits no later tile.
+Tiles of keys follow each other by position. The best keys so far come first in the merge with the
+next tile, so that of equal scores the first position is chosen, as in one row of all scores
+(StreamIndex, arXiv 2605.02568). A causal chunk of queries visits no later tile.
 """
 
 from __future__ import annotations

@@ -86,8 +86,11 @@ def chunked_attention(
     padded = _padded(segment_ids, _n_slots(chunks, order))
     if interpret is None:
         order = None if order is None else order.with_slots(chunks.two_orders)
-        others = order, padded, seed, self_weight
-        return attend_to_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segment_ids)
+
+        def attend(q, k, v):
+            return _attend(chunks, q, k, v, order, padded, seed, self_weight)
+
+        return attend_to_tokens(attend, q, k, v, segment_ids)
     if mosaic:
         from reformax.ops.kernels.mosaic import chunked as kernel
     else:
@@ -401,7 +404,7 @@ def _attend_forward(chunks, q, k, v, order, segment_ids, seed, self_weight):
     q, k, values = (None if x is None else _heads_first(x, n) for x, n in sides)
     order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
     forward = functools.partial(_forward, chunks, segment_ids, seed)
-    out, row_max, row_sum = _by_heads(forward, chunks, q, k, values, order, _heads(q))
+    out, row_max, row_sum = _by_heads(forward, chunks, q, k, values, order, _head_index(q))
     if chunks.sees_itself:
         alone = _alone_weight(chunks, row_sum, segment_ids, seed, self_weight)
         out = out + alone * values.astype(out.dtype)
@@ -418,7 +421,7 @@ def _attend_backward(chunks, residuals, d_out):
     d_out, row_dot = (_heads_first(x, q.shape[2]) for x in (d_out, row_dot))
     backward = functools.partial(_backward, chunks, segment_ids, seed)
     statistics = (row_max, row_sum, row_dot[..., 0])
-    dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _heads(q))
+    dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _head_index(q))
     if chunks.sees_itself:
         alone = _alone_weight(chunks, row_sum, segment_ids, seed, self_weight)
         dv = dv + alone * d_out.astype(dv.dtype)
@@ -441,7 +444,7 @@ def _attend_tangent(chunks, residuals, tangents):
 _attend.define(_attend_forward, _attend_backward, _attend_tangent)
 
 
-def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
+def _head_index(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
     """The index of each head, by which dropout is drawn."""
     return jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], q.shape[:2])
 
