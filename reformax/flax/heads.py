@@ -241,9 +241,12 @@ def _checked_lengths(lengths: Any, n_rows: int, n_tokens: int) -> Int[Array, " B
     if lengths is None:
         return jnp.full(n_rows, n_tokens)
     lengths = checked_lengths(lengths, "lengths", n_rows)
-    if _is_known(lengths) and not np.all(_fits(lengths, n_tokens)):
+    if not _is_known(lengths):
+        return lengths
+    known = np.asarray(lengths)  # within jit, operations on arrays of JAX are traced
+    if not np.all(_fits(known, n_tokens)):
         raise ValueError(
-            f"lengths has {int(lengths.min())} to {int(lengths.max())}: expected 1 to {n_tokens}, "
+            f"lengths has {int(known.min())} to {int(known.max())}: expected 1 to {n_tokens}, "
             "the tokens of inputs_q"
         )
     return lengths

@@ -457,6 +457,8 @@ def test_what_decoding_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             in_linen.apply(weights, X[:, :4], lengths=lengths, **mutable)
+    with pytest.raises(ValueError, match=message):  # also known ones in a compiled function
+        jax.jit(lambda x: in_linen.apply(weights, x, lengths=lengths, **mutable))(X[:, :4])
     _, full = in_linen.apply(weights, X[:, :8], **mutable)
     with pytest.raises(ValueError, match="inputs_q is token 9 of a row: expected at most max_deco"):
         in_linen.apply(weights | full, X[:, :1], **mutable)

@@ -103,6 +103,17 @@ def test_lengths_that_do_not_fit(given, message):
         inputs.call(flash.flash(), x, **given)
 
 
+def test_known_lengths_within_a_compiled_function():
+    x, lengths = inputs.draw(flash.flash(), batch=2, length=9), jnp.array([9, 4])
+
+    def attend(lengths):
+        return jax.jit(lambda x: inputs.call(flash.flash(), x, lengths=lengths))(x)
+
+    np.testing.assert_array_equal(attend(lengths), attend(np.array(lengths)))
+    with pytest.raises(ValueError, match="lengths has 4 to 10: expected 0 to 9"):
+        attend(lengths + jnp.array([1, 0]))
+
+
 @pytest.mark.parametrize("dtype, most", [(np.uint8, 255), (np.int32, 2**31 - 1)])
 def test_cudnn_gets_lengths_within_the_row(dtype, most, monkeypatch):
     """Kernels would read behind the array; numbers without a sign would wrap at `lengths - 1`."""

@@ -198,7 +198,8 @@ def _check_lengths(lengths, q, keys, others) -> None:
             f"[batch], {q.shape[:1]}"
         )
     if not isinstance(lengths, jax.core.Tracer) and lengths.size:
-        least, most = (int(x) for x in (np.min(lengths), np.max(lengths)))
+        lengths = np.asarray(lengths)  # within jit, operations on arrays of JAX are traced
+        least, most = int(lengths.min()), int(lengths.max())
         if least < 0 or most > q.shape[1]:
             raise ValueError(
                 f"lengths has {least} to {most}: expected 0 to {q.shape[1]}, the length of q"

@@ -275,10 +275,11 @@ class _Launches(NamedTuple):
         qkv = (self._like(a, a.dtype) for a in x[:3])
         shapes = RecurrenceGradients(*qkv, decay, None if x.beta is None else numbers)
         inputs = inverse, states, d_states, values, d_values, d_out, d_total
-        whole = self.plan.dtype == F32
-        # A tile of 64 rows is a product of four warps on Hopper; more hold more tiles.
-        few = not whole and not self.by_feature and max(x.k.shape[3], x.v.shape[3]) <= NARROW_HEAD
-        options = dict(stages=1 if whole else 2, warps=4 if few else None)  # a chip's limits
+        whole, wide = self.plan.dtype == F32, max(x.k.shape[3], x.v.shape[3]) > NARROW_HEAD
+        # Chips' limits: with wide rows of the delta rule, Blackwell's memory holds one stage. A
+        # tile of 64 rows is a product of four warps on Hopper; more hold more tiles.
+        stages = 1 if whole or (wide and x.beta is not None) else 2
+        options = dict(stages=stages, warps=None if whole or wide or self.by_feature else 4)
         (out,) = self._each(gradients_kernel, inputs, (shapes,), **options)
         decay = out.decay if decay is not numbers else out.decay[..., None]
         beta = None if out.beta is None else out.beta[..., None]
