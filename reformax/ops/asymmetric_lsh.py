@@ -46,7 +46,7 @@ from reformax.ops.decoding.sorted_order import (
 )
 from reformax.ops.hashing.alignment import aligned_orders
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
-from reformax.ops.hashing.bucket_loss import LearningBuckets
+from reformax.ops.hashing.bucket_loss import N_QUERIES, LearningBuckets
 from reformax.ops.hashing.centring import centred
 from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket
 from reformax.ops.lsh import Buckets, HashCount
@@ -219,7 +219,7 @@ class asymmetric_lsh(LearningBuckets, SortedByHash):
     count_once: bool = True
     attend_self_if_alone: bool = True
     bucket_loss: NonNegative = 0.0
-    loss_queries: Size = 64
+    loss_queries: Size = N_QUERIES
     report_loss: bool = False
     impl: str = "auto"
 

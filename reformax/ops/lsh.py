@@ -54,7 +54,7 @@ from reformax.ops.decoding.sorted_order import (
 )
 from reformax.ops.hashing import circle
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
-from reformax.ops.hashing.bucket_loss import LearningBuckets
+from reformax.ops.hashing.bucket_loss import N_QUERIES, LearningBuckets
 from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket, take_last, within_buckets
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.chunked import chunked_attention
@@ -135,7 +135,7 @@ class lsh(LearningBuckets, AttentionOp):
     attend_self_if_alone: bool = True
     self_score: float | None = None
     bucket_loss: NonNegative = 0.0
-    loss_queries: Size = 64
+    loss_queries: Size = N_QUERIES
     report_loss: bool = False
     rotations: Float[ArrayLike, "N H R F"] | None = None
     impl: str = "auto"

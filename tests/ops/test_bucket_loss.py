@@ -134,6 +134,8 @@ def test_a_step_draws_its_queries_and_reports_their_loss(factory):
 def test_no_loss_is_no_report(factory):
     with pytest.raises(SettingError, match="report_loss is True and bucket_loss 0"):
         factory(report_loss=True)
+    with pytest.raises(SettingError, match="loss_queries is 8 and bucket_loss 0: set bucket_loss"):
+        factory(loss_queries=8)
 
 
 @pytest.mark.slow

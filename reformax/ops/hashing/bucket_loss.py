@@ -41,6 +41,7 @@ from reformax.ops.softmax.online import largest, masked_exp, masked_softmax
 # Queries whose probabilities of all keys are in memory together.
 _TOGETHER = 8
 METER = "bucket_loss"
+N_QUERIES = 64  # where an op is not told
 # Of cosines and probabilities, which are below 1 by it.
 _MARGIN = 1e-4
 
@@ -77,10 +78,12 @@ class LearningBuckets:
 
     def _check(self) -> None:
         super()._check()
-        if self.report_loss and not self.bucket_loss:
-            raise SettingError(
-                "report_loss is True and bucket_loss 0: set bucket_loss, such as to 0.1"
-            )
+        for name, default in (("report_loss", False), ("loss_queries", N_QUERIES)):
+            value = getattr(self, name)
+            if value != default and not self.bucket_loss:
+                raise SettingError(
+                    f"{name} is {value} and bucket_loss 0: set bucket_loss, such as to 0.1"
+                )
 
     def _learning(
         self, call: Call, params, out: Float[Array, "B T N V"], q, k, hashed, n_buckets: int

@@ -196,9 +196,10 @@ class _Launches(NamedTuple):
         grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
         # The delta rule reads whole rows of three arrays, and of decays by feature: a chip holds
         # fewer wide ones. Two programs of `states` share a processor where two stages are in
-        # flight; of `d_states`, which reads more, one has it for itself.
+        # flight; of `d_states`, which reads more, one has it for itself, if it holds three.
         row = blocks.h * (self.plan.dtype.itemsize + 4 * self.by_feature)
-        wide = row > 384 or (row >= 256 and kernel is states_kernel)
+        fewer = kernel is states_kernel or dispatch.shared_kib() < dispatch.LARGE_CHIP
+        wide = row > 384 or (row >= 256 and fewer)
         stages = STAGES - 1 if wide and self.x.beta is not None else STAGES
         return _run(kernel, self.plan, grid, inputs, out_shape, stages, blocks=blocks)
 
