@@ -20,7 +20,7 @@ def init(layer, *shapes, seed=0):
     def draw(path, like):
         name = getattr(path[-1], "key", "")
         # As wide as Glorot and Bengio have it; scales are about 1, biases about 0.
-        glorot = np.sqrt(2 / sum(like.shape[-2:]))
+        glorot = np.sqrt(2 / (sum(like.shape[-2:]) or 2))
         width = {"w": glorot, "e": 0.3, "a": 0.3}.get(name[:1], 0.1)
         array = width * rng.normal(size=like.shape) + (name == "scale")
         return jnp.asarray(array, like.dtype)
