@@ -9,13 +9,12 @@ evaluations, of which the newest one of a length counts. A run has the name of i
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import style
+import of_runs
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from style import Palette
@@ -103,19 +102,9 @@ def _panel(axes: Axes, colors: Palette, lines: Lines) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes OUT-light and OUT-dark."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--tasks", nargs="+", default=(), help="default: all that were asked")
-    parser.add_argument("--out", type=Path, required=True, help="path without -light.svg")
-    parser.add_argument("--format", choices=("svg", "png"), default="svg")
-    args = parser.parse_args(argv)
-    try:
-        found = read_all(args.runs, args.tasks)
-    except ValueError as error:
-        parser.error(str(error))
-    for mode, colors in style.MODES.items():
-        path = args.out.with_name(f"{args.out.name}-{mode}.{args.format}")
-        style.save(draw(colors, found), path)
+    flags = of_runs.parser(__doc__)
+    flags.add_argument("--tasks", nargs="+", default=(), help="default: all that were asked")
+    of_runs.write(flags, argv, lambda args: read_all(args.runs, args.tasks), draw)
 
 
 if __name__ == "__main__":

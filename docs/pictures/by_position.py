@@ -10,7 +10,6 @@ name of its folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lines
-import style
+import of_runs
 from matplotlib.figure import Figure
 from style import Palette
 
@@ -119,19 +118,9 @@ def _panel(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes OUT-light and OUT-dark."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--split", default="valid", choices=("train", "valid", "test"))
-    parser.add_argument("--out", type=Path, required=True, help="path without -light.svg")
-    parser.add_argument("--format", choices=("svg", "png"), default="svg")
-    args = parser.parse_args(argv)
-    try:
-        found = read_all(args.runs, args.split)
-    except ValueError as error:
-        parser.error(str(error))
-    for mode, colors in style.MODES.items():
-        path = args.out.with_name(f"{args.out.name}-{mode}.{args.format}")
-        style.save(draw(colors, found), path)
+    flags = of_runs.parser(__doc__)
+    flags.add_argument("--split", default="valid", choices=("train", "valid", "test"))
+    of_runs.write(flags, argv, lambda args: read_all(args.runs, args.split), draw)
 
 
 if __name__ == "__main__":
