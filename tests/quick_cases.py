@@ -436,7 +436,7 @@ QUICK = {
     },
     "training/test_training_carried.py": {"test_the_change_arrives": ["slots"]},
     "training/test_training_durability.py": {
-        "test_any_failing_call_of_a_save_leaves_a_whole_checkpoint": ["rename-5", "fsync-5"],
+        "test_any_failing_call_of_a_save_leaves_a_whole_checkpoint": ["rename-5"],
         "test_killed_while_a_step_is_saved_again_one_of_the_two_is_whole": ["rename"],
     },
     # An evaluation and a dry run have the mask too.
@@ -492,7 +492,7 @@ QUICK = {
         "test_broken_streams_cost_no_line": ["None-None"],
     },
     "training/test_training_pieces.py": {
-        "test_the_loss_of_parts_is_that_of_whole_rows": ["packed-rotary"],
+        "test_the_loss_of_parts_is_that_of_whole_rows": ["packed-none"],
         "test_a_step_of_parts": [],
         "test_reading_on_is_reading_at_once": ["TransformerLM"],
     },

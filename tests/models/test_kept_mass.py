@@ -57,6 +57,7 @@ def close(one, other):
         np.testing.assert_allclose(one[layer], other[layer], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_are_measured_on_their_own_inputs():
     model, params, found = measured(TransformerLM, dropout=0.0)
     close(found, by_hand(model, params))

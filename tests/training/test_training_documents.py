@@ -50,6 +50,7 @@ def test_an_evaluation_scores_documents_alone():
     assert band.n_targets == 40 and band.bits == pytest.approx(found["bits_per_dim"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_dry_run_has_segments(no_search):
     task, _ = task_of([30, 40, 50])
     settings = dict(steps=1, batch_size=2, length=32, optimizer=optimizer.adam())

@@ -206,6 +206,7 @@ def test_one_that_does_not_fit_is_told_before_the_first_step(tmp_path, name, giv
         loop.train(tmp_path, **arguments(evaluations={name: given}))
 
 
+@pytest.mark.slow
 def test_a_config_names_them_and_its_saved_one_is_read(tmp_path, monkeypatch, capsys):
     import train
     from tests.training.scripts import call

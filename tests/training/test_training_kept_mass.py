@@ -59,6 +59,7 @@ def test_a_run_that_goes_on_has_the_lines_of_one_that_never_stopped(tmp_path):
     assert [x["step"] for x in lines(tmp_path / "twice")] == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_the_kept_mass_of_a_split_is_the_mean_of_some_batches(monkeypatch):
     model, task = HASHED(mode="eval"), tiny.counting()
     params = model.init_params(jax.random.PRNGKey(0), (2, 16))

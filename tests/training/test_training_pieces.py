@@ -123,6 +123,7 @@ def test_bfloat16_under_strict_promotion():
         run.lower(state, batch, jax.random.PRNGKey(1))
 
 
+@pytest.mark.slow
 def test_the_line_of_a_config_reaches_the_step(tmp_path, monkeypatch):
     lengths, gradient = [], pieces.gradient
 

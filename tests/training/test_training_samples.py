@@ -35,6 +35,7 @@ def sampled(folder):
     return [line for line in worker.record(folder) if line["tag"] == "sample"]
 
 
+@pytest.mark.slow
 def test_samples_follow_their_evaluations_and_go_wherever_lines_go(
     arguments, tmp_path, monkeypatch, capsys
 ):

@@ -176,6 +176,7 @@ def test_the_fewest_hashes_are_those_within_the_tolerance_of_the_best():
     assert found["fewest_n_hashes"] == 8 and len(found["by_n_hashes"]) == 4
 
 
+@pytest.mark.slow
 def test_the_other_scripts_take_the_config_too(run):
     own, other = (
         run(generate.main, "--checkpoint=2", "--prompt=abc", "--max_new_tokens=40", *more)[1]

@@ -17,7 +17,9 @@ TOKENS = np.random.default_rng(0).integers(1, 7, (4, 9), np.int32)
 
 
 @pytest.mark.parametrize(
-    "attention", [local.local(chunk_len=4), dsa.dsa(top_k=4, d_index=4)], ids=repr
+    "attention",
+    [local.local(chunk_len=4), pytest.param(dsa.dsa(top_k=4, d_index=4), marks=pytest.mark.slow)],
+    ids=repr,
 )
 def test_micro_batches_sum_up_to_the_batch(attention):
     """The loss of an algorithm's own, a mean over tokens, counts once like the model's."""
