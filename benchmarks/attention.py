@@ -18,7 +18,9 @@ length, or more memory than there is, as both grew at shorter ones, is left out.
 sequence or, with `--tokens`, tokens / N. Rows are causal but longformer, linformer, nystromformer
 and those named `all`; those named `packed` have seven documents and padding. A query sees 256 keys
 in each round of `lsh`, `smyrf` and `asymmetric_lsh`; `nsa` has one head of keys, and no weights of
-its own. A query of `dsa` sees 256 keys, and the gradient of its indexer is computed too.
+its own. What an indexer chooses, the group `indexed`, has 32 heads of 128 on one head of keys, or
+the run's on two: on a GPU 2,048 keys of a query, or 512 keys or summaries. The gradient of the
+indexer is computed too.
 
 A row gets no time before its output and gradients agree, at a short length, with another
 implementation given the same plan, and nearly all of the plan with that implementation's: on a GPU

@@ -24,12 +24,14 @@ from reformax.ops import (
     asymmetric_lsh,
     block_patterns,
     block_sparse,
+    csa,
     dense,
     dsa,
     flash,
     gated_delta,
     gated_linear,
     hash_sparse,
+    hca,
     kda,
     linear,
     linformer,
@@ -47,6 +49,8 @@ from reformax.ops import (
     smyrf,
 )
 from reformax.ops.calls.dispatch import INTERPRETED, on_hopper
+from reformax.ops.indexing import candidates
+from reformax.ops.indexing.indexer import Indexer
 from reformax.ops.recurrence.random_features import orthogonal_directions
 from reformax.ops.softmax.orders import Order
 
@@ -102,7 +106,7 @@ class Made(NamedTuple):
       n_global: the first tokens, which are global ones.
       n_kv_heads: heads of keys; None: as many as of queries.
       dense: the row that it is compared with.
-      wide: whether its heads are those of NSA's paper, 64 of 128.
+      heads: heads of queries and their size; None: the run's.
     """
 
     make: Callable[..., AttentionOp]
@@ -112,14 +116,14 @@ class Made(NamedTuple):
     n_global: int = 0
     n_kv_heads: int | None = None
     dense: str = "flash"
-    wide: bool = False
+    heads: tuple[int, int] | None = None
 
 
 def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]]:
     """The ops by group and name, the most important first. epsilon: Performer's."""
     of, half = functools.partial, shape.block // 2
     chunk_len, stride = half // 2, max(2, half // 16)
-    one, four = dict(n_kv_heads=1), dict(n_kv_heads=4, wide=True)
+    one, four = dict(n_kv_heads=1), dict(n_kv_heads=4, heads=(64, 128))  # NSA's paper has four
     exact = {"flash": Made(flash.flash, of(dense.dense, impl="xla"))}
     if jax.default_backend() == "gpu":  # elsewhere "auto" is "xla"
         for impl in ("xla", "pallas"):
@@ -131,6 +135,8 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
         ),
         "flash, 1 head of keys": Made(flash.flash, **one),
         "flash, 64 heads of 128": Made(flash.flash, **four),
+        "flash, 32 heads of 128 on 1": Made(flash.flash, n_kv_heads=1, heads=(32, 128)),
+        "flash, 2 heads of keys": Made(flash.flash, n_kv_heads=2),
     }
 
     chunks = dict(chunk_len=chunk_len, n_chunks_before=1, n_chunks_after=0)
@@ -177,6 +183,24 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
         "dsa": Made(of(dsa.dsa, top_k=half, d_index=shape.d_head)),
     }
 
+    # What an indexer chooses, on one head of keys, as DeepSeek's models, and on a fourth.
+    of_one = dict(n_kv_heads=1, heads=(32, 128), dense="flash, 32 heads of 128 on 1")
+    of_two = dict(n_kv_heads=2, dense="flash, 2 heads of keys")
+    summaries = of(csa.csa, top_k=half // 2, window=max(4, half // 8))
+    by_candidates = {
+        kind: of(dsa.dsa, top_k=shape.block, indexer=Indexer(candidates=found))
+        for kind, found in (("hashed", candidates.Hashed()), ("pooled", candidates.Pooled()))
+    }
+    indexed = {
+        "dsa, 1 head of keys": Made(of(dsa.dsa, top_k=shape.block), **of_one),
+        "dsa, hashed": Made(by_candidates["hashed"], **of_one),
+        "dsa, pooled": Made(by_candidates["pooled"], **of_one),
+        "csa": Made(summaries, **of_one),
+        "hca": Made(hca.hca, **of_one),
+        "dsa, 2 heads of keys": Made(of(dsa.dsa, top_k=half // 2), **of_two),
+        "csa, 2 heads of keys": Made(summaries, **of_two),
+    }
+
     blocks = {
         name: Made(of(block_sparse.block_sparse, pattern=pattern, block_size=max(16, chunk_len)))
         for name, pattern in PATTERNS.items()
@@ -202,6 +226,7 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
         "hashed": hashed,
         "windows": windows,
         "chosen": chosen,
+        "indexed": indexed,
         "blocks": blocks,
         "linear_time": linear_time,
     }
@@ -220,11 +245,14 @@ def other_impl() -> str:
 
 # The arrays of a row, and its passes.
 
+# Weights that have the names of arrays of a call.
+_WEIGHTS = {"k": "weights of k", "v": "weights of v"}
+
 
 def inputs_of(made: Made, shape: Shape, length: int) -> dict[str, Any]:
     """Random inputs and the op's own weights by name, and the cotangent `d_out`."""
     op, batch = made.make(impl="xla"), shape.batch(length)
-    heads = (64, 128) if made.wide else (shape.n_heads, shape.d_head)
+    heads = made.heads or (shape.n_heads, shape.d_head)
     sizes = dict(dtype=shape.dtype, n_kv_heads=made.n_kv_heads)
     q, k, v, d_out = rows.inputs(batch, length, *heads, **sizes)
     dims = op.dims(q, v)
@@ -234,7 +262,8 @@ def inputs_of(made: Made, shape: Shape, length: int) -> dict[str, Any]:
     }
     keys = {} if op.shared_qk else {"k": k}
     of_call = jax.tree.map(lambda x: x.astype(shape.dtype), drawn)
-    return {"q": q} | keys | {"v": v, "d_out": d_out} | of_call | dict(op.init(rows.KEY, dims))
+    params = {_WEIGHTS.get(name, name): x for name, x in dict(op.init(rows.KEY, dims)).items()}
+    return {"q": q} | keys | {"v": v, "d_out": d_out} | of_call | params
 
 
 def call_of(op: AttentionOp, made: Made, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +271,8 @@ def call_of(op: AttentionOp, made: Made, inputs: Mapping[str, Any]) -> dict[str,
     q = inputs["q"]
     projected = op.extra_projections(op.dims(q, inputs["v"]))
     extra = {name: inputs[name] for name in projected}
-    params = {name: x for name, x in inputs.items() if name not in (*"qkv", *extra)}
+    names = {other: name for name, other in _WEIGHTS.items()}
+    params = {names.get(n, n): x for n, x in inputs.items() if n not in (*"qkv", *extra)}
     call = dict(causal=made.causal, rng=rows.KEY, params=params or ())
     call |= dict(extra_projections=extra) if extra else {}
     if made.packed:
