@@ -33,7 +33,8 @@ linear-attention-transformer. They get the same inputs and weights, without proj
 and are checked against the same numbers. The LSH attentions and linear-attention-transformer
 compute something else: they are checked to be finite. flash-linear-attention is given features and
 gates, which ours compute themselves; in rows named `from inputs` it computes them too. A last table
-has the peers' times over ours.
+has the peers' times over ours. Where
+jax-linear-attention is installed its recurrences are rows too, in our JAX, without `--peers`.
 
 Each row is a process. All compile side by side, at more than 65,536 tokens one after another, and
 then have the device alone in turn; peers are one process then, and Triton chooses among versions of

@@ -820,6 +820,35 @@ def test_rows_stand_in_their_groups_with_what_they_are_compared_with():
         attention.chosen(["no", "lsh"], groups)
 
 
+@pytest.mark.parametrize("name", ["gated_linear", "gated_delta", "kda"])
+def test_a_recurrence_of_jax_linear_attention_gets_our_inputs(name, monkeypatch):
+    """A token by token recurrence stands in the place of the package."""
+
+    def linear_attention(kind, q, k, v, g, beta=None, use_qk_l2norm=False):
+        assert use_qk_l2norm == (beta is not None)
+        if use_qk_l2norm:
+            q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+        decay = jnp.exp(g if g.ndim == 4 else g[..., None])
+        beta = jnp.ones(g.shape[:3]) if beta is None else beta
+        state, rows = jnp.zeros((*v[:, 0].shape, q.shape[3])), []
+        for t in range(q.shape[1]):
+            state = state * decay[:, t, :, None]
+            old = jnp.einsum("bnvh,bnh->bnv", state, k[:, t]) if use_qk_l2norm else 0
+            written = beta[:, t, :, None] * (v[:, t] - old)
+            state = state + written[..., None] * k[:, t, :, None]
+            rows.append(jnp.einsum("bnvh,bnh->bnv", state, q[:, t]) / q.shape[3] ** 0.5)
+        return jnp.stack(rows, axis=1), state
+
+    package = types.ModuleType("jla.ops")
+    package.linear_attention = linear_attention
+    monkeypatch.setitem(sys.modules, "jla", types.ModuleType("jla"))
+    monkeypatch.setitem(sys.modules, "jla.ops", package)
+    monkeypatch.setattr(attention_rows.jax_linear_attention, "is_installed", lambda: True)
+    shape = TINY_ATTENTION._replace(check_length=16)
+    errors = attention_rows.check(attention_rows.row(f"jax-linear-attention, {name}", shape), shape)
+    assert 0 < max(errors) < 1e-5
+
+
 def test_a_process_of_peers_that_fails_is_an_error(tmp_path):
     (answer,) = processes.ask(sys.executable, "no_module.no_function")
     assert answer["error"].startswith("ModuleNotFoundError: ")

@@ -18,6 +18,7 @@ from benchmarks.harness import rows
 from benchmarks.harness.by_length import left_out, save, timed
 from benchmarks.harness.calls import attempt, attempt_each, compiled, reason
 from benchmarks.harness.processes import Answer, alone, stage, together
+from benchmarks.peers import jax_linear_attention
 from reformax import memory
 from reformax.ops import (
     AttentionOp,
@@ -221,6 +222,13 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
         "long_short": Made(lambda impl: long_short.long_short()),
         "long_short, all": Made(lambda impl: long_short.long_short(), causal=False),
     }
+    if jax_linear_attention.is_installed():
+        for name in jax_linear_attention.KINDS:
+            make = linear_time[name].make
+            linear_time[f"jax-linear-attention, {name}"] = Made(
+                lambda impl, make=make: jax_linear_attention.Peer(make(impl="xla")),
+                of(make, impl="xla"),
+            )
     return {
         "exact": exact,
         "hashed": hashed,
