@@ -163,6 +163,15 @@ def test_data_for_no_config(answer):
     assert line == "the task reads files: give --data_dir"
 
 
+@pytest.mark.parametrize("flag", ["--init_from=prior", "--data_dir=mine.txt"])
+def test_a_task_that_is_none_is_named_whatever_flag_is_given(flag, answer, made, tmp_path):
+    (made / "prior").mkdir(exist_ok=True)
+    (made / "prior/vocabulary.model").touch()  # which --init_from binds to the task
+    flags = ("--config_file=quickstart.gin", f"--output_dir={tmp_path}", flag)
+    line = answer("train", *flags, "--config=loop.train.task=5")
+    assert line == "loop.train.task is 5: expected a task, such as @text.text()"
+
+
 @pytest.mark.parametrize(
     "name, value",
     [
