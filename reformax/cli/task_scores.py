@@ -49,7 +49,6 @@ OF_TASKS = ("include_path", "num_fewshot", "limit", *OF_OWN)
 _READ = ("task", "text.text.offset")
 # Tasks of the package, and the name of all of them.
 OWN = (*KINDS, in_context.RULER)
-PICTURE = "evaluation_tasks.png"
 # Draws that the harness makes for a standard error that has no formula.
 _BOOTSTRAP = 1000
 
@@ -106,12 +105,19 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     if of_own:
         kept["texts"] = args.texts
         lines = {name: found[name]["by_length"] for name in of_own}
-        files.write(PICTURE, task_tables.draw(lines, saved_run.named(saved.steps)))
+        kept["picture"] = _picture_name(saved.steps, asked, of_own, args)
+        files.write(kept["picture"], task_tables.draw(lines, saved_run.named(saved.steps)))
     files.write_result(FILE, _finite(kept))
     print(f"{saved_run.named(saved.steps)}, {files.named(FILE)}")
     for name, figures in found.items():
         _print(name, figures)
     return max(files.exit_code(), score_text() if TEXT in names else 0)
+
+
+def _picture_name(steps: Sequence[int], asked: in_context.Asked, names: Sequence[str], args) -> str:
+    others = dict(tasks=names, lengths=asked.lengths, n=asked.n, n_depths=asked.n_depths)
+    others |= dict(texts=args.texts, seed=args.seed, config=args.config)
+    return results.picture_name("evaluation_tasks", steps, max(asked.lengths), **others)
 
 
 def _asked(args: argparse.Namespace) -> in_context.Asked:
