@@ -45,6 +45,8 @@ SETTINGS = {
     "lm.ReformerLM.attention_type=@lsh.lhs()": "did you mean lsh?",
     "lm.ReformerLM.attention_type=@flush.flash()": "flush is not the name of an imported module: "
     "lm.ReformerLM.attention_type=@flush.flash(); did you mean flash",
+    "indexer.Indexer.candidates=@candidates.Hash()": "has no Hash: indexer.Indexer.candidates="
+    "@candidates.Hash(); did you mean Hashed?",
     "lm.ReformerLM.attention_type=@lsh()": "lsh is a module: name a function of it: "
     "lm.ReformerLM.attention_type=@lsh(); did you mean lsh.lsh",
     "dtype=bfloat16": "write a text in quotes: --config=\"dtype='bfloat16'\"",

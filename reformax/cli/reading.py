@@ -368,11 +368,12 @@ def _configurable(
 
 
 def _public(module: Any) -> list[str]:
-    """The public functions and classes that a module defines, or else all its public names."""
+    """The functions and classes that a module lists or defines, or else all its public names."""
     if not isinstance(module, ModuleType):
         return []
     found = {name: x for name, x in vars(module).items() if name[0] != "_"}
     own = [x for x in found if getattr(found[x], "__module__", "") == module.__name__]
+    own += getattr(module, "__all__", [])
     return [name for name in own if callable(found[name])] or list(found)
 
 
