@@ -1,7 +1,7 @@
 """Parses gin files and overrides, once, into gin's global config; every mistake is one line.
 
-Overrides see the imports of all files. A module of this package, or one of the working directory,
-needs no import line: `--config='loop.train.task=@text.text()'`.
+Overrides see the imports of all files. A module of this package, or else one of the working
+directory, needs no import line: `--config='loop.train.task=@text.text()'`.
 
 The steps, each in a file and importing those before it: `reading` reads one text, `lookup` finds
 values by name, `parsed` builds what the config names, and this file parses all that a command gets.

@@ -1,8 +1,8 @@
 """Reads the text of gin configs: as data, or statement by statement into gin's global config.
 
 gin's parser finds the statements. What they name is looked up here, so that every mistake is one
-line with its place and the nearest names. A module of this package, or of the working directory,
-needs no import line. A file's imports bind names for this file alone.
+line with its place and the nearest names. A module of this package, or else of the working
+directory, needs no import line. A file's imports bind names for this file alone.
 """
 
 from __future__ import annotations
