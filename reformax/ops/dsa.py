@@ -135,8 +135,8 @@ class dsa(Reusing, AttentionOp):
     _replace_value = staticmethod(replace_in_memory)
 
     @property
-    def plans(self):
-        return "draws" if self.indexer.draws and not self.reuse else "reads"
+    def plan_needs(self):
+        return "rng" if self.indexer.draws and not self.reuse else "inputs"
 
     @property
     def causality(self):

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import Count, SettingError, Size
+from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.calls.options import Options, options
 from reformax.ops.indexing.candidates.base import (
     Candidates,
@@ -125,7 +126,7 @@ class Indexer(Options):
         causal: bool,
         length: int,
         rng: PRNGKeyArray | None,
-        interpret: bool | None = None,
+        interpret: Interpret = None,
     ) -> Int[Array, "B T K"]:
         """The positions that each query sees, the chosen ones first; -1 is none.
 
@@ -319,7 +320,7 @@ class Indexer(Options):
         n_best: int,
         keys: IndexedKeys,
         queries: QueryChunk,
-        interpret: bool | None,
+        interpret: Interpret,
     ) -> Int[Array, "B Q K"]:
         """The best keys of some queries, by scores of all keys or of candidates."""
         side = Side(queries.position, queries.ids)
