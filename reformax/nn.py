@@ -118,7 +118,7 @@ def dot_product_attention(
     if query_seq_lengths is not None:
         is_query = _is_token(query_seq_lengths, "query_seq_lengths", len(q), q.shape[1])
         q = jnp.where(is_query[..., None, None], q, 0)  # padding may be NaN
-    if op.plans == "draws" and rng is None:
+    if op.plan_needs == "rng" and rng is None:
         rng = jax.random.key(0)
     out = op(q, k, v, causal=is_causal, mask=mask, bias=bias, rng=rng)
     if is_query is not None:

@@ -6,6 +6,7 @@ the files of `made`. All end with exit code 2: the command or its config is wron
 
 import json
 import random
+import sys
 import tarfile
 
 import gin
@@ -45,6 +46,8 @@ SETTINGS = {
     "lm.ReformerLM.attention_type=@lsh.lhs()": "did you mean lsh?",
     "lm.ReformerLM.attention_type=@flush.flash()": "flush is not the name of an imported module: "
     "lm.ReformerLM.attention_type=@flush.flash(); did you mean flash",
+    "indexer.Indexer.candidates=@candidates.Hash()": "has no Hash: indexer.Indexer.candidates="
+    "@candidates.Hash(); did you mean Hashed?",
     "lm.ReformerLM.attention_type=@lsh()": "lsh is a module: name a function of it: "
     "lm.ReformerLM.attention_type=@lsh(); did you mean lsh.lsh",
     "dtype=bfloat16": "write a text in quotes: --config=\"dtype='bfloat16'\"",
@@ -163,6 +166,15 @@ def test_data_for_no_config(answer):
     assert line == "the task reads files: give --data_dir"
 
 
+@pytest.mark.parametrize("flag", ["--init_from=prior", "--data_dir=mine.txt"])
+def test_a_task_that_is_none_is_named_whatever_flag_is_given(flag, answer, made, tmp_path):
+    (made / "prior").mkdir(exist_ok=True)
+    (made / "prior/vocabulary.model").touch()  # which --init_from binds to the task
+    flags = ("--config_file=quickstart.gin", f"--output_dir={tmp_path}", flag)
+    line = answer("train", *flags, "--config=loop.train.task=5")
+    assert line == "loop.train.task is 5: expected a task, such as @text.text()"
+
+
 @pytest.mark.parametrize(
     "name, value",
     [
@@ -178,6 +190,28 @@ def test_data_for_no_config(answer):
 def test_a_module_of_this_package_needs_no_import_line(name, value):
     config.parse([QUICKSTART], [f"{name}={value}"])
     assert str(gin.query_parameter(name)).removeprefix("@").endswith(value[1:])
+    gin.clear_config()
+
+
+def test_a_module_of_one_s_own_that_has_the_name_of_ours_is_taken_by_an_import_line(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.py").write_text("def text(data_dir=None):\n    return 'mine'\n")
+    setting = "loop.train.task = @text.text()\n"
+    (tmp_path / "ours.gin").write_text(f"include 'quickstart.gin'\n{setting}")
+    (tmp_path / "mine.gin").write_text(f"import text\ninclude 'quickstart.gin'\n{setting}")
+    monkeypatch.delitem(sys.modules, "text", raising=False)
+    for file, module in (
+        ("ours.gin", "from reformax.data import text"),
+        ("mine.gin", "import text"),
+    ):
+        config.parse([file])
+        assert module in gin.config_str().splitlines()
+        note = "note: text is reformax.data.text and not text.py in this folder, which a line "
+        note += "`import text` in the config file takes\n"
+        assert capsys.readouterr().err == (note if file == "ours.gin" else "")
+    monkeypatch.delitem(sys.modules, "text")
     gin.clear_config()
 
 

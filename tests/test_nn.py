@@ -128,7 +128,7 @@ def test_every_algorithm_without_weights(name):
     """By its name it is the op itself, and under `jit`, `vmap` over rows, and `grad`."""
     arrays, op = inputs(), nn.op_of(name)
     causal = op.causality != "never"
-    rng = jax.random.key(0) if op.plans == "draws" else None
+    rng = jax.random.key(0) if op.plan_needs == "rng" else None
     want = op(*arrays, causal=causal, rng=rng)
     call = dict(is_causal=causal, implementation=name)
     np.testing.assert_array_equal(dot_product_attention(*arrays, **call), want)

@@ -1,7 +1,7 @@
 """Parses gin files and overrides, once, into gin's global config; every mistake is one line.
 
-Overrides see the imports of all files. A module of this package, or one of the working directory,
-needs no import line: `--config='loop.train.task=@text.text()'`.
+Overrides see the imports of all files. A module of this package, or else one of the working
+directory, needs no import line: `--config='loop.train.task=@text.text()'`.
 
 The steps, each in a file and importing those before it: `reading` reads one text, `lookup` finds
 values by name, `parsed` builds what the config names, and this file parses all that a command gets.
@@ -302,7 +302,10 @@ def _bind_init_from(init_from: str) -> None:
 def _bind_data_dir(data_dir: str) -> None:
     """Binds the folder of the tasks of the run, its stages and its evaluations, or of their own."""
     if not lookup.is_set(_TASK):
-        raise ConfigError("--data_dir is set, but the config sets no loop.train.task")
+        raise ConfigError(
+            f"--data_dir={data_dir}: the config sets no loop.train.task: give one, such as "
+            "--config='loop.train.task=@text.text()'"
+        )
     without = [_give_folder(_TASK, data_dir)]
     without += [_give_folder(name, data_dir, scoped=False) for name in _other_tasks()]
     if all(without):
@@ -348,10 +351,7 @@ def _task_of(parameter: str) -> tuple[str, str]:
     value = lookup.value_of(parameter)
     if not isinstance(value, gin.config.ConfigurableReference):
         name = parameter.replace("reformax.training.", "")
-        raise ConfigError(
-            f"--data_dir is set, but {name} is {shown(value)}: expected a task of files, such as "
-            "@text.text()"
-        )
+        raise ConfigError(f"{name} is {shown(value)}: expected a task, such as @text.text()")
     scope, selector = value.config_key
     if selector == "gin.macro":
         raise ConfigError(

@@ -2,21 +2,21 @@
 
 Prints bits per dim, of pieces per token and of a text per byte, and writes the same to
 DIR/evaluation_SPLIT.json. The next evaluation of the split replaces it; DIR/evaluations.jsonl keeps
-a line of each, whatever its length, stride and settings. Of a task of classes it prints bits per
-label.
+a line of each, whatever its length, stride and settings. A picture has the step and the length in
+its name, and a checksum of other flags; the line has its name as `picture`. Of a task of classes it
+prints bits per label.
 The model and the task are those of the checkpoint's own config; settings such as the number of
 hashes can be overridden with --config. A config that names other code than that of this package is
 refused, unless --trust_config says that it may run.
 
 A model of translation also translates the split, by beam search: sacreBLEU is printed with its
 signature, DIR/translations_SPLIT.txt has the translations line for line, and
-DIR/translations_SPLIT.tsv the source, the reference and the score of each. --beam_size=0 leaves
-that out.
+DIR/translations_SPLIT.tsv the source, the reference and the score of each. The next translation of
+the split replaces both. --beam_size=0 leaves them out.
 
 --by_position says whether far context helps: bits by the position in windows that do not overlap,
-as a table, in the same file and in DIR/by_position_SPLIT.png. Of rows of
-tables and files of a folder, the table also has the position in a document that begins in its
-window.
+as a table, in the same file and in DIR/by_position_SPLIT_stepN_lengthN.png. Of rows of tables and
+files of a folder, the table also has the position in a document that begins in its window.
 
 --kept_mass says how much of dense attention's probability lies on the keys that hashes, or another
 choice of keys, show: by layer, of a sample of queries. --n_hashes=2,4,8,16 scores the run with each
@@ -26,10 +26,10 @@ number of hashes besides its own, and names the fewest that suffice.
 package has RULER's kinds of tasks and two more, `needle`, `needles`, `multi_value`, `multi_query`,
 `variables`, `common_words`, `recall` and `copy`, and `ruler` for all: see
 `reformax.data.questions`. --lengths=4096,16384 gives their texts' lengths in tokens, and --texts a
-file or folder in whose held-out text they hide sentences. A table and DIR/evaluation_tasks.png have
-the accuracy by length and depth. All other names are lm-evaluation-harness's
-(pip install 'reformax[evals]'), which downloads their data.
-DIR/evaluation_tasks.json has the figures.
+file or folder in whose held-out text they hide sentences. A table and a picture have the accuracy
+by length and depth: DIR/evaluation_tasks_stepN_lengthN.png, of the longest length. All other names
+are lm-evaluation-harness's (pip install 'reformax[evals]'), which downloads their data.
+DIR/evaluation_tasks.json has the figures of the newest evaluation of tasks.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the
@@ -160,7 +160,7 @@ def parser():
         action="store_true",
         default=None,
         help="also score windows of the length that do not overlap, by the position in them: a "
-        "table and DIR/by_position_SPLIT.png",
+        "table and DIR/by_position_SPLIT_stepN_lengthN.png",
     )
     parser.add_argument(
         "--kept_mass",
@@ -308,11 +308,14 @@ def _by_position(
         loss_chunk_len=loss_chunk_len,
         mesh=saved.mesh,
     )
-    metric, name = metric_name(task), f"by_position_{args.split}.png"
+    metric = metric_name(task)
+    others = dict(seed=args.seed, config=args.config, tokens=args.tokens, data_dir=args.data_dir)
+    stem = f"by_position_{args.split}"
+    name = results.picture_name(stem, saved.steps, sizes["length"], **others)
     title = f"{args.split}, windows of {sizes['length']:,}, {saved_run.named(saved.steps)}"
     files.write(name, by_position.draw(bands, metric, title))
     print(f"{by_position.table(bands, metric)}\n{files.named(name)}", flush=True)
-    return by_position.as_json(bands, metric)
+    return by_position.as_json(bands, metric) | {"picture": name}
 
 
 def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _devices(options: dict[str, Any], saved: saved_run.Saved) -> dict[str, Any]:
     from reformax import devices
     from reformax.training import mesh
 
-    chosen = mesh.make(mesh.parsed(options["mesh"]))
+    chosen = mesh.make(mesh.parsed(options["mesh"]), typed=f"--mesh={options['mesh']}")
     return {"mesh": chosen, "divide_caches": devices.n_sequence_shards(chosen) > 1}
 
 

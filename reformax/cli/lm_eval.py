@@ -148,7 +148,7 @@ def parts_of(
     batch_size: int | str | None,
     seed: int,
     progress: bool,
-    length_name: str = "max_length",
+    typed: str | None = None,
 ) -> tuple:
     """The arguments of `HarnessRequests` for a run that was read.
 
@@ -159,7 +159,7 @@ def parts_of(
       batch_size: rows together; "auto" or None: as many as make a number of tokens.
       seed: of the hashes.
       progress: whether to show it.
-      length_name: what the user calls `max_length`.
+      typed: the flag that gives `max_length`, as the user typed it, in errors.
 
     Raises:
       SettingError: the model reads no text, or its positions hold fewer tokens.
@@ -173,11 +173,13 @@ def parts_of(
         batch_size = int(batch_size) if str(batch_size).isdigit() else batch_size
         check("batch_size", batch_size, Size)
     model = saved.model
-    max_length = saved.run["length"] if max_length is None else check(length_name, max_length, Size)
+    max_length = (
+        saved.run["length"] if max_length is None else check("max_length", max_length, Size)
+    )
     if model.max_length is not None and max_length > model.max_length:
         raise SettingError(
-            f"{length_name} is {max_length} and the model's positions hold {model.max_length}: "
-            "lower it to that"
+            f"{typed or f'max_length={max_length}'}: the model's positions hold "
+            f"{model.max_length} tokens: lower {max_length} to that"
         )
     scorer = LanguageScorer(
         model,

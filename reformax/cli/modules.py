@@ -29,16 +29,32 @@ _PARTS = ("evaluations", "stages")  # of which a run has several, in a list or b
 def module_of(name: str) -> str | None:
     """The module that a config may name without an import line: 'reformax.ops.lsh' of 'lsh'.
 
-    It is one of this package, or of the working directory, where imports find it from now on.
+    It is one of this package, or else of the working directory, where imports find it from now on.
+    If both have one, a note on stderr says how to take the other.
     """
     if name in (packages := _packages()):
+        if file := _in_working_directory(name):
+            _note_hidden(name, packages[name], file)
         return f"{packages[name]}.{name}"
-    if name.isidentifier() and name not in sys.stdlib_module_names:
-        folder = Path.cwd()
-        if any(path.is_file() for path in (folder / f"{name}.py", folder / name / "__init__.py")):
-            find_in_working_directory()
-            return name
+    if name not in sys.stdlib_module_names and _in_working_directory(name):
+        find_in_working_directory()
+        return name
     return None
+
+
+def _in_working_directory(name: str) -> Path | None:
+    """The file of a module in the working directory, relative to that."""
+    files = (Path(f"{name}.py"), Path(name, "__init__.py")) if name.isidentifier() else ()
+    return next((file for file in files if file.is_file()), None)
+
+
+@functools.cache  # once for each
+def _note_hidden(name: str, package: str, file: Path) -> None:
+    print(
+        f"note: {name} is {package}.{name} and not {file} in this folder, which a line "
+        f"`import {name}` in the config file takes",
+        file=sys.stderr,
+    )
 
 
 def names() -> list[str]:

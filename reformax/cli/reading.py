@@ -1,8 +1,8 @@
 """Reads the text of gin configs: as data, or statement by statement into gin's global config.
 
 gin's parser finds the statements. What they name is looked up here, so that every mistake is one
-line with its place and the nearest names. A module of this package, or of the working directory,
-needs no import line. A file's imports bind names for this file alone.
+line with its place and the nearest names. A module of this package, or else of the working
+directory, needs no import line. A file's imports bind names for this file alone.
 """
 
 from __future__ import annotations
@@ -368,11 +368,12 @@ def _configurable(
 
 
 def _public(module: Any) -> list[str]:
-    """The public functions and classes that a module defines, or else all its public names."""
+    """The functions and classes that a module lists or defines, or else all its public names."""
     if not isinstance(module, ModuleType):
         return []
     found = {name: x for name, x in vars(module).items() if name[0] != "_"}
     own = [x for x in found if getattr(found[x], "__module__", "") == module.__name__]
+    own += getattr(module, "__all__", [])
     return [name for name in own if callable(found[name])] or list(found)
 
 

@@ -7,14 +7,31 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from reformax import durable
 
 RECORD = "evaluations.jsonl"
+
+
+def picture_name(stem: str, steps: Sequence[int], length: int, **others: Any) -> str:
+    """The name of an evaluation's picture, which no evaluation of other settings has.
+
+    Args:
+      stem: its beginning.
+      steps: of the checkpoints.
+      length: in tokens; the longest of several.
+      **others: all else that the picture depends on, as JSON has it. Where one is set, the name
+        ends with a checksum of them.
+    """
+    parts = [stem, f"step{'-'.join(map(str, steps))}", f"length{length}"]
+    if given := {name: value for name, value in others.items() if value}:
+        parts.append(f"{crc32(json.dumps(given, sort_keys=True).encode()):08x}")
+    return f"{'_'.join(parts)}.png"
 
 
 class ResultFiles:

@@ -26,8 +26,8 @@ from reformax.cli import (
     saved_run,
     task_tables,
 )
-from reformax.data.questions import KINDS, Hay
-from reformax.declared import SettingError
+from reformax.data.questions import KINDS, Encode, Hay, TooShort
+from reformax.declared import SettingError, Size, fits
 from reformax.evals import in_context
 
 TEXT = "text"
@@ -49,7 +49,6 @@ OF_TASKS = ("include_path", "num_fewshot", "limit", *OF_OWN)
 _READ = ("task", "text.text.offset")
 # Tasks of the package, and the name of all of them.
 OWN = (*KINDS, in_context.RULER)
-PICTURE = "evaluation_tasks.png"
 # Draws that the harness makes for a standard error that has no formula.
 _BOOTSTRAP = 1000
 
@@ -85,13 +84,13 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     saved = saved_run.restore(args, args.data_dir)
     longest = max(asked.lengths, default=args.length)
     sizes = dict(max_length=longest, batch_size=args.batch_size, seed=args.seed)
-    name = "--lengths" if asked.lengths else "--length"
-    parts = lm_eval.parts_of(args, saved, **sizes, progress=not args.quiet, length_name=name)
+    parts = lm_eval.parts_of(args, saved, **sizes, progress=not args.quiet, typed=_typed(args))
     if TEXT not in names:  # which reads more, and notes the rest itself
         report.note_unused(args.config, (*saved_run.MODEL, *_READ))
     scorer, encode, *_ = parts
     found: dict[str, Any] = {}
     asked = asked._replace(lengths=asked.lengths or (scorer.max_length,))
+    _check_lengths(args, asked, of_own, encode)
     for name in of_own:
         found[name] = in_context.score(scorer, encode, name, asked)
     if of_harness:
@@ -106,12 +105,19 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     if of_own:
         kept["texts"] = args.texts
         lines = {name: found[name]["by_length"] for name in of_own}
-        files.write(PICTURE, task_tables.draw(lines, saved_run.named(saved.steps)))
+        kept["picture"] = _picture_name(saved.steps, asked, of_own, args)
+        files.write(kept["picture"], task_tables.draw(lines, saved_run.named(saved.steps)))
     files.write_result(FILE, _finite(kept))
     print(f"{saved_run.named(saved.steps)}, {files.named(FILE)}")
     for name, figures in found.items():
         _print(name, figures)
     return max(files.exit_code(), score_text() if TEXT in names else 0)
+
+
+def _picture_name(steps: Sequence[int], asked: in_context.Asked, names: Sequence[str], args) -> str:
+    others = dict(tasks=names, lengths=asked.lengths, n=asked.n, n_depths=asked.n_depths)
+    others |= dict(texts=args.texts, seed=args.seed, config=args.config)
+    return results.picture_name("evaluation_tasks", steps, max(asked.lengths), **others)
 
 
 def _asked(args: argparse.Namespace) -> in_context.Asked:
@@ -122,8 +128,8 @@ def _asked(args: argparse.Namespace) -> in_context.Asked:
         try:
             lengths = sorted(set(map(int, args.lengths.split(","))))
         except ValueError:
-            lengths = [0]
-        if lengths[0] < 1:
+            lengths = []
+        if not lengths or not fits(lengths, Sequence[Size]):
             raise SettingError(
                 f"--lengths={args.lengths}: give numbers of tokens, such as --lengths=4096,16384"
             )
@@ -131,6 +137,27 @@ def _asked(args: argparse.Namespace) -> in_context.Asked:
     hay = default.hay if args.texts is None else _hay(args.texts)
     n, n_depths = args.limit or default.n, args.depths or default.n_depths
     return in_context.Asked(lengths, n, n_depths, hay, args.seed)
+
+
+def _typed(args: argparse.Namespace) -> str | None:
+    """The flag of lengths as it was typed; None: the length is the run's."""
+    given = {name: getattr(args, name) for name in ("lengths", "length")}
+    return next((f"--{name}={value}" for name, value in given.items() if value is not None), None)
+
+
+def _check_lengths(args, asked: in_context.Asked, names: Sequence[str], encode: Encode) -> None:
+    """Raises `SettingError`, before anything is scored, if a question has no room in a length."""
+    shortest, found = min(asked.lengths), []
+    for name in names:
+        try:
+            in_context.questions(asked, name, shortest, encode)
+        except TooShort as error:
+            found.append(error)
+    if found:
+        longest, typed = max(found, key=lambda error: error.n_tokens), _typed(args)
+        fix = f"raise {shortest} to that or more" if typed else f"give --length={longest.n_tokens}"
+        given = typed or f"the run's length is {shortest}"
+        raise SettingError(f"{given}: {longest.words}: {fix}")
 
 
 def _hay(path: str) -> Hay:

@@ -355,6 +355,15 @@ def assembled(episode: Episode, parts: Sequence[str], ask: Ask) -> Question:
     return Question("".join(text) + ask.begin, ask.answer, episode.depth)
 
 
+class TooShort(SettingError):
+    """A question without any filling is longer than it may be."""
+
+    def __init__(self, length: int, what: str, n_tokens: int):
+        self.words = f"{what} alone have {n_tokens} tokens"
+        self.n_tokens = n_tokens
+        super().__init__(f"length is {length}: {self.words}, raise it")
+
+
 def longest(
     built: Callable[[int], Question], length: int, encode: Encode, of_each: float, what: str
 ) -> Question:
@@ -368,7 +377,7 @@ def longest(
       what: a question without parts, in errors.
 
     Raises:
-      SettingError: `built(0)` is longer.
+      TooShort: `built(0)` is longer.
     """
 
     def room(one: Question) -> int:
@@ -377,9 +386,7 @@ def longest(
     best = built(0)
     left = room(best)
     if left < 0:
-        raise SettingError(
-            f"length is {length}: {what} alone have {length - left} tokens, raise it"
-        )
+        raise TooShort(length, what, length - left)
     n = n_best = 0
     for _ in range(20):  # parts differ in length
         step = int(left / of_each) if left >= 0 else -max(1, round(-left / of_each))
@@ -408,7 +415,7 @@ def question(
       hay: the text that needles lie in.
 
     Raises:
-      SettingError: what is hidden is longer.
+      TooShort: what is hidden is longer.
     """
     key = [seed % 2**64, zlib.crc32(name.encode()), number]
 

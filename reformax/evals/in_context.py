@@ -40,7 +40,7 @@ def questions(asked: Asked, name: Name, length: int, encode: Encode) -> list[Que
     """Questions whose depths are spread evenly, each of at most `length` tokens with its answer.
 
     Raises:
-      SettingError: what is hidden is longer.
+      TooShort: what is hidden is longer.
     """
     depths = np.linspace(0, 1, asked.n) if asked.n > 1 else [0.5]
     of_all = length, encode, asked.seed, asked.hay

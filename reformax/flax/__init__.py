@@ -88,7 +88,7 @@ def attention_fn(
         if dtype is not None:
             query, key, value = (x.astype(dtype) for x in (query, key, value))
         source = dropout_rng
-        if source is None and op.plans == "draws":
+        if source is None and op.plan_needs == "rng":
             source = jax.random.key(0) if rng is None else rng
         out = op(
             *(query, key, value),

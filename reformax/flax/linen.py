@@ -153,7 +153,7 @@ class Attention(nn.Module):
 
     def _draw(self, rate: float) -> Array | None:
         """The source of hashes and dropout."""
-        hashes = self.op.plans == "draws"
+        hashes = self.op.plan_needs == "rng"
         stream = "attention" if hashes or self.has_rng("attention") else "dropout"
         return self.make_rng(stream) if hashes or rate > 0.0 else None
 

@@ -103,7 +103,7 @@ class Attention(nnx.Module):
         heads = sizes.n_heads, sizes.d_v
         self.out = nnx.LinearGeneral(heads, out_features or in_features, axis=(-2, -1), **options)
         self.op_params = _own_weights(op, sizes, max_length, rngs)
-        hashes = op.plans == "draws"
+        hashes = op.plan_needs == "rng"
         stream = "attention" if hashes or "attention" in rngs else "dropout"
         self.rngs = getattr(rngs, stream).fork() if hashes or dropout_rate > 0.0 else None
         self.cache, self.max_decode_length = nnx.data(None), None
@@ -198,7 +198,7 @@ class Attention(nnx.Module):
 
     def _draw(self, rate: float) -> Array | None:
         """The source of hashes and dropout."""
-        return self.rngs() if rate > 0.0 or self.op.plans == "draws" else None
+        return self.rngs() if rate > 0.0 or self.op.plan_needs == "rng" else None
 
     def _decode(self, params, projected, lengths) -> Float[Array, "B T N V"]:
         cache, n_tokens = self.cache.get_value(), projected["query"].shape[1]

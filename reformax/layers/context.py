@@ -125,7 +125,7 @@ def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens,
       params: the op's weights.
       rng: for `function`, which also gets a `Shard` where heads are sharded.
     """
-    if op.plans == "no":
+    if op.plan_needs == "nothing":
         return ()
     if not by_heads(op, n_heads, False):
         return devices.by_rows(function, (qkv, tokens), (params, rng))

@@ -124,8 +124,9 @@ class ReversibleStack(BlockStack):
     def _check_offload(self) -> None:
         """Raises `SettingError` if there is nothing to offload."""
         attentions = [x for block in self.blocks for x in block.attentions.values()]
-        kept = self.keep_ff_outputs or self.remat_policy != "nothing"
-        if self.offload_activations and not kept and all(x.op.plans == "no" for x in attentions):
+        keeps = self.keep_ff_outputs or self.remat_policy != "nothing"
+        keeps |= any(x.op.plan_needs != "nothing" for x in attentions)
+        if self.offload_activations and not keeps:
             raise SettingError(
                 "offload_activations is True and remat_policy is 'nothing', which keeps nothing of "
                 "these layers: set remat_policy='attention'"

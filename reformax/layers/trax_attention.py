@@ -124,7 +124,7 @@ class TraxAttention(Layer):
         letters = "qv" if op.shared_qk else "qkv"
         biases = tuple(f"b_{x}" for x in letters) if self.bias else ()
         self._names = (*(f"w_{x}" for x in letters), "w_o", *biases)
-        self._random_plan = op.plans == "draws"
+        self._random_plan = op.plan_needs == "rng"
 
     @property
     def drops(self) -> bool:

@@ -29,7 +29,7 @@ from reformax.declared import NonNegative, Size, Unsupported
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, Interpret, choose_kernels, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     SharedByBatch,
@@ -89,7 +89,7 @@ class SortedByHash(AttentionOp):
     """
 
     cross = True
-    plans = "draws"
+    plan_needs = "rng"
     shards = ("heads",)
     chooses_keys = True
     _keeps_padding_out = True
@@ -104,7 +104,7 @@ class SortedByHash(AttentionOp):
     def _chunks(self) -> ChunkSizes:
         raise NotImplementedError
 
-    def _kernels(self, call: Call, q: Array, k: Array, v: Array | None = None) -> bool | None:
+    def _choose_kernels(self, call: Call, q: Array, k: Array, v: Array | None = None) -> Interpret:
         """`choose_kernels` of a call, whose values may not be known yet."""
         return choose_kernels(self.impl, kernel_obstacles(q, k, v, call.logits))
 
@@ -126,7 +126,7 @@ class SortedByHash(AttentionOp):
             sort_by_bucket(x, codes.n_codes, *masks).query_positions for x in codes[:2]
         )
         order = Order(queries, key_positions=keys)
-        return order.for_kernels(self._kernels(call, q, k), self.count_once, two_orders=True)
+        return order.for_kernels(self._choose_kernels(call, q, k), self.count_once, two_orders=True)
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         """Softmax attention over the chunks of all orders (`lsh` says which keys are seen)."""
@@ -150,7 +150,7 @@ class SortedByHash(AttentionOp):
             n_tokens = None
             options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
             chunks = Chunking(q.shape[1], *self._chunks, **options)
-        interpret = self._kernels(call, q, k, v)
+        interpret = self._choose_kernels(call, q, k, v)
         masks = segment_ids, call.seed
         return chunked_attention(q, k, v, chunks, plan, *masks, interpret, n_tokens=n_tokens)
 

@@ -95,15 +95,16 @@ class AttentionOp(Options):
     Attributes:
       shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
         keys.
-      causality: "either", "only" (it cannot show the future) or "never" (it cannot hide it). Calls
-        are checked by it.
+      causality: the values of `causal` that a call may have: "either", "only" True (it cannot show
+        the future) or "never" True (it cannot hide it). Calls are checked by it.
       cross: queries and keys may come from different sequences. `CrossAttention` asks.
       bias: it can add a given bias to the logits. Layers with a `position_bias` ask.
       dropout: it makes attention weights, which can be dropped. Layers with a rate ask.
       packed: it tells segments apart; False: a row has one, besides padding. Models of packed rows
         ask.
-      plans: "no" (it sees the same keys whatever it reads), "reads" the queries and keys, or
-        "draws" at random and needs an rng. Devices skip the first; layers give the last an rng.
+      plan_needs: what `plan` is made of: "nothing" (the same keys are seen whatever they hold),
+        "inputs" (queries and keys), or "rng" (also numbers that it draws). Devices make no plan of
+        the first; layers give the last an rng.
       reuses: its plan is that of an op before it in the cycle of layers, which `may_reuse` names.
         Stacks pass it on, and in decoding `newest_choice` of the other's cache as `step(chosen=)`.
       never_sees_itself: a position never sees itself. Layers with `next_value` ask.
@@ -155,8 +156,8 @@ class AttentionOp(Options):
     _impls: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def plans(self) -> Literal["no", "reads", "draws"]:
-        return "no" if type(self)._plan is AttentionOp._plan else "reads"
+    def plan_needs(self) -> Literal["nothing", "inputs", "rng"]:
+        return "nothing" if type(self)._plan is AttentionOp._plan else "inputs"
 
     @property
     def more_value_heads(self) -> bool:

@@ -87,8 +87,8 @@ class block_sparse(AttentionOp):
         return self.n_global > 0
 
     @property
-    def plans(self) -> str:
-        return "reads" if self.n_global else "no"
+    def plan_needs(self) -> str:
+        return "inputs" if self.n_global else "nothing"
 
     @property
     def shards(self) -> tuple[str, ...]:

@@ -48,7 +48,6 @@ from reformax.ops.compressing.attention import (
 from reformax.ops.compressing.op_functions import Compressed, CompressedCache
 from reformax.ops.compressing.summaries import Series, init_weights, newest_summary, summarize
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, fill_ring
-from reformax.ops.indexing.candidates import rows_at
 from reformax.ops.indexing.learning import (
     clipped,
     divergence,
@@ -59,7 +58,7 @@ from reformax.ops.indexing.learning import (
 )
 from reformax.ops.indexing.reuse import Reusing
 from reformax.ops.indexing.rule import ChoiceRule
-from reformax.ops.indexing.scores import IndexQueries, scores, scores_of_gathered
+from reformax.ops.indexing.scores import IndexQueries, gathered, scores, scores_of_gathered
 from reformax.ops.indexing.streaming import best_keys
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side, is_token
@@ -332,7 +331,7 @@ class csa(Reusing, Compressed, AttentionOp):
 
     def _of_chosen(self, call, far, index_keys, dtypes, q, chosen, query, index):
         at = jnp.maximum(chosen, 0)
-        keys, values, ids, index_keys = (rows_at(x, at) for x in (*far, index_keys))
+        keys, values, ids, index_keys = (gathered(x, at) for x in (*far, index_keys))
         key = Side(last_position(at, self.block_size), ids, exists=chosen >= 0)
         return SummariesOfQueries(
             call.logits.of("bqgmh,bqkgh->bgmqk", q, keys.astype(dtypes[0])),

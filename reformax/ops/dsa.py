@@ -53,7 +53,6 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.indexing.candidates import rows_at
 from reformax.ops.indexing.indexer import Indexed, Indexer, IndexerCache
 from reformax.ops.indexing.learning import (
     clipped,
@@ -64,7 +63,7 @@ from reformax.ops.indexing.learning import (
     no_queries,
 )
 from reformax.ops.indexing.reuse import Reusing
-from reformax.ops.indexing.scores import IndexQueries, scores, scores_of_gathered
+from reformax.ops.indexing.scores import IndexQueries, gathered, scores, scores_of_gathered
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.auxiliary_loss import with_loss
@@ -136,8 +135,8 @@ class dsa(Reusing, AttentionOp):
     _replace_value = staticmethod(replace_in_memory)
 
     @property
-    def plans(self):
-        return "draws" if self.indexer.draws and not self.reuse else "reads"
+    def plan_needs(self):
+        return "rng" if self.indexer.draws and not self.reuse else "inputs"
 
     @property
     def causality(self):
@@ -316,7 +315,7 @@ class dsa(Reusing, AttentionOp):
         self, call, keys, dtypes, q, chosen, query_ids, position, *index
     ) -> KeysOfQueries:
         at = jnp.maximum(chosen, 0)
-        k, v, index_keys, ids = (rows_at(x, at) for x in keys)
+        k, v, index_keys, ids = (gathered(x, at) for x in keys)
         key = Side(at, ids, exists=chosen >= 0)
         return KeysOfQueries(
             call.logits.of("bqnh,bqknh->bnqk", q, k.astype(dtypes[0])),

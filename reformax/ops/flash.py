@@ -19,6 +19,7 @@ from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import (
     KERNELS,
+    Interpret,
     choose_kernels,
     compute_by,
     kernel_obstacles,
@@ -118,7 +119,7 @@ class _FlashPieces(NamedTuple):
     block_sizes: tuple[int | None, int | None]
     logits: Logits
     dropout: float
-    interpret: bool | None
+    interpret: Interpret
 
     def forward(self, causal, q, k, v, segment_ids, seed):
         k, v = repeat_heads(q, k, v)

@@ -84,7 +84,7 @@ class hash_sparse(AttentionOp):
     attend_self_if_alone: bool = True
     impl: str = "auto"
 
-    plans = "draws"
+    plan_needs = "rng"
     shards = ("heads",)
     chooses_keys = True
     _impls = KERNELS

@@ -14,7 +14,13 @@ from jaxtyping import Array, Float
 from reformax.declared import SettingError, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles, mosaic_obstacles
+from reformax.ops.calls.dispatch import (
+    KERNELS,
+    Interpret,
+    compute_by,
+    kernel_obstacles,
+    mosaic_obstacles,
+)
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import KeyValues
 from reformax.ops.decoding.reading import add_all_to_ring
@@ -187,7 +193,7 @@ class local(RingDecoding, AttentionOp):
         }
         return compute_by(self.impl, implementations)
 
-    def _in_chunks(self, call: Call, q, k, v, interpret: bool | None = None, mosaic=False):
+    def _in_chunks(self, call: Call, q, k, v, interpret: Interpret = None, mosaic=False):
         k, v = repeat_heads(q, k, v)
         sizes, (n_batch, length, n_heads) = self._chunks, q.shape[:3]
         order = self_weight = None

@@ -35,6 +35,7 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import (
     KERNELS,
+    Interpret,
     choose_kernels,
     kernel_obstacles,
     mosaic_obstacles,
@@ -152,8 +153,8 @@ class lsh(LearningBuckets, AttentionOp):
         return not self.attend_self_if_alone
 
     @property
-    def plans(self) -> str:
-        return "draws" if self.rotations is None else "reads"
+    def plan_needs(self) -> str:
+        return "rng" if self.rotations is None else "inputs"
 
     @property
     def causality(self) -> str:
@@ -202,7 +203,7 @@ class lsh(LearningBuckets, AttentionOp):
                 "rotations are given and n_buckets is 'auto': give the number of buckets"
             )
 
-    def _kernels(self, call: Call, q: Array, v: Array | None = None) -> bool | None:
+    def _choose_kernels(self, call: Call, q: Array, v: Array | None = None) -> Interpret:
         """`choose_kernels` of a call, whose values may not be known yet."""
         arrays = q, None, v, call.logits
         refused = dict(wrap=self.wrap, self_score=self.self_score)
@@ -239,7 +240,7 @@ class lsh(LearningBuckets, AttentionOp):
             return within_buckets(order, buckets, self.chunk_len * self.n_chunks_before)
         if self.wrap:
             order = circle.in_a_circle(order, self._chunks)
-        return order.for_kernels(self._kernels(call, q), self.count_once)
+        return order.for_kernels(self._choose_kernels(call, q), self.count_once)
 
     def _apply(self, call, params, q, k, v, plan):
         """Softmax attention over the chunks of all hashes' orders."""
@@ -254,7 +255,7 @@ class lsh(LearningBuckets, AttentionOp):
             dropout=call.dropout,
             logits=call.logits,
         )
-        interpret = self._kernels(call, q, v)
+        interpret = self._choose_kernels(call, q, v)
         self_weight = None
         if self.self_score is not None and plan is not None:
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)

@@ -32,6 +32,7 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import (
     KERNELS,
     NARROW_HEAD,
+    Interpret,
     choose_kernels,
     kernel_obstacles,
 )
@@ -111,10 +112,10 @@ class performer(AttentionOp):
     _impls = KERNELS
 
     @property
-    def plans(self) -> str:
+    def plan_needs(self) -> str:
         if self.seed is None:
-            return "draws"
-        return "no" if self.redraw is None else "reads"
+            return "rng"
+        return "nothing" if self.redraw is None else "inputs"
 
     def _check(self) -> None:
         if self.redraw is not None and self.seed is None:
@@ -143,7 +144,7 @@ class performer(AttentionOp):
     def _plan(self, call, params, q, k) -> Int[Array, 2] | tuple[()]:
         """The key data of the features: two words, from which `directions` draws them."""
         del q, k
-        if self.plans == "no":
+        if self.plan_needs == "nothing":
             return ()
         if self.redraw is None:
             return jax.random.bits(call.rng, (2,), jnp.uint32)
@@ -214,7 +215,7 @@ class performer(AttentionOp):
 
     @property
     def carries_state(self) -> bool:
-        return self.plans == "no"
+        return self.plan_needs == "nothing"
 
     def first_state(self, batch, dims, dtype=jnp.float32) -> PerformerCache:
         if not self.carries_state:
@@ -281,7 +282,7 @@ class FeatureFunctions(NamedTuple):
     directions: Float[Array, "M H"]
     epsilon: Any
     dtype: Any  # of features
-    interpret: bool | None  # from `choose_kernels`
+    interpret: Interpret
 
     def scale(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N 1"]:
         """The largest exponent of each vector, without a gradient."""

@@ -61,35 +61,58 @@ def parsed(text: str) -> dict[str, int]:
     return sizes
 
 
-def make(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
+def make(
+    sizes: Mapping[str, int] | None = None,
+    devices: Sequence[Any] | None = None,
+    typed: str | None = None,
+) -> Mesh:
     """A mesh of all `devices`, by default JAX's.
 
     Args:
       sizes: of the axes, as `Sizes` says.
       devices: of the mesh.
+      typed: the flag that gives the sizes, as the user typed it, in errors.
 
     Raises:
       SettingError: the sizes do not make the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    filled = sizes_of(sizes or {}, len(devices))
+    filled = sizes_of(sizes or {}, len(devices), typed)
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(filled.values()), AXES, devices=devices, axis_types=types)
 
 
-def sizes_of(sizes: Mapping[str, int], n: int) -> dict[str, int]:
+def sizes_of(sizes: Mapping[str, int], n: int, typed: str | None = None) -> dict[str, int]:
     """The size of every axis of a mesh of `n` devices; raises as `make` does."""
     sizes = dict(sizes)
     fills = "data" if -1 not in sizes.values() and "data" not in sizes else None
     given = dict.fromkeys(AXES, 1) | sizes | ({fills: -1} if fills else {})
     known = math.prod(size for size in given.values() if size != -1)
     if n % known or (n != known and -1 not in given.values()):
-        expected = f"{known} devices" if -1 not in given.values() else f"a multiple of {known}"
+        is_not = "does not divide" if -1 in given.values() else "is not"
         raise SettingError(
-            f"mesh is {shown(sizes)} and the number of devices {n}: expected {expected}; mesh={{}} "
-            f"splits rows over {n}, and JAX_NUM_CPU_DEVICES={known} simulates {known} on a CPU"
+            f"{typed or f'mesh is {shown(sizes)}'}: {known} {is_not} the number of devices, {n}: "
+            f"{_sizes_that_fit(given, n)}, or {_devices_that_fit(known, n)}"
         )
     return {axis: n // known if size == -1 else size for axis, size in given.items()}
+
+
+def _sizes_that_fit(given: Mapping[str, int], n: int) -> str:
+    """The sizes to give instead, in words."""
+    split = [axis for axis, size in given.items() if size not in (1, -1)]
+    if -1 not in given.values() or len(split) > 1:
+        product = "divides" if -1 in given.values() else "is"
+        return f"give sizes whose product {product} {n}"
+    size = max(x for x in range(1, min(given[split[0]], n) + 1) if n % x == 0)
+    return f"make {split[0]} {size}" if size > 1 else f"leave {split[0]} out"
+
+
+def _devices_that_fit(known: int, n: int) -> str:
+    """The devices to compute on instead, in words."""
+    if known < n:
+        some = ",".join(map(str, range(known)))
+        return f"show JAX {known} of them (CUDA_VISIBLE_DEVICES={some})"
+    return f"simulate {known} on a CPU (JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={known})"
 
 
 def words(mesh: Mesh) -> str:

@@ -562,7 +562,7 @@ APART = "lm.TransformerLM.attention_type=@longformer.longformer()"
     [
         ("loop.train.length=60", "length=60 cannot be divided over context=8: make it a multiple"),
         ("loop.train.eval_length=60", "eval_length=60 cannot be divided over context=8"),
-        ("loop.train.mesh={'context': 3}", "mesh is {'context': 3} and the number of devices 8"),
+        ("loop.train.mesh={'context': 3}", "mesh is {'context': 3}: 3 does not divide the number"),
         ("loop.train.mesh={'data': 8}", "batch_size=2 cannot be divided over 8 devices"),
         (
             "loop.train.mesh={}",

@@ -72,9 +72,13 @@ def test_one_axis_of_a_mesh_fills_up(sizes, filled):
     [
         (
             {"fsdp": 3},
-            "mesh is {'fsdp': 3} and the number of devices 8: expected a multiple of 3",
+            "mesh is {'fsdp': 3}: 3 does not divide the number of devices, 8: make fsdp 2, or show "
+            r"JAX 3 of them \(CUDA_VISIBLE_DEVICES=0,1,2\)$",
         ),
-        ({"data": 4}, "mesh is {'data': 4} and .* 8: expected 4 devices; mesh={}"),
+        ({"context": 16}, r"8: make context 8, or simulate 16 on a CPU \(JAX_.*_DEVICES=16\)$"),
+        ({"context": 7, "data": -1}, "7 does not divide .* 8: make context 4, or show JAX 7 of"),
+        ({"data": 4}, "mesh is {'data': 4}: 4 is not .* 8: give sizes whose product is 8, or show"),
+        ({"fsdp": 2, "context": 3}, "6 does not divide .* 8: give sizes whose product divides 8,"),
         ({"model": 2}, "mesh is {'model': 2}: expected sizes above 0 of some of data, fsdp and"),
         ({"fsdp": 0}, "mesh is {'fsdp': 0}: expected sizes above 0"),
         ({"data": -1, "fsdp": -1}, "one of them -1"),

@@ -175,7 +175,6 @@ def test_evaluate_takes_own_tasks_and_the_text_together(here, monkeypatch, capsy
     assert "needle accuracy: 0.0000" in out and "bits_per_dim: " in out
     found = json.loads((here / "run" / "evaluation_tasks.json").read_text())
     assert found["tasks"]["needle"]["n_questions"] == 3 and found["length"] == 144
-    assert json.loads((here / "run" / "evaluation_valid.json").read_text())["bits_per_dim"] > 0
 
 
 def test_a_context_may_be_without_the_first_token(here):
@@ -254,7 +253,6 @@ def test_each_end_of_a_converted_model_ends_a_continuation(here):
             marks=pytest.mark.slow,  # the harness looks through its thousands
         ),
         (["--tasks="], "--tasks= has no task"),
-        (["--tasks=needle", "--length=9"], "length is 9: the sentences of needle alone have"),
         (["--tasks=of_texts", "--stride=3"], "--stride=3: only the task text reads it"),
         (["--include_path=tasks"], "--include_path=tasks: only --tasks reads it"),
         (["--tasks=of_texts", "--include_path=nowhere"], "--include_path=nowhere is no folder"),

@@ -3,10 +3,13 @@
 import json
 
 import gin
+import jax
 import pytest
 
 import evaluate
 import train
+from reformax.convert import run_folder
+from reformax.convert.spec import Op, Spec
 from tests.training import worker
 from tests.training.scripts import call
 
@@ -48,8 +51,65 @@ def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch
         assert one["accuracy"] == 0.0 and one["n_questions"] == 3  # of four steps
     assert len(scores["tasks"]["copy"]["by_length"][0]["accuracy_by_depth"]) == 3
     assert "| length | accuracy | 0-33% | 33-66% | 66-100% |" in out
-    assert (tmp_path / "run" / "evaluation_tasks.png").stat().st_size > 5_000
+    assert scores["picture"].startswith("evaluation_tasks_step4_length1536_")
+    assert (tmp_path / "run" / scores["picture"]).stat().st_size > 5_000
     assert (scores["length"], scores["texts"]) == (1536, "mine.txt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The run `run`, whose positions hold 256 tokens."""
+    folder = tmp_path_factory.mktemp("ruler")
+    sizes = dict(vocab_size=256, d_model=16, d_ff=16, n_heads=2, n_layers=1)
+    axial = dict(pos_type="axial", pos_axial_shape=(8, 32), pos_d_axial_embs=(8, 8))
+    spec = Spec.make("TransformerLM", [Op("dense", {})], **sizes, **axial)
+    params = spec.build().init_params(jax.random.key(3), (1, 8))
+    run_folder.write(folder / "run", spec, params, {}, "a test")
+    return folder
+
+
+@pytest.fixture
+def score(folder, monkeypatch, capsys):
+    """(exit code, stderr) of the command with flags."""
+    monkeypatch.chdir(folder)
+
+    def run(*flags):
+        flags = ("--output_dir=run", "--quiet", "--limit=3", *flags)
+        code, _, err = call(evaluate.main, monkeypatch, capsys, *flags)
+        gin.clear_config()
+        return code, err
+
+    return run
+
+
+def test_each_picture_of_tasks_has_a_name_of_its_own(score, folder):
+    names = []
+    for flags in (["--length=144"], ["--lengths=144,150"], ["--length=144", "--depths=2"]):
+        assert score("--tasks=needle", *flags)[0] == 0
+        names.append(json.loads((folder / "run/evaluation_tasks.json").read_text())["picture"])
+    assert sorted(names) == sorted(path.name for path in (folder / "run").glob("*.png"))
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--length=9"], "--length=9: the sentences of needle alone have"),
+        (["--lengths=144,9"], "--lengths=144,9: the sentences of needle alone have"),
+        (["--lengths=9,512"], "--lengths=9,512: the model's positions hold 256 tokens: lower 512"),
+        (
+            ["--length=512"],
+            "--length=512: the model's positions hold 256 tokens: lower 512 to that",
+        ),
+        (
+            ["--config=loop.train.length=64"],
+            "the run's length is 64: the sentences of needle alone have",
+        ),
+    ],
+)
+def test_a_length_that_does_not_fit_is_named_as_typed(score, flags, message):
+    code, err = score("--tasks=needle", *flags)
+    assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize(
@@ -58,6 +118,7 @@ def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch
         (["--tasks=text", "--lengths=9"], "--lengths=9: the task text does not read it"),
         (["--tasks=hellaswag", "--texts=a"], "--texts=a: only needle, needles"),
         (["--tasks=ruler", "--lengths=9,a"], "--lengths=9,a: give numbers of tokens"),
+        (["--tasks=ruler", f"--lengths=9,{2**40}"], f"--lengths=9,{2**40}: give numbers of tok"),
         (["--tasks=ruler", "--lengths=0"], "--lengths=0: give numbers of tokens"),
         (["--tasks=ruler", "--lengths=9", "--length=9"], "--length=9: --lengths=9 has the lengths"),
         (["--lengths=9"], "--lengths=9: only --tasks reads it"),

@@ -211,6 +211,10 @@ def test_an_interrupt_keeps_what_was_written(run, monkeypatch):
         (["--max_length=0"], "max_length is 0: expected at least 1"),
         (["--prompt_piece=0"], "prompt_piece is 0: expected at least 1"),
         (["--mesh=rows=2"], "mesh is 'rows=2': expected sizes of the axes data, fsdp, context"),
+        (
+            ["--mesh=context=3"],
+            "--mesh=context=3: 3 does not divide the number of devices, 1: leave",
+        ),
         (["--mesh="], "mesh is '': expected sizes of axes, such as context=4"),
         (["--mesh=data=1,data=2"], "mesh is 'data=1,data=2': expected sizes of the axes"),
         (["--max_length=9"], "max_new_tokens is 24: with a prompt of 0 tokens that is 24, above"),

@@ -138,12 +138,12 @@ def test_masked_says_how_many_inputs_come():
 @pytest.mark.parametrize("random_plan", [False, True])
 def test_dropout_is_a_function_of_the_rng(random_plan):
     x = numbers()
-    op = next(row.op() for row in ROWS if (row.op().plans == "draws") == random_plan)
+    op = next(row.op() for row in ROWS if (row.op().plan_needs == "rng") == random_plan)
     layer = layers.Attention(op, **SIZES)
     params = plain.init(layer, x.shape)
     # The plan is fixed, so that an rng changes the dropout alone.
     plan = jax.jit(lambda: layer.plan(params, layer.project(params, x), rng=RNG))()
-    op = changed(op, _plan=lambda *_, **__: plan, plans="draws")
+    op = changed(op, _plan=lambda *_, **__: plan, plan_needs="rng")
 
     def apply(**options):
         layer = layers.Attention(op, **SIZES, **options)
@@ -180,7 +180,7 @@ def test_the_two_dropouts_draw_apart():
         seen["weights"] = call.seed
         return v
 
-    op = changed(dense.dense(), _plan=plan, _apply=apply, plans="draws")
+    op = changed(dense.dense(), _plan=plan, _apply=apply, plan_needs="rng")
     layer, x = layers.Attention(op, attention_dropout=0.1), numbers()
     layer.apply(layer.init_params(RNG, x.shape), x, rng=RNG)
     assert not np.array_equal(seen["plan"], seen["weights"])

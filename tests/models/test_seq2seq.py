@@ -276,7 +276,7 @@ STRICT = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True)
 class Random(dense.dense):
     """Dense attention of a sharpness that is drawn for each head."""
 
-    plans = "draws"
+    plan_needs = "rng"
 
     def _plan(self, call, params, q, k):
         return jax.random.randint(call.rng, q.shape[2:3], 1, 4)

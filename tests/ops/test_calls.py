@@ -55,7 +55,7 @@ def test_a_mask_of_keys_is_padding_in_segments(row):
         np.testing.assert_allclose(got[TOKENS], want[TOKENS], rtol=1e-5, atol=1e-6)
         # An op of two sequences keeps the queries; in others they are the same positions, and in a
         # causal call of one that sorts.
-        assert np.any(got[~TOKENS]) == (op.cross and op.plans != "draws")
+        assert np.any(got[~TOKENS]) == (op.cross and op.plan_needs != "rng")
 
 
 def test_a_mask_is_added_to_segments():

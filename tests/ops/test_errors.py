@@ -337,7 +337,7 @@ def test_an_op_refuses_what_it_cannot_do(row):
         refused.append(
             (inputs, packed, f"segment_ids of a row are several, but {name} does not tell")
         )
-    if op.plans == "draws":
+    if op.plan_needs == "rng":
         refused.append((inputs, dict(rng=None), f"rng is None: {name}, which draws its plan at"))
     for arrays, options, message in refused:
         with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)) as raised:

@@ -120,7 +120,7 @@ def test_given_rotations_are_the_hash():
     options = dict(chunk_len=8, n_hashes=2, n_buckets=(4, 6))
     drawn = jax.random.normal(KEY, (2, 8, 2, 5))
     given = lsh.lsh(**options, rotations=drawn)
-    assert given.plans == "reads"
+    assert given.plan_needs == "inputs"
     want = attend(lsh.lsh(**options), q, v)
     np.testing.assert_array_equal(attend(given, q, v, rng=None), want)
     other = lsh.lsh(**options, rotations=np.random.default_rng(0).normal(size=drawn.shape))

@@ -786,10 +786,7 @@ BAD = [
     ({"backprop_len": 5}, "backprop_len is 5: expected a divisor of length, 16"),
     ({"backprop_len": 4}, "backprop_len is 4, but TinyLM carries no states: train a lm.Transf"),
     ({"mesh": {"model": 2}}, "mesh is {'model': 2}: expected sizes above 0 of some of data, fsdp"),
-    (
-        {"mesh": {"fsdp": 9}},
-        "mesh is {'fsdp': 9} and the number of devices .: expected a mult",
-    ),
+    ({"mesh": {"fsdp": 9}}, "mesh is {'fsdp': 9}: 9 does not divide the number of devices, .: "),
     ({"eval_stride": 17}, "eval_stride=17 must not be above eval_length=16"),
     ({"model": {"vocab_size": 2}}, "vocab_size=2"),
     ({"model": {"max_length": 20}, "eval_length": 21}, "length=21 is above max_length=20"),

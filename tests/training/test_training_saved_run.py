@@ -95,7 +95,7 @@ def test_a_checkpoint_is_scored_with_its_own_config(run):
         assert scored()["bits_per_dim"] == valid[step], step
     # The settings of --config are on top: with local attention the first computes something else.
     code, out, _ = run(evaluate.main, "--checkpoint=2", LOCAL, CHUNK, "--by_position")
-    assert code == 0 and "positions" in out and os.path.getsize("run/by_position_valid.png")
+    assert code == 0 and "positions" in out and os.path.getsize(f"run/{scored()['picture']}")
     assert scored()["bits_per_dim"] != valid[2]
     (band,) = scored()["by_position"]  # the windows are short
     assert band["n_targets"] == scored()["n_targets"]
@@ -372,6 +372,19 @@ def test_the_record_has_the_evaluations_of_every_length(run):
     found = [json.loads(line) for line in Path("run/evaluations.jsonl").read_text().splitlines()]
     assert [(one["length"], one["stride"]) for one in found] == [(8, 4), (8, 8)]
     assert found[0]["by_position"] and found[1] == scored()
+    assert found[0]["picture"] == "by_position_valid_step6_length8.png"
+
+
+def test_pictures_of_different_evaluations_have_different_names():
+    name = results.picture_name
+    same = name("by_position_valid", [6], 8, seed=0, config=[], tokens=None)
+    assert same == "by_position_valid_step6_length8.png"
+    others = dict(seed=1), dict(config=["a=1"]), dict(config=["a=2"]), dict(tokens=1)
+    names = [name("by_position_valid", [6], 8, **one) for one in others]
+    names += [name("by_position_test", [6], 8), name("by_position_valid", [5, 6], 8)]
+    names += [name("by_position_valid", [6], 16), same]
+    assert len(set(names)) == len(names)
+    assert name("tasks", [1], 8, config=["a=1"]) == name("tasks", [1], 8, config=["a=1"], seed=0)
 
 
 def test_results_of_several_at_once_are_all_written(tmp_path, monkeypatch):

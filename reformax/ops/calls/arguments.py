@@ -64,7 +64,7 @@ def check_arguments(
     keys = q if k is None else k
     if causal and op.causality == "never":
         raise Unsupported(
-            f"causal=True: {op.name} cannot hide the future, use an op whose causality is either"
+            f"causal=True: {op.name} cannot hide the future, use one that can, such as flash"
         )
     if not causal and op.causality == "only":
         raise Unsupported(f"causal=False: {op} is causal only, set causal=True")
@@ -80,7 +80,7 @@ def check_arguments(
         raise Unsupported(
             f"dropout is {dropout}: {op.name} makes no attention weights to drop, set it to 0"
         )
-    if rng is None and (dropout > 0.0 or op.plans == "draws"):
+    if rng is None and (dropout > 0.0 or op.plan_needs == "rng"):
         why = "dropout > 0" if dropout > 0.0 else f"{op.name}, which draws its plan at random,"
         raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
 

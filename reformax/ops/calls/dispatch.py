@@ -40,6 +40,11 @@ SHARED_KIB = {
 SMALL_CHIP, SMALL_ROW = 99, 256
 LARGE_CHIP = 227
 
+# How our kernels compute a call, which both passes take as a static argument, as `choose_kernels`
+# answers: by Pallas's interpreter, True; compiled, False, as of `interpret` of `pallas_call`; or
+# not at all, None, because array operations compute it. A kernel's own `interpret` is a bool.
+Interpret = bool | None
+
 T = TypeVar("T")
 
 
@@ -105,11 +110,10 @@ def choose_kernels(
     obstacles: str | KernelObstacles | None,
     pays: bool = True,
     **others: str | KernelObstacles | None,
-) -> bool | None:
+) -> Interpret:
     """Whether our kernels that compute a call are interpreted; None: array operations compute it.
 
-    Arguments are as in `choose_impl`, with "mosaic" at most among the `others`. Both passes take
-    the answer as a static argument.
+    Arguments are as in `choose_impl`, with "mosaic" at most among the `others`.
     """
     chosen = choose_impl(impl, pays, pallas=obstacles, **others)
     return chosen == INTERPRETED if chosen in (*KERNELS, *others) else None

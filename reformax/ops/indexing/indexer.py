@@ -16,17 +16,17 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import Count, SettingError, Size
+from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.calls.options import Options, options
-from reformax.ops.indexing.candidates import (
+from reformax.ops.indexing.candidates.base import (
     Candidates,
     IndexedKeys,
     QueryChunk,
-    rows_at,
     without_repeats,
 )
 from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
-from reformax.ops.indexing.scores import IndexQueries, Score, scores, scores_of_gathered
+from reformax.ops.indexing.scores import IndexQueries, Score, gathered, scores, scores_of_gathered
 from reformax.ops.indexing.streaming import best_keys
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
@@ -126,7 +126,7 @@ class Indexer(Options):
         causal: bool,
         length: int,
         rng: PRNGKeyArray | None,
-        interpret: bool | None = None,
+        interpret: Interpret = None,
     ) -> Int[Array, "B T K"]:
         """The positions that each query sees, the chosen ones first; -1 is none.
 
@@ -320,7 +320,7 @@ class Indexer(Options):
         n_best: int,
         keys: IndexedKeys,
         queries: QueryChunk,
-        interpret: bool | None,
+        interpret: Interpret,
     ) -> Int[Array, "B Q K"]:
         """The best keys of some queries, by scores of all keys or of candidates."""
         side = Side(queries.position, queries.ids)
@@ -371,12 +371,12 @@ def best_candidates(
     position = without_repeats(candidates)
     at = jnp.clip(position, 0, keys.keys.shape[1] - 1)
     exists = (position >= 0) & (position < keys.keys.shape[1])
-    key = Side(position, rows_at(keys.ids, at), exists=exists)
+    key = Side(position, gathered(keys.ids, at), exists=exists)
     query = Side(queries.position[..., None], queries.ids[..., None])
     allowed = rule.allows(query, key)
     if choose is not None:
         return choose(queries.index, jnp.where(allowed, position, -1))
-    found = scores_of_gathered(keys.score, queries.index, rows_at(keys.keys, at))
+    found = scores_of_gathered(keys.score, queries.index, gathered(keys.keys, at))
     best = best_of(found, allowed, min(n_best, found.shape[-1]))
     chosen = jnp.take_along_axis(position, jnp.maximum(best, 0), axis=-1)
     chosen = jnp.where(best < 0, -1, chosen)

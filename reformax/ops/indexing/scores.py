@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 Score = Literal["relu", "product"]
 
@@ -36,6 +36,11 @@ class IndexQueries(NamedTuple):
 def scores(score: Score, index: IndexQueries, keys: Float[Array, "B S D"]) -> Array:
     """The scores of all keys, `[B, Q, S]`."""
     return _summed(score, index, jnp.einsum("bqjd,bsd->bqjs", index.searched(score), keys))
+
+
+def gathered(x: Array, index: Int[Array, "B Q K"]) -> Array:
+    """`x[b, index[b]]` of `[B, S, ...]`: each query's rows, `[B, Q, K, ...]`."""
+    return jax.vmap(lambda x, at: x[at])(x, index)
 
 
 def scores_of_gathered(

@@ -63,7 +63,7 @@ def is_one_sequence(
     if not op.cross:
         return True
     is_pair = isinstance(segment_ids, tuple)
-    return causal and op.plans == "draws" and n_queries == n_keys and not is_pair
+    return causal and op.plan_needs == "rng" and n_queries == n_keys and not is_pair
 
 
 def _hides_pairs(mask: Bool[Array, ...]) -> bool:

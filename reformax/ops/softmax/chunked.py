@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
+from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.masking.masks import SegmentIds, TokensFirst, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import Side, is_token
@@ -55,7 +56,7 @@ def chunked_attention(
     order: Order | None,
     segment_ids: SegmentIds | None,
     seed: Int[Array, 6] | None,
-    interpret: bool | None = None,
+    interpret: Interpret = None,
     self_weight: Float[Array, "B N Tp"] | None = None,
     n_tokens: Int[Array, " B"] | None = None,
     mosaic: bool = False,
@@ -73,7 +74,7 @@ def chunked_attention(
       segment_ids: ids; a position sees its own segment, and 0 is padding. A pair if
         `chunks.n_keys`.
       seed: `seed_words` of dropout; None without it.
-      interpret: from `dispatch.choose_kernels`; None: in array operations.
+      interpret: from `dispatch.choose_kernels`.
       self_weight: for shared queries and keys, the weight of a position's own value where the
         position sees nothing else; None is 1. "xla" only.
       n_tokens: the number of tokens of each row, where rows are one segment and all orders have

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from reformax.declared import Bounds
+from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.logits import PLAIN, Logits
 
@@ -157,7 +158,7 @@ class Order(NamedTuple):
         )
 
     def for_kernels(
-        self, interpret: bool | None, count_once: bool, two_orders: bool = False
+        self, interpret: Interpret, count_once: bool, two_orders: bool = False
     ) -> Order:
         """The order, `with_slots` where the implementation of `choose_kernels` needs them.
 

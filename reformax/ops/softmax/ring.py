@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
+from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import seed_at
@@ -37,13 +38,11 @@ Pair = tuple[Any, Any]  # of a device's early and late half
 class PartialAttention(Protocol):
     """Attention of some queries to some keys. Implementations are hashable.
 
-    `interpret` is of `dispatch.choose_kernels`.
-
     A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, and
     the maximum and the sum of `Softmax`.
     """
 
-    interpret: bool | None
+    interpret: Interpret
 
     def forward(self, causal: bool, q, k, v, segment_ids: tuple, seed: Any) -> tuple:
         """The result. `segment_ids` are of queries and of keys, `seed` is of their dropout."""

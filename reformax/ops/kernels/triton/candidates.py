@@ -4,7 +4,7 @@ A program has one query. It reads the index keys of its candidates by their posi
 time, and writes their scores as integers of the same order. No array holds the keys of each query.
 The kernel of `indexer` then selects the best.
 
-Letters as in `ops.indexing.candidates`; I index heads and C candidates of a tile.
+Letters as in `ops.indexing.candidates.base`; I index heads and C candidates of a tile.
 """
 
 from __future__ import annotations
