@@ -33,7 +33,7 @@ MEASURED = ROOT / "docs/attention_table.csv"
 FIGURES = (("combined_ms", 4096), ("combined_ms", 65_536), ("memory_mib", 65_536))
 COLUMNS = (
     *("attention", "ms, 4,096", "ms, 65,536", "MiB, 65,536"),
-    *("causal", "packed", "cross", "decoding", "kernels", "`context`", "flax", "paper", "config"),
+    *("causal", "packed", "`context`", "paper", "config"),
 )
 YES, NO = "yes", "–"
 
@@ -165,11 +165,7 @@ def table() -> str:
                 *(figure(attention.name, *of) for of in FIGURES),
                 is_causal(op),
                 YES if op.packed else NO,
-                YES if op.cross else NO,
-                NO if op.decoding == "no" else YES,
-                kernels(attention.make),
                 context(op),
-                in_flax(op),
                 paper(attention.doc),
                 config(attention.name),
             )
@@ -178,9 +174,30 @@ def table() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def rules() -> str:
+    """What nearly all have in common, or few, as a list below the table."""
+    every = attentions()
+
+    def named(holds: Callable[[Attention], bool]) -> str:
+        return ", ".join(f"`{attention.name}`" for attention in every if holds(attention))
+
+    def all_but(holds: Callable[[Attention], bool]) -> str:
+        others = named(lambda attention: not holds(attention))
+        return f"all but {others}" if others else "all"
+
+    return (
+        f"\n* **Cross-attention**, of two sequences: {named(lambda a: a.op.cross)}.\n"
+        f"* **Decoding** from a cache: {all_but(lambda a: a.op.decoding != 'no')}.\n"
+        f"* **Kernels** for NVIDIA GPUs: {all_but(lambda a: kernels(a.make) != NO)}. "
+        f"Also by cuDNN: {named(lambda a: 'cuDNN' in kernels(a.make))}.\n"
+        f"* **[Modules of flax](own_flax_model.md)**: "
+        f"{all_but(lambda a: in_flax(a.op) == YES)}.\n"
+    )
+
+
 def written(page: str) -> str:
     """The page with the table of now."""
-    return marked.written(page, "docs/attentions.py", table())
+    return marked.written(page, "docs/attentions.py", table() + rules())
 
 
 if __name__ == "__main__":
