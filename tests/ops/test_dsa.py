@@ -12,7 +12,7 @@ from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing.candidates import Pooled
 from reformax.ops.indexing.indexer import Indexer
-from reformax.ops.kernels.triton import indexer
+from reformax.ops.kernels.triton import indexer, top_k
 from tests.helpers import assert_trees_close, lower_for_gpu
 from tests.ops import indexed
 
@@ -104,7 +104,8 @@ def softmax(logits, mask):
 def small_chunks(monkeypatch):
     """Chunks of one tile of queries, and rows of several tiles of scores."""
     monkeypatch.setattr(indexer, "MAX_SCORE_BYTES", 1)
-    monkeypatch.setattr(indexer, "TILE_SCORES", 64)
+    for name, value in dict(SAMPLES=8, ROW_TILE=64, MIN_LIST=32).items():
+        monkeypatch.setattr(top_k, name, value)
 
 
 def three_segments(length):
