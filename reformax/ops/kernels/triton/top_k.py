@@ -171,7 +171,7 @@ def _bound_of_sample(scores, batch, row, end, n_best: int, n_list: int):
 
 
 def _write_list(out: _TopKOutputs, batch, row, tiles: _Tiles, bound) -> _Above:
-    """Writes what reaches the bound, of that which equals it the first K, and how many those are."""
+    """Writes the scores above the bound and the first K that equal it, and counts them."""
     n_best, n_list = out.chosen.shape[2], out.list_scores.shape[2]
 
     def step(i, state):
@@ -277,7 +277,7 @@ def top_k(
     interpret: bool,
     scores: Int[Array, "B Q F"],
     rule: RowRule,
-    start: Int[Array, "1"] | None = None,
+    start: Int[Array, 1] | None = None,
 ) -> Int[Array, "B Q K"]:
     """The positions of each row's largest scores, in order; -1 is none.
 
