@@ -12,7 +12,7 @@ from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing.candidates import Pooled
 from reformax.ops.indexing.indexer import Indexer
-from reformax.ops.kernels.triton import indexer
+from reformax.ops.kernels.triton import indexer, indexer_gradient, top_k
 from tests.helpers import assert_trees_close, lower_for_gpu
 from tests.ops import indexed
 
@@ -104,7 +104,8 @@ def softmax(logits, mask):
 def small_chunks(monkeypatch):
     """Chunks of one tile of queries, and rows of several tiles of scores."""
     monkeypatch.setattr(indexer, "MAX_SCORE_BYTES", 1)
-    monkeypatch.setattr(indexer, "TILE_SCORES", 64)
+    for name, value in dict(SAMPLES=8, ROW_TILE=64, MIN_LIST=32).items():
+        monkeypatch.setattr(top_k, name, value)
 
 
 def three_segments(length):
@@ -140,9 +141,11 @@ def test_kernels_choose_among_ties_what_array_operations_do(top_k, causal, packe
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("listed_cost", [0, 1e9], ids=["lists", "tiles"])
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
-def test_kernels_differentiate_as_array_operations_do(dtype, tolerance, monkeypatch):
+def test_kernels_differentiate_as_array_operations_do(dtype, tolerance, listed_cost, monkeypatch):
     small_chunks(monkeypatch)
+    monkeypatch.setattr(indexer_gradient, "LISTED_COST", listed_cost)
     length = 301
     q, k, v = (x.astype(dtype) for x in numbers(length))
     d_out = numbers(length, 1)[0]

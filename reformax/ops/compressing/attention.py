@@ -149,7 +149,7 @@ def in_kernels(
       learner: the `ChoiceLearner` of the kernels; None: no indexer learns.
     """
     from reformax.ops.kernels.triton import compressed as kernel
-    from reformax.ops.kernels.triton.dsa import bits_of
+    from reformax.ops.kernels.triton.common import bits_of
     from reformax.ops.kernels.triton.nsa import SummaryChoice, n_rows
 
     ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)

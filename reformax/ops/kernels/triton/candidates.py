@@ -25,7 +25,8 @@ from reformax.ops.kernels.triton.common import (
     power_of_two,
     view_rows,
 )
-from reformax.ops.kernels.triton.indexer import COLUMNS, HIDDEN, best_of_scores, in_order
+from reformax.ops.kernels.triton.indexer import COLUMNS, in_order, padded_length
+from reformax.ops.kernels.triton.top_k import HIDDEN, RowRule, top_k
 from reformax.ops.numerics.precision import in_three
 
 
@@ -58,9 +59,7 @@ def _scores_kernel(x: CandidateInputs, out):
         products = jnp.maximum(matmul_in_parts(q, keys), 0.0)
         total = jnp.sum(weights * products, axis=0)
         bits = in_order(jnp.where(total == 0, 0.0, total))  # not -0, which sorts before 0
-        slot = jnp.where(exists, slot, n_candidates)  # the interpreter writes where it masks, too
-        bits = jnp.where(found, bits, jnp.int32(HIDDEN))
-        pltriton.store(out.at[batch, query, slot], bits, mask=exists)
+        pltriton.store(out.at[batch, query, slot], jnp.where(found, bits, jnp.int32(HIDDEN)))
 
     lax.fori_loop(jnp.int32(0), jnp.int32(-(-n_candidates // COLUMNS)), score, None)
 
@@ -89,18 +88,19 @@ def choose(
       keys: from `key_parts`.
       candidates: positions of keys; -1 is none.
     """
-    n_batch, n_queries, _ = candidates.shape
+    n_batch, n_queries, n_candidates = candidates.shape
+    shape = n_batch, n_queries, padded_length(n_candidates)
     queries = in_three(queries, jnp.bfloat16)
     scores = launch(
         _scores_kernel,
         (CandidateInputs(queries, weights, keys, candidates),),
-        jax.ShapeDtypeStruct(candidates.shape, jnp.int32),
+        jax.ShapeDtypeStruct(shape, jnp.int32),
         grid=(n_queries, n_batch),
         num_warps=2,
         num_stages=2,
         interpret=interpret,
         name="dsa_candidates",
     )
-    best = best_of_scores(n_best, interpret, scores)
+    best = top_k(n_best, interpret, scores, RowRule(n_queries, n_candidates))
     chosen = jnp.take_along_axis(candidates, jnp.maximum(best, 0), axis=2)
     return jnp.where(best < 0, -1, chosen)

@@ -77,6 +77,19 @@ def chosen_bits(
     return (lax.shift_right_logical(word, key & jnp.int32(31)) & jnp.int32(1)) != 0
 
 
+def bits_of(chosen: Int[Array, "B T K"], n_keys: int) -> Int[Array, "B T words"]:
+    """Words with a bit for each key, set where the query chose it."""
+    n_batch, length, _ = chosen.shape
+    n_words = -(-n_keys // 32)
+    row, query, _ = jnp.ogrid[:n_batch, :length, :1]
+    word = jnp.where(chosen < 0, n_words, chosen >> 5)
+    bit = jnp.left_shift(jnp.int32(1), chosen & 31)
+    # Each position is chosen at most once, so the sum of the bits is their union.
+    return (
+        jnp.zeros((n_batch, length, n_words), jnp.int32).at[row, query, word].add(bit, mode="drop")
+    )
+
+
 def view_rows(
     ref: Any, batch: Any, position: Int[Array, " L"], head: Any, width: int, exists: Array | None
 ) -> tuple[Any, Bool[Array, "L J"] | None]:

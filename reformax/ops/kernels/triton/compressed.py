@@ -3,7 +3,8 @@
 The keys of the window and the summaries are two calls of the kernels of `nsa`, which return each
 row's maximum and sum. These merge both (Milakov and Gimelshein 2018, "Online normalizer calculation
 for softmax"), and the sinks. In the backward pass both parts use the maximum and the sum of the
-whole row. An indexer that chose the summaries has the gradient of `kernels.dsa`.
+whole row. An indexer that chose the summaries has the gradient of
+`kernels.indexer_gradient`.
 
 Letters as in `reformax.ops.base`; S is the number of keys of a part.
 """
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import nsa
-from reformax.ops.kernels.triton.dsa import (
+from reformax.ops.kernels.triton.indexer_gradient import (
     AttentionInputs,
     IndexerArrays,
     KeyRule,
@@ -131,7 +132,7 @@ def _backward(sizes, interpret, residuals, cotangents):
     if learner is not None:
         rule = KeyRule(True, sizes[1].logits, sizes[1].span)
         attention = AttentionInputs(q, far.k, *results[1:], total)
-        masks = choice.bits, ids, far.ids
+        masks = choice.listed, ids, far.ids
         gradient = indexer_gradient(rule, interpret, learner.index, attention, *masks)
         gradient = jax.tree.map(lambda x: x * learner.factor, gradient)
         of_learner = ChoiceLearner(gradient, None)

@@ -1,10 +1,7 @@
 """DeepSeek sparse attention's indexer and its choice as Pallas kernels for NVIDIA GPUs (Triton).
 
-  * The first kernel writes scores, as integers of the same order, for a chunk of queries at a time.
-  * The second selects a query's best positions. It finds the K-th largest score four bits at a
-    time, each in one loop over the row, and writes the positions whose scores reach it, in order
-    (a radix select). Of equal scores the first positions are chosen. It does not sort, and its
-    loops do not depend on K.
+A kernel writes scores, as integers of the same order, for a chunk of queries at a time. From these
+`kernels.top_k` chooses a query's best positions.
 
 Keys may be summaries of blocks of `span` positions, which are seen from their block's last position
 on. Letters as in `reformax.ops.dsa`; S keys, I and C are the queries and keys of a tile, F is the
@@ -32,6 +29,7 @@ from reformax.ops.kernels.triton.common import (
     power_of_two,
     view_rows,
 )
+from reformax.ops.kernels.triton.top_k import HIDDEN, RowRule, top_k
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.precision import in_three
 
@@ -39,10 +37,6 @@ from reformax.ops.numerics.precision import in_three
 ROWS, COLUMNS, WARPS = 128, 64, 4
 # Bytes of scores in memory at a time. One tile of queries of each sequence may take more.
 MAX_SCORE_BYTES = 2**30
-# The choice: scores of a tile, bits of a digit, bits of a score, warps.
-TILE_SCORES, DIGIT_BITS, ALL_BITS, BEST_WARPS = 1024, 4, 32, 8
-# The score of keys that a query may not see.
-HIDDEN = -(2**31)
 
 
 class IndexerInputs(NamedTuple):
@@ -163,76 +157,6 @@ def _scores_kernel(x: IndexerInputs, out, *, causal: bool, span: int):
         pltriton.store(out.at[batch, *tile_index(tile, key_tile)], score)
 
 
-def _best_kernel(scores, start, out, *, length: int, n_keys: int, causal: bool, span: int):
-    """A query's best keys, in order, followed by -1."""
-    row, batch = pl.program_id(0), pl.program_id(1)
-    query, n_best = start[0] + row, out.shape[2]
-    seen = lax.div(query + 1, jnp.int32(span)) if causal else jnp.int32(n_keys)
-    end = jnp.where(query < length, seen, 0)
-    width = min(TILE_SCORES, power_of_two(n_keys))
-    index = jnp.arange(width, dtype=jnp.int32)
-
-    def over_tiles(body, carry):
-        """`carry = body(position, score, carry)` over the tiles of the row."""
-
-        def step(i, carry):
-            position = i * width + index
-            exists = position < end
-            safe = jnp.where(exists, position, 0)
-            score = load(scores.at[batch, row, safe], exists, HIDDEN)
-            return body(position, score, carry)
-
-        n_tiles = lax.div(end + (width - 1), jnp.int32(width))
-        return lax.fori_loop(jnp.int32(0), n_tiles, step, carry)
-
-    def count(x) -> Array:
-        return jnp.sum(x, dtype=jnp.int32)
-
-    digit = jnp.arange(2**DIGIT_BITS, dtype=jnp.int32)
-
-    def next_digit(i, found):
-        """The next digit of the largest number that K scores reach, and how many exceed it."""
-        least, n_above = found
-        shift = jnp.int32(ALL_BITS - DIGIT_BITS) - DIGIT_BITS * i
-        candidate = least + lax.shift_left(digit, jnp.broadcast_to(shift, digit.shape))
-
-        def count_reaching(position, score, n):
-            reaches = score[None, :] >= candidate[:, None]
-            return n + jnp.sum(reaches, axis=1, dtype=jnp.int32)
-
-        n_reaching = over_tiles(count_reaching, jnp.zeros(digit.shape, jnp.int32))
-        best = jnp.maximum(count(n_reaching >= n_best) - 1, 0)
-        above = count(jnp.where(digit == best + 1, n_reaching, 0))
-        n_above = jnp.where(best < 2**DIGIT_BITS - 1, above, n_above)
-        return least + lax.shift_left(best, shift), n_above
-
-    found = jnp.int32(HIDDEN), jnp.int32(0)
-    n_digits = jnp.int32(ALL_BITS // DIGIT_BITS)
-    least, n_above = lax.fori_loop(jnp.int32(0), n_digits, next_digit, found)
-
-    def write(position, score, written):
-        n_written, n_tied = written
-        tied = (score == least) & (score > HIDDEN)
-        rank = n_tied + jnp.cumsum(tied, dtype=jnp.int32)
-        chosen = (score > least) | (tied & (rank <= n_best - n_above))
-        slot = n_written + jnp.cumsum(chosen, dtype=jnp.int32) - 1
-        # Other positions have a slot out of bounds: the interpreter also writes where it masks.
-        slot = jnp.where(chosen, slot, n_best)
-        pltriton.store(out.at[batch, row, slot], position, mask=chosen)
-        return n_written + count(chosen), n_tied + count(tied)
-
-    n_written, _ = over_tiles(write, (jnp.int32(0), jnp.int32(0)))
-
-    def fill(i, _):
-        slot = i * width + index
-        none = (slot >= n_written) & (slot < n_best)
-        slot = jnp.where(none, slot, n_best)
-        pltriton.store(out.at[batch, row, slot], jnp.full(slot.shape, -1, jnp.int32), mask=none)
-
-    first = lax.div(n_written, jnp.int32(width))
-    lax.fori_loop(first, jnp.int32(-(-n_best // width)), fill, None)
-
-
 def chunk_starts(n_batch: int, length: int, n_keys: int) -> tuple[Int[Array, "chunks 1"], int]:
     """The first queries of the chunks whose scores fit in memory, and the tiles of a chunk."""
     n_tiles = -(-length // ROWS)
@@ -285,27 +209,10 @@ def choose_positions(
         grid, rule = (n_tiles, shape.shape[2] // COLUMNS, n_batch), dict(causal=causal, span=span)
         kernel = functools.partial(_scores_kernel, **rule)
         scores = run(kernel, (x,), shape, grid, WARPS, n_stages_for(*query_parts))
-        rule |= dict(length=length, n_keys=n_keys)
-        return _best(n_best, interpret, scores, start, **rule)
+        return top_k(n_best, interpret, scores, RowRule(length, n_keys, **rule), start)
 
     found = jnp.moveaxis(lax.map(some_queries, starts), 0, 1)
     return found.reshape(n_batch, -1, n_best)[:, :length]
-
-
-def best_of_scores(
-    n_best: int, interpret: bool, scores: Int[Array, "B Q M"]
-) -> Int[Array, "B Q K"]:
-    """The indices of each row's highest scores, `in_order`, in their order; -1 is none."""
-    sizes = dict(length=scores.shape[1], n_keys=scores.shape[2])
-    start = jnp.zeros(1, jnp.int32)
-    return _best(n_best, interpret, scores, start, causal=False, span=1, **sizes)
-
-
-def _best(n_best: int, interpret: bool, scores, start, **static) -> Int[Array, "B Q K"]:
-    n_batch, n_rows, _ = scores.shape
-    shape = jax.ShapeDtypeStruct((n_batch, n_rows, n_best), jnp.int32)
-    kernel, grid = functools.partial(_best_kernel, **static), (n_rows, n_batch)
-    return _launch(interpret, kernel, (scores, start), shape, grid, BEST_WARPS, 2)
 
 
 def n_stages_for(*rows: Array) -> int:

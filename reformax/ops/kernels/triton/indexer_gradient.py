@@ -1,0 +1,542 @@
+"""The gradient of the indexer's loss as Pallas kernels for NVIDIA GPUs (Triton).
+
+It comes from the loss (DeepSeek-V3.2-Exp, eq. 4) alone, and not from the attention's output:
+
+    dI_ts = softmax_s(I_t) - mean_n P_nts
+
+Where lists are short, a program has one query and reads the keys of its list: the softmax's sums in
+one loop, then this difference and the gradients of the query's vectors and weights. It writes the
+difference into a row of zeros. A program with all keys reads each once for many queries, so lists
+do not pay where they are long, or where many key heads each have few query heads. Then
+
+  * one kernel computes the sums of the softmax of the scores over the chosen positions;
+  * one writes the difference, a tile at a time;
+  * one computes the gradients of the indexer's queries and weights, for a head and a tile of
+    queries.
+
+In both cases the last kernel computes the gradient of the indexer's keys from the difference, for a
+tile of keys: no atomics, one order of sums. All this is for a chunk of queries at a time.
+
+Letters as in `kernels.indexer`; K positions of a list, N query heads of G key heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.kernels.triton.common import (
+    LOG2_E,
+    LOWEST,
+    bits_of,
+    chosen_bits,
+    hide,
+    launch,
+    load,
+    matmul,
+    power_of_two,
+    recompute_weights,
+    view_rows,
+)
+from reformax.ops.kernels.triton.indexer import (
+    COLUMNS,
+    ROWS,
+    IndexerInputs,
+    IndexerProgram,
+    chunk_starts,
+    n_stages_for,
+    padded_length,
+    tile_index,
+)
+from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.numerics.logits import Logits
+from reformax.ops.softmax.online import nonzero
+
+# Lists are read where they cost less than tiles. A listed key of a key head costs about as much as
+# this many pairs of a tile with one head; those of an indexer cost as much as 8 heads.
+LISTED_COST, INDEXER_HEADS = 128, 8
+# Keys of a tile of a list, numbers that are set to zero at a time, and pipeline stages: reads of
+# a list, then those of its keys, then products.
+LIST_COLUMNS, ZEROS, LIST_STAGES = 64, 1024, 3
+
+
+class IndexerArrays(NamedTuple):
+    """The indexer's queries, weights and keys, float32."""
+
+    queries: Float[Array, "B T J D"]
+    weights: Float[Array, "B T J"]
+    keys: Float[Array, "B S D"]
+
+
+class KeyRule(NamedTuple):
+    """The static settings of the indexer's gradient.
+
+    Attributes:
+      causal: whether later keys are hidden.
+      logits: how the attention's products become logits.
+      span: positions of a key, which is seen from the last one on.
+    """
+
+    causal: bool
+    logits: Logits
+    span: int = 1
+
+
+class _SoftmaxSums(NamedTuple):
+    """For each row the largest unscaled score, and the sum of the softmax.
+
+    Scores are as large as 1e27, whose maximum keeps its weight of 1 because nothing rounds it.
+    """
+
+    row_max: Array
+    row_sum: Array
+
+
+class AttentionInputs(NamedTuple):
+    """The arrays of the attention that the difference reads."""
+
+    q: Array  # [B, T, N, H]
+    k: Array  # [B, S, G, H]
+    row_max: Array  # [B, N, T], of `Softmax`
+    row_sum: Array
+    # [B, T]: the sum of all heads' weights of these keys; None: N, as there are no others
+    total: Array | None = None
+
+
+def _scale(x: IndexerInputs) -> float:
+    """The scale of scores in the indexer's softmax."""
+    return 1.0 / math.sqrt(x.queries[0].shape[2] * x.queries[0].shape[3])
+
+
+def _chosen(program: IndexerProgram, bits, query: Side, key: Side) -> Array:
+    positions = query.position[:, None], key.position[None, :]
+    return chosen_bits(bits, program.batch, *positions, program.visible(query, key))
+
+
+def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, rule: KeyRule):
+    tile, batch = pl.program_id(0), pl.program_id(1)
+    program = IndexerProgram(x, batch, rule.causal, rule.span)
+    query, scale = program.queries(tile), _scale(x)
+
+    def step(i, state):
+        row_max, row_sum = state
+        key = program.keys(i)
+        scores = hide(program.scores(query, key), _chosen(program, bits, query, key))
+        new = jnp.maximum(row_max, jnp.max(scores, axis=1))
+        weights = jnp.exp((scores - new[:, None]) * scale)
+        return new, row_sum * jnp.exp((row_max - new) * scale) + jnp.sum(weights, axis=1)
+
+    state = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
+    state = lax.fori_loop(jnp.int32(0), program.end(tile), step, state)
+    position = jnp.where(query.exists, query.position, out.row_max.shape[1])
+    for ref, value in zip(out, state, strict=True):
+        pltriton.store(ref.at[batch, position], value, mask=query.exists)
+
+
+def _difference_kernel(
+    x: IndexerInputs, bits, sums: _SoftmaxSums, attention: AttentionInputs, out, *, rule: KeyRule
+):
+    """A tile of the gradient of the scaled scores."""
+    tile, key_tile, batch = (pl.program_id(i) for i in range(3))
+    program = IndexerProgram(x, batch, rule.causal, rule.span)
+    n_heads, size = attention.q.shape[2:]
+    width, group = power_of_two(size), n_heads // attention.k.shape[2]
+
+    def rows(ref, side: Side, head) -> Array:
+        return load(*view_rows(ref, batch, side.position, head, width, side.exists), 0.0)
+
+    @pl.when(key_tile < program.end(tile))
+    def _():
+        query, key = program.queries(tile), program.keys(key_tile)
+        mask = _chosen(program, bits, query, key)
+
+        def add(head, total):
+            of_keys = head if group == 1 else lax.div(head, jnp.int32(group))
+            q, k = rows(attention.q, query, head), rows(attention.k, key, of_keys)
+            logits = rule.logits.capped(matmul(q, k, transpose_b=True), math.sqrt(size))
+            index = batch, head, query.position
+            row_max, head_sum = (load(ref.at[index], query.exists, 0.0) for ref in attention[2:4])
+            weights = recompute_weights(hide(logits, mask), (row_max * LOG2_E)[:, None], None, size)
+            return total + weights * (1.0 / nonzero(head_sum))[:, None]
+
+        weights = jnp.zeros((ROWS, COLUMNS), jnp.float32)
+        weights = lax.fori_loop(jnp.int32(0), jnp.int32(n_heads), add, weights)
+        row_max, row_sum = (load(ref.at[batch, query.position], query.exists, 0.0) for ref in sums)
+        # A score may exceed the maximum by rounding, which for large scores is not small.
+        scores = jnp.minimum(program.scores(query, key) - row_max[:, None], 0.0) * _scale(x)
+        index_weights = jnp.exp(hide(scores, mask)) * (1.0 / nonzero(row_sum))[:, None]
+        if attention.total is None:
+            difference = index_weights - weights * (1.0 / n_heads)
+        else:  # a query that gives these keys no weight has nothing to learn
+            total = load(attention.total.at[batch, query.position], query.exists, 0.0)[:, None]
+            difference = jnp.where(total > 0, index_weights - weights / nonzero(total), 0.0)
+        # A row that sees NaN has no gradient.
+        difference = jnp.where(difference == difference, difference, 0.0)
+        pltriton.store(out.at[batch, *tile_index(tile, key_tile)], difference)
+
+
+def _tile_of(difference, batch, tile, key_tile) -> Array:
+    return load(difference.at[batch, *tile_index(tile, key_tile)], None)
+
+
+def _queries_kernel(x: IndexerInputs, difference, gradients, *, rule: KeyRule):
+    """The gradients of a tile of queries of an index head, and of their weights."""
+    tile, head, batch = (pl.program_id(i) for i in range(3))
+    program = IndexerProgram(x, batch, rule.causal, rule.span)
+    query = program.queries(tile)
+    (q,), weight = program.of_queries(query, head), program.weights(query, head)
+
+    def step(i, sums):
+        dq, dw = sums
+        (k,), slope = program.of_keys(program.keys(i)), _tile_of(difference, batch, tile, i)
+        products = matmul(q, k, transpose_b=True)
+        active = jnp.where(products > 0, slope, 0.0)
+        dw = dw + jnp.sum(active * products, axis=1)
+        return dq + matmul(active.astype(k.dtype), k), dw
+
+    sums = jnp.zeros(q.shape, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
+    dq, dw = lax.fori_loop(jnp.int32(0), program.end(tile), step, sums)
+    row, scale = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32), _scale(x)
+    view, mask = view_rows(gradients[0], batch, row, head, dq.shape[1], None)
+    pltriton.store(view, dq * (weight * scale)[:, None], mask=mask)
+    pltriton.store(gradients[1].at[batch, row, head], dw * scale)
+
+
+def _keys_kernel(x: IndexerInputs, difference, out, *, rule: KeyRule):
+    """The gradient of a tile of keys, summed over a chunk's queries."""
+    key_tile, batch = pl.program_id(0), pl.program_id(1)
+    program = IndexerProgram(x, batch, rule.causal, rule.span)
+    (k,) = program.of_keys(program.keys(key_tile))
+    first = program.first_query_tile(key_tile)
+
+    def step(tile, total):
+        query, slope = program.queries(tile), _tile_of(difference, batch, tile, key_tile)
+
+        def add(head, total):
+            (q,), weight = program.of_queries(query, head), program.weights(query, head)
+            active = jnp.where(matmul(q, k, transpose_b=True) > 0, slope * weight[:, None], 0.0)
+            return total + matmul(active.T.astype(q.dtype), q)
+
+        return lax.fori_loop(jnp.int32(0), jnp.int32(x.queries[0].shape[2]), add, total)
+
+    n_tiles = jnp.int32(difference.shape[1] // ROWS)
+    total = lax.fori_loop(first, n_tiles, step, jnp.zeros(k.shape, jnp.float32))
+    position = key_tile * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
+    view, mask = view_rows(out, batch, position, 0, total.shape[1], None)
+    pltriton.store(view, total * _scale(x), mask=mask)
+
+
+class _ListInputs(NamedTuple):
+    x: IndexerInputs
+    attention: AttentionInputs
+    chosen: Array  # [B, T, K]
+
+
+class _ListOutputs(NamedTuple):
+    difference: Array  # [B, Q, F]
+    queries: Array  # [B, Q, J, D]
+    weights: Array  # [B, Q, J]
+
+
+class _ListedKeys(NamedTuple):
+    """A tile of a query's list.
+
+    Attributes:
+      number: of the keys, 0 where the query sees none.
+      visible: whether it sees them.
+      rows: of the index keys.
+      products: of the index heads with them.
+      scores: of eq. 1.
+    """
+
+    number: Int[Array, " C"]
+    visible: Array
+    rows: Float[Array, "C D"]
+    products: Float[Array, "J C"]
+    scores: Float[Array, " C"]
+
+
+class _Heads(NamedTuple):
+    """The heads of a query that share a key head."""
+
+    q: Float[Array, "M H"]
+    row_max: Float[Array, " M"]
+    inverse_sum: Float[Array, " M"]
+
+
+class _ListProgram(NamedTuple):
+    """The program of one query."""
+
+    rule: KeyRule
+    inputs: _ListInputs
+    batch: Any
+    row: Any  # in the chunk
+
+    @property
+    def tiles(self) -> IndexerProgram:
+        return IndexerProgram(self.inputs.x, self.batch, self.rule.causal, self.rule.span)
+
+    @property
+    def query(self) -> Side:
+        """The query, as an array of one."""
+        x, position = self.inputs.x, self.inputs.x.start[0] + self.row
+        position = position + jnp.zeros((1,), jnp.int32)
+        exists = position < x.queries[0].shape[1]
+        position = jnp.where(exists, position, 0)
+        ids = None if x.ids is None else load(x.ids.at[self.batch, position], exists, 0)
+        return Side(position, ids, exists)
+
+    @property
+    def position(self) -> Any:
+        """Of the query; 0 where there is none."""
+        position = self.inputs.x.start[0] + self.row
+        return jnp.where(position < self.inputs.x.queries[0].shape[1], position, 0)
+
+    def index_heads(self) -> tuple[Float[Array, "J D"], Float[Array, " J"]]:
+        """The vectors and weights of the index heads."""
+        (queries,), n = self.inputs.x.queries, self.inputs.x.weights.shape[2]
+        head = jnp.arange(power_of_two(n), dtype=jnp.int32)
+        q = _heads_of(queries, self.batch, self.position, head, head < n)
+        at = self.batch, self.position, jnp.where(head < n, head, 0)
+        return q, load(self.inputs.x.weights.at[at], head < n, 0.0)
+
+    def heads(self, key_head: Any) -> _Heads:
+        """The attention's heads of a key head."""
+        q, k, row_max, row_sum, _ = self.inputs.attention
+        group = q.shape[2] // k.shape[2]
+        number = jnp.arange(power_of_two(group), dtype=jnp.int32)
+        exists = number < group
+        head = key_head * group + jnp.where(exists, number, 0)
+        at = self.batch, head, self.position
+        row_max, row_sum = (load(ref.at[at], exists, 0.0) for ref in (row_max, row_sum))
+        inverse = jnp.where(exists, 1.0 / nonzero(row_sum), 0.0)
+        return _Heads(_heads_of(q, self.batch, self.position, head, exists), row_max, inverse)
+
+    def keys(self, i: Any, heads: tuple[Array, Array]) -> _ListedKeys:
+        """A tile of the list, with the scores of the index heads."""
+        x, chosen = self.inputs.x, self.inputs.chosen
+        slot = i * LIST_COLUMNS + jnp.arange(LIST_COLUMNS, dtype=jnp.int32)
+        exists = slot < chosen.shape[2]
+        at = self.batch, self.position, jnp.where(exists, slot, 0)
+        number = load(chosen.at[at], exists, -1)
+        exists, number = number >= 0, jnp.maximum(number, 0)
+        ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, number], exists, 0)
+        last = None if self.rule.span == 1 else number * self.rule.span + (self.rule.span - 1)
+        visible = Visibility(self.rule.causal).sees(self.query, Side(number, ids, exists, last))
+        (keys,), (queries, weights) = x.keys, heads
+        width = power_of_two(keys.shape[3])
+        rows = load(*view_rows(keys, self.batch, number, 0, width, visible), 0.0)
+        products = matmul(queries, rows, transpose_b=True)
+        scores = jnp.sum(weights[:, None] * jnp.maximum(products, 0.0), axis=0)
+        return _ListedKeys(number, visible, rows, products, scores)
+
+    def mean_weights(self, keys: _ListedKeys, alone: _Heads | None) -> Float[Array, " C"]:
+        """The mean of all heads' weights; `alone` is the heads of the only key head."""
+        attention = self.inputs.attention
+        (n_heads, size), n_kv = attention.q.shape[2:], attention.k.shape[2]
+
+        def add(key_head, total):
+            heads = self.heads(key_head) if alone is None else alone
+            view = view_rows(
+                attention.k, self.batch, keys.number, key_head, power_of_two(size), keys.visible
+            )
+            logits = matmul(heads.q, load(*view, 0.0), transpose_b=True)
+            logits = hide(self.rule.logits.capped(logits, math.sqrt(size)), keys.visible[None, :])
+            row_max = (heads.row_max * LOG2_E)[:, None]
+            weights = recompute_weights(logits, row_max, heads.inverse_sum[:, None], size)
+            return total + jnp.sum(weights, axis=0)
+
+        total = jnp.zeros((LIST_COLUMNS,), jnp.float32)
+        if alone is None:
+            total = lax.fori_loop(jnp.int32(0), jnp.int32(n_kv), add, total)
+        else:
+            total = add(jnp.int32(0), total)
+        if attention.total is None:
+            return total * (1.0 / n_heads)
+        return total / nonzero(attention.total[self.batch, self.position])
+
+    def softmax_sums(self, heads) -> tuple[Any, Any]:
+        """The largest score of the list, and the sum of its softmax."""
+        scale = _scale(self.inputs.x)
+
+        def step(i, state):
+            largest, total = state
+            keys = self.keys(i, heads)
+            scores = hide(keys.scores, keys.visible)
+            new = jnp.maximum(largest, scores)
+            total = total * jnp.exp((largest - new) * scale) + jnp.exp((scores - new) * scale)
+            return new, total
+
+        state = tuple(jnp.full((LIST_COLUMNS,), x, jnp.float32) for x in (LOWEST, 0.0))
+        largest, total = self.over_list(step, state)
+        row_max = jnp.max(largest)
+        return row_max, jnp.sum(total * jnp.exp((largest - row_max) * scale))
+
+    def over_list(self, step: Callable, state: Any) -> Any:
+        n_tiles = -(-self.inputs.chosen.shape[2] // LIST_COLUMNS)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(n_tiles), step, state)
+
+
+def _heads_of(ref, batch, position, head: Int[Array, " M"], exists) -> Float[Array, "M H"]:
+    """Rows of some heads at one position of `[B, T, N, H]`."""
+    size = ref.shape[3]
+    number = jnp.arange(power_of_two(size), dtype=jnp.int32)[None, :]
+    head = jnp.where(exists, head, 0)[:, None]
+    mask = exists[:, None] & (number < size)
+    return load(ref.at[batch, position, head, jnp.where(number < size, number, 0)], mask, 0.0)
+
+
+def _lists_kernel(
+    inputs: _ListInputs, out: _ListOutputs, *, rule: KeyRule, barrier: Callable[[], None]
+):
+    """A query's row of the gradient of scaled scores, and the gradients of its index heads."""
+    row, batch = pl.program_id(0), pl.program_id(1)
+    program = _ListProgram(rule, inputs, batch, row)
+    end, scale = program.tiles.end(lax.div(row, jnp.int32(ROWS))) * COLUMNS, _scale(inputs.x)
+
+    def clear(i, _):
+        position = i * ZEROS + jnp.arange(ZEROS, dtype=jnp.int32)
+        mask = position < end
+        position = jnp.where(mask, position, out.difference.shape[2])
+        zeros = jnp.zeros((ZEROS,), jnp.float32)
+        pltriton.store(out.difference.at[batch, row, position], zeros, mask=mask)
+
+    lax.fori_loop(jnp.int32(0), lax.div(end + (ZEROS - 1), jnp.int32(ZEROS)), clear, None)
+    barrier()
+    heads = program.index_heads()
+    row_max, row_sum = program.softmax_sums(heads)
+    alone = program.heads(jnp.int32(0)) if inputs.attention.k.shape[2] == 1 else None
+    learns = True
+    if inputs.attention.total is not None:
+        # A query that gives these keys no weight has nothing to learn.
+        learns = inputs.attention.total[batch, program.position] > 0
+
+    def step(i, sums):
+        dq, dw = sums
+        keys = program.keys(i, heads)
+        # A score may exceed the maximum by rounding, which for large scores is not small.
+        scores = jnp.minimum(keys.scores - row_max, 0.0) * scale
+        weights = jnp.exp(hide(scores, keys.visible)) * (1.0 / nonzero(row_sum))
+        slope = weights - program.mean_weights(keys, alone)
+        # A row that sees NaN has no gradient.
+        slope = jnp.where((slope == slope) & learns, slope, 0.0)
+        position = jnp.where(keys.visible, keys.number, out.difference.shape[2])
+        view = out.difference.at[batch, row, position]
+        pltriton.store(view, slope, mask=keys.visible)
+        active = jnp.where(keys.products > 0, slope[None, :], 0.0)
+        return dq + matmul(active.astype(keys.rows.dtype), keys.rows), dw + active * keys.products
+
+    sums = jnp.zeros(heads[0].shape, jnp.float32)
+    sums = sums, jnp.zeros((len(heads[1]), LIST_COLUMNS), jnp.float32)
+    dq, dw = program.over_list(step, sums)
+    n_heads, size = out.queries.shape[2:]
+    head, number = (jnp.arange(n, dtype=jnp.int32) for n in dq.shape)
+    mask = (head < n_heads)[:, None] & (number < size)[None, :]
+    view = out.queries.at[
+        batch,
+        row,
+        jnp.where(head < n_heads, head, n_heads)[:, None],
+        jnp.where(number < size, number, size)[None, :],
+    ]
+    pltriton.store(view, dq * (heads[1] * scale)[:, None], mask=mask)
+    view = out.weights.at[batch, row, jnp.where(head < n_heads, head, n_heads)]
+    pltriton.store(view, jnp.sum(dw, axis=1) * scale, mask=head < n_heads)
+
+
+def reads_lists(n_chosen: int, n_keys: int, n_heads: int, n_kv: int) -> bool:
+    """Whether the programs read lists."""
+    return LISTED_COST * n_chosen * n_kv <= n_keys * (n_heads + INDEXER_HEADS)
+
+
+def indexer_gradient(
+    rule: KeyRule,
+    interpret: bool,
+    index: IndexerArrays,
+    attention: AttentionInputs,
+    chosen: Int[Array, "B T K"],
+    ids: Int[Array, "B T"] | None,
+    key_ids: Int[Array, "B S"] | None,
+) -> IndexerArrays:
+    """The gradient of the sum of eq. 4 over queries.
+
+    Args:
+      rule: the static settings.
+      interpret: whether to run the kernels on any device, slowly.
+      index: the indexer's queries, weights and keys.
+      attention: queries and keys of the attention, and its softmax.
+      chosen: the keys of each query, each once; -1 is none.
+      ids, key_ids: the segments of queries and of keys; None: one segment.
+    """
+    n_batch, length, n_index, size = index.queries.shape
+    n_keys = index.keys.shape[1]
+    # Float16 may not hold the indexer's values.
+    dtype = jnp.float32 if attention.q.dtype == jnp.float32 else jnp.bfloat16
+    queries, keys = index.queries.astype(dtype), index.keys[:, :, None].astype(dtype)
+    starts, n_tiles = chunk_starts(n_batch, length, n_keys)
+    n_stages = min(n_stages_for(queries), n_stages_for(attention.q))
+    run = functools.partial(_launch, interpret, rule, n_stages)
+    x = IndexerInputs((queries,), index.weights, (keys,), ids, key_ids, jnp.zeros(1, jnp.int32))
+
+    def float32_shape(*shape):
+        return jax.ShapeDtypeStruct((n_batch, *shape), jnp.float32)
+
+    n_rows, n_columns = n_tiles * ROWS, padded_length(n_keys)
+    shapes = _ListOutputs(
+        float32_shape(n_rows, n_columns),
+        float32_shape(n_rows, n_index, size),
+        float32_shape(n_rows, n_index),
+    )
+    if reads_lists(chosen.shape[2], n_keys, attention.q.shape[2], attention.k.shape[2]):
+        barrier = (lambda: None) if interpret else pltriton.debug_barrier
+        kernel = functools.partial(_lists_kernel, barrier=barrier)
+
+        def gradients_of(chunk: IndexerInputs) -> _ListOutputs:
+            inputs = (_ListInputs(chunk, attention, chosen),)
+            stages = LIST_STAGES if n_stages > 1 else 1
+            return _launch(interpret, rule, stages, kernel, inputs, (shapes,), (n_rows, n_batch))[0]
+    else:
+        bits = bits_of(chosen, n_keys)
+        shape = _SoftmaxSums(float32_shape(length), float32_shape(length))
+        (sums,) = run(_sums_kernel, (x, bits), (shape,), (-(-length // ROWS), n_batch))
+
+        def gradients_of(chunk: IndexerInputs) -> _ListOutputs:
+            inputs, grid = (chunk, bits, sums, attention), (n_tiles, n_columns // COLUMNS, n_batch)
+            difference = run(_difference_kernel, inputs, shapes.difference, grid)
+            grid = n_tiles, n_index, n_batch
+            (found,) = run(_queries_kernel, (chunk, difference), (tuple(shapes[1:]),), grid)
+            return _ListOutputs(difference, *found)
+
+    def of_chunk(d_keys, start):
+        chunk = x._replace(start=start)
+        found = gradients_of(chunk)
+        shape, grid = float32_shape(n_columns, 1, size), (n_columns // COLUMNS, n_batch)
+        of_keys = run(_keys_kernel, (chunk, found.difference), shape, grid)
+        return d_keys + of_keys[:, : d_keys.shape[1], 0], found[1:]
+
+    d_keys, of_queries = lax.scan(of_chunk, jnp.zeros_like(index.keys), starts)
+    d_queries, d_weights = (
+        jnp.moveaxis(d, 0, 1).reshape(n_batch, -1, *d.shape[3:])[:, :length] for d in of_queries
+    )
+    return IndexerArrays(d_queries, d_weights, d_keys)
+
+
+def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid):
+    return launch(
+        functools.partial(kernel, rule=rule),
+        inputs,
+        shapes,
+        grid=grid,
+        num_warps=4,
+        num_stages=n_stages,
+        interpret=interpret,
+        name=f"dsa{getattr(kernel, 'func', kernel).__name__.removesuffix('_kernel')}",
+    )
