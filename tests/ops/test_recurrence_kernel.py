@@ -10,6 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import recurrence as kernel
+from reformax.ops.kernels.triton.recurrence_chunk import NEAR
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.recurrence import recurrence
 from tests.helpers import assert_trees_close, assert_trees_equal, lower_for_gpu, with_gradients
@@ -65,6 +66,34 @@ def test_blocks_of_decays_by_feature_are_traced():
     out, gradients = jax.eval_shape(run, inputs.v, *inputs[:4])
     assert out.shape == inputs.v.shape
     assert [x.shape for x in gradients] == [x.shape for x in inputs[:4]]
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("feature", np.float32),
+        pytest.param("feature", jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param("feature delta", np.float32, marks=pytest.mark.slow),
+        pytest.param("feature delta", jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_chunks_whose_decays_are_near_and_far(kind, dtype, packed):
+    """One product has a chunk's pairs, or one for each size of halves; some features forget all.
+
+    In the second chunk the decays of 32 rows are about as far as one product holds.
+    """
+    length = 230
+    inputs = draw(kind, length, batch=1, n_heads=1, least=-1.0, dtype=dtype)
+    most = NEAR[jnp.dtype(dtype).name]
+    factor = np.repeat([0.1, most / 10.6, 20.0, 1.0], 64)[:length, None]
+    log_decay = inputs[3][0, :, 0] * factor
+    log_decay[200:, 1:3] *= 40
+    log_decay[[70, 140, 201], 1] = -np.inf
+    inputs[3] = log_decay.astype(dtype).astype(np.float64)[None, :, None]
+    tolerance = 4e-6 if dtype == np.float32 else 4e-2
+    ids = runs(length, 1) if packed else None
+    compare(inputs, dtype, tolerance, ids, impl=INTERPRETED)
 
 
 @pytest.mark.slow

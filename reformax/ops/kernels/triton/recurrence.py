@@ -278,9 +278,11 @@ class _Launches(NamedTuple):
         inputs = inverse, states, d_states, values, d_values, d_out, d_total
         whole, wide = self.plan.dtype == F32, max(x.k.shape[3], x.v.shape[3]) > NARROW_HEAD
         # Chips' limits: with wide rows of the delta rule, Blackwell's memory holds one stage. A
-        # tile of 64 rows is a product of four warps on Hopper; more hold more tiles.
-        stages = 1 if whole or (wide and x.beta is not None) else 2
-        options = dict(stages=stages, warps=None if whole or wide or self.by_feature else 4)
+        # tile of 64 rows is a product of four warps on Hopper; more hold more tiles, and elsewhere
+        # those of decays by feature are too many for four.
+        stages = 1 if whole or (wide and x.beta is not None) else STAGES - (wide or self.by_feature)
+        more = whole or wide or (self.by_feature and not dispatch.on_hopper())
+        options = dict(stages=stages, warps=None if more else 4)
         (out,) = self._each(gradients_kernel, inputs, (shapes,), **options)
         decay = out.decay if decay is not numbers else out.decay[..., None]
         beta = None if out.beta is None else out.beta[..., None]

@@ -1,8 +1,9 @@
 """A chunk of a linear recurrence: how the programs of `kernels.recurrence` read and write it.
 
-Decays by feature are relative to the middle of two halves, of 32 rows, of 16 and so on to one, so
-that no exponent is above 0. Triton cannot slice a tile: each product is of the whole chunk, and a
-mask keeps the pairs of rows across that middle.
+Decays by feature are relative to the middle of two halves. Where all decays of a tile are near its
+middle's, one product has all pairs. Elsewhere it has the pairs across the middle, whose exponents
+are at most 0, and halves of 16 rows, of 8 and so on to one follow, until their decays are near.
+Triton cannot slice a tile: each product is of the whole chunk, and a mask keeps its pairs.
 
 Letters as in `reformax.ops.base`; L is 64, Tp is T padded to whole groups of chunks.
 """
@@ -23,6 +24,10 @@ from reformax.ops.kernels.triton.common import load, power_of_two, tile_product
 
 L = 64  # rows of a chunk
 BITS = 6  # of the index of a row
+# Decays near a middle, by the dtype of products: numbers and their products with factors of
+# e^40 have room in bfloat16 and in float32, where the exponent's rounding allows less. Float16 has
+# no room.
+NEAR = {"bfloat16": 40.0, "float32": 16.0, "float16": 0.0}
 
 
 class RecurrenceArrays(NamedTuple):
@@ -172,17 +177,31 @@ class ChunkRows(NamedTuple):
     def by_head(self) -> bool:
         return self.x.decay is not None and not self.by_feature
 
-    def _half(self, c, step, columns) -> tuple[Bool[Array, "L L"], Float[Array, "L H"]]:
-        """For halves of 32 rows, of 16 and so on: the mask of their pairs, and the decays.
+    def _each_middle(self, columns, add, initial):
+        """`add(pairs, late, early, sums)` for halves of 32 rows, of 16 and so on, from `initial`.
 
-        Decays go to the middle: `exp(c_i - c_m)` of the later rows and `exp(c_m - c_i)` of the
-          earlier ones, m being the last earlier row.
+        `pairs` is the mask of a product. `late` is `exp(c_i - c_m)`, and `early` its inverse, m
+        being the last row of the earlier half. The first halves whose decays are all near have all
+        pairs that are left, and are the last.
         """
-        bit = np.int32(BITS - 1) - step
-        row = jnp.arange(L, dtype=jnp.int32)
-        middle = ((row >> (bit + 1)) << (bit + 1)) + (jnp.left_shift(np.int32(1), bit) - 1)
-        # Rows of different segments have no decay between them.
-        return across(bit), jnp.exp(-jnp.abs(c - self._decays(self.start + middle, columns)))
+        c, row, (i, j) = self.decay(columns), jnp.arange(L, dtype=jnp.int32), sides()
+        most = np.float32(NEAR[jnp.dtype(self.plan.dtype).name])
+
+        def step(carry):
+            bit, sums = carry
+            middle = ((row >> (bit + 1)) << (bit + 1)) + (jnp.left_shift(np.int32(1), bit) - 1)
+            since = c - self._decays(self.start + middle, columns)
+            # Decays that are no numbers are not near.
+            near = jnp.max(jnp.where(jnp.abs(since) <= most, 0, 1)) == 0
+            apart = (i ^ j) >> bit  # 1 across the middle, 0 in one half
+            pairs = (i > j) & ((apart == 1) | ((apart == 0) & near))
+            # Rows of no such pair, and rows of different segments, may have any exponent.
+            largest = jnp.where(near, most, np.float32(0))
+            late, early = (jnp.exp(jnp.minimum(x, largest)) for x in (since, -since))
+            return jnp.where(near, np.int32(-1), bit - 1), add(pairs, late, early, sums)
+
+        # A loop, because programs that hold all halves at once are slow.
+        return lax.while_loop(lambda x: x[0] >= 0, step, (np.int32(BITS - 1), initial))[1]
 
     def decay_at(self, t: int, columns=None) -> Float[Array, "1 _"]:
         index = jnp.full((1,), self.start + t, jnp.int32)
@@ -320,14 +339,12 @@ class ChunkRows(NamedTuple):
         if not self.by_feature:
             return self.product(x, y, "11")
         i, j = sides()
-        c = self.decay(columns)
 
-        def step(bit, total):  # a loop, because programs that hold all halves at once are slow
-            across, left = self._half(c, bit, columns)
-            return total + jnp.where(across, self.product(x * left, y * left, "11"), 0)
+        def add(pairs, late, early, total):
+            return total + jnp.where(pairs, self.product(x * late, y * early, "11"), 0)
 
         diagonal = jnp.where(i == j, jnp.sum(to_float32(x) * to_float32(y), axis=1)[:, None], 0)
-        return lax.fori_loop(np.int32(0), np.int32(BITS), step, diagonal)
+        return self._each_middle(columns, add, diagonal)
 
     def pairs_vjp(self, d, x, y, columns=None) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
         """The gradients of x and y, by `weighted` ones of their products."""
@@ -335,16 +352,13 @@ class ChunkRows(NamedTuple):
             return self.product(d, y), self.product(d, x, "00")
         i, j = sides()
         diagonal = jnp.sum(jnp.where(i == j, d, 0), axis=1)[:, None]
-        c = self.decay(columns)
 
-        def step(bit, sums):
-            across, left = self._half(c, bit, columns)
-            d_across = jnp.where(across, d, 0)
-            dx = sums[0] + self.product(d_across, y * left) * left
-            return dx, sums[1] + self.product(d_across, x * left, "00") * left
+        def add(pairs, late, early, sums):
+            d_pairs = jnp.where(pairs, d, 0)
+            dx = sums[0] + self.product(d_pairs, y * early) * late
+            return dx, sums[1] + self.product(d_pairs, x * late, "00") * early
 
-        initial = diagonal * to_float32(y), diagonal * to_float32(x)
-        return lax.fori_loop(np.int32(0), np.int32(BITS), step, initial)
+        return self._each_middle(columns, add, (diagonal * to_float32(y), diagonal * to_float32(x)))
 
     def weighted(self, pairs, seen) -> Float[Array, "L L"]:
         """Products of pairs that see each other, times the decay of their head."""

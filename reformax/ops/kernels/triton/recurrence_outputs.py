@@ -239,15 +239,16 @@ def gradients_kernel(
     delta = None
     if x.beta is None:
 
-        def add(h, sums):
-            q, k = rows.read(x.q, h), rows.read(x.k, h)
-            pairs = sums[0] + rows.products_of(q, k, h)
-            d_state = rows.state(d_states, chunk, h, v).outer
-            return pairs, sums[1] + rows.product(rows.to_new(k, h), d_state)
+        def add(h, pairs):
+            return pairs + rows.products_of(rows.read(x.q, h), rows.read(x.k, h), h)
 
-        zeros = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32)
-        pairs, dv = _each_block(x, add, zeros, gradient=True)
-        dv = rows.new_rows(dv) + rows.product(rows.weighted(pairs, seen), d, "00")
+        def add_new(h, dv):
+            keys, d_state = rows.to_new(rows.read(x.k, h), h), rows.state(d_states, chunk, h, v)
+            return dv + rows.new_rows(rows.product(keys, d_state.outer))
+
+        pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32), gradient=True)
+        dv = rows.product(rows.weighted(pairs, seen), d, "00")
+        dv = _each_block(x, add_new, dv, gradient=True)
         rows.write(out.v, dv)
     else:
         delta = _delta_vjp(rows, inverse, u, d_values, out.beta)
