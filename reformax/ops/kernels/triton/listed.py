@@ -63,8 +63,10 @@ from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import Softmax, nonzero
 
-# Keys of a tile, and the numbers of a program's rows. Wider groups are several programs' rows.
-KEYS, MAX_NUMBERS = 64, 64 * 128
+# Bytes of the rows of a program's queries. Wider groups are several programs' rows.
+MAX_ROW_BYTES = 64 * 128 * 2
+# Numbers of a tile of keys by the bytes of their dtype, and most keys of a tile.
+TILE_NUMBERS, MAX_KEYS = {2: 64 * 128, 4: 32 * 128}, 64
 # Bytes of the contributions of a chunk of queries. One query of each row may take more.
 MAX_BYTES = 2**30
 # Numbers of a tile of contributions, which a warp adds.
@@ -141,12 +143,18 @@ class ListedInputs(NamedTuple):
     def n_programs(self) -> int:
         """P, the programs of a key head."""
         group = self.q.shape[2] // self.k.shape[2]
-        return -(-group // max(1, MAX_NUMBERS // self.width))
+        return -(-group // max(1, MAX_ROW_BYTES // (self.width * self.q.dtype.itemsize)))
 
     @property
     def n_rows(self) -> int:
         """Query heads of a program."""
         return -(-(self.q.shape[2] // self.k.shape[2]) // self.n_programs)
+
+    @property
+    def n_keys(self) -> int:
+        """Keys of a tile."""
+        most = TILE_NUMBERS[self.k.dtype.itemsize] // self.width
+        return min(MAX_KEYS, most, power_of_two(self.listed.shape[2]))
 
 
 class HeadRows(NamedTuple):
@@ -211,8 +219,7 @@ class ListedProgram(Program):
         return HeadRows(position, head, ids, exists)
 
     def over_keys(self, queries: HeadRows, body: Callable, carry: Any) -> Any:
-        x, n_listed = self.x, self.x.listed.shape[2]
-        n_keys = min(KEYS, power_of_two(n_listed))
+        x, n_listed, n_keys = self.x, self.x.listed.shape[2], self.x.n_keys
 
         def step(i, carry):
             slot = i * n_keys + jnp.arange(n_keys, dtype=jnp.int32)
@@ -308,18 +315,25 @@ def _sums_kernel(pair, bounds, x: Contributions, before, after, *, n_programs):
 
 def _launch(kernel, sizes: ListedSizes, interpret, inputs, shapes, aliases=None):
     x = inputs[0]
-    n_numbers = power_of_two(x.n_rows) * x.width
     return launch(
         functools.partial(kernel, sizes=sizes),
         inputs,
         shapes,
         grid=(x.listed.shape[1], x.k.shape[2] * x.n_programs, len(x.listed)),
-        num_warps=2 if power_of_two(x.n_rows) <= 32 and n_numbers <= 4096 else 4,
+        num_warps=_warps(x, kernel is _gradients_kernel),
         num_stages=2,
         interpret=interpret,
         name=f"listed{kernel.__name__.removesuffix('_kernel')}",
         aliases=aliases,
     )
+
+
+def _warps(x: ListedInputs, gradients: bool) -> int:
+    """Two for the outputs of few heads, so that more programs wait for memory at once."""
+    n_bytes = power_of_two(x.n_rows) * x.width * x.q.dtype.itemsize
+    if gradients:
+        return 4 if n_bytes <= MAX_ROW_BYTES // 2 else 8
+    return 2 if n_bytes <= MAX_ROW_BYTES // 2 else 4
 
 
 def forward(
