@@ -37,12 +37,12 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    chosen_bits,
     in_logits,
     launch,
     load,
     power_of_two,
     query_rows,
+    tile_bits,
     tile_dropout_mask,
 )
 from reformax.ops.kernels.triton.flash import Program
@@ -165,6 +165,7 @@ class NsaColumns(NamedTuple):
     last: Array
     ids: Array | None
     exists: Array | None  # None: all keys exist, and all rows see them
+    first: Any  # key
 
 
 class KeysWork(NamedTuple):
@@ -227,7 +228,8 @@ class NsaProgram(Program):
             exists = (key < end) & (key < x.k.shape[1])
             safe = jnp.where(exists, key, 0)
         ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, safe], exists, 0)
-        return NsaColumns(safe, key * self.sizes.stride + (self.sizes.span - 1), ids, exists)
+        last = key * self.sizes.stride + (self.sizes.span - 1)
+        return NsaColumns(safe, last, ids, exists, first)
 
     def part_of_keys(self) -> tuple[Self, NsaColumns]:
         """The program of a tile of keys, with its part of the queries, and the tile."""
@@ -332,7 +334,9 @@ class NsaProgram(Program):
         seen = self.sizes.rule.sees(query, keys)
         if self.x.bits is None:
             return seen
-        return chosen_bits(self.x.bits, self.batch, rows.position, columns.key, seen)
+        return seen & tile_bits(
+            self.x.bits, self.batch, query, keys, columns.first, self.sizes.n_keys
+        )
 
     def dropped(self, rows: NsaRows, columns: NsaColumns) -> Array | float:
         key, address = columns.last, self.sizes.address
