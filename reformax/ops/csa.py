@@ -279,13 +279,14 @@ class csa(Reusing, Compressed, AttentionOp):
     def _in_kernels(
         self, call: Call, params, q, k, v, summaries, plan, plain_q, plain_k, interpret
     ) -> Float[Array, "B T N V"]:
-        from reformax.ops.kernels.triton import compressed as kernel
+        from reformax.ops.kernels.triton.chosen import ChoiceLearner
+        from reformax.ops.kernels.triton.indexer_gradient import IndexerArrays
 
         ids, learner = ids_or_ones(call.segment_ids, q), None
         index, index_keys = self._index(params, plain_q, plain_k, ids)
         if not self.reuse and self.index_loss:
-            arrays = kernel.IndexerArrays(*index, index_keys)
-            learner = kernel.ChoiceLearner(arrays, self._factor(call, ids, index_keys.dtype))
+            arrays = IndexerArrays(*index, index_keys)
+            learner = ChoiceLearner(arrays, self._factor(call, ids, index_keys.dtype))
         sizes = self.window, self.block_size
         out, *sums = in_kernels(call, interpret, q, k, v, summaries, sizes, plan, learner)
         if not self.report_loss:

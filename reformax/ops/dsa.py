@@ -46,6 +46,7 @@ from reformax.ops.calls.dispatch import (
     compute_by,
     kernel_obstacles,
 )
+from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -71,7 +72,6 @@ from reformax.ops.numerics.logits import PLAIN, Logits
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding.shard import row_axes_of
-from reformax.ops.softmax.block_lists import FullLayout
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import masked_softmax, nonzero
 
@@ -131,6 +131,7 @@ class dsa(Reusing, AttentionOp):
 
     chooses_keys = True
     _of_choice = "top_k", "n_index_heads", "d_index", "index_loss", "indexer"
+    _grouped = True
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 
@@ -188,7 +189,7 @@ class dsa(Reusing, AttentionOp):
         queries, weights = index_queries(params, q)
         return IndexQueries(self.indexer.rotated(queries, position), weights)
 
-    def _index_keys(self, params, k: Float[Array, "B T N H"], position=None) -> Array:
+    def _index_keys(self, params, k: Float[Array, "B T G H"], position=None) -> Array:
         position = positions(k.shape[1]) if position is None else position
         if self.reuse:
             return no_queries(k).queries[:, :, 0]
@@ -248,14 +249,16 @@ class dsa(Reusing, AttentionOp):
         factor = factor / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
-            from reformax.ops.kernels.triton import dsa as kernel
+            from reformax.ops.kernels.triton import chosen as kernel
+            from reformax.ops.kernels.triton import listed
 
-            layout = FullLayout(length, length, call.causal, call.dropout, call.logits)
+            group, learner = q.shape[2] // k.shape[2], None
+            by_list = listed.pays(plan, length, group, q.dtype.itemsize, call.causal)
+            sizes = kernel.ChosenSizes(call.causal, call.dropout, call.logits, by_list)
             masks = None if call.segment_ids is None else ids
-            indexer = kernel.IndexerArrays(*index, index_keys)
-            return kernel.attend(
-                layout, interpret, q, k, v, indexer, factor, plan, masks, call.seed
-            )
+            if not self.reuse and self.index_loss:
+                learner = kernel.ChoiceLearner(kernel.IndexerArrays(*index, index_keys), factor)
+            return kernel.attend(sizes, interpret, q, k, v, learner, plan, masks, call.seed)
 
         arrays = q, k, v, index, index_keys, factor, plan, ids
         in_arrays = functools.partial(self._in_arrays, call, *arrays)
@@ -278,6 +281,7 @@ class dsa(Reusing, AttentionOp):
     ) -> Float[Array, "B T N V"]:
         """The attention and the indexer's loss in array operations."""
         length, n_heads = q.shape[1:3]
+        k, v = repeat_heads(q, k, v)
         gathers = plan.shape[2] * GATHERED <= length
         if gathers:  # from wide copies, to which the gradient adds the keys of each query
             wide = (x.astype(accum_dtype(x.dtype)) for x in (k, v))
@@ -350,6 +354,7 @@ class dsa(Reusing, AttentionOp):
     def _mean_loss(self, call: Call, q, k, v, index, index_keys, plan, ids) -> Float[Array, ""]:
         """The mean divergence over up to `MEASURED` queries of a row, which is reported only."""
         length = q.shape[1]
+        k, v = repeat_heads(q, k, v)
         arrays = lax.stop_gradient((q, plan, ids, positions(length), *index))
         some = tuple(x[:, :: -(-length // MEASURED)] for x in arrays)
         keys, dtypes = lax.stop_gradient((k, v[..., :1], index_keys, ids)), (k.dtype, v.dtype)
@@ -410,9 +415,12 @@ class KeysOfQueries(NamedTuple):
     summed: Callable[[Array], Array]
 
 
-def _index_keys(params, k: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+def _index_keys(params, k: Float[Array, "B T G H"]) -> Float[Array, "B T D"]:
     k = clipped(k)
-    return jnp.einsum("btnh,nhd->btd", k, params["key"].astype(k.dtype))
+    weight = params["key"].astype(k.dtype)
+    # The query heads of a key head read the same key.
+    weight = weight.reshape(k.shape[2], -1, *weight.shape[1:]).sum(axis=1)
+    return jnp.einsum("btgh,ghd->btd", k, weight)
 
 
 def _visible(causal: bool, ids: Int[Array, "#B S"], query_ids, position) -> Bool[Array, "B Q S"]:

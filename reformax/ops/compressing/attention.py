@@ -120,11 +120,6 @@ def merged(call: Call, near: Softmax, far: Softmax) -> Softmax:
     return whole.with_sinks(call.sinks.reshape(1, 1, *far.row_max.shape[2:]))
 
 
-# Kernels read a query's chosen summaries by their numbers where these are at most one of so many,
-# with 16 query heads or more of a key head. With fewer heads a tile is not full, and reads as many.
-LISTED, FULL_TILE = 4, 16
-
-
 def in_kernels(
     call: Call,
     interpret: bool,
@@ -149,25 +144,22 @@ def in_kernels(
       learner: the `ChoiceLearner` of the kernels; None: no indexer learns.
     """
     from reformax.ops.kernels.triton import compressed as kernel
-    from reformax.ops.kernels.triton.common import bits_of
-    from reformax.ops.kernels.triton.nsa import SummaryChoice, n_rows
+    from reformax.ops.kernels.triton import listed
+    from reformax.ops.kernels.triton.nsa import n_rows
 
     ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
     window, block_size = sizes
     group, n_summaries = q.shape[2] // k.shape[2], summaries.keys.shape[1]
-    choice, listed = None, False
-    if chosen is not None:
-        choice = SummaryChoice(chosen, bits_of(chosen, n_summaries))
-        n_read = LISTED * chosen.shape[2] * max(group, FULL_TILE)
-        listed = n_read <= n_summaries * group
-    common = dict(group=group, dropout=call.dropout, rows=n_rows(q), logits=call.logits)
+    itemsize = q.dtype.itemsize
+    by_list = chosen is not None and listed.pays(chosen, n_summaries, group, itemsize)
+    common = dict(group=group, dropout=call.dropout, logits=call.logits)
     of_parts = (
-        kernel.window_sizes(min(window, q.shape[1]), **common),
-        kernel.summary_sizes(block_size, listed, **common),
+        kernel.window_sizes(min(window, q.shape[1]), n_rows(q), **common),
+        kernel.summary_sizes(block_size, n_rows(q), by_list, **common),
     )
     far = summaries.keys.astype(k.dtype), summaries.values.astype(v.dtype)
     far = kernel.Part(*far, None if ids is None else summaries.ids)
-    inputs = q, kernel.Part(k, v, ids), far, call.sinks, learner, choice, ids, call.seed
+    inputs = q, kernel.Part(k, v, ids), far, call.sinks, learner, chosen, ids, call.seed
     out, *sums = kernel.attend(of_parts, interpret, *inputs)
     if call.sinks is not None and ids is not None:
         # The gradient at padding, which may be anything, is not part of that of the sinks.

@@ -17,8 +17,8 @@ from jaxtyping import Array
 
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    chosen_bits,
     load,
+    tile_bits,
     tile_dropout_mask,
 )
 from reformax.ops.kernels.triton.flash import Program
@@ -83,6 +83,7 @@ class TileSlots(NamedTuple):
     position: Array
     exists: Array | None  # None: all slots exist
     unmasked: bool  # whether no slot of the other side is hidden, but that of the same position
+    first: Any  # the first slot
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,7 +153,8 @@ class BlockProgram(Program):
             None if ref is None else load(ref.at[self.batch, slot], exists, 0)
             for ref in (of_segment, of_order)
         )
-        return TileSlots(slot, segment, slot if position is None else position, exists, unmasked)
+        position = slot if position is None else position
+        return TileSlots(slot, segment, position, exists, unmasked, tile * size)
 
     def over_keys(self, queries: TileSlots, body: Callable, carry: Any) -> Any:
         return self._over(self.keys, body, carry)
@@ -220,8 +222,8 @@ class BlockProgram(Program):
     def visible(self, q: TileSlots, k: TileSlots) -> Array | None:
         chosen = None
         if self.x.chosen is not None:
-            exists = all_of(q.exists, k.exists)
-            chosen = chosen_bits(self.x.chosen, self.batch, q.slot, k.slot, exists)
+            sides = Side(q.slot, exists=q.exists), Side(k.slot, exists=k.exists)
+            chosen = tile_bits(self.x.chosen, self.batch, *sides, k.first, self.tiles.key)
         unmasked = q.unmasked or k.unmasked
         segments = (None, None) if unmasked else (q.segment, k.segment)
         query, key = Side(q.position, segments[0]), Side(k.position, segments[1], k.exists)

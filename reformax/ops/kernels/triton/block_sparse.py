@@ -248,7 +248,7 @@ def forward(
       q, k, v: queries, keys, values.
       segment_ids: the ids of queries and of keys, or None twice. For a `SortedLayout`, whose ids
         are groups, the positions of queries and of keys follow. Bits of chosen keys
-        (`common.chosen_bits`) follow the positions, or None twice in their place.
+        (`common.tile_bits`) follow the positions, or None twice in their place.
       seed: `seed_words` of dropout; None without dropout.
       tiles: the kernel's tiles, of sizes that divide the blocks; None: chosen by the sizes.
       interpret: whether to run the kernel on any device, slowly.

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.devices import varying_as, varying_axes
 from reformax.ops.masking.padding import tokens_only
+from reformax.ops.masking.visibility import Side, all_of
 from reformax.ops.softmax import dropout
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
@@ -40,13 +41,13 @@ def power_of_two(n: int) -> int:
 
 
 def column(block: T) -> T:
-    """A block, or any tree of arrays `[L]`, as a side of a tile, `[L, 1]`."""
-    return jax.tree.map(lambda x: x if isinstance(x, bool) else x[:, None], block)
+    """A block, or any tree of arrays `[L]` and of scalars, as a side of a tile, `[L, 1]`."""
+    return jax.tree.map(lambda x: x[:, None] if jnp.ndim(x) else x, block)
 
 
 def line(block: T) -> T:
     """The same as the other side, `[1, L]`."""
-    return jax.tree.map(lambda x: x if isinstance(x, bool) else x[None, :], block)
+    return jax.tree.map(lambda x: x[None, :] if jnp.ndim(x) else x, block)
 
 
 # Reading and writing. A mask of None reads, or writes, everything.
@@ -88,6 +89,31 @@ def bits_of(chosen: Int[Array, "B T K"], n_keys: int) -> Int[Array, "B T words"]
     return (
         jnp.zeros((n_batch, length, n_words), jnp.int32).at[row, query, word].add(bit, mode="drop")
     )
+
+
+def tile_bits(
+    ref: Any, batch: Any, query: Side, key: Side, first: Any, n_keys: int
+) -> Bool[Array, "I J"]:
+    """`chosen_bits` of a tile of neighbouring keys, by words that its keys share.
+
+    Args:
+      ref, batch: as in `chosen_bits`.
+      query, key: two sides of the tile; False where either does not exist.
+      first, n_keys: the tile's first key, and their number: 16, or a multiple of a word's 32. The
+        first is a multiple of it.
+    """
+    n_words, first_word = ref.shape[2], lax.shift_right_logical(first, jnp.int32(5))
+    words = None
+    for i in range(-(-n_keys // 32)):
+        word = first_word + i
+        exists = jnp.broadcast_to(word < n_words, query.position.shape)
+        exists = all_of(exists, query.exists)
+        position = jnp.where(exists, query.position, 0)
+        found = load(ref.at[batch, position, jnp.where(word < n_words, word, 0)], exists, 0)
+        is_later = key.position >= (word << 5)
+        words = found if words is None else jnp.where(is_later, found, words)
+    bit = (lax.shift_right_logical(words, key.position & jnp.int32(31)) & jnp.int32(1)) != 0
+    return bit if key.exists is None else bit & key.exists
 
 
 def view_rows(

@@ -1,10 +1,10 @@
 """Compressed attention as Pallas kernels for NVIDIA GPUs (Triton): parts of one softmax.
 
-The keys of the window and the summaries are two calls of the kernels of `nsa`, which return each
-row's maximum and sum. These merge both (Milakov and Gimelshein 2018, "Online normalizer calculation
-for softmax"), and the sinks. In the backward pass both parts use the maximum and the sum of the
-whole row. An indexer that chose the summaries has the gradient of
-`kernels.indexer_gradient`.
+The keys of the window and the summaries are two calls of the kernels of `nsa`, or of `listed` where
+lists of summaries pay, which return each row's maximum and sum. These merge both (Milakov and
+Gimelshein 2018, "Online normalizer calculation for softmax"), and the sinks. In the backward pass
+both parts use the maximum and the sum of the whole row. An indexer that chose the summaries has the
+gradient of `kernels.indexer_gradient`.
 
 Letters as in `reformax.ops.base`; S is the number of keys of a part.
 """
@@ -19,13 +19,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives
-from reformax.ops.kernels.triton import nsa
-from reformax.ops.kernels.triton.indexer_gradient import (
-    AttentionInputs,
-    IndexerArrays,
-    KeyRule,
-    indexer_gradient,
-)
+from reformax.ops.kernels.triton import listed, nsa
+from reformax.ops.kernels.triton.chosen import ChoiceLearner
+from reformax.ops.kernels.triton.common import bits_of
+from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, KeyRule, indexer_gradient
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.learned_sinks import Results, d_sinks, with_sinks
 from reformax.ops.softmax.online import Softmax, nonzero
@@ -39,40 +36,32 @@ class Part(NamedTuple):
     ids: Int[Array, "B S"] | None
 
 
-def window_sizes(window: int, **common: Any) -> nsa.NsaSizes:
+def window_sizes(window: int, rows: int, **common: Any) -> nsa.NsaSizes:
     """The static settings of the part of the positions in a window."""
     one = dict(block=0, n_selected=0, stride=1, span=1)
-    return nsa.NsaSizes(**one, **common, window=window, address=(2, 0))
+    return nsa.NsaSizes(**one, **common, rows=rows, window=window, address=(2, 0))
 
 
-def summary_sizes(block_size: int, listed: bool, **common: Any) -> nsa.NsaSizes:
+def summary_sizes(
+    block_size: int, rows: int, by_list: bool, **common: Any
+) -> nsa.NsaSizes | listed.ListedSizes:
     """The static settings of the part of the summaries of blocks, all or those of lists."""
+    if by_list:
+        return listed.ListedSizes(**common, span=block_size, address=(2, 1))
     of_blocks = dict(block=0, n_selected=0, stride=block_size, span=block_size)
-    return nsa.NsaSizes(**of_blocks, **common, address=(2, 1), listed=listed)
-
-
-class ChoiceLearner(NamedTuple):
-    """What learns the choice of summaries.
-
-    Attributes:
-      index: the indexer's vectors.
-      factor: of the sum of its divergence over queries.
-    """
-
-    index: IndexerArrays
-    factor: Float[Array, ""]
+    return nsa.NsaSizes(**of_blocks, **common, rows=rows, address=(2, 1))
 
 
 @functools.partial(CustomDerivatives, n_static=2)
 def attend(
-    sizes: tuple[nsa.NsaSizes, nsa.NsaSizes],
+    sizes: tuple[nsa.NsaSizes, nsa.NsaSizes | listed.ListedSizes],
     interpret: bool,
     q: Float[Array, "B T N H"],
     near: Part,
     far: Part,
     sinks: Float[Array, " N"] | None,
     learner: ChoiceLearner | None,
-    choice: nsa.SummaryChoice | None,
+    chosen: Int[Array, "B T K"] | None,
     ids: Int[Array, "B T"] | None,
     seed: Int[Array, 6] | None,
 ) -> Results:
@@ -89,26 +78,36 @@ def attend(
       sinks: of `softmax.learned_sinks`; None: there are none. Gradients of padding's outputs must
         then be zeros.
       learner: None: no indexer learns.
-      choice: the summaries that each query sees; None: all of complete blocks.
+      chosen: the summaries that each query sees, -1 for none; None: all of complete blocks.
       ids: the segments of queries; None: one segment.
       seed: `seed_words` of dropout; None without dropout.
     """
-    return _forward(sizes, interpret, q, near, far, sinks, learner, choice, ids, seed)[0]
+    return _forward(sizes, interpret, q, near, far, sinks, learner, chosen, ids, seed)[0]
 
 
-def _forward(sizes, interpret, q, near, far, sinks, learner, choice, ids, seed):
+def _calls(sizes, interpret, q, near, far, chosen, ids, seed):
+    """The kernels of both parts, the first arguments of their passes, and their options."""
+    options, (of_near, of_far) = dict(interpret=interpret), sizes
+    yield nsa, (of_near, q, near.k, near.v, ids, near.ids, None, seed), options
+    arguments = of_far, q, far.k, far.v, ids, far.ids
+    if isinstance(of_far, listed.ListedSizes):
+        yield listed, (*arguments, chosen, seed), options
+    else:
+        bits = None if chosen is None else bits_of(chosen, far.k.shape[1])
+        yield nsa, (*arguments, None, seed), options | dict(bits=bits)
+
+
+def _forward(sizes, interpret, q, near, far, sinks, learner, chosen, ids, seed):
     q, near, far, sinks, learner = first_order((q, near, far, sinks, learner))
-    of_near, of_far = (
-        nsa.forward(size, q, x.k, x.v, ids, x.ids, None, seed, interpret=interpret, choice=chosen)
-        for size, x, chosen in zip(sizes, (near, far), (None, choice), strict=True)
-    )
+    calls = _calls(sizes, interpret, q, near, far, chosen, ids, seed)
+    of_near, of_far = (kernels.forward(*x, **options) for kernels, x, options in calls)
     results = with_sinks(_merged(of_near, of_far), sinks)
     total = None
     if learner is not None:  # the sum of all heads' weights of summaries
         _, far_max, far_sum = of_far
         _, row_max, row_sum = results
         total = jnp.sum(far_sum * jnp.exp(far_max - row_max) / nonzero(row_sum), axis=1)
-    return results, ((q, near, far, sinks, learner, choice, ids, seed), results, total)
+    return results, ((q, near, far, sinks, learner, chosen, ids, seed), results, total)
 
 
 def _merged(near: Results, far: Results) -> Results:
@@ -119,20 +118,18 @@ def _merged(near: Results, far: Results) -> Results:
 
 
 def _backward(sizes, interpret, residuals, cotangents):
-    (q, near, far, sinks, learner, choice, ids, seed), results, total = residuals
+    (q, near, far, sinks, learner, chosen, ids, seed), results, total = residuals
     results, d_out = first_order((results, cotangents[0]))
     dq, of_parts = jnp.zeros(q.shape, jnp.float32), []
-    for size, x, chosen in zip(sizes, (near, far), (None, choice), strict=True):
-        inputs = q, x.k, x.v, ids, x.ids, None, seed
-        options = dict(interpret=interpret, choice=chosen)
-        of_q, *of_keys = nsa.backward(size, *inputs, *results, d_out, **options)
+    for kernels, x, options in _calls(sizes, interpret, q, near, far, chosen, ids, seed):
+        of_q, *of_keys = kernels.backward(*x, *results, d_out, **options)
         dq = dq + of_q.astype(jnp.float32)
         of_parts.append(Part(*of_keys, None))
     of_learner = None
     if learner is not None:
         rule = KeyRule(True, sizes[1].logits, sizes[1].span)
         attention = AttentionInputs(q, far.k, *results[1:], total)
-        masks = choice.listed, ids, far.ids
+        masks = chosen, ids, far.ids
         gradient = indexer_gradient(rule, interpret, learner.index, attention, *masks)
         gradient = jax.tree.map(lambda x: x * learner.factor, gradient)
         of_learner = ChoiceLearner(gradient, None)

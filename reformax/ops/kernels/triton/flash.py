@@ -37,6 +37,7 @@ from reformax.ops.kernels.triton.common import (
     power_of_two,
     recompute_weights,
     statistics_step,
+    tile_product,
     view_rows,
 )
 from reformax.ops.masking.visibility import is_token
@@ -180,9 +181,17 @@ def forward(program: Program, queries: Block, state: Softmax | None = None) -> S
 
 
 def d_queries(
-    program: Program, queries: Block, q: Float[Array, "I H"], dq: Float[Array, "I H"] | None = None
+    program: Program,
+    queries: Block,
+    q: Float[Array, "I H"],
+    dq: Float[Array, "I H"] | None = None,
+    put_keys: Callable[[Block, Float[Array, "J H"], Float[Array, "J V"]], None] | None = None,
 ) -> Float[Array, "I H"]:
-    """The gradient of a tile of queries, times sqrt(H), added to `dq`."""
+    """The gradient of a tile of queries, times sqrt(H), added to `dq`.
+
+    `put_keys` takes each block of keys, and what the tile adds to the gradients of its keys, times
+    sqrt(H), and of its values.
+    """
     x, query = program.x, column(queries)
     d_out, dot = program.gradient(queries)
     row_max, inverse_sum = program.softmax(queries)
@@ -192,8 +201,12 @@ def d_queries(
         key = line(keys)
         logits = _logits(program, q, k, query, key)
         p = recompute_weights(logits, column(row_max), column(inverse_sum), x.q.shape[3])
-        dp = matmul(d_out, v, transpose_b=True) * program.dropped(query, key)
+        dropped = program.dropped(query, key)
+        dp = matmul(d_out, v, transpose_b=True) * dropped
         ds = program.logits.before_cap(p * (dp - column(dot)), logits, program.unit)
+        if put_keys is not None:
+            dk = tile_product(ds.astype(q.dtype), q, "00")
+            put_keys(keys, dk, tile_product((p * dropped).astype(d_out.dtype), d_out, "00"))
         return dq + matmul(ds.astype(k.dtype), k)
 
     dq = jnp.zeros(q.shape, jnp.float32) if dq is None else dq

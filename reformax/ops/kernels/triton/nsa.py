@@ -8,8 +8,8 @@ several queries (Yuan et al. 2025, sec. 3.4). All are one function with differen
 
   * Summaries: a program has neighbouring queries, and loops over the summaries before them.
   * A window: the same of positions, from the first in the window of its first query on.
-  * Chosen summaries: a program has one query, and loops over the list of its summaries; or it is a
-    program of all summaries, with a mask of a bit for each query and summary.
+  * Chosen summaries: a program of all summaries, with a mask of a bit for each query and summary,
+    where `kernels.listed` does not pay.
   * Selected blocks: a program has one query, and loops over the blocks that it selected.
   * In the gradient of keys, a program loops over the queries that see its keys: all later ones, or
     the list of those that selected the block (`reformax.ops.softmax.chosen_blocks`). Every query
@@ -37,12 +37,12 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    chosen_bits,
     in_logits,
     launch,
     load,
     power_of_two,
     query_rows,
+    tile_bits,
     tile_dropout_mask,
 )
 from reformax.ops.kernels.triton.flash import Program
@@ -72,7 +72,6 @@ class NsaSizes(NamedTuple):
       window: keys `window` or more positions before a query are hidden; None: none is.
       address: a and b, where dropout is drawn for key s by the address a s + b; None: by the last
         position that the key summarizes.
-      listed: whether each query has a list of the summaries that it sees.
     """
 
     group: int
@@ -85,7 +84,6 @@ class NsaSizes(NamedTuple):
     logits: Logits
     window: int | None = None
     address: tuple[int, int] | None = None
-    listed: bool = False
 
     @property
     def rule(self) -> Visibility:
@@ -100,7 +98,7 @@ class NsaSizes(NamedTuple):
     @property
     def n_queries(self) -> int:
         """The queries of a program of queries; one where each query has other blocks."""
-        return 1 if self.block or self.listed else max(1, self.rows // self.group)
+        return 1 if self.block else max(1, self.rows // self.group)
 
     @property
     def n_listed(self) -> int:
@@ -138,13 +136,6 @@ class NsaLists(NamedTuple):
     first_part: Int[Array, "B G J+1"]
 
 
-class SummaryChoice(NamedTuple):
-    """The summaries that each query sees, of those up to itself."""
-
-    listed: Int[Array, "B T K"]  # -1 is none
-    bits: Int[Array, "B T words"]  # a bit for each summary
-
-
 class _NsaInputs(NamedTuple):
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, G, H]
@@ -154,7 +145,6 @@ class _NsaInputs(NamedTuple):
     seed: Array | None  # [6]
     chosen: Array | None  # [B, G, T, K]
     lists: NsaLists | None = None
-    listed: Array | None = None  # [B, T, K]
     bits: Array | None = None  # [B, T, S / 32]
 
 
@@ -175,6 +165,7 @@ class NsaColumns(NamedTuple):
     last: Array
     ids: Array | None
     exists: Array | None  # None: all keys exist, and all rows see them
+    first: Any  # key
 
 
 class KeysWork(NamedTuple):
@@ -237,7 +228,8 @@ class NsaProgram(Program):
             exists = (key < end) & (key < x.k.shape[1])
             safe = jnp.where(exists, key, 0)
         ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, safe], exists, 0)
-        return NsaColumns(safe, key * self.sizes.stride + (self.sizes.span - 1), ids, exists)
+        last = key * self.sizes.stride + (self.sizes.span - 1)
+        return NsaColumns(safe, last, ids, exists, first)
 
     def part_of_keys(self) -> tuple[Self, NsaColumns]:
         """The program of a tile of keys, with its part of the queries, and the tile."""
@@ -263,25 +255,8 @@ class NsaProgram(Program):
         return dataclasses.replace(self, work=KeysWork(first, start, end, step)), columns
 
     def over_keys(self, queries: NsaRows, body: Callable, carry: Any) -> Any:
-        if self.sizes.listed:
-            return self._over_listed(queries, body, carry)
         over = self._over_selected if self.sizes.block else self._over_summaries
         return over(queries, body, carry)
-
-    def _over_listed(self, queries: NsaRows, body: Callable, carry: Any) -> Any:
-        listed, sizes = self.x.listed, self.sizes
-
-        def step(i, carry):
-            slot = i * sizes.n_keys + jnp.arange(sizes.n_keys, dtype=jnp.int32)
-            exists = slot < listed.shape[2]
-            number = load(listed.at[self.batch, self.index, jnp.where(exists, slot, 0)], exists, -1)
-            exists, number = number >= 0, jnp.maximum(number, 0)
-            last = number * sizes.stride + (sizes.span - 1)
-            # A list has summaries of the query's segment alone.
-            return body(NsaColumns(number, last, None, exists), carry)
-
-        n_tiles = jnp.int32(-(-listed.shape[2] // sizes.n_keys))
-        return lax.fori_loop(jnp.int32(0), n_tiles, step, carry)
 
     def _over_summaries(self, queries: NsaRows, body: Callable, carry: Any) -> Any:
         x, sizes = self.x, self.sizes
@@ -359,7 +334,9 @@ class NsaProgram(Program):
         seen = self.sizes.rule.sees(query, keys)
         if self.x.bits is None:
             return seen
-        return chosen_bits(self.x.bits, self.batch, rows.position, columns.key, seen)
+        return seen & tile_bits(
+            self.x.bits, self.batch, query, keys, columns.first, self.sizes.n_keys
+        )
 
     def dropped(self, rows: NsaRows, columns: NsaColumns) -> Array | float:
         key, address = columns.last, self.sizes.address
@@ -432,8 +409,6 @@ def _launch(kernel, sizes: NsaSizes, interpret, inputs, shapes, n_programs, of_q
 def _branch(sizes: NsaSizes) -> str:
     if sizes.window is not None:
         return "window"
-    if sizes.listed:
-        return "listed"
     return "selected" if sizes.block else "compressed"
 
 
@@ -450,14 +425,6 @@ def _lists(sizes: NsaSizes, chosen: Int[Array, "B G T K"]) -> NsaLists:
     return NsaLists(found.pair, *parts(found.bounds, found.block.shape[2], PART_TILES))
 
 
-def _of_choice(sizes: NsaSizes, choice: SummaryChoice | None) -> dict[str, Array | None]:
-    """The inputs of a choice that programs read: the list or the bits."""
-    if choice is None:
-        return dict(listed=None, bits=None)
-    listed = sizes.listed
-    return dict(listed=choice.listed if listed else None, bits=None if listed else choice.bits)
-
-
 def forward(
     sizes: NsaSizes,
     q: Float[Array, "B T N H"],
@@ -468,7 +435,7 @@ def forward(
     chosen: Int[Array, "B G T K"] | None,
     seed: Int[Array, 6] | None,
     interpret: bool,
-    choice: SummaryChoice | None = None,
+    bits: Int[Array, "B T words"] | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
     """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
 
@@ -480,10 +447,10 @@ def forward(
       chosen: the blocks that each query selects, -1 for none; None for summaries.
       seed: `seed_words` of dropout; None without dropout.
       interpret: whether to run the kernels on any device, slowly.
-      choice: of the summaries; None: each query sees all up to itself.
+      bits: a bit for each summary, set where the query sees it; None: it sees all up to itself.
     """
     n_batch, length, n_heads, _ = q.shape
-    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen, **_of_choice(sizes, choice))
+    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen, bits=bits)
     statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     shapes = Softmax(
         jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), statistic, statistic
@@ -494,19 +461,16 @@ def forward(
 
 
 def backward(
-    sizes, q, k, v, ids, key_ids, chosen, seed, out, row_max, row_sum, d_out, interpret, choice=None
+    sizes, q, k, v, ids, key_ids, chosen, seed, out, row_max, row_sum, d_out, interpret, bits=None
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v, by the inputs and the results of `forward`."""
-    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen, **_of_choice(sizes, choice))
+    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen, bits=bits)
     row = query_rows(d_out, out, row_max, row_sum, ids)
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     n_programs = -(-q.shape[1] // sizes.n_queries)
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), like, n_programs)
     if sizes.block:
         x = x._replace(chosen=None, lists=_lists(sizes, chosen))
-    if sizes.listed:  # of a summary's queries there is no list
-        sizes = sizes._replace(listed=False)
-        x = x._replace(**_of_choice(sizes, choice))
     dk, dv = _gradients_of_keys(sizes, interpret, x, row)
     return dq, dk, dv
 

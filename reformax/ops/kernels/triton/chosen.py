@@ -1,0 +1,136 @@
+"""Attention to the keys that an indexer chose: kernels for NVIDIA GPUs (Triton), lists or tiles.
+
+`kernels.listed` reads the keys of each query by its list. Where that does not pay, the kernels of
+`kernels.block_sparse` visit all tiles, with a mask of a bit for each query and key: T^2 / 8 bytes,
+as much as lists of 2,048 keys at 65,536 tokens. `listed.pays` decides by the sizes.
+
+Letters as in `reformax.ops.base`; G key heads, K keys of a list.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from reformax.derivatives import CustomDerivatives
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.kernels.triton import block_sparse, listed
+from reformax.ops.kernels.triton.common import bits_of
+from reformax.ops.kernels.triton.indexer_gradient import (
+    AttentionInputs,
+    IndexerArrays,
+    KeyRule,
+    indexer_gradient,
+)
+from reformax.ops.numerics.first_order import first_order
+from reformax.ops.numerics.logits import Logits
+from reformax.ops.softmax.block_lists import FullLayout
+
+
+class ChoiceLearner(NamedTuple):
+    """What learns a choice.
+
+    Attributes:
+      index: the indexer's vectors.
+      factor: of the sum of its divergence over queries.
+    """
+
+    index: IndexerArrays
+    factor: Float[Array, ""]
+
+
+class ChosenSizes(NamedTuple):
+    """The static settings of the attention.
+
+    Attributes:
+      causal: whether later keys are hidden.
+      dropout: the rate of dropout.
+      logits: how products become logits.
+      by_list: whether programs read lists; False: they visit all tiles.
+    """
+
+    causal: bool
+    dropout: float
+    logits: Logits
+    by_list: bool
+
+
+@functools.partial(CustomDerivatives, n_static=2)
+def attend(
+    sizes: ChosenSizes,
+    interpret: bool,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T G H"],
+    v: Float[Array, "B T G V"],
+    learner: ChoiceLearner | None,
+    chosen: Int[Array, "B T K"],
+    ids: Int[Array, "B T"] | None,
+    seed: Int[Array, 6] | None,
+) -> Float[Array, "B T N V"]:
+    """The attended values, with the gradients of the output and of the indexer.
+
+    The indexer's gradient is that of an auxiliary loss whose value is not returned, as in
+    `numerics.auxiliary_loss.with_loss`.
+
+    Args:
+      sizes: the static settings.
+      interpret: whether to run the kernels on any device, slowly.
+      q, k, v: queries, keys, values, zeros at padding.
+      learner: None: no indexer learns.
+      chosen: the keys that each query sees, -1 for none.
+      ids: the segments; None: one segment.
+      seed: `seed_words` of dropout; None without dropout.
+    """
+    return _forward(sizes, interpret, q, k, v, learner, chosen, ids, seed)[0]
+
+
+def _arguments(sizes: ChosenSizes, q, k, v, chosen, ids, seed) -> tuple:
+    """The first arguments of both passes of the kernels."""
+    if sizes.by_list:
+        group = q.shape[2] // k.shape[2]
+        of_lists = listed.ListedSizes(group, sizes.dropout, sizes.logits, sizes.causal)
+        return of_lists, q, k, v, ids, ids, chosen, seed
+    length = q.shape[1]
+    layout = FullLayout(length, length, sizes.causal, sizes.dropout, sizes.logits)
+    masks = ids, ids, None, None, bits_of(chosen, length)
+    return layout, q, *repeat_heads(q, k, v), masks, seed
+
+
+def _forward(sizes, interpret, q, k, v, learner, chosen, ids, seed):
+    q, k, v, learner = first_order((q, k, v, learner))
+    kernels = listed if sizes.by_list else block_sparse
+    arguments = _arguments(sizes, q, k, v, chosen, ids, seed)
+    results = kernels.forward(*arguments, interpret=interpret)
+    return results[0], ((q, k, v, learner, chosen, ids, seed), results)
+
+
+def _backward(sizes, interpret, residuals, d_out):
+    (q, k, v, learner, chosen, ids, seed), results = residuals
+    results, d_out = first_order((results, d_out))
+    kernels = listed if sizes.by_list else block_sparse
+    arguments = *_arguments(sizes, q, k, v, chosen, ids, seed), *results, d_out
+    dq, dk, dv = kernels.backward(*arguments, interpret=interpret)
+    dk, dv = (_of_key_heads(d, x) for d, x in ((dk, k), (dv, v)))
+    of_learner = None
+    if learner is not None:
+        rule = KeyRule(sizes.causal, sizes.logits)
+        attention = AttentionInputs(q, k, *results[1:])
+        gradient = indexer_gradient(rule, interpret, learner.index, attention, chosen, ids, ids)
+        gradient = jax.tree.map(lambda x: x * learner.factor, gradient)
+        of_learner = ChoiceLearner(gradient, None)
+    return dq, dk, dv, of_learner, None, None, None
+
+
+def _of_key_heads(d: Float[Array, "B T _ H"], x: Float[Array, "B T G H"]) -> Array:
+    """The gradients of key heads, of those of a head for each query head or of themselves."""
+    if d.shape == x.shape:
+        return d
+    d = d.reshape(*x.shape[:3], -1, x.shape[3])
+    return jnp.sum(d, axis=3, dtype=jnp.float32).astype(x.dtype)
+
+
+attend.define(_forward, _backward)

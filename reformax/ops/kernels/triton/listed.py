@@ -1,0 +1,437 @@
+"""Attention of groups of heads to the keys that a list names: Pallas kernels for Triton.
+
+Each query has a list of keys, or of summaries, for all heads. A program has one query: the heads of
+a key head are the rows of its tile (Yuan et al. 2025, "Native Sparse Attention", sec. 3.4), and it
+loops over the list.
+
+The gradient of keys is a sum over the queries whose lists name them. It has one order and no
+atomics, so that training resumes bit for bit. For a chunk of queries at a time,
+
+  * the program of a query writes what each key of its list gets from its heads. It computes the
+    gradient of the query from the same weights: five products instead of the three of that alone;
+  * a stable sort of the chunk's pairs by their keys lists the queries of each key, in order;
+  * the program of a key adds what these wrote, in that order, to float32 sums.
+
+A chunk is of few enough queries that their contributions take `MAX_BYTES`. So no key has a long
+list of queries, not even one that every query sees.
+
+The cost of a query and key head with K keys of H and V numbers, M query heads, b bytes a number:
+
+    read K (H + V) b in both passes; written and read by the sums as much each
+    products of max(M, 16) rows: 2 forward, 5 backward
+
+At 65,536 queries with 2,048 keys of 128 for 32 heads on one key head, in bfloat16, a pass reads 69
+GB of 34 MB that the second cache holds: at 5.7 TB/s, which the lists of summaries were measured at,
+12 ms. The backward pass takes 24 ms for five products and writing 69 GB, the sums 20 to 25 for
+reading them, and sorts of 134 million pairs 8 to 30. All tiles take 18 H operations for each pair
+of a query and a key, which is 1,324 ms. Tiles share keys among 64 or 128 queries, lists among one
+query's heads. So tiles take less where a key head has few query heads or a query sees many of the
+keys: 8 heads of 64 with a key head each that see 2,048 of 65,536 keys take 360 ms by lists and 245
+by tiles. `pays` compares the two.
+
+Letters as in `reformax.ops.base`; K keys of a list, S keys, M query heads of a key head, P programs
+of a key head, C queries of a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.kernels.triton import flash
+from reformax.ops.kernels.triton.common import (
+    QueryRows,
+    in_logits,
+    launch,
+    load,
+    power_of_two,
+    query_rows,
+    tile_dropout_mask,
+)
+from reformax.ops.kernels.triton.flash import Program
+from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.numerics.logits import Logits
+from reformax.ops.softmax.online import Softmax, nonzero
+
+# Bytes of the rows of a program's queries. Wider groups are several programs' rows.
+MAX_ROW_BYTES = 64 * 128 * 2
+# Numbers of a tile of keys by the bytes of their dtype, and most keys of a tile.
+TILE_NUMBERS, MAX_KEYS = {2: 64 * 128, 4: 32 * 128}, 64
+# Bytes of the contributions of a chunk of queries. One query of each row may take more.
+MAX_BYTES = 2**30
+# Numbers of a tile of contributions, which a warp adds.
+SUM_NUMBERS = 2048
+# Kernels index with 31 bits.
+MAX_LISTED = 2**31 - 1
+# In products with a row of H numbers, at 120 TFLOP/s: a byte for each of them that a chosen key's
+# program reads twice, writes once and its sum reads again; a tile's fewest rows.
+BYTE_COST, FEWEST_ROWS = 26, 16
+
+
+def pays(
+    chosen: Int[Array, "B T K"], n_keys: int, group: int, itemsize: int, causal: bool = True
+) -> bool:
+    """Whether reading lists takes less time than a mask over all tiles, in both passes.
+
+    See the module's docstring. Where K keys of a list cost `K (26 b + max(M, 16))`, all tiles cost
+    M for each key that causality leaves, on average half of S. The factor of M is the ratio of 18
+    products of tiles at 120 TFLOP/s to 14 of lists at 180, halved.
+
+    Args:
+      chosen: the lists.
+      n_keys: S.
+      group: M.
+      itemsize: b.
+      causal: whether a query sees half of the keys on average.
+    """
+    of_lists = chosen.shape[2] * (BYTE_COST * itemsize + max(group, FEWEST_ROWS))
+    of_tiles = n_keys * group * (1 if causal else 2)
+    return chosen.size <= MAX_LISTED and of_lists <= of_tiles
+
+
+class ListedSizes(NamedTuple):
+    """The kernels' static settings.
+
+    Attributes:
+      group: M.
+      dropout: the rate of dropout.
+      logits: how products of queries and keys become logits.
+      causal: whether later keys are hidden.
+      span: positions that a key summarizes; it is seen from the last one on.
+      address: a and b: dropout is drawn for key s by the address a s + b.
+    """
+
+    group: int
+    dropout: float
+    logits: Logits
+    causal: bool = True
+    span: int = 1
+    address: tuple[int, int] = (1, 0)
+
+    @property
+    def rule(self) -> Visibility:
+        return Visibility(self.causal)
+
+
+class ListedInputs(NamedTuple):
+    """The arrays that programs read."""
+
+    q: Array  # [B, T, N, H]
+    k: Array  # [B, S, G, H]
+    v: Array  # [B, S, G, V]
+    ids: Array | None  # [B, T]
+    key_ids: Array | None  # [B, S]
+    seed: Array | None  # [6]
+    listed: Array  # [B, C, K], of all queries or of a chunk
+    start: Array | None = None  # [1]: the chunk's first query
+
+    @property
+    def width(self) -> int:
+        return power_of_two(max(self.q.shape[3], self.v.shape[3]))
+
+    @property
+    def n_programs(self) -> int:
+        """P, the programs of a key head."""
+        group = self.q.shape[2] // self.k.shape[2]
+        return -(-group // max(1, MAX_ROW_BYTES // (self.width * self.q.dtype.itemsize)))
+
+    @property
+    def n_rows(self) -> int:
+        """Query heads of a program."""
+        return -(-(self.q.shape[2] // self.k.shape[2]) // self.n_programs)
+
+    @property
+    def n_keys(self) -> int:
+        """Keys of a tile."""
+        most = TILE_NUMBERS[self.k.dtype.itemsize] // self.width
+        return min(MAX_KEYS, most, power_of_two(self.listed.shape[2]))
+
+
+class HeadRows(NamedTuple):
+    """The rows of a program's tile: heads of one query."""
+
+    position: Array
+    head: Array
+    ids: Array | None
+    exists: Array
+
+
+class ListedKeys(NamedTuple):
+    """The keys of a tile, and their slots in the list."""
+
+    key: Array
+    slot: Array
+    ids: Array | None
+    exists: Array
+
+
+class Contributions(NamedTuple):
+    """What each pair of a query and a key of its list adds to the gradients."""
+
+    k: Any  # [B, G P, C, K, H]
+    v: Any  # [B, G P, C, K, V]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ListedProgram(Program):
+    """One program: a query's heads of a key head, or as many as a tile holds."""
+
+    sizes: ListedSizes
+    x: ListedInputs
+    row: QueryRows | None
+    batch: Any
+    head: Any  # of G P
+    index: Any  # the query's, in the lists
+    zero_padding = True
+
+    @classmethod
+    def located(cls, sizes: ListedSizes, x: ListedInputs, row: QueryRows | None = None) -> Self:
+        """The running program."""
+        return cls(sizes, x, row, *(pl.program_id(i) for i in (2, 1, 0)))
+
+    @property
+    def logits(self) -> Logits:
+        return self.sizes.logits
+
+    @property
+    def key_head(self):
+        return lax.div(self.head, jnp.int32(self.x.n_programs))
+
+    def queries(self) -> HeadRows:
+        x, group = self.x, self.sizes.group
+        position = self.index if x.start is None else x.start[0] + self.index
+        row = jnp.arange(power_of_two(x.n_rows), dtype=jnp.int32)
+        member = lax.rem(self.head, jnp.int32(x.n_programs)) * x.n_rows + row
+        exists = (row < x.n_rows) & (member < group) & (position < x.q.shape[1])
+        position = jnp.where(exists, position, 0)
+        head = jnp.where(exists, self.key_head * group + member, 0)
+        ids = None if x.ids is None else load(x.ids.at[self.batch, position], exists, 0)
+        return HeadRows(position, head, ids, exists)
+
+    def over_keys(self, queries: HeadRows, body: Callable, carry: Any) -> Any:
+        x, n_listed, n_keys = self.x, self.x.listed.shape[2], self.x.n_keys
+
+        def step(i, carry):
+            slot = i * n_keys + jnp.arange(n_keys, dtype=jnp.int32)
+            exists = slot < n_listed
+            at = jnp.where(exists, slot, 0)
+            key = load(x.listed.at[self.batch, self.index, at], exists, -1)
+            exists, key = key >= 0, jnp.maximum(key, 0)
+            ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, key], exists, 0)
+            return body(ListedKeys(key, slot, ids, exists), carry)
+
+        return lax.fori_loop(jnp.int32(0), jnp.int32(-(-n_listed // n_keys)), step, carry)
+
+    def address(self, block: HeadRows | ListedKeys):
+        if isinstance(block, ListedKeys):
+            return block.key, self.key_head, block.exists
+        position = jnp.where(block.exists, block.position, self.x.q.shape[1])
+        return position, block.head, block.exists
+
+    def visible(self, rows: HeadRows, keys: ListedKeys) -> Array:
+        last = keys.key * self.sizes.span + (self.sizes.span - 1)
+        side = Side(keys.key, keys.ids, keys.exists, last)
+        return self.sizes.rule.sees(Side(rows.position, rows.ids, rows.exists), side)
+
+    def dropped(self, rows: HeadRows, keys: ListedKeys) -> Array | float:
+        factor, shift = self.sizes.address
+        address = rows.head, rows.position, keys.key * factor + shift
+        return tile_dropout_mask(self.x.seed, self.sizes.dropout, self.batch, *address)
+
+    def put_contribution(self, ref, keys: ListedKeys, value: Float[Array, "J H"]) -> None:
+        """Writes the tile's rows of `[B, G P, C, K, H]`."""
+        column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+        view = ref.at[self.batch, self.head, self.index, keys.slot[:, None], column]
+        mask = keys.exists[:, None] & (column < ref.shape[4])
+        pltriton.store(view, value.astype(ref.dtype), mask=mask)
+
+
+def _forward_kernel(x: ListedInputs, out: Softmax, *, sizes):
+    program = ListedProgram.located(sizes, x)
+    rows = program.queries()
+    state = flash.forward(program, rows)
+    program.put_rows(out.acc, rows, state.acc / nonzero(state.row_sum)[:, None])
+    program.put_numbers(out.row_max, rows, in_logits(state.row_max, x.q.shape[3]))
+    program.put_numbers(out.row_sum, rows, state.row_sum)
+
+
+def _gradients_kernel(x: ListedInputs, row: QueryRows, _, dq, out: Contributions, *, sizes):
+    """The gradient of a query, and what it adds to those of the keys of its list."""
+    program = ListedProgram.located(sizes, x, row)
+    rows, scale = program.queries(), 1.0 / math.sqrt(x.q.shape[3])
+
+    def put(keys: ListedKeys, dk, dv):
+        program.put_contribution(out.k, keys, dk * scale)
+        program.put_contribution(out.v, keys, dv)
+
+    sums = flash.d_queries(program, rows, program.rows(x.q, rows), put_keys=put)
+    program.put_rows(dq, rows, sums * scale)
+
+
+def _sums_kernel(pair, bounds, x: Contributions, before, after, *, n_programs):
+    """Adds the contributions to a key's gradients, in the order of the pairs."""
+    key, head, batch = (pl.program_id(i) for i in range(3))
+    first, end = (bounds[batch, key + jnp.int32(i)] for i in (0, 1))
+    n_pairs = x.k.shape[2]
+    widths = [power_of_two(ref.shape[3]) for ref in x]
+    n_rows = max(1, SUM_NUMBERS // max(widths))
+
+    def rows(ref, width: int, program, at, exists) -> Array:
+        column = jnp.arange(width, dtype=jnp.int32)[None, :]
+        view = ref.at[batch, head * n_programs + program, at[:, None], column]
+        return load(view, exists[:, None] & (column < ref.shape[3]), 0.0).astype(jnp.float32)
+
+    def step(i, totals):
+        number = first + i * n_rows + jnp.arange(n_rows, dtype=jnp.int32)
+        exists = number < end
+        at = load(pair.at[jnp.where(exists, number, 0)], exists, 0) - batch * n_pairs
+        at = jnp.where(exists, at, 0)
+        for program in range(n_programs):
+            found = (rows(*of, program, at, exists) for of in zip(x, widths, strict=True))
+            totals = tuple(map(jnp.add, totals, found))
+        return totals
+
+    @pl.when(end > first)
+    def _():
+        totals = tuple(jnp.zeros((n_rows, width), jnp.float32) for width in widths)
+        n_tiles = lax.div(end - first + (n_rows - 1), jnp.int32(n_rows))
+        totals = lax.fori_loop(jnp.int32(0), n_tiles, step, totals)
+        for old, new, total in zip(before, after, totals, strict=True):
+            column = jnp.arange(total.shape[1], dtype=jnp.int32)
+            exists = column < old.shape[3]
+            total = load(old.at[batch, key, head, column], exists, 0.0) + jnp.sum(total, axis=0)
+            pltriton.store(new.at[batch, key, head, column], total, mask=exists)
+
+
+def _launch(kernel, sizes: ListedSizes, interpret, inputs, shapes, aliases=None):
+    x = inputs[0]
+    return launch(
+        functools.partial(kernel, sizes=sizes),
+        inputs,
+        shapes,
+        grid=(x.listed.shape[1], x.k.shape[2] * x.n_programs, len(x.listed)),
+        num_warps=_warps(x, kernel is _gradients_kernel),
+        num_stages=2,
+        interpret=interpret,
+        name=f"listed{kernel.__name__.removesuffix('_kernel')}",
+        aliases=aliases,
+    )
+
+
+def _warps(x: ListedInputs, gradients: bool) -> int:
+    """Two for the outputs of few heads, so that more programs wait for memory at once."""
+    n_bytes = power_of_two(x.n_rows) * x.width * x.q.dtype.itemsize
+    if gradients:
+        return 4 if n_bytes <= MAX_ROW_BYTES // 2 else 8
+    return 2 if n_bytes <= MAX_ROW_BYTES // 2 else 4
+
+
+def forward(
+    sizes: ListedSizes,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S G H"],
+    v: Float[Array, "B S G V"],
+    ids: Int[Array, "B T"] | None,
+    key_ids: Int[Array, "B S"] | None,
+    listed: Int[Array, "B T K"],
+    seed: Int[Array, 6] | None,
+    interpret: bool,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
+    """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
+
+    Args:
+      sizes: the static settings.
+      q, k, v: queries, keys and values or summaries of them, zeros at padding.
+      ids, key_ids: segments of queries and of keys; None: one segment.
+      listed: the keys that each query sees, -1 for none. No list names a key twice.
+      seed: `seed_words` of dropout; None without dropout.
+      interpret: whether to run the kernels on any device, slowly.
+    """
+    n_batch, length, n_heads, _ = q.shape
+    x = ListedInputs(q, k, v, ids, key_ids, seed, listed)
+    statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype)
+    shapes = Softmax(out, statistic, statistic)
+    (results,) = _launch(_forward_kernel, sizes, interpret, (x,), (shapes,))
+    return tuple(results)
+
+
+def backward(
+    sizes, q, k, v, ids, key_ids, listed, seed, out, row_max, row_sum, d_out, interpret
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G V"]]:
+    """The gradients of q, k and v, by the inputs and the results of `forward`."""
+    n_batch, length, n_listed = listed.shape
+    x = ListedInputs(q, k, v, ids, key_ids, seed, listed)
+    row = query_rows(d_out, out, row_max, row_sum, ids)
+    n_heads = k.shape[2] * x.n_programs
+    n_bytes = n_listed * n_heads * (k.shape[3] + v.shape[3]) * q.dtype.itemsize
+    n_chunks = -(-length // max(1, MAX_BYTES // (n_batch * n_bytes)))
+    size = -(-length // n_chunks)
+    behind = (0, 0), (0, n_chunks * size - length), (0, 0)
+    padded = jnp.pad(listed, behind, constant_values=-1)
+
+    def contributions(y):
+        return jax.ShapeDtypeStruct((n_batch, n_heads, size, n_listed, y.shape[3]), y.dtype)
+
+    def of_chunk(carry, start):
+        dq, sums = carry
+        chunk = lax.dynamic_slice_in_dim(padded, start, size, axis=1)
+        inputs = x._replace(listed=chunk, start=start[None]), row, dq
+        aliases = {len(jax.tree.leaves(inputs)) - 1: 0}
+        shapes = (
+            jax.ShapeDtypeStruct(dq.shape, dq.dtype),
+            Contributions(contributions(k), contributions(v)),
+        )
+        dq, found = _launch(_gradients_kernel, sizes, interpret, inputs, shapes, aliases)
+        found = jax.tree.map(lambda y: y.reshape(*y.shape[:2], -1, y.shape[4]), found)
+        return (dq, _added(sums, found, chunk, x.n_programs, interpret)), None
+
+    sums = tuple(jnp.zeros(y.shape, jnp.float32) for y in (k, v))
+    starts = size * jnp.arange(n_chunks, dtype=jnp.int32)
+    (dq, (dk, dv)), _ = lax.scan(of_chunk, (jnp.zeros(q.shape, q.dtype), sums), starts)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def queries_of_keys(
+    listed: Int[Array, "B C K"], n_keys: int
+) -> tuple[Int[Array, " B*C*K"], Int[Array, "B S+1"]]:
+    """The pairs of queries and keys in the order of their keys, and then of their queries.
+
+    Returns:
+      The indices of the pairs in `listed`, all rows one behind the other; then the first pair of
+      each key, and the end of the row's pairs that exist.
+    """
+    row = jnp.arange(len(listed), dtype=jnp.int32)[:, None] * (n_keys + 1)
+    key = (jnp.where(listed < 0, n_keys, listed) + row[..., None]).reshape(-1)
+    number = jnp.arange(key.size, dtype=jnp.int32)
+    in_order, pair = lax.sort((key, number), num_keys=1, is_stable=True)
+    wanted = row + jnp.arange(n_keys + 1, dtype=jnp.int32)
+    bounds = jnp.searchsorted(in_order, wanted.reshape(-1), method="scan_unrolled")
+    return pair, bounds.reshape(wanted.shape).astype(jnp.int32)
+
+
+def _added(sums, found: Contributions, listed, n_programs, interpret) -> tuple[Array, Array]:
+    """The sums of gradients `[B, S, G, H]`, with a chunk's contributions `[B, G P, C K, H]`."""
+    n_batch, n_keys, n_kv, _ = sums[0].shape
+    inputs = *queries_of_keys(listed, n_keys), found, sums
+    return launch(
+        functools.partial(_sums_kernel, n_programs=n_programs),
+        inputs,
+        (tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in sums),),
+        grid=(n_keys, n_kv, n_batch),
+        num_warps=1,
+        num_stages=2,
+        interpret=interpret,
+        name="listed_sums",
+        aliases={4: 0, 5: 1},
+    )[0]
