@@ -219,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=positive, nargs="+", help="of a sequence")
     parser.add_argument("--only", nargs="+", help="these groups of attentions, or attentions")
     parser.add_argument("--n_heads", type=positive, help="of an attention")
+    parser.add_argument("--d_head", type=positive, help="the size of a head")
     parser.add_argument("--tokens", type=positive, default=1, help="of a call (default: a length)")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="figures, read and added to")
     parser.add_argument(
@@ -229,7 +230,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="measure all, into the folder")
     args = parser.parse_args(argv)
     if args.table:
-        for name in ("peers", "n_heads", "tokens", "saved", "limit", "at_once", "unchecked"):
+        for name in (
+            "peers",
+            "n_heads",
+            "d_head",
+            "tokens",
+            "saved",
+            "limit",
+            "at_once",
+            "unchecked",
+        ):
             if (value := getattr(args, name)) != parser.get_default(name):
                 parser.error(f"--{name} is {value}: it goes without --table, leave one out")
         if unknown := set(args.only or ()) - attention_table.attentions().keys():
@@ -239,7 +249,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     shape = command_line.of_size(SHAPES, args.tiny)
     sizes = dict(lengths=tuple(args.lengths or shape.lengths), tokens=args.tokens)
-    shape = shape._replace(**sizes, n_heads=args.n_heads or shape.n_heads)
+    heads = dict(n_heads=args.n_heads or shape.n_heads, d_head=args.d_head or shape.d_head)
+    shape = shape._replace(**sizes, **heads)
     groups = algorithms(shape)
     try:
         ours = chosen(args.only or list(groups), groups)

@@ -90,7 +90,7 @@ COMMANDS = [
         '--only lsh "local, chunks" --tokens=128 --peers --saved={path}/a.jsonl',
         "| reformer_pytorch LSH | lsh | - | - |",
     ),
-    ("attention", "--only moba --unchecked --at_once=2 --n_heads=1", "| moba | "),
+    ("attention", "--only moba --unchecked --at_once=2 --n_heads=1 --d_head=16", "| moba | "),
     ("families", "--only llama phi3 --peers", "| phi3 | ImportError: none here |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
     ("generation", "--prompt_len=70", "| 70 | 1 | 0.0"),
