@@ -301,8 +301,8 @@ def _prepare(
                 splits[split] = joined.join_shards(partial, of_split, SHARD)
             texts = {split: documents.Text(*_arrays(partial, x)) for split, x in splits.items()}
             documents.check_joined(found.root, found, texts)
-        told = {"files": dict(found.files), "said": list(found.said), "of": [str(found.root)]}
-        return {"settings": dict(settings), **told, "splits": splits}
+        source = {"files": dict(found.files), "said": list(found.said), "of": [str(found.root)]}
+        return {"settings": dict(settings), **source, "splits": splits}
 
     return made_whole(folder, key, make)
 

@@ -225,12 +225,12 @@ class AttentionOp(Options):
 
         A stack maps it over the rngs of its layers by `jax.vmap`.
         """
-        own = self._init(rng, dims)
+        params = self._init(rng, dims)
         if not self.learn_scale_by_length:
-            return own
+            return params
         return {
             "length_factor": jnp.full(dims.qk_heads, self.scale_by_length, jnp.float32),
-            **dict(own),
+            **dict(params),
         }
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
@@ -337,8 +337,8 @@ class AttentionOp(Options):
                 "True, such as lsh.lsh()"
             )
         params, q, k, v = lax.stop_gradient((params, q, k, v))
-        if extras := call.get("extra_projections"):
-            call |= dict(extra_projections=lax.stop_gradient(extras))
+        if projections := call.get("extra_projections"):
+            call |= dict(extra_projections=lax.stop_gradient(projections))
         call |= dict(segment_ids=segment_ids, causal=causal)
         k, v = repeat_heads(q, k, v)
         at = sampled_positions(q.shape[1], min(N_QUERIES, v.shape[3], q.shape[1]))
@@ -524,7 +524,7 @@ class AttentionOp(Options):
             call = call.but(lengths=None)
         if self._keeps_padding_out or hides:
             return self._apply(call, params, q, k, v, plan)
-        call = _extras_of_tokens(call)
+        call = _projections_of_tokens(call)
 
         def apply(q, k, v) -> Float[Array, "B T N V"]:
             return self._apply(call, params, q, k, v, plan)
@@ -536,7 +536,7 @@ class AttentionOp(Options):
         ids = call.segment_ids
         if ids is None:
             return self._apply_from(call, params, q, k, v, state)
-        call = _extras_of_tokens(call)
+        call = _projections_of_tokens(call)
         q, k, v = (tokens_only(x, ids) for x in (q, k, v))
         out, state = self._apply_from(call, params, q, k, v, state)
         return tokens_only(out, ids), state
@@ -670,7 +670,7 @@ class AttentionOp(Options):
         return compiled(self)(x, **call, train=train)
 
 
-def _extras_of_tokens(call: Call) -> Call:
+def _projections_of_tokens(call: Call) -> Call:
     """The call with extra projections that are zeros at padding."""
     if not call.extra_projections or call.segment_ids is None:
         return call
