@@ -338,8 +338,8 @@ def function_of(spec: Spec) -> dict[str, Any]:
         angles = None
         if rotating[block]:
             angles = _canonical(design.rotary_of(algorithm_of(op)))
-        here = _layer_function(spec, op) | {"rotary positions": angles}
-        found |= {f"{name} of layer {layer}": value for name, value in here.items()}
+        of_layer = _layer_function(spec, op) | {"rotary positions": angles}
+        found |= {f"{name} of layer {layer}": value for name, value in of_layer.items()}
     return found
 
 

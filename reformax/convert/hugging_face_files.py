@@ -216,7 +216,7 @@ def _from_safetensors(path: Path) -> dict[str, StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     @contextlib.contextmanager
-    def told():
+    def named_damage():
         try:
             yield
         except (SafetensorError, ValueError) as error:
@@ -225,12 +225,12 @@ def _from_safetensors(path: Path) -> dict[str, StoredTensor]:
                 f"{path} is damaged or of another kind ({reason}): copy it again"
             ) from None
 
-    with told():
+    with named_damage():
         # What has been opened stays mapped into memory for as long as its tensors are known.
         file = safe_open(path, framework="numpy").__enter__()
 
         def load(name: str) -> np.ndarray:
-            with told():
+            with named_damage():
                 return file.get_tensor(name)
 
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

@@ -12,7 +12,6 @@
    cache folder's name is the key. What has changed has another key, and is prepared anew.
 6. Held-out text is cut when a text is read, so that its size is no reason to prepare it again.
 7. Parts know their CRC-32, which combine: fingerprints are those of a text in memory, at once.
-8. Workers are processes of their own, with a pipe each; no script is imported again for them.
 """
 
 from __future__ import annotations
@@ -24,22 +23,26 @@ import functools
 import hashlib
 import json
 import os
-import pickle
-import queue
 import re
 import shutil
-import subprocess
 import sys
-import threading
 import typing
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reformax import durable, memory
-from reformax.data import arrow_tables, cache, documents, files, joined, tables, token_ids
-from reformax.data.sentencepieces import THREADS
+from reformax import durable
+from reformax.data import (
+    arrow_tables,
+    cache,
+    documents,
+    files,
+    joined,
+    tables,
+    token_ids,
+    workers,
+)
 from reformax.data.stored import FilePart, StoredArray
 from reformax.data.vocabulary import FILE
 from reformax.declared import SettingError, user_path
@@ -301,8 +304,8 @@ def _prepare(
                 splits[split] = joined.join_shards(partial, of_split, SHARD)
             texts = {split: documents.Text(*_arrays(partial, x)) for split, x in splits.items()}
             documents.check_joined(found.root, found, texts)
-        told = {"files": dict(found.files), "said": list(found.said), "of": [str(found.root)]}
-        return {"settings": dict(settings), **told, "splits": splits}
+        source = {"files": dict(found.files), "said": list(found.said), "of": [str(found.root)]}
+        return {"settings": dict(settings), **source, "splits": splits}
 
     return made_whole(folder, key, make)
 
@@ -485,146 +488,12 @@ def all_made(
                 found[task.number] = json.loads(path.read_bytes())
                 bar.advance(task.size())
         missing = [task for task in tasks if task.number not in found]
-        workers = workers_for(len(missing), memory_each, processes)
+        chosen = workers.workers_for(len(missing), memory_each, processes)
         if missing and not quiet:
-            bar.say(f"prepare: {workers.words}", sys.stderr)
+            bar.say(f"prepare: {chosen.words}", sys.stderr)
         function = functools.partial(make, folder=folder)
-        for task, facts in in_processes(function, missing, workers.n):
+        for task, facts in workers.in_processes(function, missing, chosen.n):
             durable.write(folder / f"{task.number:05}.json", json.dumps(facts).encode())
             found[task.number] = facts
             bar.advance(task.size())
     return [found[task.number] for task in tasks]
-
-
-class Workers(NamedTuple):
-    """How many processes work, and why so many."""
-
-    n: int
-    words: str
-
-
-def workers_for(n_tasks: int, memory_each: int, processes: int | None = None) -> Workers:
-    """As many as there are cores and half of the memory has room for, or what a user says.
-
-    The other half is for the files that the system keeps in memory, and for other programs.
-    """
-    cores, total = _cores(), memory.host()
-    room = max(1, total // 2 // memory_each)
-    n = max(1, min(n_tasks, processes or min(cores, room)))
-    why = f"cores: {cores}; {memory.words(total)} of memory have room for {room:,}"
-    return Workers(n, f"parts: {n_tasks:,}, processes: {n} ({why})")
-
-
-def in_processes(
-    function: Callable[[Any], Any], tasks: Sequence[Any], processes: int | None = None
-) -> Iterator[tuple[Any, Any]]:
-    """Calls a function with tasks, in processes; yields each task with its result, as they come.
-
-    One task, or one process, is this process's own work. An error ends all.
-    """
-    n = min(len(tasks), processes or 1)
-    if n <= 1:
-        yield from ((task, function(task)) for task in tasks)
-        return
-    workers = [_Worker(function, max(1, _cores() // n)) for _ in range(n)]
-    waiting, results = queue.SimpleQueue(), queue.SimpleQueue()
-    for task in tasks:
-        waiting.put(task)
-
-    def serve(worker: _Worker) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                task = waiting.get_nowait()
-                results.put((task, worker.call(task)))
-
-    threads = [threading.Thread(target=serve, args=[worker], daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in tasks:
-            task, (result, error) = results.get()
-            if error is not None:
-                raise error
-            yield task, result
-    finally:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                waiting.get_nowait()
-        for worker in workers:
-            worker.end()
-        for thread in threads:
-            thread.join()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-class _Worker:
-    """A process that calls a function with what comes through a pipe."""
-
-    def __init__(self, function: Callable[[Any], Any], threads: int):
-        # Its libraries would each begin a thread for every core.
-        threads = dict.fromkeys((THREADS, "RAYON_NUM_THREADS"), str(threads))
-        # -P, and these paths: the working directory is no place to import from.
-        path = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
-        root = str(Path(__file__).resolve().parents[2])
-        code = (
-            f"import sys; sys.path.append({root!r})\n"
-            "from reformax.data import token_files; token_files.serve()"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | threads | {"PYTHONPATH": path},
-        )
-        self._send(function)
-
-    def call(self, task: Any) -> tuple[Any, Exception | None]:
-        """The result, or the error of a call."""
-        try:
-            self._send(task)
-            result, error, number = pickle.load(self._process.stdout)
-            if number is not None:
-                error.errno = number  # which an error of one argument leaves behind
-            return result, error
-        except (EOFError, BrokenPipeError):
-            code = self._process.wait()
-            why = "it was killed; there may be too little memory" if code < 0 else f"exit {code}"
-            return None, OSError(f"a process that prepares text ended ({why}): start again")
-
-    def _send(self, what: Any) -> None:
-        pickle.dump(what, self._process.stdin)
-        self._process.stdin.flush()
-
-    def end(self) -> None:
-        """Ends the process, whatever it does."""
-        self._process.kill()
-        self._process.wait()
-
-
-def serve() -> None:
-    """What a `_Worker`'s process does: calls, until its pipe ends."""
-    source, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no result
-    with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
-        function = pickle.load(source)
-        while True:
-            task = pickle.load(source)
-            results.write(_answer(function, task))
-            results.flush()
-
-
-def _answer(function: Callable[[Any], Any], task: Any) -> bytes:
-    """The result, the error and its number; an error that cannot be pickled is told by its text."""
-    try:
-        return pickle.dumps((function(task), None, None))
-    except Exception as error:
-        number = error.errno if isinstance(error, OSError) else None
-        try:
-            return pickle.dumps((None, error, number))
-        except Exception:
-            return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), None))

@@ -107,8 +107,8 @@ class LanguageScorer:
     def rows_of(self, length: int) -> int:
         """The rows of a batch of so long ones; a multiple of the devices'."""
         rows = self.batch_size or max(1, TOKENS // length)
-        shares = 1 if self.mesh is None else devices.n_row_shards(self.mesh)
-        return -(-rows // shares) * shares
+        n_row_shards = 1 if self.mesh is None else devices.n_row_shards(self.mesh)
+        return -(-rows // n_row_shards) * n_row_shards
 
     def padded(self, length: int) -> int:
         """The length that a row of so many tokens is padded to."""

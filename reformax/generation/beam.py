@@ -172,10 +172,10 @@ def _best_of(
     """The best of hypotheses of one length."""
     n_rows = tokens.shape[0]
     i = jnp.argmax(log_p, axis=1)[:, None]
-    top = jnp.take_along_axis(log_p, i, axis=1)[:, 0]
+    best_p = jnp.take_along_axis(log_p, i, axis=1)[:, 0]
     lengths = jnp.full((n_rows,), length, jnp.int32)
     tokens = jnp.take_along_axis(tokens, i[..., None], axis=1)[:, 0]
-    return Hypotheses(tokens, lengths, top, top / task.penalty(length))
+    return Hypotheses(tokens, lengths, best_p, best_p / task.penalty(length))
 
 
 def _better(best: Hypotheses, found: Hypotheses, where: Bool[Array, " B"]) -> Hypotheses:

@@ -186,7 +186,7 @@ def stream(
         model's positions hold.
       NotImplementedError: an attention of the model cannot decode.
     """
-    mesh, shares = _mesh_of(mesh, len(prompts), divide_caches)
+    mesh, n_row_shards = _mesh_of(mesh, len(prompts), divide_caches)
     rows = rows_of(prompts, model.vocab_size)
     settings = dict(max_new_tokens=max_new_tokens, max_length=max_length, end=end, every=every)
     settings |= dict(prompt_piece=prompt_piece, divide_caches=divide_caches)
@@ -203,7 +203,7 @@ def stream(
         jax.random.PRNGKey(seed),
         jnp.array(ends or [-1], jnp.int32),
     )
-    reading = _reading_of(model, texts, capacity, hash_seed, mesh, shares, prompt_piece)
+    reading = _reading_of(model, texts, capacity, hash_seed, mesh, n_row_shards, prompt_piece)
     _check_angles(model, texts, max_new_tokens, reading)
     weights = devices.placed(mesh, (), params)[1]
     _check_memory(model, weights, texts, reading)
@@ -255,7 +255,7 @@ def read(
     """
     given = dict(max_length=max_length, prompt_piece=prompt_piece, hash_seed=hash_seed)
     check_all(hints_of(read), given | dict(divide_caches=divide_caches))
-    mesh, shares = _mesh_of(mesh, len(prompts), divide_caches)
+    mesh, n_row_shards = _mesh_of(mesh, len(prompts), divide_caches)
     rows = rows_of(prompts, model.vocab_size)
     texts = resumed(model, params, rows, state, 0, max_length, mesh)
     for i, row in enumerate(texts.rows):
@@ -272,13 +272,13 @@ def read(
         capacity = capacity_of(n, 0, max_length, model.max_length)
     last = np.array([row[-1] for row in texts.rows], np.int32)
     unread = texts._replace(rows=[row[:-1] for row in texts.rows])
-    reading = _reading_of(model, unread, capacity, hash_seed, mesh, shares, prompt_piece)
+    reading = _reading_of(model, unread, capacity, hash_seed, mesh, n_row_shards, prompt_piece)
     _check_angles(model, unread, 0, reading)
     params = devices.placed(mesh, (), params)[1]
     _check_memory(model, params, unread, reading)
     found = _read_texts(model, params, unread, reading)[1]
     room = _room_of(model, texts, capacity, max_length)
-    n_filled = -(-len(last) // shares) * shares
+    n_filled = -(-len(last) // n_row_shards) * n_row_shards
     filled = np.resize(last, n_filled)
     sizes = np.int32(room), np.int32(parts_of(mesh))
     return of_rows(model, TextState(found, filled, texts.drawn, *sizes), len(last))
@@ -297,11 +297,11 @@ class _Reading(NamedTuple):
     capacity: int  # of caches that begin
     rng: Array  # of their hashes
     mesh: Mesh | None
-    shares: int  # that rows are a multiple of
+    n_row_shards: int  # that rows are a multiple of
     piece: int | None  # tokens at a time; None: all
 
 
-def _reading_of(model, texts: Resumed, capacity, hash_seed, mesh, shares, piece) -> _Reading:
+def _reading_of(model, texts: Resumed, capacity, hash_seed, mesh, n_row_shards, piece) -> _Reading:
     longest, divided = max(map(len, texts.rows)), parts_of(mesh)
     piece = piece and int(piece)
     if piece is None and longest > PIECE and getattr(model, "reads_ahead", False):
@@ -310,20 +310,20 @@ def _reading_of(model, texts: Resumed, capacity, hash_seed, mesh, shares, piece)
         size = piece or min(PIECE, rounded(longest + 1))
         piece = size + -size % divided
     rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
-    return _Reading(capacity, rng, mesh, shares, piece)
+    return _Reading(capacity, rng, mesh, n_row_shards, piece)
 
 
 def _check_memory(model, params, texts: Resumed, reading: _Reading) -> None:
     """Raises `SettingError` for caches that the devices cannot hold, or a model that has none."""
-    capacity, rng, mesh, shares, piece = reading
+    capacity, rng, mesh, n_row_shards, piece = reading
     if texts.model is not None:
         return
-    n_rows, n_devices = len(texts.rows), shares
+    n_rows, n_devices = len(texts.rows), n_row_shards
     if piece is None:
-        tokens, lengths = padded(texts.rows, shares, capacity - 1)
+        tokens, lengths = padded(texts.rows, n_row_shards, capacity - 1)
         held = _prefill.eval_shape(model, capacity, mesh, params, tokens, lengths, rng)
     else:
-        zeros = np.zeros(-(-n_rows // shares) * shares, np.int32)
+        zeros = np.zeros(-(-n_rows // n_row_shards) * n_row_shards, np.int32)
         held = compiled_first_state.eval_shape(model, capacity, mesh, params, rng, zeros)
         n_devices *= parts_of(mesh)
     memory.check(
@@ -354,7 +354,7 @@ def _check_angles(model, texts: Resumed, n_new: int, reading: _Reading) -> None:
 
 
 def _mesh_of(mesh: Mesh | None, n_rows: int, divide_caches: bool) -> tuple[Mesh | None, int]:
-    """The mesh that shares so many rows, and in how many parts."""
+    """The mesh that divides so many rows, and into how many shards."""
     if divide_caches:
         if mesh is None or devices.n_sequence_shards(mesh) == 1:
             raise SettingError(
@@ -363,21 +363,21 @@ def _mesh_of(mesh: Mesh | None, n_rows: int, divide_caches: bool) -> tuple[Mesh 
             )
         return mesh, devices.n_row_shards(mesh)
     mesh = devices.whole_sequences(mesh)
-    shares = 1 if mesh is None else devices.n_row_shards(mesh)
-    if mesh is not None and n_rows < shares and mesh.shape["fsdp"] == 1:
+    n_row_shards = 1 if mesh is None else devices.n_row_shards(mesh)
+    if mesh is not None and n_rows < n_row_shards and mesh.shape["fsdp"] == 1:
         return None, 1  # some devices would have no row
-    return mesh, shares
+    return mesh, n_row_shards
 
 
 def _read_texts(model, params, texts: Resumed, reading: _Reading) -> tuple[Array, Any]:
     """The logits of each row's next token, and the model's state after its tokens."""
-    capacity, rng, mesh, shares, piece = reading
+    capacity, rng, mesh, n_row_shards, piece = reading
     if texts.model is None and piece is None:
-        tokens, lengths = padded(texts.rows, shares, capacity - 1)
+        tokens, lengths = padded(texts.rows, n_row_shards, capacity - 1)
         tokens, lengths = devices.placed(mesh, (tokens, lengths), ())[0]
         return _prefill(model, capacity, mesh, params, tokens, lengths, rng)
     rows, state = texts.rows, texts.model
-    n_rows = -(-len(rows) // shares) * shares
+    n_rows = -(-len(rows) // n_row_shards) * n_row_shards
     if state is None:
         state = first_state(model, n_rows, capacity, mesh, params, rng)
         rows = [np.append(np.int32(model.first_token), row) for row in rows]
@@ -386,7 +386,7 @@ def _read_texts(model, params, texts: Resumed, reading: _Reading) -> tuple[Array
             state = model.take_rows(state, np.minimum(np.arange(n_rows), n - 1))
         state = jax.tree.map(jnp.copy, state)
     logits = None
-    for tokens, lengths in in_pieces(rows, shares, piece, model.max_length or np.inf):
+    for tokens, lengths in in_pieces(rows, n_row_shards, piece, model.max_length or np.inf):
         tokens, lengths = devices.placed(mesh, (tokens, lengths), ())[0]
         found, state = _read_piece(model, mesh, params, tokens, lengths, state)
         logits = found if logits is None else jnp.where(lengths[:, None] > 0, found, logits)

@@ -25,14 +25,14 @@ def rows_of(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[Int[np.nd
 
 
 def padded(
-    rows: Sequence[Int[np.ndarray, " n"]], shares: int, most: float
+    rows: Sequence[Int[np.ndarray, " n"]], n_row_shards: int, most: float
 ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
     """The rows as an array padded on the right, and their lengths.
 
-    Empty rows at the end make their number a multiple of `shares`. The array's length is `rounded`,
-    but at most `most`.
+    Empty rows at the end make their number a multiple of `n_row_shards`. The array's length is
+    `rounded`, but at most `most`.
     """
-    lengths = np.array([len(row) for row in rows] + [0] * (-len(rows) % shares), np.int32)
+    lengths = np.array([len(row) for row in rows] + [0] * (-len(rows) % n_row_shards), np.int32)
     tokens = np.zeros((len(lengths), int(min(rounded(int(lengths.max())), most))), np.int32)
     for row, prompt in zip(tokens, rows, strict=False):
         row[: len(prompt)] = prompt
@@ -40,7 +40,7 @@ def padded(
 
 
 def in_pieces(
-    rows: Sequence[Int[np.ndarray, " n"]], shares: int, size: int | None, most: float
+    rows: Sequence[Int[np.ndarray, " n"]], n_row_shards: int, size: int | None, most: float
 ) -> Iterator[tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]]:
     """The rows as `padded` has them, `size` tokens at a time, with the number of tokens of each.
 
@@ -50,7 +50,7 @@ def in_pieces(
     size = min(rounded(longest), size or most)
     for start in range(0, longest, size):
         parts = [row[start : start + size] for row in rows]
-        tokens, lengths = padded(parts, shares, size)
+        tokens, lengths = padded(parts, n_row_shards, size)
         yield np.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths
 
 

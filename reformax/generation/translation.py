@@ -122,7 +122,7 @@ def translate(
         raise SettingError("mesh is given and the weights are prepared already: give it to prepare")
     ready = params if isinstance(params, Prepared) else prepare(model, params, mesh)
     params, weights, mesh = ready
-    shares = 1 if mesh is None else devices.n_row_shards(mesh)
+    n_row_shards = 1 if mesh is None else devices.n_row_shards(mesh)
     settings = jnp.float32(length_penalty), jnp.int32(end)
     rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
     results: list[Hypothesis | None] = [None] * len(sources)
@@ -135,7 +135,7 @@ def translate(
         bar.advance(len(rows))
 
     with Progress("lines", len(sources), sys.stderr, shown=progress) as bar:
-        for rows, n_rows, length in _batches([len(s) for s in sources], batch_tokens, shares):
+        for rows, n_rows, length in _batches([len(s) for s in sources], batch_tokens, n_row_shards):
             batch = _batch([sources[i] for i in rows], n_rows, length, max_extra, model.max_length)
             found = beam.compiled_search(
                 model,
@@ -232,17 +232,17 @@ def translate_lines(
     return results
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int, shares: int = 1):
+def _batches(lengths: Sequence[int], batch_tokens: int, n_row_shards: int = 1):
     """Batches as (which sources, rows, length): similar lengths together, the shortest first.
 
-    The number of rows is a multiple of `shares`.
+    The number of rows is a multiple of `n_row_shards`.
     """
     padded = np.array([_padded(n) for n in lengths], int)
     for length in np.unique(padded).tolist():
         where = np.flatnonzero(padded == length)
         where = where[np.argsort(np.array(lengths)[where], kind="stable")].tolist()
         n_batches = -(-len(where) // max(1, batch_tokens // length))
-        n_rows = shares * _rounded(-(-len(where) // (n_batches * shares)))
+        n_rows = n_row_shards * _rounded(-(-len(where) // (n_batches * n_row_shards)))
         for first in range(0, len(where), n_rows):
             yield where[first : first + n_rows], n_rows, length
 

@@ -34,14 +34,14 @@ from reformax.ops.recurrence import short_convolution
 class KeyConvCache(NamedTuple):
     """The cache of a layer with `key_conv`."""
 
-    of_layer: Any  # that of the layer without it
+    layer: Any  # the cache of the layer without `key_conv`
     last: Float[Array, "B W-1 G H"]  # the last keys before the convolution
 
 
 class NextValueCache(NamedTuple):
     """The cache of a layer with `next_value`."""
 
-    op: Any  # the algorithm's
+    op: Any  # the algorithm's cache
     last: Float[Array, "B 1 N V"]  # the newest position's value, without the next one in it
 
 
@@ -65,11 +65,11 @@ class Attention(MultiHead):
       position_bias: what is added to the logits by distance: "alibi", minus the distance times a
         slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
         see `layers.relative`. The algorithm needs `bias`.
-      key_conv: W, if keys are `k_t + silu(sum_j w_j k_{t-j})` over the last W positions of their
-        segment, with weights `key_conv [G, H, W]` that begin at 0: algorithms that choose keys
-        then choose by what a key follows too (Xiao et al. 2025, arXiv 2511.11571, for MoBA). It
-        precedes `qk_norm` and rotation; keys that queries are made to, are convolved as queries.
-        None: there is none.
+      key_conv: W; keys are `k_t + silu(sum_j w_j k_{t-j})` over the last W positions of their
+        segment, with weights `key_conv [G, H, W]` that begin at 0. Algorithms that choose keys then
+        also choose by what a key follows (Xiao et al. 2025, arXiv 2511.11571, for MoBA). The
+        convolution comes before `qk_norm` and rotation. With an algorithm that makes keys of
+        queries, the queries are convolved. None: there is none.
       next_value: whether a key's value has that of the next position in it too, as above. It needs
         `causal` and an algorithm with `never_sees_itself`.
 
@@ -163,8 +163,8 @@ class Attention(MultiHead):
     ) -> QKV:
         """Queries, keys and values of all heads, rotated by their positions if `use_rotary`.
 
-        Plans are made of rotated vectors, for hashing looks for large logits. Of segments only
-        `key_conv` reads.
+        Plans are made of rotated vectors, because hashes look for large logits, which are products
+        of rotated ones. Only `key_conv` reads the segments.
         """
         heads = self._convolved(params, self._project_all(params, x), segment_ids)
         qkv = self._with_next_value(params, self._rotate(params, heads, positions))
@@ -179,6 +179,7 @@ class Attention(MultiHead):
         return heads | {self._keys: keys}
 
     def _bias(self, params, length):
+        """The bias of a whole sequence, `[1, N, T, T]`; None without `position_bias`."""
         position = jnp.arange(length)[None]
         return None if self.position_bias is None else self._bias_at(params, position, position)
 
@@ -196,13 +197,18 @@ class Attention(MultiHead):
         return qkv._replace(v=current * qkv.v + following * after)
 
     def _project_all(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
-        """All projections, of the weights or those from `for_decoding`."""
-        names = self.projections()
-        return (self._project_merged if "w_in" in params else self._project_heads)(params, x, names)
+        """All projections, by the weights of training or those from `for_decoding`."""
+        is_merged = "w_in" in params
+        project = self._project_merged if is_merged else self._project_heads
+        return project(params, x, self.projections())
 
     def _rotate(self, params, heads: dict[str, Array], position=None) -> QKV:
-        """The projections, normalised, those that tell positions apart rotated by theirs."""
-        for name in heads.keys() - {"q", "k", "v", ATTENTION_GATE}:
+        """The projections as the algorithm reads them: normalised, and rotated by their positions.
+
+        Extra projections of low rank are multiplied with their second matrix.
+        """
+        extra = heads.keys() - {"q", "k", "v", ATTENTION_GATE}
+        for name in extra:
             if (up := params.get(f"up_{name}")) is not None:
                 low = heads[name][:, :, 0]
                 heads |= {name: jnp.einsum("btr,nrh->btnh", low, up.astype(low.dtype))}
@@ -211,8 +217,7 @@ class Attention(MultiHead):
             rotated = (name for name, to in self.projections().items() if to.rotated)
             how = self.rotary_grid, self.rotary
             heads = heads | {name: rotary(heads[name], position, *how) for name in rotated}
-        others = heads.keys() - {"q", "k", "v", ATTENTION_GATE}
-        extra_projections = {name: heads[name] for name in others}
+        extra_projections = {name: heads[name] for name in extra}
         gate = heads.get(ATTENTION_GATE)
         return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None, gate)
 
@@ -386,12 +391,12 @@ class Attention(MultiHead):
             capacity += -capacity % devices.n_sequence_shards()
 
         *arrays, extra_projections, _ = qkv
-        none, rng, plan = jnp.zeros(batch, jnp.int32), fold_in(rng, PLAN), None
+        no_tokens, rng, plan = jnp.zeros(batch, jnp.int32), fold_in(rng, PLAN), None
         if not self.op.reuses:
             both = self.op.of_value_heads(*arrays)
-            masks = dict(segment_ids=none[:, None], causal=True, train=False)
+            masks = dict(segment_ids=no_tokens[:, None], causal=True, train=False)
             plan = self.op.plan(params["op"], *both, rng=rng, length=capacity, **masks)
-        options = dict(plan=plan, lengths=none, capacity=capacity, rng=rng)
+        options = dict(plan=plan, lengths=no_tokens, capacity=capacity, rng=rng)
         cache = self.op.init_cache(
             params["op"], *arrays, extra_projections=extra_projections, **options
         )
@@ -518,7 +523,7 @@ class Attention(MultiHead):
             options |= dict(position=position, shard=shard)
             return *self.op.step(params["op"], *arrays, cache, **options), ()
 
-        rows = qkv.of_op, value, position, origins if self._shares_beams else None, chosen
+        rows = qkv.of_op, value, position, origins if self._beams_share_caches else None, chosen
         read = {name: params[name] for name in ("op", "position_bias") if name in params}
         out, cache, _ = context.from_cache(step, self.op, rows, cache, read)
         if self.next_value:
@@ -534,7 +539,7 @@ class Attention(MultiHead):
         return self.op.newest_choice(cache)
 
     @property
-    def _shares_beams(self) -> bool:
+    def _beams_share_caches(self) -> bool:
         """Whether a beam's past may be in other beams' caches.
 
         With `next_value`, the last value of that past has this beam's next one in it. With
@@ -544,7 +549,7 @@ class Attention(MultiHead):
 
     def reorder_cache(self, cache: Any, rows: Int[Array, " R"]) -> Any:
         """The cache of beams that continue `rows`; unchanged where caches are shared."""
-        return cache if self._shares_beams else take_rows(cache, rows)
+        return cache if self._beams_share_caches else take_rows(cache, rows)
 
 
 def _of_channels(params, dtype) -> Float[Array, "2 1 1 N V"]:

@@ -184,9 +184,10 @@ class FeedForward(Layer):
 
     def _gated(self, pre: Float[Array, "*d F"], other: Float[Array, "*d F"], *biases: Array):
         """The hidden layer of two products, computed in float32 and rounded to their dtype."""
-        wide = [x.astype(accum_dtype(x.dtype)) for x in (pre, other)]
-        wide = [x + b for x, b in zip(wide, biases, strict=True)] if biases else wide
-        return (self.activation(wide[0]) * wide[1]).astype(pre.dtype)
+        gate, linear = (x.astype(accum_dtype(x.dtype)) for x in (pre, other))
+        if biases:
+            gate, linear = (x + b for x, b in zip((gate, linear), biases, strict=True))
+        return (self.activation(gate) * linear).astype(pre.dtype)
 
     def _check(self, params, x) -> None:
         """Raises `ValueError` unless weights and an input fit each other."""
@@ -236,8 +237,8 @@ class FeedForward(Layer):
         of_float64 = f"inputs of {pre.dtype}" if pre.dtype == jnp.float64 else None
         chosen = choose_impl(self.impl, pays, pallas=of_float64) if pre.size else "xla"
         if chosen == "xla":
-            wide = pre.astype(accum_dtype(pre.dtype))
-            hidden = self.activation(wide + params["b1"][None, None] if self.bias else wide)
+            x = pre.astype(accum_dtype(pre.dtype))
+            hidden = self.activation(x + params["b1"][None, None] if self.bias else x)
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
             return (product if self._float8 else _narrow)(hidden, params["w2"])
         from reformax.layers.kernels import feed_forward as kernel

@@ -92,9 +92,9 @@ def _contract(x: Quantized, y: Quantized, axes: tuple[int, int], dtype: Any) -> 
     if jax.default_backend() != "gpu":
         values = (z.astype(jnp.float32) for z in values)
     # XLA hands the factor behind an FP8 product to cuBLASLt, which scales before it rounds.
-    axes, wide = (((of_x,), (of_y,)), ((), ())), _scaled_in(dtype)
-    out = lax.dot_general(*values, axes, preferred_element_type=wide)
-    return (out * (1 / (x.scale * y.scale)).astype(wide)).astype(dtype)
+    axes, accum = (((of_x,), (of_y,)), ((), ())), _scaled_in(dtype)
+    out = lax.dot_general(*values, axes, preferred_element_type=accum)
+    return (out * (1 / (x.scale * y.scale)).astype(accum)).astype(dtype)
 
 
 def check_device() -> None:

@@ -318,11 +318,11 @@ class MultiHead(Layer):
         """The projections, queries and keys normalised by `qk_norm`, queries times their factor."""
         for name in ("q", "k") if self.qk_norm else ():
             if name in heads:
-                wide = heads[name].astype(accum_dtype(heads[name].dtype))
-                scale = params[f"{name}_norm"].astype(wide.dtype)
+                x = heads[name].astype(accum_dtype(heads[name].dtype))
+                scale = params[f"{name}_norm"].astype(x.dtype)
                 scale = (scale + 1 if self.norm == "rms_plus_one" else scale)[None, None]
-                rows = wide.reshape(*wide.shape[:2], -1) if self.qk_norm == "joint" else wide
-                normed = length_normalize(rows, self.norm_epsilon).reshape(wide.shape)
+                rows = x.reshape(*x.shape[:2], -1) if self.qk_norm == "joint" else x
+                normed = length_normalize(rows, self.norm_epsilon).reshape(x.shape)
                 normed = normed * (scale if self.qk_norm == "joint" else scale[:, :, None])
                 heads = heads | {name: normed.astype(heads[name].dtype)}
         if self.scale is not None and "q" in heads:
@@ -391,8 +391,8 @@ class MultiHead(Layer):
         out = run(self._apply_op, read, qkv.of_op, plan, segment_ids, rng)
         if KEPT_MASS not in params or run is remat.stored:
             return out
-        share = self._kept_mass(read, qkv.of_op, plan, segment_ids)
-        return out + (0 * updated(params[KEPT_MASS], share)).astype(out.dtype)
+        kept_mass = self._kept_mass(read, qkv.of_op, plan, segment_ids)
+        return out + (0 * updated(params[KEPT_MASS], kept_mass)).astype(out.dtype)
 
     def combine(
         self, params, out: Float[Array, "B T N V"], gate: Array | None = None, rng=None
@@ -432,8 +432,8 @@ class MultiHead(Layer):
             return jnp.pad(found, ((0, 0), (0, -found.shape[1] % n_shards), (0, 0), (0, 0)))
 
         found = self._on_devices(measured, params, qkv, plan, segment_ids)
-        share, weight = jnp.sum(found.astype(jnp.float32), axis=(0, 1, 2))
-        return share / jnp.maximum(weight, 1)
+        kept, weight = jnp.sum(found.astype(jnp.float32), axis=(0, 1, 2))
+        return kept / jnp.maximum(weight, 1)
 
     def _on_devices(self, function, params, qkv: QKV, plan, segment_ids, rng=None, **options):
         """`function`, an algorithm's `apply` or the like, on the devices of the mesh."""
@@ -490,8 +490,8 @@ def gated(heads: Float[Array, "B T N V"], gate: Array | None) -> Float[Array, "B
     """The heads' outputs times the sigmoid of their gate, if there is one."""
     if gate is None:
         return heads
-    wide = accum_dtype(heads.dtype)
-    return (heads.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(heads.dtype)
+    dtype = accum_dtype(heads.dtype)
+    return (heads.astype(dtype) * jax.nn.sigmoid(gate.astype(dtype))).astype(heads.dtype)
 
 
 def fold_in(rng, number: int):

@@ -275,12 +275,52 @@ class BlockStack(Layer):
         """
         raise NotImplementedError
 
-    def _decode_layer(self, params, streams, sublayers: dict[str, Callable]):
-        """The streams after a layer, and the second output of its self-attention."""
-        found = {}
-        for name, sublayer in sublayers.items():
-            streams, found[name] = self._decode(params, name, streams, sublayer)
-        return streams, found["attention"]
+    def _decode_repeat(
+        self,
+        streams: tuple[Array, ...],
+        repeat: Repeat,
+        sublayers_of: Callable,
+        divided: bool = False,
+    ) -> tuple[tuple[Array, ...], tuple[tuple, tuple]]:
+        """The streams after a repeat of the cycle.
+
+        Args:
+          streams: those before it.
+          repeat: its weights.
+          sublayers_of: `(repeat, i, source) -> {name: sublayer}`, the sublayers of block `i` as
+            `_decode` takes them. That of attention returns `(output, (cache, *others))`, and
+            `source` is the second of the block whose plan block `i` reuses; None: it makes its own.
+          divided: whether devices share the positions of the streams.
+
+        Returns:
+          The streams, the cache of each block, and the second output of its cross-attention.
+        """
+        attention, memory_kv = [], []
+        for i, source in enumerate(self._sources):
+            p, found = repeat.params[f"block_{i}"], {}
+            source = None if source is None else attention[source]
+            for name, sublayer in sublayers_of(repeat, i, source).items():
+                streams, found[name] = self._decode(p, name, streams, sublayer)
+            if divided:
+                streams = tuple(map(devices.over_sequence, streams))
+            attention.append(found["attention"])
+            memory_kv.append(found.get("cross_attention"))
+        return streams, (tuple(cache for cache, *_ in attention), tuple(memory_kv))
+
+    def _decode_all(
+        self, params, streams: Sequence[Array], sublayers_of: Callable, divided: bool = False
+    ) -> tuple[tuple[Array, ...], tuple, tuple]:
+        """The streams after the stack, and what `_decode_repeat` returns of each repeat.
+
+        `params` are of each repeat. The layers are written out: a scan would copy each layer's
+        weights and cache whole, and a step touches little of them.
+        """
+        streams, found = self._opened(streams), []
+        for index, of_repeat in enumerate(params):
+            repeat = Repeat(index, of_repeat)
+            streams, outputs = self._decode_repeat(streams, repeat, sublayers_of, divided)
+            found.append(outputs)
+        return streams[: self.n_streams], *zip(*found, strict=True)
 
     def for_decoding(self, params) -> tuple[Any, ...]:
         """The weights for decoding: a tree for each repeat, in the dtype sublayers compute in."""
@@ -312,53 +352,39 @@ class BlockStack(Layer):
         """Reads prompts, or with a memory each target's first token.
 
         See `Attention.prefill` and `CrossAttention.precompute_kv`. With a memory the streams have
-        one position, `params` are those of `for_decoding`, and the layers are written out as in
-        `step`.
+        one position, and `params` are those of `for_decoding`.
 
         Returns:
           The streams after the stack, the caches, and the keys and values of the memory, None
           without one.
         """
 
-        def repeat(streams, this):
-            caches, memory_kv, plans = [], [], []
-            for i, block in enumerate(self.blocks):
-                rngs = self._rngs(rng, this, i)
-                source = self._sources[i]
-                attend = functools.partial(
-                    block.attention.prefill_by,
-                    lengths=lengths,
-                    capacity=capacity,
-                    rng=rngs["attention"],
-                    plan=None if source is None else plans[source],
-                )
-                sublayers = {"attention": _unfused(_in_pair(attend))}
-                if self._cross:
+        def sublayers(repeat: Repeat, i: int, source):
+            block, rngs = self.blocks[i], self._rngs(rng, repeat, i)
+            attend = functools.partial(
+                block.attention.prefill_by,
+                lengths=lengths,
+                capacity=capacity,
+                rng=rngs["attention"],
+                plan=None if source is None else source[1],
+            )
+            found = {"attention": _unfused(_in_tuple(attend))}
+            if not self._cross:
+                return found | {"feed_forward": _unfused(_without_cache(block.feed_forward.apply))}
 
-                    def cross(p, h, added, layer=block.cross_attention, rngs=rngs):
-                        rng = rngs["cross_attention"]
-                        memory_kv.append(layer.precompute_kv(p, memory, self.dtype, rng))
-                        return layer.step(p, h, memory_kv[-1], memory_segment_ids, added), None
+            def cross(p, h, added):
+                layer, rng = block.cross_attention, rngs["cross_attention"]
+                memory_kv = layer.precompute_kv(p, memory, self.dtype, rng)
+                return layer.step(p, h, memory_kv, memory_segment_ids, added), memory_kv
 
-                    sublayers["cross_attention"] = cross
-                    sublayers["feed_forward"] = _without_cache(block.feed_forward.step)
-                else:
-                    sublayers["feed_forward"] = _unfused(_without_cache(block.feed_forward.apply))
-                p = this.params[f"block_{i}"]
-                streams, (cache, plan) = self._decode_layer(p, streams, sublayers)
-                caches.append(cache)
-                plans.append(plan)
-            return streams, (tuple(caches), tuple(memory_kv))
+            feed_forward = _without_cache(block.feed_forward.step)
+            return found | {"cross_attention": cross, "feed_forward": feed_forward}
 
-        streams = self._opened(streams)
-        if not self._cross:
-            streams, (caches, _) = self._scan(repeat, streams, params)
-            return streams[: self.n_streams], self._unstack(caches), None
-        kept = []
-        for index, repeat_params in enumerate(params):
-            streams, cache = repeat(streams, Repeat(index, repeat_params))
-            kept.append(cache)
-        return streams[: self.n_streams], *zip(*kept, strict=True)
+        if self._cross:
+            return self._decode_all(params, streams, sublayers)
+        body = functools.partial(self._decode_repeat, sublayers_of=sublayers)
+        streams, (caches, _) = self._scan(body, self._opened(streams), params)
+        return streams[: self.n_streams], self._unstack(caches), None
 
     def first_caches(self, params, batch: int, capacity: int, rng=None) -> Any:
         """The caches of all layers before the first position; see `Attention.first_cache`."""
@@ -384,31 +410,25 @@ class BlockStack(Layer):
     ) -> tuple[tuple[Array, ...], Any]:
         """The streams of several more positions of each row, and the caches with them.
 
-        See `Attention.read_on`. The layers are written out, as in `step`.
+        See `Attention.read_on`.
         """
-        streams, after = self._opened(streams), []
-        for repeat_params, repeat_caches in zip(self._unstack(params), caches, strict=True):
-            repeat_params, kept, choices = devices.gathered(repeat_params), [], []
-            for i, block in enumerate(self.blocks):
-                source = self._sources[i]
-                attend = functools.partial(
-                    block.attention.read_on,
-                    lengths=lengths,
-                    position=position,
-                    cache=repeat_caches[i],
-                    chosen=() if source is None else choices[source],
-                )
-                sublayers = {
-                    "attention": _unfused(_in_pair(attend)),
-                    "feed_forward": _unfused(_without_cache(block.feed_forward.apply)),
-                }
-                p = repeat_params[f"block_{i}"]
-                streams, (cache, choice) = self._decode_layer(p, streams, sublayers)
-                streams = tuple(map(devices.over_sequence, streams))
-                kept.append(cache)
-                choices.append(choice)
-            after.append(tuple(kept))
-        return streams[: self.n_streams], tuple(after)
+
+        def sublayers(repeat: Repeat, i: int, source):
+            block = self.blocks[i]
+            attend = functools.partial(
+                block.attention.read_on,
+                lengths=lengths,
+                position=position,
+                cache=caches[repeat.index][i],
+                chosen=() if source is None else source[1],
+            )
+            return {
+                "attention": _unfused(_in_tuple(attend)),
+                "feed_forward": _unfused(_without_cache(block.feed_forward.apply)),
+            }
+
+        params = map(devices.gathered, self._unstack(params))
+        return self._decode_all(params, streams, sublayers, divided=True)[:2]
 
     def step(
         self,
@@ -423,36 +443,31 @@ class BlockStack(Layer):
         """The streams `[B, 1, D]` of each row's next position, and the caches with it.
 
         `params` are the weights from `for_decoding`, `memory_kv` is from `prefill`; for `origins`
-        see `Attention.step`. The layers are written out: a scan would copy each layer's weights and
-        cache whole, and a step touches little of them.
+        see `Attention.step`.
         """
-        streams, after = self._opened(streams), []
-        for repeat, (repeat_params, repeat_caches) in enumerate(zip(params, caches, strict=True)):
-            after.append([])
-            for i, block in enumerate(self.blocks):
-                source, chosen = self._sources[i], None
-                if source is not None:
-                    chosen = self.blocks[source].attention.newest_choice(after[-1][source])
-                attend = functools.partial(
-                    block.attention.step,
-                    cache=repeat_caches[i],
-                    position=position,
-                    origins=origins,
-                    chosen=chosen,
+
+        def sublayers(repeat: Repeat, i: int, source):
+            block, chosen = self.blocks[i], None
+            if source is not None:
+                chosen = self.blocks[self._sources[i]].attention.newest_choice(*source)
+            attend = functools.partial(
+                block.attention.step,
+                cache=caches[repeat.index][i],
+                position=position,
+                origins=origins,
+                chosen=chosen,
+            )
+            found = {"attention": _in_tuple(attend)}
+            if self._cross:
+                cross = functools.partial(
+                    block.cross_attention.step,
+                    memory_kv=memory_kv[repeat.index][i],
+                    memory_segment_ids=memory_segment_ids,
                 )
-                sublayers = {"attention": attend}
-                if self._cross:
-                    cross = functools.partial(
-                        block.cross_attention.step,
-                        memory_kv=memory_kv[repeat][i],
-                        memory_segment_ids=memory_segment_ids,
-                    )
-                    sublayers["cross_attention"] = _without_cache(cross)
-                sublayers["feed_forward"] = _without_cache(block.feed_forward.step)
-                p = repeat_params[f"block_{i}"]
-                streams, cache = self._decode_layer(p, streams, sublayers)
-                after[-1].append(cache)
-        return streams[: self.n_streams], tuple(map(tuple, after))
+                found["cross_attention"] = _without_cache(cross)
+            return found | {"feed_forward": _without_cache(block.feed_forward.step)}
+
+        return self._decode_all(params, streams, sublayers)[:2]
 
     def reorder_cache(self, caches: Any, rows: Int[Array, " R"]) -> Any:
         """The caches of beams that continue `rows`; see `Attention.reorder_cache`."""
@@ -477,11 +492,11 @@ def _without_cache(sublayer: Callable) -> Callable:
     return lambda params, x, **added: (sublayer(params, x, **added), None)
 
 
-def _in_pair(sublayer: Callable) -> Callable:
-    """A sublayer that returns three values, for `BlockStack._decode`: the last two as one."""
+def _in_tuple(sublayer: Callable) -> Callable:
+    """A sublayer that returns several values, for `_decode`: all but the first as one."""
 
-    def run(params, x):
-        out, *others = sublayer(params, x)
+    def run(params, x, **added):
+        out, *others = sublayer(params, x, **added)
         return out, tuple(others)
 
     return run

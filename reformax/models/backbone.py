@@ -56,7 +56,7 @@ class Backbone(Model):
     @property
     def d_features(self) -> int:
         """The size of a position's features."""
-        return self._layers.n_out * self.d_model
+        return self._layers.n_streams * self.d_model
 
     def init_backbone(self, rngs, shape) -> dict[str, Any]:
         """The weights, of three rngs: of the embedding, of the positions and of the stack."""
@@ -64,7 +64,7 @@ class Backbone(Model):
         hidden = (*shape, self.d_model)
         params = {
             "embedding": self.embeddings(rng_e, self.vocab_size),
-            "stack": self._layers.init_params(rng_s, *[hidden] * self._layers.n_out),
+            "stack": self._layers.init_params(rng_s, *[hidden] * self._layers.n_streams),
         }
         if self.final_norm:
             params["norm"] = self._norm.init_params(None, (self.d_features,))
@@ -101,7 +101,7 @@ class Backbone(Model):
             is then a pair of features and the states after them.
         """
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
-        rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
+        rng_e, rng_s, rng_f = _split(rng)
         x = devices.looked_up(params["embedding"], inputs)
         if cls is not None:
             before = jnp.broadcast_to(cls.astype(x.dtype), (len(x), 1, x.shape[2]))
@@ -110,15 +110,19 @@ class Backbone(Model):
         x = dropout(x, self._dropout_rate, rng_e)
         if states is None:
             streams = self._layers.apply(
-                params["stack"], *[x] * self._layers.n_out, segment_ids, rng=rng_s
+                params["stack"], *[x] * self._layers.n_streams, segment_ids, rng=rng_s
             )
         else:
             streams, states = self._layers.apply_from(
                 params["stack"], x, states, segment_ids, rng_s
             )
-        streams = streams if self._layers.n_out > 1 else (streams,)
+        streams = streams if self._layers.n_streams > 1 else (streams,)
         features = dropout(self._joined(params, streams), self._dropout_rate, rng_f)
         return features if states is None else (features, states)
+
+    def _rng_of_layers(self, rng):
+        """The rng of the layers in `encode`, for decoding with the hashes of a whole row."""
+        return _split(rng)[1]
 
     @property
     def kept_mass_layers(self) -> tuple[int, ...]:
@@ -147,3 +151,8 @@ class Backbone(Model):
             x = x * self.design.embedding_scale
         x = self._add_positions(params, x, position)
         return self._embedding_norm.apply(params["embedding_norm"], x) if self.embedding_norm else x
+
+
+def _split(rng) -> Sequence[Any]:
+    """The rngs of the embedding's dropout, of the layers and of the features' dropout."""
+    return (None,) * 3 if rng is None else jax.random.split(rng, 3)

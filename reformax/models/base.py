@@ -305,8 +305,8 @@ class Model(Layer, TaskModel):
                 f"rotary_layers has {len(self.design.rotary_layers)} values and {argument} "
                 f"{len(cycle)} ops: expected one for each"
             )
-        own = {name: getattr(self.design, name) for name in ("rotary_layers", "rotary_local_base")}
-        for name, value in own.items():
+        for name in ("rotary_layers", "rotary_local_base"):
+            value = getattr(self.design, name)
             if value and self.pos_type not in ROTARY:
                 raise SettingError(
                     f"{name} is {value} and pos_type is {self.pos_type!r}, by which no layer has "
@@ -341,7 +341,7 @@ class Model(Layer, TaskModel):
             return self.pos_type == "rotary" or (self.pos_type == "rotary_local" and op.local)
 
         chosen = self.design.rotary_layers or [True] * len(cycle)
-        return [here and rotates(op) for op, here in zip(cycle, chosen, strict=True)]
+        return [rotary and rotates(op) for op, rotary in zip(cycle, chosen, strict=True)]
 
     def _attention_options(self) -> dict[str, Any]:
         return dict(
@@ -453,8 +453,8 @@ def _kept(model: Residual | Reversible) -> dict[str, Any]:
 
 def _all_heads(op: AttentionOp) -> dict[str, None]:
     """The numbers of heads that a layer of `op` does not have."""
-    here = {"n_kv_heads": not op.shared_qk, "n_qk_heads": op.more_value_heads}
-    return {name: None for name, has in here.items() if not has}
+    makes = {"n_kv_heads": not op.shared_qk, "n_qk_heads": op.more_value_heads}
+    return {name: None for name, made in makes.items() if not made}
 
 
 def cycle_of(ops: AttentionOp | Sequence[AttentionOp]) -> Sequence[AttentionOp]:

@@ -127,13 +127,13 @@ class LanguageModel(Backbone):
         tokens, ids = inputs if isinstance(inputs, tuple) else (inputs, None)
         check_tokens("tokens", tokens, ids)
         if ids is None:
-            shifted, of = self._shifted(tokens)[:, :-1], None
+            shifted = self._shifted(tokens)[:, :-1]
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         else:
             shifted = shift_right(tokens, ids, self.first_token)
-            positions = with_positions(ids.astype(jnp.int32)).positions
-            of = ids.astype(jnp.int32)
-        parts = LMParts(shifted, of, positions)
+            ids = ids.astype(jnp.int32)
+            positions = with_positions(ids).positions
+        parts = LMParts(shifted, ids, positions)
         return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), n, -1), 1, 0), parts)
 
     def first_states(self, batch: int) -> Any:
@@ -147,11 +147,13 @@ class LanguageModel(Backbone):
     def features_from(self, params, part: LMParts, states: Any, rng=None):
         """The features of a part, and the states after it.
 
-        A state goes on where a part begins in the segment that the one before it ended in.
+        A row's state goes on if its part begins in the segment that the part before ended in. A new
+        segment begins with a state of zeros.
         """
-        states, last = states
+        states, last = states  # and the id of each row's last segment
         ids = part.segment_ids
         if ids is not None:
+            # The id of each row's first token; 0 of a part that is padding alone.
             index = jnp.arange(ids.shape[1])[None]
             first = jnp.min(jnp.where(ids > 0, index, ids.shape[1] - 1), axis=1, keepdims=True)
             first = jnp.take_along_axis(ids, first, axis=1)[:, 0]
@@ -241,11 +243,14 @@ class LanguageModel(Backbone):
                 f"capacity is {capacity}: expected more than {tokens.shape[1]}, the prompts' length"
             )
         check_capacity(capacity, self.max_length)
-        rng = None if rng is None else jax.random.split(rng, 3)[1]
         # Position t reads token t - 1: n tokens make n + 1 positions.
         x = self._embed(params, devices.looked_up(params["embedding"], self._shifted(tokens)))
         streams, caches, _ = self._layers.prefill(
-            params["stack"], [x] * self._layers.n_out, lengths + 1, capacity, rng
+            params["stack"],
+            [x] * self._layers.n_streams,
+            lengths + 1,
+            capacity,
+            self._rng_of_layers(rng),
         )
         last = lengths[:, None, None]
         streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
@@ -264,7 +269,10 @@ class LanguageModel(Backbone):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether `prefill` from a state computes what it does for the whole prompt, as fast."""
+        """Whether a prompt may be read in pieces, each from the state after the one before.
+
+        Then `prefill` of the pieces costs what it does of the whole prompt, and computes the same.
+        """
         same = all(block.attention.op.reads_ahead for block in self._layers.blocks)
         return same and self.angles_change_after is None
 
@@ -283,7 +291,7 @@ class LanguageModel(Backbone):
           NotImplementedError: an attention algorithm cannot decode.
         """
         check_capacity(capacity, self.max_length)
-        rng = None if rng is None else jax.random.split(rng, 3)[1]
+        rng = self._rng_of_layers(rng)
         caches = self._layers.first_caches(params["stack"], batch, capacity, rng)
         return LMState(jnp.zeros(batch, jnp.int32), caches)
 
@@ -303,30 +311,31 @@ class LanguageModel(Backbone):
         if self.max_length is not None:  # of padding
             of_tokens = jnp.minimum(of_tokens, self.max_length - 1)
         x = self._embed(params, devices.looked_up(params["embedding"], tokens), of_tokens)
-        streams = [devices.over_sequence(x)] * self._layers.n_out
+        streams = [devices.over_sequence(x)] * self._layers.n_streams
         streams, caches = self._layers.read_on(params["stack"], streams, lengths, position, caches)
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
         return self._next(params, streams), LMState(position + lengths, caches)
 
     def step(
-        self, params, tokens: Int[Array, " B"], decoding: LMState
+        self, params, tokens: Int[Array, " B"], state: LMState
     ) -> tuple[Float[Array, "B V"], LMState]:
         """The logits of the token after the one given, for each row.
 
         Args:
           params: the weights from `for_decoding`.
           tokens: the last token of each row.
-          decoding: from `prefill` or the step before.
+          state: from `first_state`, `prefill` or the step before.
         """
-        position, caches = decoding
+        position, caches = state
         x = self._embed(params, params["embedding"][tokens[:, None]], position[:, None])
         streams, caches = self._layers.step(
-            params["stack"], [x] * self._layers.n_out, caches, position
+            params["stack"], [x] * self._layers.n_streams, caches, position
         )
         return self._next(params, streams), LMState(position + 1, caches)
 
     def _next(self, params, streams: Sequence[Float[Array, "B 1 D"]]) -> Float[Array, "B V"]:
+        """The logits of the next token, from the stack's outputs at the newest one."""
         return self.logits(params, self._joined(params, streams))[:, 0]
 
 

@@ -132,7 +132,7 @@ class EncoderDecoder(Model):
         of_sides = shape, shapes[0] if shapes else shape
         for i, (side, stack) in enumerate(self._stacks.items()):
             hidden = (*of_sides[i], self.d_model)
-            params[side] = {"stack": stack.init_params(rngs[2 + i], *[hidden] * stack.n_out)}
+            params[side] = {"stack": stack.init_params(rngs[2 + i], *[hidden] * stack.n_streams)}
             if self._norm is not None:
                 params[side]["norm"] = self._norm.init_params(None, hidden)
             if self._positions is not None:
@@ -233,8 +233,8 @@ class EncoderDecoder(Model):
     def _run(self, side: str, params, x: Float[Array, "B T D"], *inputs, rng):
         """The output of the encoder's or the decoder's stack, `[B, T, D]`."""
         params, stack = params[side], self._stacks[side]
-        streams = stack.apply(params["stack"], *[x] * stack.n_out, *inputs, rng=rng)
-        return self._merge(params, streams if stack.n_out > 1 else (streams,))
+        streams = stack.apply(params["stack"], *[x] * stack.n_streams, *inputs, rng=rng)
+        return self._merge(params, streams if stack.n_streams > 1 else (streams,))
 
     def _merge(self, params, streams: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T D"]:
         """The mean of a stack's streams, normalised unless the stack ends in a norm."""
@@ -296,7 +296,7 @@ class EncoderDecoder(Model):
         x = self._embed(decoder, params["embedding"], position[:, None], position[:, None])
         streams, caches, keys_values = stack.prefill(
             decoder["stack"],
-            [x] * stack.n_out,
+            [x] * stack.n_streams,
             position + 1,
             capacity,
             _split(decoder_rng)[1],
@@ -329,7 +329,7 @@ class EncoderDecoder(Model):
         decoder, stack = params["decoder"], self._stacks["decoder"]
         x = self._embed(decoder, params["embedding"], tokens[:, None], position[:, None])
         streams, caches = stack.step(
-            decoder["stack"], [x] * stack.n_out, caches, position, origins, *memory
+            decoder["stack"], [x] * stack.n_streams, caches, position, origins, *memory
         )
         return self._next(params, streams), TranslationState(position + 1, caches, origins)
 

@@ -225,12 +225,12 @@ class AttentionOp(Options):
 
         A stack maps it over the rngs of its layers by `jax.vmap`.
         """
-        own = self._init(rng, dims)
+        params = self._init(rng, dims)
         if not self.learn_scale_by_length:
-            return own
+            return params
         return {
             "length_factor": jnp.full(dims.qk_heads, self.scale_by_length, jnp.float32),
-            **dict(own),
+            **dict(params),
         }
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
@@ -285,9 +285,12 @@ class AttentionOp(Options):
         """The keys that each query may see: a pytree of integers without a gradient.
 
         Args:
-          params: the algorithm's own weights.
-          q, k: queries and keys; those of `of_value_heads` where values have more heads.
-          segment_ids, causal: of the call.
+          params: the algorithm's own weights, from `init`.
+          q: queries, `[B, T, N, H]`.
+          k: keys, `[B, S, G, H]`; None if `shared_qk`. Both are those of `of_value_heads` where
+            values have more heads.
+          segment_ids: `[B, T]`, a pair of two sequences, or None: a row is one segment.
+          causal: whether a position sees only itself and what came before it.
           **call: further fields of `Call`: `rng`, the source of hashes; `train`, False selects the
             settings for evaluation; `length`, `shard`, and `global_tokens` where the algorithm
             reads them.
@@ -303,10 +306,11 @@ class AttentionOp(Options):
         """Attention by a plan.
 
         Args:
-          params: the algorithm's own weights.
-          q, k, v: queries, keys and values.
+          params: the algorithm's own weights, from `init`.
+          q, k, v: queries `[B, T, N, H]`, keys `[B, S, G, H]`, None if `shared_qk`, and values `[B,
+            S, G, V]`.
           plan: from `plan`.
-          segment_ids, causal: of the call.
+          segment_ids, causal: as in `plan`.
           **call: further fields of `Call`: `dropout` and its `rng`, `shard`, `lengths` with finite
             padding; `bias` and `extra_projections` where the algorithm reads them.
         """
@@ -337,8 +341,8 @@ class AttentionOp(Options):
                 "True, such as lsh.lsh()"
             )
         params, q, k, v = lax.stop_gradient((params, q, k, v))
-        if extras := call.get("extra_projections"):
-            call |= dict(extra_projections=lax.stop_gradient(extras))
+        if projections := call.get("extra_projections"):
+            call |= dict(extra_projections=lax.stop_gradient(projections))
         call |= dict(segment_ids=segment_ids, causal=causal)
         k, v = repeat_heads(q, k, v)
         at = sampled_positions(q.shape[1], min(N_QUERIES, v.shape[3], q.shape[1]))
@@ -393,9 +397,9 @@ class AttentionOp(Options):
         """The cache of decoding after the first positions of each row.
 
         Args:
-          params, q, k, v: as in `apply`.
+          params, q, k, v: as in `apply`, padded on the right.
           plan: that of a causal call with `length=capacity`.
-          lengths: the number of these positions, `[B]`.
+          lengths: the number of each row's positions before its padding, `[B]`.
           capacity: the number of positions for which the cache has room.
           **call: the plan's `rng`, and `extra_projections` where the algorithm reads some.
         """
@@ -414,7 +418,7 @@ class AttentionOp(Options):
         Args:
           params, q, k, v: as in `apply`, of one position.
           cache: from `init_cache` or the step before.
-          position: its number, `[B]`.
+          position: its index in each row, `[B]`, from 0.
           **call: where the algorithm reads them `bias`, `(positions of keys [B, S]) -> [B, N, S]`,
             `extra_projections`, `origins` in beam search (`decoding.ring.RingDecoding`), and
             `chosen` from `newest_choice` where it `reuses` a choice.
@@ -437,7 +441,7 @@ class AttentionOp(Options):
         Args:
           params, q, k, v: as in `apply`, padded on the right.
           cache: from `init_cache`, `step` or the call before.
-          position: the number of the first of them, `[B]`.
+          position: the index of the first of them in each row, `[B]`.
           lengths: the number of them before a row's padding, `[B]`; 0 for none.
           **call: as in `step`, besides `origins`. `bias` is `(positions of queries [B, T], of keys
             [B, S]) -> [B, N, T, S]`, and `chosen` is `[B, T, K]`.
@@ -524,7 +528,7 @@ class AttentionOp(Options):
             call = call.but(lengths=None)
         if self._keeps_padding_out or hides:
             return self._apply(call, params, q, k, v, plan)
-        call = _extras_of_tokens(call)
+        call = _projections_of_tokens(call)
 
         def apply(q, k, v) -> Float[Array, "B T N V"]:
             return self._apply(call, params, q, k, v, plan)
@@ -536,7 +540,7 @@ class AttentionOp(Options):
         ids = call.segment_ids
         if ids is None:
             return self._apply_from(call, params, q, k, v, state)
-        call = _extras_of_tokens(call)
+        call = _projections_of_tokens(call)
         q, k, v = (tokens_only(x, ids) for x in (q, k, v))
         out, state = self._apply_from(call, params, q, k, v, state)
         return tokens_only(out, ids), state
@@ -670,7 +674,7 @@ class AttentionOp(Options):
         return compiled(self)(x, **call, train=train)
 
 
-def _extras_of_tokens(call: Call) -> Call:
+def _projections_of_tokens(call: Call) -> Call:
     """The call with extra projections that are zeros at padding."""
     if not call.extra_projections or call.segment_ids is None:
         return call

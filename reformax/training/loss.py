@@ -220,9 +220,9 @@ class Loss(NamedTuple):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
-    def with_z(self, losses: Float[Array, "B C"], log_total: Float[Array, "B C"]):
+    def with_z(self, losses: Float[Array, "B C"], lse: Float[Array, "B C"]):
         """The losses of targets with `z_loss`."""
-        return losses + self.z_loss * log_total**2 if self.z_loss else losses
+        return losses + self.z_loss * lse**2 if self.z_loss else losses
 
 
 class _Chunk(NamedTuple):
@@ -240,20 +240,20 @@ def _chunk(logits, targets, weights, loss: Loss) -> _Chunk:
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     # Logits may take 1 GiB, and logsumexp would read them once more for the maximum.
     best = jnp.argmax(logits, axis=-1)
-    top = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
-    log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
-    nats = losses = log_total - target_logits
+    row_max = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
+    lse = row_max + jnp.log(jnp.sum(jnp.exp(logits - row_max[..., None]), axis=-1))
+    nats = losses = lse - target_logits
     if label_smoothing:
-        spread = log_total - jnp.mean(logits, axis=-1)
+        spread = lse - jnp.mean(logits, axis=-1)
         losses = (1 - label_smoothing) * nats + label_smoothing * spread
-    losses = loss.with_z(losses, log_total)
+    losses = loss.with_z(losses, lse)
     sums = _weighted(logits, best, nats, targets, weights, losses=losses)
     # Softmax minus the distribution of the targets. No constant is broadcast to the logits' shape:
     # XLA would make an array of it before the loop, and read 1 GiB in each turn.
     is_target = jnp.arange(vocab_size)[None, None] == targets[..., None]
     weight = weights[..., None]
-    grown = weight * (1 + 2 * z_loss * log_total[..., None]) if z_loss else weight
-    d_logits = jnp.exp(logits - log_total[..., None]) * grown
+    grown = weight * (1 + 2 * z_loss * lse[..., None]) if z_loss else weight
+    d_logits = jnp.exp(logits - lse[..., None]) * grown
     d_logits -= is_target.astype(jnp.float32) * ((1 - label_smoothing) * weight)
     if label_smoothing:
         d_logits -= label_smoothing / vocab_size * weight
@@ -275,12 +275,12 @@ def _chunk_by_kernel(logits, targets, weights, loss: Loss, dtype, impl) -> _Chun
     interpret = impl == INTERPRETED
     found = kernel.differentiate(*rows, *loss, dtype, interpret)
     d_logits = found.d_logits.reshape(logits.shape)
-    log_total, target, best, total = (x.reshape(shape) for x in found[:4])
-    nats = losses = log_total - target
+    lse, target, best, total = (x.reshape(shape) for x in found[:4])
+    nats = losses = lse - target
     if loss.label_smoothing:
-        spread = log_total - total / vocab_size
+        spread = lse - total / vocab_size
         losses = (1 - loss.label_smoothing) * nats + loss.label_smoothing * spread
-    losses = loss.with_z(losses, log_total)
+    losses = loss.with_z(losses, lse)
     sums = _weighted(logits, best, nats, targets, weights, losses=losses)
     return _Chunk(sums, losses, d_logits)
 

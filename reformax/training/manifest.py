@@ -58,15 +58,15 @@ def damage(folder: Path, most: int | None = None, part: tuple[int, int] = (0, 1)
     Raises:
       OSError: a file cannot be read, which says nothing about its content.
     """
-    return _told(_compare, folder, most, part)
+    return _difference(_compare, folder, most, part)
 
 
 def difference_of_sizes(folder: Path) -> str | None:
     """The first difference of names and sizes; takes and raises as `damage` does."""
-    return _told(_compare_sizes, folder)
+    return _difference(_compare_sizes, folder)
 
 
-def _told(compare: Callable, *args) -> str | None:
+def _difference(compare: Callable, *args) -> str | None:
     try:
         compare(*args)
     except Damaged as error:

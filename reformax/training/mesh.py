@@ -133,7 +133,7 @@ def bytes_stored(tree: Any, mesh: Mesh) -> int:
 def check_batch_size(
     name: str, batch_size: int, mesh: Mesh, accumulate: int = 1, length: int | None = None
 ) -> None:
-    """Raises `SettingError` unless all shares get the same number of rows in every micro-batch.
+    """Raises `SettingError` unless all shards get the same number of rows in every micro-batch.
 
     Args:
       name: of the batch's size.
@@ -175,7 +175,7 @@ def filled(n_rows: int, mesh: Mesh) -> int:
 
 
 def check_length(name: str, length: int, mesh: Mesh) -> None:
-    """Raises `SettingError` unless devices that share a sequence get stretches of one length."""
+    """Raises `SettingError` unless devices that share a sequence get shards of one length."""
     n = n_sequence_shards(mesh)
     if length % n:
         above = -(-length // n) * n

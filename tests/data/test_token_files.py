@@ -30,6 +30,7 @@ from reformax.data import (
     tables,
     text,
     token_files,
+    workers,
 )
 from tests.data.test_documents import write_dataset
 from tests.data.test_pieces import tokenizer_json
@@ -327,7 +328,7 @@ def test_a_cache_that_cannot_be_written_names_the_setting(
 
 def test_a_killed_worker_is_told(tmp_path, fails_in_one_line):
     with fails_in_one_line(OSError, "a process that prepares text ended .it was killed"):
-        list(token_files.in_processes(_killed, [1, 2], 2))
+        list(workers.in_processes(_killed, [1, 2], 2))
 
 
 def _killed(_):
@@ -441,7 +442,7 @@ def test_workers_import_nothing_of_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger ran')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")
-    assert sorted(x for _, x in token_files.in_processes(abs, [-1, -2], 2)) == [1, 2]
+    assert sorted(x for _, x in workers.in_processes(abs, [-1, -2], 2)) == [1, 2]
 
 
 def test_a_folder_with_its_source_or_anothers_files_stays(tmp_path, fails_in_one_line):
@@ -486,10 +487,10 @@ def test_a_finished_folder_needs_no_lock(tmp_path, monkeypatch):
 
 def test_errors_of_workers_keep_their_number(tmp_path):
     with pytest.raises(OSError, match="cannot be written") as error:
-        list(token_files.in_processes(_full, [1, 2], 2))
+        list(workers.in_processes(_full, [1, 2], 2))
     assert error.value.errno == 28
     with pytest.raises(RuntimeError, match="Odd: told"):
-        list(token_files.in_processes(_odd, [1, 2], 2))
+        list(workers.in_processes(_odd, [1, 2], 2))
 
 
 def _full(_):
@@ -559,11 +560,11 @@ def test_a_parquet_is_read_in_memory_that_its_size_does_not_change(
 
 def test_processes_are_as_many_as_memory_has_room_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
-    monkeypatch.setattr(token_files.memory, "host", lambda: 2**32)
-    assert token_files.workers_for(99, 2**28).n == 8
-    assert token_files.workers_for(5, 2**28).n == 5
-    assert token_files.workers_for(99, 2**33).n == 1
-    assert token_files.workers_for(99, 2**28, processes=20).n == 20  # as a user says
+    monkeypatch.setattr(workers.memory, "host", lambda: 2**32)
+    assert workers.workers_for(99, 2**28).n == 8
+    assert workers.workers_for(5, 2**28).n == 5
+    assert workers.workers_for(99, 2**33).n == 1
+    assert workers.workers_for(99, 2**28, processes=20).n == 20  # as a user says
     write_jsonl(tmp_path / "a.jsonl")
     prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'made'}"])
     assert capsys.readouterr().err.splitlines()[0] == (
@@ -573,7 +574,7 @@ def test_processes_are_as_many_as_memory_has_room_for(tmp_path, monkeypatch, cap
 
 def test_processes_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    found = [x for _, x in token_files.in_processes(os.getenv, [token_files.THREADS, "TERM"], 2)]
+    found = [x for _, x in workers.in_processes(os.getenv, [workers.THREADS, "TERM"], 2)]
     assert "4" in found
 
 

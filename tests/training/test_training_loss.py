@@ -65,8 +65,8 @@ def test_z_loss_adds_the_squared_logarithm_of_the_sum():
     features, matrix, targets, weights = args = problem(13)
 
     def with_z(features, matrix, targets, weights):
-        log_total = jax.nn.logsumexp(features @ matrix, axis=-1)
-        return plain(features, matrix, targets, weights)[0] + 0.3 * (weights * log_total**2).sum()
+        lse = jax.nn.logsumexp(features @ matrix, axis=-1)
+        return plain(features, matrix, targets, weights)[0] + 0.3 * (weights * lse**2).sum()
 
     def in_chunks(features, matrix, targets, weights):
         return loss.cross_entropy(product, matrix, features, targets, weights, 5, z_loss=0.3)
@@ -360,7 +360,7 @@ def test_the_kernels_rows_equal_those_of_float64(case):
     total = np.log(np.exp(x - x.max(1, keepdims=True)).sum(1)) + x.max(1)
     d = np.exp(x - total[:, None]) - smoothing / size
     d[np.arange(n), targets] -= 1 - smoothing
-    np.testing.assert_allclose(found.log_total, total, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found.lse, total, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(found.target, x[np.arange(n), targets])
     np.testing.assert_array_equal(found.best, x.argmax(1))
     if smoothing:

@@ -225,8 +225,8 @@ def kernel_obstacles(
     options.setdefault("scale", logits.scale)
     if k is not None and k.dtype != q.dtype:
         options["dtypes"] = f"{q.dtype} and {k.dtype}"
-    wide = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)
-    options["dtype"] = next(wide, None)
+    refused = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)
+    options["dtype"] = next(refused, None)
     option = next((f"{name}={value}" for name, value in options.items() if value), None)
     return KernelObstacles(option, _chip_obstacle(q, v, small_row, most))
 

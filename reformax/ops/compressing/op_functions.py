@@ -108,8 +108,8 @@ class Compressed(LearnedSinks):
             raise SettingError(
                 f"rotary_features is {n}: expected at most the size of a head, {x.shape[-1]}"
             )
-        turned = rotary(x[..., :n], position, angles=RotaryAngles(base=self.rotary_base))
-        return jnp.concatenate([turned, x[..., n:]], axis=-1)
+        rotated = rotary(x[..., :n], position, angles=RotaryAngles(base=self.rotary_base))
+        return jnp.concatenate([rotated, x[..., n:]], axis=-1)
 
     def _rotated_qkv(self, q, k, v, position):
         """The vectors of positions; values too where they are keys."""

@@ -136,19 +136,19 @@ def bucket_loss(
     @jax.checkpoint
     def of_query(position) -> Float[Array, "B N 2"]:
         queries = lax.dynamic_index_in_dim(q, position, 1, keepdims=False)
-        own = lax.dynamic_index_in_dim(ids, position, 1, keepdims=False)
-        mask = rule.sees(Side(position, own[:, None, None]), key)
+        query_ids = lax.dynamic_index_in_dim(ids, position, 1, keepdims=False)
+        mask = rule.sees(Side(position, query_ids[:, None, None]), key)
         logits = call.logits.of("bnh,bsnh->bns", *lax.stop_gradient((queries, k)))
         weights = masked_softmax(logits, mask)
         of_queries = length_normalize(queries.astype(jnp.float32))
         cosine = jnp.einsum("bnh,bsnh->bns", of_queries, of_keys) / size
-        shares = log_collision(cosine, n_buckets, n_hashes)
-        top = lax.stop_gradient(largest(shares, mask, axis=-1))
-        total = masked_exp(shares, mask, top).sum(axis=-1, keepdims=True)
-        sees = total[..., 0] > 0
-        log_shares = shares - top - jnp.log(jnp.where(total > 0, total, 1))
+        collisions = log_collision(cosine, n_buckets, n_hashes)
+        row_max = lax.stop_gradient(largest(collisions, mask, axis=-1))
+        row_sum = masked_exp(collisions, mask, row_max).sum(axis=-1, keepdims=True)
+        sees = row_sum[..., 0] > 0
+        log_q = collisions - row_max - jnp.log(jnp.where(row_sum > 0, row_sum, 1))
         log_weights = jnp.log(jnp.where(weights > 0, weights, 1))
-        loss = jnp.where(mask, weights * (log_weights - log_shares), 0).sum(axis=-1)
+        loss = jnp.where(mask, weights * (log_weights - log_q), 0).sum(axis=-1)
         return jnp.stack([jnp.where(sees, loss, 0), sees.astype(loss.dtype)], axis=-1)
 
     found = lax.map(of_query, jnp.asarray(at), batch_size=min(_TOGETHER, len(at)))

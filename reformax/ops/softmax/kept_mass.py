@@ -2,7 +2,7 @@
 
 An op that attends to some keys computes dense attention's softmax over these alone. Where dense
 attention has little weight elsewhere, the two agree. The share is computed for a sample of queries,
-whose dense logits are few, in O(T) time and memory besides the op's own passes.
+whose dense logits are few, in O(T) time and memory besides the op's query_ids passes.
 
 Which keys a query sees is read off the op's gradient. Its output is linear in the values, so the
 gradient of channel c of one query's output with respect to channel c of the values is that query's
@@ -87,8 +87,8 @@ def kept_mass(
     def of_query(one) -> Float[Array, "B N 2"]:
         position, seen = one
         queries = lax.dynamic_index_in_dim(q, position, 1, keepdims=False)
-        own = lax.dynamic_index_in_dim(ids, position, 1, keepdims=False)
-        mask = rule.sees(Side(position, own[:, None, None]), key)
+        query_ids = lax.dynamic_index_in_dim(ids, position, 1, keepdims=False)
+        mask = rule.sees(Side(position, query_ids[:, None, None]), key)
         weights = masked_softmax(call.logits.of("bnh,bsnh->bns", queries, k), mask)
         mass = jnp.stack([jnp.where(seen, weights, 0).sum(-1), weights.sum(-1)], axis=-1)
         return jnp.where(mass[..., 1:] > 0, mass / jnp.maximum(mass[..., 1:], 0.5), 0)

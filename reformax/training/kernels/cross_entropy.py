@@ -30,14 +30,14 @@ class Results(NamedTuple):
     """The results of each row.
 
     Attributes:
-      log_total: the logarithm of the sum of exponentials.
+      lse: the log of the sum of exponentials of the logits.
       target: the target's logit.
       best: the first token of the largest logit.
       total: the sum of logits, for label smoothing; 0 without it.
       d_logits: the gradient of the weighted loss.
     """
 
-    log_total: Float[Array, " R"]
+    lse: Float[Array, " R"]
     target: Float[Array, " R"]
     best: Int[Array, " R"]
     total: Float[Array, " R"]
@@ -60,29 +60,29 @@ def _kernel(logits, targets, weights, *results, block: int, label_smoothing: flo
 
     # Every lane has a softmax of its own columns: nothing is exchanged within the loop.
     def gather(i, state):
-        top, exponentials, best, total = state
+        lane_max, lane_sum, best, total = state
         column, mask, x = read(i, -jnp.inf)
         # One exponential: of the two, the larger number's is 1.
-        higher, smaller = x > top, jnp.exp(-jnp.abs(x - top))
-        exponentials = jnp.where(higher, exponentials * smaller + 1, exponentials + smaller)
+        higher, smaller = x > lane_max, jnp.exp(-jnp.abs(x - lane_max))
+        lane_sum = jnp.where(higher, lane_sum * smaller + 1, lane_sum + smaller)
         if label_smoothing:
             total += x if mask is None else jnp.where(mask, x, 0.0)
-        return jnp.where(higher, x, top), exponentials, jnp.where(higher, column, best), total
+        return jnp.where(higher, x, lane_max), lane_sum, jnp.where(higher, column, best), total
 
     zeros = jnp.zeros(block, jnp.float32)
     start = jnp.full(block, LOWEST, jnp.float32), zeros, lane, zeros
-    tops, exponentials, columns, totals = lax.fori_loop(0, n_blocks, gather, start)
-    top = jnp.max(tops)
-    log_total = top + jnp.log(jnp.sum(exponentials * jnp.exp(tops - top)))
-    pltriton.store(results.log_total.at[row], log_total)
-    pltriton.store(results.best.at[row], jnp.min(jnp.where(tops == top, columns, size)))
+    lane_max, lane_sum, columns, totals = lax.fori_loop(0, n_blocks, gather, start)
+    row_max = jnp.max(lane_max)
+    lse = row_max + jnp.log(jnp.sum(lane_sum * jnp.exp(lane_max - row_max)))
+    pltriton.store(results.lse.at[row], lse)
+    pltriton.store(results.best.at[row], jnp.min(jnp.where(lane_max == row_max, columns, size)))
     pltriton.store(results.total.at[row], jnp.sum(totals))
 
-    grown = weight * (1 + 2 * z_loss * log_total) if z_loss else weight
+    grown = weight * (1 + 2 * z_loss * lse) if z_loss else weight
 
     def write(i, nothing):
         column, mask, x = read(i, 0.0)
-        d = jnp.exp(x - log_total) * grown
+        d = jnp.exp(x - lse) * grown
         d -= jnp.where(column == target, (1 - label_smoothing) * weight, 0.0)
         d -= label_smoothing / size * weight
         view = results.d_logits.at[row, column]
