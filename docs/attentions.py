@@ -176,7 +176,7 @@ def rules() -> str:
 
     found = {attention.name: config(attention.name) for attention in every}
     others = ", ".join(
-        f"`{name}` {file}" for name, file in found.items() if file not in (f"`{name}`", NO)
+        f"`{name}` by {file}" for name, file in found.items() if file not in (f"`{name}`", NO)
     )
     return (
         f"\n* **Cross-attention**, of two sequences: {named(lambda a: a.op.cross)}.\n"
@@ -185,8 +185,8 @@ def rules() -> str:
         f"Also by cuDNN: {named(lambda a: 'cuDNN' in kernels(a.make))}.\n"
         f"* **[Modules of flax](own_flax_model.md)**: "
         f"{all_but(lambda a: in_flax(a.op) == YES)}.\n"
-        f"* **Trained** by the gin file of its name; {named(lambda a: found[a.name] == NO)} by none. "
-        f"Others have another file: {others}.\n"
+        f"* **Trained** by the gin file of its name, but {others}. "
+        f"No file has {named(lambda a: found[a.name] == NO)}.\n"
     )
 
 
