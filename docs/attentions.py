@@ -3,8 +3,8 @@
     python docs/attentions.py
 
 Every cell is read off the code: the attributes and methods of the op with its default options, the
-values that its `impl` takes, the citation of its docstring, and the gin files. Times and memory are
-those of docs/attention_table.csv. A test compares.
+values that its `impl` takes, and the gin files. Times and memory are those of
+docs/attention_table.csv. A test compares.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEASURED = ROOT / "docs/attention_table.csv"
 FIGURES = (("combined_ms", 4096), ("combined_ms", 65_536), ("memory_mib", 65_536))
 COLUMNS = (
     *("attention", "ms, 4,096", "ms, 65,536", "MiB, 65,536"),
-    *("causal", "packed", "`context`", "paper", "config"),
+    *("causal", "packed", "`context`"),
 )
 YES, NO = "yes", "–"
 
@@ -43,7 +43,6 @@ class Attention(NamedTuple):
 
     name: str
     make: Callable[..., AttentionOp]
-    doc: str  # the module's
 
     @property
     def op(self) -> AttentionOp:
@@ -57,10 +56,9 @@ def attentions() -> list[Attention]:
     for module in pkgutil.iter_modules(reformax.ops.__path__):
         if module.ispkg:
             continue
-        text = importlib.import_module(f"reformax.ops.{module.name}")
-        make = getattr(text, module.name, None)
+        make = getattr(importlib.import_module(f"reformax.ops.{module.name}"), module.name, None)
         if callable(make):
-            found.append(Attention(module.name, make, text.__doc__ or ""))
+            found.append(Attention(module.name, make))
     return found
 
 
@@ -119,13 +117,6 @@ def figure(name: str, column: str, length: int) -> str:
     return NO if value <= 0 else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
 
 
-def paper(doc: str) -> str:
-    """The first citation of a docstring."""
-    names = r"[A-Z][\w-]+(?:, [A-Z]\w+)*(?: and [A-Z]\w+| et al\.)?"
-    found = re.search(rf"{names}\s(?:19|20)\d\d|\((Reformer|FlashAttention),", doc)
-    return NO if found is None else " ".join((found[1] or found[0]).split())
-
-
 def config(name: str) -> str:
     """A gin file whose model has it: of its name, the quickstart, or the first by name."""
     found = [file for file, names in _used().items() if name in names]
@@ -166,8 +157,6 @@ def table() -> str:
                 is_causal(op),
                 YES if op.packed else NO,
                 context(op),
-                paper(attention.doc),
-                config(attention.name),
             )
         )
     lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
@@ -185,6 +174,10 @@ def rules() -> str:
         others = named(lambda attention: not holds(attention))
         return f"all but {others}" if others else "all"
 
+    found = {attention.name: config(attention.name) for attention in every}
+    others = ", ".join(
+        f"`{name}` by {file}" for name, file in found.items() if file not in (f"`{name}`", NO)
+    )
     return (
         f"\n* **Cross-attention**, of two sequences: {named(lambda a: a.op.cross)}.\n"
         f"* **Decoding** from a cache: {all_but(lambda a: a.op.decoding != 'no')}.\n"
@@ -192,6 +185,8 @@ def rules() -> str:
         f"Also by cuDNN: {named(lambda a: 'cuDNN' in kernels(a.make))}.\n"
         f"* **[Modules of flax](own_flax_model.md)**: "
         f"{all_but(lambda a: in_flax(a.op) == YES)}.\n"
+        f"* **Trained** by the gin file of its name, but {others}. "
+        f"No file has {named(lambda a: found[a.name] == NO)}.\n"
     )
 
 

@@ -103,7 +103,6 @@ def test_the_table_of_attentions_reads_the_code(script):
     assert attentions.in_flax(rows["routing"].op) == attentions.NO
     assert attentions.kernels(rows["long_short"].make) == "Pallas"
     assert attentions.kernels(rows["dense"].make) == "cuDNN, Pallas"
-    assert attentions.paper("A window (Parmar et al.\n2018).") == "Parmar et al. 2018"
     assert attentions.config("moba") == "`moba`"
 
 
