@@ -14,7 +14,7 @@ from reformax.declared import SettingError
 from reformax.ops import csa, hca
 from reformax.ops.base import Dims
 from reformax.ops.calls.dispatch import INTERPRETED
-from reformax.ops.kernels.triton import indexer_gradient, nsa
+from reformax.ops.kernels.triton import nsa
 from reformax.ops.numerics import query_chunks
 from tests.helpers import assert_trees_close
 from tests.ops import compressed, inputs
@@ -189,12 +189,7 @@ def test_the_reported_loss_is_the_mean_divergence(impl):
 @pytest.mark.slow
 @pytest.mark.parametrize("n_kv_heads", [1, 16])
 def test_kernels_read_lists_of_few_summaries_or_all_by_bits(n_kv_heads, monkeypatch):
-    """With many query heads of a key head a query's summaries are read by its list.
-
-    So they are by the indexer's gradient.
-    """
-    cost = 0 if n_kv_heads == 1 else 1e9
-    monkeypatch.setattr(indexer_gradient, "LISTED_COST", cost)
+    """With many query heads of a key head a query's summaries are read by its list."""
     options = dict(block_size=2, window=3, top_k=2, n_index_heads=2, d_index=4, soft_cap=3.0)
     length, found, forward = 43, [], nsa.forward
     monkeypatch.setattr(nsa, "forward", lambda *x, **y: (found.append(x[0]), forward(*x, **y))[1])

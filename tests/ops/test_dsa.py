@@ -106,7 +106,7 @@ def softmax(logits, mask):
 def small_chunks(monkeypatch):
     """Chunks of one tile of queries, and rows of several tiles of scores."""
     monkeypatch.setattr(indexer, "MAX_SCORE_BYTES", 1)
-    for name, value in dict(SAMPLES=8, ROW_TILE=64, MIN_LIST=32).items():
+    for name, value in dict(SAMPLES=8, ROW_TILE=64, MIN_LIST=32, MIN_ROW=0).items():
         monkeypatch.setattr(top_k, name, value)
 
 

@@ -220,7 +220,7 @@ def choose_positions(
     ids: Int[Array, "B T"] | None,
     key_ids: Int[Array, "B S"] | None,
     span: int = 1,
-    is_bfloat16: bool = False,
+    n_parts: int = 2,
 ) -> Int[Array, "B T K"]:
     """The numbers of the keys with the highest scores, in order; -1 is none.
 
@@ -234,10 +234,10 @@ def choose_positions(
       queries, weights, keys: the indexer's arrays, float32.
       ids, key_ids: the segments of queries and of keys; None: one segment.
       span: positions of a key.
-      is_bfloat16: whether bfloat16 holds queries and keys.
+      n_parts: 1 where bfloat16 holds queries and keys.
     """
     n_batch, length, n_keys = *queries.shape[:2], keys.shape[1]
-    if is_bfloat16:
+    if n_parts == 1:
         queries, keys = ((x.astype(jnp.bfloat16),) for x in (queries, keys))
         key_scale = None
     else:  # tensor cores have no float32 products

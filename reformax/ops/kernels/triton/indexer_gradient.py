@@ -535,7 +535,7 @@ def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid):
         inputs,
         shapes,
         grid=grid,
-        num_warps=4,
+        num_warps=8 if kernel is _keys_kernel else 4,
         num_stages=n_stages,
         interpret=interpret,
         name=f"dsa{getattr(kernel, 'func', kernel).__name__.removesuffix('_kernel')}",
