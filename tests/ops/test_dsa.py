@@ -1,5 +1,7 @@
 """DeepSeek sparse attention: the indexer's choice, and its gradient."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +106,7 @@ def softmax(logits, mask):
 def small_chunks(monkeypatch):
     """Chunks of one tile of queries, and rows of several tiles of scores."""
     monkeypatch.setattr(indexer, "MAX_SCORE_BYTES", 1)
-    for name, value in dict(SAMPLES=8, ROW_TILE=64, MIN_LIST=32).items():
+    for name, value in dict(SAMPLES=8, ROW_TILE=64, MIN_LIST=32, MIN_ROW=0).items():
         monkeypatch.setattr(top_k, name, value)
 
 
@@ -138,6 +140,29 @@ def test_kernels_choose_among_ties_what_array_operations_do(top_k, causal, packe
     chosen = np.take_along_axis(scores, np.maximum(got, 0), axis=-1)
     tied = (scores == chosen.min(axis=-1, where=got >= 0, initial=np.inf, keepdims=True)).sum(-1)
     assert tied.max() > 30 and chosen.min() < 0
+
+
+def test_kernels_score_as_exactly_as_sums_in_float32():
+    """With vectors of very different lengths, some of whose numbers are small."""
+    rng, length, n_best = np.random.default_rng(0), 60, 20
+
+    def draw(*shape):
+        lengths = 10.0 ** rng.integers(-9, 9, (*shape[:-1], 1))
+        return (rng.normal(size=shape) * lengths * 10.0 ** rng.integers(-6, 1, shape)).astype("f4")
+
+    queries, keys = draw(1, length, 3, 16), draw(1, length, 16)
+    weights = rng.normal(size=(1, length, 3)).astype("f4")
+    run = functools.partial(indexer.choose_positions, n_best, False, True)
+    (got,) = np.asarray(jax.jit(run)(queries, weights, keys, None, None))
+    queries, keys, weights = (x[0].astype(float) for x in (queries, keys, weights))
+    products = np.einsum("tjd,sd->tjs", queries, keys)
+    found = np.einsum("tj,tjs->ts", weights, np.maximum(products, 0))
+    sizes = np.linalg.norm(queries, axis=-1)[..., None] * np.linalg.norm(keys, axis=-1)
+    error = 2.0**-22 * np.einsum("tj,tjs->ts", abs(weights), sizes)
+    is_chosen = (got[..., None] == np.arange(length)).any(axis=1)
+    assert (is_chosen.sum(axis=1) == n_best).all()
+    lowest = np.where(is_chosen, found + error, np.inf).min(axis=1)
+    assert (np.where(is_chosen, -np.inf, found - error).max(axis=1) <= lowest).all()
 
 
 @pytest.mark.slow

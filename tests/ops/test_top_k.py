@@ -55,7 +55,7 @@ def best(scores, n_best):
 )
 def test_it_chooses_what_a_stable_sort_does(n_best, causal, list_tile, monkeypatch):
     """With bounds from samples that are good, bad or absent, and lists of one tile or several."""
-    small = dict(SAMPLES=16, NEIGHBOURS=8, ROW_TILE=64, LIST_TILE=list_tile, MIN_LIST=32)
+    small = dict(SAMPLES=16, NEIGHBOURS=8, ROW_TILE=64, LIST_TILE=list_tile, MIN_LIST=32, MIN_ROW=0)
     for name, value in small.items():
         monkeypatch.setattr(top_k, name, value)
     n, start, span = 4, 1000, 3

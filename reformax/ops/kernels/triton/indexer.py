@@ -27,14 +27,18 @@ from reformax.ops.kernels.triton.common import (
     load,
     matmul_in_parts,
     power_of_two,
+    tile_product,
     view_rows,
 )
 from reformax.ops.kernels.triton.top_k import HIDDEN, RowRule, top_k
 from reformax.ops.masking.visibility import Side, Visibility
-from reformax.ops.numerics.precision import in_three
 
 # Queries and keys of a tile.
-ROWS, COLUMNS, WARPS = 128, 64, 4
+ROWS, COLUMNS, WARPS = 128, 64, 8
+# Keys of a tile of scores, whose queries are read once for each, and the widest heads of such.
+SCORE_COLUMNS, NARROW = 128, 64
+# The unit of the low part of a number, whose high part is a float16.
+LOW_UNIT = 2.0**-11
 # Bytes of scores in memory at a time. One tile of queries of each sequence may take more.
 MAX_SCORE_BYTES = 2**30
 
@@ -48,6 +52,7 @@ class IndexerInputs(NamedTuple):
     ids: Array | None  # [B, T]
     key_ids: Array | None  # [B, S]
     start: Array  # [1]: the first query
+    key_scale: Array | None = None  # [B, S]: what scores are multiplied by
 
 
 class IndexerProgram(NamedTuple):
@@ -57,11 +62,12 @@ class IndexerProgram(NamedTuple):
     batch: Any
     causal: bool
     span: int
+    columns: int = COLUMNS  # keys of a tile
 
     @property
     def n_tiles(self) -> int:
         """Tiles of keys."""
-        return -(-self.x.keys[0].shape[1] // COLUMNS)
+        return -(-self.x.keys[0].shape[1] // self.columns)
 
     def queries(self, tile: Any) -> Side:
         """A tile of the queries, counted from the chunk's first query."""
@@ -70,7 +76,7 @@ class IndexerProgram(NamedTuple):
 
     def keys(self, tile: Any) -> Side:
         """A tile of the keys, whose `position` is their number."""
-        number = tile * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
+        number = tile * self.columns + jnp.arange(self.columns, dtype=jnp.int32)
         side = self._side(number, self.x.keys[0], self.x.key_ids)
         return side if self.span == 1 else side._replace(last=self._last(number))
 
@@ -92,12 +98,13 @@ class IndexerProgram(NamedTuple):
         if end is None:
             return jnp.int32(self.n_tiles)
         n_keys = lax.div(end, jnp.int32(self.span))
-        return jnp.minimum(lax.div(n_keys + (COLUMNS - 1), jnp.int32(COLUMNS)), self.n_tiles)
+        n_tiles = lax.div(n_keys + (self.columns - 1), jnp.int32(self.columns))
+        return jnp.minimum(n_tiles, self.n_tiles)
 
     def first_query_tile(self, key_tile: Any) -> Any:
         """The first tile of the chunk's queries that may see a tile of keys."""
-        key = self._last(key_tile * COLUMNS)
-        first = Visibility(self.causal).bounds(key, key + COLUMNS, of_keys=True).first
+        key = self._last(key_tile * self.columns)
+        first = Visibility(self.causal).bounds(key, key + self.columns, of_keys=True).first
         if first is None:
             return jnp.int32(0)
         return lax.div(jnp.maximum(first - self.x.start[0], 0), jnp.int32(ROWS))
@@ -125,17 +132,50 @@ class IndexerProgram(NamedTuple):
         keys = self.of_keys(key)
 
         def add(head, total):
-            products = jnp.maximum(matmul_in_parts(self.of_queries(query, head), keys), 0.0)
+            products = jnp.maximum(_products(self.of_queries(query, head), keys), 0.0)
             return total + self.weights(query, head)[:, None] * products
 
         n_heads = jnp.int32(self.x.queries[0].shape[2])
-        return lax.fori_loop(jnp.int32(0), n_heads, add, jnp.zeros((ROWS, COLUMNS), jnp.float32))
+        total = jnp.zeros((ROWS, self.columns), jnp.float32)
+        total = lax.fori_loop(jnp.int32(0), n_heads, add, total)
+        if self.x.key_scale is None:
+            return total
+        scale = load(self.x.key_scale.at[self.batch, key.position], key.exists, 0.0)
+        return total * scale[None, :]
 
 
-def tile_index(tile: Any, key_tile: Any) -> tuple[Int[Array, "I 1"], Int[Array, "1 C"]]:
+def _products(queries: tuple[Array, ...], keys: tuple[Array, ...]) -> Float[Array, "I C"]:
+    """The products of vectors that are one part, or two of `_halves`."""
+    if len(queries) == 1:
+        return matmul_in_parts(queries, keys)
+    (high, low), (high_keys, low_keys) = queries, keys
+    # The product of both low parts is less than what float32 holds of the others.
+    small = tile_product(high, low_keys, "11") + tile_product(low, high_keys, "11")
+    return small * LOW_UNIT + tile_product(high, high_keys, "11")
+
+
+def _halves(x: Float[Array, "*d D"]) -> tuple[tuple[Array, Array], Float[Array, "*d"]]:
+    """Float32 vectors as two parts of float16 and a scale: `(high + LOW_UNIT low) scale`.
+
+    The parts hold 22 digits of a vector's largest number, and a sum of 64 products in float32 is as
+    far from the exact one. The scale is a power of two.
+    """
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    scale = lax.reduce_precision(largest, 8, 0)
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+    scaled, digits = x / scale, jnp.finfo(jnp.float16)
+    # XLA may leave out a cast there and back.
+    high = lax.reduce_precision(scaled, digits.nexp, digits.nmant)
+    low = (scaled - high) * (1 / LOW_UNIT)
+    return (high.astype(jnp.float16), low.astype(jnp.float16)), scale[..., 0]
+
+
+def tile_index(
+    tile: Any, key_tile: Any, columns: int = COLUMNS
+) -> tuple[Int[Array, "I 1"], Int[Array, "1 C"]]:
     """The indices of a tile in an array of a chunk of queries."""
     row = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32)[:, None]
-    return row, key_tile * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)[None, :]
+    return row, key_tile * columns + jnp.arange(columns, dtype=jnp.int32)[None, :]
 
 
 def in_order(scores: Float[Array, "*d"]) -> Int[Array, "*d"]:
@@ -144,17 +184,17 @@ def in_order(scores: Float[Array, "*d"]) -> Int[Array, "*d"]:
     return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
 
 
-def _scores_kernel(x: IndexerInputs, out, *, causal: bool, span: int):
+def _scores_kernel(x: IndexerInputs, out, *, causal: bool, span: int, columns: int):
     """A tile of scores, as integers of the same order."""
     tile, key_tile, batch = (pl.program_id(i) for i in range(3))
-    program = IndexerProgram(x, batch, causal, span)
+    program = IndexerProgram(x, batch, causal, span, columns)
 
     @pl.when(key_tile < program.end(tile))
     def _():
         query, key = program.queries(tile), program.keys(key_tile)
         bits = in_order(program.scores(query, key))
         score = jnp.where(program.visible(query, key), bits, jnp.int32(HIDDEN))
-        pltriton.store(out.at[batch, *tile_index(tile, key_tile)], score)
+        pltriton.store(out.at[batch, *tile_index(tile, key_tile, columns)], score)
 
 
 def chunk_starts(n_batch: int, length: int, n_keys: int) -> tuple[Int[Array, "chunks 1"], int]:
@@ -166,8 +206,8 @@ def chunk_starts(n_batch: int, length: int, n_keys: int) -> tuple[Int[Array, "ch
 
 
 def padded_length(length: int) -> int:
-    """F, the number of keys padded to whole tiles."""
-    return -(-length // COLUMNS) * COLUMNS
+    """F, the number of keys padded to whole tiles of the scores and of their gradient."""
+    return -(-length // SCORE_COLUMNS) * SCORE_COLUMNS
 
 
 def choose_positions(
@@ -180,11 +220,12 @@ def choose_positions(
     ids: Int[Array, "B T"] | None,
     key_ids: Int[Array, "B S"] | None,
     span: int = 1,
-    n_parts: int = 3,
+    n_parts: int = 2,
 ) -> Int[Array, "B T K"]:
     """The numbers of the keys with the highest scores, in order; -1 is none.
 
-    Products are exact to float32. Of equal scores the first ones are chosen, as by `lax.top_k`.
+    Products are as exact as sums in float32. Of equal scores the first ones are chosen, as by
+    `lax.top_k`.
 
     Args:
       n_best: K.
@@ -196,19 +237,31 @@ def choose_positions(
       n_parts: 1 where bfloat16 holds queries and keys.
     """
     n_batch, length, n_keys = *queries.shape[:2], keys.shape[1]
-    # Tensor cores have no float32 products.
-    parts = (in_three(x, jnp.bfloat16)[:n_parts] for x in (queries, keys[:, :, None]))
-    query_parts, key_parts = parts
+    if n_parts == 1:
+        queries, keys = ((x.astype(jnp.bfloat16),) for x in (queries, keys))
+        key_scale = None
+    else:  # tensor cores have no float32 products
+        (queries, scale), (keys, key_scale) = _halves(queries), _halves(keys)
+        weights = weights * scale  # a ReLU of what is scaled is a scaled ReLU
+    keys = tuple(x[:, :, None] for x in keys)
+    x = IndexerInputs(queries, weights, keys, ids, key_ids, jnp.zeros(1, jnp.int32), key_scale)
+    columns = SCORE_COLUMNS if queries[0].shape[3] <= NARROW else COLUMNS
     starts, n_tiles = chunk_starts(n_batch, length, n_keys)
-    run = functools.partial(_launch, interpret)
     n_rows = n_tiles * ROWS
 
     def some_queries(start) -> Int[Array, "B Q K"]:
-        x = IndexerInputs(query_parts, weights, key_parts, ids, key_ids, start)
         shape = jax.ShapeDtypeStruct((n_batch, n_rows, padded_length(n_keys)), jnp.int32)
-        grid, rule = (n_tiles, shape.shape[2] // COLUMNS, n_batch), dict(causal=causal, span=span)
-        kernel = functools.partial(_scores_kernel, **rule)
-        scores = run(kernel, (x,), shape, grid, WARPS, n_stages_for(*query_parts))
+        rule = dict(causal=causal, span=span)
+        scores = launch(
+            functools.partial(_scores_kernel, **rule, columns=columns),
+            (x._replace(start=start),),
+            shape,
+            grid=(n_tiles, shape.shape[2] // columns, n_batch),
+            num_warps=WARPS,
+            num_stages=n_stages_for(*queries),
+            interpret=interpret,
+            name="dsa_scores",
+        )
         return top_k(n_best, interpret, scores, RowRule(length, n_keys, **rule), start)
 
     found = jnp.moveaxis(lax.map(some_queries, starts), 0, 1)
@@ -219,17 +272,3 @@ def n_stages_for(*rows: Array) -> int:
     """Pipeline stages of a loop over such rows: as many as fit on a chip."""
     n_bytes = sum(power_of_two(x.shape[-1]) * x.dtype.itemsize for x in rows)
     return 2 if n_bytes <= 384 else 1
-
-
-def _launch(interpret: bool, kernel: functools.partial, inputs, shape, grid, num_warps, n_stages):
-    name = kernel.func.__name__.strip("_").removesuffix("_kernel")
-    return launch(
-        kernel,
-        inputs,
-        shape,
-        grid=grid,
-        num_warps=num_warps,
-        num_stages=n_stages,
-        interpret=interpret,
-        name=f"dsa_{name}",
-    )

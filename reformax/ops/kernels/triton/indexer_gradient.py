@@ -181,11 +181,11 @@ def _difference_kernel(
             difference = jnp.where(total > 0, index_weights - weights / nonzero(total), 0.0)
         # A row that sees NaN has no gradient.
         difference = jnp.where(difference == difference, difference, 0.0)
-        pltriton.store(out.at[batch, *tile_index(tile, key_tile)], difference)
+        pltriton.store(out.at[batch, *tile_index(tile, key_tile)], difference.astype(out.dtype))
 
 
-def _tile_of(difference, batch, tile, key_tile) -> Array:
-    return load(difference.at[batch, *tile_index(tile, key_tile)], None)
+def _tile_of(difference, batch, tile, key_tile) -> Float[Array, "I C"]:
+    return load(difference.at[batch, *tile_index(tile, key_tile)], None).astype(jnp.float32)
 
 
 def _queries_kernel(x: IndexerInputs, difference, gradients, *, rule: KeyRule):
@@ -407,7 +407,7 @@ def _lists_kernel(
         position = i * ZEROS + jnp.arange(ZEROS, dtype=jnp.int32)
         mask = position < end
         position = jnp.where(mask, position, out.difference.shape[2])
-        zeros = jnp.zeros((ZEROS,), jnp.float32)
+        zeros = jnp.zeros((ZEROS,), out.difference.dtype)
         pltriton.store(out.difference.at[batch, row, position], zeros, mask=mask)
 
     lax.fori_loop(jnp.int32(0), lax.div(end + (ZEROS - 1), jnp.int32(ZEROS)), clear, None)
@@ -431,7 +431,7 @@ def _lists_kernel(
         slope = jnp.where((slope == slope) & learns, slope, 0.0)
         position = jnp.where(keys.visible, keys.number, out.difference.shape[2])
         view = out.difference.at[batch, row, position]
-        pltriton.store(view, slope, mask=keys.visible)
+        pltriton.store(view, slope.astype(out.difference.dtype), mask=keys.visible)
         active = jnp.where(keys.products > 0, slope[None, :], 0.0)
         return dq + matmul(active.astype(keys.rows.dtype), keys.rows), dw + active * keys.products
 
@@ -491,7 +491,8 @@ def indexer_gradient(
 
     n_rows, n_columns = n_tiles * ROWS, padded_length(n_keys)
     shapes = _ListOutputs(
-        float32_shape(n_rows, n_columns),
+        # The last kernel multiplies numbers of this dtype.
+        jax.ShapeDtypeStruct((n_batch, n_rows, n_columns), dtype),
         float32_shape(n_rows, n_index, size),
         float32_shape(n_rows, n_index),
     )
@@ -535,7 +536,7 @@ def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid):
         inputs,
         shapes,
         grid=grid,
-        num_warps=4,
+        num_warps=8 if kernel is _keys_kernel and inputs[1].dtype == jnp.bfloat16 else 4,
         num_stages=n_stages,
         interpret=interpret,
         name=f"dsa{getattr(kernel, 'func', kernel).__name__.removesuffix('_kernel')}",

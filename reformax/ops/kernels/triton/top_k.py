@@ -10,7 +10,7 @@ A program has a row, and reads it once. It does not sort.
 
 Exact counts decide. Where the list has less than K scores, or more than it holds, bisection over
 the row finds another bound. Many scores may be equal to the bound (a sum of ReLUs is often 0): the
-list has the first K of those, and all above. A row that is no longer than a list is its own list.
+list has the first K of those, and all above. A short row is its own list.
 
 Letters: F numbers of a row in memory, K positions of a row, M scores of a list.
 """
@@ -36,8 +36,9 @@ ROW_TILE, LIST_TILE, WARPS = 1024, 8192, 4
 SAMPLES, NEIGHBOURS = 512, 8
 # A row's length in memory is a multiple of this, so that a thread reads several numbers at once.
 ALIGNED = 64
-# The least scores of a list. Samples differ from their rows by less than half of it.
-MIN_LIST = 2048
+# The least scores of a list, and of a row that has one. Samples differ from their rows by less than
+# half of a list.
+MIN_LIST, MIN_ROW = 2048, 4096
 # The score of what may not be chosen, and the largest.
 HIDDEN, HIGHEST = -(2**31), 2**31 - 1
 
@@ -269,7 +270,7 @@ def _top_k_kernel(scores, start, out: _TopKOutputs, *, rule: RowRule, barrier: C
 def list_size(n_best: int, n_scores: int) -> int | None:
     """M; None where a row is its own list."""
     n_list = max(power_of_two(2 * n_best), MIN_LIST)
-    return n_list if n_list < n_scores else None
+    return n_list if max(n_list, MIN_ROW) < n_scores else None
 
 
 def top_k(
