@@ -117,8 +117,8 @@ def test_groups_of_chunks_are_one_sequence(kind, packed):
     @functools.partial(jax.jit, static_argnums=0)
     def run(groups):
         options = dict(interpret=True, groups=groups)
-        out = kernel.forward(inputs, ids, **options)
-        return out, kernel.backward(inputs, ids, d_out, **options)
+        out, kept = kernel.forward(inputs, ids, keep=True, **options)
+        return out, kernel.backward(inputs, ids, kept, d_out, **options)
 
     assert_trees_close(run(3), run(1), 2e-6)
 
@@ -186,8 +186,8 @@ def test_it_lowers_for_a_gpu(kind, size, dtype):
 
     def run(ids, d_out, *inputs):
         inputs = RecurrenceInputs(*inputs)
-        out = kernel.forward(inputs, ids)
-        return out, kernel.backward(inputs, ids, d_out)
+        out, kept = kernel.forward(inputs, ids, keep=True)
+        return out, kernel.backward(inputs, ids, kept, d_out)
 
     lowered = lower_for_gpu(run, ids, v, q, q, v, decay, beta)
     assert lowered.count("triton") >= 5

@@ -11,8 +11,10 @@ attention (Yang et al. 2023, eq. 4). The second replaces the value that the stat
 (Yang et al. 2024, "Gated Delta Networks", eq. 10).
 
 `recurrence.chunks` computes both, a chunk of positions at a time, and so does
-`kernels.triton.recurrence` on NVIDIA GPUs. The gradient computes the states again: only the inputs
-are kept between the passes.
+`kernels.triton.recurrence` on NVIDIA GPUs. The gradient computes the states again. Between the
+passes the inputs are kept; kernels keep the states before groups of chunks too, less than 30 MB
+with heads up to 128, and for the delta rule 64 numbers a position and head in the dtype
+of products, the inverses of its triangular systems.
 """
 
 from __future__ import annotations
@@ -175,26 +177,33 @@ def _recurrence(size: int, interpret: bool | None, inputs: RecurrenceInputs, seg
         from reformax.ops.kernels.triton import recurrence as kernel
 
         order, ids = order_of_segments(segment_ids)
-        return kernel.forward(inputs, ids, order, interpret=interpret)
+        return kernel.forward(inputs, ids, order, interpret=interpret)[0]
     order, x, ids = contiguous_segments(inputs, segment_ids)
     out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
     return restore_order(out, order)
 
 
 def _forward(size: int, interpret: bool | None, inputs: RecurrenceInputs, segment_ids):
-    out = _recurrence.function(size, interpret, first_order(inputs), segment_ids)
-    return out, (inputs, segment_ids)
+    if interpret is not None:
+        from reformax.ops.kernels.triton import recurrence as kernel
+
+        order, ids = order_of_segments(segment_ids)
+        options = dict(keep=True, interpret=interpret)
+        out, kept = kernel.forward(first_order(inputs), ids, order, **options)
+    else:
+        kept, out = None, _recurrence.function(size, None, first_order(inputs), segment_ids)
+    return out, (inputs, segment_ids, kept)
 
 
 def _backward(size: int, interpret: bool | None, results, d_out):
     results, d_out = first_order((results, d_out))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
-    inputs, segment_ids = lax.optimization_barrier(results)
+    inputs, segment_ids, kept = lax.optimization_barrier(results)
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
         order, ids = order_of_segments(segment_ids)
-        gradients = kernel.backward(inputs, ids, d_out, order, interpret=interpret)
+        gradients = kernel.backward(inputs, ids, kept, d_out, order, interpret=interpret)
     else:
         order, x, ids = contiguous_segments(inputs, segment_ids)
         d_out = chunks.cut(reorder(d_out, order), size)
@@ -247,7 +256,7 @@ def _recurrence_from(
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        return kernel.forward_from(inputs, initial, segment_ids, interpret=interpret)
+        return kernel.forward_from(inputs, initial, segment_ids, interpret=interpret)[0]
     x = chunks.chunked(inputs, segment_ids, size, initial)
     states, values = chunks.states_and_values(x)
     out = chunks.joined(chunks.outputs(x), inputs.q.shape[1])
@@ -257,19 +266,24 @@ def _recurrence_from(
 def _forward_from(
     size: int, interpret: bool | None, inputs: RecurrenceInputs, initial, segment_ids
 ):
-    given = first_order((inputs, initial))
-    results = _recurrence_from.function(size, interpret, *given, segment_ids)
-    return results, (inputs, initial, segment_ids)
+    given = *first_order((inputs, initial)), segment_ids
+    if interpret is not None:
+        from reformax.ops.kernels.triton import recurrence as kernel
+
+        results, kept = kernel.forward_from(*given, keep=True, interpret=interpret)
+    else:
+        kept, results = None, _recurrence_from.function(size, None, *given)
+    return results, (inputs, initial, segment_ids, kept)
 
 
 def _backward_from(size: int, interpret: bool | None, results, d_results):
     results, (d_out, d_final) = first_order((results, d_results))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
-    inputs, initial, segment_ids = lax.optimization_barrier(results)
+    inputs, initial, segment_ids, kept = lax.optimization_barrier(results)
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        given = inputs, initial, segment_ids, d_out, d_final
+        given = inputs, initial, segment_ids, kept, d_out, d_final
         gradients, d_initial = kernel.backward_from(*given, interpret=interpret)
     else:
         x = chunks.chunked(inputs, segment_ids, size, initial)

@@ -1,7 +1,6 @@
 """Outputs and gradients of the chunks of a linear recurrence: kernels of `kernels.recurrence`.
 
-Each kernel has a program for each chunk. The delta rule's triangular system is inverted once for
-each chunk, by halves.
+Each kernel has a program for each chunk.
 """
 
 from __future__ import annotations
@@ -51,12 +50,18 @@ def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
 # The delta rule.
 
 
-def solve_kernel(x, reads, values, inverse, *, plan) -> None:
+def solve_kernel(x, kept, solved, *, plan) -> None:
     """The delta rule as a recurrence of other values: `SolvedDelta` of a chunk.
 
     Rows x that lack what earlier rows of the chunk have written solve `(1 + P b) x = v - e^c k S`,
-    where P holds the products of keys. The backward pass reads `(1 + b P)^-1`, which is
+    where P holds the products of keys. The gradients read `(1 + b P)^-1`, which is
     `1 - b (1 + P b)^-1 P`.
+
+    Args:
+      x: the inputs.
+      kept: of an earlier pass; None: the system is inverted, once for each chunk, by halves.
+      solved: the results.
+      plan: the static settings.
     """
     rows = chunk_of(plan, x)
 
@@ -64,19 +69,23 @@ def solve_kernel(x, reads, values, inverse, *, plan) -> None:
         k = rows.read(x.k, h)
         return pairs + rows.products_of(k, k, h)
 
-    pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32))
-    pairs = rows.weighted(pairs, rows.seen(exclude_self=True))
-    solution = _inverse(rows, rows.beta_columns(pairs))
-    if inverse is not None:
-        rows.put_pairs(inverse, _one() - rows.times_beta(rows.product(solution, pairs)))
+    if kept is None or solved.inverse is not None:
+        pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32))
+        pairs = rows.weighted(pairs, rows.seen(exclude_self=True))
+    solution = _inverse(rows, rows.beta_columns(pairs)) if kept is None else rows.pairs(kept)
+    if solved.kept is not None:
+        rows.put_pairs(solved.kept, solution)
+    if solved.inverse is not None:
+        later = rows.times_beta(rows.product(solution, pairs))
+        rows.put_pairs(solved.inverse, _one() - later)
     of_old = rows.old_columns(solution)
 
     def put_reads(h, carry):
-        rows.write(reads, rows.product(of_old, rows.from_old(rows.read(x.k, h), h)), h)
+        rows.write(solved.reads, rows.product(of_old, rows.from_old(rows.read(x.k, h), h)), h)
         return carry
 
     _each_block(x, put_reads, 0)
-    rows.write(values, rows.product(solution, rows.read(x.v)))
+    rows.write(solved.values, rows.product(solution, rows.read(x.v)))
 
 
 def _one() -> Float[Array, "L L"]:
