@@ -96,6 +96,27 @@ def test_chunks_whose_decays_are_near_and_far(kind, dtype, packed):
     compare(inputs, dtype, tolerance, ids, impl=INTERPRETED)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x != "gated delta")) for x in KINDS],
+)
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_unit_lengths_are_in_the_gradient(kind, packed):
+    """Kernels' gradients of queries and keys before they are normalised, one of them zeros."""
+    inputs = jax.tree.map(np.float32, draw(kind, 70, batch=1, size=5))
+    inputs[0][0, 3, 1] = inputs[1][0, 9, 0] = 0
+    inputs[1] = inputs[1] * np.float32(3)
+    ids = runs(70, 1) if packed else None
+    d_out = np.random.default_rng(3).normal(size=inputs[2].shape).astype(np.float32)
+    got, want = (
+        with_gradients(functools.partial(recurrence, segment_ids=ids, unit_length=True, impl=impl))(
+            d_out, *inputs
+        )
+        for impl in (INTERPRETED, "xla")
+    )
+    assert_trees_close(got, want, 4e-6)
+
+
 @pytest.mark.slow
 def test_decays_that_forget_all():
     inputs = draw("feature", 70, batch=1, least=-80.0)

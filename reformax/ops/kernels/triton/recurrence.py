@@ -43,6 +43,7 @@ from reformax.ops.kernels.triton.recurrence_states import (
 )
 from reformax.ops.masking.visibility import same_segment
 from reformax.ops.recurrence.chunks import RecurrenceInputs
+from reformax.ops.recurrence.unit_length import UnitRows
 
 F32 = jnp.float32
 # Programs that fill a GPU of 132 processors; the fewest chunks of a group.
@@ -284,13 +285,15 @@ class _Launches(NamedTuple):
 
     def output(self, states, values) -> Float[Array, "B T N V"]:
         shapes = self._like(self.x.v), None
-        return self._each(output_kernel, (states, values), shapes)[0].astype(F32)
+        return self._each(output_kernel, (states, values), shapes)[0]
 
     def means(self, states) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
         shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
         return tuple(self._each(output_kernel, (states, self.x.v), shapes))
 
-    def gradients(self, d_out, kept: KeptResults, d_total=None, initial=None, d_final=None):
+    def gradients(
+        self, d_out, kept: KeptResults, d_total=None, initial=None, d_final=None, units=None
+    ):
         """The gradients of the inputs, and of the state before them where there is one."""
         x = self.x
         d_out = d_out.astype(self.plan.dtype)
@@ -309,7 +312,7 @@ class _Launches(NamedTuple):
             decay = self._like(x.k, F32) if self.by_feature else numbers
         qkv = (self._like(a, a.dtype) for a in x[:3])
         shapes = RecurrenceGradients(*qkv, decay, None if x.beta is None else numbers)
-        inputs = inverse, states, d_states, values, d_values, d_out, d_total
+        inputs = inverse, states, d_states, values, d_values, d_out, d_total, units
         whole, wide = self.plan.dtype == F32, max(x.k.shape[3], x.v.shape[3]) > NARROW_HEAD
         # Chips' limits: with wide rows of the delta rule, Blackwell's memory holds one stage. A
         # tile of 64 rows is a product of four warps on Hopper; more hold more tiles, and elsewhere
@@ -346,7 +349,7 @@ def forward(
     interpret: bool = False,
     groups: int | None = None,
 ) -> tuple[Float[Array, "B T N V"], KeptResults]:
-    """The outputs, rounded to the dtype of products' inputs, in float32.
+    """The outputs, in the dtype of products' inputs.
 
     Args:
       x: as in `ops.recurrence.recurrence.recurrence`.
@@ -367,12 +370,17 @@ def backward(
     kept: KeptResults,
     d_out: Float[Array, "B T N V"],
     order: Int[Array, "B T"] | None = None,
+    units: UnitRows | None = None,
     *,
     interpret: bool = False,
     groups: int | None = None,
 ) -> RecurrenceInputs:
-    """The gradients of `x`, by that of the outputs; arguments are as in `forward`."""
-    found, _ = _launches(x, ids, interpret, groups, order).gradients(_wider(d_out), kept)
+    """The gradients of `x`, by that of the outputs; with `units`, of queries and keys before them.
+
+    Arguments are as in `forward`.
+    """
+    launches = _launches(x, ids, interpret, groups, order)
+    found, _ = launches.gradients(_wider(d_out), kept, units=units)
     return found._replace(v=found.v[..., : x.v.shape[3]])
 
 
@@ -391,7 +399,7 @@ def forward_from(
     launches = _launches(x, ids, interpret, groups=1)
     states, values, final, kept = launches.states(launches.solved(keep=keep), _state(initial))
     size = x.v.shape[3]
-    out = launches.output(states, values)[..., :size]
+    out = launches.output(states, values)[..., :size].astype(F32)
     return (out, final.outer[:, :, 0, :, :size]), kept
 
 
