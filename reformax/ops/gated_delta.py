@@ -29,8 +29,6 @@ from reformax.ops.recurrence.op_functions import (
     decay_params,
     output_params,
     output_projections,
-    scaled,
-    unit_length,
 )
 from reformax.ops.recurrence.short_convolution import conv_params
 
@@ -69,6 +67,7 @@ class gated_delta(Recurrence, AttentionOp):
 
     causality = "only"
     _impls = KERNELS
+    _unit_length = True
 
     def _check(self) -> None:
         if not self.normalized and self.norm_epsilon != NORM_EPSILON:
@@ -92,5 +91,4 @@ class gated_delta(Recurrence, AttentionOp):
             extra_projections["keep"].astype(dtype) - bias
         )
         beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
-        q, k = map(unit_length, (q, k))
-        return RecurrenceInputs(scaled(q.astype(v.dtype)), k.astype(v.dtype), v, log_decay, beta)
+        return RecurrenceInputs(q, k, v, log_decay, beta)

@@ -29,8 +29,6 @@ from reformax.ops.recurrence.op_functions import (
     decay_params,
     layer_output,
     output_params,
-    scaled,
-    unit_length,
 )
 from reformax.ops.recurrence.short_convolution import conv_params
 
@@ -67,6 +65,7 @@ class kda(Recurrence, AttentionOp):
 
     causality = "only"
     _impls = KERNELS
+    _unit_length = True
 
     def extra_projections(self, dims) -> dict[str, ExtraProjection]:
         n, rank = dims.n_heads, (lambda size: size if self.low_rank else None)
@@ -87,8 +86,7 @@ class kda(Recurrence, AttentionOp):
             extra_projections["forget"].astype(dtype) + params["bias"].astype(dtype)[None, None]
         )
         beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
-        q, k = (unit_length(x).astype(v.dtype) for x in (q, k))
-        return RecurrenceInputs(scaled(q), k, v, -rate * jax.nn.softplus(forget), beta)
+        return RecurrenceInputs(q, k, v, -rate * jax.nn.softplus(forget), beta)
 
     def _output(self, params, out, extra_projections):
         return layer_output(params, out, extra_projections, jax.nn.sigmoid)

@@ -23,9 +23,9 @@ from reformax.ops.recurrence.op_functions import (
     Recurrence,
     output_params,
     output_projections,
-    scaled,
 )
 from reformax.ops.recurrence.short_convolution import conv_params
+from reformax.ops.recurrence.unit_length import scaled
 
 
 @op

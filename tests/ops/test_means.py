@@ -80,8 +80,8 @@ def test_groups_of_chunks_are_one_sequence(packed):
     @functools.partial(jax.jit, static_argnums=0)
     def run(groups):
         options = dict(interpret=True, groups=groups)
-        gradients = kernel.means_backward(x, ids, d_sums, d_total, **options)
-        return kernel.means(x, ids, **options), gradients
+        results, kept = kernel.means(x, ids, **options)
+        return results, kernel.means_backward(x, ids, kept, d_sums, d_total, **options)
 
     assert_trees_close(run(3), run(1), 2e-6)
 
@@ -103,7 +103,8 @@ def test_it_lowers_for_a_gpu():
 
     def run(ids, d_total, d_sums, *inputs):
         x = RecurrenceInputs(*inputs, None)
-        return kernel.means(x, ids), kernel.means_backward(x, ids, d_sums, d_total)
+        results, kept = kernel.means(x, ids)
+        return results, kernel.means_backward(x, ids, kept, d_sums, d_total)
 
     d_total = jax.ShapeDtypeStruct(long, jnp.float32)
     assert lower_for_gpu(run, ids, d_total, v, q, q, v, decay).count("triton") >= 5

@@ -96,6 +96,27 @@ def test_chunks_whose_decays_are_near_and_far(kind, dtype, packed):
     compare(inputs, dtype, tolerance, ids, impl=INTERPRETED)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x != "gated delta")) for x in KINDS],
+)
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_unit_lengths_are_in_the_gradient(kind, packed):
+    """Kernels' gradients of queries and keys before they are normalised, one of them zeros."""
+    inputs = jax.tree.map(np.float32, draw(kind, 70, batch=1, size=5))
+    inputs[0][0, 3, 1] = inputs[1][0, 9, 0] = 0
+    inputs[1] = inputs[1] * np.float32(3)
+    ids = runs(70, 1) if packed else None
+    d_out = np.random.default_rng(3).normal(size=inputs[2].shape).astype(np.float32)
+    got, want = (
+        with_gradients(functools.partial(recurrence, segment_ids=ids, unit_length=True, impl=impl))(
+            d_out, *inputs
+        )
+        for impl in (INTERPRETED, "xla")
+    )
+    assert_trees_close(got, want, 4e-6)
+
+
 @pytest.mark.slow
 def test_decays_that_forget_all():
     inputs = draw("feature", 70, batch=1, least=-80.0)
@@ -117,8 +138,8 @@ def test_groups_of_chunks_are_one_sequence(kind, packed):
     @functools.partial(jax.jit, static_argnums=0)
     def run(groups):
         options = dict(interpret=True, groups=groups)
-        out = kernel.forward(inputs, ids, **options)
-        return out, kernel.backward(inputs, ids, d_out, **options)
+        out, kept = kernel.forward(inputs, ids, keep=True, **options)
+        return out, kernel.backward(inputs, ids, kept, d_out, **options)
 
     assert_trees_close(run(3), run(1), 2e-6)
 
@@ -186,8 +207,8 @@ def test_it_lowers_for_a_gpu(kind, size, dtype):
 
     def run(ids, d_out, *inputs):
         inputs = RecurrenceInputs(*inputs)
-        out = kernel.forward(inputs, ids)
-        return out, kernel.backward(inputs, ids, d_out)
+        out, kept = kernel.forward(inputs, ids, keep=True)
+        return out, kernel.backward(inputs, ids, kept, d_out)
 
     lowered = lower_for_gpu(run, ids, v, q, q, v, decay, beta)
     assert lowered.count("triton") >= 5

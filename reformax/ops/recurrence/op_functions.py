@@ -16,7 +16,6 @@ from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.heads import repeat_to_values
 from reformax.ops.masking.contiguous import restore_order, tokens_first
 from reformax.ops.masking.padding import tokens_only
-from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean, quotient, with_ones
@@ -34,6 +33,7 @@ from reformax.ops.recurrence.short_convolution import (
     last_inputs,
     zero_inputs,
 )
+from reformax.ops.recurrence.unit_length import of_unit_length
 from reformax.ops.sharding.shard import all_heads, of_heads
 
 OUTPUT_GATE = "output_gate"
@@ -64,6 +64,7 @@ class Recurrence:
     _takes_lengths = True
     norm_epsilon = NORM_EPSILON  # an option of `gated_delta`
     _means = False  # whether it computes means of values (`recurrence.means`), without `_output`
+    _unit_length = False  # whether queries and keys of `_inputs` are to have unit length
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
         """The inputs of the recurrence."""
@@ -74,9 +75,14 @@ class Recurrence:
         return layer_output(params, out, extra_projections, epsilon=self.norm_epsilon)
 
     def _read(self, params, x: Projected, gates) -> RecurrenceInputs:
-        """`_inputs` of queries and keys for each head of values."""
+        """`_inputs` of queries and keys for each head of values, before they have unit length."""
         q, k = (repeat_to_values(y, x.v) for y in x[:2])
         return self._inputs(params, q, k, x.v, gates)
+
+    def _read_units(self, params, x: Projected, gates) -> RecurrenceInputs:
+        """The inputs of the recurrence."""
+        x = self._read(params, x, gates)
+        return of_unit_length(x) if self._unit_length else x
 
     def _constants(self, n_heads: int) -> dict[str, Array]:
         """Arrays `[N, ...]` for `_inputs`, along with the weights."""
@@ -98,7 +104,8 @@ class Recurrence:
         if self._means:
             out = mean(*x[:4], **options)
         else:
-            out = self._output(params, recurrence(*x, **options), gates).astype(dtype)
+            out = recurrence(*x, unit_length=self._unit_length, **options)
+            out = self._output(params, out, gates).astype(dtype)
         return out if call.segment_ids is None else tokens_only(out, call.segment_ids)
 
     def _read_tokens(self, call, params, q, k, v):
@@ -135,7 +142,7 @@ class Recurrence:
         arrays = Projected(q, k, v), call.extra_projections
         order, (arrays, gates), ids, lengths = tokens_first(arrays, call.segment_ids, shape)
         convolved, last = convolve_from(params, arrays, state.last, ids, lengths)
-        x = self._read(params, convolved, gates)
+        x = self._read_units(params, convolved, gates)
         x = x._replace(v=with_ones(x.v)) if self._means else x
         if ids is not None:  # padding writes nothing, and nothing is forgotten at it
             real = (jnp.arange(shape[1])[None] < lengths[:, None])[..., None, None]
@@ -148,7 +155,7 @@ class Recurrence:
     def _init_cache(self, call, params, q, k, v, plan) -> RecurrenceCache:
         del plan
         params, lengths = self._of_these_heads(params, v.shape[2]), jnp.asarray(call.lengths)
-        x = self._read(params, convolve(params, q, k, v), call.extra_projections)
+        x = self._read_units(params, convolve(params, q, k, v), call.extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
         x = x._replace(v=with_ones(x.v)) if self._means else x
         return RecurrenceCache(state_after(x, lengths, chunk_len=self.chunk_len), last)
@@ -156,7 +163,7 @@ class Recurrence:
     def _step(self, call, params, q, k, v, cache):
         params, gates = self._of_these_heads(params, v.shape[2]), call.extra_projections
         new, last = convolve_next(params, Projected(q, k, v), cache.last)
-        x = self._read(params, new, gates)
+        x = self._read_units(params, new, gates)
         if self._means:
             out, state = advance(cache.state, *x._replace(v=with_ones(x.v)))
             return quotient(out).astype(v.dtype), RecurrenceCache(state, last)
@@ -213,17 +220,3 @@ def decay_params(rng, memory: float | None, n_heads: int, *size: int) -> dict[st
         step = jnp.broadcast_to(1 / (memory * rate[(..., *[None] * len(size))]), shape)
     bias = step + jnp.log(-jnp.expm1(-step))  # softplus(bias) = step, where x is 0
     return {"rate": jnp.log(rate), "bias": bias}
-
-
-# Queries and keys.
-
-
-def unit_length(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """Vectors of length 1, float32 or wider."""
-    size = x.shape[-1]
-    return length_normalize(x.astype(accum_dtype(x.dtype)), 1e-6 / size) * size**-0.5
-
-
-def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """Queries divided by the square root of their size, as in softmax attention."""
-    return (q.astype(accum_dtype(q.dtype)) * q.shape[-1] ** -0.5).astype(q.dtype)

@@ -11,8 +11,10 @@ attention (Yang et al. 2023, eq. 4). The second replaces the value that the stat
 (Yang et al. 2024, "Gated Delta Networks", eq. 10).
 
 `recurrence.chunks` computes both, a chunk of positions at a time, and so does
-`kernels.triton.recurrence` on NVIDIA GPUs. The gradient computes the states again: only the inputs
-are kept between the passes.
+`kernels.triton.recurrence` on NVIDIA GPUs. The gradient computes the states again. Between the
+passes the inputs are kept; kernels keep the states before groups of chunks too, less than 30 MB
+with heads up to 128, and for the delta rule 64 numbers a position and head in the dtype
+of products, the inverses of its triangular systems.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ from reformax.ops.masking.contiguous import (
     restore_order,
 )
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.numerics.precision import product
+from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.recurrence import chunks
 from reformax.ops.recurrence.chunks import RecurrenceInputs
+from reformax.ops.recurrence.unit_length import of_unit_length, with_factors
 
 
 def recurrence(
@@ -57,6 +60,7 @@ def recurrence(
     beta: Float[Array, "B T N 1"] | None = None,
     *,
     segment_ids: Int[Array, "B T"] | None = None,
+    unit_length: bool = False,
     chunk_len: int = 64,
     impl: str = "auto",
 ) -> Float[Array, "B T N V"]:
@@ -72,6 +76,8 @@ def recurrence(
         None is 0.
       beta: b_t of the delta rule; None: no delta rule.
       segment_ids: ids; positions of one id are a sequence, contiguous or not.
+      unit_length: whether queries and keys are first divided by their lengths, in the dtype of v,
+        and queries then by the square root of their size.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes results by rounding only.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, with
@@ -87,8 +93,14 @@ def recurrence(
     check_impl(impl, *KERNELS)
     x = RecurrenceInputs(q, k, v, log_decay, beta)
     x = varying_as(x, x)
+    if unit_length:
+        x = x._replace(q=x.q.astype(v.dtype), k=x.k.astype(v.dtype))
     interpret = choose_kernels(impl, _obstacles(x))
-    return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), interpret, x, segment_ids)
+    if unit_length and interpret is None:
+        x, unit_length = of_unit_length(x), False
+    size = chunks.chunk_size(chunk_len, q.shape[1])
+    out = _recurrence(size, interpret, unit_length, x, segment_ids)
+    return out.astype(accum_dtype(out.dtype))
 
 
 def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
@@ -169,32 +181,50 @@ _of_segment.define(
 )
 
 
-@functools.partial(CustomDerivatives, n_static=2)
-def _recurrence(size: int, interpret: bool | None, inputs: RecurrenceInputs, segment_ids):
+@functools.partial(CustomDerivatives, n_static=3)
+def _recurrence(
+    size: int, interpret: bool | None, unit_length: bool, inputs: RecurrenceInputs, segment_ids
+):
+    """`recurrence`, from kernels in the dtype of products; `unit_length` is for these."""
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
         order, ids = order_of_segments(segment_ids)
-        return kernel.forward(inputs, ids, order, interpret=interpret)
+        inputs = with_factors(inputs)[0] if unit_length else inputs
+        return kernel.forward(inputs, ids, order, interpret=interpret)[0]
     order, x, ids = contiguous_segments(inputs, segment_ids)
     out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
     return restore_order(out, order)
 
 
-def _forward(size: int, interpret: bool | None, inputs: RecurrenceInputs, segment_ids):
-    out = _recurrence.function(size, interpret, first_order(inputs), segment_ids)
-    return out, (inputs, segment_ids)
+def _forward(size: int, interpret: bool | None, unit_length: bool, inputs, segment_ids):
+    given = first_order(inputs)
+    if interpret is None:
+        out = _recurrence.function(size, None, False, given, segment_ids)
+        return out, (inputs, segment_ids, None, None, None)
+    from reformax.ops.kernels.triton import recurrence as kernel
+
+    order, ids = order_of_segments(segment_ids)
+    units = None
+    if unit_length:  # the inputs before are not kept
+        inputs, units = given, _ = with_factors(given)
+    out, kept = kernel.forward(given, ids, order, keep=True, interpret=interpret)
+    return out, (inputs, segment_ids, kept, units, out if unit_length else None)
 
 
-def _backward(size: int, interpret: bool | None, results, d_out):
+def _backward(size: int, interpret: bool | None, unit_length: bool, results, d_out):
     results, d_out = first_order((results, d_out))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
-    inputs, segment_ids = lax.optimization_barrier(results)
+    inputs, segment_ids, kept, units, out = lax.optimization_barrier(results)
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
         order, ids = order_of_segments(segment_ids)
-        gradients = kernel.backward(inputs, ids, d_out, order, interpret=interpret)
+        if unit_length:
+            along_q = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+            units = units._replace(along_q=along_q)
+        given = inputs, ids, kept, d_out, order, units
+        gradients = kernel.backward(*given, interpret=interpret)
     else:
         order, x, ids = contiguous_segments(inputs, segment_ids)
         d_out = chunks.cut(reorder(d_out, order), size)
@@ -205,10 +235,11 @@ def _backward(size: int, interpret: bool | None, results, d_out):
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs), None
 
 
-def _tangent(size: int, interpret: bool | None, primals, tangents):
+def _tangent(size: int, interpret: bool | None, unit_length: bool, results, tangents):
     if interpret is not None:
         raise NotImplementedError(KERNEL_REFUSAL)
-    return tangent_of(functools.partial(_recurrence.function, size, interpret), primals, tangents)
+    function = functools.partial(_recurrence.function, size, None, unit_length)
+    return tangent_of(function, results[:2], tangents)
 
 
 _recurrence.define(_forward, _backward, _tangent)
@@ -247,7 +278,7 @@ def _recurrence_from(
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        return kernel.forward_from(inputs, initial, segment_ids, interpret=interpret)
+        return kernel.forward_from(inputs, initial, segment_ids, interpret=interpret)[0]
     x = chunks.chunked(inputs, segment_ids, size, initial)
     states, values = chunks.states_and_values(x)
     out = chunks.joined(chunks.outputs(x), inputs.q.shape[1])
@@ -257,19 +288,24 @@ def _recurrence_from(
 def _forward_from(
     size: int, interpret: bool | None, inputs: RecurrenceInputs, initial, segment_ids
 ):
-    given = first_order((inputs, initial))
-    results = _recurrence_from.function(size, interpret, *given, segment_ids)
-    return results, (inputs, initial, segment_ids)
+    given = *first_order((inputs, initial)), segment_ids
+    if interpret is not None:
+        from reformax.ops.kernels.triton import recurrence as kernel
+
+        results, kept = kernel.forward_from(*given, keep=True, interpret=interpret)
+    else:
+        kept, results = None, _recurrence_from.function(size, None, *given)
+    return results, (inputs, initial, segment_ids, kept)
 
 
 def _backward_from(size: int, interpret: bool | None, results, d_results):
     results, (d_out, d_final) = first_order((results, d_results))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
-    inputs, initial, segment_ids = lax.optimization_barrier(results)
+    inputs, initial, segment_ids, kept = lax.optimization_barrier(results)
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        given = inputs, initial, segment_ids, d_out, d_final
+        given = inputs, initial, segment_ids, kept, d_out, d_final
         gradients, d_initial = kernel.backward_from(*given, interpret=interpret)
     else:
         x = chunks.chunked(inputs, segment_ids, size, initial)
@@ -279,11 +315,11 @@ def _backward_from(size: int, interpret: bool | None, results, d_results):
     return gradients, d_initial.astype(initial.dtype), None
 
 
-def _tangent_from(size: int, interpret: bool | None, primals, tangents):
+def _tangent_from(size: int, interpret: bool | None, results, tangents):
     if interpret is not None:
         raise NotImplementedError(KERNEL_REFUSAL)
     function = functools.partial(_recurrence_from.function, size, interpret)
-    return tangent_of(function, primals, tangents)
+    return tangent_of(function, results[:3], tangents)
 
 
 _recurrence_from.define(_forward_from, _backward_from, _tangent_from)

@@ -43,6 +43,7 @@ from reformax.ops.kernels.triton.recurrence_states import (
 )
 from reformax.ops.masking.visibility import same_segment
 from reformax.ops.recurrence.chunks import RecurrenceInputs
+from reformax.ops.recurrence.unit_length import UnitRows
 
 F32 = jnp.float32
 # Programs that fill a GPU of 132 processors; the fewest chunks of a group.
@@ -104,6 +105,19 @@ def _run(
     )
 
 
+class KeptResults(NamedTuple):
+    """What the backward pass reads beside the inputs.
+
+    The solution is L numbers for a position and head in the inputs' dtype, half of keys of 128. The
+    others are float32, of groups that fill a GPU: less than 30 MB with heads up to 128.
+    """
+
+    begins: RecurrenceStates | None = None  # the state before each group; None of one group
+    # For the delta rule, the states of groups from zeros, and the groups' transitions.
+    transitions: RecurrenceStates | None = None
+    solution: Float[Array, "B N Tp L"] | None = None  # `kept` of `SolvedDelta`
+
+
 class _Launches(NamedTuple):
     """The kernels of a call."""
 
@@ -125,28 +139,33 @@ class _Launches(NamedTuple):
     def by_feature(self) -> bool:
         return self.x.decay is not None and self.x.decay.ndim == 4
 
-    def solved(self, keep: bool = False) -> SolvedDelta | None:
+    def solved(self, kept: KeptResults | None = None, keep: bool = False) -> SolvedDelta | None:
         """The delta rule of all chunks; None without `beta`.
 
         Args:
-          keep: whether to write the inverse too.
+          kept: the forward pass's results, for the backward pass, which reads the inverse too.
+          keep: whether to write what the backward pass reads.
         """
         x = self.x
         if x.beta is None:
             return None
         batch, _, n_heads, _ = x.k.shape
-        inverse = self._shape(batch, n_heads, self.plan.padded, L) if keep else None
-        return SolvedDelta(
-            *self._each(solve_kernel, (), (self._like(x.k), self._like(x.v), inverse))
-        )
+        square = self._shape(batch, n_heads, self.plan.padded, L)
+        inverse, keeps = (square if wanted else None for wanted in (kept is not None, keep))
+        shapes = SolvedDelta(self._like(x.k), self._like(x.v), inverse, keeps)
+        solution = None if kept is None else kept.solution
+        return self._each(solve_kernel, (solution,), (shapes,))[0]
 
     def states(
-        self, solved, initial: RecurrenceStates | None = None
-    ) -> tuple[RecurrenceStates, Array, RecurrenceStates | None]:
-        """The state before each chunk, the written values, and the transition of each group.
+        self,
+        solved,
+        initial: RecurrenceStates | None = None,
+        kept: KeptResults | None = None,
+    ) -> tuple[RecurrenceStates, Array, RecurrenceStates | None, KeptResults]:
+        """The state before each chunk, the written values, and the state after the last chunk.
 
-        The transition is the delta rule's, or None. With the state before the first chunk, of one
-        group, the third is the state after the last chunk.
+        The state after the last chunk is there with the one before the first chunk, `initial`, of
+        one group. The fourth result is what the backward pass reads, where it is called with None.
         """
 
         def run(begins, states, ends):
@@ -159,13 +178,20 @@ class _Launches(NamedTuple):
                 ends = ends._replace(outer=self._shape(*ends.outer.shape[:4], width, dtype=F32))
             return self._scan(states_kernel, inputs, (states, values, ends), n)
 
-        (states, values, final), ends = self._grouped(run, None, reverse=False, first=initial)
         if initial is not None:
-            return states, self.x.v if solved is None else values, final
-        return (states, self.x.v, None) if solved is None else (states, values, ends)
+            states, values, final = run(initial, *self._state_shapes(F32))
+            kept = KeptResults()
+        else:
+            if kept is None:
+                begins, ends = self._groups(run, None, reverse=False)
+                kept = KeptResults(begins, None if solved is None else ends)
+            states, values, final = run(kept.begins, self._state_shapes()[0], None)
+        if solved is None:
+            return states, self.x.v, final, kept
+        return states, values, final, kept._replace(solution=solved.kept)
 
     def d_states(
-        self, solved, d_out, d_total, d_values_within, ends, d_final=None
+        self, solved, d_out, d_total, d_values_within, transitions, d_final=None
     ) -> tuple[RecurrenceStates, Array | None, RecurrenceStates | None]:
         """The gradients of the state after each chunk, and of the values of the delta rule.
 
@@ -175,7 +201,7 @@ class _Launches(NamedTuple):
         Args:
           solved, d_out, d_total: as in the kernel.
           d_values_within: the gradients of values by the outputs of their chunk.
-          ends: the third result of `states`.
+          transitions: as in `KeptResults`.
         """
 
         def run(begins, states, ends):
@@ -183,7 +209,10 @@ class _Launches(NamedTuple):
             inputs = self.x, solved, begins, d_out, d_total, d_values_within
             return self._scan(d_states_kernel, inputs, (states, d_values, ends))
 
-        return self._grouped(run, ends, reverse=True, first=d_final)[0]
+        if d_final is not None:
+            return run(d_final, *self._state_shapes(F32))
+        begins, _ = self._groups(run, transitions, reverse=True)
+        return run(begins, self._state_shapes()[0], None)
 
     @property
     def _blocks(self) -> StateBlocks:
@@ -203,34 +232,40 @@ class _Launches(NamedTuple):
         stages = STAGES - 1 if wide and self.x.beta is not None else STAGES
         return _run(kernel, self.plan, grid, inputs, out_shape, stages, blocks=blocks)
 
-    def _grouped(self, run, transitions, reverse: bool, first: RecurrenceStates | None = None):
+    def _state_shapes(self, of_groups=None) -> list[RecurrenceStates]:
+        """The shapes of the states of chunks, and of groups in the dtype `of_groups`."""
         plan, (batch, _, n_heads, d_k) = self.plan, self.x.k.shape
-        state = d_k, self.x.v.shape[3]
 
         def shapes(n, dtype=None):
-            outer = self._shape(batch, n_heads, n, *state, dtype=dtype)
+            outer = self._shape(batch, n_heads, n, d_k, self.x.v.shape[3], dtype=dtype)
             keys = self._shape(batch, n_heads, n, d_k, dtype=F32) if plan.mean else None
             return RecurrenceStates(outer, keys)
 
-        states = shapes(plan.n_groups * plan.n_chunks)
-        if first is not None:
-            return run(first, states, shapes(1, F32)), None
+        return [shapes(plan.n_groups * plan.n_chunks), shapes(plan.n_groups, of_groups)]
+
+    def _groups(self, run, transitions, reverse: bool):
+        """The states before groups, and after them from zeros; none of one group.
+
+        With `reverse`, the gradients of the states after groups.
+        """
+        plan, (batch, _, n_heads, d_k) = self.plan, self.x.k.shape
         if plan.n_groups == 1:
-            return run(None, states, None), None
-        ends = run(None, None, shapes(plan.n_groups, F32))[2]
+            return None, None
+        shapes = self._state_shapes(F32)[1]
+        ends = run(None, None, shapes)[2]
         if self.x.beta is not None and transitions is None:
             transitions = ends
         blocks = self._blocks
         (begins,) = _run(
             begins_kernel,
             plan,
-            (blocks.grid(*state), n_heads, batch),
+            (blocks.grid(d_k, self.x.v.shape[3]), n_heads, batch),
             (self.x, self._kept(), ends, transitions),
-            (shapes(plan.n_groups, F32),),
+            (shapes,),
             blocks=blocks,
             reverse=reverse,
         )
-        return run(begins, states, None), ends
+        return begins, ends
 
     def _kept(self) -> Float[Array, "B N G H"]:
         """The decay of a state over each group; with the delta rule, 1 if any is left, or 0."""
@@ -250,24 +285,26 @@ class _Launches(NamedTuple):
 
     def output(self, states, values) -> Float[Array, "B T N V"]:
         shapes = self._like(self.x.v), None
-        return self._each(output_kernel, (states, values), shapes)[0].astype(F32)
+        return self._each(output_kernel, (states, values), shapes)[0]
 
     def means(self, states) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
         shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
         return tuple(self._each(output_kernel, (states, self.x.v), shapes))
 
-    def gradients(self, d_out, d_total=None, initial=None, d_final=None):
+    def gradients(
+        self, d_out, kept: KeptResults, d_total=None, initial=None, d_final=None, units=None
+    ):
         """The gradients of the inputs, and of the state before them where there is one."""
         x = self.x
         d_out = d_out.astype(self.plan.dtype)
-        solved = self.solved(keep=True)
-        states, values, ends = self.states(solved, initial)
+        solved = self.solved(kept)
+        states, values, _, _ = self.states(solved, initial, kept)
         d_values_within = inverse = None
         if solved is not None:
             (d_values_within,) = self._each(d_values_kernel, (d_out,), (self._like(x.v),))
             inverse = solved.inverse
         d_states, d_values, d_initial = self.d_states(
-            solved, d_out, d_total, d_values_within, ends, d_final
+            solved, d_out, d_total, d_values_within, kept.transitions, d_final
         )
         numbers = self._shape(*x.k.shape[:3], dtype=F32)
         decay = None
@@ -275,7 +312,7 @@ class _Launches(NamedTuple):
             decay = self._like(x.k, F32) if self.by_feature else numbers
         qkv = (self._like(a, a.dtype) for a in x[:3])
         shapes = RecurrenceGradients(*qkv, decay, None if x.beta is None else numbers)
-        inputs = inverse, states, d_states, values, d_values, d_out, d_total
+        inputs = inverse, states, d_states, values, d_values, d_out, d_total, units
         whole, wide = self.plan.dtype == F32, max(x.k.shape[3], x.v.shape[3]) > NARROW_HEAD
         # Chips' limits: with wide rows of the delta rule, Blackwell's memory holds one stage. A
         # tile of 64 rows is a product of four warps on Hopper; more hold more tiles, and elsewhere
@@ -308,34 +345,42 @@ def forward(
     ids: Int[Array, "B T"] | None,
     order: Int[Array, "B T"] | None = None,
     *,
+    keep: bool = False,
     interpret: bool = False,
     groups: int | None = None,
-) -> Float[Array, "B T N V"]:
-    """The outputs, rounded to the dtype of products' inputs, in float32.
+) -> tuple[Float[Array, "B T N V"], KeptResults]:
+    """The outputs, in the dtype of products' inputs.
 
     Args:
       x: as in `ops.recurrence.recurrence.recurrence`.
       ids: segments of the rows, those of one segment contiguous.
       order: the position in x of each row; None: rows are positions.
+      keep: whether `backward` follows, which reads the second result.
       interpret: whether to run the kernels on any device, slowly.
       groups: groups of chunks that run in parallel; None: as many as fill a GPU.
     """
     launches = _launches(x, ids, interpret, groups, order)
-    states, values, _ = launches.states(launches.solved())
-    return launches.output(states, values)[..., : x.v.shape[3]]
+    states, values, _, kept = launches.states(launches.solved(keep=keep))
+    return launches.output(states, values)[..., : x.v.shape[3]], kept
 
 
 def backward(
     x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
+    kept: KeptResults,
     d_out: Float[Array, "B T N V"],
     order: Int[Array, "B T"] | None = None,
+    units: UnitRows | None = None,
     *,
     interpret: bool = False,
     groups: int | None = None,
 ) -> RecurrenceInputs:
-    """The gradients of `x`; arguments as in `forward`, and the gradient of the outputs."""
-    found, _ = _launches(x, ids, interpret, groups, order).gradients(_wider(d_out))
+    """The gradients of `x`, by that of the outputs; with `units`, of queries and keys before them.
+
+    Arguments are as in `forward`.
+    """
+    launches = _launches(x, ids, interpret, groups, order)
+    found, _ = launches.gradients(_wider(d_out), kept, units=units)
     return found._replace(v=found.v[..., : x.v.shape[3]])
 
 
@@ -344,22 +389,25 @@ def forward_from(
     initial: Float[Array, "B N H V"],
     ids: Int[Array, "B T"] | None,
     *,
+    keep: bool = False,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N H V"]]:
-    """`forward` from a state of the first segment, and the state of the last one, in float32.
+) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B N H V"]], KeptResults]:
+    """`forward` from a state of the first segment, with the state of the last one, in float32.
 
     The chunks are one group, so that states come in and go out once.
     """
     launches = _launches(x, ids, interpret, groups=1)
-    states, values, final = launches.states(launches.solved(), _state(initial))
+    states, values, final, kept = launches.states(launches.solved(keep=keep), _state(initial))
     size = x.v.shape[3]
-    return launches.output(states, values)[..., :size], final.outer[:, :, 0, :, :size]
+    out = launches.output(states, values)[..., :size].astype(F32)
+    return (out, final.outer[:, :, 0, :, :size]), kept
 
 
 def backward_from(
     x: RecurrenceInputs,
     initial: Float[Array, "B N H V"],
     ids: Int[Array, "B T"] | None,
+    kept: KeptResults,
     d_out: Float[Array, "B T N V"],
     d_final: Float[Array, "B N H V"],
     *,
@@ -368,7 +416,7 @@ def backward_from(
     """The gradients of `x` and of `initial`, by those of the results of `forward_from`."""
     launches, size = _launches(x, ids, interpret, groups=1), x.v.shape[3]
     states = dict(initial=_state(initial), d_final=_state(d_final))
-    found, d_initial = launches.gradients(_wider(d_out), **states)
+    found, d_initial = launches.gradients(_wider(d_out), kept, **states)
     return found._replace(v=found.v[..., :size]), d_initial.outer[:, :, 0, :, :size]
 
 
@@ -384,20 +432,21 @@ def means(
     *,
     interpret: bool = False,
     groups: int | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B T N"]], KeptResults]:
     """`ops.recurrence.means.mean` in the dtype of the values, and the sums of weights in float32.
 
-    Arguments are as in `forward`.
+    Arguments are as in `forward`, and so is the last result.
     """
     launches = _launches(x, ids, interpret, groups, order, mean=True)
-    states, _, _ = launches.states(None)
+    states, _, _, kept = launches.states(None)
     out, total = launches.means(states)
-    return out[..., : x.v.shape[3]], total
+    return (out[..., : x.v.shape[3]], total), kept
 
 
 def means_backward(
     x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
+    kept: KeptResults,
     d_sums: Float[Array, "B T N V"],
     d_total: Float[Array, "B T N"],
     order: Int[Array, "B T"] | None = None,
@@ -407,5 +456,5 @@ def means_backward(
 ) -> RecurrenceInputs:
     """The gradients of `x`, by the gradients of the sums of values and of weights."""
     launches = _launches(x, ids, interpret, groups, order, mean=True)
-    found, _ = launches.gradients(_wider(d_sums), d_total)
+    found, _ = launches.gradients(_wider(d_sums), kept, d_total)
     return found._replace(v=found.v[..., : x.v.shape[3]])

@@ -1,7 +1,6 @@
 """Outputs and gradients of the chunks of a linear recurrence: kernels of `kernels.recurrence`.
 
-Each kernel has a program for each chunk. The delta rule's triangular system is inverted once for
-each chunk, by halves.
+Each kernel has a program for each chunk.
 """
 
 from __future__ import annotations
@@ -51,12 +50,18 @@ def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
 # The delta rule.
 
 
-def solve_kernel(x, reads, values, inverse, *, plan) -> None:
+def solve_kernel(x, kept, solved, *, plan) -> None:
     """The delta rule as a recurrence of other values: `SolvedDelta` of a chunk.
 
     Rows x that lack what earlier rows of the chunk have written solve `(1 + P b) x = v - e^c k S`,
-    where P holds the products of keys. The backward pass reads `(1 + b P)^-1`, which is
+    where P holds the products of keys. The gradients read `(1 + b P)^-1`, which is
     `1 - b (1 + P b)^-1 P`.
+
+    Args:
+      x: the inputs.
+      kept: of an earlier pass; None: the system is inverted, once for each chunk, by halves.
+      solved: the results.
+      plan: the static settings.
     """
     rows = chunk_of(plan, x)
 
@@ -64,19 +69,23 @@ def solve_kernel(x, reads, values, inverse, *, plan) -> None:
         k = rows.read(x.k, h)
         return pairs + rows.products_of(k, k, h)
 
-    pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32))
-    pairs = rows.weighted(pairs, rows.seen(exclude_self=True))
-    solution = _inverse(rows, rows.beta_columns(pairs))
-    if inverse is not None:
-        rows.put_pairs(inverse, _one() - rows.times_beta(rows.product(solution, pairs)))
+    if kept is None or solved.inverse is not None:
+        pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32))
+        pairs = rows.weighted(pairs, rows.seen(exclude_self=True))
+    solution = _inverse(rows, rows.beta_columns(pairs)) if kept is None else rows.pairs(kept)
+    if solved.kept is not None:
+        rows.put_pairs(solved.kept, solution)
+    if solved.inverse is not None:
+        later = rows.times_beta(rows.product(solution, pairs))
+        rows.put_pairs(solved.inverse, _one() - later)
     of_old = rows.old_columns(solution)
 
     def put_reads(h, carry):
-        rows.write(reads, rows.product(of_old, rows.from_old(rows.read(x.k, h), h)), h)
+        rows.write(solved.reads, rows.product(of_old, rows.from_old(rows.read(x.k, h), h)), h)
         return carry
 
     _each_block(x, put_reads, 0)
-    rows.write(values, rows.product(solution, rows.read(x.v)))
+    rows.write(solved.values, rows.product(solution, rows.read(x.v)))
 
 
 def _one() -> Float[Array, "L L"]:
@@ -108,6 +117,7 @@ class _DeltaGradients(NamedTuple):
 
     v: Float[Array, "L V"]
     pairs: Float[Array, "L L"]  # of the keys that read and of those that are written, weighted
+    along_k: Float[Array, " L"]  # the products of keys and their gradients
 
     def of_keys(self, rows, k, state, h) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
         """The gradients of a block of the keys as they read and as they are written."""
@@ -121,12 +131,17 @@ def _delta_vjp(rows, inverse, values, d_values, d_beta) -> _DeltaGradients:
 
     With x of `SolvedDelta` and y, the gradient of what is written less what later rows of the chunk
     undo of it, `y = (1 + b P)^-T d_values`, the gradient of b is `x . y` and that of v is `b y`.
+    The product of a key and its gradient is `b x . y` as it is written, and `b (x - v) . y` as it
+    reads.
     """
     y = rows.product(rows.pairs(inverse), rows.read(d_values), "00")
-    rows.put_numbers(d_beta, jnp.sum(y * values, axis=1))
+    of_beta = jnp.sum(y * values, axis=1)
+    rows.put_numbers(d_beta, of_beta)
+    along_k = of_beta + jnp.sum(y * (to_float32(values) - to_float32(rows.read(rows.x.v))), axis=1)
+    along_k = rows.times_beta(along_k[:, None])[:, 0]
     d_right = rows.times_beta(y).astype(rows.plan.dtype)
     pairs = -rows.beta_columns(rows.product(d_right, values, "11"))
-    return _DeltaGradients(d_right, rows.weighted(pairs, rows.seen(exclude_self=True)))
+    return _DeltaGradients(d_right, rows.weighted(pairs, rows.seen(exclude_self=True)), along_k)
 
 
 # Outputs and gradients. Wide rows are read in blocks of features, whose products add up, so that a
@@ -218,7 +233,7 @@ class RecurrenceGradients(NamedTuple):
 
 
 def gradients_kernel(
-    x, inverse, states, d_states, values, d_values, d_out, d_total, out, *, plan
+    x, inverse, states, d_states, values, d_values, d_out, d_total, units, out, *, plan
 ) -> None:
     """The gradients of the inputs, from the states on both sides of a chunk.
 
@@ -229,6 +244,7 @@ def gradients_kernel(
       d_values: the gradients of the values of the delta rule.
       d_out: the gradient of the outputs.
       d_total: for means, the gradient of the sums of weights, `[B, T, N]`.
+      units: `UnitRows` of the queries and keys, for gradients of what they were normalised from.
       out: the gradients.
       plan: the static settings.
     """
@@ -250,9 +266,11 @@ def gradients_kernel(
         dv = rows.product(rows.weighted(pairs, seen), d, "00")
         dv = _each_block(x, add_new, dv, gradient=True)
         rows.write(out.v, dv)
+        along_k = None if units is None else jnp.sum(dv * u, axis=1)
     else:
         delta = _delta_vjp(rows, inverse, u, d_values, out.beta)
         rows.write(out.v, delta.v)
+        along_k = delta.along_k
 
     d_pairs, d_weights = rows.beta_columns(rows.product(d, u, "11")), None
     if plan.mean:
@@ -270,7 +288,6 @@ def gradients_kernel(
             dq_old = dq_old + d_weights * state.keys[None, :]
             dk_new = dk_new + d_state.keys[None, :]
         dq = dq + rows.old_rows(rows.from_old(dq_old, h))
-        rows.write(out.q, dq, h)
         dk_new = rows.new_rows(rows.to_new(dk_new, h))
         dk = dk + dk_new
         d_decay = to_float32(q) * dq - to_float32(k) * dk
@@ -278,6 +295,11 @@ def gradients_kernel(
             as_read, as_written = delta.of_keys(rows, k, state.outer, h)
             dk = dk + as_read + as_written
             d_decay = d_decay + to_float32(k) * (as_read - as_written)
+        if units is not None:
+            along_q = x.k.shape[3] * rows.numbers(units.along_q)
+            dq = rows.numbers(units.q)[:, None] * (dq - along_q[:, None] * q)
+            dk = rows.numbers(units.k)[:, None] * (dk - along_k[:, None] * k)
+        rows.write(out.q, dq, h)
         rows.write(out.k, dk, h)
         if x.decay is None:
             return dc
