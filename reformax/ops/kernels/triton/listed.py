@@ -17,17 +17,19 @@ list of queries, not even one that every query sees.
 
 The cost of a query and key head with K keys of H and V numbers, M query heads, b bytes a number:
 
-    read K (H + V) b in both passes; written and read by the sums as much each
-    products of max(M, 16) rows: 2 forward, 5 backward
+    read K (H + V) b in both passes; written, and read by the sums, as much each
+    products of max(M, 16) rows and K keys: 2 forward, 5 backward
 
 At 65,536 queries with 2,048 keys of 128 for 32 heads on one key head, in bfloat16, a pass reads 69
-GB of 34 MB that the second cache holds: at 5.7 TB/s, which the lists of summaries were measured at,
-12 ms. The backward pass takes 24 ms for five products and writing 69 GB, the sums 20 to 25 for
-reading them, and sorts of 134 million pairs 8 to 30. All tiles take 18 H operations for each pair
-of a query and a key, which is 1,324 ms. Tiles share keys among 64 or 128 queries, lists among one
-query's heads. So tiles take less where a key head has few query heads or a query sees many of the
-keys: 8 heads of 64 with a key head each that see 2,048 of 65,536 keys take 360 ms by lists and 245
-by tiles. `pays` compares the two.
+GB of 34 MB that the second cache holds. Lists of summaries were read at 5.7 TB/s: 12 ms. The
+backward pass takes 25 to 30 ms for five products and writing 69 GB, the sums 20 to 25 for reading
+them, sorts of 134 million pairs 8 to 30. All tiles take 18 H operations for each pair of a query
+and a key: 1,324 ms where they were measured, with masks that were read bit by bit.
+
+Tiles share keys among 64 or 128 queries, lists among one query's heads. So tiles take less where a
+key head has few query heads or a query sees many of the keys. 8 heads of 64 with a key head each
+that see 2,048 of 65,536 keys take 360 ms by lists, and 245 by tiles or less. `pays` compares the
+two.
 
 Letters as in `reformax.ops.base`; K keys of a list, S keys, M query heads of a key head, P programs
 of a key head, C queries of a chunk.
@@ -73,9 +75,9 @@ MAX_BYTES = 2**30
 SUM_NUMBERS = 2048
 # Kernels index with 31 bits.
 MAX_LISTED = 2**31 - 1
-# In products with a row of H numbers, at 120 TFLOP/s: a byte for each of them that a chosen key's
-# program reads twice, writes once and its sum reads again; a tile's fewest rows.
-BYTE_COST, FEWEST_ROWS = 26, 16
+# The cost of a byte of each number of a chosen key, and of a row of its products, where that of a
+# row of all tiles is 1.
+BYTE_COST, ROW_COST, FEWEST_ROWS = 44, 2, 16
 
 
 def pays(
@@ -83,9 +85,10 @@ def pays(
 ) -> bool:
     """Whether reading lists takes less time than a mask over all tiles, in both passes.
 
-    See the module's docstring. Where K keys of a list cost `K (26 b + max(M, 16))`, all tiles cost
-    M for each key that causality leaves, on average half of S. The factor of M is the ratio of 18
-    products of tiles at 120 TFLOP/s to 14 of lists at 180, halved.
+    See the module's docstring. Per number of a row, a list takes for each of its keys 1 ps a byte,
+    of two passes at 5.7 TB/s and two at 3.5, and 14 operations for each of max(M, 16) rows at 180
+    TFLOP/s. All tiles take 18 for each of M rows and each key that causality leaves, at 200: half
+    of S on average.
 
     Args:
       chosen: the lists.
@@ -94,7 +97,8 @@ def pays(
       itemsize: b.
       causal: whether a query sees half of the keys on average.
     """
-    of_lists = chosen.shape[2] * (BYTE_COST * itemsize + max(group, FEWEST_ROWS))
+    rows = ROW_COST * max(group, FEWEST_ROWS)
+    of_lists = chosen.shape[2] * (BYTE_COST * itemsize + rows)
     of_tiles = n_keys * group * (1 if causal else 2)
     return chosen.size <= MAX_LISTED and of_lists <= of_tiles
 
