@@ -64,7 +64,7 @@ def split_borders(
       splits: the bytes of each split.
 
     Returns:
-      The places in each split, which may begin within a document; None for one document.
+      The positions in each split, which may begin within a document; None for one document.
     """
     if max(map(len, begins.values())) < 2:
         return None
@@ -89,7 +89,7 @@ def byte_language_model(
 ) -> Task:
     """The task of predicting each byte of a text from those before it.
 
-    Training batches are windows of `splits['train']`, at uniformly random places or as
+    Training batches are windows of `splits['train']`, at uniformly random positions or as
     `document_starts` has them. Evaluation moves a window of `length` by `stride` <= `length` and
     scores its last `stride` bytes, so every byte is predicted once, and from at least
     `length - stride` bytes after the first window. The first window is scored whole; the last is
@@ -103,7 +103,7 @@ def byte_language_model(
       name: the task's name in logs and errors.
       splits: the bytes of 'train', 'valid' and 'test', none of them empty.
       offset: a byte's id is the byte plus this; lower ids are reserved.
-      borders: the bytes, by place, that documents begin with, sorted; None: one document. Those
+      borders: the bytes, by position, that documents begin with, sorted; None: one document. Those
         behind a split's end are left out.
       windows: where training windows begin, 'anywhere' or by 'documents'.
       document_mask: whether a window's documents are hidden from each other.
@@ -120,7 +120,7 @@ def byte_language_model(
     if not 0 <= offset < 2**16:
         raise SettingError(f"offset={offset} must be from 0 to {2**16 - 1}")
     borders, segments = (
-        x and {s: places[: places.searchsorted(len(splits[s]))] for s, places in x.items()}
+        x and {s: positions[: positions.searchsorted(len(splits[s]))] for s, positions in x.items()}
         for x in (borders, segments)
     )
     check_documents(borders, windows, document_mask and segments is None, lengths)
@@ -157,7 +157,7 @@ def language_model(
       vocab_size: ids are below it.
       tokens_of: split -> its tokens, in order; checks the split's name.
       offset: is added to each token.
-      borders_of: split -> the tokens, by place, that documents begin with, sorted; keeps them.
+      borders_of: split -> the tokens, by position, that documents begin with, sorted; keeps them.
       windows: where training windows begin.
       document_mask: whether a window's documents are hidden from each other.
       lengths: how often a training window is of documents of each range of lengths.
@@ -249,8 +249,8 @@ def _whole_text(
     elif windows == "anywhere":
         starts = rng.integers(n - length + 1, size=batch_size)[rows]
     else:
-        places, back = (rng.integers(end, size=batch_size)[rows] for end in (n, length))
-        starts = document_starts(borders, n, length, places, back)
+        positions, back = (rng.integers(end, size=batch_size)[rows] for end in (n, length))
+        starts = document_starts(borders, n, length, positions, back)
     ids = None if segments is None else segment_ids_of(segments, starts, length)
     return windows_of(data, starts, length), ids, scored_from
 
@@ -281,17 +281,17 @@ def each_once(
       numbers: of windows since the first step.
     """
     n_windows = -(-n // length)
-    epochs, places = np.divmod(numbers, n_windows)
+    epochs, indices = np.divmod(numbers, n_windows)
     found = np.zeros(len(numbers), np.int64)
     for epoch in np.unique(epochs):
         own = epochs == epoch
-        found[own] = permuted(places[own], n_windows, generator(seed, int(epoch)))
+        found[own] = permuted(indices[own], n_windows, generator(seed, int(epoch)))
     starts = np.minimum(found * length, n - length)
     return starts, found * length - starts
 
 
-def permuted(places: Int[np.ndarray, " B"], n: int, rng: np.random.Generator) -> np.ndarray:
-    """Where a permutation of n takes some places: by a key, in no memory.
+def permuted(indices: Int[np.ndarray, " B"], n: int, rng: np.random.Generator) -> np.ndarray:
+    """Where a permutation of n takes some indices: by a key, in no memory.
 
     A Feistel network of four rounds permutes the numbers of 2 b bits, and is applied again to what
     is not below n (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3).
@@ -299,7 +299,7 @@ def permuted(places: Int[np.ndarray, " B"], n: int, rng: np.random.Generator) ->
     bits = max(1, (int(n - 1).bit_length() + 1) // 2)
     mask = np.uint64(2**bits - 1)
     keys = rng.integers(2**63, size=(4, 2), dtype=np.uint64)
-    found = np.asarray(places).astype(np.uint64)
+    found = np.asarray(indices).astype(np.uint64)
     outside = np.ones(found.shape, bool)
     while outside.any():
         left, right = found[outside] >> np.uint64(bits), found[outside] & mask
@@ -316,51 +316,51 @@ def document_starts(
     borders: Int64[np.ndarray, " d"],
     n: int,
     length: int,
-    places: Int[np.ndarray, " B"],
+    positions: Int[np.ndarray, " B"],
     back: Int[np.ndarray, " B"],
 ) -> Int64[np.ndarray, " B"]:
-    """Where windows begin by documents, each by a place in the text.
+    """Where windows begin by documents, each by a position in the text.
 
-    The document that holds the place decides:
+    The document that holds the position decides:
 
     * One of at most `length` tokens is seen from its begin: the window begins at the nearer end of
       the document, which is its own begin or the next one's. Were it always its own, a short
       document behind one of about `length` tokens would hardly be a target.
-    * Of a longer one any window that holds the place is as likely: it begins `back` tokens before
-      the place, but not before the document. So (length + 1) / 2 in D windows of a document of D
-      tokens begin with it, and its middle is seen no less.
+    * Of a longer one any window that holds the position is as likely: the window begins `back`
+      tokens before the position, but not before the document. So (length + 1) / 2 in D windows of a
+      document of D tokens begin with it, and its middle is seen no less.
 
-    Windows have `length` tokens, so what follows a document goes on in them. With `places` uniform
-    in [0, n) and `back` in [0, length), a token that is at least `length` from the text's ends is a
-    target at least 3/8 and at most twice as often as the mean token, whatever the lengths of
-    documents; as often as the mean where a document is longer than two windows and the token a
+    Windows have `length` tokens, so what follows a document goes on in them. With `positions`
+    uniform in [0, n) and `back` in [0, length), a token that is at least `length` from the text's
+    ends is a target at least 3/8 and at most twice as often as the mean token, whatever the lengths
+    of documents; as often as the mean where a document is longer than two windows and the token a
     window from its ends. A window that would pass the text's end ends there.
 
     Args:
-      borders: the tokens, by place, that documents begin with, sorted.
+      borders: the tokens, by position, that documents begin with, sorted.
       n: tokens of the text, at least `length`.
       length: of a window.
-      places: in the text, below n.
+      positions: in the text, below n.
       back: below `length`.
     """
-    begin, end = document_bounds(borders, n, places)
-    return np.minimum(_starts_within(begin, end, length, places, back), n - length)
+    begin, end = document_bounds(borders, n, positions)
+    return np.minimum(_starts_within(begin, end, length, positions, back), n - length)
 
 
 def document_bounds(
-    borders: Int64[np.ndarray, " d"], n: int, places: Int[np.ndarray, " B"]
+    borders: Int64[np.ndarray, " d"], n: int, positions: Int[np.ndarray, " B"]
 ) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
-    """The begins and ends of the documents that hold some places."""
-    after = borders.searchsorted(places, "right")
+    """The begins and ends of the documents that hold some positions."""
+    after = borders.searchsorted(positions, "right")
     begin = np.where(after > 0, borders[after - 1], 0)
     end = np.where(after < len(borders), borders[np.minimum(after, len(borders) - 1)], n)
     return begin, end
 
 
-def _starts_within(begin, end, length: int, places, back) -> Int64[np.ndarray, " B"]:
+def _starts_within(begin, end, length: int, positions, back) -> Int64[np.ndarray, " B"]:
     """`document_starts` of documents whose bounds are known, before the text's end counts."""
-    nearer = np.where(places - begin < end - places, begin, end)
-    return np.where(end - begin <= length, nearer, np.maximum(begin, places - back))
+    nearer = np.where(positions - begin < end - positions, begin, end)
+    return np.where(end - begin <= length, nearer, np.maximum(begin, positions - back))
 
 
 def range_starts(
@@ -394,8 +394,8 @@ def range_starts(
         return chosen[rows], rng.integers(sizes - length + 1)[rows]
     indices, back = rng.integers(sizes)[rows], rng.integers(length, size=batch_size)[rows]
     chosen, sizes = chosen[rows], sizes[rows]
-    places = [found[k].positions(index) for k, index in zip(chosen, indices, strict=True)]
-    before = np.array(places, np.int64) - indices
+    positions = [found[k].positions(index) for k, index in zip(chosen, indices, strict=True)]
+    before = np.array(positions, np.int64) - indices
     begin, end = (x - before for x in document_bounds(borders, n, indices + before))
     return chosen, np.minimum(_starts_within(begin, end, length, indices, back), sizes - length)
 
@@ -414,10 +414,10 @@ def range_windows(
     for row, (k, start) in enumerate(zip(chosen, starts, strict=True)):
         at = last = 0
         for first, n in found[k].spans(int(start), length):
-            own, place = slice(at, at + n), np.array([first])
-            tokens[row, own] = windows_of(data, place, n)[0]
+            own, position = slice(at, at + n), np.array([first])
+            tokens[row, own] = windows_of(data, position, n)[0]
             if ids is not None:  # what follows a run is another document
-                ids[row, own] = segment_ids_of(segments, place, n)[0] + last
+                ids[row, own] = segment_ids_of(segments, position, n)[0] + last
                 last = ids[row, at + n - 1]
             at += n
     return tokens, ids
@@ -429,8 +429,8 @@ def segment_ids_of(
     """The segments of windows: tokens of a row's first document have id 1, and so on upwards.
 
     Args:
-      borders: the tokens, by place, that documents begin with, sorted.
-      starts: the places that windows begin at.
+      borders: the tokens, by position, that documents begin with, sorted.
+      starts: the positions that windows begin at.
       length: of a window.
     """
     first, last = (borders.searchsorted(starts + n, "right") for n in (0, length - 1))

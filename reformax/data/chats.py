@@ -172,7 +172,7 @@ def _described(
 
 
 class _Spans(NamedTuple):
-    """Parts of conversations, by places in the array of ids; `[scored_from, end)` counts."""
+    """Parts of conversations, by positions in the array of ids; `[scored_from, end)` counts."""
 
     begins: Int64[np.ndarray, " P"]
     ends: Int64[np.ndarray, " P"]
@@ -249,11 +249,11 @@ class _Chats:
         spans, packed = self._packed(seed, length)
         # The epochs' rows are one endless sequence, and each step takes its next batch.
         numbers = step * batch_size + np.arange(batch_size)[rows]
-        epochs, places = np.divmod(numbers, len(packed))
+        epochs, indices = np.divmod(numbers, len(packed))
         chosen = np.zeros(len(numbers), np.int64)
         for epoch in np.unique(epochs):
             own = epochs == epoch
-            chosen[own] = permuted(places[own], len(packed), generator(seed, int(epoch)))
+            chosen[own] = permuted(indices[own], len(packed), generator(seed, int(epoch)))
         return _batch(self.encoded("train"), spans, packed, chosen, len(chosen), length)
 
     def _packed_rows(self, seed: int, length: int) -> tuple[_Spans, Rows]:
@@ -314,7 +314,7 @@ def _windows(starts: Int64[np.ndarray, " P+1"], length: int, stride: int) -> _Sp
             ends.append(end)
             begins.append(max(first, end - length))
             scored_from.append(before)
-    return _Spans(*(np.array(places, np.int64) for places in (begins, ends, scored_from)))
+    return _Spans(*(np.array(x, np.int64) for x in (begins, ends, scored_from)))
 
 
 def _batch(
@@ -332,7 +332,7 @@ def _batch(
     arrays = []
     for value, dtype in zip(values, (np.int32, np.int32, np.float32), strict=True):
         part = np.zeros(batch_size * length, dtype)
-        part[layout.places] = value
+        part[layout.positions] = value
         arrays.append(part.reshape(batch_size, length))
     tokens, segment_ids, weights = arrays
     return Batch(Documents(tokens, segment_ids), tokens, weights)

@@ -125,19 +125,19 @@ def read(path: Path, found: Found, field: str) -> Source:
     files.check_room(path, found.size())
     texts, total = {}, 0
     for split, paths in found.paths.items():
-        parts, places, of_documents = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        parts, positions, of_documents = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         begins, keys = Begins(found.checked), found.keys()
         for part, first in pieces_of(found, [FileSpan(p) for p in paths], field, keys):
             total += len(part)
             files.check_room(path, total)
             parts.append((part, first))
             if keys is not None:
-                places.append(begins.of(part, first))
-                of_documents.append(keys.take(len(places[-1])))
+                positions.append(begins.of(part, first))
+                of_documents.append(keys.take(len(positions[-1])))
         if keys is None:  # after all is read: borders of what is no text may be many
-            places += [begins.of(*part) for part in parts]
+            positions += [begins.of(*part) for part in parts]
         data = b"".join(part for part, _ in parts)
-        text = Text(files.as_array(data), np.concatenate(places))
+        text = Text(files.as_array(data), np.concatenate(positions))
         texts[split] = text if keys is None else _joined(text, np.concatenate(of_documents))
     check_joined(path, found, texts)
     return Source(texts, found.files, found.said)
@@ -321,7 +321,7 @@ class Begins:
         self._ends = not continues  # whether what comes next begins a document
 
     def of(self, part: bytes, begins_file: bool) -> Int64[np.ndarray, " d"]:
-        """The places in the text of the documents that begin in its next part, sorted."""
+        """The positions in the text of the documents that begin in its next part, sorted."""
         found = np.zeros(int(begins_file or self._ends), np.int64)
         self._ends = self._by_border and part.endswith(BORDER)
         if self._by_border:

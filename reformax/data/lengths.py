@@ -108,13 +108,13 @@ def ranges(begins, n: int, borders: Sequence[int]) -> list[Range]:
     firsts, kinds = [], []
     kind_before, waiting = -1, np.zeros(1, np.int64)
     for block in _blocks(begins, n):
-        places = np.concatenate([waiting, block[block > waiting[-1]]])
-        kind = np.searchsorted(borders, np.diff(places), "right")
+        positions = np.concatenate([waiting, block[block > waiting[-1]]])
+        kind = np.searchsorted(borders, np.diff(positions), "right")
         new = np.flatnonzero(np.diff(kind, prepend=kind_before))
-        firsts.append(places[:-1][new])
+        firsts.append(positions[:-1][new])
         kinds.append(kind[new].astype(np.int16))
         kind_before = kind[-1] if len(kind) else kind_before
-        waiting = places[-1:]
+        waiting = positions[-1:]
     first, kind = np.concatenate(firsts), np.concatenate(kinds)
     counts = np.diff(first, append=n)
     of_kind = [kind == k for k in range(len(borders) + 1)]

@@ -29,14 +29,14 @@ class RowLayout(NamedTuple):
     """Where the tokens of some rows lie.
 
     Attributes:
-      sources: the tokens, by place in the array of all.
-      places: the place of each in the rows, one row behind the other.
+      sources: the tokens, by position in the array of all.
+      positions: the position of each in the rows, which are laid end to end.
       segment_ids: the segment of each, from 1 on in a row.
       items: the item that each is of.
     """
 
     sources: Int64[np.ndarray, " n"]
-    places: Int64[np.ndarray, " n"]
+    positions: Int64[np.ndarray, " n"]
     segment_ids: Int64[np.ndarray, " n"]
     items: Int64[np.ndarray, " n"]
 
@@ -89,13 +89,13 @@ def laid_out(
     # Where an item begins in its row: the tokens before it, less those of earlier rows.
     before = np.concatenate([[0], np.cumsum(last - first)])[:-1]
     begin = before - before[np.searchsorted(row, row)]
-    places = row[slot] * length + begin[slot] + position
-    return RowLayout(sources, places, k[slot] + 1, items[slot])
+    positions = row[slot] * length + begin[slot] + position
+    return RowLayout(sources, positions, k[slot] + 1, items[slot])
 
 
 def _ranges(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All integers of the ranges [begin, end), each with its range's index and its place there."""
+    """All integers of the ranges [begin, end), each with its range's index and its offset there."""
     counts = ends - begins
     index = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return begins[index] + place, index, place
+    offset = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return begins[index] + offset, index, offset

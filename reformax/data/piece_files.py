@@ -22,7 +22,7 @@ from reformax.declared import SettingError
 _SPAN = 2**25  # bytes of text that one file has the ids of
 _MEMORY = 2**29  # what a process takes that encodes them
 _FOLDER = "pieces"
-_ENDS = {"begins": "ends", "joined": "joined_ends"}  # names of the first and last places
+_ENDS = {"begins": "ends", "joined": "joined_ends"}  # names of the first and last positions
 
 
 class TextSpan(NamedTuple):
@@ -98,10 +98,10 @@ def _write(span: TextSpan, folder: Path, model: bytes, size: int) -> dict[str, A
     facts = {"file": name, "n": len(found.ids)}
     for kind, begins in {"begins": span.text.begins, "joined": span.text.joined}.items():
         if begins is not None:
-            places = vocabulary.places(data, found, np.asarray(begins))
-            durable.write(folder / f"{name}.{kind}", places.tobytes())
-            ends = [int(places[0]), int(places[-1])] if len(places) else None
-            facts |= {kind: len(places), _ENDS[kind]: ends}
+            positions = vocabulary.positions(data, found, np.asarray(begins))
+            durable.write(folder / f"{name}.{kind}", positions.tobytes())
+            ends = [int(positions[0]), int(positions[-1])] if len(positions) else None
+            facts |= {kind: len(positions), _ENDS[kind]: ends}
     return facts
 
 

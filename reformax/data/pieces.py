@@ -271,12 +271,12 @@ class PieceVocabulary:
         before = np.cumsum(counts, dtype=np.int64)[:-1]
         return Encoded(np.concatenate(parts), np.array(firsts, np.int64), before)
 
-    def places(
+    def positions(
         self, data: bytes, encoded: Encoded, begins: Int64[np.ndarray, " d"]
     ) -> Int64[np.ndarray, " d"]:
-        """The ids, by place, that documents begin with; a piece across two is the first one's.
+        """The ids, by position, that documents begin with; a piece across two is the first one's.
 
-        The last place may be the number of ids, where a document has no piece of its own.
+        The last position may be the number of ids, where a document has no piece of its own.
 
         Within a block of text, `_BLOCK`, that is exact for learnt pieces and a tokenizer.json. A
         sentencepiece model that joins lines, or puts a space before a text, is off by a few ids.
@@ -284,7 +284,7 @@ class PieceVocabulary:
         Args:
           data: the text.
           encoded: what `encode_documents` makes of it.
-          begins: the bytes, by place, that documents begin with, sorted.
+          begins: the bytes, by position, that documents begin with, sorted.
         """
         part = np.searchsorted(encoded.bytes_before, begins, "right") - 1
         found, first = encoded.ids_before[part], encoded.bytes_before[part]
@@ -383,8 +383,8 @@ class PieceVocabulary:
                 lost.append((part, back))
         if lost:
             part, back = lost[0]
-            place = len(os.path.commonprefix(lost[0]))
-            first = slice(max(0, place - 9), place + 9)
+            position = len(os.path.commonprefix(lost[0]))
+            first = slice(max(0, position - 9), position + 9)
             logging.getLogger(__name__).warning(
                 f"text: the vocabulary does not give the text back as it was in {len(lost):,} of "
                 f"{n_parts:,} samples of {split}: {part[first]!r} becomes {back[first]!r}, so bits "
@@ -419,7 +419,7 @@ def piece_language_model(
       name: the task's name in logs and errors.
       splits: the bytes of 'train', 'valid' and 'test', none of them empty.
       vocabulary: kept by the run before it is used.
-      borders: the bytes, by place, that documents begin with, sorted; None: one document.
+      borders: the bytes, by position, that documents begin with, sorted; None: one document.
       windows: where training windows begin, 'anywhere' or by 'documents'.
       document_mask: whether a window's documents are hidden from each other.
       encode: a split -> its ids, and the ids that documents begin with and joined documents, in
@@ -443,11 +443,11 @@ def piece_language_model(
         if encode is not None:
             return encode(split)
         found = vocabulary.encode_documents(bytes(data))
-        places = [
-            of_split and vocabulary.places(bytes(data), found, of_split[split])
+        positions = [
+            of_split and vocabulary.positions(bytes(data), found, of_split[split])
             for of_split in (borders, joined)
         ]
-        return found.ids, *(x if x is None else x[x < len(found.ids)] for x in places)
+        return found.ids, *(x if x is None else x[x < len(found.ids)] for x in positions)
 
     task = language_model(
         name,
@@ -512,7 +512,7 @@ def _sentences(text: UInt8[np.ndarray, " n"]) -> Iterator[str]:
 
 
 def _blocks(data: bytes) -> Iterator[tuple[int, int]]:
-    """The places of parts that are encoded alone: documents, cut where a line or a word ends."""
+    """The positions of parts that are encoded alone: documents, cut where a line or a word ends."""
     begin = 0
     while begin < len(data):
         end = begin + _BLOCK
@@ -533,7 +533,7 @@ def _blocks(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def spans(data: Any, n_bytes: int) -> Iterator[tuple[int, int]]:
-    """The places of parts of a text, of about so many bytes, which end where `_blocks` do.
+    """The positions of parts of a text, of about so many bytes, which end where `_blocks` do.
 
     Encoded alone, they have the ids that they have in the whole.
     """
@@ -553,8 +553,8 @@ def _decoded(data: bytes, first: int, last: int, before: int = 0) -> str:
     try:
         return data[first:last].decode("utf-8")
     except UnicodeDecodeError as error:
-        place = first + error.start
+        at = first + error.start
         raise ValueError(
-            f"the text is not UTF-8: byte {data[place]:#04x} at {before + place:,} of a split: "
+            f"the text is not UTF-8: byte {data[at]:#04x} at {before + at:,} of a split: "
             "convert it, as with iconv, or train on bytes with vocab_size=256"
         ) from None

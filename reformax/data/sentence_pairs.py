@@ -197,7 +197,7 @@ def _batch(
         layout = laid_out(rows, chosen, starts[:-1], starts[1:], length)
         for values in (ids[layout.sources], layout.segment_ids):
             part = np.zeros(batch_size * length, np.int32)
-            part[layout.places] = values
+            part[layout.positions] = values
             parts.append(part.reshape(batch_size, length))
     source, source_segment_ids, target, target_segment_ids = parts
     weights = (target_segment_ids > 0).astype(np.float32)

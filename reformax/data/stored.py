@@ -63,9 +63,9 @@ class StoredArray:
                 return np.asarray(self)[key]
             inside = list(self._between(first, max(first, last)))
             return StoredArray(inside, self.dtype, self._below)
-        places = np.asarray(key)
-        found = self.windows(np.where(places < 0, places + len(self), places).ravel(), 1)
-        return found.reshape(places.shape)[()]
+        indices = np.asarray(key)
+        found = self.windows(np.where(indices < 0, indices + len(self), indices).ravel(), 1)
+        return found.reshape(indices.shape)[()]
 
     def __add__(self, n: int) -> StoredArray:
         return StoredArray([p._replace(added=p.added + int(n)) for p in self.parts], self.dtype)
@@ -86,7 +86,7 @@ class StoredArray:
             yield self.windows([first], min(_BLOCK, len(self) - first))[0]
 
     def windows(self, starts: Int[np.ndarray, " B"], length: int) -> np.ndarray:
-        """The values [B, length] from some places on.
+        """The values [B, length] from some positions on.
 
         Raises:
           OSError: a file cannot be read, or is shorter than it was.
@@ -94,7 +94,7 @@ class StoredArray:
         found = np.empty((len(starts), length), self.dtype)
         for row, start in zip(found, starts, strict=True):
             if not 0 <= start <= len(self) - length:
-                raise IndexError(f"{start} is no place of {length} of {len(self)} values")
+                raise IndexError(f"{start} is no position of {length} of {len(self)} values")
             at = 0
             for part in self._between(int(start), int(start) + length):
                 values = row[at : at + part.n]
@@ -112,10 +112,10 @@ class StoredArray:
         values = np.asarray(values)
         blocks = self._coarse.searchsorted(values, side)  # the first that begins at or after it
         found = np.zeros(values.shape, np.int64)
-        for place, value in np.ndenumerate(values):
-            first = max(0, int(blocks[place]) - 1) * _EVERY
+        for index, value in np.ndenumerate(values):
+            first = max(0, int(blocks[index]) - 1) * _EVERY
             block = np.asarray(self[first : first + _EVERY])
-            found[place] = first + block.searchsorted(value, side)
+            found[index] = first + block.searchsorted(value, side)
         return found[()]
 
     def sampled_crc32(self, n: int = 256, length: int = 2048) -> int:
@@ -142,7 +142,7 @@ class StoredArray:
         return np.concatenate([np.zeros(0, self.dtype), *(b[::_EVERY] for b in self.blocks())])
 
     def _between(self, first: int, last: int) -> Iterator[FilePart]:
-        """The parts, or parts of them, that have these places."""
+        """The parts, or parts of them, that have these positions."""
         k = int(np.searchsorted(self._ends, first, "right")) - 1
         while k < len(self.parts) and self._ends[k] < last:
             part, begin = self.parts[k], int(self._ends[k])
@@ -150,24 +150,24 @@ class StoredArray:
             if (a, b) == (0, part.n):
                 yield part
             elif a < b:
-                place = part.first + a * self.dtype.itemsize
-                yield part._replace(first=place, n=b - a, crc=None)
+                offset = part.first + a * self.dtype.itemsize
+                yield part._replace(first=offset, n=b - a, crc=None)
             k += 1
 
 
 def _fill(row: np.ndarray, part: FilePart) -> None:
     """Reads a part."""
-    view, place = memoryview(row).cast("B"), part.first
+    view, offset = memoryview(row).cast("B"), part.first
     with durable.explaining("read", part.path):
         descriptor = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             while len(view):
-                n = os.preadv(descriptor, [view], place)
+                n = os.preadv(descriptor, [view], offset)
                 if not n:
                     raise ValueError(
                         f"{part.path} is shorter than its manifest says: prepare the text anew"
                     )
-                view, place = view[n:], place + n
+                view, offset = view[n:], offset + n
         finally:
             os.close(descriptor)
     if part.added:
@@ -175,7 +175,7 @@ def _fill(row: np.ndarray, part: FilePart) -> None:
 
 
 def windows_of(data: np.ndarray | StoredArray, starts, length: int) -> np.ndarray:
-    """The values [B, length] of an array from some places on."""
+    """The values [B, length] of an array from some positions on."""
     if isinstance(data, StoredArray):
         return data.windows(starts, length)
     # Rows of a strided view are contiguous, so this copies values in runs.

@@ -92,21 +92,21 @@ def json_lines(
       OSError: the file cannot be read.
     """
     file = files.opened(files.blocks(path, max(0, first - 1)))
-    place, number = first, 0
+    offset, number = first, 0
     if first:  # a line that begins before is of the part before
-        place += len(file.readline()) - 1
-    begin = place
+        offset += len(file.readline()) - 1
+    begin = offset
 
     def where() -> str:
         parts = files.blocks(path, 0, begin) if begin else ()
         before = sum(part.count(b"\n") for part in parts)
         return f"{path} line {before + number:,}"
 
-    while (last is None or place < last) and (line := file.readline(MAX_LINE + 1)):
+    while (last is None or offset < last) and (line := file.readline(MAX_LINE + 1)):
         number += 1
         if len(line) > MAX_LINE:
             raise ValueError(f"{where()} has more than {MAX_LINE:,} bytes: split it into several")
-        place += len(line)
+        offset += len(line)
         if line.isspace():
             continue
         try:
@@ -127,27 +127,27 @@ def json_array(path: Path, fields: Sequence[Column], max_bytes: int) -> Iterator
     Takes, yields and raises what `json_lines` does.
     """
     text, where = _decoded(path), lambda: str(path)
-    place, number, decoder = text.index("[") + 1, 0, json.JSONDecoder()
+    offset, number, decoder = text.index("[") + 1, 0, json.JSONDecoder()
     try:
-        while not text.startswith("]", place := _SPACE.match(text, place).end()):
+        while not text.startswith("]", offset := _SPACE.match(text, offset).end()):
             number += 1
 
             def where(number=number) -> str:
                 return f"{path} element {number:,}"
 
-            row, place = decoder.raw_decode(text, place)
+            row, offset = decoder.raw_decode(text, offset)
             if not isinstance(row, dict | str):
                 raise SettingError(
                     f'{where()} is no object: expected an array of such as {{"text": "..."}}'
                 )
             yield _values(row if isinstance(row, dict) else {fields[0].name: row}, where, fields)
-            place = _SPACE.match(text, place).end()
-            if text.startswith(",", place):
-                place += 1
-            elif not text.startswith("]", place):
-                raise json.JSONDecodeError("expected ',' or ']'", text, place)
-        if text[place + 1 :].strip():
-            raise json.JSONDecodeError("more behind the array", text, place + 1)
+            offset = _SPACE.match(text, offset).end()
+            if text.startswith(",", offset):
+                offset += 1
+            elif not text.startswith("]", offset):
+                raise json.JSONDecodeError("expected ',' or ']'", text, offset)
+        if text[offset + 1 :].strip():
+            raise json.JSONDecodeError("more behind the array", text, offset + 1)
     except (json.JSONDecodeError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{where()} is no JSON ({reason}): write it anew, or as .jsonl") from None

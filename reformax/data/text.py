@@ -299,7 +299,7 @@ def split_text(
     return parts | {"train": train}
 
 
-def _begin_of_character(data: UInt8[np.ndarray, " n"], place: int) -> int:
-    """The place, or up to 3 bytes before it, where a character of UTF-8 begins."""
-    before = np.flatnonzero(np.asarray(data[max(0, place - 3) : place + 1])[::-1] >> 6 != 2)
-    return place - int(before[0]) if len(before) else place
+def _begin_of_character(data: UInt8[np.ndarray, " n"], position: int) -> int:
+    """The position, or up to 3 bytes before it, where a character of UTF-8 begins."""
+    before = np.flatnonzero(np.asarray(data[max(0, position - 3) : position + 1])[::-1] >> 6 != 2)
+    return position - int(before[0]) if len(before) else position

@@ -194,7 +194,7 @@ def read(path: Path, dtype: str = "uint16") -> Ids:
 
 
 def _megatron(path: Path, size: int, index: Path) -> Ids:
-    """Ids by Megatron-LM's index: sizes and places of sequences, and the documents' first ones."""
+    """Ids by Megatron-LM's index: sizes and offsets of sequences, and the documents' first ones."""
     total = files.check_ordinary(index)
     with durable.open_file(index) as file:
         head = file.read(34)
@@ -208,13 +208,13 @@ def _megatron(path: Path, size: int, index: Path) -> Ids:
     if not n or not n_documents or total not in (expected, expected + n):  # modes may follow
         raise ValueError(f"{index} has {total:,} bytes and says {expected:,}: copy it again")
     sizes = StoredArray([FilePart(str(index), 34, n)], "int32")
-    places = StoredArray([FilePart(str(index), 34 + 4 * n, n)], "int64")
+    offsets = StoredArray([FilePart(str(index), 34 + 4 * n, n)], "int64")
     documents = StoredArray([FilePart(str(index), 34 + 12 * n, n_documents)], "int64")
     item = np.dtype(dtype).itemsize
     at = 0
-    for size_of, place in zip(sizes.blocks(), places.blocks(), strict=True):
+    for size_of, offset in zip(sizes.blocks(), offsets.blocks(), strict=True):
         ends = at + item * np.cumsum(size_of, dtype=np.int64)
-        if (place != np.concatenate([[at], ends[:-1]])).any():
+        if (offset != np.concatenate([[at], ends[:-1]])).any():
             raise SettingError(f"{index} has sequences out of order: merge the data set anew")
         at = int(ends[-1])
     if at != size:
@@ -222,7 +222,7 @@ def _megatron(path: Path, size: int, index: Path) -> Ids:
     firsts = np.asarray(documents)
     if firsts[0] != 0 or (np.diff(firsts) < 0).any() or firsts[-1] > n:
         raise ValueError(f"{index} is damaged: its documents are not in order, copy it again")
-    begins = np.asarray(places)[firsts[firsts < n]] // item
+    begins = np.asarray(offsets)[firsts[firsts < n]] // item
     return Ids(
         FilePart(str(path), 0, size // item), dtype, np.unique(begins[begins < size // item])
     )

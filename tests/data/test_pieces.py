@@ -280,7 +280,7 @@ def test_a_piece_across_two_documents_is_the_first_ones(tmp_path):
     data = b"aa\nbaa\n" * 3
     encoded = codec.encode_documents(data)
     assert list(encoded.ids[:6]) == [0, 0, 2, 0, 0, 0]
-    assert list(codec.places(data, encoded, np.array([0, 3, 7]))) == [0, 3, 6]
+    assert list(codec.positions(data, encoded, np.array([0, 3, 7]))) == [0, 3, 6]
 
 
 def test_errors_name_the_argument(data, tmp_path, monkeypatch, fails_in_one_line):
