@@ -256,7 +256,8 @@ def _top_k_kernel(scores, start, out: _TopKOutputs, *, rule: RowRule, barrier: C
         pltriton.store(out.chosen.at[batch, row, slot], position, mask=kept)
         return state
 
-    found = lax.fori_loop(jnp.int32(0), jnp.int32(some.n), write, _none())
+    n_tiles = lax.div(n + (some.width - 1), jnp.int32(some.width))
+    found = lax.fori_loop(jnp.int32(0), n_tiles, write, _none())
     n_written = found.n_kept(most_equal)
 
     def fill(i, _):
