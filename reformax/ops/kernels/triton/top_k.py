@@ -65,8 +65,7 @@ class RowRule(NamedTuple):
 
 class _TopKOutputs(NamedTuple):
     chosen: Array  # [B, Q, K]
-    list_scores: Array | None = None  # [B, Q, M]
-    list_positions: Array | None = None
+    listed: Array | None = None  # [B, Q, M, 2]: a score and its position
 
 
 class _Tiles(NamedTuple):
@@ -116,12 +115,12 @@ class _Above(NamedTuple):
     def step(self, score, bound, most_equal) -> tuple[_Above, Array, Array]:
         """With a tile of scores: the next state, which scores are kept, and their slots."""
         above, equal = score > bound, (score == bound) & (score > HIDDEN)
-        # Both counts are less than 2^16.
-        counts = jnp.cumsum(above.astype(jnp.int32) + (equal.astype(jnp.int32) << 16))
+        each = above.astype(jnp.int32) + (equal.astype(jnp.int32) << 16)
+        counts, total = jnp.cumsum(each), _count(each)  # two of less than 2^16
         n, n_equal = self.n + (counts & 0xFFFF), self.n_equal + (counts >> 16)
         kept = above | (equal & (n_equal <= most_equal))
         slot = n + jnp.minimum(n_equal, most_equal) - 1
-        return _Above(self.n + _count(above), self.n_equal + _count(equal)), kept, slot
+        return _Above(self.n + (total & 0xFFFF), self.n_equal + (total >> 16)), kept, slot
 
     def n_kept(self, most_equal) -> Any:
         return self.n + jnp.minimum(self.n_equal, most_equal)
@@ -173,7 +172,7 @@ def _bound_of_sample(scores, batch, row, end, n_best: int, n_list: int):
 
 def _write_list(out: _TopKOutputs, batch, row, tiles: _Tiles, bound) -> _Above:
     """Writes the scores above the bound and the first K that equal it, and counts them."""
-    n_best, n_list = out.chosen.shape[2], out.list_scores.shape[2]
+    n_best, n_list = out.chosen.shape[2], out.listed.shape[2]
 
     def step(i, state):
         score = tiles.read(i)
@@ -181,8 +180,11 @@ def _write_list(out: _TopKOutputs, batch, row, tiles: _Tiles, bound) -> _Above:
         kept = kept & (slot < n_list)
         # Other positions have a slot out of bounds: the interpreter also writes where it masks.
         slot = jnp.where(kept, slot, n_list)
-        pltriton.store(out.list_scores.at[batch, row, slot], score, mask=kept)
-        pltriton.store(out.list_positions.at[batch, row, slot], tiles.position(i), mask=kept)
+        # One write for both numbers.
+        which = jnp.arange(2, dtype=jnp.int32)[None, :]
+        pair = jnp.where(which == 0, score[:, None], tiles.position(i)[:, None])
+        view = out.listed.at[batch, row, slot[:, None], which]
+        pltriton.store(view, pair, mask=jnp.broadcast_to(kept[:, None], pair.shape))
         return state
 
     return lax.fori_loop(jnp.int32(0), tiles.n, step, _none())
@@ -190,7 +192,7 @@ def _write_list(out: _TopKOutputs, batch, row, tiles: _Tiles, bound) -> _Above:
 
 def _listed(scores, out: _TopKOutputs, batch, row, end, barrier) -> tuple[Any, Any]:
     """Makes the list: how many scores it has, and the bound that they reach."""
-    n_best, n_list = out.chosen.shape[2], out.list_scores.shape[2]
+    n_best, n_list = out.chosen.shape[2], out.listed.shape[2]
     # What follows a row's end is HIDDEN up to a multiple of ALIGNED.
     aligned = lax.div(end + (ALIGNED - 1), jnp.int32(ALIGNED)) * ALIGNED
 
@@ -224,17 +226,19 @@ def _top_k_kernel(scores, start, out: _TopKOutputs, *, rule: RowRule, barrier: C
     """A row's best positions, in order, followed by -1."""
     row, batch = pl.program_id(0), pl.program_id(1)
     end, n_best = rule.end(start[0] + row), out.chosen.shape[2]
-    if out.list_scores is None:
-        source, n, bound = scores, end, jnp.int32(HIDDEN)
+    if out.listed is None:
+        length, n, bound = scores.shape[2], end, jnp.int32(HIDDEN)
     else:
-        source, (n, bound) = out.list_scores, _listed(scores, out, batch, row, end, barrier)
-    length = source.shape[2]
+        length = out.listed.shape[2]
+        n, bound = _listed(scores, out, batch, row, end, barrier)
 
     def tiles(width: int) -> _Tiles:
         def read(i):
             index = i * width + jnp.arange(width, dtype=jnp.int32)
             exists = index < n
-            return load(source.at[batch, row, jnp.where(exists, index, 0)], exists, HIDDEN)
+            at = batch, row, jnp.where(exists, index, 0)
+            view = scores.at[at] if out.listed is None else out.listed.at[*at, 0]
+            return load(view, exists, HIDDEN)
 
         return _Tiles(-(-length // width), width, read)
 
@@ -246,14 +250,14 @@ def _top_k_kernel(scores, start, out: _TopKOutputs, *, rule: RowRule, barrier: C
     def write(i, state):
         state, kept, slot = state.step(some.read(i), bound, most_equal)
         position = some.position(i)
-        if out.list_positions is not None:
-            listed = out.list_positions.at[batch, row, jnp.where(kept, position, 0)]
-            position = load(listed, kept, 0)
+        if out.listed is not None:
+            position = load(out.listed.at[batch, row, jnp.where(kept, position, 0), 1], kept, 0)
         slot = jnp.where(kept, slot, n_best)
         pltriton.store(out.chosen.at[batch, row, slot], position, mask=kept)
         return state
 
-    found = lax.fori_loop(jnp.int32(0), jnp.int32(some.n), write, _none())
+    n_tiles = lax.div(n + (some.width - 1), jnp.int32(some.width))
+    found = lax.fori_loop(jnp.int32(0), n_tiles, write, _none())
     n_written = found.n_kept(most_equal)
 
     def fill(i, _):
@@ -293,16 +297,16 @@ def top_k(
     n_batch, n_rows, _ = scores.shape
     start = jnp.zeros(1, jnp.int32) if start is None else start
 
-    def shape(n: int):
-        return jax.ShapeDtypeStruct((n_batch, n_rows, n), jnp.int32)
+    def shape(*n: int):
+        return jax.ShapeDtypeStruct((n_batch, n_rows, *n), jnp.int32)
 
     n_list = list_size(n_best, rule.n_keys)
-    lists = () if n_list is None else (shape(n_list),) * 2
+    listed = None if n_list is None else shape(n_list, 2)
     barrier = (lambda: None) if interpret else pltriton.debug_barrier
     (out,) = launch(
         functools.partial(_top_k_kernel, rule=rule, barrier=barrier),
         (scores, start),
-        (_TopKOutputs(shape(n_best), *lists),),
+        (_TopKOutputs(shape(n_best), listed),),
         grid=(n_rows, n_batch),
         num_warps=WARPS,
         num_stages=2,
