@@ -201,28 +201,26 @@ def _forward(size: int, interpret: bool | None, unit_length: bool, inputs, segme
     given = first_order(inputs)
     if interpret is None:
         out = _recurrence.function(size, None, False, given, segment_ids)
-        return out, (inputs, segment_ids, None, None, None)
+        return out, (inputs, segment_ids, None, None)
     from reformax.ops.kernels.triton import recurrence as kernel
 
     order, ids = order_of_segments(segment_ids)
     units = None
     if unit_length:  # the inputs before are not kept
-        inputs, units = given, _ = with_factors(given)
+        inputs, units = with_factors(given)
+        given = inputs
     out, kept = kernel.forward(given, ids, order, keep=True, interpret=interpret)
-    return out, (inputs, segment_ids, kept, units, out if unit_length else None)
+    return out, (inputs, segment_ids, kept, units and units._replace(out=out))
 
 
 def _backward(size: int, interpret: bool | None, unit_length: bool, results, d_out):
     results, d_out = first_order((results, d_out))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
-    inputs, segment_ids, kept, units, out = lax.optimization_barrier(results)
+    inputs, segment_ids, kept, units = lax.optimization_barrier(results)
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
         order, ids = order_of_segments(segment_ids)
-        if unit_length:
-            along_q = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-            units = units._replace(along_q=along_q)
         given = inputs, ids, kept, d_out, order, units
         gradients = kernel.backward(*given, interpret=interpret)
     else:

@@ -26,7 +26,7 @@ class UnitRows(NamedTuple):
 
     q: Float[Array, "B T N"]  # the queries' factors, with that of `scaled`
     k: Float[Array, "B T N"]  # the keys' factors
-    along_q: Float[Array, "B T N"] | None = None  # the products of queries and their gradients
+    out: Float[Array, "B T N V"] | None = None  # the outputs of the recurrence
 
 
 def of_unit_length(x: RecurrenceInputs) -> RecurrenceInputs:

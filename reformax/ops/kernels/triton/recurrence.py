@@ -380,6 +380,7 @@ def backward(
     Arguments are as in `forward`.
     """
     launches = _launches(x, ids, interpret, groups, order)
+    units = units and units._replace(out=_wider(units.out))
     found, _ = launches.gradients(_wider(d_out), kept, units=units)
     return found._replace(v=found.v[..., : x.v.shape[3]])
 

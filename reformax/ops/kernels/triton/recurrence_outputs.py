@@ -252,6 +252,8 @@ def gradients_kernel(
     v = columns_of(x.v.shape[3])
     seen = rows.seen()
     u, d = rows.read(values), rows.read(d_out)
+    if units is not None:  # products of rows and their gradients
+        along_q = x.k.shape[3] * jnp.sum(to_float32(rows.read(units.out)) * to_float32(d), axis=1)
     delta = None
     if x.beta is None:
 
@@ -296,7 +298,6 @@ def gradients_kernel(
             dk = dk + as_read + as_written
             d_decay = d_decay + to_float32(k) * (as_read - as_written)
         if units is not None:
-            along_q = x.k.shape[3] * rows.numbers(units.along_q)
             dq = rows.numbers(units.q)[:, None] * (dq - along_q[:, None] * q)
             dk = rows.numbers(units.k)[:, None] * (dk - along_k[:, None] * k)
         rows.write(out.q, dq, h)
