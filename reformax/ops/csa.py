@@ -286,7 +286,7 @@ class csa(Reusing, Compressed, AttentionOp):
         index, index_keys = self._index(params, plain_q, plain_k, ids)
         if not self.reuse and self.index_loss:
             arrays = IndexerArrays(*index, index_keys)
-            learner = ChoiceLearner(arrays, self._factor(call, ids, index_keys.dtype))
+            learner = ChoiceLearner(arrays, self._factor(call, ids, index_keys.dtype), plan)
         sizes = self.window, self.block_size
         out, *sums = in_kernels(call, interpret, q, k, v, summaries, sizes, plan, learner)
         if not self.report_loss:

@@ -166,7 +166,6 @@ class dsa(Reusing, AttentionOp):
         above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_pairs, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
         above["score"] = None if self.indexer.score == "relu" else self.indexer.score
-        above["block_size"] = self.indexer.block_size if self.indexer.block_size > 1 else None
         return kernel_obstacles(q, k, v, logits, **above)
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
@@ -228,7 +227,7 @@ class dsa(Reusing, AttentionOp):
             return self.indexer.choose(indexed, call.segment_ids, *settings)
 
         obstacles = self._obstacles(q, k, None)
-        if self.indexer.candidates is not None:
+        if self.indexer.candidates is not None or self.indexer.block_size > 1:
             return choose(choose_kernels(self.impl, obstacles))
         if not self.indexer.is_plain:
             return choose()
@@ -248,20 +247,10 @@ class dsa(Reusing, AttentionOp):
         factor = 0.0 if self.reuse else self.index_loss
         factor = factor / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
 
-        def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
-            from reformax.ops.kernels.triton import chosen as kernel
-            from reformax.ops.kernels.triton import listed
-
-            group, learner = q.shape[2] // k.shape[2], None
-            by_list = listed.pays(plan, length, group, q.dtype.itemsize, call.causal)
-            sizes = kernel.ChosenSizes(call.causal, call.dropout, call.logits, by_list)
-            masks = None if call.segment_ids is None else ids
-            if not self.reuse and self.index_loss:
-                learner = kernel.ChoiceLearner(kernel.IndexerArrays(*index, index_keys), factor)
-            return kernel.attend(sizes, interpret, q, k, v, learner, plan, masks, call.seed)
-
         arrays = q, k, v, index, index_keys, factor, plan, ids
-        in_arrays = functools.partial(self._in_arrays, call, *arrays)
+        in_arrays, in_kernels = (
+            functools.partial(f, call, *arrays) for f in (self._in_arrays, self._in_kernels)
+        )
         obstacles = self._obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out = compute_by(self.impl, implementations)
@@ -275,6 +264,39 @@ class dsa(Reusing, AttentionOp):
         mean = self._mean_loss(call, q, k, v, index, index_keys, plan, ids)
         # Its gradient carries what the meter becomes.
         return out + (0 * updated(params["index_loss"], mean)).astype(v.dtype)
+
+    def _in_kernels(
+        self, call: Call, q, k, v, index, index_keys, factor, plan, ids, interpret: bool
+    ) -> Float[Array, "B T N V"]:
+        from reformax.ops.kernels.triton import chosen as kernel
+        from reformax.ops.kernels.triton import listed
+
+        masks = None if call.segment_ids is None else ids
+        by_blocks, learner = self.indexer.block_size > 1, None
+        if not self.reuse and self.index_loss:
+            learnt = plan[..., : 1 - self.indexer.block_size] if by_blocks else plan
+            arrays = kernel.IndexerArrays(*index, index_keys)
+            learner = kernel.ChoiceLearner(arrays, factor, learnt)
+        if by_blocks:
+            return self._blocks_in_kernels(call, q, k, v, learner, plan, masks, interpret)
+        group = q.shape[2] // k.shape[2]
+        by_list = listed.pays(plan, q.shape[1], group, q.dtype.itemsize, call.causal)
+        sizes = kernel.ChosenSizes(call.causal, call.dropout, call.logits, by_list)
+        return kernel.attend(sizes, interpret, q, k, v, learner, plan, masks, call.seed)
+
+    def _blocks_in_kernels(
+        self, call: Call, q, k, v, learner, plan, ids, interpret: bool
+    ) -> Float[Array, "B T N V"]:
+        """Chosen blocks and a query's own one, as two parts of one softmax."""
+        from reformax.ops.kernels.triton import compressed as kernel
+        from reformax.ops.kernels.triton.nsa import n_rows
+
+        blocks, own = self.indexer.blocks_of(plan)
+        group, size = q.shape[2] // k.shape[2], self.indexer.block_size
+        common = dict(group=group, dropout=call.dropout, logits=call.logits)
+        sizes = kernel.block_sizes(size, blocks.shape[2], n_rows(q), **common)
+        near, far = (kernel.Part(k, v, ids, x) for x in (own, blocks))
+        return kernel.attend(sizes, interpret, q, near, far, None, learner, ids, call.seed)[0]
 
     def _in_arrays(
         self, call: Call, q, k, v, index, index_keys, factor, plan, ids

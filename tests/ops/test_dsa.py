@@ -204,6 +204,30 @@ def test_kernels_attend_to_the_best_candidates():
     assert_trees_close(got, want, 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packed, dropout", [(False, 0.0), (True, 0.2)])
+def test_kernels_choose_and_attend_to_whole_blocks(packed, dropout):
+    """Two query heads on a key head, with a last block that is not complete."""
+    q, k, v = numbers(43)
+    k, v = k[:, :, :1], v[:, :, :1]
+    ids = jnp.asarray(np.repeat([[1, 2, 0], [1, 1, 1]], [20, 17, 6], axis=1)) if packed else None
+    masks = dict(segment_ids=ids, causal=True, rng=jax.random.key(2))
+
+    def run(impl):
+        op = dsa.dsa(top_k=10, **OPTIONS, indexer=Indexer(rotary=True, block_size=4), impl=impl)
+        params = weights(op, q)
+        plan = op.plan(params, q, k, train=True, **masks)
+
+        def total(*x):
+            return jnp.sin(op.apply(*x, plan=plan, dropout=dropout, **masks)).sum()
+
+        gradients = jax.value_and_grad(total, argnums=(0, 1, 2, 3))(params, q, k, v)
+        return jnp.sort(plan, axis=2), gradients
+
+    got, want = (jax.jit(run, static_argnums=0)(x) for x in (INTERPRETED, "xla"))
+    assert_trees_close(got, want, 1e-5)
+
+
 def sizes_of(jaxpr):
     """Bytes of all results of a program and of the programs in it, kernels excepted."""
     for eqn in jaxpr.eqns:

@@ -158,8 +158,8 @@ def in_kernels(
         kernel.summary_sizes(block_size, n_rows(q), by_list, **common),
     )
     far = summaries.keys.astype(k.dtype), summaries.values.astype(v.dtype)
-    far = kernel.Part(*far, None if ids is None else summaries.ids)
-    inputs = q, kernel.Part(k, v, ids), far, call.sinks, learner, chosen, ids, call.seed
+    far = kernel.Part(*far, None if ids is None else summaries.ids, chosen)
+    inputs = q, kernel.Part(k, v, ids), far, call.sinks, learner, ids, call.seed
     out, *sums = kernel.attend(of_parts, interpret, *inputs)
     if call.sinks is not None and ids is not None:
         # The gradient at padding, which may be anything, is not part of that of the sinks.

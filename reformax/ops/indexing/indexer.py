@@ -137,10 +137,10 @@ class Indexer(Options):
           causal: whether later positions are hidden.
           length: that settings depend on.
           rng: the source of hashes.
-          interpret: from `dispatch.choose_kernels`, of the kernels that score candidates.
+          interpret: from `dispatch.choose_kernels`, of the kernels that score candidates or blocks.
         """
         if self.block_size > 1:
-            return self._choose_blocks(x, ids_or_ones(segment_ids, x.keys), top_k)
+            return self._choose_blocks(x, segment_ids, top_k, interpret)
         n_tokens = x.keys.shape[1]
         n_local = self.n_local_keys(causal, n_tokens)
         rule = ChoiceRule(causal, min(self.n_local, n_tokens), self.group)
@@ -175,12 +175,28 @@ class Indexer(Options):
         """The last complete block at a position; -1 before the first."""
         return (position + 1) // self.block_size - 1
 
-    def _choose_blocks(self, x: Indexed, ids: Int[Array, "B T"], top_k: int) -> Int[Array, "B T K"]:
-        position, (keys, block_ids) = positions(x.keys.shape[1]), self.block_keys(x.keys, ids)
-        side = Side(self.newest_block(position), ids)
-        n_best, rule = min(top_k // self.block_size, keys.shape[1]), ChoiceRule(causal=True)
-        found = best_keys(self.score, rule, n_best, x.queries, keys, side, block_ids)
+    def _choose_blocks(self, x: Indexed, segment_ids, top_k: int, interpret) -> Array:
+        ids, position = ids_or_ones(segment_ids, x.keys), positions(x.keys.shape[1])
+        keys, block_ids = self.block_keys(x.keys, ids)
+        n_best = min(top_k // self.block_size, keys.shape[1])
+        if interpret is None:
+            side, rule = Side(self.newest_block(position), ids), ChoiceRule(causal=True)
+            found = best_keys(self.score, rule, n_best, x.queries, keys, side, block_ids)
+        else:
+            from reformax.ops.kernels.triton import indexer as kernel
+
+            masks = (None, None) if segment_ids is None else (ids, block_ids)
+            arrays = *x.queries, keys, *masks
+            found = kernel.choose_positions(n_best, True, interpret, *arrays, self.block_size)
         return self._positions_of(found, position)
+
+    def blocks_of(
+        self, chosen: Int[Array, "B T K"]
+    ) -> tuple[Int[Array, "B T C"], Int[Array, "B T _"]]:
+        """The blocks of a choice, -1 for none, and the positions of the query's own block."""
+        n_in_blocks = chosen.shape[2] - (self.block_size - 1)
+        blocks = chosen[..., : n_in_blocks : self.block_size] // self.block_size
+        return blocks, chosen[..., n_in_blocks:]
 
     def _positions_of(
         self, blocks: Int[Array, "B Q C"], position: Int[Array, "#B Q"]

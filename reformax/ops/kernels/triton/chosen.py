@@ -37,10 +37,12 @@ class ChoiceLearner(NamedTuple):
     Attributes:
       index: the indexer's vectors.
       factor: of the sum of its divergence over queries.
+      chosen: the keys of each query over which that is, -1 for none.
     """
 
     index: IndexerArrays
     factor: Float[Array, ""]
+    chosen: Int[Array, "B T K"]
 
 
 class ChosenSizes(NamedTuple):
@@ -119,9 +121,10 @@ def _backward(sizes, interpret, residuals, d_out):
     if learner is not None:
         rule = KeyRule(sizes.causal, sizes.logits)
         attention = AttentionInputs(q, k, *results[1:])
-        gradient = indexer_gradient(rule, interpret, learner.index, attention, chosen, ids, ids)
+        masks = learner.chosen, ids, ids
+        gradient = indexer_gradient(rule, interpret, learner.index, attention, *masks)
         gradient = jax.tree.map(lambda x: x * learner.factor, gradient)
-        of_learner = ChoiceLearner(gradient, None)
+        of_learner = ChoiceLearner(gradient, None, None)
     return dq, dk, dv, of_learner, None, None, None
 
 

@@ -3,7 +3,8 @@
 The keys of the window and the summaries are two calls of the kernels of `nsa`, or of `listed` where
 lists of summaries pay, which return each row's maximum and sum. These merge both (Milakov and
 Gimelshein 2018, "Online normalizer calculation for softmax"), and the sinks. In the backward pass
-both parts use the maximum and the sum of the whole row. An indexer that chose the summaries has the
+both parts use the maximum and the sum of the whole row. Blocks that an indexer chose, and a query's
+own, are two such parts too (`block_sizes`). An indexer that chose the summaries or blocks has the
 gradient of `kernels.indexer_gradient`.
 
 Letters as in `reformax.ops.base`; S is the number of keys of a part.
@@ -29,11 +30,19 @@ from reformax.ops.softmax.online import Softmax, nonzero
 
 
 class Part(NamedTuple):
-    """Keys and values of one kind, zeros at padding, and their segments; None: one segment."""
+    """Keys and values of one kind, zeros at padding.
+
+    Attributes:
+      k, v: the vectors.
+      ids: their segments; None: one segment.
+      chosen: the keys that each query sees, by number, or with `NsaSizes.block` the blocks of keys;
+        -1 is none. None: the query sees all up to itself.
+    """
 
     k: Float[Array, "B S G H"]
     v: Float[Array, "B S G V"]
     ids: Int[Array, "B S"] | None
+    chosen: Int[Array, "B T K"] | None = None
 
 
 def window_sizes(window: int, rows: int, **common: Any) -> nsa.NsaSizes:
@@ -52,16 +61,23 @@ def summary_sizes(
     return nsa.NsaSizes(**of_blocks, **common, rows=rows, address=(2, 1))
 
 
+def block_sizes(
+    block_size: int, n_chosen: int, rows: int, **common: Any
+) -> tuple[listed.ListedSizes, nsa.NsaSizes]:
+    """Those of the parts of a query's own block, by a list of positions, and of chosen blocks."""
+    of_blocks = dict(block=block_size, n_selected=n_chosen, stride=1, span=1)
+    return listed.ListedSizes(**common), nsa.NsaSizes(**of_blocks, **common, rows=rows)
+
+
 @functools.partial(CustomDerivatives, n_static=2)
 def attend(
-    sizes: tuple[nsa.NsaSizes, nsa.NsaSizes | listed.ListedSizes],
+    sizes: tuple[nsa.NsaSizes | listed.ListedSizes, nsa.NsaSizes | listed.ListedSizes],
     interpret: bool,
     q: Float[Array, "B T N H"],
     near: Part,
     far: Part,
     sinks: Float[Array, " N"] | None,
     learner: ChoiceLearner | None,
-    chosen: Int[Array, "B T K"] | None,
     ids: Int[Array, "B T"] | None,
     seed: Int[Array, 6] | None,
 ) -> Results:
@@ -74,40 +90,43 @@ def attend(
       sizes: the static settings of both parts.
       interpret: whether to run the kernels on any device, slowly.
       q: queries, zeros at padding.
-      near, far: the window's keys and the summaries.
+      near, far: keys that each query sees in any case, and those that it may choose.
       sinks: of `softmax.learned_sinks`; None: there are none. Gradients of padding's outputs must
         then be zeros.
-      learner: None: no indexer learns.
-      chosen: the summaries that each query sees, -1 for none; None: all of complete blocks.
+      learner: of the choice of `far`; None: no indexer learns.
       ids: the segments of queries; None: one segment.
       seed: `seed_words` of dropout; None without dropout.
     """
-    return _forward(sizes, interpret, q, near, far, sinks, learner, chosen, ids, seed)[0]
+    return _forward(sizes, interpret, q, near, far, sinks, learner, ids, seed)[0]
 
 
-def _calls(sizes, interpret, q, near, far, chosen, ids, seed):
-    """The kernels of both parts, the first arguments of their passes, and their options."""
-    options, (of_near, of_far) = dict(interpret=interpret), sizes
-    yield nsa, (of_near, q, near.k, near.v, ids, near.ids, None, seed), options
-    arguments = of_far, q, far.k, far.v, ids, far.ids
-    if isinstance(of_far, listed.ListedSizes):
-        yield listed, (*arguments, chosen, seed), options
-    else:
-        bits = None if chosen is None else bits_of(chosen, far.k.shape[1])
-        yield nsa, (*arguments, None, seed), options | dict(bits=bits)
+def _call(sizes, q, x: Part, ids, seed):
+    """The kernels of a part, the first arguments of their passes, and an option."""
+    n_batch, n_keys, n_kv, _ = x.k.shape
+    chosen, bits = x.chosen, None
+    if isinstance(sizes, listed.ListedSizes):
+        return listed, (sizes, q, x.k, x.v, ids, x.ids, chosen, seed), {}
+    if sizes.block:
+        chosen = jnp.broadcast_to(chosen[:, None], (n_batch, n_kv, *chosen.shape[1:]))
+    elif chosen is not None:
+        chosen, bits = None, bits_of(chosen, n_keys)
+    return nsa, (sizes, q, x.k, x.v, ids, x.ids, chosen, seed), dict(bits=bits)
 
 
-def _forward(sizes, interpret, q, near, far, sinks, learner, chosen, ids, seed):
+def _forward(sizes, interpret, q, near, far, sinks, learner, ids, seed):
     q, near, far, sinks, learner = first_order((q, near, far, sinks, learner))
-    calls = _calls(sizes, interpret, q, near, far, chosen, ids, seed)
-    of_near, of_far = (kernels.forward(*x, **options) for kernels, x, options in calls)
+    of_parts = []
+    for size, x in zip(sizes, (near, far), strict=True):
+        kernels, arguments, options = _call(size, q, x, ids, seed)
+        of_parts.append(kernels.forward(*arguments, interpret=interpret, **options))
+    of_near, of_far = of_parts
     results = with_sinks(_merged(of_near, of_far), sinks)
     total = None
-    if learner is not None:  # the sum of all heads' weights of summaries
+    if learner is not None:  # the sum of all heads' weights of what is chosen
         _, far_max, far_sum = of_far
         _, row_max, row_sum = results
         total = jnp.sum(far_sum * jnp.exp(far_max - row_max) / nonzero(row_sum), axis=1)
-    return results, ((q, near, far, sinks, learner, chosen, ids, seed), results, total)
+    return results, ((q, near, far, sinks, learner, ids, seed), results, total)
 
 
 def _merged(near: Results, far: Results) -> Results:
@@ -118,23 +137,25 @@ def _merged(near: Results, far: Results) -> Results:
 
 
 def _backward(sizes, interpret, residuals, cotangents):
-    (q, near, far, sinks, learner, chosen, ids, seed), results, total = residuals
+    (q, near, far, sinks, learner, ids, seed), results, total = residuals
     results, d_out = first_order((results, cotangents[0]))
     dq, of_parts = jnp.zeros(q.shape, jnp.float32), []
-    for kernels, x, options in _calls(sizes, interpret, q, near, far, chosen, ids, seed):
-        of_q, *of_keys = kernels.backward(*x, *results, d_out, **options)
+    for size, x in zip(sizes, (near, far), strict=True):
+        kernels, arguments, options = _call(size, q, x, ids, seed)
+        arguments = *arguments, *results, d_out
+        of_q, *of_keys = kernels.backward(*arguments, interpret=interpret, **options)
         dq = dq + of_q.astype(jnp.float32)
         of_parts.append(Part(*of_keys, None))
     of_learner = None
     if learner is not None:
         rule = KeyRule(True, sizes[1].logits, sizes[1].span)
         attention = AttentionInputs(q, far.k, *results[1:], total)
-        masks = chosen, ids, far.ids
+        masks = learner.chosen, ids, far.ids
         gradient = indexer_gradient(rule, interpret, learner.index, attention, *masks)
         gradient = jax.tree.map(lambda x: x * learner.factor, gradient)
-        of_learner = ChoiceLearner(gradient, None)
+        of_learner = ChoiceLearner(gradient, None, None)
     of_sinks = d_sinks(results, sinks, d_out)
-    return dq.astype(q.dtype), *of_parts, of_sinks, of_learner, None, None, None
+    return dq.astype(q.dtype), *of_parts, of_sinks, of_learner, None, None
 
 
 attend.define(_forward, _backward)
