@@ -39,7 +39,7 @@ _KNOWN = (
 
 
 class Turn(NamedTuple):
-    """What one says, and whether a model learns to say it."""
+    """A message of a conversation, and whether a model learns to write it."""
 
     role: Role
     text: str

@@ -116,7 +116,7 @@ class Ask(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """What is hidden in a text, and what is asked behind it.
+    """Sentences that are hidden in a text, and the questions that follow it.
 
     Attributes:
       hidden: sentences, and where they lie: 0 is the beginning of the text.
