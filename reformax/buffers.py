@@ -98,7 +98,7 @@ def advanced(params: Any, changes: Any, n_parts: int = 1) -> Any:
 
 
 def measured(params: Any) -> dict[str, Array]:
-    """By the names of meters, the mean of those of one name."""
+    """The mean of the meters of each name, by name."""
     found: dict[str, list[Array]] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_buffer):
         if isinstance(x, Meter):

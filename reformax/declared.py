@@ -73,7 +73,7 @@ class NonEmpty(NamedTuple):
         return os.fspath(value) not in ("", b"")
 
     def words(self, value: Any) -> str:
-        """What it is."""
+        """What is expected, in words."""
         return self.name
 
 
@@ -88,7 +88,7 @@ class Compiles(NamedTuple):
             return False
 
     def words(self, value: Any) -> str:
-        """What it is."""
+        """What is expected, in words."""
         return "a regular expression"
 
 
@@ -102,7 +102,7 @@ class Called(NamedTuple):
         return True
 
     def words(self, value: Any) -> str:
-        """What it is."""
+        """What is expected, in words."""
         return self.name
 
 

@@ -166,7 +166,7 @@ def _usable() -> tuple[str, ...]:
 
 
 def _obstacle(op: AttentionOp) -> str | None:
-    """What an op needs besides separate queries, keys and values."""
+    """The property by which an op needs more than separate queries, keys and values."""
     if op.shared_qk:
         return (
             "it makes its keys of the queries and would not read key; use 'lsh', which is "

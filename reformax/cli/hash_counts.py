@@ -72,7 +72,7 @@ def score(
 
 
 def table(found: dict[str, Any], metric: str) -> str:
-    """What `score` returns, as a Markdown table and a line."""
+    """The result of `score` as a Markdown table and a line."""
     first = found["by_n_hashes"][0]
     columns = [metric, *(name for name in first if name.startswith("kept_mass"))]
     heads = [name.removeprefix("kept_mass_").replace("_", " ") for name in columns]

@@ -299,7 +299,7 @@ def _check_yarn(table: Mapping[str, Any], factor: float) -> None:
 
 
 class Decoder(NamedTuple):
-    """What `Family.written` reads of a model."""
+    """The facts of a model that `Family.written` reads."""
 
     spec: Spec
     kinds: list[str]  # of all layers
@@ -404,7 +404,7 @@ def recurrent_sizes(spec: Spec) -> dict[str, int]:
 
 
 def differences(spec: Spec, other: Spec) -> list[str]:
-    """What a model has and what another has instead, one phrase each."""
+    """The differences of two models, a phrase for each."""
     ours, theirs = function_of(spec), function_of(other)
     names = dict.fromkeys([*ours, *theirs])
     return [

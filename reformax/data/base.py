@@ -517,7 +517,7 @@ def check_split(name: str, split: str, splits: tuple[str, ...]) -> None:
 
 
 def of_split(name: str, splits: Mapping[str, T], split: str) -> T:
-    """What there is of a split; raises ValueError if the task `name` has no such split."""
+    """The value of a split; raises ValueError if the task `name` has no such split."""
     check_split(name, split, tuple(splits))
     return splits[split]
 

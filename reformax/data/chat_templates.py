@@ -100,7 +100,7 @@ TEMPLATES = {
 
 
 class TextEncoder(Protocol):
-    """What turns text into ids."""
+    """An encoder of text to ids."""
 
     def encode_all(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """The ids of each text."""

@@ -39,7 +39,7 @@ _KNOWN = (
 
 
 class Turn(NamedTuple):
-    """What one says, and whether a model learns to say it."""
+    """A message of a conversation, and whether a model learns to write it."""
 
     role: Role
     text: str
@@ -150,16 +150,18 @@ def _of_row(fields: Sequence[Column], values: Mapping[str, Any]) -> list[Turn] |
         turns = [*prompt, *_of_messages(fields[1].name, main[1], scored=True)]
     else:
         prompt, answer = (_text(f.name, value) for f, value in zip(fields, main, strict=False))
-        context = _beside(_CONTEXTS, fields, values)
+        context = _of_further_fields(_CONTEXTS, fields, values)
         prompt = "\n\n".join([prompt, context] if context else [prompt])
         turns = [Turn("user", prompt), Turn("assistant", answer, True)]
-    system = _beside(_SYSTEMS, fields, values)
+    system = _of_further_fields(_SYSTEMS, fields, values)
     if system and not any(turn.role == "system" for turn in turns):
         turns = [Turn("system", system), *turns]
     return turns
 
 
-def _beside(names: Iterable[str], fields: Sequence[Column], values: Mapping[str, Any]) -> str:
+def _of_further_fields(
+    names: Iterable[str], fields: Sequence[Column], values: Mapping[str, Any]
+) -> str:
     """The text of the first of some fields that a row has, none of which is one of its layout."""
     option_of = {field.name: field.setting for field in fields if field.optional}
     for name in names:

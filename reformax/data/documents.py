@@ -188,7 +188,7 @@ def find(
     _check_pattern(path, pattern, raw)
     if not path.is_dir():
         said: Sequence[str] = ()
-        if by == "by_name" and (others := splits.beside(path)):
+        if by == "by_name" and (others := splits.held_out_next_to(path)):
             names_of = splits.shown(path.parent, others)
             said = [f"not read: {names_of}, next to it: give the folder to use these splits"]
         said = [*said, *([] if raw else _with_marks([path], field))]

@@ -197,9 +197,9 @@ def _part(
     if n_of(made) > size:
         return None
     if name in questions.FILLING:
-        few, many = (n_of(tokens_of(episode(n * questions.N_ASKED))) for n in (1, 3))
-        of_each = max((many - few) / (2 * questions.N_ASKED), 1)
-        n = questions.N_ASKED + int((size - few) // of_each)
+        short, long = (n_of(tokens_of(episode(n * questions.N_ASKED))) for n in (1, 3))
+        of_each = max((long - short) / (2 * questions.N_ASKED), 1)
+        n = questions.N_ASKED + int((size - short) // of_each)
         while n > 1:  # sentences differ in tokens
             more = tokens_of(episode(n))
             if n_of(more) <= size:
@@ -223,5 +223,5 @@ def _part(
     if hidden and len(hay[done:n_read]) and hay[n_read - 1] != newline:
         pieces.append(encode("\n"))
     before = np.concatenate(pieces)
-    marks = np.concatenate([np.zeros(len(before), bool), is_answer])
-    return np.concatenate([before, asked]).astype(np.int32), marks, n_read
+    is_scored = np.concatenate([np.zeros(len(before), bool), is_answer])
+    return np.concatenate([before, asked]).astype(np.int32), is_scored, n_read

@@ -246,7 +246,7 @@ def trees(
     max_depth: int,
     max_args: int,
 ) -> Trees:
-    """Those of `n` random trees whose lengths lie between two."""
+    """Draws `n` random trees with lengths from `min_length` to `max_length`."""
     levels = _drawn(rng, n, max_depth, max_args)
     length = sum(
         np.bincount(level.tree, np.where(level.n_args, 2, 1), minlength=n) for level in levels

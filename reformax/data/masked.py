@@ -65,7 +65,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
             raise SettingError(f"length={given} must be {length}, masked.masked.length")
 
     def draws(of_rows: np.random.Generator, shape: int | tuple[int, int]):
-        """What decides whether a token is chosen, and the token that may take its place."""
+        """The number that decides whether a token is chosen, and the token that may replace it."""
         rng = np.random.Generator(of_rows.bit_generator.jumped())  # not the numbers of the rows
         return rng.random(shape), rng.integers(1, task.vocab_size, size=shape)
 

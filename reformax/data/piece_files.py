@@ -33,7 +33,7 @@ class TextSpan(NamedTuple):
     text: Text
 
     def size(self) -> int:
-        """Its bytes."""
+        """The number of its bytes."""
         return len(self.text.data)
 
 

@@ -236,7 +236,7 @@ class PieceVocabulary:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of ids in memory and in files."""
+        """The dtype of ids, in memory and in files."""
         return np.dtype(np.uint16 if self.size <= 2**16 else np.int32)
 
     def serialised(self) -> bytes:

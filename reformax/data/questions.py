@@ -116,7 +116,7 @@ class Ask(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """What is hidden in a text, and what is asked behind it.
+    """Sentences that are hidden in a text, and the questions that follow it.
 
     Attributes:
       hidden: sentences, and where they lie: 0 is the beginning of the text.
@@ -426,8 +426,8 @@ def question(
         return assembled(episode, parts, episode.asked[0])
 
     if name in FILLING:
-        few, many = (len(encode(built(n).text)) for n in (N_ASKED, 3 * N_ASKED))
-        of_each = max((many - few) / (2 * N_ASKED), 1)
+        short, long = (len(encode(built(n).text)) for n in (N_ASKED, 3 * N_ASKED))
+        of_each = max((long - short) / (2 * N_ASKED), 1)
     else:
         of_each = hay.of_each(encode)
     return longest(built, length, encode, of_each, f"the sentences of {name}")

@@ -90,17 +90,17 @@ def named_in(folder: Path, path: Path) -> str | None:
     return next((x.split for _, name in _steps(folder, path) if (x := named(name))), None)
 
 
-def beside(path: Path) -> list[Path]:
-    """The other splits that lie beside a file of 'train', in files of its kind."""
-    own = named(path.name)
-    if own is None or own.split != "train":
+def held_out_next_to(path: Path) -> list[Path]:
+    """The files of other splits in the folder of a file of 'train', of its kind."""
+    train = named(path.name)
+    if train is None or train.split != "train":
         return []
     return [
         other
         for other in files.list_files(path.parent, deep=False)
         if (found := named(other.name))
         and found.split != "train"
-        and (found.before, kind(other)) == (own.before, kind(path))
+        and (found.before, kind(other)) == (train.before, kind(path))
     ]
 
 

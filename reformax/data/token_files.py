@@ -66,7 +66,7 @@ _INFLATION = 4  # what a packed file is taken to unpack to, to know how much the
 
 
 class TextShard(NamedTuple):
-    """What a worker makes a shard of."""
+    """The part of a text that a worker makes a shard of."""
 
     number: int
     split: str
@@ -104,7 +104,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """What a folder's manifest says.
+    """The contents of a folder's manifest.
 
     Raises:
       ValueError: it is damaged, or of another version.
@@ -190,7 +190,7 @@ def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
 
 
 def words_of(folder: Path) -> str:
-    """What a text in the cache was made of, in words."""
+    """The source of a text in the cache, in words."""
     try:
         found = _manifest(folder)
     except (ValueError, OSError):
@@ -228,7 +228,7 @@ class _NoRoom(SettingError):
 
 
 def key_of(found: documents.Found, settings: Mapping[str, Any]) -> str:
-    """What names a text: its sources by path, size, time and samples, and the settings."""
+    """The key of a text: its sources by path, size, time and samples, and the settings."""
     total = hashlib.sha256(json.dumps([_FORMAT, found.kind, sorted(settings.items())]).encode())
     everything = [(split, path) for split, paths in found.paths.items() for path in paths]
     every = max(1, -(-len(everything) // _SAMPLED))
@@ -382,7 +382,7 @@ def _check_room(size: int, folder: Path) -> None:
 
 
 def shards_of(found: documents.Found, field: str) -> Iterator[TextShard]:
-    """What shards are made of, in order: spans of large plain files, and small files together."""
+    """The parts that become shards, in order: spans of large plain files, groups of small ones."""
     number = 0
     most = (found.size() * (_INFLATION if found.checked else 1)) // _SHARDS
     most = min(SHARD, max(_LEAST_SHARD, most))
@@ -469,7 +469,7 @@ def all_made(
     processes: int | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """What the manifest says of shards, in order; those that are there are not made again.
+    """Makes the shards that are missing; returns the manifest's entry of each, in order.
 
     Args:
       make: writes a shard's files, flushed to the disk; returns what the manifest says of it.

@@ -132,7 +132,7 @@ class _Worker:
 
 
 def serve() -> None:
-    """What a `_Worker`'s process does: calls, until its pipe ends."""
+    """The main loop of a `_Worker`'s process: it calls until its pipe ends."""
     source, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no result
     with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):

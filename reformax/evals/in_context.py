@@ -22,7 +22,7 @@ RULER = "ruler"
 
 
 class Asked(NamedTuple):
-    """What is asked: questions of each length, their depths, and the text that needles lie in."""
+    """The settings of questions: lengths, numbers, depths, and the text that needles lie in."""
 
     lengths: Sequence[int]
     n: int = N_QUESTIONS  # of each length

@@ -70,7 +70,7 @@ def sizes_of(
 
 
 def projections_of(op: AttentionOp, sizes: Dims) -> dict[str, ExtraProjection]:
-    """What is projected, by the name of its weights."""
+    """The projections, by the names of their weights."""
     n, g = sizes.qk_heads, sizes.key_heads
     found = {
         "query": ExtraProjection(n, sizes.d_qk, rotated=True),
@@ -125,7 +125,7 @@ def source_of(
     use_rotary: bool,
     decodes: bool,
 ) -> Float[Array, "B S E"]:
-    """What keys and values are made of.
+    """The array that keys and values are projected from.
 
     Raises:
       NotImplementedError: the algorithm cannot attend to it, or positions are rotated.

@@ -114,7 +114,7 @@ def generate(
 
 
 def _all_of(generator: Generator) -> tuple[list[Any], Any]:
-    """What a generator yields, and what it returns."""
+    """The values that a generator yields, and the one that it returns."""
     items = []
     while True:
         try:

@@ -533,7 +533,7 @@ class Attention(MultiHead):
         return self._output(params, gated(out, qkv.gate), added), cache
 
     def newest_choice(self, cache: Any) -> Any:
-        """What the newest query of each row chose, for layers that reuse it; of a step's cache."""
+        """The keys that the newest query of each row chose, from a step's cache."""
         for wrapped in (self.key_conv, self.next_value):
             cache = cache[0] if wrapped else cache
         return self.op.newest_choice(cache)

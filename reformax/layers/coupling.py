@@ -79,7 +79,7 @@ class Coupling(Protocol):
         """The streams before it, from parts without its output."""
 
     def read(self, parts: StreamParts) -> Array:
-        """What the sublayer reads; the same before and after it."""
+        """The sublayer's input, which is the same before and after it."""
 
     def gradient(self, d_streams: Streams) -> StreamGradients:
         """The gradients at a sublayer."""

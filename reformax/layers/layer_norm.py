@@ -45,7 +45,7 @@ class LayerNorm(Layer):
 
     @property
     def epsilon(self) -> float:
-        """What is added to the variance."""
+        """The number that is added to the variance."""
         return self._epsilon
 
     def init_params(self, rng, shape):

@@ -67,7 +67,7 @@ class QKV(NamedTuple):
 
     @property
     def of_op(self) -> QKV:
-        """What the algorithm reads."""
+        """The part that the algorithm reads: all but the gate."""
         return self._replace(gate=None)
 
 
@@ -215,7 +215,7 @@ class MultiHead(Layer):
         return self._weights_rate > 0.0 or self._output_rate > 0.0
 
     def projections(self) -> dict[str, ExtraProjection]:
-        """What is projected from the input, by the name that its weights have after `w_`."""
+        """The projections of the input, by the names that their weights have after `w_`."""
         n, h, v = self.n_heads, self.d_qk, self.d_v
         n_kv, n_qk = self.n_kv_heads or n, self.n_qk_heads
         both = {
@@ -233,7 +233,7 @@ class MultiHead(Layer):
         )
 
     def _extra_projections(self) -> dict[str, ExtraProjection]:
-        """Those that the algorithm reads."""
+        """The extra projections that the algorithm reads."""
         return self.op.extra_projections(self._dims)
 
     def init_params(self, rng, shape, *shapes):
@@ -332,7 +332,7 @@ class MultiHead(Layer):
 
     @property
     def _query_factor(self) -> float:
-        """What queries are multiplied by, for products with `scale` by the algorithm's factor."""
+        """The factor of queries by which logits, which the algorithm scales too, have `scale`."""
         return self.scale * math.sqrt(self.d_qk)
 
     def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
@@ -462,7 +462,7 @@ class MultiHead(Layer):
         return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
 
     def _bias(self, params, length: int) -> Float[Array, "1 N T T"] | None:
-        """What is added to the logits, if anything."""
+        """The bias that is added to the logits, if there is one."""
         del params, length
         return None
 

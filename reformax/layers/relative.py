@@ -54,7 +54,7 @@ def position_bias(
     key: Int[Array, "B S"],
     causal: bool,
 ) -> Float[Array, "B N T S"]:
-    """What is added to the logits of queries and keys at these positions.
+    """The bias that is added to the logits of queries and keys at these positions.
 
     Args:
       kind: "alibi": minus the distance times the head's slope; "t5": a number of the distance's

@@ -419,7 +419,7 @@ class ReversibleStack(BlockStack):
 
 
 class KeptOfAttention(NamedTuple):
-    """What a stack keeps of an attention sublayer for the backward pass."""
+    """The arrays that a stack keeps of an attention sublayer for the backward pass."""
 
     plan: Any  # None where it is another layer's
     stored: list[Array] | None = None  # from `remat.stored`, with the policy "attention"

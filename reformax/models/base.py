@@ -137,12 +137,12 @@ class Model(Layer, TaskModel):
 
     @property
     def width(self) -> Width:
-        """`dtype`, or what it is where no products are of FP8 numbers."""
+        """The dtype of all but FP8 products: bfloat16 where `dtype` is "float8"."""
         return "bfloat16" if self.dtype == "float8" else self.dtype
 
     @property
     def features_dtype(self) -> Width:
-        """That of what logits are made of: float32 for float16 too.
+        """The dtype of the features that logits are computed from: float32 for float16 too.
 
         The gradient of a mean over many targets underflows in float16.
         """
@@ -331,7 +331,7 @@ class Model(Layer, TaskModel):
 
     @property
     def _position_bias(self) -> PositionBias | None:
-        """What self-attention adds to its logits by distance, where it can."""
+        """The bias by distance that self-attention adds to its logits; None: none."""
         return self.pos_type if self.pos_type in ("alibi", "t5") else None
 
     def _rotating(self, cycle: Sequence[AttentionOp]) -> list[bool]:

@@ -69,7 +69,7 @@ class QueryKeyHash(Protocol):
     """How queries `[B, T, N, H]` and keys `[B, S, N, H]` are hashed."""
 
     def codes(self, call: Call, q, k, cross: bool) -> HashCodes:
-        """Their hashes; floats only where `cross`, of two sequences."""
+        """The hash codes of queries and keys. Only `cross`, of two sequences, may have floats."""
         ...
 
     def start(self, call: Call, q, k) -> Any:

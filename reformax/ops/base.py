@@ -259,7 +259,7 @@ class AttentionOp(Options):
         return False
 
     def newest_choice(self, cache: Any) -> Any:
-        """What the newest query of each row chose, of a cache after `step`."""
+        """The keys that the newest query of each row chose, from a cache after `step`."""
         raise NotImplementedError(f"{self.name} has no choice that others reuse")
 
     def reach(self, causal: bool) -> Reach | None:

@@ -282,7 +282,7 @@ def _layout(wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def packed(wanted: Mapping[str, Wanted]) -> dict[str, list]:
-    """What is wanted, in JSON."""
+    """The request, in JSON."""
     return {
         name: [list(x.shape), str(x.dtype), [[[a.start, a.stop] for a in r] for r in x.regions]]
         for name, x in wanted.items()

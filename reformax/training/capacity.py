@@ -22,7 +22,7 @@ _DIGITS = 64  # sizes are rounded to about a part in so many
 
 
 class Capacity(NamedTuple):
-    """What a search found.
+    """The largest sizes that a search found to fit.
 
     Attributes:
       fits: the largest size known to fit; 0 if none is.

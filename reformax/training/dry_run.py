@@ -152,7 +152,7 @@ def _capacities(
 
 
 def _words(found: capacity.Capacity, size: str) -> str:
-    """What a search found, for people."""
+    """The result of a search, in words."""
     if not found.fits:
         return "none fits"
     why = f"; more is refused: {found.refused}" if found.refused else ""

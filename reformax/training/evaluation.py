@@ -299,9 +299,10 @@ class _Totals:
         self.squares += nats * nats, nats * weight, weight * weight, weight > 0
 
     def standard_error(self) -> float | None:
-        """That of bits per target, of batches as drawn from a text without end; None for one batch.
+        """The standard error of bits per target, as if batches were drawn from an endless text.
 
-        Of a ratio of sums, nats over weights (Cochran 1977, "Sampling Techniques", section 6.4).
+        It is that of a ratio of sums, nats over weights (Cochran 1977, "Sampling Techniques",
+        section 6.4), and None for one batch.
         """
         nats, weight = self.metrics["nats"]
         nats_2, both, weight_2, n = self.squares

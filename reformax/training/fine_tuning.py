@@ -64,7 +64,7 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineTuning:
-    """What is trained; all other weights stay as they are.
+    """The weights that are trained; all others stay as they are.
 
     Args:
       only: regular expressions: weights with one of them in their names are trained, such as

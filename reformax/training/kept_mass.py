@@ -54,7 +54,7 @@ def named(shares: Mapping[int, Any]) -> dict[str, float]:
 
 
 def words(found: Mapping[str, float]) -> str:
-    """What `named` returns, in a line."""
+    """The metrics of `named` as a line of text."""
     layers = ((name.removeprefix(f"{NAME}_layer_"), x) for name, x in found.items() if name != NAME)
     of_layers = ", ".join(f"{layer}: {x:.4f}" for layer, x in layers)
     return f"kept mass {found[NAME]:.4f}, by layer {of_layers}"

@@ -215,7 +215,7 @@ def _zero_sums() -> Sums:
 
 
 class Loss(NamedTuple):
-    """What is added to the cross-entropy; see `cross_entropy`."""
+    """The terms that are added to the cross-entropy; see `cross_entropy`."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0

@@ -134,7 +134,7 @@ def schedule_steps(optimizer: optax.GradientTransformation) -> int | None:
 
 
 def _schedules(optimizer: optax.GradientTransformation) -> list[RateSchedule]:
-    """Those of the optimizer's schedules that may be as long as its run."""
+    """The optimizer's schedules whose length may be that of the run."""
     given = optimizer.schedules if isinstance(optimizer, Optimizer) else ()
     return [x for x in given if isinstance(x, RateSchedule)]
 

@@ -228,7 +228,7 @@ class RecordLines:
 
 
 def tag_of(line: dict[str, Any]) -> str:
-    """What a line is.
+    """The kind of a line.
 
     'train', 'eval', 'kept_mass', a 'sample' of text, 'data' that changed, or a 'note' on lines that
     are lost.

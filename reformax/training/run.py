@@ -33,7 +33,7 @@ from reformax.training.step_log import StepLog
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What stays as it is from the first step to the last; `start.opened` makes it once.
+    """The constants of a run, from the first step to the last; `start.opened` makes them once.
 
     Attributes:
       folder: the run's.
@@ -88,7 +88,7 @@ class Run:
 
 @dataclass(eq=False)
 class RunState:
-    """What steps, evaluations and saves change.
+    """The variables of a run, which steps, evaluations and saves change.
 
     Attributes:
       arrays: parameters, the optimizer's state and the moving average, on the devices.
@@ -108,7 +108,7 @@ class RunState:
 
     @property
     def to_save(self) -> tuple[int, dict[str, Any]]:
-        """What a checkpoint would hold now, to compare with what the last one holds."""
+        """The contents of a checkpoint at this step, to compare with the last one's."""
         return self.step, dict(self.scores)
 
 

@@ -279,7 +279,7 @@ class TrainSettings:
 
     @functools.cached_property
     def other_evaluations(self) -> list[ResolvedEvaluation]:
-        """Those of `evaluations`, in their order."""
+        """The resolved evaluations of `evaluations`, in their order."""
         given = self.evaluations.items()
         return [evaluations_lib.resolved(x, y, self.own_evaluation) for x, y in given]
 

@@ -51,7 +51,7 @@ from reformax.training.step_log import StepLog
 
 
 class _Parts(NamedTuple):
-    """What a run is made of before it looks at its folder."""
+    """The parts of a run that do not depend on its folder."""
 
     setup: opening.Setup
     processes: Processes
@@ -299,7 +299,7 @@ def _kept(
 
 
 def _shown(parts: _Parts, restored: opening.RestoredRun, record: Record) -> dict[str, Any]:
-    """What shows the run: `record`, `bar`, `log` and `clock` of `Run`."""
+    """The outputs of a run: `record`, `bar`, `log` and `clock` of `Run`."""
     settings, step, info = parts.setup.settings, restored.step, restored.info
     begun = restored.seconds - parts.decisions.started
     unit = "bits_per_byte" if settings.task.of_bytes else settings.own_evaluation.metric

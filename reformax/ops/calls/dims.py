@@ -36,5 +36,5 @@ class ExtraProjection(NamedTuple):
 
     @property
     def of_input(self) -> ExtraProjection:
-        """What the layer's input is multiplied to first: of the rank's size where there is one."""
+        """The first product of the layer's input; of the size of `rank` where there is one."""
         return self if self.rank is None else ExtraProjection(1, self.rank)

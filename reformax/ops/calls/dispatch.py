@@ -69,7 +69,7 @@ KERNELS = ("pallas", INTERPRETED)
 
 
 class KernelObstacles(NamedTuple):
-    """What keeps our kernels from a call: a property of it, and one that does not fit on a chip.
+    """Why our kernels cannot compute a call: a property of it, and one that does not fit on a chip.
 
     The interpreter has no chip.
     """

@@ -37,7 +37,7 @@ class Options:
 
     @functools.cached_property
     def _compared(self) -> tuple[Any, ...]:
-        """What makes two instances equal."""
+        """The values by which instances are compared and hashed."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return type(self), *map(_identity, values)
 
@@ -54,7 +54,7 @@ class Options:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def with_n_hashes(self, n: int) -> Options:
-        """It with so many hashes, in training and at evaluation; itself where it has none."""
+        """These options with `n` hashes, also at evaluation; unchanged if they have no hashes."""
         changes = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -76,7 +76,7 @@ def _constant(value: Any) -> Any:
 
 
 def _identity(value: Any) -> Any:
-    """What is equal for the values of an option that are one to a compiled program."""
+    """A key that is equal for values of an option that make one compiled program."""
     if isinstance(value, tuple):
         return tuple(map(_identity, value))
     if value is None or isinstance(value, bool | int | float | str | np.generic):

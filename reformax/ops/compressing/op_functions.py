@@ -74,7 +74,7 @@ class Compressed(LearnedSinks):
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """What summaries serve as."""
+        """The names of the summaries: keys and values, or one that is both."""
         return ("kv",) if self.share_kv else ("k", "v")
 
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
@@ -207,7 +207,7 @@ class Compressed(LearnedSinks):
         return fitted
 
     def _index_cache(self, call: Call, params, k, ids) -> Any:
-        """What `_choose_newest` reads of the past."""
+        """The part of the cache that `_choose_newest` reads."""
         del call, params, k, ids
         return ()
 

@@ -28,7 +28,7 @@ from reformax.ops.softmax.online import masked_softmax
 
 
 class Series(NamedTuple):
-    """What summaries are made of. The series of a head are side by side."""
+    """The inputs of summaries. The series of a head are side by side."""
 
     values: Float[Array, "B T G*S F"]
     gates: Float[Array, "B T G*S F"]
@@ -83,5 +83,5 @@ def newest_summary(
 
 
 def _earlier(x: Array, n: int) -> Array:
-    """What lies `n` blocks before each block; zeros before the first."""
+    """The array shifted by `n` blocks: each block has the one `n` before it; zeros at first."""
     return jnp.pad(x, [(0, 0), (n, 0)] + [(0, 0)] * (x.ndim - 2))[:, : x.shape[1]]

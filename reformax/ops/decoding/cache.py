@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import choose_kernels, kernel_obstacles
+from reformax.ops.calls.dispatch import Interpret, choose_kernels, kernel_obstacles
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
@@ -136,7 +136,7 @@ def attend_to(
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    interpret = _kernels(call, impl, q, keys, values, mask)
+    interpret = _choose_kernels(call, impl, q, keys, values, mask)
     if interpret is not None:
         from reformax.ops.kernels.triton import one_query as kernel
 
@@ -164,7 +164,7 @@ def _output(
     return jnp.where(row_sum == 0, 0.0 if alone is None else alone.astype(out.dtype), out)
 
 
-def _kernels(call: Call, impl: str, q, keys, values, mask) -> bool | None:
+def _choose_kernels(call: Call, impl: str, q, keys, values, mask) -> Interpret:
     """`choose_kernels` of a call of `attend_to`."""
     pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
     return choose_kernels(impl, kernel_obstacles(q, keys, values), pays)
@@ -188,7 +188,7 @@ def add_and_attend(
       new: the keys and values of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
       mask, impl, **options: as in `attend_to`.
     """
-    interpret = _kernels(call, impl, q, *ring, mask)
+    interpret = _choose_kernels(call, impl, q, *ring, mask)
     if interpret is None:
         ring = add_to_ring(ring, *new, call.position)
         return attend_to(call, q, *ring, mask, "xla", **options), ring

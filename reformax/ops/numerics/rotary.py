@@ -142,7 +142,7 @@ class RotaryAngles:
 
     @property
     def magnitude(self) -> float:
-        """What rotated features are multiplied by."""
+        """The factor of rotated features."""
         if self.scaling == "longrope":
             return math.sqrt(1 + math.log(self.factor) / math.log(self.trained_length))
         return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0

@@ -117,7 +117,7 @@ def attend(
     exchanged = k is None, True, True, True
 
     def near(inside: int, left: int, right: int) -> list[Array | None]:
-        """What rows see: a whole shard (0), its head (1) or its tail (2), and borders."""
+        """The keys that rows see: a whole shard (0), its head (1) or its tail (2), and borders."""
         return [
             None if x is None else joined(x[inside], x[1], x[2], left, right, exchange)
             for x, exchange in zip(parts, exchanged, strict=True)

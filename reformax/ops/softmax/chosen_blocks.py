@@ -62,7 +62,7 @@ def tiles(blocks: Int[Array, "B N T K"], n_blocks: int, n_rows: int) -> ChosenTi
 
 
 def _range_index(bounds: Int[Array, " J+1"], n: int) -> Int[Array, " n"]:
-    """For each of 0 to n - 1, the index of its range between `bounds`; at most the last range."""
+    """The index of the range of `bounds` that each of 0 to n - 1 is in; at most the last one."""
     number = jnp.arange(n, dtype=jnp.int32)
     found = jnp.searchsorted(bounds[1:], number, side="right", method="scan_unrolled")
     return jnp.minimum(found, len(bounds) - 2).astype(jnp.int32)

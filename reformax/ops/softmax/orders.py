@@ -122,7 +122,7 @@ class Chunking(NamedTuple):
 
 
 class Order(NamedTuple):
-    """For each hash, the order of the queries and of the keys of a padded sequence, or of two.
+    """The orders in which each hash sorts the queries and the keys of a padded sequence, or of two.
 
     Positions from the sequence's length on are padding. The slots of queries are cut into chunks.
     A query sees the keys of `n_chunks_before` chunks before its own chunk, of its own, and of

@@ -59,11 +59,11 @@ class Candidates(Options):
         return {}
 
     def losses(self, x: IndexedKeys, queries: QueryChunk) -> Float[Array, "B Q"]:
-        """What `learns`: a loss of each query, with a gradient of the weights alone."""
+        """The loss of each query where it `learns`, with a gradient of the weights alone."""
         raise NotImplementedError
 
     def prepare(self, x: IndexedKeys) -> Any:
-        """What `of` reads of the keys."""
+        """The arrays that `of` reads, made of the keys once."""
         raise NotImplementedError
 
     def n_numbers(self, x: IndexedKeys, n_searched: int, n_each: int) -> int:

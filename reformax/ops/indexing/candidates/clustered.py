@@ -120,6 +120,6 @@ class ClusteredKeys(NamedTuple):
 
 
 def _nearness(keys: Float[Array, "B Q D"], centres: Float[Array, "B C D"]) -> Array:
-    """What is larger the smaller the distance from a key to a centre is, `[B, Q, C]`."""
+    """A score that falls with the distance from a key to a centre, `[B, Q, C]`."""
     half_squares = jnp.einsum("bcd,bcd->bc", centres, centres)[:, None] / 2
     return jnp.einsum("bqd,bcd->bqc", keys, centres) - half_squares

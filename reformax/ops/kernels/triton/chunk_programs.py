@@ -215,7 +215,7 @@ class ChunkProgram(Program):
         return self._over(self._within_window(first, last), body, carry, of_keys=False)
 
     def _bounds(self, of_keys: bool) -> TileBounds:
-        """What causality leaves to the program's block. In an order, positions are anywhere."""
+        """The bounds that causality sets to the program's block; none in a sorted order."""
         if self.n_hashes:
             return TileBounds()
         rule = dataclasses.replace(self.chunks.rule, window=None)

@@ -167,7 +167,7 @@ def _in_order(x: Array, order: Array | None) -> Array:
 
 
 def chunk_inputs(chunks, q, k, v, order, segment_ids, seed) -> ChunkInputs:
-    """What kernels of both passes read, sorted; arguments are those of `forward`."""
+    """The arrays that kernels of both passes read, sorted; arguments are those of `forward`."""
     packs = segment = key_order = key_packs = key_segment = count = first = None
     if isinstance(segment_ids, TokensFirst):
         segment_ids, count = None, segment_ids.count

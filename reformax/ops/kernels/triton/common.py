@@ -220,7 +220,7 @@ def in_logits(row_max: Float[Array, " I"], size: int) -> Float[Array, " I"]:
 
 
 class QueryRows(NamedTuple):
-    """What a backward pass reads of each query.
+    """The arrays that a backward pass reads of each query.
 
     Statistics of rows are `[B, N, T]`, or in another order of the positions.
 

@@ -133,7 +133,7 @@ class _SelectionProgram(NamedTuple):
 
     @property
     def last(self) -> Any:
-        """Its last query."""
+        """The last query of the tile."""
         end = self.first + self.sizes.n_queries
         return jnp.minimum(end, self.x.q[0].shape[1]) - 1
 
