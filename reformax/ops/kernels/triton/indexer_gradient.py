@@ -50,6 +50,7 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.indexer import (
     COLUMNS,
     ROWS,
+    SCORE_COLUMNS,
     IndexerInputs,
     IndexerProgram,
     chunk_starts,
@@ -64,6 +65,8 @@ from reformax.ops.softmax.online import nonzero
 # Lists are read where they cost less than tiles. A listed key of a key head costs about as much as
 # this many pairs of a tile with one head; those of an indexer cost as much as 8 heads.
 LISTED_COST, INDEXER_HEADS = 128, 8
+# The widest heads of tiles of more keys, which read queries less often.
+NARROW = 128
 # Keys of a tile of a list, numbers that are set to zero at a time, and pipeline stages: reads of
 # a list, then those of its keys, then products.
 LIST_COLUMNS, ZEROS, LIST_STAGES = 64, 1024, 3
@@ -143,11 +146,18 @@ def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, rule: KeyRule):
 
 
 def _difference_kernel(
-    x: IndexerInputs, bits, sums: _SoftmaxSums, attention: AttentionInputs, out, *, rule: KeyRule
+    x: IndexerInputs,
+    bits,
+    sums: _SoftmaxSums,
+    attention: AttentionInputs,
+    out,
+    *,
+    rule: KeyRule,
+    columns: int,
 ):
     """A tile of the gradient of the scaled scores."""
     tile, key_tile, batch = (pl.program_id(i) for i in range(3))
-    program = IndexerProgram(x, batch, rule.causal, rule.span)
+    program = IndexerProgram(x, batch, rule.causal, rule.span, columns)
     n_heads, size = attention.q.shape[2:]
     width, group = power_of_two(size), n_heads // attention.k.shape[2]
 
@@ -168,7 +178,7 @@ def _difference_kernel(
             weights = recompute_weights(hide(logits, mask), (row_max * LOG2_E)[:, None], None, size)
             return total + weights * (1.0 / nonzero(head_sum))[:, None]
 
-        weights = jnp.zeros((ROWS, COLUMNS), jnp.float32)
+        weights = jnp.zeros((ROWS, columns), jnp.float32)
         weights = lax.fori_loop(jnp.int32(0), jnp.int32(n_heads), add, weights)
         row_max, row_sum = (load(ref.at[batch, query.position], query.exists, 0.0) for ref in sums)
         # A score may exceed the maximum by rounding, which for large scores is not small.
@@ -181,7 +191,8 @@ def _difference_kernel(
             difference = jnp.where(total > 0, index_weights - weights / nonzero(total), 0.0)
         # A row that sees NaN has no gradient.
         difference = jnp.where(difference == difference, difference, 0.0)
-        pltriton.store(out.at[batch, *tile_index(tile, key_tile)], difference.astype(out.dtype))
+        view = out.at[batch, *tile_index(tile, key_tile, columns)]
+        pltriton.store(view, difference.astype(out.dtype))
 
 
 def _tile_of(difference, batch, tile, key_tile) -> Float[Array, "I C"]:
@@ -483,6 +494,7 @@ def indexer_gradient(
     queries, keys = index.queries.astype(dtype), index.keys[:, :, None].astype(dtype)
     starts, n_tiles = chunk_starts(n_batch, length, n_keys)
     n_stages = min(n_stages_for(queries), n_stages_for(attention.q))
+    is_narrow = dtype == jnp.bfloat16 and attention.q.shape[3] <= NARROW
     run = functools.partial(_launch, interpret, rule, n_stages)
     x = IndexerInputs((queries,), index.weights, (keys,), ids, key_ids, jnp.zeros(1, jnp.int32))
 
@@ -510,8 +522,11 @@ def indexer_gradient(
         (sums,) = run(_sums_kernel, (x, bits), (shape,), (-(-length // ROWS), n_batch))
 
         def gradients_of(chunk: IndexerInputs) -> _ListOutputs:
-            inputs, grid = (chunk, bits, sums, attention), (n_tiles, n_columns // COLUMNS, n_batch)
-            difference = run(_difference_kernel, inputs, shapes.difference, grid)
+            inputs = chunk, bits, sums, attention
+            columns = SCORE_COLUMNS if is_narrow else COLUMNS
+            kernel = functools.partial(_difference_kernel, columns=columns)
+            grid = n_tiles, n_columns // columns, n_batch
+            difference = run(kernel, inputs, shapes.difference, grid, columns // 16)
             grid = n_tiles, n_index, n_batch
             (found,) = run(_queries_kernel, (chunk, difference), (tuple(shapes[1:]),), grid)
             return _ListOutputs(difference, *found)
@@ -520,7 +535,8 @@ def indexer_gradient(
         chunk = x._replace(start=start)
         found = gradients_of(chunk)
         shape, grid = float32_shape(n_columns, 1, size), (n_columns // COLUMNS, n_batch)
-        of_keys = run(_keys_kernel, (chunk, found.difference), shape, grid)
+        n_warps = 4 if dtype == jnp.float32 else 8
+        of_keys = run(_keys_kernel, (chunk, found.difference), shape, grid, n_warps)
         return d_keys + of_keys[:, : d_keys.shape[1], 0], found[1:]
 
     d_keys, of_queries = lax.scan(of_chunk, jnp.zeros_like(index.keys), starts)
@@ -530,13 +546,13 @@ def indexer_gradient(
     return IndexerArrays(d_queries, d_weights, d_keys)
 
 
-def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid):
+def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid, n_warps=4):
     return launch(
         functools.partial(kernel, rule=rule),
         inputs,
         shapes,
         grid=grid,
-        num_warps=8 if kernel is _keys_kernel and inputs[1].dtype == jnp.bfloat16 else 4,
+        num_warps=n_warps,
         num_stages=n_stages,
         interpret=interpret,
         name=f"dsa{getattr(kernel, 'func', kernel).__name__.removesuffix('_kernel')}",
