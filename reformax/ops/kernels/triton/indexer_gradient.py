@@ -70,6 +70,8 @@ NARROW = 128
 # Keys of a tile of a list, numbers that are set to zero at a time, and pipeline stages: reads of
 # a list, then those of its keys, then products.
 LIST_COLUMNS, ZEROS, LIST_STAGES = 64, 1024, 3
+# Bytes of the queries of a part of a group of heads.
+MAX_PART_BYTES = 64 * 128 * 2
 
 
 class IndexerArrays(NamedTuple):
@@ -277,7 +279,7 @@ class _ListedKeys(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """The heads of a query that share a key head."""
+    """Heads of a query that share a key head."""
 
     q: Float[Array, "M H"]
     row_max: Float[Array, " M"]
@@ -320,13 +322,34 @@ class _ListProgram(NamedTuple):
         at = self.batch, self.position, jnp.where(head < n, head, 0)
         return q, load(self.inputs.x.weights.at[at], head < n, 0.0)
 
-    def heads(self, key_head: Any) -> _Heads:
-        """The attention's heads of a key head."""
-        q, k, row_max, row_sum, _ = self.inputs.attention
-        group = q.shape[2] // k.shape[2]
-        number = jnp.arange(power_of_two(group), dtype=jnp.int32)
-        exists = number < group
-        head = key_head * group + jnp.where(exists, number, 0)
+    @property
+    def group(self) -> int:
+        """The query heads of a key head."""
+        return self.inputs.attention.q.shape[2] // self.inputs.attention.k.shape[2]
+
+    @property
+    def n_rows(self) -> int:
+        """The heads of a part of a group."""
+        q = self.inputs.attention.q
+        most = MAX_PART_BYTES // (power_of_two(q.shape[3]) * q.dtype.itemsize)
+        return max(16, min(most, power_of_two(self.group)))
+
+    @property
+    def n_parts(self) -> int:
+        """The parts of all groups."""
+        return -(-self.group // self.n_rows) * self.inputs.attention.k.shape[2]
+
+    def key_head(self, part: Any) -> Any:
+        return lax.div(part, jnp.int32(-(-self.group // self.n_rows)))
+
+    def heads(self, part: Any) -> _Heads:
+        """The attention's heads of a part of a group."""
+        q, _, row_max, row_sum, _ = self.inputs.attention
+        per_group, key_head = -(-self.group // self.n_rows), self.key_head(part)
+        number = (part - key_head * per_group) * self.n_rows
+        number = number + jnp.arange(self.n_rows, dtype=jnp.int32)
+        exists = number < self.group
+        head = key_head * self.group + jnp.where(exists, number, 0)
         at = self.batch, head, self.position
         row_max, row_sum = (load(ref.at[at], exists, 0.0) for ref in (row_max, row_sum))
         inverse = jnp.where(exists, 1.0 / nonzero(row_sum), 0.0)
@@ -351,15 +374,14 @@ class _ListProgram(NamedTuple):
         return _ListedKeys(number, visible, rows, products, scores)
 
     def mean_weights(self, keys: _ListedKeys, alone: _Heads | None) -> Float[Array, " C"]:
-        """The mean of all heads' weights; `alone` is the heads of the only key head."""
+        """The mean of all heads' weights; `alone` is the only part."""
         attention = self.inputs.attention
-        (n_heads, size), n_kv = attention.q.shape[2:], attention.k.shape[2]
+        n_heads, size = attention.q.shape[2:]
 
-        def add(key_head, total):
-            heads = self.heads(key_head) if alone is None else alone
-            view = view_rows(
-                attention.k, self.batch, keys.number, key_head, power_of_two(size), keys.visible
-            )
+        def add(part, total):
+            heads = self.heads(part) if alone is None else alone
+            at = self.batch, keys.number, self.key_head(part), power_of_two(size)
+            view = view_rows(attention.k, *at, keys.visible)
             logits = matmul(heads.q, load(*view, 0.0), transpose_b=True)
             logits = hide(self.rule.logits.capped(logits, math.sqrt(size)), keys.visible[None, :])
             row_max = (heads.row_max * LOG2_E)[:, None]
@@ -368,7 +390,7 @@ class _ListProgram(NamedTuple):
 
         total = jnp.zeros((LIST_COLUMNS,), jnp.float32)
         if alone is None:
-            total = lax.fori_loop(jnp.int32(0), jnp.int32(n_kv), add, total)
+            total = lax.fori_loop(jnp.int32(0), jnp.int32(self.n_parts), add, total)
         else:
             total = add(jnp.int32(0), total)
         if attention.total is None:
@@ -425,7 +447,7 @@ def _lists_kernel(
     barrier()
     heads = program.index_heads()
     row_max, row_sum = program.softmax_sums(heads)
-    alone = program.heads(jnp.int32(0)) if inputs.attention.k.shape[2] == 1 else None
+    alone = program.heads(jnp.int32(0)) if program.n_parts == 1 else None
     learns = True
     if inputs.attention.total is not None:
         # A query that gives these keys no weight has nothing to learn.
