@@ -438,10 +438,9 @@ def _lists_kernel(
 
     def clear(i, _):
         position = i * ZEROS + jnp.arange(ZEROS, dtype=jnp.int32)
-        mask = position < end
-        position = jnp.where(mask, position, out.difference.shape[2])
         zeros = jnp.zeros((ZEROS,), out.difference.dtype)
-        pltriton.store(out.difference.at[batch, row, position], zeros, mask=mask)
+        # The interpreter also writes where it masks, which nothing reads.
+        pltriton.store(out.difference.at[batch, row, position], zeros, mask=position < end)
 
     lax.fori_loop(jnp.int32(0), lax.div(end + (ZEROS - 1), jnp.int32(ZEROS)), clear, None)
     barrier()
