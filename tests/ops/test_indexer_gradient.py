@@ -11,7 +11,7 @@ from reformax.ops.kernels.triton import indexer_gradient as kernel
 from reformax.ops.numerics.logits import Logits
 from tests.helpers import assert_trees_close
 
-LENGTH, N_HEADS, SIZE, D_INDEX, N_CHOSEN = 150, 6, 8, 5, 70
+LENGTH, N_HEADS, SIZE, D_INDEX, N_CHOSEN = 150, 18, 8, 5, 70
 
 
 def visible(rule, ids, key_ids):
@@ -46,6 +46,7 @@ def test_it_is_the_gradient_of_the_divergence(rule, n_kv, packed, others, listed
     """With other keys in the softmax, the attention to the listed ones is divided by its sum."""
     monkeypatch.setattr(kernel, "LISTED_COST", listed_cost)
     monkeypatch.setattr(kernel, "LIST_COLUMNS", 16)
+    monkeypatch.setattr(kernel, "MAX_PART_BYTES", 0)
     rng, n_keys = np.random.default_rng(0), LENGTH // rule.span
 
     def draw(*shape):

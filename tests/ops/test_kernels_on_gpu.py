@@ -96,6 +96,7 @@ CASES = {
     ),
     "dsa, wide": Case(of(dsa.dsa, top_k=100, d_index=128), 4, 4, 128, causal=False, dropout=0.2),
     "dsa, a long row of scores": Case(of(dsa.dsa, top_k=2048, n_index_heads=2), t=5000),
+    "dsa, few of a long row": Case(of(dsa.dsa, top_k=100), 16, 1, t=6001, packed=True),
     "longformer, both sides": Case(of(longformer.longformer, window=65), causal=False),
     "longformer": Case(of(longformer.longformer, n_global=16), t=1000, packed=True, marked=16),
     "longformer, wide": Case(

@@ -50,6 +50,7 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.indexer import (
     COLUMNS,
     ROWS,
+    SCORE_COLUMNS,
     IndexerInputs,
     IndexerProgram,
     chunk_starts,
@@ -64,9 +65,13 @@ from reformax.ops.softmax.online import nonzero
 # Lists are read where they cost less than tiles. A listed key of a key head costs about as much as
 # this many pairs of a tile with one head; those of an indexer cost as much as 8 heads.
 LISTED_COST, INDEXER_HEADS = 128, 8
+# The widest heads of tiles of more keys, which read queries less often.
+NARROW = 128
 # Keys of a tile of a list, numbers that are set to zero at a time, and pipeline stages: reads of
 # a list, then those of its keys, then products.
 LIST_COLUMNS, ZEROS, LIST_STAGES = 64, 1024, 3
+# Bytes of the queries of a part of a group of heads.
+MAX_PART_BYTES = 64 * 128 * 2
 
 
 class IndexerArrays(NamedTuple):
@@ -143,11 +148,18 @@ def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, rule: KeyRule):
 
 
 def _difference_kernel(
-    x: IndexerInputs, bits, sums: _SoftmaxSums, attention: AttentionInputs, out, *, rule: KeyRule
+    x: IndexerInputs,
+    bits,
+    sums: _SoftmaxSums,
+    attention: AttentionInputs,
+    out,
+    *,
+    rule: KeyRule,
+    columns: int,
 ):
     """A tile of the gradient of the scaled scores."""
     tile, key_tile, batch = (pl.program_id(i) for i in range(3))
-    program = IndexerProgram(x, batch, rule.causal, rule.span)
+    program = IndexerProgram(x, batch, rule.causal, rule.span, columns)
     n_heads, size = attention.q.shape[2:]
     width, group = power_of_two(size), n_heads // attention.k.shape[2]
 
@@ -168,7 +180,7 @@ def _difference_kernel(
             weights = recompute_weights(hide(logits, mask), (row_max * LOG2_E)[:, None], None, size)
             return total + weights * (1.0 / nonzero(head_sum))[:, None]
 
-        weights = jnp.zeros((ROWS, COLUMNS), jnp.float32)
+        weights = jnp.zeros((ROWS, columns), jnp.float32)
         weights = lax.fori_loop(jnp.int32(0), jnp.int32(n_heads), add, weights)
         row_max, row_sum = (load(ref.at[batch, query.position], query.exists, 0.0) for ref in sums)
         # A score may exceed the maximum by rounding, which for large scores is not small.
@@ -181,7 +193,8 @@ def _difference_kernel(
             difference = jnp.where(total > 0, index_weights - weights / nonzero(total), 0.0)
         # A row that sees NaN has no gradient.
         difference = jnp.where(difference == difference, difference, 0.0)
-        pltriton.store(out.at[batch, *tile_index(tile, key_tile)], difference.astype(out.dtype))
+        view = out.at[batch, *tile_index(tile, key_tile, columns)]
+        pltriton.store(view, difference.astype(out.dtype))
 
 
 def _tile_of(difference, batch, tile, key_tile) -> Float[Array, "I C"]:
@@ -266,7 +279,7 @@ class _ListedKeys(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """The heads of a query that share a key head."""
+    """Heads of a query that share a key head."""
 
     q: Float[Array, "M H"]
     row_max: Float[Array, " M"]
@@ -309,13 +322,34 @@ class _ListProgram(NamedTuple):
         at = self.batch, self.position, jnp.where(head < n, head, 0)
         return q, load(self.inputs.x.weights.at[at], head < n, 0.0)
 
-    def heads(self, key_head: Any) -> _Heads:
-        """The attention's heads of a key head."""
-        q, k, row_max, row_sum, _ = self.inputs.attention
-        group = q.shape[2] // k.shape[2]
-        number = jnp.arange(power_of_two(group), dtype=jnp.int32)
-        exists = number < group
-        head = key_head * group + jnp.where(exists, number, 0)
+    @property
+    def group(self) -> int:
+        """The query heads of a key head."""
+        return self.inputs.attention.q.shape[2] // self.inputs.attention.k.shape[2]
+
+    @property
+    def n_rows(self) -> int:
+        """The heads of a part of a group."""
+        q = self.inputs.attention.q
+        most = MAX_PART_BYTES // (power_of_two(q.shape[3]) * q.dtype.itemsize)
+        return max(16, min(most, power_of_two(self.group)))
+
+    @property
+    def n_parts(self) -> int:
+        """The parts of all groups."""
+        return -(-self.group // self.n_rows) * self.inputs.attention.k.shape[2]
+
+    def key_head(self, part: Any) -> Any:
+        return lax.div(part, jnp.int32(-(-self.group // self.n_rows)))
+
+    def heads(self, part: Any) -> _Heads:
+        """The attention's heads of a part of a group."""
+        q, _, row_max, row_sum, _ = self.inputs.attention
+        per_group, key_head = -(-self.group // self.n_rows), self.key_head(part)
+        number = (part - key_head * per_group) * self.n_rows
+        number = number + jnp.arange(self.n_rows, dtype=jnp.int32)
+        exists = number < self.group
+        head = key_head * self.group + jnp.where(exists, number, 0)
         at = self.batch, head, self.position
         row_max, row_sum = (load(ref.at[at], exists, 0.0) for ref in (row_max, row_sum))
         inverse = jnp.where(exists, 1.0 / nonzero(row_sum), 0.0)
@@ -340,15 +374,14 @@ class _ListProgram(NamedTuple):
         return _ListedKeys(number, visible, rows, products, scores)
 
     def mean_weights(self, keys: _ListedKeys, alone: _Heads | None) -> Float[Array, " C"]:
-        """The mean of all heads' weights; `alone` is the heads of the only key head."""
+        """The mean of all heads' weights; `alone` is the only part."""
         attention = self.inputs.attention
-        (n_heads, size), n_kv = attention.q.shape[2:], attention.k.shape[2]
+        n_heads, size = attention.q.shape[2:]
 
-        def add(key_head, total):
-            heads = self.heads(key_head) if alone is None else alone
-            view = view_rows(
-                attention.k, self.batch, keys.number, key_head, power_of_two(size), keys.visible
-            )
+        def add(part, total):
+            heads = self.heads(part) if alone is None else alone
+            at = self.batch, keys.number, self.key_head(part), power_of_two(size)
+            view = view_rows(attention.k, *at, keys.visible)
             logits = matmul(heads.q, load(*view, 0.0), transpose_b=True)
             logits = hide(self.rule.logits.capped(logits, math.sqrt(size)), keys.visible[None, :])
             row_max = (heads.row_max * LOG2_E)[:, None]
@@ -357,7 +390,7 @@ class _ListProgram(NamedTuple):
 
         total = jnp.zeros((LIST_COLUMNS,), jnp.float32)
         if alone is None:
-            total = lax.fori_loop(jnp.int32(0), jnp.int32(n_kv), add, total)
+            total = lax.fori_loop(jnp.int32(0), jnp.int32(self.n_parts), add, total)
         else:
             total = add(jnp.int32(0), total)
         if attention.total is None:
@@ -405,16 +438,15 @@ def _lists_kernel(
 
     def clear(i, _):
         position = i * ZEROS + jnp.arange(ZEROS, dtype=jnp.int32)
-        mask = position < end
-        position = jnp.where(mask, position, out.difference.shape[2])
         zeros = jnp.zeros((ZEROS,), out.difference.dtype)
-        pltriton.store(out.difference.at[batch, row, position], zeros, mask=mask)
+        # The interpreter also writes where it masks, which nothing reads.
+        pltriton.store(out.difference.at[batch, row, position], zeros, mask=position < end)
 
     lax.fori_loop(jnp.int32(0), lax.div(end + (ZEROS - 1), jnp.int32(ZEROS)), clear, None)
     barrier()
     heads = program.index_heads()
     row_max, row_sum = program.softmax_sums(heads)
-    alone = program.heads(jnp.int32(0)) if inputs.attention.k.shape[2] == 1 else None
+    alone = program.heads(jnp.int32(0)) if program.n_parts == 1 else None
     learns = True
     if inputs.attention.total is not None:
         # A query that gives these keys no weight has nothing to learn.
@@ -483,6 +515,7 @@ def indexer_gradient(
     queries, keys = index.queries.astype(dtype), index.keys[:, :, None].astype(dtype)
     starts, n_tiles = chunk_starts(n_batch, length, n_keys)
     n_stages = min(n_stages_for(queries), n_stages_for(attention.q))
+    is_narrow = dtype == jnp.bfloat16 and attention.q.shape[3] <= NARROW
     run = functools.partial(_launch, interpret, rule, n_stages)
     x = IndexerInputs((queries,), index.weights, (keys,), ids, key_ids, jnp.zeros(1, jnp.int32))
 
@@ -510,8 +543,11 @@ def indexer_gradient(
         (sums,) = run(_sums_kernel, (x, bits), (shape,), (-(-length // ROWS), n_batch))
 
         def gradients_of(chunk: IndexerInputs) -> _ListOutputs:
-            inputs, grid = (chunk, bits, sums, attention), (n_tiles, n_columns // COLUMNS, n_batch)
-            difference = run(_difference_kernel, inputs, shapes.difference, grid)
+            inputs = chunk, bits, sums, attention
+            columns = SCORE_COLUMNS if is_narrow else COLUMNS
+            kernel = functools.partial(_difference_kernel, columns=columns)
+            grid = n_tiles, n_columns // columns, n_batch
+            difference = run(kernel, inputs, shapes.difference, grid, columns // 16)
             grid = n_tiles, n_index, n_batch
             (found,) = run(_queries_kernel, (chunk, difference), (tuple(shapes[1:]),), grid)
             return _ListOutputs(difference, *found)
@@ -520,7 +556,8 @@ def indexer_gradient(
         chunk = x._replace(start=start)
         found = gradients_of(chunk)
         shape, grid = float32_shape(n_columns, 1, size), (n_columns // COLUMNS, n_batch)
-        of_keys = run(_keys_kernel, (chunk, found.difference), shape, grid)
+        n_warps = 4 if dtype == jnp.float32 else 8
+        of_keys = run(_keys_kernel, (chunk, found.difference), shape, grid, n_warps)
         return d_keys + of_keys[:, : d_keys.shape[1], 0], found[1:]
 
     d_keys, of_queries = lax.scan(of_chunk, jnp.zeros_like(index.keys), starts)
@@ -530,13 +567,13 @@ def indexer_gradient(
     return IndexerArrays(d_queries, d_weights, d_keys)
 
 
-def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid):
+def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid, n_warps=4):
     return launch(
         functools.partial(kernel, rule=rule),
         inputs,
         shapes,
         grid=grid,
-        num_warps=8 if kernel is _keys_kernel and inputs[1].dtype == jnp.bfloat16 else 4,
+        num_warps=n_warps,
         num_stages=n_stages,
         interpret=interpret,
         name=f"dsa{getattr(kernel, 'func', kernel).__name__.removesuffix('_kernel')}",

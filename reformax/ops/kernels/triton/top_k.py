@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -106,28 +106,40 @@ class _Tiles(NamedTuple):
         return self.count(lambda score: score >= bound)
 
 
-class _Above(NamedTuple):
-    """What is kept of scores in order: those above a bound, and the first few that equal it."""
+class _Kept(NamedTuple):
+    """What is kept of scores in order: those above a bound, and the first few that equal it.
 
-    n: Any  # of scores so far that are above
+    Attributes:
+      bound: HIDDEN: none that equals it is kept.
+      most_equal: how many that equal it are kept.
+      n_above, n_equal: of the scores so far.
+    """
+
+    bound: Any
+    most_equal: Any
+    n_above: Any
     n_equal: Any
 
-    def step(self, score, bound, most_equal) -> tuple[_Above, Array, Array]:
+    @classmethod
+    def none(cls, bound: Any, most_equal: Any) -> Self:
+        most_equal = most_equal * (bound > HIDDEN).astype(jnp.int32)
+        return cls(bound, most_equal, jnp.int32(0), jnp.int32(0))
+
+    def step(self, score) -> tuple[Self, Array, Array]:
         """With a tile of scores: the next state, which scores are kept, and their slots."""
-        above, equal = score > bound, (score == bound) & (score > HIDDEN)
-        each = above.astype(jnp.int32) + (equal.astype(jnp.int32) << 16)
-        counts, total = jnp.cumsum(each), _count(each)  # two of less than 2^16
-        n, n_equal = self.n + (counts & 0xFFFF), self.n_equal + (counts >> 16)
-        kept = above | (equal & (n_equal <= most_equal))
-        slot = n + jnp.minimum(n_equal, most_equal) - 1
-        return _Above(self.n + (total & 0xFFFF), self.n_equal + (total >> 16)), kept, slot
+        above, equal = score > self.bound, score == self.bound
+        # Two counts of less than 2^16 are one sum.
+        each = jnp.where(equal, jnp.int32(1 << 16), above.astype(jnp.int32))
+        counts, total = jnp.cumsum(each), _count(each)
+        n_equal = self.n_equal + (counts >> 16)
+        kept = above | (equal & (n_equal <= self.most_equal))
+        slot = (self.n_above - 1) + (counts & 0xFFFF) + jnp.minimum(n_equal, self.most_equal)
+        n_above, n_equal = self.n_above + (total & 0xFFFF), self.n_equal + (total >> 16)
+        return self._replace(n_above=n_above, n_equal=n_equal), kept, slot
 
-    def n_kept(self, most_equal) -> Any:
-        return self.n + jnp.minimum(self.n_equal, most_equal)
-
-
-def _none() -> _Above:
-    return _Above(jnp.int32(0), jnp.int32(0))
+    @property
+    def n(self) -> Any:
+        return self.n_above + jnp.minimum(self.n_equal, self.most_equal)
 
 
 def _count(x) -> Array:
@@ -170,13 +182,13 @@ def _bound_of_sample(scores, batch, row, end, n_best: int, n_list: int):
     return _bisect(tiles.n_reaching, HIDDEN, jnp.max(sample), jnp.maximum(n_least, 1), n_most)
 
 
-def _write_list(out: _TopKOutputs, batch, row, tiles: _Tiles, bound) -> _Above:
+def _write_list(out: _TopKOutputs, batch, row, tiles: _Tiles, bound) -> _Kept:
     """Writes the scores above the bound and the first K that equal it, and counts them."""
     n_best, n_list = out.chosen.shape[2], out.listed.shape[2]
 
     def step(i, state):
         score = tiles.read(i)
-        state, kept, slot = state.step(score, bound, n_best)
+        state, kept, slot = state.step(score)
         kept = kept & (slot < n_list)
         # Other positions have a slot out of bounds: the interpreter also writes where it masks.
         slot = jnp.where(kept, slot, n_list)
@@ -187,7 +199,7 @@ def _write_list(out: _TopKOutputs, batch, row, tiles: _Tiles, bound) -> _Above:
         pltriton.store(view, pair, mask=jnp.broadcast_to(kept[:, None], pair.shape))
         return state
 
-    return lax.fori_loop(jnp.int32(0), tiles.n, step, _none())
+    return lax.fori_loop(jnp.int32(0), tiles.n, step, _Kept.none(bound, n_best))
 
 
 def _listed(scores, out: _TopKOutputs, batch, row, end, barrier) -> tuple[Any, Any]:
@@ -203,21 +215,22 @@ def _listed(scores, out: _TopKOutputs, batch, row, end, barrier) -> tuple[Any, A
     tiles = _Tiles(lax.div(aligned + (ROW_TILE - 1), jnp.int32(ROW_TILE)), ROW_TILE, read)
     bound = _bound_of_sample(scores, batch, row, end, n_best, n_list)
     found = _write_list(out, batch, row, tiles, bound)
-    enough = (found.n_kept(n_best) >= n_best) | (bound == HIDDEN)
+    enough = (found.n >= n_best) | (bound == HIDDEN)
 
     def keep():
-        return found.n_kept(n_best), bound
+        return found.n, bound
 
     def again():
         """With a bound that K to M scores reach, or one that less than K exceed."""
-        fits = jnp.where(found.n <= n_list, bound + 1, jnp.int32(HIGHEST))
-        least = jnp.where(found.n >= n_best, bound + 1, jnp.int32(HIDDEN))
-        most = jnp.where(found.n >= n_best, fits, bound - 1)
+        low = found.n_above >= n_best
+        higher = jnp.where(found.n_above <= n_list, bound + 1, jnp.int32(HIGHEST))
+        least = jnp.where(low, bound + 1, jnp.int32(HIDDEN))
+        most = jnp.where(low, higher, bound - 1)
         other = _bisect(tiles.n_reaching, least, most, n_best, n_list)
         barrier()
-        return _write_list(out, batch, row, tiles, other).n_kept(n_best), other
+        return _write_list(out, batch, row, tiles, other).n, other
 
-    n, bound = lax.cond(enough & (found.n_kept(n_best) <= n_list), keep, again)
+    n, bound = lax.cond(enough & (found.n <= n_list), keep, again)
     barrier()
     return n, bound
 
@@ -248,7 +261,7 @@ def _top_k_kernel(scores, start, out: _TopKOutputs, *, rule: RowRule, barrier: C
     some = tiles(min(ROW_TILE, power_of_two(length)))
 
     def write(i, state):
-        state, kept, slot = state.step(some.read(i), bound, most_equal)
+        state, kept, slot = state.step(some.read(i))
         position = some.position(i)
         if out.listed is not None:
             position = load(out.listed.at[batch, row, jnp.where(kept, position, 0), 1], kept, 0)
@@ -257,8 +270,8 @@ def _top_k_kernel(scores, start, out: _TopKOutputs, *, rule: RowRule, barrier: C
         return state
 
     n_tiles = lax.div(n + (some.width - 1), jnp.int32(some.width))
-    found = lax.fori_loop(jnp.int32(0), n_tiles, write, _none())
-    n_written = found.n_kept(most_equal)
+    none = _Kept.none(bound, most_equal)
+    n_written = lax.fori_loop(jnp.int32(0), n_tiles, write, none).n
 
     def fill(i, _):
         slot = i * ROW_TILE + jnp.arange(ROW_TILE, dtype=jnp.int32)
