@@ -22,7 +22,7 @@ from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
-from reformax.ops.recurrence.means import quotient, with_ones
+from reformax.ops.recurrence.means import mean_of_all, quotient, with_ones
 from reformax.ops.recurrence.op_functions import Recurrence
 from reformax.ops.recurrence.recurrence import bidirectional
 from reformax.ops.recurrence.short_convolution import conv_params
@@ -68,9 +68,12 @@ class linear(Recurrence, AttentionOp):
         if call.causal:
             return super()._apply(call, params, q, k, v, plan)
         x, _, ids = self._read_tokens(call, params, q, k, v)
+        if ids is None:
+            out = mean_of_all(*x[:3])
+            return out if call.segment_ids is None else tokens_only(out, call.segment_ids)
         options = dict(segment_ids=ids, chunk_len=self.chunk_len)
         out = quotient(bidirectional(x.q, x.k, with_ones(x.v), **options)).astype(v.dtype)
-        return out if call.segment_ids is None else tokens_only(out, call.segment_ids)
+        return tokens_only(out, call.segment_ids)
 
     def _inputs(self, params, q, k, v, extra_projections=None) -> RecurrenceInputs:
         del params, extra_projections

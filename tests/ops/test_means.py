@@ -10,8 +10,8 @@ import pytest
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import recurrence as kernel
 from reformax.ops.recurrence.chunks import RecurrenceInputs
-from reformax.ops.recurrence.means import mean
-from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
+from reformax.ops.recurrence.means import mean, mean_of_all
+from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients, with_x64
 from tests.ops import recurrence_oracle
 from tests.ops.test_recurrence import draw, runs
 
@@ -84,6 +84,27 @@ def test_groups_of_chunks_are_one_sequence(packed):
         return results, kernel.means_backward(x, ids, kept, d_sums, d_total, **options)
 
     assert_trees_close(run(3), run(1), 2e-6)
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(np.float32, 2e-6), (jnp.bfloat16, 2e-2), (jnp.float16, 4e-3)]
+)
+def test_means_over_all_positions(dtype, tolerance):
+    """Against the weights of all pairs in float64; a query of zeros has no mean."""
+    q, k, v = positive("linear", 40, dtype=dtype)[:3]
+    q[0, 7] = 0
+    d_out = np.random.default_rng(9).normal(size=v.shape).astype(dtype).astype(np.float64)
+
+    def attend(q, k, v):
+        weights = jnp.einsum("btnh,bsnh->bnts", q, k)
+        total = weights.sum(axis=-1, keepdims=True)
+        weights = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 0)
+        return jnp.einsum("bnts,bsnv->btnv", weights, v)
+
+    with with_x64():
+        want = jax.tree.map(np.asarray, with_gradients(attend)(d_out, q, k, v))
+    arrays = [jnp.asarray(x, dtype) for x in (d_out, q, k, v)]
+    assert_trees_close(with_gradients(mean_of_all)(*arrays), want, tolerance)
 
 
 @pytest.mark.parametrize("impl", ["xla", pytest.param(KERNEL["impl"], marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from reformax.derivatives import CustomDerivatives
+from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.ops.calls.dispatch import (
     KERNELS,
     NARROW_HEAD,
@@ -28,7 +28,7 @@ from reformax.ops.calls.dispatch import (
 )
 from reformax.ops.masking.contiguous import order_of_segments
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.recurrence import recurrence
 from reformax.ops.softmax.online import LEAST_SUM, nonzero
@@ -122,3 +122,69 @@ def _backward(interpret: bool, results, d_out):
 
 
 _mean.define(_forward, _backward)
+
+
+# Over all positions, earlier and later ones: products of matrices.
+
+
+def mean_of_all(
+    q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], v: Float[Array, "B S N V"]
+) -> Float[Array, "B T N V"]:
+    """`sum_s (q_t . k_s) v_s / sum_s q_t . k_s`, otherwise as `mean`.
+
+    Sums of values are rounded to the dtype of products before they are divided, but in float16,
+    which may not hold them. The gradient reads the inputs, the output and sums.
+    """
+    return _mean_of_all(q, k, v)
+
+
+@CustomDerivatives
+def _mean_of_all(q, k, v) -> Float[Array, "B T N V"]:
+    return _means_and_sums(q, k, v)[0]
+
+
+def _means_and_sums(q, k, v):
+    dtype, wide, narrow = _dtypes(q, k, v)
+    state = product("bsnh,bsnv->bnhv", k, v, dtype)
+    keys = jnp.sum(k, axis=1, dtype=wide)
+    total = jnp.sum(q.astype(wide) * keys[:, None], axis=-1, keepdims=True)
+    total = jnp.where(total < LEAST_SUM, 0, total)
+    sums = product("btnh,bnhv->btnv", q, state, dtype, written=narrow)
+    out = jnp.where(total == 0, 0, sums.astype(wide) / nonzero(total))
+    return out.astype(v.dtype), (state, keys, total)
+
+
+def _forward_of_all(q, k, v):
+    out, sums = _means_and_sums(*first_order((q, k, v)))
+    return out, (q, k, v, out, sums)
+
+
+def _backward_of_all(results, d_out):
+    """As `_backward`, with products of whole matrices."""
+    results, d_out = first_order((results, d_out))
+    # Without the barrier the compiler would keep intermediate arrays of the forward pass.
+    q, k, v, out, (state, keys, total) = lax.optimization_barrier(results)
+    dtype, wide, narrow = _dtypes(q, k, v)
+    inverse_sum = jnp.where(total > 0, 1 / nonzero(total), 0)
+    d_sums = (d_out.astype(wide) * inverse_sum).astype(narrow)
+    d_total = -jnp.sum(d_sums.astype(wide) * out.astype(wide), axis=-1, keepdims=True)
+    d_state = product("btnh,btnv->bnhv", q, d_sums, dtype)
+    d_keys = jnp.sum(q.astype(wide) * d_total, axis=1)
+    dq = product("btnv,bnhv->btnh", d_sums, state, dtype, written=narrow) + d_total * keys[:, None]
+    dk = product("bsnv,bnhv->bsnh", v, d_state, dtype, written=narrow) + d_keys[:, None]
+    dv = product("bsnh,bnhv->bsnv", k, d_state, dtype, written=narrow)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _dtypes(*arrays):
+    """The dtypes of products, of sums, and of sums in memory."""
+    dtype = jnp.result_type(*arrays)
+    wide = accum_dtype(dtype)
+    return dtype, wide, wide if dtype == jnp.float16 else dtype
+
+
+_mean_of_all.define(
+    _forward_of_all,
+    _backward_of_all,
+    lambda results, tangents: tangent_of(_mean_of_all.function, results[:3], tangents),
+)
