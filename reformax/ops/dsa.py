@@ -13,8 +13,8 @@ a gradient from that loss, and it gets none from the model's loss.
 
 The indexer reads the layer's queries and keys of all heads instead of the layer's input, because a
 plan is made of queries and keys. Time is T^2 for the scores, with one small product instead of N,
-and less with an indexer that scores `candidates` alone. The attention takes `T top_k` in array
-operations, or T^2 where that is less. Memory is `T top_k`.
+and less with an indexer that scores `candidates` alone. The attention takes `T top_k`, or T^2 where
+that is less. Memory is `T top_k`.
 
 Letters besides those of `reformax.ops.base`: J index heads of size D, K positions that a query
 sees, Q queries of a chunk.
@@ -75,7 +75,7 @@ from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import masked_softmax, nonzero
 
-# The attention's kernels index words of 32 pairs with 31 bits.
+# Kernels that visit all keys index words of 32 pairs with 31 bits.
 MAX_PAIRS = 2**36
 # Array operations gather the chosen keys where they are at most one of so many: on a CPU, both
 # passes of 4,096 tokens that choose 256 take a sixth of those over all keys.
@@ -111,9 +111,10 @@ class dsa(Reusing, AttentionOp):
         layers chose (IndexCache, arXiv 2603.12201). It then has no indexer, no weights and no loss:
         leave `top_k` and the options of the indexer and its loss out, or give that layer's.
       impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
-        Ampere or later, heads of 256 or less, index heads of 128 or less and at most 2^36 pairs of
-        tokens, which take a bit of memory each. `"auto"` takes them where they compute the same
-        function. Array operations find candidates, which kernels score.
+        Ampere or later, heads of 256 or less and index heads of 128 or less. They read each query's
+        keys by its list, or all keys where that takes less time: then at most 2^36 pairs of tokens,
+        which take a bit of memory each. `"auto"` takes them where they compute the same function.
+        Array operations find candidates, which kernels score.
 
     Raises:
       ValueError: a size below 1, a factor below 0, an unknown `impl`.
@@ -159,14 +160,25 @@ class dsa(Reusing, AttentionOp):
             )
 
     def _obstacles(
-        self, q: Array, k: Array, v: Array | None, logits: Logits = PLAIN
+        self, q: Array, k: Array, v: Array | None, logits: Logits = PLAIN, n_bits: int = 0
     ) -> KernelObstacles:
         """The obstacles of the kernels: of those that choose where `v` is None, or attend."""
-        n_pairs = 0 if v is None else q.shape[0] * q.shape[1] ** 2
-        above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_pairs, MAX_PAIRS)}
+        above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
         above["score"] = None if self.indexer.score == "relu" else self.indexer.score
         return kernel_obstacles(q, k, v, logits, **above)
+
+    def _n_bits(self, call: Call, q, k, plan) -> int:
+        """Pairs of queries and keys for each of which kernels make a bit."""
+        n_pairs = q.shape[0] * q.shape[1] ** 2
+        if n_pairs <= MAX_PAIRS:
+            return n_pairs
+        from reformax.ops.kernels.triton import chosen as kernel
+
+        by_list = self.indexer.block_size > 1
+        by_list = by_list or kernel.reads_lists(plan.shape[2], q, k, call.causal)
+        learns = not self.reuse and self.index_loss > 0
+        return n_pairs if kernel.makes_bits(plan.shape[2], q, k, by_list, learns) else 0
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
         if self.reuse:
@@ -251,7 +263,7 @@ class dsa(Reusing, AttentionOp):
         in_arrays, in_kernels = (
             functools.partial(f, call, *arrays) for f in (self._in_arrays, self._in_kernels)
         )
-        obstacles = self._obstacles(q, k, v, call.logits)
+        obstacles = self._obstacles(q, k, v, call.logits, self._n_bits(call, q, k, plan))
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out = compute_by(self.impl, implementations)
         if self.indexer.learns and not self.reuse:
@@ -269,7 +281,6 @@ class dsa(Reusing, AttentionOp):
         self, call: Call, q, k, v, index, index_keys, factor, plan, ids, interpret: bool
     ) -> Float[Array, "B T N V"]:
         from reformax.ops.kernels.triton import chosen as kernel
-        from reformax.ops.kernels.triton import listed
 
         masks = None if call.segment_ids is None else ids
         by_blocks, learner = self.indexer.block_size > 1, None
@@ -279,8 +290,7 @@ class dsa(Reusing, AttentionOp):
             learner = kernel.ChoiceLearner(arrays, factor, learnt)
         if by_blocks:
             return self._blocks_in_kernels(call, q, k, v, learner, plan, masks, interpret)
-        group = q.shape[2] // k.shape[2]
-        by_list = listed.pays(plan, q.shape[1], group, q.dtype.itemsize, call.causal)
+        by_list = kernel.reads_lists(plan.shape[2], q, k, call.causal)
         sizes = kernel.ChosenSizes(call.causal, call.dropout, call.logits, by_list)
         return kernel.attend(sizes, interpret, q, k, v, learner, plan, masks, call.seed)
 

@@ -85,6 +85,18 @@ CASES = {
     "moba, wide": Case(of(moba.moba, block_size=64), 8, 4, 128, dropout=0.2),
     "dsa": Case(of(dsa.dsa, top_k=256), 4, 4, t=1777),
     "dsa, packed": Case(of(dsa.dsa, top_k=40, n_index_heads=7, d_index=40), t=777, packed=True),
+    "dsa, lists": Case(of(dsa.dsa, top_k=40), 16, 1, t=3001),
+    "dsa, lists, packed": Case(
+        of(dsa.dsa, top_k=30, **CAPPED), 64, 1, 128, 1500, packed=True, dropout=0.2
+    ),
+    "dsa, lists, both sides": Case(of(dsa.dsa, top_k=20), 4, 4, 256, 3001, causal=False),
+    "dsa, lists of groups": Case(of(dsa.dsa, top_k=33), 8, 2, 40, 1777, packed=True),
+    "dsa, blocks": Case(
+        of(dsa.dsa, top_k=256, indexer=Indexer(rotary=True, block_size=32)), 16, 1, t=1777
+    ),
+    "dsa, blocks, packed": Case(
+        of(dsa.dsa, top_k=64, indexer=Indexer(block_size=16)), 4, t=777, packed=True, dropout=0.2
+    ),
     "dsa, hashed": Case(
         of(dsa.dsa, top_k=64, indexer=Indexer(n_local=8, candidates=Hashed())), 4, 4, t=1777
     ),

@@ -150,8 +150,8 @@ def in_kernels(
     ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
     window, block_size = sizes
     group, n_summaries = q.shape[2] // k.shape[2], summaries.keys.shape[1]
-    itemsize = q.dtype.itemsize
-    by_list = chosen is not None and listed.pays(chosen, n_summaries, group, itemsize)
+    of_all = n_summaries, group, q.dtype.itemsize
+    by_list = chosen is not None and listed.pays(chosen.shape[2], *of_all)
     common = dict(group=group, dropout=call.dropout, logits=call.logits)
     of_parts = (
         kernel.window_sizes(min(window, q.shape[1]), n_rows(q), **common),

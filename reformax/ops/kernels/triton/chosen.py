@@ -18,14 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.kernels.triton import block_sparse, listed
+from reformax.ops.kernels.triton import block_sparse, indexer_gradient, listed
 from reformax.ops.kernels.triton.common import bits_of
-from reformax.ops.kernels.triton.indexer_gradient import (
-    AttentionInputs,
-    IndexerArrays,
-    KeyRule,
-    indexer_gradient,
-)
+from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, IndexerArrays, KeyRule
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.block_lists import FullLayout
@@ -59,6 +54,24 @@ class ChosenSizes(NamedTuple):
     dropout: float
     logits: Logits
     by_list: bool
+
+
+def reads_lists(n_listed: int, q: Array, k: Array, causal: bool) -> bool:
+    """Whether `attend` of lists of so many keys pays by lists."""
+    return listed.pays(n_listed, k.shape[1], q.shape[2] // k.shape[2], q.dtype.itemsize, causal)
+
+
+def makes_bits(n_listed: int, q: Array, k: Array, by_list: bool, learns: bool) -> bool:
+    """Whether kernels make a bit for each query and key.
+
+    Args:
+      n_listed: K.
+      q, k: queries and keys.
+      by_list: whether the attention reads lists, of keys or of blocks.
+      learns: whether an indexer learns.
+    """
+    sizes = n_listed, k.shape[1], q.shape[2], k.shape[2]
+    return not by_list or (learns and not indexer_gradient.reads_lists(*sizes))
 
 
 @functools.partial(CustomDerivatives, n_static=2)
@@ -121,8 +134,8 @@ def _backward(sizes, interpret, residuals, d_out):
     if learner is not None:
         rule = KeyRule(sizes.causal, sizes.logits)
         attention = AttentionInputs(q, k, *results[1:])
-        masks = learner.chosen, ids, ids
-        gradient = indexer_gradient(rule, interpret, learner.index, attention, *masks)
+        arguments = rule, interpret, learner.index, attention, learner.chosen, ids, ids
+        gradient = indexer_gradient.indexer_gradient(*arguments)
         gradient = jax.tree.map(lambda x: x * learner.factor, gradient)
         of_learner = ChoiceLearner(gradient, None, None)
     return dq, dk, dv, of_learner, None, None, None

@@ -73,16 +73,12 @@ TILE_NUMBERS, MAX_KEYS = {2: 64 * 128, 4: 32 * 128}, 64
 MAX_BYTES = 2**30
 # Numbers of a tile of contributions, which a warp adds.
 SUM_NUMBERS = 2048
-# Kernels index with 31 bits.
-MAX_LISTED = 2**31 - 1
 # The cost of a byte of each number of a chosen key, and of a row of its products, where that of a
 # row of all tiles is 1.
 BYTE_COST, ROW_COST, FEWEST_ROWS = 44, 2, 16
 
 
-def pays(
-    chosen: Int[Array, "B T K"], n_keys: int, group: int, itemsize: int, causal: bool = True
-) -> bool:
+def pays(n_listed: int, n_keys: int, group: int, itemsize: int, causal: bool = True) -> bool:
     """Whether reading lists takes less time than a mask over all tiles, in both passes.
 
     See the module's docstring. Per number of a row, a list takes for each of its keys 1 ps a byte,
@@ -91,16 +87,14 @@ def pays(
     of S on average.
 
     Args:
-      chosen: the lists.
+      n_listed: K.
       n_keys: S.
       group: M.
       itemsize: b.
       causal: whether a query sees half of the keys on average.
     """
-    rows = ROW_COST * max(group, FEWEST_ROWS)
-    of_lists = chosen.shape[2] * (BYTE_COST * itemsize + rows)
-    of_tiles = n_keys * group * (1 if causal else 2)
-    return chosen.size <= MAX_LISTED and of_lists <= of_tiles
+    of_lists = n_listed * (BYTE_COST * itemsize + ROW_COST * max(group, FEWEST_ROWS))
+    return of_lists <= n_keys * group * (1 if causal else 2)
 
 
 class ListedSizes(NamedTuple):
