@@ -41,6 +41,7 @@ from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import (
     KERNELS,
     NARROW_HEAD,
+    SMALL_ROW,
     KernelObstacles,
     choose_kernels,
     compute_by,
@@ -77,6 +78,8 @@ from reformax.ops.softmax.online import masked_softmax, nonzero
 
 # Kernels that visit all keys index words of 32 pairs with 31 bits.
 MAX_PAIRS = 2**36
+# The most query heads of a key head for which kernels read whole blocks.
+MAX_GROUP = 128
 # Array operations gather the chosen keys where they are at most one of so many: on a CPU, both
 # passes of 4,096 tokens that choose 256 take a sixth of those over all keys.
 GATHERED = 4
@@ -285,7 +288,7 @@ class dsa(Reusing, AttentionOp):
         masks = None if call.segment_ids is None else ids
         by_blocks, learner = self.indexer.block_size > 1, None
         if not self.reuse and self.index_loss:
-            learnt = plan[..., : 1 - self.indexer.block_size] if by_blocks else plan
+            learnt = self.indexer.in_parts(plan)[0] if by_blocks else plan
             arrays = kernel.IndexerArrays(*index, index_keys)
             learner = kernel.ChoiceLearner(arrays, factor, learnt)
         if by_blocks:
@@ -301,11 +304,15 @@ class dsa(Reusing, AttentionOp):
         from reformax.ops.kernels.triton import compressed as kernel
         from reformax.ops.kernels.triton.nsa import n_rows
 
-        blocks, own = self.indexer.blocks_of(plan)
+        chosen, own = self.indexer.in_parts(plan)
         group, size = q.shape[2] // k.shape[2], self.indexer.block_size
+        blocks = chosen[..., ::size] // size
+        rows = kernel_obstacles(q, k, v, most=NARROW_HEAD, small_row=SMALL_ROW // 2)
+        by_block = rows.chip is None and group <= MAX_GROUP
         common = dict(group=group, dropout=call.dropout, logits=call.logits)
-        sizes = kernel.block_sizes(size, blocks.shape[2], n_rows(q), **common)
-        near, far = (kernel.Part(k, v, ids, x) for x in (own, blocks))
+        sizes = kernel.block_sizes(size, blocks.shape[2], n_rows(q), by_block, **common)
+        lists = own, blocks if by_block else chosen
+        near, far = (kernel.Part(k, v, ids, x) for x in lists)
         return kernel.attend(sizes, interpret, q, near, far, None, learner, ids, call.seed)[0]
 
     def _in_arrays(

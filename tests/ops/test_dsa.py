@@ -205,10 +205,15 @@ def test_kernels_attend_to_the_best_candidates():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed, dropout", [(False, 0.0), (True, 0.2)])
-def test_kernels_choose_and_attend_to_whole_blocks(packed, dropout):
-    """Two query heads on a key head, with a last block that is not complete."""
-    q, k, v = numbers(43)
+@pytest.mark.parametrize(
+    "packed, dropout, wide", [(False, 0.0, 1), (True, 0.2, 1), (True, 0.2, 17)]
+)
+def test_kernels_choose_and_attend_to_whole_blocks(packed, dropout, wide):
+    """Two query heads on a key head, with a last block that is not complete.
+
+    Programs of blocks do not hold heads above 128, whose positions are a list.
+    """
+    q, k, v = (np.tile(x, wide) / wide for x in numbers(43))
     k, v = k[:, :, :1], v[:, :, :1]
     ids = jnp.asarray(np.repeat([[1, 2, 0], [1, 1, 1]], [20, 17, 6], axis=1)) if packed else None
     masks = dict(segment_ids=ids, causal=True, rng=jax.random.key(2))

@@ -190,13 +190,12 @@ class Indexer(Options):
             found = kernel.choose_positions(n_best, True, interpret, *arrays, self.block_size)
         return self._positions_of(found, position)
 
-    def blocks_of(
+    def in_parts(
         self, chosen: Int[Array, "B T K"]
-    ) -> tuple[Int[Array, "B T C"], Int[Array, "B T _"]]:
-        """The blocks of a choice, -1 for none, and the positions of the query's own block."""
+    ) -> tuple[Int[Array, "B T _"], Int[Array, "B T _"]]:
+        """The positions of a choice of blocks, and those of each query's own block."""
         n_in_blocks = chosen.shape[2] - (self.block_size - 1)
-        blocks = chosen[..., : n_in_blocks : self.block_size] // self.block_size
-        return blocks, chosen[..., n_in_blocks:]
+        return chosen[..., :n_in_blocks], chosen[..., n_in_blocks:]
 
     def _positions_of(
         self, blocks: Int[Array, "B Q C"], position: Int[Array, "#B Q"]

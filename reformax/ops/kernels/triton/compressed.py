@@ -62,11 +62,14 @@ def summary_sizes(
 
 
 def block_sizes(
-    block_size: int, n_chosen: int, rows: int, **common: Any
-) -> tuple[listed.ListedSizes, nsa.NsaSizes]:
+    block_size: int, n_chosen: int, rows: int, by_block: bool, **common: Any
+) -> tuple[listed.ListedSizes, nsa.NsaSizes | listed.ListedSizes]:
     """Those of the parts of a query's own block, by a list of positions, and of chosen blocks."""
+    own = listed.ListedSizes(**common)
+    if not by_block:  # a list of their positions too
+        return own, own
     of_blocks = dict(block=block_size, n_selected=n_chosen, stride=1, span=1)
-    return listed.ListedSizes(**common), nsa.NsaSizes(**of_blocks, **common, rows=rows)
+    return own, nsa.NsaSizes(**of_blocks, **common, rows=rows)
 
 
 @functools.partial(CustomDerivatives, n_static=2)
