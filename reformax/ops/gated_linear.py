@@ -79,6 +79,11 @@ class gated_linear(Recurrence, AttentionOp):
         return gate | output_projections(self.gated, dims)
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
-        dtype = accum_dtype(q.dtype)
-        gate = extra_projections["gate"].astype(dtype) + params["bias"].astype(dtype)[None, None]
-        return RecurrenceInputs(scaled(q), k, v, jax.nn.log_sigmoid(gate) / self.temperature, None)
+        dtype, gate = accum_dtype(q.dtype), extra_projections["gate"]
+
+        @jax.checkpoint  # keeps the gates in their dtype
+        def log_decay(gate, bias):
+            logits = gate.astype(dtype) + bias.astype(dtype)[None, None]
+            return jax.nn.log_sigmoid(logits) / self.temperature
+
+        return RecurrenceInputs(scaled(q), k, v, log_decay(gate, params["bias"]), None)

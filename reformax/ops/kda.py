@@ -80,13 +80,16 @@ class kda(Recurrence, AttentionOp):
         return decays | output_params(self.normalized, dims) | conv
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
-        dtype = accum_dtype(q.dtype)
-        rate = jnp.exp(params["rate"].astype(dtype))[None, None, :, None]
-        forget = (
-            extra_projections["forget"].astype(dtype) + params["bias"].astype(dtype)[None, None]
-        )
+        dtype, forget = accum_dtype(q.dtype), extra_projections["forget"]
+
+        @jax.checkpoint  # keeps `forget` in its dtype
+        def log_decay(forget, rate, bias):
+            logits = forget.astype(dtype) + bias.astype(dtype)[None, None]
+            return -jnp.exp(rate.astype(dtype))[None, None, :, None] * jax.nn.softplus(logits)
+
         beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
-        return RecurrenceInputs(q, k, v, -rate * jax.nn.softplus(forget), beta)
+        decays = log_decay(forget, params["rate"], params["bias"])
+        return RecurrenceInputs(q, k, v, decays, beta)
 
     def _output(self, params, out, extra_projections):
         return layer_output(params, out, extra_projections, jax.nn.sigmoid)

@@ -68,16 +68,10 @@ def test_blocks_of_decays_by_feature_are_traced():
     assert [x.shape for x in gradients] == [x.shape for x in inputs[:4]]
 
 
-@pytest.mark.parametrize(
-    "kind, dtype",
-    [
-        ("feature", np.float32),
-        pytest.param("feature", jnp.bfloat16, marks=pytest.mark.slow),
-        pytest.param("feature delta", np.float32, marks=pytest.mark.slow),
-        pytest.param("feature delta", jnp.bfloat16, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["feature", "feature delta"])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("packed", [False, True])
 def test_chunks_whose_decays_are_near_and_far(kind, dtype, packed):
     """One product has a chunk's pairs, or one for each size of halves; some features forget all.
 
@@ -115,6 +109,17 @@ def test_unit_lengths_are_in_the_gradient(kind, packed):
         for impl in (INTERPRETED, "xla")
     )
     assert_trees_close(got, want, 4e-6)
+
+
+def test_what_the_gradient_keeps():
+    """One array each of normalised queries and keys, of values, outputs and inverses."""
+    q, k, v, log_decay, beta = jax.tree.map(np.float32, draw("gated delta", 70, batch=1))
+    run = functools.partial(recurrence, unit_length=True, impl=INTERPRETED)
+    kept = jax.eval_shape(lambda *x: jax.vjp(run, *x)[1], q, k, v, log_decay, beta)
+    inverses = (1, 2, 128, 64)
+    each = [q, k, v, v, log_decay, beta, log_decay[..., 0], beta[..., 0]]  # two factors of rows
+    want = sorted([x.shape for x in each] + [inverses])
+    assert sorted(x.shape for x in jax.tree.leaves(kept)) == want
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ class Recurrence:
     _unit_length = False  # whether queries and keys of `_inputs` are to have unit length
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
-        """The inputs of the recurrence."""
+        """The inputs of the recurrence; with `_unit_length`, before queries and keys have it."""
         raise NotImplementedError
 
     def _output(self, params, out: Float[Array, "B T N V"], extra_projections) -> Array:

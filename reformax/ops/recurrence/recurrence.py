@@ -12,9 +12,10 @@ attention (Yang et al. 2023, eq. 4). The second replaces the value that the stat
 
 `recurrence.chunks` computes both, a chunk of positions at a time, and so does
 `kernels.triton.recurrence` on NVIDIA GPUs. The gradient computes the states again. Between the
-passes the inputs are kept; kernels keep the states before groups of chunks too, less than 30 MB
-with heads up to 128, and for the delta rule 64 numbers a position and head in the dtype
-of products, the inverses of its triangular systems.
+passes the inputs are kept. Kernels also keep the states before groups of chunks, less than 30 MB
+with heads up to 128, and the inverses of the delta rule's triangular systems, 64 numbers a position
+and head in the dtype of products. With `unit_length` they keep the outputs, and queries and keys
+after they are normalised, not before.
 """
 
 from __future__ import annotations
@@ -206,9 +207,9 @@ def _forward(size: int, interpret: bool | None, unit_length: bool, inputs, segme
 
     order, ids = order_of_segments(segment_ids)
     units = None
-    if unit_length:  # the inputs before are not kept
-        inputs, units = with_factors(given)
-        given = inputs
+    if unit_length:  # the queries and keys before are not kept
+        given, units = with_factors(given)
+        inputs = inputs._replace(q=given.q, k=given.k)
     out, kept = kernel.forward(given, ids, order, keep=True, interpret=interpret)
     return out, (inputs, segment_ids, kept, units and units._replace(out=out))
 

@@ -68,7 +68,9 @@ def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) 
     return RecurrencePlan(length, groups, n_chunks, mean, dtype, interpret)
 
 
-def _read(plan: RecurrencePlan, x: RecurrenceInputs, ids, order) -> RecurrenceArrays:
+def _read(
+    plan: RecurrencePlan, x: RecurrenceInputs, ids, order, gradient: bool
+) -> RecurrenceArrays:
     more = plan.padded - plan.length
     if ids is not None:
         ids = jnp.pad(ids, ((0, 0), (0, more)), mode="edge")
@@ -84,9 +86,12 @@ def _read(plan: RecurrencePlan, x: RecurrenceInputs, ids, order) -> RecurrenceAr
     # A decay for each head is summed like features of one head.
     decay = x.log_decay if size > 1 else jnp.swapaxes(x.log_decay, 2, 3)
     shape = jax.ShapeDtypeStruct((batch, plan.padded, *decay.shape[2:]), jnp.float32)
+    decayed = jax.ShapeDtypeStruct(x.k.shape, plan.dtype)
+    old_q, new_k = (decayed if wanted and size > 1 else None for wanted in (gradient, True))
     grid = plan.padded // L, decay.shape[2], batch
-    (summed,) = _run(sums_kernel, plan, grid, (read, decay), (shape,))
-    return read._replace(decay=summed if size > 1 else summed[:, :, 0])
+    summed, old_q, new_k = _run(sums_kernel, plan, grid, (read, decay), (shape, old_q, new_k))
+    summed = summed if size > 1 else summed[:, :, 0]
+    return read._replace(decay=summed, old_q=old_q, new_k=new_k)
 
 
 def _run(
@@ -223,10 +228,10 @@ class _Launches(NamedTuple):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
         blocks = self._blocks
         grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
-        # The delta rule reads whole rows of three arrays, and of decays by feature: a chip holds
-        # fewer wide ones. Two programs of `states` share a processor where two stages are in
-        # flight; of `d_states`, which reads more, one has it for itself, if it holds three.
-        row = blocks.h * (self.plan.dtype.itemsize + 4 * self.by_feature)
+        # The delta rule reads whole rows of three arrays: a chip holds fewer wide ones. Two
+        # programs of `states` share a processor where two stages are in flight; of `d_states`,
+        # which reads more, one has it for itself, if it holds three.
+        row = blocks.h * self.plan.dtype.itemsize
         fewer = kernel is states_kernel or dispatch.shared_kib() < dispatch.LARGE_CHIP
         wide = row > 384 or (row >= 256 and fewer)
         stages = STAGES - 1 if wide and self.x.beta is not None else STAGES
@@ -334,10 +339,12 @@ def _wider(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V8"]:
     return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, -v.shape[3] % 8)))
 
 
-def _launches(x: RecurrenceInputs, ids, interpret, groups, order=None, mean=False) -> _Launches:
+def _launches(
+    x: RecurrenceInputs, ids, interpret, groups, order=None, mean=False, gradient=False
+) -> _Launches:
     x = x._replace(v=_wider(x.v))
     plan = _plan(x, interpret, groups, mean)
-    return _Launches(plan, _read(plan, x, ids, order))
+    return _Launches(plan, _read(plan, x, ids, order, gradient))
 
 
 def forward(
@@ -379,7 +386,7 @@ def backward(
 
     Arguments are as in `forward`.
     """
-    launches = _launches(x, ids, interpret, groups, order)
+    launches = _launches(x, ids, interpret, groups, order, gradient=True)
     units = units and units._replace(out=_wider(units.out))
     found, _ = launches.gradients(_wider(d_out), kept, units=units)
     return found._replace(v=found.v[..., : x.v.shape[3]])
@@ -415,7 +422,8 @@ def backward_from(
     interpret: bool = False,
 ) -> tuple[RecurrenceInputs, Float[Array, "B N H V"]]:
     """The gradients of `x` and of `initial`, by those of the results of `forward_from`."""
-    launches, size = _launches(x, ids, interpret, groups=1), x.v.shape[3]
+    launches = _launches(x, ids, interpret, groups=1, gradient=True)
+    size = x.v.shape[3]
     states = dict(initial=_state(initial), d_final=_state(d_final))
     found, d_initial = launches.gradients(_wider(d_out), kept, **states)
     return found._replace(v=found.v[..., :size]), d_initial.outer[:, :, 0, :, :size]
@@ -456,6 +464,6 @@ def means_backward(
     groups: int | None = None,
 ) -> RecurrenceInputs:
     """The gradients of `x`, by the gradients of the sums of values and of weights."""
-    launches = _launches(x, ids, interpret, groups, order, mean=True)
+    launches = _launches(x, ids, interpret, groups, order, mean=True, gradient=True)
     found, _ = launches.gradients(_wider(d_sums), kept, d_total)
     return found._replace(v=found.v[..., : x.v.shape[3]])

@@ -40,6 +40,9 @@ class RecurrenceArrays(NamedTuple):
     beta: Array | None  # [B, T, N]
     ids: Array | None  # [B, Tp] in the rows' order, in which those of one id are contiguous
     order: Array | None  # [B, Tp], the position of each row; None: its own
+    # With decays by feature, operands of the scans over chunks, in the dtype of products.
+    old_q: Array | None = None  # [B, T, N, H], queries decayed since the state before the chunk
+    new_k: Array | None = None  # [B, T, N, H], keys decayed until the state after it
 
 
 class RecurrenceStates(NamedTuple):
@@ -258,6 +261,10 @@ class ChunkRows(NamedTuple):
         if not self.by_feature:
             return x
         return x * jnp.exp(jnp.minimum(self.decay_at(L - 1, columns) - self.decay(columns), 0))
+
+    def read_new(self, columns) -> Float[Array, "L H"]:
+        """Keys `to_new`."""
+        return self.read(self.x.k if self.x.new_k is None else self.x.new_k, columns)
 
     def new_rows(self, y) -> Float[Array, "L J"]:
         """Values or products of keys `to_new`, decayed by head; zeros at forgotten rows."""

@@ -32,13 +32,21 @@ from reformax.ops.softmax.online import LEAST_SUM
 # Decays.
 
 
-def sums_kernel(x, log_decay, out, *, plan) -> None:
-    """Cumulative log decays from the start of the chunk, within segments, `[B, T, N, H]`."""
+def sums_kernel(x, log_decay, out, old_q, new_k, *, plan) -> None:
+    """Cumulative log decays from the start of the chunk, within segments, `[B, T, N, H]`.
+
+    And, but for decays by head, `old_q` and `new_k` of `RecurrenceArrays`; None: not wanted.
+    """
     rows = chunk_of(plan, x)
     # As in `ops.recurrence.chunks`.
     least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
-    each = jnp.maximum(to_float32(rows.read(log_decay)), least)
-    rows.put_decays(out, _sums(rows, each))
+    c = _sums(rows, jnp.maximum(to_float32(rows.read(log_decay)), least))
+    rows.put_decays(out, c)
+    if old_q is not None:
+        rows.write(old_q, rows.read(x.q) * jnp.exp(c))
+    if new_k is not None:
+        end = jnp.sum(jnp.where(sides()[0] == L - 1, c, 0), axis=0, keepdims=True)
+        rows.write(new_k, rows.read(x.k) * jnp.exp(jnp.minimum(end - c, 0)))
 
 
 def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
@@ -261,8 +269,8 @@ def gradients_kernel(
             return pairs + rows.products_of(rows.read(x.q, h), rows.read(x.k, h), h)
 
         def add_new(h, dv):
-            keys, d_state = rows.to_new(rows.read(x.k, h), h), rows.state(d_states, chunk, h, v)
-            return dv + rows.new_rows(rows.product(keys, d_state.outer))
+            d_state = rows.state(d_states, chunk, h, v).outer
+            return dv + rows.new_rows(rows.product(rows.read_new(h), d_state))
 
         pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32), gradient=True)
         dv = rows.product(rows.weighted(pairs, seen), d, "00")

@@ -103,7 +103,7 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
         # What does not wait for the products comes before them.
-        keys, kept = rows.to_new(rows.read(x.k, h), h), rows.forget(state, h)
+        keys, kept = rows.read_new(h), rows.forget(state, h)
         if solved is None:
             written = rows.read(x.v, v)
         else:
@@ -137,12 +137,12 @@ def d_states_kernel(
         rows = program.at(chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
-        q = rows.from_old(rows.read(x.q, h), h)
+        q = rows.read(x.q if x.old_q is None else x.old_q, h)
         weights = rows.old_rows(rows.numbers(d_total)[:, None]) if plan.mean else None
         d = rows.old_rows(rows.read(d_out, v))
         after = _add(rows, rows.forget(state, h), q, d, weights)
         if solved is not None:
-            keys = rows.to_new(rows.read(x.k, h), h)
+            keys = rows.read_new(h)
             d = rows.read(d_values_within, v) + rows.new_rows(rows.product(keys, state.outer))
             if d_values is not None:
                 rows.write(d_values, d, v)
