@@ -240,6 +240,22 @@ class RecurrenceGradients(NamedTuple):
     beta: Any  # [B, T, N]
 
 
+def _values_vjp(rows, d_states, chunk, d) -> Float[Array, "L V"]:
+    """The gradients of the values without the delta rule."""
+    x, v = rows.x, columns_of(rows.x.v.shape[3])
+
+    def add(h, pairs):
+        return pairs + rows.products_of(rows.read(x.q, h), rows.read(x.k, h), h)
+
+    def add_new(h, dv):
+        d_state = rows.state(d_states, chunk, h, v).outer
+        return dv + rows.new_rows(rows.product(rows.read_new(h), d_state))
+
+    pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32), gradient=True)
+    dv = rows.product(rows.weighted(pairs, rows.seen()), d, "00")
+    return _each_block(x, add_new, dv, gradient=True)
+
+
 def gradients_kernel(
     x, inverse, states, d_states, values, d_values, d_out, d_total, units, out, *, plan
 ) -> None:
@@ -264,17 +280,7 @@ def gradients_kernel(
         along_q = x.k.shape[3] * jnp.sum(to_float32(rows.read(units.out)) * to_float32(d), axis=1)
     delta = None
     if x.beta is None:
-
-        def add(h, pairs):
-            return pairs + rows.products_of(rows.read(x.q, h), rows.read(x.k, h), h)
-
-        def add_new(h, dv):
-            d_state = rows.state(d_states, chunk, h, v).outer
-            return dv + rows.new_rows(rows.product(rows.read_new(h), d_state))
-
-        pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32), gradient=True)
-        dv = rows.product(rows.weighted(pairs, seen), d, "00")
-        dv = _each_block(x, add_new, dv, gradient=True)
+        dv = _values_vjp(rows, d_states, chunk, d)
         rows.write(out.v, dv)
         along_k = None if units is None else jnp.sum(dv * u, axis=1)
     else:
