@@ -816,6 +816,9 @@ def test_rows_stand_in_their_groups_with_what_they_are_compared_with():
     found = attention.chosen(["nsa", "blocks"], groups)
     assert list(found) == ["flash", "flash, 1 head of keys", "nsa", *groups["blocks"]]
     assert {known.of for known in names.PEERS.values()} <= attention.chosen(groups, groups).keys()
+    for name in sum(map(list, groups.values()), []):
+        alone = attention.chosen([name], groups)
+        assert alone.keys() >= {made.dense for made in alone.values()}
     with pytest.raises(ValueError, match="--only has no: expected some of exact, hashed, "):
         attention.chosen(["no", "lsh"], groups)
 
