@@ -10,7 +10,7 @@ Letters as in `reformax.ops.base`; G key heads, K keys of a list.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,19 @@ class ChoiceLearner(NamedTuple):
     index: IndexerArrays
     factor: Float[Array, ""]
     chosen: Int[Array, "B T K"]
+
+    def gradient(
+        self,
+        rule: KeyRule,
+        interpret: bool,
+        attention: AttentionInputs,
+        ids: Int[Array, "B T"] | None,
+        key_ids: Int[Array, "B S"] | None,
+    ) -> Self:
+        """The gradient of the sum times the factor; the arguments are `indexer_gradient`'s."""
+        inputs = self.index, attention, self.chosen, ids, key_ids
+        found = indexer_gradient.indexer_gradient(rule, interpret, *inputs)
+        return type(self)(jax.tree.map(lambda x: x * self.factor, found), None, None)
 
 
 class ChosenSizes(NamedTuple):
@@ -132,12 +145,8 @@ def _backward(sizes, interpret, residuals, d_out):
     dk, dv = (_of_key_heads(d, x) for d, x in ((dk, k), (dv, v)))
     of_learner = None
     if learner is not None:
-        rule = KeyRule(sizes.causal, sizes.logits)
-        attention = AttentionInputs(q, k, *results[1:])
-        arguments = rule, interpret, learner.index, attention, learner.chosen, ids, ids
-        gradient = indexer_gradient.indexer_gradient(*arguments)
-        gradient = jax.tree.map(lambda x: x * learner.factor, gradient)
-        of_learner = ChoiceLearner(gradient, None, None)
+        rule, attention = KeyRule(sizes.causal, sizes.logits), AttentionInputs(q, k, *results[1:])
+        of_learner = learner.gradient(rule, interpret, attention, ids, ids)
     return dq, dk, dv, of_learner, None, None, None
 
 
