@@ -69,21 +69,22 @@ class ChosenSizes(NamedTuple):
     by_list: bool
 
 
-def reads_lists(n_listed: int, q: Array, k: Array, causal: bool) -> bool:
-    """Whether `attend` of lists of so many keys pays by lists."""
-    return listed.pays(n_listed, k.shape[1], q.shape[2] // k.shape[2], q.dtype.itemsize, causal)
+def reads_lists(n_listed: int, n_keys: int, q: Array, k: Array, causal: bool = True) -> bool:
+    """Whether attention to lists of so many of the keys, or of their summaries, pays by lists."""
+    return listed.pays(n_listed, n_keys, q.shape[2] // k.shape[2], q.dtype.itemsize, causal)
 
 
-def makes_bits(n_listed: int, q: Array, k: Array, by_list: bool, learns: bool) -> bool:
+def makes_bits(n_listed: int, n_keys: int, q: Array, k: Array, by_list: bool, learns: bool) -> bool:
     """Whether kernels make a bit for each query and key.
 
     Args:
       n_listed: K.
+      n_keys: the number of keys, or of their summaries.
       q, k: queries and keys.
       by_list: whether the attention reads lists, of keys or of blocks.
       learns: whether an indexer learns.
     """
-    sizes = n_listed, k.shape[1], q.shape[2], k.shape[2]
+    sizes = n_listed, n_keys, q.shape[2], k.shape[2]
     return not by_list or (learns and not indexer_gradient.reads_lists(*sizes))
 
 
