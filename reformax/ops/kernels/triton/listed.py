@@ -52,7 +52,6 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    in_logits,
     launch,
     load,
     power_of_two,
@@ -62,7 +61,7 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.softmax.online import Softmax, nonzero
+from reformax.ops.softmax.online import Softmax
 
 # Bytes of the rows of a program's queries. Wider groups are several programs' rows.
 MAX_ROW_BYTES = 64 * 128 * 2
@@ -256,10 +255,7 @@ class ListedProgram(Program):
 def _forward_kernel(x: ListedInputs, out: Softmax, *, sizes):
     program = ListedProgram.located(sizes, x)
     rows = program.queries()
-    state = flash.forward(program, rows)
-    program.put_rows(out.acc, rows, state.acc / nonzero(state.row_sum)[:, None])
-    program.put_numbers(out.row_max, rows, in_logits(state.row_max, x.q.shape[3]))
-    program.put_numbers(out.row_sum, rows, state.row_sum)
+    program.put_softmax(out, rows, flash.forward(program, rows))
 
 
 def _gradients_kernel(x: ListedInputs, row: QueryRows, _, dq, out: Contributions, *, sizes):
