@@ -74,7 +74,7 @@ from reformax.ops.softmax.online import Softmax, masked_exp, masked_softmax, non
 GATHERED = 4
 # Queries of a row over which kernels' reported loss is a mean.
 MEASURED = 256
-# Kernels index words of 32 pairs with 31 bits.
+# Kernels that visit all summaries index words of 32 pairs with 31 bits.
 MAX_PAIRS = 2**36
 
 
@@ -109,8 +109,8 @@ class csa(Reusing, Compressed, AttentionOp):
       share_kv: whether a summary is key and value at once.
       rotary_features: as in `hca.hca`; the first features of index heads too.
       rotary_base: of these rotations, see `ops.numerics.rotary.RotaryAngles`.
-      impl: as in `hca.hca`, with index heads of 128 or less and at most 2^36 pairs of a position
-        and a summary, which take a bit of memory each.
+      impl: as in `hca.hca`, with index heads of 128 or less. Where kernels visit all summaries
+        instead of lists, at most 2^36 pairs of a position and a summary take a bit of memory each.
 
     Raises:
       ValueError: a size out of range, a window shorter than a block, an unknown `impl`.
@@ -166,13 +166,28 @@ class csa(Reusing, Compressed, AttentionOp):
             | {"index": index | {"key": both, "gate": jnp.zeros_like(both)}}
         )
 
-    def _obstacles(self, call: Call, q: Array, k: Array, v: Array | None) -> KernelObstacles:
+    def _obstacles(
+        self, call: Call, q: Array, k: Array, v: Array | None, plan: Array | None = None
+    ) -> KernelObstacles:
         """Those of the kernels of the attention too, by which the choice goes."""
         found = super()._obstacles(call, q, k, v)
-        n_pairs = q.shape[0] * q.shape[1] * -(-k.shape[1] // self.block_size)
-        above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_pairs, MAX_PAIRS)}
+        n_bits = self._n_bits(q, k, plan)
+        above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
         own = (f"{name}={n}" for name, (n, most) in above.items() if n > most)
         return found._replace(call=found.call or next(own, None))
+
+    def _n_bits(self, q: Array, k: Array, plan: Array | None) -> int:
+        """Pairs of positions and summaries for each of which kernels make a bit."""
+        n_blocks = -(-k.shape[1] // self.block_size)
+        n_pairs = q.shape[0] * q.shape[1] * n_blocks
+        if n_pairs <= MAX_PAIRS:
+            return n_pairs
+        from reformax.ops.kernels.triton import chosen as kernel
+
+        n_listed = min(self.top_k, n_blocks) if plan is None else plan.shape[2]
+        sizes = n_listed, n_blocks, q, k
+        learns = not self.reuse and self.index_loss > 0
+        return n_pairs if kernel.makes_bits(*sizes, kernel.reads_lists(*sizes), learns) else 0
 
     # The choice.
 

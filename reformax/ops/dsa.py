@@ -179,9 +179,10 @@ class dsa(Reusing, AttentionOp):
         from reformax.ops.kernels.triton import chosen as kernel
 
         by_list = self.indexer.block_size > 1
-        by_list = by_list or kernel.reads_lists(plan.shape[2], q, k, call.causal)
+        sizes = plan.shape[2], k.shape[1], q, k
+        by_list = by_list or kernel.reads_lists(*sizes, call.causal)
         learns = not self.reuse and self.index_loss > 0
-        return n_pairs if kernel.makes_bits(plan.shape[2], q, k, by_list, learns) else 0
+        return n_pairs if kernel.makes_bits(*sizes, by_list, learns) else 0
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
         if self.reuse:
@@ -293,7 +294,7 @@ class dsa(Reusing, AttentionOp):
             learner = kernel.ChoiceLearner(arrays, factor, learnt)
         if by_blocks:
             return self._blocks_in_kernels(call, q, k, v, learner, plan, masks, interpret)
-        by_list = kernel.reads_lists(plan.shape[2], q, k, call.causal)
+        by_list = kernel.reads_lists(plan.shape[2], k.shape[1], q, k, call.causal)
         sizes = kernel.ChosenSizes(call.causal, call.dropout, call.logits, by_list)
         return kernel.attend(sizes, interpret, q, k, v, learner, plan, masks, call.seed)
 

@@ -4,6 +4,8 @@ Published implementations have let summaries of the future be seen, summed paddi
 segments, and hidden the last block or weighted the zeros behind it. A test each.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -215,6 +217,26 @@ def test_kernels_read_lists_of_few_summaries_or_all_by_bits(n_kv_heads, monkeypa
 
     assert_trees_close(run(INTERPRETED), run("xla"), 2e-5)
     assert set(found) == {n_kv_heads == 1}
+
+
+@pytest.mark.parametrize("top_k, refused", [(2**16, "pairs=274877906944"), (512, None)])
+def test_kernels_have_no_limit_of_pairs_where_they_read_lists(top_k, refused):
+    """A bit for each of too many pairs is refused."""
+    op, length = csa.csa(top_k=top_k, n_index_heads=2, d_index=8, impl=INTERPRETED), 2**20
+    dims = Dims(8, 16, 16, length, 1)
+
+    def array(n, size=16):
+        return jax.ShapeDtypeStruct((1, length, n, size), jnp.bfloat16)
+
+    extra = {name: array(x.n_heads, x.size) for name, x in op.extra_projections(dims).items()}
+    params = jax.eval_shape(lambda rng: op.init(rng, dims), jax.random.key(0))
+    x = inputs.Inputs(array(8), array(1), array(1), extra, params)
+    attend = functools.partial(jax.eval_shape, lambda x: inputs.call(op, x, causal=True), x)
+    if refused is None:
+        assert attend().shape == x.q.shape
+        return
+    with pytest.raises(NotImplementedError, match=refused):
+        attend()
 
 
 @over_ops

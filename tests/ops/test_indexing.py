@@ -10,7 +10,7 @@ from reformax.ops import dsa
 from reformax.ops.indexing import streaming
 from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexed, Indexer
-from reformax.ops.indexing.scores import IndexQueries
+from reformax.ops.indexing.scores import IndexQueries, scores_of_gathered
 
 KEY = jax.random.key(3)
 ALL_CLUSTERS = Clustered(stride=4, n_clusters=100, n_nearest=106)
@@ -109,6 +109,18 @@ def test_zeros_of_either_sign_are_a_tie():
     assert (x.queries.weights < 0).any()
     got = choose(Indexer(), x, 12, True)
     assert as_sets(got) == plain(Indexer(), x, 12, True, np.ones((2, 40), np.int32))
+
+
+@pytest.mark.parametrize("score", ["relu", "product"])
+def test_a_score_of_zero_has_a_slope(score):
+    """One head's weight is 0, which learns from the product of its vectors."""
+    vectors, keys = jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 1, 4))
+
+    def total(weights):
+        return scores_of_gathered(score, IndexQueries(vectors, weights), keys).sum()
+
+    for zero in (0.0, -0.0):
+        np.testing.assert_array_equal(jax.grad(total)(jnp.full((1, 1, 1), zero)), [[[4.0]]])
 
 
 @pytest.mark.parametrize("name", ["levels", "clustered", "hashed relu", "coded"])

@@ -144,14 +144,13 @@ def in_kernels(
       learner: the `ChoiceLearner` of the kernels; None: no indexer learns.
     """
     from reformax.ops.kernels.triton import compressed as kernel
-    from reformax.ops.kernels.triton import listed
+    from reformax.ops.kernels.triton.chosen import reads_lists
     from reformax.ops.kernels.triton.nsa import n_rows
 
     ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
     window, block_size = sizes
     group, n_summaries = q.shape[2] // k.shape[2], summaries.keys.shape[1]
-    of_all = n_summaries, group, q.dtype.itemsize
-    by_list = chosen is not None and listed.pays(chosen.shape[2], *of_all)
+    by_list = chosen is not None and reads_lists(chosen.shape[2], n_summaries, q, k)
     common = dict(group=group, dropout=call.dropout, logits=call.logits)
     of_parts = (
         kernel.window_sizes(min(window, q.shape[1]), n_rows(q), **common),

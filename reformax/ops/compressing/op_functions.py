@@ -137,8 +137,11 @@ class Compressed(LearnedSinks):
         gates = call.extra_projections
         return Series(gates[f"summary_{kind}"], gates[f"gate_{kind}"])
 
-    def _obstacles(self, call: Call, q: Array, k: Array, v: Array | None) -> KernelObstacles:
-        """The obstacles of the kernels."""
+    def _obstacles(
+        self, call: Call, q: Array, k: Array, v: Array | None, plan: Any = None
+    ) -> KernelObstacles:
+        """The obstacles of the kernels; `plan` is None before there is one."""
+        del plan
         group = q.shape[2] // k.shape[2]
         above = {"heads_of_a_key_head": group if group > MAX_GROUP else None}
         return kernel_obstacles(
@@ -158,7 +161,7 @@ class Compressed(LearnedSinks):
             near = to_window(call, *rotated, self.window)
             return self._attend_to_summaries(call, params, rotated[0], summaries, near, plan, q, k)
 
-        obstacles = self._obstacles(call, *rotated)
+        obstacles = self._obstacles(call, *rotated, plan)
         implementations = {"pallas": (obstacles, by_kernels), "xla": (None, by_arrays)}
         out = compute_by(self.impl, implementations).reshape(*q.shape[:3], v.shape[3])
         return self._output(out, position).astype(v.dtype)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 Score = Literal["relu", "product"]
@@ -57,5 +58,5 @@ def _summed(score: Score, index: IndexQueries, products: Float[Array, "B Q J S"]
 
 
 def _one_zero(x: Array) -> Array:
-    """Makes -0 0. A negative weight times ReLU's 0 is -0, which sorts before 0."""
-    return jnp.where(x == 0, 0, x)
+    """Makes -0 0, of slope 1. A negative weight times ReLU's 0 is -0, which sorts before 0."""
+    return jnp.where(x == 0, x - lax.stop_gradient(x), x)

@@ -10,7 +10,7 @@ Letters as in `reformax.ops.base`; G key heads, K keys of a list.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,19 @@ class ChoiceLearner(NamedTuple):
     factor: Float[Array, ""]
     chosen: Int[Array, "B T K"]
 
+    def gradient(
+        self,
+        rule: KeyRule,
+        interpret: bool,
+        attention: AttentionInputs,
+        ids: Int[Array, "B T"] | None,
+        key_ids: Int[Array, "B S"] | None,
+    ) -> Self:
+        """The gradient of the sum times the factor; the arguments are `indexer_gradient`'s."""
+        inputs = self.index, attention, self.chosen, ids, key_ids
+        found = indexer_gradient.indexer_gradient(rule, interpret, *inputs)
+        return type(self)(jax.tree.map(lambda x: x * self.factor, found), None, None)
+
 
 class ChosenSizes(NamedTuple):
     """The static settings of the attention.
@@ -56,21 +69,22 @@ class ChosenSizes(NamedTuple):
     by_list: bool
 
 
-def reads_lists(n_listed: int, q: Array, k: Array, causal: bool) -> bool:
-    """Whether `attend` of lists of so many keys pays by lists."""
-    return listed.pays(n_listed, k.shape[1], q.shape[2] // k.shape[2], q.dtype.itemsize, causal)
+def reads_lists(n_listed: int, n_keys: int, q: Array, k: Array, causal: bool = True) -> bool:
+    """Whether attention to lists of so many of the keys, or of their summaries, pays by lists."""
+    return listed.pays(n_listed, n_keys, q.shape[2] // k.shape[2], q.dtype.itemsize, causal)
 
 
-def makes_bits(n_listed: int, q: Array, k: Array, by_list: bool, learns: bool) -> bool:
+def makes_bits(n_listed: int, n_keys: int, q: Array, k: Array, by_list: bool, learns: bool) -> bool:
     """Whether kernels make a bit for each query and key.
 
     Args:
       n_listed: K.
+      n_keys: the number of keys, or of their summaries.
       q, k: queries and keys.
       by_list: whether the attention reads lists, of keys or of blocks.
       learns: whether an indexer learns.
     """
-    sizes = n_listed, k.shape[1], q.shape[2], k.shape[2]
+    sizes = n_listed, n_keys, q.shape[2], k.shape[2]
     return not by_list or (learns and not indexer_gradient.reads_lists(*sizes))
 
 
@@ -132,12 +146,8 @@ def _backward(sizes, interpret, residuals, d_out):
     dk, dv = (_of_key_heads(d, x) for d, x in ((dk, k), (dv, v)))
     of_learner = None
     if learner is not None:
-        rule = KeyRule(sizes.causal, sizes.logits)
-        attention = AttentionInputs(q, k, *results[1:])
-        arguments = rule, interpret, learner.index, attention, learner.chosen, ids, ids
-        gradient = indexer_gradient.indexer_gradient(*arguments)
-        gradient = jax.tree.map(lambda x: x * learner.factor, gradient)
-        of_learner = ChoiceLearner(gradient, None, None)
+        rule, attention = KeyRule(sizes.causal, sizes.logits), AttentionInputs(q, k, *results[1:])
+        of_learner = learner.gradient(rule, interpret, attention, ids, ids)
     return dq, dk, dv, of_learner, None, None, None
 
 

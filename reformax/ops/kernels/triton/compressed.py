@@ -4,8 +4,7 @@ The keys of the window and the summaries are two calls of the kernels of `nsa`, 
 lists of summaries pay, which return each row's maximum and sum. These merge both (Milakov and
 Gimelshein 2018, "Online normalizer calculation for softmax"), and the sinks. In the backward pass
 both parts use the maximum and the sum of the whole row. Blocks that an indexer chose, and a query's
-own, are two such parts too (`block_sizes`). An indexer that chose the summaries or blocks has the
-gradient of `kernels.indexer_gradient`.
+own, are two such parts too (`block_sizes`).
 
 Letters as in `reformax.ops.base`; S is the number of keys of a part.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -23,7 +21,7 @@ from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import listed, nsa
 from reformax.ops.kernels.triton.chosen import ChoiceLearner
 from reformax.ops.kernels.triton.common import bits_of
-from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, KeyRule, indexer_gradient
+from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, KeyRule
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.learned_sinks import Results, d_sinks, with_sinks
 from reformax.ops.softmax.online import Softmax, nonzero
@@ -153,10 +151,7 @@ def _backward(sizes, interpret, residuals, cotangents):
     if learner is not None:
         rule = KeyRule(True, sizes[1].logits, sizes[1].span)
         attention = AttentionInputs(q, far.k, *results[1:], total)
-        masks = learner.chosen, ids, far.ids
-        gradient = indexer_gradient(rule, interpret, learner.index, attention, *masks)
-        gradient = jax.tree.map(lambda x: x * learner.factor, gradient)
-        of_learner = ChoiceLearner(gradient, None, None)
+        of_learner = learner.gradient(rule, interpret, attention, ids, far.ids)
     of_sinks = d_sinks(results, sinks, d_out)
     return dq.astype(q.dtype), *of_parts, of_sinks, of_learner, None, None
 

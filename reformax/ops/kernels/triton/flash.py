@@ -31,6 +31,7 @@ from reformax.ops.kernels.triton.common import (
     column,
     empty_softmax,
     hide,
+    in_logits,
     line,
     load,
     matmul,
@@ -44,7 +45,7 @@ from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.learned_sinks import d_sinks, with_sinks
-from reformax.ops.softmax.online import Softmax
+from reformax.ops.softmax.online import Softmax, nonzero
 
 # A program's own NamedTuple of `[L]`: positions, and whatever decides who sees whom.
 Block = Any
@@ -137,6 +138,12 @@ class Program:
         """Writes a block's entries of `[B, N, T]`."""
         position, head, exists = self.address(block)
         pltriton.store(ref.at[self.batch, head, position], value.astype(ref.dtype), mask=exists)
+
+    def put_softmax(self, out: Softmax, queries: Block, state: Softmax) -> None:
+        """Writes the values of a finished softmax, and each row's largest logit and sum."""
+        self.put_rows(out.acc, queries, state.acc / nonzero(state.row_sum)[:, None])
+        self.put_numbers(out.row_max, queries, in_logits(state.row_max, self.x.q.shape[3]))
+        self.put_numbers(out.row_sum, queries, state.row_sum)
 
     def statistics(self, ref: Any, queries: Block) -> Float[Array, " L"]:
         """A block's entries of an array of `row`."""

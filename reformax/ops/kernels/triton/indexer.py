@@ -72,19 +72,18 @@ class IndexerProgram(NamedTuple):
     def queries(self, tile: Any) -> Side:
         """A tile of the queries, counted from the chunk's first query."""
         position = self.x.start[0] + tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
-        return self._side(position, self.x.queries[0], self.x.ids)
+        return self.side(position, self.x.queries[0], self.x.ids)
 
     def keys(self, tile: Any) -> Side:
         """A tile of the keys, whose `position` is their number."""
         number = tile * self.columns + jnp.arange(self.columns, dtype=jnp.int32)
-        side = self._side(number, self.x.keys[0], self.x.key_ids)
-        return side if self.span == 1 else side._replace(last=self._last(number))
+        return self.side(number, self.x.keys[0], self.x.key_ids)
 
     def _last(self, number):
         """The last position of keys."""
         return number * self.span + (self.span - 1)
 
-    def _side(self, position, rows, ids) -> Side:
+    def side(self, position, rows, ids) -> Side:
         """The positions, 0 where none exists, and their segments."""
         exists = position < rows.shape[1]
         position = jnp.where(exists, position, 0)
@@ -110,8 +109,13 @@ class IndexerProgram(NamedTuple):
         return lax.div(jnp.maximum(first - self.x.start[0], 0), jnp.int32(ROWS))
 
     def visible(self, query: Side, key: Side) -> Bool[Array, "I C"]:
-        """Which keys each query sees."""
-        return Visibility(self.causal).sees(column(query), line(key))
+        """Which keys each query of a tile sees."""
+        return self.sees(column(query), line(key))
+
+    def sees(self, query: Side, key: Side) -> Bool[Array, "*d"]:
+        """Which keys each query sees, of sides that broadcast; `position` of keys is a number."""
+        key = key if self.span == 1 else key._replace(last=self._last(key.position))
+        return Visibility(self.causal).sees(query, key)
 
     def of_queries(self, query: Side, head: Any) -> tuple[Float[Array, "I D"], ...]:
         """The parts of an index head's queries."""

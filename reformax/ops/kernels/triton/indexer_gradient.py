@@ -58,7 +58,7 @@ from reformax.ops.kernels.triton.indexer import (
     padded_length,
     tile_index,
 )
-from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import nonzero
 
@@ -301,12 +301,9 @@ class _ListProgram(NamedTuple):
     @property
     def query(self) -> Side:
         """The query, as an array of one."""
-        x, position = self.inputs.x, self.inputs.x.start[0] + self.row
-        position = position + jnp.zeros((1,), jnp.int32)
-        exists = position < x.queries[0].shape[1]
-        position = jnp.where(exists, position, 0)
-        ids = None if x.ids is None else load(x.ids.at[self.batch, position], exists, 0)
-        return Side(position, ids, exists)
+        x = self.inputs.x
+        position = x.start[0] + self.row + jnp.zeros((1,), jnp.int32)
+        return self.tiles.side(position, x.queries[0], x.ids)
 
     @property
     def position(self) -> Any:
@@ -364,8 +361,7 @@ class _ListProgram(NamedTuple):
         number = load(chosen.at[at], exists, -1)
         exists, number = number >= 0, jnp.maximum(number, 0)
         ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, number], exists, 0)
-        last = None if self.rule.span == 1 else number * self.rule.span + (self.rule.span - 1)
-        visible = Visibility(self.rule.causal).sees(self.query, Side(number, ids, exists, last))
+        visible = self.tiles.sees(self.query, Side(number, ids, exists))
         (keys,), (queries, weights) = x.keys, heads
         width = power_of_two(keys.shape[3])
         rows = load(*view_rows(keys, self.batch, number, 0, width, visible), 0.0)

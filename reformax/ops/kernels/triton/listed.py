@@ -20,16 +20,15 @@ The cost of a query and key head with K keys of H and V numbers, M query heads, 
     read K (H + V) b in both passes; written, and read by the sums, as much each
     products of max(M, 16) rows and K keys: 2 forward, 5 backward
 
-At 65,536 queries with 2,048 keys of 128 for 32 heads on one key head, in bfloat16, a pass reads 69
-GB of 34 MB that the second cache holds. Lists of summaries were read at 5.7 TB/s: 12 ms. The
-backward pass takes 25 to 30 ms for five products and writing 69 GB, the sums 20 to 25 for reading
-them, sorts of 134 million pairs 8 to 30. All tiles take 18 H operations for each pair of a query
-and a key: 1,324 ms where they were measured, with masks that were read bit by bit.
-
 Tiles share keys among 64 or 128 queries, lists among one query's heads. So tiles take less where a
-key head has few query heads or a query sees many of the keys. 8 heads of 64 with a key head each
-that see 2,048 of 65,536 keys take 360 ms by lists, and 245 by tiles or less. `pays` compares the
-two.
+key head has few query heads or a query sees many of the keys: `pays` compares the two. With 65,536
+queries that each see 2,048 keys, in bfloat16 and 32 heads of 128 on one key head, an H200 took:
+
+    forward        11.1 ms    69 GB are read, of 34 MB that the second cache holds
+    gradients      40.2       as much is read, and written
+    sorts           6.0       of 134 million pairs
+    sums           26.1       what was written is read
+    all tiles   1,324         both passes, with masks that were read bit by bit
 
 Letters as in `reformax.ops.base`; K keys of a list, S keys, M query heads of a key head, P programs
 of a key head, C queries of a chunk.
@@ -53,7 +52,6 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    in_logits,
     launch,
     load,
     power_of_two,
@@ -63,7 +61,7 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.softmax.online import Softmax, nonzero
+from reformax.ops.softmax.online import Softmax
 
 # Bytes of the rows of a program's queries. Wider groups are several programs' rows.
 MAX_ROW_BYTES = 64 * 128 * 2
@@ -81,10 +79,10 @@ BYTE_COST, ROW_COST, FEWEST_ROWS = 44, 2, 16
 def pays(n_listed: int, n_keys: int, group: int, itemsize: int, causal: bool = True) -> bool:
     """Whether reading lists takes less time than a mask over all tiles, in both passes.
 
-    See the module's docstring. Per number of a row, a list takes for each of its keys 1 ps a byte,
-    of two passes at 5.7 TB/s and two at 3.5, and 14 operations for each of max(M, 16) rows at 180
-    TFLOP/s. All tiles take 18 for each of M rows and each key that causality leaves, at 200: half
-    of S on average.
+    The costs are estimates, of 117 ms for the lists of the module's docstring. Per number of a
+    row, a list takes for each of its keys 1 ps a byte, of two passes at 5.7 TB/s and two at 3.5,
+    and 14 operations for each of max(M, 16) rows at 180 TFLOP/s. All tiles take 18 for each of M
+    rows and each key that causality leaves, at 200: half of S on average.
 
     Args:
       n_listed: K.
@@ -257,10 +255,7 @@ class ListedProgram(Program):
 def _forward_kernel(x: ListedInputs, out: Softmax, *, sizes):
     program = ListedProgram.located(sizes, x)
     rows = program.queries()
-    state = flash.forward(program, rows)
-    program.put_rows(out.acc, rows, state.acc / nonzero(state.row_sum)[:, None])
-    program.put_numbers(out.row_max, rows, in_logits(state.row_max, x.q.shape[3]))
-    program.put_numbers(out.row_sum, rows, state.row_sum)
+    program.put_softmax(out, rows, flash.forward(program, rows))
 
 
 def _gradients_kernel(x: ListedInputs, row: QueryRows, _, dq, out: Contributions, *, sizes):

@@ -37,7 +37,6 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    in_logits,
     launch,
     load,
     power_of_two,
@@ -49,7 +48,7 @@ from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.chosen_blocks import parts, tiles
-from reformax.ops.softmax.online import Softmax, nonzero
+from reformax.ops.softmax.online import Softmax
 
 # Keys of a tile, tiles of a part of a list, parts of the queries of a tile of summaries.
 KEYS, PART_TILES, N_PARTS = 64, 64, 8
@@ -349,10 +348,7 @@ class NsaProgram(Program):
 def _forward_kernel(x: _NsaInputs, out: Softmax, *, sizes):
     program = NsaProgram.located(sizes, x)
     rows = program.queries(sizes.n_queries, program.index)
-    state = flash.forward(program, rows)
-    program.put_rows(out.acc, rows, state.acc / nonzero(state.row_sum)[:, None])
-    program.put_numbers(out.row_max, rows, in_logits(state.row_max, x.q.shape[3]))
-    program.put_numbers(out.row_sum, rows, state.row_sum)
+    program.put_softmax(out, rows, flash.forward(program, rows))
 
 
 def _queries_kernel(x: _NsaInputs, row: QueryRows, dq, *, sizes):
