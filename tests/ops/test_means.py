@@ -107,6 +107,18 @@ def test_means_over_all_positions(dtype, tolerance):
     assert_trees_close(with_gradients(mean_of_all)(*arrays), want, tolerance)
 
 
+def test_means_over_many_positions_in_float16():
+    """Sums that float16 does not hold, and gradients that are too small after their division."""
+    q, k, v = (np.float16(x) for x in positive("linear", 3000)[:3])
+    d_out = 256 * np.random.default_rng(9).normal(size=v.shape)
+    arrays = [np.float16(x) for x in (d_out, q, 64 * k, v + 1)]
+    want = jax.tree.leaves(with_gradients(mean_of_all)(*jax.tree.map(np.float32, arrays)))
+    got = jax.tree.leaves(with_gradients(mean_of_all)(*arrays))
+    largest = [np.abs(x).max() for x in want]
+    got, want = ([np.float32(x) / y for x, y in zip(a, largest, strict=True)] for a in (got, want))
+    assert_trees_close(got, want, 2e-2)
+
+
 @pytest.mark.parametrize("impl", ["xla", pytest.param(KERNEL["impl"], marks=pytest.mark.slow)])
 def test_weights_that_vanish(impl):
     q, k, v = jax.tree.map(np.float32, positive("linear", 9)[:3])

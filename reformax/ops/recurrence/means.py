@@ -132,8 +132,9 @@ def mean_of_all(
 ) -> Float[Array, "B T N V"]:
     """`sum_s (q_t . k_s) v_s / sum_s q_t . k_s`, otherwise as `mean`.
 
-    Sums of values are rounded to the dtype of products before they are divided, but in float16,
-    which may not hold them. The gradient reads the inputs, the output and sums.
+    Sums of values are rounded to the dtype of products before they are divided. Products of float16
+    are float32, because float16 may hold neither sums nor gradients divided by them. The gradient
+    reads the inputs, the output and sums.
     """
     return _mean_of_all(q, k, v)
 
@@ -144,12 +145,12 @@ def _mean_of_all(q, k, v) -> Float[Array, "B T N V"]:
 
 
 def _means_and_sums(q, k, v):
-    dtype, wide, narrow = _dtypes(q, k, v)
+    dtype, wide = _dtypes(q, k, v)
     state = product("bsnh,bsnv->bnhv", k, v, dtype)
     keys = jnp.sum(k, axis=1, dtype=wide)
     total = jnp.sum(q.astype(wide) * keys[:, None], axis=-1, keepdims=True)
     total = jnp.where(total < LEAST_SUM, 0, total)
-    sums = product("btnh,bnhv->btnv", q, state, dtype, written=narrow)
+    sums = product("btnh,bnhv->btnv", q, state, dtype, written=dtype)
     out = jnp.where(total == 0, 0, sums.astype(wide) / nonzero(total))
     return out.astype(v.dtype), (state, keys, total)
 
@@ -164,23 +165,23 @@ def _backward_of_all(results, d_out):
     results, d_out = first_order((results, d_out))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
     q, k, v, out, (state, keys, total) = lax.optimization_barrier(results)
-    dtype, wide, narrow = _dtypes(q, k, v)
+    dtype, wide = _dtypes(q, k, v)
     inverse_sum = jnp.where(total > 0, 1 / nonzero(total), 0)
-    d_sums = (d_out.astype(wide) * inverse_sum).astype(narrow)
+    d_sums = (d_out.astype(wide) * inverse_sum).astype(dtype)
     d_total = -jnp.sum(d_sums.astype(wide) * out.astype(wide), axis=-1, keepdims=True)
     d_state = product("btnh,btnv->bnhv", q, d_sums, dtype)
     d_keys = jnp.sum(q.astype(wide) * d_total, axis=1)
-    dq = product("btnv,bnhv->btnh", d_sums, state, dtype, written=narrow) + d_total * keys[:, None]
-    dk = product("bsnv,bnhv->bsnh", v, d_state, dtype, written=narrow) + d_keys[:, None]
-    dv = product("bsnh,bnhv->bsnv", k, d_state, dtype, written=narrow)
+    dq = product("btnv,bnhv->btnh", d_sums, state, dtype, written=dtype) + d_total * keys[:, None]
+    dk = product("bsnv,bnhv->bsnh", v, d_state, dtype, written=dtype) + d_keys[:, None]
+    dv = product("bsnh,bnhv->bsnv", k, d_state, dtype, written=dtype)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 def _dtypes(*arrays):
-    """The dtypes of products, of sums, and of sums in memory."""
+    """The dtype of products and of sums in memory, and that of sums."""
     dtype = jnp.result_type(*arrays)
     wide = accum_dtype(dtype)
-    return dtype, wide, wide if dtype == jnp.float16 else dtype
+    return (wide if dtype == jnp.float16 else dtype), wide
 
 
 _mean_of_all.define(

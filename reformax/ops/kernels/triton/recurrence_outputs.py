@@ -188,13 +188,20 @@ def _each_block(x, step, carry, gradient: bool = False):
     return lax.fori_loop(np.int32(0), np.int32(n), body, carry)
 
 
+def _pairs(rows, gradient: bool = False) -> Float[Array, "L L"]:
+    """The weight of each key of the chunk for each of its queries, without the delta rule."""
+
+    def add(h, pairs):
+        return pairs + rows.products_of(rows.read(rows.x.q, h), rows.read(rows.x.k, h), h)
+
+    pairs = _each_block(rows.x, add, jnp.zeros((L, L), jnp.float32), gradient)
+    return rows.weighted(pairs, rows.seen())
+
+
 def output_kernel(x, states, values, out, total, *, plan) -> None:
     """The outputs of a chunk's queries; or their means, and the sums `total` of the weights."""
     rows, chunk = chunk_of(plan, x), pl.program_id(0)
     v = columns_of(x.v.shape[3])
-
-    def add_pairs(h, pairs):
-        return pairs + rows.products_of(rows.read(x.q, h), rows.read(x.k, h), h)
 
     def add_old(h, sums):
         old, weights = sums
@@ -203,8 +210,7 @@ def output_kernel(x, states, values, out, total, *, plan) -> None:
             weights = weights + jnp.sum(rows.rounded(q) * state.keys[None, :], axis=1)
         return old + rows.product(q, state.outer), weights
 
-    pairs = _each_block(x, add_pairs, jnp.zeros((L, L), jnp.float32))
-    pairs = rows.beta_columns(rows.weighted(pairs, rows.seen())).astype(plan.dtype)
+    pairs = rows.beta_columns(_pairs(rows)).astype(plan.dtype)
     zeros = jnp.zeros((L,), jnp.float32) if plan.mean else None
     old, weights = _each_block(x, add_old, (jnp.zeros((L, len(v)), jnp.float32), zeros))
     sums = rows.product(pairs, rows.read(values)) + rows.old_rows(old)
@@ -221,13 +227,7 @@ def output_kernel(x, states, values, out, total, *, plan) -> None:
 def d_values_kernel(x, d_out, d_values, *, plan) -> None:
     """Gradients of the values through the outputs of their chunk."""
     rows = chunk_of(plan, x)
-
-    def add(h, pairs):
-        return pairs + rows.products_of(rows.read(x.q, h), rows.read(x.k, h), h)
-
-    pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32))
-    pairs = rows.weighted(pairs, rows.seen())
-    rows.write(d_values, rows.product(pairs, rows.read(d_out), "00"))
+    rows.write(d_values, rows.product(_pairs(rows), rows.read(d_out), "00"))
 
 
 class RecurrenceGradients(NamedTuple):
@@ -244,15 +244,11 @@ def _values_vjp(rows, d_states, chunk, d) -> Float[Array, "L V"]:
     """The gradients of the values without the delta rule."""
     x, v = rows.x, columns_of(rows.x.v.shape[3])
 
-    def add(h, pairs):
-        return pairs + rows.products_of(rows.read(x.q, h), rows.read(x.k, h), h)
-
     def add_new(h, dv):
         d_state = rows.state(d_states, chunk, h, v).outer
         return dv + rows.new_rows(rows.product(rows.read_new(h), d_state))
 
-    pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32), gradient=True)
-    dv = rows.product(rows.weighted(pairs, rows.seen()), d, "00")
+    dv = rows.product(_pairs(rows, gradient=True), d, "00")
     return _each_block(x, add_new, dv, gradient=True)
 
 
