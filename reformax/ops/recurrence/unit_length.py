@@ -36,7 +36,7 @@ def of_unit_length(x: RecurrenceInputs) -> RecurrenceInputs:
 
 
 def with_factors(x: RecurrenceInputs) -> tuple[RecurrenceInputs, UnitRows]:
-    """`of_unit_length`, which this rounds once, and its factors."""
+    """`of_unit_length` with queries rounded once, not twice, and the factors of the rows."""
     size = x.q.shape[-1]
     wide = [y.astype(accum_dtype(y.dtype)) for y in x[:2]]
     factors = [lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + EPSILON) for y in wide]

@@ -33,9 +33,9 @@ from reformax.ops.softmax.online import LEAST_SUM
 
 
 def sums_kernel(x, log_decay, out, old_q, new_k, *, plan) -> None:
-    """Cumulative log decays from the start of the chunk, within segments, `[B, T, N, H]`.
+    """Cumulative log decays from the start of the chunk, within segments, `[B, Tp, N, H]`.
 
-    And, but for decays by head, `old_q` and `new_k` of `RecurrenceArrays`; None: not wanted.
+    With decays by feature it also writes `old_q` and `new_k` of `RecurrenceArrays`, if not None.
     """
     rows = chunk_of(plan, x)
     # As in `ops.recurrence.chunks`.
