@@ -249,7 +249,7 @@ def test_the_folder_of_data_reaches_tasks_of_stages(folder):
     assert [stage.task.name for stage in found] == ["text", "stdlib", "text"]
     config.parse(["configs/staged.gin"], ["c/stages.Stage.task=None"], data_dir="mine.txt")
     assert parsed.bindings(loop.train, ("stages",))["stages"][2].task is None
-    with pytest.raises(config.ConfigError, match="but c/stages.Stage.task is 3: expected a task"):
+    with pytest.raises(config.ConfigError, match="c/stages.Stage.task is 3: expected a task"):
         config.parse(["configs/staged.gin"], ["c/stages.Stage.task=3"], data_dir="mine.txt")
     kept = "text.text.data_dir = 'kept.txt'"
     config.parse(["configs/staged.gin"], [kept], data_dir="mine.txt")
