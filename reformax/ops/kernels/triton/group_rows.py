@@ -1,16 +1,49 @@
-"""The rows of a tile that selects blocks: the query heads of a key head, for several queries."""
+"""The query heads of a key head: programs that have them, and the rows of a tile of queries."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from reformax.ops.kernels.triton.common import load, power_of_two
+from reformax.ops.kernels.triton.common import QueryRows, load, power_of_two
+from reformax.ops.kernels.triton.flash import Program
+from reformax.ops.numerics.logits import Logits
 
 ROWS = 128
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GroupProgram(Program):
+    """A program of a grid (index, heads of keys, B), whose inputs are zeros at padding.
+
+    Attributes:
+      sizes: the static settings, `logits` among them.
+      x, row, batch: as in `Program`.
+      head: the head of the keys.
+      index: of the program, among those of its head.
+    """
+
+    sizes: Any
+    x: Any
+    row: QueryRows | None
+    batch: Any
+    head: Any
+    index: Any
+    zero_padding = True
+
+    @classmethod
+    def located(cls, sizes: Any, x: Any, row: QueryRows | None = None) -> Self:
+        """The running program."""
+        return cls(sizes, x, row, *(pl.program_id(i) for i in (2, 1, 0)))
+
+    @property
+    def logits(self) -> Logits:
+        return self.sizes.logits
 
 
 class GroupRows(NamedTuple):

@@ -40,7 +40,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ from reformax.ops.kernels.triton.common import (
     query_rows,
     tile_dropout_mask,
 )
-from reformax.ops.kernels.triton.flash import Program
+from reformax.ops.kernels.triton.group_rows import GroupProgram
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import Softmax
@@ -179,25 +179,16 @@ class Contributions(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ListedProgram(Program):
-    """One program: a query's heads of a key head, or as many as a tile holds."""
+class ListedProgram(GroupProgram):
+    """One program: a query's heads of a key head, or as many as a tile holds.
+
+    Attributes:
+      head: of G P.
+      index: the query's, in the lists.
+    """
 
     sizes: ListedSizes
     x: ListedInputs
-    row: QueryRows | None
-    batch: Any
-    head: Any  # of G P
-    index: Any  # the query's, in the lists
-    zero_padding = True
-
-    @classmethod
-    def located(cls, sizes: ListedSizes, x: ListedInputs, row: QueryRows | None = None) -> Self:
-        """The running program."""
-        return cls(sizes, x, row, *(pl.program_id(i) for i in (2, 1, 0)))
-
-    @property
-    def logits(self) -> Logits:
-        return self.sizes.logits
 
     @property
     def key_head(self):

@@ -44,7 +44,7 @@ from reformax.ops.kernels.triton.common import (
     tile_bits,
     tile_dropout_mask,
 )
-from reformax.ops.kernels.triton.flash import Program
+from reformax.ops.kernels.triton.group_rows import GroupProgram
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.chosen_blocks import parts, tiles
@@ -177,26 +177,12 @@ class KeysWork(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NsaProgram(Program):
+class NsaProgram(GroupProgram):
     """One program: its static settings, its sequence and key head, its reads and its mask."""
 
     sizes: NsaSizes
     x: _NsaInputs
-    row: QueryRows | None
-    batch: Any
-    head: Any
-    index: Any
     work: KeysWork | None = None
-    zero_padding = True
-
-    @classmethod
-    def located(cls, sizes: NsaSizes, x: _NsaInputs, row: QueryRows | None = None) -> Self:
-        """The running program."""
-        return cls(sizes, x, row, *(pl.program_id(i) for i in (2, 1, 0)))
-
-    @property
-    def logits(self) -> Logits:
-        return self.sizes.logits
 
     # The tiles.
 
