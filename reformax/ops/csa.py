@@ -56,7 +56,7 @@ from reformax.ops.indexing.learning import (
     is_chosen,
     no_queries,
 )
-from reformax.ops.indexing.reuse import Reusing
+from reformax.ops.indexing.reuse import MAX_PAIRS, Reusing
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, gathered, scores, scores_of_gathered
 from reformax.ops.indexing.streaming import best_keys
@@ -74,8 +74,6 @@ from reformax.ops.softmax.online import Softmax, masked_exp, masked_softmax, non
 GATHERED = 4
 # Queries of a row over which kernels' reported loss is a mean.
 MEASURED = 256
-# Kernels that visit all summaries index words of 32 pairs with 31 bits.
-MAX_PAIRS = 2**36
 
 
 @op
@@ -171,23 +169,12 @@ class csa(Reusing, Compressed, AttentionOp):
     ) -> KernelObstacles:
         """Those of the kernels of the attention too, by which the choice goes."""
         found = super()._obstacles(call, q, k, v)
-        n_bits = self._n_bits(q, k, plan)
+        n_blocks = -(-k.shape[1] // self.block_size)
+        n_listed = min(self.top_k, n_blocks) if plan is None else plan.shape[2]
+        n_bits = self._n_bits(q, k, n_listed, n_blocks)
         above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
         own = (f"{name}={n}" for name, (n, most) in above.items() if n > most)
         return found._replace(call=found.call or next(own, None))
-
-    def _n_bits(self, q: Array, k: Array, plan: Array | None) -> int:
-        """Pairs of positions and summaries for each of which kernels make a bit."""
-        n_blocks = -(-k.shape[1] // self.block_size)
-        n_pairs = q.shape[0] * q.shape[1] * n_blocks
-        if n_pairs <= MAX_PAIRS:
-            return n_pairs
-        from reformax.ops.kernels.triton import chosen as kernel
-
-        n_listed = min(self.top_k, n_blocks) if plan is None else plan.shape[2]
-        sizes = n_listed, n_blocks, q, k
-        learns = not self.reuse and self.index_loss > 0
-        return n_pairs if kernel.makes_bits(*sizes, kernel.reads_lists(*sizes), learns) else 0
 
     # The choice.
 
@@ -299,7 +286,7 @@ class csa(Reusing, Compressed, AttentionOp):
 
         ids, learner = ids_or_ones(call.segment_ids, q), None
         index, index_keys = self._index(params, plain_q, plain_k, ids)
-        if not self.reuse and self.index_loss:
+        if self._learns:
             arrays = IndexerArrays(*index, index_keys)
             learner = ChoiceLearner(arrays, self._factor(call, ids, index_keys.dtype), plan)
         sizes = self.window, self.block_size

@@ -64,7 +64,7 @@ from reformax.ops.indexing.learning import (
     is_chosen,
     no_queries,
 )
-from reformax.ops.indexing.reuse import Reusing
+from reformax.ops.indexing.reuse import MAX_PAIRS, Reusing
 from reformax.ops.indexing.scores import IndexQueries, gathered, scores, scores_of_gathered
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
@@ -76,8 +76,6 @@ from reformax.ops.sharding.shard import row_axes_of
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import masked_softmax, nonzero
 
-# Kernels that visit all keys index words of 32 pairs with 31 bits.
-MAX_PAIRS = 2**36
 # The most query heads of a key head for which kernels read whole blocks.
 MAX_GROUP = 128
 # Array operations gather the chosen keys where they are at most one of so many: on a CPU, both
@@ -171,19 +169,6 @@ class dsa(Reusing, AttentionOp):
         above["score"] = None if self.indexer.score == "relu" else self.indexer.score
         return kernel_obstacles(q, k, v, logits, **above)
 
-    def _n_bits(self, call: Call, q, k, plan) -> int:
-        """Pairs of queries and keys for each of which kernels make a bit."""
-        n_pairs = q.shape[0] * q.shape[1] ** 2
-        if n_pairs <= MAX_PAIRS:
-            return n_pairs
-        from reformax.ops.kernels.triton import chosen as kernel
-
-        by_list = self.indexer.block_size > 1
-        sizes = plan.shape[2], k.shape[1], q, k
-        by_list = by_list or kernel.reads_lists(*sizes, call.causal)
-        learns = not self.reuse and self.index_loss > 0
-        return n_pairs if kernel.makes_bits(*sizes, by_list, learns) else 0
-
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
         if self.reuse:
             return {}
@@ -267,7 +252,9 @@ class dsa(Reusing, AttentionOp):
         in_arrays, in_kernels = (
             functools.partial(f, call, *arrays) for f in (self._in_arrays, self._in_kernels)
         )
-        obstacles = self._obstacles(q, k, v, call.logits, self._n_bits(call, q, k, plan))
+        by_list, n_listed = self.indexer.block_size > 1 or None, plan.shape[2]
+        n_bits = self._n_bits(q, k, n_listed, k.shape[1], call.causal, by_list)
+        obstacles = self._obstacles(q, k, v, call.logits, n_bits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out = compute_by(self.impl, implementations)
         if self.indexer.learns and not self.reuse:
@@ -288,7 +275,7 @@ class dsa(Reusing, AttentionOp):
 
         masks = None if call.segment_ids is None else ids
         by_blocks, learner = self.indexer.block_size > 1, None
-        if not self.reuse and self.index_loss:
+        if self._learns:
             learnt = self.indexer.in_parts(plan)[0] if by_blocks else plan
             arrays = kernel.IndexerArrays(*index, index_keys)
             learner = kernel.ChoiceLearner(arrays, factor, learnt)
