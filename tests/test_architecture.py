@@ -18,7 +18,6 @@ import gin
 import pytest
 
 import reformax.ops
-from reformax import renamed
 from reformax.cli import config, configs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +29,6 @@ MAY_IMPORT = {
     "declared.py": set(),
     "derivatives.py": set(),
     "buffers.py": {"derivatives"},
-    "renamed.py": set(),
     "devices.py": set(),
     "memory.py": set(),
     "progress.py": set(),
@@ -42,13 +40,13 @@ MAY_IMPORT = {
     "models": {"ops", "layers", "models", "task"},
     "data": {"data", "durable", "memory", "progress", "task"},
     "training": {
-        *("ops", "generation", "training", "buffers", "durable", "memory", "progress", "renamed"),
+        *("ops", "generation", "training", "buffers", "durable", "memory", "progress"),
         "task",
     },
     "generation": {"generation", "memory", "progress"},
     "evals": {"evals", "data", "generation", "progress"},
     "cli": {
-        *("cli", "ops", "models", "data", "training", "generation", "evals", "durable", "renamed"),
+        *("cli", "ops", "models", "data", "training", "generation", "evals", "durable"),
         "task",
     },
     "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},
@@ -338,10 +336,9 @@ def test_a_gin_file_says_how_to_run_it_and_what_to_expect(path):
     assert len(lines) > end + 1, f"{name(path)} does not say what it is"
 
 
-def test_a_config_s_name_is_its_own_and_no_old_one_is_taken():
+def test_a_config_s_name_is_its_own():
     names = [path.stem for path in GIN_FILES]
     assert len(set(names)) == len(names)
-    assert not renamed.CONFIGS.keys() & set(names) and set(renamed.CONFIGS.values()) <= set(names)
 
 
 def test_a_chain_of_includes_is_short():

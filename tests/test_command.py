@@ -105,22 +105,6 @@ def test_a_wrong_subject_names_the_near_one(name, subject, run):
     assert (code, err) == (2, f"error: no config or subject {name}; did you mean {subject}?\n")
 
 
-def test_a_name_of_before_is_found_and_says_that_of_today(run, tmp_path):
-    configs.note_old_name.cache_clear()
-    note = "note: transformer_text_long.gin is transformer_text_16k_37m.gin now\n"
-    code, out, err = run("configs", "transformer_text_long")
-    assert (code, err) == (0, note) and "--config_file=transformer_text_16k_37m.gin" in out
-    (tmp_path / "mine.gin").write_text("include 'transformer_text_long.gin'\nsteps = 7\n")
-    for file in ("configs/transformer_text_long.gin", "mine.gin"):
-        configs.note_old_name.cache_clear()
-        code, _, err = run("train", f"--config_file={file}", "--config=loop.train.steps=0")
-        assert code == 2 and err.startswith(note) and err.count("\n") == 2
-    # A file of one's own goes first.
-    (tmp_path / "transformer_text_long.gin").write_text("include 'quickstart.gin'\n")
-    configs.note_old_name.cache_clear()
-    assert "note" not in run("train", "--config_file=mine.gin", "--config=loop.train.steps=0")[2]
-
-
 @pytest.mark.parametrize("flag", ["quickstart.gin", "configs/reformer_reverse.gin", None])
 def test_training_finds_a_config_that_comes_with_the_package(flag, run):
     files = [] if flag is None else [f"--config_file={flag}"]

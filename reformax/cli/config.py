@@ -168,7 +168,6 @@ def _find(config_file: str) -> str:
         path = configs.found(config_file)
         if path is None:
             raise ConfigError(f"no config file {config_file}{configs.nearest(config_file)}")
-        configs.note_old_name(config_file)
     if (n_bytes := path.stat().st_size) > MOST:
         raise ConfigError(
             f"config file {config_file} has {n_bytes:,} bytes: expected at most {MOST:,}"

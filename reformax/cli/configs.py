@@ -8,15 +8,12 @@ the same name in the working directory goes first. A config of your own may incl
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax import renamed
 from reformax.cli import flags, messages
 from reformax.declared import SettingError
 
@@ -76,7 +73,6 @@ def find(name: str) -> Path:
     """
     if (path := found(name)) is None:
         raise SettingError(f"no config {name}{nearest(name)}")
-    note_old_name(name)
     return path
 
 
@@ -94,18 +90,10 @@ def nearest(name: str) -> str:
 
 
 def found(name: str) -> Path | None:
-    """The path of a packaged config, by its name of today or of before; None if there is none."""
-    stem = _stem(name)
-    named = f"{renamed.CONFIGS.get(stem, stem)}.gin"
+    """The path of a packaged config, by its name; None if there is none."""
+    named = f"{_stem(name)}.gin"
     bare = Path(name).parent.name in ("", "configs")
     return next((path for path in FOLDER.rglob("*.gin") if bare and path.name == named), None)
-
-
-@functools.cache  # one line a process
-def note_old_name(name: str) -> None:
-    """Says on stderr what a config is called now, if `name` is its name of before."""
-    if now := renamed.CONFIGS.get(_stem(name)):
-        print(f"note: {_stem(name)}.gin is {now}.gin now", file=sys.stderr)
 
 
 def is_packaged(path: str | Path) -> bool:

@@ -290,8 +290,6 @@ def included(name: str, above: str | None, folders: Sequence[str | Path]) -> str
     files = [path for path in candidates if is_file(path)]
     others = [path for path in files if above is None or not _is_same(path, above)]
     chosen = next(iter(others or files), None)
-    if chosen is not None and chosen == packaged:
-        configs.note_old_name(name)
     return None if chosen is None else str(chosen.absolute())
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from reformax import durable, renamed
+from reformax import durable
 from reformax.cli import differences
 from reformax.declared import SettingError
 
@@ -143,16 +141,7 @@ def parse(
         if not source.is_file():
             raise SettingError(f"{_shown(folder)} holds no run: training writes config.gin into it")
         text = durable.read(source, config.MOST).decode()
-    text, names = renamed.translated(text)
-    say_renamed(tuple(names))
     config.parse_saved(text, str(_shown(source)), overrides, **options)
-
-
-@functools.cache  # once, however many checkpoints are read
-def say_renamed(names: tuple[str, ...]) -> None:
-    """Says which settings of a saved config have another name now."""
-    if names:
-        print(f"note: names of settings have changed: {', '.join(names)}", file=sys.stderr)
 
 
 def choose(checkpoints, which: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reformax import durable, renamed
+from reformax import durable
 from reformax.declared import SettingError, user_path
 from reformax.training import array_reader, lock
 from reformax.training.processes import Processes
@@ -142,7 +142,6 @@ def write_config(folder: Path, text: str, used: bool) -> str:
 
 def _saved_config(folder: Path) -> str | None:
     try:
-        text = durable.read(folder / "config.gin").decode(errors="replace")
+        return durable.read(folder / "config.gin").decode(errors="replace")
     except FileNotFoundError:
         return None
-    return renamed.translated(text)[0]

@@ -18,7 +18,7 @@ import pytest
 import evaluate
 import generate
 import train
-from reformax import durable, renamed
+from reformax import durable
 from reformax.cli import errors, hash_counts, results, saved_run
 from reformax.convert import __main__ as convert
 from reformax.convert import run_folder
@@ -199,57 +199,6 @@ def test_the_folder_s_config_counts_where_the_checkpoint_has_none(run, tmp_path)
     assert code == 2 and err == "error: run holds no run: training writes config.gin into it\n"
     (tmp_path / "run/config.gin").write_text(text.replace("@local.local()", "@dense.dense()"))
     assert run(evaluate.main, "--checkpoint=2")[1] == before
-
-
-def test_a_config_with_names_of_before_is_read(run, tmp_path):
-    """One line tells them; what --config names is of today."""
-    from tests.training.test_training_trust import change
-
-    before = run(evaluate.main, "--checkpoint=2")[1]
-    text = json.loads((tmp_path / "run/checkpoints/2/checkpoint.json").read_text())["config"]
-    text += "\nfrom reformax.ops import shared_qk\ndense/shared_qk.shared_qk.own = False\n"
-    change(tmp_path / "run", step=2, config=text)
-    saved_run.say_renamed.cache_clear()
-    code, out, err = run(evaluate.main, "--checkpoint=2")
-    assert code == 0 and out == before
-    names = "shared_qk.own is shared_qk.attend_self_if_alone"
-    assert err.count(f"note: names of settings have changed: {names}\n") == 1
-    code, _, err = run(evaluate.main, "--checkpoint=2", "--config=shared_qk.shared_qk.own=True")
-    assert code == 2 and "shared_qk.shared_qk has no parameter own" in err
-
-
-@pytest.mark.parametrize(
-    "before, now",
-    [
-        ("a/lm.TransformerLM.remat = True", "a/lm.TransformerLM.remat_policy = 'nothing'"),
-        ("lm.TransformerLM.remat = False", "lm.TransformerLM.remat_policy = 'all'"),
-        ("seq2seq.Reformer.keep_activations=True", "seq2seq.Reformer.remat_policy='all'"),
-        ("b = False\nReformerLM.keep_activations = %b", "b = False\nReformerLM.remat_policy = "
-         "'nothing'"),
-        ("c = True\nb = %c\nReformerLM.keep_activations = %b", "c = True\nb = %c\n"
-         "ReformerLM.remat_policy = 'all'"),
-        ("b = %b\nReformerLM.keep_activations = %b",) * 2,
-        ("lm.ReformerLM.remat = True", "lm.ReformerLM.remat = True"),
-        ("lm.TransformerLM.remat = @f()", "lm.TransformerLM.remat = @f()"),
-    ],
-)  # fmt: skip
-def test_what_the_gradient_keeps_has_a_policys_name(before, now):
-    other = "lm.TransformerLM.n_layers = 2\n"
-    text, names = renamed.translated(f"{before}\n{other}")
-    assert text == f"{now}\n{other}" and bool(names) == (before != now)
-
-
-def test_a_config_with_rematerialization_of_before_is_read(run, tmp_path):
-    from tests.training.test_training_trust import change
-
-    before = run(evaluate.main, "--checkpoint=2")[1]
-    text = json.loads((tmp_path / "run/checkpoints/2/checkpoint.json").read_text())["config"]
-    kept = [line for line in text.splitlines() if "TransformerLM.remat_policy" not in line]
-    change(tmp_path / "run", step=2, config="\n".join([*kept, "lm.TransformerLM.remat = True\n"]))
-    saved_run.say_renamed.cache_clear()
-    code, out, err = run(evaluate.main, "--checkpoint=2")
-    assert code == 0 and out == before
-    assert "TransformerLM.remat is TransformerLM.remat_policy" in err
 
 
 def test_an_average_is_of_one_model(run):
