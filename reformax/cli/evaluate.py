@@ -29,7 +29,9 @@ package has RULER's kinds of tasks and two more, `needle`, `needles`, `multi_val
 file or folder in whose held-out text they hide sentences. A table and a picture have the accuracy
 by length and depth: DIR/evaluation_tasks_stepN_lengthN.png, of the longest length. All other names
 are lm-evaluation-harness's (pip install 'reformax[evals]'), which downloads their data.
-DIR/evaluation_tasks.json has the figures of the newest evaluation of tasks.
+DIR/evaluation_tasks.json has the figures of the newest evaluation of tasks. It is written after
+each length of a task, whose row of the table is printed then; its `complete` says whether all are
+there.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the

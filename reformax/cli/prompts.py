@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import numpy as np
+
 from reformax.cli import flags
 from reformax.declared import PathName, SettingError
 
@@ -182,7 +184,7 @@ class ByteAlphabet:
 
     def encode(self, text: bytes) -> list[int]:
         """The tokens of the bytes."""
-        return [byte + self._offset for byte in text]
+        return (np.frombuffer(text, np.uint8).astype(int) + self._offset).tolist()
 
     def stream(self) -> Callable[[Sequence[int], bool], str]:
         """Gives each character when all of its bytes are there; leaves reserved ids out."""

@@ -26,7 +26,7 @@ from reformax.cli import (
     saved_run,
     task_tables,
 )
-from reformax.data.questions import KINDS, Encode, Hay, TooShort
+from reformax.data.questions import KINDS, Encode, Hay
 from reformax.declared import SettingError, Size, fits
 from reformax.evals import in_context
 
@@ -89,14 +89,9 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
         report.note_unused(args.config, (*saved_run.MODEL, *_READ))
     scorer, encode, *_ = parts
     found: dict[str, Any] = {}
-    asked = asked._replace(lengths=asked.lengths or (scorer.max_length,))
-    _check_lengths(args, asked, of_own, encode)
-    for name in of_own:
-        found[name] = in_context.score(scorer, encode, name, asked)
-    if of_harness:
-        found |= _of_harness(parts, of_harness, manager, args)
     kept = {
         "tasks": found,
+        "complete": False,
         "checkpoint_steps": saved.steps,
         "length": scorer.max_length,
         "seed": args.seed,
@@ -104,13 +99,24 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     }
     if of_own:
         kept["texts"] = args.texts
+        asked = asked._replace(lengths=asked.lengths or (scorer.max_length,))
+        _check_lengths(args, asked, of_own, encode)
+        for name in of_own:
+            print(name, flush=True)
+            for figures in in_context.score(scorer, encode, name, asked):
+                found[name] = figures
+                print(task_tables.last_row(figures["by_length"]), flush=True)
+                files.write_result(FILE, kept)  # a run that is cut off has what is done
+            _print(name, found[name])
         lines = {name: found[name]["by_length"] for name in of_own}
         kept["picture"] = _picture_name(saved.steps, asked, of_own, args)
         files.write(kept["picture"], task_tables.draw(lines, saved_run.named(saved.steps)))
-    files.write_result(FILE, _finite(kept))
-    print(f"{saved_run.named(saved.steps)}, {files.named(FILE)}")
-    for name, figures in found.items():
-        _print(name, figures)
+    if of_harness:
+        found |= _of_harness(parts, of_harness, manager, args)
+        for name in of_harness:
+            _print(name, found[name])
+    files.write_result(FILE, _finite(kept | {"complete": True}))
+    print(f"{saved_run.named(saved.steps)}, {files.named(FILE)}", flush=True)
     return max(files.exit_code(), score_text() if TEXT in names else 0)
 
 
@@ -147,17 +153,12 @@ def _typed(args: argparse.Namespace) -> str | None:
 
 def _check_lengths(args, asked: in_context.Asked, names: Sequence[str], encode: Encode) -> None:
     """Raises `SettingError`, before anything is scored, if a question has no room in a length."""
-    shortest, found = min(asked.lengths), []
-    for name in names:
-        try:
-            in_context.questions(asked, name, shortest, encode)
-        except TooShort as error:
-            found.append(error)
-    if found:
-        longest, typed = max(found, key=lambda error: error.n_tokens), _typed(args)
-        fix = f"raise {shortest} to that or more" if typed else f"give --length={longest.n_tokens}"
-        given = typed or f"the run's length is {shortest}"
-        raise SettingError(f"{given}: {longest.words}: {fix}")
+    least, name = max((in_context.shortest(asked, name, encode), name) for name in names)
+    if least > (length := min(asked.lengths)):
+        typed = _typed(args)
+        fix = f"raise {length} to that or more" if typed else f"give --length={least}"
+        given = typed or f"the run's length is {length}"
+        raise SettingError(f"{given}: the sentences of {name} alone have {least} tokens: {fix}")
 
 
 def _hay(path: str) -> Hay:
@@ -241,9 +242,8 @@ def _print(name: str, figures: dict[str, Any]) -> None:
             continue
         error = figures.get(f"{metric}_stderr,{of}")
         error = f" (standard error {error:.4f})" if isinstance(error, float) else ""
-        print(f"{name} {metric}{f' ({of})' if of not in ('', 'none') else ''}: {value:.4f}{error}")
-    if lines := figures.get("by_length"):
-        print(task_tables.table(lines))
+        of = f" ({of})" if of not in ("", "none") else ""
+        print(f"{name} {metric}{of}: {value:.4f}{error}", flush=True)
 
 
 def _finite(value: Any) -> Any:

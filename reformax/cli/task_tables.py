@@ -9,16 +9,19 @@ Lines = list[dict[str, Any]]
 _PANEL = 3.2, 2.6
 
 
-def table(lines: Lines) -> str:
-    """The lines of `evals.in_context.score` as a Markdown table."""
-    depths = max((line.get("accuracy_by_depth", ()) for line in lines), key=len)
-    heads = [
-        f"{100 * i // len(depths)}-{100 * (i + 1) // len(depths)}%" for i in range(len(depths))
-    ]
-    rows = [["length", "accuracy", *heads], ["---:"] * (2 + len(heads))]
-    for line in lines:
-        by_depth = ("-" if x is None else f"{x:.2f}" for x in line.get("accuracy_by_depth", ()))
-        rows.append([f"{line['length']:,}", f"{line['accuracy']:.2f}", *by_depth])
+def last_row(lines: Lines) -> str:
+    """The last of the lines of `evals.in_context.score`, as a row of a Markdown table.
+
+    The table's head is above the first line.
+    """
+    line = lines[-1]
+    depths = line.get("accuracy_by_depth", ())
+    by_depth = ("-" if x is None else f"{x:.2f}" for x in depths)
+    rows = [[f"{line['length']:,}", f"{line['accuracy']:.2f}", *by_depth]]
+    if len(lines) == 1:
+        n = len(depths)
+        heads = [f"{100 * i // n}-{100 * (i + 1) // n}%" for i in range(n)]
+        rows = [["length", "accuracy", *heads], ["---:"] * (2 + n), *rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

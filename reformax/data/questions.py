@@ -14,6 +14,7 @@ those for evaluation.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -149,38 +150,60 @@ class Draw:
         choices = getattr(self.templates, kind)
         return choices[self.rng.integers(len(choices))]
 
-    def different(self, n: int, draw: Callable[[], str]) -> list[str]:
-        """`n` different texts of this side: an eighth of all is for evaluation."""
+    def different(self, n: int, draw: Callable[[int], list[str]]) -> list[str]:
+        """`n` different texts of this side: an eighth of all is for evaluation.
+
+        Args:
+          n: how many.
+          draw: makes so many texts. Two calls draw the texts of one call for as many.
+        """
+        generator = self.rng.bit_generator
         found: dict[str, None] = {}
         while len(found) < n:
-            one = draw()
-            if (zlib.crc32(one.encode()) % 8 == 0) == self.held_out:
-                found[one] = None
+            before, size = generator.state, (n - len(found)) * (8 if self.held_out else 1)
+            for used, one in enumerate(draw(size), start=1):
+                if (zlib.crc32(one.encode()) % 8 == 0) == self.held_out:
+                    found[one] = None
+                if len(found) == n:  # what is drawn next follows the last that is used
+                    generator.state = before
+                    draw(used)
+                    break
         return list(found)
 
     def numbers(self, n: int) -> list[str]:
         """Different numbers of `N_DIGITS` digits."""
         low, high = 10 ** (N_DIGITS - 1), 10**N_DIGITS
-        return self.different(n, lambda: str(self.rng.integers(low, high)))
+        return self.different(
+            n, lambda size: list(map(str, self.rng.integers(low, high, size).tolist()))
+        )
 
     def keys(self, n: int) -> list[str]:
         """Different keys, each of two words."""
-        return self.different(n, lambda: f"{self._one(_ADJECTIVES)} {self._one(_NOUNS)}")
+        return self.different(
+            n, lambda size: [f"{self._one(_ADJECTIVES)} {self._one(_NOUNS)}" for _ in range(size)]
+        )
 
     def names(self, n: int, length: int) -> list[str]:
         """Different names of so many letters."""
-        return self.different(n, lambda: "".join(self._letters(length)))
+
+        def draw(size: int) -> list[str]:
+            letters = self.rng.integers(ord("A"), ord("Z") + 1, size * length)
+            text = letters.astype(np.uint8).tobytes().decode()
+            return [text[i : i + length] for i in range(0, len(text), length)]
+
+        return self.different(n, draw)
 
     def passage(self) -> str:
         """`N_WORDS` words."""
         words = (*_ADJECTIVES, *_NOUNS, *self.templates.words)
-        return self.different(1, lambda: " ".join(self.rng.choice(words, N_WORDS)))[0]
+
+        def draw(size: int) -> list[str]:
+            return [" ".join(self.rng.choice(words, N_WORDS)) for _ in range(size)]
+
+        return self.different(1, draw)[0]
 
     def _one(self, words: Sequence[str]) -> str:
         return words[self.rng.integers(len(words))]
-
-    def _letters(self, n: int) -> list[str]:
-        return [chr(ord("A") + i) for i in self.rng.integers(26, size=n)]
 
 
 def _split(template: str, *fields: str) -> Ask:
@@ -311,6 +334,7 @@ class Hay:
 
     def __init__(self, parts: Sequence[str]):
         self._parts = parts
+        self._of_each: dict[Encode, float] = {}
 
     @classmethod
     def of_text(cls, text: str) -> Hay:
@@ -328,8 +352,10 @@ class Hay:
 
     def of_each(self, encode: Encode) -> float:
         """The tokens of a part, about."""
-        some = self._parts[:: max(1, len(self._parts) // 1000)]
-        return len(encode("".join(some))) / len(some)
+        if encode not in self._of_each:
+            some = self._parts[:: max(1, len(self._parts) // 1000)]
+            self._of_each[encode] = len(encode("".join(some))) / len(some)
+        return self._of_each[encode]
 
     def take(self, n: int, rng: np.random.Generator) -> list[str]:
         """`n` parts that follow one another, from any place; behind the last comes the first."""
@@ -355,19 +381,12 @@ def assembled(episode: Episode, parts: Sequence[str], ask: Ask) -> Question:
     return Question("".join(text) + ask.begin, ask.answer, episode.depth)
 
 
-class TooShort(SettingError):
-    """A question without any filling is longer than it may be."""
-
-    def __init__(self, length: int, what: str, n_tokens: int):
-        self.words = f"{what} alone have {n_tokens} tokens"
-        self.n_tokens = n_tokens
-        super().__init__(f"length is {length}: {self.words}, raise it")
-
-
 def longest(
     built: Callable[[int], Question], length: int, encode: Encode, of_each: float, what: str
 ) -> Question:
     """The question `built(n)` of about the most parts n, at most `length` tokens with its answer.
+
+    Its room for more is less than `of_each`, or than the next part.
 
     Args:
       built: makes a question of so many parts.
@@ -377,7 +396,7 @@ def longest(
       what: a question without parts, in errors.
 
     Raises:
-      TooShort: `built(0)` is longer.
+      SettingError: `built(0)` is longer.
     """
 
     def room(one: Question) -> int:
@@ -386,18 +405,48 @@ def longest(
     best = built(0)
     left = room(best)
     if left < 0:
-        raise TooShort(length, what, length - left)
-    n = n_best = 0
-    for _ in range(20):  # parts differ in length
-        step = int(left / of_each) if left >= 0 else -max(1, round(-left / of_each))
-        n = max(n + step, n_best)
+        raise SettingError(
+            f"length is {length}: {what} alone have {length - left} tokens, raise it"
+        )
+    n_best, n_over = 0, math.inf  # so many fit, so many do not
+    while True:
+        if left >= 0:
+            n = min(n_best + int(left / of_each), n_over - 1)
+        else:
+            n = n_over - max(1, round(-left / of_each))
+            if n <= n_best:  # the parts in this place are longer than most
+                n = (n_best + n_over) // 2
         if n == n_best:
-            break
+            return best
         one = built(n)
         left = room(one)
         if left >= 0:
             best, n_best = one, n
-    return best
+        else:
+            n_over = n
+
+
+def built(name: Name, number: int, depth: float, seed: int, hay: Hay) -> Callable[[int], Question]:
+    """Makes a question of a kind for evaluation, of so many parts of `hay`.
+
+    Of kinds that fill the text by themselves (`FILLING`) a part is one of their sentences.
+
+    Args:
+      name: of the kind.
+      number: of the question; each has its own draws.
+      depth: where the answer lies, in kinds with a depth.
+      seed: of all draws, any whole number.
+      hay: the text that needles lie in.
+    """
+    key = [seed % 2**64, zlib.crc32(name.encode()), number]
+
+    def of_parts(n: int) -> Question:
+        rng = np.random.default_rng(key)
+        parts = [] if name in FILLING else hay.take(n, np.random.default_rng([*key, 1]))
+        episode = KINDS[name](Draw(rng, held_out=True), depth, n)
+        return assembled(episode, parts, episode.asked[0])
+
+    return of_parts
 
 
 def question(
@@ -406,31 +455,20 @@ def question(
     """A question of a kind for evaluation, of at most `length` tokens with its answer.
 
     Args:
-      name: of the kind.
-      number: of the question; each has its own draws.
-      depth: where the answer lies, in kinds with a depth.
+      name, number, depth, seed, hay: see `built`.
       length: in tokens.
       encode: text -> tokens.
-      seed: of all draws, any whole number.
-      hay: the text that needles lie in.
 
     Raises:
-      TooShort: what is hidden is longer.
+      SettingError: what is hidden is longer.
     """
-    key = [seed % 2**64, zlib.crc32(name.encode()), number]
-
-    def built(n: int) -> Question:
-        rng = np.random.default_rng(key)
-        parts = [] if name in FILLING else hay.take(n, np.random.default_rng([*key, 1]))
-        episode = KINDS[name](Draw(rng, held_out=True), depth, n)
-        return assembled(episode, parts, episode.asked[0])
-
+    of_parts = built(name, number, depth, seed, hay)
     if name in FILLING:
-        short, long = (len(encode(built(n).text)) for n in (N_ASKED, 3 * N_ASKED))
+        short, long = (len(encode(of_parts(n).text)) for n in (N_ASKED, 3 * N_ASKED))
         of_each = max((long - short) / (2 * N_ASKED), 1)
     else:
         of_each = hay.of_each(encode)
-    return longest(built, length, encode, of_each, f"the sentences of {name}")
+    return longest(of_parts, length, encode, of_each, f"the sentences of {name}")
 
 
 def checksum(questions: Sequence[Question]) -> str:

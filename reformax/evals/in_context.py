@@ -7,12 +7,23 @@ before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool
 
-from reformax.data.questions import KINDS, REPEATED, Encode, Hay, Name, Question, checksum, question
+from reformax.data.questions import (
+    KINDS,
+    REPEATED,
+    Encode,
+    Hay,
+    Name,
+    Question,
+    built,
+    checksum,
+    question,
+)
 from reformax.evals.likelihood import LanguageScorer
 
 N_QUESTIONS = 50
@@ -36,28 +47,50 @@ def names_of(name: str) -> list[str]:
     return list(KINDS) if name == RULER else [name]
 
 
+def shortest(asked: Asked, name: Name, encode: Encode) -> int:
+    """The tokens that each question of a kind has room in, with its answer."""
+    found = (built(name, *one, asked.seed, asked.hay)(0) for one in _numbered(asked))
+    return max(len(encode(one.text + one.answer)) for one in found)
+
+
 def questions(asked: Asked, name: Name, length: int, encode: Encode) -> list[Question]:
     """Questions whose depths are spread evenly, each of at most `length` tokens with its answer.
 
     Raises:
-      TooShort: what is hidden is longer.
+      SettingError: what is hidden is longer.
     """
-    depths = np.linspace(0, 1, asked.n) if asked.n > 1 else [0.5]
     of_all = length, encode, asked.seed, asked.hay
-    return [question(name, i, float(depth), *of_all) for i, depth in enumerate(depths)]
+    return [question(name, *one, *of_all) for one in _numbered(asked)]
 
 
-def answered(scorer: LanguageScorer, encode: Encode, given: Sequence[Question]) -> np.ndarray:
-    """Whether greedy decoding gives the answer of each question, as booleans."""
+def _numbered(asked: Asked) -> list[tuple[int, float]]:
+    """The number of each question and the depth of its answer."""
+    depths = np.linspace(0, 1, asked.n) if asked.n > 1 else np.array([0.5])
+    return list(enumerate(depths.tolist()))
+
+
+def answered(
+    scorer: LanguageScorer, encode: Encode, given: Sequence[Question], length: int
+) -> Bool[np.ndarray, " n"]:
+    """Whether greedy decoding gives the answer of each question.
+
+    Args:
+      scorer: the model.
+      encode: text -> tokens.
+      given: the questions.
+      length: of the longest one, in tokens; rows are padded to it, so that one program has all.
+    """
     pairs = []
     for one in given:
-        tokens, whole = encode(one.text), encode(one.text + one.answer)
-        pairs.append((whole[: len(tokens)], whole[len(tokens) :]))
-    return np.array([one.is_greedy for one in scorer.likelihoods(pairs)])
+        n_text, whole = len(encode(one.text)), encode(one.text + one.answer)
+        pairs.append((whole[:n_text], whole[n_text:]))
+    return np.array([one.is_greedy for one in scorer.likelihoods(pairs, least=length)])
 
 
-def score(scorer: LanguageScorer, encode: Encode, name: Name, asked: Asked) -> dict[str, Any]:
-    """The share of questions answered.
+def score(
+    scorer: LanguageScorer, encode: Encode, name: Name, asked: Asked
+) -> Iterator[dict[str, Any]]:
+    """The share of questions answered, after each length.
 
     Args:
       scorer: the model; its `max_length` is at least the longest length.
@@ -65,16 +98,16 @@ def score(scorer: LanguageScorer, encode: Encode, name: Name, asked: Asked) -> d
       name: of a kind of questions.
       asked: the lengths, the number and the text of the questions.
 
-    Returns:
-      accuracy, the mean over lengths; n_questions of each length; and by_length, for each its
-      length, accuracy, standard_error, the questions' checksum and, where an answer lies in one
-      place, accuracy_by_depth: of equal parts of the text from its beginning, None for a part
-      without a question.
+    Yields:
+      The figures of the lengths so far: accuracy, the mean over them; n_questions of each length;
+      and by_length, for each its length, accuracy, standard_error, the questions' checksum and,
+      where an answer lies in one place, accuracy_by_depth: of equal parts of the text from its
+      beginning, None for a part without a question.
     """
-    lines = []
+    lines: list[dict[str, Any]] = []
     for length in asked.lengths:
         given = questions(asked, name, length, encode)
-        right = answered(scorer, encode, given)
+        right = answered(scorer, encode, given, length)
         line = {"length": length, "accuracy": float(right.mean())}
         line["standard_error"] = float(right.std() / np.sqrt(len(right)))
         if given[0].depth is not None:
@@ -82,6 +115,6 @@ def score(scorer: LanguageScorer, encode: Encode, name: Name, asked: Asked) -> d
             part = np.minimum((depths * asked.n_depths).astype(int), asked.n_depths - 1)
             parts = [right[part == i] for i in range(asked.n_depths)]
             line["accuracy_by_depth"] = [float(x.mean()) if x.size else None for x in parts]
-        lines.append(line | {"checksum": checksum(given)})
-    accuracy = float(np.mean([line["accuracy"] for line in lines]))
-    return {"accuracy": accuracy, "n_questions": asked.n, "by_length": lines}
+        lines = [*lines, line | {"checksum": checksum(given)}]
+        accuracy = float(np.mean([line["accuracy"] for line in lines]))
+        yield {"accuracy": accuracy, "n_questions": asked.n, "by_length": lines}

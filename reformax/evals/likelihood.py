@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,11 @@ from reformax.declared import Unsupported
 from reformax.generation.prompts import rounded
 from reformax.progress import Progress
 
+T = TypeVar("T")
 # Tokens of a batch whose number of rows is not given.
 TOKENS = 2**14
 # Most answers are shorter than the first: logits are then those of a row's last positions alone.
-_LAST = 64, 512
+_LAST = 128, 512
 # Logits in memory together.
 _LOGITS = 2**26
 
@@ -44,12 +45,14 @@ class Likelihood(NamedTuple):
 class Window(NamedTuple):
     """A row: `inputs[t]` and those before it predict `targets[t]`; those from `first` on count."""
 
-    inputs: Sequence[int]
-    targets: Sequence[int]
+    inputs: Int[np.ndarray, " t"]
+    targets: Int[np.ndarray, " t"]
     first: int
 
 
-def windows(prefix: int, tokens: Sequence[int], n_context: int, most: int) -> Iterator[Window]:
+def windows(
+    prefix: int, tokens: Int[np.ndarray, " T"], n_context: int, most: int
+) -> Iterator[Window]:
     """Rows of at most `most` tokens in which each token behind the context is predicted once.
 
     Args:
@@ -58,7 +61,7 @@ def windows(prefix: int, tokens: Sequence[int], n_context: int, most: int) -> It
       n_context: how many of them are the context, which is cut from the left.
       most: the longest row.
     """
-    inputs, done = [prefix, *tokens[:-1]], n_context
+    inputs, done = np.concatenate([[prefix], tokens[:-1]]).astype(np.int32), n_context
     while done < len(tokens):
         end = min(done + most, len(tokens))
         begin = max(0, end - most)
@@ -118,39 +121,46 @@ class LanguageScorer:
         self,
         requests: Sequence[tuple[Sequence[int], Sequence[int]]],
         prefixes: Sequence[int] | None = None,
+        least: int = 1,
     ) -> list[Likelihood]:
         """The likelihood of each continuation.
 
         Args:
           requests: pairs of tokens, of a context, which may be empty, and of its continuation.
           prefixes: a token in front of each context; None: the model's `first_token`.
+          least: rows of fewer tokens are padded as those of so many, by one compiled program.
         """
         prefixes = [self.model.first_token] * len(requests) if prefixes is None else prefixes
-        rows = [
-            (number, window)
-            for number, (context, continuation) in enumerate(requests)
-            for window in windows(
-                prefixes[number], [*context, *continuation], len(context), self.max_length
-            )
-        ]
-        log_p, is_greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
+        rows = []
+        for number, (pair, prefix) in enumerate(zip(requests, prefixes, strict=True)):
+            tokens = np.concatenate([np.asarray(part, np.int32) for part in pair])
+            parts = windows(prefix, tokens, len(pair[0]), self.max_length)
+            rows += [(number, window) for window in parts]
         of_lengths: dict[int, list] = {}
         for row in rows:
-            of_lengths.setdefault(self.padded(len(row[1].targets)), []).append(row)
+            length = self.padded(max(len(row[1].targets), least))
+            of_lengths.setdefault(length, []).append(row)
+        log_p, is_greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
         with Progress("requests", len(rows), sys.stderr, shown=self.progress) as bar:
-            for length in sorted(of_lengths, reverse=True):  # what takes most memory first
-                group, n = of_lengths[length], self.rows_of(length)
-                for first in range(0, len(group), n):
-                    batch = group[first : first + n]
-                    found = self._score([window for _, window in batch], length, n)
-                    for (number, _), row_log_p, row_greedy in zip(batch, *found, strict=True):
-                        log_p[number] += row_log_p
-                        is_greedy[number] &= row_greedy
-                    bar.advance(len(batch))
+            for batch, scores in _one_ahead(self._batches(of_lengths)):
+                for (number, window), *of_row in zip(batch, *map(np.asarray, scores), strict=False):
+                    row_log_p, row_hits, index = of_row
+                    counts = (index >= window.first) & (index < len(window.targets))
+                    log_p[number] += row_log_p[counts].astype(np.float64).sum()
+                    is_greedy[number] &= row_hits[counts].all()
+                bar.advance(len(batch))
         return [Likelihood(float(x), bool(y)) for x, y in zip(log_p, is_greedy, strict=True)]
 
-    def _score(self, batch: Sequence[Window], length: int, n_rows: int):
-        """The sums of log-probabilities of rows, and whether all their tokens are the likeliest."""
+    def _batches(self, of_lengths: Mapping[int, list]) -> Iterator[tuple[list, tuple]]:
+        """Batches of rows of each padded length, and their `_token_scores`, to be computed."""
+        for length in sorted(of_lengths, reverse=True):  # what takes most memory first
+            group, n = of_lengths[length], self.rows_of(length)
+            for first in range(0, len(group), n):
+                batch = group[first : first + n]
+                yield batch, self._scores([window for _, window in batch], length, n)
+
+    def _scores(self, batch: Sequence[Window], length: int, n_rows: int) -> tuple[Array, ...]:
+        """`_token_scores` of rows, padded to a length and a number of rows."""
         inputs, targets = np.zeros((2, n_rows, length), np.int32)
         first, ends = np.zeros((2, n_rows), np.int32)
         for row, window in enumerate(batch):
@@ -161,13 +171,17 @@ class LanguageScorer:
         n_last = next((n for n in _LAST if length > n >= longest), length)
         rng = jax.random.fold_in(jax.random.PRNGKey(self.seed), 0)
         rows, _ = devices.placed(self.mesh, (inputs, targets, ends), ())
-        log_p, hits, index = map(
-            np.asarray, _token_scores(self.model, n_last, self.mesh, self.params, rng, *rows)
-        )
-        counts = (index >= first[:, None]) & (index < ends[:, None])
-        sums = np.where(counts, log_p.astype(np.float64), 0).sum(axis=1)
-        greedy = np.where(counts, hits, True).all(axis=1)
-        return sums[: len(batch)], greedy[: len(batch)]
+        return _token_scores(self.model, n_last, self.mesh, self.params, rng, *rows)
+
+
+def _one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The items, each when the next one is made: a device computes while the host prepares."""
+    before = next(items, None)
+    for item in items:
+        yield before
+        before = item
+    if before is not None:
+        yield before
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

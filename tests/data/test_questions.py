@@ -2,6 +2,7 @@
 
 import collections
 import re
+import zlib
 
 import numpy as np
 import pytest
@@ -145,6 +146,54 @@ def test_questions_are_those_of_a_checksum():
     found = [ask(name, hay=Hay.of_text(TEXT)) for name in KINDS]
     assert questions.checksum(found) == "6cf12ebe53b4ee84"
     assert questions.checksum(found[:-1]) != questions.checksum(found)
+
+
+def test_a_question_fills_its_length_where_lines_are_longer_than_most():
+    """A step back by the mean line would leave no text at all."""
+    chapters = [f"{'heading ' * 2}\n" * 300, f"{'long ' * 79}\n" * 40] * 20
+    hay, length = Hay.of_text("".join(chapters)), 3_000
+    for number in range(30):
+        one = ask("needle", number, length=length, hay=hay)
+        assert length - 400 <= len(one.text + one.answer) <= length
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_texts_drawn_together_are_those_drawn_one_by_one(held_out):
+    def one_by_one(rng, n, one):
+        found = {}
+        while len(found) < n:
+            text = one(rng)
+            if (zlib.crc32(text.encode()) % 8 == 0) == held_out:
+                found[text] = None
+        return list(found)
+
+    def name(rng):
+        return "".join(chr(ord("A") + i) for i in rng.integers(26, size=3))
+
+    def number(rng):
+        return str(rng.integers(1_000_000, 10_000_000))
+
+    rng, draw = np.random.default_rng(5), Draw(np.random.default_rng(5), held_out)
+    for n in (1, 700, 4):  # a seventh of all names of three letters: some come twice
+        assert draw.names(n, 3) == one_by_one(rng, n, name)
+        assert draw.numbers(n) == one_by_one(rng, n, number)
+    assert draw.rng.random() == rng.random()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_question_encodes_few_times_its_length(name):
+    n_encoded = []
+
+    def counted(text):
+        n_encoded.append(len(text))
+        return text.encode()
+
+    hay, length = Hay.of_text(TEXT), 20_000
+    questions.question(name, 0, 0.5, length, counted, 0, hay)
+    n_encoded.clear()
+    for number in range(1, 5):
+        questions.question(name, number, 0.5, length, counted, 0, hay)
+    assert sum(n_encoded) / 4 < 5 * length
 
 
 def test_a_seed_may_be_below_zero():

@@ -2,11 +2,14 @@
 
 import re
 
+import jax
 import pytest
 
 from reformax.data.questions import HELD_OUT, KINDS, Hay, checksum
-from reformax.evals import in_context
-from reformax.evals.likelihood import Likelihood
+from reformax.evals import in_context, likelihood
+from reformax.evals.likelihood import LanguageScorer, Likelihood
+from reformax.models import lm
+from reformax.ops import local
 
 
 def encode(text):
@@ -24,7 +27,7 @@ class Reader:
     def __init__(self, sees, chooses):
         self.sees, self.chooses, self.lengths = sees, chooses, []
 
-    def likelihoods(self, pairs):
+    def likelihoods(self, pairs, least):
         for context, answer in pairs:
             self.lengths.append(len(context) + len(answer))
             text = bytes(context).decode()
@@ -32,6 +35,12 @@ class Reader:
             key = re.search(r"([a-z]+ [a-z]+) (is|was)$", text)[1]
             found = self.chooses(hidden, key)
             yield Likelihood(-1.0, bytes(answer).decode() == f" {found}.")
+
+
+def scored(*arguments):
+    """The figures of all lengths."""
+    *_, figures = in_context.score(*arguments)
+    return figures
 
 
 def by_key(hidden, key):
@@ -42,13 +51,13 @@ def by_key(hidden, key):
 def test_a_reader_finds_all_and_one_that_sees_half_finds_the_last_half(name):
     asked = in_context.Asked((1_000, 2_000), n=20)
     reader = Reader(2_000, by_key)
-    found = in_context.score(reader, encode, name, asked)
+    found = scored(reader, encode, name, asked)
     assert found["accuracy"] == 1 and found["n_questions"] == 20
     short, long = found["by_length"]
     assert (short["length"], long["length"]) == (1_000, 2_000)
     assert short["accuracy_by_depth"] == long["accuracy_by_depth"] == [1] * 5
     assert max(reader.lengths[:20]) <= 1_000 < min(reader.lengths[20:]) <= 2_000
-    half = in_context.score(Reader(1_000, by_key), encode, name, asked)
+    half = scored(Reader(1_000, by_key), encode, name, asked)
     assert half["by_length"][0]["accuracy"] == 1
     depths = half["by_length"][1]["accuracy_by_depth"]
     assert depths[0] == 0 and depths[4] == 1
@@ -60,32 +69,56 @@ def test_a_reader_finds_all_and_one_that_sees_half_finds_the_last_half(name):
 def test_of_many_needles_any_is_not_the_one():
     first = Reader(1_000, lambda hidden, key: next(iter(hidden.values())))
     asked = in_context.Asked((1_000,), n=20)
-    assert in_context.score(first, encode, "needle", asked)["accuracy"] == 1
-    assert in_context.score(first, encode, "needles", asked)["accuracy"] < 0.5
+    assert scored(first, encode, "needle", asked)["accuracy"] == 1
+    assert scored(first, encode, "needles", asked)["accuracy"] < 0.5
 
 
 def test_questions_differ_by_text_and_seed_and_the_checksum_tells():
     asked = in_context.Asked((1_000,), n=3, n_depths=2)
     reader = Reader(1_000, by_key)
     lines = [
-        in_context.score(reader, encode, "needle", one)["by_length"][0]
+        scored(reader, encode, "needle", one)["by_length"][0]
         for one in (asked, asked._replace(seed=1), asked._replace(hay=Hay.of_text("a line\n" * 9)))
     ]
     assert len({line["checksum"] for line in lines}) == 3
     assert lines[0]["checksum"] == checksum(in_context.questions(asked, "needle", 1_000, encode))
     assert len(lines[0]["accuracy_by_depth"]) == 2
-    few = in_context.score(reader, encode, "needle", asked._replace(n=1, n_depths=5))
+    few = scored(reader, encode, "needle", asked._replace(n=1, n_depths=5))
     assert few["by_length"][0]["accuracy_by_depth"] == [None, None, 1, None, None]
 
 
 def test_an_answer_in_several_places_has_no_depth():
     class Knows:
-        def likelihoods(self, pairs):
+        def likelihoods(self, pairs, least):
             return [Likelihood(0.0, True) for _ in pairs]
 
     asked = in_context.Asked((1_500,), n=2)
     for name in KINDS:
-        (line,) = in_context.score(Knows(), encode, name, asked)["by_length"]
+        (line,) = scored(Knows(), encode, name, asked)["by_length"]
         spread = name in ("multi_value", "multi_query", "variables", "common_words")
         assert ("accuracy_by_depth" not in line) == spread, name
     assert in_context.names_of("ruler") == list(KINDS) and in_context.names_of("copy") == ["copy"]
+
+
+def scorer_of(max_length):
+    sizes = dict(d_model=8, d_ff=8, n_heads=1, n_layers=1)
+    model = lm.TransformerLM(256, attention_type=local.local(chunk_len=64), mode="eval", **sizes)
+    return LanguageScorer(model, model.init_params(jax.random.key(0), (1, 8)), max_length)
+
+
+def test_all_kinds_of_a_length_are_of_one_program():
+    """Whatever the lengths of questions and answers."""
+    text = "".join(f"{'a long line ' * (i % 30)}\n" for i in range(400))
+    asked = in_context.Asked((1_500, 3_000), n=3, hay=Hay.of_text(text))
+    scorer, before = scorer_of(3_000), likelihood._token_scores._cache_size()
+    for name in KINDS:
+        figures = scored(scorer, encode, name, asked)
+        assert [line["length"] for line in figures["by_length"]] == [1_500, 3_000]
+    assert likelihood._token_scores._cache_size() - before == 2
+
+
+def test_padding_to_a_length_changes_no_likelihood():
+    scorer = scorer_of(400)
+    pairs = [(encode("a" * n), encode("b" * m)) for n, m in ((1, 2), (90, 3), (300, 40))]
+    plain, padded = scorer.likelihoods(pairs), scorer.likelihoods(pairs, least=400)
+    assert [one.log_p for one in padded] == pytest.approx([one.log_p for one in plain], rel=1e-5)

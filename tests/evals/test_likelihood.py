@@ -82,16 +82,21 @@ def test_a_prefix_is_what_the_first_token_of_a_row_is_predicted_from(of_dense):
     np.testing.assert_allclose(one.log_p, log_p[4:].sum(), rtol=1e-4)
 
 
+def of_ten(n_context):
+    """The windows of four tokens of ten behind a -1."""
+    found = windows(-1, np.arange(10), n_context, 4)
+    return [(one.inputs.tolist(), one.targets.tolist(), one.first) for one in found]
+
+
 def test_windows_are_those_of_the_harness():
     """The example in the docstring of `lm_eval.api.model.LM.loglikelihood_rolling`."""
-    found = list(windows(-1, list(range(10)), 0, 4))
-    assert found == [
+    assert of_ten(0) == [
         ([-1, 0, 1, 2], [0, 1, 2, 3], 0),
         ([3, 4, 5, 6], [4, 5, 6, 7], 0),
         ([5, 6, 7, 8], [6, 7, 8, 9], 2),
     ]
     # A context is cut from the left.
-    assert list(windows(-1, list(range(10)), 8, 4)) == [([5, 6, 7, 8], [6, 7, 8, 9], 2)]
+    assert of_ten(8) == [([5, 6, 7, 8], [6, 7, 8, 9], 2)]
 
 
 def test_a_long_text_is_the_sum_of_its_windows(of_dense):

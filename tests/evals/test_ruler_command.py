@@ -1,6 +1,7 @@
 """From a text with tasks in context to a picture of accuracies, by the commands."""
 
 import json
+import re
 
 import gin
 import jax
@@ -10,6 +11,7 @@ import evaluate
 import train
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
+from reformax.evals import in_context
 from tests.training import worker
 from tests.training.scripts import call
 
@@ -86,9 +88,40 @@ def test_each_picture_of_tasks_has_a_name_of_its_own(score, folder):
     names = []
     for flags in (["--length=144"], ["--lengths=144,150"], ["--length=144", "--depths=2"]):
         assert score("--tasks=needle", *flags)[0] == 0
-        names.append(json.loads((folder / "run/evaluation_tasks.json").read_text())["picture"])
+        kept = json.loads((folder / "run/evaluation_tasks.json").read_text())
+        assert kept["complete"]
+        names.append(kept["picture"])
     assert sorted(names) == sorted(path.name for path in (folder / "run").glob("*.png"))
     assert len(set(names)) == 3
+
+
+def test_what_is_cut_off_has_printed_and_written_what_was_done(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    score, done = in_context.answered, []
+
+    def answered(*arguments):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(arguments)
+        return score(*arguments)
+
+    monkeypatch.setattr(in_context, "answered", answered)
+    flags = ("--output_dir=run", "--limit=3", "--tasks=needle,recall", "--lengths=144,250")
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *flags])
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.main()
+    gin.clear_config()
+    out = capsys.readouterr().out
+    assert [x for x in out.splitlines() if "---" not in x and not x.startswith("| length")] == [
+        "needle", *re.findall(r"\| (?:144|250) \| .*", out)[:2],
+        "needle accuracy: 0.0000",
+        "recall", *re.findall(r"\| 144 \| .*", out)[1:],
+    ]  # fmt: skip
+    kept = json.loads((folder / "run/evaluation_tasks.json").read_text())
+    lengths = {x: [line["length"] for line in y["by_length"]] for x, y in kept["tasks"].items()}
+    assert lengths == {"needle": [144, 250], "recall": [144]} and not kept["complete"]
+    record = (folder / "run/evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["complete"] for line in record].count(False) == 1
 
 
 @pytest.mark.parametrize(
