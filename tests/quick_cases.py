@@ -46,6 +46,15 @@ QUICK = {
             "None-XLA_FLAGS---xla_dump_to=/one",
         ],
     },
+    # Those with alternatives of several kinds.
+    "test_config_headers.py": {
+        "test_a_run_with_the_flags_of_its_config_s_header_begins": [
+            "transformer_tasks_64k_37m",
+            "gpt2",
+            "dsa_stages",
+            "block_sparse",
+        ],
+    },
     # Of the families, those of other parts than Llama's.
     "convert/test_decoders.py": {
         "test_logits_and_greedy_tokens_are_those_of_the_fixture": [

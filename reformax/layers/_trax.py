@@ -4,9 +4,10 @@ Trax is an extra of the package, for it requires TensorFlow to be installed. Wit
 their pure functions alone.
 
 Trax 1.4.1 loads in 13 s and only where TensorFlow is installed, though its layers and models need
-TensorFlow only for files and two `isinstance` checks. No other module imports Trax. This one makes
-three changes inside Trax's own modules. `sys.modules` never holds a stand-in, so the rest of the
-program sees the TensorFlow that is installed, or none:
+TensorFlow only for files and two `isinstance` checks. No other module imports Trax. This one hides
+what Python warns of as it compiles Trax's sources, and makes three changes inside Trax's modules.
+`sys.modules` never holds a stand-in, so the rest of the program sees the TensorFlow that is
+installed, or none:
 
   * where a module of Trax says `import tensorflow`, it gets an object that imports TensorFlow at
     its first use, and that does Trax's file handling where TensorFlow is not installed;
@@ -26,6 +27,7 @@ import inspect
 import os
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,6 +159,12 @@ class _Package(types.ModuleType):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
+    def source_to_code(self, data, path, **options):
+        """Compiles a source of Trax, whose `is ()` Python would warn a user of."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return super().source_to_code(data, path, **options)
+
     def exec_module(self, module: types.ModuleType) -> None:
         module.__builtins__ = {**vars(builtins), "__import__": _import}
         if module.__name__ == "trax":

@@ -1,11 +1,13 @@
 """Trax loads quickly, without TensorFlow, and nobody else notices; a `Layer` is a Trax layer."""
 
 import gzip
+import importlib.machinery
 import importlib.util
 import itertools
 import pickle
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,18 @@ def run(program: str, *arguments) -> None:
     command = [sys.executable, "-c", f"import sys\n{LOADED}\n{program}", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_python_s_warnings_of_trax_s_source_are_hidden_and_no_others():
+    """As Python compiles it where no bytecode of it is kept."""
+    loader = importlib.util.find_spec("trax.layers.combinators").loader
+    path = loader.get_filename()
+    plain = importlib.machinery.SourceFileLoader("a_user_s_module", path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader.source_to_code(loader.get_data(path), path)
+        with pytest.raises(SyntaxError, match='"is not" with '):
+            plain.source_to_code(loader.get_data(path), path)
 
 
 @pytest.mark.slow
