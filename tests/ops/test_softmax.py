@@ -109,8 +109,9 @@ def test_the_best_are_the_first_of_equal_scores(n_best):
     scores = np.random.default_rng(0).integers(0, 4, (5, 9)).astype(np.float32)
     allowed = np.random.default_rng(1).random((5, 9)) < 0.7
     allowed[0] = False
-    scores[1, 4], allowed[1, 4] = np.nan, True  # counts as the best, and is none
+    scores[1, 4], scores[2, 3] = np.nan, -np.float32(np.nan)
+    allowed[1, 4] = allowed[2, 3] = True
     for row, seen, found in zip(scores, allowed, best_of(scores, allowed, n_best), strict=True):
         order = np.argsort(np.where(np.isnan(row), -np.inf, -row), kind="stable")
-        want = [-1 if np.isnan(row[i]) else i for i in order if seen[i]][:n_best]
+        want = [i for i in order if seen[i]][:n_best]
         assert found.tolist() == want + [-1] * (n_best - len(want))
