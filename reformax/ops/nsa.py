@@ -80,7 +80,7 @@ class nsa(AttentionOp):
 
     Weights, shared by all heads, and only with `compression="mlp"`: for keys and for values,
     `positions [P, H]`, `hidden [P, H, H]` and `out [H, H]`. Further projections: `gate [N, 3]`, of
-    the compressed, the selected and the window's branch, through a sigmoid; with `own_projections`
+    the compressed, the selected and the window's branch, through a sigmoid; with `independent_kv`
     also `selected_k`, `selected_v`, `window_k` and `window_v`, for the heads of keys.
 
     Args:
@@ -92,7 +92,7 @@ class nsa(AttentionOp):
       compression: how a summary is computed. `"mean"` is the mean of its positions. `"mlp"` adds
         the output of a hidden layer over all features of the positions and their learnt embedding
         within the summary (sec. 3.3.1). With the mean, queries find blocks from the first step on.
-      own_projections: whether the selected branch and the window have separate projections of keys
+      independent_kv: whether the selected branch and the window have separate projections of keys
         and values, as in sec. 3.3.3; if not, all branches read the same.
       impl: `"xla"` runs everywhere. `"pallas"` has kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less. `"auto"` takes them where they compute the same function, and for the
@@ -109,7 +109,7 @@ class nsa(AttentionOp):
     n_selected: Size = 16
     window: Size = 512
     compression: Annotated[str, Called("'mlp' or 'mean'")] = "mlp"
-    own_projections: bool = True
+    independent_kv: bool = True
     impl: str = "auto"
 
     causality = "only"
@@ -172,7 +172,7 @@ class nsa(AttentionOp):
 
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
         gate = {"gate": ExtraProjection(dims.n_heads, 3)}
-        if not self.own_projections:
+        if not self.independent_kv:
             return gate
         keys = ExtraProjection(dims.key_heads, dims.d_qk, rotated=True)
         values = ExtraProjection(dims.key_heads, dims.d_v)
@@ -330,7 +330,7 @@ class nsa(AttentionOp):
 
     def _branch_projections(self, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:
         """Keys and values of the selected branch and of the window."""
-        if not self.own_projections:
+        if not self.independent_kv:
             return KeyValues(k, v), KeyValues(k, v)
         return tuple(
             KeyValues(extra_projections[f"{branch}_k"], extra_projections[f"{branch}_v"])

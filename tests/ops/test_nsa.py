@@ -15,7 +15,7 @@ from tests.ops.inputs import Inputs
 from tests.ops.rows import Shape, visible
 
 SIZES = dict(compress_len=8, compress_stride=4, block_size=8, n_selected=5, window=6)
-MEANS = SIZES | dict(compression="mean", own_projections=False)
+MEANS = SIZES | dict(compression="mean", independent_kv=False)
 
 
 def numbers(length, *heads, seed=0):
@@ -146,7 +146,7 @@ def test_grouped_heads_are_those_of_the_equations():
 
 @pytest.mark.slow
 def test_memory_is_linear_in_the_length():
-    op = nsa.nsa(compression="mean", own_projections=False)
+    op = nsa.nsa(compression="mean", independent_kv=False)
 
     def used(length):
         x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
