@@ -58,26 +58,6 @@ def load(view: Any, mask: Bool[Array, "*d"] | None, other: float = 0) -> Array:
     return pltriton.load(view) if mask is None else pltriton.load(view, mask=mask, other=other)
 
 
-def chosen_bits(
-    ref: Any, batch: Any, query: Array, key: Array, exists: Bool[Array, "I J"] | None
-) -> Bool[Array, "I J"]:
-    """Whether each query has chosen each key.
-
-    Args:
-      ref: a reference to words `[B, T, S / 32]`, with a bit for each key.
-      batch: the sequence.
-      query, key: positions, as two sides of a tile.
-      exists: which pairs to read; the others are False. None: all pairs.
-    """
-    shape = jnp.broadcast_shapes(query.shape, key.shape)
-    query, key = (jnp.broadcast_to(x, shape) for x in (query, key))
-    if exists is not None:
-        exists = jnp.broadcast_to(exists, shape)
-        query, key = (jnp.where(exists, x, 0) for x in (query, key))
-    word = load(ref.at[batch, query, lax.shift_right_logical(key, jnp.int32(5))], exists, 0)
-    return (lax.shift_right_logical(word, key & jnp.int32(31)) & jnp.int32(1)) != 0
-
-
 def bits_of(chosen: Int[Array, "B T K"], n_keys: int) -> Int[Array, "B T words"]:
     """Words with a bit for each key, set where the query chose it."""
     n_batch, length, _ = chosen.shape
@@ -94,10 +74,11 @@ def bits_of(chosen: Int[Array, "B T K"], n_keys: int) -> Int[Array, "B T words"]
 def tile_bits(
     ref: Any, batch: Any, query: Side, key: Side, first: Any, n_keys: int
 ) -> Bool[Array, "I J"]:
-    """`chosen_bits` of a tile of neighbouring keys, by words that its keys share.
+    """Whether each query has chosen each key of a tile, by the words of `bits_of`.
 
     Args:
-      ref, batch: as in `chosen_bits`.
+      ref: a reference to the words.
+      batch: the sequence.
       query, key: two sides of the tile; False where either does not exist.
       first, n_keys: the tile's first key, and their number: 16, or a multiple of a word's 32. The
         first is a multiple of it.
