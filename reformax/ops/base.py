@@ -190,9 +190,9 @@ class AttentionOp(LogitOptions):
         A stack maps it over the rngs of its layers by `jax.vmap`.
         """
         params = self._init(rng, dims)
-        return (
-            self._init_length_factor(dims) | dict(params) if self.learn_scale_by_length else params
-        )
+        if not self.learn_scale_by_length:
+            return params
+        return self._init_length_factor(dims) | dict(params)
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
         """`init` without the weight of `learn_scale_by_length`."""
