@@ -142,12 +142,13 @@ class moba(AttentionOp):
 
             n_rows = min(QUERIES[q.dtype.itemsize], power_of_two(length))
             found = _tiles(plan, size, n_rows)
-            lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.slot >= 0)
             n_keys = min(KEYS, power_of_two(size))
             sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, call.dropout, call.logits)
             ids = call.segment_ids
             ids = None if ids is None else jnp.asarray(ids, jnp.int32)
-            return kernel.attend(sizes, interpret, q, k, v, ids, lists, call.seed)
+            lists = found.block, found.pair, found.bounds, found.slot >= 0
+            x = kernel.MobaInputs(q, k, v, ids, call.seed, *lists)
+            return kernel.attend(sizes, interpret, x)
 
         obstacles = kernel_obstacles(
             q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2

@@ -405,12 +405,11 @@ class nsa(AttentionOp):
         ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
         sizes = kernel.NsaSizes(group, 0, 0, stride, span, *others)
         summary_ids = None if ids is None else summaries.ids
-        compressed = kernel.attend(
-            sizes, interpret, q, summaries.keys, summaries.values, ids, summary_ids, None, call.seed
-        )
+        x = kernel.NsaInputs(q, *summaries[:2], ids, summary_ids, call.seed)
+        compressed = kernel.attend(sizes, interpret, x)
         sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, *others)
-        selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, call.seed)
-        return compressed, selected
+        x = kernel.NsaInputs(q, k, v, ids, ids, call.seed, plan)
+        return compressed, kernel.attend(sizes, interpret, x)
 
     def _init_cache(self, call, params, q, k, v, plan) -> NsaCache:
         del q, plan

@@ -12,10 +12,10 @@ from reformax.ops.kernels.triton.common import matmul_in_parts
 from reformax.ops.kernels.triton.recurrence_chunk import parts_of
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.logits import PLAIN
-from reformax.ops.softmax.block_lists import FullLayout
+from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax, masked_softmax
-from reformax.ops.softmax.orders import Chunking
+from reformax.ops.softmax.orders import Chunking, UnsortedInputs
 
 
 def test_logits_that_round_in_two_ways_are_no_nan():
@@ -87,11 +87,15 @@ def test_kernels_store_the_maximum_of_scaled_logits():
     logits[..., ~np.tri(64, dtype=bool)] = -np.inf
     want = logits.max(-1)
     layout = FullLayout(64, 64, True, 0.0)
-    _, row_max, row_sum = block_sparse.forward(layout, q, k, v, (None, None), None, interpret=True)
+    _, row_max, row_sum = block_sparse.forward(
+        layout, BlockInputs(q, k, v, None, None, None), interpret=True
+    )
     np.testing.assert_allclose(row_max, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(row_sum, np.exp(logits - want[..., None]).sum(-1), rtol=1e-5)
     chunks = Chunking(64, 64, 0, 0, causal=True, shared_qk=False)
-    _, row_max, _ = chunked.forward(chunks, q, k, v, None, None, None, interpret=True)
+    _, row_max, _ = chunked.forward(
+        chunks, UnsortedInputs(q, k, v, None, None, None), interpret=True
+    )
     np.testing.assert_allclose(row_max, want, rtol=1e-5, atol=1e-5)
 
 

@@ -23,6 +23,7 @@ from reformax.devices import varying_as, varying_axes
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import Side, all_of
 from reformax.ops.softmax import dropout
+from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 # The initial maximum of a row.
@@ -221,11 +222,7 @@ class QueryRows(NamedTuple):
 
 
 def query_rows(
-    d_out: Float[Array, "B T N V"],
-    out: Float[Array, "B T N V"],
-    row_max: Float[Array, "B N T"],
-    row_sum: Float[Array, "B N T"],
-    ids: Int[Array, "B T"] | None,
+    d_out: Float[Array, "B T N V"], results: Results, ids: Int[Array, "B T"] | None
 ) -> QueryRows:
     """Makes `QueryRows` from the gradient of the output and the results of the forward pass.
 
@@ -236,6 +233,7 @@ def query_rows(
 
     `dot` is D_i = sum_j P_ij dP_ij = dO_i . O_i (Dao et al. 2022, appendix B.2).
     """
+    out, row_max, row_sum = results
     inverse_sum = 1.0 / nonzero(row_sum)
     dtype, d_out = out.dtype, d_out.astype(jnp.float32)
     d_out = d_out if ids is None else tokens_only(d_out, ids)
