@@ -103,11 +103,11 @@ class moba(AttentionOp):
             return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
 
         def in_kernels(interpret: bool) -> Int[Array, "B N T K-1"]:
-            from reformax.ops.kernels.triton import choice
+            from reformax.ops.kernels.triton import moba_choice as kernel
 
-            sizes = choice.ChoiceSizes(n_best, size)
+            sizes = kernel.ChoiceSizes(n_best, size)
             masks = () if segment_ids is None else (ids, block_ids)
-            return choice.choose_blocks(sizes, interpret, tokens_only(q, ids), means, *masks)
+            return kernel.choose_blocks(sizes, interpret, tokens_only(q, ids), means, *masks)
 
         def best(queries):
             q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]

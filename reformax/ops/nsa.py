@@ -268,14 +268,14 @@ class nsa(AttentionOp):
         first_position = jnp.zeros_like(ids) if segment_ids is None else first_of_segment(ids)
 
         def in_kernels(interpret: bool) -> Int[Array, "B G T K"]:
-            from reformax.ops.kernels.triton import selection
+            from reformax.ops.kernels.triton import nsa_selection as kernel
 
             first_block = first_position // fitted.block_size
             masks = () if segment_ids is None else (ids, summaries.ids, first_block)
             n_best = min(fitted.n_selected, -(-length // fitted.block_size))
             sizes = fitted.block_size, fitted.compress_stride, fitted.compress_len
-            sizes = selection.SelectionSizes(n_best, *sizes, q.shape[2] // k.shape[2], call.logits)
-            return selection.select(sizes, interpret, q, summaries.keys, *masks)
+            sizes = kernel.SelectionSizes(n_best, *sizes, q.shape[2] // k.shape[2], call.logits)
+            return kernel.select(sizes, interpret, q, summaries.keys, *masks)
 
         def in_arrays() -> Int[Array, "B G T K"]:
             return fitted._select_in_arrays(call, q, summaries, ids, first_position)

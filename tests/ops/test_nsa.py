@@ -8,7 +8,7 @@ import pytest
 from reformax.ops import dense, nsa
 from reformax.ops.base import Dims
 from reformax.ops.calls.dispatch import INTERPRETED
-from reformax.ops.kernels.triton import selection
+from reformax.ops.kernels.triton import nsa_selection
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import native_sparse
 from tests.ops.inputs import Inputs
@@ -71,7 +71,7 @@ SELECTIONS = [
 def test_kernels_select_what_array_operations_do(
     heads, sizes, dtype, at_a_time, options, monkeypatch
 ):
-    monkeypatch.setattr(selection, "MAX_SCORE_BYTES", at_a_time)
+    monkeypatch.setattr(nsa_selection, "MAX_SCORE_BYTES", at_a_time)
     names = "compress_len", "compress_stride", "block_size", "n_selected"
     options = MEANS | options | dict(zip(names, sizes, strict=True))
     q, k = (2 * x.astype(dtype) for x in numbers(269, *heads))

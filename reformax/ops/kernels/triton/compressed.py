@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import listed, nsa
-from reformax.ops.kernels.triton.chosen import ChoiceLearner
+from reformax.ops.kernels.triton.chosen_keys import ChoiceLearner
 from reformax.ops.kernels.triton.common import bits_of
 from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, KeyRule
 from reformax.ops.numerics.first_order import first_order
