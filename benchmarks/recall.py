@@ -71,7 +71,7 @@ OPS: dict[str, list[AttentionOp | int]] = {
     ],
     "moba": [moba.moba(block_size=64, top_k=n) for n in (2, 4, 8, 16)],
     "nsa": [
-        nsa.nsa(compression="mean", own_projections=False, window=64, n_selected=n)
+        nsa.nsa(compression="mean", independent_kv=False, window=64, n_selected=n)
         for n in (2, 4, 8, 16)
     ],
     "hash_sparse": [hash_sparse.hash_sparse(n_buckets=n) for n in (32, 16, 8, 4, 2)],

@@ -138,7 +138,7 @@ def test_what_an_op_carries_sees_the_layer_first():
 @pytest.mark.slow
 def test_nsa_shows_the_blocks_that_it_selects_and_its_window():
     sizes = dict(compress_len=4, compress_stride=2, block_size=4, n_selected=3, window=6)
-    op = nsa.nsa(**sizes, compression="mean", own_projections=False)
+    op = nsa.nsa(**sizes, compression="mean", independent_kv=False)
     layer, rng = layer_of(dense.dense()), jax.random.key(0)
     options = dict(segment_ids=None, causal=True, rng=rng, train=False)
     chosen = np.asarray(op.plan((), layer.q, layer.k, **options))

@@ -163,7 +163,7 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
         "local, chunks, packed": Made(of(local.local, **chunks), packed=True),
         "sinks": Made(of(sinks.sinks, window=half, n_sinks=4)),
         "longformer": Made(
-            of(longformer.longformer, window=half + 1, **marked, own_projections=False),
+            of(longformer.longformer, window=half + 1, **marked, global_projections=False),
             causal=False,
             **marked,
         ),
@@ -176,7 +176,7 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
                 lambda impl, make=make: make(impl="mosaic"), of(make, impl="xla")
             )
 
-    sizes = dict(compression="mean", own_projections=False, window=shape.block)
+    sizes = dict(compression="mean", independent_kv=False, window=shape.block)
     sizes |= dict(block_size=4 * stride, n_selected=min(16, stride))
     native = of(nsa.nsa, **sizes, compress_len=2 * stride, compress_stride=stride)
     whole = of(nsa.nsa, **sizes, compress_len=4 * stride, compress_stride=4 * stride)

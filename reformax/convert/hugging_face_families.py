@@ -23,8 +23,8 @@ from reformax.declared import (
     VocabSize,
     Width,
 )
-from reformax.ops.base import SoftCap
 from reformax.ops.numerics.rotary import RotaryBase, RotaryFraction
+from reformax.ops.softmax.logit_options import SoftCap
 
 FULL, WINDOW, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 Get = Mapping[str, Any]  # the fields of a config.json, with defaults

@@ -23,7 +23,7 @@ from reformax.declared import NonNegative, Positive, SettingError, Size, check_f
 from reformax.layers.layer_norm import NormName, NormPlace
 from reformax.layers.matrices import relu_squared
 from reformax.layers.multi_head import ConvSize, Gate, QKNorm, Scale
-from reformax.ops.base import AttentionOp, LengthScale, SoftCap
+from reformax.ops.base import AttentionOp
 from reformax.ops.numerics.rotary import (
     PairFactor,
     RotaryAngles,
@@ -33,6 +33,7 @@ from reformax.ops.numerics.rotary import (
     RotaryScaling,
     Turns,
 )
+from reformax.ops.softmax.logit_options import LengthScale, SoftCap
 
 Activation = Callable[[Array], Array] | str
 ACTIVATIONS = {

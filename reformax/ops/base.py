@@ -13,14 +13,14 @@ padding, which sees nothing and is not seen. Queries and keys of one sequence ha
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.declared import Bounds, SettingError, Unsupported
+from reformax.declared import SettingError, Unsupported
 from reformax.ops.calls.arguments import (
     check_arguments,
     check_part,
@@ -32,38 +32,31 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
-from reformax.ops.calls.options import Options, options
+from reformax.ops.calls.options import options
 from reformax.ops.decoding import reading
 from reformax.ops.masking.given_masks import checked_mask
 from reformax.ops.masking.masks import (
     SegmentIds,
     int32_ids,
     int32_or_bool_ids,
-    keys_seen,
     says_one_segment,
-    segment_pair,
     tokens_before,
 )
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.normalization import length_normalize
-from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.compiled import compiled, compiled_from, explained
 from reformax.ops.sharding.placement import CallArrays
-from reformax.ops.sharding.shard import Shard, of_heads
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positions, weight_rows
-
-SoftCap = Annotated[float, Bounds(1e-2, 1e6, name="a number from 0.01 to 1e6")]
-LengthScale = Annotated[float, Bounds(1e-3, 1e3, name="a number from 0.001 to 1000")]
-
+from reformax.ops.softmax.logit_options import LogitOptions
 
 op = options  # the decorator of an algorithm: its options are the fields of a dataclass
 
 
 @options
-class AttentionOp(Options):
+class AttentionOp(LogitOptions):
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
     `plan` chooses the keys that each query may attend to, and `apply` attends to them. A reversible
@@ -80,17 +73,6 @@ class AttentionOp(Options):
     * repeat keys and values for all heads of queries, unless `_grouped`,
     * draw the seed of dropout (`softmax.dropout.seed_words`) of the arrays' part of the call,
     * write zeros at the padding of `apply`'s arguments and result, unless `_keeps_padding_out`.
-
-    Options of every algorithm that makes attention weights:
-      soft_cap: a bound c of the logits x, which become `c tanh(x / c)`, before a bias is added
-        (Gemma Team 2024, "Gemma 2", sec. 2). None: no bound. cuDNN has none.
-      scale_by_length: a factor s: logits are multiplied by `s ln n`, where n is the number of keys
-        that causality, segments and padding leave a query, at least 2 (Nakanishi 2025,
-        "Scalable-Softmax Is Superior for Attention"). Each `impl` has it, because the queries are
-        multiplied, for hashes and choices too. With `1 / ln L` the factor is 1 at length L. None:
-        no such factor.
-      learn_scale_by_length: whether s is a weight of each head of queries, `length_factor`, that
-        begins as `scale_by_length`.
 
     Attributes:
       shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
@@ -122,10 +104,6 @@ class AttentionOp(Options):
       divides_cache: `step` and `read_on` take a cache whose positions a mesh axis divides, as
         `decoding.reading` says. Layers ask.
     """
-
-    soft_cap: SoftCap | None = None
-    scale_by_length: LengthScale | None = None
-    learn_scale_by_length: bool = False
 
     shared_qk: ClassVar[bool] = False
     causality: ClassVar[Literal["either", "only", "never"]] = "either"
@@ -194,21 +172,7 @@ class AttentionOp(Options):
         super().__post_init__()
         if self._impls:
             check_impl(self.impl, *self._impls)
-        self._check_logits()
         self._check()
-
-    def _check_logits(self) -> None:
-        """Raises `SettingError` for options of logits, where the algorithm has no weights."""
-        for name in ("soft_cap", "scale_by_length"):
-            value = getattr(self, name)
-            if value is not None and not self.dropout:
-                raise SettingError(
-                    f"{name} is {value}: {self.name} makes no attention weights, leave it out"
-                )
-        if self.learn_scale_by_length and self.scale_by_length is None:
-            raise SettingError(
-                "learn_scale_by_length is True and scale_by_length is None: set what it begins as"
-            )
 
     def _check(self) -> None:
         """Raises `ValueError` for options that exclude each other."""
@@ -228,13 +192,10 @@ class AttentionOp(Options):
         params = self._init(rng, dims)
         if not self.learn_scale_by_length:
             return params
-        return {
-            "length_factor": jnp.full(dims.qk_heads, self.scale_by_length, jnp.float32),
-            **dict(params),
-        }
+        return self._init_length_factor(dims) | dict(params)
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
-        """`init` without the options of every algorithm."""
+        """`init` without the weight of `learn_scale_by_length`."""
         del rng, dims
         return ()
 
@@ -476,32 +437,6 @@ class AttentionOp(Options):
         numbers = (None if x is None else float(x) for x in (self.scale, self.soft_cap))
         return Call(logits=Logits(*numbers), **arguments)
 
-    def _scaled(self, call: Call, params, q, k) -> Float[Array, "B T N H"]:
-        """The queries times `scale_by_length ln n`, for n keys that they see."""
-        if self.scale_by_length is None:
-            return q
-        shard = call.shard or Shard()
-        counted = call.position is not None
-        if not counted and (shard.axis is not None or not isinstance(shard.position, int)):
-            raise Unsupported(
-                f"scale_by_length is {self.scale_by_length}, but no device sees the whole sequence "
-                "to count keys: use context=1"
-            )
-        if counted:  # from the newest keys' positions
-            n_keys = call.position[:, None] + 1 + jnp.arange(q.shape[1])[None]
-        else:
-            lengths = q.shape[1], (q if k is None else k).shape[1]
-            n_keys = keys_seen(*lengths, causal=call.causal, segment_ids=call.segment_ids)
-        dtype = accum_dtype(q.dtype)
-        factor = self.scale_by_length
-        if self.learn_scale_by_length:
-            factor, n = params["length_factor"], q.shape[2]
-            if len(factor) < n and call.shard is None:  # queries of `of_value_heads`
-                factor = jnp.repeat(factor, n // len(factor))
-            factor = of_heads(factor, call.shard, n).astype(dtype)
-        factor = factor * jnp.log(jnp.maximum(n_keys, 2).astype(dtype))[..., None]
-        return (q * factor[..., None]).astype(q.dtype)
-
     def _run(self, function, call: Call, params, q, k, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.
 
@@ -528,7 +463,7 @@ class AttentionOp(Options):
             call = call.but(lengths=None)
         if self._keeps_padding_out or hides:
             return self._apply(call, params, q, k, v, plan)
-        call = _projections_of_tokens(call)
+        call = call.with_token_projections()
 
         def apply(q, k, v) -> Float[Array, "B T N V"]:
             return self._apply(call, params, q, k, v, plan)
@@ -540,7 +475,7 @@ class AttentionOp(Options):
         ids = call.segment_ids
         if ids is None:
             return self._apply_from(call, params, q, k, v, state)
-        call = _projections_of_tokens(call)
+        call = call.with_token_projections()
         q, k, v = (tokens_only(x, ids) for x in (q, k, v))
         out, state = self._apply_from(call, params, q, k, v, state)
         return tokens_only(out, ids), state
@@ -672,12 +607,3 @@ class AttentionOp(Options):
         masks = segment_ids, lengths, mask
         x = CallArrays(params, q, k, v, *masks, bias, extra_projections, global_tokens, rng)
         return compiled(self)(x, **call, train=train)
-
-
-def _projections_of_tokens(call: Call) -> Call:
-    """The call with extra projections that are zeros at padding."""
-    if not call.extra_projections or call.segment_ids is None:
-        return call
-    ids = segment_pair(call.segment_ids)[0]
-    read = {name: tokens_only(x, ids) for name, x in call.extra_projections.items()}
-    return call.but(extra_projections=read)

@@ -31,7 +31,7 @@ from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.sharding.shard import all_heads
 from reformax.ops.softmax import band, block_kernels, block_lists, tiles
-from reformax.ops.softmax.block_lists import MIN_TILE, Layout, TileLists
+from reformax.ops.softmax.block_lists import MIN_TILE, BlockInputs, Layout, TileLists
 
 BUTTERFLY = butterfly()
 BlockSize = Annotated[Size | tuple[Size, Size], Called("a number of at least 1, or two")]
@@ -214,7 +214,8 @@ def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T
 
     def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
         ids = segment_pair(call.segment_ids)
-        return block_kernels.attend(layout, interpret, q, k, v, ids, call.seed)[0]
+        x = BlockInputs(q, k, v, *ids, call.seed)
+        return block_kernels.attend(layout, interpret, x)[0]
 
     obstacles = kernel_obstacles(q, k, v, call.logits, block_size=odd)
     return compute_by(impl, {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)})

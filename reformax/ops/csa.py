@@ -281,7 +281,7 @@ class csa(Reusing, Compressed, AttentionOp):
     def _in_kernels(
         self, call: Call, params, q, k, v, summaries, plan, plain_q, plain_k, interpret
     ) -> Float[Array, "B T N V"]:
-        from reformax.ops.kernels.triton.chosen import ChoiceLearner
+        from reformax.ops.kernels.triton.chosen_keys import ChoiceLearner
         from reformax.ops.kernels.triton.indexer_gradient import IndexerArrays
 
         ids, learner = ids_or_ones(call.segment_ids, q), None

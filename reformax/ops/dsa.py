@@ -271,7 +271,7 @@ class dsa(Reusing, AttentionOp):
     def _in_kernels(
         self, call: Call, q, k, v, index, index_keys, factor, plan, ids, interpret: bool
     ) -> Float[Array, "B T N V"]:
-        from reformax.ops.kernels.triton import chosen as kernel
+        from reformax.ops.kernels.triton import chosen_keys as kernel
 
         masks = None if call.segment_ids is None else ids
         by_blocks, learner = self.indexer.block_size > 1, None

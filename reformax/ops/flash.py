@@ -30,7 +30,7 @@ from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import all_keys, block_kernels, ring, tiles
-from reformax.ops.softmax.block_lists import FullLayout
+from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 
 # A mask's lowest logit, scaled, is still a number of float32.
@@ -124,8 +124,8 @@ class _FlashPieces(NamedTuple):
     def forward(self, causal, q, k, v, segment_ids, seed):
         k, v = repeat_heads(q, k, v)
         if self.interpret is not None:
-            layout, kernel = self._layout(causal, q, k), block_kernels.kernels()
-            return kernel.forward(layout, q, k, v, segment_ids, seed, interpret=self.interpret)
+            layout, x = self._layout(causal, q, k), BlockInputs(q, k, v, *segment_ids, seed)
+            return block_kernels.kernels().forward(layout, x, interpret=self.interpret)
         tiling = _tiling(*self[:3], causal, q, k)
         x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
@@ -134,9 +134,9 @@ class _FlashPieces(NamedTuple):
     def backward(self, causal, q, k, v, segment_ids, seed, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
         if self.interpret is not None:
-            layout, arrays = self._layout(causal, q, k), (q, k, v, segment_ids, seed, *results)
+            layout, x = self._layout(causal, q, k), BlockInputs(q, k, v, *segment_ids, seed)
             backward = block_kernels.kernels().backward
-            dq, *of_keys = backward(layout, *arrays, d_out, interpret=self.interpret)
+            dq, *of_keys = backward(layout, x, results, d_out, interpret=self.interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
             x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from reformax.declared import NonNegative, SettingError, Size, Width
+from reformax.declared import NonNegative, SettingError
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
@@ -61,12 +60,6 @@ class gated_delta(Recurrence, AttentionOp):
     norm_epsilon: NonNegative = NORM_EPSILON
     gated: bool = False
     memory: Span | None = None
-    conv_size: Width | None = None
-    chunk_len: Size = 64
-    impl: str = "auto"
-
-    causality = "only"
-    _impls = KERNELS
     _unit_length = True
 
     def _check(self) -> None:

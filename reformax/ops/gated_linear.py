@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from reformax.declared import Size, Width
+from reformax.declared import Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
@@ -60,12 +59,6 @@ class gated_linear(Recurrence, AttentionOp):
     gate_rank: Size | None = None
     temperature: Span = 16.0
     memory: Span | None = None
-    conv_size: Width | None = None
-    chunk_len: Size = 64
-    impl: str = "auto"
-
-    causality = "only"
-    _impls = KERNELS
 
     def _init(self, rng, dims) -> dict[str, Array]:
         lost = math.log(2) if self.memory is None else self.temperature / self.memory

@@ -35,7 +35,7 @@ from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import block_kernels, tiles
-from reformax.ops.softmax.block_lists import SortedLayout
+from reformax.ops.softmax.block_lists import BlockInputs, SortedLayout
 from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.orders import inverse_permutation
 
@@ -130,8 +130,9 @@ class hash_sparse(AttentionOp):
         def in_kernels(interpret: bool) -> Float[Array, "X T 1 V"]:
             options = dict(exclude_self=exclude_self, n_folded=n_heads)
             layout = SortedLayout(length, length, causal, dropout, call.logits, **options)
-            groups = *(y.group for y in flat), *(y.position for y in flat)
-            return block_kernels.attend(layout, interpret, *x, groups, seed)[0]
+            groups, orders = ([getattr(y, z) for y in flat] for z in ("group", "position"))
+            inputs = BlockInputs(*x, *groups, seed, *orders)
+            return block_kernels.attend(layout, interpret, inputs)[0]
 
         obstacles = kernel_obstacles(q, k, v, call.logits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}

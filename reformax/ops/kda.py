@@ -16,10 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
@@ -59,12 +57,6 @@ class kda(Recurrence, AttentionOp):
     gated: bool = True
     low_rank: bool = True
     memory: Span | None = None
-    conv_size: Width | None = None
-    chunk_len: Size = 64
-    impl: str = "auto"
-
-    causality = "only"
-    _impls = KERNELS
     _unit_length = True
 
     def extra_projections(self, dims) -> dict[str, ExtraProjection]:

@@ -16,9 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
@@ -50,12 +48,7 @@ class linear(Recurrence, AttentionOp):
         kernel is asked for what it cannot do.
     """
 
-    conv_size: Width | None = None
-    chunk_len: Size = 64
-    impl: str = "auto"
-
     _means = True
-    _impls = KERNELS
 
     @property
     def causality(self) -> str:

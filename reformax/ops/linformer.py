@@ -31,25 +31,25 @@ Longest = Annotated[int, Bounds(1, 2**24)]
 class linformer(AttentionOp):
     """Attention to `n_projected` learned mixtures of the keys and of the values.
 
-    Weights: `e` and `f`, `[L, k]` for all heads; `[N, L, k]` with `share="none"`; `e` alone with
-    `share="values"`. L is the maximal length, and a shorter sequence reads their first rows.
+    Weights: `e` and `f`, `[L, k]` for all heads, or `[N, L, k]` without sharing; `e` alone with
+    key-value sharing. L is the maximal length, and a shorter sequence reads their first rows.
     Padding is zeros in every mixture.
 
     Args:
       n_projected: k, the number of mixtures.
-      share: "none": each head has E and F; "heads": all heads have one E and one F; "values": E is
-        also F (sec. 4, "Additional Efficiency Techniques").
+      parameter_sharing: "headwise": all heads have one E and one F; "key-value": E is also F;
+        "none": each head has E and F (sec. 4, "Additional Efficiency Techniques").
       max_length: L; None is the length that the weights are made for.
       impl: as in `flash.flash`, which attends to the mixtures.
 
     Raises:
-      ValueError: a size below 1, an unknown `share` or `impl`; at the call, a sequence longer
-        than L.
+      ValueError: a size below 1, an unknown `parameter_sharing` or `impl`; at the call, a sequence
+        longer than L.
       NotImplementedError: at the call, with `causal=True` or several segments in a row.
     """
 
     n_projected: Width = 256
-    share: Literal["none", "heads", "values"] = "heads"
+    parameter_sharing: Literal["none", "headwise", "key-value"] = "headwise"
     max_length: Longest | None = None
     impl: str = "auto"
 
@@ -63,8 +63,8 @@ class linformer(AttentionOp):
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
         """E and F with entries of variance 1 / k, as in the proof of theorem 2."""
         shape = (self.max_length or dims.length, self.n_projected)
-        shape = (dims.n_heads, *shape) if self.share == "none" else shape
-        names = ("e",) if self.share == "values" else ("e", "f")
+        shape = (dims.n_heads, *shape) if self.parameter_sharing == "none" else shape
+        names = ("e",) if self.parameter_sharing == "key-value" else ("e", "f")
         return {
             name: jax.random.normal(weight_rng, shape) / math.sqrt(self.n_projected)
             for name, weight_rng in zip(names, jax.random.split(rng, len(names)), strict=True)

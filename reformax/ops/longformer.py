@@ -35,8 +35,8 @@ class longformer(AttentionOp):
     before it, and all tokens after it see it. In decoding tokens of the prompt may be global; later
     tokens are not.
 
-    Further projections of the input with `n_global` and `own_projections`: `global_q`, `global_k`,
-    `global_v`.
+    Further projections of the input with `n_global` and `global_projections`: `global_q`,
+    `global_k`, `global_v`.
 
     Args:
       window: a position sees those less than `window` steps away, before it and, if not causal,
@@ -44,7 +44,7 @@ class longformer(AttentionOp):
       dilation: positions of a step, for all heads or for each (sec. 3.1).
       n_global: the most global tokens of a row; of more, the first ones are global. With 0 there
         are none, and `global_tokens` are refused.
-      own_projections: whether attention of global tokens has separate projections.
+      global_projections: whether attention of global tokens has separate projections.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
         heads of 256 or less, of one dilation where there is dropout. `"auto"` takes the kernel
         where it computes the same function.
@@ -58,7 +58,7 @@ class longformer(AttentionOp):
     window: Size = 257
     dilation: Dilation = 1
     n_global: Count = 0
-    own_projections: bool = True
+    global_projections: bool = True
     impl: str = "auto"
 
     _hides_finite_padding = True
@@ -97,7 +97,7 @@ class longformer(AttentionOp):
         return tuple(Visibility(causal, self.window, n) for n in each)
 
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
-        if not (self.n_global and self.own_projections):
+        if not (self.n_global and self.global_projections):
             return {}
         vectors = ExtraProjection(dims.n_heads, dims.d_qk, rotated=True)
         return {

@@ -34,7 +34,7 @@ from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.row_blocks import block_at, ids_of, over_groups, rows
 from reformax.ops.softmax import block_kernels, tiles
-from reformax.ops.softmax.block_lists import MIN_TILE, FullLayout
+from reformax.ops.softmax.block_lists import MIN_TILE, BlockInputs, FullLayout
 from reformax.ops.softmax.online import Softmax
 
 
@@ -144,10 +144,10 @@ def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
     """
     (x, seed), d_out = first_order((residuals, d_out))
     layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout, tiling.logits)
-    arrays = *x[:3], (x.query_segment_ids, x.key_segment_ids), seed
+    inputs = BlockInputs(*x[:3], x.query_segment_ids, x.key_segment_ids, seed)
     kernel = block_kernels.kernels()
-    results = kernel.forward(layout, *arrays, interpret=interpret)
-    gradients = kernel.backward(layout, *arrays, *results, d_out, interpret=interpret)
+    results = kernel.forward(layout, inputs, interpret=interpret)
+    gradients = kernel.backward(layout, inputs, results, d_out, interpret=interpret)
     return tiles.TiledInputs(*gradients, None, None, None, None), None, None
 
 
@@ -186,8 +186,8 @@ def kernel_summary(
     if x.query_segment_ids is not None:
         ids = ids_of(x.query_segment_ids, group, queries), ids_of(x.key_segment_ids, group, keys)
     layout = FullLayout(q.shape[1], k.shape[1], tiling.causal, 0.0, tiling.logits)
-    forward = functools.partial(block_kernels.kernels().forward, interpret=interpret)
-    out, row_max, row_sum = forward(layout, q, k, v, ids, None)
+    x = BlockInputs(q, k, v, *ids, None)
+    out, row_max, row_sum = block_kernels.kernels().forward(layout, x, interpret=interpret)
     return Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum)
 
 

@@ -103,11 +103,11 @@ class moba(AttentionOp):
             return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
 
         def in_kernels(interpret: bool) -> Int[Array, "B N T K-1"]:
-            from reformax.ops.kernels.triton import choice
+            from reformax.ops.kernels.triton import moba_choice as kernel
 
-            sizes = choice.ChoiceSizes(n_best, size)
+            sizes = kernel.ChoiceSizes(n_best, size)
             masks = () if segment_ids is None else (ids, block_ids)
-            return choice.choose_blocks(sizes, interpret, tokens_only(q, ids), means, *masks)
+            return kernel.choose_blocks(sizes, interpret, tokens_only(q, ids), means, *masks)
 
         def best(queries):
             q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
@@ -142,12 +142,13 @@ class moba(AttentionOp):
 
             n_rows = min(QUERIES[q.dtype.itemsize], power_of_two(length))
             found = _tiles(plan, size, n_rows)
-            lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.slot >= 0)
             n_keys = min(KEYS, power_of_two(size))
             sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, call.dropout, call.logits)
             ids = call.segment_ids
             ids = None if ids is None else jnp.asarray(ids, jnp.int32)
-            return kernel.attend(sizes, interpret, q, k, v, ids, lists, call.seed)
+            lists = found.block, found.pair, found.bounds, found.slot >= 0
+            x = kernel.MobaInputs(q, k, v, ids, call.seed, *lists)
+            return kernel.attend(sizes, interpret, x)
 
         obstacles = kernel_obstacles(
             q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2

@@ -80,7 +80,7 @@ class nsa(AttentionOp):
 
     Weights, shared by all heads, and only with `compression="mlp"`: for keys and for values,
     `positions [P, H]`, `hidden [P, H, H]` and `out [H, H]`. Further projections: `gate [N, 3]`, of
-    the compressed, the selected and the window's branch, through a sigmoid; with `own_projections`
+    the compressed, the selected and the window's branch, through a sigmoid; with `independent_kv`
     also `selected_k`, `selected_v`, `window_k` and `window_v`, for the heads of keys.
 
     Args:
@@ -92,7 +92,7 @@ class nsa(AttentionOp):
       compression: how a summary is computed. `"mean"` is the mean of its positions. `"mlp"` adds
         the output of a hidden layer over all features of the positions and their learnt embedding
         within the summary (sec. 3.3.1). With the mean, queries find blocks from the first step on.
-      own_projections: whether the selected branch and the window have separate projections of keys
+      independent_kv: whether the selected branch and the window have separate projections of keys
         and values, as in sec. 3.3.3; if not, all branches read the same.
       impl: `"xla"` runs everywhere. `"pallas"` has kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less. `"auto"` takes them where they compute the same function, and for the
@@ -109,7 +109,7 @@ class nsa(AttentionOp):
     n_selected: Size = 16
     window: Size = 512
     compression: Annotated[str, Called("'mlp' or 'mean'")] = "mlp"
-    own_projections: bool = True
+    independent_kv: bool = True
     impl: str = "auto"
 
     causality = "only"
@@ -172,7 +172,7 @@ class nsa(AttentionOp):
 
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
         gate = {"gate": ExtraProjection(dims.n_heads, 3)}
-        if not self.own_projections:
+        if not self.independent_kv:
             return gate
         keys = ExtraProjection(dims.key_heads, dims.d_qk, rotated=True)
         values = ExtraProjection(dims.key_heads, dims.d_v)
@@ -268,14 +268,14 @@ class nsa(AttentionOp):
         first_position = jnp.zeros_like(ids) if segment_ids is None else first_of_segment(ids)
 
         def in_kernels(interpret: bool) -> Int[Array, "B G T K"]:
-            from reformax.ops.kernels.triton import selection
+            from reformax.ops.kernels.triton import nsa_selection as kernel
 
             first_block = first_position // fitted.block_size
             masks = () if segment_ids is None else (ids, summaries.ids, first_block)
             n_best = min(fitted.n_selected, -(-length // fitted.block_size))
             sizes = fitted.block_size, fitted.compress_stride, fitted.compress_len
-            sizes = selection.SelectionSizes(n_best, *sizes, q.shape[2] // k.shape[2], call.logits)
-            return selection.select(sizes, interpret, q, summaries.keys, *masks)
+            sizes = kernel.SelectionSizes(n_best, *sizes, q.shape[2] // k.shape[2], call.logits)
+            return kernel.select(sizes, interpret, q, summaries.keys, *masks)
 
         def in_arrays() -> Int[Array, "B G T K"]:
             return fitted._select_in_arrays(call, q, summaries, ids, first_position)
@@ -330,7 +330,7 @@ class nsa(AttentionOp):
 
     def _branch_projections(self, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:
         """Keys and values of the selected branch and of the window."""
-        if not self.own_projections:
+        if not self.independent_kv:
             return KeyValues(k, v), KeyValues(k, v)
         return tuple(
             KeyValues(extra_projections[f"{branch}_k"], extra_projections[f"{branch}_v"])
@@ -405,12 +405,11 @@ class nsa(AttentionOp):
         ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
         sizes = kernel.NsaSizes(group, 0, 0, stride, span, *others)
         summary_ids = None if ids is None else summaries.ids
-        compressed = kernel.attend(
-            sizes, interpret, q, summaries.keys, summaries.values, ids, summary_ids, None, call.seed
-        )
+        x = kernel.NsaInputs(q, *summaries[:2], ids, summary_ids, call.seed)
+        compressed = kernel.attend(sizes, interpret, x)
         sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, *others)
-        selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, call.seed)
-        return compressed, selected
+        x = kernel.NsaInputs(q, k, v, ids, ids, call.seed, plan)
+        return compressed, kernel.attend(sizes, interpret, x)
 
     def _init_cache(self, call, params, q, k, v, plan) -> NsaCache:
         del q, plan

@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
-from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
@@ -50,12 +48,6 @@ class retention(Recurrence, AttentionOp):
 
     normalized: bool = True
     gated: bool = True
-    conv_size: Width | None = None
-    chunk_len: Size = 64
-    impl: str = "auto"
-
-    causality = "only"
-    _impls = KERNELS
 
     def _init(self, rng, dims) -> Any:
         return output_params(self.normalized, dims) | conv_params(self.conv_size, rng, dims) or ()

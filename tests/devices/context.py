@@ -94,7 +94,7 @@ OPS = {
         40,
     ),
     "kda, 6 heads": (kda.kda(chunk_len=8, conv_size=3), True, 40),
-    "linformer, weights": (linformer.linformer(n_projected=5, share="none"), False, 40),
+    "linformer, weights": (linformer.linformer(n_projected=5, parameter_sharing="none"), False, 40),
     "nystromformer, convolved": (
         nystromformer.nystromformer(n_landmarks=5, conv_size=3),
         False,
@@ -248,7 +248,7 @@ def test_cross_attention_is_that_of_one_device(op):
             "context=8 and op is longformer.*, which computes all heads together: use context=1",
         ),
         (
-            nsa.nsa(compression="mean", own_projections=False),
+            nsa.nsa(compression="mean", independent_kv=False),
             8,
             "choose together for each of 2 heads of keys: expected a multiple of 8",
         ),

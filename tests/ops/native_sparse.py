@@ -23,7 +23,7 @@ def nsa(options, params, plan, qkv, extra_projections, mask, keep):
         return jnp.einsum("bnts,bsnv->btnv", weights * keep, values)
 
     def branch_projections(branch):
-        separate = options.get("own_projections", True)
+        separate = options.get("independent_kv", True)
         return [extra_projections[f"{branch}_{x}"] for x in "kv"] if separate else [k, v]
 
     gates = jax.nn.sigmoid(extra_projections["gate"])

@@ -388,7 +388,11 @@ _PATTERNS = (
 _SPARSE = {"pattern": _PATTERNS, "block_size": (4, (4, 3), (5, 8), 1)}
 _SPARSE_KERNEL = {"pattern": _PATTERNS, "block_size": (16, (16, 32))}
 
-_PROJECTED = {"n_projected": (6, 1, 20), "share": ("heads", "none", "values"), "impl": ("xla",)}
+_PROJECTED = {
+    "n_projected": (6, 1, 20),
+    "parameter_sharing": ("headwise", "none", "key-value"),
+    "impl": ("xla",),
+}
 _LANDMARKS = {
     "n_landmarks": (4, 1, 7, 64),
     "n_iterations": (6, 2),
@@ -423,7 +427,7 @@ _NATIVE = {
     "n_selected": (3, 1, 4, 50),
     "window": (6, 1, 9),
     "compression": ("mlp", "mean"),
-    "own_projections": (True, False),
+    "independent_kv": (True, False),
     "impl": ("xla",),
 }
 _INDEXED = {

@@ -13,6 +13,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.kernels.triton import block_sparse as kernel
 from reformax.ops.masking.masks import except_self, visibility
 from reformax.ops.softmax import block_lists, tiles
+from reformax.ops.softmax.block_lists import BlockInputs
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
@@ -269,11 +270,10 @@ def test_rows_in_parts_are_one_attention(
 
     @jax.jit
     def run(q, k, v, d_out):
-        inputs = (blocks, q, k, v, ids, seed_words(KEY, len(q)) if dropout else None)
-        results = kernel.forward(*inputs, tiles=block_tiles, interpret=True)
-        gradients = kernel.backward(
-            *inputs, *results, d_out, tiles=(block_tiles, block_tiles), interpret=True
-        )
+        x = BlockInputs(q, k, v, *ids, seed_words(KEY, len(q)) if dropout else None)
+        results = kernel.forward(blocks, x, tiles=block_tiles, interpret=True)
+        both = block_tiles, block_tiles
+        gradients = kernel.backward(blocks, x, results, d_out, tiles=both, interpret=True)
         return results[0], gradients
 
     attend = reference(mask, 32, causal, segment_ids if packed else None, dropout)
@@ -326,10 +326,10 @@ def test_long_segments_with_and_without_masks(causal, exclude_self, size):
 
     @jax.jit
     def run(q, k, v, d_out):
-        inputs = layout, q, k, v, (ids, ids), seed
-        results = kernel.forward(*inputs, tiles=tiles, interpret=True)
+        x = BlockInputs(q, k, v, ids, ids, seed)
+        results = kernel.forward(layout, x, tiles=tiles, interpret=True)
         both = dict(tiles=(tiles, tiles), interpret=True)
-        return results[0], kernel.backward(*inputs, *results, d_out, **both)
+        return results[0], kernel.backward(layout, x, results, d_out, **both)
 
     def attend(q, k, v):
         mask = visibility(length, length, causal=causal, segment_ids=ids)
@@ -352,8 +352,8 @@ def test_it_lowers_for_a_gpu(dtype, size, dropout):
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if dropout else None
 
     def run(q, k, v, ids, rng, d_out):
-        inputs = (blocks, q, k, v, (ids, ids), seed_words(rng, 1) if dropout else None)
-        return kernel.backward(*inputs, *kernel.forward(*inputs), d_out)
+        x = BlockInputs(q, k, v, ids, ids, seed_words(rng, 1) if dropout else None)
+        return kernel.backward(blocks, x, kernel.forward(blocks, x), d_out)
 
     lowered = lower_for_gpu(run, x, x, x, ids, KEY, x)
     assert lowered.count("triton") >= 3

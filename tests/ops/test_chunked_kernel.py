@@ -10,7 +10,7 @@ from reformax.ops.kernels.triton import chunked as kernel
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 from reformax.ops.softmax import chunked
 from reformax.ops.softmax.dropout import seed_words
-from reformax.ops.softmax.orders import Chunking, Order
+from reformax.ops.softmax.orders import Chunking, Order, UnsortedInputs
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
 KEY = jax.random.key(0)
@@ -71,9 +71,9 @@ def test_many_blocks_are_one_attention(options, n_hashes, packed, tiles, length)
 
     @jax.jit
     def blocks(q, k, v, d_out):
-        inputs = (chunks, q, k, v, order, segment_ids, seed)
-        results = kernel.forward(*inputs, tiles=tiles, interpret=True)
-        gradients = kernel.backward(*inputs, *results, d_out, tiles=tiles, interpret=True)
+        x = UnsortedInputs(q, k, v, order, segment_ids, seed)
+        results = kernel.forward(chunks, x, tiles=tiles, interpret=True)
+        gradients = kernel.backward(chunks, x, results, d_out, tiles=tiles, interpret=True)
         return results[0], gradients
 
     want, got = arrays(d_out, q, k, v), blocks(q, k, v, d_out)
@@ -115,7 +115,7 @@ def test_packed_chunks_are_in_the_order_of_each_hash():
     slots = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
     order = Order(np.argsort(slots, axis=-1).astype(np.int32), slots)
     q = jnp.zeros((1, 1100, 1, 2))
-    inputs = kernel.chunk_inputs(chunks, q, None, q, order, None, None)
+    inputs = kernel.chunk_inputs(chunks, UnsortedInputs(q, None, q, order, None, None))
     packed = PackedChunks.of(chunks)
     assert (packed.guard, packed.per_pack, len(inputs.packs)) == (11, 2, 8)
     for r in range(15):  # as the last hash sees them
@@ -137,8 +137,8 @@ def test_it_lowers_for_a_gpu(dtype, size):
     segment_ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 
     def run(q, v, order, segment_ids, rng, d_out):
-        inputs = (chunks, q, None, v, order, segment_ids, seed_words(rng, 1))
-        return kernel.backward(*inputs, *kernel.forward(*inputs), d_out)
+        x = UnsortedInputs(q, None, v, order, segment_ids, seed_words(rng, 1))
+        return kernel.backward(chunks, x, kernel.forward(chunks, x), d_out)
 
     lowered = lower_for_gpu(run, x, x, Order(slot, slot), segment_ids, KEY, x)
     assert lowered.count("triton") >= 2 * n_hashes

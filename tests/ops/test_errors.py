@@ -119,8 +119,8 @@ SIZES = [
     (linformer.linformer, dict(max_length=0), "max_length is 0: expected at least 1"),
     (
         linformer.linformer,
-        dict(share="keys"),
-        "share is 'keys': expected 'none', 'heads' or 'values'",
+        dict(parameter_sharing="keys"),
+        "parameter_sharing is 'keys': expected 'none', 'headwise' or 'key-value'",
     ),
     (linformer.linformer, dict(impl="fast"), "impl is 'fast': expected 'auto', 'xla'"),
     (nystromformer.nystromformer, dict(n_landmarks=0), "n_landmarks is 0: expected at least 1"),

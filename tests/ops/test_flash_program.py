@@ -99,17 +99,17 @@ def run(kernel, logits, inputs, shapes):
     return launch(kernel, inputs, (shapes,), grid=grid, **options)[0]
 
 
-def forward(logits, q, k, v, interpret):
+def forward(logits, x, interpret):
     assert interpret
-    statistic = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    shapes = Softmax(jax.ShapeDtypeStruct(v.shape, v.dtype), statistic, statistic)
-    return tuple(run(forward_kernel, logits, (Inputs(q, k, v),), shapes))
+    statistic = jax.ShapeDtypeStruct((x.q.shape[0], x.q.shape[2], x.q.shape[1]), jnp.float32)
+    shapes = Softmax(jax.ShapeDtypeStruct(x.v.shape, x.v.dtype), statistic, statistic)
+    return tuple(run(forward_kernel, logits, (x,), shapes))
 
 
-def backward(logits, q, k, v, out, row_max, row_sum, d_out, interpret):
-    row = query_rows(d_out, out, row_max, row_sum, None)
-    shapes = Inputs(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)))
-    return tuple(run(backward_kernel, logits, (Inputs(q, k, v), row), shapes))
+def backward(logits, x, results, d_out, interpret):
+    row = query_rows(d_out, results, None)
+    shapes = Inputs(*(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in x))
+    return tuple(run(backward_kernel, logits, (x, row), shapes))
 
 
 def in_arrays(cap, q, k, v):
@@ -132,7 +132,8 @@ def test_a_program_says_what_is_visited_and_seen(with_sums, cap):
     attend = functools.partial(flash.attention(forward, backward, with_sums), logits, True)
 
     def output(q, k, v):
-        return attend(q, k, v)[0] if with_sums else attend(q, k, v)
+        found = attend(Inputs(q, k, v))
+        return found[0] if with_sums else found
 
     def passes(f):
         out, vjp = jax.vjp(f, q, k, v)
@@ -140,6 +141,6 @@ def test_a_program_says_what_is_visited_and_seen(with_sums, cap):
 
     assert_trees_close(passes(output), passes(functools.partial(in_arrays, cap)))
     if with_sums:
-        row_sum = attend(q, k, v)[1]
+        row_sum = attend(Inputs(q, k, v))[1]
         assert row_sum.shape == (2, 2, LENGTH)
         assert np.all(np.asarray(row_sum) >= 1)

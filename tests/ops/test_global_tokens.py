@@ -63,7 +63,7 @@ def _differentiated(op, x, **masks):
 )
 def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, projected, dropout, impl):
     options = dict(window=4, dilation=dilation, n_global=n_global)
-    op = longformer.longformer(**options, own_projections=projected, impl=impl)
+    op = longformer.longformer(**options, global_projections=projected, impl=impl)
     x = inputs.draw(op, length=LENGTH, d_v=3)
     global_tokens, rng = _global_tokens(LENGTH), jax.random.key(3)
     masks = dict(

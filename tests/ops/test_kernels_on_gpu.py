@@ -71,7 +71,7 @@ class Case(NamedTuple):
 
 of = functools.partial
 CAPPED, SINKS = dict(soft_cap=2.0), dict(learned_sinks=True)
-native = of(nsa.nsa, compression="mean", own_projections=False)
+native = of(nsa.nsa, compression="mean", independent_kv=False)
 CASES = {
     "nsa, short": Case(of(native, block_size=16, n_selected=4, window=30), 6, 2, 16, 90),
     "nsa, 16 heads of one": Case(native, 16, 1, t=5000),

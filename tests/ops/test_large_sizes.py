@@ -76,7 +76,7 @@ def test_kernels(op, options, name):
 @pytest.mark.parametrize("name", ["compress_len", "block_size"])
 def test_summaries_and_blocks(name):
     options = dict(compress_len=4, compress_stride=2, block_size=4, window=2, n_selected=2)
-    options |= dict(compression="mean", own_projections=False)
+    options |= dict(compression="mean", independent_kv=False)
     check_call(nsa.nsa, options, name, LARGEST - 1, LENGTH + 1)
     check_step(nsa.nsa, options, name, LARGEST - 1, LENGTH + 1)
 

@@ -141,7 +141,31 @@ def test_kernels_compute_the_same(factory):
 @pytest.mark.parametrize("factory", KERNELS[:3], ids=lambda x: x.__name__)
 def test_a_kernel_that_cannot_run_is_refused(factory):
     op = factory(impl=INTERPRETED)
-    x = inputs.draw(op, length=3, dtype=np.float16)
+    x = inputs.draw(op, length=3, dtype=jnp.bfloat16)
     mixed = x._replace(k=x.k.astype(np.float32))
     with pytest.raises(NotImplementedError, match="^impl=INTERPRETED with dtypes="):
         inputs.call(op, mixed, causal=True)
+
+
+SEGMENTS = dict(segment_ids=np.repeat([[1, 2], [3, 3]], 60, axis=1))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        dict(causal=True),
+        SEGMENTS,
+        SEGMENTS | dict(causal=True),
+        dict(causal=True, return_state=True),
+    ],
+    ids=["causal", "packed", "packed, causal", "with its state"],
+)
+def test_sums_that_float16_does_not_hold(call):
+    op = linear.linear(chunk_len=8, impl="xla")
+    x = inputs.draw(op, length=120, dtype=np.float16).map(lambda y: 60 * abs(y))
+    want = inputs.call(op, x.map(np.float32), **call)
+    got = inputs.call(op, x, **call)
+    if "return_state" in call:
+        got, want = got[0], want[0]
+    assert got.dtype == np.float16
+    np.testing.assert_allclose(got, want, rtol=2e-3)

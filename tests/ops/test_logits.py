@@ -94,7 +94,7 @@ KERNELS = {
     ),
     "lsh": functools.partial(lsh.lsh, chunk_len=16, n_hashes=2, n_buckets=4),
     "longformer": functools.partial(
-        longformer.longformer, window=6, n_global=1, own_projections=False
+        longformer.longformer, window=6, n_global=1, global_projections=False
     ),
 }
 
@@ -282,7 +282,7 @@ def test_a_global_tokens_own_query_is_scaled_too():
     call, found = dict(segment_ids=None, causal=False), []
     for own, extra in ((False, None), (True, dict(global_q=q, global_k=k, global_v=v))):
         op = longformer.longformer(
-            window=4, n_global=1, own_projections=own, scale_by_length=LOGITS["scale_by_length"]
+            window=4, n_global=1, global_projections=own, scale_by_length=LOGITS["scale_by_length"]
         )
         plan = op.plan((), q, k, rng=None, train=False, global_tokens=tokens, **call)
         found.append(op.apply((), q, k, v, plan=plan, extra_projections=extra, **call))

@@ -52,13 +52,13 @@ def test_long_short_computes_blocks_in_groups_as_at_once(causal, monkeypatch):
 # Where they are dense attention.
 
 
-@pytest.mark.parametrize("share", ["none", "heads", "values"])
-def test_linformer_with_identities_is_dense(share):
+@pytest.mark.parametrize("sharing", ["none", "headwise", "key-value"])
+def test_linformer_with_identities_is_dense(sharing):
     q, k, v = draw()
     one = jnp.eye(30)[:, :23]  # of a longer maximal length
-    one = jnp.stack([one, one]) if share == "none" else one
-    params = {"e": one} if share == "values" else {"e": one, "f": one}
-    out = attend(linformer.linformer(n_projected=23, share=share), q, k, v, params)
+    one = jnp.stack([one, one]) if sharing == "none" else one
+    params = {"e": one} if sharing == "key-value" else {"e": one, "f": one}
+    out = attend(linformer.linformer(n_projected=23, parameter_sharing=sharing), q, k, v, params)
     np.testing.assert_allclose(out, dense.dense()(q, k, v), atol=1e-6)
 
 

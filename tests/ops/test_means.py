@@ -107,13 +107,22 @@ def test_means_over_all_positions(dtype, tolerance):
     assert_trees_close(with_gradients(mean_of_all)(*arrays), want, tolerance)
 
 
-def test_means_over_many_positions_in_float16():
+@pytest.mark.parametrize(
+    "mean",
+    [
+        mean_of_all,
+        functools.partial(mean, impl="xla"),
+        pytest.param(functools.partial(mean, **KERNEL), marks=pytest.mark.slow),
+    ],
+    ids=["of all", "causal", "causal in kernels"],
+)
+def test_means_over_many_positions_in_float16(mean):
     """Sums that float16 does not hold, and gradients that are too small after their division."""
     q, k, v = (np.float16(x) for x in positive("linear", 3000)[:3])
     d_out = 256 * np.random.default_rng(9).normal(size=v.shape)
     arrays = [np.float16(x) for x in (d_out, q, 64 * k, v + 1)]
-    want = jax.tree.leaves(with_gradients(mean_of_all)(*jax.tree.map(np.float32, arrays)))
-    got = jax.tree.leaves(with_gradients(mean_of_all)(*arrays))
+    want = jax.tree.leaves(with_gradients(mean)(*jax.tree.map(np.float32, arrays)))
+    got = jax.tree.leaves(with_gradients(mean)(*arrays))
     largest = [np.abs(x).max() for x in want]
     got, want = ([np.float32(x) / y for x, y in zip(a, largest, strict=True)] for a in (got, want))
     assert_trees_close(got, want, 2e-2)

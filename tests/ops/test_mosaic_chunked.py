@@ -11,7 +11,7 @@ from reformax.ops.hashing import sorting
 from reformax.ops.kernels.mosaic import chunked as kernel
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import chunked
-from reformax.ops.softmax.orders import Chunking, Order
+from reformax.ops.softmax.orders import Chunking, Order, UnsortedInputs
 from tests.helpers import lower_for_gpu
 from tools import described
 
@@ -58,11 +58,12 @@ def test_interpreted_it_is_the_array_operations(options, n_hashes, packed, lengt
             None if x is None else np.where(ids[..., None, None] == 0, np.nan, x).astype(x.dtype)
             for x in (q, k, v)
         )
-    inputs = chunks, *(x if x is None else jnp.asarray(x) for x in (q, k, v)), order, padded, None
-    got, row_max, row_sum = kernel.forward(*inputs, interpret=True)
+    qkv = (x if x is None else jnp.asarray(x) for x in (q, k, v))
+    x = UnsortedInputs(*qkv, order, padded, None)
+    got, row_max, row_sum = kernel.forward(chunks, x, interpret=True)
     np.testing.assert_allclose(got.astype(np.float32), want, atol=0.03, rtol=0.01)
 
-    triton = kernel.triton.forward(*inputs, interpret=True)
+    triton = kernel.triton.forward(chunks, x, interpret=True)
     if packed:
         token = ids[:, None] != 0
         row_max, row_sum = (np.where(token, x, 0) for x in (row_max, row_sum))
@@ -91,7 +92,7 @@ def test_gradients_are_those_of_the_array_operations(n_hashes):
 
     def kernels(q, *kv):
         k = None if n_hashes else kv[0]
-        return kernel.attend(chunks, True, q, k, kv[-1], order, None, None)
+        return kernel.attend(chunks, True, UnsortedInputs(q, k, kv[-1], order, None, None))
 
     def arrays(q, *kv):
         k = None if n_hashes else kv[0]
@@ -113,7 +114,7 @@ def test_it_lowers_for_a_gpu(name):
 
     def run(q, k, v, slots, ids):
         k, order = (None, Order(slots)) if name == "lsh" else (k, None)
-        return kernel.forward(chunks, q, k, v, order, ids, None)
+        return kernel.forward(chunks, UnsortedInputs(q, k, v, order, ids, None))
 
     assert "mosaic_gpu" in lower_for_gpu(run, x, x, x, slots, ids)
 

@@ -8,14 +8,14 @@ import pytest
 from reformax.ops import dense, nsa
 from reformax.ops.base import Dims
 from reformax.ops.calls.dispatch import INTERPRETED
-from reformax.ops.kernels.triton import selection
+from reformax.ops.kernels.triton import nsa_selection
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import native_sparse
 from tests.ops.inputs import Inputs
 from tests.ops.rows import Shape, visible
 
 SIZES = dict(compress_len=8, compress_stride=4, block_size=8, n_selected=5, window=6)
-MEANS = SIZES | dict(compression="mean", own_projections=False)
+MEANS = SIZES | dict(compression="mean", independent_kv=False)
 
 
 def numbers(length, *heads, seed=0):
@@ -71,7 +71,7 @@ SELECTIONS = [
 def test_kernels_select_what_array_operations_do(
     heads, sizes, dtype, at_a_time, options, monkeypatch
 ):
-    monkeypatch.setattr(selection, "MAX_SCORE_BYTES", at_a_time)
+    monkeypatch.setattr(nsa_selection, "MAX_SCORE_BYTES", at_a_time)
     names = "compress_len", "compress_stride", "block_size", "n_selected"
     options = MEANS | options | dict(zip(names, sizes, strict=True))
     q, k = (2 * x.astype(dtype) for x in numbers(269, *heads))
@@ -146,7 +146,7 @@ def test_grouped_heads_are_those_of_the_equations():
 
 @pytest.mark.slow
 def test_memory_is_linear_in_the_length():
-    op = nsa.nsa(compression="mean", own_projections=False)
+    op = nsa.nsa(compression="mean", independent_kv=False)
 
     def used(length):
         x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)

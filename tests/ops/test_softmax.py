@@ -12,10 +12,10 @@ from reformax.ops.kernels.triton.common import matmul_in_parts
 from reformax.ops.kernels.triton.recurrence_chunk import parts_of
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.logits import PLAIN
-from reformax.ops.softmax.block_lists import FullLayout
+from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax, masked_softmax
-from reformax.ops.softmax.orders import Chunking
+from reformax.ops.softmax.orders import Chunking, UnsortedInputs
 
 
 def test_logits_that_round_in_two_ways_are_no_nan():
@@ -87,11 +87,15 @@ def test_kernels_store_the_maximum_of_scaled_logits():
     logits[..., ~np.tri(64, dtype=bool)] = -np.inf
     want = logits.max(-1)
     layout = FullLayout(64, 64, True, 0.0)
-    _, row_max, row_sum = block_sparse.forward(layout, q, k, v, (None, None), None, interpret=True)
+    _, row_max, row_sum = block_sparse.forward(
+        layout, BlockInputs(q, k, v, None, None, None), interpret=True
+    )
     np.testing.assert_allclose(row_max, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(row_sum, np.exp(logits - want[..., None]).sum(-1), rtol=1e-5)
     chunks = Chunking(64, 64, 0, 0, causal=True, shared_qk=False)
-    _, row_max, _ = chunked.forward(chunks, q, k, v, None, None, None, interpret=True)
+    _, row_max, _ = chunked.forward(
+        chunks, UnsortedInputs(q, k, v, None, None, None), interpret=True
+    )
     np.testing.assert_allclose(row_max, want, rtol=1e-5, atol=1e-5)
 
 
@@ -109,8 +113,9 @@ def test_the_best_are_the_first_of_equal_scores(n_best):
     scores = np.random.default_rng(0).integers(0, 4, (5, 9)).astype(np.float32)
     allowed = np.random.default_rng(1).random((5, 9)) < 0.7
     allowed[0] = False
-    scores[1, 4], allowed[1, 4] = np.nan, True  # counts as the best, and is none
+    scores[1, 4], scores[2, 3] = np.nan, -np.float32(np.nan)
+    allowed[1, 4] = allowed[2, 3] = True
     for row, seen, found in zip(scores, allowed, best_of(scores, allowed, n_best), strict=True):
         order = np.argsort(np.where(np.isnan(row), -np.inf, -row), kind="stable")
-        want = [-1 if np.isnan(row[i]) else i for i in order if seen[i]][:n_best]
+        want = [i for i in order if seen[i]][:n_best]
         assert found.tolist() == want + [-1] * (n_best - len(want))

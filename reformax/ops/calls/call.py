@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax.ops.masking.masks import SegmentIds
+from reformax.ops.masking.masks import SegmentIds, segment_pair
+from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.logits import PLAIN, Logits
 
 _STATIC = dict(metadata=dict(static=True))
@@ -67,3 +68,11 @@ class Call:
     def but(self, **changes: Any) -> Call:
         """The call with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def with_token_projections(self) -> Call:
+        """The call with extra projections that are zeros at padding."""
+        if not self.extra_projections or self.segment_ids is None:
+            return self
+        ids = segment_pair(self.segment_ids)[0]
+        read = {name: tokens_only(x, ids) for name, x in self.extra_projections.items()}
+        return self.but(extra_projections=read)

@@ -144,7 +144,7 @@ def in_kernels(
       learner: the `ChoiceLearner` of the kernels; None: no indexer learns.
     """
     from reformax.ops.kernels.triton import compressed as kernel
-    from reformax.ops.kernels.triton.chosen import reads_lists
+    from reformax.ops.kernels.triton.chosen_keys import reads_lists
     from reformax.ops.kernels.triton.nsa import n_rows
 
     ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)

@@ -345,7 +345,7 @@ class Indexer(Options):
         if interpret is not None and self.group == 1:
             of_all = self.candidates.of_all(prepared, keys, queries.index, interpret)
         if interpret is not None:
-            from reformax.ops.kernels.triton import candidates as kernel
+            from reformax.ops.kernels.triton import candidate_scores as kernel
 
             parts = kernel.key_parts(keys.keys)
 

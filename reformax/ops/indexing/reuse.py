@@ -66,7 +66,7 @@ class Reusing:
         n_pairs = q.shape[0] * q.shape[1] * n_keys
         if n_pairs <= MAX_PAIRS:
             return n_pairs
-        from reformax.ops.kernels.triton import chosen as kernel
+        from reformax.ops.kernels.triton import chosen_keys as kernel
 
         sizes = n_listed, n_keys, q, k
         by_list = kernel.reads_lists(*sizes, causal) if by_list is None else by_list

@@ -10,14 +10,19 @@ from jaxtyping import Array, Bool, Float, Int
 MAX_REPEATED_MAX = 4
 
 
+def with_nan_highest(scores: Float[Array, "*d"]) -> Float[Array, "*d"]:
+    """NaN of either sign becomes infinity: a query sees the key or block, and its output is NaN."""
+    return jnp.where(jnp.isnan(scores), jnp.inf, scores)
+
+
 def best_of(
     scores: Float[Array, "*rows J"], allowed: Bool[Array, "*#rows J"], n_best: int
 ) -> Int[Array, "*rows K"]:
     """The indices of the highest scores among the `allowed` ones, the highest first; -1 is none.
 
-    Of equal scores the first is chosen.
+    Of equal scores the first is chosen. NaN is as high as infinity.
     """
-    scores = jnp.where(allowed, scores, -jnp.inf)
+    scores = jnp.where(allowed, with_nan_highest(scores), -jnp.inf)
     if n_best > MAX_REPEATED_MAX:
         best, index = lax.top_k(scores, n_best)
         return jnp.where(best > -jnp.inf, index, -1)
@@ -25,8 +30,7 @@ def best_of(
     chosen = [number[..., :0]]
     for _ in range(n_best):  # sorting takes longer than a few loops over a row
         best = scores.max(axis=-1, keepdims=True)
-        is_best = (scores == best) | (scores != scores)  # NaN comes first, as in `top_k`
-        first = jnp.where(is_best, number, scores.shape[-1]).min(axis=-1, keepdims=True)
+        first = jnp.where(scores == best, number, scores.shape[-1]).min(axis=-1, keepdims=True)
         chosen.append(jnp.where(best > -jnp.inf, first, -1))
         scores = jnp.where(number == first, -jnp.inf, scores)
     return jnp.concatenate(chosen, axis=-1)

@@ -53,18 +53,25 @@ def mean(
     """The means, in the dtype of `v`; zeros where the sum of weights is below 1e-18.
 
     Arguments and errors are as in `recurrence`. Products of queries and keys must be at least 0.
+    Those of float16 are float32.
     """
     check_impl(impl, *KERNELS)
-    x = RecurrenceInputs(q, k, v, log_decay, None)
+    x = RecurrenceInputs(*map(_wide_enough, (q, k, v)), log_decay, None)
 
     def in_arrays() -> Float[Array, "B T N V"]:
         options = dict(segment_ids=segment_ids, chunk_len=chunk_len, impl="xla")
-        return quotient(recurrence(q, k, with_ones(v), log_decay, **options)).astype(v.dtype)
+        return quotient(recurrence(x.q, x.k, with_ones(x.v), log_decay, **options))
 
     def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
         return _mean(interpret, x, segment_ids)
 
-    return compute_by(impl, {"pallas": (_obstacles(x), in_kernels), "xla": (None, in_arrays)})
+    found = compute_by(impl, {"pallas": (_obstacles(x), in_kernels), "xla": (None, in_arrays)})
+    return found.astype(v.dtype)
+
+
+def _wide_enough(x: Array) -> Array:
+    """Float16 as float32, for it may hold neither sums nor gradients divided by them."""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
 def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
@@ -79,7 +86,8 @@ def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
 
 
 def with_ones(v: Float[Array, "*d V"]) -> Float[Array, "*d V1"]:
-    """Values with a column of ones, whose sums are those of the weights."""
+    """Values with a column of ones, whose sums are those of the weights; float32 for float16."""
+    v = _wide_enough(v)
     return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
 
 
@@ -132,11 +140,10 @@ def mean_of_all(
 ) -> Float[Array, "B T N V"]:
     """`sum_s (q_t . k_s) v_s / sum_s q_t . k_s`, otherwise as `mean`.
 
-    Sums of values are rounded to the dtype of products before they are divided. Products of float16
-    are float32, because float16 may hold neither sums nor gradients divided by them. The gradient
-    reads the inputs, the output and sums.
+    Sums of values are rounded to the dtype of products before they are divided. The gradient reads
+    the inputs, the output and sums.
     """
-    return _mean_of_all(q, k, v)
+    return _mean_of_all(*map(_wide_enough, (q, k, v))).astype(v.dtype)
 
 
 @CustomDerivatives
@@ -180,8 +187,7 @@ def _backward_of_all(results, d_out):
 def _dtypes(*arrays):
     """The dtype of products and of sums in memory, and that of sums."""
     dtype = jnp.result_type(*arrays)
-    wide = accum_dtype(dtype)
-    return (wide if dtype == jnp.float16 else dtype), wide
+    return dtype, accum_dtype(dtype)
 
 
 _mean_of_all.define(

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from reformax.declared import Bounds
+from reformax.declared import Bounds, Size, Width
 from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.calls.heads import repeat_to_values
+from reformax.ops.calls.options import Options, options
 from reformax.ops.masking.contiguous import restore_order, tokens_first
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype
@@ -49,14 +51,21 @@ class RecurrenceCache(NamedTuple):
     last: Projected | None  # the last inputs of short convolutions
 
 
-class Recurrence:
-    """The functions of an op that is a linear recurrence: a second base class beside the op's.
+@options
+class Recurrence(Options):
+    """The functions and options of a linear recurrence: a second base class beside the op's.
 
-    The op has the options `chunk_len` and `impl`, as in `recurrence`, and defines `_inputs`. Where
-    its weights have `conv_params`, queries, keys and values are convolved first. The first axis of
-    weights and constants is heads.
+    The op defines `_inputs`. Where its weights have `conv_params`, queries, keys and values are
+    convolved first. The first axis of weights and constants is heads. The options are documented in
+    `linear.linear`.
     """
 
+    conv_size: Width | None = None
+    chunk_len: Size = 64
+    impl: str = "auto"
+
+    causality = "only"
+    _impls = KERNELS
     dropout = False
     shards = ("heads",)
     _repeats_qk = True

@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import is_token
-from reformax.ops.softmax.block_lists import FullLayout, Layout
+from reformax.ops.softmax.block_lists import BlockInputs, FullLayout, Layout
 from reformax.ops.softmax.dropout import dropped_self_values
 
 
@@ -26,11 +26,7 @@ def kernels() -> ModuleType:
 def attend(
     layout: Layout | FullLayout,
     interpret: bool,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S N H"],
-    v: Float[Array, "B S N V"],
-    segment_ids: tuple[Int[Array, "B _"] | None, ...],
-    seed: Int[Array, 6] | None,
+    x: BlockInputs,
     sinks: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """Attention by `kernels`, and each row's sum of weights, which has no gradient.
@@ -38,10 +34,10 @@ def attend(
     Args:
       layout: which queries see which keys.
       interpret: from `dispatch.choose_kernels`.
-      q, k, v, segment_ids, seed: as in `forward` of the kernels.
+      x: the arrays.
       sinks: of `softmax.learned_sinks`. Gradients of padding's outputs must then be zeros.
     """
-    return kernels().attend(layout, interpret, q, k, v, segment_ids, seed, sinks=sinks)
+    return kernels().attend(layout, interpret, x, sinks=sinks)
 
 
 def attend_to_all(
@@ -60,7 +56,8 @@ def attend_to_all(
     """
     layout = FullLayout(q.shape[1], k.shape[1], call.causal, call.dropout, call.logits)
     ids = segment_pair(call.segment_ids)
-    out = attend(layout, interpret, q, *repeat_heads(q, k, v), ids, call.seed, call.sinks)[0]
+    x = BlockInputs(q, *repeat_heads(q, k, v), *ids, call.seed)
+    out = attend(layout, interpret, x, call.sinks)[0]
     # Its gradient at padding, which may be anything, is not part of that of the sinks.
     return out if call.sinks is None or ids[0] is None else tokens_only(out, ids[0])
 
@@ -80,7 +77,8 @@ def attend_to_others(
     sizes = q.shape[1], q.shape[1]
     layout = FullLayout(*sizes, call.causal, call.dropout, call.logits, exclude_self=True)
     ids = call.segment_ids
-    out, row_sum = attend(layout, interpret, q, k, v, segment_pair(ids), call.seed)
+    x = BlockInputs(q, k, v, *segment_pair(ids), call.seed)
+    out, row_sum = attend(layout, interpret, x)
     if not attend_self_if_alone:
         return out
     alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.logits import PLAIN, Logits
@@ -280,3 +280,25 @@ def merge(parts: Any, per_row: Ints, merged: Callable[[Any, Array], Any]) -> Any
         )
         left, stride = -(-left // FAN_IN), stride * FAN_IN
     return parts if stride == 1 else jax.tree.map(lambda x: x[first], parts)
+
+
+class BlockInputs(NamedTuple):
+    """The arrays that kernels read; None for those that a call lacks.
+
+    Attributes:
+      q, k, v: queries, keys, values.
+      query_segment_ids, key_segment_ids: ids of both; for a `SortedLayout` their groups.
+      seed: `seed_words` of dropout.
+      query_order, key_order: for a `SortedLayout` the position of each slot.
+      chosen: a bit for each key, set where a query chose it (`common.bits_of`).
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S N H"]
+    v: Float[Array, "B S N V"]
+    query_segment_ids: Int[Array, "B T"] | None
+    key_segment_ids: Int[Array, "B S"] | None
+    seed: Int[Array, 6] | None
+    query_order: Int[Array, "B T"] | None = None
+    key_order: Int[Array, "B S"] | None = None
+    chosen: Int[Array, "B T words"] | None = None

@@ -40,7 +40,7 @@ from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import Softmax, lowest
-from reformax.ops.softmax.orders import Chunking, Order
+from reformax.ops.softmax.orders import Chunking, Order, UnsortedInputs
 
 # Logits of one order that a CPU computes at a time: 2 MiB of float32.
 LOGITS_IN_CACHE = 2**19
@@ -98,7 +98,7 @@ def chunked_attention(
         from reformax.ops.kernels.triton import chunked as kernel
 
     masks = padded if n_tokens is None else TokensFirst(padded, n_tokens)
-    return kernel.attend(chunks, interpret, q, k, v, order, masks, seed)
+    return kernel.attend(chunks, interpret, UnsortedInputs(q, k, v, order, masks, seed))
 
 
 def _padded(segment_ids: SegmentIds | None, n_slots: tuple[int, int]) -> SegmentIds | None:

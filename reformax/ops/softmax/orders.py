@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds
 from reformax.ops.calls.dispatch import Interpret
+from reformax.ops.masking.masks import SegmentIds, TokensFirst
 from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.logits import PLAIN, Logits
 
@@ -173,3 +174,21 @@ def inverse_permutation(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
     slot = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=order.dtype), order.shape)
     slots = jnp.zeros_like(order)
     return jnp.put_along_axis(slots, order, slot, axis=-1, inplace=False, mode="promise_in_bounds")
+
+
+class UnsortedInputs(NamedTuple):
+    """The arrays of kernels of chunks, by position.
+
+    Attributes:
+      q, k, v: queries, keys, values; keys are None where queries are keys too.
+      order: as in `softmax.chunked.chunked_attention`.
+      segment_ids: likewise, padded to whole chunks with 0, or `TokensFirst` of them.
+      seed: `seed_words` of dropout; None without it.
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B T N H"] | None
+    v: Float[Array, "B T N V"]
+    order: Order | None
+    segment_ids: SegmentIds | TokensFirst | None
+    seed: Int[Array, 6] | None

@@ -37,10 +37,12 @@ from reformax.ops.kernels.triton.chunk_programs import (
 )
 from reformax.ops.kernels.triton.common import LOG2_E, LOWEST
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
-from reformax.ops.masking.masks import SegmentIds, TokensFirst, segment_pair
+from reformax.ops.masking.masks import TokensFirst, segment_pair
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import is_token
+from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax, nonzero
+from reformax.ops.softmax.orders import Chunking, UnsortedInputs
 
 # Blocks of keys on their way or in use.
 STAGES = 2
@@ -163,26 +165,15 @@ def _kernel(*refs: Any, structure: Any, program: HopperProgram) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def forward(
-    chunks: Any,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"] | None,
-    v: Float[Array, "B T N V"],
-    order: Any,
-    segment_ids: SegmentIds | TokensFirst | None,
-    seed: None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
-    """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
-
-    Arguments are as in `kernels.triton.chunked.forward`, but that `obstacle` says what is missing.
-    """
+def forward(chunks: Chunking, x: UnsortedInputs, interpret: bool = False) -> Results:
+    """The results of `flash.attention`; `obstacle` says which arrays a call may not have."""
+    q, k, v, order, segment_ids, seed = x
     if isinstance(segment_ids, TokensFirst):
         segment_ids = segment_ids.segment_ids
     ids = None if segment_ids is None else segment_pair(segment_ids)[0][:, : q.shape[1]]
     if ids is not None:  # padding may be NaN, and 0 times NaN is NaN
-        q, k, v = (None if x is None else tokens_only(x, ids) for x in (q, k, v))
-    x = triton.chunk_inputs(chunks, q, k, v, order, segment_ids, seed)
+        q, k, v = (None if y is None else tokens_only(y, ids) for y in (q, k, v))
+    x = triton.chunk_inputs(chunks, UnsortedInputs(q, k, v, order, segment_ids, seed))
     run = functools.partial(_launch, chunks, _with_whole_tiles(x, interpret), interpret)
     if order is None:
         out, row_max, row_sum = run(0)

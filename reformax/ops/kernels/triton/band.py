@@ -26,6 +26,7 @@ from reformax.ops.numerics.precision import product
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.joint import FarKeys
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
+from reformax.ops.softmax.orders import UnsortedInputs
 
 
 class BandOrder(NamedTuple):
@@ -104,7 +105,8 @@ def _attend_forward(
     band, chunks, interpret, q, k, v, global_positions, band_order, segment_ids, seed
 ):
     q, k, v = first_order((q, k, v))
-    in_band = chunked.forward(chunks, q, k, v, *band_order, seed, interpret=interpret)
+    x = UnsortedInputs(q, k, v, *band_order, seed)
+    in_band = chunked.forward(chunks, x, interpret=interpret)
     far = _global_keys(band, chunks, q, k, v, global_positions, segment_ids, seed)
     results = _merged(in_band, far, v.dtype)
     inputs = q, k, v, global_positions, band_order, segment_ids, seed
@@ -124,12 +126,10 @@ def _merged(results, far: _GlobalKeys, dtype) -> tuple[Array, Array, Array]:
 
 def _attend_backward(band, chunks, interpret, residuals, d_out):
     inputs, results = residuals
-    (out, row_max, row_sum), d_out = first_order((results, d_out))
+    results, d_out = first_order((results, d_out))
     q, k, v, global_positions, band_order, segment_ids, seed = inputs
-    in_band = q, k, v, *band_order, seed
-    dq, dk, dv = chunked.backward(
-        chunks, *in_band, out, row_max, row_sum, d_out, interpret=interpret
-    )
+    x = UnsortedInputs(q, k, v, *band_order, seed)
+    dq, dk, dv = chunked.backward(chunks, x, results, d_out, interpret=interpret)
     far = _global_keys(band, chunks, q, k, v, global_positions, segment_ids, seed)
     dq_far, *far_gradients = _far_gradients(chunks, q, far, results, d_out)
     dq = dq + dq_far
@@ -181,7 +181,8 @@ def _with_logits(chunks: Any, q, far: FarKeys) -> _GlobalKeys:
 
 def _and_far_forward(chunks, interpret, q, k, v, far, segment_ids):
     q, k, v, far = first_order((q, k, v, far))
-    in_band = chunked.forward(chunks, q, k, v, None, segment_ids, None, interpret=interpret)
+    x = UnsortedInputs(q, k, v, None, segment_ids, None)
+    in_band = chunked.forward(chunks, x, interpret=interpret)
     results = _merged(in_band, _with_logits(chunks, q, far), v.dtype)
     return results[0], ((q, k, v, far, segment_ids), results)
 
@@ -189,8 +190,8 @@ def _and_far_forward(chunks, interpret, q, k, v, far, segment_ids):
 def _and_far_backward(chunks, interpret, residuals, d_out):
     (q, k, v, far, segment_ids), results = residuals
     results, d_out = first_order((results, d_out))
-    in_band = q, k, v, None, segment_ids, None
-    dq, dk, dv = chunked.backward(chunks, *in_band, *results, d_out, interpret=interpret)
+    x = UnsortedInputs(q, k, v, None, segment_ids, None)
+    dq, dk, dv = chunked.backward(chunks, x, results, d_out, interpret=interpret)
     found = _far_gradients(chunks, q, _with_logits(chunks, q, far), results, d_out)
     like = far.keys, far.values
     of_far = (g.astype(x.dtype) for g, x in zip(found[1:], like, strict=True))

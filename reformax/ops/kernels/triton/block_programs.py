@@ -24,7 +24,7 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import Side, Visibility, all_of
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.softmax.block_lists import FullLayout, Layout
+from reformax.ops.softmax.block_lists import BlockInputs, FullLayout, Layout
 
 
 class BlockTiles(NamedTuple):
@@ -34,20 +34,6 @@ class BlockTiles(NamedTuple):
     key: int
     num_warps: int
     num_stages: int
-
-
-class BlockInputs(NamedTuple):
-    """The arrays that all kernels read; None for those that a call lacks."""
-
-    q: Array  # [B, T, N, H]
-    k: Array  # [B, S, N, H]
-    v: Array  # [B, S, N, V]
-    query_segment_ids: Array | None  # [B, T]
-    key_segment_ids: Array | None  # [B, S]
-    seed: Array | None  # [6], of dropout
-    query_order: Array | None = None  # [B, T], the position of each slot
-    key_order: Array | None = None  # [B, S]
-    chosen: Array | None = None  # [B, T, S / 32], a bit for each key, set where a query chose it
 
 
 class BlockWork(NamedTuple):

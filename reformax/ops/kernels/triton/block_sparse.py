@@ -48,6 +48,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.softmax import block_lists
 from reformax.ops.softmax.block_lists import FullLayout, Layout, SortedLayout, TileLists
+from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax, nonzero
 
 # The fewest tiles of a part, and the number of parts that keeps all processors of a GPU busy.
@@ -233,31 +234,23 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
 
 def forward(
     layout: Layout | FullLayout,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S N H"],
-    v: Float[Array, "B S N V"],
-    segment_ids: tuple[Int[Array, "B _"] | None, ...],
-    seed: Int[Array, 6] | None,
+    x: BlockInputs,
     tiles: BlockTiles | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
-    """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
+) -> Results:
+    """The results of `flash.attention`.
 
     Args:
       layout: which queries see which keys, with blocks of a multiple of 16 positions.
-      q, k, v: queries, keys, values.
-      segment_ids: the ids of queries and of keys, or None twice. For a `SortedLayout`, whose ids
-        are groups, the positions of queries and of keys follow. Bits of chosen keys
-        (`common.tile_bits`) follow the positions, or None twice in their place.
-      seed: `seed_words` of dropout; None without dropout.
+      x: the arrays.
       tiles: the kernel's tiles, of sizes that divide the blocks; None: chosen by the sizes.
       interpret: whether to run the kernel on any device, slowly.
     """
-    x = BlockInputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
     tiles = tiles or _tiles(layout, x, FORWARD)
     cut = _cut(layout, layout.rows(*tiles[:2]), x, tiles, by_query=True)
-    statistic = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    out_shape = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype)
+    n_batch, length, n_heads, _ = x.q.shape
+    statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
+    out_shape = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
     shapes = Softmax(out_shape, statistic, statistic)
     (out, row_max, row_sum), parts = _launch_parts(_forward_kernel, cut, (x,), shapes, interpret)
     if parts is not None:
@@ -272,14 +265,8 @@ def forward(
 
 def backward(
     layout: Layout | FullLayout,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S N H"],
-    v: Float[Array, "B S N V"],
-    segment_ids: tuple[Int[Array, "B _"] | None, ...],
-    seed: Int[Array, 6] | None,
-    out: Float[Array, "B T N V"],
-    row_max: Float[Array, "B N T"],
-    row_sum: Float[Array, "B N T"],
+    x: BlockInputs,
+    results: Results,
     d_out: Float[Array, "B T N V"],
     tiles: tuple[BlockTiles, BlockTiles] | None = None,
     interpret: bool = False,
@@ -287,14 +274,12 @@ def backward(
     """The gradients of q, k and v.
 
     Args:
-      layout, q, k, v, segment_ids, seed: as in `forward`.
-      out, row_max, row_sum: the results of `forward`.
-      d_out: the gradient of `out`.
+      layout, x: as in `forward`, whose `results` follow.
+      d_out: the gradient of the attended values.
       tiles: the tiles of the kernels of queries and of keys; None: chosen by the sizes.
       interpret: whether to run the kernels on any device, slowly.
     """
-    x = BlockInputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
-    row = query_rows(d_out, out, row_max, row_sum, segment_ids[0])
+    row = query_rows(d_out, results, x.query_segment_ids)
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 
     def differentiate(kernel, rows, tiles, like):
@@ -306,8 +291,9 @@ def backward(
         merged = block_lists.merge_sums(parts, cut.per_row)
         return jax.tree.map(lambda x, new: _put(x, new, cut), results, merged)
 
-    dq = differentiate(_queries_kernel, layout.rows(*by_query[:2]), by_query, q)
-    dk, dv = differentiate(_keys_kernel, layout.columns(*by_key[:2]), by_key, (k, v))
+    dq = differentiate(_queries_kernel, layout.rows(*by_query[:2]), by_query, x.q)
+    of_keys = layout.columns(*by_key[:2]), by_key, (x.k, x.v)
+    dk, dv = differentiate(_keys_kernel, *of_keys)
     return dq, dk, dv
 
 

@@ -41,10 +41,12 @@ from reformax.ops.kernels.triton.common import (
     query_rows,
 )
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
-from reformax.ops.masking.masks import SegmentIds, TokensFirst, segment_pair
+from reformax.ops.masking.masks import TokensFirst, segment_pair
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax, nonzero
+from reformax.ops.softmax.orders import Chunking, UnsortedInputs
 
 
 class ChunkGradients(NamedTuple):
@@ -166,8 +168,9 @@ def _in_order(x: Array, order: Array | None) -> Array:
     return jnp.take_along_axis(x, order, axis=3, mode="promise_in_bounds")
 
 
-def chunk_inputs(chunks, q, k, v, order, segment_ids, seed) -> ChunkInputs:
-    """The arrays that kernels of both passes read, sorted; arguments are those of `forward`."""
+def chunk_inputs(chunks: Chunking, x: UnsortedInputs) -> ChunkInputs:
+    """The arrays that kernels of both passes read, sorted."""
+    q, k, v, order, segment_ids, seed = x
     packs = segment = key_order = key_packs = key_segment = count = first = None
     if isinstance(segment_ids, TokensFirst):
         segment_ids, count = None, segment_ids.count
@@ -215,27 +218,17 @@ def _packs(
 
 
 def forward(
-    chunks: Any,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"] | None,
-    v: Float[Array, "B T N V"],
-    order: Any,
-    segment_ids: SegmentIds | TokensFirst | None,
-    seed: Int[Array, 6] | None,
-    tiles: ChunkTiles | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
-    """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
+    chunks: Chunking, x: UnsortedInputs, tiles: ChunkTiles | None = None, interpret: bool = False
+) -> Results:
+    """The results of `flash.attention`.
 
     Args:
-      chunks, order: as in `ops.softmax.chunked.chunked_attention`.
-      q, k, v, seed: as in `chunked_attention`.
-      segment_ids: as in `chunked_attention`, padded to whole chunks with 0, or `TokensFirst` of
-        them.
+      chunks: as in `ops.softmax.chunked.chunked_attention`.
+      x: the arrays.
       tiles: the kernel's tiles; None: the fastest on an H200.
       interpret: whether to run the kernel on any device, slowly.
     """
-    inputs = chunk_inputs(chunks, q, k, v, order, segment_ids, seed)
+    inputs, q, v = chunk_inputs(chunks, x), x.q, x.v
     batch, length, n_heads, _ = q.shape
     statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
@@ -248,16 +241,9 @@ def forward(
 
 
 def backward(
-    chunks: Any,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"] | None,
-    v: Float[Array, "B T N V"],
-    order: Any,
-    segment_ids: SegmentIds | TokensFirst | None,
-    seed: Int[Array, 6] | None,
-    out: Float[Array, "B T N V"],
-    row_max: Float[Array, "B N T"],
-    row_sum: Float[Array, "B N T"],
+    chunks: Chunking,
+    x: UnsortedInputs,
+    results: Results,
     d_out: Float[Array, "B T N V"],
     tiles: ChunkTiles | None = None,
     interpret: bool = False,
@@ -265,22 +251,19 @@ def backward(
     """The gradients of q, k (None where keys are shared) and v.
 
     Args:
-      chunks, q, k, v, order, segment_ids, seed: as in `forward`.
-      out, row_max, row_sum: the results of `forward`.
-      d_out: the gradient of `out`.
-      tiles, interpret: as in `forward`.
+      chunks, x, tiles, interpret: as in `forward`, whose `results` follow.
+      d_out: the gradient of the attended values.
     """
-    inputs = chunk_inputs(chunks, q, k, v, order, segment_ids, seed)
-    known = isinstance(segment_ids, TokensFirst)
-    ids = segment_ids.segment_ids if known else segment_pair(segment_ids)[0]
-    ids = None if ids is None else ids[:, : q.shape[1]]
-    row = query_rows(d_out, out, row_max, row_sum, ids)
-    dot, row_max = (_in_order(x, inputs.order) for x in (row.dot, row.row_max))
+    inputs, ids = chunk_inputs(chunks, x), x.segment_ids
+    ids = ids.segment_ids if isinstance(ids, TokensFirst) else segment_pair(ids)[0]
+    ids = None if ids is None else ids[:, : x.q.shape[1]]
+    row = query_rows(d_out, results, ids)
+    dot, row_max = (_in_order(y, inputs.order) for y in (row.dot, row.row_max))
     inverse_sum = None if row.inverse_sum is None else _in_order(row.inverse_sum, inputs.order)
-    row = QueryRows(row.d_out, dot, row_max, row_sum, inverse_sum)
+    row = QueryRows(row.d_out, dot, row_max, results[2], inverse_sum)
     gradients = None
     for program in _programs(chunks, inputs, tiles, _backward_tiles):
-        shape = ChunkGradients(*(None if x is None else _like(x, program) for x in (q, k, v)))
+        shape = ChunkGradients(*(None if y is None else _like(y, program) for y in x[:3]))
         inputs_and_rows = inputs, row
         gradients = _launch_hash(
             _backward_kernel, program, inputs_and_rows, gradients, shape, interpret

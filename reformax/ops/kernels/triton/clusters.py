@@ -21,7 +21,7 @@ from reformax.derivatives import CustomDerivatives
 from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.kernels.triton import block_sparse
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.softmax.block_lists import SortedLayout
+from reformax.ops.softmax.block_lists import BlockInputs, SortedLayout
 from reformax.ops.softmax.online import Softmax
 
 
@@ -79,16 +79,16 @@ def _summed(x: Array, order: SortedSequence, like: Array) -> Array:
     return sums.astype(like.dtype)
 
 
-def _parts(q, k, v, queries: SortedSequence, keys: SortedSequence) -> tuple:
-    """The arrays of a call of `block_sparse`, without its layout and seed."""
-    groups = queries.group, keys.group, queries.position, keys.position
-    return _taken(q, queries), _taken(k, keys), _taken(v, keys), groups
+def _inputs(q, k, v, queries: SortedSequence, keys: SortedSequence, seed) -> BlockInputs:
+    """The arrays of a call of `block_sparse`."""
+    members = _taken(q, queries), _taken(k, keys), _taken(v, keys)
+    return BlockInputs(*members, queries.group, keys.group, seed, queries.position, keys.position)
 
 
 def _attend_forward(layout, interpret, q, k, v, queries, keys, seed):
     q, k, v = first_order((q, k, v))
-    parts = *_parts(q, k, v, queries, keys), seed
-    out, row_max, row_sum = block_sparse.forward(layout, *parts, interpret=interpret)
+    x = _inputs(q, k, v, queries, keys, seed)
+    out, row_max, row_sum = block_sparse.forward(layout, x, interpret=interpret)
     parts = Softmax.of_output(out[:, :, 0], row_max[:, 0], row_sum[:, 0])
     row = jnp.where(queries.group == 0, q.shape[1], queries.position)
     merged_at = functools.partial(Softmax.merged_at, n_rows=q.shape[1])
@@ -101,9 +101,8 @@ def _attend_backward(layout, interpret, residuals, cotangents):
     (q, k, v, queries, keys, seed), results = residuals
     results, d_out = first_order((results, cotangents[0]))
     out, total_max, sums, d_out = (_taken(x, queries) for x in (*results, d_out))
-    parts = *_parts(q, k, v, queries, keys), seed
-    row = out, total_max[:, None], sums[:, None], d_out
-    gradients = block_sparse.backward(layout, *parts, *row, interpret=interpret)
+    x, results = _inputs(q, k, v, queries, keys, seed), (out, total_max[:, None], sums[:, None])
+    gradients = block_sparse.backward(layout, x, results, d_out, interpret=interpret)
     orders = queries, keys, keys
     gradients = (_summed(*x) for x in zip(gradients, orders, (q, k, v), strict=True))
     return *gradients, None, None, None

@@ -23,6 +23,7 @@ from reformax.devices import varying_as, varying_axes
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import Side, all_of
 from reformax.ops.softmax import dropout
+from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 
 # The initial maximum of a row.
@@ -58,26 +59,6 @@ def load(view: Any, mask: Bool[Array, "*d"] | None, other: float = 0) -> Array:
     return pltriton.load(view) if mask is None else pltriton.load(view, mask=mask, other=other)
 
 
-def chosen_bits(
-    ref: Any, batch: Any, query: Array, key: Array, exists: Bool[Array, "I J"] | None
-) -> Bool[Array, "I J"]:
-    """Whether each query has chosen each key.
-
-    Args:
-      ref: a reference to words `[B, T, S / 32]`, with a bit for each key.
-      batch: the sequence.
-      query, key: positions, as two sides of a tile.
-      exists: which pairs to read; the others are False. None: all pairs.
-    """
-    shape = jnp.broadcast_shapes(query.shape, key.shape)
-    query, key = (jnp.broadcast_to(x, shape) for x in (query, key))
-    if exists is not None:
-        exists = jnp.broadcast_to(exists, shape)
-        query, key = (jnp.where(exists, x, 0) for x in (query, key))
-    word = load(ref.at[batch, query, lax.shift_right_logical(key, jnp.int32(5))], exists, 0)
-    return (lax.shift_right_logical(word, key & jnp.int32(31)) & jnp.int32(1)) != 0
-
-
 def bits_of(chosen: Int[Array, "B T K"], n_keys: int) -> Int[Array, "B T words"]:
     """Words with a bit for each key, set where the query chose it."""
     n_batch, length, _ = chosen.shape
@@ -94,10 +75,11 @@ def bits_of(chosen: Int[Array, "B T K"], n_keys: int) -> Int[Array, "B T words"]
 def tile_bits(
     ref: Any, batch: Any, query: Side, key: Side, first: Any, n_keys: int
 ) -> Bool[Array, "I J"]:
-    """`chosen_bits` of a tile of neighbouring keys, by words that its keys share.
+    """Whether each query has chosen each key of a tile, by the words of `bits_of`.
 
     Args:
-      ref, batch: as in `chosen_bits`.
+      ref: a reference to the words.
+      batch: the sequence.
       query, key: two sides of the tile; False where either does not exist.
       first, n_keys: the tile's first key, and their number: 16, or a multiple of a word's 32. The
         first is a multiple of it.
@@ -240,11 +222,7 @@ class QueryRows(NamedTuple):
 
 
 def query_rows(
-    d_out: Float[Array, "B T N V"],
-    out: Float[Array, "B T N V"],
-    row_max: Float[Array, "B N T"],
-    row_sum: Float[Array, "B N T"],
-    ids: Int[Array, "B T"] | None,
+    d_out: Float[Array, "B T N V"], results: Results, ids: Int[Array, "B T"] | None
 ) -> QueryRows:
     """Makes `QueryRows` from the gradient of the output and the results of the forward pass.
 
@@ -255,6 +233,7 @@ def query_rows(
 
     `dot` is D_i = sum_j P_ij dP_ij = dO_i . O_i (Dao et al. 2022, appendix B.2).
     """
+    out, row_max, row_sum = results
     inverse_sum = 1.0 / nonzero(row_sum)
     dtype, d_out = out.dtype, d_out.astype(jnp.float32)
     d_out = d_out if ids is None else tokens_only(d_out, ids)

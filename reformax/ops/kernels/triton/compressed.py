@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import listed, nsa
-from reformax.ops.kernels.triton.chosen import ChoiceLearner
+from reformax.ops.kernels.triton.chosen_keys import ChoiceLearner
 from reformax.ops.kernels.triton.common import bits_of
 from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, KeyRule
 from reformax.ops.numerics.first_order import first_order
@@ -102,24 +102,24 @@ def attend(
 
 
 def _call(sizes, q, x: Part, ids, seed):
-    """The kernels of a part, the first arguments of their passes, and an option."""
+    """The kernels of a part, and the first arguments of both of their passes."""
     n_batch, n_keys, n_kv, _ = x.k.shape
-    chosen, bits = x.chosen, None
+    arrays, chosen, bits = (q, x.k, x.v, ids, x.ids, seed), x.chosen, None
     if isinstance(sizes, listed.ListedSizes):
-        return listed, (sizes, q, x.k, x.v, ids, x.ids, chosen, seed), {}
+        return listed, sizes, listed.ListedInputs(*arrays, chosen)
     if sizes.block:
         chosen = jnp.broadcast_to(chosen[:, None], (n_batch, n_kv, *chosen.shape[1:]))
     elif chosen is not None:
         chosen, bits = None, bits_of(chosen, n_keys)
-    return nsa, (sizes, q, x.k, x.v, ids, x.ids, chosen, seed), dict(bits=bits)
+    return nsa, sizes, nsa.NsaInputs(*arrays, chosen, bits)
 
 
 def _forward(sizes, interpret, q, near, far, sinks, learner, ids, seed):
     q, near, far, sinks, learner = first_order((q, near, far, sinks, learner))
     of_parts = []
     for size, x in zip(sizes, (near, far), strict=True):
-        kernels, arguments, options = _call(size, q, x, ids, seed)
-        of_parts.append(kernels.forward(*arguments, interpret=interpret, **options))
+        kernels, *arguments = _call(size, q, x, ids, seed)
+        of_parts.append(kernels.forward(*arguments, interpret=interpret))
     of_near, of_far = of_parts
     results = with_sinks(_merged(of_near, of_far), sinks)
     total = None
@@ -142,9 +142,8 @@ def _backward(sizes, interpret, residuals, cotangents):
     results, d_out = first_order((results, cotangents[0]))
     dq, of_parts = jnp.zeros(q.shape, jnp.float32), []
     for size, x in zip(sizes, (near, far), strict=True):
-        kernels, arguments, options = _call(size, q, x, ids, seed)
-        arguments = *arguments, *results, d_out
-        of_q, *of_keys = kernels.backward(*arguments, interpret=interpret, **options)
+        kernels, *arguments = _call(size, q, x, ids, seed)
+        of_q, *of_keys = kernels.backward(*arguments, results, d_out, interpret=interpret)
         dq = dq + of_q.astype(jnp.float32)
         of_parts.append(Part(*of_keys, None))
     of_learner = None

@@ -253,34 +253,36 @@ def _logits(
 
 
 def attention(forward: Callable, backward: Callable, with_sums: bool = False) -> Callable:
-    """`attend(static, interpret, q, k, v, *others, sinks=None) -> out`, with gradients.
+    """`attend(static, interpret, x, sinks=None) -> out`, with gradients.
 
-    Those are of q, k, v and of the `sinks [N]` of `softmax.learned_sinks`, where there are any.
+    `x` is a NamedTuple of the arrays of a call, q, k and v first. Gradients are of these and of the
+    `sinks [N]` of `softmax.learned_sinks`, where there are any.
 
     Args:
-      forward: `(static, *inputs, interpret=) -> (out, row_max, row_sum)`.
-      backward: `(static, *inputs, out, row_max, row_sum, d_out, interpret=) -> (dq, dk, dv)`.
+      forward: `(static, x, interpret=) -> results`, the attended values, and for each row the
+        largest logit and the sum of `exp(logit - largest)`, `[B, N, T]`.
+      backward: `(static, x, results, d_out, interpret=) -> (dq, dk, dv)`.
       with_sums: whether `attend` returns `(out, row_sum)`. The sum has no gradient.
     """
 
-    def run(static, interpret, sinks, q, k, v, *others):
-        sinks, *qkv = first_order((sinks, q, k, v))
-        inputs = *qkv, *others
-        results = with_sinks(forward(static, *inputs, interpret=interpret), sinks)
+    def run(static, interpret, sinks, x):
+        sinks, *qkv = first_order((sinks, *x[:3]))
+        x = type(x)(*qkv, *x[3:])
+        results = with_sinks(forward(static, x, interpret=interpret), sinks)
         out = (results[0], results[2]) if with_sums else results[0]
-        return out, (sinks, inputs, results)
+        return out, (sinks, x, results)
 
     def differentiate(static, interpret, residuals, cotangents):
-        sinks, inputs, results = residuals
+        sinks, x, results = residuals
         d_out = cotangents[0] if with_sums else cotangents
         results, d_out = first_order((results, d_out))
-        gradients = backward(static, *inputs, *results, d_out, interpret=interpret)
-        return d_sinks(results, sinks, d_out), *gradients, *[None] * (len(inputs) - 3)
+        gradients = backward(static, x, results, d_out, interpret=interpret)
+        return d_sinks(results, sinks, d_out), type(x)(*gradients, *[None] * (len(x) - 3))
 
     derivatives = CustomDerivatives(lambda *args: run(*args)[0], n_static=2)
     derivatives.define(run, differentiate)
 
-    def attend(static, interpret, *inputs, sinks=None):
-        return derivatives(static, interpret, sinks, *inputs)
+    def attend(static, interpret, x, sinks=None):
+        return derivatives(static, interpret, sinks, x)
 
     return attend

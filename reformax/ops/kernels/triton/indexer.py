@@ -32,6 +32,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.top_k import HIDDEN, RowRule, top_k
 from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.numerics.best import with_nan_highest
 
 # Queries and keys of a tile.
 ROWS, COLUMNS, WARPS = 128, 64, 8
@@ -183,8 +184,8 @@ def tile_index(
 
 
 def in_order(scores: Float[Array, "*d"]) -> Int[Array, "*d"]:
-    """Integers of the order of float32 numbers."""
-    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    """Integers of the order of float32 numbers, NaN as infinity."""
+    bits = lax.bitcast_convert_type(with_nan_highest(scores), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
 
 

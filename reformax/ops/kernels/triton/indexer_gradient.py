@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +38,15 @@ from reformax.ops.kernels.triton.common import (
     LOG2_E,
     LOWEST,
     bits_of,
-    chosen_bits,
+    column,
     hide,
     launch,
+    line,
     load,
     matmul,
     power_of_two,
     recompute_weights,
+    tile_bits,
     view_rows,
 )
 from reformax.ops.kernels.triton.indexer import (
@@ -122,9 +124,11 @@ def _scale(x: IndexerInputs) -> float:
     return 1.0 / math.sqrt(x.queries[0].shape[2] * x.queries[0].shape[3])
 
 
-def _chosen(program: IndexerProgram, bits, query: Side, key: Side) -> Array:
-    positions = query.position[:, None], key.position[None, :]
-    return chosen_bits(bits, program.batch, *positions, program.visible(query, key))
+def _chosen(program: IndexerProgram, bits, query: Side, key_tile: Any, key: Side) -> Array:
+    """Which visible keys of a tile each query chose."""
+    sides, n_keys = (column(query), line(key)), program.columns
+    chosen = tile_bits(bits, program.batch, *sides, key_tile * n_keys, n_keys)
+    return chosen & program.visible(query, key)
 
 
 def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, rule: KeyRule):
@@ -135,7 +139,7 @@ def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, rule: KeyRule):
     def step(i, state):
         row_max, row_sum = state
         key = program.keys(i)
-        scores = hide(program.scores(query, key), _chosen(program, bits, query, key))
+        scores = hide(program.scores(query, key), _chosen(program, bits, query, i, key))
         new = jnp.maximum(row_max, jnp.max(scores, axis=1))
         weights = jnp.exp((scores - new[:, None]) * scale)
         return new, row_sum * jnp.exp((row_max - new) * scale) + jnp.sum(weights, axis=1)
@@ -169,7 +173,7 @@ def _difference_kernel(
     @pl.when(key_tile < program.end(tile))
     def _():
         query, key = program.queries(tile), program.keys(key_tile)
-        mask = _chosen(program, bits, query, key)
+        mask = _chosen(program, bits, query, key_tile, key)
 
         def add(head, total):
             of_keys = head if group == 1 else lax.div(head, jnp.int32(group))
@@ -287,36 +291,31 @@ class _Heads(NamedTuple):
 
 
 class _ListProgram(NamedTuple):
-    """The program of one query."""
+    """The program of one query, whose position is 0 where there is none."""
 
     rule: KeyRule
     inputs: _ListInputs
+    tiles: IndexerProgram
     batch: Any
-    row: Any  # in the chunk
+    query: Side
 
-    @property
-    def tiles(self) -> IndexerProgram:
-        return IndexerProgram(self.inputs.x, self.batch, self.rule.causal, self.rule.span)
-
-    @property
-    def query(self) -> Side:
-        """The query, as an array of one."""
-        x = self.inputs.x
-        position = x.start[0] + self.row + jnp.zeros((1,), jnp.int32)
-        return self.tiles.side(position, x.queries[0], x.ids)
-
-    @property
-    def position(self) -> Any:
-        """Of the query; 0 where there is none."""
-        position = self.inputs.x.start[0] + self.row
-        return jnp.where(position < self.inputs.x.queries[0].shape[1], position, 0)
+    @classmethod
+    def located(cls, rule: KeyRule, inputs: _ListInputs, row: Any, batch: Any) -> Self:
+        """The program of a row of the chunk."""
+        x = inputs.x
+        tiles = IndexerProgram(x, batch, rule.causal, rule.span)
+        position = x.start[0] + row
+        exists = position < x.queries[0].shape[1]
+        position = jnp.where(exists, position, 0)
+        ids = None if x.ids is None else x.ids[batch, position]
+        return cls(rule, inputs, tiles, batch, Side(position, ids, exists))
 
     def index_heads(self) -> tuple[Float[Array, "J D"], Float[Array, " J"]]:
         """The vectors and weights of the index heads."""
         (queries,), n = self.inputs.x.queries, self.inputs.x.weights.shape[2]
         head = jnp.arange(power_of_two(n), dtype=jnp.int32)
-        q = _heads_of(queries, self.batch, self.position, head, head < n)
-        at = self.batch, self.position, jnp.where(head < n, head, 0)
+        q = _heads_of(queries, self.batch, self.query.position, head, head < n)
+        at = self.batch, self.query.position, jnp.where(head < n, head, 0)
         return q, load(self.inputs.x.weights.at[at], head < n, 0.0)
 
     @property
@@ -347,17 +346,17 @@ class _ListProgram(NamedTuple):
         number = number + jnp.arange(self.n_rows, dtype=jnp.int32)
         exists = number < self.group
         head = key_head * self.group + jnp.where(exists, number, 0)
-        at = self.batch, head, self.position
+        at = self.batch, head, self.query.position
         row_max, row_sum = (load(ref.at[at], exists, 0.0) for ref in (row_max, row_sum))
         inverse = jnp.where(exists, 1.0 / nonzero(row_sum), 0.0)
-        return _Heads(_heads_of(q, self.batch, self.position, head, exists), row_max, inverse)
+        return _Heads(_heads_of(q, self.batch, self.query.position, head, exists), row_max, inverse)
 
     def keys(self, i: Any, heads: tuple[Array, Array]) -> _ListedKeys:
         """A tile of the list, with the scores of the index heads."""
         x, chosen = self.inputs.x, self.inputs.chosen
         slot = i * LIST_COLUMNS + jnp.arange(LIST_COLUMNS, dtype=jnp.int32)
         exists = slot < chosen.shape[2]
-        at = self.batch, self.position, jnp.where(exists, slot, 0)
+        at = self.batch, self.query.position, jnp.where(exists, slot, 0)
         number = load(chosen.at[at], exists, -1)
         exists, number = number >= 0, jnp.maximum(number, 0)
         ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, number], exists, 0)
@@ -391,7 +390,7 @@ class _ListProgram(NamedTuple):
             total = add(jnp.int32(0), total)
         if attention.total is None:
             return total * (1.0 / n_heads)
-        return total / nonzero(attention.total[self.batch, self.position])
+        return total / nonzero(attention.total[self.batch, self.query.position])
 
     def softmax_sums(self, heads) -> tuple[Any, Any]:
         """The largest score of the list, and the sum of its softmax."""
@@ -429,7 +428,7 @@ def _lists_kernel(
 ):
     """A query's row of the gradient of scaled scores, and the gradients of its index heads."""
     row, batch = pl.program_id(0), pl.program_id(1)
-    program = _ListProgram(rule, inputs, batch, row)
+    program = _ListProgram.located(rule, inputs, row, batch)
     end, scale = program.tiles.end(lax.div(row, jnp.int32(ROWS))) * COLUMNS, _scale(inputs.x)
 
     def clear(i, _):
@@ -446,7 +445,7 @@ def _lists_kernel(
     learns = True
     if inputs.attention.total is not None:
         # A query that gives these keys no weight has nothing to learn.
-        learns = inputs.attention.total[batch, program.position] > 0
+        learns = inputs.attention.total[batch, program.query.position] > 0
 
     def step(i, sums):
         dq, dw = sums

@@ -61,6 +61,7 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.group_rows import GroupProgram
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
+from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax
 
 # Bytes of the rows of a program's queries. Wider groups are several programs' rows.
@@ -120,16 +121,25 @@ class ListedSizes(NamedTuple):
 
 
 class ListedInputs(NamedTuple):
-    """The arrays that programs read."""
+    """The arrays that programs read.
 
-    q: Array  # [B, T, N, H]
-    k: Array  # [B, S, G, H]
-    v: Array  # [B, S, G, V]
-    ids: Array | None  # [B, T]
-    key_ids: Array | None  # [B, S]
-    seed: Array | None  # [6]
-    listed: Array  # [B, C, K], of all queries or of a chunk
-    start: Array | None = None  # [1]: the chunk's first query
+    Attributes:
+      q, k, v: queries, keys and values or summaries of them, zeros at padding.
+      ids, key_ids: segments of queries and of keys; None: one segment.
+      seed: `seed_words` of dropout; None without dropout.
+      listed: the keys that each query sees, of all queries or of a chunk; -1 for none. No list
+        names a key twice.
+      start: the chunk's first query; None: 0.
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S G H"]
+    v: Float[Array, "B S G V"]
+    ids: Int[Array, "B T"] | None
+    key_ids: Int[Array, "B S"] | None
+    seed: Int[Array, 6] | None
+    listed: Int[Array, "B C K"]
+    start: Int[Array, 1] | None = None
 
     @property
     def width(self) -> int:
@@ -320,49 +330,28 @@ def _warps(x: ListedInputs, gradients: bool) -> int:
     return 2 if n_bytes <= MAX_ROW_BYTES // 2 else 4
 
 
-def forward(
-    sizes: ListedSizes,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S G H"],
-    v: Float[Array, "B S G V"],
-    ids: Int[Array, "B T"] | None,
-    key_ids: Int[Array, "B S"] | None,
-    listed: Int[Array, "B T K"],
-    seed: Int[Array, 6] | None,
-    interpret: bool,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
-    """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
-
-    Args:
-      sizes: the static settings.
-      q, k, v: queries, keys and values or summaries of them, zeros at padding.
-      ids, key_ids: segments of queries and of keys; None: one segment.
-      listed: the keys that each query sees, -1 for none. No list names a key twice.
-      seed: `seed_words` of dropout; None without dropout.
-      interpret: whether to run the kernels on any device, slowly.
-    """
-    n_batch, length, n_heads, _ = q.shape
-    x = ListedInputs(q, k, v, ids, key_ids, seed, listed)
+def forward(sizes: ListedSizes, x: ListedInputs, interpret: bool) -> Results:
+    """The results of `flash.attention`."""
+    n_batch, length, n_heads, _ = x.q.shape
     statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
-    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype)
+    out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
     shapes = Softmax(out, statistic, statistic)
     (results,) = _launch(_forward_kernel, sizes, interpret, (x,), (shapes,))
     return tuple(results)
 
 
 def backward(
-    sizes, q, k, v, ids, key_ids, listed, seed, out, row_max, row_sum, d_out, interpret
+    sizes: ListedSizes, x: ListedInputs, results: Results, d_out, interpret: bool
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G V"]]:
-    """The gradients of q, k and v, by the inputs and the results of `forward`."""
-    n_batch, length, n_listed = listed.shape
-    x = ListedInputs(q, k, v, ids, key_ids, seed, listed)
-    row = query_rows(d_out, out, row_max, row_sum, ids)
+    """The gradients of q, k and v."""
+    (q, k, v), (n_batch, length, n_listed) = x[:3], x.listed.shape
+    row = query_rows(d_out, results, x.ids)
     n_heads = k.shape[2] * x.n_programs
     n_bytes = n_listed * n_heads * (k.shape[3] + v.shape[3]) * q.dtype.itemsize
     n_chunks = -(-length // max(1, MAX_BYTES // (n_batch * n_bytes)))
     size = -(-length // n_chunks)
     behind = (0, 0), (0, n_chunks * size - length), (0, 0)
-    padded = jnp.pad(listed, behind, constant_values=-1)
+    padded = jnp.pad(x.listed, behind, constant_values=-1)
 
     def contributions(y):
         return jax.ShapeDtypeStruct((n_batch, n_heads, size, n_listed, y.shape[3]), y.dtype)

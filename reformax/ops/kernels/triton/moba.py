@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
@@ -41,23 +41,8 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.logits import Logits
+from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax
-
-
-class MobaLists(NamedTuple):
-    """The tiles of a call.
-
-    Attributes:
-      block: the block of each tile.
-      pair: the tile's queries: q K + n for query q whose n-th block it is; -1 for none.
-      bounds: the first tile of each block, and the end.
-      exists: whether each query has an n-th block.
-    """
-
-    block: Int[Array, "B N M"]
-    pair: Int[Array, "B N M I"]
-    bounds: Int[Array, "B N C+1"]
-    exists: Array  # [B, N, T, K]
 
 
 class MobaSizes(NamedTuple):
@@ -75,15 +60,28 @@ class MobaSizes(NamedTuple):
         return -(-self.block // self.key)
 
 
-class _MobaInputs(NamedTuple):
-    q: Array  # [B, T, N, H]
-    k: Array  # [B, T, G, H]
-    v: Array  # [B, T, G, V]
-    ids: Array | None  # [B, T]
-    seed: Array | None  # [6]
-    block: Array  # this and the next two are those of `MobaLists`
-    pair: Array
-    bounds: Array
+class MobaInputs(NamedTuple):
+    """The arrays of a call.
+
+    Attributes:
+      q, k, v: queries, keys, values, zeros at padding.
+      ids: the tokens' segments; None: one segment.
+      seed: `seed_words` of dropout; None without dropout.
+      block: the block of each tile.
+      pair: the tile's queries: q K + n for query q whose n-th block it is; -1 for none.
+      bounds: the first tile of each block, and the end.
+      exists: whether each query has an n-th block. Programs do not read it.
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B T G H"]
+    v: Float[Array, "B T G V"]
+    ids: Int[Array, "B T"] | None
+    seed: Int[Array, 6] | None
+    block: Int[Array, "B N M"]
+    pair: Int[Array, "B N M I"]
+    bounds: Int[Array, "B N C+1"]
+    exists: Bool[Array, "B N T K"] | None
 
 
 class MobaBlock(NamedTuple):
@@ -100,7 +98,7 @@ class MobaProgram(Program):
     """One program: its static settings, its sequence, head and block, its reads and its mask."""
 
     sizes: MobaSizes
-    x: _MobaInputs
+    x: MobaInputs
     row: QueryRows | None
     batch: Any
     head: Any
@@ -108,13 +106,13 @@ class MobaProgram(Program):
     zero_padding = True
 
     @classmethod
-    def of_queries(cls, sizes: MobaSizes, x: _MobaInputs, row: QueryRows | None = None) -> Self:
+    def of_queries(cls, sizes: MobaSizes, x: MobaInputs, row: QueryRows | None = None) -> Self:
         """The running program of a tile of the queries that chose a block."""
         batch, head = pl.program_id(2), pl.program_id(1)
         return cls(sizes, x, row, batch, head, x.block[batch, head, pl.program_id(0)])
 
     @classmethod
-    def of_keys(cls, sizes: MobaSizes, x: _MobaInputs, row: QueryRows) -> Self:
+    def of_keys(cls, sizes: MobaSizes, x: MobaInputs, row: QueryRows) -> Self:
         """The running program of a tile of a block's keys."""
         block = lax.div(pl.program_id(0), jnp.int32(sizes.n_tiles))
         return cls(sizes, x, row, pl.program_id(2), pl.program_id(1), block)
@@ -196,7 +194,7 @@ class MobaProgram(Program):
         return tile_dropout_mask(seed, rate, self.batch, self.head, q.position, k.position)
 
 
-def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
+def _forward_kernel(x: MobaInputs, out: Softmax, *, sizes):
     program = MobaProgram.of_queries(sizes, x)
     pair, queries = program.queries(pl.program_id(0))
     # Array operations merge a query's blocks, so the softmax is not divided by its sum.
@@ -206,14 +204,14 @@ def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
     program.put_sums(out.row_sum, pair, state.row_sum)
 
 
-def _queries_kernel(x: _MobaInputs, row: QueryRows, dq, *, sizes):
+def _queries_kernel(x: MobaInputs, row: QueryRows, dq, *, sizes):
     program = MobaProgram.of_queries(sizes, x, row)
     pair, queries = program.queries(pl.program_id(0))
     sums = flash.d_queries(program, queries, program.rows(x.q, queries))
     program.put(dq, pair, sums * (1.0 / math.sqrt(x.q.shape[3])))
 
 
-def _keys_kernel(x: _MobaInputs, row: QueryRows, gradients, *, sizes):
+def _keys_kernel(x: MobaInputs, row: QueryRows, gradients, *, sizes):
     program = MobaProgram.of_keys(sizes, x, row)
     keys = program.keys(lax.rem(pl.program_id(0), jnp.int32(sizes.n_tiles)))
     dk, dv = flash.d_keys(program, keys)
@@ -237,35 +235,15 @@ def _launch(kernel, sizes, interpret, inputs, shapes, n_programs):
     )
 
 
-def forward(
-    sizes: MobaSizes,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T G H"],
-    v: Float[Array, "B T G V"],
-    ids: Int[Array, "B T"] | None,
-    lists: MobaLists,
-    seed: Int[Array, 6] | None,
-    interpret: bool,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
-    """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
-
-    Args:
-      sizes: the static settings.
-      q, k, v: queries, keys, values, zeros at padding.
-      ids: the tokens' segments; None: one segment.
-      lists: the queries that see each block.
-      seed: `seed_words` of dropout; None without dropout.
-      interpret: whether to run the kernels on any device, slowly.
-    """
-    n_batch, length, n_heads, _ = q.shape
-    x = _MobaInputs(q, k, v, ids, seed, *lists[:3])
+def forward(sizes: MobaSizes, x: MobaInputs, interpret: bool) -> Results:
+    """The results of `flash.attention`."""
+    (n_batch, length, n_heads, _), exists, v = x.q.shape, x.exists, x.v
     pairs = n_batch, n_heads, length * sizes.n_seen
     statistic = jax.ShapeDtypeStruct(pairs, jnp.float32)
     shapes = Softmax(jax.ShapeDtypeStruct((*pairs, v.shape[3]), jnp.float32), statistic, statistic)
-    n_tiles = lists.block.shape[2]
-    (parts,) = _launch(_forward_kernel, sizes, interpret, (x,), (shapes,), n_tiles)
+    read, n_tiles = x._replace(exists=None), x.block.shape[2]
+    (parts,) = _launch(_forward_kernel, sizes, interpret, (read,), (shapes,), n_tiles)
     # The softmax of each query over its blocks. Slots that no program wrote are undefined.
-    exists = lists.exists
     parts = Softmax(*(y.reshape(*exists.shape, *y.shape[3:]) for y in parts))
     whole = parts.merged(axis=3, where=exists)
     out = jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
@@ -273,17 +251,16 @@ def forward(
 
 
 def backward(
-    sizes, q, k, v, ids, lists, seed, out, row_max, row_sum, d_out, interpret
+    sizes: MobaSizes, x: MobaInputs, results: Results, d_out, interpret: bool
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v, by the inputs and the results of `forward`."""
-    x = _MobaInputs(q, k, v, ids, seed, *lists[:3])
-    row = query_rows(d_out, out, row_max, row_sum, ids)
-    exists = lists.exists
+    """The gradients of q, k and v."""
+    (q, k, v), exists, x = x[:3], x.exists, x._replace(exists=None)
+    row = query_rows(d_out, results, x.ids)
     shape = (*exists.shape[:2], q.shape[1] * sizes.n_seen, q.shape[3])
     shape = jax.ShapeDtypeStruct(shape, jnp.float32)
-    dq = _launch(_queries_kernel, sizes, interpret, (x, row), shape, lists.block.shape[2])
+    dq = _launch(_queries_kernel, sizes, interpret, (x, row), shape, x.block.shape[2])
     dq = jnp.where(exists[..., None], dq.reshape(*exists.shape, -1), 0).sum(axis=3)
-    n_programs = (lists.bounds.shape[2] - 1) * sizes.n_tiles
+    n_programs = (x.bounds.shape[2] - 1) * sizes.n_tiles
     one_head_each = q.shape[2] == k.shape[2]
     like = tuple(
         jax.ShapeDtypeStruct((*q.shape[:3], y.shape[3]), y.dtype if one_head_each else jnp.float32)

@@ -48,6 +48,7 @@ from reformax.ops.kernels.triton.group_rows import GroupProgram
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.chosen_blocks import parts, tiles
+from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax
 
 # Keys of a tile, tiles of a part of a list, parts of the queries of a tile of summaries.
@@ -135,16 +136,28 @@ class NsaLists(NamedTuple):
     first_part: Int[Array, "B G J+1"]
 
 
-class _NsaInputs(NamedTuple):
-    q: Array  # [B, T, N, H]
-    k: Array  # [B, S, G, H]
-    v: Array  # [B, S, G, V]
-    ids: Array | None  # [B, T]
-    key_ids: Array | None  # [B, S]
-    seed: Array | None  # [6]
-    chosen: Array | None  # [B, G, T, K]
+class NsaInputs(NamedTuple):
+    """The arrays that programs read.
+
+    Attributes:
+      q: queries, zeros at padding.
+      k, v: summaries, or keys and values, zeros at padding.
+      ids, key_ids: segments of queries and of keys; None: one segment.
+      seed: `seed_words` of dropout; None without dropout.
+      chosen: the blocks that each query selects, -1 for none; None for summaries.
+      bits: a bit for each summary, set where the query sees it; None: it sees all up to itself.
+      lists: which queries select each block, in the backward pass.
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S G H"]
+    v: Float[Array, "B S G V"]
+    ids: Int[Array, "B T"] | None
+    key_ids: Int[Array, "B S"] | None
+    seed: Int[Array, 6] | None
+    chosen: Int[Array, "B G T K"] | None = None
+    bits: Int[Array, "B T words"] | None = None
     lists: NsaLists | None = None
-    bits: Array | None = None  # [B, T, S / 32]
 
 
 class NsaRows(NamedTuple):
@@ -181,7 +194,7 @@ class NsaProgram(GroupProgram):
     """One program: its static settings, its sequence and key head, its reads and its mask."""
 
     sizes: NsaSizes
-    x: _NsaInputs
+    x: NsaInputs
     work: KeysWork | None = None
 
     # The tiles.
@@ -331,20 +344,20 @@ class NsaProgram(GroupProgram):
         return tile_dropout_mask(self.x.seed, self.sizes.dropout, self.batch, *address)
 
 
-def _forward_kernel(x: _NsaInputs, out: Softmax, *, sizes):
+def _forward_kernel(x: NsaInputs, out: Softmax, *, sizes):
     program = NsaProgram.located(sizes, x)
     rows = program.queries(sizes.n_queries, program.index)
     program.put_softmax(out, rows, flash.forward(program, rows))
 
 
-def _queries_kernel(x: _NsaInputs, row: QueryRows, dq, *, sizes):
+def _queries_kernel(x: NsaInputs, row: QueryRows, dq, *, sizes):
     program = NsaProgram.located(sizes, x, row)
     rows = program.queries(sizes.n_queries, program.index)
     sums = flash.d_queries(program, rows, program.rows(x.q, rows))
     program.put_rows(dq, rows, sums * (1.0 / math.sqrt(x.q.shape[3])))
 
 
-def _keys_kernel(x: _NsaInputs, row: QueryRows, gradients, *, sizes):
+def _keys_kernel(x: NsaInputs, row: QueryRows, gradients, *, sizes):
     """The sums of one part of the queries that see a tile of keys: `[B, W, G, n_keys, H]`."""
     program, columns = NsaProgram.located(sizes, x, row).part_of_keys()
     dk, dv = flash.d_keys(program, columns)
@@ -407,57 +420,32 @@ def _lists(sizes: NsaSizes, chosen: Int[Array, "B G T K"]) -> NsaLists:
     return NsaLists(found.pair, *parts(found.bounds, found.block.shape[2], PART_TILES))
 
 
-def forward(
-    sizes: NsaSizes,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S G H"],
-    v: Float[Array, "B S G V"],
-    ids: Int[Array, "B T"] | None,
-    key_ids: Int[Array, "B S"] | None,
-    chosen: Int[Array, "B G T K"] | None,
-    seed: Int[Array, 6] | None,
-    interpret: bool,
-    bits: Int[Array, "B T words"] | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
-    """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
-
-    Args:
-      sizes: the static settings.
-      q: queries, zeros at padding.
-      k, v: summaries, or keys and values, zeros at padding.
-      ids, key_ids: segments of queries and of keys; None: one segment.
-      chosen: the blocks that each query selects, -1 for none; None for summaries.
-      seed: `seed_words` of dropout; None without dropout.
-      interpret: whether to run the kernels on any device, slowly.
-      bits: a bit for each summary, set where the query sees it; None: it sees all up to itself.
-    """
-    n_batch, length, n_heads, _ = q.shape
-    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen, bits=bits)
+def forward(sizes: NsaSizes, x: NsaInputs, interpret: bool) -> Results:
+    """The results of `flash.attention`."""
+    n_batch, length, n_heads, _ = x.q.shape
     statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
-    shapes = Softmax(
-        jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), statistic, statistic
-    )
+    out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
+    shapes = Softmax(out, statistic, statistic)
     n_programs = -(-length // sizes.n_queries)
     (results,) = _launch(_forward_kernel, sizes, interpret, (x,), (shapes,), n_programs)
     return tuple(results)
 
 
 def backward(
-    sizes, q, k, v, ids, key_ids, chosen, seed, out, row_max, row_sum, d_out, interpret, bits=None
+    sizes: NsaSizes, x: NsaInputs, results: Results, d_out, interpret: bool
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v, by the inputs and the results of `forward`."""
-    x = _NsaInputs(q, k, v, ids, key_ids, seed, chosen, bits=bits)
-    row = query_rows(d_out, out, row_max, row_sum, ids)
-    like = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    n_programs = -(-q.shape[1] // sizes.n_queries)
+    """The gradients of q, k and v."""
+    row = query_rows(d_out, results, x.ids)
+    like = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)
+    n_programs = -(-x.q.shape[1] // sizes.n_queries)
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), like, n_programs)
     if sizes.block:
-        x = x._replace(chosen=None, lists=_lists(sizes, chosen))
+        x = x._replace(chosen=None, lists=_lists(sizes, x.chosen))
     dk, dv = _gradients_of_keys(sizes, interpret, x, row)
     return dq, dk, dv
 
 
-def _gradients_of_keys(sizes: NsaSizes, interpret, x: _NsaInputs, row: QueryRows):
+def _gradients_of_keys(sizes: NsaSizes, interpret, x: NsaInputs, row: QueryRows):
     n_batch, n_positions, n_kv, _ = x.k.shape
     if sizes.block:
         n_tiles = (x.lists.first_part.shape[2] - 1) * sizes.per_block

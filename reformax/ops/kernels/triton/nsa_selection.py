@@ -43,6 +43,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
 from reformax.ops.masking.visibility import CAUSAL, Side
+from reformax.ops.numerics.best import with_nan_highest
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.precision import in_three
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
@@ -274,6 +275,7 @@ def _best_kernel(scores, first_blocks, start, out, *, sizes: SelectionSizes, len
         exists_before = (block >= lag) & (block <= query_block)
         before = jnp.where(exists_before, block - lag, 0)
         score += load(scores.at[lag, batch, head, row, before], exists_before, 0.0)
+    score = with_nan_highest(score)
     score = jnp.where(block == query_block - 1, PREVIOUS_BLOCK, score)
     score = jnp.where(block == first_block, FIRST_BLOCK, score)
     score = jnp.where(block == query_block, OWN_BLOCK, score)

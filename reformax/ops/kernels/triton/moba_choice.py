@@ -31,6 +31,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
 from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side
+from reformax.ops.numerics.best import with_nan_highest
 from reformax.ops.numerics.precision import in_three
 
 # Blocks of a tile.
@@ -76,7 +77,7 @@ class _ChoiceProgram(NamedTuple):
             ids = load(x.block_ids.at[self.batch, jnp.where(exists, block, 0)], exists, 0)
         query, key = Side(query_block, rows.ids, rows.exists), Side(block, ids, exists)
         mask = EARLIER_BLOCKS.sees(column(query), line(key))
-        return hide(self._products(rows.q, block, exists), mask)
+        return hide(with_nan_highest(self._products(rows.q, block, exists)), mask)
 
     def _products(self, q: tuple[Array, ...], block, exists) -> Array:
         column = jnp.arange(q[0].shape[1], dtype=jnp.int32)[None, :]

@@ -23,7 +23,7 @@ from reformax.ops.kernels.triton.common import bits_of
 from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, IndexerArrays, KeyRule
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.softmax.block_lists import FullLayout
+from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 
 
 class ChoiceLearner(NamedTuple):
@@ -117,22 +117,22 @@ def attend(
     return _forward(sizes, interpret, q, k, v, learner, chosen, ids, seed)[0]
 
 
-def _arguments(sizes: ChosenSizes, q, k, v, chosen, ids, seed) -> tuple:
-    """The first arguments of both passes of the kernels."""
+def _call(sizes: ChosenSizes, q, k, v, chosen, ids, seed) -> tuple:
+    """The kernels, and the first arguments of both of their passes."""
     if sizes.by_list:
         group = q.shape[2] // k.shape[2]
         of_lists = listed.ListedSizes(group, sizes.dropout, sizes.logits, sizes.causal)
-        return of_lists, q, k, v, ids, ids, chosen, seed
+        return listed, of_lists, listed.ListedInputs(q, k, v, ids, ids, seed, chosen)
     length = q.shape[1]
     layout = FullLayout(length, length, sizes.causal, sizes.dropout, sizes.logits)
-    masks = ids, ids, None, None, bits_of(chosen, length)
-    return layout, q, *repeat_heads(q, k, v), masks, seed
+    bits = bits_of(chosen, length)
+    x = BlockInputs(q, *repeat_heads(q, k, v), ids, ids, seed, chosen=bits)
+    return block_sparse, layout, x
 
 
 def _forward(sizes, interpret, q, k, v, learner, chosen, ids, seed):
     q, k, v, learner = first_order((q, k, v, learner))
-    kernels = listed if sizes.by_list else block_sparse
-    arguments = _arguments(sizes, q, k, v, chosen, ids, seed)
+    kernels, *arguments = _call(sizes, q, k, v, chosen, ids, seed)
     results = kernels.forward(*arguments, interpret=interpret)
     return results[0], ((q, k, v, learner, chosen, ids, seed), results)
 
@@ -140,9 +140,8 @@ def _forward(sizes, interpret, q, k, v, learner, chosen, ids, seed):
 def _backward(sizes, interpret, residuals, d_out):
     (q, k, v, learner, chosen, ids, seed), results = residuals
     results, d_out = first_order((results, d_out))
-    kernels = listed if sizes.by_list else block_sparse
-    arguments = *_arguments(sizes, q, k, v, chosen, ids, seed), *results, d_out
-    dq, dk, dv = kernels.backward(*arguments, interpret=interpret)
+    kernels, *arguments = _call(sizes, q, k, v, chosen, ids, seed)
+    dq, dk, dv = kernels.backward(*arguments, results, d_out, interpret=interpret)
     dk, dv = (_of_key_heads(d, x) for d, x in ((dk, k), (dv, v)))
     of_learner = None
     if learner is not None:

@@ -1,0 +1,53 @@
+"""A query or key of NaN comes out where keys are chosen by scores: in array code and in kernels."""
+
+import jax
+import numpy as np
+import pytest
+
+from reformax.ops import csa, dsa, moba, nsa
+from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.indexing.indexer import Indexer
+from tests.ops import inputs
+
+OPS = {
+    "moba": lambda impl: moba.moba(block_size=4, top_k=2, impl=impl),
+    "nsa": lambda impl: nsa.nsa(
+        compress_len=8, compress_stride=4, block_size=8, n_selected=2, window=4, impl=impl
+    ),
+    "dsa": lambda impl: dsa.dsa(top_k=5, n_index_heads=2, d_index=4, impl=impl),
+    "dsa, blocks": lambda impl: dsa.dsa(
+        top_k=8, n_index_heads=2, d_index=4, indexer=Indexer(block_size=4), impl=impl
+    ),
+    "csa": lambda impl: csa.csa(
+        block_size=3, top_k=2, window=4, n_index_heads=2, d_index=4, share_kv=False, impl=impl
+    ),
+}
+# Not a multiple of a block, so that the last block is partial.
+LENGTH, AT = 38, 9
+
+
+@pytest.mark.parametrize("impl", ["xla", INTERPRETED])
+@pytest.mark.parametrize("name", OPS)
+def test_nan_comes_out(name, impl):
+    """Of a query at its own position, of a key at all that may choose it."""
+    op = OPS[name](impl)
+    x = inputs.draw(op, 1, LENGTH, 2, 8, 8)
+    run = jax.jit(lambda x: inputs.call(op, x, causal=True))
+    assert np.isfinite(run(x)).all()
+    nan = np.copysign(np.float32(np.nan), np.float32(-1))  # which integers order below all others
+
+    def poisoned(y):
+        y = y.copy()
+        y[:, AT] = nan
+        return y
+
+    def where_nan(x):
+        return np.flatnonzero(np.isnan(run(x)).all(axis=(0, 2, 3))).tolist()
+
+    def with_nan_keys(x):  # values stay finite: those that causality hides have the weight 0
+        extra = x.extra_projections or {}
+        extra = {name: poisoned(y) if name.endswith("_k") else y for name, y in extra.items()}
+        return x._replace(k=poisoned(x.k), extra_projections=extra or None)
+
+    assert where_nan(x._replace(q=poisoned(x.q))) == [AT]
+    assert where_nan(with_nan_keys(x)) == list(range(AT, LENGTH))
