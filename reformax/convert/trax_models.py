@@ -34,16 +34,14 @@ def table(spec: Spec) -> list[Tensor]:
     rows += _positions(a["pos_axial_shape"], a["pos_d_axial_embs"])
     attention_of = _joined_heads if spec.model == "TransformerLM" else _separate_heads
     for layer, block, repeat, op in spec.layers():
-        name, path = f"layer_{layer}", ("stack", f"block_{block}")
-        rows += _norm(f"{name}.attention_norm", (*path, "attention_norm"), d, repeat)
-        rows += attention_of(f"{name}.attention", (*path, "attention"), repeat, op, a)
-        rows += _norm(f"{name}.feed_forward_norm", (*path, "feed_forward_norm"), d, repeat)
+        of_layer = _norm("attention_norm", d) + attention_of(op, a) + _norm("feed_forward_norm", d)
         for i, sizes in (("1", (d, a["d_ff"])), ("2", (a["d_ff"], d))):
             for x, shape in (("w", sizes), ("b", sizes[1:])):
-                weight = (*path, "feed_forward", f"{x}{i}")
-                rows.append(Tensor(f"{name}.feed_forward.{x}{i}", weight, shape, repeat))
+                path = ("feed_forward", f"{x}{i}")
+                of_layer.append(Tensor(".".join(path), path, shape))
+        rows += tables.of_layer(of_layer, f"layer_{layer}", block, repeat)
     d_features = d if spec.model == "TransformerLM" else 2 * d
-    rows += _norm("norm", ("norm",), d_features)
+    rows += _norm("norm", d_features)
     rows.append(Tensor("logits.w", ("logits", "w"), (d_features, vocab)))
     rows.append(Tensor("logits.b", ("logits", "b"), (vocab,)))
     return [row._replace(name=f"flat_weights[{i}] {row.name}") for i, row in enumerate(rows)]
@@ -56,56 +54,30 @@ def _positions(shape: Sequence[int], d_embs: Sequence[int]) -> list[Tensor]:
     return tables.axial("positions.axis_{axis}", shape, d_embs, leading=1)
 
 
-def _norm(name: str, path: tuple[str, ...], size: int, repeat: int | None = None) -> list[Tensor]:
-    return [Tensor(f"{name}.{x}", (*path, x), (size,), repeat) for x in ("scale", "bias")]
+def _norm(name: str, size: int) -> list[Tensor]:
+    return [Tensor(f"{name}.{x}", (name, x), (size,)) for x in ("scale", "bias")]
 
 
-def _separate_heads(name, path, repeat, op: Op, a: Mapping[str, Any]) -> list[Tensor]:
+def _separate_heads(op: Op, a: Mapping[str, Any]) -> list[Tensor]:
     """The projections of a ReformerLM's attention, `[N, D, H]` as in reformax."""
     n, d, d_qk, d_v = a["n_heads"], a["d_model"], a["d_attention_key"], a["d_attention_value"]
     shapes = {"w_q": (n, d, d_qk), "w_k": (n, d, d_qk), "w_v": (n, d, d_v), "w_o": (n, d_v, d)}
     if _shares_qk(op):
         del shapes["w_k"]
-    return [Tensor(f"{name}.{x}", (*path, x), shape, repeat) for x, shape in shapes.items()]
+    return [Tensor(f"attention.{x}", ("attention", x), shape) for x, shape in shapes.items()]
 
 
-def _joined_heads(name, path, repeat, op: Op, a: Mapping[str, Any]) -> list[Tensor]:
+def _joined_heads(op: Op, a: Mapping[str, Any]) -> list[Tensor]:
     """The projections of a TransformerLM's attention: Dense layers of all heads together."""
     del op
-    n, d = a["n_heads"], a["d_model"]
+    n, d, rows = a["n_heads"], a["d_model"], []
     h = d // n
-    rows = []
     for x in "qkv":
-        rows += [
-            Tensor(
-                f"{name}.w_{x}",
-                (*path, f"w_{x}"),
-                (d, d),
-                repeat,
-                lambda w: w.reshape(d, n, h).transpose(1, 0, 2),
-                lambda w: w.transpose(1, 0, 2).reshape(d, d),
-            ),
-            Tensor(
-                f"{name}.b_{x}",
-                (*path, f"b_{x}"),
-                (d,),
-                repeat,
-                lambda b: b.reshape(n, h),
-                lambda b: b.reshape(d),
-            ),
-        ]
-    return [
-        *rows,
-        Tensor(
-            f"{name}.w_o",
-            (*path, "w_o"),
-            (d, d),
-            repeat,
-            lambda w: w.reshape(n, h, d),
-            lambda w: w.reshape(d, d),
-        ),
-        Tensor(f"{name}.b_o", (*path, "b_o"), (d,), repeat),
-    ]
+        w, b = f"w_{x}", f"b_{x}"
+        rows.append(tables.dense_to_heads(f"attention.{w}", ("attention", w), n, h, d))
+        rows.append(tables.of_heads(f"attention.{b}", ("attention", b), (n, h)))
+    rows.append(tables.dense_from_heads("attention.w_o", ("attention", "w_o"), n, h, d))
+    return [*rows, Tensor("attention.b_o", ("attention", "b_o"), (d,))]
 
 
 _OPS = ("dense", "flash", "local", "lsh", "shared_qk")
