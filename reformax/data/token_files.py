@@ -183,10 +183,9 @@ def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
     """
     if cache_dir is not None:
         return user_path("text.text.cache_dir", cache_dir)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base) and not os.environ.get("HOME"):
+    if not os.path.isabs(os.environ.get("XDG_CACHE_HOME", "")) and not os.environ.get("HOME"):
         raise SettingError("there is no home to keep token files in: set text.text.cache_dir")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "reformax" / "texts"
+    return durable.cache_folder("texts")
 
 
 def words_of(folder: Path) -> str:
@@ -452,10 +451,6 @@ def make_shard(shard: TextShard, folder: Path) -> dict[str, Any]:
                 data.write(part)
                 places.write(found)
             n, n_begins, crc = n + len(part), n_begins + len(found), zlib.crc32(part, crc)
-        with durable.explaining("written", path):
-            for file in (data, places):
-                file.flush()
-                os.fsync(file.fileno())
     if keys is not None:
         durable.write(Path(f"{path}.keys"), b"".join(of_documents))
     return {"file": name, "n": n, "begins": n_begins, "crc": crc}
