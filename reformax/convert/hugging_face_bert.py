@@ -89,10 +89,9 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
     """
     a, require = spec.arguments, requirement("Hugging Face's BERT")
     spec.require_plain(require)
-    require(a["pos_type"] == "axial", f"pos_type is {a['pos_type']!r}", "'axial'")
+    spec.require(require, pos_type="axial", ff_activation="gelu")
     shape = tuple(a["pos_axial_shape"])
     require(len(shape) == 1, f"pos_axial_shape is {shape}", "one axis")
-    require(a["ff_activation"] == "gelu", f"ff_activation is {a['ff_activation']!r}", "'gelu'")
     spec.require_dense(require)
     config = {
         **like,
@@ -114,13 +113,9 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
     if a["init_std"] is not None:
         config["initializer_range"] = a["init_std"]
     there, _ = spec_of(config)
-    for name in (
-        *("d_attention_key", "d_attention_value", "n_kv_heads", "n_qk_heads", "next_value"),
-        *("attention_bias", "post_norm", "embedding_norm"),
-    ):
-        require(
-            a[name] == there.arguments[name], f"{name} is {a[name]}", str(there.arguments[name])
-        )
+    names = "d_attention_key", "d_attention_value", "n_kv_heads", "n_qk_heads", "next_value"
+    names += "attention_bias", "post_norm", "embedding_norm"
+    spec.require(require, **{name: there.arguments[name] for name in names})
     return config
 
 

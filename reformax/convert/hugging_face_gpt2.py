@@ -92,24 +92,14 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
     """
     a, require = spec.arguments, requirement("Hugging Face's GPT-2")
     spec.require_plain(require)
-    require(a["pos_type"] == "axial", f"pos_type is {a['pos_type']!r}", "'axial'")
+    spec.require(require, pos_type="axial")
     shape = tuple(a["pos_axial_shape"])
     require(len(shape) == 1, f"pos_axial_shape is {shape}", "one axis")
     d, n_heads = a["d_model"], a["n_heads"]
     require(d % n_heads == 0, f"d_model is {d}", f"a multiple of n_heads, {n_heads}")
-    wanted = dict(
-        attention_bias=True,
-        tie_embeddings=True,
-        next_value=False,
-        n_kv_heads=None,
-        n_qk_heads=None,
-        post_norm=False,
-        embedding_norm=False,
-        d_attention_key=d // n_heads,
-        d_attention_value=d // n_heads,
-    )
-    for name, value in wanted.items():
-        require(a[name] == value, f"{name} is {a[name]}", str(value))
+    spec.require(require, attention_bias=True, tie_embeddings=True, next_value=False)
+    spec.require(require, n_kv_heads=None, n_qk_heads=None, post_norm=False, embedding_norm=False)
+    spec.require(require, d_attention_key=d // n_heads, d_attention_value=d // n_heads)
     spec.require_dense(require)
     kept_rates = {like.get("embd_pdrop", 0.1), like.get("resid_pdrop", 0.1)}
     same_rates = bool(like) and max(kept_rates) == a["dropout"]

@@ -100,36 +100,27 @@ def _check(spec: Spec) -> None:
     pos_type = a["pos_type"]
     known = pos_type in ("axial", "sinusoidal", "none")
     require(known, f"pos_type is {pos_type!r}", "'axial', 'sinusoidal' or 'none'")
-    for name in ("next_value", "tie_embeddings", "embedding_norm"):
-        require(not a[name], f"{name} is True", "False")
-    require(a["first_token"] == 0, f"first_token is {a['first_token']}", "0")
-    require(a["n_kv_heads"] is None, f"n_kv_heads is {a['n_kv_heads']}", "None")
     require(a["ff_activation"] != "relu_squared", "ff_activation is 'relu_squared'", "another")
-    require(a["n_qk_heads"] is None, f"n_qk_heads is {a['n_qk_heads']}", "None")
-    require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")
+    spec.require(require, next_value=False, tie_embeddings=False, embedding_norm=False)
+    spec.require(require, first_token=0, n_kv_heads=None, n_qk_heads=None, norm_epsilon=1e-6)
     for op in spec.attention:
         require(op.name in _OPS, f"the attention is {op.name}", f"one of {', '.join(_OPS)}")
-        for name, value in (NO_OPTIONS | _wanted(op)).items():
-            what = f"{op.name}'s {name} is {op.option(name)!r}"
-            require(op.option(name) == value, what, repr(value))
+        op.require(require, **NO_OPTIONS, **_wanted(op))
     length = length_of(spec)
     fits = length % _chunks(spec) == 0 and length <= (spec.max_length() or length)
     require(fits, f"positions are {spec.max_length()}", f"a multiple of chunks of {_chunks(spec)}")
     if spec.model == "ReformerLM":
         plain = all(op.name != "gated_delta" for op in spec.attention)
         require(plain, "an attention is gated_delta", "another")
-        require(a["n_slots"] is None, f"n_slots is {a['n_slots']}", "None")
-        require(not a["attention_bias"], "attention_bias is True", "False")
+        spec.require(require, n_slots=None, attention_bias=False)
         return
-    require(a["attention_bias"], "attention_bias is False", "True")
-    require(not a["post_norm"], "post_norm is True", "False")
+    spec.require(require, attention_bias=True, post_norm=False)
     kinds = {op.name for op in spec.attention}
     require(kinds <= {"dense", "flash"}, "attention_type is not dense", "dense")
     d, n_heads = a["d_model"], a["n_heads"]
     require(d % n_heads == 0, f"d_model is {d}", f"a multiple of n_heads, {n_heads}")
     size = d // n_heads
-    for name in ("d_attention_key", "d_attention_value"):
-        require(a[name] == size, f"{name} is {a[name]}", f"d_model / n_heads, {size}")
+    spec.require(require, d_attention_key=size, d_attention_value=size)
     one_axis = len(a["pos_axial_shape"]) == 1
     require(one_axis, f"pos_axial_shape is {a['pos_axial_shape']}", "(max_len,), a table")
 
