@@ -39,7 +39,7 @@ def write(
         "config": config,
         "extra": extra,
         "tensors": {name: [list(a.shape), str(a.dtype)] for name, a in arrays.items()},
-        "packages": {package: _version(package) for package in _PACKAGES},
+        "packages": {package: version(package) for package in _PACKAGES},
     }
     (folder / FILE).write_text(json.dumps(description, indent=1))
 
@@ -134,8 +134,9 @@ _FIELDS = {
 }
 
 
-def _version(package: str) -> str:
+def version(package: str, missing: str = "unknown") -> str:
+    """The version of a package, or `missing` where it is not installed."""
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a source tree that was not installed
-        return "unknown"
+    except metadata.PackageNotFoundError:
+        return missing

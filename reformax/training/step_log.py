@@ -27,6 +27,8 @@ class StepLog:
     Attributes:
       window: {metric: [mean, weight]} of each step since the last line; a checkpoint keeps it.
       tokens: those of all steps fetched so far.
+      record, bar: what shows the run.
+      seconds: the run's clock.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class StepLog:
         `on_step` gets each step's metrics, once they are fetched. `mfu` is the utilization after a
         step at so many tokens per second.
         """
-        self.window, self.tokens, self._seconds = list(map(_row, window)), tokens, seconds
+        self.window, self.tokens, self.seconds = list(map(_row, window)), tokens, seconds
         self._mfu = mfu
-        self._record, self._bar, self._task = record, bar, settings.task
+        self.record, self.bar, self._task = record, bar, settings.task
         self._on_step = on_step
         self._log_every, self._last_step = settings.log_every, settings.steps
         self._stage_after = settings.stage_after
@@ -87,7 +89,7 @@ class StepLog:
             )
         tokens = self._step_tokens[self._stage_after(step - 1)]
         speed = self._speed(tokens)
-        self._bar.advance(bits_per_dim(nats, 1.0), speed)
+        self.bar.advance(bits_per_dim(nats, 1.0), speed)
         self.window.append(means)
         self.tokens += tokens
         if step % self._log_every == 0 or step == self._last_step:
@@ -117,9 +119,9 @@ class StepLog:
 
     def _write(self, step: int, numbers: dict[str, float], speed: float | None) -> None:
         line = {**self._shown(self.window), **numbers, "tokens": self.tokens}
-        timing = {"seconds": self._seconds(), "tokens_per_second": speed}
+        timing = {"seconds": self.seconds(), "tokens_per_second": speed}
         timing["mfu"] = None if speed is None else self._mfu(step, speed)
-        self._record.write(step, "train", line, timing, tag="train")
+        self.record.write(step, "train", line, timing, tag="train")
         self.window.clear()
         self._busy, self._timed = 0.0, 0
 
