@@ -62,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @functools.cache
-def model_class() -> type:
-    """`RunRequests` as the harness's model."""
+def model_class(requests: type[HarnessRequests] | None = None) -> type:
+    """A class of requests as the harness's model; None: `RunRequests`."""
     from lm_eval.api.model import LM
 
     # The harness would fork for standard errors, which may hang beside the threads of JAX.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
-    class Reformax(RunRequests, LM):
+    class Reformax(requests or RunRequests, LM):
         """A run as the harness's model."""
 
     return Reformax
@@ -132,13 +132,6 @@ class RunRequests(HarnessRequests):
         )
         super().__init__(*parts, prefixed=add_bos_token)
 
-    @classmethod
-    def of_parts(cls, *parts: Any) -> RunRequests:
-        """The model of what `parts_of` returns."""
-        model = cls.__new__(cls)
-        HarnessRequests.__init__(model, *parts)
-        return model
-
 
 def parts_of(
     args: argparse.Namespace,
@@ -164,7 +157,6 @@ def parts_of(
     Raises:
       SettingError: the model reads no text, or its positions hold fewer tokens.
     """
-    from reformax.data import pieces
     from reformax.training import loop
 
     if batch_size in (None, "auto"):
@@ -190,10 +182,7 @@ def parts_of(
         mesh=saved.mesh,
         progress=progress,
     )
-    vocabulary = None
-    if saved.info.get("vocabulary") is not None:
-        vocabulary = pieces.PieceVocabulary(0)
-        saved_run.keep_vocabulary(args, vocabulary, saved)
+    vocabulary = saved_run.vocabulary_of(args, saved)
     alphabet = prompts.alphabet(loop.train, model.vocab_size, vocabulary)
     if isinstance(alphabet, prompts.NumberAlphabet):
         raise SettingError(

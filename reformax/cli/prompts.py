@@ -13,10 +13,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from reformax.cli import flags
 from reformax.declared import PathName, SettingError
+
+if TYPE_CHECKING:
+    from reformax.data.chat_templates import Written
 
 MOST = 2**28  # bytes of a prompt or of lines to translate
 _CHARACTER = 8  # pieces: a character has at most 4 bytes
@@ -108,25 +111,19 @@ def offset(train: Callable, vocab_size: int) -> int | None:
     return first if vocab_size == N_BYTES + first else None
 
 
-class Chat:
-    """The template of a run of chats around a user's message."""
+def encode_message(template: Written, text: bytes) -> list[int]:
+    """The tokens of a user's message, and of what stands before and after it up to the answer.
 
-    def __init__(self, written: Any):
-        self._written, self.end = written, written.end
-
-    def encode(self, text: bytes) -> list[int]:
-        """The tokens of the message, and of what stands before and after it up to the answer.
-
-        Raises:
-          SettingError: training would leave such a message out.
-        """
-        message = text.decode("utf-8", "replace")
-        if message.endswith("\n"):  # of a line that was typed
-            message = message[:-1].removesuffix("\r")
-        return self._written.prompt(message)
+    Raises:
+      SettingError: training would leave such a message out.
+    """
+    message = text.decode("utf-8", "replace")
+    if message.endswith("\n"):  # of a line that was typed
+        message = message[:-1].removesuffix("\r")
+    return template.prompt(message)
 
 
-def chat(train: Callable, vocabulary: Any = None) -> Chat:
+def chat_template(train: Callable, vocabulary: Any = None) -> Written:
     """The template of the parsed config's task.
 
     Args:
@@ -147,7 +144,7 @@ def chat(train: Callable, vocabulary: Any = None) -> Chat:
         )
     name = task.arguments.get("template", "auto")
     alphabet = chat_templates.ByteEncoder() if vocabulary is None else vocabulary
-    return Chat(chat_templates.chosen(name, alphabet, "chats.chats"))
+    return chat_templates.chosen(name, alphabet, "chats.chats")
 
 
 class Alphabet(Protocol):
@@ -169,7 +166,7 @@ def alphabet(train: Callable, vocab_size: int, vocabulary: Any = None) -> Alphab
       vocabulary: the run's `reformax.data.pieces.PieceVocabulary`, if it has one.
     """
     if vocabulary is not None:
-        return Pieces(vocabulary)
+        return PieceAlphabet(vocabulary)
     first = offset(train, vocab_size)
     return NumberAlphabet() if first is None else ByteAlphabet(first)
 
@@ -195,7 +192,7 @@ class ByteAlphabet:
         return text
 
 
-class Pieces:
+class PieceAlphabet:
     """The pieces of a vocabulary."""
 
     def __init__(self, vocabulary: Any):
@@ -245,14 +242,3 @@ class NumberAlphabet:
     def stream(self) -> Callable[[Sequence[int], bool], str]:
         """Gives every number at once."""
         return lambda tokens, final: "".join(f"{token} " for token in tokens)
-
-
-class TokenWriter:
-    """Writes tokens to stdout as text, each character when all of it is there."""
-
-    def __init__(self, alphabet: Alphabet):
-        self._text = alphabet.stream()
-
-    def write(self, tokens: Sequence[int], final: bool = False) -> None:
-        """Writes the next tokens; `final` ends the line."""
-        print(self._text(tokens, final), end="\n" if final else "", flush=True)

@@ -209,6 +209,17 @@ def keep_vocabulary(args: argparse.Namespace, vocabulary, saved: Saved) -> None:
     checkpoints.compare_vocabulary(saved.steps[-1], saved.info.get("vocabulary"), fingerprint)
 
 
+def vocabulary_of(args: argparse.Namespace, saved: Saved):
+    """The run's `reformax.data.pieces.PieceVocabulary`, as `keep_vocabulary`; None without one."""
+    if saved.info.get("vocabulary") is None:
+        return None
+    from reformax.data.pieces import PieceVocabulary
+
+    vocabulary = PieceVocabulary(0)
+    keep_vocabulary(args, vocabulary, saved)
+    return vocabulary
+
+
 def changed_data(args: argparse.Namespace, task, saved: Saved) -> dict[str, dict[str, str]]:
     """Compares a split with the data of a checkpoint; see `reformax.training.fingerprints.changes`.
 

@@ -29,6 +29,7 @@ from reformax.cli import (
 from reformax.data.questions import KINDS, Encode, Hay, TooShort
 from reformax.declared import SettingError, Size, fits
 from reformax.evals import in_context
+from reformax.evals.harness import HarnessRequests
 
 TEXT = "text"
 FILE = "evaluation_tasks.json"
@@ -212,7 +213,7 @@ def _manager(include_path: str | None, names: Sequence[str]):
 
 def _of_harness(parts, names: Sequence[str], manager, args) -> dict[str, Any]:
     """The figures of tasks of the harness by their names."""
-    model = lm_eval.model_class().of_parts(*parts)
+    model = lm_eval.model_class(HarnessRequests)(*parts)
     if args.quiet:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     from lm_eval import simple_evaluate

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from reformax.cli.report import markdown
+
 Lines = list[dict[str, Any]]
 # Inches of a picture's panel.
 _PANEL = 3.2, 2.6
@@ -15,11 +17,11 @@ def table(lines: Lines) -> str:
     heads = [
         f"{100 * i // len(depths)}-{100 * (i + 1) // len(depths)}%" for i in range(len(depths))
     ]
-    rows = [["length", "accuracy", *heads], ["---:"] * (2 + len(heads))]
+    rows = []
     for line in lines:
         by_depth = ("-" if x is None else f"{x:.2f}" for x in line.get("accuracy_by_depth", ()))
         rows.append([f"{line['length']:,}", f"{line['accuracy']:.2f}", *by_depth])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return markdown(["length", "accuracy", *heads], rows)
 
 
 def draw(found: dict[str, Lines], title: str) -> bytes:
