@@ -140,11 +140,10 @@ def _continue(args, saved: saved_run.Saved) -> int:
     """Continues the prompts with a language model."""
     from reformax.cli import continuation, generation_settings
     from reformax.generation import decoding
-    from reformax.training import loop
 
-    vocabulary = saved_run.vocabulary_of(args, saved)
-    alphabet = prompts.alphabet(loop.train, saved.model.vocab_size, vocabulary)
-    template = prompts.chat_template(loop.train, vocabulary) if args.chat else None
+    vocabulary = saved_run.vocabulary_of(saved)
+    alphabet = prompts.alphabet(saved.model.vocab_size, vocabulary)
+    template = prompts.chat_template(vocabulary) if args.chat else None
     read = ("task", "text.text.offset") if isinstance(alphabet, prompts.ByteAlphabet) else ()
     report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
     settings = generation_settings.of_checkpoint(saved.info)
@@ -217,7 +216,7 @@ def _translate(args, saved: saved_run.Saved) -> int:
         vocabulary = vocabulary_lib.load(folder)
     else:
         vocabulary = vocabulary_lib.Numbers(saved.model.source_vocab_size)
-    saved_run.keep_vocabulary(args, vocabulary, saved)
+    saved_run.keep_vocabulary(vocabulary, saved)
     options = flags.search_options(args) | {"hash_seed": args.hash_seed, "quiet": args.quiet}
     lines = prompts.read_lines(args)
     options["mesh"] = saved.mesh

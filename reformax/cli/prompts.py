@@ -94,17 +94,13 @@ def read_lines(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def offset(train: Callable, vocab_size: int) -> int | None:
-    """The token of byte 0 in the parsed config's task; None if the model is not one of bytes.
-
-    Args:
-      train: `loop.train`.
-      vocab_size: the model's.
-    """
+def offset(vocab_size: int) -> int | None:
+    """The token of byte 0 in the parsed config's task; None if the model is not one of bytes."""
     from reformax.cli import config, parsed
+    from reformax.training import loop
 
     try:
-        task = parsed.described(train, "task")
+        task = parsed.described(loop.train, "task")
         first = task.arguments.get("offset", 0) if isinstance(task, parsed.Reference) else 0
     except config.ConfigError:  # generation does not need a task
         first = 0
@@ -123,20 +119,17 @@ def encode_message(template: Written, text: bytes) -> list[int]:
     return template.prompt(message)
 
 
-def chat_template(train: Callable, vocabulary: Any = None) -> Written:
-    """The template of the parsed config's task.
-
-    Args:
-      train: `loop.train`.
-      vocabulary: the run's, if it has one.
+def chat_template(vocabulary: Any = None) -> Written:
+    """The template of the parsed config's task, in the run's vocabulary, if it has one.
 
     Raises:
       SettingError: the task is not one of chats.
     """
     from reformax.cli import parsed
     from reformax.data import chat_templates, chats
+    from reformax.training import loop
 
-    task = parsed.described(train, "task")
+    task = parsed.described(loop.train, "task")
     if not isinstance(task, parsed.Reference) or task.function is not chats.chats:
         raise SettingError(
             "--chat needs a run of chats.chats, whose template it writes prompts by: leave it out, "
@@ -157,17 +150,16 @@ class Alphabet(Protocol):
         """A function of the next tokens and whether they are the last; returns what is complete."""
 
 
-def alphabet(train: Callable, vocab_size: int, vocabulary: Any = None) -> Alphabet:
+def alphabet(vocab_size: int, vocabulary: Any = None) -> Alphabet:
     """The alphabet of the parsed config's model.
 
     Args:
-      train: `loop.train`.
       vocab_size: the model's.
       vocabulary: the run's `reformax.data.pieces.PieceVocabulary`, if it has one.
     """
     if vocabulary is not None:
         return PieceAlphabet(vocabulary)
-    first = offset(train, vocab_size)
+    first = offset(vocab_size)
     return NumberAlphabet() if first is None else ByteAlphabet(first)
 
 

@@ -85,7 +85,7 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     saved = saved_run.restore(args, args.data_dir)
     longest = max(asked.lengths, default=args.length)
     sizes = dict(max_length=longest, batch_size=args.batch_size, seed=args.seed)
-    parts = lm_eval.parts_of(args, saved, **sizes, progress=not args.quiet, typed=_typed(args))
+    parts = lm_eval.parts_of(saved, **sizes, progress=not args.quiet, typed=_typed(args))
     if TEXT not in names:  # which reads more, and notes the rest itself
         report.note_unused(args.config, (*saved_run.MODEL, *_READ))
     scorer, encode, *_ = parts
