@@ -20,6 +20,7 @@ from reformax.training import (
     capacity,
     evaluation,
     fingerprints,
+    forecast,
     run_setup,
     starting_weights,
 )
@@ -67,12 +68,11 @@ def needs(
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
     compiled = step.trace(*arguments).lower().compile(compiler_options=options)
     stats = compiled.memory_analysis()
-    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Needs(
         mesh_lib.bytes_stored(like.params, mesh),
         mesh_lib.bytes_stored(like, mesh),
         stats.temp_size_in_bytes,
-        held + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes,
+        forecast.bytes_of(stats),
     )
 
 
