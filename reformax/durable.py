@@ -136,11 +136,20 @@ def write(path: Path, data: bytes) -> None:
         sync_folder(path.parent)
 
 
-def new_file(path: Path) -> io.BufferedWriter:
-    """Opens a new file for writing, in the place of what has its name; a link is not followed."""
+@contextmanager
+def new_file(path: Path) -> Iterator[io.BufferedWriter]:
+    """A file for writing in the place of what has its name; at the end the disk has its content.
+
+    A link is not followed.
+    """
     with explaining("written", path):
         remove(path)
-        return _create(path)
+        created = _create(path)
+    with created as file:
+        yield file
+        with explaining("written", path):
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _create(path: Path) -> io.BufferedWriter:
@@ -165,6 +174,16 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def cache_folder(name: str) -> Path:
+    """The user's own folder of what can be made again: in $XDG_CACHE_HOME, or in ~/.cache.
+
+    Raises:
+      RuntimeError: the user has no home.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "reformax" / name
 
 
 def make_folder(folder: Path) -> None:

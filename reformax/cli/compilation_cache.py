@@ -8,6 +8,8 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from reformax import durable
+
 MOST = 4 * 2**30  # bytes that stay from one process to the next
 SHORTEST = 0.2  # seconds of a compilation whose result is kept
 
@@ -24,7 +26,7 @@ def use() -> None:
     if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
         return
     try:
-        folder = _folder()
+        folder = durable.cache_folder("jax")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds programs that will run
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -36,11 +38,6 @@ def use() -> None:
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
-
-
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "reformax" / "jax"
 
 
 def _prune(folder: Path, most: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from reformax.cli.prompts import Alphabet, TokenWriter
+from reformax.cli.prompts import Alphabet
 from reformax.cli.report import counted
 
 
@@ -33,9 +33,9 @@ def write(
     """
     rows, alone, code = [list(prompt) for prompt in prompts], len(prompts) == 1, 0
     sys.stdout.reconfigure(encoding="utf-8")
-    writer = TokenWriter(alphabet)
+    text = alphabet.stream()  # of tokens as they come
     if alone:
-        writer.write(rows[0])
+        print(text(rows[0], False), end="", flush=True)
     ended = [False] * len(rows)
     progress = [(0, time.perf_counter())]
     try:
@@ -50,17 +50,17 @@ def write(
                     new = new[: found[0]]
                 rows[i].extend(new)
                 if alone:
-                    writer.write(new)
+                    print(text(new, False), end="", flush=True)
             if all(ended):
                 break
     except KeyboardInterrupt:
         code = 130
     if alone:
-        writer.write([], final=True)
+        print(text([], True), flush=True)
     else:
         for i, row in enumerate(rows):
             print(f"--- {i + 1} of {len(rows)}")
-            TokenWriter(alphabet).write(row, final=True)
+            print(alphabet.stream()(row, True), flush=True)
     if not quiet:
         print(_speed(progress, len(rows)), file=sys.stderr)
     return code

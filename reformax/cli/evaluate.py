@@ -111,7 +111,7 @@ def _evaluate(args) -> int:
         flags.refuse(args, {"by_position"}, f"the task {task.name} has one target a row, its class")
     vocabulary = task.kept_vocabulary
     if vocabulary is not None:
-        saved_run.keep_vocabulary(args, vocabulary, saved)
+        saved_run.keep_vocabulary(vocabulary, saved)
     changed = saved_run.changed_data(args, task, saved)
     options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len")}
     options |= {"progress": not args.quiet and joining.first(), "mesh": saved.mesh}

@@ -17,6 +17,7 @@ A model that was fine-tuned on chats answers with --chat: the prompt is a user's
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -138,31 +139,26 @@ def parser():
 def _continue(args, saved: saved_run.Saved) -> int:
     """Continues the prompts with a language model."""
     from reformax.cli import continuation, generation_settings
-    from reformax.data import pieces
     from reformax.generation import decoding
-    from reformax.training import loop
 
-    vocabulary = None
-    if saved.info.get("vocabulary") is not None:
-        vocabulary = pieces.PieceVocabulary(0)
-        saved_run.keep_vocabulary(args, vocabulary, saved)
-    alphabet = prompts.alphabet(loop.train, saved.model.vocab_size, vocabulary)
-    chat = prompts.chat(loop.train, vocabulary) if args.chat else None
+    vocabulary = saved_run.vocabulary_of(saved)
+    alphabet = prompts.alphabet(saved.model.vocab_size, vocabulary)
+    template = prompts.chat_template(vocabulary) if args.chat else None
     read = ("task", "text.text.offset") if isinstance(alphabet, prompts.ByteAlphabet) else ()
     report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
     settings = generation_settings.of_checkpoint(saved.info)
     options = flags.with_defaults(args, CONTINUE | generation_settings.sampling(settings))
     n_samples, n_new = options.pop("num_samples"), options.pop("max_new_tokens")
-    encode = chat.encode if chat else alphabet.encode
+    encode = partial(prompts.encode_message, template) if template else alphabet.encode
     tokens = [row for text in prompts.read(args) for row in [encode(text)] * n_samples]
     if options["max_length"] is None and max(map(len, tokens)) + n_new <= saved.run["length"]:
         options["max_length"] = saved.run["length"]
     every = 1 if len(tokens) == 1 else decoding.BLOCK
     options |= {"hash_seed": args.hash_seed, "every": every, **_devices(options, saved)}
     kept = generation_settings.ends_of_checkpoint(saved.info, saved.model.vocab_size)
-    ends = [chat.end] if chat else kept
+    ends = [template.end] if template else kept
     blocks = decoding.stream(saved.model, saved.params, tokens, n_new, end=ends, **options)
-    shown = [[] for _ in tokens] if chat else tokens
+    shown = [[] for _ in tokens] if template else tokens
     return continuation.write(blocks, shown, alphabet, args.quiet, ends)
 
 
@@ -220,7 +216,7 @@ def _translate(args, saved: saved_run.Saved) -> int:
         vocabulary = vocabulary_lib.load(folder)
     else:
         vocabulary = vocabulary_lib.Numbers(saved.model.source_vocab_size)
-    saved_run.keep_vocabulary(args, vocabulary, saved)
+    saved_run.keep_vocabulary(vocabulary, saved)
     options = flags.search_options(args) | {"hash_seed": args.hash_seed, "quiet": args.quiet}
     lines = prompts.read_lines(args)
     options["mesh"] = saved.mesh

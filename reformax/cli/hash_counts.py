@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from reformax.cli.report import markdown
 from reformax.declared import SettingError, check
 from reformax.ops.lsh import HashCount
 from reformax.task import TaskModel
@@ -77,13 +78,8 @@ def table(found: dict[str, Any], metric: str) -> str:
     columns = [metric, *(name for name in first if name.startswith("kept_mass"))]
     heads = [name.removeprefix("kept_mass_").replace("_", " ") for name in columns]
     rows = [
-        ["hashes", *heads],
-        ["---:"] * (1 + len(columns)),
-        *(
-            [str(line["n_hashes"]), *(f"{line[x]:.4f}" for x in columns)]
-            for line in found["by_n_hashes"]
-        ),
+        [str(line["n_hashes"]), *(f"{line[x]:.4f}" for x in columns)]
+        for line in found["by_n_hashes"]
     ]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
     fewest = f"fewest hashes within {SUFFICES} bits of the best: {found['fewest_n_hashes']}"
-    return "\n".join([*lines, fewest])
+    return f"{markdown(['hashes', *heads], rows)}\n{fewest}"

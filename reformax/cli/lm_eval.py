@@ -21,7 +21,6 @@ row's place in its batch.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import sys
@@ -62,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @functools.cache
-def model_class() -> type:
-    """`RunRequests` as the harness's model."""
+def model_class(requests: type[HarnessRequests] | None = None) -> type:
+    """A class of requests as the harness's model; None: `RunRequests`."""
     from lm_eval.api.model import LM
 
     # The harness would fork for standard errors, which may hang beside the threads of JAX.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
-    class Reformax(RunRequests, LM):
+    class Reformax(requests or RunRequests, LM):
         """A run as the harness's model."""
 
     return Reformax
@@ -122,26 +121,15 @@ class RunRequests(HarnessRequests):
         check("seed", seed, AnySeed)
         check("add_bos_token", add_bos_token, bool)
         check("trust_config", trust_config, bool)
-        flags = argparse.Namespace(
-            output_dir=str(run), checkpoint=str(checkpoint), config=[], trust_config=trust_config
-        )
         compilation_cache.use()
-        saved = saved_run.restore(flags)
+        saved = saved_run.load(str(run), str(checkpoint), trusted=trust_config)
         parts = parts_of(
-            flags, saved, max_length=max_length, batch_size=batch_size, seed=seed, progress=True
+            saved, max_length=max_length, batch_size=batch_size, seed=seed, progress=True
         )
         super().__init__(*parts, prefixed=add_bos_token)
 
-    @classmethod
-    def of_parts(cls, *parts: Any) -> RunRequests:
-        """The model of what `parts_of` returns."""
-        model = cls.__new__(cls)
-        HarnessRequests.__init__(model, *parts)
-        return model
-
 
 def parts_of(
-    args: argparse.Namespace,
     saved: saved_run.Saved,
     *,
     max_length: int | None,
@@ -153,7 +141,6 @@ def parts_of(
     """The arguments of `HarnessRequests` for a run that was read.
 
     Args:
-      args: the flags of `flags.add_run`.
       saved: the run.
       max_length: the longest row; None: the run's length.
       batch_size: rows together; "auto" or None: as many as make a number of tokens.
@@ -164,9 +151,6 @@ def parts_of(
     Raises:
       SettingError: the model reads no text, or its positions hold fewer tokens.
     """
-    from reformax.data import pieces
-    from reformax.training import loop
-
     if batch_size in (None, "auto"):
         batch_size = None
     else:
@@ -190,19 +174,16 @@ def parts_of(
         mesh=saved.mesh,
         progress=progress,
     )
-    vocabulary = None
-    if saved.info.get("vocabulary") is not None:
-        vocabulary = pieces.PieceVocabulary(0)
-        saved_run.keep_vocabulary(args, vocabulary, saved)
-    alphabet = prompts.alphabet(loop.train, model.vocab_size, vocabulary)
+    vocabulary = saved_run.vocabulary_of(saved)
+    alphabet = prompts.alphabet(model.vocab_size, vocabulary)
     if isinstance(alphabet, prompts.NumberAlphabet):
         raise SettingError(
-            f"output_dir={args.output_dir} is of a model with {model.vocab_size} ids and no "
+            f"output_dir={saved.folder} is of a model with {model.vocab_size} ids and no "
             "vocabulary, which reads no text: give a run of bytes or of pieces"
         )
     ends = generation_settings.ends_of_checkpoint(saved.info, model.vocab_size)
     if vocabulary is None:
-        ends.append(prompts.offset(loop.train, model.vocab_size))  # byte 0, a document's end
+        ends.append(prompts.offset(model.vocab_size))  # byte 0, a document's end
     elif vocabulary.end is not None:
         ends.append(vocabulary.end[0])
 

@@ -13,12 +13,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 
 from reformax.cli import flags
 from reformax.declared import PathName, SettingError
+
+if TYPE_CHECKING:
+    from reformax.data.chat_templates import Written
 
 MOST = 2**28  # bytes of a prompt or of lines to translate
 _CHARACTER = 8  # pieces: a character has at most 4 bytes
@@ -93,55 +96,42 @@ def read_lines(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def offset(train: Callable, vocab_size: int) -> int | None:
-    """The token of byte 0 in the parsed config's task; None if the model is not one of bytes.
-
-    Args:
-      train: `loop.train`.
-      vocab_size: the model's.
-    """
+def offset(vocab_size: int) -> int | None:
+    """The token of byte 0 in the parsed config's task; None if the model is not one of bytes."""
     from reformax.cli import config, parsed
+    from reformax.training import loop
 
     try:
-        task = parsed.described(train, "task")
+        task = parsed.described(loop.train, "task")
         first = task.arguments.get("offset", 0) if isinstance(task, parsed.Reference) else 0
     except config.ConfigError:  # generation does not need a task
         first = 0
     return first if vocab_size == N_BYTES + first else None
 
 
-class Chat:
-    """The template of a run of chats around a user's message."""
+def encode_message(template: Written, text: bytes) -> list[int]:
+    """The tokens of a user's message, and of what stands before and after it up to the answer.
 
-    def __init__(self, written: Any):
-        self._written, self.end = written, written.end
-
-    def encode(self, text: bytes) -> list[int]:
-        """The tokens of the message, and of what stands before and after it up to the answer.
-
-        Raises:
-          SettingError: training would leave such a message out.
-        """
-        message = text.decode("utf-8", "replace")
-        if message.endswith("\n"):  # of a line that was typed
-            message = message[:-1].removesuffix("\r")
-        return self._written.prompt(message)
+    Raises:
+      SettingError: training would leave such a message out.
+    """
+    message = text.decode("utf-8", "replace")
+    if message.endswith("\n"):  # of a line that was typed
+        message = message[:-1].removesuffix("\r")
+    return template.prompt(message)
 
 
-def chat(train: Callable, vocabulary: Any = None) -> Chat:
-    """The template of the parsed config's task.
-
-    Args:
-      train: `loop.train`.
-      vocabulary: the run's, if it has one.
+def chat_template(vocabulary: Any = None) -> Written:
+    """The template of the parsed config's task, in the run's vocabulary, if it has one.
 
     Raises:
       SettingError: the task is not one of chats.
     """
     from reformax.cli import parsed
     from reformax.data import chat_templates, chats
+    from reformax.training import loop
 
-    task = parsed.described(train, "task")
+    task = parsed.described(loop.train, "task")
     if not isinstance(task, parsed.Reference) or task.function is not chats.chats:
         raise SettingError(
             "--chat needs a run of chats.chats, whose template it writes prompts by: leave it out, "
@@ -149,7 +139,7 @@ def chat(train: Callable, vocabulary: Any = None) -> Chat:
         )
     name = task.arguments.get("template", "auto")
     alphabet = chat_templates.ByteEncoder() if vocabulary is None else vocabulary
-    return Chat(chat_templates.chosen(name, alphabet, "chats.chats"))
+    return chat_templates.chosen(name, alphabet, "chats.chats")
 
 
 class Alphabet(Protocol):
@@ -162,17 +152,16 @@ class Alphabet(Protocol):
         """A function of the next tokens and whether they are the last; returns what is complete."""
 
 
-def alphabet(train: Callable, vocab_size: int, vocabulary: Any = None) -> Alphabet:
+def alphabet(vocab_size: int, vocabulary: Any = None) -> Alphabet:
     """The alphabet of the parsed config's model.
 
     Args:
-      train: `loop.train`.
       vocab_size: the model's.
       vocabulary: the run's `reformax.data.pieces.PieceVocabulary`, if it has one.
     """
     if vocabulary is not None:
-        return Pieces(vocabulary)
-    first = offset(train, vocab_size)
+        return PieceAlphabet(vocabulary)
+    first = offset(vocab_size)
     return NumberAlphabet() if first is None else ByteAlphabet(first)
 
 
@@ -197,7 +186,7 @@ class ByteAlphabet:
         return text
 
 
-class Pieces:
+class PieceAlphabet:
     """The pieces of a vocabulary."""
 
     def __init__(self, vocabulary: Any):
@@ -247,14 +236,3 @@ class NumberAlphabet:
     def stream(self) -> Callable[[Sequence[int], bool], str]:
         """Gives every number at once."""
         return lambda tokens, final: "".join(f"{token} " for token in tokens)
-
-
-class TokenWriter:
-    """Writes tokens to stdout as text, each character when all of it is there."""
-
-    def __init__(self, alphabet: Alphabet):
-        self._text = alphabet.stream()
-
-    def write(self, tokens: Sequence[int], final: bool = False) -> None:
-        """Writes the next tokens; `final` ends the line."""
-        print(self._text(tokens, final), end="\n" if final else "", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,12 @@ def _trust(path: Path) -> list[str]:
 def counted(n: int, thing: str) -> str:
     """`n` of a thing, in words: 1 line, 2,000 lines."""
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of figures."""
+    lines = [heads, ["---:"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def program(name: str | None = None) -> list[str]:

@@ -32,6 +32,7 @@ class Saved(NamedTuple):
     info: dict[str, Any]  # what `Checkpoints.restore` says of the last of them
     run: dict[str, Any]  # the settings of `MODEL`
     mesh: Any  # the devices that compute with it
+    folder: Path
 
 
 def restore(args: argparse.Namespace, data_dir: str | None = None) -> Saved:
@@ -86,7 +87,8 @@ def load(
         like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
         params, info = restore_mean(checkpoints, steps, like)
         check_finite(params, named(steps))
-        return Saved(model, params, steps, info, run, mesh_lib.make(run.get("mesh")))
+        mesh = mesh_lib.make(run.get("mesh"))
+        return Saved(model, params, steps, info, run, mesh, Path(folder))
 
     return steadily(checkpoints, lambda: _choose(checkpoints, checkpoint), read)
 
@@ -180,11 +182,10 @@ def identities(folder: str | Path, steps: Sequence[int]) -> list[str]:
     return [f"{step} ({crc32(durable.read(x)):08x})" for step, x in zip(steps, files, strict=True)]
 
 
-def keep_vocabulary(args: argparse.Namespace, vocabulary, saved: Saved) -> None:
+def keep_vocabulary(vocabulary, saved: Saved) -> None:
     """Reads the run's vocabulary and checks it against a checkpoint.
 
     Args:
-      args: the flags of `flags.add_run`.
       vocabulary: a `reformax.task.Vocabulary`; takes on what the run's folder holds.
       saved: the model.
 
@@ -193,9 +194,21 @@ def keep_vocabulary(args: argparse.Namespace, vocabulary, saved: Saved) -> None:
     """
     from reformax.training.checkpoint import Checkpoints
 
-    fingerprint = vocabulary.keep_in(args.output_dir, begun=True)
-    checkpoints = Checkpoints(args.output_dir)
-    checkpoints.compare_vocabulary(saved.steps[-1], saved.info.get("vocabulary"), fingerprint)
+    fingerprint = vocabulary.keep_in(saved.folder, begun=True)
+    Checkpoints(saved.folder).compare_vocabulary(
+        saved.steps[-1], saved.info.get("vocabulary"), fingerprint
+    )
+
+
+def vocabulary_of(saved: Saved):
+    """The run's `reformax.data.pieces.PieceVocabulary`, as `keep_vocabulary`; None without one."""
+    if saved.info.get("vocabulary") is None:
+        return None
+    from reformax.data.pieces import PieceVocabulary
+
+    vocabulary = PieceVocabulary(0)
+    keep_vocabulary(vocabulary, saved)
+    return vocabulary
 
 
 def changed_data(args: argparse.Namespace, task, saved: Saved) -> dict[str, dict[str, str]]:

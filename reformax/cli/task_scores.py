@@ -29,6 +29,7 @@ from reformax.cli import (
 from reformax.data.questions import KINDS, Encode, Hay
 from reformax.declared import SettingError, Size, fits
 from reformax.evals import in_context
+from reformax.evals.harness import HarnessRequests
 
 TEXT = "text"
 FILE = "evaluation_tasks.json"
@@ -84,7 +85,7 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     saved = saved_run.restore(args, args.data_dir)
     longest = max(asked.lengths, default=args.length)
     sizes = dict(max_length=longest, batch_size=args.batch_size, seed=args.seed)
-    parts = lm_eval.parts_of(args, saved, **sizes, progress=not args.quiet, typed=_typed(args))
+    parts = lm_eval.parts_of(saved, **sizes, progress=not args.quiet, typed=_typed(args))
     if TEXT not in names:  # which reads more, and notes the rest itself
         report.note_unused(args.config, (*saved_run.MODEL, *_READ))
     scorer, encode, *_ = parts
@@ -213,7 +214,7 @@ def _manager(include_path: str | None, names: Sequence[str]):
 
 def _of_harness(parts, names: Sequence[str], manager, args) -> dict[str, Any]:
     """The figures of tasks of the harness by their names."""
-    model = lm_eval.model_class().of_parts(*parts)
+    model = lm_eval.model_class(HarnessRequests)(*parts)
     if args.quiet:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     from lm_eval import simple_evaluate

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from reformax.cli.report import markdown
+
 Lines = list[dict[str, Any]]
 # Inches of a picture's panel.
 _PANEL = 3.2, 2.6
@@ -17,12 +19,11 @@ def last_row(lines: Lines) -> str:
     line = lines[-1]
     depths = line.get("accuracy_by_depth", ())
     by_depth = ("-" if x is None else f"{x:.2f}" for x in depths)
-    rows = [[f"{line['length']:,}", f"{line['accuracy']:.2f}", *by_depth]]
-    if len(lines) == 1:
-        n = len(depths)
-        heads = [f"{100 * i // n}-{100 * (i + 1) // n}%" for i in range(n)]
-        rows = [["length", "accuracy", *heads], ["---:"] * (2 + n), *rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    row = [f"{line['length']:,}", f"{line['accuracy']:.2f}", *by_depth]
+    n = len(depths)
+    heads = [f"{100 * i // n}-{100 * (i + 1) // n}%" for i in range(n)]
+    table = markdown(["length", "accuracy", *heads], [row])
+    return table if len(lines) == 1 else table.splitlines()[-1]
 
 
 def draw(found: dict[str, Lines], title: str) -> bytes:

@@ -77,12 +77,17 @@ def last(setting: str) -> tuple[str, str]:
     return function, argument
 
 
+def function_of(reference: str) -> str:
+    """'SelfAttention' of '@scope/trax.layers.SelfAttention()'."""
+    return reference.lstrip("@").removesuffix("()").rpartition("/")[2].rpartition(".")[2]
+
+
 def model_of(statements) -> str | None:
     """The name of the model that a config of Trax trains; None if it says none."""
     values = statements.values
     for setting, value in values.items():
         if last(setting) == ("train", "model") and not isinstance(value, int | float):
-            return resolved(values, value).lstrip("@").rpartition("/")[2].rpartition(".")[2]
+            return function_of(resolved(values, value))
     found = [last(setting)[0] for setting in values if "." in setting]
     return next((name for name in found if name in MODELS), None)
 

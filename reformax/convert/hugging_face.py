@@ -170,13 +170,10 @@ def _reformer(spec: Spec) -> list[Tensor]:
     rows = [Tensor("reformer.embeddings.word_embeddings.weight", ("embedding",), (vocab, d))]
     rows += _positions(arguments["pos_axial_shape"], arguments["pos_d_axial_embs"])
     for layer, block, repeat, op in spec.layers():
-        path = ("stack", f"block_{block}")
-        rows += _block(f"reformer.encoder.layers.{layer}", path, repeat, op, arguments)
+        of_layer = _layer(op, arguments)
+        rows += tables.of_layer(of_layer, f"reformer.encoder.layers.{layer}", block, repeat)
     rows += layer_norm("reformer.encoder.layer_norm", ("norm",), 2 * d)
-    sizes = (vocab, 2 * d)
-    rows.append(
-        Tensor("lm_head.decoder.weight", ("logits", "w"), sizes, None, np.transpose, np.transpose)
-    )
+    rows.append(tables.linear("lm_head.decoder.weight", ("logits", "w"), (vocab, 2 * d)))
     return [*rows, Tensor("lm_head.bias", ("logits", "b"), (vocab,))]
 
 
@@ -189,42 +186,23 @@ def _positions(shape: Sequence[int], d_embs: Sequence[int]) -> list[Tensor]:
     return tables.axial(f"{name}.weights.{{axis}}", shape, d_embs)
 
 
-def _block(
-    name: str, path: tuple[str, ...], repeat: int, op: Op, arguments: Mapping[str, Any]
-) -> list[Tensor]:
+def _layer(op: Op, arguments: Mapping[str, Any]) -> list[Tensor]:
     """The tensors of one layer: norm and attention, norm and feed-forward."""
     d, d_ff = arguments["d_model"], arguments["d_ff"]
     n, h = arguments["n_heads"], arguments["d_attention_key"]
-    attention, feed_forward = (*path, "attention"), (*path, "feed_forward")
-
-    def split(x):  # [N H, D] -> [N, D, H]
-        return x.reshape(n, h, d).transpose(0, 2, 1)
-
-    def joined(x):  # [N, D, H] -> [N H, D]
-        return x.transpose(0, 2, 1).reshape(n * h, d)
-
     projections = {"w_q": "query_key", "w_v": "value"}
     if op.name == "local":
         projections = {"w_q": "query", "w_k": "key", "w_v": "value"}
-    rows = layer_norm(f"{name}.attention.layer_norm", (*path, "attention_norm"), d, repeat)
+    rows = layer_norm("attention.layer_norm", ("attention_norm",), d)
     for weight, projection in projections.items():
-        tensor = f"{name}.attention.self_attention.{projection}.weight"
-        rows.append(Tensor(tensor, (*attention, weight), (n * h, d), repeat, split, joined))
-    rows.append(
-        Tensor(
-            f"{name}.attention.output.dense.weight",
-            (*attention, "w_o"),
-            (d, n * h),
-            repeat,
-            lambda x: x.T.reshape(n, h, d),
-            lambda x: x.reshape(n * h, d).T,
-        )
-    )
-    rows += layer_norm(f"{name}.feed_forward.layer_norm", (*path, "feed_forward_norm"), d, repeat)
+        name = f"attention.self_attention.{projection}.weight"
+        rows.append(tables.to_heads(name, ("attention", weight), n, h, d))
+    rows.append(tables.from_heads("attention.output.dense.weight", ("attention", "w_o"), n, h, d))
+    rows += layer_norm("feed_forward.layer_norm", ("feed_forward_norm",), d)
     for i, part, sizes in ((1, "dense", (d_ff, d)), (2, "output", (d, d_ff))):
-        tensor, weight = f"{name}.feed_forward.{part}.dense", (*feed_forward, f"w{i}")
-        rows.append(Tensor(f"{tensor}.weight", weight, sizes, repeat, np.transpose, np.transpose))
-        rows.append(Tensor(f"{tensor}.bias", (*feed_forward, f"b{i}"), sizes[:1], repeat))
+        name = f"feed_forward.{part}.dense"
+        rows.append(tables.linear(f"{name}.weight", ("feed_forward", f"w{i}"), sizes))
+        rows.append(Tensor(f"{name}.bias", ("feed_forward", f"b{i}"), sizes[:1]))
     return rows
 
 

@@ -89,10 +89,9 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
     """
     a, require = spec.arguments, requirement("Hugging Face's BERT")
     spec.require_plain(require)
-    require(a["pos_type"] == "axial", f"pos_type is {a['pos_type']!r}", "'axial'")
+    spec.require(require, pos_type="axial", ff_activation="gelu")
     shape = tuple(a["pos_axial_shape"])
     require(len(shape) == 1, f"pos_axial_shape is {shape}", "one axis")
-    require(a["ff_activation"] == "gelu", f"ff_activation is {a['ff_activation']!r}", "'gelu'")
     spec.require_dense(require)
     config = {
         **like,
@@ -114,13 +113,9 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
     if a["init_std"] is not None:
         config["initializer_range"] = a["init_std"]
     there, _ = spec_of(config)
-    for name in (
-        *("d_attention_key", "d_attention_value", "n_kv_heads", "n_qk_heads", "next_value"),
-        *("attention_bias", "post_norm", "embedding_norm"),
-    ):
-        require(
-            a[name] == there.arguments[name], f"{name} is {a[name]}", str(there.arguments[name])
-        )
+    names = "d_attention_key", "d_attention_value", "n_kv_heads", "n_qk_heads", "next_value"
+    names += "attention_bias", "post_norm", "embedding_norm"
+    spec.require(require, **{name: there.arguments[name] for name in names})
     return config
 
 
@@ -132,72 +127,40 @@ def completed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def table(spec: Spec) -> list[Tensor]:
     """The tensors of `BertForMaskedLM`, and which weight each one is."""
     a = spec.arguments
-    d, d_ff, vocab = a["d_model"], a["d_ff"], a["vocab_size"]
+    d, vocab = a["d_model"], a["vocab_size"]
     rows = [
         Tensor(f"{EMBEDDINGS}.word_embeddings.weight", ("embedding",), (vocab, d)),
         Tensor(_POSITIONS, ("positions", "axis_0"), (a["pos_axial_shape"][0], d)),
         *layer_norm(f"{EMBEDDINGS}.LayerNorm", ("embedding_norm",), d),
     ]
     for layer, block, repeat, _ in spec.layers():
-        name, path = f"bert.encoder.layer.{layer}", ("stack", f"block_{block}")
-        rows += _attention(f"{name}.attention", (*path, "attention"), d, a["n_heads"], repeat)
-        rows += layer_norm(
-            f"{name}.attention.output.LayerNorm", (*path, "attention_norm"), d, repeat
-        )
-        into, out = (*path, "feed_forward"), (*path, "feed_forward_norm")
-        rows += _linear(f"{name}.intermediate.dense", into, ("w1", "b1"), (d_ff, d), repeat)
-        rows += _linear(f"{name}.output.dense", into, ("w2", "b2"), (d, d_ff), repeat)
-        rows += layer_norm(f"{name}.output.LayerNorm", out, d, repeat)
+        rows += tables.of_layer(_layer(a), f"bert.encoder.layer.{layer}", block, repeat)
     head = "cls.predictions"
     rows += _linear(f"{head}.transform.dense", ("hidden",), ("w", "b"), (d, d))
     rows += layer_norm(f"{head}.transform.LayerNorm", ("head_norm",), d)
     return [*rows, Tensor(f"{head}.bias", ("logits", "b"), (vocab,))]
 
 
-def _attention(name: str, path: tuple[str, ...], d: int, n: int, repeat: int) -> list[Tensor]:
-    rows = []
-    for letter, there in (("q", "query"), ("k", "key"), ("v", "value")):
-        part = f"{name}.self.{there}"
-        rows += [
-            Tensor(
-                f"{part}.weight",
-                (*path, f"w_{letter}"),
-                (d, d),
-                repeat,
-                lambda w: w.reshape(n, d // n, d).transpose(0, 2, 1),
-                lambda w: w.transpose(0, 2, 1).reshape(d, d),
-            ),
-            Tensor(
-                f"{part}.bias",
-                (*path, f"b_{letter}"),
-                (d,),
-                repeat,
-                lambda b: b.reshape(n, d // n),
-                np.ravel,
-            ),
-        ]
-    return [
-        *rows,
-        Tensor(
-            f"{name}.output.dense.weight",
-            (*path, "w_o"),
-            (d, d),
-            repeat,
-            lambda w: w.T.reshape(n, d // n, d),
-            lambda w: w.reshape(d, d).T,
-        ),
-        Tensor(f"{name}.output.dense.bias", (*path, "b_o"), (d,), repeat),
-    ]
+def _layer(a: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of a layer."""
+    d, d_ff, n = a["d_model"], a["d_ff"], a["n_heads"]
+    h, rows = d // n, []
+    for x, part in (("q", "query"), ("k", "key"), ("v", "value")):
+        name = f"attention.self.{part}"
+        rows.append(tables.to_heads(f"{name}.weight", ("attention", f"w_{x}"), n, h, d))
+        rows.append(tables.of_heads(f"{name}.bias", ("attention", f"b_{x}"), (n, h)))
+    output, into = "attention.output", ("feed_forward",)
+    rows.append(tables.from_heads(f"{output}.dense.weight", ("attention", "w_o"), n, h, d))
+    rows.append(Tensor(f"{output}.dense.bias", ("attention", "b_o"), (d,)))
+    rows += layer_norm(f"{output}.LayerNorm", ("attention_norm",), d)
+    rows += _linear("intermediate.dense", into, ("w1", "b1"), (d_ff, d))
+    rows += _linear("output.dense", into, ("w2", "b2"), (d, d_ff))
+    return [*rows, *layer_norm("output.LayerNorm", ("feed_forward_norm",), d)]
 
 
-def _linear(
-    name: str, path: tuple[str, ...], weights: tuple[str, str], sizes, repeat: int | None = None
-) -> list[Tensor]:
+def _linear(name: str, path: tables.Path, weights: tuple[str, str], sizes) -> list[Tensor]:
     w, b = ((*path, weight) for weight in weights)
-    return [
-        Tensor(f"{name}.weight", w, sizes, repeat, np.transpose, np.transpose),
-        Tensor(f"{name}.bias", b, sizes[:1], repeat),
-    ]
+    return [tables.linear(f"{name}.weight", w, sizes), Tensor(f"{name}.bias", b, sizes[:1])]
 
 
 def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[str, Any]:

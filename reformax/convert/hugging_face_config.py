@@ -16,10 +16,10 @@ Two things differ: rows of padding, and which weights dropout drops in training.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from reformax.convert.spec import NO_OPTIONS, Op, Spec
+from reformax.convert.spec import NO_OPTIONS, Op, Require, Spec, cycle_of
 from reformax.declared import (
     Count,
     Depth,
@@ -132,8 +132,7 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
             f"attention dropout: local and LSH layers have {sorted(rates)} and one rate in "
             f"reformax, {max(rates)}; only training depends on it"
         )
-    period = next(n for n in range(1, len(layers) + 1) if layers == layers[:n] * (len(layers) // n))
-    cycle = [_op(kind, get, whole) for kind in layers[:period]]
+    cycle = [_op(kind, get, whole) for kind in cycle_of(layers)]
     if get["axial_pos_embds"]:
         shape, d_embs = tuple(get["axial_pos_shape"]), tuple(get["axial_pos_embds_dim"])
     else:
@@ -261,15 +260,13 @@ def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, An
     arguments, like = spec.arguments, like or {}
     _require(spec.model == "ReformerLM", f"the model is {spec.model}", "ReformerLM")
     spec.require_plain(_require)
-    _require(arguments["pos_type"] == "axial", f"pos_type is {arguments['pos_type']!r}", "'axial'")
+    spec.require(_require, pos_type="axial")
     shape, d_embs = list(arguments["pos_axial_shape"]), list(arguments["pos_d_axial_embs"])
     _require(len(shape) < 3, f"pos_axial_shape is {tuple(shape)}", "one or two axes")
-    other = {"attention_bias": False, "next_value": False, "n_slots": None}
-    other |= {"n_kv_heads": None, "n_qk_heads": None}
-    other |= {"tie_embeddings": False, "embedding_norm": False, "first_token": 0}
-    for name, value in other.items():
-        _require(arguments[name] == value, f"{name} is {arguments[name]}", str(value))
     d_head = arguments["d_attention_key"]
+    spec.require(_require, attention_bias=False, next_value=False, tie_embeddings=False)
+    spec.require(_require, embedding_norm=False, n_slots=None, n_kv_heads=None, n_qk_heads=None)
+    spec.require(_require, first_token=0)
     _require(
         d_head == arguments["d_attention_value"],
         f"d_attention_value is {arguments['d_attention_value']}",
@@ -342,23 +339,15 @@ def _require_same_function(op: Op, pad_chunks: int) -> None:
         if op.option("n_chunks_before") > 1:
             wanted |= {"wrap": True, "pad_chunks": pad_chunks}
     else:
-        wanted |= {
-            "count_once": False,
-            "wrap": True,
-            "pad_chunks": pad_chunks,
-            "attend_self_if_alone": True,
-        }
-        wanted |= {"self_score": SELF_SCORE}
+        wanted |= {"count_once": False, "wrap": True, "pad_chunks": pad_chunks}
+        wanted |= {"attend_self_if_alone": True, "self_score": SELF_SCORE}
         n_eval = op.option("n_hashes_eval")
         _require(n_eval in (None, op.option("n_hashes")), f"n_hashes_eval is {n_eval}", "n_hashes")
         _require(op.option("n_buckets") != "auto", "n_buckets is 'auto'", "a number")
-    for name, value in wanted.items():
-        _require(
-            op.option(name) == value, f"{op.name}'s {name} is {op.option(name)!r}", repr(value)
-        )
+    op.require(_require, **wanted)
 
 
-def requirement(whose: str) -> Callable[[bool, str, str], None]:
+def requirement(whose: str) -> Require:
     """`(holds, what, instead)`: raises `ValueError` for a model that `whose` is not."""
 
     def require(holds: bool, what: str, instead: str) -> None:

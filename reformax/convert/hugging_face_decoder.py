@@ -19,7 +19,7 @@ from reformax.convert.hugging_face_families import (
     Family,
     Layer,
 )
-from reformax.convert.spec import DENSE, OPS, Op, Spec
+from reformax.convert.spec import DENSE, OPS, Op, Spec, cycle_of
 from reformax.declared import Size, check, shown
 from reformax.models.base import ROTARY
 from reformax.models.designs import Design
@@ -93,8 +93,7 @@ def spec_of(family: Family, config: Mapping[str, Any]) -> tuple[Spec, list[str]]
         raise ValueError(
             f"head_dim is {d_head}: {rotated} features of a head rotate, expected an even number"
         )
-    period = next(n for n in range(1, len(layers) + 1) if layers == layers[:n] * (len(layers) // n))
-    cycle = layers[:period]
+    cycle = cycle_of(layers)
     if not all(layer.rotates for layer in cycle) and any(layer.rotates for layer in cycle):
         design["rotary_layers"] = tuple(layer.rotates for layer in cycle)
     first, notes = _first_token(get)

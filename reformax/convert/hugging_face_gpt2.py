@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from reformax.convert import tables
 from reformax.convert.hugging_face_config import (
     ACTIVATIONS,
     ConfigField,
@@ -91,24 +92,14 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
     """
     a, require = spec.arguments, requirement("Hugging Face's GPT-2")
     spec.require_plain(require)
-    require(a["pos_type"] == "axial", f"pos_type is {a['pos_type']!r}", "'axial'")
+    spec.require(require, pos_type="axial")
     shape = tuple(a["pos_axial_shape"])
     require(len(shape) == 1, f"pos_axial_shape is {shape}", "one axis")
     d, n_heads = a["d_model"], a["n_heads"]
     require(d % n_heads == 0, f"d_model is {d}", f"a multiple of n_heads, {n_heads}")
-    wanted = dict(
-        attention_bias=True,
-        tie_embeddings=True,
-        next_value=False,
-        n_kv_heads=None,
-        n_qk_heads=None,
-        post_norm=False,
-        embedding_norm=False,
-        d_attention_key=d // n_heads,
-        d_attention_value=d // n_heads,
-    )
-    for name, value in wanted.items():
-        require(a[name] == value, f"{name} is {a[name]}", str(value))
+    spec.require(require, attention_bias=True, tie_embeddings=True, next_value=False)
+    spec.require(require, n_kv_heads=None, n_qk_heads=None, post_norm=False, embedding_norm=False)
+    spec.require(require, d_attention_key=d // n_heads, d_attention_value=d // n_heads)
     spec.require_dense(require)
     kept_rates = {like.get("embd_pdrop", 0.1), like.get("resid_pdrop", 0.1)}
     same_rates = bool(like) and max(kept_rates) == a["dropout"]
@@ -139,48 +130,31 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
 def table(spec: Spec) -> list[Tensor]:
     """The tensors of `GPT2LMHeadModel`, and which weight each one is."""
     a = spec.arguments
-    d, d_ff = a["d_model"], a["d_ff"]
+    d = a["d_model"]
     rows = [
         Tensor(f"{PREFIX}wte.weight", ("embedding",), (a["vocab_size"], d)),
         Tensor(f"{PREFIX}wpe.weight", ("positions", "axis_0"), (a["pos_axial_shape"][0], d)),
     ]
     for layer, block, repeat, _ in spec.layers():
-        name, path = f"{PREFIX}h.{layer}", ("stack", f"block_{block}")
-        rows += layer_norm(f"{name}.ln_1", (*path, "attention_norm"), d, repeat)
-        rows += _attention(f"{name}.attn", (*path, "attention"), d, a["n_heads"], repeat)
-        rows += layer_norm(f"{name}.ln_2", (*path, "feed_forward_norm"), d, repeat)
-        for i, part, sizes in ((1, "c_fc", (d, d_ff)), (2, "c_proj", (d_ff, d))):
-            for letter, kind, shape in (("w", "weight", sizes), ("b", "bias", sizes[1:])):
-                weight = (*path, "feed_forward", f"{letter}{i}")
-                rows.append(Tensor(f"{name}.mlp.{part}.{kind}", weight, shape, repeat))
+        rows += tables.of_layer(_layer(a), f"{PREFIX}h.{layer}", block, repeat)
     return [*rows, *layer_norm(f"{PREFIX}ln_f", ("norm",), d)]
 
 
-def _attention(name: str, path: tuple[str, ...], d: int, n: int, repeat: int) -> list[Tensor]:
-    """Queries, keys and values in one tensor, and the output."""
-
-    def split(w):  # [D, N H] -> [N, D, H]
-        return w.reshape(d, n, d // n).transpose(1, 0, 2)
-
-    def joined(w):
-        return w.transpose(1, 0, 2).reshape(d, d)
-
-    def heads(w):  # [N H, ...] -> [N, H, ...]
-        return w.reshape(n, d // n, *w.shape[1:])
-
-    def flat(w):
-        return w.reshape(d, *w.shape[2:])
-
-    rows, shape = [], (d, 3 * d)
-    for kind, x, sizes, read, write in (
-        ("weight", "w", shape, split, joined),
-        ("bias", "b", shape[1:], heads, flat),
-    ):
-        for i, letter in enumerate("qkv"):
-            weight, part = (*path, f"{x}_{letter}"), (len(sizes) - 1, i * d, (i + 1) * d)
-            rows.append(Tensor(f"{name}.c_attn.{kind}", weight, sizes, repeat, read, write, part))
-    rows.append(Tensor(f"{name}.c_proj.weight", (*path, "w_o"), (d, d), repeat, heads, flat))
-    return [*rows, Tensor(f"{name}.c_proj.bias", (*path, "b_o"), (d,), repeat)]
+def _layer(a: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of a layer; queries, keys and values are one."""
+    d, d_ff, n = a["d_model"], a["d_ff"], a["n_heads"]
+    h, rows = d // n, layer_norm("ln_1", ("attention_norm",), d)
+    weights = [tables.dense_to_heads("", ("attention", f"w_{x}"), n, h, d) for x in "qkv"]
+    biases = [tables.of_heads("", ("attention", f"b_{x}"), (n, h)) for x in "qkv"]
+    rows += tables.joined("attn.c_attn.weight", weights, axis=1)
+    rows += tables.joined("attn.c_attn.bias", biases)
+    rows.append(tables.dense_from_heads("attn.c_proj.weight", ("attention", "w_o"), n, h, d))
+    rows.append(Tensor("attn.c_proj.bias", ("attention", "b_o"), (d,)))
+    rows += layer_norm("ln_2", ("feed_forward_norm",), d)
+    for i, part, sizes in ((1, "c_fc", (d, d_ff)), (2, "c_proj", (d_ff, d))):
+        rows.append(Tensor(f"mlp.{part}.weight", ("feed_forward", f"w{i}"), sizes))
+        rows.append(Tensor(f"mlp.{part}.bias", ("feed_forward", f"b{i}"), sizes[1:]))
+    return rows
 
 
 def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[str, Any]:

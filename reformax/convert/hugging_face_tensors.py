@@ -6,7 +6,7 @@ model has follows from its design; a family may join some of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -32,173 +32,105 @@ _NORMS = {
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
 }
-Path = tuple[str, ...]
 
 
 def table(family: Family, spec: Spec) -> list[Tensor]:
     """The tensors of a model of a family, and which weight each one is."""
-    a, design = spec.arguments, spec.design
+    a = spec.arguments
     d, vocab = a["d_model"], a["vocab_size"]
     rows = [Tensor(EMBEDDING, ("embedding",), (vocab, d))]
-    before, after = _NORMS[design.norm_place]
     for layer, block, repeat, op in spec.layers():
-        name, path = f"model.layers.{layer}", ("stack", f"block_{block}")
-        sublayers = "attention", "feed_forward"
-        for sublayer, read, written in zip(sublayers, before, after, strict=True):
-            norms = {read: (*path, f"{sublayer}_norm"), written: (*path, sublayer, "output_norm")}
-            rows += [
-                Tensor(f"{name}.{norm}.weight", (*of, "scale"), (d,), repeat)
-                for norm, of in norms.items()
-                if norm is not None
-            ]
-        attention = _recurrence if op.name == "gated_delta" else _attention
-        layer_rows = attention(family, spec, op, (*path, "attention"))
-        layer_rows = [*layer_rows, *_feed_forward(family, spec, (*path, "feed_forward"))]
-        rows += [row._replace(name=f"{name}.{row.name}", repeat=repeat) for row in layer_rows]
+        recurrent = op.name == "gated_delta"
+        attention = _recurrence(spec, op) if recurrent else _attention(spec, family.fused)
+        of_layer = [*_norms(spec), *attention, *_feed_forward(spec, family.fused)]
+        rows += tables.of_layer(of_layer, f"model.layers.{layer}", block, repeat)
     rows.append(Tensor("model.norm.weight", ("norm", "scale"), (d,)))
     if not a["tie_embeddings"]:
-        rows.append(_linear(HEAD, ("logits", "w"), (vocab, d)))
+        rows.append(tables.linear(HEAD, ("logits", "w"), (vocab, d)))
     return rows
 
 
-def _linear(name: str, path: Path, shape: tuple[int, int]) -> Tensor:
-    return Tensor(name, path, shape, None, np.transpose, np.transpose)
+def _norms(spec: Spec) -> Iterator[Tensor]:
+    sublayers, (before, after) = ("attention", "feed_forward"), _NORMS[spec.design.norm_place]
+    for sublayer, read, written in zip(sublayers, before, after, strict=True):
+        norms = {read: (f"{sublayer}_norm",), written: (sublayer, "output_norm")}
+        for norm, path in norms.items():
+            if norm is not None:
+                yield Tensor(f"{norm}.weight", (*path, "scale"), (spec.arguments["d_model"],))
 
 
-def _heads(name: str, path: Path, n: int, size: int, d: int) -> Tensor:
-    """A projection to n heads."""
-
-    def read(w):  # [n size, D] -> [n, D, size]
-        return w.reshape(n, size, d).transpose(0, 2, 1)
-
-    def write(w):
-        return w.transpose(0, 2, 1).reshape(n * size, d)
-
-    return Tensor(name, path, (n * size, d), None, read, write)
-
-
-def _joined(name: str, rows: list[Tensor]) -> list[Tensor]:
-    """Tensors that are one, along their first axis."""
-    total = sum(row.shape[0] for row in rows)
-    found, start = [], 0
-    for row in rows:
-        stop = start + row.shape[0]
-        shape = (total, *row.shape[1:])
-        found.append(row._replace(name=name, shape=shape, part=(0, start, stop)))
-        start = stop
-    return found
-
-
-def _output(name: str, path: Path, n: int, size: int, d: int) -> Tensor:
-    """The projection of n heads."""
-
-    def read(w):  # [D, n size] -> [n, size, D]
-        return w.T.reshape(n, size, d)
-
-    def write(w):
-        return w.reshape(n * size, d).T
-
-    return Tensor(name, path, (d, n * size), None, read, write)
-
-
-def _attention(family: Family, spec: Spec, op: Op, path: Path) -> Iterator[Tensor]:
-    del op
+def _attention(spec: Spec, fused: bool) -> Iterator[Tensor]:
     a, design = spec.arguments, spec.design
     d, n, h = a["d_model"], a["n_heads"], a["d_attention_key"]
-    n_heads = {"q": n, "k": a["n_kv_heads"] or n, "v": a["n_kv_heads"] or n}
-    rows = {}
-    for x, heads in n_heads.items():
-        rows[x] = _heads(f"self_attn.{x}_proj.weight", (*path, f"w_{x}"), heads, h, d)
-    biases = {
-        x: _of_heads(f"self_attn.{x}_proj.bias", (*path, f"b_{x}"), (k, h))
-        for x, k in n_heads.items()
-    }
+    n_kv = a["n_kv_heads"] or n
+    n_heads, name, path = {"q": n, "k": n_kv, "v": n_kv}, "self_attn", "attention"
+    rows = [
+        tables.to_heads(f"{name}.{x}_proj.weight", (path, f"w_{x}"), heads, h, d)
+        for x, heads in n_heads.items()
+    ]
     if design.attention_gate:
-        yield from _with_gate(rows.pop("q"), path, n, h, d)
-    yield from (
-        _joined("self_attn.qkv_proj.weight", list(rows.values())) if family.fused else rows.values()
-    )
-    if design.attention_bias:
-        yield from biases.values()
-    yield _output("self_attn.o_proj.weight", (*path, "w_o"), n, h, d)
+        rows[:1] = _with_gate(f"{name}.q_proj.weight", n, h, d)
+    yield from tables.joined(f"{name}.qkv_proj.weight", rows) if fused else rows
+    for x, heads in n_heads.items() if design.attention_bias else ():
+        yield tables.of_heads(f"{name}.{x}_proj.bias", (path, f"b_{x}"), (heads, h))
+    yield tables.from_heads(f"{name}.o_proj.weight", (path, "w_o"), n, h, d)
     if design.output_bias:
-        yield Tensor("self_attn.o_proj.bias", (*path, "b_o"), (d,))
-    for x in ("q", "k") if design.qk_norm else ():
+        yield Tensor(f"{name}.o_proj.bias", (path, "b_o"), (d,))
+    for x in "qk" if design.qk_norm else ():
         shape = (n_heads[x], h) if design.qk_norm == "joint" else (h,)
-        yield _of_heads(f"self_attn.{x}_norm.weight", (*path, f"{x}_norm"), shape)
+        yield tables.of_heads(f"{name}.{x}_norm.weight", (path, f"{x}_norm"), shape)
 
 
-def _of_heads(name: str, path: Path, shape: tuple[int, ...]) -> Tensor:
-    """A vector of all heads' features, which are apart in reformax."""
-    return Tensor(name, path, (int(np.prod(shape)),), None, lambda b: b.reshape(shape), np.ravel)
-
-
-def _with_gate(row: Tensor, path: Path, n: int, h: int, d: int) -> list[Tensor]:
+def _with_gate(name: str, n: int, h: int, d: int) -> list[Tensor]:
     """Queries, of which each head is followed by its gate."""
 
-    def read(w):  # [N, H, D] -> [N, D, H]
+    def swap(w):  # [N, H, D] -> [N, D, H], and back
         return w.transpose(0, 2, 1)
 
+    whole = Tensor(name, (), (2 * n * h, d), None, swap, swap, view=(n, 2 * h, d))
     return [
-        Tensor(
-            row.name,
-            (*path, name),
-            (2 * n * h, d),
-            None,
-            read,
-            read,  # there and back alike
-            (1, start, start + h),
-            (n, 2 * h, d),
-        )
-        for name, start in (("w_q", 0), (f"w_{ATTENTION_GATE}", h))
+        whole._replace(path=("attention", weight), part=(1, start, start + h))
+        for weight, start in (("w_q", 0), (f"w_{ATTENTION_GATE}", h))
     ]
 
 
-def _feed_forward(family: Family, spec: Spec, path: Path) -> Iterator[Tensor]:
-    a, design = spec.arguments, spec.design
-    d, d_ff = a["d_model"], a["d_ff"]
+def _feed_forward(spec: Spec, fused: bool) -> Iterator[Tensor]:
+    design, d, d_ff = spec.design, spec.arguments["d_model"], spec.arguments["d_ff"]
     names = {"1": "gate", "3": "up"} if design.ff_gated else {"1": "up"}
-    rows = [_linear(f"mlp.{x}_proj.weight", (*path, f"w{i}"), (d_ff, d)) for i, x in names.items()]
-    yield from _joined("mlp.gate_up_proj.weight", rows) if family.fused else rows
-    yield _linear("mlp.down_proj.weight", (*path, "w2"), (d, d_ff))
+    path = "feed_forward"
+    rows = [
+        tables.linear(f"mlp.{x}_proj.weight", (path, f"w{i}"), (d_ff, d)) for i, x in names.items()
+    ]
+    yield from tables.joined("mlp.gate_up_proj.weight", rows) if fused else rows
+    yield tables.linear("mlp.down_proj.weight", (path, "w2"), (d, d_ff))
     if design.ff_bias:
         for i, name in {**names, "2": "down"}.items():
-            yield Tensor(f"mlp.{name}_proj.bias", (*path, f"b{i}"), (d if i == "2" else d_ff,))
+            yield Tensor(f"mlp.{name}_proj.bias", (path, f"b{i}"), (d if i == "2" else d_ff,))
 
 
-def _recurrence(family: Family, spec: Spec, op: Op, path: Path) -> Iterator[Tensor]:
+def _recurrence(spec: Spec, op: Op) -> Iterator[Tensor]:
     """The gated delta rule of Qwen3.5; a head's decay is written with the other sign."""
-    del family
-    d, sizes = spec.arguments["d_model"], recurrent_sizes(spec)
-    n, n_qk, h, v = sizes.values()
-    own, size = (*path, "op"), op.option("conv_size")
+    d, (n, n_qk, h, v) = spec.arguments["d_model"], recurrent_sizes(spec).values()
+    name, path, own = "linear_attn", "attention", ("attention", "op")
     parts = {"q": (n_qk, h), "k": (n_qk, h), "v": (n, v)}
-    qkv = [_heads("", (*path, f"w_{x}"), *shape, d) for x, shape in parts.items()]
-    yield from _joined("linear_attn.in_proj_qkv.weight", qkv)
+    qkv = [tables.to_heads("", (path, f"w_{x}"), *shape, d) for x, shape in parts.items()]
+    yield from tables.joined(f"{name}.in_proj_qkv.weight", qkv)
+    size = op.option("conv_size")
     convs = [_conv((*own, f"conv_{x}"), *shape, size) for x, shape in parts.items()]
-    yield from _joined("linear_attn.conv1d.weight", convs)
-    yield _heads("linear_attn.in_proj_z.weight", (*path, "w_output_gate"), n, v, d)
-    yield _heads("linear_attn.in_proj_b.weight", (*path, "w_beta"), n, 1, d)
-    keep = _heads("linear_attn.in_proj_a.weight", (*path, "w_keep"), n, 1, d)
-    yield keep._replace(read=_negated(keep.read), write=_negated(keep.write))
-    yield Tensor("linear_attn.A_log", (*own, "rate"), (n,))
-    yield Tensor("linear_attn.dt_bias", (*own, "bias"), (n,))
-    yield Tensor(
-        "linear_attn.norm.weight",
-        (*own, "scale"),
-        (v,),
-        None,
-        lambda w: np.broadcast_to(w, (n, v)),
-        lambda w: w[0],  # `prepared` has made them equal
-    )
-    yield _output("linear_attn.out_proj.weight", (*path, "w_o"), n, v, d)
+    yield from tables.joined(f"{name}.conv1d.weight", convs)
+    yield tables.to_heads(f"{name}.in_proj_z.weight", (path, "w_output_gate"), n, v, d)
+    yield tables.to_heads(f"{name}.in_proj_b.weight", (path, "w_beta"), n, 1, d)
+    keep = tables.to_heads(f"{name}.in_proj_a.weight", (path, "w_keep"), n, 1, d)
+    yield keep._replace(read=lambda w: -keep.read(w), write=lambda w: -keep.write(w))
+    yield Tensor(f"{name}.A_log", (*own, "rate"), (n,))
+    yield Tensor(f"{name}.dt_bias", (*own, "bias"), (n,))
+    scale = Tensor(f"{name}.norm.weight", (*own, "scale"), (v,))
+    # `prepared` has made the heads' scales equal.
+    yield scale._replace(read=lambda w: np.broadcast_to(w, (n, v)), write=lambda w: w[0])
+    yield tables.from_heads(f"{name}.out_proj.weight", (path, "w_o"), n, v, d)
 
 
-def _negated(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda w: -function(w)
-
-
-def _conv(path: Path, n: int, size: int, width: int) -> Tensor:
+def _conv(path: tables.Path, n: int, size: int, width: int) -> Tensor:
     """A convolution of each feature, in PyTorch with the newest position last."""
 
     def read(w):  # [n size, 1, W] -> [n, size, W]

@@ -25,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from reformax.convert.hugging_face_decoder import algorithm_of, rotating_of
-from reformax.convert.spec import DENSE, OPS, REPLACEMENTS, Op, Spec
+from reformax.convert.spec import DENSE, OPS, REPLACEMENTS, Op, Spec, cycle_of
 from reformax.data import files
 from reformax.data.pieces import PieceVocabulary
 from reformax.data.stdlib import library_files
 from reformax.declared import SettingError, shown
 from reformax.ops.numerics.rotary import RotaryAngles
+from reformax.training.named_tensors import named
 from reformax.training.step import jit_once
 
 _CANDIDATES = ("local", "lsh", "shared_qk", *REPLACEMENTS, *DENSE)
@@ -137,8 +138,7 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
     ops = [_like(old, op) if i in layers else old for i, old in enumerate(old_ops)]
     rotating = spec.design.rotary_layers or [True] * len(spec.attention)
     kinds = [(op, rotating[block]) for op, (_, block, *_) in zip(ops, spec.layers(), strict=True)]
-    n = len(kinds)
-    period = next(i for i in range(1, n + 1) if n % i == 0 and kinds == kinds[:i] * (n // i))
+    period = len(cycle_of(kinds))
     new = spec._replace(attention=tuple(ops[:period]))
     if spec.design.rotary_layers:
         design = spec.design.but(rotary_layers=tuple(rotates for _, rotates in kinds[:period]))
@@ -225,14 +225,9 @@ def _sharing(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_weights(spec: Spec, params: Any, op: Op) -> None:
     """Raises `SettingError` unless the weights are all that the model has."""
-    model = spec.build()
-    wanted = jax.eval_shape(lambda key: model.init_params(key, (1, 1)), jax.random.key(0))
-    names = [
-        {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat}
-        for flat in (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (params, wanted))
-    ]
-    if other := sorted(names[0] ^ names[1]):
-        own = "has weights of its own" if other[0] in names[1] else "lacks weights of the model"
+    there, wanted = named(params).keys(), named(spec.shapes()).keys()
+    if other := sorted(there ^ wanted):
+        own = "has weights of its own" if other[0] in wanted else "lacks weights of the model"
         raise SettingError(
             f"--attention={op.name} {own}, such as {other[0]}: take asymmetric_lsh or moba"
         )

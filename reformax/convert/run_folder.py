@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from reformax import durable
@@ -56,9 +55,7 @@ def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> 
         ((chosen, text),) = configs.items()
         saved_run.parse(checkpoints, chosen, text, trusted=trusted)
         spec = Spec.of_config()
-        model = spec.build()
-        like = jax.eval_shape(lambda key: model.init_params(key, (1, 1)), jax.random.key(0))
-        params, info = checkpoints.restore_params(chosen, like)
+        params, info = checkpoints.restore_params(chosen, spec.shapes())
         kept = Path(folder).expanduser() / FILE
         vocabulary = kept.read_bytes() if kept.is_file() else None
         return ConvertibleRun(spec, params, info.get("source", {}), vocabulary)

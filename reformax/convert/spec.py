@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
 
 from reformax import ops
 from reformax.cli import parsed
@@ -14,6 +16,7 @@ from reformax.models import designs, encoder, lm
 from reformax.ops import AttentionOp, dense, flash, gated_delta, local, lsh, shared_qk
 from reformax.training import loop
 
+T = TypeVar("T")
 MODELS = {
     model.__name__: model
     for model in (lm.ReformerLM, lm.TransformerLM, encoder.TransformerMaskedLM)
@@ -41,6 +44,10 @@ OPS |= {name: getattr(getattr(ops, name), name) for name in REPLACEMENTS}
 SHORTHANDS = ("attention_bias", "ff_activation", "norm_epsilon", "init_std")
 
 
+# (whether it holds, what the model has, what is expected): raises where a format has no such model
+Require = Callable[[bool, str, str], None]
+
+
 class Op(NamedTuple):
     """One attention of the cycle: a name in `OPS`, and the options that are set."""
 
@@ -51,6 +58,12 @@ class Op(NamedTuple):
         """The value of an option, or its default."""
         default = inspect.signature(OPS[self.name]).parameters[name].default
         return self.options.get(name, default)
+
+    def require(self, require: Require, **wanted: Any) -> None:
+        """Calls `require` for each option that must have a value."""
+        for name, value in wanted.items():
+            found = self.option(name)
+            require(found == value, f"{self.name}'s {name} is {found!r}", repr(value))
 
 
 class Spec(NamedTuple):
@@ -141,21 +154,25 @@ class Spec(NamedTuple):
         given = {**self.arguments, "design": self.design}
         return MODELS[self.model](**given, attention_type=tuple(ops), mode=mode)
 
-    def require_plain(self, require: Callable[[bool, str, str], None]) -> None:
+    def require(self, require: Require, **wanted: Any) -> None:
+        """Calls `require` for each argument that must have a value."""
+        for name, value in wanted.items():
+            found = self.arguments[name]
+            require(found == value, f"{name} is {found!r}", repr(value))
+
+    def require_plain(self, require: Require) -> None:
         """Calls `require` for each choice of the design that only the decoders of today have."""
         for name, value in vars(designs.Design()).items():
             found = getattr(self.design, name)
             if name not in SHORTHANDS:
                 require(found == value, f"{name} is {found!r}", repr(value))
 
-    def require_dense(self, require: Callable[[bool, str, str], None]) -> None:
+    def require_dense(self, require: Require) -> None:
         """Calls `require` for each attention, which must be dense without options."""
         for op in self.attention:
             require(op.name in DENSE, f"the attention is {op.name}", "dense or flash")
             flash = {"scale": None, "learned_sinks": False} if op.name == "flash" else {}
-            for name, value in (NO_OPTIONS | flash).items():
-                found = op.option(name)
-                require(found == value, f"{op.name}'s {name} is {found}", str(value))
+            op.require(require, **NO_OPTIONS, **flash)
 
     def gin(self) -> str:
         """The spec as lines of a gin file, imports included."""
@@ -187,10 +204,21 @@ class Spec(NamedTuple):
         lines += [f"{name} = {value!r}" for name, value in settings.items()]
         return "\n".join(lines) + "\n"
 
+    def shapes(self) -> Any:
+        """The shapes of the weights."""
+        init = self.build().init_params
+        return jax.eval_shape(lambda key: init(key, (1, 1)), jax.random.key(0))
+
     def max_length(self) -> int | None:
         """The longest sequence that the positions hold; None if there is no bound."""
         shape = self.arguments["pos_axial_shape"]
         return math.prod(shape) if shape else None
+
+
+def cycle_of(layers: Sequence[T]) -> Sequence[T]:
+    """The shortest cycle that layers repeat."""
+    n = len(layers)
+    return next(layers[:i] for i in range(1, n + 1) if layers == layers[:i] * (n // i))
 
 
 def _with_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,14 @@ Numbers are reshaped and transposed, never computed with: a round trip gives the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+Path = tuple[str, ...]  # keys from a model's parameters down
 
 
 def same(x: np.ndarray) -> np.ndarray:
@@ -34,7 +37,7 @@ class Tensor(NamedTuple):
     """
 
     name: str
-    path: tuple[str, ...]
+    path: Path
     shape: tuple[int, ...]
     repeat: int | None = None
     read: Callable[[np.ndarray], np.ndarray] = same
@@ -51,13 +54,90 @@ class Tensor(NamedTuple):
         return whole[(slice(None),) * axis + (slice(start, stop),)]
 
 
-def layer_norm(
-    name: str, path: tuple[str, ...], size: int, repeat: int | None = None
-) -> list[Tensor]:
+def layer_norm(name: str, path: Path, size: int) -> list[Tensor]:
     """The scale and the bias of a layer norm, by PyTorch's names."""
     return [
-        Tensor(f"{name}.{theirs}", (*path, ours), (size,), repeat)
+        Tensor(f"{name}.{theirs}", (*path, ours), (size,))
         for theirs, ours in (("weight", "scale"), ("bias", "bias"))
+    ]
+
+
+def linear(name: str, path: Path, shape: tuple[int, int]) -> Tensor:
+    """The weight of a linear layer of PyTorch, `[out, in]`."""
+    return Tensor(name, path, shape, None, np.transpose, np.transpose)
+
+
+def to_heads(name: str, path: Path, n: int, size: int, d: int) -> Tensor:
+    """A linear layer of PyTorch that makes n heads of features: `[n size, D]`, `[n, D, size]`."""
+
+    def read(w):
+        return w.reshape(n, size, d).transpose(0, 2, 1)
+
+    def write(w):
+        return w.transpose(0, 2, 1).reshape(n * size, d)
+
+    return Tensor(name, path, (n * size, d), None, read, write)
+
+
+def dense_to_heads(name: str, path: Path, n: int, size: int, d: int) -> Tensor:
+    """The same of a layer whose weight is `[D, n size]`, as Trax's and GPT-2's."""
+
+    def read(w):
+        return w.reshape(d, n, size).transpose(1, 0, 2)
+
+    def write(w):
+        return w.transpose(1, 0, 2).reshape(d, n * size)
+
+    return Tensor(name, path, (d, n * size), None, read, write)
+
+
+def from_heads(name: str, path: Path, n: int, size: int, d: int) -> Tensor:
+    """A linear layer of PyTorch that makes features of n heads: `[D, n size]`, `[n, size, D]`."""
+
+    def read(w):
+        return w.T.reshape(n, size, d)
+
+    def write(w):
+        return w.reshape(n * size, d).T
+
+    return Tensor(name, path, (d, n * size), None, read, write)
+
+
+def dense_from_heads(name: str, path: Path, n: int, size: int, d: int) -> Tensor:
+    """The same of a layer whose weight is `[n size, D]`."""
+
+    def read(w):
+        return w.reshape(n, size, d)
+
+    def write(w):
+        return w.reshape(n * size, d)
+
+    return Tensor(name, path, (n * size, d), None, read, write)
+
+
+def of_heads(name: str, path: Path, shape: tuple[int, ...]) -> Tensor:
+    """A vector of the features of all heads, which are apart in reformax."""
+    return Tensor(name, path, (math.prod(shape),), None, lambda b: b.reshape(shape), np.ravel)
+
+
+def joined(name: str, rows: Sequence[Tensor], axis: int = 0) -> list[Tensor]:
+    """Tensors that are one along an axis."""
+    total = sum(row.shape[axis] for row in rows)
+    found, start = [], 0
+    for row in rows:
+        stop = start + row.shape[axis]
+        shape = (*row.shape[:axis], total, *row.shape[axis + 1 :])
+        found.append(row._replace(name=name, shape=shape, part=(axis, start, stop)))
+        start = stop
+    return found
+
+
+def of_layer(rows: Iterable[Tensor], name: str, block: int, repeat: int) -> list[Tensor]:
+    """The rows of a layer of a stack, which have names and paths within the layer."""
+    path = ("stack", f"block_{block}")
+    return [
+        row._replace(name=f"{name}.{row.name}", path=(*path, *row.path), repeat=repeat)
+        for row in rows
     ]
 
 

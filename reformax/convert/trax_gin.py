@@ -232,7 +232,7 @@ def _arguments(bound: _Bound, name: str, vocab_size: int | None) -> dict[str, An
     if found["vocab_size"] is None:
         raise ValueError(f"{bound.where} does not set {name}.vocab_size, and no weights say it")
     activation = str(given.get("ff_activation", "Relu" if name == "TransformerLM" else "FastGelu"))
-    short = activation.lstrip("@").removesuffix("()").rpartition(".")[2]
+    short = trax_config.function_of(activation)
     if short not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise ValueError(
@@ -274,7 +274,7 @@ def _cycle(bound: _Bound, n_layers: int) -> list[Op]:
 
 
 def _op(bound: _Bound, reference: str) -> Op:
-    name = reference.lstrip("@").removesuffix("()").rpartition("/")[2].rpartition(".")[2]
+    name = trax_config.function_of(reference)
     if name not in ("SelfAttention", "LSHSelfAttention"):
         raise ValueError(
             f"{bound.where}: the attention {reference} has no counterpart in reformax: expected "

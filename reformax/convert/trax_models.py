@@ -34,16 +34,14 @@ def table(spec: Spec) -> list[Tensor]:
     rows += _positions(a["pos_axial_shape"], a["pos_d_axial_embs"])
     attention_of = _joined_heads if spec.model == "TransformerLM" else _separate_heads
     for layer, block, repeat, op in spec.layers():
-        name, path = f"layer_{layer}", ("stack", f"block_{block}")
-        rows += _norm(f"{name}.attention_norm", (*path, "attention_norm"), d, repeat)
-        rows += attention_of(f"{name}.attention", (*path, "attention"), repeat, op, a)
-        rows += _norm(f"{name}.feed_forward_norm", (*path, "feed_forward_norm"), d, repeat)
+        of_layer = _norm("attention_norm", d) + attention_of(op, a) + _norm("feed_forward_norm", d)
         for i, sizes in (("1", (d, a["d_ff"])), ("2", (a["d_ff"], d))):
             for x, shape in (("w", sizes), ("b", sizes[1:])):
-                weight = (*path, "feed_forward", f"{x}{i}")
-                rows.append(Tensor(f"{name}.feed_forward.{x}{i}", weight, shape, repeat))
+                path = ("feed_forward", f"{x}{i}")
+                of_layer.append(Tensor(".".join(path), path, shape))
+        rows += tables.of_layer(of_layer, f"layer_{layer}", block, repeat)
     d_features = d if spec.model == "TransformerLM" else 2 * d
-    rows += _norm("norm", ("norm",), d_features)
+    rows += _norm("norm", d_features)
     rows.append(Tensor("logits.w", ("logits", "w"), (d_features, vocab)))
     rows.append(Tensor("logits.b", ("logits", "b"), (vocab,)))
     return [row._replace(name=f"flat_weights[{i}] {row.name}") for i, row in enumerate(rows)]
@@ -56,56 +54,30 @@ def _positions(shape: Sequence[int], d_embs: Sequence[int]) -> list[Tensor]:
     return tables.axial("positions.axis_{axis}", shape, d_embs, leading=1)
 
 
-def _norm(name: str, path: tuple[str, ...], size: int, repeat: int | None = None) -> list[Tensor]:
-    return [Tensor(f"{name}.{x}", (*path, x), (size,), repeat) for x in ("scale", "bias")]
+def _norm(name: str, size: int) -> list[Tensor]:
+    return [Tensor(f"{name}.{x}", (name, x), (size,)) for x in ("scale", "bias")]
 
 
-def _separate_heads(name, path, repeat, op: Op, a: Mapping[str, Any]) -> list[Tensor]:
+def _separate_heads(op: Op, a: Mapping[str, Any]) -> list[Tensor]:
     """The projections of a ReformerLM's attention, `[N, D, H]` as in reformax."""
     n, d, d_qk, d_v = a["n_heads"], a["d_model"], a["d_attention_key"], a["d_attention_value"]
     shapes = {"w_q": (n, d, d_qk), "w_k": (n, d, d_qk), "w_v": (n, d, d_v), "w_o": (n, d_v, d)}
     if _shares_qk(op):
         del shapes["w_k"]
-    return [Tensor(f"{name}.{x}", (*path, x), shape, repeat) for x, shape in shapes.items()]
+    return [Tensor(f"attention.{x}", ("attention", x), shape) for x, shape in shapes.items()]
 
 
-def _joined_heads(name, path, repeat, op: Op, a: Mapping[str, Any]) -> list[Tensor]:
+def _joined_heads(op: Op, a: Mapping[str, Any]) -> list[Tensor]:
     """The projections of a TransformerLM's attention: Dense layers of all heads together."""
     del op
-    n, d = a["n_heads"], a["d_model"]
+    n, d, rows = a["n_heads"], a["d_model"], []
     h = d // n
-    rows = []
     for x in "qkv":
-        rows += [
-            Tensor(
-                f"{name}.w_{x}",
-                (*path, f"w_{x}"),
-                (d, d),
-                repeat,
-                lambda w: w.reshape(d, n, h).transpose(1, 0, 2),
-                lambda w: w.transpose(1, 0, 2).reshape(d, d),
-            ),
-            Tensor(
-                f"{name}.b_{x}",
-                (*path, f"b_{x}"),
-                (d,),
-                repeat,
-                lambda b: b.reshape(n, h),
-                lambda b: b.reshape(d),
-            ),
-        ]
-    return [
-        *rows,
-        Tensor(
-            f"{name}.w_o",
-            (*path, "w_o"),
-            (d, d),
-            repeat,
-            lambda w: w.reshape(n, h, d),
-            lambda w: w.reshape(d, d),
-        ),
-        Tensor(f"{name}.b_o", (*path, "b_o"), (d,), repeat),
-    ]
+        w, b = f"w_{x}", f"b_{x}"
+        rows.append(tables.dense_to_heads(f"attention.{w}", ("attention", w), n, h, d))
+        rows.append(tables.of_heads(f"attention.{b}", ("attention", b), (n, h)))
+    rows.append(tables.dense_from_heads("attention.w_o", ("attention", "w_o"), n, h, d))
+    return [*rows, Tensor("attention.b_o", ("attention", "b_o"), (d,))]
 
 
 _OPS = ("dense", "flash", "local", "lsh", "shared_qk")
@@ -128,36 +100,27 @@ def _check(spec: Spec) -> None:
     pos_type = a["pos_type"]
     known = pos_type in ("axial", "sinusoidal", "none")
     require(known, f"pos_type is {pos_type!r}", "'axial', 'sinusoidal' or 'none'")
-    for name in ("next_value", "tie_embeddings", "embedding_norm"):
-        require(not a[name], f"{name} is True", "False")
-    require(a["first_token"] == 0, f"first_token is {a['first_token']}", "0")
-    require(a["n_kv_heads"] is None, f"n_kv_heads is {a['n_kv_heads']}", "None")
     require(a["ff_activation"] != "relu_squared", "ff_activation is 'relu_squared'", "another")
-    require(a["n_qk_heads"] is None, f"n_qk_heads is {a['n_qk_heads']}", "None")
-    require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")
+    spec.require(require, next_value=False, tie_embeddings=False, embedding_norm=False)
+    spec.require(require, first_token=0, n_kv_heads=None, n_qk_heads=None, norm_epsilon=1e-6)
     for op in spec.attention:
         require(op.name in _OPS, f"the attention is {op.name}", f"one of {', '.join(_OPS)}")
-        for name, value in (NO_OPTIONS | _wanted(op)).items():
-            what = f"{op.name}'s {name} is {op.option(name)!r}"
-            require(op.option(name) == value, what, repr(value))
+        op.require(require, **NO_OPTIONS, **_wanted(op))
     length = length_of(spec)
     fits = length % _chunks(spec) == 0 and length <= (spec.max_length() or length)
     require(fits, f"positions are {spec.max_length()}", f"a multiple of chunks of {_chunks(spec)}")
     if spec.model == "ReformerLM":
         plain = all(op.name != "gated_delta" for op in spec.attention)
         require(plain, "an attention is gated_delta", "another")
-        require(a["n_slots"] is None, f"n_slots is {a['n_slots']}", "None")
-        require(not a["attention_bias"], "attention_bias is True", "False")
+        spec.require(require, n_slots=None, attention_bias=False)
         return
-    require(a["attention_bias"], "attention_bias is False", "True")
-    require(not a["post_norm"], "post_norm is True", "False")
+    spec.require(require, attention_bias=True, post_norm=False)
     kinds = {op.name for op in spec.attention}
     require(kinds <= {"dense", "flash"}, "attention_type is not dense", "dense")
     d, n_heads = a["d_model"], a["n_heads"]
     require(d % n_heads == 0, f"d_model is {d}", f"a multiple of n_heads, {n_heads}")
     size = d // n_heads
-    for name in ("d_attention_key", "d_attention_value"):
-        require(a[name] == size, f"{name} is {a[name]}", f"d_model / n_heads, {size}")
+    spec.require(require, d_attention_key=size, d_attention_value=size)
     one_axis = len(a["pos_axial_shape"]) == 1
     require(one_axis, f"pos_axial_shape is {a['pos_axial_shape']}", "(max_len,), a table")
 

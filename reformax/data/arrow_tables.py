@@ -205,7 +205,7 @@ def _rows(
             indices, values = None, column
             if pa.types.is_dictionary(column.type):
                 indices, values = column.indices, column.dictionary
-            if _is_string(pa, values.type) or _is_binary(pa, values.type):
+            if _is_string(values.type) or _is_bytes(values.type):
                 lengths = _lengths(pa, values)
                 lengths = lengths if indices is None else lengths.take(indices)
                 total += pa.compute.sum(lengths).as_py() or 0
@@ -246,7 +246,7 @@ def _source(pa, path: Path) -> Any:
 
 def _lengths(pa, values: Any) -> Any:
     """The bytes of each value, before any of them is copied."""
-    if not _is_view(pa, values.type):
+    if not str(values.type).endswith("_view"):
         return pa.compute.binary_length(values)
     # A view is 16 bytes, of which the first four are the length; many may show one text.
     views = np.frombuffer(values.buffers()[1], np.int32)[4 * values.offset :: 4][: len(values)]
@@ -261,7 +261,7 @@ def _text_bytes(pa, values: Any) -> int:
         return _NESTED * len(values) + sum(_text_bytes(pa, part) for part in parts)
     if pa.types.is_dictionary(values.type):
         lengths = _lengths(pa, values.dictionary).take(values.indices)
-    elif _is_string(pa, values.type) or _is_binary(pa, values.type):
+    elif _is_string(values.type) or _is_bytes(values.type):
         lengths = _lengths(pa, values)
     else:
         return _NESTED * len(values)
@@ -271,7 +271,7 @@ def _text_bytes(pa, values: Any) -> int:
 def _as_bytes(pa, path: Path, field: str, values: Any) -> list[bytes | None]:
     """The values as they are; bytes that no type says are text must be UTF-8."""
     found = values.cast(pa.large_binary()).to_pylist()
-    if not _is_string(pa, values.type):
+    if not _is_string(values.type):
         for value in found:
             try:
                 (value or b"").decode("utf-8")
@@ -291,7 +291,7 @@ def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Column]) -> Non
         return kind.value_type if pa.types.is_dictionary(kind) else kind
 
     kinds = [(column.name, plain(column.type)) for column in schema]
-    texts = [name for name, kind in kinds if _is_string(pa, kind)]
+    texts = [name for name, kind in kinds if _is_string(kind)]
     for field in fields:
         found = [kind for name, kind in kinds if name == field.name]
         if not found and field.optional:
@@ -303,7 +303,7 @@ def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Column]) -> Non
         where = f"{path}: column {field.name!r}"
         if len(found) > 1:
             raise SettingError(f"{where} is there {len(found)} times: give each its own name")
-        is_text = _is_string(pa, found[0]) or _is_binary(pa, found[0])
+        is_text = _is_string(found[0]) or _is_bytes(found[0])
         types = pa.types
         is_value = types.is_integer(found[0]) or types.is_floating(found[0])
         is_value = is_value or types.is_boolean(found[0]) or types.is_null(found[0])
@@ -318,19 +318,13 @@ def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Column]) -> Non
             raise SettingError(f"{where} is {found[0]}, {what}: {fix}")
 
 
-def _is_string(pa, kind: Any) -> bool:
-    types = pa.types
-    return any(f(kind) for f in (types.is_string, types.is_large_string, types.is_string_view))
+def _is_string(kind: Any) -> bool:
+    return str(kind) in ("string", "large_string", "string_view")
 
 
-def _is_binary(pa, kind: Any) -> bool:
-    types = pa.types
-    tests = types.is_binary, types.is_large_binary, types.is_binary_view
-    return any(test(kind) for test in (*tests, types.is_fixed_size_binary))
-
-
-def _is_view(pa, kind: Any) -> bool:
-    return pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)
+def _is_bytes(kind: Any) -> bool:
+    name = str(kind)
+    return name in ("binary", "large_binary", "binary_view") or name.startswith("fixed_size_binary")
 
 
 def _stated(metadata: Any, names: Sequence[str]) -> int:

@@ -196,9 +196,7 @@ def language_model(
         return Batch(inputs, tokens, weights)
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
-        check_sizes(batch_size=batch_size, length=length, stride=stride)
-        if stride > length:
-            raise SettingError(f"stride={stride} must be at most length={length}")
+        check_windows(batch_size, length, stride)
         data = tokens_of(split)
         n = len(data)
         if n < length:
@@ -281,13 +279,19 @@ def each_once(
       numbers: of windows since the first step.
     """
     n_windows = -(-n // length)
-    epochs, indices = np.divmod(numbers, n_windows)
+    found = in_epochs(numbers, n_windows, seed)
+    starts = np.minimum(found * length, n - length)
+    return starts, found * length - starts
+
+
+def in_epochs(numbers: Int[np.ndarray, " B"], n: int, seed: int) -> Int64[np.ndarray, " B"]:
+    """Which of n examples come at some numbers, since the first step: each once an epoch."""
+    epochs, indices = np.divmod(numbers, n)
     found = np.zeros(len(numbers), np.int64)
     for epoch in np.unique(epochs):
         own = epochs == epoch
-        found[own] = permuted(indices[own], n_windows, generator(seed, int(epoch)))
-    starts = np.minimum(found * length, n - length)
-    return starts, found * length - starts
+        found[own] = permuted(indices[own], n, generator(seed, int(epoch)))
+    return found
 
 
 def permuted(indices: Int[np.ndarray, " B"], n: int, rng: np.random.Generator) -> np.ndarray:
@@ -529,6 +533,13 @@ def check_held_out(n_examples: int, length: int) -> None:
             f"n_eval is {n_examples}: expected at most {MOST_HELD_OUT // length:,} examples of "
             f"{length:,} tokens, which are drawn together"
         )
+
+
+def check_windows(batch_size: int, length: int, stride: int) -> None:
+    """Raises ValueError for a size below 1, or windows that would leave tokens out."""
+    check_sizes(batch_size=batch_size, length=length, stride=stride)
+    if stride > length:
+        raise SettingError(f"stride={stride} must be at most length={length}")
 
 
 def check_sizes(**sizes: int) -> None:

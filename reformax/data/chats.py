@@ -20,7 +20,15 @@ from jaxtyping import Bool, Int, Int64, UInt8
 
 from reformax.data import arrow_tables, chat_templates, conversations, documents, files, tables
 from reformax.data import splits as by_name
-from reformax.data.base import SPLITS, check_sizes, check_split, generator, permuted, philox
+from reformax.data.base import (
+    SPLITS,
+    check_sizes,
+    check_split,
+    check_windows,
+    generator,
+    in_epochs,
+    philox,
+)
 from reformax.data.conversations import Conversation, LeftOut
 from reformax.data.packing import Rows, laid_out, pack
 from reformax.data.pieces import BYTES, PieceVocabulary
@@ -249,11 +257,7 @@ class _Chats:
         spans, packed = self._packed(seed, length)
         # The epochs' rows are one endless sequence, and each step takes its next batch.
         numbers = step * batch_size + np.arange(batch_size)[rows]
-        epochs, indices = np.divmod(numbers, len(packed))
-        chosen = np.zeros(len(numbers), np.int64)
-        for epoch in np.unique(epochs):
-            own = epochs == epoch
-            chosen[own] = permuted(indices[own], len(packed), generator(seed, int(epoch)))
+        chosen = in_epochs(numbers, len(packed), seed)
         return _batch(self.encoded("train"), spans, packed, chosen, len(chosen), length)
 
     def _packed_rows(self, seed: int, length: int) -> tuple[_Spans, Rows]:
@@ -284,9 +288,7 @@ class _Chats:
     def eval_batches(
         self, split: str, batch_size: int, length: int, stride: int
     ) -> Iterator[Batch]:
-        check_sizes(batch_size=batch_size, length=length, stride=stride)
-        if stride > length:
-            raise SettingError(f"stride={stride} must be at most length={length}")
+        check_windows(batch_size, length, stride)
         data = self.encoded(split)
         spans = _windows(data.starts, length, stride)
         n_scored = np.concatenate([[0], np.cumsum(data.scored)])

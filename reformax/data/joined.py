@@ -8,7 +8,6 @@ them in this order already, as the files of a folder are, its text stays as it i
 from __future__ import annotations
 
 import hashlib
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
@@ -146,8 +145,6 @@ def _written_anew(folder: Path, shards, keys, order, shard_bytes: int) -> list[d
                 for block in data[begin : begin + length].blocks():
                     file.write(block)
                     crc = zlib.crc32(block, crc)
-            file.flush()
-            os.fsync(file.fileno())
         places = np.cumsum([0, *lengths[first : last - 1]], dtype=np.int64)
         joined = places[firsts(keys[own], keys[first - 1] if first else 0)]
         durable.write(Path(f"{path}.begins"), places.tobytes())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,8 +92,6 @@ def _write(span: TextSpan, folder: Path, model: bytes, size: int) -> dict[str, A
     name = f"{span.number:05}"
     with durable.new_file(folder / f"{name}.ids") as file:
         file.write(np.ascontiguousarray(found.ids))
-        file.flush()
-        os.fsync(file.fileno())
     facts = {"file": name, "n": len(found.ids)}
     for kind, begins in {"begins": span.text.begins, "joined": span.text.joined}.items():
         if begins is not None:

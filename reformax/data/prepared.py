@@ -82,33 +82,46 @@ def load(
         raise OSError(f"{name} could not be prepared from {url} ({reason}): {instead}") from error
 
 
-def check_may_download(name: str, data_dir: str | None) -> None:
-    """Raises `files.Missing` where a dataset is not in the folder to read it from."""
-    if data_dir is not None:
+def builder_of(name: str, data_dir: str | os.PathLike | None = None) -> tfds.core.DatasetBuilder:
+    """The builder of a dataset.
+
+    One that was prepared before is read in its format. A new one is written as ArrayRecord, which
+    needs no TensorFlow to be read.
+
+    Args:
+      name: the dataset's; of this package, not of a folder.
+      data_dir: the folder that has it; None: TFDS_DATA_DIR or ~/tensorflow_datasets.
+
+    Raises:
+      FileNotFoundError: it is not in data_dir.
+    """
+    import tensorflow_datasets as tfds
+
+    folder = None if data_dir is None else str(Path(data_dir).expanduser())
+    there = tfds.builder(name, data_dir=folder)
+    if there.is_prepared():
+        return there
+    if folder is not None:
         raise files.Missing(
-            f"data_dir={data_dir} has no prepared {name}: give the folder that has it, or leave "
+            f"data_dir={folder} has no prepared {name}: give the folder that has it, or leave "
             "data_dir out, which downloads to TFDS_DATA_DIR or ~/tensorflow_datasets"
         )
+    return tfds.builder(name, file_format="array_record")
 
 
 def columns(
     name: str,
     split: str,
     wanted: tuple[str, ...],
-    data_dir: str | os.PathLike | None,
     url: str,
     instead: str,
 ) -> list[list[Any]]:
     """Features of all examples of a split, each a list in the dataset's order.
 
-    A dataset that was prepared before is read in its format. A new one is written as ArrayRecord,
-    which needs no TensorFlow to be read.
-
     Args:
-      name: the dataset's; of this package, not of a folder.
+      name: the dataset's, as `builder_of` takes it.
       split: the dataset's own name of the split, or a part of it such as 'train[:90%]'.
       wanted: the features.
-      data_dir: the folder that has it; None: TFDS_DATA_DIR or ~/tensorflow_datasets.
       url: as in `load`.
       instead: as in `load`.
 
@@ -117,14 +130,6 @@ def columns(
       OSError: the dataset could not be downloaded, prepared or read.
     """
     tfds = library(name, instead)
-    folder = None if data_dir is None else str(Path(data_dir).expanduser())
-
-    def builder():
-        there = tfds.builder(name, data_dir=folder)
-        if there.is_prepared():
-            return there
-        check_may_download(name, folder)
-        return tfds.builder(name, data_dir=folder, file_format="array_record")
 
     def read(builder) -> list[list[Any]]:
         if builder.info.file_format.value == "array_record":
@@ -134,4 +139,4 @@ def columns(
         rows = [[example[feature] for feature in wanted] for example in examples]
         return [list(column) for column in zip(*rows, strict=True)]
 
-    return load(name, builder, read, url, instead)
+    return load(name, lambda: builder_of(name), read, url, instead)

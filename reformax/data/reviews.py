@@ -40,7 +40,7 @@ def reviews(data_dir: PathName | None = None) -> Task:
     def read(split: str) -> tuple[list[bytes], list[int]]:
         part = "test" if split == "test" else "train"
         if folder is None:
-            found = prepared.columns("imdb_reviews", part, ("text", "label"), None, URL, INSTEAD)
+            found = prepared.columns("imdb_reviews", part, ("text", "label"), URL, INSTEAD)
             texts, classes = found[0], [int(label) for label in found[1]]
         else:
             texts, classes = _read(folder, part)

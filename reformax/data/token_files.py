@@ -90,7 +90,7 @@ def load(folder: Path) -> documents.Source:
     Raises:
       ValueError: the manifest is damaged, or of a later version, or a shard is not as it says.
     """
-    found = _manifest(folder)
+    found = _text_manifest(folder)
     texts = {
         split: documents.Text(*_arrays(folder, shards)) for split, shards in found["splits"].items()
     }
@@ -100,7 +100,7 @@ def load(folder: Path) -> documents.Source:
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """The settings that a folder was prepared with."""
-    return _manifest(folder)["settings"]
+    return _text_manifest(folder)["settings"]
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def shard_path(folder: Path, name: str) -> str:
     return str(folder / name)
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _text_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a text, with the sizes of its files compared."""
     found, path = manifest(folder), folder / MANIFEST
     try:
@@ -183,16 +183,15 @@ def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
     """
     if cache_dir is not None:
         return user_path("text.text.cache_dir", cache_dir)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base) and not os.environ.get("HOME"):
+    if not os.path.isabs(os.environ.get("XDG_CACHE_HOME", "")) and not os.environ.get("HOME"):
         raise SettingError("there is no home to keep token files in: set text.text.cache_dir")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "reformax" / "texts"
+    return durable.cache_folder("texts")
 
 
 def words_of(folder: Path) -> str:
     """The source of a text in the cache, in words."""
     try:
-        found = _manifest(folder)
+        found = _text_manifest(folder)
     except (ValueError, OSError):
         return "not whole"
     return "of " + "; ".join(dict.fromkeys(found.get("of", ()) or found["files"].values()))
@@ -206,7 +205,7 @@ def cached(
     folder = cache_folder(cache_dir) / key[:32]
     cache.hold(folder)
     with _advice("give another folder by text.text.cache_dir", folder):
-        _prepare(found, settings, folder, key)
+        prepare(found, settings, folder, key=key)
     return load(folder), folder
 
 
@@ -249,6 +248,7 @@ def prepare(
     folder: Path,
     processes: int | None = None,
     quiet: bool = False,
+    key: str | None = None,
 ) -> bool:
     """Writes a text's token files to a folder, unless they are there.
 
@@ -258,6 +258,7 @@ def prepare(
       folder: gets the files. One that has another text's is replaced.
       processes: that make shards; None: one for each core, as memory has room for.
       quiet: shows no bar.
+      key: what `key_of` finds, which reads a sample of the sources, if it did so before.
 
     Returns:
       Whether anything was made.
@@ -266,18 +267,7 @@ def prepare(
       ValueError: a source is damaged or no text; there is no room; or the folder holds other files.
       OSError: a source cannot be read, or the folder not be written.
     """
-    return _prepare(found, settings, folder, key_of(found, settings), processes, quiet)
-
-
-def _prepare(
-    found: documents.Found,
-    settings: Mapping[str, Any],
-    folder: Path,
-    key: str,
-    processes: int | None = None,
-    quiet: bool = False,
-) -> bool:
-    """`prepare` of a text whose key is known, which reads a sample of the sources."""
+    key = key or key_of(found, settings)
     if _is_of(folder, key):  # sources of any number are not looked at again
         return False
     there = folder.resolve()
@@ -452,10 +442,6 @@ def make_shard(shard: TextShard, folder: Path) -> dict[str, Any]:
                 data.write(part)
                 places.write(found)
             n, n_begins, crc = n + len(part), n_begins + len(found), zlib.crc32(part, crc)
-        with durable.explaining("written", path):
-            for file in (data, places):
-                file.flush()
-                os.fsync(file.fileno())
     if keys is not None:
         durable.write(Path(f"{path}.keys"), b"".join(of_documents))
     return {"file": name, "n": n, "begins": n_begins, "crc": crc}

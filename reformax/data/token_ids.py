@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -261,6 +260,4 @@ def write(path: Path, ids: StoredArray, begins: StoredArray | np.ndarray, form: 
         with durable.new_file(temporary) as file:
             for block in ids.blocks():
                 file.write(np.ascontiguousarray(block))
-            file.flush()
-            os.fsync(file.fileno())
         durable.rename(temporary, path)

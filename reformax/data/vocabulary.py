@@ -15,10 +15,9 @@ from typing import Annotated, Any, Literal
 from reformax import durable
 from reformax.data.base import EOS, PAD, UNKNOWN
 from reformax.data.sentencepieces import SentencePieceModel, learnt, settings_of
-from reformax.declared import LARGEST, Bounds, SettingError
+from reformax.declared import LARGEST, Bounds, SettingError, Size, checked
 
 FILE = "vocabulary.model"
-MODEL_TYPES = ("unigram", "bpe", "char", "word")
 # The settings of a factory that learns one.
 Pieces = Annotated[int, Bounds(UNKNOWN + 2, LARGEST)]
 ModelType = Literal["unigram", "bpe", "char", "word"]
@@ -62,13 +61,14 @@ class SentencePieces:
     same sentences and settings give the same vocabulary.
     """
 
+    @checked
     def __init__(
         self,
-        size: int,
+        size: Pieces,
         sentences: Callable[[], Sequence[str]],
-        model_type: str = "unigram",
-        character_coverage: float = 1.0,
-        max_sentences: int = 2_000_000,
+        model_type: ModelType = "unigram",
+        character_coverage: Coverage = 1.0,
+        max_sentences: Size = 2_000_000,
     ):
         """Stores the settings; reads nothing yet.
 
@@ -83,14 +83,6 @@ class SentencePieces:
         Raises:
           ValueError: a size out of range, or another model type.
         """
-        if size < UNKNOWN + 2:
-            raise ValueError(f"vocab_size={size} must be at least {UNKNOWN + 2}")
-        if model_type not in MODEL_TYPES:
-            raise ValueError(f"model_type={model_type!r} must be one of {', '.join(MODEL_TYPES)}")
-        if not 0 < character_coverage <= 1:
-            raise ValueError(f"character_coverage={character_coverage} must be above 0, at most 1")
-        if max_sentences < 1:
-            raise ValueError(f"max_sentences={max_sentences} must be at least 1")
         self.size = size
         self._sentences = sentences
         self._max_sentences = max_sentences

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from pathlib import Path
 
 from reformax.data import files, prepared
 from reformax.data.base import SPLITS
@@ -87,26 +86,18 @@ def load(
 ) -> tuple[list[str], list[str]]:
     """The sentences of a split in each language, in the dataset's order.
 
-    A dataset that was prepared before is read in its format. A new one is written as ArrayRecord,
-    which needs no TensorFlow to be read.
-
     Raises:
       ModuleNotFoundError: tensorflow-datasets is not installed.
       OSError: the dataset could not be downloaded, prepared or read.
     """
     tfds = prepared.library(dataset, "choose text_pairs.text_pairs for sentences in files")
-    folder = None if data_dir is None else str(Path(data_dir).expanduser())
 
     def builder():
         # Of a pair that it does not know it would import what the folder names.
         name, _, pair = dataset.partition("/")
         if pair not in tfds.builder_cls(name).builder_configs:
             raise ValueError(f"{name} has no {pair}")
-        there = tfds.builder(dataset, data_dir=folder)
-        if there.is_prepared():
-            return there
-        prepared.check_may_download(dataset, folder)
-        return tfds.builder(dataset, data_dir=folder, file_format="array_record")
+        return prepared.builder_of(dataset, data_dir)
 
     def read(builder):
         sides: tuple[list[str], list[str]] = ([], [])

@@ -14,10 +14,11 @@ import site
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import jax
+
+from reformax.training.description import version
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PACKAGES = (
@@ -48,13 +49,13 @@ _JAX = (
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 # Flags of XLA that change no program: where it dumps, and devices, which are counted.
 _FREE = ("--xla_dump", "--xla_force_host_platform_device_count")
-_FIX = "give all processes the same command, environment and installation"
+_FIX = "give all processes the same command, data, environment and installation"
 
 
 def facts() -> dict[str, str]:
     """The facts that must be equal, by names that users know; touches no device."""
     found = {"python": platform.python_version()}
-    found |= {package: _version(package) for package in _PACKAGES}
+    found |= {package: version(package, "not there") for package in _PACKAGES}
     found["the source of reformax"] = _digest(_files(_PACKAGE))
     found |= {f"the source of {name}": _digest([path]) for name, path in _own_modules().items()}
     found |= {name.upper(): str(value) for name, value in _jax_settings().items()}
@@ -89,13 +90,6 @@ def _first_lines(one: str, other: str) -> tuple[str, str]:
         if mine.get(name) != theirs.get(name):
             return mine.get(name, "not there"), theirs.get(name, "not there")
     return one, other
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not there"
 
 
 def _files(folder: Path) -> list[Path]:

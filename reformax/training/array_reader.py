@@ -19,17 +19,14 @@ import re
 import resource
 import signal
 import sys
-import zipfile
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-AT = "@"  # between a tensor's name and where a part of it begins, 'params.kernel@128,0'
 IN_FLIGHT = 4  # tensors that are read at once
 ROOM = 2**28  # bytes for decoding, besides the tensors: indices, decompression
 # Of tensorstore, whatever the number of cores: a thread's stack counts as memory in whole.
@@ -70,84 +67,64 @@ class Wanted(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Part(NamedTuple):
-    """A tensor or a part of one, found and not read."""
-
-    tensor: str
-    index: Index
-    read: Callable[[Index], Callable[[], np.ndarray]]  # begins; the result waits for the end
-
-
 def read(folder: Path, wanted: Mapping[str, Wanted], out: Mapping[str, list[np.ndarray]]) -> None:
     """Reads regions of tensors.
 
     Args:
-      folder: has `arrays`, and of earlier versions `arrays.N.npz` of processes after the first.
+      folder: has `arrays`.
       wanted: by name, of the shapes and dtypes that are expected.
       out: an array for each region, which is filled.
 
     Raises:
-      Unfit: a tensor is missing, incomplete, or has another shape or dtype; none is filled then.
-      ValueError: of tensorstore or zipfile, for what they cannot decode.
+      Unfit: a tensor is missing, or has another shape or dtype; none is filled then.
+      ValueError: of tensorstore, for what it cannot decode.
       OSError: a file cannot be read.
     """
-    with ExitStack() as opened:
-        paths = sorted(folder.glob("arrays.*.npz"))
-        files = [opened.enter_context(zipfile.ZipFile(path)) for path in paths]
-        stored = opened.enter_context(plain(folder / "arrays"))
-        parts = [*_stored(stored, wanted), *_zipped(files, wanted)]
-        found: Counter[str] = Counter()
-        for part in parts:
-            found[part.tensor] += math.prod(x.stop - x.start for x in part.index)
-        for name, tensor in wanted.items():
-            if found[name] != (size := math.prod(tensor.shape)):
-                raise Unfit(f"{name} has {found[name]:,} of {size:,} numbers")
-        waiting: deque[tuple[np.ndarray, Index, Callable[[], np.ndarray]]] = deque()
-        for part in parts:
-            for region, array in zip(wanted[part.tensor].regions, out[part.tensor], strict=True):
-                if (common := _common(part.index, region)) is None:
-                    continue
-                result = part.read(_within(common, part.index))
-                waiting.append((array, _within(common, region), result))
+    with plain(folder / "arrays") as stored:
+        tensors = _opened(stored, wanted)
+        waiting: deque[tuple[np.ndarray, Callable[[], np.ndarray]]] = deque()
+        for name, tensor in tensors.items():
+            for region, array in zip(wanted[name].regions, out[name], strict=True):
+                waiting.append((array, tensor[region].read().result))
                 if len(waiting) == IN_FLIGHT:
                     _fill(*waiting.popleft())
         for one in waiting:
             _fill(*one)
 
 
-def _fill(array: np.ndarray, at: Index, result: Callable[[], np.ndarray]) -> None:
-    array[at] = result()
+def _opened(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, Any]:
+    """The tensors that orbax wrote, of tensorstore, once all are as expected; none is read yet."""
+    import tensorstore as ts
+
+    base = {"driver": "file", "path": f"{folder}/"}
+    database = {"driver": "ocdbt", "base": base, "cache_pool": _INDEX}
+    context, found = ts.Context(CONTEXT), {}
+    keys = set(ts.KvStore.open(database, context=context).result().list().result())
+    for name, tensor in wanted.items():
+        if f"{name}/.zarray".encode() not in keys:
+            raise Unfit(f"{name} is not there")
+        spec = {"driver": "zarr", "kvstore": database | {"path": f"{name}/"}}
+        stored = ts.open(spec, context=context, read=True, open=True).result()
+        for saved, expected in (
+            (stored.dtype.numpy_dtype, tensor.dtype),
+            (f"shape {tuple(stored.shape)}", f"shape {tuple(tensor.shape)}"),
+        ):
+            if saved != expected:
+                raise Unfit(f"{name} is of {saved}, and of {expected} in checkpoint.json")
+        chunk = stored.chunk_layout.read_chunk.shape or ()  # of a scalar
+        if any(n > max(most, 1) for n, most in zip(chunk, stored.shape, strict=True)):
+            raise Unfit(f"{name} has chunks of {tuple(chunk)}, more than its shape {stored.shape}")
+        found[name] = stored
+    return found
+
+
+def _fill(array: np.ndarray, result: Callable[[], np.ndarray]) -> None:
+    array[...] = result()
 
 
 def whole(shape: Sequence[int]) -> Index:
     """The region that is all of a tensor."""
     return tuple(slice(0, n) for n in shape)
-
-
-def _common(one: Index, other: Index) -> Index | None:
-    pairs = zip(one, other, strict=True)
-    found = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
-    return found if all(x.start < x.stop for x in found) else None
-
-
-def _within(region: Index, outer: Index) -> Index:
-    pairs = zip(region, outer, strict=True)
-    return tuple(slice(x.start - o.start, x.stop - o.start) for x, o in pairs)
-
-
-def _index(name: str, starts: str, shape: tuple[int, ...], tensor: Wanted) -> Index:
-    """The region of a tensor that a part of this shape covers; raises `Unfit` if it is outside."""
-    n_axes = len(tensor.shape)
-    try:
-        begin = [int(start) for start in starts.split(",")] if starts else [0] * n_axes
-    except ValueError:
-        begin = []
-    found = tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=False))
-    inside = all(x.start >= 0 and x.stop <= n for x, n in zip(found, tensor.shape, strict=False))
-    fits = starts or tuple(shape) == tensor.shape
-    if not (len(begin) == len(shape) == n_axes and inside and fits):
-        raise Unfit(f"{name} has shape {tuple(shape)}, which is not in one of {tensor.shape}")
-    return found
 
 
 # Paths.
@@ -180,77 +157,6 @@ def plain(folder: Path) -> Iterator[Path]:
             error.filename = str(error.filename).replace(str(path), str(folder))
         raise
     os.close(descriptor)
-
-
-# What orbax wrote: each tensor by its name or, of earlier versions, parts of it.
-
-
-def _stored(folder: Path, tensors: Mapping[str, Wanted]) -> Iterator[Part]:
-    import tensorstore as ts
-
-    base = {"driver": "file", "path": f"{folder}/"}
-    database = {"driver": "ocdbt", "base": base, "cache_pool": _INDEX}
-    end = "/.zarray"
-    context = ts.Context(CONTEXT)
-    for key in ts.KvStore.open(database, context=context).result().list().result():
-        name = key.decode(errors="replace").removesuffix(end)
-        tensor, _, starts = name.partition(AT)
-        if not key.endswith(end.encode()) or tensor not in tensors:
-            continue
-        spec = {"driver": "zarr", "kvstore": database | {"path": f"{name}/"}}
-        stored = ts.open(spec, context=context, read=True, open=True).result()
-        _check_dtype(name, stored.dtype.numpy_dtype, tensors[tensor].dtype)
-        found = _index(name, starts, stored.shape, tensors[tensor])
-        chunk = stored.chunk_layout.read_chunk.shape or ()  # of a scalar
-        if any(n > max(most, 1) for n, most in zip(chunk, stored.shape, strict=True)):
-            raise Unfit(f"{name} has chunks of {tuple(chunk)}, more than its shape {stored.shape}")
-        yield Part(tensor, found, lambda region, stored=stored: stored[region].read().result)
-
-
-def _check_dtype(name: str, saved: np.dtype, expected: np.dtype) -> None:
-    if saved != expected:
-        raise Unfit(f"{name} is of {saved}, and of {expected} in checkpoint.json")
-
-
-# What processes after the first wrote in earlier versions, with NumPy.
-
-
-def _zipped(files: list[zipfile.ZipFile], tensors: Mapping[str, Wanted]) -> Iterator[Part]:
-    for file in files:
-        for member in file.infolist():
-            name = member.filename.removesuffix(".npy")
-            tensor, _, starts = name.partition(AT)
-            if tensor not in tensors:
-                continue
-            expected = tensors[tensor].dtype
-            shape, dtype = _header(file, member)
-            if not (dtype.kind == "V" and dtype.itemsize == expected.itemsize):  # as of bfloat16
-                _check_dtype(name, dtype, expected)
-            found = _index(name, starts, shape, tensors[tensor])
-            yield Part(tensor, found, partial(_member, file, member, expected))
-
-
-def _header(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and dtype that a member says it has."""
-    with file.open(member) as stream:
-        version = np.lib.format.read_magic(stream)
-        if version == (1, 0):
-            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-        elif version == (2, 0):
-            shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
-        else:
-            raise Unfit(f"{member.filename} is of version {version}")
-    return shape, dtype
-
-
-def _member(
-    file: zipfile.ZipFile, member: zipfile.ZipInfo, dtype: np.dtype, region: Index
-) -> Callable[[], np.ndarray]:
-    def result() -> np.ndarray:
-        with file.open(member) as stream:
-            return np.lib.format.read_array(stream, allow_pickle=False).view(dtype)[region]
-
-    return result
 
 
 # The program.

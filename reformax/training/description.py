@@ -1,4 +1,4 @@
-"""checkpoint.json: what a checkpoint holds and which versions wrote it, in formats 1 to 3."""
+"""checkpoint.json: what a checkpoint holds and which versions wrote it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 from reformax import memory
 from reformax.training import manifest
 
-# 1: without "config". 2: with it. 3: with "previous" too.
 FORMAT = 3
 FILE = "checkpoint.json"
 _PACKAGES = ("reformax", "jax", "jaxlib", "optax", "orbax-checkpoint")
@@ -39,22 +38,17 @@ def write(
         "config": config,
         "extra": extra,
         "tensors": {name: [list(a.shape), str(a.dtype)] for name, a in arrays.items()},
-        "packages": {package: _version(package) for package in _PACKAGES},
+        "packages": {package: version(package) for package in _PACKAGES},
     }
     (folder / FILE).write_text(json.dumps(description, indent=1))
 
 
-def read(folder: Path, step: int, before: int | None) -> dict[str, Any]:
-    """A checkpoint's description in today's format.
-
-    Args:
-      folder: the checkpoint's.
-      step: the one that the folder's name says.
-      before: the step of the checkpoint before it in the run's folder.
+def read(folder: Path, step: int) -> dict[str, Any]:
+    """The description of a checkpoint, whose folder's name says the step.
 
     Raises:
       manifest.Damaged: it is not what was written, or is of another step.
-      ValueError: a format of a newer version.
+      ValueError: a format of another version.
       OSError: it cannot be read.
     """
     try:
@@ -63,16 +57,11 @@ def read(folder: Path, step: int, before: int | None) -> dict[str, Any]:
         raise manifest.Damaged(f"{FILE} is no JSON") from None
     if not isinstance(description, dict) or type(description.get("format")) is not int:
         raise manifest.Damaged(f"{FILE} has no format")
-    if description["format"] == 1:  # only the run's folder had the config
-        config = folder.parent.parent / "config.gin"
-        description |= {"format": 2, "config": config.read_text() if config.is_file() else None}
-    if description["format"] == 2:  # the checkpoint saved before it was not noted
-        description |= {"format": 3, "previous": before}
     if description["format"] != FORMAT:
         packages = description.get("packages")
-        version = packages.get("reformax") if isinstance(packages, dict) else "a newer version"
+        version = packages.get("reformax") if isinstance(packages, dict) else "another version"
         raise ValueError(
-            f"{folder} has checkpoint format {description['format']} and this version reads 1 to "
+            f"{folder} has checkpoint format {description['format']} and this version reads "
             f"{FORMAT}: it was written with reformax {version}, install that version to read it"
         )
     for name, (fits, what) in _FIELDS.items():
@@ -134,8 +123,9 @@ _FIELDS = {
 }
 
 
-def _version(package: str) -> str:
+def version(package: str, missing: str = "unknown") -> str:
+    """The version of a package, or `missing` where it is not installed."""
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a source tree that was not installed
-        return "unknown"
+    except metadata.PackageNotFoundError:
+        return missing

@@ -20,7 +20,8 @@ from reformax.training import (
     capacity,
     evaluation,
     fingerprints,
-    opening,
+    forecast,
+    run_setup,
     starting_weights,
 )
 from reformax.training import mesh as mesh_lib
@@ -48,7 +49,7 @@ class Needs(NamedTuple):
 
 
 def needs(
-    setup: opening.Setup, stage: ResolvedStage, model: Any, like: step_lib.TrainState, batch: Any
+    setup: run_setup.Setup, stage: ResolvedStage, model: Any, like: step_lib.TrainState, batch: Any
 ) -> Needs:
     """Compiles the step of a stage; nothing is computed.
 
@@ -61,22 +62,21 @@ def needs(
     settings, _, mesh, key = setup
     placement = devices.placement(like, mesh)
     arguments = _shapes(like, placement), _shapes(batch, devices.over_tokens(mesh)), key
-    step = opening.step_of(settings, model, mesh, like, stage.fine_tuning)
+    step = run_setup.step_of(settings, model, mesh, like, stage.fine_tuning)
     # Optimising a CPU's machine code takes half of the time and changes no buffer.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
     compiled = step.trace(*arguments).lower().compile(compiler_options=options)
     stats = compiled.memory_analysis()
-    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Needs(
         mesh_lib.bytes_stored(like.params, mesh),
         mesh_lib.bytes_stored(like, mesh),
         stats.temp_size_in_bytes,
-        held + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes,
+        forecast.bytes_of(stats),
     )
 
 
-def _batch(setup: opening.Setup, stage: ResolvedStage) -> Any:
+def _batch(setup: run_setup.Setup, stage: ResolvedStage) -> Any:
     """The shapes of a stage's first batch."""
     with naming(stage):
         seed = setup.settings.seed
@@ -97,7 +97,7 @@ def _resized(batch: Any, before: ResolvedStage, after: ResolvedStage) -> Any:
 
 
 def _capacities(
-    setup: opening.Setup, stage: ResolvedStage, batch: Any, found: Needs, limit: int
+    setup: run_setup.Setup, stage: ResolvedStage, batch: Any, found: Needs, limit: int
 ) -> Iterator[str]:
     """Lines on the longest sequence and the largest batch that fit; see `capacity`.
 
@@ -179,13 +179,13 @@ def check(**settings: Any) -> None:
       Exception: the settings do not fit each other, or the model raises it.
     """
     settings = TrainSettings(**settings)
-    models = opening.models_of(settings)
-    _, like = opening.first_states(settings, models, jax.random.PRNGKey(settings.seed))
+    models = run_setup.models_of(settings)
+    _, like = run_setup.first_states(settings, models, jax.random.PRNGKey(settings.seed))
     _check_evaluation(settings, models, like)
 
 
 def _check_evaluation(
-    settings: TrainSettings, models: opening.Models, like: Any, **mesh: Any
+    settings: TrainSettings, models: run_setup.Models, like: Any, **mesh: Any
 ) -> None:
     """Raises for an evaluation that the settings do not allow; `like` has the state's shapes."""
     for one in settings.all_evaluations:
@@ -215,11 +215,10 @@ def report(
         checkpoint.
     """
     settings = TrainSettings(**settings)
-    mesh = mesh_lib.make(settings.mesh)
-    opening.check_sizes(settings, mesh)
-    models, key = opening.models_of(settings), jax.random.PRNGKey(settings.seed)
-    _, like = opening.first_states(settings, models, key)
-    _check_evaluation(settings, models, like, mesh=mesh)
+    setup = run_setup.set_up(settings)
+    mesh = setup.mesh
+    _, like = run_setup.first_states(settings, setup.models, setup.key)
+    _check_evaluation(settings, setup.models, like, mesh=mesh)
     if settings.init_from is not None and not begun:
         starting_weights.found(settings.init_from)
     lines = fingerprints.summary(settings.all_stages)
@@ -230,13 +229,12 @@ def report(
     lines.append(f"{mesh_lib.words(mesh)}, {memory.words(limit)} of memory each")
     if mesh.devices.flat[0].platform == "cpu":
         lines[-1] += "; programs for cpu have the figures below, those for a GPU have others"
-    setup = opening.Setup(settings, models, mesh, key)
     batches = [_batch(setup, stage) for stage in settings.all_stages]
     return chain(lines, _memory(setup, like, batches, limit))
 
 
 def _memory(
-    setup: opening.Setup, like: step_lib.TrainState, batches: list[Any], limit: int
+    setup: run_setup.Setup, like: step_lib.TrainState, batches: list[Any], limit: int
 ) -> Iterator[str]:
     """Lines on the memory of each stage, and on the sizes of the last one that fit.
 

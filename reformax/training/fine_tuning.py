@@ -21,6 +21,7 @@ import optax
 from jaxtyping import Array, Float
 
 from reformax.declared import Pattern, Positive, Seed, SettingError, Size, check_fields
+from reformax.training.named_tensors import n_axes_of, name_of
 from reformax.training.optimizer import MATRICES, Optimizer, axes_of_matrix, scheduled
 
 # Weights of several axes that are no matrices, such as biases of heads.
@@ -57,9 +58,9 @@ class Lora:
 
     def changes(self, path, leaf) -> bool:
         """Whether a weight, by its path in the parameters, is one of the matrices."""
-        name = _name(path)
-        n_axes = leaf.ndim - bool(re.search(r"(^|\.)block_\d+\.", name))  # without the depth
-        return n_axes >= 2 and not _NO_MATRIX.search(name) and bool(re.search(self.matrices, name))
+        name = name_of(path)
+        is_matrix = n_axes_of(name, leaf) >= 2 and not _NO_MATRIX.search(name)
+        return is_matrix and bool(re.search(self.matrices, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class FineTuning:
           SettingError: a pattern that no weight's name has.
         """
         named = jax.tree_util.tree_leaves_with_path(params)
-        names = [_name(path) for path, _ in named]
+        names = [name_of(path) for path, _ in named]
         such = f"names are such as {', '.join(names[:3])}"
         for pattern in self.only:
             if not any(re.search(pattern, name) for name in names):
@@ -132,7 +133,7 @@ class FineTuning:
 
     def _is_whole(self, path) -> bool:
         """Whether a weight is one of `only`."""
-        return any(re.search(pattern, _name(path)) for pattern in self.only)
+        return any(re.search(pattern, name_of(path)) for pattern in self.only)
 
     def _by_factors(self, path, leaf) -> bool:
         """Whether a weight is trained by a low-rank change."""
@@ -182,7 +183,7 @@ def by_factors(
         def first(path, leaf):
             if not changes(path, leaf):
                 return leaf
-            name = _name(path)
+            name = name_of(path)
             *outer, n_in, n_out = jax.eval_shape(
                 lambda x: _Matrices(path, x.ndim).of(x), leaf
             ).shape
@@ -198,7 +199,7 @@ def by_factors(
     def update(gradients, state: FactorsState, params=None, **extra):
         named, tree = jax.tree_util.tree_flatten_with_path(gradients)
         weights, factors = tree.flatten_up_to(params), state.factors
-        names = [_name(path) for path, _ in named]
+        names = [name_of(path) for path, _ in named]
         matrices = {
             name: _Matrices(path, x.ndim)
             for name, (path, x) in zip(names, named, strict=True)
@@ -272,7 +273,3 @@ def _product(a, b):
 
 def _transposed(x):
     return jnp.swapaxes(x, -1, -2)
-
-
-def _name(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")

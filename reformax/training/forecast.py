@@ -100,8 +100,7 @@ def memory_of(compiled: jax.stages.Compiled, n_devices: int) -> int:
     stats = compiled.memory_analysis()
     if stats is None:  # not every backend says it
         return 0
-    needed = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-    needed += stats.generated_code_size_in_bytes - stats.alias_size_in_bytes
+    needed = bytes_of(stats)
     if jax.default_backend() == "cpu":
         needed *= n_devices
     fix = _FIX
@@ -109,6 +108,12 @@ def memory_of(compiled: jax.stages.Compiled, n_devices: int) -> int:
         fix += ", or set XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=false"
     memory.check("the state and the compiled step", needed, fix)
     return needed
+
+
+def bytes_of(stats: Any) -> int:
+    """The bytes that a program takes, by XLA's `memory_analysis` of it."""
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return held + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
 
 
 _FIX = "batch_size or length, raise accumulate, or take a smaller model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,19 @@ import numpy as np
 from reformax.declared import SettingError
 
 
+def name_of(path) -> str:
+    """The dotted path of a leaf, such as 'params.layers.0.query'."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def n_axes_of(name: str, weight: Any) -> int:
+    """The axes of a weight in its layer: those of a stack have one more in front, the depth."""
+    return weight.ndim - bool(re.search(r"(^|\.)block_\d+\.", name))
+
+
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves by dotted path, such as 'params.layers.0.query'."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    """The leaves by their names."""
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 # How a checkpoint of another model is mended where a run would go on from it.

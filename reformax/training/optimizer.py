@@ -35,6 +35,7 @@ from reformax.declared import (
     checked,
     shown,
 )
+from reformax.training.named_tensors import n_axes_of, name_of
 
 # Weight decay is for matrices of linear maps, not for norms, biases, embeddings and positions.
 # Names decide, because a scanned stack gives all tensors one more axis.
@@ -382,8 +383,8 @@ def _groups(matrices: str, params):
     """The name of each parameter's optimizer, "muon" or "adam"."""
 
     def group(path, leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return "muon" if leaf.ndim >= 2 and re.search(matrices, name, re.IGNORECASE) else "adam"
+        found = leaf.ndim >= 2 and re.search(matrices, name_of(path), re.IGNORECASE)
+        return "muon" if found else "adam"
 
     groups = jax.tree_util.tree_map_with_path(group, params)
     if "muon" not in jax.tree.leaves(groups):
@@ -438,10 +439,8 @@ def scheduled(rates: Sequence[float | optax.Schedule], of_rates: Callable) -> Op
 def _decay_mask(no_decay: str):
     def mask(params):
         def decays(path, leaf):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            # The layers of a stack have one more axis in front, the depth.
-            n_axes = leaf.ndim - bool(re.search(r"(^|\.)block_\d+\.", name))
-            return n_axes >= 2 and not re.search(no_decay, name, re.IGNORECASE)
+            name = name_of(path)
+            return n_axes_of(name, leaf) >= 2 and not re.search(no_decay, name, re.IGNORECASE)
 
         return jax.tree_util.tree_map_with_path(decays, params)
 

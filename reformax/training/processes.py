@@ -149,19 +149,8 @@ class Processes:
 
     def compare(self, facts: Mapping[str, str]) -> None:
         """Raises `SettingError`, in every process, unless all have the same facts; see `alike`."""
-        if self.count == 1:
-            return
-        key = f"{self._name}/{self._number}/facts"
-        _client().key_value_set(f"{key}/{self.index}", json.dumps(dict(facts)))
-
-        def check() -> None:
-            each = range(self.count)
-            texts = [_client().blocking_key_value_get(f"{key}/{i}", _PATIENCE) for i in each]
-            _client().key_value_delete(key)
-            if (line := alike.difference([json.loads(text) for text in texts])) is not None:
-                raise SettingError(line)
-
-        self.same(check)
+        if (line := alike.difference(self.by_all(lambda: dict(facts)))) is not None:
+            raise SettingError(line)
 
     def request_stop(self, reason: str) -> None:
         """Requests from process 0 that the run stops; each process calls it once at most."""

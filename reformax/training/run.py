@@ -24,7 +24,6 @@ from reformax.training.decisions import Decisions
 from reformax.training.lock import Lock
 from reformax.training.messages import Messages
 from reformax.training.processes import Processes
-from reformax.training.record import Bar, Record
 from reformax.training.samples import Samples
 from reformax.training.scores import Scores
 from reformax.training.settings import TrainSettings
@@ -51,11 +50,11 @@ class Run:
       config: the text of config.gin.
       n_params: numbers in the parameters.
       lock: held while the run is open; None in processes other than the first.
-      record, log, bar: what shows the run.
+      log: has the record, the bar and the seconds since the run began, without those of steps
+        that were lost.
       messages: prints lines.
       callbacks: those of the settings; one that raised stops the run.
       decisions: whether to go on.
-      clock: seconds since the run began, without those of steps that were lost.
     """
 
     folder: Path
@@ -72,13 +71,10 @@ class Run:
     config: str | None
     n_params: int
     lock: Lock | None
-    record: Record
     log: StepLog
-    bar: Bar
     messages: Messages
     callbacks: Callbacks
     decisions: Decisions
-    clock: Callable[[], float]
 
     @property
     def own(self) -> str:
@@ -136,9 +132,10 @@ def report_kept_mass(run: Run, state: RunState, inputs: Any) -> None:
     run.log.drain()
     rng = jax.random.fold_in(run.key, state.step)
     found = kept_mass.named(run.measure_kept_mass(state.arrays.params, inputs, rng))
-    run.record.write(state.step, "train", found, {"seconds": run.clock()}, tag=kept_mass.NAME)
+    timing = {"seconds": run.log.seconds()}
+    run.log.record.write(state.step, "train", found, timing, tag=kept_mass.NAME)
     if run.settings.progress:
-        run.bar.say(f"step {state.step}: {kept_mass.words(found)}")
+        run.log.bar.say(f"step {state.step}: {kept_mass.words(found)}")
     run.log.pause()
 
 
@@ -168,13 +165,13 @@ def evaluate(run: Run, state: RunState, label: str, last: bool) -> None:
     run.log.pause()
     if score is None:
         return
-    run.record.write(state.step, label, score, {"seconds": run.clock()}, tag="eval")
-    run.record.plot()
+    run.log.record.write(state.step, label, score, {"seconds": run.log.seconds()}, tag="eval")
+    run.log.record.plot()
     if run.settings.progress:
-        run.bar.say(f"step {state.step}: {scores.words(score)}")
+        run.log.bar.say(f"step {state.step}: {scores.words(score)}")
     state.scores[label] = score
     if label == run.own:
-        run.samples.write(params, state.step, last, run.record, run.bar, stop)
+        run.samples.write(params, state.step, last, run.log.record, run.log.bar, stop)
         run.log.pause()
         run.callbacks.call("on_evaluation", state.step, dict(score), params)
 
@@ -211,7 +208,7 @@ def save(run: Run, state: RunState, temporary: bool = False) -> None:
 
     def check_folder() -> None:
         """A restored checkpoint finds its lines; none is written into another's folder."""
-        run.record.lines.sync()
+        run.log.record.lines.sync()
         run.lock.check()
 
     run.checkpoints.save(
@@ -223,8 +220,8 @@ def save(run: Run, state: RunState, temporary: bool = False) -> None:
         temporary,
         window=run.log.window,
         tokens=run.log.tokens,
-        timing={"seconds": run.clock()},
-        record=run.record.lines.mark() if run.record.lines else None,
+        timing={"seconds": run.log.seconds()},
+        record=run.log.record.lines.mark() if run.log.record.lines else None,
         **extra,
     )
     run.log.pause()

@@ -6,29 +6,25 @@ run's own and able to run.
 
 from __future__ import annotations
 
-import json
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from reformax import devices
-from reformax.declared import SettingError
 from reformax.training import (
     alike,
     fingerprints,
     kept_mass,
-    opening,
     optimizer,
     placing,
+    run_setup,
     utilization,
 )
 from reformax.training import mesh as mesh_lib
@@ -41,27 +37,13 @@ from reformax.training.lock import alone_in
 from reformax.training.messages import Messages
 from reformax.training.prefetch import prefetch
 from reformax.training.processes import Processes
-from reformax.training.record import Bar, NoRecord, Record
+from reformax.training.record import Bar, NoRecord
 from reformax.training.run import Run, RunState, report_notes, report_saves
 from reformax.training.samples import Samples
 from reformax.training.scores import Scores
 from reformax.training.settings import TrainSettings
 from reformax.training.stages import ResolvedStage, naming
 from reformax.training.step_log import StepLog
-
-
-class _Parts(NamedTuple):
-    """The parts of a run that do not depend on its folder."""
-
-    setup: opening.Setup
-    processes: Processes
-    messages: Messages
-    checkpoints: Checkpoints
-    scores: dict[str, Scores]
-    samples: Samples
-    interrupt: Interrupt
-    callbacks: Callbacks
-    decisions: Decisions
 
 
 @contextmanager
@@ -76,63 +58,45 @@ def opened(folder: Path, settings: TrainSettings) -> Iterator[tuple[Run, RunStat
       NotSaved: the last checkpoint could not be written.
       Exception: what a callback raised.
     """
-    parts = _checked(folder, settings)
+    processes = Processes.of_jax()
+    if not processes.first:  # which alone says anything
+        settings = replace(settings, progress=False)
+    setup = run_setup.set_up(settings)
     with ExitStack() as stack:
-        run, state = _open(parts, folder, stack)
+        run, state = _open(setup, folder, processes, stack)
         with _closing(run, state):
             yield run, state
 
 
-def _checked(folder: Path, settings: TrainSettings) -> _Parts:
-    """Checks that devices, model and task fit; writes no file yet."""
-    processes = Processes.of_jax()
-    if not processes.first:  # which alone says anything
-        settings = replace(settings, progress=False)
+def _open(
+    setup: run_setup.Setup, folder: Path, processes: Processes, stack: ExitStack
+) -> tuple[Run, RunState]:
+    """Opens the folder, the state, the record and the stream of batches."""
+    settings, models, mesh, key = setup
     messages = Messages(settings.progress, processes.first)
-    mesh = mesh_lib.make(settings.mesh)
-    opening.check_sizes(settings, mesh)
     together = processes.branch("checkpoints")
     checkpoints = Checkpoints(folder, settings.keep, together, settings.checkpoint_copies)
-    models, key = opening.models_of(settings), jax.random.PRNGKey(settings.seed)
-    scores = {
-        one.label: Scores(models.eval, settings, mesh, one) for one in settings.all_evaluations
-    }
+    evaluations = settings.all_evaluations
+    scores = {one.label: Scores(models.eval, settings, mesh, one) for one in evaluations}
+    samples = Samples(models.eval, settings, mesh)
     interrupt, callbacks = Interrupt(messages.acknowledge), Callbacks(settings.callbacks)
-    return _Parts(
-        opening.Setup(settings, models, mesh, key),
-        processes,
-        messages,
-        checkpoints,
-        scores,
-        Samples(models.eval, settings, mesh),
-        interrupt,
-        callbacks,
-        Decisions(processes, interrupt, callbacks, messages.acknowledge),
-    )
-
-
-def _open(parts: _Parts, folder: Path, stack: ExitStack) -> tuple[Run, RunState]:
-    """Opens the folder, the state, the record and the stream of batches."""
-    setup, processes, messages, checkpoints, scores, samples, interrupt, *_ = parts
-    settings, mesh = setup.settings, setup.mesh
+    decisions = Decisions(processes, interrupt, callbacks, messages.acknowledge)
     if processes.count > 1:
-        processes.compare(alike.facts())
-    _check_alike(processes, "settings", settings.config_text)
+        text = settings.config_text
+        processes.compare(alike.facts() | ({} if text is None else {"the config": text()}))
     lock = processes.by_first(lambda: stack.enter_context(alone_in(folder, messages.say)))
     newest = checkpoints.newest_whole()
-    if settings.task.kept_vocabulary is not None:  # which may be learnt first, in minutes
-        messages.say("tokenizing")
-    vocabulary = _keep_vocabulary(parts, newest)
-    for one in settings.all_evaluations:
+    vocabulary = _vocabulary(settings, checkpoints, newest, processes, messages.say)
+    for one in evaluations:
         with naming(one):
             one.task.n_targets(one.split)  # an unknown split fails now
-    restored = opening.begin(setup, checkpoints, newest, vocabulary)
-    _check_alike(processes, "data", lambda: restored.data)
+    restored = run_setup.restore_or_init(setup, checkpoints, newest, vocabulary)
+    processes.compare(restored.data)
     samples.check(restored.state.eval_params, messages.note)
     state = _state_of(restored, scores)
     # Whether the run computes anything by its config.
     used = state.step < settings.steps or not all(map(state.scores.get, scores))
-    _say_beginning(parts, restored, folder)
+    _say_beginning(setup, restored, folder, processes.count, messages.say)
     if settings.config_text is not None and processes.first:  # before minutes go into compiling
         tell_changes(folder, settings.config_text(), used, messages.say)
     _say_schedule(settings, restored, messages.note)
@@ -140,23 +104,26 @@ def _open(parts: _Parts, folder: Path, stack: ExitStack) -> tuple[Run, RunState]
     stack.enter_context(interrupt)
     batches = stack.enter_context(prefetch(_batches(settings, mesh, state.step)))
     batch, says = partial(_batch, settings), (messages.say, messages.note)
-    train_steps, batches = opening.compiled(setup, restored, batches, batch, *says)
+    train_steps, batches = run_setup.compiled(setup, restored, batches, batch, *says)
     # Now the config is known to be the run's own, and that it can run.
     processes.meet()
     processes.by_first(lambda: checkpoints.tidy(messages.note))
-    config = _write_config(processes, settings, folder, used)
+    config = None
+    if settings.config_text is not None:
+        text = settings.config_text()
+        config = processes.by_first(lambda: write_config(folder, text, used))
     record = processes.by_first(
-        lambda: opening.open_record(settings, folder, restored, config, messages.note, lock.check)
+        lambda: run_setup.open_record(settings, folder, restored, config, messages.note, lock.check)
     )
-    shown = _shown(parts, restored, record or NoRecord())
+    log = _step_log(setup, restored, record or NoRecord(), callbacks, decisions.started)
     return Run(
         folder=folder,
         settings=settings,
         processes=processes,
-        key=setup.key,
+        key=key,
         train_steps=train_steps,
         batches=batches,
-        measure_kept_mass=kept_mass.measure_fn(setup.models.train[-1], mesh, settings.accumulate),
+        measure_kept_mass=kept_mass.measure_fn(models.train[-1], mesh, settings.accumulate),
         scores=scores,
         samples=samples,
         checkpoints=checkpoints,
@@ -164,10 +131,10 @@ def _open(parts: _Parts, folder: Path, stack: ExitStack) -> tuple[Run, RunState]
         config=config,
         n_params=restored.n_params,
         lock=lock,
+        log=log,
         messages=messages,
-        callbacks=parts.callbacks,
-        decisions=parts.decisions,
-        **shown,
+        callbacks=callbacks,
+        decisions=decisions,
     ), state
 
 
@@ -188,8 +155,8 @@ def _closing(run: Run, state: RunState) -> Iterator[None]:
     finally:
         run.checkpoints.close()
         report_notes(run)
-        run.record.close()
-        run.bar.close()
+        run.log.record.close()
+        run.log.bar.close()
 
 
 def _with_way_back(run: Run, error: FloatingPointError) -> FloatingPointError:
@@ -201,26 +168,22 @@ def _with_way_back(run: Run, error: FloatingPointError) -> FloatingPointError:
     )
 
 
-def _check_alike(processes: Processes, what: str, value: Callable[[], Any] | None) -> None:
-    """Raises `SettingError` in a process where something is not what it is in process 0."""
-    if processes.count == 1 or value is None:
-        return
-    crc = zlib.crc32(json.dumps(value()).encode())
-    if crc != processes.same(lambda: crc):
-        raise SettingError(
-            f"process {processes.index} has other {what} than process 0: give all the "
-            "same command, files and data"
-        )
-
-
-def _keep_vocabulary(parts: _Parts, newest: int | None) -> str | None:
-    processes, begun = parts.processes, newest is not None
-    keep = partial(opening.keep_vocabulary, parts.setup.settings, parts.checkpoints, newest)
-    fingerprint = processes.same(partial(keep, begun))
+def _vocabulary(
+    settings: TrainSettings,
+    checkpoints: Checkpoints,
+    newest: int | None,
+    processes: Processes,
+    say: Callable[[str], None],
+) -> str | None:
+    """The fingerprint of the run's vocabulary, which process 0 makes or reads first."""
+    if settings.task.kept_vocabulary is not None:  # which may be learnt first, in minutes
+        say("tokenizing")
+    keep = partial(run_setup.keep_vocabulary, settings, checkpoints, newest)
+    fingerprint = processes.same(partial(keep, newest is not None))
     return fingerprint if processes.first else keep(True)
 
 
-def _state_of(restored: opening.RestoredRun, scores: dict[str, Scores]) -> RunState:
+def _state_of(restored: run_setup.RestoredRun, scores: dict[str, Scores]) -> RunState:
     """The state to go on from, with those scores of its step that this run's evaluations have."""
     info, own = restored.info, next(iter(scores))
     saved = {label: one for label, one in info.get("evaluations", {}).items() if label != own}
@@ -237,17 +200,23 @@ def _state_of(restored: opening.RestoredRun, scores: dict[str, Scores]) -> RunSt
     return state
 
 
-def _say_beginning(parts: _Parts, restored: opening.RestoredRun, folder: Path) -> None:
+def _say_beginning(
+    setup: run_setup.Setup,
+    restored: run_setup.RestoredRun,
+    folder: Path,
+    n_processes: int,
+    say: Callable[[str], None],
+) -> None:
     """Says what the run trains on, and where it begins."""
-    (settings, _, mesh, _), processes, say = parts.setup, parts.processes, parts.messages.say
+    settings, _, mesh, _ = setup
     if settings.progress:
         for line in fingerprints.summary(settings.all_stages):
             say(line)
     if restored.changed_data:
         say(f"note: the data has changed: {fingerprints.described(restored.changed_data)}")
     shown = mesh_lib.words(mesh)
-    if processes.count > 1:
-        shown += f" of {processes.count} processes"
+    if n_processes > 1:
+        shown += f" of {n_processes} processes"
     steps = settings.steps
     if restored.step >= steps:
         part = f"at step {restored.step} of {steps} already"
@@ -259,7 +228,7 @@ def _say_beginning(parts: _Parts, restored: opening.RestoredRun, folder: Path) -
 
 
 def _say_schedule(
-    settings: TrainSettings, restored: opening.RestoredRun, note: Callable[[str], None]
+    settings: TrainSettings, restored: run_setup.RestoredRun, note: Callable[[str], None]
 ) -> None:
     """Says that the learning rate does not reach its peak, or has another length than before."""
     if restored.step >= settings.steps:
@@ -275,17 +244,8 @@ def _say_schedule(
         )
 
 
-def _write_config(
-    processes: Processes, settings: TrainSettings, folder: Path, used: bool
-) -> str | None:
-    if settings.config_text is None:
-        return None
-    text = settings.config_text()
-    return processes.by_first(partial(write_config, folder, text, used))
-
-
 def _kept(
-    settings: TrainSettings, restored: opening.RestoredRun, vocabulary: str | None
+    settings: TrainSettings, restored: run_setup.RestoredRun, vocabulary: str | None
 ) -> dict[str, Any]:
     """The values that every checkpoint of the run keeps."""
     kept = {
@@ -298,31 +258,30 @@ def _kept(
     return {name: x for name, x in kept.items() if x is not None}
 
 
-def _shown(parts: _Parts, restored: opening.RestoredRun, record: Record) -> dict[str, Any]:
-    """The outputs of a run: `record`, `bar`, `log` and `clock` of `Run`."""
-    settings, step, info = parts.setup.settings, restored.step, restored.info
-    begun = restored.seconds - parts.decisions.started
+def _step_log(
+    setup: run_setup.Setup,
+    restored: run_setup.RestoredRun,
+    record: Record,
+    callbacks: Callbacks,
+    started: float,
+) -> StepLog:
+    """The log of steps, with the run's bar and its clock, which goes on from the checkpoint's."""
+    settings, step, info = setup.settings, restored.step, restored.info
     unit = "bits_per_byte" if settings.task.of_bytes else settings.own_evaluation.metric
-    bar = Bar(step, settings.steps, settings.progress, unit)
-
-    def clock() -> float:
-        return begun + time.monotonic()
-
-    log = StepLog(
+    return StepLog(
         settings,
         record,
-        bar,
+        Bar(step, settings.steps, settings.progress, unit),
         list(info.get("window", ())),
         info.get("tokens", step * settings.batch_size * settings.length),
-        clock,
-        partial(parts.callbacks.call, "on_step"),
-        _utilization(parts.setup, restored),
+        lambda: restored.seconds - started + time.monotonic(),
+        partial(callbacks.call, "on_step"),
+        _utilization(setup, restored),
     )
-    return {"record": record, "bar": bar, "log": log, "clock": clock}
 
 
 def _utilization(
-    setup: opening.Setup, restored: opening.RestoredRun
+    setup: run_setup.Setup, restored: run_setup.RestoredRun
 ) -> Callable[[int, float], float | None]:
     """The utilization of the devices after a step, at so many tokens per second."""
     settings, models, mesh, _ = setup

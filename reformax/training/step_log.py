@@ -27,6 +27,8 @@ class StepLog:
     Attributes:
       window: {metric: [mean, weight]} of each step since the last line; a checkpoint keeps it.
       tokens: those of all steps fetched so far.
+      record, bar: what shows the run.
+      seconds: the run's clock.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class StepLog:
         `on_step` gets each step's metrics, once they are fetched. `mfu` is the utilization after a
         step at so many tokens per second.
         """
-        self.window, self.tokens, self._seconds = list(map(_row, window)), tokens, seconds
+        self.window, self.tokens, self.seconds = list(window), tokens, seconds
         self._mfu = mfu
-        self._record, self._bar, self._task = record, bar, settings.task
+        self.record, self.bar, self._task = record, bar, settings.task
         self._on_step = on_step
         self._log_every, self._last_step = settings.log_every, settings.steps
         self._stage_after = settings.stage_after
@@ -87,7 +89,7 @@ class StepLog:
             )
         tokens = self._step_tokens[self._stage_after(step - 1)]
         speed = self._speed(tokens)
-        self._bar.advance(bits_per_dim(nats, 1.0), speed)
+        self.bar.advance(bits_per_dim(nats, 1.0), speed)
         self.window.append(means)
         self.tokens += tokens
         if step % self._log_every == 0 or step == self._last_step:
@@ -99,12 +101,9 @@ class StepLog:
         means = {}
         for name in METRICS:
             found = [row[name] for row in rows if name in row]
-            # A row of an older version has no weights: its steps weigh what the last one does.
-            last = next((weight for _, weight in reversed(found) if weight is not None), 1.0)
-            weights = [last if weight is None else weight for _, weight in found]
-            if any(weights) or name == "nats":
-                total = sum(x * weight for (x, _), weight in zip(found, weights, strict=True))
-                means[name] = total / sum(weights) if any(weights) else 0.0
+            total = sum(weight for _, weight in found)
+            if total or name == "nats":
+                means[name] = sum(x * weight for x, weight in found) / total if total else 0.0
         return bits_of(self._task, "train", bits_per_dim(means.pop("nats"), 1.0)) | means
 
     def _speed(self, tokens: int) -> float | None:
@@ -117,9 +116,9 @@ class StepLog:
 
     def _write(self, step: int, numbers: dict[str, float], speed: float | None) -> None:
         line = {**self._shown(self.window), **numbers, "tokens": self.tokens}
-        timing = {"seconds": self._seconds(), "tokens_per_second": speed}
+        timing = {"seconds": self.seconds(), "tokens_per_second": speed}
         timing["mfu"] = None if speed is None else self._mfu(step, speed)
-        self._record.write(step, "train", line, timing, tag="train")
+        self.record.write(step, "train", line, timing, tag="train")
         self.window.clear()
         self._busy, self._timed = 0.0, 0
 
@@ -128,10 +127,3 @@ def _mean(ratio: Ratio) -> list[float]:
     """[mean, weight], the mean as the device would round it."""
     total, weight = map(np.float32, ratio)
     return [float(total / max(weight, np.finfo(np.float32).tiny)), float(weight)]
-
-
-def _row(row: Any) -> dict[str, list[float | None]]:
-    """A row of a window; [bits, accuracy] of an older version has no weights."""
-    if isinstance(row, dict):
-        return row
-    return {"nats": [row[0] * math.log(2), None], "accuracy": [row[1], None]}

@@ -680,18 +680,18 @@ def test_the_prompt_of_chat_is_that_of_training(kind, typed, tmp_path):
         alphabet = task.vocabulary
     else:
         task = chats(path)
-    chat = prompts.Chat(chat_templates.chosen("auto", alphabet, "chats.chats"))
+    chat = chat_templates.chosen("auto", alphabet, "chats.chats")
     ids, scored = segments(next(task.eval_batches("valid", 1, 99, 99)))[0]
-    assert chat.encode(typed) == ids[: -len(scored)]
+    assert prompts.encode_message(chat, typed) == ids[: -len(scored)]
 
 
 def test_a_prompt_that_training_leaves_out_is_refused(tmp_path, fails_in_one_line):
     folder, _ = tokenizer(tmp_path / "chatml", *CHATML)
     path = write(tmp_path / "a.jsonl", [ROWS["completion"]] * 12)
     alphabet = in_pieces(folder, path, tmp_path / "run").vocabulary
-    chat = prompts.Chat(chat_templates.chosen("auto", alphabet, "chats.chats"))
+    chat = chat_templates.chosen("auto", alphabet, "chats.chats")
     with fails_in_one_line(ValueError, "prompt is 'a<.im_end.>': it has a token of the template"):
-        chat.encode(b"a<|im_end|>")
+        prompts.encode_message(chat, b"a<|im_end|>")
 
 
 def test_a_prompt_is_written_as_in_training():

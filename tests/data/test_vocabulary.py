@@ -1,6 +1,7 @@
 """Vocabularies are deterministic, invert themselves and stay with their run."""
 
 import io
+from typing import get_args
 
 import pytest
 import sentencepiece
@@ -19,7 +20,7 @@ def make(size=40, sentences=TEXT, **options):
     return SentencePieces(size, lambda: sentences, **options)
 
 
-@pytest.mark.parametrize("model_type", vocabulary.MODEL_TYPES)
+@pytest.mark.parametrize("model_type", get_args(vocabulary.ModelType))
 def test_training_twice_gives_the_same_and_decoding_inverts_encoding(model_type):
     size = {"char": 30, "word": 20}.get(model_type, 40)
     one, two = (make(size, model_type=model_type) for _ in range(2))
@@ -97,10 +98,10 @@ def test_what_does_not_fit_is_told(tmp_path, fails_in_one_line):
         (lambda: make(8000).serialised, r"vocab_size is 8000: expected at most \d+, all that the"),
         (lambda: make(5).serialised, r"vocab_size is 5: expected at least \d+, for the charact"),
         (lambda: make(sentences=[]).serialised, "vocab_size=40 does not fit the training text: "),
-        (lambda: make(3), "vocab_size=3 must be at least 4"),
-        (lambda: make(model_type="words"), "model_type='words' must be one of unigram, bpe"),
-        (lambda: make(character_coverage=0), "character_coverage=0 must be above 0"),
-        (lambda: make(max_sentences=0), "max_sentences=0 must be at least 1"),
+        (lambda: make(3), "size is 3: expected at least 4"),
+        (lambda: make(model_type="words"), "model_type is 'words': expected 'unigram', 'bpe'"),
+        (lambda: make(character_coverage=0), "character_coverage is 0: expected a number above 0"),
+        (lambda: make(max_sentences=0), "max_sentences is 0: expected at least 1"),
     ],
 )
 def test_errors_name_the_argument(call, message, fails_in_one_line):

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import gin
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,14 +28,13 @@ from reformax.cli import prepare
 from reformax.data import base
 from reformax.data import text as texts
 from reformax.declared import SettingError
-from reformax.training import alike, array_reader, arrays, folder, placing, processes, watcher
+from reformax.training import alike, folder, placing, processes, watcher
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.lock import Lost
 from reformax.training.processes import Processes
 from tests import pages
 from tests.training import worker
 from tests.training.scripts import call
-from tests.training.test_training_checkpoint import save_arrays
 
 ROOT = Path(__file__).resolve().parents[2]
 # Lines of what Gloo prints for each device, piece by piece: threads mix their pieces.
@@ -740,68 +738,6 @@ def test_rows_of_a_text_are_those_of_its_batch():
     part = task.train_rows(5, 7, 8, 16, rows)
     for one, other in zip(part, placing.take(tuple(whole), rows), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def write_as_before(folder, index, tensors):
-    """What a process wrote in earlier versions: parts by name and where they begin."""
-    if index == 0:
-        save_arrays(folder / "arrays", tensors)
-    else:
-        np.savez(folder / f"arrays.{index}.npz", **tensors)
-
-
-def read(folder, shapes):
-    like = {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}
-    return arrays.restore_tensors(folder, like)
-
-
-def test_parts_of_tensors_join_to_what_they_are_of(tmp_path):
-    whole = {
-        "a": np.arange(24.0, dtype=np.float32).reshape(4, 6),
-        "b.c": np.arange(5, dtype=np.int32),
-        "d": np.float32(3),
-    }
-    parts = [
-        {"a": whole["a"][:2], "b.c": whole["b.c"], "d": whole["d"]},
-        {"a@2,0": whole["a"][2:, :3]},
-        {"a@2,3": whole["a"][2:, 3:]},
-    ]
-    parts[0]["a@0,0"] = parts[0].pop("a")
-    for i, part in enumerate(parts):
-        write_as_before(tmp_path, i, part)
-    found = read(tmp_path, {name: (np.shape(x), x.dtype) for name, x in whole.items()})
-    assert found.keys() == whole.keys()
-    for name, array in whole.items():
-        np.testing.assert_array_equal(found[name], array)
-        assert found[name].dtype == array.dtype
-    # A region of several parts.
-    region = (slice(1, 3), slice(2, 5))
-    wanted = {"a": array_reader.Wanted((4, 6), np.dtype("float32"), [region])}
-    np.testing.assert_array_equal(arrays.restore(tmp_path, wanted)["a"][0], whole["a"][region])
-
-
-def test_a_part_is_read_as_it_was_written(tmp_path):
-    tensors = {
-        "a@2,0": np.arange(6.0).reshape(2, 3),
-        "a@0,0": np.ones((2, 3)),
-        "b": np.arange(4).astype(jnp.bfloat16),
-    }
-    write_as_before(tmp_path, 0, {"c": np.ones(3)})
-    write_as_before(tmp_path, 1, tensors)
-    shapes = {"a": ((4, 3), np.float64), "b": ((4,), jnp.bfloat16)}
-    found = arrays.restore(
-        tmp_path,
-        {
-            name: array_reader.Wanted(shape, np.dtype(dtype), [array_reader.whole(shape)])
-            for name, (shape, dtype) in shapes.items()
-        },
-    )
-    np.testing.assert_array_equal(found["a"][0], [[1] * 3, [1] * 3, [0, 1, 2], [3, 4, 5]])
-    assert found["b"][0].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found["b"][0], tensors["b"])
-    write_as_before(tmp_path, 1, {"b": tensors["b"], "a@2,0": tensors["a@2,0"]})
-    with pytest.raises(ValueError, match="a has 6 of 12 numbers"):
-        read(tmp_path, {"b": shapes["b"], "a": ((4, 3), np.float64)})
 
 
 def test_rows_of_this_process_are_those_of_its_devices():

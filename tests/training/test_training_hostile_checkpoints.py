@@ -1,12 +1,10 @@
 """A stranger's checkpoint costs one line: no abort, no memory beyond that of the model."""
 
-import io
 import json
 import resource
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import jax
@@ -70,27 +68,6 @@ def store(folder, shape, chunks, key=None, value=b"", dtype="<f4"):
     rewrite_manifest(folder)
 
 
-def zipped(folder, members, **options):
-    """A file of another process, with these members."""
-    with zipfile.ZipFile(folder / "arrays.1.npz", "w", **options) as file:
-        for name, content in members:
-            file.writestr(f"{name}.npy", content)
-    rewrite_manifest(folder)
-
-
-def npy(shape, descr="'<f4'", content=b""):
-    """A .npy file that says such a shape and dtype."""
-    out = io.BytesIO()
-    header = {"descr": descr.strip("'"), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(out, header)
-    return out.getvalue() + content
-
-
-def bomb(folder):
-    content = npy((2**28,), content=bytes(2**28))
-    zipped(folder, [(f"{NAME}@0,0", content)], compression=zipfile.ZIP_DEFLATED)
-
-
 def compressed_chunk(folder):
     """A chunk of 256 bytes that decodes to 512 MB of zeros."""
     spec = {"driver": "zarr", "kvstore": {"driver": "memory"}}
@@ -99,12 +76,6 @@ def compressed_chunk(folder):
     big = ts.open(spec | {"metadata": metadata, "create": True}).result()
     big.write(np.zeros(2**29, np.int8)).result()
     store(folder, [8, 8], [8, 8], "0.0", big.kvstore.read("0").result().value)
-
-
-def pickled(folder):
-    out = io.BytesIO()
-    np.save(out, np.array([print], dtype=object), allow_pickle=True)
-    zipped(folder, [(f"{NAME}@0,0", out.getvalue())])
 
 
 def hole(name, size):
@@ -131,41 +102,10 @@ def garbage(name):
 
 TENSORS = {NAME: [[LARGE], "float32"]}
 HOSTILE = {
-    "zeros in a small archive": (bomb, f"{NAME}@0,0 has shape .268435456,., which is not in"),
-    "a part twice": (
-        lambda f: zipped(f, [(f"{NAME}@0,0", npy((8, 8), content=bytes(256)))]),
-        f"{NAME} has 128 of 64 numbers",
-    ),
-    "a part of many members": (
-        lambda f: zipped(
-            f,
-            [
-                (f"{NAME}@{i % 8},{i // 8 * '0'}0", npy((1, 8), content=bytes(32)))
-                for i in range(800)
-            ],
-        ),
-        "of 64 numbers",
-    ),
-    "a part beyond its tensor": (lambda f: zipped(f, [(f"{NAME}@8,0", npy((1, 8)))]), "not in"),
-    "a part before its tensor": (
-        lambda f: zipped(f, [(f"{NAME}@-1,0", npy((1, 8)))]),
-        "not in",
-    ),
-    "a part at no number": (lambda f: zipped(f, [(f"{NAME}@x", npy((1, 8)))]), "not in"),
-    "a part of wide numbers": (
-        lambda f: zipped(f, [(f"{NAME}@0,0", npy((8, 8), "'<f8'"))]),
-        "is of float64, and",
-    ),
-    "a part of long texts": (
-        lambda f: zipped(f, [(f"{NAME}@0,0", npy((8, 8), "'|S1000000000'"))]),
-        "is of .S1000000000",
-    ),
-    "a pickle": (pickled, "is of object, and of float32"),
-    "no archive": (garbage("arrays.1.npz"), "cannot be decoded"),
     "a damaged index": (garbage("arrays/manifest.ocdbt"), "cannot be decoded"),
     "a tensor of 40 GB in a chunk": (
         lambda f: store(f, [LARGE], [LARGE]),
-        f"{NAME} has shape .{LARGE},., which is not in",
+        f"{NAME} is of shape .{LARGE},., and of shape .8, 8. in checkpoint.json",
     ),
     "a chunk of 40 GB": (lambda f: store(f, [8, 8], [8, LARGE]), "has chunks of .8, 10000000000."),
     "wide numbers": (lambda f: store(f, [8, 8], [8, 8], dtype="<f8"), "is of float64, and"),
@@ -237,9 +177,8 @@ def test_a_hostile_checkpoint_is_told_in_a_line(checkpoint, name):
     assert "get it again from where it was trained" in line or "is damaged" in line
 
 
-@pytest.mark.parametrize("name", ["zeros in a small archive", "a chunk that decodes to much"])
-def test_a_hostile_checkpoint_takes_little_memory(checkpoint, name):
-    HOSTILE[name][0](checkpoint)
+def test_a_hostile_checkpoint_takes_little_memory(checkpoint):
+    compressed_chunk(checkpoint)
     peak, said = peak_mb(checkpoint)
     assert "get it again" in said and "NEWLINE" not in said
     assert peak < MOST_MB
@@ -271,13 +210,6 @@ def test_of_a_checkpoint_no_more_is_read_than_is_wanted(checkpoint, monkeypatch)
     garbage("arrays/_sharding")(checkpoint)
     again, _ = Checkpoints(checkpoint.parent.parent).restore(2, tree)
     jax.tree.map(np.testing.assert_array_equal, again, everything)
-
-
-def test_members_that_no_tensor_has_are_not_read(checkpoint):
-    content = npy((2**28,), content=bytes(2**28))
-    zipped(checkpoint, [("more", content)], compression=zipfile.ZIP_DEFLATED)
-    peak, said = peak_mb(checkpoint)
-    assert said == "" and peak < MOST_MB
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -66,16 +66,6 @@ def test_a_mean_of_steps_is_by_the_weights_of_a_metric():
     assert "accuracy" not in log._shown(rows[1:])  # nothing of it has weight
 
 
-def test_the_window_of_an_older_checkpoint_goes_on():
-    """It has [bits, accuracy] of each step."""
-    settings = TrainSettings(**worker.arguments())
-    log = StepLog(settings, None, None, [[2.0, 0.25], [4.0, 0.75]], 0, lambda: 0.0)
-    found = log._shown([*log.window, {"nats": [6 * np.log(2), 128.0], "accuracy": [0.2, 128.0]}])
-    assert found["bits_per_dim"] == pytest.approx(4.0) and found["accuracy"] == pytest.approx(0.4)
-    assert log._shown(log.window)["bits_per_dim"] == pytest.approx(3.0)
-    json.dumps(log.window)
-
-
 def test_lines_without_a_tag_are_of_older_runs(tmp_path):
     lines = [
         {"step": 1, "split": "train", "bits_per_dim": 4.0, "grad_norm": 1.0},

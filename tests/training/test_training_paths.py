@@ -169,10 +169,10 @@ def lossy(monkeypatch):
 @pytest.mark.parametrize(
     "how, words",
     [
-        (lambda x: {n: a for n, a in x.items() if n != "b.c"}, "b.c has 0 of 1 numbers"),
+        (lambda x: {n: a for n, a in x.items() if n != "b.c"}, "b.c is not there"),
         (lambda x: x | {"b.d": np.array([1, 1, 2.0])}, "b.d has changed"),
         (lambda x: x | {"a": np.ones(6, np.float32)}, "a is of float32, and of float64"),
-        (lambda x: x | {"a": np.ones((2, 3))}, "a has shape .2, 3., which is not in one of .6,."),
+        (lambda x: x | {"a": np.ones((2, 3))}, "a is of shape .2, 3., and of shape .6,."),
     ],
 )
 def test_a_first_checkpoint_that_does_not_read_back_ends_the_run(tmp_path, lossy, how, words):

@@ -1,7 +1,6 @@
 """Checkpoints: each is a folder, either whole or refused.
 
     DIR/checkpoints/1200/arrays/        every tensor of the state, by name, as orbax writes them
-                         arrays.1.npz     what process 1 held of them, in earlier versions
                          checkpoint.json  format, step, the step of the checkpoint before, score,
                                           names and shapes, operative config, package versions
                          manifest.json    size and CRC-32 of every other file

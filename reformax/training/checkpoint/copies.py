@@ -8,7 +8,6 @@ time is not noticed.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,6 @@ class Copies:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with (there / name).open("rb") as source, durable.new_file(folder / name) as target:
                     shutil.copyfileobj(source, target, _BLOCK)
-                    target.flush()
-                    os.fsync(target.fileno())
             manifest.flushed(folder, lambda name: False)
 
         found = self._processes.same(names)

@@ -60,9 +60,6 @@ class Names:
         folder = self.folder / str(step)
         return folder if os.path.lexists(folder) else self._renamed().get(step, folder)
 
-    def _before(self, step: int) -> int | None:
-        return max((other for other in self.steps() if other < step), default=None)
-
     def _unused(self, name: str) -> Path:
         path, n = self.folder / name, 1
         while os.path.lexists(path):

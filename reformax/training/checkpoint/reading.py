@@ -20,7 +20,7 @@ from reformax.training.named_tensors import OWN, as_tree, check_fits, named
 Shapes = dict[str, jax.ShapeDtypeStruct]  # of tensors, by name
 
 
-TEMPORARY = "in_passing"  # the name in checkpoint.json, which older checkpoints have as well
+TEMPORARY = "temporary"  # the name in checkpoint.json
 
 
 def is_temporary(described: dict[str, Any]) -> bool:
@@ -200,7 +200,7 @@ class Reader(Names):
             raise self._refusal(step, str(error)) from None
 
     def _read_description(self, step: int) -> dict[str, Any]:
-        return description.read(self._folder(step), step, self._before(step))
+        return description.read(self._folder(step), step)
 
     def _read(
         self,

@@ -1,4 +1,4 @@
-"""What `start.opened` opens: the run's state, its compiled steps, its record.
+"""The parts of a run that `start.opened` opens: models, state, compiled steps, record.
 
 A run begins with new weights, with those of another run, or where its own latest checkpoint left
 it. Its memory and time are reported before it uses them.
@@ -85,6 +85,13 @@ class RestoredRun(NamedTuple):
         return self.info.get("timing", {}).get("seconds", 0.0)
 
 
+def set_up(settings: TrainSettings) -> Setup:
+    """Builds the models and the mesh; raises `SettingError` where devices, model or task misfit."""
+    mesh = mesh_lib.make(settings.mesh)
+    check_sizes(settings, mesh)
+    return Setup(settings, models_of(settings), mesh, jax.random.PRNGKey(settings.seed))
+
+
 def models_of(settings: TrainSettings) -> Models:
     """Builds the models; raises `SettingError` where they do not fit the task."""
     # Stages of one model share it, and so its programs.
@@ -162,7 +169,7 @@ def keep_vocabulary(
     return fingerprint
 
 
-def begin(
+def restore_or_init(
     setup: Setup, checkpoints: Checkpoints, newest: int | None, vocabulary: str | None
 ) -> RestoredRun:
     """The state to go on from: that of the checkpoint `newest`, or a new one.
