@@ -41,9 +41,6 @@ HEAD_SHARDS = Spec(devices.ROWS, None, devices.CONTEXT)  # [B, T, n, H]
 PER_DEVICE = Spec((*devices.ROWS, devices.CONTEXT))
 
 
-# A divided cache, `[B, G, S, H]`; `ops.decoding.reading` says which device has which position.
-CACHE_SHARDS = Spec(devices.ROWS, None, devices.CONTEXT)
-
 # A ring computes no heads of zeros. Its parts together take up to 1.5 times as long as one call
 # of cuDNN (docs/devices.md).
 RING = 1.5
@@ -206,14 +203,24 @@ def attend(
 
 
 def cache_specs(op: AttentionOp, cache: T) -> T:
-    """How each array of an op's cache lies on the mesh of generation."""
+    """How each array of an op's cache lies on the mesh of generation.
+
+    `ops.decoding.reading` says which device has which position of those that are divided.
+    """
     divided = devices.n_sequence_shards() > 1 and op.divides_cache
-    of_rows = CACHE_SHARDS if divided else Spec(devices.ROWS)
 
-    def of(x):
-        return jax.tree.map(lambda _: Spec(), x) if isinstance(x, SharedByBatch) else of_rows
+    def of_part(axis: int | None, part):
+        over_positions = () if axis is None else (*[None] * (axis - 1), devices.CONTEXT)
 
-    return jax.tree.map(of, cache, is_leaf=lambda x: isinstance(x, SharedByBatch))
+        def of(x):
+            if isinstance(x, SharedByBatch):
+                return jax.tree.map(lambda _: Spec(), x)
+            return Spec(devices.ROWS, *over_positions)
+
+        return jax.tree.map(of, part, is_leaf=lambda x: isinstance(x, SharedByBatch))
+
+    axes = op.cache_axes(cache) if divided else None
+    return jax.tree.map(of_part, axes, cache, is_leaf=lambda x: x is None)
 
 
 def to_cache(function: Callable[..., T], op: AttentionOp, rows: tuple, whole: tuple) -> T:

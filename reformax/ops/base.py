@@ -269,6 +269,15 @@ class AttentionOp(Options):
         """The keys that the newest query of each row chose, from a cache after `step`."""
         raise NotImplementedError(f"{self.name} has no choice that others reuse")
 
+    def cache_axes(self, cache: Any) -> Any:
+        """The axis of positions of each array of a cache, where the op `divides_cache`.
+
+        A tree of which `cache` may have more: a number is for all arrays of its part, and None says
+        that a mesh axis does not divide these.
+        """
+        del cache
+        return 2
+
     def reach(self, causal: bool) -> Reach | None:
         """How far a position sees, whatever the length; None: there is no such distance.
 

@@ -55,6 +55,7 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
+from reformax.ops.decoding.reading import add_all_to_ring, attend_to_chosen
 from reformax.ops.indexing.indexer import Indexed, Indexer, IndexerCache
 from reformax.ops.indexing.learning import (
     clipped,
@@ -418,7 +419,42 @@ class dsa(Reusing, AttentionOp):
         none = jnp.full(none, -1, jnp.int32)
         return DsaCache(memory, self.indexer.start(index, *settings), none)
 
+    # Generation reads whole prompts where it can: kernels choose for them.
+    reads_ahead = False
+
+    @property
+    def divides_cache(self) -> bool:
+        return self.reuse or self.indexer.reads_pieces
+
+    def cache_axes(self, cache: DsaCache) -> DsaCache:
+        if self.reuse:
+            return DsaCache(2, (), ())
+        return DsaCache(2, IndexerCache(1, (), ()), None)
+
+    def _read_on(self, call, params, q, k, v, cache: DsaCache):
+        if not self.divides_cache:
+            return super()._read_on(call, params, q, k, v, cache)
+        axis, lengths = sharding.axis_of(call.shard), call.lengths
+        memory = add_all_to_ring(cache.memory, k, v, call.position, lengths, axis)
+        if self.reuse:
+            chosen, cache = call.chosen, DsaCache(memory, (), ())
+        else:
+            at = call.position[:, None] + positions(q.shape[1])
+            new = Indexed(self._index_queries(params, q, at), self._index_keys(params, k, at))
+            rows = call.position, lengths
+            chosen, index = self.indexer.read_on(cache.index, new, *rows, self.top_k, axis)
+            last = jnp.maximum(lengths - 1, 0)[:, None, None]
+            newest = jnp.take_along_axis(chosen, last, axis=1)[:, 0]
+            newest = jnp.where(lengths[:, None] > 0, newest, cache.chosen)
+            cache = DsaCache(memory, index, newest)
+        out = attend_to_chosen(call, q, memory, chosen, axis)
+        return out, cache, () if self.reuse else chosen
+
     def _step(self, call, params, q, k, v, cache: DsaCache):
+        if call.shard is not None:
+            chosen = None if call.chosen is None else call.chosen[:, None]
+            call = call.but(lengths=jnp.ones_like(call.position), chosen=chosen)
+            return self._read_on(call, params, q, k, v, cache)[:2]
         at = call.position[:, None]
         memory = add_to_ring(cache.memory, k, v, call.position)
         if self.reuse:

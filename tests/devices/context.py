@@ -459,6 +459,37 @@ def test_caches_of_generation_are_divided(piece):
         generation.read(model, params, prompts, state=state, **shared)
 
 
+CHOOSING = {
+    "indexer": dsa.dsa(**INDEXED),
+    "local keys": dsa.dsa(**INDEXED, indexer=Indexer(score="product", rotary=True, n_local=3)),
+    "all keys": dsa.dsa(n_index_heads=2, d_index=8, scale_by_length=0.3),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_choices_among_divided_caches_are_those_of_one_device(name):
+    """Of each device's keys the best, and of these; a later layer reuses them."""
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=3, n_heads=4, mode="eval")
+    ops = CHOOSING[name], dsa.dsa(reuse=True)
+    model = TransformerLM(**sizes, n_kv_heads=2, attention_type=(*ops, local.local(chunk_len=4)))
+    params = jax.device_get(model.init_params(jax.random.key(0), (1, 8)))
+    params["logits"]["w"] = params["logits"]["w"] * 8
+    prompts = [[*range(16), *range(15, 0, -2)], [3, 1], [5]]
+    options, shared = dict(temperature=0, max_length=77), dict(mesh=CONTEXT, divide_caches=True)
+    generate = functools.partial(generation.generate, model, params, prompts, 9)
+    want = generate(**options)
+    for piece in (None, 8):
+        got = generation.generate(
+            model, params, prompts, 9, **options, **shared, prompt_piece=piece
+        )
+        np.testing.assert_array_equal(got, want)
+    state = generation.read(model, params, prompts, max_length=77, **shared)
+    (cache, reusing, _), *_ = state.model.caches
+    lengths = [(x, 2) for x in (*cache.memory, *reusing.memory)] + [(cache.index.keys, 1)]
+    for x, axis in lengths:
+        assert x.shape[axis] == 80 and x.addressable_shards[0].data.shape[axis] == 10
+
+
 def test_biases_reach_divided_caches():
     """Of positions that a device has, in pieces and in steps."""
     sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
@@ -498,10 +529,14 @@ def test_a_device_holds_its_part_of_the_caches():
     assert eighth.temp_size_in_bytes < one.temp_size_in_bytes
 
 
-def test_caches_that_are_not_divided_are_refused():
+@pytest.mark.parametrize(
+    "op", [lsh.lsh(chunk_len=4), dsa.dsa(indexer=CANDIDATES["pooled"])], ids=lambda op: op.name
+)
+def test_caches_that_are_not_divided_are_refused(op):
     sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
-    model = TransformerLM(**sizes, attention_type=lsh.lsh(chunk_len=4))
+    model = TransformerLM(**sizes, attention_type=op)
     params = model.init_params(jax.random.key(0), (1, 8))
     shared = dict(mesh=CONTEXT, divide_caches=True)
-    with pytest.raises(SettingError, match="^mesh has context=8 and op is lsh.*whose cache is not"):
+    refusal = f"^mesh has context=8 and op is {op.name}.*whose cache is not"
+    with pytest.raises(SettingError, match=refusal):
         generation.stream(model, params, [[1]], 2, **shared)  # before a token is asked for

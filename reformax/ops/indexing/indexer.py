@@ -18,6 +18,7 @@ from reformax import devices
 from reformax.declared import Count, SettingError, Size, Unsupported
 from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.calls.options import Options, options
+from reformax.ops.decoding.reading import put_all
 from reformax.ops.indexing.candidates.base import (
     Candidates,
     IndexedKeys,
@@ -27,7 +28,7 @@ from reformax.ops.indexing.candidates.base import (
 from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, gathered, scores, scores_of_gathered
-from reformax.ops.indexing.streaming import best_keys
+from reformax.ops.indexing.streaming import best_keys, best_over, best_scores
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
@@ -319,6 +320,49 @@ class Indexer(Options):
             local = ChoiceRule(True, n_local).local_keys(position[:, None], keys.shape[1])
             chosen = jnp.concatenate([chosen, local[:, 0]], axis=-1)
         return chosen, cache
+
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether it has `read_on`: each query chooses among all keys."""
+        return self.candidates is None and self.group == 1 and self.block_size == 1
+
+    def read_on(
+        self,
+        cache: IndexerCache,
+        x: Indexed,
+        position: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        top_k: int,
+        axis: str | None,
+    ) -> tuple[Int[Array, "B T K"], IndexerCache]:
+        """`step` for several queries of each row at once.
+
+        Args:
+          cache: from `start`, `step` or the call before.
+          x: the vectors of the new positions.
+          position: the number of the first of them.
+          lengths: the number of them before a row's padding.
+          top_k: as in `choose`.
+          axis: the mesh axis that divides the cache, as in `decoding.reading`; None: it is whole.
+        """
+        keys = put_all(cache.keys[:, None], x.keys[:, :, None], position, lengths, axis)[:, 0]
+        every = (0, 1) if axis is None else (lax.axis_index(axis), lax.axis_size(axis))
+        capacity, ids = keys.shape[1] * every[1], jnp.ones(keys.shape[:2], jnp.int32)
+        n_local = self.n_local_keys(True, capacity)
+        rule, n_best = ChoiceRule(True, n_local), min(top_k - n_local, capacity)
+
+        def choose(queries, weights, at):
+            side = Side(at, jnp.ones(at.shape, jnp.int32))
+            arrays = IndexQueries(queries, weights), keys, side, ids
+            best, chosen = best_scores(self.score, rule, n_best, *arrays, every)
+            return chosen if axis is None else best_over(axis, best, chosen)
+
+        at = position[:, None] + positions(x.keys.shape[1])
+        chosen = by_chunks(choose, 4 * n_best * every[1], *x.queries, at)
+        chosen = join_chunks(chosen, at.shape[1])
+        if n_local:
+            chosen = jnp.concatenate([chosen, rule.local_keys(at, capacity)], axis=-1)
+        return chosen, cache._replace(keys=keys)
 
     def _held(self, keys: Float[Array, "B C D"], x: Indexed) -> IndexedKeys:
         """The cache's keys: causality hides those that are not there yet."""
