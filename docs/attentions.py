@@ -74,9 +74,8 @@ def context(op: AttentionOp) -> str:
     """How devices share a sequence, see reformax/layers/context.py."""
     if op.reach(True) is not None:
         return "borders"
-    if op.shards:
-        return "heads, ring" if "sequence" in op.shards else "heads"
-    return NO
+    names = {"heads": "heads", "key heads": "heads", "sequence": "ring", "queries": "keys"}
+    return ", ".join(names[part] for part in op.shards) or NO
 
 
 def in_flax(op: AttentionOp) -> str:

@@ -153,8 +153,10 @@ ROOMS = {
     "hashing": {"numerics", "masking", "calls", "sharding", "softmax", "kernels"},
     "recurrence": {"numerics", "masking", "calls", "sharding", "softmax", "kernels"},
     "decoding": {"numerics", "masking", "calls", "softmax", "kernels"},
-    "indexing": {"numerics", "masking", "calls", "softmax", "hashing", "decoding", "kernels"},
-    "compressing": {"numerics", "masking", "calls", "softmax", "decoding", "kernels"},
+    "indexing": {
+        *("numerics", "masking", "calls", "sharding", "softmax", "hashing", "decoding", "kernels")
+    },
+    "compressing": {"numerics", "masking", "calls", "sharding", "softmax", "decoding", "kernels"},
     "kernels": {"numerics", "masking", "calls", "softmax", "hashing", "recurrence"},
 }
 

@@ -1,7 +1,7 @@
 """Attention on several devices: rows are split between them, and along `context` the sequence is.
 
 Each row is computed alone, so devices with different rows do not communicate. Along `context` each
-device has a shard of each sequence. There are three ways to attend to the other shards:
+device has a shard of each sequence. There are four ways to attend to the other shards:
 
 * **Heads for positions** (Ulysses, Jacobs et al. 2023). An all-to-all gives each device the whole
   sequence and a shard of the heads, and another one takes the result back. An algorithm that sorts
@@ -10,13 +10,15 @@ device has a shard of each sequence. There are three ways to attend to the other
   ends of the neighbouring shards.
 * **A ring** (`ops.softmax.ring`). Where heads would mostly be padded with zeros, keys and values
   are passed around the devices. The algorithm has shards of the sequence.
+* **Gathered keys** (`ops.sharding.queries`). Where all heads choose keys together, each device
+  computes its queries, for which the algorithm gathers keys and values.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,25 +41,34 @@ HEAD_SHARDS = Spec(devices.ROWS, None, devices.CONTEXT)  # [B, T, n, H]
 PER_DEVICE = Spec((*devices.ROWS, devices.CONTEXT))
 
 
-# A divided cache, `[B, G, S, H]`; `ops.decoding.reading` says which device has which position.
-CACHE_SHARDS = Spec(devices.ROWS, None, devices.CONTEXT)
-
 # A ring computes no heads of zeros. Its parts together take up to 1.5 times as long as one call
 # of cuDNN (docs/devices.md).
 RING = 1.5
 
 
-def by_ring(op: AttentionOp, n_heads: int, biased: bool) -> bool:
-    """Whether keys and values are passed around the devices to compute `op`."""
+Way = Literal["rows", "heads", "borders", "ring", "queries"]
+
+
+def way_of(op: AttentionOp, n_heads: int, n_kv_heads: int, biased: bool) -> Way:
+    """How the devices of the mesh compute `op`: "rows" where each has whole sequences.
+
+    Args:
+      op: the algorithm.
+      n_heads, n_kv_heads: N and G. Before and after `arrange` they lead to one answer.
+      biased: whether it gets a bias.
+    """
     n = devices.n_sequence_shards()
+    if n == 1:
+        return "rows"
+    if op.reach(True) is not None:
+        return "borders"
     filled = -(-n_heads // n) * n
-    return n > 1 and "sequence" in op.shards and not biased and filled >= RING * n_heads
-
-
-def by_heads(op: AttentionOp, n_heads: int, biased: bool) -> bool:
-    """Whether devices exchange positions for heads to compute `op`."""
-    there = devices.n_sequence_shards() > 1 and op.reach(True) is None
-    return there and not by_ring(op, n_heads, biased)
+    if "sequence" in op.shards and not biased and filled >= RING * n_heads:
+        return "ring"
+    whole_groups = "key heads" in op.shards and not splits_head_groups(n, n_heads, n_kv_heads)
+    if "queries" in op.shards and not whole_groups:
+        return "queries"
+    return "heads"
 
 
 def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
@@ -74,10 +85,10 @@ def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
     Raises:
       SettingError: the heads cannot be sharded over the devices.
     """
-    if not by_heads(op, qkv.q.shape[2], biased):
+    if way_of(op, qkv.q.shape[2], qkv.v.shape[2], biased) != "heads":
         return qkv
     n = devices.n_sequence_shards()
-    if not op.shards:
+    if not op.divides_heads:
         raise SettingError(
             f"mesh has context={n} and op is {op}, which computes all heads together: use "
             "context=1, or an op whose shards include heads"
@@ -127,7 +138,12 @@ def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens,
     """
     if op.plan_needs == "nothing":
         return ()
-    if not by_heads(op, n_heads, False):
+    way = way_of(op, n_heads, qkv.v.shape[2], False)
+    if way == "queries":
+        of_shard = functools.partial(function, shard=Shard(axis=devices.CONTEXT))
+        specs = SEQUENCE_SHARDS, SEQUENCE_SHARDS, Spec(), Spec()
+        return devices.per_shard(of_shard, specs, PER_DEVICE)(qkv, tokens, params, rng)
+    if way != "heads":
         return devices.by_rows(function, (qkv, tokens), (params, rng))
 
     def of_heads(qkv, tokens, params, rng):
@@ -152,7 +168,8 @@ def attend(
     """`function(qkv, plan, segment_ids, params, rng, bias)`, an op's `apply`, on the devices of the
     mesh.
     """
-    if devices.n_sequence_shards() == 1:
+    way = way_of(op, n_heads, qkv.v.shape[2], bias is not None)
+    if way == "rows":
         return devices.by_rows(function, (qkv, plan, segment_ids), (params, rng, bias))
 
     def of_heads(qkv, plan, segment_ids, params, rng, bias):
@@ -167,10 +184,10 @@ def attend(
         reach = op.reach(causal)
         return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segment_ids, Shard())
 
-    def of_ring(qkv, plan, segment_ids, params, rng, bias):
+    def of_sequence(qkv, plan, segment_ids, params, rng, bias):
         return function(qkv, plan, segment_ids, params, rng, bias, Shard(axis=devices.CONTEXT))
 
-    if by_heads(op, n_heads, bias is not None):
+    if way == "heads":
         all_heads = bias is not None and bias.shape[1] == n_heads
         of_bias = Spec(None, devices.CONTEXT) if all_heads else Spec()
         if all_heads:
@@ -179,21 +196,31 @@ def attend(
         region = of_heads
         specs = HEAD_SHARDS, PER_DEVICE, Spec(devices.ROWS), Spec(), Spec(), of_bias
     else:
-        region = of_shard if op.reach(causal) is not None else of_ring
+        region = of_shard if way == "borders" else of_sequence
         specs = SEQUENCE_SHARDS, PER_DEVICE, SEQUENCE_SHARDS, Spec(), Spec(), Spec()
     region = devices.per_shard(region, specs, SEQUENCE_SHARDS)
     return region(qkv, plan, segment_ids, params, rng, bias)[:, :, :n_heads]
 
 
 def cache_specs(op: AttentionOp, cache: T) -> T:
-    """How each array of an op's cache lies on the mesh of generation."""
+    """How each array of an op's cache lies on the mesh of generation.
+
+    `ops.decoding.reading` says which device has which position of those that are divided.
+    """
     divided = devices.n_sequence_shards() > 1 and op.divides_cache
-    of_rows = CACHE_SHARDS if divided else Spec(devices.ROWS)
 
-    def of(x):
-        return jax.tree.map(lambda _: Spec(), x) if isinstance(x, SharedByBatch) else of_rows
+    def of_part(axis: int | None, part):
+        over_positions = () if axis is None else (*[None] * (axis - 1), devices.CONTEXT)
 
-    return jax.tree.map(of, cache, is_leaf=lambda x: isinstance(x, SharedByBatch))
+        def of(x):
+            if isinstance(x, SharedByBatch):
+                return jax.tree.map(lambda _: Spec(), x)
+            return Spec(devices.ROWS, *over_positions)
+
+        return jax.tree.map(of, part, is_leaf=lambda x: isinstance(x, SharedByBatch))
+
+    axes = op.cache_axes(cache) if divided else None
+    return jax.tree.map(of_part, axes, cache, is_leaf=lambda x: x is None)
 
 
 def to_cache(function: Callable[..., T], op: AttentionOp, rows: tuple, whole: tuple) -> T:

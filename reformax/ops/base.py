@@ -45,6 +45,7 @@ from reformax.ops.masking.masks import (
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.sharding import queries
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.compiled import compiled, compiled_from, explained
 from reformax.ops.sharding.placement import CallArrays
@@ -94,7 +95,8 @@ class AttentionOp(LogitOptions):
         `pos_type="rotary_local"` rotate its keys, and reversible stacks keep its positions.
       global_tokens: its plan reads `Tokens.global_tokens`: which tokens are global. Layers ask.
       shards: what devices may have a part of: () nothing, "heads" or "key heads", which are heads
-        in whole groups that share keys, and "sequence", of which a `Shard` names the axis.
+        in whole groups that share keys, "sequence", of which a `Shard` names the axis, and
+        "queries", of which it does too: the op gathers their keys (`sharding.queries`).
         `layers.context` asks, and calls of arrays on an explicit mesh.
       gated: it gates its own output. Models with `attention_gate` add no second gate.
       chooses_keys: it is one softmax over keys that its plan chooses, whose `kept_mass` layers
@@ -151,6 +153,11 @@ class AttentionOp(LogitOptions):
         size.
         """
         return type(self)._apply_from is not AttentionOp._apply_from
+
+    @property
+    def divides_heads(self) -> bool:
+        """Whether devices may each have some of the heads."""
+        return "heads" in self.shards or "key heads" in self.shards
 
     @property
     def cache_grows(self) -> bool:
@@ -222,6 +229,15 @@ class AttentionOp(LogitOptions):
     def newest_choice(self, cache: Any) -> Any:
         """The keys that the newest query of each row chose, from a cache after `step`."""
         raise NotImplementedError(f"{self.name} has no choice that others reuse")
+
+    def cache_axes(self, cache: Any) -> Any:
+        """The axis of positions of each array of a cache, where the op `divides_cache`.
+
+        A tree of which `cache` may have more: a number is for all arrays of its part, and None says
+        that a mesh axis does not divide these.
+        """
+        del cache
+        return 2
 
     def reach(self, causal: bool) -> Reach | None:
         """How far a position sees, whatever the length; None: there is no such distance.
@@ -301,10 +317,13 @@ class AttentionOp(LogitOptions):
                 f"op is {self}: it chooses no keys of one softmax, use one whose chooses_keys is "
                 "True, such as lsh.lsh()"
             )
-        params, q, k, v = lax.stop_gradient((params, q, k, v))
-        if projections := call.get("extra_projections"):
-            call |= dict(extra_projections=lax.stop_gradient(projections))
-        call |= dict(segment_ids=segment_ids, causal=causal)
+        given = params, q, k, v, call.get("extra_projections")
+        params, q, k, v, projections = lax.stop_gradient(given)
+        if queries.axis_of(shard := call.get("shard")) is not None:  # each measures the whole
+            whole = q, k, v, projections, plan, segment_ids
+            q, k, v, projections, plan, segment_ids = queries.of_all(shard, whole)
+            call |= dict(shard=None)
+        call |= dict(segment_ids=segment_ids, causal=causal, extra_projections=projections)
         k, v = repeat_heads(q, k, v)
         at = sampled_positions(q.shape[1], min(N_QUERIES, v.shape[3], q.shape[1]))
         seen = weight_rows(lambda v: self.apply(params, q, k, v, plan=plan, **call), v, at) > 0

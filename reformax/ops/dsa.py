@@ -55,6 +55,7 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
+from reformax.ops.decoding.reading import add_all_to_ring, attend_to_chosen
 from reformax.ops.indexing.indexer import Indexed, Indexer, IndexerCache
 from reformax.ops.indexing.learning import (
     clipped,
@@ -69,10 +70,10 @@ from reformax.ops.indexing.scores import IndexQueries, gathered, scores, scores_
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.auxiliary_loss import with_loss
-from reformax.ops.numerics.logits import PLAIN, Logits
+from reformax.ops.numerics.logits import PLAIN
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
-from reformax.ops.sharding.shard import row_axes_of
+from reformax.ops.sharding import queries as sharding
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import masked_softmax, nonzero
 
@@ -131,6 +132,7 @@ class dsa(Reusing, AttentionOp):
     reuse: bool = False
     impl: str = "auto"
 
+    shards = ("queries",)
     chooses_keys = True
     _of_choice = "top_k", "n_index_heads", "d_index", "index_loss", "indexer"
     _grouped = True
@@ -161,13 +163,14 @@ class dsa(Reusing, AttentionOp):
             )
 
     def _obstacles(
-        self, q: Array, k: Array, v: Array | None, logits: Logits = PLAIN, n_bits: int = 0
+        self, call: Call, q: Array, k: Array, v: Array | None, n_bits: int = 0
     ) -> KernelObstacles:
         """The obstacles of the kernels: of those that choose where `v` is None, or attend."""
         above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
         above["score"] = None if self.indexer.score == "relu" else self.indexer.score
-        return kernel_obstacles(q, k, v, logits, **above)
+        above["a sequence over the mesh axis"] = sharding.axis_of(call.shard)
+        return kernel_obstacles(q, k, v, PLAIN if v is None else call.logits, **above)
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
         if self.reuse:
@@ -204,20 +207,23 @@ class dsa(Reusing, AttentionOp):
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
         self._check_chooses()
-        ids, n = ids_or_ones(call.segment_ids, q), q.shape[1]
+        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        keys = self._index_keys(params, k, position)
+        keys, segment_ids = sharding.of_all(call.shard, (keys, call.segment_ids))
+        ids, n = ids_or_ones(segment_ids, keys), keys.shape[1]
         n_local = self.indexer.n_local_keys(call.causal, n)
         if n_local >= self.top_k:
             raise Unsupported(
                 f"n_local is {self.indexer.n_local}, {n_local} keys of both sides where a call is "
                 f"not causal, and top_k {self.top_k}: expected fewer local keys"
             )
-        queries, keys = self._index_queries(params, q), self._index_keys(params, k)
+        queries = self._index_queries(params, q, position)
         queries, keys = lax.stop_gradient((queries, keys))
 
         def in_kernels(interpret: bool) -> Int[Array, "B T K"]:
             from reformax.ops.kernels.triton import indexer as kernel
 
-            masks = None if call.segment_ids is None else ids
+            masks = None if segment_ids is None else ids
             return kernel.choose_positions(
                 min(self.top_k, n), call.causal, interpret, *queries, keys, masks, masks
             )
@@ -225,9 +231,9 @@ class dsa(Reusing, AttentionOp):
         def choose(interpret: bool | None = None) -> Int[Array, "B T K"]:
             settings = self.top_k, call.causal, call.length or n, call.rng, interpret
             indexed = Indexed(queries, keys, lax.stop_gradient(self._of_candidates(params)))
-            return self.indexer.choose(indexed, call.segment_ids, *settings)
+            return self.indexer.choose(indexed, segment_ids, *settings, shard=call.shard)
 
-        obstacles = self._obstacles(q, k, None)
+        obstacles = self._obstacles(call, q, k, None)
         if self.indexer.candidates is not None or self.indexer.block_size > 1:
             return choose(choose_kernels(self.impl, obstacles))
         if not self.indexer.is_plain:
@@ -238,13 +244,16 @@ class dsa(Reusing, AttentionOp):
     # Attention.
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
-        length = q.shape[1]
-        ids = ids_or_ones(call.segment_ids, q)
-        index, index_keys = self._index_queries(params, q), self._index_keys(params, k)
+        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        index = self._index_queries(params, q, position)
+        gathered = k, v, self._index_keys(params, k, position), call.segment_ids
+        k, v, index_keys, segment_ids = sharding.of_all(call.shard, gathered)
+        ids = ids_or_ones(segment_ids, k)
         if self.indexer.block_size > 1 and not self.reuse:  # a position has the score of its block
             of_blocks, _ = self.indexer.block_keys(index_keys, ids)
-            index_keys = jnp.repeat(of_blocks, self.indexer.block_size, axis=1)[:, :length]
-        n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
+            index_keys = jnp.repeat(of_blocks, self.indexer.block_size, axis=1)[:, : k.shape[1]]
+        query_ids = sharding.of_shard(call.shard, ids, q.shape[1])
+        n_tokens = devices.total(jnp.sum(is_token(query_ids)), sharding.token_axes_of(call.shard))
         factor = 0.0 if self.reuse else self.index_loss
         factor = factor / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
 
@@ -254,13 +263,12 @@ class dsa(Reusing, AttentionOp):
         )
         by_list, n_listed = self.indexer.block_size > 1 or None, plan.shape[2]
         n_bits = self._n_bits(q, k, n_listed, k.shape[1], call.causal, by_list)
-        obstacles = self._obstacles(q, k, v, call.logits, n_bits)
+        obstacles = self._obstacles(call, q, k, v, n_bits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out = compute_by(self.impl, implementations)
         if self.indexer.learns and not self.reuse:
             indexed = Indexed(index, index_keys, self._of_candidates(params))
-            rows = row_axes_of(call.shard)
-            loss = self.indexer.candidates_loss(indexed, call.segment_ids, call.causal, rows)
+            loss = self.indexer.candidates_loss(indexed, segment_ids, call.causal, call.shard)
             out = with_loss(out, self.index_loss * loss)
         if not self.report_loss:
             return out
@@ -307,9 +315,9 @@ class dsa(Reusing, AttentionOp):
         self, call: Call, q, k, v, index, index_keys, factor, plan, ids
     ) -> Float[Array, "B T N V"]:
         """The attention and the indexer's loss in array operations."""
-        length, n_heads = q.shape[1:3]
+        (length, n_heads), n_keys = q.shape[1:3], k.shape[1]
         k, v = repeat_heads(q, k, v)
-        gathers = plan.shape[2] * GATHERED <= length
+        gathers = plan.shape[2] * GATHERED <= n_keys
         if gathers:  # from wide copies, to which the gradient adds the keys of each query
             wide = (x.astype(accum_dtype(x.dtype)) for x in (k, v))
             keys, dtypes = (*wide, index_keys, ids), (k.dtype, v.dtype)
@@ -323,8 +331,9 @@ class dsa(Reusing, AttentionOp):
                 call, of_keys(q, chosen, query_ids, position, *index), position
             )
 
-        arrays = q, plan, ids, positions(length), *index
-        n_keys, n_each = length, n_heads + self.n_index_heads + 1
+        position = sharding.first_query(call.shard, length) + positions(length)
+        arrays = q, plan, sharding.of_shard(call.shard, ids, length), position, *index
+        n_each = n_heads + self.n_index_heads + 1
         if gathers:
             n_keys = plan.shape[2]
             n_each += n_heads * (q.shape[3] + v.shape[3]) + self.d_index
@@ -382,18 +391,21 @@ class dsa(Reusing, AttentionOp):
         """The mean divergence over up to `MEASURED` queries of a row, which is reported only."""
         length = q.shape[1]
         k, v = repeat_heads(q, k, v)
-        arrays = lax.stop_gradient((q, plan, ids, positions(length), *index))
-        some = tuple(x[:, :: -(-length // MEASURED)] for x in arrays)
+        position = sharding.first_query(call.shard, length) + positions(length)
+        arrays = sharding.of_shard(call.shard, ids, length), q, plan, position, *index
+        some = sharding.spread(call.shard, MEASURED, *lax.stop_gradient(arrays))
         keys, dtypes = lax.stop_gradient((k, v[..., :1], index_keys, ids)), (k.dtype, v.dtype)
         call = call.but(seed=None)
 
-        def divergence_of(q, chosen, query_ids, position, *index):
+        def divergence_of(query_ids, q, chosen, position, *index):
             x = self._of_chosen_keys(call, keys, dtypes, q, chosen, query_ids, position, *index)
             return self._attend_to_keys(call, x, position)[1]
 
         n_each = q.shape[2] * (q.shape[3] + 2) + self.n_index_heads + 2 * self.d_index
         losses = by_chunks(divergence_of, n_each * plan.shape[2], *some)
-        return losses.sum() / jnp.maximum(jnp.sum(is_token(some[2])), 1).astype(losses.dtype)
+        sums = losses.sum(), jnp.sum(is_token(some[0]))
+        loss, n_tokens = (devices.total(x, sharding.axis_of(call.shard)) for x in sums)
+        return loss / jnp.maximum(n_tokens, 1).astype(loss.dtype)
 
     def _init_cache(self, call, params, q, k, v, plan) -> DsaCache:
         del plan
@@ -407,7 +419,42 @@ class dsa(Reusing, AttentionOp):
         none = jnp.full(none, -1, jnp.int32)
         return DsaCache(memory, self.indexer.start(index, *settings), none)
 
+    # Generation reads whole prompts where it can: kernels choose for them.
+    reads_ahead = False
+
+    @property
+    def divides_cache(self) -> bool:
+        return self.reuse or self.indexer.reads_pieces
+
+    def cache_axes(self, cache: DsaCache) -> DsaCache:
+        if self.reuse:
+            return DsaCache(2, (), ())
+        return DsaCache(2, IndexerCache(1, (), ()), None)
+
+    def _read_on(self, call, params, q, k, v, cache: DsaCache):
+        if not self.divides_cache:
+            return super()._read_on(call, params, q, k, v, cache)
+        axis, lengths = sharding.axis_of(call.shard), call.lengths
+        memory = add_all_to_ring(cache.memory, k, v, call.position, lengths, axis)
+        if self.reuse:
+            chosen, cache = call.chosen, DsaCache(memory, (), ())
+        else:
+            at = call.position[:, None] + positions(q.shape[1])
+            new = Indexed(self._index_queries(params, q, at), self._index_keys(params, k, at))
+            rows = call.position, lengths
+            chosen, index = self.indexer.read_on(cache.index, new, *rows, self.top_k, axis)
+            last = jnp.maximum(lengths - 1, 0)[:, None, None]
+            newest = jnp.take_along_axis(chosen, last, axis=1)[:, 0]
+            newest = jnp.where(lengths[:, None] > 0, newest, cache.chosen)
+            cache = DsaCache(memory, index, newest)
+        out = attend_to_chosen(call, q, memory, chosen, axis)
+        return out, cache, () if self.reuse else chosen
+
     def _step(self, call, params, q, k, v, cache: DsaCache):
+        if call.shard is not None:
+            chosen = None if call.chosen is None else call.chosen[:, None]
+            call = call.but(lengths=jnp.ones_like(call.position), chosen=chosen)
+            return self._read_on(call, params, q, k, v, cache)[:2]
         at = call.position[:, None]
         memory = add_to_ring(cache.memory, k, v, call.position)
         if self.reuse:

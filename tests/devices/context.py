@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 from reformax import devices, generation
+from reformax.buffers import Meter, advanced, measured
 from reformax.declared import SettingError
 from reformax.generation import decoding, texts
 from reformax.layers import Attention, AxialPositionalEncoding, CrossAttention
@@ -21,6 +22,7 @@ from reformax.ops import (
     asymmetric_lsh,
     block_sparse,
     dense,
+    dsa,
     flash,
     gated_delta,
     kda,
@@ -34,6 +36,8 @@ from reformax.ops import (
     smyrf,
 )
 from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
+from reformax.ops.indexing.indexer import Indexer
 from reformax.ops.masking.masks import Tokens
 from reformax.ops.sharding import borders
 from reformax.ops.softmax import all_keys
@@ -64,6 +68,14 @@ def test_a_border_is_the_ends_of_the_neighbours(n, ahead):
 
 
 LOCAL = dict(chunk_len=4)
+INDEXED = dict(top_k=6, n_index_heads=2, d_index=8)
+BY_GROUPS = Indexer(score="product", rotary=True, n_local=5, group=5)
+CANDIDATES = {
+    "pooled": Indexer(candidates=Pooled(block_sizes=(8, 4), n_blocks=2)),
+    "clustered": Indexer(candidates=Clustered(stride=4, n_clusters=2, n_nearest=3)),
+    "coded": Indexer(candidates=Coded(n_bits=16, n_best=8)),
+    "hashed": Indexer(score="product", candidates=Hashed(n_hashes=3, n_buckets=4, n_nearest=4)),
+}
 # What an op's row does not have: an op, whether it is causal, and the length of its sequences.
 OPS = {
     "chunks": (local.local(**LOCAL), True, 40),
@@ -93,6 +105,19 @@ OPS = {
         True,
         40,
     ),
+    "indexer, odd shards": (dsa.dsa(**INDEXED), True, 40),
+    "indexer, chosen keys": (dsa.dsa(**INDEXED), True, 64),
+    "indexer both ways": (dsa.dsa(**INDEXED), False, 40),
+    "indexer, groups": (dsa.dsa(**INDEXED | dict(top_k=9), indexer=BY_GROUPS), True, 40),
+    "indexer, blocks": (
+        dsa.dsa(**INDEXED | dict(top_k=9), indexer=Indexer(rotary=True, block_size=4)),
+        True,
+        40,
+    ),
+    **{
+        f"indexer, {name}": (dsa.dsa(**INDEXED, indexer=indexer), True, 40)
+        for name, indexer in CANDIDATES.items()
+    },
     "kda, 6 heads": (kda.kda(chunk_len=8, conv_size=3), True, 40),
     "linformer, weights": (linformer.linformer(n_projected=5, parameter_sharing="none"), False, 40),
     "nystromformer, convolved": (
@@ -109,6 +134,8 @@ OPTIONS = {
     "biases, 6 heads": dict(n_heads=6, position_bias="t5"),
     "fewer keys, 12 heads": dict(n_heads=12, n_kv_heads=4),
     "gated_delta, 6 heads": dict(n_heads=6),
+    "indexer, odd shards": dict(n_heads=3),
+    "indexer, chosen keys": dict(n_heads=4, n_kv_heads=1),
     "kda, 6 heads": dict(n_heads=6),
     "ring": dict(n_heads=4, n_kv_heads=2),
     "ring, odd shards": dict(n_heads=1),
@@ -122,7 +149,7 @@ QUICK = {("window", True), ("long shards", True), ("lsh, 11 heads", True)}
 CASES = [(name, op.packed) for name, (op, *_) in OPS.items()]
 CASES += [(name, False) for name in ("chunks", "long shards", "ring, odd shards")]
 # On eight devices for one row of a batch, and these on four for each of two as well.
-ROWS_TOO = {"chunks", "long shards", "window", "lsh, 11 heads", "biases"}
+ROWS_TOO = {"chunks", "long shards", "window", "lsh, 11 heads", "biases", "indexer, chosen keys"}
 
 
 def check_layer(layer, length, meshes):
@@ -164,6 +191,64 @@ def test_a_layer_is_that_of_one_device(name, packed):
     layer = layer_of(op, causal, packed, **OPTIONS.get(name, {}))
     more = [mesh_lib.make({"data": 2, "context": 4})] if name in ROWS_TOO else []
     check_layer(layer, length, [CONTEXT, *more])
+
+
+def whole(plan):
+    """A plan of shards on eight devices, `[8 B, t, K]`, as one device has it."""
+    return np.moveaxis(np.reshape(plan, (N, -1, *plan.shape[1:])), 0, 1).reshape(
+        plan.shape[0] // N, -1, plan.shape[2]
+    )
+
+
+@pytest.mark.parametrize("name", ["indexer, odd shards", "indexer both ways", "indexer, groups"])
+def test_a_choice_is_that_of_one_device(name):
+    """To the bit, of scores of which many are 0 or equal otherwise."""
+    op, causal, length = OPS[name]
+    layer = Attention(op, n_heads=2, d_qk=4, d_v=4, causal=causal, masked=True)
+    random = np.random.default_rng(0)
+    x = random.integers(-1, 2, (2, length, 8)).astype(np.float32)
+    ids = np.sort(random.integers(0, 3, (2, length)))[:, ::-1].astype(np.int32)
+    params = layer.init_params(jax.random.key(0), x.shape)
+
+    def plan(params, x, ids):
+        return layer.plan(params, layer.project(params, x), ids)
+
+    placed = jax.device_put((x, ids), devices.over_tokens(CONTEXT))
+    got = jax.jit(devices.on(CONTEXT, plan))(params, *placed)
+    assert got.addressable_shards[0].data.shape[:2] == (2, length // N)
+    np.testing.assert_array_equal(whole(got), jax.jit(plan)(params, x, ids))
+
+
+def test_the_indexers_loss_is_reported_as_that_of_one_device():
+    """The mean over the queries of all devices, of which some have padding alone."""
+    op = dsa.dsa(**INDEXED, report_loss=True)
+    layer = Attention(op, n_heads=2, d_qk=4, d_v=4, causal=True, masked=True)
+    x = jax.random.normal(jax.random.key(0), (1, 40, 8))
+    ids = np.arange(40)[None] < 27
+    params = layer.init_params(jax.random.key(1), x.shape)
+    run = jax.grad(lambda params, x, ids: jnp.sum(layer.apply(params, x, ids)))
+    placed = jax.device_put((x, ids), devices.over_tokens(CONTEXT))
+    found = jax.jit(run)(params, x, ids), jax.jit(devices.on(CONTEXT, run))(params, *placed)
+    one, other = (
+        measured(advanced(params, change, n))["index_loss"]
+        for change, n in zip(found, (1, N), strict=True)
+    )
+    assert one > 0.01
+    np.testing.assert_allclose(other, one, rtol=1e-5)
+
+
+def test_kept_mass_of_chosen_keys_is_that_of_one_device():
+    layer = Attention(dsa.dsa(**INDEXED), n_heads=2, d_qk=4, d_v=4, causal=True, masked=True)
+    x = jax.random.normal(jax.random.key(0), (2, 40, 8))
+    ids = np.arange(40)[None] < np.array([[27], [40]])
+    params = layer.init_params(jax.random.key(1), x.shape)
+    params["kept_mass"] = Meter(jnp.zeros(()))
+    run = jax.grad(lambda params, x, ids: jnp.sum(layer.apply(params, x, ids)))
+    placed = jax.device_put((x, ids), devices.over_tokens(CONTEXT))
+    one = jax.jit(run)(params, x, ids)["kept_mass"].value
+    other = jax.jit(devices.on(CONTEXT, run))(params, *placed)["kept_mass"].value
+    assert 0 < one < 1
+    np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +331,11 @@ def test_cross_attention_is_that_of_one_device(op):
             longformer.longformer(window=4, n_global=1),
             8,
             "context=8 and op is longformer.*, which computes all heads together: use context=1",
+        ),
+        (
+            dsa.dsa(**INDEXED, indexer=Indexer(n_local=3, group=3)),
+            8,
+            "group is 3 and a device has 2 positions of each sequence, which it does not divide",
         ),
         (
             nsa.nsa(compression="mean", independent_kv=False),
@@ -369,6 +459,37 @@ def test_caches_of_generation_are_divided(piece):
         generation.read(model, params, prompts, state=state, **shared)
 
 
+CHOOSING = {
+    "indexer": dsa.dsa(**INDEXED),
+    "local keys": dsa.dsa(**INDEXED, indexer=Indexer(score="product", rotary=True, n_local=3)),
+    "all keys": dsa.dsa(n_index_heads=2, d_index=8, scale_by_length=0.3),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_choices_among_divided_caches_are_those_of_one_device(name):
+    """Of each device's keys the best, and of these; a later layer reuses them."""
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=3, n_heads=4, mode="eval")
+    ops = CHOOSING[name], dsa.dsa(reuse=True)
+    model = TransformerLM(**sizes, n_kv_heads=2, attention_type=(*ops, local.local(chunk_len=4)))
+    params = jax.device_get(model.init_params(jax.random.key(0), (1, 8)))
+    params["logits"]["w"] = params["logits"]["w"] * 8
+    prompts = [[*range(16), *range(15, 0, -2)], [3, 1], [5]]
+    options, shared = dict(temperature=0, max_length=77), dict(mesh=CONTEXT, divide_caches=True)
+    generate = functools.partial(generation.generate, model, params, prompts, 9)
+    want = generate(**options)
+    for piece in (None, 8):
+        got = generation.generate(
+            model, params, prompts, 9, **options, **shared, prompt_piece=piece
+        )
+        np.testing.assert_array_equal(got, want)
+    state = generation.read(model, params, prompts, max_length=77, **shared)
+    (cache, reusing, _), *_ = state.model.caches
+    lengths = [(x, 2) for x in (*cache.memory, *reusing.memory)] + [(cache.index.keys, 1)]
+    for x, axis in lengths:
+        assert x.shape[axis] == 80 and x.addressable_shards[0].data.shape[axis] == 10
+
+
 def test_biases_reach_divided_caches():
     """Of positions that a device has, in pieces and in steps."""
     sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
@@ -408,10 +529,14 @@ def test_a_device_holds_its_part_of_the_caches():
     assert eighth.temp_size_in_bytes < one.temp_size_in_bytes
 
 
-def test_caches_that_are_not_divided_are_refused():
+@pytest.mark.parametrize(
+    "op", [lsh.lsh(chunk_len=4), dsa.dsa(indexer=CANDIDATES["pooled"])], ids=lambda op: op.name
+)
+def test_caches_that_are_not_divided_are_refused(op):
     sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
-    model = TransformerLM(**sizes, attention_type=lsh.lsh(chunk_len=4))
+    model = TransformerLM(**sizes, attention_type=op)
     params = model.init_params(jax.random.key(0), (1, 8))
     shared = dict(mesh=CONTEXT, divide_caches=True)
-    with pytest.raises(SettingError, match="^mesh has context=8 and op is lsh.*whose cache is not"):
+    refusal = f"^mesh has context=8 and op is {op.name}.*whose cache is not"
+    with pytest.raises(SettingError, match=refusal):
         generation.stream(model, params, [[1]], 2, **shared)  # before a token is asked for

@@ -8,7 +8,7 @@ from reformax.ops import lsh
 from reformax.ops.sharding.shard import Shard
 from tests.ops.rows import ROWS
 
-APART = [row for row in ROWS if row.op().shards]
+APART = [row for row in ROWS if row.op().divides_heads]
 QUICK = {"lsh", "flash_pallas"}
 
 

@@ -32,7 +32,7 @@ def test_rows_and_heads_are_computed_where_they_lie(row):
     sizes = dict(batch=BATCH, length=LENGTH, n_heads=HEADS)
     run, (d_out, arrays, ids, params) = inputs.with_gradients(row, KEY, **sizes)
     whole = jax.jit(run)(d_out, arrays, ids, params)
-    axes = "batch", None, "tensor" if row.op().shards else None
+    axes = "batch", None, "tensor" if row.op().divides_heads else None
     given = lie(d_out, *axes), lie(arrays, *axes), lie(ids, "batch"), lie(params)
     got, of_params = jax.jit(run)(*given)
     assert got[0].sharding.spec[: len(axes)] == axes

@@ -25,7 +25,9 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import KeyValues, where_rows
 from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.numerics.query_chunks import by_chunks, join_chunks
 from reformax.ops.softmax import tiles
+from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
 
 # Slots of a slab, and bytes of a bias between all queries and a slab.
@@ -190,6 +192,35 @@ def attend_to_ring(
         own = lax.dynamic_slice_in_dim(alone, first, n_each, axis=1)
         out = jnp.where(row_sum[..., None] == 0, own.astype(dtype), out)
     return out.astype(ring.values.dtype)
+
+
+def attend_to_chosen(
+    call: Call,
+    q: Float[Array, "B T N H"],
+    ring: KeyValues,
+    chosen: Int[Array, "B T K"],
+    axis: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """Attention of queries to the positions that each chose, -1 for none, as `attend_to_ring`."""
+    n_batch, length, n_heads, _ = q.shape
+    dtype = accum_dtype(q.dtype, ring.values.dtype)
+    n, i = (1, 0) if axis is None else (lax.axis_size(axis), lax.axis_index(axis))
+
+    def attend(q, chosen):  # g heads of keys, m of queries of each
+        held = (chosen >= 0) & (chosen % n == i)
+        slot = jnp.where(held, chosen // n, 0)
+        keys, values = (jax.vmap(lambda x, at: x[:, at])(x, slot) for x in ring)
+        heads = q.reshape(*q.shape[:2], keys.shape[1], -1, q.shape[3]).astype(dtype)
+        logits = call.logits.of("bqgmh,bgqkh->bgmqk", heads, keys.astype(dtype))
+        found = softmax_over(logits, held[:, None, None], "bgmqk,bgqkv->bgmqv", values)
+        return [jnp.moveaxis(x, 3, 1) for x in found]
+
+    n_each = n_heads + ring.keys.shape[1] * (q.shape[3] + ring.values.shape[3])
+    found = (join_chunks(x, length) for x in by_chunks(attend, n_each * chosen.shape[2], q, chosen))
+    rows = (x.reshape(n_batch, length, n_heads, *x.shape[4:]) for x in found)
+    state = Softmax(*(jnp.swapaxes(x, 1, 2) for x in rows))
+    state = state if axis is None else _merged_over(axis, state)
+    return jnp.swapaxes(state.output(), 1, 2).astype(ring.values.dtype)
 
 
 def _merged_over(axis: str, state: Softmax) -> Softmax:

@@ -15,9 +15,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.declared import Count, SettingError, Size
+from reformax.declared import Count, SettingError, Size, Unsupported
 from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.calls.options import Options, options
+from reformax.ops.decoding.reading import put_all
 from reformax.ops.indexing.candidates.base import (
     Candidates,
     IndexedKeys,
@@ -27,12 +28,14 @@ from reformax.ops.indexing.candidates.base import (
 from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, gathered, scores, scores_of_gathered
-from reformax.ops.indexing.streaming import best_keys
+from reformax.ops.indexing.streaming import best_keys, best_over, best_scores
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import rotary
+from reformax.ops.sharding import queries as sharding
+from reformax.ops.sharding.shard import Shard
 
 # Queries of a row from which candidates learn, spread evenly.
 LEARNT_FROM = 256
@@ -127,31 +130,42 @@ class Indexer(Options):
         length: int,
         rng: PRNGKeyArray | None,
         interpret: Interpret = None,
+        shard: Shard | None = None,
     ) -> Int[Array, "B T K"]:
         """The positions that each query sees, the chosen ones first; -1 is none.
 
         Args:
-          x: the vectors, of one sequence.
-          segment_ids: of the call.
+          x: the vectors, of one sequence; its queries may be a shard of it.
+          segment_ids: of the keys.
           top_k: the most that a query sees.
           causal: whether later positions are hidden.
           length: that settings depend on.
           rng: the source of hashes.
           interpret: from `dispatch.choose_kernels`, of the kernels that score candidates or blocks.
+          shard: which queries there are.
+
+        Raises:
+          Unsupported: a group of queries is on several devices.
         """
+        n_queries, n_tokens = x.queries.weights.shape[1], x.keys.shape[1]
+        position = sharding.first_query(shard, n_queries) + positions(n_queries)
+        ids = sharding.of_shard(shard, ids_or_ones(segment_ids, x.keys), n_queries)
         if self.block_size > 1:
-            return self._choose_blocks(x, segment_ids, top_k, interpret)
-        n_tokens = x.keys.shape[1]
+            return self._choose_blocks(x, segment_ids, position, ids, top_k, interpret)
+        if sharding.axis_of(shard) is not None and n_queries % self.group:
+            raise Unsupported(
+                f"group is {self.group} and a device has {n_queries} positions of each sequence, "
+                "which it does not divide: use group=1, or another length or mesh axis context"
+            )
         n_local = self.n_local_keys(causal, n_tokens)
         rule = ChoiceRule(causal, min(self.n_local, n_tokens), self.group)
         n_best = min(top_k - n_local, n_tokens)
-        position, ids = positions(n_tokens), ids_or_ones(segment_ids, x.keys)
         leaders = (x.queries.queries, x.queries.weights, position, ids)
         queries, weights, leader, leader_ids = (y[:, :: self.group] for y in leaders)
         chunk = QueryChunk(IndexQueries(queries, weights), leader, leader_ids)
         keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, rng, x.params)
         chosen = self._best(rule, n_best, keys, chunk, interpret)
-        chosen = jnp.repeat(chosen, self.group, axis=1)[:, :n_tokens]
+        chosen = jnp.repeat(chosen, self.group, axis=1)[:, :n_queries]
         if n_local == 0:
             return chosen
         local = rule.local_keys(position, n_tokens)
@@ -175,9 +189,10 @@ class Indexer(Options):
         """The last complete block at a position; -1 before the first."""
         return (position + 1) // self.block_size - 1
 
-    def _choose_blocks(self, x: Indexed, segment_ids, top_k: int, interpret) -> Array:
-        ids, position = ids_or_ones(segment_ids, x.keys), positions(x.keys.shape[1])
-        keys, block_ids = self.block_keys(x.keys, ids)
+    def _choose_blocks(
+        self, x: Indexed, segment_ids, position, ids, top_k: int, interpret
+    ) -> Array:
+        keys, block_ids = self.block_keys(x.keys, ids_or_ones(segment_ids, x.keys))
         n_best = min(top_k // self.block_size, keys.shape[1])
         if interpret is None:
             side, rule = Side(self.newest_block(position), ids), ChoiceRule(causal=True)
@@ -217,19 +232,25 @@ class Indexer(Options):
         return min(top_k - n_local, length) + n_local
 
     def candidates_loss(
-        self, x: Indexed, segment_ids: Int[Array, "B T"] | None, causal: bool, rows: devices.Axes
+        self,
+        x: Indexed,
+        segment_ids: Int[Array, "B T"] | None,
+        causal: bool,
+        shard: Shard | None = None,
     ) -> Float[Array, ""]:
         """The mean loss by which candidates learn, over up to `LEARNT_FROM` queries of a row.
 
         Args:
-          x: the vectors, and the candidates' weights.
-          segment_ids, causal: of the call.
-          rows: the mesh axes of the batch.
+          x: the vectors, and the candidates' weights; its queries may be a shard's.
+          segment_ids: of the keys.
+          causal: of the call.
+          shard: which queries there are. The mean is over those of all devices.
         """
-        length = x.keys.shape[1]
+        n_queries, length = x.queries.weights.shape[1], x.keys.shape[1]
         keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, None, x.params)
-        arrays = *x.queries, positions(length), keys.ids
-        some = tuple(y[:, :: -(-length // LEARNT_FROM)] for y in arrays)
+        position = sharding.first_query(shard, n_queries) + positions(n_queries)
+        ids = sharding.of_shard(shard, keys.ids, n_queries)
+        ids, *some = sharding.spread(shard, LEARNT_FROM, ids, *x.queries, position)
 
         @jax.checkpoint
         def losses(vectors, weights, position, ids):
@@ -237,8 +258,8 @@ class Indexer(Options):
             return self.candidates.losses(keys, chunk)
 
         n_seen = length * (2 * x.queries.queries.shape[2] + 4)
-        total = by_chunks(losses, n_seen, *some).sum()
-        n_tokens = devices.total(jnp.sum(is_token(some[3])), rows)
+        total = by_chunks(losses, n_seen, *some, ids).sum()
+        n_tokens = devices.total(jnp.sum(is_token(ids)), sharding.token_axes_of(shard))
         return total / jnp.maximum(n_tokens, 1).astype(total.dtype)
 
     # Decoding. C is the capacity.
@@ -299,6 +320,49 @@ class Indexer(Options):
             local = ChoiceRule(True, n_local).local_keys(position[:, None], keys.shape[1])
             chosen = jnp.concatenate([chosen, local[:, 0]], axis=-1)
         return chosen, cache
+
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether it has `read_on`: each query chooses among all keys."""
+        return self.candidates is None and self.group == 1 and self.block_size == 1
+
+    def read_on(
+        self,
+        cache: IndexerCache,
+        x: Indexed,
+        position: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        top_k: int,
+        axis: str | None,
+    ) -> tuple[Int[Array, "B T K"], IndexerCache]:
+        """`step` for several queries of each row at once.
+
+        Args:
+          cache: from `start`, `step` or the call before.
+          x: the vectors of the new positions.
+          position: the number of the first of them.
+          lengths: the number of them before a row's padding.
+          top_k: as in `choose`.
+          axis: the mesh axis that divides the cache, as in `decoding.reading`; None: it is whole.
+        """
+        keys = put_all(cache.keys[:, None], x.keys[:, :, None], position, lengths, axis)[:, 0]
+        every = (0, 1) if axis is None else (lax.axis_index(axis), lax.axis_size(axis))
+        capacity, ids = keys.shape[1] * every[1], jnp.ones(keys.shape[:2], jnp.int32)
+        n_local = self.n_local_keys(True, capacity)
+        rule, n_best = ChoiceRule(True, n_local), min(top_k - n_local, capacity)
+
+        def choose(queries, weights, at):
+            side = Side(at, jnp.ones(at.shape, jnp.int32))
+            arrays = IndexQueries(queries, weights), keys, side, ids
+            best, chosen = best_scores(self.score, rule, n_best, *arrays, every)
+            return chosen if axis is None else best_over(axis, best, chosen)
+
+        at = position[:, None] + positions(x.keys.shape[1])
+        chosen = by_chunks(choose, 4 * n_best * every[1], *x.queries, at)
+        chosen = join_chunks(chosen, at.shape[1])
+        if n_local:
+            chosen = jnp.concatenate([chosen, rule.local_keys(at, capacity)], axis=-1)
+        return chosen, cache._replace(keys=keys)
 
     def _held(self, keys: Float[Array, "B C D"], x: Indexed) -> IndexedKeys:
         """The cache's keys: causality hides those that are not there yet."""

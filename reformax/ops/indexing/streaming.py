@@ -8,6 +8,7 @@ next tile, so that of equal scores the first position is chosen, as in one row o
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -35,15 +36,35 @@ def best_keys(
 ) -> Int[Array, "B T K"]:
     """The positions of the highest scores, the highest first; -1 is none.
 
+    Args: as in `best_scores`, of the keys of all positions.
+    """
+    return best_scores(score, rule, n_best, index, keys, queries, ids)[1]
+
+
+def best_scores(
+    score: Score,
+    rule: ChoiceRule,
+    n_best: int,
+    index: IndexQueries,
+    keys: Float[Array, "B S D"],
+    queries: Side,
+    ids: Int[Array, "B S"],
+    every: tuple[Any, int] = (0, 1),
+) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
+    """The highest scores of each query, the highest first, and the positions of their keys.
+
+    Where there is none, they are minus infinity and -1.
+
     Args:
       score, rule: how keys are scored, and which ones a query may choose.
       n_best: K.
       index: of the queries.
       keys: of the keys.
-      queries: positions `[1, T]`, in order, and segments `[B, T]`.
+      queries: positions `[1 or B, T]`, and segments `[B, T]`.
       ids: the segments of the keys.
+      every: `(i, n)`: keys have the positions i, i + n, i + 2n and so on.
     """
-    (n_batch, length), n_keys = index.weights.shape[:2], keys.shape[1]
+    (n_batch, length), n_keys, (offset, stride) = index.weights.shape[:2], keys.shape[1], every
     size = min(max(TILE, n_best), n_keys)
     n_rows = max(AT_A_TIME // (n_batch * (index.weights.shape[2] + 2) * (size + n_best)), 1)
     n_rows = min(n_rows, length)
@@ -57,8 +78,9 @@ def best_keys(
         def add_tile(i, found):
             best, best_position = found
             tile_keys, tile_ids = (take(x, i) for x in tiles)
-            key_position = i * size + jnp.arange(size, dtype=jnp.int32)[None, None]
-            key = Side(key_position, tile_ids[:, None], exists=key_position < n_keys)
+            number = i * size + jnp.arange(size, dtype=jnp.int32)[None, None]
+            key_position = offset + number * stride
+            key = Side(key_position, tile_ids[:, None], exists=number < n_keys)
             tile = jnp.where(rule.allows(query, key), scores(score, index, tile_keys), -jnp.inf)
             both = jnp.concatenate([best, tile], axis=-1)
             key_position = jnp.broadcast_to(key_position, tile.shape)
@@ -72,11 +94,20 @@ def best_keys(
         none = jnp.full(shape, -jnp.inf, keys.dtype), jnp.full(shape, -1, jnp.int32)
         last = jnp.max(position)
         end = Visibility(rule.causal).bounds(last, last + 1).end
-        end = n_keys if end is None else jnp.minimum(end, n_keys)
-        return lax.fori_loop(
-            0, -(-end // size), add_tile, devices.varying_as((keys, *chunk), none)
-        )[1]
+        end = n_keys if end is None else jnp.minimum(-((offset - end) // stride), n_keys)
+        none = devices.varying_as((keys, *chunk), none)
+        return lax.fori_loop(0, -(-end // size), add_tile, none)
 
     arrays = *index, queries.position, queries.segment_id
     chunks = tuple(jnp.moveaxis(in_blocks(x, n_rows), 1, 0) for x in arrays)
-    return join_chunks(lax.map(best_of_chunk, chunks), length)
+    best, chosen = lax.map(best_of_chunk, chunks)
+    return join_chunks(best, length), join_chunks(chosen, length)
+
+
+def best_over(
+    axis: str, best: Float[Array, "B T K"], chosen: Int[Array, "B T K"]
+) -> Int[Array, "B T K"]:
+    """The positions of the highest of all devices' `best_scores`, in the order of `best_keys`."""
+    n_best = chosen.shape[2]
+    both = (lax.all_gather(x, axis, axis=2, tiled=True) for x in (-best, chosen))
+    return lax.sort(tuple(both), dimension=2, num_keys=2)[1][..., :n_best]

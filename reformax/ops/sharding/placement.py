@@ -136,7 +136,7 @@ def placement_of(op: Any, x: CallArrays) -> Placement | None:
             f"v has {n_kv_heads} heads and q has {x.q.shape[2]}, on a mesh with explicit axes: "
             "repeat the queries and keys"
         )
-    if n > 1 and not op.shards:
+    if n > 1 and not op.divides_heads:
         raise Unsupported(f"{split} and op is {op}, which computes them together: {fix}")
     if "key heads" in op.shards and splits_head_groups(n, x.q.shape[2], n_kv_heads):
         raise Unsupported(

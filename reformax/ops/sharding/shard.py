@@ -31,7 +31,7 @@ class Shard:
       position: the first position of queries and of keys. Positions below 0 are padding.
       n_heads: the number of heads of the whole call; None: the shard has all of them.
       axis: the mesh axis whose devices each have a shard of the sequences, all of one length; None:
-        the arrays are whole sequences. For an op with shards of the sequence.
+        the arrays are whole sequences. For an op with shards of the sequence or of its queries.
       rows: the mesh axes that rows are split over; None: those of `devices.row_axes`.
     """
 
