@@ -68,15 +68,15 @@ def zipped(path, data):
 def folder_of_kinds(folder):
     """Files of every kind, some without a newline at the end, and one that is empty."""
     folder.mkdir()
-    write_jsonl(folder / "a.jsonl")
-    write_jsonl(folder / "b.jsonl.gz")
-    write_jsonl(folder / "c.jsonl.zst")
-    pq.write_table(pa.table({"text": TEXTS}), folder / "d.parquet", row_group_size=50)
-    (folder / "e.txt").write_text("\n".join(TEXTS))
+    texts = TEXTS[:60]
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
+        write_jsonl(folder / name, texts)
+    pq.write_table(pa.table({"text": texts}), folder / "d.parquet", row_group_size=10)
+    (folder / "e.txt").write_text("\n".join(texts))
     (folder / "f.txt").write_bytes(b"zero\0inside" * 999)
     (folder / "g.txt").write_bytes(b"")
-    (folder / "h.txt.xz").write_bytes(lzma.compress("\n".join(TEXTS).encode()))
-    zipped(folder / "i.zip", "\n".join(TEXTS))
+    (folder / "h.txt.xz").write_bytes(lzma.compress("\n".join(texts).encode()))
+    zipped(folder / "i.zip", "\n".join(texts))
     (folder / "j.csv").write_text("id,text\n" + "".join(f'1,"{i} of it"\n' for i in range(99)))
 
 
@@ -347,7 +347,7 @@ def test_kills_leave_it_whole_or_absent(tmp_path):
     command += ["--quiet", "--processes=1"]
     begun, partial = made.with_name("made.partial"), 0
     whole = text.text(tmp_path / "a.txt").fingerprint("train")
-    for seconds in (0, 0.002, 0.01, 0.03, 0.1, 0.3):
+    for seconds in (0, 0.01, 0.1):
         shutil.rmtree(made, ignore_errors=True)
         shutil.rmtree(begun, ignore_errors=True)
         process = subprocess.Popen(command, cwd=ROOT)

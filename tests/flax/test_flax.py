@@ -1,5 +1,7 @@
 """`reformax.flax` against flax's own modules: the same weights, masks, dropout, gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -295,7 +297,7 @@ def as_layer(op, params, num_heads, **options):
         mode="eval",
         **options,
     )
-    return layer.apply(weights, X, rng=jax.random.key(0))
+    return jax.jit(layer.apply)(weights, X, rng=jax.random.key(0))
 
 
 WITH_WEIGHTS = (
@@ -317,16 +319,22 @@ def test_weights_and_gates_of_an_op(op):
     """A module has them and trains them; it computes what the layer of Trax does."""
     in_linen, weights, in_nnx = pair(op, max_length=X.shape[1])
     want = as_layer(op, weights["params"], 2)
-    call = dict(deterministic=True)
-    np.testing.assert_allclose(in_linen.apply(weights, X, **call), want, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(in_nnx(X, **call), want, rtol=1e-4, atol=1e-5)
-    gradients = jax.grad(lambda w: jnp.sum(in_linen.apply(w, X, **call) ** 2))(weights)
+
+    def loss(out):
+        return jnp.sum(out**2), out
+
+    def of_linen(weights, x):
+        return loss(in_linen.apply(weights, x, deterministic=True))
+
+    gradients, out = jax.jit(jax.grad(of_linen, has_aux=True))(weights, X)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     of_op = jax.tree.leaves(gradients["params"].get("op", ()))
     assert not of_op or any(map(np.any, of_op))
-    of_nnx = nnx.grad(lambda m: jnp.sum(m(X, **call) ** 2))(in_nnx)
+    of_nnx = nnx.jit(nnx.grad(lambda m, x: loss(m(x, deterministic=True)), has_aux=True))
+    of_nnx, out = of_nnx(in_nnx, X)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     assert len(jax.tree.leaves(of_nnx)) == len(jax.tree.leaves(gradients))
-    shorter = in_linen.apply(weights, X[:, :9], **call)
-    assert shorter.shape == (2, 9, 8)
+    assert jax.eval_shape(of_linen, weights, X[:, :9])[1].shape == (2, 9, 8)
 
 
 @pytest.mark.parametrize("op", [flash.flash(), local.local(chunk_len=4), moba.moba(block_size=4)])
@@ -409,26 +417,24 @@ def test_decoding_computes_the_last_row_of_attention_so_far(op):
     assert "cache" not in weights
     rngs, lengths = {"attention": jax.random.key(3)}, jnp.array([5, 3])
     prompt = jnp.where(jnp.arange(7)[None, :, None] < lengths[:, None, None], X[:, :7], 9.0)
-    mutable = dict(rngs=rngs, mutable=["cache"])
-    out, state = in_linen.apply(weights, prompt, lengths=lengths, **mutable)
+    apply = jax.jit(functools.partial(in_linen.apply, rngs=rngs, mutable=["cache"]))
+    out, state = apply(weights, prompt, lengths=lengths)
     in_nnx.init_cache(12)
-    step = nnx.jit(lambda module, x: module(x))
-    outs = [in_nnx(prompt, lengths=lengths)]
+    step = nnx.jit(lambda module, x, **options: module(x, **options))
+    outs = [step(in_nnx, prompt, lengths=lengths)]
     assert out.shape == outs[0].shape == (2, 7, 8)
     whole = in_linen.clone(max_decode_length=None)
+    whole = jax.jit(functools.partial(whole.apply, rngs=rngs, deterministic=True))(weights, X)
     for n in range(3):
         token = jnp.take_along_axis(X, (lengths + n)[:, None, None], axis=1)
-        out, state = in_linen.apply(weights | state, token, **mutable)
+        out, state = apply(weights | state, token)
         outs.append(step(in_nnx, token))
         assert np.array_equal(state["cache"]["state"].position, lengths + n + 1)
         if op == lsh.lsh(chunk_len=4):  # hashes are drawn anew for the whole
             continue
-        for row, length in enumerate(np.asarray(lengths) + n + 1):
-            want = whole.apply(weights, X[row : row + 1, :length], rngs=rngs, deterministic=True)[
-                0, -1
-            ]
-            np.testing.assert_allclose(out[row, 0], want, rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(outs[-1][row, 0], want, rtol=1e-4, atol=1e-5)
+        want = whole[np.arange(2), lengths + n]
+        np.testing.assert_allclose(out[:, 0], want, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(outs[-1][:, 0], want, rtol=1e-4, atol=1e-5)
     assert np.isfinite(out).all()
     in_nnx.init_cache(None)
     assert in_nnx(X).shape == X.shape
@@ -526,10 +532,11 @@ def test_numbers_that_are_no_mask_give_nan_where_they_are_unknown():
 def test_a_mask_of_any_dtype_and_shape():
     for name, call in modules().items():
         want = call(np.asarray(KEYS, bool))
-        for dtype in (np.float16, np.float32, jnp.bfloat16, np.int8, np.int32, np.uint8):
-            for mask in (KEYS, KEYS[:, 0, 0], np.broadcast_to(KEYS, (2, 2, 12, 12))):
-                got = call(jnp.asarray(mask, dtype))
-                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=name)
+        dtypes = np.float16, np.float32, jnp.bfloat16, np.int8, np.int32, np.uint8
+        shapes = 2 * (KEYS, KEYS[:, 0, 0], np.broadcast_to(KEYS, (2, 2, 12, 12)))
+        for mask, dtype in zip(shapes, dtypes, strict=True):
+            got = call(jnp.asarray(mask, dtype))
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=name)
         for shape in ((12,), (2, 12, 12), (3, 12)):
             with pytest.raises(ValueError, match=r"mask has shape .*: expected \[batch, keys\]"):
                 call(np.ones(shape, bool))

@@ -87,10 +87,10 @@ def test_a_state_of_one_row_is_shared(both):
 
 def test_a_row_that_has_ended_stays_at_its_end(both):
     model, params = both
-    rows = generation.generate(model, params, PROMPTS, 20, seed=5)
+    options = dict(seed=5, return_state=True)
+    rows, _ = generation.generate(model, params, PROMPTS, 20, **options)
     end = int(rows[0][3])
-    options = dict(seed=5, end=end, return_state=True)
-    ended, state = generation.generate(model, params, PROMPTS, 20, **options)
+    ended, state = generation.generate(model, params, PROMPTS, 20, **options, end=end)
     assert len(ended[0]) < max(map(len, ended))
     texts = [prompt + row.tolist() for prompt, row in zip(PROMPTS, ended, strict=True)]
     want = generation.read(model, params, texts)
@@ -101,11 +101,11 @@ def test_a_row_that_has_ended_stays_at_its_end(both):
 def test_a_row_keeps_the_end_that_it_drew_of_several(both):
     """Others go on meanwhile, and its later tokens are shown as the first end."""
     model, params = both
-    rows = generation.generate(model, params, PROMPTS, 20, seed=5)
+    options = dict(seed=5, return_state=True)
+    rows, _ = generation.generate(model, params, PROMPTS, 20, **options)
     drawn = int(rows[0][3])
     other = next(x for x in range(16) if all(x not in row[:6] for row in rows))
-    options = dict(seed=5, end=(other, drawn), return_state=True)
-    ended, state = generation.generate(model, params, PROMPTS, 20, **options)
+    ended, state = generation.generate(model, params, PROMPTS, 20, **options, end=(other, drawn))
     assert len(ended[0]) < max(map(len, ended)) and ended[0][-1] == drawn
     assert state.token.tolist() == [row[-1] for row in ended]
 
@@ -128,7 +128,7 @@ def test_errors(both):
     axial = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(4, 4))
     short, of_short = build(OPS["kda"], **axial)
     held = generation.read(short, of_short, [[1] * 15])
-    bounded = generation.read(model, params, [[1, 2]], max_length=4)
+    bounded = generation.read(model, params, PROMPTS, max_length=8)
     few, of_few = build((OPS["kda"], OPS["linear"]), vocab_size=8)
 
     def generate(model=model, params=params, prompts=PROMPTS, n=2, **options):
@@ -142,12 +142,12 @@ def test_errors(both):
         (ValueError, "^state is of another model: read its text again, by generation.read$",
          lambda: generate(short, of_short, state=state)),
         (ValueError, "^state is of another model: read its text again, by generation.read$",
-         lambda: generate(few, of_few, [[1]], state=generation.read(model, params, [[9]]))),
+         lambda: generate(few, of_few, [[1]] * 3, state=state)),
         (Unsupported, "^op is local.*: it has no step to decode with",
          lambda: generate(circle, its, return_state=True)),
         (Unsupported, "^op is local.*: it has no", lambda: generation.read(circle, its, PROMPTS)),
-        (SettingError, "^state has room for texts of 4 tokens, and prompts and new tokens make 5",
-         lambda: generate(prompts=[[3]], state=bounded)),
+        (SettingError, "^state has room for texts of 8 tokens, and prompts and new tokens make 10",
+         lambda: generate(prompts=[[3]] * 3, state=bounded)),
         (ValueError, "^prompts.1. is empty: expected a token, as no state is given$",
          lambda: generation.read(model, params, [[1], []])),
         (SettingError, "^prompts has a text of 21 tokens: the model's positions hold 20$",

@@ -286,6 +286,7 @@ def test_repr_shows_what_is_not_at_its_default():
     assert repr(Mix()) == "Mix_in2_out2()"
 
 
+@pytest.mark.slow
 @needs_tensorflow
 @pytest.mark.skipif(
     jax.device_count() > 1, reason="Trax calls jax.device_put_replicated, which JAX removed"

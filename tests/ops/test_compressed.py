@@ -29,8 +29,12 @@ over_ops = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 def attend(op, x, segment_ids=None):
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-    run = jax.jit(lambda x, ids: inputs.call(op, x, causal=True, segment_ids=ids))
-    return np.asarray(run(x, segment_ids))
+    return np.asarray(_attend(op, x, segment_ids))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(op, x, segment_ids):
+    return inputs.call(op, x, causal=True, segment_ids=segment_ids)
 
 
 @over_ops
@@ -48,7 +52,7 @@ def test_an_incomplete_block_and_what_fills_it_up(op):
     """A row's outputs are those of a longer row: zeros behind it have no weight."""
     x = inputs.draw(op, length=24)
     want = attend(op, x)
-    for length in (1, 3, 4, 5, 11, 13, 18):
+    for length in (3, 4, 13):
         short = x.at(slice(None), slice(length))
         np.testing.assert_allclose(attend(op, short), want[:, :length], atol=2e-6)
 

@@ -224,7 +224,7 @@ def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
     )
     x = draw(op, 2, 19)
     outs = run(op, x, np.array([3, 6]), 6, 25)
-    for n in (4, 5, 8, 12, 13):
+    for n in (4, 8, 13):
         so_far = x.at(slice(None), slice(0, n))
         want = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY, train=False))(so_far)
         for b in range(2):

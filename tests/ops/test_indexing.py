@@ -1,5 +1,7 @@
 """Indexers: what a query chooses, from all keys and from candidates, and what that costs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +50,12 @@ def packed(length):
 def choose(indexer, x, top_k, causal, ids=None, key=KEY):
     if indexer.learns and not x.params:
         x = x._replace(params=indexer.candidates.init(KEY, x.keys.shape[2]))
-    settings = top_k, causal, x.keys.shape[1]
-    return np.asarray(jax.jit(lambda x, ids: indexer.choose(x, ids, *settings, key))(x, ids))
+    return np.asarray(_choose(indexer, x, ids, top_k, causal, key))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _choose(indexer, x, ids, top_k, causal, key):
+    return indexer.choose(x, ids, top_k, causal, x.keys.shape[1], key)
 
 
 def scores(indexer, x):
@@ -95,6 +101,7 @@ def as_sets(chosen):
 def test_tiles_choose_what_one_row_of_scores_does(name, top_k, causal, is_packed, monkeypatch):
     monkeypatch.setattr(streaming, "TILE", 8)
     monkeypatch.setattr(streaming, "AT_A_TIME", 2**11)
+    _choose.clear_cache()  # of programs of other tiles
     indexer, x = INDEXERS[name], integers(53)
     ids = packed(53) if is_packed else np.ones((2, 53), np.int32)
     got = choose(indexer, x, top_k, causal, ids)

@@ -1,5 +1,7 @@
 """Kept mass: the sampled share of dense attention's mass, against the whole matrix in float64."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -12,11 +14,11 @@ from tests.ops.rows import ROWS, Shape, except_self, over, visible
 CHOOSING = [row for row in ROWS if row.op().chooses_keys and row.counts is not None]
 
 
+@functools.partial(jax.jit, static_argnames=("op", "causal"))
 def measure(op, x, **call):
     plan = inputs.plan(op, x, rng=jax.random.key(3), train=True, **call)
     extras = dict(extra_projections=x.extra_projections)
-    found = op.kept_mass(x.params, x.q, x.k, x.v, plan=plan, **call, **extras)
-    return plan, np.asarray(found)
+    return plan, op.kept_mass(x.params, x.q, x.k, x.v, plan=plan, **call, **extras)
 
 
 def expected(row, options, x, plan, shape, causal, segment_ids):

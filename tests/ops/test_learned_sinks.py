@@ -62,7 +62,7 @@ def test_one_more_logit(op, causal, segment_ids):
             out = function(*arrays)
             return jnp.sum(weights * jnp.sin(out)), out
 
-        gradient = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+        gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
         (_, out), gradients = gradient(*inputs())
         results.append((out, *gradients))
     for got, want in zip(*results, strict=True):
@@ -113,8 +113,9 @@ def test_kernels_of_half_precision_and_with_dropout(dropout):
         out, vjp = jax.vjp(attend, q, k, v, sinks)
         return out, *vjp(d_out.astype(out.dtype))
 
+    want = run("xla", jnp.float32, *arrays)
     for dtype, tolerance in ((jnp.float32, 2e-5), (jnp.float16, 4e-3), (jnp.bfloat16, 3e-2)):
-        got, want = run(INTERPRETED, dtype, *arrays), run("xla", jnp.float32, *arrays)
+        got = run(INTERPRETED, dtype, *arrays)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x.astype(jnp.float32), y, atol=tolerance * np.abs(y).max())
 
@@ -126,17 +127,17 @@ def test_decoding_has_the_sinks(op):
     want = op(q, k, v, causal=True, params=params)
     first = [x[:, :30] for x in (q, k, v)]
     cache = op.init_cache(params, *first, plan=(), lengths=lengths, capacity=T)
+    step = jax.jit(functools.partial(op.step, params))
     for t in range(30, 33):
         token = [x[:, t : t + 1] for x in (q, k, v)]
-        step = functools.partial(op.step, params, position=jnp.full(B, t))
-        out, cache = step(*token, cache)
+        out, cache = step(*token, cache, position=jnp.full(B, t))
         np.testing.assert_allclose(out[:, 0], want[:, t], rtol=1e-4, atol=1e-5)
     if op.impl == INTERPRETED:
-        assert "pallas_call" in str(jax.make_jaxpr(step)(*token, cache))
+        assert "pallas_call" in str(jax.make_jaxpr(step)(*token, cache, position=jnp.full(B, 33)))
     # In beam search: both rows are beams of one search, each with its own past.
     origins = jnp.broadcast_to(jnp.arange(2)[None, :, None], (1, 2, T))
     token = [x[:, 33:34] for x in (q, k, v)]
-    out, _ = op.step(params, *token, cache, position=jnp.full(B, 33), origins=origins)
+    out, _ = step(*token, cache, position=jnp.full(B, 33), origins=origins)
     np.testing.assert_allclose(out[:, 0], want[:, 33], rtol=1e-4, atol=1e-5)
 
 
@@ -157,5 +158,5 @@ def test_a_layer_trains_its_sinks():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, 16)), jnp.float32)
     params = layer.init_params(jax.random.key(0), x.shape)
     assert params["op"]["sinks"].shape == (N,)
-    gradients = jax.grad(lambda p: jnp.sum(layer.apply(p, x) ** 2))(params)
+    gradients = jax.jit(jax.grad(lambda p: jnp.sum(layer.apply(p, x) ** 2)))(params)
     assert np.abs(gradients["op"]["sinks"]).min() > 0

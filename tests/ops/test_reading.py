@@ -22,8 +22,13 @@ def empty(op, x):
     none = np.zeros(len(x.q), np.int32)
     ids = jnp.zeros((len(x.q), 1), jnp.int32)
     masks = dict(segment_ids=ids, causal=True, rng=KEY, train=False, length=CAPACITY)
-    plan = inputs.plan(op, first, **masks)
-    return inputs.init_cache(op, first, plan=plan, lengths=none, capacity=CAPACITY, rng=KEY)
+
+    @jax.jit
+    def begin(x):
+        plan = inputs.plan(op, x, **masks)
+        return inputs.init_cache(op, x, plan=plan, lengths=none, capacity=CAPACITY, rng=KEY)
+
+    return begin(first)
 
 
 def in_pieces(op, x, totals, size, padding=1e4):
@@ -78,6 +83,7 @@ def test_slabs_of_a_cache_are_one_softmax(slab, monkeypatch):
         far = (queries[:, :, None] - keys[:, None])[:, None].astype(jnp.float32)
         return -far * jnp.arange(1.0, 5.0)[:, None, None] / 8
 
+    @jax.jit
     def read(x, cache, position, lengths):
         options = dict(position=position, lengths=lengths, bias=bias)
         return op.read_on(x.params, x.q, x.k, x.v, cache, **options)

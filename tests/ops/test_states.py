@@ -31,6 +31,12 @@ every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 PACKED = np.array([[1] * 9 + [2] * 3 + [3] * 8 + [0] * 3, [0] * 2 + [1] * 14 + [0] * 4 + [2] * 3])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def call(op, x, **options):
+    """The output and the last state."""
+    return inputs.call(op, x, causal=True, return_state=True, **options)
+
+
 def in_parts(op, x, ids, lengths):
     """The outputs of parts of these lengths, and the last state."""
     outs, state, start = [], None, 0
@@ -44,14 +50,7 @@ def in_parts(op, x, ids, lengths):
             state = jax.tree.map(
                 lambda s, m=same: np.where(m.reshape(-1, *[1] * (s.ndim - 1)), s, 0), state
             )
-        out, state = inputs.call(
-            op,
-            x.at(slice(None), part),
-            causal=True,
-            initial_state=state,
-            return_state=True,
-            **masks,
-        )
+        out, state = call(op, x.at(slice(None), part), initial_state=state, **masks)
         outs.append(out)
         start += n
     return np.concatenate(outs, axis=1), state
@@ -63,7 +62,8 @@ def test_parts_are_the_whole(op, packed):
     ids = PACKED if packed else None
     x = inputs.draw(op, length=23)
     want, last = inputs.call(op, x, causal=True, segment_ids=ids, return_state=True)
-    np.testing.assert_allclose(want, inputs.call(op, x, causal=True, segment_ids=ids), atol=2e-6)
+    plain = jax.jit(lambda x: inputs.call(op, x, causal=True, segment_ids=ids))(x)
+    np.testing.assert_allclose(want, plain, atol=2e-6)
     for lengths in ((9, 14), (5, 4, 8, 6)) if not packed else ((9, 14),):
         got, state = in_parts(op, x, ids, lengths)
         np.testing.assert_allclose(got, want, atol=5e-6)
@@ -72,12 +72,13 @@ def test_parts_are_the_whole(op, packed):
 
 @every_op
 def test_the_last_state_is_that_of_decoding(op):
-    x = inputs.draw(op, length=11)
-    _, state = inputs.call(op, x.at(slice(None), slice(0, 10)), causal=True, return_state=True)
-    cache = inputs.init_cache(op, x, plan=(), lengths=jnp.array([10, 10]), capacity=11)
+    x, lengths = inputs.draw(op, length=11), np.array([10, 10])
+    _, state = call(op, x.at(slice(None), slice(0, 10)))
+    cache = jax.jit(lambda x: inputs.init_cache(op, x, plan=(), lengths=lengths, capacity=11))(x)
     assert_trees_close(state, cache, 2e-6)
-    got, _ = inputs.step(op, x.at(slice(None), slice(10, 11)), state, position=jnp.array([10, 10]))
-    np.testing.assert_allclose(got[:, 0], inputs.call(op, x, causal=True)[:, 10], atol=5e-6)
+    step = jax.jit(functools.partial(inputs.step, op))
+    got, _ = step(x.at(slice(None), slice(10, 11)), state, position=lengths)
+    np.testing.assert_allclose(got[:, 0], call(op, x)[0][:, 10], atol=5e-6)
 
 
 @every_op

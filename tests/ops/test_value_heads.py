@@ -81,8 +81,9 @@ def test_a_layer_projects_fewer_heads(op):
     np.testing.assert_allclose(jax.jit(layer.apply)(params, x), want, atol=1e-5)
     plain.assert_decodes(layer, params, x, np.array([4, 6]), want, None)
     state = layer.first_state(2, "float32")
-    first, state = layer.apply_from(params, x[:, :5], state)
-    second, _ = layer.apply_from(params, x[:, 5:], state, None)
+    go_on = jax.jit(layer.apply_from)
+    first, state = go_on(params, x[:, :5], state)
+    second, _ = go_on(params, x[:, 5:], state)
     np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), want, atol=1e-5)
 
 

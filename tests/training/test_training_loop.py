@@ -368,6 +368,7 @@ def test_a_batch_that_devices_cannot_share_is_told(tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_micro_batches_give_the_gradient_of_the_whole(tmp_path):
     bits = [
         [

@@ -388,7 +388,6 @@ def test_the_scripts_run_as_programs_from_any_folder(folder):
     flags = ["--config_file=configs/run.gin", "--config=loop.train.length=0"]
     for name, arguments, code in [
         ("train.py", flags, 2),
-        ("train.py", ["--help"], 0),
         ("evaluate.py", ["--help"], 0),
     ]:
         command = [sys.executable, str(ROOT / name), *arguments]
@@ -427,6 +426,7 @@ def test_the_rate_falls_to_the_last_step_however_the_steps_are_typed(
     assert rates[0][8] == pytest.approx(3e-2 * (0.99 if old else 0.1), rel=0.01)
 
 
+@pytest.mark.slow
 def test_every_config_has_one_schedule_however_the_steps_are_typed():
     found = 0
     for file in configs.runs():
