@@ -78,12 +78,12 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     of_own = [name for name in others if name in OWN]
     if not of_own:
         flags.refuse(args, OF_OWN, f"only {', '.join(OWN)} read it")
-    asked = _asked(args)
+    settings = _question_settings(args)
     manager = _manager(args.include_path, of_harness) if of_harness else None
     files = results.ResultFiles(args.output_dir)
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
-    longest = max(asked.lengths, default=args.length)
+    longest = max(settings.lengths, default=args.length)
     sizes = dict(max_length=longest, batch_size=args.batch_size, seed=args.seed)
     parts = lm_eval.parts_of(saved, **sizes, progress=not args.quiet, typed=_typed(args))
     if TEXT not in names:  # which reads more, and notes the rest itself
@@ -100,17 +100,17 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     }
     if of_own:
         kept["texts"] = args.texts
-        asked = asked._replace(lengths=asked.lengths or (scorer.max_length,))
-        _check_lengths(args, asked, of_own, encode)
+        settings = settings._replace(lengths=settings.lengths or (scorer.max_length,))
+        _check_lengths(args, settings, of_own, encode)
         for name in of_own:
             print(name, flush=True)
-            for figures in in_context.score(scorer, encode, name, asked):
+            for figures in in_context.score(scorer, encode, name, settings):
                 found[name] = figures
                 print(task_tables.last_row(figures["by_length"]), flush=True)
                 files.write_result(FILE, kept)  # a run that is cut off has what is done
             _print(name, found[name])
         lines = {name: found[name]["by_length"] for name in of_own}
-        kept["picture"] = _picture_name(saved.steps, asked, of_own, args)
+        kept["picture"] = _picture_name(saved.steps, settings, of_own, args)
         files.write(kept["picture"], task_tables.draw(lines, saved_run.named(saved.steps)))
     if of_harness:
         found |= _of_harness(parts, of_harness, manager, args)
@@ -121,13 +121,17 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     return max(files.exit_code(), score_text() if TEXT in names else 0)
 
 
-def _picture_name(steps: Sequence[int], asked: in_context.Asked, names: Sequence[str], args) -> str:
-    others = dict(tasks=names, lengths=asked.lengths, n=asked.n, n_depths=asked.n_depths)
+def _picture_name(
+    steps: Sequence[int], settings: in_context.QuestionSettings, names: Sequence[str], args
+) -> str:
+    others = dict(
+        tasks=names, lengths=settings.lengths, n=settings.n_questions, n_depths=settings.n_depths
+    )
     others |= dict(texts=args.texts, seed=args.seed, config=args.config)
-    return results.picture_name("evaluation_tasks", steps, max(asked.lengths), **others)
+    return results.picture_name("evaluation_tasks", steps, max(settings.lengths), **others)
 
 
-def _asked(args: argparse.Namespace) -> in_context.Asked:
+def _question_settings(args: argparse.Namespace) -> in_context.QuestionSettings:
     """What the package's own tasks ask; without lengths where the flags give none."""
     lengths: list[int] = []
     if args.lengths is not None:
@@ -140,10 +144,10 @@ def _asked(args: argparse.Namespace) -> in_context.Asked:
             raise SettingError(
                 f"--lengths={args.lengths}: give numbers of tokens, such as --lengths=4096,16384"
             )
-    default = in_context.Asked(lengths)
+    default = in_context.QuestionSettings(lengths)
     hay = default.hay if args.texts is None else _hay(args.texts)
     n, n_depths = args.limit or default.n, args.depths or default.n_depths
-    return in_context.Asked(lengths, n, n_depths, hay, args.seed)
+    return in_context.QuestionSettings(lengths, n, n_depths, hay, args.seed)
 
 
 def _typed(args: argparse.Namespace) -> str | None:
@@ -152,10 +156,12 @@ def _typed(args: argparse.Namespace) -> str | None:
     return next((f"--{name}={value}" for name, value in given.items() if value is not None), None)
 
 
-def _check_lengths(args, asked: in_context.Asked, names: Sequence[str], encode: Encode) -> None:
+def _check_lengths(
+    args, settings: in_context.QuestionSettings, names: Sequence[str], encode: Encode
+) -> None:
     """Raises `SettingError`, before anything is scored, if a question has no room in a length."""
-    least, name = max((in_context.shortest(asked, name, encode), name) for name in names)
-    if least > (length := min(asked.lengths)):
+    least, name = max((in_context.shortest(settings, name, encode), name) for name in names)
+    if least > (length := min(settings.lengths)):
         typed = _typed(args)
         fix = f"raise {length} to that or more" if typed else f"give --length={least}"
         given = typed or f"the run's length is {length}"

@@ -35,8 +35,11 @@ FILLER = (
     "Here we go. ",
     "There and back again. ",
 )
-N_DIGITS = 7
-N_KEYS, N_VALUES, N_ASKED, N_VARIABLES, N_CHAINS, N_WORDS = 8, 4, 4, 5, 3, 12
+N_DIGITS = 7  # of a number
+N_KEYS, N_VALUES = 8, 4  # of a text, of a key
+N_ASKED = 4  # keys, together or one after the other
+N_CHAINS, N_VARIABLES = 3, 5  # of a text, of a chain
+N_WORDS = 12  # of a passage
 TIMES = 2  # a common word among others that are listed once; more would need less of the list
 # The most characters of a part of a text between which needles may lie.
 _PART = 400
@@ -120,7 +123,7 @@ class Episode(NamedTuple):
     """Sentences that are hidden in a text, and the questions that follow it.
 
     Attributes:
-      hidden: sentences, and where they lie: 0 is the beginning of the text.
+      hidden: (depth, sentence), from 0, the beginning of the text, to 1.
       asked: questions; an evaluation asks the first alone.
       depth: where its answer lies; None: in several places.
     """
@@ -131,7 +134,7 @@ class Episode(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A text with a question at its end, the answer, and where it lies."""
+    """A text with a question at its end, the answer, and its depth from 0 to 1, if it has one."""
 
     text: str
     answer: str
@@ -246,7 +249,7 @@ def multi_query(draw: Draw, depth: float, n: int) -> Episode:
     del depth, n
     template, keys, numbers = draw.sentence("fact"), draw.keys(N_KEYS), draw.numbers(N_KEYS)
     pairs = list(zip(keys, numbers, strict=True))
-    hidden = [(at, _joined(_split(template, *x))) for at, x in _anywhere(draw, pairs)]
+    hidden = [(at, _joined(_split(template, *x))) for at, x in _at_depths(draw, pairs)]
     asked = _split(draw.sentence("of_keys"), _list(keys[:N_ASKED]), _list(numbers[:N_ASKED]))
     return Episode(hidden, [asked], None)
 
@@ -257,7 +260,7 @@ def multi_value(draw: Draw, depth: float, n: int) -> Episode:
     template, (key, other) = draw.sentence("one_of"), draw.keys(2)
     numbers, others = draw.numbers(2 * N_VALUES)[:N_VALUES], draw.numbers(N_VALUES)
     pairs = [(key, x) for x in numbers] + [(other, x) for x in others]
-    found = sorted(_anywhere(draw, pairs), key=lambda one: one[0])
+    found = sorted(_at_depths(draw, pairs), key=lambda one: one[0])
     hidden = [(at, _joined(_split(template, *pair))) for at, pair in found]
     values = [value for _, (of, value) in found if of == key]
     return Episode(hidden, [_split(draw.sentence("values"), key, _list(values))], None)
@@ -273,10 +276,10 @@ def variables(draw: Draw, depth: float, n: int) -> Episode:
     values, names = draw.numbers(N_CHAINS), draw.names(N_CHAINS * N_VARIABLES, 5)
     hidden, chains = [], np.reshape(names, (N_CHAINS, N_VARIABLES)).tolist()
     for value, chain in zip(values, chains, strict=True):
-        places = np.sort([at for at, _ in _anywhere(draw, chain)]).tolist()
+        depths = np.sort([at for at, _ in _at_depths(draw, chain)]).tolist()
         lines = [number.format(chain[0], value)]
         lines += [same.format(one, before) for before, one in zip(chain, chain[1:], strict=False)]
-        hidden += zip(places, lines, strict=True)
+        hidden += zip(depths, lines, strict=True)
     asked = [
         _split(draw.sentence("variables"), value, _list(chain))
         for value, chain in zip(values, chains, strict=True)
@@ -316,8 +319,8 @@ def common_words(draw: Draw, depth: float, n: int) -> Episode:
     return Episode([(0.0, words + asked.begin)], [Ask("", asked.answer)], None)
 
 
-def _anywhere(draw: Draw, items: Sequence) -> list[tuple[float, Any]]:
-    """Items, each at a place of its own."""
+def _at_depths(draw: Draw, items: Sequence) -> list[tuple[float, Any]]:
+    """Items, each with a depth in the text, drawn uniformly."""
     return list(zip(draw.rng.random(len(items)).tolist(), items, strict=True))
 
 
@@ -332,9 +335,13 @@ FILLING: tuple[Name, ...] = ("common_words", "recall")
 class Hay:
     """A text whose parts needles lie between: lines, or parts of long ones."""
 
-    def __init__(self, parts: Sequence[str]):
-        self._parts = parts
-        self._of_each: dict[Encode, float] = {}
+    def __init__(self, parts: Sequence[str], begins_anywhere: bool = True):
+        """Args:
+        parts: of the text.
+        begins_anywhere: whether what is taken begins at any part, or at the first.
+        """
+        self._parts, self._begins_anywhere = parts, begins_anywhere
+        self._per_part: dict[Encode, float] = {}
 
     @classmethod
     def of_text(cls, text: str) -> Hay:
@@ -350,27 +357,26 @@ class Hay:
             raise SettingError("the text that needles shall lie in is empty: give another one")
         return cls(parts)
 
-    def of_each(self, encode: Encode) -> float:
+    def tokens_per_part(self, encode: Encode) -> float:
         """The tokens of a part, about."""
-        if encode not in self._of_each:
+        if encode not in self._per_part:
             some = self._parts[:: max(1, len(self._parts) // 1000)]
-            self._of_each[encode] = len(encode("".join(some))) / len(some)
-        return self._of_each[encode]
+            self._per_part[encode] = len(encode("".join(some))) / len(some)
+        return self._per_part[encode]
 
     def take(self, n: int, rng: np.random.Generator) -> list[str]:
-        """`n` parts that follow one another, from any place; behind the last comes the first."""
-        first = 0 if self._parts is FILLER else int(rng.integers(len(self._parts)))
+        """`n` parts that follow one another; behind the last comes the first."""
+        first = int(rng.integers(len(self._parts))) if self._begins_anywhere else 0
         return [self._parts[(first + i) % len(self._parts)] for i in range(n)]
 
 
-REPEATED = Hay(FILLER)
+REPEATED = Hay(FILLER, begins_anywhere=False)
 
 
 def assembled(episode: Episode, parts: Sequence[str], ask: Ask) -> Question:
     """The text of parts with what is hidden in it, and a question."""
-    places = sorted(episode.hidden, key=lambda one: one[0])  # stable
     text, done = [], 0
-    for at, sentence in places:
+    for at, sentence in sorted(episode.hidden, key=lambda one: one[0]):  # stable
         end = round(at * len(parts))
         text += parts[done:end]
         done = max(done, end)
@@ -382,27 +388,27 @@ def assembled(episode: Episode, parts: Sequence[str], ask: Ask) -> Question:
 
 
 def longest(
-    built: Callable[[int], Question], length: int, encode: Encode, of_each: float, what: str
+    build: Callable[[int], Question], length: int, encode: Encode, per_part: float, what: str
 ) -> Question:
-    """The question `built(n)` of about the most parts n, at most `length` tokens with its answer.
+    """The question `build(n)` of about the most parts n, at most `length` tokens with its answer.
 
-    Its room for more is less than `of_each`, or than the next part.
+    Its room for more is less than `per_part`, or than the next part.
 
     Args:
-      built: makes a question of so many parts.
+      build: makes a question of so many parts.
       length: in tokens.
       encode: text -> tokens.
-      of_each: tokens of a part, about.
+      per_part: tokens of a part, about.
       what: a question without parts, in errors.
 
     Raises:
-      SettingError: `built(0)` is longer.
+      SettingError: `build(0)` is longer.
     """
 
     def room(one: Question) -> int:
         return length - len(encode(one.text + one.answer))
 
-    best = built(0)
+    best = build(0)
     left = room(best)
     if left < 0:
         raise SettingError(
@@ -411,14 +417,14 @@ def longest(
     n_best, n_over = 0, math.inf  # so many fit, so many do not
     while True:
         if left >= 0:
-            n = min(n_best + int(left / of_each), n_over - 1)
+            n = min(n_best + int(left / per_part), n_over - 1)
         else:
-            n = n_over - max(1, round(-left / of_each))
+            n = n_over - max(1, round(-left / per_part))
             if n <= n_best:  # the parts in this place are longer than most
                 n = (n_best + n_over) // 2
         if n == n_best:
             return best
-        one = built(n)
+        one = build(n)
         left = room(one)
         if left >= 0:
             best, n_best = one, n
@@ -426,7 +432,9 @@ def longest(
             n_over = n
 
 
-def built(name: Name, number: int, depth: float, seed: int, hay: Hay) -> Callable[[int], Question]:
+def builder(
+    name: Name, number: int, depth: float, seed: int, hay: Hay
+) -> Callable[[int], Question]:
     """Makes a question of a kind for evaluation, of so many parts of `hay`.
 
     Of kinds that fill the text by themselves (`FILLING`) a part is one of their sentences.
@@ -440,13 +448,13 @@ def built(name: Name, number: int, depth: float, seed: int, hay: Hay) -> Callabl
     """
     key = [seed % 2**64, zlib.crc32(name.encode()), number]
 
-    def of_parts(n: int) -> Question:
+    def build(n: int) -> Question:
         rng = np.random.default_rng(key)
         parts = [] if name in FILLING else hay.take(n, np.random.default_rng([*key, 1]))
         episode = KINDS[name](Draw(rng, held_out=True), depth, n)
         return assembled(episode, parts, episode.asked[0])
 
-    return of_parts
+    return build
 
 
 def question(
@@ -455,20 +463,20 @@ def question(
     """A question of a kind for evaluation, of at most `length` tokens with its answer.
 
     Args:
-      name, number, depth, seed, hay: see `built`.
+      name, number, depth, seed, hay: see `builder`.
       length: in tokens.
       encode: text -> tokens.
 
     Raises:
       SettingError: what is hidden is longer.
     """
-    of_parts = built(name, number, depth, seed, hay)
+    build = builder(name, number, depth, seed, hay)
     if name in FILLING:
-        short, long = (len(encode(of_parts(n).text)) for n in (N_ASKED, 3 * N_ASKED))
-        of_each = max((long - short) / (2 * N_ASKED), 1)
+        short, long = (len(encode(build(n).text)) for n in (N_ASKED, 3 * N_ASKED))
+        per_part = max((long - short) / (2 * N_ASKED), 1)
     else:
-        of_each = hay.of_each(encode)
-    return longest(of_parts, length, encode, of_each, f"the sentences of {name}")
+        per_part = hay.tokens_per_part(encode)
+    return longest(build, length, encode, per_part, f"the sentences of {name}")
 
 
 def checksum(questions: Sequence[Question]) -> str:

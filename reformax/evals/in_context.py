@@ -20,7 +20,7 @@ from reformax.data.questions import (
     Hay,
     Name,
     Question,
-    built,
+    builder,
     checksum,
     question,
 )
@@ -32,12 +32,12 @@ N_DEPTHS = 5
 RULER = "ruler"
 
 
-class Asked(NamedTuple):
-    """The settings of questions: lengths, numbers, depths, and the text that needles lie in."""
+class QuestionSettings(NamedTuple):
+    """Questions: their lengths in tokens, number, depths, and the text that needles lie in."""
 
     lengths: Sequence[int]
-    n: int = N_QUESTIONS  # of each length
-    n_depths: int = N_DEPTHS  # equal parts of a text
+    n_questions: int = N_QUESTIONS  # of each kind and length
+    n_depths: int = N_DEPTHS  # equal parts of a text, of which accuracies are
     hay: Hay = REPEATED
     seed: int = 0
 
@@ -47,25 +47,29 @@ def names_of(name: str) -> list[str]:
     return list(KINDS) if name == RULER else [name]
 
 
-def shortest(asked: Asked, name: Name, encode: Encode) -> int:
-    """The tokens that each question of a kind has room in, with its answer."""
-    found = (built(name, *one, asked.seed, asked.hay)(0) for one in _numbered(asked))
+def shortest(settings: QuestionSettings, name: Name, encode: Encode) -> int:
+    """The fewest tokens that have room for each question of a kind, with its answer."""
+    seed, hay = settings.seed, settings.hay
+    found = (builder(name, i, depth, seed, hay)(0) for i, depth in _numbered(settings))
     return max(len(encode(one.text + one.answer)) for one in found)
 
 
-def questions(asked: Asked, name: Name, length: int, encode: Encode) -> list[Question]:
+def questions(
+    settings: QuestionSettings, name: Name, length: int, encode: Encode
+) -> list[Question]:
     """Questions whose depths are spread evenly, each of at most `length` tokens with its answer.
 
     Raises:
       SettingError: what is hidden is longer.
     """
-    of_all = length, encode, asked.seed, asked.hay
-    return [question(name, *one, *of_all) for one in _numbered(asked)]
+    of_all = length, encode, settings.seed, settings.hay
+    return [question(name, i, depth, *of_all) for i, depth in _numbered(settings)]
 
 
-def _numbered(asked: Asked) -> list[tuple[int, float]]:
+def _numbered(settings: QuestionSettings) -> list[tuple[int, float]]:
     """The number of each question and the depth of its answer."""
-    depths = np.linspace(0, 1, asked.n) if asked.n > 1 else np.array([0.5])
+    n = settings.n_questions
+    depths = np.linspace(0, 1, n) if n > 1 else np.array([0.5])
     return list(enumerate(depths.tolist()))
 
 
@@ -88,7 +92,7 @@ def answered(
 
 
 def score(
-    scorer: LanguageScorer, encode: Encode, name: Name, asked: Asked
+    scorer: LanguageScorer, encode: Encode, name: Name, settings: QuestionSettings
 ) -> Iterator[dict[str, Any]]:
     """The share of questions answered, after each length.
 
@@ -96,7 +100,7 @@ def score(
       scorer: the model; its `max_length` is at least the longest length.
       encode: text -> tokens.
       name: of a kind of questions.
-      asked: the lengths, the number and the text of the questions.
+      settings: the lengths, the number and the text of the questions.
 
     Yields:
       The figures of the lengths so far: accuracy, the mean over them; n_questions of each length;
@@ -105,16 +109,16 @@ def score(
       beginning, None for a part without a question.
     """
     lines: list[dict[str, Any]] = []
-    for length in asked.lengths:
-        given = questions(asked, name, length, encode)
+    for length in settings.lengths:
+        given = questions(settings, name, length, encode)
         right = answered(scorer, encode, given, length)
         line = {"length": length, "accuracy": float(right.mean())}
         line["standard_error"] = float(right.std() / np.sqrt(len(right)))
         if given[0].depth is not None:
             depths = np.array([one.depth for one in given])
-            part = np.minimum((depths * asked.n_depths).astype(int), asked.n_depths - 1)
-            parts = [right[part == i] for i in range(asked.n_depths)]
+            part = np.minimum((depths * settings.n_depths).astype(int), settings.n_depths - 1)
+            parts = [right[part == i] for i in range(settings.n_depths)]
             line["accuracy_by_depth"] = [float(x.mean()) if x.size else None for x in parts]
         lines = [*lines, line | {"checksum": checksum(given)}]
         accuracy = float(np.mean([line["accuracy"] for line in lines]))
-        yield {"accuracy": accuracy, "n_questions": asked.n, "by_length": lines}
+        yield {"accuracy": accuracy, "n_questions": settings.n_questions, "by_length": lines}

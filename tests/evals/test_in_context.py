@@ -49,15 +49,15 @@ def by_key(hidden, key):
 
 @pytest.mark.parametrize("name", ["needle", "needles"])
 def test_a_reader_finds_all_and_one_that_sees_half_finds_the_last_half(name):
-    asked = in_context.Asked((1_000, 2_000), n=20)
+    settings = in_context.QuestionSettings((1_000, 2_000), n_questions=20)
     reader = Reader(2_000, by_key)
-    found = scored(reader, encode, name, asked)
+    found = scored(reader, encode, name, settings)
     assert found["accuracy"] == 1 and found["n_questions"] == 20
     short, long = found["by_length"]
     assert (short["length"], long["length"]) == (1_000, 2_000)
     assert short["accuracy_by_depth"] == long["accuracy_by_depth"] == [1] * 5
     assert max(reader.lengths[:20]) <= 1_000 < min(reader.lengths[20:]) <= 2_000
-    half = scored(Reader(1_000, by_key), encode, name, asked)
+    half = scored(Reader(1_000, by_key), encode, name, settings)
     assert half["by_length"][0]["accuracy"] == 1
     depths = half["by_length"][1]["accuracy_by_depth"]
     assert depths[0] == 0 and depths[4] == 1
@@ -68,22 +68,26 @@ def test_a_reader_finds_all_and_one_that_sees_half_finds_the_last_half(name):
 
 def test_of_many_needles_any_is_not_the_one():
     first = Reader(1_000, lambda hidden, key: next(iter(hidden.values())))
-    asked = in_context.Asked((1_000,), n=20)
-    assert scored(first, encode, "needle", asked)["accuracy"] == 1
-    assert scored(first, encode, "needles", asked)["accuracy"] < 0.5
+    settings = in_context.QuestionSettings((1_000,), n_questions=20)
+    assert scored(first, encode, "needle", settings)["accuracy"] == 1
+    assert scored(first, encode, "needles", settings)["accuracy"] < 0.5
 
 
 def test_questions_differ_by_text_and_seed_and_the_checksum_tells():
-    asked = in_context.Asked((1_000,), n=3, n_depths=2)
+    settings = in_context.QuestionSettings((1_000,), n_questions=3, n_depths=2)
     reader = Reader(1_000, by_key)
     lines = [
         scored(reader, encode, "needle", one)["by_length"][0]
-        for one in (asked, asked._replace(seed=1), asked._replace(hay=Hay.of_text("a line\n" * 9)))
+        for one in (
+            settings,
+            settings._replace(seed=1),
+            settings._replace(hay=Hay.of_text("a line\n" * 9)),
+        )
     ]
     assert len({line["checksum"] for line in lines}) == 3
-    assert lines[0]["checksum"] == checksum(in_context.questions(asked, "needle", 1_000, encode))
+    assert lines[0]["checksum"] == checksum(in_context.questions(settings, "needle", 1_000, encode))
     assert len(lines[0]["accuracy_by_depth"]) == 2
-    few = scored(reader, encode, "needle", asked._replace(n=1, n_depths=5))
+    few = scored(reader, encode, "needle", settings._replace(n_questions=1, n_depths=5))
     assert few["by_length"][0]["accuracy_by_depth"] == [None, None, 1, None, None]
 
 
@@ -92,9 +96,9 @@ def test_an_answer_in_several_places_has_no_depth():
         def likelihoods(self, pairs, least):
             return [Likelihood(0.0, True) for _ in pairs]
 
-    asked = in_context.Asked((1_500,), n=2)
+    settings = in_context.QuestionSettings((1_500,), n_questions=2)
     for name in KINDS:
-        (line,) = scored(Knows(), encode, name, asked)["by_length"]
+        (line,) = scored(Knows(), encode, name, settings)["by_length"]
         spread = name in ("multi_value", "multi_query", "variables", "common_words")
         assert ("accuracy_by_depth" not in line) == spread, name
     assert in_context.names_of("ruler") == list(KINDS) and in_context.names_of("copy") == ["copy"]
@@ -109,10 +113,10 @@ def scorer_of(max_length):
 def test_all_kinds_of_a_length_are_of_one_program():
     """Whatever the lengths of questions and answers."""
     text = "".join(f"{'a long line ' * (i % 30)}\n" for i in range(400))
-    asked = in_context.Asked((1_500, 3_000), n=3, hay=Hay.of_text(text))
+    settings = in_context.QuestionSettings((1_500, 3_000), n_questions=3, hay=Hay.of_text(text))
     scorer, before = scorer_of(3_000), likelihood._token_scores._cache_size()
     for name in KINDS:
-        figures = scored(scorer, encode, name, asked)
+        figures = scored(scorer, encode, name, settings)
         assert [line["length"] for line in figures["by_length"]] == [1_500, 3_000]
     assert likelihood._token_scores._cache_size() - before == 2
 
