@@ -43,7 +43,7 @@ def run(name: str, arguments: list[str]) -> int:
 
     Args:
       name: the command's.
-      arguments: what stands behind it.
+      arguments: what follows it.
     """
     if name in ("-h", "--help"):
         print(_help())

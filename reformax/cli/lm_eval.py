@@ -11,7 +11,7 @@ Of --model_args:
     checkpoint=best     or latest, a step, or average:5
     max_length=N        context in tokens (default: the run's length)
     seed=N              of the hashes
-    add_bos_token=False the first token stands in front of empty contexts alone, as the harness has
+    add_bos_token=False the first token precedes empty contexts alone, as the harness has
                         it for GPT-2 (default: in front of each, as in training)
     trust_config=True   the run's config may name any module, which is code that runs
 
@@ -65,7 +65,7 @@ def model_class(requests: type[HarnessRequests] | None = None) -> type:
     """A class of requests as the harness's model; None: `RunRequests`."""
     from lm_eval.api.model import LM
 
-    # The harness would fork for standard errors, which may hang beside the threads of JAX.
+    # The harness would fork for standard errors, which may hang next to the threads of JAX.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
     class Reformax(requests or RunRequests, LM):

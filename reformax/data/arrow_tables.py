@@ -20,12 +20,12 @@ from reformax.declared import SettingError
 
 _ROWS = 1024  # rows of a table that are read together
 _TOGETHER, _BUFFER = 2**24, 2**20  # bytes of texts that are read together, and bytes of a read
-_NESTED = 64  # bytes that a value in a list or an object takes in Python beside its text
+_NESTED = 64  # bytes that a value in a list or an object takes in Python besides its text
 # Encodings of Parquet whose texts take no more memory than the file states, and dictionaries.
 _PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
 _DICTIONARY = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}
 _SMALL_GROUP = 2**26  # stated bytes of a row group that is read as a dictionary
-# What stands in place of a file that Git LFS has not fetched.
+# What is in place of a file that Git LFS has not fetched.
 LFS_POINTER = b"version https://git-lfs"
 # Words of pyarrow's errors on files that are whole.
 _UNSUPPORTED = ("not yet implemented", "not supported", "unsupported", "not built with", "codec")
@@ -116,7 +116,7 @@ def row_groups(path: Path) -> list[int]:
 def _group(pa, path: Path, metadata: Any, number: int, names: Sequence[str]) -> Iterator[Any]:
     """The batches of a row group, each of about `_TOGETHER` bytes of text, or of a small group.
 
-    Read as a dictionary, a text that stands many times is in memory once. But pyarrow then keeps
+    Read as a dictionary, a text that occurs many times is in memory once. But pyarrow then keeps
     every text of the row group, so a large one is read so only to see how long its texts are.
     """
     group = metadata.row_group(number)

@@ -25,7 +25,7 @@ MOST_HELD_OUT = 2**27
 # Where training windows of a text begin; see `document_starts` and `each_once`.
 Windows = Literal["anywhere", "documents", "each_once"]
 
-# The first ids of every vocabulary of sentences. 0 also stands before the first token.
+# The first ids of every vocabulary of sentences. 0 also precedes the first token.
 PAD, EOS, UNKNOWN = 0, 1, 2
 
 

@@ -29,10 +29,10 @@ class Template(NamedTuple):
     Attributes:
       name: its name, or 'your own'.
       roles: role -> the text before and after what it says. Where it has no system, what one says
-        stands at the begin of the user's turn behind it.
-      first: stands before a conversation, where the vocabulary has it as a token.
+        is at the beginning of the user's turn behind it.
+      first: precedes a conversation, where the vocabulary has it as a token.
       end: the token that an answer ends in; None: the vocabulary's end of a document.
-      behind: stands behind an answer's end.
+      behind: follows an answer's end.
     """
 
     name: str
@@ -110,7 +110,7 @@ class TextEncoder(Protocol):
 
     @property
     def end(self) -> tuple[int, str] | None:
-        """The id of a document's end, and its name where it stands in text."""
+        """The id of a document's end, and its name where it is in text."""
 
 
 class ByteEncoder:

@@ -37,7 +37,7 @@ from reformax.task import Batch, Documents, Task
 
 _OPTION = "chats.chats"
 _KEY = 2**63  # of packing; no epoch
-_TURN = 450  # bytes of memory that a turn takes beside its text, as it is and as ids
+_TURN = 450  # bytes of memory that a turn takes besides its text, as it is and as ids
 TooLong = Literal["cut", "left_out"]
 OwnTemplate = Annotated[Mapping, Called("texts of user and assistant, each with {content}")]
 

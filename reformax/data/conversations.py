@@ -30,7 +30,7 @@ _ROLES |= dict.fromkeys(("tool", "function", "ipython", "observation"), "tool")
 _MESSAGES = ("messages", "conversations", "conversation")
 _PROMPTS = ("prompt", "instruction", "question")
 _ANSWERS = ("completion", "answer", "response", "output")
-# Fields beside these, which rows may have.
+# Fields besides these, which rows may have.
 _CONTEXTS, _SYSTEMS = ("input", "context"), ("system", "system_prompt")
 _KNOWN = (
     "messages or conversations, or prompt, instruction or question with completion, answer, "
@@ -97,7 +97,7 @@ def read(
 def _fields(
     path: Path, rows: tables.Reader, names: FieldNames, option: str, most: int
 ) -> list[Column]:
-    """The first of the layouts whose fields the first row has, and those beside that it uses."""
+    """The first of the layouts whose fields the first row has, and the others that it uses."""
     there: Sequence[str] = ()
     for layout in _layouts(names, option):
         try:

@@ -28,7 +28,7 @@ RAW = "--config='text.text.raw=True'"
 MOST_NO_TEXT = 1 / 3
 _PIECE, _PIECES = 2**12, 16  # the sample
 _TOGETHER = 2**20  # bytes of rows that are joined
-# Files that tell of the tables beside them.
+# Files that tell of the tables next to them.
 _PAGES = (".md", ".rst", ".json", ".yaml", ".yml", ".toml", ".cff", ".py", ".sh", ".lock")
 _PAGE_NAMES = {"readme", "license", "licence", "notice", "citation", "changelog", "authors"}
 _PAGE_NAMES |= {"sha256sums", "md5sums", "checksums"}

@@ -1,6 +1,6 @@
 """Short documents joined into long ones: the files of a folder, or the rows with one value.
 
-Joined documents stand one behind the other, in the order of the source, and are one document to all
+Joined documents follow each other, in the order of the source, and are one document to all
 that goes by documents. Sets of them are in the order of their first documents. Where a source has
 them in this order already, as the files of a folder are, its text stays as it is.
 """

@@ -328,7 +328,7 @@ def _written(levels: list[_Level], lengths: list[np.ndarray]) -> UInt8[np.ndarra
         tokens[end] = _CLOSE
         if i + 1 < len(levels):
             below, size = levels[i + 1], lengths[i + 1]
-            # Siblings stand together, so what is before a node among all nodes below is their sum.
+            # Siblings are neighbours, so what is before a node among all nodes below is their sum.
             before = np.cumsum(size) - size
             first = before[below.argument == 0]
             begin = begin[below.parent] + before - first[below.parent]

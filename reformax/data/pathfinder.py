@@ -84,7 +84,7 @@ def pathfinder(
       size: pixels of an image's side, 32, 64 or 128; 128 is Path-X.
       length: dashes of a curve: 6, 9 and 14 are the paper's; 14, the hard one, is Long Range
         Arena's. Distractors have a third of them. Of several numbers image i has number i, in
-        turn, so that short curves can be learnt with longer ones; one that stands there twice has
+        turn, so that short curves can be learnt with longer ones; one that is there twice has
         twice as many images.
       n_train: images to train on that are drawn.
       n_eval: images of 'valid' and of 'test'.

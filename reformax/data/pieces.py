@@ -184,7 +184,7 @@ class PieceVocabulary:
 
     @property
     def end(self) -> tuple[int, str] | None:
-        """The id of a document's end, and its name where it stands in text; None if there is none.
+        """The id of a document's end, and its name where it is in text; None if there is none.
 
         A sentencepiece model reads no name of it in a text: it is empty.
         """
@@ -248,7 +248,7 @@ class PieceVocabulary:
 
         Args:
           data: the text.
-          before: bytes of its split that stand before it, for errors.
+          before: bytes of its split before it, for errors.
 
         Raises:
           ValueError: the text is not UTF-8.
@@ -337,7 +337,7 @@ class PieceVocabulary:
         return found
 
     def _check_file(self) -> None:
-        """Raises `SettingError` if the config's file is not what the config says beside it."""
+        """Raises `SettingError` if the config's file is not what the config next to it says."""
         found = {"vocab_size": self.size, "model_type": self._codec.model_type}
         for name, asked in self._asked.items():
             if self._path is not None and asked != found[name]:

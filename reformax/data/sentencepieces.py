@@ -50,7 +50,7 @@ class SentencePieceModel:
         return self._pieces.id_to_piece(i)
 
     def ids_before(self, text: str, characters: Sequence[int]) -> np.ndarray:
-        """How many ids of a text stand before each of some characters, by their places, sorted.
+        """How many ids of a text come before each of some characters, by their places, sorted.
 
         Exact where a piece ends before each, as learnt pieces do behind a newline.
         """

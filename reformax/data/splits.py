@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Named(NamedTuple):
-    """The split that a name says, and what stands before that word."""
+    """The split that a name says, and what precedes that word."""
 
     split: str
     before: str
@@ -164,13 +164,13 @@ def left_out_lines(folder: Path, left_out: Mapping[str, Sequence[Path]]) -> list
 
 
 def _layouts(folder: Path, paths: Iterable[Path]) -> dict[tuple[Path, str], set[str]]:
-    """(level, what stands before the split's name) -> the splits that are there."""
+    """(level, what precedes the split's name) -> the splits that are there."""
     kinds: dict[tuple[Path, str], dict[str, set[str]]] = {}
     of_kind: dict[str, list[Path]] = {}
     for path in paths:
         of_kind.setdefault(kind(path), []).append(path)
         for level, name in _steps(folder, path):
-            # Of files a kind is that of data: train.py beside test.py are no splits.
+            # Of files a kind is that of data: train.py next to test.py are no splits.
             if (level / name != path or _is_data(path)) and (found := named(name)):
                 splits = kinds.setdefault((level, found.before), {})
                 splits.setdefault(found.split, set()).add(kind(path))

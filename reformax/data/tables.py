@@ -168,7 +168,7 @@ def _delimited(
 ) -> Iterator[tuple]:
     """The rows of a .csv or .tsv, whose first row names the columns.
 
-    A text with the delimiter or with newlines stands in quotation marks.
+    A text with the delimiter or with newlines is in quotation marks.
 
     Raises:
       ValueError: there is no such column, a row has more fields than the first, or no UTF-8.

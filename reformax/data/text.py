@@ -98,8 +98,8 @@ def text(
       cache_dir: a folder for the token files of large texts; None: $XDG_CACHE_HOME/reformax/texts,
         or ~/.cache/reformax/texts.
       join_by: what short documents are joined by into one: 'folder', the files below one folder of
-        data_dir; or a field of a table's rows, those with one value. Joined documents stand one
-        behind the other, and are one document to `windows`, `document_mask` and `length_borders`.
+        data_dir; or a field of a table's rows, those with one value. Joined documents
+        follow each other, and are one document to `windows`, `document_mask` and `length_borders`.
       hide_joined: whether `document_mask` hides the parts of a joined document from each other too.
       length_borders: lengths in tokens, which divide documents into ranges: those below the first,
         those from it to below the second, and so on. A training window is of documents of one
@@ -122,7 +122,7 @@ def text(
     settings = {"pattern": pattern, "field": field, "raw": raw, "splits": splits}
     settings["join_by"] = join_by
     by_documents = document_mask or windows == "documents" or lengths is not None
-    if join_by == FOLDER and not by_documents:  # files of a folder stand together in every text
+    if join_by == FOLDER and not by_documents:  # files of a folder are together in every text
         raise SettingError(
             f"join_by is {join_by!r}, and nothing goes by documents: set windows='documents', "
             "document_mask=True or length_weights as well, or leave it out"

@@ -1,7 +1,7 @@
 """Texts of any size in files: made once, read by windows, the same batches as in memory.
 
 1. The bytes of a text lie in shards, `text-KEY/00000` and so on, and where its documents begin
-   beside them. `reformax_text.json` says which shards are which split, with lengths and CRC-32.
+   next to them. `reformax_text.json` says which shards are which split, with lengths and CRC-32.
 2. A shard is a span of a large plain file or .parquet, or some small files. Processes make shards
    side by side, each in memory that no size of the text changes, and no more of them than memory
    has room for. One that was made is not made again.
@@ -365,7 +365,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _check_room(size: int, folder: Path) -> None:
-    """Raises `_NoRoom` for more text than the disk has room for, beside what is made already."""
+    """Raises `_NoRoom` for more text than the disk has room for, besides what is made already."""
     there = sum(path.stat().st_size for path in folder.glob("text-*/*.bytes"))
     if size > (room := shutil.disk_usage(folder).free) + there:
         raise _NoRoom(f"there are {size:,} bytes of text, and its disk has room for {room:,}")

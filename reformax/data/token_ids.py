@@ -1,6 +1,6 @@
 """Ids of tokens that other programs wrote, read where they lie, and written for them.
 
-* Megatron-LM's `.bin` with `.idx` beside it: ids, and where sequences and documents begin.
+* Megatron-LM's `.bin` with `.idx` next to it: ids, and where sequences and documents begin.
 * nanoGPT's `train.bin` and `val.bin`: ids of uint16, nothing else.
 * llm.c's and modded-nanogpt's shards: a header of 256 numbers of int32, and ids.
 """
@@ -63,7 +63,7 @@ def token_ids(
     there is cut from the end of train: 5% of it, at most `max_held_out` ids.
 
     Args:
-      data_dir: a file, or a folder of files. With an .idx beside it a file is Megatron-LM's; one
+      data_dir: a file, or a folder of files. With an .idx next to it a file is Megatron-LM's; one
         with the header of llm.c is read as it says; another one is nothing but ids.
       vocab_size: ids are below it.
       dtype: of files that do not say it; None: uint16, as nanoGPT writes.
@@ -228,7 +228,7 @@ def _megatron(path: Path, size: int, index: Path) -> Ids:
 
 
 def write(path: Path, ids: StoredArray, begins: StoredArray | np.ndarray, form: Format) -> None:
-    """Writes ids for another program: `path`, and for Megatron-LM an .idx beside it.
+    """Writes ids for another program: `path`, and for Megatron-LM an .idx next to it.
 
     Args:
       path: ends in .bin; gets its name when all is on the disk.

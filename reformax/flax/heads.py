@@ -1,20 +1,25 @@
-"""What the modules of linen and of nnx share: sizes, rotations, and the steps of decoding."""
+"""What the modules of linen and of nnx share: sizes, rotations, attention, steps of decoding.
+
+A module has `op`, `causal`, `use_rotary`, `rotary_base`, `dropout_rate`, `max_decode_length`, and
+`draw(rate)`, the rng of hashes and dropout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.buffers import Buffer
 from reformax.declared import Called, SettingError, Size, Unsupported, check, checked
+from reformax.flax import nan_unless_mask, seen
 from reformax.nn import checked_lengths
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.numerics.rotary import RotaryAngles, RotaryBase, rotary
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
@@ -98,16 +103,16 @@ def shapes_of_weights(op: AttentionOp, sizes: Dims) -> Any:
     return shapes
 
 
-def heads_of(
+def _heads_of(
+    module: Any,
     projected: dict[str, Array],
     projections: dict[str, ExtraProjection],
-    positions: Int[Array, "#B T"] | None,
-    rotary_base: float,
+    positions: Int[Array, "#B T"],
 ) -> Heads:
-    """The projections by what the algorithm calls them, rotated by positions if there are any."""
-    if positions is not None:
-        check("rotary_base", rotary_base, RotaryBase)
-        angles = RotaryAngles(base=rotary_base)
+    """The projections by what the algorithm calls them, rotated by positions with `use_rotary`."""
+    if module.use_rotary:
+        check("rotary_base", module.rotary_base, RotaryBase)
+        angles = RotaryAngles(base=module.rotary_base)
         projected = {
             name: rotary(x, positions, angles=angles) if projections[name].rotated else x
             for name, x in projected.items()
@@ -143,34 +148,73 @@ def source_of(
     return inputs_kv
 
 
-def decode(
-    op: AttentionOp,
+def attend(
+    module: Any,
     params: Any,
-    heads: Heads,
+    projected: dict[str, Array],
+    projections: dict[str, ExtraProjection],
+    *,
+    mask: ArrayLike | None,
+    segment_ids: SegmentIds | None,
+    positions: Int[Array, "B T"] | None,
+    lengths: Any,
+    deterministic: bool,
+) -> Float[Array, "B T N V"]:
+    """Attention of a module that does not decode; arguments are those of its call.
+
+    Raises:
+      Unsupported: an argument that only decoding or rotations would read.
+    """
+    if positions is not None and not module.use_rotary:
+        raise Unsupported("positions is given and use_rotary is False: set use_rotary=True")
+    if lengths is not None:
+        raise Unsupported("lengths is given, but the module does not decode: give a mask of keys")
+    if positions is None:
+        positions = jnp.arange(projected["query"].shape[1])[None]
+    *qkv, extra_projections = _heads_of(module, projected, projections, positions)
+    rate = 0.0 if deterministic else module.dropout_rate
+    attended = module.op(
+        *qkv,
+        causal=module.causal,
+        segment_ids=segment_ids,
+        mask=seen(mask),
+        dropout=rate,
+        rng=module.draw(rate),
+        train=not deterministic,
+        params=params,
+        extra_projections=extra_projections,
+    )
+    return nan_unless_mask(attended, mask)
+
+
+def decode(
+    module: Any,
+    params: Any,
+    projected: dict[str, Array],
+    projections: dict[str, ExtraProjection],
     cache: DecodingCache | None,
     lengths: Int[Array, " B"] | None,
-    capacity: int,
-    rng: Callable[[], Array | None],
 ) -> tuple[Float[Array, "B T N V"], DecodingCache]:
     """Attention of a prompt, where there is no cache, or of more tokens of each row.
 
     These are one, or several if the algorithm carries a state.
 
     Args:
-      op: the algorithm.
-      params: its weights.
-      heads: of the prompt or the tokens.
+      module: the module, with room for `max_decode_length` positions.
+      params: the algorithm's weights.
+      projected, projections: of the prompt or the tokens.
       cache: after the last call; None: there is none.
       lengths: the number of tokens of each row that are read; None: all.
-      capacity: how many positions the cache has room for.
-      rng: makes the source of hashes.
 
     Raises:
       ValueError: a prompt without room for it, several tokens in a step, or wrong lengths. Where
         only a compiled program knows a number that is wrong, the row is NaN.
     """
+    op, capacity, n_tokens = module.op, module.max_decode_length, projected["query"].shape[1]
+    positions = jnp.arange(n_tokens)[None]
+    positions = positions if cache is None else cache.position[:, None] + positions
+    heads = _heads_of(module, projected, projections, positions)
     q, k, v, extra_projections = heads
-    n_tokens = q.shape[1]
     if cache is not None and op.carries_state and (n_tokens > 1 or lengths is not None):
         return _read_on(op, params, heads, cache, lengths, capacity)
     if cache is not None:
@@ -190,7 +234,7 @@ def decode(
     lengths = _checked_lengths(lengths, len(q), n_tokens)
     # Padding is in the future of every token: only a plan has to know of it.
     is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
-    call, key = dict(extra_projections=extra_projections), rng()
+    call, key = dict(extra_projections=extra_projections), module.draw(0.0)
     masks = dict(causal=True, rng=key)
     planned = op.of_value_heads(q, k, v)
     plan = op.plan(params, *planned, segment_ids=is_token, length=capacity, train=False, **masks)
@@ -270,11 +314,3 @@ def refuse_in_decoding(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise Unsupported(f"{name} is given, but the module decodes: give lengths of prompts")
-
-
-def refuse_unread(lengths: Any, positions: Any, use_rotary: bool) -> None:
-    """Raises `Unsupported` for an argument that only decoding or rotations would read."""
-    if positions is not None and not use_rotary:
-        raise Unsupported("positions is given and use_rotary is False: set use_rotary=True")
-    if lengths is not None:
-        raise Unsupported("lengths is given, but the module does not decode: give a mask of keys")

@@ -9,16 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from reformax.flax import nan_unless_mask, seen
 from reformax.flax.heads import (
-    DecodingCache,
-    Heads,
+    attend,
     check_decodes,
     decode,
-    heads_of,
     projections_of,
     refuse_in_decoding,
-    refuse_unread,
     shapes_of_weights,
     sizes_of,
     source_of,
@@ -121,27 +117,14 @@ class Attention(nn.Module):
         out = nn.DenseGeneral(features, axis=(-2, -1), name="out", **options)
         if self.max_decode_length is not None:
             check_decodes(self.op, self.causal, self.max_decode_length)
-        if decodes:
-            refuse_in_decoding(dict(mask=mask, segment_ids=segment_ids, positions=positions))
-            return out(self._decode(params, projected, projections, lengths))
-        refuse_unread(lengths, positions, self.use_rotary)
-        if self.use_rotary and positions is None:
-            positions = jnp.arange(inputs_q.shape[1])[None]
-        rotated = positions if self.use_rotary else None
-        q, k, v, extra_projections = heads_of(projected, projections, rotated, self.rotary_base)
-        rate = 0.0 if deterministic else self.dropout_rate
-        attended = self.op(
-            *(q, k, v),
-            causal=self.causal,
-            segment_ids=segment_ids,
-            mask=seen(mask),
-            dropout=rate,
-            rng=self._draw(rate),
-            train=not deterministic,
-            params=params,
-            extra_projections=extra_projections,
-        )
-        return out(nan_unless_mask(attended, mask))
+        arrays, call = (self, params, projected, projections), dict(mask=mask)
+        call |= dict(segment_ids=segment_ids, positions=positions)
+        if not decodes:
+            return out(attend(*arrays, **call, lengths=lengths, deterministic=deterministic))
+        refuse_in_decoding(call)
+        attended, cache = decode(*arrays, self.get_variable("cache", "state"), lengths)
+        self.put_variable("cache", "state", cache)
+        return out(attended)
 
     def _op_params(self, sizes: Dims) -> Any:
         """The algorithm's own weights."""
@@ -151,23 +134,11 @@ class Attention(nn.Module):
             return self.get_variable("params", "op")
         return self.param("op", self.op.init, sizes)
 
-    def _draw(self, rate: float) -> Array | None:
+    def draw(self, rate: float) -> Array | None:
         """The source of hashes and dropout."""
         hashes = self.op.plan_needs == "rng"
         stream = "attention" if hashes or self.has_rng("attention") else "dropout"
         return self.make_rng(stream) if hashes or rate > 0.0 else None
-
-    def _decode(self, params, projected, projections, lengths) -> Float[Array, "B T N V"]:
-        cache: DecodingCache | None = self.get_variable("cache", "state")
-        n_tokens = projected["query"].shape[1]
-        positions = jnp.arange(n_tokens)[None]
-        positions = positions if cache is None else cache.position[:, None] + positions
-        rotated = positions if self.use_rotary else None
-        heads: Heads = heads_of(projected, projections, rotated, self.rotary_base)
-        options = lengths, self.max_decode_length, lambda: self._draw(0.0)
-        out, cache = decode(self.op, params, heads, cache, *options)
-        self.put_variable("cache", "state", cache)
-        return out
 
 
 def _projected(

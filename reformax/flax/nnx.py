@@ -10,14 +10,12 @@ from flax import nnx
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from reformax.declared import SettingError
-from reformax.flax import nan_unless_mask, seen
 from reformax.flax.heads import (
+    attend,
     check_decodes,
     decode,
-    heads_of,
     projections_of,
     refuse_in_decoding,
-    refuse_unread,
     shapes_of_weights,
     sizes_of,
     source_of,
@@ -138,32 +136,22 @@ class Attention(nnx.Module):
         decodes = self.cache is not None
         across = source_of(self.op, inputs_q, inputs_kv, self.use_rotary, decodes)
         layers = dict(query=self.query, key=self.key, value=self.value, **self.extra_projections)
+        projections = projections_of(self.op, self._sizes)
         projected = {
             name: layers[name](across if name in ("key", "value") else inputs_q)
-            for name in projections_of(self.op, self._sizes)
+            for name in projections
         }
         params = jax.tree.map(lambda x: x[...], self.op_params, is_leaf=_is_param)
-        if decodes:
-            refuse_in_decoding(dict(mask=mask, segment_ids=segment_ids, positions=positions))
-            return self.out(self._decode(params, projected, lengths))
-        refuse_unread(lengths, positions, self.use_rotary)
-        if self.use_rotary and positions is None:
-            positions = jnp.arange(inputs_q.shape[1])[None]
-        q, k, v, extra_projections = self._heads(projected, positions)
-        deterministic = self.deterministic if deterministic is None else deterministic
-        rate = 0.0 if deterministic else self.dropout_rate
-        attended = self.op(
-            *(q, k, v),
-            causal=self.causal,
-            segment_ids=segment_ids,
-            mask=seen(mask),
-            dropout=rate,
-            rng=self._draw(rate),
-            train=not deterministic,
-            params=params,
-            extra_projections=extra_projections,
-        )
-        return self.out(nan_unless_mask(attended, mask))
+        arrays, call = (self, params, projected, projections), dict(mask=mask)
+        call |= dict(segment_ids=segment_ids, positions=positions)
+        if not decodes:
+            deterministic = self.deterministic if deterministic is None else deterministic
+            attended = attend(*arrays, **call, lengths=lengths, deterministic=deterministic)
+            return self.out(attended)
+        refuse_in_decoding(call)
+        attended, cache = decode(*arrays, self.cache.get_value(), lengths)
+        self.cache.set_value(cache)
+        return self.out(attended)
 
     def init_cache(self, max_decode_length: int | None) -> None:
         """From now on calls decode: the first one reads a prompt, each other one more token.
@@ -191,24 +179,9 @@ class Attention(nnx.Module):
         if deterministic is not None:
             self.deterministic = deterministic
 
-    def _heads(self, projected, positions):
-        rotated = positions if self.use_rotary else None
-        projections = projections_of(self.op, self._sizes)
-        return heads_of(projected, projections, rotated, self.rotary_base)
-
-    def _draw(self, rate: float) -> Array | None:
+    def draw(self, rate: float) -> Array | None:
         """The source of hashes and dropout."""
         return self.rngs() if rate > 0.0 or self.op.plan_needs == "rng" else None
-
-    def _decode(self, params, projected, lengths) -> Float[Array, "B T N V"]:
-        cache, n_tokens = self.cache.get_value(), projected["query"].shape[1]
-        positions = jnp.arange(n_tokens)[None]
-        positions = positions if cache is None else cache.position[:, None] + positions
-        heads = self._heads(projected, positions)
-        options = lengths, self.max_decode_length, lambda: self._draw(0.0)
-        out, cache = decode(self.op, params, heads, cache, *options)
-        self.cache.set_value(cache)
-        return out
 
 
 def _projection(n_features: int, to: ExtraProjection, options: dict[str, Any]) -> nnx.Module:

@@ -1,6 +1,6 @@
 """Decoding: one forward pass reads the prompts, then one compiled step draws each token.
 
-Long prompts are read in pieces, each from the state after those before it, so that memory beside
+Long prompts are read in pieces, each from the state after those before it, so that memory besides
 the caches does not grow with the prompt. A piece computes what a step for each token would.
 
 The compiled programs depend on the model, the number of rows and two lengths: that of the longest

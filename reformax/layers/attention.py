@@ -298,17 +298,6 @@ class Attention(MultiHead):
         lengths: Int[Array, " B"],
         capacity: int,
         rng=None,
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """`prefill_by` by the layer's own plan, without the plan."""
-        return self.prefill_by(params, x, lengths, capacity, rng)[:2]
-
-    def prefill_by(
-        self,
-        params,
-        x: Float[Array, "B T D"],
-        lengths: Int[Array, " B"],
-        capacity: int,
-        rng=None,
         plan: Any = None,
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """`apply` to the first `lengths` positions of each row, and the cache that `step` reads.
@@ -375,7 +364,7 @@ class Attention(MultiHead):
     def first_cache(self, params, batch: int, capacity: int, dtype: Any, rng=None) -> Any:
         """The cache before the first position of `batch` rows, in layers that compute in `dtype`.
 
-        `capacity` and `rng` are those of `prefill_by`. On a mesh with `context` each device has its
+        `capacity` and `rng` are those of `prefill`. On a mesh with `context` each device has its
         part of the positions.
 
         Raises:

@@ -362,7 +362,7 @@ class BlockStack(Layer):
         def sublayers(repeat: Repeat, i: int, source):
             block, rngs = self.blocks[i], self._rngs(rng, repeat, i)
             attend = functools.partial(
-                block.attention.prefill_by,
+                block.attention.prefill,
                 lengths=lengths,
                 capacity=capacity,
                 rng=rngs["attention"],

@@ -124,7 +124,7 @@ def assert_decodes(layer, params, x, lengths, whole, rng):
     """Prompts of two lengths, then step by step, give the rows of `whole`; returns the cache."""
     prompt, rows, n_steps = x[:, : max(lengths)], np.arange(len(x)), x.shape[1] - max(lengths)
     prefill = jax.jit(
-        lambda x, lengths: layer.prefill(params, x, lengths, x.shape[1] + n_steps, rng)
+        lambda x, lengths: layer.prefill(params, x, lengths, x.shape[1] + n_steps, rng)[:2]
     )
     out, cache = prefill(prompt, lengths)
     for row, length in enumerate(lengths):

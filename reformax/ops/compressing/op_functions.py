@@ -45,7 +45,7 @@ MAX_GROUP = 128
 
 
 class Compressed(LearnedSinks):
-    """The functions of such an op: a second base class beside the op's.
+    """The functions of such an op: a second base class of the op.
 
     The op has the options `block_size`, `window`, `learned_sinks`, `share_kv`, `rotary_features`,
     `rotary_base` and `impl`. It defines `_attend_to_summaries` and, in decoding, `_choose_newest`.

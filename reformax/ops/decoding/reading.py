@@ -3,9 +3,9 @@
 The rule is that of decoding: each position sees what its own step would see, in any division into
 pieces. An op that has only steps takes them one after the other. One that sees all earlier
 positions writes the new keys and then attends to the cache, a slab of slots at a time, so that
-memory beside the cache does not grow with the text. A mesh axis may divide the cache: of n devices,
-device i then holds the positions i, i + n, i + 2n, ..., attends to them, and devices merge their
-parts of each softmax. So all hold as many, however long a text is.
+further memory does not grow with the text. A mesh axis may divide the cache: of n devices, device i
+then holds the positions i, i + n, i + 2n, ..., attends to them, and devices merge their parts of
+each softmax. So all hold as many, however long a text is.
 
 Letters besides those of `reformax.ops.base`: S slots of a ring, K slots of a slab.
 """

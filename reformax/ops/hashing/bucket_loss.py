@@ -67,7 +67,7 @@ class BucketLoss(NamedTuple):
 
 
 class LearningBuckets:
-    """The functions of an op that learns by this loss: a second base class beside the op's.
+    """The functions of an op that learns by this loss: a second base class of the op.
 
     The op has the options `bucket_loss`, `loss_queries`, `report_loss` and `n_hashes`.
     """

@@ -53,7 +53,7 @@ class RecurrenceCache(NamedTuple):
 
 @options
 class Recurrence(Options):
-    """The functions and options of a linear recurrence: a second base class beside the op's.
+    """The functions and options of a linear recurrence: a second base class of the op.
 
     The op defines `_inputs`. Where its weights have `conv_params`, queries, keys and values are
     convolved first. The first axis of weights and constants is heads. The options are documented in

@@ -33,12 +33,7 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.hashing import sorted_groups
 from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.kernels.triton import flash
-from reformax.ops.kernels.triton.block_programs import (
-    BlockInputs,
-    BlockProgram,
-    BlockTiles,
-    BlockWork,
-)
+from reformax.ops.kernels.triton.block_programs import BlockProgram, BlockTiles, BlockWork
 from reformax.ops.kernels.triton.common import (
     QueryRows,
     in_logits,
@@ -47,7 +42,13 @@ from reformax.ops.kernels.triton.common import (
     query_rows,
 )
 from reformax.ops.softmax import block_lists
-from reformax.ops.softmax.block_lists import FullLayout, Layout, SortedLayout, TileLists
+from reformax.ops.softmax.block_lists import (
+    BlockInputs,
+    FullLayout,
+    Layout,
+    SortedLayout,
+    TileLists,
+)
 from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax, nonzero
 
