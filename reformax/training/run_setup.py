@@ -24,9 +24,9 @@ from reformax.training import (
     fingerprints,
     forecast,
     kept_mass,
-    pieces,
     samples,
     starting_weights,
+    truncated_backprop,
 )
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
@@ -105,7 +105,7 @@ def models_of(settings: TrainSettings) -> Models:
             evaluation.check_model(model, stage.task)
     for model, stage in zip(train, settings.all_stages, strict=True):
         with naming(stage):
-            pieces.check(model, settings.backprop_len, stage.length)
+            truncated_backprop.check(model, settings.backprop_len, stage.length)
     if (every := settings.report_kept_mass_every) is not None:
         kept_mass.check_model(train[-1], f"report_kept_mass_every is {every}")
     models = Models(train, settings.built("eval"))

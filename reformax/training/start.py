@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from reformax import devices
 from reformax.training import (
-    alike,
+    environment,
     fingerprints,
     kept_mass,
     optimizer,
@@ -83,7 +83,7 @@ def _open(
     decisions = Decisions(processes, interrupt, callbacks, messages.acknowledge)
     if processes.count > 1:
         text = settings.config_text
-        processes.compare(alike.facts() | ({} if text is None else {"the config": text()}))
+        processes.compare(environment.facts() | ({} if text is None else {"the config": text()}))
     lock = processes.by_first(lambda: stack.enter_context(alone_in(folder, messages.say)))
     newest = checkpoints.newest_whole()
     vocabulary = _vocabulary(settings, checkpoints, newest, processes, messages.say)
