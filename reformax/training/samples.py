@@ -30,7 +30,7 @@ class Samples:
     def __init__(self, model: TaskModel, settings: TrainSettings, mesh: Mesh):
         """Takes a model built for evaluation."""
         self._model, self._settings, self._mesh = model, settings, mesh
-        self._aside = side_channels.Aside("the sample of text")
+        self._best_effort = side_channels.BestEffort("the sample of text")
         self._writes = bool(settings.prompts)
 
     def check(self, params: Any, note: Callable[[str], None]) -> None:
@@ -78,7 +78,7 @@ class Samples:
         is_due = last or (every is not None and step % every == 0)
         if not self._writes or not is_due:
             return
-        with self._aside:
+        with self._best_effort:
             blocks = []
             for block in self._blocks(params):
                 blocks.append(block)

@@ -233,7 +233,7 @@ def _say_schedule(
     """Says that the learning rate does not reach its peak, or has another length than before."""
     if restored.step >= settings.steps:
         return
-    if (line := settings.peakless) is not None:
+    if (line := settings.unfinished_warmup) is not None:
         note(f"note: {line}")
     before = restored.info.get("schedule_steps")
     now = optimizer.schedule_steps(settings.built_optimizer)
