@@ -59,13 +59,7 @@ from reformax.declared import AnySeed, Count, PathName, SettingError, Size
 from reformax.task import TaskModel
 
 # The settings of the run that an evaluation reads besides those of its model.
-READ = (
-    "task",
-    "loss_chunk_len",
-    "eval_batch_size",
-    "eval_length",
-    "eval_stride",
-)
+READ = ("task", "loss_chunk_len", "eval_batch_size", "eval_length", "eval_stride")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

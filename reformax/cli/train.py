@@ -89,9 +89,7 @@ def parser():
     )
     flags.add_config(parser)
     parser.add_argument(
-        "--output_dir",
-        type=flags.of(PathName),
-        help="default: runs/<name of the last config file>",
+        "--output_dir", type=flags.of(PathName), help="default: runs/<name of the last config file>"
     )
     parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
     parser.add_argument(

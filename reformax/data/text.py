@@ -163,9 +163,7 @@ def text(
     pieces = PieceVocabulary(vocab_size, parts["train"], vocabulary, model_type, kept_in=folder)
     encode = folder and functools.partial(encoded_split, parts, borders, joined, pieces, folder)
     task = piece_language_model(
-        *("text", parts, pieces, borders, divided, encode),
-        joined=joined,
-        hide_joined=hide_joined,
+        *("text", parts, pieces, borders, divided, encode), joined=joined, hide_joined=hide_joined
     )
     return _with_words(task, summary, joined is not None, hide_joined)
 

@@ -210,12 +210,7 @@ def _opened(text: str, who: str) -> Any:
 
 
 def meet(
-    address: str,
-    count: int,
-    index: int,
-    timeout: float,
-    step_timeout: float,
-    start_timeout: float,
+    address: str, count: int, index: int, timeout: float, step_timeout: float, start_timeout: float
 ) -> None:
     """Starts a watcher of this process; returns when all processes are connected.
 
