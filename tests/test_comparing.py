@@ -197,10 +197,11 @@ def write_run(folder, config_text, *scores, seconds=60.0, split="valid"):
     (folder / "config.gin").write_text(config_text)
     lines = []
     for step, score in enumerate(scores, start=1):
-        train = dict(step=step, split="train", bits_per_dim=score - 0.1, grad_norm=1.0)
+        train = dict(step=step, tag="train", split="train", bits_per_dim=score - 0.1)
         lines.append(train | dict(timing=dict(tokens_per_second=1000.0 * step)))
         timing = dict(seconds=seconds * step)
-        lines.append(dict(step=step, split=split, bits_per_dim=score, timing=timing))
+        score = dict(step=step, tag="eval", split=split, bits_per_dim=score)
+        lines.append(score | dict(timing=timing))
     torn = '{"step": 9'
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines) + torn)
 

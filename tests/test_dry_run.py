@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from reformax.cli import config, errors, stand_in, train, translations
+from reformax.cli import config, dummy_task, errors, train, translations
 from reformax.training import dry_run, folder
 
 TINY = ["n_layers=2", "steps=4", "batch_size=2", "length=32", "warmup_steps=1", "d_model=32"]
@@ -76,10 +76,10 @@ def test_the_memory_of_a_device_is_of_a_dry_run_alone(call):
 def test_a_stand_in_has_the_shapes_of_the_task(tmp_path):
     """The batches of the quickstart's task and of what stands in for it compile the same step."""
     config.parse(["quickstart.gin"], TINY)
-    settings, lines = stand_in.reported(lambda **settings: iter([]))
+    settings, lines = dummy_task.reported(lambda **settings: iter([]))
     assert list(lines) == []
     real = settings["task"].train_batch(0, 0, 2, 32)
-    other = stand_in.task_of(settings["model"](mode="train")).train_batch(0, 0, 2, 32)
+    other = dummy_task.task_of(settings["model"](mode="train")).train_batch(0, 0, 2, 32)
     for one, two in zip(real, other, strict=True):
         assert (np.shape(one), np.asarray(one).dtype) == (np.shape(two), np.asarray(two).dtype)
 

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection
 
-from reformax.cli import flags, joining, messages, streams
+from reformax.cli import distributed, flags, messages, streams
 from reformax.cli.flags import TRACEBACK
 from reformax.declared import SettingError
 
@@ -34,20 +34,20 @@ def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.St
             sys.stdout.flush()
     except KeyboardInterrupt:  # before the first step or during an evaluation; nothing is lost
         print("stopped", file=sys.stderr)
-        return joining.leave("stopped", 130)
+        return distributed.leave("stopped", 130)
     except Exception as error:
-        joining.settle()
+        distributed.settle()
         line = one_line(error)
         if line is None or TRACEBACK in sys.argv:
-            if not joining.joined():
+            if not distributed.joined():
                 raise
             traceback.print_exc()
-            return joining.leave(line or type(error).__name__, 1)
+            return distributed.leave(line or type(error).__name__, 1)
         line = named_as_typed(line, error)
         print(f"error: {_cut(line)}", file=sys.stderr)
         found = messages.find(error)
         code = 2 if isinstance(error, SettingError) else found.code if found else 1
-        return joining.leave(_cut(line), code)
+        return distributed.leave(_cut(line), code)
 
 
 def named_as_typed(line: str, error: Exception, flags_of: Collection[str] | None = None) -> str:

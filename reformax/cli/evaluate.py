@@ -48,9 +48,9 @@ from typing import Any
 
 from reformax.cli import (
     compilation_cache,
+    distributed,
     flags,
     hash_counts,
-    joining,
     parsed,
     report,
     results,
@@ -61,13 +61,7 @@ from reformax.declared import AnySeed, Count, PathName, SettingError, Size
 from reformax.task import TaskModel
 
 # The settings of the run that an evaluation reads besides those of its model.
-READ = (
-    "task",
-    "loss_chunk_len",
-    "eval_batch_size",
-    "eval_length",
-    "eval_stride",
-)
+READ = ("task", "loss_chunk_len", "eval_batch_size", "eval_length", "eval_stride")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check_search(args)
     if args.n_hashes is not None:
         hash_counts.counts_of(args.n_hashes)
-    joining.join(args)
-    with contextlib.nullcontext() if joining.first() else contextlib.redirect_stdout(None):
+    distributed.join(args)
+    with contextlib.nullcontext() if distributed.first() else contextlib.redirect_stdout(None):
         if args.tasks is None:
             flags.refuse(args, task_scores.OF_TASKS, "only --tasks reads it")
             return _evaluate(args)
@@ -87,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(args) -> int:
     """Scores what the flags say, prints and writes."""
     args.split = args.split or "valid"
-    files = results.ResultFiles(args.output_dir, writes=joining.first())
+    files = results.ResultFiles(args.output_dir, writes=distributed.first())
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
-    joining.agree("the checkpoint", lambda: saved_run.identities(args.output_dir, saved.steps))
+    distributed.agree("the checkpoint", lambda: saved_run.identities(args.output_dir, saved.steps))
     from reformax.training import loop
     from reformax.training.evaluation import evaluate
 
@@ -101,7 +95,7 @@ def _evaluate(args) -> int:
     else:
         reason = f"the task {task.name} is a translation, whose rows are sentences"
         flags.refuse(args, {"by_position"}, reason)
-        if joining.joined() and args.beam_size != 0:
+        if distributed.joined() and args.beam_size != 0:
             raise SettingError(
                 f"the task {task.name} is a translation, and several processes do not translate: "
                 "give --beam_size=0, or evaluate in one process"
@@ -114,7 +108,7 @@ def _evaluate(args) -> int:
         saved_run.keep_vocabulary(vocabulary, saved)
     changed = saved_run.changed_data(args, task, saved)
     options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len")}
-    options |= {"progress": not args.quiet and joining.first(), "mesh": saved.mesh}
+    options |= {"progress": not args.quiet and distributed.first(), "mesh": saved.mesh}
     sizes = _sizes(args, run | saved.run)
     options["max_tokens"] = args.tokens
 
@@ -188,7 +182,7 @@ def parser():
     flags.add_changed_data(parser)
     _add_tasks(parser)
     flags.add_search(parser)
-    joining.add_flags(parser)
+    distributed.add_flags(parser)
     flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser

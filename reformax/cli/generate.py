@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from reformax.cli import compilation_cache, flags, joining, prompts, report, saved_run
+from reformax.cli import compilation_cache, distributed, flags, prompts, report, saved_run
 from reformax.declared import (
     AnySeed,
     Count,
@@ -52,7 +52,7 @@ CONTINUE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Flags, then gin, then one call."""
     args = parser().parse_args(argv)
-    joining.refuse(args, "text is written by one process, on all devices that it sees")
+    distributed.refuse(args, "text is written by one process, on all devices that it sees")
     compilation_cache.use()
     saved = saved_run.restore(args)  # no task: no data is needed
     from reformax.models import EncoderDecoder
@@ -130,7 +130,7 @@ def parser():
         "--png", type=flags.of(PathName), help="of a model of images: the picture to write"
     )
     flags.add_search(parser)
-    joining.add_flags(parser)
+    distributed.add_flags(parser)
     flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser

@@ -28,14 +28,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reformax.cli import compilation_cache, generation_settings, prompts, saved_run
-from reformax.declared import (
-    AnySeed,
-    PathName,
-    SettingError,
-    Size,
-    check,
-    shown,
-)
+from reformax.declared import AnySeed, PathName, SettingError, Size, check, shown
 from reformax.evals.harness import HarnessRequests
 from reformax.evals.likelihood import LanguageScorer
 

@@ -41,11 +41,7 @@ TABLE = (
         "@lsh.lsh()",
         kind=SyntaxError,
     ),
-    Message(
-        "Couldn't parse statement, expected",
-        "expected NAME=VALUE",
-        kind=SyntaxError,
-    ),
+    Message("Couldn't parse statement, expected", "expected NAME=VALUE", kind=SyntaxError),
     Message(
         r"Expected '\)'",
         "expected ')' after '(': arguments of @lsh.lsh() are settings of their own, as in "

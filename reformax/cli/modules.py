@@ -14,14 +14,7 @@ from pathlib import Path
 _PACKAGES = ("reformax.data", "reformax.models", "reformax.ops")
 _OTHERS = {
     "reformax.ops.indexing": ("candidates", "indexer"),
-    "reformax.training": (
-        "evaluations",
-        "fine_tuning",
-        "loop",
-        "optimizer",
-        "stages",
-        "wandb_log",
-    ),
+    "reformax.training": ("evaluations", "fine_tuning", "loop", "optimizer", "stages", "wandb_log"),
 }
 _PARTS = ("evaluations", "stages")  # of which a run has several, in a list or by name
 

@@ -64,7 +64,7 @@ def training(result: dict[str, Any], prints: bool = True, *, with_curve: bool) -
     from reformax.training.curves import words_of
 
     if with_curve:
-        with side_channels.Aside("the curve"):
+        with side_channels.BestEffort("the curve"):
             print(terminal_curve.of_run(folder, result["metric"]))
 
     metric = result["metric"]

@@ -195,7 +195,7 @@ def keep_vocabulary(vocabulary, saved: Saved) -> None:
     from reformax.training.checkpoint import Checkpoints
 
     fingerprint = vocabulary.keep_in(saved.folder, begun=True)
-    Checkpoints(saved.folder).compare_vocabulary(
+    Checkpoints(saved.folder).check_vocabulary(
         saved.steps[-1], saved.info.get("vocabulary"), fingerprint
     )
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from reformax.cli import (
     compilation_cache,
+    distributed,
     flags,
-    joining,
     lm_eval,
     messages,
     report,
@@ -65,7 +65,7 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     names = [one for name in given for one in in_context.names_of(name)]
     if "" in names:
         raise SettingError(f"--tasks={args.tasks} has no task: give names with commas between them")
-    joining.refuse(args, "one process scores --tasks, on all devices that it sees")
+    distributed.refuse(args, "one process scores --tasks, on all devices that it sees")
     others = list(dict.fromkeys(name for name in names if name != TEXT))
     if TEXT not in names:
         flags.refuse(args, _OF_TEXT, f"only the task {TEXT} reads it")

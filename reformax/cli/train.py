@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import compilation_cache, config, flags, joining, parsed, report, typed
+from reformax.cli import compilation_cache, config, distributed, flags, parsed, report, typed
 from reformax.declared import PathName, Positive, SettingError
 
 
@@ -30,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {"data_dir": args.data_dir, "init_from": args.init_from}
     config.parse(files, args.config, **given)
     config.refuse_flags(unknown)
-    joining.join(args, parsed.text())
+    distributed.join(args, parsed.text())
     # After parsing, so that a wrong flag is reported first.
-    from reformax.cli import stand_in
+    from reformax.cli import dummy_task
     from reformax.training import checkpoint, dry_run, folder, loop, profile
 
     compilation_cache.use()
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     @functools.cache  # several processes compare their texts first
     def note_unused(*read: str) -> None:
-        if joining.first():
+        if distributed.first():
             report.note_unused(args.config, read, files=settings_of)
 
     if args.device_memory is not None and not args.dry_run:
@@ -54,16 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         begun = bool(checkpoint.Checkpoints(output_dir).steps())
         options = dict(begun=begun, device_memory=args.device_memory, named=typed.typed)
         report_of = functools.partial(dry_run.report, **options)
-        settings, lines = stand_in.reported(report_of)
+        settings, lines = dummy_task.reported(report_of)
         note_unused(*settings)
         for line in lines:
-            if joining.first():
+            if distributed.first():
                 print(line, flush=True)
         return 0
 
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
     given |= {"progress": False} if args.quiet else {}
-    if args.profile and joining.first():
+    if args.profile and distributed.first():
         others = parsed.bindings(loop.train, {"callbacks"}).get("callbacks", ())
         given["callbacks"] = [*others, profile.profile(Path(output_dir) / "profile")]
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with folder.output_folder(output_dir):  # before the config's objects are built, in minutes
         train = parsed.configured(loop.train)
         result = train(output_dir, config_text=config_text, named=typed.typed, **given)
-    return report.training(result, joining.first(), with_curve=not args.quiet)
+    return report.training(result, distributed.first(), with_curve=not args.quiet)
 
 
 def parser():
@@ -89,9 +89,7 @@ def parser():
     )
     flags.add_config(parser)
     parser.add_argument(
-        "--output_dir",
-        type=flags.of(PathName),
-        help="default: runs/<name of the last config file>",
+        "--output_dir", type=flags.of(PathName), help="default: runs/<name of the last config file>"
     )
     parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
     parser.add_argument(
@@ -118,7 +116,7 @@ def parser():
         help="write a trace of three steps into a folder profile/ of the run",
     )
     flags.add_changed_data(parser)
-    joining.add_flags(parser)
+    distributed.add_flags(parser)
     flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser

@@ -12,13 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reformax.convert.hugging_face_config import ACTIVATIONS, activation_of
-from reformax.convert.hugging_face_families import (
-    FULL,
-    RECURRENT,
-    WINDOW,
-    Family,
-    Layer,
-)
+from reformax.convert.hugging_face_families import FULL, RECURRENT, WINDOW, Family, Layer
 from reformax.convert.spec import DENSE, OPS, Op, Spec, cycle_of
 from reformax.declared import Size, check, shown
 from reformax.models.base import ROTARY
@@ -132,11 +126,7 @@ def _op(layer: Layer, get: Mapping[str, Any]) -> Op:
         return Op("local", dict(chunk_len=size, n_chunks_before=reached, window=window))
     return Op(
         "gated_delta",
-        dict(
-            gated=True,
-            conv_size=get["linear_conv_kernel_dim"],
-            norm_epsilon=get["rms_norm_eps"],
-        ),
+        dict(gated=True, conv_size=get["linear_conv_kernel_dim"], norm_epsilon=get["rms_norm_eps"]),
     )
 
 

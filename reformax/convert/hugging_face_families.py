@@ -305,10 +305,7 @@ def _phi3_lengths(rotary) -> dict[str, Any]:
         return {}
     trained = rotary.trained_length
     longest = round(rotary.factor * trained)
-    return {
-        "original_max_position_embeddings": trained,
-        "max_position_embeddings": longest,
-    }
+    return {"original_max_position_embeddings": trained, "max_position_embeddings": longest}
 
 
 FAMILIES = (
@@ -482,10 +479,7 @@ FAMILIES = (
         ),
         layers=_by_window,
         written=lambda decoder: (
-            {
-                "resid_pdrop": decoder.spec.arguments["dropout"],
-                "sliding_window": decoder.window,
-            }
+            {"resid_pdrop": decoder.spec.arguments["dropout"], "sliding_window": decoder.window}
             | _phi3_lengths(decoder.design.rotary)
         ),
         partial=True,

@@ -147,10 +147,7 @@ def _next_array(file: io.BytesIO, data: bytes) -> np.ndarray:
 
 
 def write(
-    path: str | Path,
-    weights: Sequence[np.ndarray],
-    state: Sequence[Any],
-    input_signature: Any,
+    path: str | Path, weights: Sequence[np.ndarray], state: Sequence[Any], input_signature: Any
 ) -> Path:
     """Writes a file that a Trax model reads by `init_from_file`.
 

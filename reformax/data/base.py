@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt, UInt8
@@ -27,6 +27,24 @@ Windows = Literal["anywhere", "documents", "each_once"]
 
 # The first ids of every vocabulary of sentences. 0 also precedes the first token.
 PAD, EOS, UNKNOWN = 0, 1, 2
+
+
+class WindowSettings(NamedTuple):
+    """How a text is divided into windows.
+
+    Attributes:
+      where: where training windows begin.
+      document_mask: whether a window's documents are hidden from each other.
+      lengths: how often a training window is of documents of each range of lengths; None: they are
+        of the whole text.
+    """
+
+    where: Windows = "anywhere"
+    document_mask: bool = False
+    lengths: Lengths | None = None
+
+
+ANYWHERE = WindowSettings()
 
 
 def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[np.ndarray, " n"]]:
@@ -82,9 +100,7 @@ def byte_language_model(
     splits: Mapping[str, UInt8[np.ndarray, " n"]],
     offset: int = 0,
     borders: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
-    windows: Windows = "anywhere",
-    document_mask: bool = False,
-    lengths: Lengths | None = None,
+    windows: WindowSettings = ANYWHERE,
     segments: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
 ) -> Task:
     """The task of predicting each byte of a text from those before it.
@@ -105,9 +121,7 @@ def byte_language_model(
       offset: a byte's id is the byte plus this; lower ids are reserved.
       borders: the bytes, by position, that documents begin with, sorted; None: one document. Those
         behind a split's end are left out.
-      windows: where training windows begin, 'anywhere' or by 'documents'.
-      document_mask: whether a window's documents are hidden from each other.
-      lengths: how often a training window is of documents of each range of lengths.
+      windows: how the text is divided into windows.
       segments: as `borders`, of what the mask hides from each other; None: the documents.
 
     Returns:
@@ -123,17 +137,17 @@ def byte_language_model(
         x and {s: positions[: positions.searchsorted(len(splits[s]))] for s, positions in x.items()}
         for x in (borders, segments)
     )
-    check_documents(borders, windows, document_mask and segments is None, lengths)
+    masks_documents = windows.document_mask and segments is None
+    check_documents(borders, windows._replace(document_mask=masks_documents))
     bytes_of = functools.partial(of_split, name, splits)
     task = language_model(
         *(name, 256 + offset, bytes_of, offset),
         borders_of=None if borders is None else functools.partial(of_split, name, borders),
         windows=windows,
-        document_mask=document_mask,
-        lengths=lengths,
         segments_of=None if segments is None else functools.partial(of_split, name, segments),
     )
-    return task.replace(fingerprint=text_fingerprint(bytes_of, document_mask), of_bytes=True)
+    made_by = text_fingerprint(bytes_of, windows.document_mask)
+    return task.replace(fingerprint=made_by, of_bytes=True)
 
 
 def language_model(
@@ -142,9 +156,7 @@ def language_model(
     tokens_of: Callable[[str], UInt[np.ndarray, " n"]],
     offset: int = 0,
     borders_of: Callable[[str], Int64[np.ndarray, " d"]] | None = None,
-    windows: Windows = "anywhere",
-    document_mask: bool = False,
-    lengths: Lengths | None = None,
+    windows: WindowSettings = ANYWHERE,
     segments_of: Callable[[str], Int64[np.ndarray, " d"]] | None = None,
 ) -> Task:
     """The task of predicting each token of a text from those before it, by windows.
@@ -158,12 +170,11 @@ def language_model(
       tokens_of: split -> its tokens, in order; checks the split's name.
       offset: is added to each token.
       borders_of: split -> the tokens, by position, that documents begin with, sorted; keeps them.
-      windows: where training windows begin.
-      document_mask: whether a window's documents are hidden from each other.
-      lengths: how often a training window is of documents of each range of lengths.
+      windows: how the text is divided into windows.
       segments_of: as `borders_of`, of what the mask hides from each other; None: the documents.
     """
     segments_of = segments_of or borders_of
+    where, document_mask, lengths = windows
 
     @functools.cache
     def ranges_of_train() -> list[Range]:
@@ -182,9 +193,9 @@ def language_model(
             )
         segments = segments_of("train") if document_mask else None
         request = seed, step, batch_size, length, rows
-        borders = None if windows == "anywhere" else borders_of and borders_of("train")
+        borders = None if where == "anywhere" else borders_of and borders_of("train")
         if lengths is None:
-            found = _whole_text(windows, borders, data, segments, *request)
+            found = _whole_text(where, borders, data, segments, *request)
         else:
             found = _by_length(ranges_of_train(), lengths, borders, data, segments, *request)
         tokens, ids, scored_from = found
@@ -227,12 +238,12 @@ def language_model(
         train_rows=train_rows,
         borders=segments_of,
         document_mask=document_mask,
-        in_order=windows == "each_once",
+        in_order=where == "each_once",
     )
 
 
 def _whole_text(
-    windows: Windows,
+    where: Windows,
     borders: Int64[np.ndarray, " d"] | None,
     data: UInt[np.ndarray, " n"],
     segments: Int64[np.ndarray, " d"] | None,
@@ -241,10 +252,10 @@ def _whole_text(
     """The tokens of windows of a whole text, their segments, and where their targets begin."""
     seed, step, batch_size, length, rows = request
     rng, n, scored_from = generator(seed, step), len(data), None
-    if windows == "each_once":
+    if where == "each_once":
         numbers = step * batch_size + np.arange(batch_size)[rows]
         starts, scored_from = each_once(n, length, seed, numbers)
-    elif windows == "anywhere":
+    elif where == "anywhere":
         starts = rng.integers(n - length + 1, size=batch_size)[rows]
     else:
         positions, back = (rng.integers(end, size=batch_size)[rows] for end in (n, length))
@@ -445,17 +456,12 @@ def segment_ids_of(
     return np.array(ids, np.int32).reshape(len(starts), length) + 1
 
 
-def check_documents(
-    borders: Mapping[str, np.ndarray] | None,
-    windows: Windows,
-    document_mask: bool,
-    lengths: Lengths | None = None,
-) -> None:
+def check_documents(borders: Mapping[str, np.ndarray] | None, windows: WindowSettings) -> None:
     """Raises `SettingError` for settings by documents if the training text has none, or one."""
     asked = {
-        "windows is 'documents'": windows == "documents",
-        "document_mask is True": document_mask,
-        "length_weights is set": lengths is not None,
+        "windows is 'documents'": windows.where == "documents",
+        "document_mask is True": windows.document_mask,
+        "length_weights is set": windows.lengths is not None,
     }
     setting = next((words for words, is_asked in asked.items() if is_asked), None)
     if setting is not None and (borders is None or len(borders["train"]) < 2):

@@ -73,10 +73,7 @@ TEMPLATES = {
         "<|assistant_end|>",
     ),
     "chatml": Template(
-        "chatml",
-        _of_roles(*_CHATML, system="system", tool="tool"),
-        end="<|im_end|>",
-        behind="\n",
+        "chatml", _of_roles(*_CHATML, system="system", tool="tool"), end="<|im_end|>", behind="\n"
     ),
     "llama3": Template(
         "llama3",

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from reformax.data import files, prepared
+from reformax.data import files, tfds_builders
 from reformax.data.labelled import of_training, stored_task
 from reformax.declared import PathName, checked
 from reformax.task import Labels, Task
@@ -47,7 +47,7 @@ def cifar10(data_dir: PathName | None = None) -> Task:
     def read(split: str) -> tuple[list[bytes], list[int]]:
         part = "test" if split == "test" else "train"
         if folder is None:
-            found = prepared.columns("cifar10", part, ("image", "label"), URL, INSTEAD)
+            found = tfds_builders.columns("cifar10", part, ("image", "label"), URL, INSTEAD)
             pictures, classes = np.stack(found[0]), np.asarray(found[1], int)
         else:
             pictures, classes = _read(folder, _TRAIN if part == "train" else ("test_batch.bin",))

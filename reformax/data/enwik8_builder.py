@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from reformax.data import files, prepared
+from reformax.data import files, tfds_builders
 from reformax.data.base import SPLITS, split_bytes
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
 INSTEAD = "download enwik8.zip yourself and pass --data_dir=its folder"
-tfds = prepared.library("enwik8", INSTEAD)
+tfds = tfds_builders.library("enwik8", INSTEAD)
 UrlInfo = tfds.core.download.checksums.UrlInfo
 _BLOCK = 1 << 16  # bytes an example
 
@@ -65,7 +65,7 @@ def load(data_dir: str | None = None) -> dict[str, UInt8[np.ndarray, " n"]]:
     Raises:
       OSError: enwik8 could not be downloaded, checked, written or read.
     """
-    return prepared.load(
+    return tfds_builders.load(
         "enwik8",
         lambda: Enwik8(data_dir=data_dir, file_format="array_record"),
         lambda builder: {split: _read(builder, split) for split in SPLITS},

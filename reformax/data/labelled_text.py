@@ -198,10 +198,7 @@ def _read(
 
 
 def _described(
-    path: Path,
-    parts: Mapping[str, Sequence[Row]],
-    own: Mapping[str, str],
-    names: Sequence[str],
+    path: Path, parts: Mapping[str, Sequence[Row]], own: Mapping[str, str], names: Sequence[str]
 ) -> str:
     """A line on the classes, and on the rows of each split and their files."""
     shown = ", ".join(f"{i} {name}" for i, name in enumerate(names[:_SHOWN]))

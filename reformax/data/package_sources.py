@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reformax.data import files
-from reformax.data.base import Windows, byte_language_model, split_borders
+from reformax.data.base import Windows, WindowSettings, byte_language_model, split_borders
 from reformax.data.text import MAX_HELD_OUT, split_text
 from reformax.declared import PathName, SettingError, Size, checked, user_path
 from reformax.task import Task
@@ -98,7 +98,8 @@ def package_sources(
     splits = split_text({"train": files.as_array(found.data)}, str(data_dir), max_held_out)
     borders = split_borders({"train": found.begins}, splits)
     splits["train"] = splits["train"][:max_train]
-    return byte_language_model("package_sources", splits, 0, borders, windows, document_mask)
+    divided = WindowSettings(windows, document_mask)
+    return byte_language_model("package_sources", splits, 0, borders, divided)
 
 
 def read(data_dir: PathName, wheels: PathName | None = None) -> files.Joined:

@@ -24,8 +24,14 @@ from jaxtyping import Int, Int64, UInt8
 
 from reformax import durable
 from reformax.data import files
-from reformax.data.base import Windows, check_documents, language_model, of_split, text_fingerprint
-from reformax.data.lengths import Lengths
+from reformax.data.base import (
+    ANYWHERE,
+    WindowSettings,
+    check_documents,
+    language_model,
+    of_split,
+    text_fingerprint,
+)
 from reformax.data.sentencepieces import SentencePieceModel, learnt
 from reformax.data.stored import crc32_of
 from reformax.data.vocabulary import FILE, check_settings, check_size
@@ -406,10 +412,8 @@ def piece_language_model(
     splits: Mapping[str, UInt8[np.ndarray, " n"]],
     vocabulary: PieceVocabulary,
     borders: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
-    windows: Windows = "anywhere",
-    document_mask: bool = False,
+    windows: WindowSettings = ANYWHERE,
     encode: Callable[[str], tuple[Any, Any, Any]] | None = None,
-    lengths: Lengths | None = None,
     joined: Mapping[str, Int64[np.ndarray, " j"]] | None = None,
     hide_joined: bool = False,
 ) -> Task:
@@ -420,11 +424,9 @@ def piece_language_model(
       splits: the bytes of 'train', 'valid' and 'test', none of them empty.
       vocabulary: kept by the run before it is used.
       borders: the bytes, by position, that documents begin with, sorted; None: one document.
-      windows: where training windows begin, 'anywhere' or by 'documents'.
-      document_mask: whether a window's documents are hidden from each other.
+      windows: how the text is divided into windows.
       encode: a split -> its ids, and the ids that documents begin with and joined documents, in
         files. None: in memory.
-      lengths: how often a training window is of documents of each range of lengths.
       joined: as `borders`, of joined documents, which are one each; None: none is joined.
       hide_joined: whether the mask hides the parts of a joined document from each other too.
 
@@ -432,7 +434,8 @@ def piece_language_model(
       ValueError: settings by the documents of a text without.
     """
     outer = borders if joined is None else joined
-    check_documents(outer, windows, document_mask and not hide_joined, lengths)
+    masks_documents = windows.document_mask and not hide_joined
+    check_documents(outer, windows._replace(document_mask=masks_documents))
     bytes_of = functools.partial(of_split, name, splits)
 
     @functools.cache
@@ -455,12 +458,10 @@ def piece_language_model(
         lambda split: encoded(split)[0],
         borders_of=outer and (lambda split: encoded(split)[1 if joined is None else 2]),
         windows=windows,
-        document_mask=document_mask,
-        lengths=lengths,
         segments_of=(lambda split: encoded(split)[1]) if hide_joined else None,
     )
     return task.replace(
-        fingerprint=text_fingerprint(bytes_of, document_mask),
+        fingerprint=text_fingerprint(bytes_of, windows.document_mask),
         vocabulary=vocabulary,
         n_bytes=lambda split: len(bytes_of(split)),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reformax.data import files, prepared
+from reformax.data import files, tfds_builders
 from reformax.data.labelled import of_training, stored_task
 from reformax.declared import PathName, checked
 from reformax.task import Labels, Task
@@ -40,7 +40,7 @@ def reviews(data_dir: PathName | None = None) -> Task:
     def read(split: str) -> tuple[list[bytes], list[int]]:
         part = "test" if split == "test" else "train"
         if folder is None:
-            found = prepared.columns("imdb_reviews", part, ("text", "label"), URL, INSTEAD)
+            found = tfds_builders.columns("imdb_reviews", part, ("text", "label"), URL, INSTEAD)
             texts, classes = found[0], [int(label) for label in found[1]]
         else:
             texts, classes = _read(folder, part)

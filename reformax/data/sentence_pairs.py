@@ -37,9 +37,7 @@ class _Side(NamedTuple):
 
 
 def sentence_pairs(
-    name: str,
-    sentences: Callable[[str], tuple[list[str], list[str]]],
-    vocabulary: SentencePieces,
+    name: str, sentences: Callable[[str], tuple[list[str], list[str]]], vocabulary: SentencePieces
 ) -> Task:
     """The task of translating the first sentence of a pair into the second.
 

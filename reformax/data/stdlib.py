@@ -6,7 +6,13 @@ import sysconfig
 from pathlib import Path
 
 from reformax.data import files
-from reformax.data.base import Windows, byte_language_model, split_borders, split_bytes
+from reformax.data.base import (
+    Windows,
+    WindowSettings,
+    byte_language_model,
+    split_borders,
+    split_bytes,
+)
 from reformax.declared import SettingError, Size, checked
 from reformax.task import Task
 
@@ -55,7 +61,8 @@ def stdlib(
         splits = {s: part[: len(part) * max_bytes // whole] for s, part in splits.items()}
         if not all(map(len, splits.values())):
             raise SettingError(f"max_bytes={max_bytes} leaves a split empty: use 100 or more")
-    return byte_language_model("stdlib", splits, 0, borders, windows, document_mask)
+    divided = WindowSettings(windows, document_mask)
+    return byte_language_model("stdlib", splits, 0, borders, divided)
 
 
 def library_files() -> tuple[Path, list[Path]]:

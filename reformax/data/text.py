@@ -11,7 +11,14 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from reformax.data import documents, files, piece_files, token_files
-from reformax.data.base import SPLITS, Windows, byte_language_model, of_split, split_borders
+from reformax.data.base import (
+    SPLITS,
+    Windows,
+    WindowSettings,
+    byte_language_model,
+    of_split,
+    split_borders,
+)
 from reformax.data.joined import FOLDER
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
@@ -133,6 +140,7 @@ def text(
     borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
     joined = joined_borders(source, parts)
     _check_hidden(hide_joined, joined is not None, document_mask)
+    divided = WindowSettings(windows, document_mask, lengths)
     of_lengths = [] if lengths is None else lengths.summary()
     summary = functools.cache(lambda: [*described(path, source, parts), *of_lengths])
     if of_bytes:
@@ -142,9 +150,7 @@ def text(
                 "vocab_size to 260 or more"
             )
         outer, inner = (borders if joined is None else joined), borders if hide_joined else None
-        task = byte_language_model(
-            "text", parts, offset, outer, windows, document_mask, lengths, inner
-        )
+        task = byte_language_model("text", parts, offset, outer, divided, inner)
         return _with_words(task, summary, joined is not None, hide_joined)
     if vocabulary is None and vocab_size < 260:
         raise SettingError(
@@ -157,10 +163,7 @@ def text(
     pieces = PieceVocabulary(vocab_size, parts["train"], vocabulary, model_type, kept_in=folder)
     encode = folder and functools.partial(encoded_split, parts, borders, joined, pieces, folder)
     task = piece_language_model(
-        *("text", parts, pieces, borders, windows, document_mask, encode),
-        lengths=lengths,
-        joined=joined,
-        hide_joined=hide_joined,
+        *("text", parts, pieces, borders, divided, encode), joined=joined, hide_joined=hide_joined
     )
     return _with_words(task, summary, joined is not None, hide_joined)
 

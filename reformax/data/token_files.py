@@ -33,16 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax import durable
-from reformax.data import (
-    arrow_tables,
-    cache,
-    documents,
-    files,
-    joined,
-    tables,
-    token_ids,
-    workers,
-)
+from reformax.data import arrow_tables, cache, documents, files, joined, tables, token_ids, workers
 from reformax.data.stored import FilePart, StoredArray
 from reformax.data.vocabulary import FILE
 from reformax.declared import SettingError, user_path

@@ -18,7 +18,14 @@ from jaxtyping import Int64
 
 from reformax import durable
 from reformax.data import files, splits
-from reformax.data.base import SPLITS, Windows, check_documents, language_model, of_split
+from reformax.data.base import (
+    SPLITS,
+    Windows,
+    WindowSettings,
+    check_documents,
+    language_model,
+    of_split,
+)
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import PieceVocabulary
 from reformax.data.stored import FilePart, StoredArray
@@ -95,15 +102,14 @@ def token_ids(
     ids, begins = _cut(found, max_held_out, path)
     several = len(begins["train"]) > 1
     lengths = checked_lengths(length_borders, length_weights, windows)
-    check_documents(begins if several else None, windows, document_mask, lengths)
+    divided = WindowSettings(windows, document_mask, lengths)
+    check_documents(begins if several else None, divided)
     task = language_model(
         "token ids",
         vocab_size,
         functools.partial(of_split, "token ids", ids),
         borders_of=functools.partial(of_split, "token ids", begins) if several else None,
-        windows=windows,
-        document_mask=document_mask,
-        lengths=lengths,
+        windows=divided,
     )
     pieces = None if vocabulary is None else PieceVocabulary(vocab_size, None, vocabulary)
     return task.replace(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 
-from reformax.data import files, prepared
+from reformax.data import files, tfds_builders
 from reformax.data.base import SPLITS
 from reformax.data.sentence_pairs import sentence_pairs
 from reformax.data.vocabulary import Coverage, ModelType, Pieces, SentencePieces
@@ -90,14 +90,14 @@ def load(
       ModuleNotFoundError: tensorflow-datasets is not installed.
       OSError: the dataset could not be downloaded, prepared or read.
     """
-    tfds = prepared.library(dataset, "choose text_pairs.text_pairs for sentences in files")
+    tfds = tfds_builders.library(dataset, "choose text_pairs.text_pairs for sentences in files")
 
     def builder():
         # Of a pair that it does not know it would import what the folder names.
         name, _, pair = dataset.partition("/")
         if pair not in tfds.builder_cls(name).builder_configs:
             raise ValueError(f"{name} has no {pair}")
-        return prepared.builder_of(dataset, data_dir)
+        return tfds_builders.builder_of(dataset, data_dir)
 
     def read(builder):
         sides: tuple[list[str], list[str]] = ([], [])
@@ -106,7 +106,7 @@ def load(
                 side += [sentence.decode() for sentence in block[language]]
         return sides
 
-    return prepared.load(
+    return tfds_builders.load(
         dataset,
         builder,
         read,

@@ -22,15 +22,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from reformax import devices, memory
-from reformax.declared import (
-    AnySeed,
-    Bounds,
-    Count,
-    SettingError,
-    Size,
-    check_all,
-    hints_of,
-)
+from reformax.declared import AnySeed, Bounds, Count, SettingError, Size, check_all, hints_of
 from reformax.generation.prompts import capacity_of, in_pieces, padded, rounded, rows_of
 from reformax.generation.sampling import Sampler
 from reformax.generation.texts import (
@@ -198,11 +190,7 @@ def stream(
     sampler = Sampler(temperature, top_k, top_p).check()
     texts = resumed(model, params, rows, state, max_new_tokens, max_length, mesh)
     capacity = capacity_of(max(texts.n_each), max_new_tokens, max_length, model.max_length)
-    draws = _Draws(
-        sampler.arrays(),
-        jax.random.PRNGKey(seed),
-        jnp.array(ends or [-1], jnp.int32),
-    )
+    draws = _Draws(sampler.arrays(), jax.random.PRNGKey(seed), jnp.array(ends or [-1], jnp.int32))
     reading = _reading_of(model, texts, capacity, hash_seed, mesh, n_row_shards, prompt_piece)
     _check_angles(model, texts, max_new_tokens, reading)
     weights = devices.placed(mesh, (), params)[1]

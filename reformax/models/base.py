@@ -253,10 +253,7 @@ class Model(Layer, TaskModel):
                 ),
                 self._feed_forward(),
                 cross
-                and CrossAttention(
-                    cross,
-                    **options | {"n_qk_heads": None} | self._of_op(cross),
-                ),
+                and CrossAttention(cross, **options | {"n_qk_heads": None} | self._of_op(cross)),
             )
             for op, rotates in zip(cycle, self._rotating(cycle), strict=True)
         ]

@@ -120,7 +120,7 @@ class LanguageModel(Backbone):
         shifted = shift_right(tokens, segment_ids, self.first_token)
         return self.encode(params, shifted, with_positions(segment_ids), rng)
 
-    # Parts of rows, whose states are carried from one to the next: `training.pieces`.
+    # Parts of rows, whose states are carried from one to the next: `training.truncated_backprop`.
 
     def parts(self, inputs, n: int) -> LMParts:
         """The inputs of `features` in n parts of one length, with a leading axis of parts."""

@@ -33,11 +33,7 @@ from reformax.models.base import (
 )
 from reformax.models.designs import Design
 from reformax.models.logits import capped, logits_product
-from reformax.models.packing import (
-    segment_positions,
-    segmented,
-    shift_right,
-)
+from reformax.models.packing import segment_positions, segmented, shift_right
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
 from reformax.ops.decoding.cache import take_rows

@@ -11,7 +11,7 @@ Where to look:
 * Checkpoints: `checkpoint`; `arrays` and `array_reader` below it; `manifest`, `description`.
 * What one sees: `step_log` to `record`, and from there `record_lines`, `events`, `curves`.
 * Before a run: `dry_run`, `capacity`, `forecast`; while it goes on: `profile`, `utilization`.
-* Several devices and processes: `mesh`, `placing`, `processes`, `watcher`.
+* Several devices and processes: `mesh`, `placing`, `processes`, `environment`, `watcher`.
 
 No module imports a model, a task or gin: `loop.train` gets them as arguments.
 """

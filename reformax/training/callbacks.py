@@ -91,8 +91,8 @@ class Loggers:
         self, loggers: Sequence[Logger], folder: Path, step: int = 0, config: str | None = None
     ):
         """Opens none before the first line; the arguments are those of `Logger.open`."""
-        self._unopened = [(x, side_channels.Aside(type(x).__name__)) for x in loggers]
-        self._opened: list[tuple[Logger, side_channels.Aside]] = []
+        self._unopened = [(x, side_channels.BestEffort(type(x).__name__)) for x in loggers]
+        self._opened: list[tuple[Logger, side_channels.BestEffort]] = []
         self._options = folder, step, config
 
     def write(
@@ -100,16 +100,16 @@ class Loggers:
     ) -> None:
         """Gives a line to each that could be opened."""
         while self._unopened:
-            logger, aside = self._unopened.pop(0)
-            with aside:
+            logger, best_effort = self._unopened.pop(0)
+            with best_effort:
                 logger.open(*self._options)
-                self._opened.append((logger, aside))
-        for logger, aside in self._opened:
-            with aside:
+                self._opened.append((logger, best_effort))
+        for logger, best_effort in self._opened:
+            with best_effort:
                 logger.write(step, split, dict(values), dict(timing))
 
     def close(self) -> None:
         """Closes those that were opened."""
-        for logger, aside in self._opened:
-            with aside:
+        for logger, best_effort in self._opened:
+            with best_effort:
                 logger.close()

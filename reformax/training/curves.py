@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reformax.training.record_lines import tag_of
-
 Lines = Iterable[dict[str, Any]]  # of metrics.jsonl; it is gone over more than once
 SIZE, DPI = (7, 4.5), 120  # inches, dots per inch
 
@@ -29,14 +27,14 @@ def words_of(metric: str, values: Mapping[str, Any]) -> str:
 
 def losses(lines: Lines, metric: str) -> Curve:
     """The means of training steps; `metric` is their name, such as 'bits_per_dim'."""
-    return _curve((x["step"], x[metric]) for x in lines if metric in x and tag_of(x) == "train")
+    return _curve((x["step"], x[metric]) for x in lines if metric in x and x.get("tag") == "train")
 
 
 def scores(lines: Lines, metric: str) -> dict[str, Curve]:
     """The evaluations by what they scored: a split, or so many targets of it."""
     found: dict[str, list] = {}
     for x in lines:
-        if metric in x and tag_of(x) == "eval":
+        if metric in x and x.get("tag") == "eval":
             part = "" if x.get("whole", True) else f", {x['n_targets']:,} targets"
             found.setdefault(x["split"] + part, []).append((x["step"], x[metric]))
             if "whole_split" in x:

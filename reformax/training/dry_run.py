@@ -222,8 +222,8 @@ def report(
     if settings.init_from is not None and not begun:
         starting_weights.found(settings.init_from)
     lines = fingerprints.summary(settings.all_stages)
-    if settings.peakless is not None:
-        lines.append(f"note: {settings.peakless}")
+    if settings.unfinished_warmup is not None:
+        lines.append(f"note: {settings.unfinished_warmup}")
     declared.check("device_memory", device_memory, Positive | None)
     limit = memory.available() if device_memory is None else int(device_memory * 2**30)
     lines.append(f"{mesh_lib.words(mesh)}, {memory.words(limit)} of memory each")

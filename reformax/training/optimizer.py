@@ -81,7 +81,7 @@ class RateSchedule:
         """The schedule of a run of so many steps; one that has a length keeps it."""
         return self if self.steps else dataclasses.replace(self, steps=num_train_steps)
 
-    def peakless(self, num_train_steps: int) -> str | None:
+    def unfinished_warmup(self, num_train_steps: int) -> str | None:
         """A line on a warm-up that a run of so many steps does not finish; None for others."""
         falling = self.decay(num_train_steps) if self.steps is None else 0
         free = num_train_steps - falling
@@ -123,9 +123,9 @@ def build(
     return scheduled(built, optimizer.of_rates)
 
 
-def peakless(optimizer: optax.GradientTransformation, num_train_steps: int) -> str | None:
-    """`RateSchedule.peakless` of the first of an optimizer's schedules that has one, or None."""
-    lines = (x.peakless(num_train_steps) for x in _schedules(optimizer))
+def unfinished_warmup(optimizer: optax.GradientTransformation, num_train_steps: int) -> str | None:
+    """That of the first of an optimizer's schedules that has one, or None."""
+    lines = (x.unfinished_warmup(num_train_steps) for x in _schedules(optimizer))
     return next(filter(None, lines), None)
 
 

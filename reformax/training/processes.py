@@ -28,7 +28,7 @@ import jax
 
 from reformax import durable
 from reformax.declared import SettingError
-from reformax.training import alike, watcher
+from reformax.training import environment, watcher
 from reformax.training.lock import Lost
 
 T = TypeVar("T")
@@ -148,8 +148,8 @@ class Processes:
         self.by_all(lambda: None)
 
     def compare(self, facts: Mapping[str, str]) -> None:
-        """Raises `SettingError`, in every process, unless all have the same facts; see `alike`."""
-        if (line := alike.difference(self.by_all(lambda: dict(facts)))) is not None:
+        """Raises `SettingError`, in every process, unless all have the same facts by name."""
+        if (line := environment.difference(self.by_all(lambda: dict(facts)))) is not None:
             raise SettingError(line)
 
     def request_stop(self, reason: str) -> None:
@@ -210,12 +210,7 @@ def _opened(text: str, who: str) -> Any:
 
 
 def meet(
-    address: str,
-    count: int,
-    index: int,
-    timeout: float,
-    step_timeout: float,
-    start_timeout: float,
+    address: str, count: int, index: int, timeout: float, step_timeout: float, start_timeout: float
 ) -> None:
     """Starts a watcher of this process; returns when all processes are connected.
 

@@ -27,12 +27,12 @@ class _Profile:
 
     def __init__(self, folder: Path):
         self._folder, self._seen, self._is_open = folder, 0, False
-        self._aside = side_channels.Aside("the trace")
+        self._best_effort = side_channels.BestEffort("the trace")
 
     def on_step(self, step: int, values: dict[str, float]) -> None:
         self._seen += 1
         if self._seen == SKIPPED:
-            with self._aside:
+            with self._best_effort:
                 jax.profiler.start_trace(str(self._folder))
                 self._is_open = True
         elif self._seen == SKIPPED + TRACED:
@@ -47,5 +47,5 @@ class _Profile:
     def _close(self) -> None:
         if self._is_open:
             self._is_open = False
-            with self._aside:
+            with self._best_effort:
                 jax.profiler.stop_trace()

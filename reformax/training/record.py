@@ -46,8 +46,8 @@ class Record:
         self._metric, self._tokens_per_step = metric, tokens_per_step
         self._plot_path = folder / "loss.png"
         self._events = EventFile(folder / "tensorboard", purge_step=step + 1)
-        self._beside_events = side_channels.Aside("TensorBoard's event file")
-        self._beside_plot = side_channels.Aside("the plot")
+        self._best_effort_events = side_channels.BestEffort("TensorBoard's event file")
+        self._best_effort_plot = side_channels.BestEffort("the plot")
 
     def write(
         self,
@@ -58,18 +58,18 @@ class Record:
         *,
         tag: str,
     ) -> None:
-        """Adds a line for `split` after `step` steps; see `record_lines.tag_of` for tags."""
+        """Adds a line for `split` after `step` steps; see above for tags."""
         line = {"step": step, "tag": tag, "split": split, **values}
         self.lines.append({**line, "timing": timing})
         shown = {f"{split}/{name}": value for name, value in {**values, **timing}.items()}
-        with self._beside_events:
+        with self._best_effort_events:
             self._events.add(step, shown)
         known = {name: x for name, x in timing.items() if x is not None}
         self._loggers.write(step, split, values, known)
 
     def plot(self) -> None:
         """Draws loss.png from all lines so far."""
-        with self._beside_plot:
+        with self._best_effort_plot:
             title = self._plot_path.absolute().parent.name
             drawn = curves.draw(self.lines, self._metric, title, self._tokens_per_step)
             durable.write(self._plot_path, drawn)
@@ -79,7 +79,7 @@ class Record:
 
     def close(self) -> None:
         """Flushes everything to disk."""
-        with self._beside_events:
+        with self._best_effort_events:
             self._events.close()
         self.lines.close()
         self._loggers.close()

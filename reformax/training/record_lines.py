@@ -195,7 +195,7 @@ class RecordLines:
                 # Without its score an evaluation of the last step is still to come.
                 line["step"] == step
                 and (
-                    tag_of(line) not in ("eval", "sample")
+                    line.get("tag") not in ("eval", "sample")
                     or scored is None
                     or line["split"] in scored
                 )
@@ -225,19 +225,6 @@ class RecordLines:
             path = self._path.with_name(f"{self._path.name}.damaged.{n}")
         durable.write(path, found)
         return path
-
-
-def tag_of(line: dict[str, Any]) -> str:
-    """The kind of a line.
-
-    'train', 'eval', 'kept_mass', a 'sample' of text, 'data' that changed, or a 'note' on lines that
-    are lost.
-    """
-    if "tag" in line:
-        return line["tag"]
-    if line["split"] in ("data", "note"):  # the line of an older version, as are those below
-        return line["split"]
-    return "train" if "grad_norm" in line else "eval"
 
 
 def read(path: Path) -> list[dict[str, Any]]:

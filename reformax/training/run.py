@@ -171,7 +171,7 @@ def evaluate(run: Run, state: RunState, label: str, last: bool) -> None:
         run.log.bar.say(f"step {state.step}: {scores.words(score)}")
     state.scores[label] = score
     if label == run.own:
-        run.samples.write(params, state.step, last, run.log.record, run.log.bar, stop)
+        run.samples.write(params, state.step, last, run.log, stop)
         run.log.pause()
         run.callbacks.call("on_evaluation", state.step, dict(score), params)
 

@@ -24,9 +24,9 @@ from reformax.training import (
     fingerprints,
     forecast,
     kept_mass,
-    pieces,
     samples,
     starting_weights,
+    truncated_backprop,
 )
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
@@ -105,7 +105,7 @@ def models_of(settings: TrainSettings) -> Models:
             evaluation.check_model(model, stage.task)
     for model, stage in zip(train, settings.all_stages, strict=True):
         with naming(stage):
-            pieces.check(model, settings.backprop_len, stage.length)
+            truncated_backprop.check(model, settings.backprop_len, stage.length)
     if (every := settings.report_kept_mass_every) is not None:
         kept_mass.check_model(train[-1], f"report_kept_mass_every is {every}")
     models = Models(train, settings.built("eval"))
@@ -156,7 +156,8 @@ def keep_vocabulary(
     if settings.task.translation is not None:  # before minutes go into the vocabulary
         settings.task.translation.sentences(settings.eval_split)
     folder = checkpoints.folder.parent
-    without = newest is not None and checkpoints.extra(newest).get("vocabulary") is None
+    trained_with = None if newest is None else checkpoints.extra(newest).get("vocabulary")
+    without = newest is not None and trained_with is None
     if without and not (folder / "vocabulary.model").exists():
         size = "" if settings.task.translation is not None else ", vocab_size=256 for bytes"
         raise SettingError(
@@ -165,7 +166,7 @@ def keep_vocabulary(
         )
     fingerprint = vocabulary.keep_in(folder, begun=begun)
     if newest is not None:
-        checkpoints.check_vocabulary(newest, fingerprint)
+        checkpoints.check_vocabulary(newest, trained_with, fingerprint)
     return fingerprint
 
 

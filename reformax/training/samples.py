@@ -17,8 +17,8 @@ from reformax.declared import SettingError
 from reformax.generation import decoding
 from reformax.task import Task, TaskModel
 from reformax.training import side_channels
-from reformax.training.record import Bar, Record
 from reformax.training.settings import TrainSettings
+from reformax.training.step_log import StepLog
 
 SPLIT = "sample"  # of its lines in the record
 TEMPERATURE = 0.8
@@ -30,7 +30,7 @@ class Samples:
     def __init__(self, model: TaskModel, settings: TrainSettings, mesh: Mesh):
         """Takes a model built for evaluation."""
         self._model, self._settings, self._mesh = model, settings, mesh
-        self._aside = side_channels.Aside("the sample of text")
+        self._best_effort = side_channels.BestEffort("the sample of text")
         self._writes = bool(settings.prompts)
 
     def check(self, params: Any, note: Callable[[str], None]) -> None:
@@ -57,13 +57,7 @@ class Samples:
             self._writes = False
 
     def write(
-        self,
-        params: Any,
-        step: int,
-        last: bool,
-        record: Record,
-        bar: Bar,
-        stop: Callable[[], bool],
+        self, params: Any, step: int, last: bool, log: StepLog, stop: Callable[[], bool]
     ) -> None:
         """Writes the sample that is due after an evaluation, if any.
 
@@ -71,14 +65,14 @@ class Samples:
           params: to write by.
           step: steps done.
           last: whether no evaluation follows.
-          record, bar: the run's, which get it.
+          log: has the record and the bar, which get it.
           stop: asked after each block of tokens; true abandons the sample, which no save waits for.
         """
         every = self._settings.sample_every
         is_due = last or (every is not None and step % every == 0)
         if not self._writes or not is_due:
             return
-        with self._aside:
+        with self._best_effort:
             blocks = []
             for block in self._blocks(params):
                 blocks.append(block)
@@ -88,10 +82,10 @@ class Samples:
             prompts = [tokens_of(self._settings.task, x) for x in self._settings.prompts]
             both = zip(prompts, rows, strict=True)
             texts = [text_of(self._settings.task, [*prompt, *new]) for prompt, new in both]
-            record.write(step, SPLIT, {"texts": texts}, {}, tag=SPLIT)
+            log.record.write(step, SPLIT, {"texts": texts}, {}, tag=SPLIT)
             if self._settings.progress:
                 for text in texts:
-                    bar.say(f"step {step}: a sample: {text}")
+                    log.bar.say(f"step {step}: a sample: {text}")
 
     def _blocks(self, params: Any) -> Iterator[np.ndarray]:
         """New tokens of each prompt; the call raises what the model or the prompts do not allow."""

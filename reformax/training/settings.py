@@ -229,9 +229,9 @@ class TrainSettings:
         return built if self.fine_tuning is None else self.fine_tuning.of(built)
 
     @property
-    def peakless(self) -> str | None:
+    def unfinished_warmup(self) -> str | None:
         """A line where the learning rate does not reach its peak, with the names that are typed."""
-        line = optimizer_lib.peakless(self.optimizer, self.steps)
+        line = optimizer_lib.unfinished_warmup(self.optimizer, self.steps)
         return line if line is None or self.named is None else self.named(line)
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 
-class Aside:
+class BestEffort:
     """A context that catches errors and reports the first one in a line.
 
     Args:
@@ -23,7 +23,7 @@ class Aside:
     def __init__(self, name: str, file=None):
         self._name, self._file, self._told = name, file, False
 
-    def __enter__(self) -> Aside:
+    def __enter__(self) -> BestEffort:
         return self
 
     def __exit__(self, kind, error, traceback) -> bool:
@@ -38,21 +38,21 @@ class Aside:
         return True
 
 
-class Forgiving:
+class BestEffortStream:
     """A text stream that may be broken, closed or None: what cannot be written is dropped."""
 
     def __init__(self, stream, name: str, other):
-        self._stream, self._aside = stream, Aside(name, other)
+        self._stream, self._best_effort = stream, BestEffort(name, other)
 
     def write(self, text: str) -> int:
         if self._stream is not None:
-            with self._aside:
+            with self._best_effort:
                 self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         if self._stream is not None:
-            with self._aside:
+            with self._best_effort:
                 self._stream.flush()
 
     def isatty(self) -> bool:
@@ -65,16 +65,16 @@ class Forgiving:
         return getattr(self._stream, name)
 
 
-def stdout() -> Forgiving:
+def stdout() -> BestEffortStream:
     """Standard output as it is now."""
-    return _forgiving(sys.stdout, "standard output", sys.stderr)
+    return _best_effort_stream(sys.stdout, "standard output", sys.stderr)
 
 
-def stderr() -> Forgiving:
+def stderr() -> BestEffortStream:
     """Standard error as it is now."""
-    return _forgiving(sys.stderr, "standard error", sys.stdout)
+    return _best_effort_stream(sys.stderr, "standard error", sys.stdout)
 
 
 @lru_cache(maxsize=2)  # each reports its first error only
-def _forgiving(stream, name: str, other) -> Forgiving:
-    return Forgiving(stream, name, other)
+def _best_effort_stream(stream, name: str, other) -> BestEffortStream:
+    return BestEffortStream(stream, name, other)

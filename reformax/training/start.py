@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from reformax import devices
 from reformax.training import (
-    alike,
+    environment,
     fingerprints,
     kept_mass,
     optimizer,
@@ -83,7 +83,7 @@ def _open(
     decisions = Decisions(processes, interrupt, callbacks, messages.acknowledge)
     if processes.count > 1:
         text = settings.config_text
-        processes.compare(alike.facts() | ({} if text is None else {"the config": text()}))
+        processes.compare(environment.facts() | ({} if text is None else {"the config": text()}))
     lock = processes.by_first(lambda: stack.enter_context(alone_in(folder, messages.say)))
     newest = checkpoints.newest_whole()
     vocabulary = _vocabulary(settings, checkpoints, newest, processes, messages.say)
@@ -233,7 +233,7 @@ def _say_schedule(
     """Says that the learning rate does not reach its peak, or has another length than before."""
     if restored.step >= settings.steps:
         return
-    if (line := settings.peakless) is not None:
+    if (line := settings.unfinished_warmup) is not None:
         note(f"note: {line}")
     before = restored.info.get("schedule_steps")
     now = optimizer.schedule_steps(settings.built_optimizer)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from reformax import devices
 from reformax.buffers import advanced, measured, merged, trained
 from reformax.training import loss as loss_lib
-from reformax.training import pieces
+from reformax.training import truncated_backprop
 from reformax.training.fine_tuning import FineTuning
 from reformax.training.metrics import no_sums
 
@@ -90,7 +90,7 @@ def step_fn(
         t steps decays by at most (1 + t) / (10 + t), so that it soon forgets the initial values.
       backprop_len: the positions of a part of each row. Parts are computed one after the other,
         from the states of the parts before, through which no gradient goes back; see
-        `training.pieces`. None: rows are whole.
+        `training.truncated_backprop`. None: rows are whole.
       fine_tuning: which weights the steps of a stage change; None: all that the optimizer changes.
       placement: of the state after a step, as `devices.placement` gives it; None: every device
         has it whole.
@@ -107,7 +107,7 @@ def step_fn(
     cross_entropy = partial(loss_lib.cross_entropy, **options)
     gradient = jax.grad(partial(mean_loss, model, cross_entropy), has_aux=True)
     if backprop_len is not None:
-        gradient = partial(pieces.gradient, model, cross_entropy, backprop_len)
+        gradient = partial(truncated_backprop.gradient, model, cross_entropy, backprop_len)
     schedule = getattr(optimizer, "learning_rate", None)
     reads = getattr(optimizer, "reads", lambda gradients: gradients)
 
@@ -154,7 +154,7 @@ def mean_loss(model, cross_entropy, params, batch, rng, weight):
 
     `cross_entropy` is that of `loss`, with its options. A compiled step calls this function once a
     micro-batch: `jax.debug.print("{x}", x=features[0, 0])` here prints then. With `backprop_len`
-    it calls `pieces.gradient` in its place.
+    it calls `truncated_backprop.gradient` in its place.
     """
     inputs, targets, weights = batch
     features = model.features(params, inputs, rng=rng)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from reformax.data import base
 from reformax.data.base import (
+    WindowSettings,
     byte_language_model,
     document_starts,
     generator,
@@ -197,7 +198,9 @@ def documents_task(windows="documents", offset=0, document_mask=False):
     text = np.repeat(np.arange(5, dtype=np.uint8), sizes)
     borders = dict.fromkeys(("train", "valid", "test"), np.cumsum([0, *sizes[:-1]]))
     splits = {"train": text, "valid": text[:70], "test": text[:9]}
-    return byte_language_model("bytes", splits, offset, borders, windows, document_mask)
+    return byte_language_model(
+        "bytes", splits, offset, borders, WindowSettings(windows, document_mask)
+    )
 
 
 @pytest.mark.parametrize("windows", ["anywhere", "documents"])
@@ -282,9 +285,9 @@ def test_windows_by_documents_need_documents(borders, fails_in_one_line):
     borders = borders and dict.fromkeys(("train", "valid", "test"), np.array(borders))
     splits = dict.fromkeys(("train", "valid", "test"), some_bytes(50))
     with fails_in_one_line(ValueError, "windows is 'documents': the text .* one document, give"):
-        byte_language_model("bytes", splits, 0, borders, "documents")
+        byte_language_model("bytes", splits, 0, borders, WindowSettings("documents"))
     with fails_in_one_line(ValueError, "document_mask is True: the text .* one document, give"):
-        byte_language_model("bytes", splits, 0, borders, document_mask=True)
+        byte_language_model("bytes", splits, 0, borders, WindowSettings(document_mask=True))
 
 
 def test_seed_and_step_are_not_interchangeable():
@@ -336,7 +339,7 @@ def test_a_permutation_mixes():
 def test_each_token_is_a_target_once_an_epoch(n, length, batch_size):
     text = np.random.default_rng(0).integers(0, 256, 3 * n).astype(np.uint8)
     splits = {"train": text[:n], "valid": text[n : 2 * n], "test": text[2 * n :]}
-    task = base.byte_language_model("bytes", splits, windows="each_once")
+    task = base.byte_language_model("bytes", splits, windows=WindowSettings("each_once"))
     anywhere = base.byte_language_model("bytes", splits)
     assert task.in_order and not anywhere.in_order
     n_windows = -(-n // length)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reformax.data import cifar10, document_pairs, labelled, prepared, reviews
+from reformax.data import cifar10, document_pairs, labelled, reviews, tfds_builders
 from reformax.task import Labels
 
 
@@ -114,7 +114,7 @@ def test_prepared_datasets_are_read(tmp_path, monkeypatch):
     texts = [{"text": f"review {i}", "label": i % 2} for i in range(20)]
     splits = {"train": texts, "test": texts[:3], "unsupervised": texts[:1]}
     prepare(tfds, "imdb_reviews", tmp_path, "array_record", splits)
-    columns = prepared.columns(
+    columns = tfds_builders.columns(
         "imdb_reviews", "train", ("text", "label"), reviews.URL, reviews.INSTEAD
     )
     assert sorted(zip(*columns, strict=True)) == sorted(
@@ -123,7 +123,7 @@ def test_prepared_datasets_are_read(tmp_path, monkeypatch):
     pictures = np.random.default_rng(1).integers(256, size=(11, 32, 32, 3), dtype=np.uint8)
     rows = [{"id": str(i), "image": x, "label": i % 10} for i, x in enumerate(pictures)]
     prepare(tfds, "cifar10", tmp_path, "array_record", {"train": rows, "test": rows[:2]})
-    images, labels = prepared.columns(
+    images, labels = tfds_builders.columns(
         "cifar10", "train", ("image", "label"), cifar10.URL, cifar10.INSTEAD
     )
     found = {bytes(np.asarray(x)): int(label) for x, label in zip(images, labels, strict=True)}
@@ -133,12 +133,12 @@ def test_prepared_datasets_are_read(tmp_path, monkeypatch):
 def test_a_dataset_that_cannot_be_had_is_told(tmp_path, monkeypatch, fails_in_one_line):
     asked = "imdb_reviews", "test", ("text",)
     with fails_in_one_line(FileNotFoundError, "has no prepared imdb_reviews: give the folder that"):
-        prepared.builder_of("imdb_reviews", tmp_path)
+        tfds_builders.builder_of("imdb_reviews", tmp_path)
     assert not list(tmp_path.iterdir())  # data_dir is read
-    monkeypatch.setattr(prepared.library("it", "no").core.constants, "DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(tfds_builders.library("it", "no").core.constants, "DATA_DIR", str(tmp_path))
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     with fails_in_one_line(OSError, "imdb_reviews could not be prepared from http://127.0.0.1:9"):
-        prepared.columns(*asked, "http://127.0.0.1:9", "no")
+        tfds_builders.columns(*asked, "http://127.0.0.1:9", "no")
 
 
 def test_stored_classes_are_checked(fails_in_one_line):

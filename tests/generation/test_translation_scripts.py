@@ -14,7 +14,7 @@ import evaluate
 import generate
 import train
 from reformax import durable
-from reformax.cli import errors, joining, translations
+from reformax.cli import distributed, errors, translations
 from tests.training.scripts import call
 
 RUN = """
@@ -163,8 +163,8 @@ def test_the_loss_alone(run, runs):
 
 
 def test_several_processes_do_not_translate(run, monkeypatch):
-    monkeypatch.setattr(joining, "joined", lambda: True)
-    monkeypatch.setattr(joining, "leave", lambda line, code: code)
+    monkeypatch.setattr(distributed, "joined", lambda: True)
+    monkeypatch.setattr(distributed, "leave", lambda line, code: code)
     code, _, err = run(evaluate.main, "--output_dir=text", *FAST)
     assert code == 2 and "several processes do not translate: give --beam_size=0" in err
     assert err.count("\n") == 1

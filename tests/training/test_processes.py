@@ -28,7 +28,7 @@ from reformax.cli import prepare
 from reformax.data import base
 from reformax.data import text as texts
 from reformax.declared import SettingError
-from reformax.training import alike, folder, placing, processes, watcher
+from reformax.training import environment, folder, placing, processes, watcher
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.lock import Lost
 from reformax.training.processes import Processes
@@ -551,27 +551,30 @@ def test_a_port_that_is_taken_and_an_address_without_an_answer_are_told(monkeypa
         watcher.Watcher(1, 2, 100, 100, 0).connect("localhost", taken)
 
 
-FACTS = alike.facts()
+FACTS = environment.facts()
 
 
 def test_facts_that_differ_are_told_in_a_line():
-    assert alike.difference([FACTS, dict(FACTS), dict(FACTS)]) is None
+    assert environment.difference([FACTS, dict(FACTS), dict(FACTS)]) is None
     for name in FACTS:
-        line = alike.difference([FACTS, FACTS, FACTS | {name: "another"}])
+        line = environment.difference([FACTS, FACTS, FACTS | {name: "another"}])
         assert line.startswith(
             f"{name} is {FACTS[name] or 'not there'} in process 0 and another in process 2: "
         )
     one, other = ({"the config": f"a = 1\nb = {b}\n"} for b in (2, 3))
-    assert "config is b = 2 in process 0 and b = 3 in process 1" in alike.difference([one, other])
+    difference = environment.difference
+    assert "config is b = 2 in process 0 and b = 3 in process 1" in difference([one, other])
     other = {"the config": "a = 1\nc = 3\nb = 2\n"}
-    assert "config is not there in process 0 and c = 3 in p" in alike.difference([one, other])
-    assert "x is not there in process 0 and 1 in process 1" in alike.difference([{}, {"x": "1"}])
+    assert "config is not there in process 0 and c = 3 in p" in difference([one, other])
+    assert "x is not there in process 0 and 1 in process 1" in difference([{}, {"x": "1"}])
 
 
 @functools.cache
 def facts_with(*variables: tuple[str, str]) -> dict[str, str]:
     """The facts of another process with these environment variables."""
-    script = "import json; from reformax.training import alike; print(json.dumps(alike.facts()))"
+    script = (
+        "import json; from reformax.training.environment import facts; print(json.dumps(facts()))"
+    )
     environment = {x: y for x, y in os.environ.items() if not x.startswith(("JAX_", "XLA_"))}
     command = [sys.executable, "-c", script]
     environment |= dict(variables)
@@ -593,7 +596,7 @@ def facts_with(*variables: tuple[str, str]) -> dict[str, str]:
 )
 def test_facts_go_by_what_changes_numbers_and_not_by_paths(name, variable, value):
     found = [facts_with(), facts_with((variable, value))]
-    line = alike.difference(found)
+    line = environment.difference(found)
     assert line is None if name is None else line.startswith(f"{name} is ")
 
 
@@ -601,18 +604,18 @@ def test_the_source_of_the_package_and_of_own_modules_is_a_fact(tmp_path, monkey
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("x = 1\n")
-    monkeypatch.setattr(alike, "_PACKAGE", package)
-    before = alike.facts()["the source of reformax"]
+    monkeypatch.setattr(environment, "_PACKAGE", package)
+    before = environment.facts()["the source of reformax"]
     (package / "__init__.py").write_text("x = 2\n")
-    assert alike.facts()["the source of reformax"] != before
+    assert environment.facts()["the source of reformax"] != before
     monkeypatch.undo()
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_model.py").write_text("width = 1\n")
     __import__("my_model")
-    own = alike.facts()["the source of my_model"]
+    own = environment.facts()["the source of my_model"]
     (tmp_path / "my_model.py").write_text("width = 2\n")
-    assert alike.facts()["the source of my_model"] != own
-    assert not any(name.startswith("the source of jax") for name in alike.facts())
+    assert environment.facts()["the source of my_model"] != own
+    assert not any(name.startswith("the source of jax") for name in environment.facts())
 
 
 def test_facts_are_compared_among_processes(both):

@@ -17,11 +17,12 @@ def lines(split="valid", n=40):
     """Every tenth step is followed by an evaluation; a step takes 9 s."""
     found = []
     for step in range(1, n + 1):
-        found.append({"step": step, "split": "train", "bits_per_dim": 8 / step, "grad_norm": 1.0})
+        found.append({"step": step, "tag": "train", "split": "train", "bits_per_dim": 8 / step})
         if step % 10 == 0:
             timing = {"seconds": 9.0 * step}
-            found.append({"step": step, "split": split, "bits_per_dim": 9 / step, "timing": timing})
-    return [*found, {"step": n, "split": "note", "lost_lines": 1}]
+            line = {"step": step, "tag": "eval", "split": split, "bits_per_dim": 9 / step}
+            found.append(line | {"timing": timing})
+    return [*found, {"step": n, "tag": "note", "split": "note", "lost_lines": 1}]
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_the_evaluations_of_any_split_are_drawn(split, drawn):
 
 
 def test_scores_of_a_part_of_the_split_are_not_those_of_all():
-    part = dict(split="valid", n_targets=1000, whole=False)
+    part = dict(tag="eval", split="valid", n_targets=1000, whole=False)
     found = curves.scores(
         [
             dict(step=1, bits_per_dim=3.0, **part),
@@ -112,9 +113,10 @@ def test_smoothing_keeps_a_line_and_the_length(n):
 def test_a_plot_reads_the_record_line_by_line(tmp_path, monkeypatch):
     record_lines = RecordLines(tmp_path / "metrics.jsonl", 0, say=pytest.fail)
     for step in range(20, 160_000, 20):
-        split = "valid" if step % 4000 == 0 else "train"
-        line = {"step": step, "split": split, "bits_per_dim": 8 / step, "timing": {"seconds": step}}
-        record_lines.append(line if split == "valid" else line | {"grad_norm": 1.0, "tokens": step})
+        split, tag = ("valid", "eval") if step % 4000 == 0 else ("train", "train")
+        line = {"step": step, "tag": tag, "split": split, "bits_per_dim": 8 / step}
+        line |= {"grad_norm": 1.0, "tokens": step, "timing": {"seconds": step}}
+        record_lines.append(line)
     found = []
 
     def drawn(lines, metric, *_):

@@ -7,7 +7,7 @@ import pytest
 
 import evaluate as evaluate_script
 import train
-from reformax.data.base import byte_language_model
+from reformax.data.base import WindowSettings, byte_language_model
 from reformax.models import ReformerLM
 from reformax.ops import local, lsh
 from reformax.training import by_position, dry_run, evaluation, optimizer
@@ -28,7 +28,8 @@ def task_of(sizes):
     borders = np.cumsum([0, *sizes[:-1]])
     splits = ("train", "valid", "test")
     both = dict.fromkeys(splits, text), 0, dict.fromkeys(splits, borders)
-    return byte_language_model("bytes", *both, document_mask=True), np.split(text, borders[1:])
+    task = byte_language_model("bytes", *both, windows=WindowSettings(document_mask=True))
+    return task, np.split(text, borders[1:])
 
 
 def test_an_evaluation_scores_documents_alone():

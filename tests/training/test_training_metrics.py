@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.models import lm
-from reformax.training import callbacks, curves, loop, mesh, metrics, record_lines, utilization
+from reformax.training import callbacks, loop, mesh, metrics, record_lines, utilization
 from reformax.training.settings import TrainSettings
 from reformax.training.step_log import StepLog
 from tests.training import tiny, worker
@@ -64,22 +64,6 @@ def test_a_mean_of_steps_is_by_the_weights_of_a_metric():
     found = log._shown(rows)
     assert found["bits_per_dim"] == pytest.approx(2 / np.log(2)) and found["accuracy"] == 0.5
     assert "accuracy" not in log._shown(rows[1:])  # nothing of it has weight
-
-
-def test_lines_without_a_tag_are_of_older_runs(tmp_path):
-    lines = [
-        {"step": 1, "split": "train", "bits_per_dim": 4.0, "grad_norm": 1.0},
-        {"step": 1, "split": "train", "bits_per_dim": 3.0, "n_targets": 4, "whole": True},
-        {"step": 1, "split": "data", "changed": {}},
-        {"step": 1, "split": "note", "lost_lines": 1},
-    ]
-    assert list(map(record_lines.tag_of, lines)) == ["train", "eval", "data", "note"]
-    tagged = [{**line, "tag": record_lines.tag_of(line)} for line in lines]
-    for line in tagged:
-        line.pop("grad_norm", None)
-    for found in (lines, tagged):
-        assert curves.losses(found, "bits_per_dim").values == [4.0]
-        assert curves.scores(found, "bits_per_dim")["train"].values == [3.0]
 
 
 def test_an_evaluation_of_the_training_split_is_evaluated_again(tmp_path):

@@ -256,7 +256,9 @@ def test_each_of_muons_schedules_has_its_own_length():
     assert [x.steps for x in built.schedules] == [100, 1000]
     rates["learning_rate"] = 0.02
     assert optimizer.schedule_steps(optimizer.build(optimizer.muon(**rates), 1000)) == 1000
-    assert "warmup_steps=500 is not below" in optimizer.peakless(optimizer.muon(**rates), 400)
+    assert "warmup_steps=500 is not below" in optimizer.unfinished_warmup(
+        optimizer.muon(**rates), 400
+    )
 
 
 def test_muons_momentum_may_be_bfloat16():
@@ -381,7 +383,7 @@ def test_a_schedule_is_as_long_as_its_run(make):
     ],
 )
 def test_a_peak_that_a_run_does_not_reach_is_told(schedule, steps, line):
-    found = schedule.peakless(steps)
+    found = schedule.unfinished_warmup(steps)
     assert found is None if line is None else line in found
     # Until then the rate is that of a longer run.
     longer = schedule.build(1000)

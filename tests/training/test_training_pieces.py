@@ -11,7 +11,7 @@ import pytest
 from reformax.declared import SettingError
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import kda, linear, local
-from reformax.training import loop, loss, mesh, pieces, step
+from reformax.training import loop, loss, mesh, step, truncated_backprop
 from tests.helpers import assert_trees_close
 from tests.training import worker
 
@@ -36,7 +36,7 @@ def both(model, inputs, backprop_len):
     params = jax.jit(partial(model.init_params, shape=TOKENS.shape))(jax.random.key(0))
     batch, weight = (inputs, TOKENS, WEIGHTS), jnp.float32(WEIGHTS.sum())
     whole = jax.jit(jax.grad(partial(step.mean_loss, model, CROSS_ENTROPY), has_aux=True))
-    parts = jax.jit(partial(pieces.gradient, model, CROSS_ENTROPY, backprop_len))
+    parts = jax.jit(partial(truncated_backprop.gradient, model, CROSS_ENTROPY, backprop_len))
     return parts(params, batch, None, weight), whole(params, batch, None, weight)
 
 
@@ -52,7 +52,7 @@ def test_the_loss_of_parts_is_that_of_whole_rows(packed, pos_type):
         return (tokens, ids) if packed else tokens, tokens, weights
 
     weight = jnp.float32(WEIGHTS.sum())
-    parts = jax.jit(partial(pieces.gradient, model, CROSS_ENTROPY, 8))
+    parts = jax.jit(partial(truncated_backprop.gradient, model, CROSS_ENTROPY, 8))
     whole = jax.jit(partial(step.mean_loss, model, CROSS_ENTROPY))
     _, metrics = parts(params, batch(3, 24), None, weight)
     _, want = whole(params, batch(3, 24), None, weight)
@@ -104,9 +104,9 @@ SHORT = dict(pos_type="axial", pos_axial_shape=(16,), pos_d_axial_embs=(SIZES["d
     ],
 )
 def test_what_cannot_be_cut_is_refused(model, length, message):
-    pieces.check(model, None, length)
+    truncated_backprop.check(model, None, length)
     with pytest.raises(SettingError, match=f"^{message}"):
-        pieces.check(model, 8, length)
+        truncated_backprop.check(model, 8, length)
 
 
 @pytest.mark.slow
@@ -125,13 +125,13 @@ def test_bfloat16_under_strict_promotion():
 
 @pytest.mark.slow
 def test_the_line_of_a_config_reaches_the_step(tmp_path, monkeypatch):
-    lengths, gradient = [], pieces.gradient
+    lengths, gradient = [], truncated_backprop.gradient
 
     def spy(*arguments):
         lengths.append(arguments[2])
         return gradient(*arguments)
 
-    monkeypatch.setattr(pieces, "gradient", spy)
+    monkeypatch.setattr(truncated_backprop, "gradient", spy)
     sizes = SIZES | HEADS | dict(vocab_size=16, n_layers=1)
     model = partial(TransformerLM, **sizes, attention_type=kda.kda(chunk_len=4))
     settings = dict(steps=1, eval_every=None, backprop_len=8)

@@ -158,10 +158,10 @@ def test_a_vocabulary_that_does_not_fit_is_told(run, tmp_path, monkeypatch):
         loop.train(tmp_path, **arguments(data))
     checkpoints = checkpoint.Checkpoints(tmp_path)
     with pytest.raises(ValueError, match="has no vocabulary.model, and checkpoint 2 was trained"):
-        checkpoints.check_vocabulary(2, None)
+        checkpoints.check_vocabulary(2, checkpoints.extra(2)["vocabulary"], None)
     (tmp_path / "checkpoints/2/checkpoint.json").write_text("{")
     with pytest.raises(ValueError, match="is damaged .* no other is whole"):
-        checkpoints.check_vocabulary(2, None)
+        checkpoints.extra(2)
 
 
 def test_a_pair_that_the_positions_do_not_hold_fails_before_the_first_step(tmp_path):

@@ -97,7 +97,8 @@ REFUSED = {
     "a private module": f"{HEAD}from optax._src import base\nloop.train.task = @base.identity()",
     "a method": f"{HEAD}from reformax.models import lm\n"
     "loop.train.task = @lm.ReformerLM.init_params()",
-    "a download": f"{HEAD}from reformax.data import prepared\nloop.train.task = @prepared.load()",
+    "a download": f"{HEAD}from reformax.data import tfds_builders\n"
+    "loop.train.task = @tfds_builders.load()",
     "a converter": f"{HEAD}from reformax.convert import hugging_face\n"
     "loop.train.task = @hugging_face.write()",
     "a class of data": f"{HEAD}from reformax.data import vocabulary\n"

@@ -136,20 +136,16 @@ class Reader(Names):
         """The extra values that a checkpoint was saved with; raises as `config` does."""
         return self._description(step)["extra"]
 
-    def check_vocabulary(self, step: int, fingerprint: str | None) -> None:
+    def check_vocabulary(
+        self, step: int, trained_with: str | None, fingerprint: str | None
+    ) -> None:
         """Raises `ValueError` if a checkpoint was trained with another vocabulary.
 
         Args:
           step: the checkpoint's.
+          trained_with: 'vocabulary' of its extra values.
           fingerprint: the vocabulary's; None if there is none.
         """
-        trained_with = self.extra(step).get("vocabulary")
-        self.compare_vocabulary(step, trained_with, fingerprint)
-
-    def compare_vocabulary(
-        self, step: int, trained_with: str | None, fingerprint: str | None
-    ) -> None:
-        """Does the same for a checkpoint that was read: 'vocabulary' of `restore` is known."""
         if trained_with is not None and fingerprint is None:
             raise ValueError(
                 f"{self.folder.parent} has no vocabulary.model, and checkpoint {step} was trained "

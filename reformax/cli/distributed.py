@@ -90,7 +90,7 @@ def join(args: argparse.Namespace, config: str | None = None) -> None:
         )
     import jax
 
-    from reformax.training import alike, processes
+    from reformax.training import environment, processes
 
     given = _detected(given) if args.distributed else given
     # It would swallow SIGTERM; the run itself agrees with the others on when to stop.
@@ -113,7 +113,7 @@ def join(args: argparse.Namespace, config: str | None = None) -> None:
     free = (*_NAMES, *_TIMEOUTS, *_FREE)
     given = {f"--{x}": str(value) for x, value in vars(args).items() if x not in free}
     text = {} if config is None else {"the config": config}
-    processes.Processes.of_jax().compare(alike.facts() | text | given)
+    processes.Processes.of_jax().compare(environment.facts() | text | given)
 
 
 def _detected(given: dict) -> dict:

@@ -110,11 +110,7 @@ def builder_of(name: str, data_dir: str | os.PathLike | None = None) -> tfds.cor
 
 
 def columns(
-    name: str,
-    split: str,
-    wanted: tuple[str, ...],
-    url: str,
-    instead: str,
+    name: str, split: str, wanted: tuple[str, ...], url: str, instead: str
 ) -> list[list[Any]]:
     """Features of all examples of a split, each a list in the dataset's order.
 
