@@ -107,6 +107,8 @@ OPS = {
     ),
     "indexer, odd shards": (dsa.dsa(**INDEXED), True, 40),
     "indexer, chosen keys": (dsa.dsa(**INDEXED), True, 64),
+    "indexer of kernels": (dsa.dsa(**INDEXED, impl=INTERPRETED), True, 40),
+    "indexer of kernels, all tiles": (dsa.dsa(**INDEXED, impl=INTERPRETED), True, 24),
     "indexer both ways": (dsa.dsa(**INDEXED), False, 40),
     "indexer, groups": (dsa.dsa(**INDEXED | dict(top_k=9), indexer=BY_GROUPS), True, 40),
     "indexer, blocks": (
@@ -135,6 +137,8 @@ OPTIONS = {
     "fewer keys, 12 heads": dict(n_heads=12, n_kv_heads=4),
     "gated_delta, 6 heads": dict(n_heads=6),
     "indexer, odd shards": dict(n_heads=3),
+    "indexer of kernels": dict(n_heads=4, n_kv_heads=1),
+    "indexer of kernels, all tiles": dict(n_heads=2),
     "indexer, chosen keys": dict(n_heads=4, n_kv_heads=1),
     "kda, 6 heads": dict(n_heads=6),
     "ring": dict(n_heads=4, n_kv_heads=2),
@@ -200,7 +204,9 @@ def whole(plan):
     )
 
 
-@pytest.mark.parametrize("name", ["indexer, odd shards", "indexer both ways", "indexer, groups"])
+@pytest.mark.parametrize(
+    "name", ["indexer, odd shards", "indexer both ways", "indexer, groups", "indexer of kernels"]
+)
 def test_a_choice_is_that_of_one_device(name):
     """To the bit, of scores of which many are 0 or equal otherwise."""
     op, causal, length = OPS[name]
