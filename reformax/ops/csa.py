@@ -46,7 +46,12 @@ from reformax.ops.compressing.attention import (
     to_summaries,
 )
 from reformax.ops.compressing.op_functions import Compressed, CompressedCache
-from reformax.ops.compressing.summaries import Series, init_weights, newest_summary, summarize
+from reformax.ops.compressing.summaries import (
+    Series,
+    init_weights,
+    newest_summary,
+    summarize_shards,
+)
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, fill_ring
 from reformax.ops.indexing.learning import (
     clipped,
@@ -67,7 +72,7 @@ from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
 from reformax.ops.numerics.rotary import RotaryBase
-from reformax.ops.sharding.shard import row_axes_of
+from reformax.ops.sharding import queries as sharding
 from reformax.ops.softmax.online import Softmax, masked_exp, masked_softmax, nonzero
 
 # Array operations gather the chosen summaries where they are at most one of so many.
@@ -129,6 +134,7 @@ class csa(Reusing, Compressed, AttentionOp):
     rotary_base: RotaryBase = 10_000.0
     impl: str = "auto"
 
+    shards = ("queries",)
     n_series = 2
     _of_choice = "top_k", "n_index_heads", "d_index", "index_loss"
 
@@ -184,16 +190,18 @@ class csa(Reusing, Compressed, AttentionOp):
         each = (params["index"][x].astype(k.dtype) for x in ("key", "gate"))
         return Series(*(jnp.einsum("btgh,ghsd->btsd", k, x) for x in each))
 
-    def _index(self, params, q, k, ids) -> tuple[IndexQueries, Float[Array, "B C D"]]:
-        """The indexer's queries, and its keys of all summaries."""
+    def _index(self, call, params, q, k, ids) -> tuple[IndexQueries, Float[Array, "B C D"]]:
+        """The indexer's queries, and its keys of all summaries, of which `ids` are all segments."""
         if self.reuse:
-            n_blocks = -(-k.shape[1] // self.block_size)
-            return no_queries(q), no_queries(k).queries[:, :n_blocks, 0]
-        queries = self._index_queries(params, q, positions(q.shape[1]))
-        return queries, self._index_keys(params, self._index_series(params, k), ids)
+            none = no_queries(q)
+            n_blocks, size = -(-ids.shape[1] // self.block_size), none.queries.shape[3]
+            return none, jnp.zeros((len(k), n_blocks, size), none.queries.dtype)
+        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        queries, series = self._index_queries(params, q, position), self._index_series(params, k)
+        return queries, self._index_keys(call, params, series, ids)
 
-    def _index_keys(self, params, series: Series, ids) -> Float[Array, "B C D"]:
-        keys = summarize(params["index"], series, ids, self.block_size)
+    def _index_keys(self, call, params, series: Series, ids) -> Float[Array, "B C D"]:
+        keys = summarize_shards(params["index"], series, ids, self.block_size, call.shard)
         return self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
 
     def _index_queries(self, params, q, position) -> IndexQueries:
@@ -207,8 +215,9 @@ class csa(Reusing, Compressed, AttentionOp):
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The summaries that each query sees; the kernel returns them in order. -1 is none."""
         self._check_chooses()
-        ids = ids_or_ones(call.segment_ids, q)
-        queries, keys = lax.stop_gradient(self._index(params, q, k, ids))
+        query_ids, length = ids_or_ones(call.segment_ids, q), q.shape[1]
+        ids = sharding.of_all(call.shard, query_ids)
+        queries, keys = lax.stop_gradient(self._index(call, params, q, k, ids))
         n_best, of_blocks = (
             min(self.top_k, keys.shape[1]),
             in_blocks(ids, self.block_size)[:, :, -1],
@@ -222,7 +231,8 @@ class csa(Reusing, Compressed, AttentionOp):
             return kernel.choose_positions(n_best, True, interpret, *arrays, self.block_size)
 
         def in_arrays() -> Int[Array, "B T K"]:
-            side = Side(self._newest_block(positions(q.shape[1])), ids)
+            position = sharding.first_query(call.shard, length) + positions(length)
+            side = Side(self._newest_block(position), query_ids)
             rule = ChoiceRule(causal=True)
             return best_keys("relu", rule, n_best, queries, keys, side, of_blocks)
 
@@ -233,8 +243,9 @@ class csa(Reusing, Compressed, AttentionOp):
     # Attention.
 
     def _attend_to_summaries(self, call, params, q, summaries, near, plan, plain_q, plain_k):
-        ids, length = ids_or_ones(call.segment_ids, q), q.shape[1]
-        index, index_keys = self._index(params, plain_q, plain_k, ids)
+        query_ids, length = ids_or_ones(call.segment_ids, q), q.shape[1]
+        ids = sharding.of_all(call.shard, query_ids)
+        index, index_keys = self._index(call, params, plain_q, plain_k, ids)
         n_blocks, n_chosen = index_keys.shape[1], plan.shape[2]
         gathers = n_chosen * GATHERED <= n_blocks
         if gathers:  # from wide copies, to which the gradient adds the keys of each query
@@ -254,20 +265,22 @@ class csa(Reusing, Compressed, AttentionOp):
             return whole.output(), self._divergence(x, far, whole)
 
         q = grouped(q, summaries.keys.shape[2])
-        arrays = q, ids, positions(length), plan, *near, *index
+        position = sharding.first_query(call.shard, length) + positions(length)
+        arrays = q, query_ids, position, plan, *near, *index
         n_seen, n_each = n_chosen if gathers else n_blocks, q.shape[2] * q.shape[3]
         n_each += self.n_index_heads + 1
         if gathers:
             n_each += q.shape[2] * (q.shape[-1] + near.acc.shape[-1]) + self.d_index
         out, losses = by_chunks(attend, n_each * n_seen, *arrays)
-        loss = self._factor(call, ids, losses.dtype) * losses.sum()
+        loss = self._factor(call, query_ids, losses.dtype) * losses.sum()
         out = with_loss(join_chunks(out, length), loss)
-        mean = losses.sum() / jnp.maximum(jnp.sum(is_token(ids)), 1)
+        mean = devices.total(losses.sum(), sharding.axis_of(call.shard))
+        mean /= jnp.maximum(jnp.sum(is_token(ids)), 1)
         return self._reporting(params, out, mean)
 
     def _factor(self, call: Call, ids: Int[Array, "B T"], dtype) -> Float[Array, ""]:
         """The factor of the sum of the divergence over queries."""
-        n_tokens = devices.total(jnp.sum(is_token(ids)), row_axes_of(call.shard))
+        n_tokens = devices.total(jnp.sum(is_token(ids)), sharding.token_axes_of(call.shard))
         factor = 0.0 if self.reuse else self.index_loss
         return factor / jnp.maximum(n_tokens, 1).astype(dtype)
 
@@ -285,7 +298,7 @@ class csa(Reusing, Compressed, AttentionOp):
         from reformax.ops.kernels.triton.indexer_gradient import IndexerArrays
 
         ids, learner = ids_or_ones(call.segment_ids, q), None
-        index, index_keys = self._index(params, plain_q, plain_k, ids)
+        index, index_keys = self._index(call, params, plain_q, plain_k, ids)
         if self._learns:
             arrays = IndexerArrays(*index, index_keys)
             learner = ChoiceLearner(arrays, self._factor(call, ids, index_keys.dtype), plan)
@@ -367,7 +380,7 @@ class csa(Reusing, Compressed, AttentionOp):
         series = self._index_series(params, k)
         n_last = min(self.n_series * self.block_size, call.length)
         newest = fill_ring(*series, jnp.asarray(call.lengths), n_last)
-        keys = self._held(call.length)(self._index_keys(params, series, ids))
+        keys = self._held(call.length)(self._index_keys(call, params, series, ids))
         none = jnp.full((len(k), min(self.top_k, keys.shape[1])), -1, jnp.int32)
         return CsaIndex(newest, keys, none)
 

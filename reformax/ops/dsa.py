@@ -74,7 +74,7 @@ from reformax.ops.numerics.logits import PLAIN
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding import queries as sharding
-from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.softmax.dropout import dropout_mask, seed_at
 from reformax.ops.softmax.online import masked_softmax, nonzero
 
 # The most query heads of a key head for which kernels read whole blocks.
@@ -169,7 +169,8 @@ class dsa(Reusing, AttentionOp):
         above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
         above["score"] = None if self.indexer.score == "relu" else self.indexer.score
-        above["a sequence over the mesh axis"] = sharding.axis_of(call.shard)
+        if self.indexer.block_size > 1 or (v is None and not self.indexer.is_plain):
+            above["a sequence over the mesh axis"] = sharding.axis_of(call.shard)
         return kernel_obstacles(q, k, v, PLAIN if v is None else call.logits, **above)
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
@@ -223,10 +224,11 @@ class dsa(Reusing, AttentionOp):
         def in_kernels(interpret: bool) -> Int[Array, "B T K"]:
             from reformax.ops.kernels.triton import indexer as kernel
 
-            masks = None if segment_ids is None else ids
-            return kernel.choose_positions(
-                min(self.top_k, n), call.causal, interpret, *queries, keys, masks, masks
-            )
+            query_ids = sharding.of_shard(call.shard, ids, q.shape[1])
+            masks = (None, None) if segment_ids is None else (query_ids, ids)
+            sizes, arrays = (min(self.top_k, n), call.causal, interpret), (*queries, keys, *masks)
+            first = None if sharding.axis_of(call.shard) is None else position[0, 0]
+            return kernel.choose_positions(*sizes, *arrays, first=first)
 
         def choose(interpret: bool | None = None) -> Int[Array, "B T K"]:
             settings = self.top_k, call.causal, call.length or n, call.rng, interpret
@@ -262,7 +264,7 @@ class dsa(Reusing, AttentionOp):
             functools.partial(f, call, *arrays) for f in (self._in_arrays, self._in_kernels)
         )
         by_list, n_listed = self.indexer.block_size > 1 or None, plan.shape[2]
-        n_bits = self._n_bits(q, k, n_listed, k.shape[1], call.causal, by_list)
+        n_bits = self._n_bits(q, k, n_listed, k.shape[1], self._hides_later(call), by_list)
         obstacles = self._obstacles(call, q, k, v, n_bits)
         implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
         out = compute_by(self.impl, implementations)
@@ -281,17 +283,27 @@ class dsa(Reusing, AttentionOp):
     ) -> Float[Array, "B T N V"]:
         from reformax.ops.kernels.triton import chosen_keys as kernel
 
-        masks = None if call.segment_ids is None else ids
+        query_ids = sharding.of_shard(call.shard, ids, q.shape[1])
+        masks = (None, None) if call.segment_ids is None else (query_ids, ids)
         by_blocks, learner = self.indexer.block_size > 1, None
         if self._learns:
             learnt = self.indexer.in_parts(plan)[0] if by_blocks else plan
             arrays = kernel.IndexerArrays(*index, index_keys)
             learner = kernel.ChoiceLearner(arrays, factor, learnt)
         if by_blocks:
-            return self._blocks_in_kernels(call, q, k, v, learner, plan, masks, interpret)
-        by_list = kernel.reads_lists(plan.shape[2], k.shape[1], q, k, call.causal)
-        sizes = kernel.ChosenSizes(call.causal, call.dropout, call.logits, by_list)
-        return kernel.attend(sizes, interpret, q, k, v, learner, plan, masks, call.seed)
+            return self._blocks_in_kernels(call, q, k, v, learner, plan, masks[1], interpret)
+        causal = self._hides_later(call)
+        by_list = kernel.reads_lists(plan.shape[2], k.shape[1], q, k, causal)
+        sizes = kernel.ChosenSizes(causal, call.dropout, call.logits, by_list)
+        seed = seed_at(call.seed, sharding.first_query(call.shard, q.shape[1]), 0)
+        return kernel.attend(sizes, interpret, q, k, v, learner, plan, *masks, seed)
+
+    def _hides_later(self, call: Call) -> bool:
+        """Whether kernels of the attention hide later keys, of queries that begin at position 0.
+
+        Of a shard's queries the plan alone says what they see.
+        """
+        return call.causal and sharding.axis_of(call.shard) is None
 
     def _blocks_in_kernels(
         self, call: Call, q, k, v, learner, plan, ids, interpret: bool

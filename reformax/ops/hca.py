@@ -19,6 +19,7 @@ from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import RotaryBase
+from reformax.ops.sharding.queries import first_query
 from reformax.ops.softmax.online import Softmax
 
 
@@ -62,7 +63,7 @@ class hca(Compressed, AttentionOp):
     rotary_base: RotaryBase = 10_000.0
     impl: str = "auto"
 
-    shards = ("key heads",)
+    shards = ("key heads", "queries")
 
     def _attend_to_summaries(self, call, params, q, summaries, near, plan, plain_q, plain_k):
         del params, plan, plain_q, plain_k
@@ -79,7 +80,8 @@ class hca(Compressed, AttentionOp):
             return merged(call, Softmax(*near), far).output()
 
         q = grouped(q, summaries.keys.shape[2])
-        arrays = q, ids_or_ones(call.segment_ids, q), positions(length), *near
+        position = first_query(call.shard, length) + positions(length)
+        arrays = q, ids_or_ones(call.segment_ids, q), position, *near
         n_seen = q.shape[2] * q.shape[3] * (n_blocks + near.acc.shape[-1])
         return join_chunks(by_chunks(attend, n_seen, *arrays), length)
 

@@ -21,10 +21,12 @@ from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import (
     asymmetric_lsh,
     block_sparse,
+    csa,
     dense,
     dsa,
     flash,
     gated_delta,
+    hca,
     kda,
     linformer,
     local,
@@ -38,14 +40,18 @@ from reformax.ops import (
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexer
+from reformax.ops.kernels.triton import chosen
 from reformax.ops.masking.masks import Tokens
 from reformax.ops.sharding import borders
+from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax import all_keys
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from tests.helpers import assert_trees_close
+from tests.ops import inputs
 from tests.ops.cudnn import instead_of_cudnn
-from tests.ops.rows import ROWS
+from tests.ops.rows import ROWS, Shape
+from tests.ops.test_against_oracle import check
 from tools import program
 from tools.hlo_collectives import collectives
 
@@ -69,6 +75,7 @@ def test_a_border_is_the_ends_of_the_neighbours(n, ahead):
 
 LOCAL = dict(chunk_len=4)
 INDEXED = dict(top_k=6, n_index_heads=2, d_index=8)
+SHARED_KV = dict(share_kv=True, rotary_features=4)
 BY_GROUPS = Indexer(score="product", rotary=True, n_local=5, group=5)
 CANDIDATES = {
     "pooled": Indexer(candidates=Pooled(block_sizes=(8, 4), n_blocks=2)),
@@ -107,6 +114,8 @@ OPS = {
     ),
     "indexer, odd shards": (dsa.dsa(**INDEXED), True, 40),
     "indexer, chosen keys": (dsa.dsa(**INDEXED), True, 64),
+    "indexer of kernels": (dsa.dsa(**INDEXED, impl=INTERPRETED), True, 40),
+    "indexer of kernels, all tiles": (dsa.dsa(**INDEXED, impl=INTERPRETED), True, 24),
     "indexer both ways": (dsa.dsa(**INDEXED), False, 40),
     "indexer, groups": (dsa.dsa(**INDEXED | dict(top_k=9), indexer=BY_GROUPS), True, 40),
     "indexer, blocks": (
@@ -118,6 +127,10 @@ OPS = {
         f"indexer, {name}": (dsa.dsa(**INDEXED, indexer=indexer), True, 40)
         for name, indexer in CANDIDATES.items()
     },
+    "summaries": (csa.csa(**INDEXED | dict(top_k=3), window=6), True, 40),
+    "summaries in whole shards": (csa.csa(**INDEXED, window=20), True, 64),
+    "summaries, all seen": (hca.hca(block_size=16, window=16, **SHARED_KV), True, 72),
+    "summaries, few key heads": (hca.hca(block_size=4, window=6), True, 40),
     "kda, 6 heads": (kda.kda(chunk_len=8, conv_size=3), True, 40),
     "linformer, weights": (linformer.linformer(n_projected=5, parameter_sharing="none"), False, 40),
     "nystromformer, convolved": (
@@ -135,8 +148,14 @@ OPTIONS = {
     "fewer keys, 12 heads": dict(n_heads=12, n_kv_heads=4),
     "gated_delta, 6 heads": dict(n_heads=6),
     "indexer, odd shards": dict(n_heads=3),
+    "indexer of kernels": dict(n_heads=4, n_kv_heads=1),
+    "indexer of kernels, all tiles": dict(n_heads=2),
     "indexer, chosen keys": dict(n_heads=4, n_kv_heads=1),
     "kda, 6 heads": dict(n_heads=6),
+    "summaries": dict(n_heads=3),
+    "summaries in whole shards": dict(n_heads=4, n_kv_heads=2),
+    "summaries, all seen": dict(n_heads=4, n_kv_heads=1, d_v=4, use_rotary=False),
+    "summaries, few key heads": dict(n_kv_heads=2),
     "ring": dict(n_heads=4, n_kv_heads=2),
     "ring, odd shards": dict(n_heads=1),
     "ring both ways": dict(n_heads=2, n_kv_heads=1),
@@ -149,7 +168,8 @@ QUICK = {("window", True), ("long shards", True), ("lsh, 11 heads", True)}
 CASES = [(name, op.packed) for name, (op, *_) in OPS.items()]
 CASES += [(name, False) for name in ("chunks", "long shards", "ring, odd shards")]
 # On eight devices for one row of a batch, and these on four for each of two as well.
-ROWS_TOO = {"chunks", "long shards", "window", "lsh, 11 heads", "biases", "indexer, chosen keys"}
+ROWS_TOO = {"chunks", "long shards", "window", "lsh, 11 heads", "biases"}
+ROWS_TOO |= {"indexer, chosen keys", "summaries"}
 
 
 def check_layer(layer, length, meshes):
@@ -176,7 +196,7 @@ def layer_of(op, causal, packed, **options):
     """A layer of 8 heads with dropout; `options` of `Attention` go first."""
     rates = dict(attention_dropout=0.2 * op.dropout, output_dropout=0.1)
     sizes = dict(n_heads=8, d_qk=4, d_v=3, masked=packed)
-    return Attention(op, **sizes | rates | options, causal=causal, use_rotary=True)
+    return Attention(op, **dict(use_rotary=True) | sizes | rates | options, causal=causal)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +220,10 @@ def whole(plan):
     )
 
 
-@pytest.mark.parametrize("name", ["indexer, odd shards", "indexer both ways", "indexer, groups"])
+CHOICES = "indexer, odd shards", "indexer both ways", "indexer, groups", "indexer of kernels"
+
+
+@pytest.mark.parametrize("name", [*CHOICES, "summaries"])
 def test_a_choice_is_that_of_one_device(name):
     """To the bit, of scores of which many are 0 or equal otherwise."""
     op, causal, length = OPS[name]
@@ -219,9 +242,51 @@ def test_a_choice_is_that_of_one_device(name):
     np.testing.assert_array_equal(whole(got), jax.jit(plan)(params, x, ids))
 
 
-def test_the_indexers_loss_is_reported_as_that_of_one_device():
+def on_shards(op, causal, dropout):
+    """`test_against_oracle.attend_and_differentiate` of shards of the queries on eight devices."""
+
+    def of_shard(arrays, params, ids, rng, d_out):
+        masks = dict(segment_ids=ids, causal=causal, rng=rng, shard=Shard(axis="context"))
+        plan = inputs.plan(op, inputs.Inputs(*arrays, params), **masks, train=True)
+
+        def attend(arrays, params):
+            x = inputs.Inputs(*arrays, params)
+            return inputs.apply(op, x, plan=plan, **masks, dropout=dropout)
+
+        out, vjp = jax.vjp(attend, arrays, params)
+        of_arrays, of_params = vjp(d_out)
+        return plan, out, of_arrays, jax.lax.psum(of_params, "context")
+
+    split, every = Spec(None, "context"), Spec()
+    specs = dict(in_specs=(split, every, split, every, split), out_specs=(*[split] * 3, every))
+    of_shards = jax.jit(jax.shard_map(of_shard, mesh=CONTEXT, **specs, check_vma=False))
+
+    def run(x, bias, segment_ids, rng, d_out):
+        plan, out, of_arrays, of_params = of_shards(x[:4], x.params, segment_ids, rng, d_out)
+        return plan, out, (inputs.Inputs(*of_arrays, of_params), bias)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if "queries" in row.op().shards and not row.in_kernel],
+    ids=lambda row: row.name,
+)
+def test_shards_of_queries_are_the_oracle_in_float64(row):
+    """Outputs, all gradients and the indexer's loss, of packed and padded rows, with dropout."""
+    case = dict(options=row.first, causal=row.causal(), packed=True, bias_axes=None)
+    case |= dict(dropout=row.dropout(0.3), d_qk=4, d_v=3, seed=0)
+    case |= dict(shape=Shape(batch=2, n_queries=24, n_keys=24, n_heads=2))
+    run = on_shards(row.op(**row.first), case["causal"], case["dropout"])
+    check(row, 1e-5, jnp.float32, **case, run=run)
+
+
+@pytest.mark.parametrize("op", [dsa.dsa, csa.csa], ids=lambda op: op.__name__)
+def test_the_indexers_loss_is_reported_as_that_of_one_device(op):
     """The mean over the queries of all devices, of which some have padding alone."""
-    op = dsa.dsa(**INDEXED, report_loss=True)
+    op = op(**INDEXED, report_loss=True)
     layer = Attention(op, n_heads=2, d_qk=4, d_v=4, causal=True, masked=True)
     x = jax.random.normal(jax.random.key(0), (1, 40, 8))
     ids = np.arange(40)[None] < 27
@@ -235,6 +300,13 @@ def test_the_indexers_loss_is_reported_as_that_of_one_device():
     )
     assert one > 0.01
     np.testing.assert_allclose(other, one, rtol=1e-5)
+
+
+def test_kernels_by_lists_attend_for_a_shard(monkeypatch):
+    """At sizes at which lists do not pay yet."""
+    monkeypatch.setattr(chosen, "reads_lists", lambda *sizes: True)
+    op, causal, length = OPS["indexer of kernels"]
+    check_layer(layer_of(op, causal, True, **OPTIONS["indexer of kernels"]), length, [CONTEXT])
 
 
 def test_kept_mass_of_chosen_keys_is_that_of_one_device():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
@@ -17,7 +18,9 @@ from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
-from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.sharding.borders import border
+from reformax.ops.sharding.queries import axis_of, first_query
+from reformax.ops.softmax.dropout import dropout_mask, seed_at
 from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
 
@@ -41,7 +44,25 @@ def grouped(q: Float[Array, "B T N H"], n_kv: int) -> Float[Array, "B T G M H"]:
 
 
 def to_window(call: Call, q, k, v, window: int) -> Softmax:
-    """The softmax of each query over the keys less than `window` positions before it."""
+    """The softmax of each query over the keys less than `window` positions before it.
+
+    A device that has a shard of the sequence reads the end of the shards before.
+    """
+    if (axis := axis_of(call.shard)) is None:
+        return _to_window(call, q, k, v, window)
+    length = q.shape[1]
+    n = min(window, length * lax.axis_size(axis)) - 1
+    k, v, ids = (
+        jnp.concatenate([border(x, axis, n, ahead=False), x], axis=1)
+        for x in (k, v, ids_or_ones(call.segment_ids, q))
+    )
+    first = first_query(call.shard, length) - n
+    call = call.but(segment_ids=ids, seed=seed_at(call.seed, first, 2 * first))
+    found = _to_window(call, jnp.pad(q, ((0, 0), (n, 0), (0, 0), (0, 0))), k, v, window)
+    return Softmax(*(x[:, n:] for x in found))
+
+
+def _to_window(call: Call, q, k, v, window: int) -> Softmax:
     length, n_heads, n_kv = *q.shape[1:3], k.shape[2]
     size = min(window, length)
     rule, ids = Visibility(call.causal, window), ids_or_ones(call.segment_ids, q)

@@ -24,7 +24,7 @@ from reformax.ops.compressing.summaries import (
     Series,
     init_weights,
     newest_summary,
-    summarize,
+    summarize_shards,
 )
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -37,6 +37,7 @@ from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.query_chunks import in_blocks, positions
 from reformax.ops.numerics.rotary import RotaryAngles, rotary
+from reformax.ops.sharding import queries as sharding
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 from reformax.ops.softmax.online import Softmax
 
@@ -123,10 +124,10 @@ class Compressed(LearnedSinks):
     # Attention
 
     def _summaries(self, call: Call, params, ids: Int[Array, "B T"]) -> Summaries:
-        """The summaries of a row."""
+        """The summaries of a row, of which `ids` are all segments."""
+        sizes = ids, self.block_size, call.shard
         found = [
-            summarize(params[kind], self._series(call, kind), ids, self.block_size)
-            for kind in self._kinds
+            summarize_shards(params[kind], self._series(call, kind), *sizes) for kind in self._kinds
         ]
         last = in_blocks(ids, self.block_size)[:, :, -1]
         first = positions(found[0].shape[1]) * self.block_size
@@ -144,13 +145,15 @@ class Compressed(LearnedSinks):
         del plan
         group = q.shape[2] // k.shape[2]
         above = {"heads_of_a_key_head": group if group > MAX_GROUP else None}
+        above["a sequence over the mesh axis"] = sharding.axis_of(call.shard)
         return kernel_obstacles(
             q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2, **above
         )
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
-        position, ids = positions(q.shape[1]), ids_or_ones(call.segment_ids, q)
+        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
         call = self._with_sinks(call, params, q.shape[2])
+        ids = sharding.of_all(call.shard, ids_or_ones(call.segment_ids, q))
         summaries = self._summaries(call, params, ids)
         rotated = self._rotated_qkv(q, k, v, position)
 

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.decoding.cache import KeyValues
@@ -24,6 +27,9 @@ from reformax.ops.masking.visibility import is_token, same_segment
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import in_blocks
+from reformax.ops.sharding.borders import border
+from reformax.ops.sharding.queries import axis_of, first_query, of_all, of_shard
+from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax.online import masked_softmax
 
 
@@ -69,6 +75,40 @@ def summarize(
     return (length_normalize(total) * params["norm"].astype(dtype)[None, None, None]).astype(
         x.values.dtype
     )
+
+
+def summarize_shards(
+    params: dict[str, Any],
+    x: Series,
+    ids: Int[Array, "B T"],
+    size: int,
+    shard: Shard | None,
+) -> Float[Array, "B C G F"]:
+    """`summarize` where devices have shards of a sequence; `x` is the device's, `ids` all of them.
+
+    A device makes the summaries of the blocks that end in its shard, for which it reads the end of
+    the shards before. Blocks without a last position are zeros.
+    """
+    if (axis := axis_of(shard)) is None:
+        return summarize(params, x, ids, size)
+    length, n_series = x.values.shape[1], params["positions"].shape[1]
+    n_before, n_blocks = n_series * size - 1, -(-length // size)
+    first = first_query(shard, length)
+    # Of whole blocks: from those before the first one that may end in the shard.
+    start = first // size * size - (n_series - 1) * size
+    n_read = (n_series - 1 + n_blocks) * size
+
+    def aligned(y: Array) -> Array:
+        y = jnp.concatenate([border(y, axis, n_before, ahead=False), y], axis=1)
+        y = jnp.pad(y, [(0, 0), (0, size)] + [(0, 0)] * (y.ndim - 2))
+        return lax.dynamic_slice_in_dim(y, n_before + start - first, n_read, axis=1)
+
+    read = jax.tree.map(aligned, (x, of_shard(shard, ids, length)))
+    made = of_all(shard, summarize(params, *read, size)[:, n_series - 1 :])
+    end = np.arange(ids.shape[1] // size) * size + size - 1  # of complete blocks
+    of_device = end // length
+    made = made[:, of_device * n_blocks + end // size - of_device * length // size]
+    return jnp.pad(made, ((0, 0), (0, -(-ids.shape[1] // size) - len(end)), (0, 0), (0, 0)))
 
 
 def newest_summary(

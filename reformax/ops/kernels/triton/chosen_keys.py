@@ -93,11 +93,12 @@ def attend(
     sizes: ChosenSizes,
     interpret: bool,
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T G H"],
-    v: Float[Array, "B T G V"],
+    k: Float[Array, "B S G H"],
+    v: Float[Array, "B S G V"],
     learner: ChoiceLearner | None,
     chosen: Int[Array, "B T K"],
     ids: Int[Array, "B T"] | None,
+    key_ids: Int[Array, "B S"] | None,
     seed: Int[Array, 6] | None,
 ) -> Float[Array, "B T N V"]:
     """The attended values, with the gradients of the output and of the indexer.
@@ -111,43 +112,43 @@ def attend(
       q, k, v: queries, keys, values, zeros at padding.
       learner: None: no indexer learns.
       chosen: the keys that each query sees, -1 for none.
-      ids: the segments; None: one segment.
+      ids, key_ids: the segments of queries and of keys; None: one segment.
       seed: `seed_words` of dropout; None without dropout.
     """
-    return _forward(sizes, interpret, q, k, v, learner, chosen, ids, seed)[0]
+    return _forward(sizes, interpret, q, k, v, learner, chosen, ids, key_ids, seed)[0]
 
 
-def _call(sizes: ChosenSizes, q, k, v, chosen, ids, seed) -> tuple:
+def _call(sizes: ChosenSizes, q, k, v, chosen, ids, key_ids, seed) -> tuple:
     """The kernels, and the first arguments of both of their passes."""
     if sizes.by_list:
         group = q.shape[2] // k.shape[2]
         of_lists = listed.ListedSizes(group, sizes.dropout, sizes.logits, sizes.causal)
-        return listed, of_lists, listed.ListedInputs(q, k, v, ids, ids, seed, chosen)
-    length = q.shape[1]
-    layout = FullLayout(length, length, sizes.causal, sizes.dropout, sizes.logits)
-    bits = bits_of(chosen, length)
-    x = BlockInputs(q, *repeat_heads(q, k, v), ids, ids, seed, chosen=bits)
+        return listed, of_lists, listed.ListedInputs(q, k, v, ids, key_ids, seed, chosen)
+    n_keys = k.shape[1]
+    layout = FullLayout(q.shape[1], n_keys, sizes.causal, sizes.dropout, sizes.logits)
+    bits = bits_of(chosen, n_keys)
+    x = BlockInputs(q, *repeat_heads(q, k, v), ids, key_ids, seed, chosen=bits)
     return block_sparse, layout, x
 
 
-def _forward(sizes, interpret, q, k, v, learner, chosen, ids, seed):
+def _forward(sizes, interpret, q, k, v, learner, chosen, ids, key_ids, seed):
     q, k, v, learner = first_order((q, k, v, learner))
-    kernels, *arguments = _call(sizes, q, k, v, chosen, ids, seed)
+    kernels, *arguments = _call(sizes, q, k, v, chosen, ids, key_ids, seed)
     results = kernels.forward(*arguments, interpret=interpret)
-    return results[0], ((q, k, v, learner, chosen, ids, seed), results)
+    return results[0], ((q, k, v, learner, chosen, ids, key_ids, seed), results)
 
 
 def _backward(sizes, interpret, residuals, d_out):
-    (q, k, v, learner, chosen, ids, seed), results = residuals
+    (q, k, v, learner, chosen, ids, key_ids, seed), results = residuals
     results, d_out = first_order((results, d_out))
-    kernels, *arguments = _call(sizes, q, k, v, chosen, ids, seed)
+    kernels, *arguments = _call(sizes, q, k, v, chosen, ids, key_ids, seed)
     dq, dk, dv = kernels.backward(*arguments, results, d_out, interpret=interpret)
     dk, dv = (_of_key_heads(d, x) for d, x in ((dk, k), (dv, v)))
     of_learner = None
     if learner is not None:
         rule, attention = KeyRule(sizes.causal, sizes.logits), AttentionInputs(q, k, *results[1:])
-        of_learner = learner.gradient(rule, interpret, attention, ids, ids)
-    return dq, dk, dv, of_learner, None, None, None
+        of_learner = learner.gradient(rule, interpret, attention, ids, key_ids)
+    return dq, dk, dv, of_learner, None, None, None, None
 
 
 def _of_key_heads(d: Float[Array, "B T _ H"], x: Float[Array, "B T G H"]) -> Array:

@@ -52,8 +52,9 @@ class IndexerInputs(NamedTuple):
     keys: tuple[Array, ...]  # [B, S, 1, D] each; their sum is the keys
     ids: Array | None  # [B, T]
     key_ids: Array | None  # [B, S]
-    start: Array  # [1]: the first query
+    start: Array  # [1]: the first query of a chunk, counted from the first of all
     key_scale: Array | None = None  # [B, S]: what scores are multiplied by
+    first: Array | None = None  # [1]: the position of the first of all queries; None: 0
 
 
 class IndexerProgram(NamedTuple):
@@ -69,6 +70,11 @@ class IndexerProgram(NamedTuple):
     def n_tiles(self) -> int:
         """Tiles of keys."""
         return -(-self.x.keys[0].shape[1] // self.columns)
+
+    @property
+    def first(self) -> Any:
+        """The position of the first of all queries, from which `queries` counts."""
+        return 0 if self.x.first is None else self.x.first[0]
 
     def queries(self, tile: Any) -> Side:
         """A tile of the queries, counted from the chunk's first query."""
@@ -93,7 +99,7 @@ class IndexerProgram(NamedTuple):
 
     def end(self, tile: Any) -> Any:
         """The end of the tiles of keys that a tile of queries may see."""
-        first = self.x.start[0]
+        first = self.first + self.x.start[0]
         end = Visibility(self.causal).bounds(first, first + (tile + 1) * ROWS).end
         if end is None:
             return jnp.int32(self.n_tiles)
@@ -107,7 +113,8 @@ class IndexerProgram(NamedTuple):
         first = Visibility(self.causal).bounds(key, key + self.columns, of_keys=True).first
         if first is None:
             return jnp.int32(0)
-        return lax.div(jnp.maximum(first - self.x.start[0], 0), jnp.int32(ROWS))
+        start = self.first + self.x.start[0]
+        return lax.div(jnp.maximum(first - start, 0), jnp.int32(ROWS))
 
     def visible(self, query: Side, key: Side) -> Bool[Array, "I C"]:
         """Which keys each query of a tile sees."""
@@ -116,6 +123,8 @@ class IndexerProgram(NamedTuple):
     def sees(self, query: Side, key: Side) -> Bool[Array, "*d"]:
         """Which keys each query sees, of sides that broadcast; `position` of keys is a number."""
         key = key if self.span == 1 else key._replace(last=self._last(key.position))
+        if self.x.first is not None:
+            query = query._replace(position=query.position + self.first)
         return Visibility(self.causal).sees(query, key)
 
     def of_queries(self, query: Side, head: Any) -> tuple[Float[Array, "I D"], ...]:
@@ -226,6 +235,7 @@ def choose_positions(
     key_ids: Int[Array, "B S"] | None,
     span: int = 1,
     n_parts: int = 2,
+    first: Int[Array, ""] | None = None,
 ) -> Int[Array, "B T K"]:
     """The numbers of the keys with the highest scores, in order; -1 is none.
 
@@ -240,6 +250,7 @@ def choose_positions(
       ids, key_ids: the segments of queries and of keys; None: one segment.
       span: positions of a key.
       n_parts: 1 where bfloat16 holds queries and keys.
+      first: the position of the first query, of queries that are a shard of a sequence; None: 0.
     """
     n_batch, length, n_keys = *queries.shape[:2], keys.shape[1]
     if n_parts == 1:
@@ -249,7 +260,9 @@ def choose_positions(
         (queries, scale), (keys, key_scale) = _halves(queries), _halves(keys)
         weights = weights * scale  # a ReLU of what is scaled is a scaled ReLU
     keys = tuple(x[:, :, None] for x in keys)
-    x = IndexerInputs(queries, weights, keys, ids, key_ids, jnp.zeros(1, jnp.int32), key_scale)
+    first = None if first is None else jnp.reshape(first, 1).astype(jnp.int32)
+    none = jnp.zeros(1, jnp.int32)
+    x = IndexerInputs(queries, weights, keys, ids, key_ids, none, key_scale, first)
     columns = SCORE_COLUMNS if queries[0].shape[3] <= NARROW else COLUMNS
     starts, n_tiles = chunk_starts(n_batch, length, n_keys)
     n_rows = n_tiles * ROWS
@@ -267,7 +280,10 @@ def choose_positions(
             interpret=interpret,
             name="dsa_scores",
         )
-        return top_k(n_best, interpret, scores, RowRule(length, n_keys, **rule), start)
+        if first is None:
+            return top_k(n_best, interpret, scores, RowRule(length, n_keys, **rule), start)
+        rows = RowRule(n_keys * span, n_keys, **rule)  # those behind the last query are hidden
+        return top_k(n_best, interpret, scores, rows, first + start)
 
     found = jnp.moveaxis(lax.map(some_queries, starts), 0, 1)
     return found.reshape(n_batch, -1, n_best)[:, :length]
