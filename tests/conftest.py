@@ -36,10 +36,14 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 
 # The scripts would keep what they compile in the user's folder. Here all processes of a session
-# share one; the process that made it deletes it.
+# share one, with every program in it; the process that made it deletes it.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="reformax.tests.")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+# No test reads which line of Python an operation of a program is of.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 # Under nohup a run ignores SIGHUP, which tests send.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -52,11 +52,10 @@ QUICK = {
         ],
     },
     "convert/test_hostile_files.py": {
-        "test_odd_values_of_a_decoder_are_told_or_make_a_model": ["llama", "qwen3_5_text", "phi3"],
+        "test_odd_values_of_a_decoder_are_told_or_make_a_model": ["llama", "qwen3_5_text"],
     },
     "training/test_processes.py": {
         "test_facts_go_by_what_changes_numbers_and_not_by_paths": [
-            "JAX_ENABLE_X64-JAX_ENABLE_X64-1",
             "XLA_FLAGS-XLA_FLAGS---xla_cpu_enable_fast_math=true",
             "None-XLA_FLAGS---xla_dump_to=/one",
         ],
@@ -97,7 +96,7 @@ QUICK = {
     },
     "convert/test_hugging_face.py": {
         "test_logits_are_those_of_transformers": ["circle-24", "rounds-8"],
-        "test_without_segments_and_with_other_rotations": ["circle"],
+        "test_without_segments_and_with_other_rotations": [],
     },
     "convert/test_other_attention.py": {
         "test_what_sees_all_keys_is_the_dense_model": ["1,2-moba"],
@@ -160,7 +159,6 @@ QUICK = {
         "test_computes_in_the_dtype_of_its_input": ["lsh"],
         "test_dropout_is_a_function_of_the_rng": ["False"],
         "test_equals_an_independent_computation": [
-            "flash-True",
             "lsh-True",
             "linformer-False",
             "longformer-False",
@@ -185,8 +183,12 @@ QUICK = {
             "shared_qk-n_kv_heads",
             "lsh-n_qk_heads",
         ],
+        "test_decoding": ["moba-n_qk_heads", "longformer-n_kv_heads"],
     },
     "layers/test_float8.py": {"test_layers_round_in_training_alone": ["xla"]},
+    "layers/test_low_rank_projections.py": {
+        "test_two_thin_matrices_are_one_whole": ["kda"],
+    },
     "layers/test_relative.py": {
         "test_a_layer_adds_the_bias": ["True-t5", "False-alibi"],
         "test_steps_are_apply": ["t5"],
@@ -194,6 +196,7 @@ QUICK = {
     "layers/test_remat.py": {
         "test_memory_is_in_the_order_of_the_policies": ["local(chunk_len=16)-ReversibleStack"],
         "test_losses_and_gradients_are_those_of_every_policy": ["residual-local"],
+        "test_offloading_changes_no_number": ["ResidualStack"],
     },
     "layers/test_residual.py": {
         "test_a_residual_and_its_gradient_are_added_in_the_norms_kernel": [
@@ -202,6 +205,9 @@ QUICK = {
         ],
         "test_the_kernel_of_a_norm_is_the_same_function": ["37-24-bfloat16-dtypes1-RMSNorm"],
         "test_post_norm_layers_that_are_written_out_compute_the_same": [],
+    },
+    "layers/test_reuse.py": {
+        "test_it_computes_what_the_other_one_does_without_an_indexer": ["op0"],
     },
     # `layers/test_every_op.py` differentiates a rounded forward pass too, that of slots.
     "layers/test_reversible.py": {
@@ -238,14 +244,12 @@ QUICK = {
         "test_steps_of_decoding_are_rows_of_the_whole": [
             "qwen3-transformer",
             "scaled, learnt-groups",
-            "elementwise-two streams",
             "partial yarn-slots",
             "key_conv, normed-dsa",
-            "rms plus one-groups",
-            "norms of both-groups",
             "llama3-two streams",
         ],
-        "test_a_reversible_stack_has_the_gradient_of_autodiff": ["attention-False"],
+        "test_an_algorithm_chooses_by_convolved_keys": ["op1"],
+        "test_packed_rows_compute_what_single_ones_do": ["scaled, learnt", "key_conv"],
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
@@ -258,6 +262,9 @@ QUICK = {
             "a vector before pairs",
         ],
     },
+    "models/test_kept_mass.py": {
+        "test_no_way_of_computing_a_transformer_changes_it": ["{'remat_policy': 'attention'}"],
+    },
     "models/test_lm.py": {
         "test_another_attention_is_one_gin_line": ["flash"],
         "test_apply_is_logits_of_features": ["ReformerLM"],
@@ -268,6 +275,7 @@ QUICK = {
             "TransformerLM-dense",
         ],
         "test_the_next_value_is_never_one_of_the_future": ["shared_qk"],
+        "test_no_option_is_ignored": ["ReformerLM"],
     },
     "models/test_seq2seq.py": {
         "test_a_step_of_hashed_cross_attention_is_the_layer_at_one_position": ["smyrf"],
@@ -280,7 +288,7 @@ QUICK = {
         "test_bfloat16": ["dense"],
         "test_equal_tokens_share_large_logits": ["flash", "lsh"],
         "test_packed_segments_equal_one_by_one": ["linear", "longformer"],
-        "test_segments_do_not_leak": ["flash", "linear", "longformer", "lsh"],
+        "test_segments_do_not_leak": ["lsh", "longformer"],
         "test_with_the_plan_given_nothing_reads_the_future": ["flash", "linear", "lsh"],
     },
     "ops/test_alignment.py": {
@@ -297,7 +305,7 @@ QUICK = {
         "test_the_same_buckets": ["float32-150-20-factors1-2", "bfloat16-37-8-factors0-3"],
     },
     "ops/test_block_sparse.py": {
-        "test_long_segments_with_and_without_masks": ["32-True-True", "16-False-False"],
+        "test_long_segments_with_and_without_masks": ["32-True-True"],
         "test_heads_have_masks_of_their_own": ["True-False"],
         "test_it_lowers_for_a_gpu": ["bfloat16-64-0.0"],
         "test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never": [
@@ -323,14 +331,18 @@ QUICK = {
         "test_arrays_without_padding": ["linear"],
         "test_bfloat16": ["local"],
         "test_the_impl_of_an_op_decides_its_step": ["flash", "local"],
+        "test_beams_share_their_past": ["flash", "shared_qk", "local"],
+        "test_the_kernel_of_one_query": [
+            "2-20-sizes1-float32-given1",
+            "4-130-sizes3-bfloat16-given3",
+        ],
+        "test_the_kernel_of_one_query_adds_a_key": ["False-3-3-sizes1", "True-4-2-sizes0"],
+        "test_a_step_sees_no_further_than_the_sequence": ["local", "asymmetric", "strict"],
     },
     "ops/test_indexing.py": {
         "test_recall_rises_with_hashes_and_with_blocks": [],
-        "test_a_segment_sees_nothing_of_its_neighbours": ["levels", "hashed"],
-        "test_candidates_that_cover_all_keys_leave_the_choice_as_it_is": [
-            "blocks-packed-True",
-            "clusters-packed-True",
-        ],
+        "test_a_segment_sees_nothing_of_its_neighbours": ["hashed"],
+        "test_candidates_that_cover_all_keys_leave_the_choice_as_it_is": ["clusters-packed-True"],
         "test_cost_grows_slower_than_pairs": ["levels"],
         "test_a_kernel_chooses_among_candidates_what_array_operations_do": ["hashed relu"],
         "test_later_tokens_change_no_choice": ["grouped", "levels", "clustered", "hashed"],
@@ -339,6 +351,7 @@ QUICK = {
             "all-9-packed-True",
             "grouped-14-whole-False",
         ],
+        "test_what_padding_holds_changes_no_choice": ["levels", "coded"],
     },
     "ops/test_compressed.py": {
         "test_no_summary_of_the_future_is_seen": ["csa"],
@@ -402,7 +415,7 @@ QUICK = {
             "True-longformer",
             "False-linformer",
         ],
-        "test_padding_changes_no_real_position": ["flash", "lsh"],
+        "test_padding_changes_no_real_position": ["flash"],
         "test_padding_may_hold_anything": ["linformer", "longformer"],
         "test_a_learnt_factor_stands_beside_other_weights": ["factory2", "factory3", "factory5"],
         "test_the_number_of_keys_seen": [
@@ -417,7 +430,7 @@ QUICK = {
             "linformer-soft_cap",
             "longformer-scale_by_length",
         ],
-        "test_a_step_is_the_last_row": ["flash", "lsh"],
+        "test_a_step_is_the_last_row": ["lsh"],
     },
     "ops/test_low_rank.py": {
         "test_the_kernel_of_long_short_attention_is_the_same_function": ["True-options2-True"],
@@ -452,12 +465,11 @@ QUICK = {
     "ops/test_padding.py": {
         "test_booleans_are_ids": [
             "behind-lsh",
-            "anywhere-flash",
-            "behind-linear",
-            "anywhere-linformer",
+            "anywhere-linear",
             "anywhere-longformer",
+            "anywhere-linformer",
         ],
-        "test_lengths_are_booleans": ["True-lsh", "False-flash", "True-linear"],
+        "test_lengths_are_booleans": ["True-linear", "False-flash"],
         "test_padding_costs_linear_attention_no_sort_and_no_mask": [
             "True-lengths",
             "False-segment_ids",
@@ -486,23 +498,22 @@ QUICK = {
     "ops/test_recall.py": {"test_separate_queries_and_keys_find_each_other": ["smyrf-False"]},
     "ops/test_recurrence.py": {"test_the_loop_over_positions": ["feature", "gated delta"]},
     "ops/test_recurrence_kernel.py": {
-        "test_it_lowers_for_a_gpu": ["feature delta-64-bfloat16", "feature-128-float32"]
+        "test_it_lowers_for_a_gpu": ["feature delta-64-bfloat16", "feature-128-float32"],
+        "test_the_loop_over_positions": [],
     },
     "ops/test_second_order.py": {
         "test_every_finite_score_counts": ["flash", "longformer", "lsh"],
     },
     "ops/test_separate_orders.py": {
         "test_a_plan_made_for_the_kernel_serves_array_operations": ["smyrf"],
-        "test_a_row_alone_has_the_order_that_it_has_among_others": [
-            "asymmetric_lsh-False-gpu",
-            "smyrf-True-cpu",
-        ],
+        "test_a_row_alone_has_the_order_that_it_has_among_others": ["asymmetric_lsh-False-gpu"],
         "test_the_kernel_hashes_as_array_operations_do": ["bfloat16"],
     },
     "ops/test_shards.py": {
-        "test_rows_are_those_of_the_whole_batch": ["flash", "linformer", "lsh"],
+        "test_rows_are_those_of_the_whole_batch": ["linformer", "lsh"],
         "test_steps_are_those_of_the_whole_batch": ["linear", "lsh"],
         "test_rows_and_heads_are_split": ["linear()", "local(chunk_len=4)"],
+        "test_queries_are_split_and_keys_are_whole": ["flash()"],
     },
     "ops/test_shared_qk.py": {
         "test_causal_attention_moved_by_one_position": ["9-True", "1-False"],
@@ -513,6 +524,7 @@ QUICK = {
     "ops/test_value_heads.py": {
         "test_a_layer_projects_fewer_heads": ["retention"],
         "test_it_is_repeated_queries_and_keys": ["linear", "linformer"],
+        "test_heads_of_256": ["gated_delta"],
     },
     "ops/test_without_the_matrix.py": {
         "test_a_few_heads_at_a_time": ["flash"],
@@ -523,7 +535,7 @@ QUICK = {
         "test_memory_is_linear_in_the_length": ["gradient-flash"],
         "test_padding_behind_rows_reaches_cudnn": ["83-True-1", "83-False-4"],
         "test_the_gradient_of_a_bias_keeps_its_dtype": ["flash"],
-        "test_the_kernel_is_the_same_function": ["dropout"],
+        "test_the_kernel_is_the_same_function": [],
         "test_what_a_bias_shares_is_never_expanded": ["shape1-flash"],
         "test_a_kernels_gradient_is_that_of_array_operations": ["True-True-0.3"],
         "test_the_kernel_of_dense_attention_is_the_same_function": ["True"],
@@ -534,17 +546,33 @@ QUICK = {
     },
     "ops/test_states.py": {
         "test_gradients_go_through_the_state": ["gated_delta"],
-        "test_parts_are_the_whole": ["rows-linear", "packed-kda"],
+        "test_parts_are_the_whole": ["packed-kda"],
         "test_the_last_state_is_that_of_decoding": ["kda"],
     },
     "test_dry_run.py": {
         "test_a_dry_run_needs_no_data_and_no_extra": [
             "reformer_text.gin-sizes0",
             "enwik8.gin-sizes1",
-            "reviews.gin-sizes2",
         ],
     },
     "training/test_training_carried.py": {"test_the_change_arrives": ["slots"]},
+    "training/test_training_checkpoint.py": {
+        "test_damage_is_told_with_the_way_back": [
+            "arrays-change",
+            "checkpoint.json-cut",
+            "manifest.json-<lambda>",
+        ],
+    },
+    "training/test_training_damage.py": {
+        "test_an_error_of_the_system_is_no_damage": [
+            "manifest.json-5",
+            "manifest.json-116",
+            "_METADATA-13",
+            "_METADATA-24",
+            "metrics.jsonl-5",
+            "metrics.jsonl-24",
+        ],
+    },
     "training/test_training_durability.py": {
         "test_any_failing_call_of_a_save_leaves_a_whole_checkpoint": ["rename-5"],
         "test_killed_while_a_step_is_saved_again_one_of_the_two_is_whole": ["rename"],
@@ -591,9 +619,10 @@ QUICK = {
             "adafactor-weight_decay",
             "adafactor-no_decay-weight_decay",
         ],
+        "test_muon_is_its_iteration_for_the_matrices_and_adamw_for_the_rest": ["0.2-5"],
     },
     "training/test_training_paths.py": {
-        "test_a_run_is_saved_and_restored_in_a_folder_of_any_name": ["brackets", "a backslash"],
+        "test_a_run_is_saved_and_restored_in_a_folder_of_any_name": ["brackets"],
     },
     "training/test_training_metrics.py": {
         "test_each_line_has_tokens_a_second_and_the_share_of_the_peak": ["1000000000.0"],
@@ -613,6 +642,9 @@ QUICK = {
     "training/test_watcher.py": {
         "test_a_process_that_is_killed_ends_the_others": ["2"],
         "test_processes_that_do_not_go_on_end_all": ["steps0-1-"],
+        "test_processes_that_are_no_run_are_told_in_a_line": [
+            "2-others1-num_processes is 2 in process 0 and 3 in process 1"
+        ],
     },
     # A process trains a row, and rows that a file has are not trained again, in two other tests.
     "test_benchmarks.py": {
@@ -627,5 +659,31 @@ QUICK = {
     },
     "test_nn.py": {
         "test_every_algorithm_without_weights": ["local", "lsh"],
+        "test_as_jax_s_own": [
+            "plain-dense",
+            "causal-flash",
+            "scale-dense",
+            "scale as it is-flash",
+            "key lengths-dense",
+            "query lengths-flash",
+            "both lengths-dense",
+            "window-flash",
+            "causal window-dense",
+            "window to the left-flash",
+            "window of both-dense",
+            "own position-flash",
+            "wide window-dense",
+            "uneven window-flash",
+            "window and lengths-dense",
+            "window and mask-flash",
+            "window and a hidden key-dense",
+            "window and mask of keys-flash",
+            "mask-dense",
+            "mask and lengths-flash",
+            "mask of a head-dense",
+            "bias-flash",
+            "bias and mask-dense",
+        ],
+        "test_of_two_sequences_and_without_a_batch": ["flash"],
     },
 }

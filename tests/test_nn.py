@@ -28,7 +28,8 @@ def value_and_gradients(function, arrays, rows=None, **call):
         out = out if rows is None else jnp.where(rows[:, :, None, None], out, 0)
         return jnp.sum(jnp.sin(out) * jnp.cos(jnp.arange(out.size).reshape(out.shape))), out
 
-    (_, out), gradients = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*arrays)
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    (_, out), gradients = run(*arrays)
     return out, *gradients
 
 

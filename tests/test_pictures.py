@@ -45,6 +45,7 @@ def pictures(monkeypatch, script):
             del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_every_picture_is_drawn_as_it_is_kept(pictures, tmp_path):
     pictures.main([f"--folder={tmp_path}"])
     drawn = {path.name for path in tmp_path.iterdir()}

@@ -23,6 +23,7 @@ def finish(monkeypatch, capsys, folder, *settings, flags=()):
         gin.clear_config()
 
 
+@pytest.mark.slow
 def test_the_quickstart_ends_with_a_sample_and_its_curve(monkeypatch, capsys, tmp_path):
     code, out, err = finish(monkeypatch, capsys, tmp_path / "run", "loop.train.sample_tokens=7")
     assert code == 0, err

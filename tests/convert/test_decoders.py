@@ -271,6 +271,7 @@ def test_the_text_of_a_model_of_several_media_is_read(name, kind, text, other, t
     assert back["model_type"] == f"{kind}_text" and "auto_map" not in back
 
 
+@pytest.mark.slow
 def test_a_text_that_would_pass_longropes_trained_length_is_refused(tmp_path):
     """Its keys would all rotate otherwise. Padding of a prompt makes no text a longer one."""
     table = decoders.LONGROPE | dict(original_max_position_embeddings=62)

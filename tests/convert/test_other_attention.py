@@ -144,7 +144,7 @@ def run(runs, tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_with_other_attention_is_scored(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(other_attention, "_BUDGETS", {"top_k": (2, 8)})
+    monkeypatch.setattr(other_attention, "_BUDGETS", {"top_k": (2,)})
     flags = "--from=gpt2", "--to=hashed", "--attention=moba(block_size=32)", "--layers=1"
     code, out, err = run(*flags, "--data_dir=text.txt", "--length=256")
     assert code == 0, err

@@ -84,6 +84,7 @@ def score(folder, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_each_picture_of_tasks_has_a_name_of_its_own(score, folder):
     names = []
     for flags in (["--length=144"], ["--lengths=144,150"], ["--length=144", "--depths=2"]):

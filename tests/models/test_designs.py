@@ -233,11 +233,12 @@ def test_layers_differ_in_angles_and_a_recurrence_in_heads():
     weights = jax.tree.map(lambda w: w.shape[1:], params["stack"]["block_2"]["attention"])
     assert (weights["w_q"], weights["w_v"], weights["w_o"]) == ((3, 8, 5), (6, 8, 7), (6, 7, 8))
     want = jax.jit(model.apply)(params, tokens, RNG)
-    logits, state = model.prefill(params, tokens[:, :5], np.array([5, 5]), LENGTH, RNG)
-    decoding = model.for_decoding(params)
+    prefill = jax.jit(model.prefill, static_argnums=3)
+    logits, state = prefill(params, tokens[:, :5], np.array([5, 5]), LENGTH, RNG)
+    decoding, step = model.for_decoding(params), jax.jit(model.step)
     for i in range(5, 8):
         np.testing.assert_allclose(logits, want[:, i], atol=2e-4)
-        logits, state = model.step(decoding, tokens[:, i], state)
+        logits, state = step(decoding, tokens[:, i], state)
 
 
 @each_design
@@ -313,6 +314,7 @@ def test_steps_of_decoding_are_rows_of_the_whole(name, stack):
         logits, state = step(weights, tokens[np.arange(2), lengths + i], state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("remat_policy", ["nothing", "attention"])
 def test_a_reversible_stack_has_the_gradient_of_autodiff(remat_policy, exact):
@@ -396,10 +398,11 @@ def test_an_encoder_decoder_has_the_design_in_all_its_attentions():
     want = jax.jit(model.apply)(params, source, target, rng=RNG)
     assert np.abs(want).max() < 2.0
     weights = model.for_decoding(params)
-    logits, state, memory = model.prefill(params, weights, source, 6, RNG)
+    prefill, step = jax.jit(model.prefill, static_argnums=3), jax.jit(model.step)
+    logits, state, memory = prefill(params, weights, source, 6, RNG)
     for i in range(5):
         np.testing.assert_allclose(logits, want[:, i], atol=2e-4)
-        logits, state = model.step(weights, target[:, i], state, memory)
+        logits, state = step(weights, target[:, i], state, memory)
 
 
 def test_a_masked_model_without_bias_has_no_weights_for_one():

@@ -1,5 +1,7 @@
 """The forward pass of chunked attention for Hopper GPUs: interpreted, dispatched and compiled."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,18 +54,22 @@ def test_interpreted_it_is_the_array_operations(options, n_hashes, packed, lengt
         buckets = rng.integers(0, 6, (1, 2, n_hashes, length)).astype(np.int32)
         order = jax.jit(lambda b: sorting.sort_by_bucket(b, 6, ids, n_pad))(buckets)
     exact = [None if x is None else x.astype(np.float32) for x in (q, k, v)]
-    want = chunked.chunked_attention(*exact, chunks, order, ids, None)
+    want = jax.jit(chunked.chunked_attention, static_argnums=3)(*exact, chunks, order, ids, None)
     if packed:
         q, k, v = (
             None if x is None else np.where(ids[..., None, None] == 0, np.nan, x).astype(x.dtype)
             for x in (q, k, v)
         )
-    qkv = (x if x is None else jnp.asarray(x) for x in (q, k, v))
-    x = UnsortedInputs(*qkv, order, padded, None)
-    got, row_max, row_sum = kernel.forward(chunks, x, interpret=True)
+    x = UnsortedInputs(
+        *(x if x is None else jnp.asarray(x) for x in (q, k, v)), order, padded, None
+    )
+    ours, triton = (
+        jax.jit(functools.partial(module.forward, interpret=True), static_argnums=0)(chunks, x)
+        for module in (kernel, kernel.triton)
+    )
+    got, row_max, row_sum = ours
     np.testing.assert_allclose(got.astype(np.float32), want, atol=0.03, rtol=0.01)
 
-    triton = kernel.triton.forward(chunks, x, interpret=True)
     if packed:
         token = ids[:, None] != 0
         row_max, row_sum = (np.where(token, x, 0) for x in (row_max, row_sum))

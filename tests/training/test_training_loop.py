@@ -32,6 +32,7 @@ def run(folder, **settings):
     return result, worker.record(folder)
 
 
+@pytest.mark.slow
 def test_z_loss_is_in_the_gradient_and_not_in_the_record(tmp_path):
     settings = dict(steps=2, log_every=1, eval_every=2)
     (_, plain), (_, with_z) = (
@@ -260,6 +261,7 @@ def test_a_signal_is_noted_where_saying_so_fails():
     assert stop.signal is signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_second_signal_that_waits_for_the_main_thread_is_the_same_request():
     script = """
 import hashlib, os, signal, threading, time
