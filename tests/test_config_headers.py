@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from reformax.cli import config, configs, evaluate, parsed, stand_in, train
+from reformax.cli import config, configs, dummy_task, evaluate, parsed, train
 from reformax.training import dry_run
 
 # A value has no mark of a sentence at its end.
@@ -66,7 +66,7 @@ def unused(path, args, folder):
         dry_run.check(**options)
         return iter(())
 
-    options, notes = stand_in.reported(check)
+    options, notes = dummy_task.reported(check)
     has_text = not list(notes)
     found = parsed.unused(args.config, [f"loop.train.{name}" for name in options])
     return [one for one in found if has_text or not one.startswith("text.text.")]
