@@ -40,7 +40,7 @@ from reformax.ops import (
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexer
-from reformax.ops.kernels.triton import chosen
+from reformax.ops.kernels.triton import chosen_keys
 from reformax.ops.masking.masks import Tokens
 from reformax.ops.sharding import borders
 from reformax.ops.sharding.shard import Shard
@@ -304,7 +304,7 @@ def test_the_indexers_loss_is_reported_as_that_of_one_device(op):
 
 def test_kernels_by_lists_attend_for_a_shard(monkeypatch):
     """At sizes at which lists do not pay yet."""
-    monkeypatch.setattr(chosen, "reads_lists", lambda *sizes: True)
+    monkeypatch.setattr(chosen_keys, "reads_lists", lambda *sizes: True)
     op, causal, length = OPS["indexer of kernels"]
     check_layer(layer_of(op, causal, True, **OPTIONS["indexer of kernels"]), length, [CONTEXT])
 
