@@ -302,6 +302,44 @@ def test_the_indexers_loss_is_reported_as_that_of_one_device(op):
     np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TransformerLM, ReformerLM], ids=lambda kind: kind.__name__)
+def test_layers_that_reuse_a_choice_are_those_of_one_device(kind):
+    """In both stacks, of which one computes the attention again in the backward pass."""
+    ops = dsa.dsa(**INDEXED), dsa.dsa(reuse=True), csa.csa(**INDEXED), csa.csa(reuse=True)
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_heads=2, n_layers=4, dropout=0.1)
+    model = kind(**sizes, attention_type=ops)
+    tokens = np.random.default_rng(0).integers(1, 16, (2, 40)).astype(np.int32)
+    params = model.init_params(jax.random.key(0), tokens.shape)
+
+    def loss(params, tokens):
+        features = model.features(params, tokens, rng=jax.random.key(1))
+        return jnp.sum(jnp.sin(jax.tree.leaves(features)[0]))
+
+    run = jax.value_and_grad(loss)
+    placed = jax.device_put(tokens, devices.over_tokens(CONTEXT))
+    got = jax.jit(devices.on(CONTEXT, run))(params, placed)
+    assert_trees_close(got, jax.jit(run)(params, tokens), 1e-4)
+
+
+def test_of_a_choice_only_keys_and_values_are_gathered():
+    """Neither queries, outputs and choices nor heads that keys are repeated for."""
+    length, n_heads, size = 512, 8, 8
+    op = dsa.dsa(top_k=64, n_index_heads=4, d_index=8)
+    sizes = dict(n_heads=n_heads, n_kv_heads=1, d_qk=size, d_v=size, causal=True)
+    layer, x = Attention(op, **sizes), jnp.ones((1, length, 64))
+    params = layer.init_params(jax.random.key(0), x.shape)
+    placed = jax.device_put(x, devices.over_tokens(CONTEXT))
+    run = jax.grad(lambda params, x: jnp.sum(jnp.sin(layer.apply(params, x))), argnums=(0, 1))
+    step = jax.jit(devices.on(CONTEXT, run)).lower(params, placed).compile()
+    found = [x for x in collectives(step.as_text()) if len(x.groups[0]) > 1]
+    gathered = [each.size for each in found if each.kind in ("all-gather", "reduce-scatter")]
+    assert gathered and max(gathered) <= 4 * length * size * 3
+    of_weights = 4 * sum(x.size for x in jax.tree.leaves(params))
+    assert sum(x.size for x in found if x.kind == "all-reduce") <= 2 * of_weights
+    assert {each.kind for each in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
 def test_kernels_by_lists_attend_for_a_shard(monkeypatch):
     """At sizes at which lists do not pay yet."""
     monkeypatch.setattr(chosen_keys, "reads_lists", lambda *sizes: True)
