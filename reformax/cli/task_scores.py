@@ -146,8 +146,8 @@ def _question_settings(args: argparse.Namespace) -> in_context.QuestionSettings:
             )
     default = in_context.QuestionSettings(lengths)
     hay = default.hay if args.texts is None else _hay(args.texts)
-    n, n_depths = args.limit or default.n, args.depths or default.n_depths
-    return in_context.QuestionSettings(lengths, n, n_depths, hay, args.seed)
+    n_questions, n_depths = args.limit or default.n_questions, args.depths or default.n_depths
+    return in_context.QuestionSettings(lengths, n_questions, n_depths, hay, args.seed)
 
 
 def _typed(args: argparse.Namespace) -> str | None:
