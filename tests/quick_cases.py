@@ -91,7 +91,7 @@ QUICK = {
             "windows rotate",
             "delta of few heads",
         ],
-        "test_a_folder_becomes_a_run_and_goes_back": ["qwen3.5"],
+        "test_a_folder_becomes_a_run_and_goes_back": ["llama 3.1"],
         "test_settings_of_generation_are_those_of_the_command": [],
     },
     "convert/test_hugging_face.py": {
@@ -236,7 +236,6 @@ QUICK = {
         "test_every_op_decodes_in_a_model": ["linear"],
         "test_every_position_is_that_of_the_forward": [
             "transformer, rotary",
-            "reformer, slots",
             "reformer, one head of local keys",
         ],
     },
@@ -436,7 +435,7 @@ QUICK = {
         "test_the_kernel_of_long_short_attention_is_the_same_function": ["True-options2-True"],
         "test_performers_features_of_some_positions_at_a_time": ["interpreted-bfloat16-anywhere"],
         "test_landmarks_are_means_of_equal_segments": ["12-4", "3-7"],
-        "test_long_short_computes_blocks_in_groups_as_at_once": ["True"],
+        "test_long_short_computes_blocks_in_groups_as_at_once": [],
         "test_long_short_without_its_long_part_is_local": ["True"],
         "test_performers_memory_has_no_features_of_all_positions": ["True"],
     },
@@ -650,12 +649,15 @@ QUICK = {
     "test_benchmarks.py": {
         "test_pathfinder_has_the_positions_of_its_grid": ["pathfinder-1024"],
         "test_models_of_recall_side_by_side_are_those_alone": [],
-        "test_a_recurrence_of_jax_linear_attention_gets_our_inputs": ["gated_delta"],
+        "test_a_recurrence_of_jax_linear_attention_gets_our_inputs": ["gated_linear"],
         "test_every_deep_row_is_a_model_of_48_layers": [
             "Transformer, attention kept",
             "reversible, all again",
             "Transformer, all again, offloaded",
         ],
+    },
+    "test_examples.py": {
+        "test_an_example_trains_evaluates_and_samples": ["train_flax-flax"],
     },
     "test_nn.py": {
         "test_every_algorithm_without_weights": ["local", "lsh"],

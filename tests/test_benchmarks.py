@@ -976,6 +976,7 @@ time.sleep(0.5)  # evaluates
 """
 
 
+@pytest.mark.slow
 def test_processes_train_in_turn_and_a_process_that_fails_gives_its_turn_back(tmp_path):
     command = [sys.executable, "-c", TRAINS, str(tmp_path)]
     last = {"fails": 2, "a": 3, "b": 3}

@@ -96,6 +96,7 @@ def test_changes_are_told_before_compiling(call, tmp_path):
     assert out.index("settings changed since the last run") < out.index("\ncompiling\n")
 
 
+@pytest.mark.slow
 def test_tokenizing_is_said_when_it_begins(call, tmp_path):
     (tmp_path / "text").write_text("the cat sat on the mat and the dog ran after it. " * 400)
     flags = ["--config_file=reformer_text.gin", "--data_dir=text", "--output_dir=run"]

@@ -124,6 +124,7 @@ def test_memory_does_not_grow_with_the_prompt(name):
     assert long.output_size_in_bytes - held < 2**12
 
 
+@pytest.mark.slow
 def test_long_prompts_are_read_in_pieces(monkeypatch):
     """By themselves where that computes the same, and never in a piece longer than set."""
     monkeypatch.setattr(decoding, "PIECE", 64)

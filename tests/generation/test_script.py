@@ -166,6 +166,7 @@ def test_a_model_of_numbers(run):
     assert all(0 <= word < 128 for word in words)
 
 
+@pytest.mark.slow
 def test_a_model_of_bytes_behind_reserved_ids(runs, run):
     folder = runs / "reserved"
 

@@ -110,6 +110,7 @@ def test_a_row_keeps_the_end_that_it_drew_of_several(both):
     assert state.token.tolist() == [row[-1] for row in ended]
 
 
+@pytest.mark.slow
 def test_further_lengths_compile_nothing(both):
     model, params = both
     start, go_on = generation.decoding._read_piece, generation.decoding._go_on

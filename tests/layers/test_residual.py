@@ -64,6 +64,7 @@ def test_post_norm_layers_that_are_written_out_compute_the_same(dtype):
     assert_trees_close(got, want, 1e-5 if dtype == "float32" else 2e-2)
 
 
+@pytest.mark.slow
 def test_dtype_is_what_sublayers_compute_in():
     cycle, x = plain.blocks([dense.dense()]), stream(5)
     wide, narrow = (layers.ResidualStack(cycle, 2, dtype=d) for d in ("float32", "bfloat16"))

@@ -90,6 +90,7 @@ def test_reversible_stacks_are_measured_alike(n_slots):
     close(plain, measured(ReformerLM, **sizes, scan_layers=False)[2])
 
 
+@pytest.mark.slow
 def test_dropout_of_weights_hides_no_key():
     model, params, found = measured(TransformerLM, dropout=0.0, attention_dropout=0.5)
     first = by_hand(model, params)[2]  # the layer before drops nothing, or it would differ

@@ -119,6 +119,7 @@ def test_any_array_of_a_call_may_lie_on_the_mesh(only):
     assert_trees_close(np.asarray(op(*arrays, causal=True)), np.asarray(want))
 
 
+@pytest.mark.slow
 def test_rows_are_counted_along_the_axes_that_they_are_split_over():
     """An axis of the name `data` says nothing of rows that are whole along it."""
     mesh = jax.make_mesh((min(N, 2), -(-N // 2)), ("data", "rest"))

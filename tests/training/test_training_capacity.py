@@ -92,6 +92,7 @@ def test_the_size_that_is_printed_fits_a_real_model(model_fn, op, monkeypatch):
     check(monkeypatch, partial(model_fn, **sizes), 100, batch_size=4, length=256)
 
 
+@pytest.mark.slow
 def test_positions_end_the_length_and_a_model_too_large_fits_nowhere():
     lines = list(dry_run.report(**worker.arguments(model=dict(max_length=100))))
     assert "longest sequence that fits: 8 x 100 tokens" in lines

@@ -238,6 +238,7 @@ def test_muon_is_its_iteration_for_the_matrices_and_adamw_for_the_rest(rms, n_it
     assert sizes == sorted([144, 144, 108, *others, *others])
 
 
+@pytest.mark.slow
 def test_muons_two_schedules_are_as_long_as_the_run():
     cosines = (optimizer.cosine(x, warmup_steps=0) for x in (0.05, 0.03))
     tx = optimizer.build(optimizer.muon(*cosines), 3)

@@ -182,6 +182,7 @@ def test_a_task_without_files_trains(tmp_path):
     assert result["bits_per_token"] > 0 and not (tmp_path / "vocabulary.model").exists()
 
 
+@pytest.mark.slow
 def test_an_average_is_the_mean_of_the_last_checkpoints(run):
     _, folder, _ = run
     checkpoints = checkpoint.Checkpoints(folder)
