@@ -27,6 +27,10 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     RecurrenceStates,
     SolvedDelta,
 )
+from reformax.ops.kernels.triton.recurrence_delta import (
+    delta_d_states_kernel,
+    delta_states_kernel,
+)
 from reformax.ops.kernels.triton.recurrence_outputs import (
     RecurrenceGradients,
     d_values_kernel,
@@ -36,6 +40,7 @@ from reformax.ops.kernels.triton.recurrence_outputs import (
     sums_kernel,
 )
 from reformax.ops.kernels.triton.recurrence_states import (
+    COLUMNS,
     StateBlocks,
     begins_kernel,
     d_states_kernel,
@@ -51,17 +56,20 @@ PROGRAMS, LEAST_CHUNKS = 264, 16
 # Warps of a program.
 WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values=4, gradients=8)
 STAGES = 3  # pipeline stages of the kernels that loop over chunks
+DELTA_COLUMNS = 128
+FUSED = True
 
 
 def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) -> RecurrencePlan:
     (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
     n_chunks = pl.cdiv(length, L)
     dtype = jnp.result_type(x.q, x.k, x.v)
-    blocks = StateBlocks.of(size, d_v, delta, dtype).grid(size, d_v)
+    blocks = StateBlocks.of(size, d_v, delta, dtype, DELTA_COLUMNS)
+    n_blocks = blocks.grid(size, d_v) * (2 if blocks.v > COLUMNS else 1)
     if groups is None and delta and size > NARROW_HEAD:
         groups = 1  # a chip does not hold the matrix of a group
     elif groups is None:
-        groups = min(PROGRAMS // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS)
+        groups = min(PROGRAMS // (batch * n_heads * n_blocks), n_chunks // LEAST_CHUNKS)
         # Groups read all chunks twice, and with the delta rule once more for a matrix.
         groups = groups if groups > (3 if delta else 1) else 1
     n_chunks = pl.cdiv(n_chunks, groups)
@@ -166,22 +174,33 @@ class _Launches(NamedTuple):
         solved,
         initial: RecurrenceStates | None = None,
         kept: KeptResults | None = None,
-    ) -> tuple[RecurrenceStates, Array, RecurrenceStates | None, KeptResults]:
+        outputs: bool = False,
+    ) -> tuple[RecurrenceStates | None, Array, RecurrenceStates | None, KeptResults]:
         """The state before each chunk, the written values, and the state after the last chunk.
+
+        With `outputs`, of the delta rule, the outputs in place of the first two, None and they.
 
         The state after the last chunk is there with the one before the first chunk, `initial`, of
         one group. The fourth result is what the backward pass reads, where it is called with None.
         """
 
         def run(begins, states, ends):
-            values = None if solved is None or states is None else self._like(self.x.v)
-            inputs, n = (self.x, solved, begins), 0
-            if solved is not None and states is None:
+            if solved is None:
+                states, ends = self._scan(states_kernel, (self.x, begins), (states, ends))
+                return states, None, ends
+            values = out = n = None
+            if states is None:
                 blocks = self._blocks
                 n = pl.cdiv(blocks.h, blocks.v)
                 width = (pl.cdiv(self.x.v.shape[3], blocks.v) + n) * blocks.v
                 ends = ends._replace(outer=self._shape(*ends.outer.shape[:4], width, dtype=F32))
-            return self._scan(states_kernel, inputs, (states, values, ends), n)
+            elif outputs:
+                states, out = None, self._like(self.x.v)
+            else:
+                values = self._like(self.x.v)
+            shapes = states, values, ends, out
+            found = self._scan(delta_states_kernel, (self.x, solved, begins), shapes, n or 0)
+            return found[0], found[3] if outputs else found[1], found[2]
 
         if initial is not None:
             states, values, final = run(initial, *self._state_shapes(F32))
@@ -210,9 +229,13 @@ class _Launches(NamedTuple):
         """
 
         def run(begins, states, ends):
-            d_values = None if solved is None or states is None else self._like(self.x.v)
-            inputs = self.x, solved, begins, d_out, d_total, d_values_within
-            return self._scan(d_states_kernel, inputs, (states, d_values, ends))
+            if solved is None:
+                inputs = self.x, begins, d_out, d_total
+                states, ends = self._scan(d_states_kernel, inputs, (states, ends))
+                return states, None, ends
+            d_values = None if states is None else self._like(self.x.v)
+            inputs = self.x, solved, begins, d_out, d_values_within
+            return self._scan(delta_d_states_kernel, inputs, (states, d_values, ends))
 
         if d_final is not None:
             return run(d_final, *self._state_shapes(F32))
@@ -222,7 +245,7 @@ class _Launches(NamedTuple):
     @property
     def _blocks(self) -> StateBlocks:
         (_, _, _, d_k), d_v, delta = self.x.k.shape, self.x.v.shape[3], self.x.beta is not None
-        return StateBlocks.of(d_k, d_v, delta, self.plan.dtype)
+        return StateBlocks.of(d_k, d_v, delta, self.plan.dtype, DELTA_COLUMNS)
 
     def _scan(self, kernel, inputs, out_shape, more_blocks: int = 0):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
@@ -232,10 +255,13 @@ class _Launches(NamedTuple):
         # programs of `states` share a processor where two stages are in flight; of `d_states`,
         # which reads more, one has it for itself, if it holds three.
         row = blocks.h * self.plan.dtype.itemsize
-        fewer = kernel is states_kernel or dispatch.shared_kib() < dispatch.LARGE_CHIP
+        fewer = kernel is delta_states_kernel or dispatch.shared_kib() < dispatch.LARGE_CHIP
         wide = row > 384 or (row >= 256 and fewer)
         stages = STAGES - 1 if wide and self.x.beta is not None else STAGES
-        return _run(kernel, self.plan, grid, inputs, out_shape, stages, blocks=blocks)
+        warps = None if self.x.beta is None else 4
+        if blocks.v > COLUMNS:
+            stages, warps = STAGES - 1, 8
+        return _run(kernel, self.plan, grid, inputs, out_shape, stages, warps, blocks=blocks)
 
     def _state_shapes(self, of_groups=None) -> list[RecurrenceStates]:
         """The shapes of the states of chunks, and of groups in the dtype `of_groups`."""
@@ -288,9 +314,16 @@ class _Launches(NamedTuple):
             kept = jnp.where(one_segment[:, None, :, None], kept, 0)
         return jnp.broadcast_to(kept, (*kept.shape[:3], size))
 
-    def output(self, states, values) -> Float[Array, "B T N V"]:
+    def output(self, solved, initial: RecurrenceStates | None = None):
+        """The outputs, and the last two results of `states`."""
+        fused = FUSED and solved is not None and not self.by_feature
+        fused = fused and dispatch.shared_kib() >= dispatch.LARGE_CHIP
+        fused = fused and self._blocks.h * self.plan.dtype.itemsize <= 256
+        states, values, final, kept = self.states(solved, initial, outputs=fused)
+        if fused:
+            return values, final, kept
         shapes = self._like(self.x.v), None
-        return self._each(output_kernel, (states, values), shapes)[0]
+        return self._each(output_kernel, (states, values), shapes)[0], final, kept
 
     def means(self, states) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
         shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
@@ -367,8 +400,8 @@ def forward(
       groups: groups of chunks that run in parallel; None: as many as fill a GPU.
     """
     launches = _launches(x, ids, interpret, groups, order)
-    states, values, _, kept = launches.states(launches.solved(keep=keep))
-    return launches.output(states, values)[..., : x.v.shape[3]], kept
+    out, _, kept = launches.output(launches.solved(keep=keep))
+    return out[..., : x.v.shape[3]], kept
 
 
 def backward(
@@ -405,10 +438,9 @@ def forward_from(
     The chunks are one group, so that states come in and go out once.
     """
     launches = _launches(x, ids, interpret, groups=1)
-    states, values, final, kept = launches.states(launches.solved(keep=keep), _state(initial))
+    out, final, kept = launches.output(launches.solved(keep=keep), _state(initial))
     size = x.v.shape[3]
-    out = launches.output(states, values)[..., :size].astype(F32)
-    return (out, final.outer[:, :, 0, :, :size]), kept
+    return (out[..., :size].astype(F32), final.outer[:, :, 0, :, :size]), kept
 
 
 def backward_from(

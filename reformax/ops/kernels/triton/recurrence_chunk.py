@@ -248,7 +248,7 @@ class ChunkRows(NamedTuple):
         return y if self.x.ids is None else jnp.where(self._old()[:, None], y, 0)
 
     def old_columns(self, pairs) -> Float[Array, "L L"]:
-        """`old_rows` of the right side of a product with these pairs."""
+        """`old_rows` of the right side of a product with these pairs, or of a transposed tile."""
         if self.by_head:
             pairs = pairs * jnp.exp(self.head_decay)[None, :]
         return pairs if self.x.ids is None else jnp.where(self._old()[None, :], pairs, 0)
@@ -274,22 +274,36 @@ class ChunkRows(NamedTuple):
             return y
         return jnp.where((self.ids() == self.id_at(self.start + L - 1))[:, None], y, 0)
 
+    def new_columns(self, y) -> Float[Array, "J L"]:
+        """`new_rows` of a transposed tile."""
+        if self.by_head:
+            y = y * jnp.exp(jnp.minimum(self.decay_at(L - 1) - self.head_decay[None, :], 0))
+        if self.x.ids is None:
+            return y
+        return jnp.where((self.ids() == self.id_at(self.start + L - 1))[None, :], y, 0)
+
     def times_beta(self, y) -> Float[Array, "L J"]:
         """Rows times the delta rule's factor."""
         return y if self.x.beta is None else y * self.numbers(self.x.beta)[:, None]
 
     def beta_columns(self, pairs) -> Float[Array, "L L"]:
-        """`times_beta` of the right side of a product with these pairs."""
+        """`times_beta` of the right side of a product with these pairs, or of a transposed tile."""
         return pairs if self.x.beta is None else pairs * self.numbers(self.x.beta)[None, :]
 
     def forget(self, state: RecurrenceStates, columns) -> RecurrenceStates:
         """The state decayed over the chunk; zeros where none is left, even of an infinite state."""
-        keys = None if state.keys is None else self._left(state.keys[:, None], columns)[:, 0]
-        return RecurrenceStates(self._left(state.outer, columns), keys)
+        end = None if self.x.decay is None else self._end(columns)
+        keys = None if state.keys is None else self._left(state.keys[:, None], end)[:, 0]
+        return RecurrenceStates(self._left(state.outer, end), keys)
 
-    def _left(self, state: Float[Array, "H V"], columns) -> Float[Array, "H V"]:
-        if self.x.decay is not None:
-            kept = jnp.exp(self._end(columns))
+    def forget_columns(self, state: Float[Array, "V H"], columns) -> Float[Array, "V H"]:
+        """`forget` of a transposed state."""
+        end = None if self.x.decay is None else self.decay_at(L - 1, columns)
+        return self._left(state, end)
+
+    def _left(self, state: Float[Array, "*d"], end: Float[Array, "*d"] | None):
+        if end is not None:
+            kept = jnp.exp(end)
             state = jnp.where(kept > 0, kept * state, 0)
         if self.x.ids is None:
             return state

@@ -26,7 +26,6 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     columns_of,
     joint_mask,
     parts_of,
-    to_float32,
 )
 
 COLUMNS = 64  # columns of a block
@@ -39,10 +38,12 @@ class StateBlocks(NamedTuple):
     v: int
 
     @classmethod
-    def of(cls, d_k: int, d_v: int, whole: bool, dtype: Any) -> StateBlocks:
-        """Blocks of a state; `whole` ones have all features of the keys."""
+    def of(cls, d_k: int, d_v: int, delta: bool, dtype: Any, columns: int = COLUMNS) -> StateBlocks:
+        """Blocks of a state; those of the delta rule have all features of the keys."""
         h, v, widest = power_of_two(d_k), power_of_two(d_v), 256 // jnp.dtype(dtype).itemsize
-        return cls(h if whole else min(h, 64), min(v, COLUMNS if h <= widest or not whole else 32))
+        if not delta:
+            return cls(min(h, COLUMNS), min(v, COLUMNS))
+        return cls(h, min(v, columns if h <= widest else 32))
 
     def grid(self, d_k: int, d_v: int) -> int:
         return pl.cdiv(d_k, self.h) * pl.cdiv(d_v, self.v)
@@ -54,8 +55,6 @@ def _block(plan: RecurrencePlan, x: RecurrenceArrays, blocks: StateBlocks):
     block, last = pl.program_id(0), pl.program_id(2)
     group = lax.rem(last, np.int32(plan.n_groups))
     program = ChunkRows(plan, x, lax.div(last, np.int32(plan.n_groups)), pl.program_id(1), 0, None)
-    if x.beta is not None:  # blocks of all features; those after the values are transitions
-        return program, group, columns_of(0, 0, blocks.h), columns_of(0, block * blocks.v, blocks.v)
     h = columns_of(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
     v = columns_of(0, lax.rem(block, np.int32(n)) * blocks.v, blocks.v)
     return program, group, h, v
@@ -74,61 +73,39 @@ def _add(rows: ChunkRows, state: RecurrenceStates, x, y, weights=None) -> Recurr
     return RecurrenceStates(state.outer + rows.product(x, y, "00"), keys)
 
 
-def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> None:
-    """The state before each chunk, and the written values; or the state at the end of each group.
+def states_kernel(x, begins, states, ends, *, plan, blocks) -> None:
+    """The state before each chunk, or the state at the end of each group.
 
     Args:
       x: the inputs.
-      solved: the delta rule; None for others.
       begins: the state before each group; None: zeros.
-      states, values: the results; None in the first of two passes. Values are the x of
-        `SolvedDelta`, None for others.
-      ends: the state at the end of each group from zeros, and the transition; None otherwise.
+      states: the results; None in the first of two passes.
+      ends: the state at the end of each group; None otherwise.
       plan, blocks: the static settings.
     """
     program, group, h, v = _block(plan, x, blocks)
     state = _zeros(plan, blocks)
-    columns, transition = v, None
     if begins is not None:
         state = program.state(begins, group, h, v)
-    elif solved is not None and ends is not None:
-        width = pl.cdiv(x.v.shape[3], blocks.v) * blocks.v
-        transition = pl.program_id(0) * blocks.v >= width
-        columns = jnp.where(transition, columns_of(0, 0, blocks.v), v)
-        state = RecurrenceStates(jnp.where(h[:, None] == v[None, :] - width, 1.0, 0.0))
 
     def step(i, state):
         chunk = group * plan.n_chunks + i
         rows = program.at(chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
-        # What does not wait for the products comes before them.
-        keys, kept = rows.read_new(h), rows.forget(state, h)
-        if solved is None:
-            written = rows.read(x.v, v)
-        else:
-            written = to_float32(rows.read(solved.values, columns))
-            if transition is not None:
-                written = jnp.where(transition, 0, written)
-            written = written - rows.product(rows.read(solved.reads, h), state.outer)
-            if values is not None:
-                rows.write(values, written, v)
-            written = rows.times_beta(written)
         weights = rows.new_rows(jnp.ones((L, 1), jnp.float32)) if plan.mean else None
-        return _add(rows, kept, keys, rows.new_rows(written), weights)
+        written = rows.new_rows(rows.read(x.v, v))
+        return _add(rows, rows.forget(state, h), rows.read_new(h), written, weights)
 
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
     if ends is not None:
         program.put_state(ends, group, h, v, state)
 
 
-def d_states_kernel(
-    x, solved, begins, d_out, d_total, d_values_within, states, d_values, ends, *, plan, blocks
-) -> None:
+def d_states_kernel(x, begins, d_out, d_total, states, ends, *, plan, blocks) -> None:
     """The gradient of the state after each chunk, from the last chunk on.
 
-    Arguments are as in `states_kernel`, with the gradients `d_out` and `d_total` of the outputs,
-    and those of the values through the outputs of their chunk, `d_values_within`.
+    Arguments are as in `states_kernel`, with the gradients `d_out` and `d_total` of the outputs.
     """
     program, group, h, v = _block(plan, x, blocks)
 
@@ -140,15 +117,7 @@ def d_states_kernel(
         q = rows.read(x.q if x.old_q is None else x.old_q, h)
         weights = rows.old_rows(rows.numbers(d_total)[:, None]) if plan.mean else None
         d = rows.old_rows(rows.read(d_out, v))
-        after = _add(rows, rows.forget(state, h), q, d, weights)
-        if solved is not None:
-            keys = rows.read_new(h)
-            d = rows.read(d_values_within, v) + rows.new_rows(rows.product(keys, state.outer))
-            if d_values is not None:
-                rows.write(d_values, d, v)
-            reads = rows.read(solved.reads, h)
-            after = RecurrenceStates(after.outer - rows.product(reads, rows.times_beta(d), "00"))
-        return after
+        return _add(rows, rows.forget(state, h), q, d, weights)
 
     state = _zeros(plan, blocks)
     if begins is not None:
