@@ -57,14 +57,19 @@ PROGRAMS, LEAST_CHUNKS = 264, 16
 WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values=4, gradients=8)
 STAGES = 3  # pipeline stages of the kernels that loop over chunks
 DELTA_COLUMNS = 128
+DELTA_STAGES = 4
 FUSED = True
+
+
+def _delta_columns() -> int:
+    return DELTA_COLUMNS if dispatch.shared_kib() >= dispatch.LARGE_CHIP else COLUMNS
 
 
 def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) -> RecurrencePlan:
     (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
     n_chunks = pl.cdiv(length, L)
     dtype = jnp.result_type(x.q, x.k, x.v)
-    blocks = StateBlocks.of(size, d_v, delta, dtype, DELTA_COLUMNS)
+    blocks = StateBlocks.of(size, d_v, delta, dtype, _delta_columns())
     n_blocks = blocks.grid(size, d_v) * (2 if blocks.v > COLUMNS else 1)
     if groups is None and delta and size > NARROW_HEAD:
         groups = 1  # a chip does not hold the matrix of a group
@@ -151,6 +156,14 @@ class _Launches(NamedTuple):
     @property
     def by_feature(self) -> bool:
         return self.x.decay is not None and self.x.decay.ndim == 4
+
+    @property
+    def fuses(self) -> bool:
+        """Whether scans of the delta rule compute what belongs to the pairs of a chunk."""
+        if not FUSED or self.x.beta is None or self.by_feature:
+            return False
+        row = self._blocks.h * self.plan.dtype.itemsize
+        return row <= 256 and dispatch.shared_kib() >= dispatch.LARGE_CHIP
 
     def solved(self, kept: KeptResults | None = None, keep: bool = False) -> SolvedDelta | None:
         """The delta rule of all chunks; None without `beta`.
@@ -245,7 +258,7 @@ class _Launches(NamedTuple):
     @property
     def _blocks(self) -> StateBlocks:
         (_, _, _, d_k), d_v, delta = self.x.k.shape, self.x.v.shape[3], self.x.beta is not None
-        return StateBlocks.of(d_k, d_v, delta, self.plan.dtype, DELTA_COLUMNS)
+        return StateBlocks.of(d_k, d_v, delta, self.plan.dtype, _delta_columns())
 
     def _scan(self, kernel, inputs, out_shape, more_blocks: int = 0):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
@@ -260,19 +273,24 @@ class _Launches(NamedTuple):
         stages = STAGES - 1 if wide and self.x.beta is not None else STAGES
         warps = None if self.x.beta is None else 4
         if blocks.v > COLUMNS:
-            stages, warps = STAGES - 1, 8
+            warps = 8
+            stages = STAGES
+            if kernel is delta_states_kernel and out_shape[3] is None:
+                stages = DELTA_STAGES
         return _run(kernel, self.plan, grid, inputs, out_shape, stages, warps, blocks=blocks)
 
     def _state_shapes(self, of_groups=None) -> list[RecurrenceStates]:
         """The shapes of the states of chunks, and of groups in the dtype `of_groups`."""
-        plan, (batch, _, n_heads, d_k) = self.plan, self.x.k.shape
+        plan, (batch, _, n_heads, d_k), d_v = self.plan, self.x.k.shape, self.x.v.shape[3]
 
-        def shapes(n, dtype=None):
-            outer = self._shape(batch, n_heads, n, d_k, self.x.v.shape[3], dtype=dtype)
+        def shapes(n, dtype, sides):
+            outer = self._shape(batch, n_heads, n, *sides, dtype=dtype)
             keys = self._shape(batch, n_heads, n, d_k, dtype=F32) if plan.mean else None
             return RecurrenceStates(outer, keys)
 
-        return [shapes(plan.n_groups * plan.n_chunks), shapes(plan.n_groups, of_groups)]
+        sides = (d_k, d_v) if self.x.beta is None else (d_v, d_k)
+        n = plan.n_groups * plan.n_chunks
+        return [shapes(n, None, sides), shapes(plan.n_groups, of_groups, (d_k, d_v))]
 
     def _groups(self, run, transitions, reverse: bool):
         """The states before groups, and after them from zeros; none of one group.
@@ -286,14 +304,17 @@ class _Launches(NamedTuple):
         ends = run(None, None, shapes)[2]
         if self.x.beta is not None and transitions is None:
             transitions = ends
-        blocks = self._blocks
+        blocks, d_v = self._blocks, self.x.v.shape[3]
+        width = pl.cdiv(d_v, blocks.v) * blocks.v
+        blocks = blocks._replace(v=min(blocks.v, COLUMNS))
         (begins,) = _run(
             begins_kernel,
             plan,
-            (blocks.grid(d_k, self.x.v.shape[3]), n_heads, batch),
+            (blocks.grid(d_k, d_v), n_heads, batch),
             (self.x, self._kept(), ends, transitions),
             (shapes,),
             blocks=blocks,
+            width=width,
             reverse=reverse,
         )
         return begins, ends
@@ -316,11 +337,8 @@ class _Launches(NamedTuple):
 
     def output(self, solved, initial: RecurrenceStates | None = None):
         """The outputs, and the last two results of `states`."""
-        fused = FUSED and solved is not None and not self.by_feature
-        fused = fused and dispatch.shared_kib() >= dispatch.LARGE_CHIP
-        fused = fused and self._blocks.h * self.plan.dtype.itemsize <= 256
-        states, values, final, kept = self.states(solved, initial, outputs=fused)
-        if fused:
+        states, values, final, kept = self.states(solved, initial, outputs=self.fuses)
+        if self.fuses:
             return values, final, kept
         shapes = self._like(self.x.v), None
         return self._each(output_kernel, (states, values), shapes)[0], final, kept
@@ -339,7 +357,8 @@ class _Launches(NamedTuple):
         states, values, _, _ = self.states(solved, initial, kept)
         d_values_within = inverse = None
         if solved is not None:
-            (d_values_within,) = self._each(d_values_kernel, (d_out,), (self._like(x.v),))
+            if not self.fuses:
+                (d_values_within,) = self._each(d_values_kernel, (d_out,), (self._like(x.v),))
             inverse = solved.inverse
         d_states, d_values, d_initial = self.d_states(
             solved, d_out, d_total, d_values_within, kept.transitions, d_final

@@ -48,7 +48,7 @@ class RecurrenceArrays(NamedTuple):
 class RecurrenceStates(NamedTuple):
     """The states of chunks or of groups, or a program's block of one."""
 
-    outer: Any  # [B, N, C, H, V], sums of k v^T
+    outer: Any  # [B, N, C, H, V], sums of k v^T; of chunks of the delta rule [B, N, C, V, H]
     keys: Any = None  # [B, N, C, H], sums of k for means, in float32
 
 
@@ -324,6 +324,13 @@ class ChunkRows(NamedTuple):
         outer = load(*self._state(refs.outer, chunk, h, v))
         keys = None if refs.keys is None else load(*self._keys(refs.keys, chunk, h))
         return RecurrenceStates(outer, keys)
+
+    def chunk_state(self, refs: RecurrenceStates, h, v) -> RecurrenceStates:
+        """The blocks of this chunk's state, which the delta rule's kernels write transposed."""
+        chunk = lax.div(self.start, np.int32(L))
+        if self.x.beta is None:
+            return self.state(refs, chunk, h, v)
+        return RecurrenceStates(self.state(refs, chunk, v, h).outer.T)
 
     def put_state(self, refs: RecurrenceStates, chunk, h, v, state: RecurrenceStates) -> None:
         view, mask = self._state(refs.outer, chunk, h, v)

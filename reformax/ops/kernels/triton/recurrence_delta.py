@@ -47,10 +47,6 @@ def _state(rows: ChunkRows, refs: RecurrenceStates | None, group, h, v) -> Float
     return rows.state(refs, group, h, v).outer.T
 
 
-def _put_state(rows: ChunkRows, refs: RecurrenceStates, chunk, h, v, state) -> None:
-    rows.put_state(refs, chunk, h, v, RecurrenceStates(state.T))
-
-
 def delta_states_kernel(x, solved, begins, states, values, ends, out, *, plan, blocks) -> None:
     """The state before each chunk and the written values, or the outputs, or ends of groups.
 
@@ -80,7 +76,7 @@ def delta_states_kernel(x, solved, begins, states, values, ends, out, *, plan, b
         chunk = group * plan.n_chunks + i
         rows = program.at(chunk * L)
         if states is not None:
-            _put_state(rows, states, chunk, h, v, state)
+            rows.put_state(states, chunk, v, h, RecurrenceStates(state))
         keys, kept = rows.read_new(h), rows.forget_columns(state, h)
         state = state.astype(plan.dtype)
         lacked = to_float32(rows.read(solved.values, columns)).T
@@ -99,7 +95,7 @@ def delta_states_kernel(x, solved, begins, states, values, ends, out, *, plan, b
 
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
     if ends is not None:
-        _put_state(program, ends, group, h, v, state)
+        program.put_state(ends, group, h, v, RecurrenceStates(state.T))
 
 
 def delta_d_states_kernel(
@@ -108,7 +104,8 @@ def delta_d_states_kernel(
     """The gradient of the state after each chunk, from the last chunk on, and of the values.
 
     Arguments are as in `delta_states_kernel`, with the gradients `d_out` of the outputs, and those
-    of the values through the outputs of their chunk, `d_values_within`.
+    of the values through the outputs of their chunk, `d_values_within`. If that is None, they are
+    computed here, of decays that are not by feature.
     """
     program, group, h, v = _program(plan, x, blocks)
 
@@ -116,12 +113,16 @@ def delta_d_states_kernel(
         chunk = group * plan.n_chunks + (plan.n_chunks - 1 - i)
         rows = program.at(chunk * L)
         if states is not None:
-            _put_state(rows, states, chunk, h, v, state)
-        after = rows.forget_columns(state, h)
-        d = rows.old_columns(to_float32(rows.read(d_out, v)).T)
-        after = after + rows.product(d, rows.read(x.q if x.old_q is None else x.old_q, h))
-        d = rows.product(state, rows.read_new(h), "11")
-        d = to_float32(rows.read(d_values_within, v)).T + rows.new_columns(d)
+            rows.put_state(states, chunk, v, h, RecurrenceStates(state))
+        q, keys = rows.read(x.q if x.old_q is None else x.old_q, h), rows.read_new(h)
+        after, of_out = rows.forget_columns(state, h), rows.read(d_out, v).T
+        if d_values_within is None:
+            pairs = rows.weighted(rows.product(q, keys, "11"), rows.seen())
+            d = rows.product(of_out, pairs)
+        else:
+            d = to_float32(rows.read(d_values_within, v)).T
+        after = after + rows.product(rows.old_columns(of_out), q)
+        d = d + rows.new_columns(rows.product(state, keys, "11"))
         if d_values is not None:
             rows.write(d_values, d.T, v)
         return after - rows.product(rows.beta_columns(d), rows.read(solved.reads, h))
@@ -129,4 +130,4 @@ def delta_d_states_kernel(
     state = _state(program, begins, group, h, v)
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
     if ends is not None:
-        _put_state(program, ends, group, h, v, state)
+        program.put_state(ends, group, h, v, RecurrenceStates(state.T))

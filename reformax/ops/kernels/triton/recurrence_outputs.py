@@ -200,12 +200,12 @@ def _pairs(rows, gradient: bool = False) -> Float[Array, "L L"]:
 
 def output_kernel(x, states, values, out, total, *, plan) -> None:
     """The outputs of a chunk's queries; or their means, and the sums `total` of the weights."""
-    rows, chunk = chunk_of(plan, x), pl.program_id(0)
+    rows = chunk_of(plan, x)
     v = columns_of(x.v.shape[3])
 
     def add_old(h, sums):
         old, weights = sums
-        q, state = rows.from_old(rows.read(x.q, h), h), rows.state(states, chunk, h, v)
+        q, state = rows.from_old(rows.read(x.q, h), h), rows.chunk_state(states, h, v)
         if plan.mean:
             weights = weights + jnp.sum(rows.rounded(q) * state.keys[None, :], axis=1)
         return old + rows.product(q, state.outer), weights
@@ -240,12 +240,12 @@ class RecurrenceGradients(NamedTuple):
     beta: Any  # [B, T, N]
 
 
-def _values_vjp(rows, d_states, chunk, d) -> Float[Array, "L V"]:
+def _values_vjp(rows, d_states, d) -> Float[Array, "L V"]:
     """The gradients of the values without the delta rule."""
     x, v = rows.x, columns_of(rows.x.v.shape[3])
 
     def add_new(h, dv):
-        d_state = rows.state(d_states, chunk, h, v).outer
+        d_state = rows.chunk_state(d_states, h, v).outer
         return dv + rows.new_rows(rows.product(rows.read_new(h), d_state))
 
     dv = rows.product(_pairs(rows, gradient=True), d, "00")
@@ -268,7 +268,7 @@ def gradients_kernel(
       out: the gradients.
       plan: the static settings.
     """
-    rows, chunk = chunk_of(plan, x), pl.program_id(0)
+    rows = chunk_of(plan, x)
     v = columns_of(x.v.shape[3])
     seen = rows.seen()
     u, d = rows.read(values), rows.read(d_out)
@@ -276,7 +276,7 @@ def gradients_kernel(
         along_q = x.k.shape[3] * jnp.sum(to_float32(rows.read(units.out)) * to_float32(d), axis=1)
     delta = None
     if x.beta is None:
-        dv = _values_vjp(rows, d_states, chunk, d)
+        dv = _values_vjp(rows, d_states, d)
         rows.write(out.v, dv)
         along_k = None if units is None else jnp.sum(dv * u, axis=1)
     else:
@@ -292,7 +292,7 @@ def gradients_kernel(
 
     def of_block(h, dc):
         q, k = rows.read(x.q, h), rows.read(x.k, h)
-        state, d_state = (rows.state(a, chunk, h, v) for a in (states, d_states))
+        state, d_state = (rows.chunk_state(a, h, v) for a in (states, d_states))
         dq, dk = rows.pairs_vjp(d_pairs, q, k, h)
         dq_old = rows.product(d, state.outer, "11")
         dk_new = rows.times_beta(rows.product(u, d_state.outer, "11"))

@@ -127,7 +127,7 @@ def d_states_kernel(x, begins, d_out, d_total, states, ends, *, plan, blocks) ->
         program.put_state(ends, group, h, v, state)
 
 
-def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) -> None:
+def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, width, reverse) -> None:
     """The state before each group; with `reverse`, the gradient of the state after it.
 
     Args:
@@ -135,10 +135,10 @@ def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) 
       kept: `[B, N, G, H]`, the decay of a state over a group; with the delta rule, 1 if any is
         left, or 0.
       ends: the state at the end of each group, from zeros.
-      transitions: for the delta rule `[B, N, G, H, W + H]`, whose last H columns are the group's
-        result for the identity; None for others.
+      transitions: for the delta rule `[B, N, G, H, width + H]`, whose last H columns are the
+        group's result for the identity; None for others.
       begins: the results.
-      plan, blocks: the static settings.
+      plan, blocks, width: the static settings.
       reverse: whether to go from the last group to the first.
     """
     n = pl.cdiv(x.v.shape[3], blocks.v)
@@ -154,7 +154,7 @@ def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) 
         left = load(left, joint_mask(None, column_mask(h, kept.shape[3], 1), (len(h), 1)))
         outer, keys = left * state.outer, state.keys
         if transitions is not None:
-            matrix = program.state(transitions, group, h, n * blocks.v + h).outer
+            matrix = program.state(transitions, group, h, width + h).outer
             parts = (parts_of(x, 2) for x in (matrix, state.outer))
             outer = matmul_in_parts(*parts, contract="00" if reverse else "10")
         more = program.state(ends, group, h, v)
