@@ -56,13 +56,19 @@ PROGRAMS, LEAST_CHUNKS = 264, 16
 # Warps of a program.
 WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values=4, gradients=8)
 STAGES = 3  # pipeline stages of the kernels that loop over chunks
+# Variants to be timed.
 DELTA_COLUMNS = 128
-DELTA_STAGES = 4
 FUSED = True
+GRADIENT_WARPS = None
+
+
+def _on_large_chip() -> bool:
+    return dispatch.shared_kib() >= dispatch.LARGE_CHIP
 
 
 def _delta_columns() -> int:
-    return DELTA_COLUMNS if dispatch.shared_kib() >= dispatch.LARGE_CHIP else COLUMNS
+    """Columns of the delta rule's states in a program: a large chip holds twice as many."""
+    return DELTA_COLUMNS if _on_large_chip() else COLUMNS
 
 
 def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) -> RecurrencePlan:
@@ -163,7 +169,7 @@ class _Launches(NamedTuple):
         if not FUSED or self.x.beta is None or self.by_feature:
             return False
         row = self._blocks.h * self.plan.dtype.itemsize
-        return row <= 256 and dispatch.shared_kib() >= dispatch.LARGE_CHIP
+        return row <= 256 and _on_large_chip()
 
     def solved(self, kept: KeptResults | None = None, keep: bool = False) -> SolvedDelta | None:
         """The delta rule of all chunks; None without `beta`.
@@ -264,19 +270,16 @@ class _Launches(NamedTuple):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
         blocks = self._blocks
         grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
-        # The delta rule reads whole rows of three arrays: a chip holds fewer wide ones. Two
-        # programs of `states` share a processor where two stages are in flight; of `d_states`,
-        # which reads more, one has it for itself, if it holds three.
-        row = blocks.h * self.plan.dtype.itemsize
-        fewer = kernel is delta_states_kernel or dispatch.shared_kib() < dispatch.LARGE_CHIP
-        wide = row > 384 or (row >= 256 and fewer)
-        stages = STAGES - 1 if wide and self.x.beta is not None else STAGES
-        warps = None if self.x.beta is None else 4
-        if blocks.v > COLUMNS:
-            warps = 8
-            stages = STAGES
-            if kernel is delta_states_kernel and out_shape[3] is None:
-                stages = DELTA_STAGES
+        stages, warps = STAGES, None
+        if self.x.beta is not None:
+            # Programs read whole rows of several arrays: a chip holds fewer wide ones. The rows of
+            # a step arrive while the one before computes, of few arrays two steps ahead.
+            row, large = blocks.h * self.plan.dtype.itemsize, _on_large_chip()
+            if row > 384 or (row >= 256 and not large):
+                stages = STAGES - 1
+            elif blocks.v > COLUMNS and kernel is delta_states_kernel and out_shape[3] is None:
+                stages = STAGES + 1
+            warps = 8 if blocks.v > COLUMNS or blocks.h > NARROW_HEAD else 4
         return _run(kernel, self.plan, grid, inputs, out_shape, stages, warps, blocks=blocks)
 
     def _state_shapes(self, of_groups=None) -> list[RecurrenceStates]:
@@ -376,7 +379,7 @@ class _Launches(NamedTuple):
         # those of decays by feature are too many for four.
         stages = 1 if whole or (wide and x.beta is not None) else STAGES - (wide or self.by_feature)
         more = whole or wide or (self.by_feature and not dispatch.on_hopper())
-        options = dict(stages=stages, warps=None if more else 4)
+        options = dict(stages=stages, warps=GRADIENT_WARPS or (None if more else 4))
         (out,) = self._each(gradients_kernel, inputs, (shapes,), **options)
         decay = out.decay if decay is not numbers else out.decay[..., None]
         beta = None if out.beta is None else out.beta[..., None]

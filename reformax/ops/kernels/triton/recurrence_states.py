@@ -28,7 +28,7 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     parts_of,
 )
 
-COLUMNS = 64  # columns of a block
+COLUMNS, WIDE_COLUMNS = 64, 32
 
 
 class StateBlocks(NamedTuple):
@@ -43,7 +43,7 @@ class StateBlocks(NamedTuple):
         h, v, widest = power_of_two(d_k), power_of_two(d_v), 256 // jnp.dtype(dtype).itemsize
         if not delta:
             return cls(min(h, COLUMNS), min(v, COLUMNS))
-        return cls(h, min(v, columns if h <= widest else 32))
+        return cls(h, min(v, columns if h <= widest else WIDE_COLUMNS))
 
     def grid(self, d_k: int, d_v: int) -> int:
         return pl.cdiv(d_k, self.h) * pl.cdiv(d_v, self.v)
