@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import recurrence as kernel
 from reformax.ops.kernels.triton.recurrence_chunk import NEAR
@@ -147,6 +148,16 @@ def test_groups_of_chunks_are_one_sequence(kind, packed):
         return out, kernel.backward(inputs, ids, kept, d_out, **options)
 
     assert_trees_close(run(3), run(1), 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_of_small_chips(packed, monkeypatch):
+    """There the delta rule's outputs, and gradients of values, have kernels of their own."""
+    monkeypatch.setattr(dispatch, "shared_kib", lambda: dispatch.SMALL_CHIP)
+    inputs = draw("gated delta", LENGTH, batch=1, n_heads=1, size=16)
+    ids = runs(LENGTH, 1) if packed else None
+    compare(inputs, np.float32, 4e-6, ids, impl=INTERPRETED)
 
 
 def test_segments_move_no_rows():

@@ -3,7 +3,8 @@
 They compute the function of `reformax.ops.recurrence.recurrence`, whose equations they follow (Yang
 et al. 2023, "Gated Linear Attention", sec. 4; Yang et al. 2024, "Gated Delta Networks", sec. 3.3).
 This file launches them. `recurrence_chunk` has the reads and writes of a program,
-`recurrence_states` passes states from chunk to chunk, and `recurrence_outputs` computes each chunk.
+`recurrence_states` and, with the delta rule, `recurrence_delta` pass states from chunk to chunk, and
+`recurrence_outputs` computes each chunk.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class _Launches(NamedTuple):
     ) -> tuple[RecurrenceStates | None, Array, RecurrenceStates | None, KeptResults]:
         """The state before each chunk, the written values, and the state after the last chunk.
 
-        With `outputs`, of the delta rule, the outputs in place of the first two, None and they.
+        With `outputs`, of the delta rule, the outputs are in place of the values, and no states.
 
         The state after the last chunk is there with the one before the first chunk, `initial`, of
         one group. The fourth result is what the backward pass reads, where it is called with None.
@@ -206,20 +207,21 @@ class _Launches(NamedTuple):
         def run(begins, states, ends):
             if solved is None:
                 states, ends = self._scan(states_kernel, (self.x, begins), (states, ends))
-                return states, None, ends
-            values = out = n = None
-            if states is None:
-                blocks = self._blocks
-                n = pl.cdiv(blocks.h, blocks.v)
-                width = (pl.cdiv(self.x.v.shape[3], blocks.v) + n) * blocks.v
+                return states, self.x.v, ends
+            values = out = None
+            blocks, more_blocks = self._blocks, 0
+            if states is None:  # the first of two passes, with the groups' transitions
+                more_blocks = pl.cdiv(blocks.h, blocks.v)
+                width = (pl.cdiv(self.x.v.shape[3], blocks.v) + more_blocks) * blocks.v
                 ends = ends._replace(outer=self._shape(*ends.outer.shape[:4], width, dtype=F32))
             elif outputs:
                 states, out = None, self._like(self.x.v)
             else:
                 values = self._like(self.x.v)
             shapes = states, values, ends, out
-            found = self._scan(delta_states_kernel, (self.x, solved, begins), shapes, n or 0)
-            return found[0], found[3] if outputs else found[1], found[2]
+            inputs = self.x, solved, begins
+            states, values, ends, out = self._scan(delta_states_kernel, inputs, shapes, more_blocks)
+            return states, out if outputs else values, ends
 
         if initial is not None:
             states, values, final = run(initial, *self._state_shapes(F32))
@@ -229,9 +231,9 @@ class _Launches(NamedTuple):
                 begins, ends = self._groups(run, None, reverse=False)
                 kept = KeptResults(begins, None if solved is None else ends)
             states, values, final = run(kept.begins, self._state_shapes()[0], None)
-        if solved is None:
-            return states, self.x.v, final, kept
-        return states, values, final, kept._replace(solution=solved.kept)
+        if solved is not None:
+            kept = kept._replace(solution=solved.kept)
+        return states, values, final, kept
 
     def d_states(
         self, solved, d_out, d_total, d_values_within, transitions, d_final=None

@@ -107,10 +107,14 @@ def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
     Newton's iteration, with precise residuals, removes the rounding of the products.
     """
     one = _one()
-    result = one - jnp.where(across(0), below, 0)
-    for bit in range(1, BITS):
+
+    def join(bit, result):
         corner = jnp.where(across(bit), below, 0)
-        result = result - rows.product(rows.product(result, corner), result)
+        return result - rows.product(rows.product(result, corner), result)
+
+    # A loop, because programs that hold all corners at once have few neighbours on a processor.
+    result = one - jnp.where(across(0), below, 0)
+    result = lax.fori_loop(np.int32(1), np.int32(BITS), join, result)
     to_float32 = rows.plan.dtype == jnp.float32
     n_parts = 3 if to_float32 else 2
     for _ in range(2 if to_float32 else 1):
