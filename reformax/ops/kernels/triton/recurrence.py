@@ -3,7 +3,7 @@
 They compute the function of `reformax.ops.recurrence.recurrence`, whose equations they follow (Yang
 et al. 2023, "Gated Linear Attention", sec. 4; Yang et al. 2024, "Gated Delta Networks", sec. 3.3).
 This file launches them. `recurrence_chunk` has the reads and writes of a program,
-`recurrence_states` and, with the delta rule, `recurrence_delta` pass states from chunk to chunk, and
+`recurrence_states` passes states from chunk to chunk, `recurrence_delta` those of the delta rule, and
 `recurrence_outputs` computes each chunk.
 """
 
