@@ -3,8 +3,8 @@
 They compute the function of `reformax.ops.recurrence.recurrence`, whose equations they follow (Yang
 et al. 2023, "Gated Linear Attention", sec. 4; Yang et al. 2024, "Gated Delta Networks", sec. 3.3).
 This file launches them. `recurrence_chunk` has the reads and writes of a program,
-`recurrence_states` passes states from chunk to chunk, `recurrence_delta` those of the delta rule, and
-`recurrence_outputs` computes each chunk.
+`recurrence_states` passes states from chunk to chunk, `recurrence_delta` does so with the delta
+rule, and `recurrence_outputs` computes each chunk.
 """
 
 from __future__ import annotations
