@@ -50,7 +50,7 @@ from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.recurrence import chunks
 from reformax.ops.recurrence.chunks import RecurrenceInputs
-from reformax.ops.recurrence.unit_length import of_unit_length, with_factors
+from reformax.ops.recurrence.unit_length import of_unit_length
 
 
 def recurrence(
@@ -191,8 +191,8 @@ def _recurrence(
         from reformax.ops.kernels.triton import recurrence as kernel
 
         order, ids = order_of_segments(segment_ids)
-        inputs = with_factors(inputs)[0] if unit_length else inputs
-        return kernel.forward(inputs, ids, order, interpret=interpret)[0]
+        forward = kernel.forward_of_unit_length if unit_length else kernel.forward
+        return forward(inputs, ids, order, interpret=interpret)[0]
     order, x, ids = contiguous_segments(inputs, segment_ids)
     out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
     return restore_order(out, order)
@@ -208,9 +208,11 @@ def _forward(size: int, interpret: bool | None, unit_length: bool, inputs, segme
     order, ids = order_of_segments(segment_ids)
     units = None
     if unit_length:  # the queries and keys before are not kept
-        given, units = with_factors(given)
+        forward = kernel.forward_of_unit_length
+        out, kept, given, units = forward(given, ids, order, keep=True, interpret=interpret)
         inputs = inputs._replace(q=given.q, k=given.k)
-    out, kept = kernel.forward(given, ids, order, keep=True, interpret=interpret)
+    else:
+        out, kept = kernel.forward(given, ids, order, keep=True, interpret=interpret)
     return out, (inputs, segment_ids, kept, units and units._replace(out=out))
 
 

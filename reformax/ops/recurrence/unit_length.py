@@ -39,10 +39,15 @@ def with_factors(x: RecurrenceInputs) -> tuple[RecurrenceInputs, UnitRows]:
     """`of_unit_length` with queries rounded once, not twice, and the factors of the rows."""
     size = x.q.shape[-1]
     wide = [y.astype(accum_dtype(y.dtype)) for y in x[:2]]
-    factors = [lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + EPSILON) for y in wide]
+    factors = [unit_factors(y) for y in wide]
     factors[0] = factors[0] * size**-0.5
     q, k = ((y * f).astype(x.v.dtype) for y, f in zip(wide, factors, strict=True))
     return x._replace(q=q, k=k), UnitRows(*(f[..., 0] for f in factors))
+
+
+def unit_factors(x: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:
+    """What rows are multiplied by to have length 1, as float32 or wider."""
+    return lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
 
 
 def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:

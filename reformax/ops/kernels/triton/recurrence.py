@@ -10,7 +10,7 @@ rule, and `recurrence_outputs` computes each chunk.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from reformax.ops.calls.dispatch import NARROW_HEAD
 from reformax.ops.kernels.triton.common import launch
 from reformax.ops.kernels.triton.recurrence_chunk import (
     L,
+    NormalizedRows,
     RecurrenceArrays,
     RecurrencePlan,
     RecurrenceStates,
@@ -49,7 +50,7 @@ from reformax.ops.kernels.triton.recurrence_states import (
 )
 from reformax.ops.masking.visibility import same_segment
 from reformax.ops.recurrence.chunks import RecurrenceInputs
-from reformax.ops.recurrence.unit_length import UnitRows
+from reformax.ops.recurrence.unit_length import UnitRows, with_factors
 
 F32 = jnp.float32
 # Programs that fill a GPU of 132 processors; the fewest chunks of a group.
@@ -61,10 +62,17 @@ STAGES = 3  # pipeline stages of the kernels that loop over chunks
 DELTA_COLUMNS = 128
 FUSED = True
 GRADIENT_WARPS = None
+UNIT_IN_KERNELS = True
 
 
 def _on_large_chip() -> bool:
-    return dispatch.shared_kib() >= dispatch.LARGE_CHIP
+    """Whether a chip holds a program of wide blocks: Hopper's, or none, where it is interpreted.
+
+    Blackwell's has too little memory for products.
+    """
+    if dispatch.shared_kib() < dispatch.LARGE_CHIP:
+        return False
+    return dispatch.on_hopper() or jax.default_backend() != "gpu"
 
 
 def _delta_columns() -> int:
@@ -172,22 +180,29 @@ class _Launches(NamedTuple):
         row = self._blocks.h * self.plan.dtype.itemsize
         return row <= 256 and _on_large_chip()
 
-    def solved(self, kept: KeptResults | None = None, keep: bool = False) -> SolvedDelta | None:
-        """The delta rule of all chunks; None without `beta`.
+    def _normalized(self, x) -> NormalizedRows:
+        return NormalizedRows(self._like(x, x.dtype), self._shape(*x.shape[:3], dtype=F32))
+
+    def solved(
+        self, kept: KeptResults | None = None, keep: bool = False, unit_length: bool = False
+    ) -> tuple[SolvedDelta | None, NormalizedRows | None]:
+        """The delta rule of all chunks; None without `beta`. And the keys, if they are normalised.
 
         Args:
           kept: the forward pass's results, for the backward pass, which reads the inverse too.
           keep: whether to write what the backward pass reads.
+          unit_length: whether keys are normalised.
         """
         x = self.x
         if x.beta is None:
-            return None
+            return None, None
         batch, _, n_heads, _ = x.k.shape
         square = self._shape(batch, n_heads, self.plan.padded, L)
         inverse, keeps = (square if wanted else None for wanted in (kept is not None, keep))
         shapes = SolvedDelta(self._like(x.k), self._like(x.v), inverse, keeps)
         solution = None if kept is None else kept.solution
-        return self._each(solve_kernel, (solution,), (shapes,))[0]
+        unit_k = self._normalized(x.k) if unit_length else None
+        return tuple(self._each(solve_kernel, (solution,), (shapes, unit_k)))
 
     def states(
         self,
@@ -195,10 +210,13 @@ class _Launches(NamedTuple):
         initial: RecurrenceStates | None = None,
         kept: KeptResults | None = None,
         outputs: bool = False,
-    ) -> tuple[RecurrenceStates | None, Array, RecurrenceStates | None, KeptResults]:
+        unit_q: NormalizedRows | None = None,
+        unit_length: bool = False,
+    ) -> tuple[Any, Array, RecurrenceStates | None, KeptResults]:
         """The state before each chunk, the written values, and the state after the last chunk.
 
-        With `outputs`, of the delta rule, the outputs are in place of the values, and no states.
+        With `outputs`, of the delta rule, the outputs are in place of the values, and what is
+        wanted of normalised queries in place of states.
 
         The state after the last chunk is there with the one before the first chunk, `initial`, of
         one group. The fourth result is what the backward pass reads, where it is called with None.
@@ -208,20 +226,21 @@ class _Launches(NamedTuple):
             if solved is None:
                 states, ends = self._scan(states_kernel, (self.x, begins), (states, ends))
                 return states, self.x.v, ends
-            values = out = None
+            values = out = wanted = None
             blocks, more_blocks = self._blocks, 0
             if states is None:  # the first of two passes, with the groups' transitions
                 more_blocks = pl.cdiv(blocks.h, blocks.v)
                 width = (pl.cdiv(self.x.v.shape[3], blocks.v) + more_blocks) * blocks.v
                 ends = ends._replace(outer=self._shape(*ends.outer.shape[:4], width, dtype=F32))
             elif outputs:
-                states, out = None, self._like(self.x.v)
+                states, out, wanted = None, self._like(self.x.v), unit_q
             else:
                 values = self._like(self.x.v)
-            shapes = states, values, ends, out
-            inputs = self.x, solved, begins
-            states, values, ends, out = self._scan(delta_states_kernel, inputs, shapes, more_blocks)
-            return states, out if outputs else values, ends
+            inputs, shapes = (self.x, solved, begins), (states, values, ends, out, wanted)
+            options = dict(more_blocks=more_blocks, unit_length=unit_length)
+            found = self._scan(delta_states_kernel, inputs, shapes, **options)
+            states, values, ends, out, wanted = found
+            return (wanted, out, ends) if outputs else (states, values, ends)
 
         if initial is not None:
             states, values, final = run(initial, *self._state_shapes(F32))
@@ -268,7 +287,7 @@ class _Launches(NamedTuple):
         (_, _, _, d_k), d_v, delta = self.x.k.shape, self.x.v.shape[3], self.x.beta is not None
         return StateBlocks.of(d_k, d_v, delta, self.plan.dtype, _delta_columns())
 
-    def _scan(self, kernel, inputs, out_shape, more_blocks: int = 0):
+    def _scan(self, kernel, inputs, out_shape, more_blocks: int = 0, **static):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
         blocks = self._blocks
         grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
@@ -282,7 +301,8 @@ class _Launches(NamedTuple):
             elif blocks.v > COLUMNS and kernel is delta_states_kernel and out_shape[3] is None:
                 stages = STAGES + 1
             warps = 8 if blocks.v > COLUMNS or blocks.h > NARROW_HEAD else 4
-        return _run(kernel, self.plan, grid, inputs, out_shape, stages, warps, blocks=blocks)
+        static |= dict(blocks=blocks)
+        return _run(kernel, self.plan, grid, inputs, out_shape, stages, warps, **static)
 
     def _state_shapes(self, of_groups=None) -> list[RecurrenceStates]:
         """The shapes of the states of chunks, and of groups in the dtype `of_groups`."""
@@ -342,9 +362,9 @@ class _Launches(NamedTuple):
 
     def output(self, solved, initial: RecurrenceStates | None = None):
         """The outputs, and the last two results of `states`."""
-        states, values, final, kept = self.states(solved, initial, outputs=self.fuses)
         if self.fuses:
-            return values, final, kept
+            return self.states(solved, initial, outputs=True)[1:]
+        states, values, final, kept = self.states(solved, initial)
         shapes = self._like(self.x.v), None
         return self._each(output_kernel, (states, values), shapes)[0], final, kept
 
@@ -358,7 +378,7 @@ class _Launches(NamedTuple):
         """The gradients of the inputs, and of the state before them where there is one."""
         x = self.x
         d_out = d_out.astype(self.plan.dtype)
-        solved = self.solved(kept)
+        solved, _ = self.solved(kept)
         states, values, _, _ = self.states(solved, initial, kept)
         d_values_within = inverse = None
         if solved is not None:
@@ -424,8 +444,38 @@ def forward(
       groups: groups of chunks that run in parallel; None: as many as fill a GPU.
     """
     launches = _launches(x, ids, interpret, groups, order)
-    out, _, kept = launches.output(launches.solved(keep=keep))
+    out, _, kept = launches.output(launches.solved(keep=keep)[0])
     return out[..., : x.v.shape[3]], kept
+
+
+def forward_of_unit_length(
+    x: RecurrenceInputs,
+    ids: Int[Array, "B T"] | None,
+    order: Int[Array, "B T"] | None = None,
+    *,
+    keep: bool = False,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N V"], KeptResults, RecurrenceInputs, UnitRows]:
+    """`forward` of queries and keys that are brought to unit length, which `with_factors` does.
+
+    Returns:
+      The results of `forward`. Then, for the backward pass, the inputs that are normalised and the
+      factors; with `keep` alone.
+    """
+    launches = _launches(x, ids, interpret, None, order)
+    if not (UNIT_IN_KERNELS and launches.fuses):
+        x, units = with_factors(x)
+        return *forward(x, ids, order, keep=keep, interpret=interpret), x, units
+    solved, unit_k = launches.solved(keep=keep, unit_length=True)
+    launches = launches._replace(x=launches.x._replace(k=unit_k.rows))
+    unit_q = launches._normalized(x.q) if keep else None
+    options = dict(outputs=True, unit_q=unit_q, unit_length=True)
+    unit_q, out, _, kept = launches.states(solved, **options)
+    out = out[..., : x.v.shape[3]]
+    if not keep:
+        return out, kept, x, None
+    x = x._replace(q=unit_q.rows, k=unit_k.rows)
+    return out, kept, x, UnitRows(unit_q.factors, unit_k.factors)
 
 
 def backward(
@@ -462,7 +512,7 @@ def forward_from(
     The chunks are one group, so that states come in and go out once.
     """
     launches = _launches(x, ids, interpret, groups=1)
-    out, final, kept = launches.output(launches.solved(keep=keep), _state(initial))
+    out, final, kept = launches.output(launches.solved(keep=keep)[0], _state(initial))
     size = x.v.shape[3]
     return (out[..., :size].astype(F32), final.outer[:, :, 0, :, :size]), kept
 

@@ -65,6 +65,13 @@ class SolvedDelta(NamedTuple):
     kept: Array | None = None  # [B, N, Tp, L], (1 + P b)^-1, for the backward pass
 
 
+class NormalizedRows(NamedTuple):
+    """Queries or keys of unit length, as a kernel writes them."""
+
+    rows: Array  # [B, T, N, H]
+    factors: Array  # [B, T, N], of the rows before
+
+
 class RecurrencePlan(NamedTuple):
     """The static settings of all kernels."""
 

@@ -27,6 +27,7 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     to_float32,
 )
 from reformax.ops.kernels.triton.recurrence_states import StateBlocks
+from reformax.ops.recurrence.unit_length import unit_factors
 
 
 def _program(plan: RecurrencePlan, x: RecurrenceArrays, blocks: StateBlocks):
@@ -47,7 +48,9 @@ def _state(rows: ChunkRows, refs: RecurrenceStates | None, group, h, v) -> Float
     return rows.state(refs, group, h, v).outer.T
 
 
-def delta_states_kernel(x, solved, begins, states, values, ends, out, *, plan, blocks) -> None:
+def delta_states_kernel(
+    x, solved, begins, states, values, ends, out, unit_q, *, plan, blocks, unit_length
+) -> None:
     """The state before each chunk and the written values, or the outputs, or ends of groups.
 
     Args:
@@ -60,7 +63,9 @@ def delta_states_kernel(x, solved, begins, states, values, ends, out, *, plan, b
         transition. None otherwise.
       out: the outputs, of decays that are not by feature; neither states nor values then travel
         through memory. None otherwise.
+      unit_q: with `out`, the results of queries that are normalised; None: they are not wanted.
       plan, blocks: the static settings.
+      unit_length: with `out`, whether queries are brought to unit length and scaled.
     """
     program, group, h, v = _program(plan, x, blocks)
     columns, transition = v, None
@@ -90,6 +95,12 @@ def delta_states_kernel(x, solved, begins, states, values, ends, out, *, plan, b
             q = rows.read(x.q, h)
             pairs = rows.weighted(rows.product(q, keys, "11"), rows.seen())
             old = rows.old_columns(rows.product(state, q, "11"))
+            if unit_length:
+                factors = unit_factors(to_float32(q)) * np.float32(x.q.shape[3] ** -0.5)
+                pairs, old = pairs * factors, old * factors[:, 0][None, :]
+                if unit_q is not None:
+                    rows.write(unit_q.rows, q * factors, h)
+                    rows.put_numbers(unit_q.factors, factors[:, 0])
             rows.write(out, (old + rows.product(written, pairs, "11")).T, v)
         return kept + rows.product(rows.new_columns(written), keys)
 

@@ -27,6 +27,7 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     sides,
     to_float32,
 )
+from reformax.ops.recurrence.unit_length import unit_factors
 from reformax.ops.softmax.online import LEAST_SUM
 
 # Decays.
@@ -58,7 +59,7 @@ def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
 # The delta rule.
 
 
-def solve_kernel(x, kept, solved, *, plan) -> None:
+def solve_kernel(x, kept, solved, unit_k, *, plan) -> None:
     """The delta rule as a recurrence of other values: `SolvedDelta` of a chunk.
 
     Rows x that lack what earlier rows of the chunk have written solve `(1 + P b) x = v - e^c k S`,
@@ -69,12 +70,20 @@ def solve_kernel(x, kept, solved, *, plan) -> None:
       x: the inputs.
       kept: of an earlier pass; None: the system is inverted, once for each chunk, by halves.
       solved: the results.
+      unit_k: the results of keys that are divided by their lengths; None: they have unit length.
       plan: the static settings.
     """
     rows = chunk_of(plan, x)
+    if unit_k is not None:
+        factors = unit_factors(to_float32(rows.read(x.k)))
+        rows.put_numbers(unit_k.factors, factors[:, 0])
+
+    def keys(h):
+        k = rows.read(x.k, h)
+        return k if unit_k is None else (k * factors).astype(unit_k.rows.dtype)
 
     def add(h, pairs):
-        k = rows.read(x.k, h)
+        k = keys(h)
         return pairs + rows.products_of(k, k, h)
 
     if kept is None or solved.inverse is not None:
@@ -89,7 +98,10 @@ def solve_kernel(x, kept, solved, *, plan) -> None:
     of_old = rows.old_columns(solution)
 
     def put_reads(h, carry):
-        rows.write(solved.reads, rows.product(of_old, rows.from_old(rows.read(x.k, h), h)), h)
+        k = keys(h)
+        if unit_k is not None:
+            rows.write(unit_k.rows, k, h)
+        rows.write(solved.reads, rows.product(of_old, rows.from_old(k, h)), h)
         return carry
 
     _each_block(x, put_reads, 0)
