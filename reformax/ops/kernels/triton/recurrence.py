@@ -75,25 +75,30 @@ def _on_large_chip() -> bool:
     return dispatch.on_hopper() or jax.default_backend() != "gpu"
 
 
-def _delta_columns() -> int:
-    """Columns of the delta rule's states in a program: a large chip holds twice as many."""
-    return DELTA_COLUMNS if _on_large_chip() else COLUMNS
-
-
 def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) -> RecurrencePlan:
+    length, dtype = x.k.shape[1], jnp.result_type(x.q, x.k, x.v)
+    columns = DELTA_COLUMNS if x.beta is not None and _on_large_chip() else COLUMNS
+    found, fills = _groups(x, dtype, columns, groups)
+    if not fills and columns > COLUMNS:  # more programs of narrower blocks
+        columns = COLUMNS
+        found, _ = _groups(x, dtype, columns, groups)
+    n_chunks = pl.cdiv(pl.cdiv(length, L), found)
+    return RecurrencePlan(length, found, n_chunks, mean, dtype, columns, interpret)
+
+
+def _groups(x: RecurrenceInputs, dtype, columns: int, groups: int | None) -> tuple[int, bool]:
+    """The number of groups of chunks, and whether their programs fill most of a GPU."""
     (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
-    n_chunks = pl.cdiv(length, L)
-    dtype = jnp.result_type(x.q, x.k, x.v)
-    blocks = StateBlocks.of(size, d_v, delta, dtype, _delta_columns())
-    n_blocks = blocks.grid(size, d_v) * (2 if blocks.v > COLUMNS else 1)
+    blocks = StateBlocks.of(size, d_v, delta, dtype, columns)
+    # A program of wide blocks has as many warps as two others.
+    n_programs = batch * n_heads * blocks.grid(size, d_v) * (2 if blocks.v > COLUMNS else 1)
     if groups is None and delta and size > NARROW_HEAD:
         groups = 1  # a chip does not hold the matrix of a group
     elif groups is None:
-        groups = min(PROGRAMS // (batch * n_heads * n_blocks), n_chunks // LEAST_CHUNKS)
+        groups = min(PROGRAMS // n_programs, pl.cdiv(length, L) // LEAST_CHUNKS)
         # Groups read all chunks twice, and with the delta rule once more for a matrix.
         groups = groups if groups > (3 if delta else 1) else 1
-    n_chunks = pl.cdiv(n_chunks, groups)
-    return RecurrencePlan(length, groups, n_chunks, mean, dtype, interpret)
+    return groups, groups > 1 or n_programs > PROGRAMS // 2
 
 
 def _read(
@@ -285,7 +290,7 @@ class _Launches(NamedTuple):
     @property
     def _blocks(self) -> StateBlocks:
         (_, _, _, d_k), d_v, delta = self.x.k.shape, self.x.v.shape[3], self.x.beta is not None
-        return StateBlocks.of(d_k, d_v, delta, self.plan.dtype, _delta_columns())
+        return StateBlocks.of(d_k, d_v, delta, self.plan.dtype, self.plan.columns)
 
     def _scan(self, kernel, inputs, out_shape, more_blocks: int = 0, **static):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]

@@ -80,6 +80,7 @@ class RecurrencePlan(NamedTuple):
     n_chunks: int  # chunks of a group
     mean: bool  # whether states have the sums of keys too
     dtype: Any  # the dtype of products' inputs
+    columns: int  # of a program's block of the state
     interpret: bool
 
     @property
