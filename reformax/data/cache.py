@@ -21,7 +21,7 @@ _DAY = 86_400  # seconds
 _KEY = 32  # hexadecimal digits of a text's name
 _OLD = ".old"
 _ENDS = ("", ".partial", _OLD)  # of the names of a text's folders
-_held: dict[Path, BinaryIO] = {}
+_held: set[Path] = set()  # the locks of texts that this process reads
 
 
 class Entry(NamedTuple):
@@ -50,9 +50,9 @@ def hold(folder: Path) -> None:
         durable.make_folder(folder.parent)
         if not path.exists():
             open(path, "ab").close()
-        file = open(path, "rb")  # noqa: SIM115 (the lock ends with the file)
-        fcntl.flock(file, fcntl.LOCK_SH)
-        _held[path] = file  # also where another user owns it, so that its time stays
+        descriptor = os.open(path, os.O_RDONLY)  # never closed: the lock ends with the process
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        _held.add(path)  # also where another user owns it, so that its time stays
         os.utime(path)
 
 
