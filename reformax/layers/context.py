@@ -10,8 +10,9 @@ device has a shard of each sequence. There are four ways to attend to the other 
   ends of the neighbouring shards.
 * **A ring** (`ops.softmax.ring`). Where heads would mostly be padded with zeros, keys and values
   are passed around the devices. The algorithm has shards of the sequence.
-* **Gathered keys** (`ops.sharding.queries`). Where all heads choose keys together, each device
-  computes its queries, for which the algorithm gathers keys and values.
+* **Gathered keys** (`ops.sharding.queries`). Where all heads choose keys together, or there are too
+  few heads of keys to exchange, each device computes its queries, for which the algorithm gathers
+  keys and values, or summaries of them.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class AttentionOp(LogitOptions):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether `read_on` computes several positions at once, and not one after the other."""
+        """Whether long prompts are read in pieces unasked, by a `read_on` of several at once."""
         return self.carries_state or type(self)._read_on is not AttentionOp._read_on
 
     @property
@@ -404,11 +404,7 @@ class AttentionOp(LogitOptions):
             `chosen` from `newest_choice` where it `reuses` a choice.
         """
         call = self._call(causal=True, position=position, **call)
-        if self.reuses and call.chosen is None:
-            raise SettingError(
-                f"chosen is None: {self.name} with reuse=True makes no choice, give newest_choice "
-                "of the cache of the op whose choice it reuses"
-            )
+        self._check_chosen(call, "newest_choice of the cache")
         q = self._scaled(call, params, q, k)
         return self._run(self._step, call, params, q, k, v, cache)
 
@@ -431,8 +427,17 @@ class AttentionOp(LogitOptions):
           K]`, where others reuse it, otherwise ().
         """
         call = self._call(causal=True, position=position, lengths=lengths, **call)
+        self._check_chosen(call, "the third result of read_on")
         q = self._scaled(call, params, q, k)
         return self._run(self._read_on, call, params, q, k, v, cache)
+
+    def _check_chosen(self, call: Call, found: str) -> None:
+        """Raises `SettingError` for a call without the choice that the op is to reuse."""
+        if self.reuses and call.chosen is None:
+            raise SettingError(
+                f"chosen is None: {self.name} with reuse=True makes no choice, give {found} of the "
+                "op whose choice it reuses"
+            )
 
     @final
     def replace_value(

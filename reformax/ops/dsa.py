@@ -102,9 +102,9 @@ class dsa(Reusing, AttentionOp):
       top_k: K: positions that a query sees; 2,048 in the paper's sec. 2.1.
       n_index_heads: J.
       d_index: D: the size of an index head.
-      index_loss: the factor of the indexer's loss, a mean over positions that is added to the
-        model's loss. With 0 the indexer does not learn. The means of the parts of a batch, or of
-        several devices, add up; Adam is invariant to the factor.
+      index_loss: the factor of the indexer's loss, which is added to the model's loss: a mean over
+        the positions of all devices, and of micro-batches the mean. With 0 the indexer does not
+        learn. Adam is invariant to the factor.
       report_loss: whether a step of training reports the indexer's loss as `index_loss`, the mean
         over layers and over up to 256 queries of a row, spread evenly. It has a weight of that
         name, a `Meter`, which `reformax.flax` refuses.

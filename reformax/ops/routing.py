@@ -35,6 +35,7 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
+from reformax.ops.numerics.best import with_nan_highest
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import in_blocks
@@ -129,6 +130,7 @@ class routing(AttentionOp):
 
             def of_centroid(centroid: Float[Array, "N H"]) -> Int[Array, "B N W"]:
                 products = jnp.einsum("btnh,nh->bnt", x, centroid, precision=lax.Precision.HIGHEST)
+                products = with_nan_highest(products)
                 _, position = lax.top_k(jnp.where(token_mask[:, None], products, -jnp.inf), width)
                 is_token = jnp.take_along_axis(token_mask[:, None], position, axis=2)
                 taken = jnp.arange(width)[None, None] < n_members[:, None, None]
@@ -302,4 +304,5 @@ class RoutingCache(NamedTuple):
 def _products(params, x: Float[Array, "B T N H"]) -> Float[Array, "B N C T"]:
     """The products of unit vectors with the centroids."""
     centroids = params["centroids"].value
-    return jnp.einsum("btnh,nch->bnct", _unit(x), centroids, precision=lax.Precision.HIGHEST)
+    exact = dict(precision=lax.Precision.HIGHEST)
+    return with_nan_highest(jnp.einsum("btnh,nch->bnct", _unit(x), centroids, **exact))

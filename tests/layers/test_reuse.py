@@ -139,6 +139,9 @@ def test_a_layer_alone_has_no_choice_to_reuse():
     with pytest.raises(SettingError, match="chosen is None: dsa with reuse=True makes no choice"):
         one = x.at(slice(None), slice(1))
         inputs.step(INDEXED(reuse=True), one, cache, position=jnp.full(2, 13))
+    with pytest.raises(SettingError, match="chosen is None: .*, give the third result of read_on"):
+        of_rows = dict(position=jnp.full(2, 13), lengths=jnp.ones(2, jnp.int32))
+        inputs.read_on(INDEXED(reuse=True), one, cache, **of_rows)
     with pytest.raises(SettingError, match="reuse is True and report_loss too"):
         INDEXED(reuse=True, report_loss=True)
 

@@ -12,7 +12,9 @@ from reformax.ops import dsa
 from reformax.ops.indexing import streaming
 from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexed, Indexer
+from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, scores_of_gathered
+from reformax.ops.masking.visibility import Side
 
 KEY = jax.random.key(3)
 ALL_CLUSTERS = Clustered(stride=4, n_clusters=100, n_nearest=106)
@@ -396,3 +398,23 @@ def test_equal_indexers_make_equal_ops():
     assert one == other and hash(one) == hash(other)
     assert one != dsa.dsa(indexer=Indexer(candidates=Hashed(n_buckets=(4, 6))))
     assert repr(one) == "dsa(indexer=Indexer(candidates=Hashed(n_buckets=(4, 8))))"
+
+
+@pytest.mark.parametrize("n_best", [3, 7])
+def test_the_best_of_each_devices_keys_are_the_best_of_all(n_best):
+    """Of equal scores the first position, and NaN as high as infinity, as on one device."""
+    length, n = 24, 3
+    x, at, ids = integers(length), np.arange(length)[None], np.ones((2, length), np.int32)
+    x.keys[:, 7] = np.copysign(np.float32(np.nan), np.float32(-1))
+    best = functools.partial(streaming.best_scores, "relu", ChoiceRule(causal=True), n_best)
+
+    def of_device(i, keys):
+        of_keys = ids[:, : keys.shape[1]]
+        found = best(x.queries, keys, Side(at, ids), of_keys, every=(i, n))
+        return streaming.best_over("devices", *found)
+
+    parts = np.moveaxis(x.keys.reshape(2, length // n, n, -1), 2, 0)
+    got = jax.jit(jax.vmap(of_device, axis_name="devices"))(np.arange(n), parts)
+    _, want = jax.jit(best)(x.queries, x.keys, Side(at, ids), ids)
+    assert (np.asarray(want)[:, 7:] == 7).any(axis=-1).all()
+    np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from reformax.ops import csa, dsa, moba, nsa
+from reformax.ops import csa, dsa, moba, nsa, routing
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing.indexer import Indexer
 from tests.ops import inputs
@@ -24,6 +24,14 @@ OPS = {
 }
 # Not a multiple of a block, so that the last block is partial.
 LENGTH, AT = 38, 9
+# Integers, and sorts by sign, order it below all other numbers.
+NAN = np.copysign(np.float32(np.nan), np.float32(-1))
+
+
+def poisoned(x):
+    x = x.copy()
+    x[:, AT] = NAN
+    return x
 
 
 @pytest.mark.parametrize("impl", ["xla", INTERPRETED])
@@ -34,12 +42,6 @@ def test_nan_comes_out(name, impl):
     x = inputs.draw(op, 1, LENGTH, 2, 8, 8)
     run = jax.jit(lambda x: inputs.call(op, x, causal=True))
     assert np.isfinite(run(x)).all()
-    nan = np.copysign(np.float32(np.nan), np.float32(-1))  # which integers order below all others
-
-    def poisoned(y):
-        y = y.copy()
-        y[:, AT] = nan
-        return y
 
     def where_nan(x):
         return np.flatnonzero(np.isnan(run(x)).all(axis=(0, 2, 3))).tolist()
@@ -51,3 +53,29 @@ def test_nan_comes_out(name, impl):
 
     assert where_nan(x._replace(q=poisoned(x.q))) == [AT]
     assert where_nan(with_nan_keys(x)) == list(range(AT, LENGTH))
+
+
+@pytest.mark.parametrize("impl", ["xla", INTERPRETED])
+def test_clusters_take_nan(impl):
+    """Each of them, of queries and of keys; a query in none would attend to itself."""
+    op = routing.routing(n_clusters=4, impl=impl)
+    x = inputs.draw(op, 1, LENGTH, 2, 8, 8)
+    x = x._replace(q=poisoned(x.q), k=poisoned(x.k))
+    plan = inputs.plan(op, x, causal=True)
+    for members in plan:
+        assert (np.asarray(members) == AT).any(axis=-1).all()
+    out = inputs.apply(op, x, plan=plan, segment_ids=None, causal=True)
+    assert np.isnan(out[:, AT]).all()
+
+
+def test_a_step_sees_keys_of_nan():
+    """Of a cluster that has the newest query, which is the centroid, and five keys of 38."""
+    op = routing.routing(n_clusters=1, cluster_size=5)
+    x = inputs.draw(op, 1, LENGTH, 2, 8, 8)
+    x = x._replace(k=poisoned(x.k))
+    x.q[:, -1] = x.params["centroids"].value[:, 0]
+    prompt, newest = (x.at(slice(None), part) for part in (slice(-1), slice(-1, None)))
+    lengths = np.full(1, LENGTH - 1)
+    settings = dict(plan=None, lengths=lengths, capacity=LENGTH, rng=None)
+    step = jax.jit(lambda x, cache: inputs.step(op, x, cache, position=lengths)[0])
+    assert np.isnan(step(newest, inputs.init_cache(op, prompt, **settings))).all()

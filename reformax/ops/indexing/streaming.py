@@ -18,7 +18,7 @@ from reformax import devices
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, scores
 from reformax.ops.masking.visibility import Side, Visibility
-from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.best import best_of, with_nan_highest
 from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 
 # Numbers of a chunk's scores in memory at a time, and the fewest keys of a tile.
@@ -53,7 +53,7 @@ def best_scores(
 ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
     """The highest scores of each query, the highest first, and the positions of their keys.
 
-    Where there is none, they are minus infinity and -1.
+    Where there is none, they are minus infinity and -1. NaN is infinity.
 
     Args:
       score, rule: how keys are scored, and which ones a query may choose.
@@ -81,7 +81,8 @@ def best_scores(
             number = i * size + jnp.arange(size, dtype=jnp.int32)[None, None]
             key_position = offset + number * stride
             key = Side(key_position, tile_ids[:, None], exists=number < n_keys)
-            tile = jnp.where(rule.allows(query, key), scores(score, index, tile_keys), -jnp.inf)
+            found_scores = with_nan_highest(scores(score, index, tile_keys))
+            tile = jnp.where(rule.allows(query, key), found_scores, -jnp.inf)
             both = jnp.concatenate([best, tile], axis=-1)
             key_position = jnp.broadcast_to(key_position, tile.shape)
             positions = jnp.concatenate([best_position, key_position], axis=-1)
