@@ -91,7 +91,7 @@ def _open(
         with naming(one):
             one.task.n_targets(one.split)  # an unknown split fails now
     restored = run_setup.restore_or_init(setup, checkpoints, newest, vocabulary)
-    processes.compare(restored.data)
+    processes.compare({f"the data of {split}": x for split, x in restored.data.items()})
     samples.check(restored.state.eval_params, messages.note)
     state = _state_of(restored, scores)
     # Whether the run computes anything by its config.
