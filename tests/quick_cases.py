@@ -579,9 +579,6 @@ QUICK = {
     },
     # An evaluation and a dry run have the mask too.
     "training/test_training_documents.py": {"test_a_run_keeps_its_mask": []},
-    "training/test_training_hostile_checkpoints.py": {
-        "test_a_hostile_checkpoint_takes_little_memory": ["a chunk that decodes to much"],
-    },
     "training/test_training_loss.py": {
         "test_smoothing_is_the_cross_entropy_to_the_smoothed_targets": ["13-0.5", "5-0.1"],
         "test_sums_and_gradients_equal_the_plain_ones": ["13-5"],
