@@ -336,10 +336,7 @@ class Hay:
     """A text whose parts needles lie between: lines, or parts of long ones."""
 
     def __init__(self, parts: Sequence[str], begins_anywhere: bool = True):
-        """Args:
-        parts: of the text.
-        begins_anywhere: whether what is taken begins at any part, or at the first.
-        """
+        """Keeps the parts of a text; what is taken begins at any of them, or at the first."""
         self._parts, self._begins_anywhere = parts, begins_anywhere
         self._per_part: dict[Encode, float] = {}
 

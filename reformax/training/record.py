@@ -3,8 +3,9 @@
 Every line of metrics.jsonl is one JSON object with `step`, `split`, the run's metric, such as
 `bits_per_dim`, and a `tag`: 'train' is the mean of steps, with the `tokens` seen so far; 'eval' is
 an evaluation, with the `n_targets` scored and `whole`: whether these are the split; 'sample' has
-`texts` that the model wrote; 'kept_mass' is of `report_kept_mass_every`. Numbers that depend on the
-machine's speed are under `timing`: `seconds` since the run began, over resumptions, and of training
+`texts` that the model wrote; 'kept_mass' is of `report_kept_mass_every`; 'data' says which splits
+have changed, and 'note' how many lines are lost. Numbers that depend on the machine's speed are
+under `timing`: `seconds` since the run began, over resumptions, and of training
 `tokens_per_second` and `mfu`, null where they are not known. Without them, a run that was stopped
 and resumed has the record of a run that was not.
 """
@@ -58,7 +59,7 @@ class Record:
         *,
         tag: str,
     ) -> None:
-        """Adds a line for `split` after `step` steps; see above for tags."""
+        """Adds a line for `split` after `step` steps; `tag` is as the module says."""
         line = {"step": step, "tag": tag, "split": split, **values}
         self.lines.append({**line, "timing": timing})
         shown = {f"{split}/{name}": value for name, value in {**values, **timing}.items()}

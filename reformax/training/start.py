@@ -37,7 +37,7 @@ from reformax.training.lock import alone_in
 from reformax.training.messages import Messages
 from reformax.training.prefetch import prefetch
 from reformax.training.processes import Processes
-from reformax.training.record import Bar, NoRecord
+from reformax.training.record import Bar, NoRecord, Record
 from reformax.training.run import Run, RunState, report_notes, report_saves
 from reformax.training.samples import Samples
 from reformax.training.scores import Scores
@@ -91,7 +91,7 @@ def _open(
         with naming(one):
             one.task.n_targets(one.split)  # an unknown split fails now
     restored = run_setup.restore_or_init(setup, checkpoints, newest, vocabulary)
-    processes.compare(restored.data)
+    processes.compare({f"the data of {split}": x for split, x in restored.data.items()})
     samples.check(restored.state.eval_params, messages.note)
     state = _state_of(restored, scores)
     # Whether the run computes anything by its config.
@@ -267,6 +267,7 @@ def _step_log(
 ) -> StepLog:
     """The log of steps, with the run's bar and its clock, which goes on from the checkpoint's."""
     settings, step, info = setup.settings, restored.step, restored.info
+    begun = restored.seconds - started  # the clock holds no array of the state
     unit = "bits_per_byte" if settings.task.of_bytes else settings.own_evaluation.metric
     return StepLog(
         settings,
@@ -274,7 +275,7 @@ def _step_log(
         Bar(step, settings.steps, settings.progress, unit),
         list(info.get("window", ())),
         info.get("tokens", step * settings.batch_size * settings.length),
-        lambda: restored.seconds - started + time.monotonic(),
+        lambda: begun + time.monotonic(),
         partial(callbacks.call, "on_step"),
         _utilization(setup, restored),
     )

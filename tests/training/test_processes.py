@@ -233,6 +233,25 @@ def test_token_files_give_any_number_of_processes_the_batches_of_one(tmp_path, c
         assert {(step, n) for step in steps} <= set(seen)
 
 
+@pytest.mark.slow
+def test_processes_with_other_data_end_before_step_1(tmp_path):
+    homes = tmp_path / "0", tmp_path / "1"
+    for i, home in enumerate(homes):
+        home.mkdir()
+        (home / "a.txt").write_text(f"line {i} of many\n" * 999)
+    config = CONFIG.replace("@tiny.counting()", "@tiny.noted()")
+    config = config.replace("tiny.counting.seconds = 0.05", "tiny.TinyLM.vocab_size = 256")
+    config += "tiny.noted.data_dir = '~/a.txt'\ntiny.noted.notes = '.'\n"
+    (tmp_path / "run.gin").write_text(config)
+    own, address = ["--config_file=run.gin", "--output_dir=run"], f"localhost:{port()}"
+    commands = [[*own, *flags(address, i)] for i in range(2)]
+    found = tuple({"HOME": str(home)} for home in homes)
+    with Launch(commands, tmp_path, found=found) as launched:
+        assert launched.codes(60) == [2, 2], launched.said
+    for said in launched.said:
+        assert "error: the data of test is " in said and " in process 1: give all" in said, said
+
+
 def evaluate_together(folder: str, monkeypatch, capsys) -> None:
     """Two processes score what one does; `generate` refuses them."""
     options = [f"--output_dir={folder}", "--tokens=2000", "--by_position", "--quiet"]
