@@ -225,9 +225,18 @@ def cache_specs(op: AttentionOp, cache: T) -> T:
 
 
 def to_cache(function: Callable[..., T], op: AttentionOp, rows: tuple, whole: tuple) -> T:
-    """`function(*rows, *whole)` on the devices of the mesh: an op's cache of whole prompts."""
+    """`function(*rows, *whole)` on the devices of the mesh: an op's cache of whole prompts.
+
+    Raises:
+      SettingError: devices would have parts of the cache, which are made by reading in pieces.
+    """
     if devices.current() is None:
         return function(*rows, *whole)
+    if (n := devices.n_sequence_shards()) > 1 and op.divides_cache:
+        raise SettingError(
+            f"mesh has context={n} and op is {op}, whose cache devices divide by position: read "
+            "the prompt by generation.read, or use context=1"
+        )
     specs = cache_specs(op, jax.eval_shape(function, *rows, *whole))
     every = (Spec(devices.ROWS),) * len(rows) + (Spec(),) * len(whole)
     return devices.per_shard(function, every, specs)(*rows, *whole)

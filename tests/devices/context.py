@@ -650,3 +650,15 @@ def test_caches_that_are_not_divided_are_refused(op):
     refusal = f"^mesh has context=8 and op is {op.name}.*whose cache is not"
     with pytest.raises(SettingError, match=refusal):
         generation.stream(model, params, [[1]], 2, **shared)  # before a token is asked for
+
+
+def test_a_whole_prompt_is_not_read_into_a_divided_cache():
+    """Reading in pieces does that: a device would take the cache of all for its part."""
+    model = TransformerLM(
+        **dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=8, mode="eval"),
+        attention_type=flash.flash(),
+    )
+    params = model.init_params(jax.random.key(0), (1, 8))
+    prefill = devices.on(CONTEXT, functools.partial(model.prefill, capacity=16))
+    with pytest.raises(SettingError, match="context=8 and op is flash.*whose cache devices divide"):
+        jax.jit(prefill)(params, jnp.ones((1, 8), jnp.int32), jnp.full(1, 8))
