@@ -41,6 +41,7 @@ def test_a_quiet_run_prints_its_result_alone(monkeypatch, capsys, tmp_path):
     assert code == 0 and out.startswith("valid bits per dim")
 
 
+@pytest.mark.slow
 def test_a_curve_that_fails_ends_no_run(monkeypatch, capsys, tmp_path):
     def fails(*args):
         raise OSError("gone")

@@ -21,7 +21,7 @@ _DAY = 86_400  # seconds
 _KEY = 32  # hexadecimal digits of a text's name
 _OLD = ".old"
 _ENDS = ("", ".partial", _OLD)  # of the names of a text's folders
-_held: set[Path] = set()  # the locks of texts that this process reads
+_held: dict[Path, int] = {}  # the descriptors of the locks of texts that this process reads
 
 
 class Entry(NamedTuple):
@@ -52,7 +52,7 @@ def hold(folder: Path) -> None:
             open(path, "ab").close()
         descriptor = os.open(path, os.O_RDONLY)  # never closed: the lock ends with the process
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        _held.add(path)  # also where another user owns it, so that its time stays
+        _held[path] = descriptor  # also where another user owns it, so that its time stays
         os.utime(path)
 
 

@@ -99,6 +99,7 @@ def test_logits_are_those_of_the_equations(tmp_path):
     np.testing.assert_allclose(got[1, :7], forward(weights, tokens[:7]), atol=3e-5)
 
 
+@pytest.mark.slow
 def test_a_folder_with_its_tokenizer_becomes_a_run_that_is_scored(tmp_path, monkeypatch, capsys):
     from tokenizers import Tokenizer, models, pre_tokenizers
 

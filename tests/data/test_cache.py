@@ -28,6 +28,13 @@ def source(tmp_path, monkeypatch):
     return path
 
 
+def release():
+    """Lets go of all texts, as this process does at its end."""
+    for descriptor in cache._held.values():
+        os.close(descriptor)
+    cache._held.clear()
+
+
 @pytest.fixture
 def learnt(monkeypatch):
     """The sizes of the vocabularies that were learnt."""
@@ -154,7 +161,7 @@ def test_what_was_stopped_and_texts_of_before_are_pruned_and_others_files_stay(s
 @pytest.mark.parametrize("end", ["", ".partial"])
 def test_pruning_that_was_stopped_leaves_no_half_of_a_text(end, source, monkeypatch):
     text(source)
-    cache._held.clear()
+    release()
     folder = folder_of(source)
     if end:  # stopped before it got its name
         folder.rename(folder.with_name(folder.name + end))
@@ -169,14 +176,14 @@ def test_pruning_that_was_stopped_leaves_no_half_of_a_text(end, source, monkeypa
             cache.prune(folder.parent, 0)
     assert [x.folder for x in cache.entries(folder.parent)] == [folder]
     assert text(source).n_targets("train") > 0
-    cache._held.clear()
+    release()
     cache.prune(folder.parent, 0)
     assert not [x for x in folder.parent.iterdir() if x.is_dir()]
 
 
 def test_a_reader_who_may_not_write_the_lock_holds_it(source, monkeypatch):
     text(source)
-    cache._held.clear()
+    release()
     folder = folder_of(source)
     assert [x.in_use for x in cache.entries(folder.parent)] == [False]
 
@@ -198,7 +205,7 @@ def test_a_reader_who_may_not_write_the_lock_holds_it(source, monkeypatch):
 @pytest.mark.parametrize("when", ["before it is looked at", "while it is measured", "all of it"])
 def test_what_another_process_deletes_meanwhile_is_passed_over(when, source, monkeypatch):
     text(source)
-    cache._held.clear()
+    release()
     folder = folder_of(source)
     cache._lock(folder).unlink()  # of a version that held none
     alone, lstat, stat = cache._alone, os.lstat, cache.Path.stat

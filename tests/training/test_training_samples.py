@@ -104,6 +104,7 @@ def test_a_model_that_cannot_write_ends_without_a_sample(arguments, tmp_path, ca
     assert capsys.readouterr().err.count("note: no samples of text: ") == 1
 
 
+@pytest.mark.slow
 def test_samples_without_prompts_have_an_empty_one(arguments, tmp_path):
     loop.train(tmp_path, **arguments | {"steps": 4, "sample_prompts": ()})
     (line,) = sampled(tmp_path)
