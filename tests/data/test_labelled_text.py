@@ -186,7 +186,6 @@ def test_other_fields_and_files_are_told(tmp_path, fails_in_one_line):
         labelled_text(tmp_path / "c")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "folders"])
 def test_the_config_takes_the_number_of_classes_from_the_data(
     kind, tmp_path, no_search, monkeypatch, capsys

@@ -55,6 +55,8 @@ from tests.ops.test_against_oracle import check
 from tools import program
 from tools.hlo_collectives import collectives
 
+pytestmark = pytest.mark.slow  # each part of them takes its share
+
 CONTEXT = mesh_lib.make({"context": 8})
 N = 8
 
@@ -163,7 +165,6 @@ OPTIONS = {
     "ring of shards of one": dict(n_heads=3),
     "too few heads, biases": dict(n_heads=2, position_bias="t5"),
 }
-QUICK = {("window", True), ("long shards", True), ("lsh, 11 heads", True)}
 # Packed rows where the op tells them apart, and of each kind one without.
 CASES = [(name, op.packed) for name, (op, *_) in OPS.items()]
 CASES += [(name, False) for name in ("chunks", "long shards", "ring, odd shards")]
@@ -199,13 +200,7 @@ def layer_of(op, causal, packed, **options):
     return Attention(op, **dict(use_rotary=True) | sizes | rates | options, causal=causal)
 
 
-@pytest.mark.parametrize(
-    "name, packed",
-    [
-        pytest.param(name, packed, marks=[] if (name, packed) in QUICK else [pytest.mark.slow])
-        for name, packed in CASES
-    ],
-)
+@pytest.mark.parametrize("name, packed", CASES)
 def test_a_layer_is_that_of_one_device(name, packed):
     op, causal, length = OPS[name]
     layer = layer_of(op, causal, packed, **OPTIONS.get(name, {}))
@@ -268,7 +263,6 @@ def on_shards(op, causal, dropout):
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [row for row in ROWS if "queries" in row.op().shards and not row.in_kernel],
@@ -302,7 +296,6 @@ def test_the_indexers_loss_is_reported_as_that_of_one_device(op):
     np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TransformerLM, ReformerLM], ids=lambda kind: kind.__name__)
 def test_layers_that_reuse_a_choice_are_those_of_one_device(kind):
     """In both stacks, of which one computes the attention again in the backward pass."""
@@ -390,7 +383,6 @@ FACTORIES = {row.factory: row for row in reversed(ROWS) if not row.in_kernel}
 KERNELS = [row for row in ROWS if row.name in ("flash_pallas", "lsh_pallas")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row", [*FACTORIES.values(), *KERNELS], ids=lambda row: row.name)
 def test_every_op_is_that_of_one_device(row):
     op = row.op()
@@ -402,7 +394,6 @@ def test_every_op_is_that_of_one_device(row):
             check_layer(layer, 40, [CONTEXT])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "op",
     [dense.dense(), asymmetric_lsh.asymmetric_lsh(chunk_len=8), smyrf.smyrf(chunk_len=8)],
@@ -491,7 +482,6 @@ def test_of_axial_positions_the_gradients_of_tables_are_exchanged_alone():
     assert sent <= 2 * 4 * (16 * 24 + 32 * 40)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, sizes",
     [(name, {"data": 2, "context": 4}) for name in MODELS] + [("reformer", {"data": 2, "fsdp": 4})],
@@ -529,7 +519,6 @@ def test_no_activation_is_gathered(name, sizes, monkeypatch, capfd):
     assert "rematerialization" not in capfd.readouterr().err  # XLA's warning of what it gathers
 
 
-@pytest.mark.slow
 def test_the_kernels_of_a_divided_step_are_counted(capsys):
     program.main(["--tiny", "--devices=2", "--mesh=context"])
     printed = capsys.readouterr().out

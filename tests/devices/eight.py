@@ -56,6 +56,8 @@ from tests.ops.toys import counting
 from tests.training import tiny, worker
 from tests.training.scripts import call
 
+pytestmark = pytest.mark.slow  # each part of them takes its share
+
 # data, fsdp, context
 DATA, BOTH, ALL, CONTEXT = (8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)
 BATCH, LENGTH, VOCAB = 8, 32, 40
@@ -180,7 +182,6 @@ PAIRS = {
     ),
 }
 ON_GRID = "reformer slots", "reformer exact", "documents"
-QUICK = {("dense", DATA)}
 
 
 @cache
@@ -261,7 +262,7 @@ CASES += [
 
 @pytest.mark.parametrize(
     "name, sizes",
-    [pytest.param(*c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES],
+    CASES,
     ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x)),
 )
 def test_a_step_is_that_of_one_device(monkeypatch, name, sizes):
@@ -310,7 +311,6 @@ def test_dropout_in_a_shard_map_of_ones_own_goes_by_the_batchs_rows(axis):
     np.testing.assert_allclose(shared(*qkv), attend(*qkv), atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("constructor", [TransformerLM, ReformerLM])
 def test_what_is_carried_becomes_the_mean_over_devices(constructor):
     """Each device says what a weight becomes: one more than it was."""
@@ -325,7 +325,6 @@ def test_what_is_carried_becomes_the_mean_over_devices(constructor):
 
 @pytest.mark.parametrize("n_slots", [None, 4], ids=["two streams", "slots"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "written out"])
-@pytest.mark.slow
 def test_weights_are_gathered_layer_by_layer(monkeypatch, n_slots, scan):
     """No device ever has the weights of all layers, nor their gradients."""
     monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
@@ -359,7 +358,6 @@ def two_steps(chosen):
     return stepped(mesh_lib.make(devices=jax.devices()[:1])), stepped(FSDP)
 
 
-@pytest.mark.slow
 def test_low_rank_steps_are_those_of_one_device(monkeypatch):
     monkeypatch.setattr(devices, "LEAST_SPLIT", 16)
     chosen = FineTuning(only=("norm",), lora=Lora(rank=4)).of(optimizer.adam(0.01))
@@ -370,7 +368,6 @@ def test_low_rank_steps_are_those_of_one_device(monkeypatch):
     assert up.shape == (2, 4, 64) and up.addressable_shards[0].data.size == up.size // 4
 
 
-@pytest.mark.slow
 def test_muons_steps_are_those_of_one_device_with_a_part_of_the_state_on_each(monkeypatch):
     monkeypatch.setattr(devices, "LEAST_SPLIT", 16)
     one, eight = two_steps(optimizer.muon(0.01, 0.02))
@@ -419,7 +416,6 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_another(monkeypatch, tmp_path):
     np.testing.assert_allclose([x[2] for x in part], [x[2] for x in whole], atol=1e-5)
 
 
-@pytest.mark.slow
 def test_generated_text_is_that_of_one_device(monkeypatch):
     monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
     options = dict(attention_type=both(lsh.lsh, **HASHES), n_layers=2, mode="eval")
@@ -436,7 +432,6 @@ def test_generated_text_is_that_of_one_device(monkeypatch):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
 def test_texts_go_on_from_a_state_as_on_one_device(monkeypatch):
     monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
     model = TransformerLM(**LM, attention_type=kda.kda(conv_size=3), n_layers=2, mode="eval")
@@ -452,7 +447,6 @@ def test_texts_go_on_from_a_state_as_on_one_device(monkeypatch):
     assert_trees_close(*map(jax.device_get, (after, state)), 1e-5)
 
 
-@pytest.mark.slow
 def test_likelihoods_are_those_of_one_device(monkeypatch):
     monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
     options = dict(attention_type=both(lsh.lsh, **HASHES), n_layers=2, mode="eval")
@@ -469,7 +463,6 @@ def test_likelihoods_are_those_of_one_device(monkeypatch):
         np.testing.assert_allclose(other, one, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_translations_are_those_of_one_device(monkeypatch):
     monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
     options = dict(encoder_attention_type=lsh.lsh(**HASHES), mode="eval")

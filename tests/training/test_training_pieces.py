@@ -40,7 +40,6 @@ def both(model, inputs, backprop_len):
     return parts(params, batch, None, weight), whole(params, batch, None, weight)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pos_type", ["rotary", "sinusoidal", "none"])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_the_loss_of_parts_is_that_of_whole_rows(packed, pos_type):
