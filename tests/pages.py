@@ -252,8 +252,9 @@ def _is_larger(name: str, value, text: str) -> bool:
 
 
 def _evaluation(command: str, folder: Path, page: str) -> str:
-    small = {"--stride": 32, "--length": 64}
-    return " ".join(f"{flag}={value}" for flag, value in small.items() if f" {flag}=" in command)
+    small = {"--stride": 32, "--length": 64, "--lengths": 1024}
+    flags = [f"{flag}={value}" for flag, value in small.items() if f" {flag}=" in command]
+    return " ".join([*flags, "--limit=2"] if "--tasks=" in command else flags)
 
 
 def _generation(command: str, folder: Path, page: str) -> str:
