@@ -361,11 +361,6 @@ QUICK = {
         "test_the_reported_loss_is_the_mean_divergence": [],
         "test_chunks_of_queries_compute_the_same": ["hca"],
     },
-    "ops/test_bucket_loss.py": {
-        "test_the_gradient_is_that_of_the_whole_matrix_and_the_output_stays": ["True-False-lsh"],
-        "test_what_is_in_padding_changes_no_gradient": [],
-        "test_a_step_draws_its_queries_and_reports_their_loss": ["lsh"],
-    },
     "ops/test_dsa.py": {
         "test_a_query_chooses_the_best_of_those_before_it": ["xla"],
         "test_the_reported_loss_is_the_one_that_the_indexer_learns_from": ["3-choice1"],

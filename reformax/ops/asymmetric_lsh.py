@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from reformax.declared import NonNegative, Size, Unsupported
+from reformax.declared import Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
@@ -46,7 +46,6 @@ from reformax.ops.decoding.sorted_order import (
 )
 from reformax.ops.hashing.alignment import aligned_orders
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
-from reformax.ops.hashing.bucket_loss import N_QUERIES, LearningBuckets
 from reformax.ops.hashing.centring import centred
 from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket
 from reformax.ops.lsh import Buckets, HashCount
@@ -180,7 +179,7 @@ class SortedByHash(AttentionOp):
 
 
 @op
-class asymmetric_lsh(LearningBuckets, SortedByHash):
+class asymmetric_lsh(SortedByHash):
     """LSH attention whose queries and keys have separate projections.
 
     It is exact attention over the union of a query's chunks, which each hash chooses. Where one
@@ -203,7 +202,6 @@ class asymmetric_lsh(LearningBuckets, SortedByHash):
       count_once: True counts a key once in all; False once for each hash that chooses its chunk.
       attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
         its output zeros. Across two sequences it is always zeros: no key has a query's position.
-      bucket_loss, loss_queries, report_loss: as in `lsh.lsh`, of one sequence.
       impl: as in `smyrf.smyrf`.
 
     Raises:
@@ -218,25 +216,7 @@ class asymmetric_lsh(LearningBuckets, SortedByHash):
     n_chunks_after: ChunkCount = 1
     count_once: bool = True
     attend_self_if_alone: bool = True
-    bucket_loss: NonNegative = 0.0
-    loss_queries: Size = N_QUERIES
-    report_loss: bool = False
     impl: str = "auto"
-
-    def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
-        out = super()._apply(call, params, q, k, v, plan)
-        if not self.bucket_loss or plan is None:  # one chunk has all keys
-            return out
-        if _crosses(q, k, call.segment_ids):
-            raise Unsupported(
-                f"bucket_loss is {self.bucket_loss} and queries and keys are of two sequences: "
-                "leave it out"
-            )
-        ids = call.segment_ids
-        tokens = k if ids is None else tokens_only(k, ids)
-        hashed = centred(tokens, ids, call.causal, call.one_segment)
-        n_buckets = math.prod(self._hashing.hashing.factors_for(k.shape[1]))
-        return self._learning(call, params, out, q, k, hashed, n_buckets)
 
     @property
     def _hashing(self) -> QueryKeyHash:

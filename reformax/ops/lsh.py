@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from reformax.declared import Bounds, Called, NonNegative, SettingError, Size
+from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import (
@@ -55,7 +55,6 @@ from reformax.ops.decoding.sorted_order import (
 )
 from reformax.ops.hashing import circle
 from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
-from reformax.ops.hashing.bucket_loss import N_QUERIES, LearningBuckets
 from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket, take_last, within_buckets
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.chunked import chunked_attention
@@ -67,7 +66,7 @@ Buckets = Annotated[int | Sequence[int] | str, Called("'auto', or even numbers")
 
 
 @op
-class lsh(LearningBuckets, AttentionOp):
+class lsh(AttentionOp):
     """LSH attention with its hyperparameters fixed.
 
     It is exact shared-QK attention over the union of the chunks that the hashes show each query.
@@ -105,12 +104,6 @@ class lsh(LearningBuckets, AttentionOp):
         coarse among scores so large: a position that sees nothing else gets its own value times a
         number up to half a percent off 1. This reproduces it. With None, and in a step of decoding,
         the number is 1.
-      bucket_loss: the factor of a loss by which queries move towards the keys that dense attention
-        weighs, see `hashing.bucket_loss`; 0: none. It is added to the model's loss as DSA's is. It
-        is 0, also as reported, where one chunk has all keys.
-      loss_queries: queries of each row that it is a mean over; each step draws others.
-      report_loss: whether a step of training reports that loss as `bucket_loss`, the mean over
-        layers, as in `dsa.dsa`.
       rotations: the rotations to hash with; None draws them from the rng. N heads of size H, at
         least as many hashes R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
@@ -135,9 +128,6 @@ class lsh(LearningBuckets, AttentionOp):
     pad_chunks: PadChunks = 1
     attend_self_if_alone: bool = True
     self_score: float | None = None
-    bucket_loss: NonNegative = 0.0
-    loss_queries: Size = N_QUERIES
-    report_loss: bool = False
     rotations: Float[ArrayLike, "N H R F"] | None = None
     impl: str = "auto"
 
@@ -260,17 +250,13 @@ class lsh(LearningBuckets, AttentionOp):
         if self.self_score is not None and plan is not None:
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)
         arrays = q, k, v, chunking, plan, call.segment_ids, call.seed
-        out = chunked_attention(
+        return chunked_attention(
             *arrays,
             interpret=interpret,
             self_weight=self_weight,
             n_tokens=None if plan is None else n_sorted(call),
             mosaic=self.impl == "mosaic",
         )
-        if not self.bucket_loss or plan is None:  # one chunk has all keys
-            return out
-        n_buckets, keys = math.prod(self._hashing.factors_for(q.shape[1])), length_normalize(q)
-        return self._learning(call, params, out, q, keys, keys, n_buckets)
 
     def _init_cache(self, call, params, q, k, v, plan) -> LshCache:
         """The cache after the first `call.lengths` positions of each row."""

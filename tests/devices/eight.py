@@ -139,10 +139,6 @@ LANGUAGE = {
         TransformerLM,
         dict(attention_type=dsa.dsa(top_k=8, d_index=4, report_loss=True, indexer=HASHED)),
     ),
-    "bucket loss": (
-        ReformerLM,
-        dict(attention_type=lsh.lsh(**HASHES, bucket_loss=1.0, report_loss=True)),
-    ),
     "compressed": (
         TransformerLM,
         dict(attention_type=hca.hca(block_size=4, window=8), n_kv_heads=2),
