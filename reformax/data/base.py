@@ -120,7 +120,7 @@ def byte_language_model(
       splits: the bytes of 'train', 'valid' and 'test', none of them empty.
       offset: a byte's id is the byte plus this; lower ids are reserved.
       borders: the bytes, by position, that documents begin with, sorted; None: one document. Those
-        behind a split's end are left out.
+        after a split's end are left out.
       windows: how the text is divided into windows.
       segments: as `borders`, of what the mask hides from each other; None: the documents.
 
@@ -279,7 +279,7 @@ def each_once(
 ) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
     """Where windows begin, by their numbers, and from which of their tokens on they are targets.
 
-    An epoch has the windows that cover the text one behind the other, in an order of its own. Each
+    An epoch has the windows that cover the text one after the other, in an order of its own. Each
     token is a target once in it: the last window is moved back to end with the text, and what
     another one has counts there alone.
 
@@ -340,7 +340,7 @@ def document_starts(
 
     * One of at most `length` tokens is seen from its begin: the window begins at the nearer end of
       the document, which is its own begin or the next one's. Were it always its own, a short
-      document behind one of about `length` tokens would hardly be a target.
+      document after one of about `length` tokens would hardly be a target.
     * Of a longer one any window that holds the position is as likely: the window begins `back`
       tokens before the position, but not before the document. So (length + 1) / 2 in D windows of a
       document of D tokens begin with it, and its middle is seen no less.
@@ -401,7 +401,7 @@ def range_starts(
       rows: the rows that are drawn, by number.
     """
     rng = generator(seed, step)
-    # The stream behind the step's is a mixture's own.
+    # The stream after the step's is a mixture's own.
     draw = np.random.Generator(rng.bit_generator.jumped(2))
     chosen = draw.choice(len(found), size=batch_size, p=lengths.shares())
     sizes = np.array([len(one) for one in found])[chosen]

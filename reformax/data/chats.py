@@ -270,7 +270,7 @@ class _Chats:
         fits = ~is_long if self._too_long == "left_out" else n_scored[ends] > n_scored[begins]
         if n_long := int(is_long.sum()):
             out = int((~fits).sum())
-            how = f"{n_long - out:,} are cut and {out:,}, whose answers lie behind, are left out"
+            how = f"{n_long - out:,} are cut and {out:,}, whose answers come later, are left out"
             self._log.warning(
                 f"chats: {n_long:,} of {len(begins):,} training conversations are longer than "
                 f"length={length} tokens, up to {(whole - begins).max():,}: "

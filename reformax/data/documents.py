@@ -313,7 +313,7 @@ def _no_row(path: Path, field: str) -> ValueError:
 
 
 class Begins:
-    """Where documents of a text begin: with files, and behind a `BORDER`."""
+    """Where documents of a text begin: with files, and after a `BORDER`."""
 
     def __init__(self, by_border: bool, continues: bool = False):
         """Takes whether a border ends a document, and whether one goes on at the begin."""

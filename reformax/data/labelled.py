@@ -47,7 +47,7 @@ def labelled_task(
       labels: the classes; their `pairs` says that an example is two rows.
       sizes: the number of examples of each split, or a function that checks a split's name and
         returns it.
-      examples: (split, numbers) -> tokens `[n, L]`, or those of both documents, with 0 behind
+      examples: (split, numbers) -> tokens `[n, L]`, or those of both documents, with 0 after
         shorter ones, and labels `[n]`.
       made_by: split -> what its data is, in words.
       longest: tokens of the longest example; a shorter length of batches is refused. None: what is
@@ -196,7 +196,7 @@ def _tokens(row: bytes) -> Int[np.ndarray, " _"]:
 def padded(
     rows: list[UInt8[np.ndarray, " _"]], length: int | None = None
 ) -> Int[np.ndarray, "n L"]:
-    """Rows as one array of a length, with 0 behind; None: that of the longest."""
+    """Rows as one array of a length, with 0 after; None: that of the longest."""
     if length is None:
         length = max(map(len, rows), default=0)
     tokens = np.zeros((len(rows), length), np.int32)

@@ -97,7 +97,7 @@ def text(
       offset: a byte's id is the byte plus this, for models that reserve the first ids.
       windows: where training windows begin: 'anywhere', uniformly; by 'documents', from their
         begins where they fit, as `reformax.data.base.document_starts` says; or 'each_once', one
-        behind the other in an order of each epoch, in which each token is a target once.
+        after the other in an order of each epoch, in which each token is a target once.
       document_mask: whether a token is predicted from its own document alone, in training and in
         evaluation: the documents of a window are hidden from each other, and positions start again
         with each. Llama 3's mask (Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.2).
@@ -110,7 +110,7 @@ def text(
       hide_joined: whether `document_mask` hides the parts of a joined document from each other too.
       length_borders: lengths in tokens, which divide documents into ranges: those below the first,
         those from it to below the second, and so on. A training window is of documents of one
-        range, one behind the other; `windows` says where it begins in these.
+        range, one after the other; `windows` says where it begins in these.
       length_weights: how often a training window is of each range, in proportion; one more than
         borders.
 

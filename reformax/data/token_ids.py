@@ -38,7 +38,7 @@ MAX_HELD_OUT = 1_000_000
 _MEGATRON = b"MMIDIDX\x00\x00"
 # The codes of Megatron-LM's .idx.
 _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-# What headers begin with, and the ids behind it.
+# What headers begin with, and the ids after it.
 _HEADERS, _HEADER = {20240520: "uint16", 20240801: "uint32"}, 1024
 _BLOCK = 2**20
 

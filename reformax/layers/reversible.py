@@ -195,14 +195,14 @@ class ReversibleStack(BlockStack):
         return self._coupling.opened(super()._opened(streams))
 
     def _decode(self, params, name, streams, sublayer):
-        parts = self._coupling.ahead(streams)
+        parts = self._coupling.parts_before(streams)
         read = self._unnormed(params[f"{name}_norm"], self._coupling.read(parts))
         if self._on_grid:  # what is added is rounded before
             out, other = sublayer(params[name], read, added=None)
-            return self._coupling.after(parts.plus(self._residual(out))), other
+            return self._coupling.streams_after(parts.plus(self._residual(out))), other
         (stream,) = parts.written
         out, other = sublayer(params[name], read, added=stream)
-        return self._coupling.after(parts._replace(written=(out,))), other
+        return self._coupling.streams_after(parts._replace(written=(out,))), other
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x.astype(jnp.float32)
@@ -246,17 +246,17 @@ class ReversibleStack(BlockStack):
                 kept_attention.append({})
                 for sublayer in self._attentions(i, side, rngs):
                     sublayer_params = _params_of(block_params, sublayer.name)
-                    parts, reused = coupling.ahead(streams), None
+                    parts, reused = coupling.parts_before(streams), None
                     if sublayer.source is not None:
                         reused = kept_attention[sublayer.source]["attention"].plan
                     read = coupling.read(parts)
                     out, of_attention = sublayer.forward(sublayer_params, read, reused)
-                    streams = coupling.after(parts.plus(out))
+                    streams = coupling.streams_after(parts.plus(out))
                     kept_attention[-1][sublayer.name] = of_attention
                 sublayer_params = _params_of(block_params, "feed_forward")
-                parts = coupling.ahead(streams)
+                parts = coupling.parts_before(streams)
                 parts, out = self._feed_forward(block, sublayer_params, parts, rngs["feed_forward"])
-                streams = coupling.after(parts)
+                streams = coupling.streams_after(parts)
                 kept_ff.append(out)
             stored = tuple(kept_attention), tuple(kept_ff)
             return streams, remat.to_host(stored) if self.offload_activations else stored
@@ -279,22 +279,22 @@ class ReversibleStack(BlockStack):
                 block_params = this.params[f"block_{i}"]
                 rngs = self._rngs(rng, this, i)
                 sublayer_params = _params_of(block_params, "feed_forward")
-                parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
+                parts, gradient = coupling.parts_after(streams), coupling.gradient(d_streams)
                 parts, d_read, d_block = self._feed_forward_back(
                     block, sublayer_params, parts, gradient, kept_ff[i], rngs["feed_forward"]
                 )
-                streams = coupling.before(parts)
+                streams = coupling.streams_before(parts)
                 d_streams = coupling.gradient_before(gradient, d_read)
                 for sublayer in reversed(self._attentions(i, side, rngs)):
                     sublayer_params = _params_of(block_params, sublayer.name)
-                    parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
+                    parts, gradient = coupling.parts_after(streams), coupling.gradient(d_streams)
                     of_attention = kept_attention[i][sublayer.name]
                     if sublayer.source is not None:
                         plan = kept_attention[sublayer.source]["attention"].plan
                         of_attention = of_attention._replace(plan=plan)
                     out, vjp = sublayer.again(sublayer_params, coupling.read(parts), of_attention)
                     d_sublayer, d_read, *d_read_memory = vjp((gradient.out, gradient.read))
-                    streams = coupling.before(parts.minus(out))
+                    streams = coupling.streams_before(parts.minus(out))
                     d_streams = coupling.gradient_before(gradient, d_read)
                     if d_read_memory:
                         d_memory = d_memory + d_read_memory[0]
