@@ -646,10 +646,12 @@ QUICK = {
         ],
     },
     # A process trains a row, and rows that a file has are not trained again, in two other tests.
-    "test_benchmarks.py": {
-        "test_pathfinder_has_the_positions_of_its_grid": ["pathfinder-1024"],
-        "test_models_of_recall_side_by_side_are_those_alone": [],
+    "benchmarks/test_recall.py": {"test_models_of_recall_side_by_side_are_those_alone": []},
+    "benchmarks/test_attention.py": {
         "test_a_recurrence_of_jax_linear_attention_gets_our_inputs": ["gated_linear"],
+    },
+    "benchmarks/test_trained_rows.py": {
+        "test_pathfinder_has_the_positions_of_its_grid": ["pathfinder-1024"],
         "test_every_deep_row_is_a_model_of_48_layers": [
             "Transformer, attention kept",
             "reversible, all again",
