@@ -20,16 +20,10 @@ from jaxtyping import Bool, Int, Int64, UInt8
 
 from reformax.data import arrow_tables, chat_templates, conversations, documents, files, tables
 from reformax.data import splits as by_name
-from reformax.data.base import (
-    SPLITS,
-    check_sizes,
-    check_split,
-    check_windows,
-    generator,
-    in_epochs,
-    philox,
-)
+from reformax.data.base import SPLITS
+from reformax.data.checks import check_sizes, check_split, check_windows
 from reformax.data.conversations import Conversation, LeftOut
+from reformax.data.draws import generator, in_epochs, philox
 from reformax.data.packing import Rows, laid_out, pack
 from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.declared import Called, Name, PathName, SettingError, VocabSize, checked

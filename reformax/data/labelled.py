@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from reformax.data.base import SPLITS, check_sizes, check_split, fingerprint, generator, of_split
+from reformax.data.base import SPLITS, fingerprint
+from reformax.data.checks import check_sizes, check_split, of_split
+from reformax.data.draws import generator
 from reformax.declared import SettingError
 from reformax.task import Batch, DocumentPairs, Labels, Task
 

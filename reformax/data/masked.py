@@ -14,7 +14,9 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Int
 
-from reformax.data.base import SPLITS, check_sizes, generator, philox
+from reformax.data.base import SPLITS
+from reformax.data.checks import check_sizes
+from reformax.data.draws import generator, philox
 from reformax.declared import Bounds, Called, SettingError, Size, checked
 from reformax.task import Batch, Task
 

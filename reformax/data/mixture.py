@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from reformax.data.base import generator
+from reformax.data.draws import generator
 from reformax.declared import Called, Positive, SettingError, checked
 from reformax.task import Batch, Documents, Task
 

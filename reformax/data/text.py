@@ -11,14 +11,8 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from reformax.data import documents, files, piece_files, token_files
-from reformax.data.base import (
-    SPLITS,
-    Windows,
-    WindowSettings,
-    byte_language_model,
-    of_split,
-    split_borders,
-)
+from reformax.data.base import SPLITS, Windows, WindowSettings, byte_language_model, split_borders
+from reformax.data.checks import of_split
 from reformax.data.joined import FOLDER
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
@@ -96,7 +90,7 @@ def text(
       model_type: of pieces: 'bpe', 'unigram', 'char' or 'word'; None: 'bpe' where they are learnt.
       offset: a byte's id is the byte plus this, for models that reserve the first ids.
       windows: where training windows begin: 'anywhere', uniformly; by 'documents', from their
-        begins where they fit, as `reformax.data.base.document_starts` says; or 'each_once', one
+        begins where they fit, as `reformax.data.windows.document_starts` says; or 'each_once', one
         after the other in an order of each epoch, in which each token is a target once.
       document_mask: whether a token is predicted from its own document alone, in training and in
         evaluation: the documents of a window are hidden from each other, and positions start again

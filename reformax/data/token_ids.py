@@ -18,14 +18,8 @@ from jaxtyping import Int64
 
 from reformax import durable
 from reformax.data import files, splits
-from reformax.data.base import (
-    SPLITS,
-    Windows,
-    WindowSettings,
-    check_documents,
-    language_model,
-    of_split,
-)
+from reformax.data.base import SPLITS, Windows, WindowSettings, check_documents, language_model
+from reformax.data.checks import of_split
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import PieceVocabulary
 from reformax.data.stored import FilePart, StoredArray
