@@ -128,8 +128,8 @@ def pathfinder(
         images = turned(greys.reshape(-1, size, size), copies).reshape(greys.shape)
         return images.astype(np.int32) * levels // 256 + 1, classes
 
-    said = ", ".join(map(str, lengths))
-    made_by = f"size={size}, length={said}, levels={levels}, data_seed={data_seed}"
+    numbers = ", ".join(map(str, lengths))
+    made_by = f"size={size}, length={numbers}, levels={levels}, data_seed={data_seed}"
     made_by += ", mirrored=True" if mirrored else ""
     sizes = {"train": n_train * (8 if mirrored else 1), "valid": n_eval, "test": n_eval}
     return labelled_task(

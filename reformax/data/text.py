@@ -185,7 +185,7 @@ def joined_borders(
 def _check_hidden(hide_joined: bool, is_joined: bool, document_mask: bool) -> None:
     if hide_joined and not (is_joined and document_mask):
         raise SettingError(
-            "hide_joined is True, which is said of joined documents and a mask: set join_by and "
+            "hide_joined is True, which needs joined documents and a mask: set join_by and "
             "document_mask=True as well, or leave it out"
         )
 
@@ -204,7 +204,7 @@ def _source(
                 )
         return token_files.load(path), path
     found = find(path, settings)
-    settings = said(settings)
+    settings = set_ones(settings)
     if found.size() <= small:
         return documents.read(path, found, settings["field"]), None
     return token_files.cached(found, settings, cache_dir)
@@ -223,8 +223,8 @@ def find(path: Path, settings: Mapping[str, Any]) -> documents.Found:
     return found._replace(join_by=join_by, root=path)
 
 
-def said(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a text's key is of; one that came later counts where it is set."""
+def set_ones(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not None, of which the key of a prepared text is."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -262,7 +262,7 @@ def described(
             f"{len(text.data):,} bytes ({_counted(text)}, {source.files['train']}), cut into "
             f"{sizes}"
         ]
-    return [f"{path}: {'; '.join(found)}", *source.said]
+    return [f"{path}: {'; '.join(found)}", *source.notes]
 
 
 def _counted(text: documents.Text) -> str:

@@ -123,13 +123,15 @@ def _fingerprint(ids: Mapping[str, StoredArray], document_mask: bool, split: str
 
 
 def _summary(path: Path, of_splits, ids, begins) -> str:
-    said = []
+    counts = []
     for split in SPLITS:
         names = of_splits.get(split)
         where = splits.shown(path, names) if names and path.is_dir() else path.name
         where = where if names else "cut from the end of train"
-        said.append(f"{split} {len(ids[split]):,} ids ({len(begins[split]):,} documents, {where})")
-    return f"{path}: {'; '.join(said)}"
+        counts.append(
+            f"{split} {len(ids[split]):,} ids ({len(begins[split]):,} documents, {where})"
+        )
+    return f"{path}: {'; '.join(counts)}"
 
 
 def _joined(paths: Sequence[Path], dtype: str, below: int) -> tuple[StoredArray, np.ndarray]:
@@ -179,8 +181,8 @@ def read(path: Path, dtype: str = "uint16") -> Ids:
     first = 0
     with durable.open_file(path) as file:
         head = file.read(12)
-    if len(head) == 12 and (said := _HEADERS.get(struct.unpack_from("<i", head)[0])):
-        dtype, first, n = said, _HEADER, struct.unpack_from("<i", head, 8)[0]
+    if len(head) == 12 and (header := _HEADERS.get(struct.unpack_from("<i", head)[0])):
+        dtype, first, n = header, _HEADER, struct.unpack_from("<i", head, 8)[0]
         expected = _HEADER + n * np.dtype(dtype).itemsize
         if size != expected:
             raise ValueError(f"{path} has {size:,} bytes and says {expected:,}: copy it again")
