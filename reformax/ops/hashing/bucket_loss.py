@@ -41,7 +41,7 @@ from reformax.ops.softmax.online import largest, masked_exp, masked_softmax
 # Queries whose probabilities of all keys are in memory together.
 _TOGETHER = 8
 METER = "bucket_loss"
-N_QUERIES = 64  # of an op that does not say
+N_QUERIES = 64  # where an op is not told
 # Of cosines and probabilities, which are below 1 by it.
 _MARGIN = 1e-4
 
