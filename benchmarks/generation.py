@@ -196,7 +196,7 @@ def long_model(sizes: dict[str, int]) -> tuple[models.LanguageModel, Any]:
 
 
 def long_prompt(sizes: dict[str, int], n: int, mesh: Mesh | None) -> list[float]:
-    """Bytes of the caches on a device, seconds of the prompt, and of a step after it."""
+    """Bytes of the caches on a device, seconds of the prompt, and of a step behind it."""
     model, params = long_model(sizes)
     text, n_new = np.random.default_rng(0).integers(0, VOCAB_SIZE, n), sizes["n_new"]
     where = dict(mesh=mesh, divide_caches=mesh is not None)
