@@ -91,3 +91,9 @@ def changed(op, **attributes):
     """An op of the same options, some attributes and methods of whose class are others."""
     kind = type(op.name, (type(op),), attributes)
     return kind(**{field.name: getattr(op, field.name) for field in dataclasses.fields(op)})
+
+
+def table_cells(table: str, row: str) -> list[str]:
+    """The cells of a row of a Markdown table, by what its first cell says."""
+    (line,) = [line for line in table.splitlines() if line.startswith(f"| {row} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]

@@ -153,9 +153,15 @@ def wheel_extras(command: str) -> re.Match | None:
 def benchmark(command: str) -> re.Match | None:
     """The match of a benchmark, whose groups have its module and its flags.
 
-    tests/test_benchmarks.py runs these.
+    tests/benchmarks/test_commands.py runs these.
     """
     return BENCHMARK.fullmatch(command)
+
+
+def benchmarks() -> list[tuple[str, str]]:
+    """The module and the flags of each benchmark that a page runs."""
+    found = (command for page in PAGES for command in commands(page.read_text()))
+    return [match.groups() for match in map(benchmark, found) if match]
 
 
 def small(command: str, folder: Path, page: str = "") -> str | None:

@@ -364,7 +364,10 @@ QUICK = {
     "ops/test_dsa.py": {
         "test_a_query_chooses_the_best_of_those_before_it": ["xla"],
         "test_the_reported_loss_is_the_one_that_the_indexer_learns_from": ["3-choice1"],
-        "test_kernels_choose_among_ties_what_array_operations_do": ["70-False-True"],
+        "test_kernels_choose_among_ties_what_array_operations_do": [
+            "70-False-True-0",
+            "40-True-True-7",
+        ],
         "test_the_indexer_learns_from_the_attention_and_from_nothing_else": ["xla"],
     },
     "ops/test_forward_mode.py": {
@@ -638,10 +641,12 @@ QUICK = {
         ],
     },
     # A process trains a row, and rows that a file has are not trained again, in two other tests.
-    "test_benchmarks.py": {
-        "test_pathfinder_has_the_positions_of_its_grid": ["pathfinder-1024"],
-        "test_models_of_recall_side_by_side_are_those_alone": [],
+    "benchmarks/test_recall.py": {"test_models_of_recall_side_by_side_are_those_alone": []},
+    "benchmarks/test_attention.py": {
         "test_a_recurrence_of_jax_linear_attention_gets_our_inputs": ["gated_linear"],
+    },
+    "benchmarks/test_trained_rows.py": {
+        "test_pathfinder_has_the_positions_of_its_grid": ["pathfinder-1024"],
         "test_every_deep_row_is_a_model_of_48_layers": [
             "Transformer, attention kept",
             "reversible, all again",

@@ -19,7 +19,7 @@ def read(path: Path | None) -> list[Any]:
 
 
 def add(path: Path, line: Any) -> None:
-    """Adds a line, behind one that was cut too."""
+    """Adds a line, after one that was cut too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.seek(max(0, file.tell() - 1))

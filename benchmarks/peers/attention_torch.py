@@ -3,451 +3,24 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.harness.calls import MIB, attempt, reason, time_calls
 from benchmarks.harness.processes import Answer, alone, stage, wait_for
+from benchmarks.peers import chosen_torch as chosen
+from benchmarks.peers import linear_torch as linear
+from benchmarks.peers import masked_torch as masked
 from benchmarks.peers import names, triton_tuning
 from benchmarks.peers.torch_calls import DEVICE, wait
-
-Given = Mapping[str, torch.Tensor]  # the inputs and weights of our row, by name
+from benchmarks.peers.torch_peer import Given, Peer, Sizes
 
 # The largest error of a peer's output or gradient, of the largest number of an array or 1.
 TOLERANCE = {"bfloat16": 5e-2, "float32": 2e-3}
-N_SINKS, N_HASHES = 4, 4
-# Compiled whole or not at all: a graph that breaks would run uncompiled. Anew for each mask.
-torch._dynamo.config.recompile_limit = 256
-compiled_flex_attention = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-
-
-class Peer(NamedTuple):
-    """An attention, `attend(*inputs)`, and its inputs, of which gradients are taken."""
-
-    attend: Callable[..., Any]
-    inputs: tuple[Any, ...]
-
-
-class Sizes(NamedTuple):
-    """What `benchmarks.rows.attention.algorithms` makes of a shape's `block` and `n_global`."""
-
-    block: int
-    n_global: int
-
-    @property
-    def window(self) -> int:
-        return self.block // 2
-
-    @property
-    def chunk_len(self) -> int:
-        return self.block // 4
-
-    @property
-    def pattern_block(self) -> int:
-        return max(16, self.chunk_len)
-
-    @property
-    def stride(self) -> int:
-        return max(2, self.window // 16)
-
-
-# In linear time.
-
-
-def fla_linear(given: Given) -> Peer:
-    from fla.ops.linear_attn import chunk_linear_attn
-
-    features = (functional.elu(given[name].float()) + 1 for name in "qk")
-    inputs = *(x.to(given["v"].dtype) for x in features), given["v"]
-    return Peer(lambda *qkv: chunk_linear_attn(*qkv)[0], inputs)
-
-
-def fla_retention(given: Given) -> Peer:
-    from fla.ops.retention import chunk_retention
-
-    return Peer(lambda *qkv: chunk_retention(*qkv)[0], tuple(given[name] for name in "qkv"))
-
-
-def fla_gated_linear(given: Given) -> Peer:
-    from fla.ops.gla import chunk_gla
-
-    gate = functional.logsigmoid((given["gate"] + given["bias"]).float()) / 16
-    inputs = *(given[name] for name in "qkv"), gate.to(given["v"].dtype)
-    return Peer(lambda *qkvg: chunk_gla(*qkvg)[0], inputs)
-
-
-def fla_gated_delta(given: Given) -> Peer:
-    """It refuses the gradient on Hopper GPUs with Triton 3.4 to 3.7: `check` tells its error."""
-    from fla.ops.common import chunk_o
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    chunk_o.TRITON_ABOVE_3_7_1 = True
-
-    keep, beta = (given[name][..., 0].float() for name in ("keep", "beta"))
-    gate = given["rate"].float().exp() * functional.logsigmoid(keep - given["bias"])
-
-    def attend(*inputs):
-        return chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)[0]
-
-    beta = beta.sigmoid().to(given["v"].dtype)
-    return Peer(attend, (*(given[name] for name in "qkv"), gate, beta))
-
-
-def from_inputs(make: Callable[[Given], Peer]) -> Callable[[Given], Peer]:
-    """A peer whose features or gates are computed in the call."""
-
-    def whole(given: Given) -> Peer:
-        def attend(*inputs):
-            peer = make(dict(zip(given, inputs, strict=True)))
-            return peer.attend(*peer.inputs)
-
-        return Peer(attend, tuple(given.values()))
-
-    return whole
-
-
-def heads_first(given: Given) -> tuple[torch.Tensor, ...]:
-    """q, k and v as `[1, N, T, H]`."""
-    return tuple(given[name].transpose(1, 2) for name in "qkv")
-
-
-def lucidrains_linear(given: Given) -> Peer:
-    from linear_attention_transformer.linear_attention_transformer import causal_linear_attn
-
-    return Peer(causal_linear_attn, heads_first(given))
-
-
-def lucidrains_performer(causal: bool, given: Given) -> Peer:
-    """Its causal attention without fast_transformers' kernel, which no registry has built."""
-    from performer_pytorch import performer_pytorch as code
-
-    prefix_sums = functools.partial(code.causal_linear_attention_noncuda, eps=0.0)
-    sums = prefix_sums if causal else code.linear_attention
-    options = dict(projection_matrix=given["directions"].detach(), eps=0.0)
-
-    def attend(q, k, v):
-        queries = code.softmax_kernel(q, is_query=True, **options)
-        return sums(queries, code.softmax_kernel(k, is_query=False, **options), v)
-
-    return Peer(attend, heads_first(given))
-
-
-class Third(nn.Module):
-    """In the place of a projection: queries, keys or values, side by side in the input."""
-
-    def __init__(self, index: int):
-        super().__init__()
-        self.index = index
-
-    def forward(self, x):
-        return x.chunk(3, dim=-1)[self.index]
-
-
-def side_by_side(given: Given) -> torch.Tensor:
-    """q, k and v as `[1, T, 3 N H]`."""
-    return torch.cat([given[name].flatten(2) for name in "qkv"], dim=-1)
-
-
-def lucidrains_linformer(given: Given) -> Peer:
-    from linformer import LinformerSelfAttention
-
-    length, n_heads, d_head = given["q"].shape[1:]
-    n_projected = given["e"].shape[1]
-    layer = LinformerSelfAttention(n_heads * d_head, 1, k=n_projected, heads=n_heads)
-    layer.seq_len, layer.to_out = length, nn.Identity()
-    layer.to_q, layer.to_k, layer.to_v = map(Third, range(3))
-    del layer.proj_k, layer.proj_v
-
-    def attend(x, e, f):
-        layer.proj_k, layer.proj_v = e, f
-        return layer(x)
-
-    return Peer(attend, (side_by_side(given), given["e"], given["f"]))
-
-
-def lucidrains_nystrom(given: Given) -> Peer:
-    from nystrom_attention import NystromAttention
-
-    n_heads, d_head = given["q"].shape[2:]
-    sizes = dict(dim_head=d_head, heads=n_heads, num_landmarks=64, residual=False)
-    layer = NystromAttention(n_heads * d_head, **sizes)
-    layer.to_qkv = layer.to_out = nn.Identity()
-    return Peer(layer, (side_by_side(given),))
-
-
-# By a mask.
-
-
-def with_mask(visible: Callable[..., Any], given: Given, **options: int) -> Peer:
-    """FlexAttention to the pairs that `visible` shows."""
-    length = given["q"].shape[1]
-    mask = create_block_mask(visible, None, None, length, length, DEVICE, _compile=True, **options)
-    return Peer(functools.partial(compiled_flex_attention, block_mask=mask), heads_first(given))
-
-
-def flex_local(given: Given, sizes: Sizes) -> Peer:
-    """A query's own chunk and the one before."""
-
-    def visible(batch, head, query, key):
-        chunks = query // sizes.chunk_len - key // sizes.chunk_len
-        return (key <= query) & (chunks <= 1)
-
-    return with_mask(visible, given, BLOCK_SIZE=sizes.pattern_block)
-
-
-def flex_longformer(given: Given, sizes: Sizes) -> Peer:
-    def visible(batch, head, query, key):
-        near = (query - key).abs() <= sizes.window
-        return near | (query < sizes.n_global) | (key < sizes.n_global)
-
-    return with_mask(visible, given)
-
-
-def flex_sinks(given: Given, sizes: Sizes) -> Peer:
-    def visible(batch, head, query, key):
-        return (key <= query) & ((query - key < sizes.window) | (key < N_SINKS))
-
-    return with_mask(visible, given)
-
-
-def _butterfly(query, key):
-    bits = query ^ key
-    return (bits & (bits - 1)) == 0
-
-
-def _strided(query, key):
-    distance = (query - key).abs()
-    return (distance <= 16) | (distance % 16 == 0)
-
-
-def _fixed(query, key):
-    return (query // 16 == key // 16) | (key % 16 == 15)
-
-
-def _local_global(query, key):
-    return (query - key <= 3) | (key == 0)
-
-
-def flex_blocks(rule: Callable[..., Any], given: Given, sizes: Sizes) -> Peer:
-    """The causal pairs of the blocks that a rule of `benchmarks.rows.attention.PATTERNS` shows."""
-    size = sizes.pattern_block
-
-    def visible(batch, head, query, key):
-        return (key <= query) & rule(query // size, key // size)
-
-    return with_mask(visible, given, BLOCK_SIZE=size)
-
-
-# By hashes: other keys than ours.
-
-
-def hugging_face_lsh(given: Given, sizes: Sizes) -> Peer:
-    """LSH attention of transformers, whose layer projects its input itself."""
-    from transformers import ReformerConfig
-    from transformers.models.reformer.modeling_reformer import LSHSelfAttention
-
-    x = given["q"].flatten(2)
-    length, n_heads, d_head = given["q"].shape[1:]
-    config = ReformerConfig(
-        hidden_size=n_heads * d_head,
-        num_attention_heads=n_heads,
-        attention_head_size=d_head,
-        num_hashes=N_HASHES,
-        num_buckets=None,
-        lsh_attn_chunk_length=sizes.chunk_len,
-        lsh_attention_probs_dropout_prob=0.0,
-        max_position_embeddings=length,
-        is_decoder=True,
-    )
-    layer = LSHSelfAttention(config).to(x.device, x.dtype)
-    return Peer(lambda x: layer(x).hidden_states, (x,))
-
-
-def lucidrains_lsh(given: Given, sizes: Sizes) -> Peer:
-    """LSH attention of reformer_pytorch."""
-    from reformer_pytorch import LSHAttention
-
-    layer = LSHAttention(bucket_size=sizes.chunk_len, n_hashes=N_HASHES, causal=True).to(DEVICE)
-    qk, v = (given[name].transpose(1, 2) for name in "qv")
-
-    def attend(qk, v):
-        return layer(qk.flatten(0, 1), v.flatten(0, 1))[0].unflatten(0, qk.shape[:2])
-
-    return Peer(attend, (qk, v))
-
-
-# By chosen blocks and global tokens.
-
-
-class Instead(nn.Module):
-    """In the place of a projection: the given vectors, or its input."""
-
-    def __init__(self, x: torch.Tensor | None = None):
-        super().__init__()
-        self.x = x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x if self.x is None else self.x).clone()  # it is divided in its place
-
-
-def hugging_face_longformer(given: Given, sizes: Sizes) -> Peer:
-    """transformers' layer without its projections, whose input are queries."""
-    from transformers import LongformerConfig
-    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
-
-    batch, length, n_heads, size = given["q"].shape
-    config = LongformerConfig(
-        hidden_size=n_heads * size,
-        num_attention_heads=n_heads,
-        attention_window=[2 * sizes.window],
-        attention_probs_dropout_prob=0.0,
-    )
-    layer = LongformerSelfAttention(config, 0).to(DEVICE).eval()
-    mask = torch.zeros(batch, length, device=DEVICE, dtype=given["q"].dtype)
-    mask[:, : sizes.n_global] = 10_000.0
-    layer.query, layer.query_global = Instead(), Instead()
-
-    def attend(q, k, v):
-        for name, x in (("key", k), ("value", v)):
-            x = x.flatten(2).transpose(0, 1)
-            setattr(layer, name, Instead(x))
-            setattr(layer, f"{name}_global", Instead(x))
-        return layer(
-            q.flatten(2),
-            attention_mask=mask,
-            is_index_masked=mask < 0,
-            is_index_global_attn=mask > 0,
-            is_global_attn=True,
-        )[0]
-
-    return Peer(attend, tuple(given[name] for name in "qkv"))
-
-
-# flash-linear-attention calls flash-attn, which is not built for every PyTorch. PyTorch has the
-# same kernels under other names.
-
-
-def _forward(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    softmax_scale=None,
-    causal=False,
-    dropout_p=0.0,
-    **windows,
-):
-    found = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        causal,
-        False,
-        scale=softmax_scale,
-        **windows,
-    )
-    if cu_seqlens_q is not None and found[1].shape != (q.shape[1], q.shape[0]):
-        raise NotImplementedError(f"sums have shape {tuple(found[1].shape)}")
-    return *found[:2], None, None
-
-
-def _backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    softmax_scale,
-    causal,
-    dropout_p,
-    **others,
-):
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    found = torch.ops.aten._flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        causal,
-        state,
-        torch.zeros((), dtype=torch.uint64, device=q.device),
-        scale=softmax_scale,
-    )
-    for into, x in zip((dq, dk, dv), found, strict=True):
-        into.copy_(x)
-
-
-def flash_attn_func(q, k, v, causal, window_size):
-    left, right = window_size
-    length = q.shape[1]
-    windows = dict(window_size_left=left, window_size_right=right)
-    return _forward(q, k, v, None, None, length, length, None, causal, 0.0, **windows)[0]
-
-
-def flash_attn_varlen_func(*args, causal=False):
-    return _forward(*args, causal=causal)[0]
-
-
-def fla_with_flash_attn(name: str) -> Any:
-    """The module of flash-linear-attention's op, which then calls PyTorch's copy of the kernels."""
-    module = importlib.import_module(f"fla.ops.{name}.parallel")
-    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
-    module._flash_attn_varlen_forward, module._flash_attn_varlen_backward = _forward, _backward
-    return module
-
-
-def fla_moba(given: Given, sizes: Sizes) -> Peer:
-    parallel_moba = fla_with_flash_attn("moba").parallel_moba
-    length = given["q"].shape[1]
-    ends = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
-
-    def attend(q, k, v):
-        return parallel_moba(q, k, v, ends, length, sizes.block, 3)
-
-    return Peer(attend, tuple(given[name] for name in "qkv"))
-
-
-def fla_nsa(given: Given, sizes: Sizes) -> Peer:
-    """It gets its gates; ours computes them of its inputs."""
-    parallel_nsa = fla_with_flash_attn("nsa").parallel_nsa
-    stride = sizes.stride
-    options = dict(block_counts=min(16, stride), block_size=4 * stride, window_size=sizes.block)
-
-    def attend(q, k, v, gate):
-        return parallel_nsa(q, k, v, *gate.unbind(-1), **options)
-
-    return Peer(attend, (*(given[name] for name in "qkv"), given["gate"].sigmoid()))
 
 
 class Case(NamedTuple):
@@ -479,35 +52,41 @@ class Case(NamedTuple):
 
 _of = functools.partial
 CASES = {
-    "fla gated_linear": Case(fla_gated_linear),
-    "fla gated_delta": Case(fla_gated_delta, any_gradient=True),
-    "fla linear": Case(fla_linear),
-    "fla retention": Case(fla_retention),
-    "fla linear, from inputs": Case(from_inputs(fla_linear)),
-    "fla gated_linear, from inputs": Case(from_inputs(fla_gated_linear)),
-    "fla gated_delta, from inputs": Case(from_inputs(fla_gated_delta), any_gradient=True),
-    "fla nsa": Case(fla_nsa, sized=True, agree=0.9),
-    "fla moba": Case(fla_moba, sized=True, agree=0.9),
-    "FlexAttention, local": Case(flex_local, sized=True),
-    "FlexAttention, longformer": Case(flex_longformer, sized=True),
-    "FlexAttention, sinks": Case(flex_sinks, sized=True),
-    "FlexAttention, butterfly": Case(_of(flex_blocks, _butterfly), sized=True),
-    "FlexAttention, strided": Case(_of(flex_blocks, _strided), sized=True),
-    "FlexAttention, fixed": Case(_of(flex_blocks, _fixed), sized=True),
-    "FlexAttention, local + global": Case(_of(flex_blocks, _local_global), sized=True),
-    "transformers Longformer": Case(hugging_face_longformer, sized=True),
-    "transformers LSH": Case(hugging_face_lsh, sized=True, same=False),
-    "reformer_pytorch LSH": Case(lucidrains_lsh, sized=True, same=False),
+    "fla gated_linear": Case(linear.fla_gated_linear),
+    "fla gated_delta": Case(linear.fla_gated_delta, any_gradient=True),
+    "fla linear": Case(linear.fla_linear),
+    "fla retention": Case(linear.fla_retention),
+    "fla linear, from inputs": Case(linear.from_inputs(linear.fla_linear)),
+    "fla gated_linear, from inputs": Case(linear.from_inputs(linear.fla_gated_linear)),
+    "fla gated_delta, from inputs": Case(
+        linear.from_inputs(linear.fla_gated_delta), any_gradient=True
+    ),
+    "fla nsa": Case(chosen.fla_nsa, sized=True, agree=0.9),
+    "fla moba": Case(chosen.fla_moba, sized=True, agree=0.9),
+    "FlexAttention, local": Case(masked.flex_local, sized=True),
+    "FlexAttention, longformer": Case(masked.flex_longformer, sized=True),
+    "FlexAttention, sinks": Case(masked.flex_sinks, sized=True),
+    "FlexAttention, butterfly": Case(_of(masked.flex_blocks, masked.butterfly), sized=True),
+    "FlexAttention, strided": Case(_of(masked.flex_blocks, masked.strided), sized=True),
+    "FlexAttention, fixed": Case(_of(masked.flex_blocks, masked.fixed), sized=True),
+    "FlexAttention, local + global": Case(_of(masked.flex_blocks, masked.local_global), sized=True),
+    "transformers Longformer": Case(chosen.hugging_face_longformer, sized=True),
+    "transformers LSH": Case(chosen.hugging_face_lsh, sized=True, same=False),
+    "reformer_pytorch LSH": Case(chosen.lucidrains_lsh, sized=True, same=False),
     "performer-pytorch": Case(
-        _of(lucidrains_performer, True), checked="float32", numbers="performer, no epsilon"
+        _of(linear.lucidrains_performer, True),
+        checked="float32",
+        numbers="performer, no epsilon",
     ),
     "performer-pytorch, all": Case(
-        _of(lucidrains_performer, False), checked="float32", numbers="performer, all, no epsilon"
+        _of(linear.lucidrains_performer, False),
+        checked="float32",
+        numbers="performer, all, no epsilon",
     ),
-    "linformer, PyTorch": Case(lucidrains_linformer),
+    "linformer, PyTorch": Case(linear.lucidrains_linformer),
     # Its pseudo-inverse begins with the largest norm of all heads, and is in float32.
-    "nystrom-attention, float32": Case(lucidrains_nystrom, dtype="float32", by_head=True),
-    "linear-attention-transformer": Case(lucidrains_linear, same=False),
+    "nystrom-attention, float32": Case(linear.lucidrains_nystrom, dtype="float32", by_head=True),
+    "linear-attention-transformer": Case(linear.lucidrains_linear, same=False),
 }
 
 

@@ -1,1 +1,14 @@
-"""The parts of the scripts: gin files, flags, a run's folder, errors in one line, reports."""
+"""The commands of `reformax`, each a module with `main`, and what they share.
+
+Where to look:
+
+* Commands: `train`, `evaluate`, `generate`, `prepare`, `runs`, `sweep`, `configs`.
+* A gin config: `config` parses files and overrides by `reading`, and `parsed` says what was parsed.
+  `modules`, `short_names` and `typed` find what a name means. `trust` says which names the config
+  of a run's folder may hold; `trax_config` recognises configs of Trax.
+* Flags and errors: `flags`, `distributed`, `errors`, `messages`.
+* A trained run: `saved_run` reads it. `hash_counts`, `task_scores` and `lm_eval` score it, and
+  `results` writes the scores.
+* Generation: `prompts` to tokens, `generated_text` and `translations` to stdout.
+* The end of a script: `report`, `terminal_curve`.
+"""

@@ -138,7 +138,7 @@ def parser():
 
 def _continue(args, saved: saved_run.Saved) -> int:
     """Continues the prompts with a language model."""
-    from reformax.cli import continuation, generation_settings
+    from reformax.cli import generated_text, generation_settings
     from reformax.generation import decoding
 
     vocabulary = saved_run.vocabulary_of(saved)
@@ -159,7 +159,7 @@ def _continue(args, saved: saved_run.Saved) -> int:
     ends = [template.end] if template else kept
     blocks = decoding.stream(saved.model, saved.params, tokens, n_new, end=ends, **options)
     shown = [[] for _ in tokens] if template else tokens
-    return continuation.write(blocks, shown, alphabet, args.quiet, ends)
+    return generated_text.write(blocks, shown, alphabet, args.quiet, ends)
 
 
 def _devices(options: dict[str, Any], saved: saved_run.Saved) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Of --model_args:
     max_length=N        context in tokens (default: the run's length)
     seed=N              of the hashes
     add_bos_token=False the first token precedes empty contexts alone, as the harness has
-                        it for GPT-2 (default: in front of each, as in training)
+                        it for GPT-2 (default: before each, as in training)
     trust_config=True   the run's config may name any module, which is code that runs
 
 --batch_size=auto computes about 16,384 tokens together. Temperatures above 0 draw by the seed and a

@@ -110,7 +110,7 @@ def offset(vocab_size: int) -> int | None:
 
 
 def encode_message(template: Written, text: bytes) -> list[int]:
-    """The tokens of a user's message, and of what stands before and after it up to the answer.
+    """The tokens of a user's message, and of the text before and after it up to the answer.
 
     Raises:
       SettingError: training would leave such a message out.

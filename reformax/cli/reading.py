@@ -172,7 +172,7 @@ def read_file(path: str, folders: Sequence[str | Path] = (), above: Sequence[str
 
     Args:
       path: the file.
-      folders: where included files are looked for, behind the working directory.
+      folders: where included files are looked for, after the working directory.
       above: the files that include it.
 
     Returns:

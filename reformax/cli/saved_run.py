@@ -29,7 +29,7 @@ class Saved(NamedTuple):
     model: Any
     params: Any
     steps: list[int]  # of the checkpoints that the parameters are from
-    info: dict[str, Any]  # what `Checkpoints.restore` says of the last of them
+    info: dict[str, Any]  # what `CheckpointReader.restore` says of the last of them
     run: dict[str, Any]  # the settings of `MODEL`
     mesh: Any  # the devices that compute with it
     folder: Path
@@ -71,11 +71,11 @@ def load(
     from reformax.training import loop
     from reformax.training import mesh as mesh_lib
     from reformax.training.averaging import restore_mean
-    from reformax.training.checkpoint import Checkpoints
+    from reformax.training.checkpoint import CheckpointReader
     from reformax.training.named_tensors import check_finite
     from reformax.training.settings import build
 
-    checkpoints = Checkpoints(folder)
+    checkpoints = CheckpointReader(folder)
 
     def read(configs: dict[int, str | None]) -> Saved:
         _parse(checkpoints, configs, overrides, **options)
@@ -97,7 +97,7 @@ def steadily(checkpoints, choose: Callable[[], dict[int, Any]], read: Callable[[
     """`read(choose())`, once more where training deleted or wrote a chosen checkpoint meanwhile.
 
     Args:
-      checkpoints: `reformax.training.checkpoint.Checkpoints`.
+      checkpoints: `reformax.training.checkpoint.CheckpointReader`.
       choose: the configs of checkpoints by step.
       read: reads them.
 
@@ -124,7 +124,7 @@ def parse(
     """Parses a checkpoint's config, or the folder's config.gin if the checkpoint has none.
 
     Args:
-      checkpoints: `reformax.training.checkpoint.Checkpoints`.
+      checkpoints: `reformax.training.checkpoint.CheckpointReader`.
       step: the checkpoint's.
       text: its config, if it has one.
       overrides: settings of --config.
@@ -192,10 +192,10 @@ def keep_vocabulary(vocabulary, saved: Saved) -> None:
     Raises:
       ValueError: the run's folder has no vocabulary, or not the checkpoint's.
     """
-    from reformax.training.checkpoint import Checkpoints
+    from reformax.training.checkpoint import CheckpointReader
 
     fingerprint = vocabulary.keep_in(saved.folder, begun=True)
-    Checkpoints(saved.folder).check_vocabulary(
+    CheckpointReader(saved.folder).check_vocabulary(
         saved.steps[-1], saved.info.get("vocabulary"), fingerprint
     )
 
@@ -287,7 +287,7 @@ def _identities(checkpoints) -> set[tuple]:
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for entry in checkpoints.folder.iterdir():
-            if entry.name.removeprefix("tmp.old.").isdigit():  # see `Checkpoints.steps`
+            if entry.name.removeprefix("tmp.old.").isdigit():  # see `CheckpointReader.steps`
                 stat = entry.lstat()
                 found.add((entry.name, stat.st_ino, stat.st_ctime_ns))
     return found

@@ -157,7 +157,7 @@ def _slug(value: Any) -> str:
 
 
 def _told_apart(members: list[Member]) -> list[Member]:
-    """The members with a checksum behind names that are long or the same."""
+    """The members with a checksum after names that are long or the same."""
     count = Counter(member.name for member in members)
     return [
         member

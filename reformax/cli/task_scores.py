@@ -242,7 +242,7 @@ def _of_harness(parts, names: Sequence[str], manager, args) -> dict[str, Any]:
 
 
 def _print(name: str, figures: dict[str, Any]) -> None:
-    """A line for each figure; the harness's have the name of a filter behind a comma."""
+    """A line for each figure; the harness's have the name of a filter after a comma."""
     for key, value in figures.items():
         metric, _, of = key.partition(",")
         if not isinstance(value, float) or metric.endswith("_stderr"):

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.profile and args.dry_run:
         raise SettingError("--profile: a dry run makes no step, leave one of the two out")
     if args.dry_run:
-        begun = bool(checkpoint.Checkpoints(output_dir).steps())
+        begun = bool(checkpoint.CheckpointReader(output_dir).steps())
         options = dict(begun=begun, device_memory=args.device_memory, named=typed.typed)
         report_of = functools.partial(dry_run.report, **options)
         settings, lines = dummy_task.reported(report_of)

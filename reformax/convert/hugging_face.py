@@ -48,7 +48,7 @@ from reformax.convert.tables import Tensor, layer_norm
 from reformax.declared import shown
 
 _DECODER_BIAS = "lm_head.decoder.bias"
-# Modules around a model's own, anywhere in a tensor's name, or in front of it.
+# Modules around a model's own, anywhere in a tensor's name, or before it.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 _OUTER = {"module", "model"}
 

@@ -131,12 +131,12 @@ def _op(layer: Layer, get: Mapping[str, Any]) -> Op:
 
 
 def _first_token(get: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """The token in front of a row: the beginning's, or else the end's, of which one may be many."""
+    """The token before a row: the beginning's, or else the end's, of which one may be many."""
     end = get["eos_token_id"]
     end = end[0] if isinstance(end, list | tuple) and end else end
     found = get["bos_token_id"] if get["bos_token_id"] is not None else end
     if not isinstance(found, int):
-        return 0, ["no token begins or ends a text in config.json: token 0 is put in front of rows"]
+        return 0, ["no token begins or ends a text in config.json: token 0 begins rows"]
     if found >= get["vocab_size"]:
         raise ValueError(
             f"bos_token_id is {found}: expected an id below vocab_size, {get['vocab_size']}"

@@ -16,7 +16,7 @@ from reformax.convert.spec import Spec
 from reformax.data import pieces
 from reformax.data.vocabulary import FILE
 from reformax.declared import shown
-from reformax.training.checkpoint import Checkpoints
+from reformax.training.checkpoint import CheckpointReader, Checkpoints
 from reformax.training.step import TrainState
 
 # The context that a converted model is scored with, unless --length says otherwise.
@@ -45,7 +45,7 @@ def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> 
       ValueError: the folder has no run or no checkpoint, or its model is not of this package.
       ConfigError: the config names more than `reformax.cli.trust` allows.
     """
-    checkpoints = Checkpoints(Path(folder).expanduser())
+    checkpoints = CheckpointReader(Path(folder).expanduser())
 
     def choose() -> dict[int, str | None]:
         chosen = saved_run.choose(checkpoints, "best" if step is None else str(step))

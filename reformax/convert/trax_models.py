@@ -177,13 +177,13 @@ def _chunks(spec: Spec) -> int:
 
 def _check_length(spec: Spec, length: int) -> None:
     """Raises `ValueError` for a length of inputs that Trax's model does not read."""
-    chunks, most = _chunks(spec), spec.max_length()
-    if len(spec.arguments["pos_axial_shape"]) > 1 and length != most:
-        raise ValueError(f"length is {length}: expected {most}, the grid of axial positions")
+    shape, chunks, most = spec.arguments["pos_axial_shape"], _chunks(spec), spec.max_length()
+    if len(shape) > 1 and length != most:
+        raise ValueError(f"length is {length}: expected {most}, as pos_axial_shape is {shape}")
     if most is not None and length > most:
-        raise ValueError(f"length is {length}: expected at most {most}, as many as positions")
+        raise ValueError(f"length is {length}: expected at most {most}, the number of positions")
     if length % chunks:
-        raise ValueError(f"length is {length}: expected a multiple of the chunks', {chunks}")
+        raise ValueError(f"length is {length}: expected a multiple of chunk_len, {chunks}")
 
 
 def read_params(path: str | Path, spec: Spec) -> Any:

@@ -148,7 +148,7 @@ def _group(pa, path: Path, metadata: Any, number: int, names: Sequence[str]) -> 
             begin = next(begins)
         found = [values for column in begin.columns for values in _dictionaries(column)]
         for values in found:
-            # One value may be the first row's, with a dictionary behind it.
+            # One value may be the first row's, with a dictionary after it.
             lengths = _lengths(pa, values) if len(values) > 1 else pa.array([stated])
             longest = max(longest, pa.compute.max(lengths).as_py() or 0)
         if len(found) < len(dictionaries):

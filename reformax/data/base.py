@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64, UInt, UInt8
+from jaxtyping import Int64, UInt, UInt8
 
+from reformax.data.checks import check_sizes, check_windows, of_split
+from reformax.data.draws import generator
 from reformax.data.lengths import Lengths, Range, check_enough, ranges
 from reformax.data.stored import crc32_of, windows_of
+from reformax.data.windows import (
+    document_starts,
+    each_once,
+    range_starts,
+    range_windows,
+    segment_ids_of,
+)
 from reformax.declared import SettingError
 from reformax.task import Batch, Documents, Task
 
-T = TypeVar("T")
 SPLITS = ("train", "valid", "test")
-# Tokens of a held-out split that is drawn, not read.
-MOST_HELD_OUT = 2**27
-# Where training windows of a text begin; see `document_starts` and `each_once`.
+# Where training windows of a text begin; see `windows.document_starts` and `windows.each_once`.
 Windows = Literal["anywhere", "documents", "each_once"]
 
 # The first ids of every vocabulary of sentences. 0 also precedes the first token.
@@ -120,7 +126,7 @@ def byte_language_model(
       splits: the bytes of 'train', 'valid' and 'test', none of them empty.
       offset: a byte's id is the byte plus this; lower ids are reserved.
       borders: the bytes, by position, that documents begin with, sorted; None: one document. Those
-        behind a split's end are left out.
+        after a split's end are left out.
       windows: how the text is divided into windows.
       segments: as `borders`, of what the mask hides from each other; None: the documents.
 
@@ -274,188 +280,6 @@ def _by_length(
     return *range_windows(found, *drawn, data, segments, length), None
 
 
-def each_once(
-    n: int, length: int, seed: int, numbers: Int[np.ndarray, " B"]
-) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
-    """Where windows begin, by their numbers, and from which of their tokens on they are targets.
-
-    An epoch has the windows that cover the text one behind the other, in an order of its own. Each
-    token is a target once in it: the last window is moved back to end with the text, and what
-    another one has counts there alone.
-
-    Args:
-      n: tokens of the text, at least `length`.
-      length: of a window.
-      seed: of all orders.
-      numbers: of windows since the first step.
-    """
-    n_windows = -(-n // length)
-    found = in_epochs(numbers, n_windows, seed)
-    starts = np.minimum(found * length, n - length)
-    return starts, found * length - starts
-
-
-def in_epochs(numbers: Int[np.ndarray, " B"], n: int, seed: int) -> Int64[np.ndarray, " B"]:
-    """Which of n examples come at some numbers, since the first step: each once an epoch."""
-    epochs, indices = np.divmod(numbers, n)
-    found = np.zeros(len(numbers), np.int64)
-    for epoch in np.unique(epochs):
-        own = epochs == epoch
-        found[own] = permuted(indices[own], n, generator(seed, int(epoch)))
-    return found
-
-
-def permuted(indices: Int[np.ndarray, " B"], n: int, rng: np.random.Generator) -> np.ndarray:
-    """Where a permutation of n takes some indices: by a key, in no memory.
-
-    A Feistel network of four rounds permutes the numbers of 2 b bits, and is applied again to what
-    is not below n (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3).
-    """
-    bits = max(1, (int(n - 1).bit_length() + 1) // 2)
-    mask = np.uint64(2**bits - 1)
-    keys = rng.integers(2**63, size=(4, 2), dtype=np.uint64)
-    found = np.asarray(indices).astype(np.uint64)
-    outside = np.ones(found.shape, bool)
-    while outside.any():
-        left, right = found[outside] >> np.uint64(bits), found[outside] & mask
-        for key, factor in keys:
-            mixed = (right ^ key) * (factor | np.uint64(1))  # modulo 2^64
-            mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
-            left, right = right, left ^ (mixed >> np.uint64(32)) & mask
-        found[outside] = left << np.uint64(bits) | right
-        outside = found >= np.uint64(n)
-    return found.astype(np.int64)
-
-
-def document_starts(
-    borders: Int64[np.ndarray, " d"],
-    n: int,
-    length: int,
-    positions: Int[np.ndarray, " B"],
-    back: Int[np.ndarray, " B"],
-) -> Int64[np.ndarray, " B"]:
-    """Where windows begin by documents, each by a position in the text.
-
-    The document that holds the position decides:
-
-    * One of at most `length` tokens is seen from its begin: the window begins at the nearer end of
-      the document, which is its own begin or the next one's. Were it always its own, a short
-      document behind one of about `length` tokens would hardly be a target.
-    * Of a longer one any window that holds the position is as likely: the window begins `back`
-      tokens before the position, but not before the document. So (length + 1) / 2 in D windows of a
-      document of D tokens begin with it, and its middle is seen no less.
-
-    Windows have `length` tokens, so what follows a document goes on in them. With `positions`
-    uniform in [0, n) and `back` in [0, length), a token that is at least `length` from the text's
-    ends is a target at least 3/8 and at most twice as often as the mean token, whatever the lengths
-    of documents; as often as the mean where a document is longer than two windows and the token a
-    window from its ends. A window that would pass the text's end ends there.
-
-    Args:
-      borders: the tokens, by position, that documents begin with, sorted.
-      n: tokens of the text, at least `length`.
-      length: of a window.
-      positions: in the text, below n.
-      back: below `length`.
-    """
-    begin, end = document_bounds(borders, n, positions)
-    return np.minimum(_starts_within(begin, end, length, positions, back), n - length)
-
-
-def document_bounds(
-    borders: Int64[np.ndarray, " d"], n: int, positions: Int[np.ndarray, " B"]
-) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
-    """The begins and ends of the documents that hold some positions."""
-    after = borders.searchsorted(positions, "right")
-    begin = np.where(after > 0, borders[after - 1], 0)
-    end = np.where(after < len(borders), borders[np.minimum(after, len(borders) - 1)], n)
-    return begin, end
-
-
-def _starts_within(begin, end, length: int, positions, back) -> Int64[np.ndarray, " B"]:
-    """`document_starts` of documents whose bounds are known, before the text's end counts."""
-    nearer = np.where(positions - begin < end - positions, begin, end)
-    return np.where(end - begin <= length, nearer, np.maximum(begin, positions - back))
-
-
-def range_starts(
-    found: Sequence[Range],
-    lengths: Lengths,
-    borders: Int64[np.ndarray, " d"] | None,
-    n: int,
-    seed: int,
-    step: int,
-    batch_size: int,
-    length: int,
-    rows: np.ndarray | slice,
-) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
-    """The range of lengths of each row, and where in the range's text its window begins.
-
-    Args:
-      found: the ranges of the text.
-      lengths: how often a row is of each.
-      borders: where documents begin, by which windows begin; None: windows begin anywhere.
-      n: tokens of the text.
-      seed, step: of the draws.
-      batch_size, length: rows of the batch, and tokens of one.
-      rows: the rows that are drawn, by number.
-    """
-    rng = generator(seed, step)
-    # The stream behind the step's is a mixture's own.
-    draw = np.random.Generator(rng.bit_generator.jumped(2))
-    chosen = draw.choice(len(found), size=batch_size, p=lengths.shares())
-    sizes = np.array([len(one) for one in found])[chosen]
-    if borders is None:
-        return chosen[rows], rng.integers(sizes - length + 1)[rows]
-    indices, back = rng.integers(sizes)[rows], rng.integers(length, size=batch_size)[rows]
-    chosen, sizes = chosen[rows], sizes[rows]
-    positions = [found[k].positions(index) for k, index in zip(chosen, indices, strict=True)]
-    before = np.array(positions, np.int64) - indices
-    begin, end = (x - before for x in document_bounds(borders, n, indices + before))
-    return chosen, np.minimum(_starts_within(begin, end, length, indices, back), sizes - length)
-
-
-def range_windows(
-    found: Sequence[Range],
-    chosen: Int64[np.ndarray, " B"],
-    starts: Int64[np.ndarray, " B"],
-    data: UInt[np.ndarray, " n"],
-    segments: Int64[np.ndarray, " d"] | None,
-    length: int,
-) -> tuple[UInt[np.ndarray, "B {length}"], Int32[np.ndarray, "B {length}"] | None]:
-    """The tokens of windows of ranges, and their segments where documents are hidden."""
-    tokens = np.empty((len(starts), length), data.dtype)
-    ids = None if segments is None else np.empty((len(starts), length), np.int32)
-    for row, (k, start) in enumerate(zip(chosen, starts, strict=True)):
-        at = last = 0
-        for first, n in found[k].spans(int(start), length):
-            own, position = slice(at, at + n), np.array([first])
-            tokens[row, own] = windows_of(data, position, n)[0]
-            if ids is not None:  # what follows a run is another document
-                ids[row, own] = segment_ids_of(segments, position, n)[0] + last
-                last = ids[row, at + n - 1]
-            at += n
-    return tokens, ids
-
-
-def segment_ids_of(
-    borders: Int64[np.ndarray, " d"], starts: Int64[np.ndarray, " B"], length: int
-) -> Int32[np.ndarray, "B {length}"]:
-    """The segments of windows: tokens of a row's first document have id 1, and so on upwards.
-
-    Args:
-      borders: the tokens, by position, that documents begin with, sorted.
-      starts: the positions that windows begin at.
-      length: of a window.
-    """
-    first, last = (borders.searchsorted(starts + n, "right") for n in (0, length - 1))
-    ids = [
-        np.asarray(borders[a:b]).searchsorted(start + np.arange(length), "right")
-        for a, b, start in zip(first, last, starts, strict=True)
-    ]
-    return np.array(ids, np.int32).reshape(len(starts), length) + 1
-
-
 def check_documents(borders: Mapping[str, np.ndarray] | None, windows: WindowSettings) -> None:
     """Raises `SettingError` for settings by documents if the training text has none, or one."""
     asked = {
@@ -488,25 +312,6 @@ def fingerprint(data: UInt8[np.ndarray, " n"]) -> str:
     return f"{len(data):,} bytes of CRC-32 {crc32_of(data):08x}"
 
 
-def generator(seed: int, step: int) -> np.random.Generator:
-    """The random numbers of a step: Philox keyed by (seed, step), each from 0 up to 2^63 - 1.
-
-    A counter-based generator has independent streams for neighbouring keys and keeps no state.
-
-    Raises:
-      ValueError: seed or step out of range.
-    """
-    for argument, value in (("seed", seed), ("step", step)):
-        if not 0 <= value < 2**63:
-            raise SettingError(f"{argument}={value} must be from 0 to 2^63 - 1")
-    return philox(seed, step)
-
-
-def philox(high: int, low: int) -> np.random.Generator:
-    """A generator keyed by two words below 2^64; `generator` takes high words below 2^63."""
-    return np.random.Generator(np.random.Philox(key=np.array([high, low], np.uint64)))
-
-
 def full_batch(
     tokens: np.ndarray, weights: np.ndarray, batch_size: int, segment_ids: np.ndarray | None = None
 ) -> Batch:
@@ -518,38 +323,3 @@ def full_batch(
     tokens = np.pad(tokens.astype(np.int32), fill)
     inputs = tokens if segment_ids is None else Documents(tokens, np.pad(segment_ids, fill))
     return Batch(inputs, tokens, np.pad(weights.astype(np.float32), fill))
-
-
-def check_split(name: str, split: str, splits: tuple[str, ...]) -> None:
-    """Raises ValueError if the task `name` has no such split."""
-    if split not in splits:
-        raise SettingError(f"split={split!r} must be one of {', '.join(splits)} (task {name})")
-
-
-def of_split(name: str, splits: Mapping[str, T], split: str) -> T:
-    """The value of a split; raises ValueError if the task `name` has no such split."""
-    check_split(name, split, tuple(splits))
-    return splits[split]
-
-
-def check_held_out(n_examples: int, length: int) -> None:
-    """Raises `SettingError` for held-out examples, drawn together, of too many tokens."""
-    if n_examples * length > MOST_HELD_OUT:
-        raise SettingError(
-            f"n_eval is {n_examples}: expected at most {MOST_HELD_OUT // length:,} examples of "
-            f"{length:,} tokens, which are drawn together"
-        )
-
-
-def check_windows(batch_size: int, length: int, stride: int) -> None:
-    """Raises ValueError for a size below 1, or windows that would leave tokens out."""
-    check_sizes(batch_size=batch_size, length=length, stride=stride)
-    if stride > length:
-        raise SettingError(f"stride={stride} must be at most length={length}")
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raises ValueError for a size below 1."""
-    for argument, value in sizes.items():
-        if value < 1:
-            raise SettingError(f"{argument}={value} must be at least 1")

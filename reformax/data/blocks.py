@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from reformax import durable
-from reformax.data.base import SPLITS, philox
+from reformax.data.base import SPLITS
+from reformax.data.draws import philox
 from reformax.declared import SettingError, user_path
 
 

@@ -29,17 +29,17 @@ class Template(NamedTuple):
     Attributes:
       name: its name, or 'your own'.
       roles: role -> the text before and after what it says. Where it has no system, what one says
-        is at the beginning of the user's turn behind it.
+        is at the beginning of the user's turn after it.
       first: precedes a conversation, where the vocabulary has it as a token.
       end: the token that an answer ends in; None: the vocabulary's end of a document.
-      behind: follows an answer's end.
+      suffix: follows an answer's end.
     """
 
     name: str
     roles: Mapping[str, tuple[str, str]]
     first: str = ""
     end: str | None = None
-    behind: str = ""
+    suffix: str = ""
 
     def prompt(self, text: str) -> str:
         """A user's message as it is written before an answer."""
@@ -73,7 +73,7 @@ TEMPLATES = {
         "<|assistant_end|>",
     ),
     "chatml": Template(
-        "chatml", _of_roles(*_CHATML, system="system", tool="tool"), end="<|im_end|>", behind="\n"
+        "chatml", _of_roles(*_CHATML, system="system", tool="tool"), end="<|im_end|>", suffix="\n"
     ),
     "llama3": Template(
         "llama3",
@@ -230,8 +230,7 @@ def own(texts: Mapping[str, str], option: str) -> Template:
         )
     parts = {role: text.partition(_CONTENT) for role, text in texts.items()}
     roles = {role: (before, after) for role, (before, _, after) in parts.items()}
-    behind = roles["assistant"][1]
-    return Template("your own", roles, behind=behind)
+    return Template("your own", roles, suffix=roles["assistant"][1])
 
 
 def _tokens(template: Template) -> list[str]:
@@ -284,11 +283,11 @@ def encoded(
 def _unwritable(conversation: Sequence[Turn], written: Written) -> str | None:
     """Why a template cannot write a conversation; None if it can."""
     roles, lacks = written.template.roles, f"which template {written.template.name!r} lacks"
-    for turn, behind in itertools.zip_longest(conversation, conversation[1:]):
+    for turn, later in itertools.zip_longest(conversation, conversation[1:]):
         if turn.role not in roles and turn.role != "system":
             return f"a turn of {turn.role}, {lacks}"
-        if turn.role not in roles and (behind is None or behind.role not in ("system", "user")):
-            return f"a turn of system, {lacks}, and no user's behind it to take it"
+        if turn.role not in roles and (later is None or later.role not in ("system", "user")):
+            return f"a turn of system, {lacks}, and no user's turn after it to take it"
         if any(token in turn.text for token in written.tokens):
             return "a token of the template in what someone says"
     return None
@@ -315,4 +314,4 @@ def _each_run(template: Template, conversation: Iterable[Turn]) -> Iterator[Pass
             yield Passage(text, True, True)
         else:
             yield Passage(waiting + before + text, False, True)
-        waiting = template.behind
+        waiting = template.suffix

@@ -20,16 +20,10 @@ from jaxtyping import Bool, Int, Int64, UInt8
 
 from reformax.data import arrow_tables, chat_templates, conversations, documents, files, tables
 from reformax.data import splits as by_name
-from reformax.data.base import (
-    SPLITS,
-    check_sizes,
-    check_split,
-    check_windows,
-    generator,
-    in_epochs,
-    philox,
-)
+from reformax.data.base import SPLITS
+from reformax.data.checks import check_sizes, check_split, check_windows
 from reformax.data.conversations import Conversation, LeftOut
+from reformax.data.draws import generator, in_epochs, philox
 from reformax.data.packing import Rows, laid_out, pack
 from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.declared import Called, Name, PathName, SettingError, VocabSize, checked
@@ -96,7 +90,7 @@ def chats(
         chat_templates.own(template, _OPTION)
     path = files.existing(data_dir)
     found = documents.find(path, pattern, None, False, splits, f"{_OPTION}.splits")
-    rows, said = _read(path, found, conversations.FieldNames(messages, prompt, answer))
+    rows, notes = _read(path, found, conversations.FieldNames(messages, prompt, answer))
     parts = by_name.with_cut(rows)
     if not parts["train"]:
         raise SettingError(f"{path} has no conversation to train on: give more than one")
@@ -122,7 +116,7 @@ def chats(
         train_rows=data.train_rows,
         document_mask=True,
         in_order=True,
-        summary=lambda: [_described(path, parts, own), data.template_line(), *said],
+        summary=lambda: [_described(path, parts, own), data.template_line(), *notes],
         of_bytes=pieces is None,
     )
 
@@ -131,7 +125,7 @@ def _read(
     path: Path, found: documents.Found, names: conversations.FieldNames
 ) -> tuple[dict[str, list[Conversation]], list[str]]:
     """The conversations of each split, and lines on what is left out."""
-    rows, no_tables, said, total = {}, [], [], 0
+    rows, no_tables, notes, total = {}, [], [], 0
     for split, paths in found.paths.items():
         left, kept = Counter(), []
         for file in paths:
@@ -147,18 +141,18 @@ def _read(
                 total += sum(_TURN + sys.getsizeof(turn.text) for turn in one)
                 files.check_room(path, total, "text and turns in memory")
                 kept.append(one)
-        said += [f"left out: {n:,} rows of {split} ({why})" for why, n in left.items()]
+        notes += [f"left out: {n:,} rows of {split} ({why})" for why, n in left.items()]
         if kept:
             rows[split] = kept
     if no_tables and path.is_dir():
-        said += by_name.left_out_lines(path, {"no table": no_tables})
+        notes += by_name.left_out_lines(path, {"no table": no_tables})
     if "train" not in rows:
-        reason = f": {said[0]}" if said else ""
+        reason = f": {notes[0]}" if notes else ""
         raise SettingError(
             f"{path} has no conversations to train on{reason}; give tables, such as .jsonl, whose "
             "rows have messages, or prompt and answer"
         )
-    return rows, [*found.said, *said]
+    return rows, [*found.notes, *notes]
 
 
 def _joined(parts: Sequence[Conversation]) -> UInt8[np.ndarray, " n"]:
@@ -270,7 +264,7 @@ class _Chats:
         fits = ~is_long if self._too_long == "left_out" else n_scored[ends] > n_scored[begins]
         if n_long := int(is_long.sum()):
             out = int((~fits).sum())
-            how = f"{n_long - out:,} are cut and {out:,}, whose answers lie behind, are left out"
+            how = f"{n_long - out:,} are cut and {out:,}, whose answers come later, are left out"
             self._log.warning(
                 f"chats: {n_long:,} of {len(begins):,} training conversations are longer than "
                 f"length={length} tokens, up to {(whole - begins).max():,}: "

@@ -222,7 +222,7 @@ def _text(where: str, value: Any) -> str:
 
 
 def _trimmed(turns: Sequence[Turn]) -> Conversation | LeftOut:
-    """The turns up to the last answer, behind which nothing is learnt."""
+    """The turns up to the last answer, after which nothing is learnt."""
     scored = [i for i, turn in enumerate(turns) if turn.scored]
     if not scored:
         return LeftOut("no answer of an assistant")

@@ -74,12 +74,12 @@ class Source(NamedTuple):
     Attributes:
       texts: 'train' alone, or the splits that the text is divided in.
       files: split -> the files, by name; as `texts`.
-      said: lines on what else was found: files that are left out, and why.
+      notes: lines on what else was found: files that are left out, and why.
     """
 
     texts: Mapping[str, Text]
     files: Mapping[str, str]
-    said: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 class Found(NamedTuple):
@@ -87,7 +87,7 @@ class Found(NamedTuple):
 
     Attributes:
       paths: split -> its files, in order.
-      files, said: as in `Source`.
+      files, notes: as in `Source`.
       kind: how they are read: 'datasets', what `datasets` saved; 'joined', files each with a
         newline at its end; or 'file', the one that there is.
       checked: whether what is no text is refused, and byte 0 ends a document.
@@ -97,7 +97,7 @@ class Found(NamedTuple):
 
     paths: Mapping[str, list[Path]]
     files: Mapping[str, str]
-    said: Sequence[str]
+    notes: Sequence[str]
     kind: str
     checked: bool = True
     join_by: str | None = None
@@ -140,7 +140,7 @@ def read(path: Path, found: Found, field: str) -> Source:
         text = Text(files.as_array(data), np.concatenate(positions))
         texts[split] = text if keys is None else _joined(text, np.concatenate(of_documents))
     check_joined(path, found, texts)
-    return Source(texts, found.files, found.said)
+    return Source(texts, found.files, found.notes)
 
 
 def _joined(text: Text, keys: Int64[np.ndarray, " d"]) -> Text:
@@ -187,24 +187,24 @@ def find(
     """
     _check_pattern(path, pattern, raw)
     if not path.is_dir():
-        said: Sequence[str] = ()
+        notes: Sequence[str] = ()
         if by == "by_name" and (others := splits.held_out_next_to(path)):
             names_of = splits.shown(path.parent, others)
-            said = [f"not read: {names_of}, next to it: give the folder to use these splits"]
-        said = [*said, *([] if raw else _with_marks([path], field))]
-        return Found({"train": [path]}, {"train": path.name}, said, "file", not raw)
+            notes = [f"not read: {names_of}, next to it: give the folder to use these splits"]
+        notes = [*notes, *([] if raw else _with_marks([path], field))]
+        return Found({"train": [path]}, {"train": path.name}, notes, "file", not raw)
     if not raw and any((path / name).is_file() for name in (_DATASETS, _DATASET)):
         whole = (path / _DATASETS).is_file()
-        parts, said = _datasets(path) if whole else ({"train": _dataset(path)}, ())
+        parts, notes = _datasets(path) if whole else ({"train": _dataset(path)}, ())
         if by == "cut":
             parts = {"train": [file for paths in parts.values() for file in paths]}
-        return Found(parts, dict.fromkeys(parts, "what `datasets` saved"), said, "datasets")
+        return Found(parts, dict.fromkeys(parts, "what `datasets` saved"), notes, "datasets")
     if not raw and pattern == "*":
         _check_no_pairs(path)
     chosen = choose(path, pattern, field, raw, by, option)
     names = {split: _named(path, paths) for split, paths in chosen.paths.items()}
     marked = [] if raw else _with_marks([p for x in chosen.paths.values() for p in x], field)
-    return Found(chosen.paths, names, [*chosen.said, *marked], "joined", not raw)
+    return Found(chosen.paths, names, [*chosen.notes, *marked], "joined", not raw)
 
 
 class FileSpan(NamedTuple):
@@ -313,7 +313,7 @@ def _no_row(path: Path, field: str) -> ValueError:
 
 
 class Begins:
-    """Where documents of a text begin: with files, and behind a `BORDER`."""
+    """Where documents of a text begin: with files, and after a `BORDER`."""
 
     def __init__(self, by_border: bool, continues: bool = False):
         """Takes whether a border ends a document, and whether one goes on at the begin."""
@@ -336,7 +336,7 @@ class Chosen(NamedTuple):
     """The files of a folder by their splits, and lines on the others."""
 
     paths: Mapping[str, list[Path]]
-    said: Sequence[str]
+    notes: Sequence[str]
 
 
 def choose(
@@ -362,8 +362,8 @@ def choose(
         divided = splits.divided(folder, paths, option)
     left_out = {"in no split": list(divided.outside), **listed.left_out}
     left_out[f"next to tables; {_ALL} takes them"] = pages
-    said = splits.left_out_lines(folder, left_out)
-    return Chosen(divided.paths, [*divided.notes, *said])
+    notes = splits.left_out_lines(folder, left_out)
+    return Chosen(divided.paths, [*divided.notes, *notes])
 
 
 def is_page(path: Path) -> bool:
@@ -460,8 +460,8 @@ def _datasets(folder: Path) -> tuple[dict[str, list[Path]], list[str]]:
             "there are any; give the folder of one of them"
         )
     others = [name for name in names if name not in known]
-    said = [f"left out: {', '.join(others)} (in no split)"] * bool(others)
-    return {split: _dataset(folder / name) for name, split in known.items()}, said
+    notes = [f"left out: {', '.join(others)} (in no split)"] * bool(others)
+    return {split: _dataset(folder / name) for name, split in known.items()}, notes
 
 
 def _dataset(folder: Path) -> list[Path]:

@@ -6,14 +6,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from reformax.data.base import (
-    check_held_out,
-    check_sizes,
-    check_split,
-    full_batch,
-    generator,
-    philox,
-)
+from reformax.data.base import full_batch
+from reformax.data.checks import check_held_out, check_sizes, check_split
+from reformax.data.draws import generator, philox
 from reformax.declared import SettingError
 from reformax.task import Batch, Task
 

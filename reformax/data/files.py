@@ -53,7 +53,7 @@ _KINDS = {
 
 
 class Joined(NamedTuple):
-    """Texts behind each other, and where each begins."""
+    """Texts one after another, and where each begins."""
 
     data: bytes
     begins: Int64[np.ndarray, " d"]

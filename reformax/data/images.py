@@ -17,7 +17,9 @@ import numpy as np
 from jaxtyping import UInt8
 
 from reformax.data import files
-from reformax.data.base import SPLITS, check_sizes, check_split, fingerprint, full_batch, generator
+from reformax.data.base import SPLITS, fingerprint, full_batch
+from reformax.data.checks import check_sizes, check_split
+from reformax.data.draws import generator
 from reformax.data.splits import By, Divided, left_out_lines
 from reformax.data.splits import divided as split_files
 from reformax.declared import Bounds, Name, PathName, SettingError, checked

@@ -59,7 +59,7 @@ def _is_value(value: bytes | float | None) -> bool:
 
 
 def _hash(key: str) -> int:
-    """A number that stands for a key; 0 for none."""
+    """The number of a key; 0 for none."""
     if not key:
         return 0
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1 or 1

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from reformax.data.base import SPLITS, check_sizes, check_split, fingerprint, generator, of_split
+from reformax.data.base import SPLITS, fingerprint
+from reformax.data.checks import check_sizes, check_split, of_split
+from reformax.data.draws import generator
 from reformax.declared import SettingError
 from reformax.task import Batch, DocumentPairs, Labels, Task
 
@@ -47,7 +49,7 @@ def labelled_task(
       labels: the classes; their `pairs` says that an example is two rows.
       sizes: the number of examples of each split, or a function that checks a split's name and
         returns it.
-      examples: (split, numbers) -> tokens `[n, L]`, or those of both documents, with 0 behind
+      examples: (split, numbers) -> tokens `[n, L]`, or those of both documents, with 0 after
         shorter ones, and labels `[n]`.
       made_by: split -> what its data is, in words.
       longest: tokens of the longest example; a shorter length of batches is refused. None: what is
@@ -196,7 +198,7 @@ def _tokens(row: bytes) -> Int[np.ndarray, " _"]:
 def padded(
     rows: list[UInt8[np.ndarray, " _"]], length: int | None = None
 ) -> Int[np.ndarray, "n L"]:
-    """Rows as one array of a length, with 0 behind; None: that of the longest."""
+    """Rows as one array of a length, with 0 after; None: that of the longest."""
     if length is None:
         length = max(map(len, rows), default=0)
     tokens = np.zeros((len(rows), length), np.int32)

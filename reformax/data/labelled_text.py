@@ -35,7 +35,7 @@ class _Found(NamedTuple):
 
     paths: Mapping[str, Sequence[Path]]
     are_tables: bool
-    said: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 @checked
@@ -75,7 +75,7 @@ def labelled_text(
     path = files.existing(data_dir)
     found = _files(path, pattern, field, splits)
     fields = Column(field, f"{_OPTION}.field"), Column(label, f"{_OPTION}.label", is_text=False)
-    rows, said = {}, list(found.said)
+    rows, notes = {}, list(found.notes)
     for split, paths in found.paths.items():
         try:
             part = list(_rows(path, found, split, fields))
@@ -85,10 +85,10 @@ def labelled_text(
             part = []
         rows[split] = [row for row in part if row.text and row.label]
         if split != "train" and {row.label for row in rows[split]} <= {_KEPT_BACK}:
-            said.append(f"left out: {by_name.shown(path, paths)} (no labels)")
+            notes.append(f"left out: {by_name.shown(path, paths)} (no labels)")
             del rows[split]
         elif left := len(part) - len(rows[split]):
-            said.append(f"left out: {left:,} rows of {split} (no text or no label)")
+            notes.append(f"left out: {left:,} rows of {split} (no text or no label)")
     names = _in_order({row.label for part in rows.values() for row in part})
     _check_classes(path, rows, names)
     parts = by_name.with_cut(rows)
@@ -100,7 +100,7 @@ def labelled_text(
         labels=Labels(len(names)),
         read=functools.partial(_read, parts, {name: i for i, name in enumerate(names)}),
     )
-    return task.replace(summary=lambda: [_described(path, parts, own, names), *said])
+    return task.replace(summary=lambda: [_described(path, parts, own, names), *notes])
 
 
 def _files(path: Path, pattern: str, field: str, by: by_name.By) -> _Found:
@@ -129,8 +129,8 @@ def _files(path: Path, pattern: str, field: str, by: by_name.By) -> _Found:
         kept = {x for those in chosen.values() for x in those}
         apart = {x for those in divided.paths.values() for x in those} - kept
         left_out["in no folder of a class"] = sorted(apart)
-    said = [*divided.notes, *by_name.left_out_lines(path, left_out)]
-    return _Found(chosen, bool(are_tables), said)
+    notes = [*divided.notes, *by_name.left_out_lines(path, left_out)]
+    return _Found(chosen, bool(are_tables), notes)
 
 
 def _class_of(folder: Path, path: Path, split: str | bool) -> str | None:

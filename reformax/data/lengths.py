@@ -1,6 +1,6 @@
 """Mixtures by length of document: a weight for the documents of each range of lengths.
 
-The documents of a range are a text of their own, one behind the other in the order of the source,
+The documents of a range are a text of their own, one after the other in the order of the source,
 and windows lie in it as they do in a whole text. Nothing is copied: a range is an index of runs,
 which are neighbouring documents of one range. It has 16 bytes a run, is made of the documents'
 begins at each start, and is the same for texts in memory and in files.

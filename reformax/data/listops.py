@@ -19,8 +19,9 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from reformax.data import files, splits, tables
-from reformax.data.base import SPLITS, check_split, fingerprint
+from reformax.data.base import SPLITS, fingerprint
 from reformax.data.blocks import Block, drawn_blocks
+from reformax.data.checks import check_split
 from reformax.data.labelled import labelled_task, padded
 from reformax.declared import Bounds, PathName, Seed, SettingError, Size, checked
 from reformax.task import Labels, Task

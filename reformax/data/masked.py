@@ -14,7 +14,9 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Int
 
-from reformax.data.base import SPLITS, check_sizes, generator, philox
+from reformax.data.base import SPLITS
+from reformax.data.checks import check_sizes
+from reformax.data.draws import generator, philox
 from reformax.declared import Bounds, Called, SettingError, Size, checked
 from reformax.task import Batch, Task
 
@@ -27,7 +29,7 @@ _MASKED, _REPLACED = 0.8, 0.9  # the share up to which a chosen token is hidden,
 def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = None) -> Task:
     """Fill in the tokens of a task's rows that were chosen; labels are not read.
 
-    The rows of a text are windows of it, in evaluations one behind the other. Its id 0 is padding,
+    The rows of a text are windows of it, in evaluations one after the other. Its id 0 is padding,
     as models of hidden tokens have it, and never chosen: bytes need `text.text.offset = 1`.
 
     A row's choice is a function of its number in evaluations, and of (seed, step) in training.

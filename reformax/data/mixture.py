@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from reformax.data.base import generator
+from reformax.data.draws import generator
 from reformax.declared import Called, Positive, SettingError, checked
 from reformax.task import Batch, Documents, Task
 
@@ -43,7 +43,7 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
     """A language model of several texts.
 
     Each row of a training batch is of one text, drawn by (seed, step), with the tokens that its own
-    task has in that row. Held-out text is that of all texts, whole, one behind the other.
+    task has in that row. Held-out text is that of all texts, whole, one after the other.
 
     Args:
       tasks: texts of one vocabulary, such as two of `text.text`, each by a scope of gin. Pieces

@@ -128,8 +128,8 @@ def pathfinder(
         images = turned(greys.reshape(-1, size, size), copies).reshape(greys.shape)
         return images.astype(np.int32) * levels // 256 + 1, classes
 
-    said = ", ".join(map(str, lengths))
-    made_by = f"size={size}, length={said}, levels={levels}, data_seed={data_seed}"
+    numbers = ", ".join(map(str, lengths))
+    made_by = f"size={size}, length={numbers}, levels={levels}, data_seed={data_seed}"
     made_by += ", mirrored=True" if mirrored else ""
     sizes = {"train": n_train * (8 if mirrored else 1), "valid": n_eval, "test": n_eval}
     return labelled_task(
@@ -390,10 +390,10 @@ def _around(dash: Float[np.ndarray, "n 2 2"], reach: int):
     x = centre[:, 1, None, None] + steps[None]
     # Rows and columns apart: NumPy is slow in sums over an axis of two.
     down, right = np.moveaxis((end - begin)[:, None, None], -1, 0)
-    below, behind = y - begin[:, 0, None, None], x - begin[:, 1, None, None]
+    below, beside = y - begin[:, 0, None, None], x - begin[:, 1, None, None]
     length = np.maximum(down**2 + right**2, 1e-9)
-    share = np.clip((below * down + behind * right) / length, 0, 1)
-    distance = np.sqrt((below - share * down) ** 2 + (behind - share * right) ** 2)
+    share = np.clip((below * down + beside * right) / length, 0, 1)
+    distance = np.sqrt((below - share * down) ** 2 + (beside - share * right) ** 2)
     return y, x, distance
 
 

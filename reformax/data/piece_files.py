@@ -13,7 +13,8 @@ import numpy as np
 from reformax import durable
 from reformax.data import token_files
 from reformax.data.documents import Text
-from reformax.data.pieces import PieceVocabulary, spans
+from reformax.data.piece_blocks import spans
+from reformax.data.pieces import PieceVocabulary
 from reformax.data.stored import FilePart, StoredArray, crc32_of
 from reformax.data.vocabulary import fingerprint
 from reformax.declared import SettingError

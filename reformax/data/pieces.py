@@ -15,7 +15,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +29,19 @@ from reformax.data.base import (
     WindowSettings,
     check_documents,
     language_model,
-    of_split,
     text_fingerprint,
 )
+from reformax.data.checks import of_split
+from reformax.data.piece_blocks import (
+    BLOCK,
+    BORDER,
+    SAMPLE,
+    SENTENCE,
+    blocks,
+    decoded,
+    sentences,
+)
+from reformax.data.piece_codecs import ENDS, HuggingFaceTokenizer, codec_of
 from reformax.data.sentencepieces import SentencePieceModel, learnt
 from reformax.data.stored import crc32_of
 from reformax.data.vocabulary import FILE, check_settings, check_size
@@ -40,11 +50,7 @@ from reformax.declared import SettingError, user_path
 from reformax.task import Task
 
 BYTES = 256  # the size of a text's vocabulary without pieces
-_BORDER = b"\0"
-_BLOCK = 2**14  # bytes of text that are encoded as one
 _TOGETHER = 2**24  # bytes of text whose ids are Python integers until they are joined
-# Bytes that a vocabulary is learnt from, taken evenly from the whole, and of one of its sentences.
-_SAMPLE, _SENTENCE = 10**7, 2**11
 _LOOKED_AT = 2**26  # bytes of a text in which documents' ends are looked for
 # Bytes of a text that are decoded again together, and how often.
 _CHECKED, _CHECKS = 2**11, 2**8
@@ -59,47 +65,6 @@ _LOSSLESS: dict[str, Any] = {
     "user_defined_symbols": ["\n"],
     "character_coverage": 0.9995,
 }
-# The names of a hidden token, and of a document's end, in vocabularies of Hugging Face.
-_MASKS = ("[MASK]", "<mask>")
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-
-
-class _Tokenizer:
-    """A tokenizer.json that was read."""
-
-    def __init__(self, serialised: bytes):
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise ImportError(
-                "a tokenizer.json is read by tokenizers, which is not there: "
-                "pip install 'reformax[tokenizers]'"
-            ) from None
-        self._tokenizer = Tokenizer.from_buffer(serialised)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        known = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.size = 1 + max(known.values())
-        self.model_type = type(self._tokenizer.model).__name__.lower()
-        self.end = next((known[name] for name in _ENDS if name in known), -1)
-        self.mask = next((known[name] for name in _MASKS if name in known), None)
-        self.names = {i: name for name, i in known.items()}
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [one.ids for one in encoded]
-
-    def name_of(self, i: int) -> str:
-        return self.names.get(i, "")
-
-    def ids_before(self, text: str, characters: Sequence[int]) -> np.ndarray:
-        begins = [
-            first for first, _ in self._tokenizer.encode(text, add_special_tokens=False).offsets
-        ]
-        return np.searchsorted(begins, characters)
-
-    def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class Encoded(NamedTuple):
@@ -145,7 +110,7 @@ class PieceVocabulary:
         self._kept_in = kept_in
         self._path = None if path is None else _file_of(user_path(f"{option}.vocabulary", path))
         self._bytes: bytes | None = None
-        self._pieces: SentencePieceModel | _Tokenizer | None = None
+        self._pieces: SentencePieceModel | HuggingFaceTokenizer | None = None
         if self._path is not None and self._path.exists():
             self._take(_read(self._path), self._path)
 
@@ -262,9 +227,9 @@ class PieceVocabulary:
         end = [self.end[0]] if self.end else self.encode("\n")
         parts, texts, waiting = [np.zeros(0, self.dtype)], [], 0
         firsts, counts = [], [0]
-        for first, last in _blocks(data):
+        for first, last in blocks(data):
             firsts.append(first)
-            texts.append(_decoded(data, first, last, before))
+            texts.append(decoded(data, first, last, before))
             waiting += last - first
             if waiting >= _TOGETHER or last == len(data):
                 ids = self._codec.encode_all([text.rstrip("\0") for text in texts])
@@ -284,7 +249,7 @@ class PieceVocabulary:
 
         The last position may be the number of ids, where a document has no piece of its own.
 
-        Within a block of text, `_BLOCK`, that is exact for learnt pieces and a tokenizer.json. A
+        Within a block of text, `BLOCK`, that is exact for learnt pieces and a tokenizer.json. A
         sentencepiece model that joins lines, or puts a space before a text, is off by a few ids.
 
         Args:
@@ -299,13 +264,13 @@ class PieceVocabulary:
         groups = np.split(inside, np.flatnonzero(np.diff(part[inside])) + 1) if len(inside) else []
         for group in groups:
             begin, end = first[group[0]], ends[group[0]]
-            text = _decoded(data, begin, end).rstrip("\0")
-            characters = [len(_decoded(data, begin, begins[i])) for i in group]
+            text = decoded(data, begin, end).rstrip("\0")
+            characters = [len(decoded(data, begin, begins[i])) for i in group]
             found[group] += self._codec.ids_before(text, characters)
         return np.unique(found)
 
     @property
-    def _codec(self) -> SentencePieceModel | _Tokenizer:
+    def _codec(self) -> SentencePieceModel | HuggingFaceTokenizer:
         if self._pieces is None:
             self._made()
         return self._pieces
@@ -326,12 +291,12 @@ class PieceVocabulary:
         """A model that is learnt from the text, or was before by the same settings."""
 
         def learn() -> bytes:
-            return learnt(_sentences(self._text), self.size, settings)
+            return learnt(sentences(self._text), self.size, settings)
 
         if self._kept_in is None:
             return learn()
         of = len(self._text), crc32_of(self._text), self.size, sorted(settings.items())
-        key = hashlib.sha256(repr((*of, _SAMPLE, _SENTENCE, _BLOCK)).encode()).hexdigest()
+        key = hashlib.sha256(repr((*of, SAMPLE, SENTENCE, BLOCK)).encode()).hexdigest()
         path = self._kept_in / f"learnt-{key[:16]}.model"
         if path.is_file() and not path.is_symlink():
             return _read(path)
@@ -353,8 +318,8 @@ class PieceVocabulary:
                 )
 
     def _take(self, serialised: bytes, path: Path) -> None:
-        self._pieces, self._bytes = _codec(serialised, path), serialised
-        rows = self._rows if isinstance(self._pieces, _Tokenizer) else None
+        self._pieces, self._bytes = codec_of(serialised, path), serialised
+        rows = self._rows if isinstance(self._pieces, HuggingFaceTokenizer) else None
         self.size = min(self._pieces.size, rows or self._pieces.size)
 
     def _take_kept(self, path: Path) -> None:
@@ -399,8 +364,8 @@ class PieceVocabulary:
 
     def _warn_of_no_end(self) -> None:
         """Warns if documents have ends, and the vocabulary has no id of one."""
-        if self._codec.end < 0 and _BORDER in bytes(self._text[:_LOOKED_AT]):
-            known = f"none of {', '.join(_ENDS)}" if self._path is not None else "no EOS"
+        if self._codec.end < 0 and BORDER in bytes(self._text[:_LOOKED_AT]):
+            known = f"none of {', '.join(ENDS)}" if self._path is not None else "no EOS"
             logging.getLogger(__name__).warning(
                 f"text: the vocabulary {self._path or FILE} has no id for the end of a document "
                 f"({known}): documents end in a newline, which a model cannot tell from others"
@@ -488,74 +453,3 @@ def _read(path: Path) -> bytes:
     if (size := files.check_ordinary(path)) > _MOST_FILE:
         raise SettingError(f"{path} has {size:,} bytes: expected a vocabulary of {_MOST_FILE:,}")
     return path.read_bytes()
-
-
-def _codec(serialised: bytes, path: Path) -> SentencePieceModel | _Tokenizer:
-    try:
-        is_json = serialised.lstrip()[:1] == b"{"
-        return _Tokenizer(serialised) if is_json else SentencePieceModel(serialised)
-    except ImportError:
-        raise
-    except Exception as error:  # tokenizers raises that alone
-        reason = " ".join(str(error).split())[:200]
-        raise SettingError(
-            f"{path} is no vocabulary ({reason}): give a tokenizer.json or a sentencepiece model"
-        ) from None
-
-
-def _sentences(text: UInt8[np.ndarray, " n"]) -> Iterator[str]:
-    """Lines of a text, cut where they are long: blocks of it, evenly, of `_SAMPLE` bytes."""
-    every = max(1, -(-len(text) // _SAMPLE))
-    for begin in range(0, len(text), every * _BLOCK):
-        block = bytes(text[begin : begin + _BLOCK]).decode("utf-8", "ignore")
-        for line in block.replace("\0", "\n").split("\n"):
-            yield from (line[i : i + _SENTENCE] for i in range(0, len(line), _SENTENCE))
-
-
-def _blocks(data: bytes) -> Iterator[tuple[int, int]]:
-    """The positions of parts that are encoded alone: documents, cut where a line or a word ends."""
-    begin = 0
-    while begin < len(data):
-        end = begin + _BLOCK
-        border = data.find(_BORDER, begin, end)
-        if border >= 0:
-            end = border + 1
-        elif end < len(data):
-            line, word = data.rfind(b"\n", begin, end), data.rfind(b" ", begin + 1, end)
-            if line >= 0:
-                end = line + 1
-            elif word >= 0:
-                end = word
-            else:
-                while end > begin + 1 and data[end] >> 6 == 2:  # inside a character
-                    end -= 1
-        yield begin, min(end, len(data))
-        begin = end
-
-
-def spans(data: Any, n_bytes: int) -> Iterator[tuple[int, int]]:
-    """The positions of parts of a text, of about so many bytes, which end where `_blocks` do.
-
-    Encoded alone, they have the ids that they have in the whole.
-    """
-    first = 0
-    while first < len(data):
-        part = bytes(data[first : first + n_bytes])
-        last = len(part)
-        if first + last < len(data):
-            # A block is that of the whole text where all that decides it is in the part.
-            inside = (end for begin, end in _blocks(part) if begin + _BLOCK < len(part))
-            last = max(inside)
-        yield first, first + last
-        first += last
-
-
-def _decoded(data: bytes, first: int, last: int, before: int = 0) -> str:
-    try:
-        return data[first:last].decode("utf-8")
-    except UnicodeDecodeError as error:
-        at = first + error.start
-        raise ValueError(
-            f"the text is not UTF-8: byte {data[at]:#04x} at {before + at:,} of a split: "
-            "convert it, as with iconv, or train on bytes with vocab_size=256"
-        ) from None

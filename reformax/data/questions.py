@@ -305,7 +305,7 @@ def recall(draw: Draw, depth: float, n: int) -> Episode:
 
 
 def common_words(draw: Draw, depth: float, n: int) -> Episode:
-    """A list of words in which one stands twice as often as each other: which one.
+    """A list of words in which one occurs twice as often as each other: which one.
 
     They are n whole rounds, each of `TIMES` the common word and once each other, in any order. No
     mention tells and all do, so attention to a few chosen keys may fail where it finds needles.
@@ -362,7 +362,7 @@ class Hay:
         return self._per_part[encode]
 
     def take(self, n: int, rng: np.random.Generator) -> list[str]:
-        """`n` parts that follow one another; behind the last comes the first."""
+        """`n` parts that follow one another; after the last comes the first."""
         first = int(rng.integers(len(self._parts))) if self._begins_anywhere else 0
         return [self._parts[(first + i) % len(self._parts)] for i in range(n)]
 

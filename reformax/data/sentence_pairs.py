@@ -16,7 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from reformax.data.base import SPLITS, check_sizes, check_split, generator, philox
+from reformax.data.base import SPLITS
+from reformax.data.checks import check_sizes, check_split
+from reformax.data.draws import generator, philox
 from reformax.data.packing import Rows, laid_out, pack
 from reformax.data.vocabulary import SentencePieces
 from reformax.declared import SettingError

@@ -52,7 +52,7 @@ class SentencePieceModel:
     def ids_before(self, text: str, characters: Sequence[int]) -> np.ndarray:
         """How many ids of a text come before each of some characters, by their places, sorted.
 
-        Exact where a piece ends before each, as learnt pieces do behind a newline.
+        Exact where a piece ends before each, as learnt pieces do after a newline.
         """
         ends = [*characters, len(text)]
         parts = [text[first:last] for first, last in pairwise([0, *ends])]

@@ -54,7 +54,7 @@ class Divided(NamedTuple):
     Attributes:
       paths: split -> its files; those of 'train' alone where the folder has no splits of its own.
       outside: files that are in none of its splits, and so are left out.
-      notes: lines that the user is told.
+      notes: lines for the user.
     """
 
     paths: dict[str, list[Path]]

@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Int
 
 from reformax.data import files
-from reformax.data.base import SPLITS, fingerprint, philox, split_bytes
+from reformax.data.base import SPLITS, fingerprint, split_bytes
+from reformax.data.draws import philox
 from reformax.data.labelled import labelled_task
 from reformax.data.stdlib import library_files
 from reformax.declared import Bounds, Seed, SettingError, Size, checked

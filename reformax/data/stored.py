@@ -42,7 +42,7 @@ class FilePart(NamedTuple):
 
 
 class StoredArray:
-    """Values in files, behind each other, as far as they are needed like an array of NumPy.
+    """Values in files, one after another, as far as they are needed like an array of NumPy.
 
     A slice is an array of the same kind and reads nothing. Places and `np.asarray` read.
     """
@@ -188,7 +188,7 @@ def crc32_of(data: np.ndarray | StoredArray) -> int:
 
 
 def combined_crc32(one: int, other: int, n_bytes: int) -> int:
-    """The CRC-32 of bytes behind others, from theirs and how many the second ones are.
+    """The CRC-32 of bytes after others, from theirs and how many the second ones are.
 
     A CRC is the remainder of a polynomial over GF(2). Bytes that follow multiply it by x^(8 n).
     """

@@ -147,7 +147,7 @@ def json_array(path: Path, fields: Sequence[Column], max_bytes: int) -> Iterator
             elif not text.startswith("]", offset):
                 raise json.JSONDecodeError("expected ',' or ']'", text, offset)
         if text[offset + 1 :].strip():
-            raise json.JSONDecodeError("more behind the array", text, offset + 1)
+            raise json.JSONDecodeError("more after the array", text, offset + 1)
     except (json.JSONDecodeError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{where()} is no JSON ({reason}): write it anew, or as .jsonl") from None

@@ -11,14 +11,8 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from reformax.data import documents, files, piece_files, token_files
-from reformax.data.base import (
-    SPLITS,
-    Windows,
-    WindowSettings,
-    byte_language_model,
-    of_split,
-    split_borders,
-)
+from reformax.data.base import SPLITS, Windows, WindowSettings, byte_language_model, split_borders
+from reformax.data.checks import of_split
 from reformax.data.joined import FOLDER
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
@@ -96,8 +90,8 @@ def text(
       model_type: of pieces: 'bpe', 'unigram', 'char' or 'word'; None: 'bpe' where they are learnt.
       offset: a byte's id is the byte plus this, for models that reserve the first ids.
       windows: where training windows begin: 'anywhere', uniformly; by 'documents', from their
-        begins where they fit, as `reformax.data.base.document_starts` says; or 'each_once', one
-        behind the other in an order of each epoch, in which each token is a target once.
+        begins where they fit, as `reformax.data.windows.document_starts` says; or 'each_once', one
+        after the other in an order of each epoch, in which each token is a target once.
       document_mask: whether a token is predicted from its own document alone, in training and in
         evaluation: the documents of a window are hidden from each other, and positions start again
         with each. Llama 3's mask (Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.2).
@@ -110,7 +104,7 @@ def text(
       hide_joined: whether `document_mask` hides the parts of a joined document from each other too.
       length_borders: lengths in tokens, which divide documents into ranges: those below the first,
         those from it to below the second, and so on. A training window is of documents of one
-        range, one behind the other; `windows` says where it begins in these.
+        range, one after the other; `windows` says where it begins in these.
       length_weights: how often a training window is of each range, in proportion; one more than
         borders.
 
@@ -191,7 +185,7 @@ def joined_borders(
 def _check_hidden(hide_joined: bool, is_joined: bool, document_mask: bool) -> None:
     if hide_joined and not (is_joined and document_mask):
         raise SettingError(
-            "hide_joined is True, which is said of joined documents and a mask: set join_by and "
+            "hide_joined is True, which needs joined documents and a mask: set join_by and "
             "document_mask=True as well, or leave it out"
         )
 
@@ -210,7 +204,7 @@ def _source(
                 )
         return token_files.load(path), path
     found = find(path, settings)
-    settings = said(settings)
+    settings = set_ones(settings)
     if found.size() <= small:
         return documents.read(path, found, settings["field"]), None
     return token_files.cached(found, settings, cache_dir)
@@ -229,8 +223,8 @@ def find(path: Path, settings: Mapping[str, Any]) -> documents.Found:
     return found._replace(join_by=join_by, root=path)
 
 
-def said(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a text's key is of; one that came later counts where it is set."""
+def set_ones(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not None, of which the key of a prepared text is."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -268,7 +262,7 @@ def described(
             f"{len(text.data):,} bytes ({_counted(text)}, {source.files['train']}), cut into "
             f"{sizes}"
         ]
-    return [f"{path}: {'; '.join(found)}", *source.said]
+    return [f"{path}: {'; '.join(found)}", *source.notes]
 
 
 def _counted(text: documents.Text) -> str:

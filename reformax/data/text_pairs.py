@@ -76,12 +76,12 @@ def text_pairs(
         return read_pairs(*paths_of(split))
 
     def summary() -> list[str]:
-        said = []
+        counts = []
         for split in SPLITS:
             with contextlib.suppress(ValueError, OSError):  # a run may do without 'test'
                 names = ", ".join(x.relative_to(folder).as_posix() for x in paths_of(split))
-                said.append(f"{split} {len(sentences(split)[0]):,} pairs ({names})")
-        return [f"{folder}: {'; '.join(said)}"]
+                counts.append(f"{split} {len(sentences(split)[0]):,} pairs ({names})")
+        return [f"{folder}: {'; '.join(counts)}"]
 
     def training_text() -> list[str]:
         return [line for side in sentences("train") for line in side]

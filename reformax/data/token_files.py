@@ -85,8 +85,8 @@ def load(folder: Path) -> documents.Source:
     texts = {
         split: documents.Text(*_arrays(folder, shards)) for split, shards in found["splits"].items()
     }
-    said = ["".join(c if c.isprintable() else "?" for c in line) for line in found["said"]]
-    return documents.Source(texts, found["files"], said)
+    notes = ["".join(c if c.isprintable() else "?" for c in line) for line in found["said"]]
+    return documents.Source(texts, found["files"], notes)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -131,8 +131,8 @@ def _text_manifest(folder: Path) -> dict[str, Any]:
             (x["file"], int(x["n"]), int(x["begins"]), int(x["joined"]) if joins else 0)
             for x in shards
         ]
-        settings, counts, said = (found[name] for name in ("settings", "files", "said"))
-        texts = [*settings, *counts, *said]
+        settings, counts, notes = (found[name] for name in ("settings", "files", "said"))
+        texts = [*settings, *counts, *notes]
         if not all(isinstance(x, str) for x in texts) or min(x for s in sizes for x in s[1:]) < 0:
             raise TypeError
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -285,7 +285,7 @@ def prepare(
                 splits[split] = joined.join_shards(partial, of_split, SHARD)
             texts = {split: documents.Text(*_arrays(partial, x)) for split, x in splits.items()}
             documents.check_joined(found.root, found, texts)
-        source = {"files": dict(found.files), "said": list(found.said), "of": [str(found.root)]}
+        source = {"files": dict(found.files), "said": list(found.notes), "of": [str(found.root)]}
         return {"settings": dict(settings), **source, "splits": splits}
 
     return made_whole(folder, key, make)

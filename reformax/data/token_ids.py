@@ -18,14 +18,8 @@ from jaxtyping import Int64
 
 from reformax import durable
 from reformax.data import files, splits
-from reformax.data.base import (
-    SPLITS,
-    Windows,
-    WindowSettings,
-    check_documents,
-    language_model,
-    of_split,
-)
+from reformax.data.base import SPLITS, Windows, WindowSettings, check_documents, language_model
+from reformax.data.checks import of_split
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import PieceVocabulary
 from reformax.data.stored import FilePart, StoredArray
@@ -38,7 +32,7 @@ MAX_HELD_OUT = 1_000_000
 _MEGATRON = b"MMIDIDX\x00\x00"
 # The codes of Megatron-LM's .idx.
 _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-# What headers begin with, and the ids behind it.
+# What headers begin with, and the ids after it.
 _HEADERS, _HEADER = {20240520: "uint16", 20240801: "uint32"}, 1024
 _BLOCK = 2**20
 
@@ -129,13 +123,15 @@ def _fingerprint(ids: Mapping[str, StoredArray], document_mask: bool, split: str
 
 
 def _summary(path: Path, of_splits, ids, begins) -> str:
-    said = []
+    counts = []
     for split in SPLITS:
         names = of_splits.get(split)
         where = splits.shown(path, names) if names and path.is_dir() else path.name
         where = where if names else "cut from the end of train"
-        said.append(f"{split} {len(ids[split]):,} ids ({len(begins[split]):,} documents, {where})")
-    return f"{path}: {'; '.join(said)}"
+        counts.append(
+            f"{split} {len(ids[split]):,} ids ({len(begins[split]):,} documents, {where})"
+        )
+    return f"{path}: {'; '.join(counts)}"
 
 
 def _joined(paths: Sequence[Path], dtype: str, below: int) -> tuple[StoredArray, np.ndarray]:
@@ -185,8 +181,8 @@ def read(path: Path, dtype: str = "uint16") -> Ids:
     first = 0
     with durable.open_file(path) as file:
         head = file.read(12)
-    if len(head) == 12 and (said := _HEADERS.get(struct.unpack_from("<i", head)[0])):
-        dtype, first, n = said, _HEADER, struct.unpack_from("<i", head, 8)[0]
+    if len(head) == 12 and (header := _HEADERS.get(struct.unpack_from("<i", head)[0])):
+        dtype, first, n = header, _HEADER, struct.unpack_from("<i", head, 8)[0]
         expected = _HEADER + n * np.dtype(dtype).itemsize
         if size != expected:
             raise ValueError(f"{path} has {size:,} bytes and says {expected:,}: copy it again")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from reformax.declared import Count, NonNegative, SettingError, Size, TopP, check, shown
-from reformax.evals.continuation import ContinuationRequest, continuations
+from reformax.evals.generate_until import GenerationRequest, generate_until
 from reformax.evals.likelihood import LanguageScorer
 
 MAX_NEW_TOKENS = 256  # of a task that does not say
@@ -33,8 +33,8 @@ class HarnessRequests:
       encode: text -> tokens.
       decode: (prompt, new tokens) -> the text of the latter.
       ends: tokens that end a continuation, such as that of a document's end.
-      prefixed: whether the model's first token stands in front of each context, as rows of training
-        begin. False: in front of empty contexts alone, as the harness's own GPT-2 has it.
+      prefixed: whether the model's first token precedes each context, as it begins rows of
+        training. False: it precedes empty contexts alone, as the harness's own GPT-2 has it.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class HarnessRequests:
         if not self._prefixed:
             raise SettingError(
                 "add_bos_token is False and the task generates, for which the model's first token "
-                "stands in front of each context: leave it out"
+                "precedes each context: leave it out"
             )
         asked = [self._continuation(*request.args) for request in requests]
-        return continuations(self._scorer, asked, self._decode, self._ends)
+        return generate_until(self._scorer, asked, self._decode, self._ends)
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The tokens of a context and of its continuation, which gets the context's last spaces.
@@ -85,7 +85,7 @@ class HarnessRequests:
         n_context = min(len(self._encode(context)) if context else 0, max(0, len(tokens) - 1))
         return tokens[:n_context], tokens[n_context:]
 
-    def _continuation(self, context: str, settings: Mapping[str, Any]) -> ContinuationRequest:
+    def _continuation(self, context: str, settings: Mapping[str, Any]) -> GenerationRequest:
         if unknown := settings.keys() - _GENERATION:
             name = min(unknown)
             raise SettingError(
@@ -98,7 +98,7 @@ class HarnessRequests:
         until, temperature = settings.get("until", ()), settings.get("temperature")
         if not settings.get("do_sample", bool(temperature)):
             temperature = 0.0
-        return ContinuationRequest(
+        return GenerationRequest(
             tuple(self._encode(context)),
             next((settings[name] for name in _MOST if name in settings), MAX_NEW_TOKENS),
             (until,) if isinstance(until, str) else tuple(until),

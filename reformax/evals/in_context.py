@@ -1,7 +1,7 @@
 """Accuracy on the questions of `reformax.data.questions`, by length and by where the answer lies.
 
 A question counts as answered if greedy decoding gives all of its answer. One forward pass says so:
-greedy decoding gives an answer exactly where each of its tokens is the likeliest behind those
+greedy decoding gives an answer exactly where each of its tokens is the likeliest after those
 before it.
 """
 

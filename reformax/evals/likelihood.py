@@ -53,10 +53,10 @@ class Window(NamedTuple):
 def windows(
     prefix: int, tokens: Int[np.ndarray, " T"], n_context: int, most: int
 ) -> Iterator[Window]:
-    """Rows of at most `most` tokens in which each token behind the context is predicted once.
+    """Rows of at most `most` tokens in which each token after the context is predicted once.
 
     Args:
-      prefix: what stands in front of the tokens.
+      prefix: the token before them.
       tokens: of the context and its continuation.
       n_context: how many of them are the context, which is cut from the left.
       most: the longest row.
@@ -127,7 +127,7 @@ class LanguageScorer:
 
         Args:
           requests: pairs of tokens, of a context, which may be empty, and of its continuation.
-          prefixes: a token in front of each context; None: the model's `first_token`.
+          prefixes: a token before each context; None: the model's `first_token`.
           least: rows of fewer tokens are padded as those of so many, by one compiled program.
         """
         prefixes = [self.model.first_token] * len(requests) if prefixes is None else prefixes
@@ -197,7 +197,7 @@ def _token_scores(
 ) -> tuple[Float[Array, "B n"], Bool[Array, "B n"], Int[Array, "B n"]]:
     """The log-probabilities of the last tokens, whether they are the likeliest, and their indices.
 
-    A row has `ends` tokens, and padding behind them.
+    A row has `ends` tokens, and padding after them.
     """
 
     def scored(params, rng, inputs, targets, ends):
@@ -228,7 +228,7 @@ def _token_scores(
 
 
 def _cut(size: int, x: Array) -> Array:
-    """`[B, T, ...]` as `[parts, B, size, ...]`; zeros are behind the end."""
+    """`[B, T, ...]` as `[parts, B, size, ...]`; zeros are after the end."""
     rest = -x.shape[1] % size
     x = jnp.pad(x, [(0, 0), (0, rest)] + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)

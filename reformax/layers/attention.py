@@ -285,7 +285,7 @@ class Attention(MultiHead):
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `step`: one product for all heads and projections, in `dtype`.
 
-        `w_in [D, N * H + G * (H + V)]`, or `N * (H + V)` with shared queries and keys, and behind
+        `w_in [D, N * H + G * (H + V)]`, or `N * (H + V)` with shared queries and keys, and after
         them the algorithm's further projections; `b_in` likewise, `w_o [N * V, D]`, `b_o [D]`, and
         `op` unchanged. Matrices are `transposed_on_gpu`.
         """
@@ -410,7 +410,7 @@ class Attention(MultiHead):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """The layer at several more positions of each row: what their steps compute.
 
-        Outputs behind `lengths` are arbitrary.
+        Outputs after `lengths` are arbitrary.
 
         Args:
           params: the weights, or those from `for_decoding`.

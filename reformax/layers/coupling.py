@@ -66,16 +66,16 @@ class Coupling(Protocol):
     def opened(self, streams: Streams) -> Streams:
         """The streams of a stack, from its inputs, which they begin with."""
 
-    def ahead(self, streams: Streams) -> StreamParts:
+    def parts_before(self, streams: Streams) -> StreamParts:
         """The parts of the streams before a sublayer."""
 
-    def after(self, parts: StreamParts) -> Streams:
+    def streams_after(self, parts: StreamParts) -> Streams:
         """The streams after it, from parts that have its output."""
 
-    def behind(self, streams: Streams) -> StreamParts:
+    def parts_after(self, streams: Streams) -> StreamParts:
         """The parts of the streams after a sublayer."""
 
-    def before(self, parts: StreamParts) -> Streams:
+    def streams_before(self, parts: StreamParts) -> Streams:
         """The streams before it, from parts without its output."""
 
     def read(self, parts: StreamParts) -> Array:
@@ -94,16 +94,16 @@ class TwoStreams:
     def opened(self, streams: Streams) -> Streams:
         return streams
 
-    def ahead(self, streams: Streams) -> StreamParts:
+    def parts_before(self, streams: Streams) -> StreamParts:
         return StreamParts(streams[1:], streams[:1])
 
-    def after(self, parts: StreamParts) -> Streams:
+    def streams_after(self, parts: StreamParts) -> Streams:
         return parts.seen + parts.written
 
-    def behind(self, streams: Streams) -> StreamParts:
+    def parts_after(self, streams: Streams) -> StreamParts:
         return StreamParts(streams[:1], streams[1:])
 
-    def before(self, parts: StreamParts) -> Streams:
+    def streams_before(self, parts: StreamParts) -> Streams:
         return parts.written + parts.seen
 
     def read(self, parts: StreamParts) -> Array:
@@ -125,18 +125,18 @@ class Slots(NamedTuple):
         (x,) = streams
         return (x, *[jnp.zeros_like(x)] * self.n_slots)
 
-    def ahead(self, streams: Streams) -> StreamParts:
+    def parts_before(self, streams: Streams) -> StreamParts:
         return StreamParts((), streams[:2], streams[2:])
 
-    def after(self, parts: StreamParts) -> Streams:
+    def streams_after(self, parts: StreamParts) -> Streams:
         x, slot = parts.written
         return (x, *parts.others, slot)
 
-    def behind(self, streams: Streams) -> StreamParts:
+    def parts_after(self, streams: Streams) -> StreamParts:
         x, *others, slot = streams
         return StreamParts((), (x, slot), tuple(others))
 
-    def before(self, parts: StreamParts) -> Streams:
+    def streams_before(self, parts: StreamParts) -> Streams:
         return parts.written + parts.others
 
     def read(self, parts: StreamParts) -> Array:

@@ -87,7 +87,7 @@ class CrossAttention(MultiHead):
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `precompute_kv` and `step`: one product a projection, for all heads.
 
-        `w_in [D, N * H]` makes queries, and behind them the output's gate; `w_k [D, G * H]` and
+        `w_in [D, N * H]` makes queries, and after them the output's gate; `w_k [D, G * H]` and
         `w_v [D, G * V]` read the memory; the others are those of `Attention.for_decoding`.
         """
         return self._merge(params, {"in": self._of_queries, "k": "k", "v": "v"}, dtype)

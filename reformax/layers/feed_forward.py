@@ -152,7 +152,7 @@ class FeedForward(Layer):
     def for_decoding(self, params, dtype: str):
         """The weights for `step`, in `dtype`, matrices `transposed_on_gpu`.
 
-        With `gated`, `w1` and `b1` have those of the third product behind them.
+        With `gated`, `w1` and `b1` have those of the third product after them.
         """
         kept = {"output_norm": params["output_norm"]} if self._norm else {}
         cast = {name: w.astype(dtype) for name, w in params.items() if name not in kept} | kept

@@ -101,7 +101,7 @@ class MultiHead(Layer):
       masked: whether each sequence comes with a mask, `[B, T]`: True or a segment id above 0 marks
         a token, False or 0 padding. Tokens see their segment only. The masks follow the
         sequences. A mask may be `Tokens`, with global tokens for the algorithms that read them,
-        with positions for rotations, and with the word that padding is behind.
+        with positions for rotations, and with the word that padding follows all tokens.
       bias: whether the projections of q, k, v have biases.
       output_bias: whether the output projection has one.
       attention_dropout: the rate on attention weights.

@@ -105,7 +105,7 @@ def named(function: Callable[..., Array], *arguments: Any) -> Array:
 
 
 def stored(function: Callable[..., Array], *arguments: Any) -> list[Array]:
-    """`function(*arguments)`, and behind it what its derivative stores besides the arguments."""
+    """`function(*arguments)`, and after it what its derivative stores besides the arguments."""
     function, arrays = _of_arrays(function, arguments)
     return _stored(function, arrays)[0]
 

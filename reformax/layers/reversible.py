@@ -45,10 +45,10 @@ from reformax.layers.coupling import (
     TwoStreams,
     share_a_slot,
 )
-from reformax.layers.multi_head import QKV, MultiHead
 from reformax.layers.remat import RematPolicy
+from reformax.layers.reversible_attention import AttentionSublayer
 from reformax.layers.stacks import BlockStack, TransformerBlock
-from reformax.ops.masking.masks import paired_segment_ids, tokens_of
+from reformax.ops.masking.masks import paired_segment_ids
 
 GRID = 2.0**-12
 SlotCount = Annotated[int, Bounds(2, 256)]
@@ -195,14 +195,14 @@ class ReversibleStack(BlockStack):
         return self._coupling.opened(super()._opened(streams))
 
     def _decode(self, params, name, streams, sublayer):
-        parts = self._coupling.ahead(streams)
+        parts = self._coupling.parts_before(streams)
         read = self._unnormed(params[f"{name}_norm"], self._coupling.read(parts))
         if self._on_grid:  # what is added is rounded before
             out, other = sublayer(params[name], read, added=None)
-            return self._coupling.after(parts.plus(self._residual(out))), other
+            return self._coupling.streams_after(parts.plus(self._residual(out))), other
         (stream,) = parts.written
         out, other = sublayer(params[name], read, added=stream)
-        return self._coupling.after(parts._replace(written=(out,))), other
+        return self._coupling.streams_after(parts._replace(written=(out,))), other
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x.astype(jnp.float32)
@@ -246,17 +246,17 @@ class ReversibleStack(BlockStack):
                 kept_attention.append({})
                 for sublayer in self._attentions(i, side, rngs):
                     sublayer_params = _params_of(block_params, sublayer.name)
-                    parts, reused = coupling.ahead(streams), None
+                    parts, reused = coupling.parts_before(streams), None
                     if sublayer.source is not None:
                         reused = kept_attention[sublayer.source]["attention"].plan
                     read = coupling.read(parts)
                     out, of_attention = sublayer.forward(sublayer_params, read, reused)
-                    streams = coupling.after(parts.plus(out))
+                    streams = coupling.streams_after(parts.plus(out))
                     kept_attention[-1][sublayer.name] = of_attention
                 sublayer_params = _params_of(block_params, "feed_forward")
-                parts = coupling.ahead(streams)
+                parts = coupling.parts_before(streams)
                 parts, out = self._feed_forward(block, sublayer_params, parts, rngs["feed_forward"])
-                streams = coupling.after(parts)
+                streams = coupling.streams_after(parts)
                 kept_ff.append(out)
             stored = tuple(kept_attention), tuple(kept_ff)
             return streams, remat.to_host(stored) if self.offload_activations else stored
@@ -279,22 +279,22 @@ class ReversibleStack(BlockStack):
                 block_params = this.params[f"block_{i}"]
                 rngs = self._rngs(rng, this, i)
                 sublayer_params = _params_of(block_params, "feed_forward")
-                parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
+                parts, gradient = coupling.parts_after(streams), coupling.gradient(d_streams)
                 parts, d_read, d_block = self._feed_forward_back(
                     block, sublayer_params, parts, gradient, kept_ff[i], rngs["feed_forward"]
                 )
-                streams = coupling.before(parts)
+                streams = coupling.streams_before(parts)
                 d_streams = coupling.gradient_before(gradient, d_read)
                 for sublayer in reversed(self._attentions(i, side, rngs)):
                     sublayer_params = _params_of(block_params, sublayer.name)
-                    parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
+                    parts, gradient = coupling.parts_after(streams), coupling.gradient(d_streams)
                     of_attention = kept_attention[i][sublayer.name]
                     if sublayer.source is not None:
                         plan = kept_attention[sublayer.source]["attention"].plan
                         of_attention = of_attention._replace(plan=plan)
                     out, vjp = sublayer.again(sublayer_params, coupling.read(parts), of_attention)
                     d_sublayer, d_read, *d_read_memory = vjp((gradient.out, gradient.read))
-                    streams = coupling.before(parts.minus(out))
+                    streams = coupling.streams_before(parts.minus(out))
                     d_streams = coupling.gradient_before(gradient, d_read)
                     if d_read_memory:
                         d_memory = d_memory + d_read_memory[0]
@@ -312,10 +312,10 @@ class ReversibleStack(BlockStack):
         )
         return streams, d_params, d_streams, d_memory
 
-    def _attentions(self, i: int, side: SideInputs, rngs) -> list[_AttentionSublayer]:
+    def _attentions(self, i: int, side: SideInputs, rngs) -> list[AttentionSublayer]:
         """The attention sublayers of block `i`, in order."""
         return [
-            _AttentionSublayer(
+            AttentionSublayer(
                 self,
                 name,
                 layer,
@@ -416,85 +416,6 @@ class ReversibleStack(BlockStack):
         """The feed-forward weights in `dtype`: cast once, and not in every chunk."""
         cast = block.feed_forward.cast(params["feed_forward"], self.dtype)
         return params | {"feed_forward": cast}
-
-
-class KeptOfAttention(NamedTuple):
-    """The arrays that a stack keeps of an attention sublayer for the backward pass."""
-
-    plan: Any  # None where it is another layer's
-    stored: list[Array] | None = None  # from `remat.stored`, with the policy "attention"
-
-
-class _AttentionSublayer(NamedTuple):
-    """An attention sublayer as a function of (params, input), with its other inputs."""
-
-    stack: ReversibleStack
-    name: str
-    layer: MultiHead
-    memory: tuple[Array, ...]  # one array, or none
-    segment_ids: Any
-    rng: Any
-    source: int | None  # the block of the cycle whose plan it reuses
-
-    def forward(self, params, x, reused: Any) -> tuple[Array, KeptOfAttention]:
-        """The output, by the plan of `source` if there is one, and what the stack keeps."""
-        separately = self.stack._separately
-        qkv = separately(self.project, params, x, *self.memory)
-        plan, kept = reused, None
-        if self.source is None:
-            plan = kept = self.layer.plan(params[self.name], qkv, self.segment_ids, self.rng)
-        if self.stack.remat_policy != "attention":
-            return separately(self.attend, params, qkv, plan), KeptOfAttention(kept)
-        stored = separately(functools.partial(self.heads, remat.stored), params, qkv, plan)
-        out = separately(self.combine, params, stored[0], qkv.gate)
-        return out, KeptOfAttention(kept, stored)
-
-    def again(self, params, x, kept: KeptOfAttention) -> tuple[Array, Callable]:
-        """The output by what is kept, and the function that `jax.vjp` gives.
-
-        That function also takes the gradient of the input from its other readers, which the norm's
-        gradient is added to.
-        """
-        separately = self.stack._separately
-        run = functools.partial(self.project_and_attend, kept)
-        (out, _), vjp = jax.vjp(run, params, x, *self.memory)
-        if self.stack.exact:
-            # What is stored needs no projections but the gate's.
-            needed = kept.stored is None or self.layer.gate
-            qkv = separately(self.project, params, x, *self.memory) if needed else None
-            if kept.stored is None:
-                out = separately(self.attend, params, qkv, kept.plan)
-            else:
-                out = separately(self.combine, params, kept.stored[0], qkv and qkv.gate)
-        return out, vjp
-
-    def project_and_attend(self, kept: KeptOfAttention, params, x, *memory) -> tuple[Array, Array]:
-        h, x = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
-        qkv = self._project_normed(params, h, memory)
-        if kept.stored is None:
-            return self.attend(params, qkv, kept.plan), x
-        heads = self.heads(remat.recalled(kept.stored), params, qkv, kept.plan)
-        return self.combine(params, heads, qkv.gate), x
-
-    def project(self, params, x, *memory) -> QKV:
-        h, _ = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
-        return self._project_normed(params, h, memory)
-
-    def _project_normed(self, params, h, memory) -> QKV:
-        if memory:
-            return self.layer.project(params[self.name], h, *memory)
-        tokens = tokens_of(self.segment_ids)
-        return self.layer.project(params[self.name], h, tokens.positions, tokens.segment_ids)
-
-    def attend(self, params, qkv: QKV, plan) -> Array:
-        return self.combine(params, self.heads(remat.direct, params, qkv, plan), qkv.gate)
-
-    def heads(self, run: remat.Run, params, qkv: QKV, plan) -> Any:
-        return self.layer.heads(params[self.name], qkv, plan, self.segment_ids, self.rng, run)
-
-    def combine(self, params, heads: Array, gate: Array | None) -> Array:
-        out = self.layer.combine(params[self.name], heads, gate, self.rng)
-        return self.stack._residual(out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

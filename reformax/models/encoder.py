@@ -1,6 +1,6 @@
 """Encoders: they read a whole row, and name its class or the tokens that were hidden in it.
 
-A row is tokens `[B, T]`, up to the last one that is not 0; padding is behind it. Every position
+A row is tokens `[B, T]`, up to the last one that is not 0; padding follows it. Every position
 sees the whole row but its padding. Names of arguments are those of
 `trax.models.TransformerEncoder`.
 
@@ -161,7 +161,7 @@ class Classifier(Encoder):
         if first.shape != second.shape:
             raise ValueError(
                 f"tokens have shapes {first.shape} and {second.shape}: expected one for both "
-                "documents of a pair, with 0 behind the shorter ones"
+                "documents of a pair, with 0 after the shorter ones"
             )
         # A pair stays together, on one device.
         rows = jnp.stack([first, second], axis=1).reshape(-1, first.shape[1])

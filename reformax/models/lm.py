@@ -59,7 +59,7 @@ class LanguageModel(Backbone):
       tie_embeddings: whether logits are the products of features and the embedding (Press & Wolf
         2017, "Using the Output Embedding to Improve Language Models"), without biases, as in GPT-2.
         It needs features of `d_model`, which two streams do not make, and an `init_std`.
-      first_token: the token in front of a row or segment, which its position 0 reads. GPT-2's is
+      first_token: the token before a row or segment, which its position 0 reads. GPT-2's is
         50256.
     """
 
@@ -169,7 +169,7 @@ class LanguageModel(Backbone):
         return features, (states, last)
 
     def _shifted(self, tokens: Int[Array, "B T"]) -> Int[Array, "B U"]:
-        """The T tokens behind `first_token`."""
+        """The T tokens after `first_token`."""
         return jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=self.first_token)
 
     def logits(

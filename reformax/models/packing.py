@@ -12,7 +12,7 @@ from reformax.ops.masking.masks import Ids, Tokens
 def segmented(tokens: Int[Array, "B T"], segment_ids: Ids | None = None) -> Tokens:
     """The segments of tokens, and the positions in them, as a stack reads them.
 
-    Without segments a row is one, up to its last token that is not 0: its padding is behind.
+    Without segments a row is one, up to its last token that is not 0: its padding follows.
     """
     if segment_ids is not None:
         return with_positions(segment_ids)
@@ -36,7 +36,7 @@ def with_positions(segment_ids: Ids) -> Tokens:
 def shift_right(
     target: Int[Array, "B T"], segment_ids: Int[Array, "B T"], first: int = 0
 ) -> Int[Array, "B T"]:
-    """The token before each, and `first` in front of every segment."""
+    """The token before each, and `first` before every segment."""
     return jnp.where(_begins(segment_ids), first, jnp.pad(target, ((0, 0), (1, 0)))[:, :-1])
 
 

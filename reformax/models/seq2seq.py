@@ -60,7 +60,7 @@ class Memory(NamedTuple):
 class EncoderDecoder(Model):
     """`[B, S], [B, T] -> [B, T, V]`: logits of each target token given the source and those before.
 
-    A row ends with its last token that is not 0; padding is behind it. `apply` is
+    A row ends with its last token that is not 0; padding follows it. `apply` is
     `logits(features)`; the two are apart so that a loss can take the logits in chunks of the
     sequence. Sources and targets may be packed: the k-th segment of a target's row translates the
     k-th of its source's row (`models.packing`). Each is then computed as if it were alone:
@@ -269,7 +269,7 @@ class EncoderDecoder(Model):
           source: tokens, padded on the right.
           capacity: how many tokens a target can have, at least 1.
           rng: the source of hashes, which are those of `apply` with the same rng.
-          source_segment_ids: 0 is padding; None: what is behind the last token that is not 0.
+          source_segment_ids: 0 is padding; None: what is after the last token that is not 0.
 
         Returns:
           The logits of each target's first token, the state that `step` goes on from, and the
@@ -288,7 +288,7 @@ class EncoderDecoder(Model):
         segment_ids = segmented(source, source_segment_ids).segment_ids
         decoder, stack = weights["decoder"], self._stacks["decoder"]
         position = jnp.zeros(source.shape[0], jnp.int32)
-        # `shift_right` puts token 0 in front of a target.
+        # `shift_right` puts token 0 before a target.
         x = self._embed(decoder, params["embedding"], position[:, None], position[:, None])
         streams, caches, keys_values = stack.prefill(
             decoder["stack"],

@@ -573,7 +573,7 @@ class AttentionOp(LogitOptions):
           causal: whether a position sees only itself and what came before it.
           segment_ids: ids of the tokens, or a pair of them for queries and for keys. Booleans say
             that each row is one segment besides its padding.
-          lengths: the number of tokens of each row, whose padding is behind them: the cheapest way
+          lengths: the number of tokens of each row, which padding follows: the cheapest way
             to say so. Arrays must be finite at padding. Queries and keys are of one length. Within
             `jax.jit` a number out of range is clipped.
           mask: True where a key may be seen. `[B, S]` is of keys, for every algorithm: it becomes

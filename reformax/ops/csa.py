@@ -234,7 +234,7 @@ class csa(Reusing, Compressed, AttentionOp):
             position = sharding.first_query(call.shard, length) + positions(length)
             side = Side(self._newest_block(position), query_ids)
             rule = ChoiceRule(causal=True)
-            return best_keys("relu", rule, n_best, queries, keys, side, of_blocks)
+            return best_keys("relu", rule, n_best, queries, keys, side, of_blocks)[1]
 
         obstacles = self._obstacles(call, q, k, None)
         implementations = {"pallas": (obstacles, by_kernels), "xla": (None, in_arrays)}

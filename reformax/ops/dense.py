@@ -27,7 +27,7 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
         (`softmax.learned_sinks`). cuDNN has none.
       impl: `"xla"` runs everywhere. Its gradient computes the logits again, so that no T x S array
         is kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
-        without bias, dropout and segments, except for padding behind rows, with `lengths`.
+        without bias, dropout and segments, except for padding after rows, with `lengths`.
         `"pallas"` is the kernel of `flash.flash`, for what cuDNN lacks besides a bias. `"auto"`
         takes the first of cuDNN, Pallas and XLA that computes the call.
 

@@ -116,7 +116,8 @@ class dsa(Reusing, AttentionOp):
         Ampere or later, heads of 256 or less and index heads of 128 or less. They read each query's
         keys by its list, or all keys where that takes less time: then at most 2^36 pairs of tokens,
         which take a bit of memory each. `"auto"` takes them where they compute the same function.
-        Array operations find candidates, which kernels score.
+        Array operations find candidates, which kernels score. Kernels choose for no `group`
+        without candidates, and leave `n_local` keys out of causal calls alone.
 
     Raises:
       ValueError: a size below 1, a factor below 0, an unknown `impl`.
@@ -169,8 +170,10 @@ class dsa(Reusing, AttentionOp):
         above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
         above["score"] = None if self.indexer.score == "relu" else self.indexer.score
-        if self.indexer.block_size > 1 or (v is None and not self.indexer.is_plain):
-            above["a sequence over the mesh axis"] = sharding.axis_of(call.shard)
+        if v is None:
+            above |= self.indexer.kernel_obstacles(call.causal)
+        reads_whole = self.indexer.block_size > 1 or (v is None and self.indexer.candidates)
+        above["divided_by"] = sharding.axis_of(call.shard) if reads_whole else None
         return kernel_obstacles(q, k, v, PLAIN if v is None else call.logits, **above)
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:
@@ -211,7 +214,7 @@ class dsa(Reusing, AttentionOp):
         position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
         keys = self._index_keys(params, k, position)
         keys, segment_ids = sharding.of_all(call.shard, (keys, call.segment_ids))
-        ids, n = ids_or_ones(segment_ids, keys), keys.shape[1]
+        n = keys.shape[1]
         n_local = self.indexer.n_local_keys(call.causal, n)
         if n_local >= self.top_k:
             raise Unsupported(
@@ -220,28 +223,10 @@ class dsa(Reusing, AttentionOp):
             )
         queries = self._index_queries(params, q, position)
         queries, keys = lax.stop_gradient((queries, keys))
-
-        def in_kernels(interpret: bool) -> Int[Array, "B T K"]:
-            from reformax.ops.kernels.triton import indexer as kernel
-
-            query_ids = sharding.of_shard(call.shard, ids, q.shape[1])
-            masks = (None, None) if segment_ids is None else (query_ids, ids)
-            sizes, arrays = (min(self.top_k, n), call.causal, interpret), (*queries, keys, *masks)
-            first = None if sharding.axis_of(call.shard) is None else position[0, 0]
-            return kernel.choose_positions(*sizes, *arrays, first=first)
-
-        def choose(interpret: bool | None = None) -> Int[Array, "B T K"]:
-            settings = self.top_k, call.causal, call.length or n, call.rng, interpret
-            indexed = Indexed(queries, keys, lax.stop_gradient(self._of_candidates(params)))
-            return self.indexer.choose(indexed, segment_ids, *settings, shard=call.shard)
-
-        obstacles = self._obstacles(call, q, k, None)
-        if self.indexer.candidates is not None or self.indexer.block_size > 1:
-            return choose(choose_kernels(self.impl, obstacles))
-        if not self.indexer.is_plain:
-            return choose()
-        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, choose)}
-        return compute_by(self.impl, implementations)
+        settings = self.top_k, call.causal, call.length or n, call.rng
+        interpret = choose_kernels(self.impl, self._obstacles(call, q, k, None))
+        indexed = Indexed(queries, keys, lax.stop_gradient(self._of_candidates(params)))
+        return self.indexer.choose(indexed, segment_ids, *settings, interpret, call.shard)
 
     # Attention.
 

@@ -48,7 +48,7 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
       learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
         (`softmax.learned_sinks`). cuDNN has none, nor has a sequence in shards.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
-        and bfloat16 without bias, dropout and segments, except for padding behind rows, with
+        and bfloat16 without bias, dropout and segments, except for padding after rows, with
         `lengths`. `"pallas"` is the kernel of block-sparse attention with every block, for NVIDIA
         GPUs of Ampere or later and heads of 256 or less, without bias and `scale`. It skips tiles
         that segments hide, and masks none within a segment. `"auto"` takes the first of cuDNN,

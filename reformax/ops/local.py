@@ -107,8 +107,8 @@ class local(RingDecoding, AttentionOp):
             return Reach(self.window - 1, 0 if causal else self.window - 1)
         before, after = (self.chunk_len * n for n in (self.n_chunks_before, self.n_chunks_after))
         # If not causal, a position also sees the rest of its own chunk.
-        behind = 0 if causal else after + self.chunk_len - 1
-        return Reach(before, behind, self.chunk_len)
+        after = 0 if causal else after + self.chunk_len - 1
+        return Reach(before, after, self.chunk_len)
 
     def _n_slots(self, capacity: int) -> int:
         """The number of positions that decoding holds."""
@@ -147,8 +147,8 @@ class local(RingDecoding, AttentionOp):
         queries = joined(cache.keys if self.shared_qk else None, q)
         arrays = queries, keys, joined(cache.values, v)
         out = self._apply(call.but(**masks), params, *arrays, ())
-        behind = (call.position - first)[:, None] + jnp.arange(length)[None]
-        out = jnp.take_along_axis(out, behind[..., None, None], axis=1)
+        of_new = (call.position - first)[:, None] + jnp.arange(length)[None]
+        out = jnp.take_along_axis(out, of_new[..., None, None], axis=1)
         keys = length_normalize(q) if self.shared_qk else k
         return out, add_all_to_ring(cache, keys, v, call.position, call.lengths), ()
 

@@ -360,7 +360,7 @@ def _across_hashes(
 ) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
     """Positions at slots of the circle of all orders, and whether each exists.
 
-    A slot behind a hash's order is in the next hash's. Orders are padded to a multiple of
+    A slot after a hash's order is in the next hash's. Orders are padded to a multiple of
     `pad_multiple` slots.
     """
     n_hashes, capacity = order.shape[2:]

@@ -230,8 +230,8 @@ class nsa(AttentionOp):
         n_strides = max(n_blocks * per_block, weights.shape[-1])
         at_strides = 0
         for i in range(per_summary):
-            behind = max(n_strides - weights.shape[-1] - i, 0)
-            at_strides += jnp.pad(weights, [*none, (i, behind)])[..., :n_strides]
+            n_after = max(n_strides - weights.shape[-1] - i, 0)
+            at_strides += jnp.pad(weights, [*none, (i, n_after)])[..., :n_strides]
         at_strides = at_strides[..., : n_blocks * per_block]
         return at_strides.reshape(*weights.shape[:-1], n_blocks, per_block).sum(axis=-1)
 

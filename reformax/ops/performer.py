@@ -162,7 +162,7 @@ class performer(AttentionOp):
         if ids is not None and call.lengths is None:
             q, k, v = (tokens_only(x, ids) for x in (q, k, v))
         if ids is not None and call.one_segment:
-            # No token of a causal call sees the padding that is behind its row.
+            # No token of a causal call sees the padding that follows its row.
             hidden = call.causal and call.lengths is not None
             real, ids = None if hidden else is_token(ids), None
         features = self._features_of(plan, epsilon, q, k, v)

@@ -13,17 +13,17 @@ import jax
 import numpy as np
 
 from reformax.declared import SettingError
-from reformax.training.checkpoint import Checkpoints
+from reformax.training.checkpoint import CheckpointReader
 
 
-def last_configs(checkpoints: Checkpoints, n: int) -> dict[int, str | None]:
+def last_configs(checkpoints: CheckpointReader, n: int) -> dict[int, str | None]:
     """The configs of a run's last `n` checkpoints by their steps, ascending.
 
     Temporary ones are not counted, because the machine's speed decides when they are saved. A best
     checkpoint that was kept while later ones were deleted is not one of the last.
 
     Raises:
-      ValueError: there are fewer, or as `Checkpoints.config` does.
+      ValueError: there are fewer, or as `CheckpointReader.config` does.
     """
     if n < 1:
         raise SettingError(f"average:{n} must be of at least 1 checkpoint: average:5")
@@ -48,20 +48,20 @@ def last_configs(checkpoints: Checkpoints, n: int) -> dict[int, str | None]:
 
 
 def restore_mean(
-    checkpoints: Checkpoints, steps: Sequence[int], like: Any
+    checkpoints: CheckpointReader, steps: Sequence[int], like: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The mean of the parameters to score of some checkpoints.
 
     Args:
       checkpoints: those of a run.
       steps: the steps of those to average, ascending; of one it is its parameters.
-      like: as in `Checkpoints.restore_params`.
+      like: as in `CheckpointReader.restore_params`.
 
     Returns:
-      The mean, and what `Checkpoints.restore_params` says of the last.
+      The mean, and what `CheckpointReader.restore_params` says of the last.
 
     Raises:
-      ValueError: as `Checkpoints.restore_params` does.
+      ValueError: as `CheckpointReader.restore_params` does.
     """
     if len(steps) == 1:
         return checkpoints.restore_params(steps[0], like)

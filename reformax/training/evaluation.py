@@ -250,7 +250,7 @@ def within(max_tokens: int | None, task, split: str) -> tuple[Callable[[int], bo
 def placed(batches: Iterable, mesh: Mesh, chosen: Callable[[int], bool]) -> Iterator:
     """The chosen batches with their indices, on the devices.
 
-    Rows that these do not divide are filled up by rows without weight. What a batch has behind its
+    Rows that these do not divide are filled up by rows without weight. What a batch has after its
     weights, of their shape, comes along.
     """
     rows = devices.over_tokens(mesh)

@@ -98,7 +98,7 @@ class Interrupt:
     def _between(self) -> float:
         """Seconds from the first signal to the last.
 
-        The thread may have yet to read the last one: what is written behind it says that it has.
+        The thread may have yet to read the last one: what is written after it says that it has.
         """
         if self._writer is not None:
             self._asked += 1

@@ -33,7 +33,7 @@ class Lock:
 
         Raises:
           Lost: the file was deleted or replaced, alone or with the folder.
-          OSError: that cannot be told, as the folder cannot be read.
+          OSError: that is unknown, as the folder cannot be read.
         """
         path = self._folder / FILE
         try:

@@ -94,9 +94,9 @@ def cross_entropy(
     check_impl(impl, *KERNELS)
     n_sequence_shards = devices.n_sequence_shards()
     if rest := -targets.shape[1] % n_sequence_shards:
-        behind = (0, 0), (0, rest)
-        features = jnp.pad(features, (*behind, (0, 0)))
-        targets, weights = jnp.pad(targets, behind), jnp.pad(weights, behind)
+        padding = (0, 0), (0, rest)
+        features = jnp.pad(features, (*padding, (0, 0)))
+        targets, weights = jnp.pad(targets, padding), jnp.pad(weights, padding)
     # Of one device.
     n_row_shards = devices.n_row_shards()
     batch, length = targets.shape[0] // n_row_shards, targets.shape[1] // n_sequence_shards
@@ -142,7 +142,7 @@ def _read(logits_fn, params, features) -> list[bool]:
 
 
 def _chunks(most: int, *arrays: Array) -> list[Array]:
-    """`[B, T, ...]` as `[chunks, B, C, ...]`, with C at most `most`; zeros are behind the end."""
+    """`[B, T, ...]` as `[chunks, B, C, ...]`, with C at most `most`; zeros are after the end."""
     batch, length = arrays[0].shape[:2]
     n_chunks = max(1, -(-length // most))
     size = -(-length // n_chunks)  # the last chunk is then not mostly padding

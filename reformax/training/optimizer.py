@@ -195,7 +195,7 @@ def trapezoid(
     decay_fraction: Fraction = 0.25,
     final_fraction: Fraction = 0.0,
 ) -> optax.Schedule:
-    """Linear warm-up to `max_value`, then a line down to `final_fraction` of it behind `steps`.
+    """Linear warm-up to `max_value`, then a line down to `final_fraction` of it after `steps`.
 
     From Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
     Durations", section 3: between them the rate stays, until the last `decay_fraction` of the

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from reformax.declared import SettingError, user_path
-from reformax.training.checkpoint import Checkpoints
+from reformax.training.checkpoint import CheckpointReader
 
 # What layers call the weights of their attention algorithm.
 OP = "op"
@@ -43,7 +43,7 @@ def read(
       OSError: it cannot be read.
     """
     folder, step = found(init_from)
-    checkpoints = Checkpoints(folder)
+    checkpoints = CheckpointReader(folder)
     fix = "set init_from to a run of this model, or the model's sizes to those of that run"
     if names is None:
         fix += "; fresh_heads=True leaves the heads of an encoder or a language model out"
@@ -83,7 +83,7 @@ def found(init_from: str | os.PathLike) -> tuple[Path, int]:
     folder, step = user_path("init_from", init_from), None
     if folder.parent.name == "checkpoints" and folder.name.isdecimal():
         folder, step = folder.parent.parent, int(folder.name)
-    checkpoints = Checkpoints(folder)
+    checkpoints = CheckpointReader(folder)
     steps = checkpoints.steps()
     if not steps:
         raise SettingError(

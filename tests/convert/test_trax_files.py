@@ -391,9 +391,9 @@ def test_heads_that_do_not_divide_the_stream():
 @pytest.mark.parametrize(
     "name, length, message",
     [
-        ("lsh", 8, "length is 8: expected 32, the grid of axial positions"),
-        ("dense", 41, "length is 41: expected at most 40, as many as positions"),
-        ("sinusoidal", 10, "length is 10: expected a multiple of the chunks', 4"),
+        ("lsh", 8, "length is 8: expected 32, as pos_axial_shape is (4, 8)"),
+        ("dense", 41, "length is 41: expected at most 40, the number of positions"),
+        ("sinusoidal", 10, "length is 10: expected a multiple of chunk_len, 4"),
     ],
 )
 def test_a_length_that_trax_does_not_read(name, length, message, tmp_path):

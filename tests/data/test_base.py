@@ -5,15 +5,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reformax.data import base
-from reformax.data.base import (
-    WindowSettings,
-    byte_language_model,
-    document_starts,
-    generator,
-    split_borders,
-    split_bytes,
-)
+from reformax.data import base, draws
+from reformax.data import windows as window_lib
+from reformax.data.base import WindowSettings, byte_language_model, split_borders, split_bytes
+from reformax.data.draws import generator
+from reformax.data.windows import document_starts
 
 
 def some_bytes(n, seed=0):
@@ -318,17 +314,17 @@ def test_errors_come_with_the_call_and_name_the_argument(call, message, fails_in
 @pytest.mark.parametrize("n", [1, 2, 3, 17, 64, 1000])
 def test_a_permutation_has_every_place_once(n):
     for seed in range(3):
-        found = base.permuted(np.arange(n), n, np.random.default_rng(seed))
+        found = draws.permuted(np.arange(n), n, np.random.default_rng(seed))
         assert sorted(found) == list(range(n))
-    others = base.permuted(np.arange(n), n, np.random.default_rng(9))
+    others = draws.permuted(np.arange(n), n, np.random.default_rng(9))
     assert n < 17 or (found != others).any() and (found != np.arange(n)).any()
-    large = base.permuted(np.array([0, 10**12 - 1]), 10**12, np.random.default_rng(0))
+    large = draws.permuted(np.array([0, 10**12 - 1]), 10**12, np.random.default_rng(0))
     assert large[0] != large[1] and (large >= 0).all() and (large < 10**12).all()
 
 
 def test_a_permutation_mixes():
     """Neighbours go anywhere: distances are as those of random places."""
-    found = base.permuted(np.arange(10**5), 10**5, np.random.default_rng(0))
+    found = draws.permuted(np.arange(10**5), 10**5, np.random.default_rng(0))
     for lag in (1, 2, 256):
         distance = np.abs(found[lag:] - found[:-lag]).mean() / 10**5
         assert 0.31 < distance < 0.36  # 1/3
@@ -349,13 +345,15 @@ def test_each_token_is_a_target_once_an_epoch(n, length, batch_size):
         for number in range(epoch * n_windows, (epoch + 1) * n_windows):
             step, row = divmod(number, batch_size)
             batch = task.train_rows(5, step, batch_size, length, np.array([row]))
-            (start,), (first,) = base.each_once(n, length, 5, np.array([number]))
+            (start,), (first,) = window_lib.each_once(n, length, 5, np.array([number]))
             assert np.array_equal(batch.targets[0], text[start : start + length])
             assert batch.weights[0].sum() == length - first
             count[start : start + length] += batch.weights[0].astype(int)
         counts.append(count)
     assert all((count == 1).all() for count in counts)
-    starts = [base.each_once(n, length, 5, e * n_windows + np.arange(n_windows))[0] for e in (0, 1)]
+    starts = [
+        window_lib.each_once(n, length, 5, e * n_windows + np.arange(n_windows))[0] for e in (0, 1)
+    ]
     assert n_windows < 9 or (starts[0] != starts[1]).any()
     whole = task.train_batch(5, 3, batch_size, length)
     for row in range(batch_size):

@@ -92,7 +92,7 @@ def test_a_folder_that_is_only_read_learns_each_time(source, learnt, tmp_path, m
 
 
 def folder_of(source):
-    settings = texts.said(texts.DEFAULTS)
+    settings = texts.set_ones(texts.DEFAULTS)
     key = token_files.key_of(texts.find(source, texts.DEFAULTS), settings)
     return token_files.cache_folder(None) / key[:32]
 

@@ -427,7 +427,7 @@ def test_a_long_conversation_is_cut_or_left_out(tmp_path, caplog, fails_in_one_l
 
     assert prompts(chats(path)) == ({"p", *"146789"}, 128)
     assert "2 of 16 training conversations are longer than length=128 tokens, up to" in caplog.text
-    assert "1 are cut and 1, whose answers lie behind, are left out" in caplog.text
+    assert "1 are cut and 1, whose answers come later, are left out" in caplog.text
     found, longest = prompts(chats(path, too_long="left_out"))
     assert "p" not in found and longest < 128
     assert "they are left out" in caplog.text
@@ -607,7 +607,7 @@ def test_a_template_of_ones_own_and_plain(tmp_path):
     assert "template your own: a prompt is 'Q: PROMPT\\nA: '" in "\n".join(task.summary())
 
 
-def test_what_a_system_says_is_in_the_user_s_turn_behind_it_or_nowhere(tmp_path, caplog):
+def test_what_a_system_says_is_in_the_user_s_turn_after_it_or_nowhere(tmp_path, caplog):
     own = {"user": "Q: {content}\n", "assistant": "A: {content}\n"}
     user, answer = (
         {"role": role, "content": x} for role, x in (("user", "Hi"), ("assistant", "Yo"))
@@ -624,7 +624,7 @@ def test_what_a_system_says_is_in_the_user_s_turn_behind_it_or_nowhere(tmp_path,
     assert [x for x, _ in conversations(task)] == [written] * 7
     assert (
         "2 of 9 conversations of train are left out (a turn of system, which template 'your own' "
-        "lacks, and no user's behind it to take it)" in caplog.text
+        "lacks, and no user's turn after it to take it)" in caplog.text
     )
     assert len(conversations(chats(tmp_path / "a.jsonl"))) == 9  # 'text' has one of system
 

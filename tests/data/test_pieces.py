@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from reformax.data import pieces, vocabulary
+from reformax.data import piece_blocks, pieces, vocabulary
 from reformax.data.text import text
 
 LINES = [f"Line {i} of the text,  with spaces\t and größe: {i * i}." for i in range(400)]
@@ -87,15 +87,15 @@ def test_a_document_ends_in_one_id(kind, tmp_path):
 
 
 def test_blocks_cut_documents_where_a_line_or_a_word_ends(monkeypatch):
-    monkeypatch.setattr(pieces, "_BLOCK", 8)
+    monkeypatch.setattr(piece_blocks, "BLOCK", 8)
     for data in (b"ab\ncd\nef gh ij\0\0k", b"x" * 20, "éééééééé".encode(), b"        \n" * 3):
-        found = [data[first:last] for first, last in pieces._blocks(data)]
+        found = [data[first:last] for first, last in piece_blocks.blocks(data)]
         assert b"".join(found) == data and all(0 < len(part) <= 8 for part in found)
         for part in found:
             part.decode()
     found = [b"ab\ncd\n", b"ef gh", b" ij\0", b"\0", b"k"]
     data = b"".join(found)
-    assert [data[first:last] for first, last in pieces._blocks(data)] == found
+    assert [data[first:last] for first, last in piece_blocks.blocks(data)] == found
 
 
 @pytest.mark.parametrize("kind", ["bpe", "tokenizers"])

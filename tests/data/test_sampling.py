@@ -10,13 +10,13 @@ import pyarrow.parquet
 import pytest
 
 from reformax.cli import prepare
-from reformax.data import base, documents, joined, piece_files, token_files
+from reformax.data import base, documents, draws, joined, piece_files, stored, token_files, windows
 from reformax.data import text as texts
-from reformax.data.base import document_starts
 from reformax.data.lengths import Lengths, ranges
 from reformax.data.mixture import mixture
 from reformax.data.text import text
 from reformax.data.token_ids import token_ids
+from reformax.data.windows import document_starts
 
 BORDERS, WEIGHTS = (50, 400), (1.0, 1.0, 2.0)
 LENGTH = 150
@@ -98,15 +98,15 @@ def kept(task, folder):
     return task
 
 
-@pytest.mark.parametrize("windows", ["anywhere", "documents"])
-def test_rows_are_of_documents_of_each_length_by_weight(windows, by_length):
-    task = text(by_length, windows=windows, **BY_LENGTH)
+@pytest.mark.parametrize("where", ["anywhere", "documents"])
+def test_rows_are_of_documents_of_each_length_by_weight(where, by_length):
+    task = text(by_length, windows=where, **BY_LENGTH)
     found = [x for step in range(60) for x in letters(task.train_batch(0, step, 16, LENGTH)[1])]
     counts = [found.count(letter) for letter in "abc"]
     assert sum(counts) == len(found) == 960  # no window has documents of two ranges
     assert np.allclose(np.array(counts) / 960, [0.25, 0.25, 0.5], atol=0.05)
     assert "50.0% of rows: documents of 400 tokens and more" in task.summary()
-    without = text(by_length, windows=windows).train_batch(0, 0, 64, LENGTH)[1]
+    without = text(by_length, windows=where).train_batch(0, 0, 64, LENGTH)[1]
     assert any(len(x) > 1 for x in letters(without))
 
 
@@ -140,11 +140,11 @@ def test_windows_by_documents_lie_as_in_a_text_of_the_range_alone():
     found = ranges(begins, n, lengths.borders)
     own = sizes[sizes >= 100]
     expected_borders = np.cumsum([0, *own[:-1]])
-    step = base.generator(0, 0)
+    step = draws.generator(0, 0)
     places = step.integers(np.full(64, own.sum()))
     back = step.integers(120, size=64)
     expected = document_starts(expected_borders, int(own.sum()), 120, places, back)
-    drawn = base.range_starts(found, lengths, begins, n, 0, 0, 64, 120, slice(None))
+    drawn = windows.range_starts(found, lengths, begins, n, 0, 0, 64, 120, slice(None))
     assert np.array_equal(drawn[1], expected)
 
 
@@ -169,13 +169,14 @@ def test_processes_read_their_rows_alone(how, n, by_length, by_author, in_files,
         options = {"join_by": "author", "windows": "documents", "document_mask": True}
         task = in_files(lambda: text(by_author[0], **options))
     whole, read = task.train_batch(5, 9, 8, LENGTH), []
-    original = base.windows_of
+    original = stored.windows_of
 
     def counted(data, starts, length):
         read.append(len(starts) * length)
         return original(data, starts, length)
 
-    monkeypatch.setattr(base, "windows_of", counted)
+    for module in (base, windows):
+        monkeypatch.setattr(module, "windows_of", counted)
     for rows in np.array_split(np.arange(8), n):
         read.clear()
         part = task.train_rows(5, 9, 8, LENGTH, rows)

@@ -24,8 +24,8 @@ from reformax.cli import prepare
 from reformax.data import (
     arrow_tables,
     files,
+    piece_blocks,
     piece_files,
-    pieces,
     stored,
     tables,
     text,
@@ -156,7 +156,7 @@ def test_bytes_are_those_of_memory(name, tmp_path, in_files, monkeypatch):
 @pytest.mark.parametrize("kind", ["bpe", "tokenizers"])
 def test_pieces_are_those_of_memory(kind, name, tmp_path, in_files, monkeypatch):
     SOURCES[name](tmp_path / name)
-    monkeypatch.setattr(pieces, "_BLOCK", 2**9)
+    monkeypatch.setattr(piece_blocks, "BLOCK", 2**9)
     options = {"vocab_size": 400, "model_type": "bpe"}
     if kind == "tokenizers":
         options = {"vocabulary": str(tokenizer_json(tmp_path / "tokenizer.json"))}
@@ -172,10 +172,10 @@ def test_pieces_are_those_of_memory(kind, name, tmp_path, in_files, monkeypatch)
 
 
 def test_spans_end_where_blocks_do(monkeypatch):
-    monkeypatch.setattr(pieces, "_BLOCK", 16)
+    monkeypatch.setattr(piece_blocks, "BLOCK", 16)
     data = "\0".join(TEXTS[:40]).encode()
-    ends = {end for _, end in pieces._blocks(data)}
-    found = list(pieces.spans(files.as_array(data), 100))
+    ends = {end for _, end in piece_blocks.blocks(data)}
+    found = list(piece_blocks.spans(files.as_array(data), 100))
     assert len(found) > 9 and [last for _, last in found] == [b for b, _ in found[1:]] + [len(data)]
     assert {last for _, last in found} <= ends
 

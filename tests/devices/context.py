@@ -118,6 +118,12 @@ OPS = {
     "indexer, chosen keys": (dsa.dsa(**INDEXED), True, 64),
     "indexer of kernels": (dsa.dsa(**INDEXED, impl=INTERPRETED), True, 40),
     "indexer of kernels, all tiles": (dsa.dsa(**INDEXED, impl=INTERPRETED), True, 24),
+    "indexer of kernels, local keys": (
+        dsa.dsa(**INDEXED, indexer=Indexer(n_local=3), impl=INTERPRETED),
+        True,
+        40,
+    ),
+    "indexer, logits by length": (dsa.dsa(**INDEXED, scale_by_length=0.4), True, 40),
     "indexer both ways": (dsa.dsa(**INDEXED), False, 40),
     "indexer, groups": (dsa.dsa(**INDEXED | dict(top_k=9), indexer=BY_GROUPS), True, 40),
     "indexer, blocks": (
@@ -130,6 +136,11 @@ OPS = {
         for name, indexer in CANDIDATES.items()
     },
     "summaries": (csa.csa(**INDEXED | dict(top_k=3), window=6), True, 40),
+    "summaries, logits by length": (
+        csa.csa(**INDEXED | dict(top_k=3), window=6, scale_by_length=0.4),
+        True,
+        40,
+    ),
     "summaries in whole shards": (csa.csa(**INDEXED, window=20), True, 64),
     "summaries, all seen": (hca.hca(block_size=16, window=16, **SHARED_KV), True, 72),
     "summaries, few key heads": (hca.hca(block_size=4, window=6), True, 40),
@@ -168,6 +179,7 @@ OPTIONS = {
 # Packed rows where the op tells them apart, and of each kind one without.
 CASES = [(name, op.packed) for name, (op, *_) in OPS.items()]
 CASES += [(name, False) for name in ("chunks", "long shards", "ring, odd shards")]
+CASES += [("indexer, logits by length", False)]
 # On eight devices for one row of a batch, and these on four for each of two as well.
 ROWS_TOO = {"chunks", "long shards", "window", "lsh, 11 heads", "biases"}
 ROWS_TOO |= {"indexer, chosen keys", "summaries"}
@@ -218,7 +230,7 @@ def whole(plan):
 CHOICES = "indexer, odd shards", "indexer both ways", "indexer, groups", "indexer of kernels"
 
 
-@pytest.mark.parametrize("name", [*CHOICES, "summaries"])
+@pytest.mark.parametrize("name", [*CHOICES, "indexer of kernels, local keys", "summaries"])
 def test_a_choice_is_that_of_one_device(name):
     """To the bit, of scores of which many are 0 or equal otherwise."""
     op, causal, length = OPS[name]

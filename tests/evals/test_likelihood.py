@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from reformax.evals.continuation import ContinuationRequest, continuations
+from reformax.evals.generate_until import GenerationRequest, generate_until
 from reformax.evals.likelihood import LanguageScorer, windows
 from reformax.models import encoder, lm
 from reformax.ops import dense, local, lsh
@@ -142,29 +142,29 @@ def test_a_continuation_ends_before_the_first_of_its_stops_or_the_end(of_dense):
     plainly = [greedy(model, params, prompt, 8) for prompt in prompts]
     scorer = LanguageScorer(model, params, 200, batch_size=2)
     whole = [written((), tokens) for tokens in plainly]
-    asked = [ContinuationRequest(prompt, 8) for prompt in prompts]
-    assert continuations(scorer, asked, written, ()) == whole
+    asked = [GenerationRequest(prompt, 8) for prompt in prompts]
+    assert generate_until(scorer, asked, written, ()) == whole
     stops = [(text[5:7], text[3:5], "") for text in whole]
     cut = [
         text[: min(text.index(one) for one in of[:2])]
         for text, of in zip(whole, stops, strict=True)
     ]
-    asked = [ContinuationRequest(prompt, 8, of) for prompt, of in zip(prompts, stops, strict=True)]
-    assert continuations(scorer, asked, written, ()) == cut
+    asked = [GenerationRequest(prompt, 8, of) for prompt, of in zip(prompts, stops, strict=True)]
+    assert generate_until(scorer, asked, written, ()) == cut
     end = plainly[2][4]
     ended = [text.partition(written((), [end]))[0] for text in whole]
-    asked = [ContinuationRequest(prompt, 8) for prompt in prompts]
-    assert continuations(scorer, asked, written, [V - 1, end]) == ended
+    asked = [GenerationRequest(prompt, 8) for prompt in prompts]
+    assert generate_until(scorer, asked, written, [V - 1, end]) == ended
 
 
 def test_a_long_prompt_loses_its_beginning(of_dense):
     model, params = of_dense
     prompt = tuple(request(0, 90, 0)[0])
     scorer = LanguageScorer(model, params, 64)
-    (text,) = continuations(scorer, [ContinuationRequest(prompt, 8)], written, ())
+    (text,) = generate_until(scorer, [GenerationRequest(prompt, 8)], written, ())
     assert text == written((), greedy(model, params, prompt[-56:], 8))
     with pytest.raises(ValueError, match="max_gen_toks is 64: expected fewer than the context"):
-        continuations(scorer, [ContinuationRequest(prompt, 64)], written, ())
+        generate_until(scorer, [GenerationRequest(prompt, 64)], written, ())
 
 
 def test_a_model_that_continues_no_text_is_refused():

@@ -116,8 +116,13 @@ def three_segments(length):
     return jnp.asarray(np.stack([position * 7 % 4, 3 - position * 4 // length]), jnp.int32)
 
 
-@pytest.mark.parametrize("top_k, causal, packed", [(40, True, False), (70, False, True)])
-def test_kernels_choose_among_ties_what_array_operations_do(top_k, causal, packed, monkeypatch):
+@pytest.mark.parametrize(
+    "top_k, causal, packed, n_local",
+    [(40, True, False, 0), (70, False, True, 0), (40, True, True, 7), (170, True, False, 150)],
+)
+def test_kernels_choose_among_ties_what_array_operations_do(
+    top_k, causal, packed, n_local, monkeypatch
+):
     """Sums of integers are exact, so many positions have equal scores, of either sign."""
     small_chunks(monkeypatch)
     rng, length = np.random.default_rng(0), 301
@@ -125,14 +130,18 @@ def test_kernels_choose_among_ties_what_array_operations_do(top_k, causal, packe
     params = {"query": (2, 8, 3, 4), "key": (2, 8, 4), "weight": (2, 8, 3)}
     params = {name: rng.integers(-1, 2, x).astype(np.float32) for name, x in params.items()}
     masks = dict(segment_ids=three_segments(length) if packed else None, causal=causal)
+    options = dict(top_k=top_k, **OPTIONS, indexer=Indexer(n_local=n_local))
     got, want = (
         jax.jit(
-            lambda *x, impl=impl: dsa.dsa(top_k=top_k, **OPTIONS, impl=impl).plan(
+            lambda *x, impl=impl: dsa.dsa(**options, impl=impl).plan(
                 *x, **masks, rng=None, train=True
             )
         )(params, q, k)
         for impl in (INTERPRETED, "xla")
     )
+    # The local keys come last, by distance.
+    np.testing.assert_array_equal(*(x[..., top_k - n_local :] for x in (got, want)))
+    got, want = (np.asarray(x)[..., : top_k - n_local] for x in (got, want))
     in_order = lambda plan: np.sort(np.where(plan < 0, length, plan), axis=-1)  # noqa: E731
     np.testing.assert_array_equal(in_order(got), in_order(want))
     np.testing.assert_array_equal(np.where(got < 0, length, got), in_order(got))
@@ -273,6 +282,21 @@ def test_kernels_refuse_what_they_do_not_hold(length, top_k, d_index, message):
         return
     with pytest.raises(NotImplementedError, match=f"{message}: use impl='auto' or 'xla'"):
         attend()
+
+
+@pytest.mark.parametrize(
+    "choice, message",
+    [
+        (dict(n_local=2), "n_local=2 in a call that is not causal"),
+        (dict(n_local=2, group=2), "group=2"),
+        (dict(score="product"), "score=product"),
+    ],
+)
+def test_kernels_refuse_choices_that_they_cannot_make(choice, message):
+    op = dsa.dsa(top_k=5, **OPTIONS, indexer=Indexer(**choice), impl=INTERPRETED)
+    q, k, _ = numbers(9)
+    with pytest.raises(NotImplementedError, match=f"with {message}: use impl='auto' or 'xla'"):
+        op.plan(weights(op, q), q, k, segment_ids=None, causal=False)
 
 
 @pytest.mark.slow

@@ -406,7 +406,7 @@ def test_the_best_of_each_devices_keys_are_the_best_of_all(n_best):
     length, n = 24, 3
     x, at, ids = integers(length), np.arange(length)[None], np.ones((2, length), np.int32)
     x.keys[:, 7] = np.copysign(np.float32(np.nan), np.float32(-1))
-    best = functools.partial(streaming.best_scores, "relu", ChoiceRule(causal=True), n_best)
+    best = functools.partial(streaming.best_keys, "relu", ChoiceRule(causal=True), n_best)
 
     def of_device(i, keys):
         of_keys = ids[:, : keys.shape[1]]

@@ -97,6 +97,9 @@ CASES = {
     "dsa, blocks, packed": Case(
         of(dsa.dsa, top_k=64, indexer=Indexer(block_size=16)), 4, t=777, packed=True, dropout=0.2
     ),
+    "dsa, local keys": Case(
+        of(dsa.dsa, top_k=256, indexer=Indexer(n_local=150)), 4, 4, t=1777, packed=True
+    ),
     "dsa, hashed": Case(
         of(dsa.dsa, top_k=64, indexer=Indexer(n_local=8, candidates=Hashed())), 4, 4, t=1777
     ),

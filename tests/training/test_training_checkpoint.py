@@ -108,11 +108,6 @@ def test_the_best_is_of_scores_of_one_kind(tmp_path):
     checkpoints.save(6, state(6), 1.2, scored=valid)
     checkpoints.wait()
     assert checkpoints.best_step() == 1
-    # A checkpoint of an earlier version is compared with all.
-    checkpoints.save(7, state(7), 0.5)
-    checkpoints.save(8, state(8), 0.9, scored=test)
-    checkpoints.wait()
-    assert checkpoints.best_step() == 7
 
 
 def test_a_temporary_checkpoint_leaves_no_trace(tmp_path):

@@ -136,7 +136,7 @@ def test_a_copy_may_be_on_another_disk_and_an_unknown_store_is_refused(tmp_path,
 
 def test_a_fetch_that_is_cut_short_is_made_again(store, tmp_path, monkeypatch):
     saved(tmp_path / "here", [1, 2])
-    fetch = Copies.fetch
+    fetch = Copies._fetch
 
     def cut_short(copies, step, folder):
         if step == 2:
@@ -144,7 +144,7 @@ def test_a_fetch_that_is_cut_short_is_made_again(store, tmp_path, monkeypatch):
         fetch(copies, step, folder)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="the store is gone"):
-        patch.setattr(Copies, "fetch", cut_short)
+        patch.setattr(Copies, "_fetch", cut_short)
         Checkpoints(tmp_path / "there", copies=ADDRESS).newest_whole()
     assert Checkpoints(tmp_path / "there").steps() == []
     assert Checkpoints(tmp_path / "there", copies=ADDRESS).newest_whole() == 2

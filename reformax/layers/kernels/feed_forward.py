@@ -106,7 +106,7 @@ class _FeedForwardTile(NamedTuple):
         return ref.at[self._row[:, None], self._column[None]]
 
     def load(self, ref) -> Array:
-        """The tile in float32, zeros behind the end."""
+        """The tile in float32, zeros after the end."""
         mask = self._mask(self.rows, self.columns)
         return load(self._view(ref), mask, 0.0).astype(jnp.float32)
 

@@ -74,7 +74,7 @@ class NormRows(NamedTuple):
         return None if power_of_two(self.size) == self.size else self._column < self.size
 
     def load(self, ref, *row) -> Array:
-        """A row of a matrix, or a vector, in float32, zeros behind the end."""
+        """A row of a matrix, or a vector, in float32, zeros after the end."""
         return load(ref.at[(*row, self._column)], self._mask, 0.0).astype(jnp.float32)
 
     def store(self, ref, value: Array, row) -> None:

@@ -209,6 +209,7 @@ def kernel_obstacles(
     *,
     small_row: int = SMALL_ROW,
     most: int = MAX_HEAD_SIZE,
+    divided_by: str | None = None,
     **options: Any,
 ) -> KernelObstacles:
     """The obstacles of our attention kernels.
@@ -220,6 +221,7 @@ def kernel_obstacles(
       logits: how products become logits; no kernel has another scale than the default.
       small_row: the bytes of a head's row up to which the kernels fit `on_small_chip`.
       most: the largest head that the kernels hold.
+      divided_by: the mesh axis that divides sequences, for kernels that read whole ones.
       **options: options that no kernel has, by name. None, False and 0 mean unset.
     """
     options.setdefault("scale", logits.scale)
@@ -228,6 +230,8 @@ def kernel_obstacles(
     refused = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)
     options["dtype"] = next(refused, None)
     option = next((f"{name}={value}" for name, value in options.items() if value), None)
+    if divided_by is not None:
+        option = f"sequences divided over the mesh axis {divided_by!r}"
     return KernelObstacles(option, _chip_obstacle(q, v, small_row, most))
 
 

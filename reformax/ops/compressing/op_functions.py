@@ -145,7 +145,7 @@ class Compressed(LearnedSinks):
         del plan
         group = q.shape[2] // k.shape[2]
         above = {"heads_of_a_key_head": group if group > MAX_GROUP else None}
-        above["a sequence over the mesh axis"] = sharding.axis_of(call.shard)
+        above["divided_by"] = sharding.axis_of(call.shard)
         return kernel_obstacles(
             q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2, **above
         )

@@ -178,7 +178,7 @@ def attend_to_ring(
 
     state = Softmax.empty((n_batch, n_heads, length), ring.values.shape[3], dtype)
     state = devices.varying_as((q, ring), state)
-    last = jnp.max(call.position + call.lengths)  # behind the newest position
+    last = jnp.max(call.position + call.lengths)  # after the newest position
     n_slabs = jnp.minimum(-(-(last - i) // n), n_slots)
     state = lax.fori_loop(0, -(-n_slabs // size), slab, state)
     if axis is not None:

@@ -26,7 +26,7 @@ def insert_newest(
     bucket: Int[Array, "B N R 1"],
     newest: Int[Array, "B 1 1 1"],
 ) -> tuple[Int[Array, "B N R C"], Int[Array, "B N R 1"], Int[Array, "B N R 1"]]:
-    """Inserts position `newest` behind all positions of its bucket and of lower buckets.
+    """Inserts position `newest` after all positions of its bucket and of lower buckets.
 
     Returns:
       The order, the first slot of the bucket, and the slot of `newest`.

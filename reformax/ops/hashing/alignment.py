@@ -134,7 +134,7 @@ def _of_queries(
     up_to = lax.cummin(jnp.where(ends, before, before[..., -1:]), axis=axis, reverse=True)
     ratio = regions.ratio
     wanted = ratio * regions.of_key((before + up_to) // 2 - regions.keys_before) + ratio // 2
-    # Leaves room for the queries before it in its segment, and for those behind it.
+    # Leaves room for the queries before it in its segment, and for those after it.
     least = ratio * regions.start + rank - regions.queries_before
     wanted = jnp.clip(wanted, least, least + ratio * regions.size - regions.n_queries)
     # The middle of the nearest distinct slots to the right of the wanted slots and to the left.

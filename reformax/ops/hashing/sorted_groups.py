@@ -118,7 +118,7 @@ def visits(
         return first, last
 
     def tiles_between(other: SortedSequence, size: int, first, last) -> tiles.Visits:
-        """The tiles of the other side, from behind `first` to `last`, each (group, position)."""
+        """The tiles of the other side, from after `first` to `last`, each (group, position)."""
         start, stop = rank(other, *first), rank(other, *last)
         stop = jnp.where(stop > start, -(-stop // size), 0)
         return tiles.Visits(start // size, stop)

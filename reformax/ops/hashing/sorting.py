@@ -28,7 +28,7 @@ def sort_by_bucket(
 ) -> Order:
     """The order by (segment, bucket, position) of a sequence padded by `n_pad`, padding last.
 
-    With `one_segment` padding is a bucket behind the others: that takes one sort.
+    With `one_segment` padding is a bucket after the others: that takes one sort.
     """
     if one_segment and segment_ids is not None:
         buckets = jnp.where(is_token(segment_ids)[:, None, None], buckets, n_buckets)

@@ -28,7 +28,7 @@ from reformax.ops.indexing.candidates.base import (
 from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, gathered, scores, scores_of_gathered
-from reformax.ops.indexing.streaming import best_keys, best_over, best_scores
+from reformax.ops.indexing.streaming import best_keys, best_over
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
@@ -108,10 +108,15 @@ class Indexer(Options):
         """Whether its candidates have weights and a loss."""
         return self.candidates is not None and self.candidates.learns
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all keys are scored by weighted ReLUs, for each query, as the kernels do."""
-        return self == Indexer(rotary=self.rotary)
+    def kernel_obstacles(self, causal: bool) -> dict[str, Any]:
+        """The options by which kernels cannot choose, for `dispatch.kernel_obstacles`."""
+        if self.candidates is not None:
+            return {}
+        both_ways = self.n_local > 0 and not causal
+        return {
+            "group": self.group if self.group > 1 else None,
+            "n_local": f"{self.n_local} in a call that is not causal" if both_ways else None,
+        }
 
     def rotated(self, x: Float[Array, "B T J D"], position: Int[Array, "B T"]) -> Array:
         """Index queries or keys at their positions."""
@@ -141,7 +146,7 @@ class Indexer(Options):
           causal: whether later positions are hidden.
           length: that settings depend on.
           rng: the source of hashes.
-          interpret: from `dispatch.choose_kernels`, of the kernels that score candidates or blocks.
+          interpret: from `dispatch.choose_kernels`.
           shard: which queries there are.
 
         Raises:
@@ -164,7 +169,7 @@ class Indexer(Options):
         queries, weights, leader, leader_ids = (y[:, :: self.group] for y in leaders)
         chunk = QueryChunk(IndexQueries(queries, weights), leader, leader_ids)
         keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, rng, x.params)
-        chosen = self._best(rule, n_best, keys, chunk, interpret)
+        chosen = self._best(rule, n_best, keys, chunk, interpret, shard)
         chosen = jnp.repeat(chosen, self.group, axis=1)[:, :n_queries]
         if n_local == 0:
             return chosen
@@ -196,7 +201,7 @@ class Indexer(Options):
         n_best = min(top_k // self.block_size, keys.shape[1])
         if interpret is None:
             side, rule = Side(self.newest_block(position), ids), ChoiceRule(causal=True)
-            found = best_keys(self.score, rule, n_best, x.queries, keys, side, block_ids)
+            _, found = best_keys(self.score, rule, n_best, x.queries, keys, side, block_ids)
         else:
             from reformax.ops.kernels.triton import indexer as kernel
 
@@ -354,7 +359,7 @@ class Indexer(Options):
         def choose(queries, weights, at):
             side = Side(at, jnp.ones(at.shape, jnp.int32))
             arrays = IndexQueries(queries, weights), keys, side, ids
-            best, chosen = best_scores(self.score, rule, n_best, *arrays, every)
+            best, chosen = best_keys(self.score, rule, n_best, *arrays, every)
             return chosen if axis is None else best_over(axis, best, chosen)
 
         at = position[:, None] + positions(x.keys.shape[1])
@@ -400,11 +405,23 @@ class Indexer(Options):
         keys: IndexedKeys,
         queries: QueryChunk,
         interpret: Interpret,
+        shard: Shard | None,
     ) -> Int[Array, "B Q K"]:
         """The best keys of some queries, by scores of all keys or of candidates."""
         side = Side(queries.position, queries.ids)
+        if self.candidates is None and interpret is not None:
+            from reformax.ops.kernels.triton.indexer import choose_positions
+
+            ids = (None, None) if keys.segment_ids is None else (queries.ids, keys.ids)
+            arrays = *queries.index, keys.keys, *ids
+            first = None
+            if rule.n_local or sharding.axis_of(shard) is not None:
+                # A query chooses what a query `n_local` positions before it sees.
+                first = queries.position[0, 0] - rule.n_local
+            return choose_positions(n_best, rule.causal, interpret, *arrays, first=first)
         if self.candidates is None:
-            return best_keys(self.score, rule, n_best, queries.index, keys.keys, side, keys.ids)
+            arrays = queries.index, keys.keys, side, keys.ids
+            return best_keys(self.score, rule, n_best, *arrays)[1]
         prepared, choose, of_all = self.candidates.prepare(keys), None, None
         if interpret is not None and self.group == 1:
             of_all = self.candidates.of_all(prepared, keys, queries.index, interpret)

@@ -33,25 +33,9 @@ def best_keys(
     keys: Float[Array, "B S D"],
     queries: Side,
     ids: Int[Array, "B S"],
-) -> Int[Array, "B T K"]:
-    """The positions of the highest scores, the highest first; -1 is none.
-
-    Args: as in `best_scores`, of the keys of all positions.
-    """
-    return best_scores(score, rule, n_best, index, keys, queries, ids)[1]
-
-
-def best_scores(
-    score: Score,
-    rule: ChoiceRule,
-    n_best: int,
-    index: IndexQueries,
-    keys: Float[Array, "B S D"],
-    queries: Side,
-    ids: Int[Array, "B S"],
     every: tuple[Any, int] = (0, 1),
 ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-    """The highest scores of each query, the highest first, and the positions of their keys.
+    """The highest scores of each query and the positions of their keys, as `lax.top_k` orders them.
 
     Where there is none, they are minus infinity and -1. NaN is infinity.
 
@@ -108,7 +92,7 @@ def best_scores(
 def best_over(
     axis: str, best: Float[Array, "B T K"], chosen: Int[Array, "B T K"]
 ) -> Int[Array, "B T K"]:
-    """The positions of the highest of all devices' `best_scores`, in the order of `best_keys`."""
+    """The positions of the highest of all devices' `best_keys`, in the same order."""
     n_best = chosen.shape[2]
     both = (lax.all_gather(x, axis, axis=2, tiled=True) for x in (-best, chosen))
     return lax.sort(tuple(both), dimension=2, num_keys=2)[1][..., :n_best]

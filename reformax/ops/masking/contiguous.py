@@ -40,7 +40,7 @@ def order_of_segments(
 def tokens_first(
     inputs: T, segment_ids: Int[Array, "B T"] | None, shape: tuple[int, int]
 ) -> tuple[Int[Array, "B T"] | None, T, Int[Array, "B T"] | None, Int[Array, " B"]]:
-    """The order that puts tokens in front of padding, arrays in it, segments and lengths.
+    """The order that puts tokens before padding, arrays in it, segments and lengths.
 
     Segments are contiguous. They are numbered from 1 on, and padding has the number of the segment
     before it. `shape` is [B, T]. Without segments the inputs are unchanged.

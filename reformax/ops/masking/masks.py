@@ -24,7 +24,7 @@ class Tokens:
       segment_ids: ids; 0 or False is padding. None: no padding, one segment.
       global_tokens: above 0 at global tokens, for ops with `global_tokens`.
       positions: the positions that rotary embeddings read; None: 0 to T - 1.
-      right_padded: whether all padding of a row is behind its tokens, with finite numbers.
+      right_padded: whether all padding of a row follows its tokens, with finite numbers.
     """
 
     segment_ids: Ids | None
@@ -42,7 +42,7 @@ class Tokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokensFirst:
-    """Segment ids of rows of one segment, in an order in which padding is behind tokens.
+    """Segment ids of rows of one segment, in an order in which padding follows tokens.
 
     Attributes:
       segment_ids: ids; 0 is padding.
@@ -153,7 +153,7 @@ def keys_seen(
         seen = jnp.arange(1, n_queries + 1)[None] if causal else jnp.full((1, n_queries), n_keys)
         return jnp.minimum(seen, n_keys)
     ids = [jnp.asarray(x).astype(jnp.int32) for x in segment_pair(segment_ids)]
-    # Keys and queries in one row, each query behind the keys that are not in its future.
+    # Keys and queries in one row, each query after the keys that are not in its future.
     if causal:
         longest = max(n_queries, n_keys)
         ids = [jnp.pad(x, ((0, 0), (0, longest - x.shape[1]))) for x in ids]

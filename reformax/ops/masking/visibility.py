@@ -8,7 +8,7 @@ says the same of whole tiles: which of them a loop need not visit, and which nee
 
 What an op chooses itself (buckets, selected blocks, a key that counts in one hash alone) is a mask
 of its own, which the op combines with `all_of`. Whether a position that sees nothing attends to
-itself is decided behind the softmax, where its sum of weights is known.
+itself is decided after the softmax, where its sum of weights is known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
-# The position of a token that does not exist, behind all others.
+# The position of a token that does not exist, after all others.
 NOWHERE = np.iinfo(np.int32).max
 
 
@@ -75,8 +75,8 @@ class Visibility:
     """The static rule of which keys a query sees.
 
     Attributes:
-      causal: whether keys behind the query are hidden.
-      window: keys `window` or more steps away, before or behind, are hidden; None: none is.
+      causal: whether keys after the query are hidden.
+      window: keys `window` or more steps away, before or after, are hidden; None: none is.
       dilation: positions in a step. Keys between two steps are hidden.
       exclude_self: whether the key at the query's own position is hidden.
     """

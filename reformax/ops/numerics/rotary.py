@@ -186,7 +186,7 @@ def rotary(
     """Rotates pairs of features by angles that grow with the position (Su et al. 2021, eq. 34).
 
     The product of two rotated vectors then depends on positions only by their distance. Feature i
-    is paired with feature i + H // 2; an odd last feature is unchanged, and so are those behind the
+    is paired with feature i + H // 2; an odd last feature is unchanged, and so are those after the
     rotated fraction. In a grid some pairs rotate by each coordinate, so that the product depends on
     the distance along each axis alone (Heo et al. 2024, "Rotary Position Embedding for Vision
     Transformer", sec. 3.2, axial frequency).

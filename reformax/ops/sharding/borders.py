@@ -29,7 +29,7 @@ class Reach(NamedTuple):
 
     Attributes:
       before: visible positions before the query's unit, a multiple of the unit.
-      after: visible positions behind the query, at most.
+      after: visible positions after the query, at most.
       unit: the length of a chunk, which begins at a multiple of it. 1 for a sliding window.
     """
 
@@ -39,7 +39,7 @@ class Reach(NamedTuple):
 
 
 def border(x: Array, axis: str, n: int, *, ahead: bool) -> Array:
-    """The `n` positions before a shard, or behind it with `ahead`; zeros outside the sequence."""
+    """The `n` positions before a shard, or after it with `ahead`; zeros outside the sequence."""
     n_devices, length = lax.axis_size(axis), x.shape[1]
     parts, step = [], -1 if ahead else 1
     for hop in range(1, -(-n // length) + 1):
@@ -89,7 +89,7 @@ def attend(
     begun = start % reach.unit if slack else 0
 
     def joined(inside: Array, head: Array, tail: Array, left: int, right: int, exchange: bool):
-        """`inside` with the `left` positions before it and the `right` positions behind it.
+        """`inside` with the `left` positions before it and the `right` positions after it.
 
         The former come from the tail of the shard before, the latter from the head of the next.
         """

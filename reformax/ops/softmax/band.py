@@ -164,10 +164,10 @@ def _by_step(step: int, length: int, n_slots: int) -> Int[Array, " n_slots"]:
     """The positions ordered by position modulo `step`; padding from `length` on keeps its slots."""
     slot = jnp.arange(n_slots, dtype=jnp.int32)
     size, n_larger = divmod(length, step)  # the first `n_larger` residues have `size + 1` positions
-    behind = slot - n_larger * (size + 1)
+    rest = slot - n_larger * (size + 1)
     first = slot // (size + 1), slot % (size + 1)
-    then = n_larger + behind // max(size, 1), behind % max(size, 1)
-    residue, nth = (jnp.where(behind < 0, x, y) for x, y in zip(first, then, strict=True))
+    then = n_larger + rest // max(size, 1), rest % max(size, 1)
+    residue, nth = (jnp.where(rest < 0, x, y) for x, y in zip(first, then, strict=True))
     return jnp.where(slot < length, nth * step + residue, slot)
 
 

@@ -11,7 +11,7 @@ and the sum, and stores none (Dao et al. 2022, sec. 3.1 and appendix B.2).
 
 Arrays in this module are heads-first, `[N, B, T, ...]`, with T padded to whole chunks. C is the
 number of chunks, M the number of keys in a window, the chunks that one chunk of queries sees. Keys
-have `n_chunks_before` more chunks in front and `n_chunks_after` behind, called their border.
+have `n_chunks_before` more chunks before and `n_chunks_after` after, called their border.
 
 A CPU computes some heads at a time: logits are written and read a dozen times, and those of all
 heads would not fit in its cache. On NVIDIA GPUs `kernels.triton.chunked` computes the same
@@ -78,7 +78,7 @@ def chunked_attention(
       self_weight: for shared queries and keys, the weight of a position's own value where the
         position sees nothing else; None is 1. "xla" only.
       n_tokens: the number of tokens of each row, where rows are one segment and all orders have
-        padding behind it; None: not known. It says what `segment_ids` say, at less cost.
+        padding after it; None: not known. It says what `segment_ids` say, at less cost.
       mosaic: whether kernels are those of `dispatch.mosaic_obstacles`.
 
     Returns:
@@ -204,7 +204,7 @@ class _ChunkedOrder(NamedTuple):
 
     @property
     def empty_border(self) -> bool:
-        """Whether there is no key before the first chunk of queries, nor behind the last."""
+        """Whether there is no key before the first chunk of queries, nor after the last."""
         return self.key_positions is None or self.key_slots is not None
 
     def at_queries(self, x: Array) -> Array:
@@ -257,7 +257,7 @@ class _ChunkedOrder(NamedTuple):
     def positions(self, length: int) -> tuple[Array, Array]:
         """The positions of queries, `[..., L, 1]`, and of keys, `[..., 1, M]`.
 
-        A key of an empty border has position `length`, behind all others.
+        A key of an empty border has position `length`, after all others.
         """
         if self.query_positions is None:
             return self.pair(jnp.arange(length)[None, None], length)
@@ -309,7 +309,7 @@ def visible_keys(
     """
     chunks = of_hash.chunks
     query, key = of_hash.positions(length)
-    # Padding of one causal sequence is behind all of its queries.
+    # Padding of one causal sequence follows all of its queries.
     exists = None if chunks.causal and chunks.n_keys is None else key < chunks.key_length
     q_side, k_side = Side(query), Side(key, exists=exists)
     if segment_ids is not None:

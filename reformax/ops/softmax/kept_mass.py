@@ -52,7 +52,7 @@ def weight_rows(
     Args:
       attend: attention as a function of the values of all heads, linear in them.
       v: values.
-      at: positions of queries; those behind the last have no weights.
+      at: positions of queries; those after the last have no weights.
     """
     out, pull = jax.vjp(attend, v)
     probe = jnp.arange(out.shape[1])[:, None] == jnp.asarray(at)

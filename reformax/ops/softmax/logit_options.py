@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from reformax.declared import Bounds, SettingError, Unsupported
@@ -13,6 +14,7 @@ from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.options import Options, options
 from reformax.ops.masking.masks import keys_seen
 from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.sharding import queries as sharding
 from reformax.ops.sharding.shard import Shard, of_heads
 
 SoftCap = Annotated[float, Bounds(1e-2, 1e6, name="a number from 0.01 to 1e6")]
@@ -61,7 +63,7 @@ class LogitOptions(Options):
             return q
         shard = call.shard or Shard()
         counted = call.position is not None
-        if not counted and (shard.axis is not None or not isinstance(shard.position, int)):
+        if not counted and not isinstance(shard.position, int):
             raise Unsupported(
                 f"scale_by_length is {self.scale_by_length}, but no device sees the whole sequence "
                 "to count keys: use context=1"
@@ -69,8 +71,11 @@ class LogitOptions(Options):
         if counted:  # from the newest keys' positions
             n_keys = call.position[:, None] + 1 + jnp.arange(q.shape[1])[None]
         else:
-            lengths = q.shape[1], (q if k is None else k).shape[1]
-            n_keys = keys_seen(*lengths, causal=call.causal, segment_ids=call.segment_ids)
+            n_devices = 1 if shard.axis is None else lax.axis_size(shard.axis)
+            lengths = (n_devices * x.shape[1] for x in (q, q if k is None else k))
+            ids = sharding.of_all(shard, call.segment_ids)
+            n_keys = keys_seen(*lengths, causal=call.causal, segment_ids=ids)
+            n_keys = sharding.of_shard(shard, n_keys, q.shape[1])
         dtype = accum_dtype(q.dtype)
         factor = self.scale_by_length
         if self.learn_scale_by_length:

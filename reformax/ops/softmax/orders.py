@@ -127,19 +127,19 @@ class Order(NamedTuple):
 
     Positions from the sequence's length on are padding. The slots of queries are cut into chunks.
     A query sees the keys of `n_chunks_before` chunks before its own chunk, of its own, and of
-    `n_chunks_after` chunks behind it.
+    `n_chunks_after` chunks after it.
 
     Attributes:
       query_positions: the position of the query in each slot.
       query_slots: the slot of each position's query, the inverse of `query_positions`. None leaves
         it to `with_slots`.
       key_positions: the position of the key in each slot, from `n_chunks_before` chunks before the
-        first query to `n_chunks_after` behind the last query. None: a key has the slot of its
-        query, and there are no keys before or behind these slots.
+        first query to `n_chunks_after` after the last query. None: a key has the slot of its
+        query, and there are no keys before or after these slots.
       first_slot: the first slot whose key each position's query sees. The query then sees no key
-        behind its own slot. None: a query sees all chunks in reach.
+        after its own slot. None: a query sees all chunks in reach.
       key_slots: the slot of each position's key, where keys have another order than queries.
-        `key_positions` then has as many chunks as `query_positions`, with no key before or behind
+        `key_positions` then has as many chunks as `query_positions`, with no key before or after
         them. None leaves it to `with_slots`, or a key has the slot of its query.
     """
 

@@ -18,7 +18,7 @@ not be read is deleted or renamed.
 
 from __future__ import annotations
 
-from reformax.training.checkpoint.checkpoints import Checkpoints
-from reformax.training.checkpoint.writing import NotSaved
+from reformax.training.checkpoint.checkpoints import Checkpoints, NotSaved
+from reformax.training.checkpoint.reading import CheckpointReader
 
-__all__ = ["Checkpoints", "NotSaved"]
+__all__ = ["CheckpointReader", "Checkpoints", "NotSaved"]

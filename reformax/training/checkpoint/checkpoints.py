@@ -1,33 +1,83 @@
-"""Opening the checkpoints of a run that trains; it has the folder's lock."""
+"""The checkpoints of a run that trains; it has the folder's lock.
+
+Each is on the disk, whole, before it gets its name and others go.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reformax import durable
-from reformax.training import manifest
+import jax
+
+from reformax import durable, memory
+from reformax.training import arrays as arrays_lib
+from reformax.training import description, manifest
 from reformax.training.checkpoint.copies import Copies, in_words
-from reformax.training.checkpoint.writing import Writer
+from reformax.training.checkpoint.names import OLD
+from reformax.training.checkpoint.reading import TEMPORARY, CheckpointReader, is_temporary
+from reformax.training.lock import Lost
+from reformax.training.named_tensors import named
+from reformax.training.processes import Processes
 
 # Seconds after which a network file system shows a machine what another one has written: NFS keeps
 # what it knows of a folder for 60 s at most, unless it is mounted otherwise.
 _SHOWN_AFTER = 70.0
 
 
-class Checkpoints(Writer):
-    """The checkpoints of one run: the latest `keep` and the best.
+class NotSaved(OSError):
+    """A checkpoint could not be written; those before it are as they were."""
 
-    Who only reads them calls neither `newest_whole` nor `tidy` nor `save`.
+
+class Checkpoints(CheckpointReader):
+    """Writes checkpoints, one at a time, and keeps the latest `keep` and the best.
+
+    Several processes write one together: each its part of the arrays, the first one all else. All
+    see the same folder.
+
+    Attributes:
+      keep: the number of latest checkpoints that stay.
+      notes: lines about checkpoints that were written but not tidied up; the caller empties it.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        """Takes what `Writer` takes."""
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        output_dir: str | os.PathLike,
+        keep: int = 2,
+        processes: Processes | None = None,
+        copies: str | None = None,
+    ):
+        """Takes a run's folder, which need not exist.
+
+        Args:
+          output_dir: the run's folder.
+          keep: the number of latest checkpoints that stay; the best one stays as well. Temporary
+            ones do not count.
+          processes: those that save together, one thread's; None: this one alone.
+          copies: the address of a folder that gets copies; see `Copies`.
+        """
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1: a run goes on from its latest")
+        super().__init__(output_dir)
+        self.keep = keep
+        self.notes: list[str] = []
+        self._processes = processes or Processes("alone")
+        self._copies = None
+        if copies:
+            self._copies = Copies(copies, self._processes.branch("copies"))
+            self._copies.refuse(self.folder)
         self._damaged: dict[int, str] = {}  # found by `newest_whole`
+        self._failed: Path | None = None  # the temporary folder of a save that failed
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._copier = ThreadPoolExecutor(1, "copies")  # a slow store delays no save
+        self._pending: Future | None = None
 
     def newest_whole(self) -> int | None:
         """The latest step whose checkpoint is whole; None if there is no checkpoint.
@@ -42,7 +92,7 @@ class Checkpoints(Writer):
         damaged, together = {}, self._processes
         part = together.index, together.count
         if self._copies is not None and not together.same(self.steps):
-            self._fetch(self._copies)
+            self.notes += self._copies.fetch_all(self.names)
         for step in reversed(together.same(self.steps)):
             listed = together.count > 1 and together.same(partial(self._is_listed, step))
             harms = together.by_all(partial(self._harm_once_shown, step, part, listed))
@@ -60,7 +110,7 @@ class Checkpoints(Writer):
 
     def _is_listed(self, step: int) -> bool:
         """Whether this process sees the files of a checkpoint by their names and sizes."""
-        return manifest.difference_of_sizes(self._folder(step)) is None
+        return manifest.difference_of_sizes(self.names.of_step(step)) is None
 
     def _harm_once_shown(self, step: int, part: tuple[int, int], listed: bool) -> str | None:
         """`_harm`, after a wait for the files that process 0 sees if they are `listed` there."""
@@ -68,39 +118,6 @@ class Checkpoints(Writer):
         while listed and not self._is_listed(step) and time.monotonic() < end:
             time.sleep(0.2)
         return self._harm(step, part)
-
-    def _fetch(self, copies: Copies) -> None:
-        together = self._processes
-
-        def make(folder: Path) -> None:
-            durable.make_folder(self.folder)
-            durable.remove(folder)
-            folder.mkdir()
-
-        def name(step: int) -> None:
-            durable.rename(self.folder / f"tmp.{step}", self.folder / str(step))
-
-        fetched, damaged = [], None
-        try:
-            for step in together.same(copies.steps):
-                temporary = self.folder / f"tmp.{step}"
-                together.by_first(partial(make, temporary))
-                try:
-                    copies.fetch(step, temporary)
-                    fetched.append(step)
-                except manifest.Damaged as error:
-                    damaged = error
-                    self.notes.append(f"the copy {step} in {copies.address} is left out: {error}")
-            if damaged is not None and not fetched:
-                raise damaged
-            # A run that is killed here goes on from the newest, or fetches all again.
-            for step in reversed(fetched):
-                together.by_first(partial(name, step))
-        except Exception as error:  # of any store's library
-            raise OSError(
-                f"checkpoint_copies={copies.address} cannot be read ({in_words(error)}): give a "
-                "folder that this machine reaches, and install its package, such as s3fs or gcsfs"
-            ) from error
 
     def tidy(self, say: Callable[[str], None]) -> None:
         """Renames those that `newest_whole` found damaged; deletes what a killed run left.
@@ -113,12 +130,217 @@ class Checkpoints(Writer):
         """
         with durable.explaining("renamed or deleted", self.folder):
             for step, harm in self._damaged.items():
-                aside = self._unused(f"damaged.{step}")
-                durable.rename(self._folder(step), aside)
+                aside = self.names.unused(f"damaged.{step}")
+                durable.rename(self.names.of_step(step), aside)
                 say(
                     f"note: checkpoint {step} is damaged ({harm}) and is {aside} now; this run "
                     f"goes on from the newest whole one, step {self._checked}"
                 )
-            for step, old in self._renamed().items():
+            for step, old in self.names.renamed().items():
                 durable.rename(old, self.folder / str(step))
             self._sweep()
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        score: float | None = None,
+        config: str | None = None,
+        check: Callable[[], None] = lambda: None,
+        temporary: bool = False,
+        **extra,
+    ) -> None:
+        """Copies `state` to the host and writes it in the background.
+
+        Args:
+          step: steps trained.
+          state: any pytree of arrays.
+          score: what `best_step` minimises, such as valid bits per dim; None if not evaluated.
+          config: the settings of the run, as text.
+          check: called in the background before anything is written, and again once all is on the
+            disk. An error of it leaves the checkpoint without its name.
+          temporary: whether training alone reads it, to go on. The next checkpoint that is not
+            temporary replaces it, so the time of a save does not decide which checkpoints stay.
+          **extra: JSON values that `restore` gives back. `scored` says what the score is of, such
+            as the split and the metric; scores of different kinds are not compared.
+        """
+        self.wait()
+        if temporary:
+            extra[TEMPORARY] = True
+        tensors = named(state)
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tensors.items()}
+        # The caller may change its lists while the writer is at work.
+        described = dict(step=step, score=score, config=config, extra=deepcopy(extra))
+        described["arrays"] = shapes
+        # orbax refuses arrays without elements; the description has their shapes.
+        begun = self._writer.submit(
+            self._begin, step, {n: x for n, x in tensors.items() if x.size}, check
+        )
+        wait([begun])  # for the copies, whatever becomes of them
+        self._pending = self._writer.submit(self._write, begun, check, described)
+
+    @property
+    def done(self) -> bool:
+        """Whether a save has ended and `wait` has not been called since."""
+        return self._pending is not None and self._pending.done()
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk.
+
+        Raises:
+          NotSaved: it could not be written.
+          Lost: as `check` raised it.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """Ends the writer's threads, once copies are made; nothing can be saved any more."""
+        self._writer.shutdown()
+        self._copier.shutdown()
+        if self._failed is not None:
+            shutil.rmtree(self._failed, ignore_errors=True)
+
+    def _begin(
+        self, step: int, tensors: dict[str, Any], check: Callable[[], None]
+    ) -> tuple[arrays_lib.Saving | None, dict[str, Any] | None]:
+        """Makes the folder and copies the tensors, once more if they are to be read back."""
+        temporary = self.folder / f"tmp.{step}"
+
+        def make() -> bool:
+            check()
+            unproven = not self.steps()
+            durable.make_folder(self.folder)
+            durable.remove(temporary)
+            temporary.mkdir()
+            return unproven
+
+        unproven = self._processes.same(make)
+        if not tensors:
+            return None, None
+        saving = arrays_lib.Saving(temporary / "arrays", tensors)
+        return saving, arrays_lib.shards(tensors) if unproven else None
+
+    def _write(self, begun: Future, check: Callable[[], None], described: dict[str, Any]) -> None:
+        step, together = described["step"], self._processes
+        temporary, index = self.folder / f"tmp.{step}", together.index
+
+        def write() -> dict[str, dict[str, int]]:
+            self._write_arrays(temporary, begun.result()[0])
+            return manifest.flushed(temporary, partial(arrays_lib.is_written_by, index))
+
+        def describe() -> None:
+            if (saving := begun.result()[0]) is not None:
+                saving.merge()
+            previous = self._scheduled_before(step)
+            description.write(temporary, previous=previous, **described)
+
+        def end() -> None:
+            manifest.write(temporary, {name: x for files in each for name, x in files.items()})
+            check()
+            self._give_name(temporary, step)
+
+        try:
+            each = together.by_all(write)
+            together.by_first(describe)
+            if (held := begun.result()[1]) is not None:
+                together.by_all(lambda: self._read_back(temporary, held, described))
+            together.by_first(end)
+        except Lost:  # all that is there is another's
+            raise
+        except Exception as error:
+            if together.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+                self._failed = temporary  # a thread of orbax may still be writing there
+            if (cause := durable.system_error(error)) is not None:
+                raise self._not_saved(step, cause, described["arrays"]) from error
+            raise
+        try:
+            together.by_first(self._prune)
+        except OSError as error:
+            line = durable.explained(error, "deleted", self.folder)
+            self.notes.append(
+                f"checkpoint {step} is saved; an older one is not deleted yet: {line}"
+            )
+        if self._copies is not None:
+            self._copier.submit(self._copy, self._copies, step, together.same(self.steps))
+
+    def _copy(self, copies: Copies, step: int, kept: list[int]) -> None:
+        try:
+            copies.send(self.names.of_step(step), step, kept)
+        except Exception as error:  # of any store's library
+            self.notes.append(
+                f"checkpoint {step} is saved and not copied to {copies.address} "
+                f"({in_words(error)}); the next one is copied too"
+            )
+
+    def _write_arrays(self, folder: Path, saving: arrays_lib.Saving | None) -> None:
+        if saving is not None:
+            saving.finish()
+
+    def _read_back(self, temporary: Path, held: dict[str, Any], described: dict[str, Any]) -> None:
+        """Raises `ValueError` if what was written is not what a run would go on from."""
+        shapes = {name: x for name, x in described["arrays"].items() if 0 not in x.shape}
+        try:
+            arrays_lib.check_written(temporary, shapes, held)
+        except arrays_lib.Unreadable as error:
+            raise ValueError(
+                f"the run's first checkpoint, of step {described['step']}, does not read back as "
+                f"it was written ({error}): no run could go on from {self.folder}, give an "
+                "output_dir on another disk"
+            ) from error
+
+    def _give_name(self, temporary: Path, step: int) -> None:
+        named, old = self.folder / str(step), self.folder / f"{OLD}{step}"
+        again = os.path.lexists(named)
+        if again:  # at every moment one of the two has a name that `_folder` finds
+            durable.remove(old)
+            os.rename(named, old)
+        try:
+            os.rename(temporary, named)
+        except OSError:
+            if again:
+                os.rename(old, named)
+            raise
+        durable.sync_folder(self.folder)  # `_prune` deletes the old one
+
+    def _not_saved(self, step: int, cause: OSError, arrays: dict[str, Any]) -> NotSaved:
+        needed = memory.size_of(arrays)
+        try:
+            free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB"
+        except OSError:
+            free = "an unknown number of bytes"
+        return NotSaved(
+            f"checkpoint of step {step} is not saved, those before it are as they were: "
+            f"{durable.explained(cause, 'written', self.folder)} ({free} are free there, "
+            f"{needed / 1e6:,.1f} MB are needed)"
+        )
+
+    def _prune(self) -> None:
+        self._sweep()
+        readable = self._descriptions(skip_unreadable=True)
+        steps = self.steps()
+        temporary = [step for step in steps if step in readable and is_temporary(readable[step])]
+        scheduled = [step for step in steps if step not in temporary]
+        last = scheduled[-1] if scheduled else -1
+        later = [step for step in temporary if step > last]
+        # Two of them, for a case of damage.
+        kept = {*scheduled[-self.keep :], *later[-min(self.keep, 2) :], self._best(readable)}
+        # One whose score cannot be read stays: it may be the best.
+        for step in readable.keys() - kept:
+            self._remove(self.names.of_step(step))
+
+    def _sweep(self) -> None:
+        """Deletes what killed or failed saves and deletions left; no save may be going on."""
+        whole = self.names.renamed().values()
+        for leftover in self.names.starting_with("tmp."):
+            if leftover not in whole:
+                durable.remove(leftover)
+
+    def _remove(self, folder: Path) -> None:
+        # Renamed first: a run killed while deleting must not leave half a checkpoint by its name.
+        gone = folder.with_name(f"tmp.gone.{folder.name}")
+        durable.remove(gone)
+        os.rename(folder, gone)
+        durable.remove(gone)

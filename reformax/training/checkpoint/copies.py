@@ -9,12 +9,14 @@ time is not noticed.
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reformax import durable
 from reformax.declared import SettingError, user_path
 from reformax.training import description, manifest
+from reformax.training.checkpoint.names import CheckpointNames
 from reformax.training.processes import Processes
 
 _BLOCK = 2**22
@@ -82,7 +84,7 @@ class Copies:
         together.by_all(send)
         together.by_first(end)
 
-    def fetch(self, step: int, folder: Path) -> None:
+    def _fetch(self, step: int, folder: Path) -> None:
         """Copies a checkpoint back into a new folder.
 
         Its manifest says later whether it is whole.
@@ -104,6 +106,48 @@ class Copies:
         self._processes.by_first(
             lambda: durable.write(folder / manifest.FILE, (there / manifest.FILE).read_bytes())
         )
+
+    def fetch_all(self, names: CheckpointNames) -> list[str]:
+        """Copies the whole checkpoints back into a run's folder that has none.
+
+        Returns:
+          A line for each damaged copy, which is left out.
+
+        Raises:
+          OSError: the copies cannot be read, or all are damaged.
+        """
+        folder, together = names.folder, self._processes
+
+        def make(temporary: Path) -> None:
+            durable.make_folder(folder)
+            durable.remove(temporary)
+            temporary.mkdir()
+
+        def name(step: int) -> None:
+            durable.rename(folder / f"tmp.{step}", folder / str(step))
+
+        fetched, notes, damaged = [], [], None
+        try:
+            for step in together.same(self.steps):
+                temporary = folder / f"tmp.{step}"
+                together.by_first(partial(make, temporary))
+                try:
+                    self._fetch(step, temporary)
+                    fetched.append(step)
+                except manifest.Damaged as error:
+                    damaged = error
+                    notes.append(f"the copy {step} in {self.address} is left out: {error}")
+            if damaged is not None and not fetched:
+                raise damaged
+            # A run that is killed here goes on from the newest, or fetches all again.
+            for step in reversed(fetched):
+                together.by_first(partial(name, step))
+        except Exception as error:  # of any store's library
+            raise OSError(
+                f"checkpoint_copies={self.address} cannot be read ({in_words(error)}): give a "
+                "folder that this machine reaches, and install its package, such as s3fs or gcsfs"
+            ) from error
+        return notes
 
     def _mine(self, names: set[str]) -> list[str]:
         """The files that this process copies."""

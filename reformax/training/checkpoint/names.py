@@ -10,7 +10,7 @@ from reformax import durable
 OLD = "tmp.old."
 
 
-class Names:
+class CheckpointNames:
     """The folders of a run's checkpoints by their names.
 
     Attributes:
@@ -27,12 +27,13 @@ class Names:
         Raises:
           OSError: the folder cannot be read.
         """
-        names = [name for name in self._names() if name.isascii() and name.isdecimal()]
+        names = [name for name in self.all() if name.isascii() and name.isdecimal()]
         # Others, such as 007, are no name that a checkpoint gets.
         steps = {int(name) for name in names if len(name) < 19 and name == str(int(name))}
-        return sorted({*steps, *self._renamed()})
+        return sorted({*steps, *self.renamed()})
 
-    def _names(self) -> list[str]:
+    def all(self) -> list[str]:
+        """Every name in the folder; none where there is no folder."""
         try:
             with durable.explaining("read", self.folder):
                 return os.listdir(self.folder)
@@ -43,24 +44,27 @@ class Names:
                 ) from None
             return []
 
-    def _named(self, prefix: str) -> list[Path]:
-        return [self.folder / name for name in self._names() if name.startswith(prefix)]
+    def starting_with(self, prefix: str) -> list[Path]:
+        """The paths of the names that start so."""
+        return [self.folder / name for name in self.all() if name.startswith(prefix)]
 
-    def _renamed(self) -> dict[int, Path]:
+    def renamed(self) -> dict[int, Path]:
         """Checkpoints that were about to be replaced when a run was killed."""
         return {
             int(step): old
-            for old in self._named(OLD)
+            for old in self.starting_with(OLD)
             if (step := old.name.removeprefix(OLD)).isdecimal()
             and not os.path.lexists(self.folder / step)
             and not old.is_symlink()
         }
 
-    def _folder(self, step: int) -> Path:
+    def of_step(self, step: int) -> Path:
+        """The folder of a checkpoint, which need not exist."""
         folder = self.folder / str(step)
-        return folder if os.path.lexists(folder) else self._renamed().get(step, folder)
+        return folder if os.path.lexists(folder) else self.renamed().get(step, folder)
 
-    def _unused(self, name: str) -> Path:
+    def unused(self, name: str) -> Path:
+        """The path of a name, with a number after it where the name is taken."""
         path, n = self.folder / name, 1
         while os.path.lexists(path):
             n += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from reformax import durable, memory
 from reformax.declared import SettingError
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
-from reformax.training.checkpoint.names import Names
+from reformax.training.checkpoint.names import CheckpointNames
 from reformax.training.named_tensors import OWN, as_tree, check_fits, named
 
 Shapes = dict[str, jax.ShapeDtypeStruct]  # of tensors, by name
@@ -28,13 +29,30 @@ def is_temporary(described: dict[str, Any]) -> bool:
     return described["extra"].get(TEMPORARY) is True
 
 
-class Reader(Names):
-    """Reads the checkpoints of a run; it changes none, and training may write others meanwhile."""
+class CheckpointReader:
+    """Reads the checkpoints of a run; it changes none, and training may write others meanwhile.
+
+    Attributes:
+      names: their folders by name.
+    """
 
     def __init__(self, output_dir: str | os.PathLike):
         """Takes a run's folder, which need not exist."""
-        super().__init__(output_dir)
+        self.names = CheckpointNames(output_dir)
         self._checked: int | None = None  # a step that was found whole
+
+    @property
+    def folder(self) -> Path:
+        """DIR/checkpoints."""
+        return self.names.folder
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, ascending.
+
+        Raises:
+          OSError: the folder cannot be read.
+        """
+        return self.names.steps()
 
     def best_step(self, skip_unreadable: bool = False) -> int | None:
         """The step with the lowest score; None if no checkpoint has one.
@@ -78,7 +96,7 @@ class Reader(Names):
         """
 
         def whole(there: Shapes) -> Shapes:
-            check_fits(there, like, "", self._folder(step))
+            check_fits(there, like, "", self.names.of_step(step))
             return there
 
         tensors, info = self._read(step, whole, None if shardings is None else named(shardings))
@@ -107,7 +125,7 @@ class Reader(Names):
             there = {n: x for n, x in there.items() if f"{n}.".startswith(tuple(parts))}
             if without is not None:
                 there = {n: x for n, x in there.items() if without not in n.split(".")}
-            check_fits(there, like, prefix, self._folder(step), fix)
+            check_fits(there, like, prefix, self.names.of_step(step), fix)
             return there
 
         tensors, info = self._read(step, scored)
@@ -162,8 +180,7 @@ class Reader(Names):
         if not scores:
             return None
         kinds = {step: read[step]["extra"].get("scored") for step in scores}
-        # Checkpoints of earlier versions do not say what their scores are of.
-        alike = [step for step in scores if kinds[step] in (None, kinds[max(scores)])]
+        alike = [step for step in scores if kinds[step] == kinds[max(scores)]]
         return min(alike, key=lambda step: (scores[step], step))
 
     def _descriptions(self, skip_unreadable: bool) -> dict[int, dict[str, Any]]:
@@ -173,7 +190,7 @@ class Reader(Names):
                 descriptions[step] = self._read_description(step)
             except manifest.Damaged as error:
                 # Another process, which trains, may have deleted it just now.
-                if not skip_unreadable and os.path.lexists(self._folder(step)):
+                if not skip_unreadable and os.path.lexists(self.names.of_step(step)):
                     raise self._refusal(step, str(error)) from None
             except (ValueError, OSError):
                 if not skip_unreadable:
@@ -196,7 +213,7 @@ class Reader(Names):
             raise self._refusal(step, str(error)) from None
 
     def _read_description(self, step: int) -> dict[str, Any]:
-        return description.read(self._folder(step), step)
+        return description.read(self.names.of_step(step), step)
 
     def _read(
         self,
@@ -215,7 +232,7 @@ class Reader(Names):
         there = description.shapes(described)
         try:
             wanted = choose(there)
-            folder = self._folder(step)
+            folder = self.names.of_step(step)
             held = arrays_lib.bytes_held(wanted, shardings)
             memory.check(f"the tensors of {folder}", held, "the model's sizes")
         except SettingError:
@@ -227,7 +244,7 @@ class Reader(Names):
         try:
             tensors = arrays_lib.restore_tensors(folder, wanted, shardings)
         except Exception as error:
-            folder = self._folder(step)
+            folder = self.names.of_step(step)
             if not os.path.lexists(folder):
                 raise self._refusal(step, "deleted") from error
             if (cause := durable.system_error(error)) is not None:
@@ -244,7 +261,7 @@ class Reader(Names):
 
     def _harm(self, step: int, part: tuple[int, int] = (0, 1)) -> str | None:
         """The damage of a checkpoint, or of a part of its files, in words; None if whole."""
-        folder = self._folder(step)
+        folder = self.names.of_step(step)
         try:
             most = description.most_bytes(self._read_description(step))
         except manifest.Damaged as error:
@@ -253,7 +270,7 @@ class Reader(Names):
 
     def _refusal(self, step: int, harm: str) -> ValueError:
         """The error of a step without a whole checkpoint."""
-        folder, others = self._folder(step), [s for s in self.steps() if s != step]
+        folder, others = self.names.of_step(step), [s for s in self.steps() if s != step]
         if not os.path.lexists(folder):
             there = ", ".join(map(str, others)) or "none"
             return ValueError(

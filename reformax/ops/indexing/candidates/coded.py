@@ -73,7 +73,7 @@ class Coded(Candidates):
     def of(self, prepared, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B Q M"]:
         index, side = self._of_queries(x, queries.index), Side(queries.position, queries.ids)
         n_best = min(self.n_best, x.keys.shape[1])
-        return best_keys(x.score, ChoiceRule(x.causal), n_best, index, prepared, side, x.ids)
+        return best_keys(x.score, ChoiceRule(x.causal), n_best, index, prepared, side, x.ids)[1]
 
     def of_all(self, prepared, x: IndexedKeys, index: IndexQueries, interpret: bool):
         from reformax.ops.kernels.triton import indexer as kernel

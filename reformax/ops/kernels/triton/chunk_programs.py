@@ -242,7 +242,7 @@ class ChunkProgram(Program):
 
     def visible(self, q: ChunkBlock, k: ChunkBlock) -> Array | None:
         c = self.chunks
-        # Causality hides positions behind the end, too.
+        # Causality hides positions after the end, too.
         exists = None if c.causal and c.n_keys is None else k.exists
         of_query, of_key = q.segment, k.segment
         if self.count is not None:  # what a query of padding sees is dropped

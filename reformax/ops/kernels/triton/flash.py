@@ -230,7 +230,7 @@ def d_keys(program: Program, keys: Block) -> tuple[Float[Array, "J H"], Float[Ar
         q, (d_out, dot) = program.tokens(x.q, queries), program.gradient(queries)
         query = line(queries)
         logits = _logits(program, k, q, query, key)
-        # Loads behind the product take fewer registers.
+        # Loads after the product take fewer registers.
         row_max, inverse_sum = program.softmax(queries)
         p = recompute_weights(logits, line(row_max), line(inverse_sum), x.q.shape[3])
         dropped = program.dropped(query, key)

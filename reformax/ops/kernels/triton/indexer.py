@@ -250,7 +250,8 @@ def choose_positions(
       ids, key_ids: the segments of queries and of keys; None: one segment.
       span: positions of a key.
       n_parts: 1 where bfloat16 holds queries and keys.
-      first: the position of the first query, of queries that are a shard of a sequence; None: 0.
+      first: the position of the first query, of queries that are a shard of a sequence. None: 0.
+        Queries of positions below 0 see no keys.
     """
     n_batch, length, n_keys = *queries.shape[:2], keys.shape[1]
     if n_parts == 1:
@@ -282,7 +283,7 @@ def choose_positions(
         )
         if first is None:
             return top_k(n_best, interpret, scores, RowRule(length, n_keys, **rule), start)
-        rows = RowRule(n_keys * span, n_keys, **rule)  # those behind the last query are hidden
+        rows = RowRule(n_keys * span, n_keys, **rule)  # those of no query are hidden
         return top_k(n_best, interpret, scores, rows, first + start)
 
     found = jnp.moveaxis(lax.map(some_queries, starts), 0, 1)

@@ -350,8 +350,8 @@ def backward(
     n_bytes = n_listed * n_heads * (k.shape[3] + v.shape[3]) * q.dtype.itemsize
     n_chunks = -(-length // max(1, MAX_BYTES // (n_batch * n_bytes)))
     size = -(-length // n_chunks)
-    behind = (0, 0), (0, n_chunks * size - length), (0, 0)
-    padded = jnp.pad(x.listed, behind, constant_values=-1)
+    padding = (0, 0), (0, n_chunks * size - length), (0, 0)
+    padded = jnp.pad(x.listed, padding, constant_values=-1)
 
     def contributions(y):
         return jax.ShapeDtypeStruct((n_batch, n_heads, size, n_listed, y.shape[3]), y.dtype)
@@ -381,7 +381,7 @@ def queries_of_keys(
     """The pairs of queries and keys in the order of their keys, and then of their queries.
 
     Returns:
-      The indices of the pairs in `listed`, all rows one behind the other; then the first pair of
+      The indices of the pairs in `listed`, all rows one after the other; then the first pair of
       each key, and the end of the row's pairs that exist.
     """
     row = jnp.arange(len(listed), dtype=jnp.int32)[:, None] * (n_keys + 1)

@@ -248,8 +248,8 @@ class NsaProgram(GroupProgram):
             start = start + lax.rem(index, step)
             end = jnp.int32(-(-x.q.shape[1] // sizes.n_listed))
             if sizes.window is not None:
-                behind = sizes.rule.bounds(first, first + sizes.n_keys, of_keys=True).end
-                end = jnp.minimum(end, lax.div(behind + (n_listed - 1), n_listed))
+                query_end = sizes.rule.bounds(first, first + sizes.n_keys, of_keys=True).end
+                end = jnp.minimum(end, lax.div(query_end + (n_listed - 1), n_listed))
         return dataclasses.replace(self, work=KeysWork(first, start, end, step)), columns
 
     def over_keys(self, queries: NsaRows, body: Callable, carry: Any) -> Any:
@@ -305,8 +305,8 @@ class NsaProgram(GroupProgram):
         split = not sizes.block and x.ids is None and x.bits is None and sizes.window is None
         if split:  # queries after the last key see all keys
             last = (first + sizes.n_keys) * sizes.stride + (sizes.span - sizes.stride - 1)
-            behind = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
-            n_masked = lax.div(jnp.maximum(behind - start + (step - 1), 0), step)
+            past = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
+            n_masked = lax.div(jnp.maximum(past - start + (step - 1), 0), step)
             whole = first + sizes.n_keys <= x.k.shape[1]
             n_masked = jnp.where(whole, jnp.minimum(n_masked, count), count)
         carry = lax.fori_loop(jnp.int32(0), n_masked, functools.partial(visit, False), carry)

@@ -49,7 +49,7 @@ class RowRule(NamedTuple):
     Attributes:
       length: rows from this one on have no scores.
       n_keys: scores of a row.
-      causal: whether a row has scores only of the keys up to itself.
+      causal: whether a row has scores only of the keys up to itself. One below 0 has none.
       span: positions of a key.
     """
 
@@ -60,7 +60,7 @@ class RowRule(NamedTuple):
 
     def end(self, row: Any) -> Any:
         seen = lax.div(row + 1, jnp.int32(self.span)) if self.causal else jnp.int32(self.n_keys)
-        return jnp.where(row < self.length, jnp.minimum(seen, self.n_keys), 0)
+        return jnp.where(row < self.length, jnp.clip(seen, 0, self.n_keys), 0)
 
 
 class _TopKOutputs(NamedTuple):

@@ -1,4 +1,7 @@
-"""Continuations of prompts that end where one of several texts begins."""
+"""Generates a continuation of each prompt, up to the first of several texts.
+
+This is the request `generate_until` of lm-evaluation-harness.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from reformax.generation import decoding
 from reformax.generation.prompts import rounded
 from reformax.progress import Progress
 
-Text = Callable[[Sequence[int], Sequence[int]], str]
+Decode = Callable[[Sequence[int], Sequence[int]], str]
 
 
-class ContinuationRequest(NamedTuple):
+class GenerationRequest(NamedTuple):
     """A prompt to continue.
 
     Attributes:
@@ -36,15 +39,18 @@ class ContinuationRequest(NamedTuple):
     top_p: float = 1.0
 
 
-def continuations(
-    scorer: LanguageScorer, requests: Sequence[ContinuationRequest], text: Text, ends: Sequence[int]
+def generate_until(
+    scorer: LanguageScorer,
+    requests: Sequence[GenerationRequest],
+    decode: Decode,
+    ends: Sequence[int],
 ) -> list[str]:
     """Continues each prompt; a batch ends when each of its rows has ended.
 
     Args:
       scorer: the model.
       requests: what to continue. Draws of a temperature above 0 depend on a row's batch.
-      text: (prompt, new tokens) -> the text of the latter.
+      decode: (prompt, new tokens) -> the text of the latter.
       ends: tokens each of which ends a continuation.
 
     Raises:
@@ -66,14 +72,14 @@ def continuations(
                 rows = [(prompts[i], requests[i].until) for i in batch]
                 options = dict(zip(("temperature", "top_k", "top_p"), sampling, strict=True))
                 options |= dict(max_length=capacity, ends=ends, n_rows=n_rows)
-                texts = _continued(scorer, rows, n_new, text, **options)
+                texts = _continued(scorer, rows, n_new, decode, **options)
                 for i, one in zip(batch, texts, strict=True):
                     found[i] = one
                 bar.advance(len(batch))
     return found
 
 
-def _fitting(request: ContinuationRequest, most: int) -> tuple[int, ...]:
+def _fitting(request: GenerationRequest, most: int) -> tuple[int, ...]:
     """The end of the prompt that leaves room for what is requested."""
     room = most - request.max_new_tokens
     if room < 1:
@@ -84,7 +90,9 @@ def _fitting(request: ContinuationRequest, most: int) -> tuple[int, ...]:
     return request.prompt[-room:]
 
 
-def _continued(scorer, rows, n_new: int, text: Text, *, ends, n_rows: int, **options) -> list[str]:
+def _continued(
+    scorer, rows, n_new: int, decode: Decode, *, ends, n_rows: int, **options
+) -> list[str]:
     """The texts of a batch's rows, cut where they end."""
     filled = [prompt for prompt, _ in rows] + [()] * (n_rows - len(rows))  # one program for all
     new = [[] for _ in rows]
@@ -103,7 +111,7 @@ def _continued(scorer, rows, n_new: int, text: Text, *, ends, n_rows: int, **opt
         for tokens, more in zip(new, np.asarray(block), strict=False):
             tokens += more.tolist()
         cut = [
-            _cut(text(prompt, _before(tokens, ends)), until)
+            _cut(decode(prompt, _before(tokens, ends)), until)
             for tokens, (prompt, until) in zip(new, rows, strict=True)
         ]
         are_done = (not set(ends).isdisjoint(tokens) for tokens in new)

@@ -1,0 +1,19 @@
+"""Published sizes of models."""
+
+import pytest
+
+from benchmarks import published
+
+
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        ("gpt2", (768, 12, 12, 32, 1024, 50_304, False)),
+        ("gpt2_medium", (1024, 24, 16, 16, 1024, 50_304, False)),
+        ("bert_large", (1024, 24, 16, 32, 512, 30_592, True)),
+    ],
+)
+def test_the_published_models_are_those_of_the_configs(name, sizes):
+    job = published.from_config(name, ())
+    assert job.shape == sizes
+    assert job.adamw.keys() == {"learning_rate", "b2", "weight_decay"}  # what PyTorch's reads
