@@ -18,7 +18,7 @@ and by the number of hashes. --attention=dense puts dense layers back into their
 A model from elsewhere becomes a run's folder, which evaluate.py reads. A run becomes a folder for
 Hugging Face. --to=NAME.pkl.gz writes any model for Trax. The command then reads the result and
 compares its logits of random tokens with the source's. What it wrote has its name after that: a
-command that fails leaves nothing.
+command that fails leaves nothing. The last line says the seconds and the memory that this took.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ import math
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reformax import memory
 from reformax.cli import config, errors, flags
 from reformax.declared import Count, Name, PathName, SettingError, Size, user_path
 
@@ -54,6 +56,7 @@ class SourceModel(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads, writes and checks; returns the exit code."""
+    start = time.perf_counter()
     args = parser().parse_args(argv)
     source_path, target_path = user_path("from", args.source), user_path("to", args.target)
     to_trax = target_path.name.endswith(".pkl.gz")
@@ -83,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{source.spec.model}, {n_params:,} parameters: {source_path} -> {target_path}")
         source_path = source.weights or source_path
         _check(source, {source.kind: source_path, kind: path}, kind, str(target_path))
+    print(f"{time.perf_counter() - start:.1f} s, {memory.peaks_in_words()}")
     return 0
 
 

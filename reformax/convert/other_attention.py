@@ -7,12 +7,13 @@ share queries and keys, such as `lsh`, get the mean of both projections, a begin
 alone. `dense` and `flash` go back into the place of all but the last.
 
 The bits that this costs are measured on a text: of each layer alone, of all of them, and by the
-number of hashes or of blocks.
+number of hashes or of blocks. The caches of decoding are measured too.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import math
 import re
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from reformax import memory
 from reformax.convert.hugging_face_decoder import algorithm_of, rotating_of
 from reformax.convert.spec import DENSE, OPS, REPLACEMENTS, Op, Spec, cycle_of
 from reformax.data import files
@@ -252,7 +254,7 @@ def measure(
 
     Returns:
       The bits of the model as it was, with all layers replaced, with each alone, and by the values
-      of the option that says how many keys a query sees.
+      of the option that says how many keys a query sees; the bytes of caches, where it decodes.
     """
 
     def bits(op: Op, layers: Sequence[int]) -> float:
@@ -265,6 +267,12 @@ def measure(
         f"{OPS[op.name](**op.options)} in {len(layers)} layers ({rows} rows of {length})"
     )
     found: dict[str, Any] = {"before": before, "after": after, "rows": rows, "length": length}
+    with contextlib.suppress(NotImplementedError):  # an algorithm that does not decode
+        changed = replaced(spec, params, op, layers)
+        held = [cache_bytes(*model, length) for model in ((spec, params), changed)]
+        found["cache_bytes"] = dict(zip(("before", "after"), held, strict=True))
+        words = [f"{n / 2**20:,.1f} MiB" for n in held]
+        say(f"caches of a text of {length:,} tokens: {words[0]} as it was, {words[1]} then")
     if len(layers) > 1:
         found["by_layer"] = {}
         for layer in layers:
@@ -293,6 +301,20 @@ def bits_of(spec: Spec, params: Any, tokens: np.ndarray) -> float:
 
     of_row = jit_once(nats)  # a row at a time: logits are large
     return float(np.mean([of_row(params, row) for row in tokens])) / math.log(2)
+
+
+def cache_bytes(spec: Spec, params: Any, length: int) -> int:
+    """The bytes that decoding keeps of a text of so many tokens.
+
+    Raises:
+      NotImplementedError: an algorithm cannot decode.
+    """
+    model = spec.build()
+
+    def caches(params):
+        return model.first_state(params, 1, length, jax.random.key(0)).caches
+
+    return memory.size_of(jax.eval_shape(caches, params))
 
 
 def tokens_of(
