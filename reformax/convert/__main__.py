@@ -52,6 +52,7 @@ class SourceModel(NamedTuple):
     notes: list[str]  # differences from the original, one line each
     vocabulary: bytes | None = None  # what its tokens are, if that is known
     weights: Path | None = None  # Trax's file
+    length: int | None = None  # of the rows that a run was trained on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,7 +214,8 @@ def _read(path: Path, args: argparse.Namespace) -> SourceModel:
         from reformax.convert import run_folder
 
         run = run_folder.read(path, args.step, args.trust_config)
-        return SourceModel("run", run.spec, run.params, run.source, [], run.vocabulary)
+        given = run.spec, run.params, run.source, [], run.vocabulary
+        return SourceModel("run", *given, length=run.length)
     from reformax.convert import hugging_face
 
     read = hugging_face.read(path)
@@ -259,7 +261,8 @@ def _write(kind: str, path: Path, source: SourceModel, length: int | None) -> li
 
         like = source.details.get("config") if source.kind == "run" else None
         generation = source.details.get("generation")
-        hugging_face.write(path, source.spec, source.params, like, source.vocabulary, generation)
+        model = source.spec, source.params
+        hugging_face.write(path, *model, like, source.vocabulary, generation, source.length)
         return []
     if kind == "trax":
         from reformax.convert import trax_models

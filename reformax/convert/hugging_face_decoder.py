@@ -454,6 +454,21 @@ def config_of(family: Family, spec: Spec, like: Mapping[str, Any]) -> dict[str, 
     return config
 
 
+def of_length(config: Mapping[str, Any], length: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that says the longest text that its model was trained on.
+
+    It says no less than the config.json that the model was read from. Where positions are scaled by
+    lengths it stays as it is.
+    """
+    tables = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    tables += [table.get(FULL) or {} for table in tables]
+    kinds = [table.get("rope_type", table.get("type", "default")) for table in tables]
+    if any(kind != "default" for kind in kinds):
+        return dict(config)
+    known = config["max_position_embeddings"] if like else 0
+    return {**config, "max_position_embeddings": max(length, known)}
+
+
 class NoSuchModel(ValueError):
     """No model of a family is the same function."""
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from reformax import generation
 from reformax.cli import errors, generate, generation_settings
 from reformax.convert import __main__ as command
-from reformax.convert import check, hugging_face, hugging_face_files
+from reformax.convert import check, hugging_face, hugging_face_decoder, hugging_face_files
 from reformax.convert.spec import Op, Spec
 from reformax.models import designs
 from tests.convert import decoders
@@ -90,6 +90,23 @@ def test_a_round_trip_gives_the_identical_arrays_and_function(name, tmp_path):
             assert all(after[key].tobytes() == x.tobytes() for key, x in before.items())
     kept = json.loads((tmp_path / "kept/config.json").read_text())
     assert {k: kept[k] for k in read.config if k != "torch_dtype"} == read.config
+
+
+@pytest.mark.parametrize(
+    "known, length, said", [(None, 65_536, 65_536), (None, 8, 8), (9, 8, 9), (9, 12, 12)]
+)
+def test_a_config_says_the_length_that_its_model_was_trained_on(known, length, said):
+    """And no less than the one that the model was read from."""
+    config = config_of("qwen3") | {"max_position_embeddings": known or 32_768}
+    like = {} if known is None else config
+    found = hugging_face_decoder.of_length(config, length, like)
+    assert found == config | {"max_position_embeddings": said}
+
+
+@pytest.mark.parametrize("name", ["llama 3.1", "phi 3, longrope", "llama, dynamic"])
+def test_a_length_by_which_positions_are_scaled_stays(name):
+    config = config_of(name)
+    assert hugging_face_decoder.of_length(config, 10**6, config) == config
 
 
 @pytest.mark.peers

@@ -116,8 +116,12 @@ def test_bits_are_those_of_the_models():
     more = Op("asymmetric_lsh", {"chunk_len": 16, "n_hashes": 8})
     assert found["by_n_hashes"]["8"] == pytest.approx(plain(more, [0, 1]), abs=1e-4)
     assert abs(found["after"] - found["before"]) > 1e-3
+    # Keys and values in float32; hashing keeps more.
+    assert found["cache_bytes"]["before"] == 2 * 2 * 80 * 4 * 4 * 4
+    assert found["cache_bytes"]["after"] > found["cache_bytes"]["before"]
     assert [line.partition(":")[0] for line in lines] == [
         "bits of a token",
+        "caches of a text of 80 tokens",
         "layer 0 alone",
         "layer 1 alone",
         "by n_hashes",
