@@ -490,6 +490,15 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def check(serialised: bytes, path: Path) -> None:
+    """Raises `SettingError` unless the content of a file is a vocabulary.
+
+    Raises:
+      ImportError: what reads it is not installed.
+    """
+    _codec(serialised, path)
+
+
 def _codec(serialised: bytes, path: Path) -> SentencePieceModel | _Tokenizer:
     try:
         is_json = serialised.lstrip()[:1] == b"{"

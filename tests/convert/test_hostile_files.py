@@ -244,6 +244,7 @@ def deep(n=10**5):
     return "[" * n + "]" * n
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4294967296\n"
 F8 = "has dtype F8_E4M3: expected one of F64, F32"
 FOLDERS = {
     "config that is a list": (holding("config.json", "[]"), "config.json holds no object"),
@@ -296,6 +297,27 @@ FOLDERS = {
         "config.json is a folder",
     ),
     "config that is missing": (replaced("config.json", lambda path: None), "does not exist: put"),
+    "an adapter without its model": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        "is an adapter without its model: merge it",
+    ),
+    "config that Git LFS keeps elsewhere": (
+        holding("config.json", LFS),
+        "config.json is a pointer",
+    ),
+    "tensors that Git LFS keeps elsewhere": (
+        holding("model.safetensors", LFS),
+        "model.safetensors is a pointer of Git LFS: run git lfs pull in its folder",
+    ),
+    "tokenizer that Git LFS keeps elsewhere": (holding("tokenizer.json", LFS), "json is a pointer"),
+    "tokenizer that is another object": (
+        holding("tokenizer.json", '{"model": null}'),
+        "/tokenizer.json is no vocabulary (",
+    ),
+    "tokenizer of odd ids": (
+        holding("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'),
+        "/tokenizer.json is no vocabulary (",
+    ),
     "absolute path": (
         indexed({EMBEDDING: "/etc/hostname.safetensors"}),
         "in '/etc/hostname.safetensors': expected a .safetensors file of that folder",
