@@ -12,8 +12,8 @@
 
 --attention='asymmetric_lsh(n_hashes=8)' puts another attention in the place of dense layers, or of
 those of --layers=0,2-4, and writes a run. It is not trained, so it costs bits: they are measured on
---data_dir, or on the source of Python's library, in rows of --length, and printed for each layer
-and by the number of hashes. --attention=dense puts dense layers back into their place.
+--data_dir, or on the source of Python's library, in rows of --length, of --tokens in all, and
+printed for each layer and by the number of hashes. --attention=dense puts dense layers back.
 
 A model from elsewhere becomes a run's folder, which evaluate.py reads. A run becomes a folder for
 Hugging Face. --to=NAME.pkl.gz writes any model for Trax. The command then reads the result and
@@ -147,6 +147,11 @@ def parser():
     parser.add_argument(
         "--data_dir", type=flags.of(PathName), help="with --attention: the text to measure bits on"
     )
+    parser.add_argument(
+        "--tokens",
+        type=flags.of(Size),
+        help="with --attention: of the text, from its beginning (default: 4,096, or a row)",
+    )
     flags.add_trust(parser)
     flags.add_traceback(parser)
     return parser
@@ -163,6 +168,7 @@ def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
         ("attention", target == "run", "a run as --to"),
         ("layers", args.attention is not None, "--attention"),
         ("data_dir", args.attention is not None, "--attention"),
+        ("tokens", args.attention is not None, "--attention"),
     ):
         value = getattr(args, name)
         if value not in (None, [], False) and not is_read:
@@ -176,8 +182,8 @@ def _with_attention(source: SourceModel, args: argparse.Namespace) -> SourceMode
     op = other_attention.op_of(args.attention)
     layers = other_attention.layers_of(args.layers, source.spec, op)
     spec, params = other_attention.replaced(source.spec, source.params, op, layers)
-    data_dir = args.data_dir and Path(args.data_dir)
-    tokens = other_attention.tokens_of(source.spec, source.vocabulary, data_dir, args.length)
+    data_dir, sizes = args.data_dir and Path(args.data_dir), (args.length, args.tokens)
+    tokens = other_attention.tokens_of(source.spec, source.vocabulary, data_dir, *sizes)
     model = source.spec, source.params
     bits = other_attention.measure(*model, op, layers, tokens, lambda line: print(line, flush=True))
     done = {"attention": args.attention, "layers": layers, "bits": bits}

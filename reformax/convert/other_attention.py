@@ -318,7 +318,11 @@ def cache_bytes(spec: Spec, params: Any, length: int) -> int:
 
 
 def tokens_of(
-    spec: Spec, vocabulary: bytes | None, data_dir: Path | None, length: int | None = None
+    spec: Spec,
+    vocabulary: bytes | None,
+    data_dir: Path | None,
+    length: int | None = None,
+    n_tokens: int | None = None,
 ) -> np.ndarray:
     """Rows of tokens of a text, `[B, T]`.
 
@@ -326,8 +330,9 @@ def tokens_of(
       spec: the model, by whose vocabulary the text is read.
       vocabulary: a tokenizer.json or another file of pieces; None: the model is one of bytes.
       data_dir: a file or folder; None: the source of Python's standard library.
-      length: of a row; None: `LENGTH`, or as many as the model has positions. There are `TOKENS` in
-        all, or a row if that is longer; fewer if the text has not as many.
+      length: of a row; None: `LENGTH`, or as many as the model has positions.
+      n_tokens: in all; None: `TOKENS`. They are a row if that is longer, and fewer if the text has
+        not as many.
 
     Raises:
       SettingError: the model reads no text or no such length, or the text is shorter than a row.
@@ -341,7 +346,7 @@ def tokens_of(
     if length is not None and most is not None and length > most:
         raise SettingError(f"--length={length}: the model has positions for {most}")
     length = length or min(LENGTH, most or LENGTH)
-    n = max(TOKENS, length)
+    n = max(n_tokens or TOKENS, length)
     text = _text(data_dir, n * _BYTES)
     if vocabulary is not None:
         ids = PieceVocabulary.of(vocabulary, size).encode(text.decode(errors="replace"))
