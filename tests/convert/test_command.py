@@ -281,6 +281,21 @@ def test_a_task_with_more_ids_than_the_model(tmp_path, run):
     assert code == 2 and "and the model vocab_size=100: set" in err
 
 
+def test_an_option_that_is_an_object_survives_its_gin_file(tmp_path):
+    """An indexer, whose candidates are an object too."""
+    from reformax.cli import config
+
+    config.parse(["dsa_stages.gin"])
+    spec = Spec.of_config()
+    indexer = spec.attention[1].option("indexer")
+    assert indexer.n_local == 16 and indexer.candidates.block_sizes == (16,)
+    lines = ["from __gin__ import dynamic_registration", "from reformax.training import loop"]
+    lines += [spec.gin(), f"loop.train.model = @lm.{spec.model}"]
+    (tmp_path / "spec.gin").write_text("\n".join(lines))
+    config.parse([str(tmp_path / "spec.gin")])
+    assert Spec.of_config() == spec
+
+
 @pytest.mark.parametrize("spec_of", [0, 1], ids=["scopes", "default cycle"])
 def test_a_spec_survives_its_gin_file(spec_of, tmp_path):
     from reformax.cli import config
