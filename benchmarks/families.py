@@ -61,10 +61,10 @@ SHAPES = {
     ),
     "cpu": Shape(length=256, n_prompt=64, n_new=96, width=_WIDTH),
     "gpu": Shape(
-        length=4096,
+        length=2048,
         n_prompt=1024,
         n_new=256,
-        width=_WIDTH | dict(hidden_size=2048, intermediate_size=6144),
+        width=_WIDTH | dict(hidden_size=1024, intermediate_size=3072),
     ),
 }
 # By model_type, the class's name before "Config", and the heads of keys where a default of the
